@@ -1,0 +1,160 @@
+//! The same library for programs without an async runtime: each call runs the async one to its end.
+//!
+//! ```
+//! use tensorcask::{Dtype, Latest, Metadata, Policy, Slice, TensorView, blocking::Store};
+//! let store = Store::open("memory://blocking-example")?;
+//! let mut writer = store.writer(Policy::Consecutive)?;
+//! for step in 1..=3u8 {
+//!     let weights = [step; 12];
+//!     let state = [TensorView::new("w", Dtype::U8, &[3, 4], &weights)?];
+//!     writer.save(step.into(), &state, &[], &Metadata::default())?;
+//! }
+//! let snapshot = store.snapshot(Latest)?;
+//! assert_eq!(snapshot.read("w", &Slice::rows(1..2))?.data, [3; 4]);
+//! snapshot.verify()?;
+//! # Ok::<(), tensorcask::Error>(())
+//! ```
+
+use std::future::Future;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::runtime::Runtime;
+
+use crate::interchange::safetensors::{self, Selected};
+use crate::{
+    At, Blob, Error, ErrorKind, Metadata, Policy, Result, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView,
+    VerifyOptions, VerifyReport, WriterOptions,
+};
+
+/// [`Store`](crate::Store), blocking. Not to be used from async code, where it would panic in the runtime it is called in.
+#[derive(Debug, Clone)]
+pub struct Store {
+    inner: crate::Store,
+    runtime: Arc<Runtime>,
+}
+
+/// [`Writer`](crate::Writer), blocking.
+#[derive(Debug)]
+pub struct Writer {
+    inner: crate::Writer,
+    runtime: Arc<Runtime>,
+}
+
+/// [`Snapshot`](crate::Snapshot), blocking. What needs no I/O is on the snapshot inside, to which this dereferences.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    inner: crate::Snapshot,
+    runtime: Arc<Runtime>,
+}
+
+impl Store {
+    /// See [`Store::open`](crate::Store::open).
+    pub fn open(url: &str) -> Result<Self> {
+        Self::with(StoreOptions::default().open(url)?)
+    }
+
+    /// Wraps a store.
+    pub fn with(inner: crate::Store) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).thread_name("tensorcask-io").enable_all().build();
+        let runtime = runtime.map_err(|e| Error::new(ErrorKind::Storage, format!("no runtime: {e}")).source(e))?;
+        Ok(Self { inner, runtime: Arc::new(runtime) })
+    }
+
+    /// The store inside.
+    pub fn inner(&self) -> &crate::Store {
+        &self.inner
+    }
+
+    /// Runs a future of the async library to its end.
+    pub fn block_on<F: Future>(&self, future: F) -> F::Output {
+        self.runtime.block_on(future)
+    }
+
+    /// See [`Store::writer`](crate::Store::writer).
+    pub fn writer(&self, policy: Policy) -> Result<Writer> {
+        self.writer_with(WriterOptions { policy, ..WriterOptions::default() })
+    }
+
+    /// See [`Store::writer_with`](crate::Store::writer_with).
+    pub fn writer_with(&self, options: WriterOptions) -> Result<Writer> {
+        Ok(Writer { inner: self.block_on(self.inner.writer_with(options))?, runtime: self.runtime.clone() })
+    }
+
+    /// See [`Store::snapshot`](crate::Store::snapshot).
+    pub fn snapshot(&self, at: impl Into<At>) -> Result<Snapshot> {
+        Ok(Snapshot { inner: self.block_on(self.inner.snapshot(at))?, runtime: self.runtime.clone() })
+    }
+
+    /// See [`Store::snapshots`](crate::Store::snapshots).
+    pub fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
+        self.block_on(self.inner.snapshots())
+    }
+
+    /// See [`Store::pin`](crate::Store::pin).
+    pub fn pin(&self, step: u64, pinned: bool) -> Result<SnapshotRecord> {
+        self.block_on(self.inner.pin(step, pinned))
+    }
+
+    /// See [`Store::forget`](crate::Store::forget).
+    pub fn forget(&self, steps: &[u64]) -> Result<Vec<SnapshotRecord>> {
+        self.block_on(self.inner.forget(steps))
+    }
+
+    /// See [`Store::verify`](crate::Store::verify).
+    pub fn verify(&self, options: &VerifyOptions) -> Result<VerifyReport> {
+        self.block_on(self.inner.verify(options))
+    }
+}
+
+impl Writer {
+    /// See [`Writer::save`](crate::Writer::save).
+    pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
+        self.runtime.block_on(self.inner.save(step, tensors, blobs, metadata))
+    }
+}
+
+impl Snapshot {
+    /// See [`Snapshot::read`](crate::Snapshot::read).
+    pub fn read(&self, name: &str, slice: &Slice) -> Result<Tensor> {
+        self.runtime.block_on(self.inner.read(name, slice))
+    }
+
+    /// See [`Snapshot::read_into`](crate::Snapshot::read_into).
+    pub fn read_into(&self, name: &str, slice: &Slice, out: &mut [u8]) -> Result<()> {
+        self.runtime.block_on(self.inner.read_into(name, slice, out))
+    }
+
+    /// See [`Snapshot::view`](crate::Snapshot::view).
+    pub fn view(&self, name: &str) -> Result<Bytes> {
+        self.runtime.block_on(self.inner.view(name))
+    }
+
+    /// See [`Snapshot::blobs`](crate::Snapshot::blobs).
+    pub fn blobs(&self) -> Result<Vec<(u32, String)>> {
+        self.runtime.block_on(self.inner.blobs())
+    }
+
+    /// See [`Snapshot::read_blob`](crate::Snapshot::read_blob).
+    pub fn read_blob(&self, rank: u32, name: &str) -> Result<Vec<u8>> {
+        self.runtime.block_on(self.inner.read_blob(rank, name))
+    }
+
+    /// See [`Snapshot::verify`](crate::Snapshot::verify).
+    pub fn verify(&self) -> Result<()> {
+        self.runtime.block_on(self.inner.verify())
+    }
+
+    /// See [`interchange::safetensors::write`](safetensors::write).
+    pub fn write_safetensors(&self, selected: &[Selected], out: &mut (impl std::io::Write + Send)) -> Result<u64> {
+        self.runtime.block_on(safetensors::write(&self.inner, selected, out))
+    }
+}
+
+impl std::ops::Deref for Snapshot {
+    type Target = crate::Snapshot;
+
+    fn deref(&self) -> &crate::Snapshot {
+        &self.inner
+    }
+}

@@ -1,0 +1,49 @@
+//! One snapshot of a chain, with what has been read of it.
+
+use std::sync::{Arc, OnceLock};
+
+use crate::commit::SnapshotRecord;
+use crate::container::CaskIndex;
+use crate::tensor::Rect;
+use crate::wire::{CaskRef, Directory, Manifest};
+use crate::{Dtype, Error, Result};
+
+/// One snapshot of a chain.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub record: SnapshotRecord,
+    pub manifest: Manifest,
+    pub directory: Arc<Directory>,
+    /// Indexes of the manifest's casks, once they have been read.
+    pub indexes: Vec<OnceLock<Arc<CaskIndex>>>,
+}
+
+impl Link {
+    pub(crate) fn new(record: SnapshotRecord, manifest: Manifest, directory: Arc<Directory>) -> Result<Self> {
+        if directory.tensor_bytes() != manifest.tensor_bytes {
+            return Err(Error::corrupt(format!(
+                "says {} bytes of tensors, its directory {}",
+                manifest.tensor_bytes,
+                directory.tensor_bytes()
+            ))
+            .object(manifest.path())
+            .clause("manifest 2.4"));
+        }
+        let indexes = manifest.casks.iter().map(|_| OnceLock::new()).collect();
+        Ok(Self { record, manifest, directory, indexes })
+    }
+
+    pub(crate) fn index(&self, cask: usize) -> Option<&Arc<CaskIndex>> {
+        self.indexes.get(cask)?.get()
+    }
+
+    /// Whether the snapshot has this shard, in this type; if so, the cask that holds it, unless nothing of it changed.
+    pub(crate) fn find(&self, name: &str, dtype: Dtype, rect: &Rect) -> Option<Option<(usize, &CaskRef)>> {
+        let tensor = self.directory.find(name)?;
+        if self.directory.dtype(tensor) != dtype {
+            return None;
+        }
+        let shard = self.directory.find_shard(tensor, rect)?;
+        Some(self.manifest.cask(self.directory.shard(shard).slot))
+    }
+}

@@ -1,0 +1,13 @@
+//! Chains: when to write a base, which snapshots rebuild a step, and how. No I/O. Spec: `spec/chain.md`.
+
+mod apply;
+mod content;
+mod link;
+mod policy;
+mod resolve;
+
+pub(crate) use apply::decode_steps;
+pub(crate) use content::content_digests;
+pub(crate) use link::Link;
+pub use policy::Policy;
+pub(crate) use resolve::{chain_of, check_link};

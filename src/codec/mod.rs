@@ -1,0 +1,151 @@
+//! Codecs turn a chunk into columns and back. Spec: `spec/codecs/`.
+//!
+//! A codec never sees files: the container gives every column a page of its own, the chunk grid says how many elements
+//! a chunk has, and the caller sizes the buffer that [`Codec::decode`] fills. A [`Registry`] is a value handed to writers
+//! and readers, so that a program may bring codecs of its own without a process-wide table.
+
+mod bitmask;
+mod choose;
+mod constant;
+mod raw;
+mod registry;
+
+use std::fmt::Debug;
+
+use bytes::Bytes;
+
+pub use bitmask::Bitmask;
+pub use constant::Constant;
+pub use raw::Raw;
+pub use registry::Registry;
+
+pub(crate) use choose::encode_chunk;
+
+use crate::wire::index::CodecRef as WireCodecRef;
+pub use crate::wire::part::ChunkKind;
+use crate::{Dtype, Error, Result};
+
+/// A codec's id and format version, as a cask names it.
+pub type CodecRef = WireCodecRef;
+
+/// A chunk to encode.
+#[derive(Debug, Clone, Copy)]
+pub struct Chunk<'a> {
+    /// The element type.
+    pub dtype: Dtype,
+    /// Elements.
+    pub element_count: u64,
+    /// What the tensor is to training.
+    pub role: &'a str,
+    /// The elements, row-major, little-endian.
+    pub data: &'a [u8],
+    /// The same chunk of the parent snapshot, of equal length.
+    pub base: Option<&'a [u8]>,
+}
+
+/// A chunk to decode.
+#[derive(Debug, Clone, Copy)]
+pub struct Columns<'a> {
+    /// The element type.
+    pub dtype: Dtype,
+    /// Elements.
+    pub element_count: u64,
+    /// Names and bytes of the columns, in stored order.
+    pub columns: &'a [(&'a str, Bytes)],
+    /// The same chunk of the parent snapshot; always there when the chunk was stored as a delta.
+    pub base: Option<&'a [u8]>,
+}
+
+impl<'a> Columns<'a> {
+    /// The columns of these names, and no others, in this order.
+    pub fn exactly<const N: usize>(&self, names: [&str; N]) -> Result<[&'a [u8]; N]> {
+        let mut found: [&[u8]; N] = [&[]; N];
+        if self.columns.len() != N {
+            return Err(Error::corrupt(format!("{} columns, not {N} ({})", self.columns.len(), names.join(", "))));
+        }
+        for ((slot, wanted), (name, bytes)) in found.iter_mut().zip(names).zip(self.columns) {
+            if *name != wanted {
+                return Err(Error::corrupt(format!("column `{}` where `{wanted}` belongs", name.escape_debug())));
+            }
+            *slot = bytes;
+        }
+        Ok(found)
+    }
+
+    /// The base, without which this chunk means nothing.
+    pub fn base(&self, out_bytes: usize) -> Result<&'a [u8]> {
+        match self.base {
+            Some(base) if base.len() == out_bytes => Ok(base),
+            Some(base) => Err(Error::invalid(format!("a base of {} bytes for a chunk of {out_bytes}", base.len()))),
+            None => Err(Error::invalid("needs the base chunk, which the caller did not give")),
+        }
+    }
+}
+
+/// What a codec made of a chunk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Encoded {
+    /// Whether decoding needs the base.
+    pub uses_base: bool,
+    /// Names and bytes of the columns.
+    pub columns: Vec<(&'static str, Vec<u8>)>,
+}
+
+/// What a codec takes of a core's time, relative to copying the chunk once. Declared, not timed, so that the choice of
+/// codecs is the same on every machine.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Cost {
+    /// Encoding, in copies of the chunk.
+    pub encode: f32,
+    /// Decoding, in copies of the chunk.
+    pub decode: f32,
+}
+
+/// One way to store a chunk.
+///
+/// The contract, which [`testing::codec::run_all`](crate::testing::codec::run_all) checks:
+/// `decode(encode(chunk)) == chunk` for a lossless codec; encoding what was decoded is exact for every codec; any bytes
+/// given to `decode` end in an error or in a full buffer, in time linear in columns and buffer.
+pub trait Codec: Send + Sync + Debug {
+    /// The id in the dictionary of a cask. `tc.` is reserved; others use a prefix of their own.
+    fn id(&self) -> &str;
+
+    /// The version of the codec's format.
+    fn version(&self) -> u16 {
+        1
+    }
+
+    /// Whether every bit comes back.
+    fn is_lossless(&self) -> bool {
+        true
+    }
+
+    /// What it takes.
+    fn cost(&self) -> Cost;
+
+    /// The most bytes that the columns of a chunk can take, bases and values notwithstanding.
+    fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64;
+
+    /// Bytes that the columns of this chunk would take, page padding not counted, as far as a quick look can tell.
+    /// `None`: this codec cannot encode the chunk.
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>>;
+
+    /// The columns of a chunk for which [`Codec::estimate`] gave an answer.
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded>;
+
+    /// Fills `out`, which has exactly the chunk's size.
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()>;
+}
+
+/// A chunk as a cask stores it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EncodedChunk {
+    /// How it is stored.
+    pub kind: ChunkKind,
+    /// The codec; none for an unchanged chunk.
+    pub codec: Option<CodecRef>,
+    /// Names and bytes of the columns.
+    pub columns: Vec<(String, Bytes)>,
+    /// CRC-32 of the decoded bytes.
+    pub crc: u32,
+}

@@ -1,0 +1,58 @@
+//! `tc.raw`: the elements as they are.
+//!
+//! Spec: spec/codecs/raw.md
+//! Input:  n elements
+//! Output: values, the chunk's own bytes
+//! Errors: `Corrupt` if values has another length
+//! Cost:   one copy
+//! Source: none needed
+
+use super::{Chunk, Codec, Columns, Cost, Encoded};
+use crate::{Dtype, Error, Result};
+
+/// Stores the elements as they are.
+///
+/// ```
+/// use tensorcask::{Dtype, codec::{Chunk, Codec, Raw}};
+/// let chunk = Chunk { dtype: Dtype::U8, element_count: 3, role: "model", data: &[1, 2, 3], base: None };
+/// assert_eq!(Raw.encode(&chunk)?.columns, [("values", vec![1, 2, 3])]);
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Raw;
+
+impl Raw {
+    /// The id.
+    pub const ID: &str = "tc.raw";
+}
+
+impl Codec for Raw {
+    fn id(&self) -> &str {
+        Self::ID
+    }
+
+    fn cost(&self) -> Cost {
+        Cost { encode: 1.0, decode: 1.0 }
+    }
+
+    fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64 {
+        dtype.byte_count(element_count).unwrap_or(u64::MAX)
+    }
+
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        Some(vec![chunk.data.len() as u64])
+    }
+
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        Ok(Encoded { uses_base: false, columns: vec![("values", chunk.data.to_vec())] })
+    }
+
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        let [values] = columns.exactly(["values"])?;
+        if values.len() != out.len() {
+            return Err(Error::corrupt(format!("{} bytes of values for a chunk of {}", values.len(), out.len())).clause("raw 3"));
+        }
+        out.copy_from_slice(values);
+        Ok(())
+    }
+}

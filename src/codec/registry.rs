@@ -1,0 +1,70 @@
+//! The codecs that a writer chooses from and a reader knows.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::{Bitmask, Codec, CodecRef, Constant, Raw};
+use crate::{Error, Result};
+
+/// A set of codecs, by id. Cheap to clone.
+///
+/// ```
+/// let registry = tensorcask::codec::Registry::default();
+/// assert!(registry.get("tc.bitmask").is_some());
+/// ```
+#[derive(Debug, Clone)]
+pub struct Registry {
+    codecs: BTreeMap<String, Arc<dyn Codec>>,
+}
+
+impl Default for Registry {
+    /// All codecs of this library.
+    fn default() -> Self {
+        let mut registry = Self { codecs: BTreeMap::new() };
+        for codec in [Arc::new(Raw) as Arc<dyn Codec>, Arc::new(Constant), Arc::new(Bitmask)] {
+            registry.codecs.insert(codec.id().to_owned(), codec);
+        }
+        registry
+    }
+}
+
+impl Registry {
+    /// Adds a codec. An id that is taken, or a foreign codec under `tc.`, is an error.
+    pub fn with(mut self, codec: Arc<dyn Codec>) -> Result<Self> {
+        let id = codec.id().to_owned();
+        if id.is_empty() || id.starts_with("tc.") || self.codecs.contains_key(&id) {
+            return Err(Error::invalid(format!("codec id `{}` is empty, taken, or reserved", id.escape_debug())));
+        }
+        self.codecs.insert(id, codec);
+        Ok(self)
+    }
+
+    /// The codec of an id.
+    pub fn get(&self, id: &str) -> Option<&Arc<dyn Codec>> {
+        self.codecs.get(id)
+    }
+
+    /// All codecs, by id.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Codec>> {
+        self.codecs.values()
+    }
+
+    /// The codec that a cask names, at the version that it names.
+    pub fn resolve(&self, wanted: &CodecRef) -> Result<&Arc<dyn Codec>> {
+        match self.codecs.get(&wanted.id) {
+            Some(codec) if codec.version() == wanted.version => Ok(codec),
+            Some(codec) => Err(Error::unsupported(format!(
+                "codec `{}` in version {}, this reader has {}; upgrade tensorcask",
+                wanted.id,
+                wanted.version,
+                codec.version()
+            ))
+            .clause("codecs 2")),
+            None => Err(Error::unsupported(format!(
+                "codec `{}` is not known here; register it, or upgrade tensorcask",
+                wanted.id.escape_debug()
+            ))
+            .clause("codecs 2")),
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! The catalog: a Parquet table of all snapshots, so that opening is cheap and SQL can ask. Spec: `spec/log.md`, clause 6.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use arrow_array::cast::AsArray;
+use arrow_array::types::{Float64Type, UInt64Type};
+use arrow_array::{Array, ArrayRef, BooleanArray, Float64Array, RecordBatch, StringArray, UInt64Array};
+use arrow_schema::{DataType, Field, Schema};
+use bytes::Bytes;
+use parquet::arrow::ArrowWriter;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use parquet::file::metadata::KeyValue;
+use parquet::file::properties::WriterProperties;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::state::LastWriter;
+use super::{LogState, SnapshotRecord, Status, Summary};
+use crate::store::Store;
+use crate::wire::{Digest, Id, SnapshotKind};
+use crate::{Error, ErrorKind, Result};
+
+/// Entries between two catalogs.
+pub(crate) const CATALOG_INTERVAL: u64 = 64;
+
+const USER_PREFIX: &str = "user.";
+const SEQUENCE_KEY: &str = "tensorcask.sequence";
+const ENTRY_KEY: &str = "tensorcask.entry";
+const STATE_KEY: &str = "tensorcask.state";
+
+/// Facts of the log that are not rows.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StateNote {
+    writer: Option<Id>,
+    writer_sequence: Option<u64>,
+    must_understand: Vec<String>,
+    may_ignore: Vec<String>,
+}
+
+/// Reads and writes catalogs.
+pub(crate) struct Catalog;
+
+impl Catalog {
+    /// Paths of catalogs, newest first. Objects of other names are none.
+    pub(crate) async fn list(store: &Store) -> Result<Vec<String>> {
+        let mut names: Vec<(u64, String)> = store
+            .list("catalog")
+            .await?
+            .into_iter()
+            .filter_map(|listed| Some((parse_name(&listed.path)?.0, listed.path)))
+            .collect();
+        names.sort_unstable_by(|a, b| b.cmp(a));
+        Ok(names.into_iter().map(|(_, path)| path).collect())
+    }
+
+    /// The state that a catalog holds. Its bytes are compared with its name before anything looks into them.
+    pub(crate) async fn read(store: &Store, path: &str) -> Result<LogState> {
+        let (sequence, digest) = parse_name(path).ok_or_else(|| Error::invalid("not the name of a catalog").object(path))?;
+        let bytes = store.get(path, store.limits().max_catalog_bytes).await?;
+        if Digest::of(&bytes) != digest {
+            return Err(Error::corrupt("its bytes do not have the digest in its name").object(path).clause("log 6.2"));
+        }
+        decode(bytes, sequence).map_err(|e| e.object(path))
+    }
+
+    /// Writes the catalog of a state, all of whose records are summarised.
+    pub(crate) async fn write(store: &Store, state: &LogState) -> Result<()> {
+        let bytes = encode(state)?;
+        let path = format!("catalog/{:020}-{}.parquet", state.sequence, Digest::of(&bytes));
+        store.create_unique(&path, bytes).await
+    }
+}
+
+/// Sequence and digest in the name of a catalog.
+fn parse_name(path: &str) -> Option<(u64, Digest)> {
+    let (sequence, digest) = path.strip_prefix("catalog/")?.strip_suffix(".parquet")?.split_once('-')?;
+    let number: u64 = sequence.parse().ok()?;
+    (format!("{number:020}") == sequence).then_some(())?;
+    Some((number, Digest::from_hex(digest).ok()?))
+}
+
+fn encode(state: &LogState) -> Result<Bytes> {
+    let records = state.snapshots();
+    let summary = |record: &SnapshotRecord| record.summary.clone().unwrap_or_default();
+    let numbers = |value: &dyn Fn(&SnapshotRecord) -> u64| -> ArrayRef { Arc::new(UInt64Array::from_iter_values(records.iter().map(value))) };
+    let texts = |value: &dyn Fn(&SnapshotRecord) -> Option<String>| -> ArrayRef { Arc::new(StringArray::from_iter(records.iter().map(value))) };
+    let ratios = records.iter().map(|record| {
+        let summary = summary(record);
+        summary.stored_bytes as f64 / summary.tensor_bytes.max(1) as f64
+    });
+    let mut columns: Vec<(String, ArrayRef, bool)> = vec![
+        ("sequence".into(), numbers(&|r| r.sequence), false),
+        ("step".into(), numbers(&|r| r.step), false),
+        ("snapshot".into(), texts(&|r| Some(r.id.to_hex())), false),
+        ("kind".into(), texts(&|r| Some(r.kind().name().into())), false),
+        ("parent".into(), texts(&|r| r.parent.map(|id| id.to_hex())), true),
+        ("manifest".into(), texts(&|r| Some(r.manifest.to_hex())), false),
+        ("status".into(), texts(&|r| Some(r.status.name().into())), false),
+        ("pinned".into(), Arc::new(BooleanArray::from_iter(records.iter().map(|r| Some(r.pinned)))), false),
+        ("tensor_bytes".into(), numbers(&|r| summary(r).tensor_bytes), false),
+        ("stored_bytes".into(), numbers(&|r| summary(r).stored_bytes), false),
+        ("ratio".into(), Arc::new(Float64Array::from_iter_values(ratios)), false),
+        ("time_ms".into(), numbers(&|r| r.time_ms), false),
+    ];
+    let mut user: BTreeMap<String, Vec<Option<Value>>> = BTreeMap::new();
+    for (row, record) in records.iter().enumerate() {
+        for (key, value) in summary(record).user {
+            user.entry(key).or_insert_with(|| vec![None; records.len()])[row] = Some(value);
+        }
+    }
+    for (key, values) in user {
+        columns.push((format!("{USER_PREFIX}{key}"), user_column(&values), true));
+    }
+
+    let fields: Vec<Field> = columns.iter().map(|(name, array, nullable)| Field::new(name, array.data_type().clone(), *nullable)).collect();
+    let batch = RecordBatch::try_new(Arc::new(Schema::new(fields)), columns.into_iter().map(|(_, array, _)| array).collect());
+    let batch = batch.map_err(|e| Error::invalid(format!("the catalog is no table: {e}")))?;
+    let note = StateNote {
+        writer: state.last_writer.map(|last| last.writer),
+        writer_sequence: state.last_writer.map(|last| last.sequence),
+        must_understand: state.must_understand.clone(),
+        may_ignore: state.may_ignore.clone(),
+    };
+    let note = serde_json::to_string(&note).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+    let head = state.head.map(|digest| digest.to_hex()).unwrap_or_default();
+    let pairs = [(SEQUENCE_KEY, state.sequence.to_string()), (ENTRY_KEY, head), (STATE_KEY, note)];
+    let properties = WriterProperties::builder()
+        .set_key_value_metadata(Some(pairs.into_iter().map(|(key, value)| KeyValue::new(key.to_owned(), value)).collect()))
+        .build();
+    let mut bytes = Vec::new();
+    let write = || -> Result<(), parquet::errors::ParquetError> {
+        let mut writer = ArrowWriter::try_new(&mut bytes, batch.schema(), Some(properties))?;
+        writer.write(&batch)?;
+        writer.close()?;
+        Ok(())
+    };
+    write().map_err(|e| Error::new(ErrorKind::InvalidArgument, format!("the catalog cannot be written: {e}")))?;
+    Ok(bytes.into())
+}
+
+/// A user's values as numbers or booleans if all of them are, else as text.
+fn user_column(values: &[Option<Value>]) -> ArrayRef {
+    let present = || values.iter().flatten();
+    if present().all(Value::is_number) {
+        return Arc::new(Float64Array::from_iter(values.iter().map(|v| v.as_ref().and_then(Value::as_f64))));
+    }
+    if present().all(Value::is_boolean) {
+        return Arc::new(BooleanArray::from_iter(values.iter().map(|v| v.as_ref().and_then(Value::as_bool))));
+    }
+    let plain = present().all(Value::is_string);
+    Arc::new(StringArray::from_iter(values.iter().map(|v| {
+        let value = v.as_ref()?;
+        Some(match (plain, value.as_str()) {
+            (true, Some(text)) => text.to_owned(),
+            _ => value.to_string(),
+        })
+    })))
+}
+
+fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
+    let bad = |message: String| Error::corrupt(message).clause("log 6.3");
+    let parquet = |e: parquet::errors::ParquetError| bad(format!("not the Parquet table that a catalog is: {e}"));
+    let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(parquet)?;
+    let pairs: BTreeMap<String, String> = builder
+        .metadata()
+        .file_metadata()
+        .key_value_metadata()
+        .into_iter()
+        .flatten()
+        .filter_map(|pair| Some((pair.key.clone(), pair.value.clone()?)))
+        .collect();
+    let pair = |key: &str| pairs.get(key).ok_or_else(|| bad(format!("`{key}` is missing")));
+    if pair(SEQUENCE_KEY)?.parse() != Ok(sequence) {
+        return Err(bad("its name and its metadata name different entries".into()));
+    }
+    let note: StateNote = serde_json::from_str(pair(STATE_KEY)?).map_err(|e| bad(format!("`{STATE_KEY}`: {e}")))?;
+    crate::version::check_feature_names(&note.must_understand)?;
+    let mut state = LogState::default();
+    state.sequence = sequence;
+    state.head = Some(Digest::from_hex(pair(ENTRY_KEY)?)?);
+    state.last_writer = note.writer.zip(note.writer_sequence).map(|(writer, sequence)| LastWriter { writer, sequence });
+    state.must_understand = note.must_understand;
+    state.may_ignore = note.may_ignore;
+    for batch in builder.build().map_err(parquet)? {
+        let batch = batch.map_err(|e| bad(format!("not the Parquet table that a catalog is: {e}")))?;
+        let rows = Rows { batch: &batch };
+        for row in 0..batch.num_rows() {
+            let parent = rows.text_if_present("parent", row)?.map(|id| Id::from_hex(&id)).transpose()?;
+            let record = SnapshotRecord {
+                sequence: rows.number("sequence", row)?,
+                id: Id::from_hex(&rows.text("snapshot", row)?)?,
+                step: rows.number("step", row)?,
+                parent,
+                manifest: Digest::from_hex(&rows.text("manifest", row)?)?,
+                status: Status::from_name(&rows.text("status", row)?).ok_or_else(|| bad("unknown status".into()))?,
+                pinned: rows.boolean("pinned", row)?,
+                time_ms: rows.number("time_ms", row)?,
+                summary: Some(Summary {
+                    tensor_bytes: rows.number("tensor_bytes", row)?,
+                    stored_bytes: rows.number("stored_bytes", row)?,
+                    user: rows.user(row),
+                }),
+            };
+            let expected = if parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base };
+            if rows.text("kind", row)? != expected.name() {
+                return Err(bad(format!("row {row}: kind and parent disagree")));
+            }
+            state.insert(record)?;
+        }
+    }
+    Ok(state)
+}
+
+/// Typed access to a row of the table; a missing or mistyped column is an error.
+struct Rows<'a> {
+    batch: &'a RecordBatch,
+}
+
+impl Rows<'_> {
+    fn column(&self, name: &str, wanted: &DataType) -> Result<&ArrayRef> {
+        let column = self.batch.column_by_name(name).filter(|column| column.data_type() == wanted);
+        column.ok_or_else(|| Error::corrupt(format!("column `{name}` is missing or not {wanted}")).clause("log 6.3"))
+    }
+
+    fn number(&self, name: &str, row: usize) -> Result<u64> {
+        let column = self.column(name, &DataType::UInt64)?.as_primitive::<UInt64Type>();
+        if column.is_null(row) { Err(null(name, row)) } else { Ok(column.value(row)) }
+    }
+
+    fn boolean(&self, name: &str, row: usize) -> Result<bool> {
+        let column = self.column(name, &DataType::Boolean)?.as_boolean();
+        if column.is_null(row) { Err(null(name, row)) } else { Ok(column.value(row)) }
+    }
+
+    fn text_if_present(&self, name: &str, row: usize) -> Result<Option<String>> {
+        let column = self.column(name, &DataType::Utf8)?.as_string::<i32>();
+        Ok((!column.is_null(row)).then(|| column.value(row).to_owned()))
+    }
+
+    fn text(&self, name: &str, row: usize) -> Result<String> {
+        self.text_if_present(name, row)?.ok_or_else(|| null(name, row))
+    }
+
+    fn user(&self, row: usize) -> Map<String, Value> {
+        let schema = self.batch.schema();
+        let mut user = Map::new();
+        for (field, column) in schema.fields().iter().zip(self.batch.columns()) {
+            let Some(key) = field.name().strip_prefix(USER_PREFIX) else { continue };
+            if column.is_null(row) {
+                continue;
+            }
+            let value = match column.data_type() {
+                DataType::Float64 => number_value(column.as_primitive::<Float64Type>().value(row)),
+                DataType::Boolean => Value::Bool(column.as_boolean().value(row)),
+                DataType::Utf8 => Value::String(column.as_string::<i32>().value(row).to_owned()),
+                _ => continue,
+            };
+            user.insert(key.to_owned(), value);
+        }
+        user
+    }
+}
+
+fn null(name: &str, row: usize) -> Error {
+    Error::corrupt(format!("column `{name}` has no value in row {row}")).clause("log 6.3")
+}
+
+/// Whole numbers come back as such.
+fn number_value(value: f64) -> Value {
+    if value.fract() == 0.0 && value.abs() < 9e15 { Value::from(value as i64) } else { Value::from(value) }
+}

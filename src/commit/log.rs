@@ -1,0 +1,223 @@
+//! Reads the log, and commits to it. Spec: `spec/log.md`, clauses 4 and 5.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt};
+
+use super::{CATALOG_INTERVAL, Catalog, LogState, Summary, now_ms};
+use crate::error::ResultExt;
+use crate::store::{Created, Medium, Store};
+use crate::wire::{Digest, Event, Id, LogEntry, Manifest};
+use crate::{Error, ErrorKind, Result};
+
+/// The log of a store, as far as it has been read.
+#[derive(Debug)]
+pub(crate) struct Log {
+    store: Store,
+    state: LogState,
+    /// Catalogs that were damaged and therefore not used.
+    pub(crate) skipped: Vec<Error>,
+}
+
+/// What became of one attempt to write an entry.
+enum Attempt {
+    Ours,
+    Taken,
+}
+
+/// Entries fetched at once: at first, and at most.
+const FIRST_BATCH: u64 = 8;
+const LARGEST_BATCH: u64 = 64;
+/// How often an entry is sent again while its outcome is unclear, and the first wait, which doubles.
+const ATTEMPTS: u32 = 6;
+const FIRST_WAIT: Duration = Duration::from_millis(50);
+
+impl Log {
+    /// Reads the newest catalog that is whole, and the entries after it.
+    pub(crate) async fn load(store: &Store) -> Result<Self> {
+        let mut log = Self { store: store.clone(), state: LogState::default(), skipped: Vec::new() };
+        for name in Catalog::list(store).await? {
+            match Catalog::read(store, &name).await {
+                Ok(state) => {
+                    log.state = state;
+                    break;
+                }
+                Err(e) if e.kind() == ErrorKind::Unsupported => return Err(e),
+                Err(e) => {
+                    tracing::warn!(error = %e, "a catalog is damaged; reading the log instead");
+                    log.skipped.push(e);
+                }
+            }
+        }
+        log.refresh().await?;
+        Ok(log)
+    }
+
+    pub(crate) fn state(&self) -> &LogState {
+        &self.state
+    }
+
+    /// Reads the entries that have been committed since.
+    pub(crate) async fn refresh(&mut self) -> Result<()> {
+        let mut batch = FIRST_BATCH;
+        loop {
+            let first = self.state.sequence + 1;
+            let store = &self.store;
+            let entries: Vec<(u64, Option<Bytes>)> = futures::stream::iter(first..first + batch)
+                .map(|sequence| async move {
+                    let path = LogEntry::path_of(sequence);
+                    let bytes = store.get_if_present(&path, store.limits().max_entry_bytes).await?;
+                    Ok::<_, Error>((sequence, bytes))
+                })
+                .buffered(batch as usize)
+                .try_collect()
+                .await?;
+            for (sequence, bytes) in entries {
+                let Some(bytes) = bytes else { return Ok(()) };
+                let (entry, digest) =
+                    LogEntry::decode(&bytes, sequence, self.store.limits()).in_object(LogEntry::path_of(sequence))?;
+                self.state.apply(&entry, digest)?;
+            }
+            batch = (batch * 2).min(LARGEST_BATCH);
+        }
+    }
+
+    /// Commits the event that `decide` makes of the current state; again, on the new state, as long as others are faster.
+    pub(crate) async fn append(&mut self, writer: Id, mut decide: impl FnMut(&LogState) -> Result<Event>) -> Result<u64> {
+        loop {
+            let event = decide(&self.state)?;
+            let sequence = self.state.sequence + 1;
+            let token = Id::random()?;
+            let entry = LogEntry::new(sequence, self.state.head, token, writer, now_ms(), event);
+            let (bytes, digest) = entry.encode()?;
+            match self.write_entry(sequence, token, bytes.into()).await? {
+                Attempt::Ours => {
+                    self.state.apply(&entry, digest)?;
+                    return Ok(sequence);
+                }
+                Attempt::Taken => self.refresh().await?,
+            }
+        }
+    }
+
+    /// Fills in what listings tell of snapshots, reading the manifests that no catalog has summarised.
+    pub(crate) async fn summarise(&mut self) -> Result<()> {
+        let missing: Vec<(usize, Digest, String)> = self
+            .state
+            .snapshots()
+            .iter()
+            .enumerate()
+            .filter(|(_, record)| record.summary.is_none())
+            .map(|(at, record)| (at, record.manifest, record.manifest_path()))
+            .collect();
+        let store = &self.store;
+        let found: Vec<(usize, Summary)> = futures::stream::iter(missing)
+            .map(|(at, digest, path)| async move {
+                let manifest = read_manifest(store, &path, digest).await?;
+                Ok::<_, Error>((at, Summary::of(&manifest)))
+            })
+            .buffered(32)
+            .try_collect()
+            .await?;
+        for (at, summary) in found {
+            if let Some(record) = self.state.snapshot_mut(at) {
+                record.summary = Some(summary);
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes a summary that is known without reading.
+    pub(crate) fn note_summary(&mut self, id: Id, summary: Summary) {
+        let at = self.state.snapshots().iter().rposition(|record| record.id == id);
+        if let Some(record) = at.and_then(|at| self.state.snapshot_mut(at)) {
+            record.summary = Some(summary);
+        }
+    }
+
+    /// After every so many entries, writes a catalog. It only saves readers time: a failure is told, not returned.
+    pub(crate) async fn write_catalog_if_due(&mut self) {
+        if self.state.sequence == 0 || !self.state.sequence.is_multiple_of(CATALOG_INTERVAL) {
+            return;
+        }
+        let written = match self.summarise().await {
+            Ok(()) => Catalog::write(&self.store, &self.state).await,
+            Err(e) => Err(e),
+        };
+        if let Err(e) = written {
+            tracing::warn!(error = %e, sequence = self.state.sequence, "no catalog written; readers will read more log entries");
+        }
+    }
+
+    /// Sends one entry until it is known whose it is. Never guesses, never deletes.
+    async fn write_entry(&self, sequence: u64, token: Id, bytes: Bytes) -> Result<Attempt> {
+        let path = LogEntry::path_of(sequence);
+        let mut wait = FIRST_WAIT;
+        let mut last_error = None;
+        for _ in 0..ATTEMPTS {
+            match self.store.create(&path, bytes.clone()).await {
+                Ok(Created::Written) => return Ok(Attempt::Ours),
+                // Either another writer's entry, or our own whose answer was lost.
+                Ok(Created::Exists) => {}
+                Err(e) => {
+                    if let Some(result) = self.settle_error(&path, &e).await {
+                        return Err(result);
+                    }
+                    last_error = Some(Error::storage(&path, e));
+                }
+            }
+            match self.store.get_if_present(&path, self.store.limits().max_entry_bytes).await {
+                Ok(Some(found)) => {
+                    let (entry, _) = LogEntry::decode(&found, sequence, self.store.limits()).in_object(&path)?;
+                    return Ok(if entry.token == token { Attempt::Ours } else { Attempt::Taken });
+                }
+                Ok(None) => {}
+                Err(e) => last_error = Some(e),
+            }
+            tokio::time::sleep(wait).await;
+            wait *= 2;
+        }
+        let unknown = Error::new(
+            ErrorKind::OutcomeUnknown,
+            "the commit was sent, but the storage does not say whether it arrived; nothing was deleted. Open the store again to see",
+        )
+        .object(path);
+        Err(match last_error {
+            Some(e) => unknown.source(e),
+            None => unknown,
+        })
+    }
+
+    /// What an error of a create means where it can be told: a refusal means that nothing was written. On local disk an
+    /// entry that is there after an error may not be durable, and reading it back would prove nothing.
+    async fn settle_error(&self, path: &str, error: &object_store::Error) -> Option<Error> {
+        use object_store::Error as E;
+        let refused = matches!(
+            error,
+            E::PermissionDenied { .. } | E::Unauthenticated { .. } | E::NotImplemented { .. } | E::NotSupported { .. } | E::InvalidPath { .. }
+        );
+        let local = matches!(self.store.medium(), Medium::Local(_));
+        if !refused && !local {
+            return None;
+        }
+        let absent = refused || matches!(self.store.get_if_present(path, u64::MAX).await, Ok(None));
+        let kind = if absent { ErrorKind::Storage } else { ErrorKind::OutcomeUnknown };
+        let hint = if absent { "nothing was committed" } else { "the commit may not be durable; open the store again" };
+        Some(Error::new(kind, format!("{error}; {hint}")).object(path))
+    }
+}
+
+/// A manifest, compared with the digest that the log names.
+pub(crate) async fn read_manifest(store: &Store, path: &str, digest: Digest) -> Result<Manifest> {
+    let bytes = store.get(path, store.limits().max_manifest_bytes).await;
+    let bytes = bytes.map_err(|e| match e.kind() {
+        ErrorKind::NotFound => Error::corrupt("the manifest of a committed snapshot is missing").object(path).clause("manifest 1"),
+        _ => e,
+    })?;
+    let (manifest, found) = Manifest::decode(&bytes, store.limits()).in_object(path)?;
+    if found != digest {
+        return Err(Error::corrupt("is not the manifest that the log names: replaced or swapped").object(path).clause("manifest 1"));
+    }
+    Ok(manifest)
+}

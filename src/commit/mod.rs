@@ -1,0 +1,17 @@
+//! The log: commits, who may commit, and what a store holds. Spec: `spec/log.md`.
+
+mod catalog;
+mod log;
+mod retention;
+mod state;
+
+pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
+pub(crate) use log::{Log, read_manifest};
+pub use state::{SnapshotRecord, Status};
+pub(crate) use state::{LogState, Summary};
+
+/// Milliseconds since 1970 by this machine's clock; 0 before then.
+pub(crate) fn now_ms() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.map_or(0, |elapsed| elapsed.as_millis() as u64)
+}

@@ -1,0 +1,208 @@
+//! What the log says, entry by entry. No I/O.
+
+use std::collections::HashMap;
+
+use serde_json::{Map, Value};
+
+use crate::version::check_feature_names;
+use crate::wire::{Digest, Event, Id, LogEntry, Manifest, SnapshotKind};
+use crate::{Error, Result};
+
+/// What a snapshot is to its store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Status {
+    /// Restored by its step, and listed.
+    Live,
+    /// A newer snapshot of the same step counts; kept while a chain needs it.
+    Superseded,
+    /// Not wanted any more; kept while a chain needs it.
+    Forgotten,
+}
+
+impl Status {
+    /// The name in JSON and the catalog.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Live => "live",
+            Self::Superseded => "superseded",
+            Self::Forgotten => "forgotten",
+        }
+    }
+
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        [Self::Live, Self::Superseded, Self::Forgotten].into_iter().find(|status| status.name() == name)
+    }
+}
+
+/// A committed snapshot.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SnapshotRecord {
+    /// Number of the log entry that committed it.
+    pub sequence: u64,
+    /// The id.
+    pub id: Id,
+    /// The training step.
+    pub step: u64,
+    /// The snapshot that it needs, if it is a delta.
+    pub parent: Option<Id>,
+    /// Digest of its manifest.
+    pub manifest: Digest,
+    /// What it is to the store.
+    pub status: Status,
+    /// Whether it is protected from being forgotten.
+    pub pinned: bool,
+    /// When it was committed, in milliseconds since 1970, by the writer's clock.
+    pub time_ms: u64,
+    pub(crate) summary: Option<Summary>,
+}
+
+impl SnapshotRecord {
+    /// Whether it stands alone.
+    pub fn kind(&self) -> SnapshotKind {
+        if self.parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base }
+    }
+
+    /// Path of its manifest below the store's root.
+    pub fn manifest_path(&self) -> String {
+        Manifest::path_of(self.step, self.id)
+    }
+}
+
+/// What listings tell of a snapshot: a copy of facts of its manifest.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(crate) struct Summary {
+    pub tensor_bytes: u64,
+    pub stored_bytes: u64,
+    pub user: Map<String, Value>,
+}
+
+impl Summary {
+    pub(crate) fn of(manifest: &Manifest) -> Self {
+        Self { tensor_bytes: manifest.tensor_bytes, stored_bytes: manifest.stored_bytes(), user: manifest.user.clone() }
+    }
+}
+
+/// The writer that committed last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LastWriter {
+    pub writer: Id,
+    pub sequence: u64,
+}
+
+/// The state of a store after an entry of its log.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct LogState {
+    pub sequence: u64,
+    pub head: Option<Digest>,
+    pub last_writer: Option<LastWriter>,
+    pub must_understand: Vec<String>,
+    pub may_ignore: Vec<String>,
+    snapshots: Vec<SnapshotRecord>,
+    by_id: HashMap<Id, usize>,
+}
+
+impl LogState {
+    /// The state after `entry`, whose digest is `digest`.
+    pub(crate) fn apply(&mut self, entry: &LogEntry, digest: Digest) -> Result<()> {
+        let bad = |message: String, clause| Err(Error::corrupt(message).object(LogEntry::path_of(entry.sequence)).clause(clause));
+        if Some(entry.sequence) != self.sequence.checked_add(1) {
+            return bad(format!("entry {} follows entry {}", entry.sequence, self.sequence), "log 3.1");
+        }
+        if entry.previous != self.head {
+            return bad("does not continue the entry before it: one of the two was replaced".into(), "log 3.2");
+        }
+        match &entry.event {
+            Event::Opened {} => {}
+            Event::Added { snapshot, step, parent, manifest } => {
+                if let Some(parent) = parent
+                    && !self.by_id.contains_key(parent)
+                {
+                    return bad(format!("adds a delta on {parent}, which no earlier entry added"), "log 3.4");
+                }
+                self.insert(SnapshotRecord {
+                    sequence: entry.sequence,
+                    id: *snapshot,
+                    step: *step,
+                    parent: *parent,
+                    manifest: *manifest,
+                    status: Status::Live,
+                    pinned: false,
+                    time_ms: entry.time_ms,
+                    summary: None,
+                })?;
+            }
+            Event::Forgotten { snapshots } => {
+                for id in snapshots {
+                    match self.by_id.get(id).and_then(|&at| self.snapshots.get_mut(at)) {
+                        Some(record) => record.status = Status::Forgotten,
+                        None => return bad(format!("forgets {id}, which no earlier entry added"), "log 3.4"),
+                    }
+                }
+            }
+            Event::Pinned { snapshot, pinned } => match self.by_id.get(snapshot).and_then(|&at| self.snapshots.get_mut(at)) {
+                Some(record) => record.pinned = *pinned,
+                None => return bad(format!("pins {snapshot}, which no earlier entry added"), "log 3.4"),
+            },
+            Event::Upgraded { must_understand, may_ignore } => {
+                check_feature_names(must_understand)?;
+                self.must_understand.extend(must_understand.iter().cloned());
+                self.may_ignore.extend(may_ignore.iter().cloned());
+            }
+        }
+        if matches!(entry.event, Event::Opened {} | Event::Added { .. }) {
+            self.last_writer = Some(LastWriter { writer: entry.writer, sequence: entry.sequence });
+        }
+        self.sequence = entry.sequence;
+        self.head = Some(digest);
+        Ok(())
+    }
+
+    /// Adds a record; an older live one of the same step is superseded.
+    pub(crate) fn insert(&mut self, record: SnapshotRecord) -> Result<()> {
+        if self.by_id.contains_key(&record.id) {
+            return Err(Error::corrupt(format!("snapshot {} was added twice", record.id)).clause("log 3.4"));
+        }
+        if record.status == Status::Live {
+            for older in &mut self.snapshots {
+                if older.step == record.step && older.status == Status::Live {
+                    older.status = Status::Superseded;
+                }
+            }
+        }
+        self.by_id.insert(record.id, self.snapshots.len());
+        self.snapshots.push(record);
+        Ok(())
+    }
+
+    /// All snapshots, by commit.
+    pub(crate) fn snapshots(&self) -> &[SnapshotRecord] {
+        &self.snapshots
+    }
+
+    pub(crate) fn snapshot_mut(&mut self, at: usize) -> Option<&mut SnapshotRecord> {
+        self.snapshots.get_mut(at)
+    }
+
+    /// Live snapshots, by commit.
+    pub(crate) fn live(&self) -> impl DoubleEndedIterator<Item = &SnapshotRecord> {
+        self.snapshots.iter().filter(|record| record.status == Status::Live)
+    }
+
+    /// The newest live snapshot, by commit.
+    pub(crate) fn latest(&self) -> Option<&SnapshotRecord> {
+        self.live().next_back()
+    }
+
+    pub(crate) fn at_step(&self, step: u64) -> Option<&SnapshotRecord> {
+        self.live().rev().find(|record| record.step == step)
+    }
+
+    pub(crate) fn by_id(&self, id: Id) -> Option<&SnapshotRecord> {
+        self.by_id.get(&id).and_then(|&at| self.snapshots.get(at))
+    }
+
+    /// Step of the newest snapshot of a writer or, if it has none, of the store.
+    pub(crate) fn newest_step(&self) -> Option<u64> {
+        self.snapshots.last().map(|record| record.step)
+    }
+}

@@ -1,0 +1,352 @@
+//! Reads a cask's index: asks for byte ranges, takes bytes, gives the index.
+
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use bytes::Bytes;
+
+use super::PlaceOfPage;
+use crate::codec::{ChunkKind, CodecRef, Raw};
+use crate::limits::to_usize;
+use crate::plan::ChunkGrid;
+use crate::tensor::Rect;
+use crate::version::{Features, FormatVersion};
+use crate::wire::index::{IndexRoot, PartInfo, index_crc};
+use crate::wire::part::IndexPart;
+use crate::wire::{Digest, HEADER_BYTES, Header, Id, POSTSCRIPT_BYTES, Postscript};
+use crate::{Dtype, Error, Limits, Result};
+
+/// What a decoder that does no I/O says: give me these bytes, or here is the value.
+#[derive(Debug)]
+pub enum Progress<T> {
+    /// Read this range of the file and push it.
+    Needs(Range<u64>),
+    /// Decoded.
+    Done(T),
+}
+
+/// Decodes the index of one cask from the end of the file backwards.
+///
+/// ```
+/// use tensorcask::{Limits, container::{CaskEncoder, IndexDecoder, Progress}, wire::Id};
+/// let (bytes, receipt) = CaskEncoder::new(Id([7; 16]), 6)?.finish()?;
+/// let file: Vec<u8> = bytes.concat();
+/// let mut decoder = IndexDecoder::new(receipt.id, receipt.bytes, Limits::default());
+/// let index = loop {
+///     match decoder.poll()? {
+///         Progress::Needs(range) => {
+///             let bytes = file[range.start as usize..range.end as usize].to_vec();
+///             decoder.push(range.start, bytes.into())?;
+///         }
+///         Progress::Done(index) => break index,
+///     }
+/// };
+/// assert_eq!((index.tensor_count(), index.digest()), (0, receipt.digest));
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct IndexDecoder {
+    id: Id,
+    file_bytes: u64,
+    limits: Limits,
+    tail_offset: u64,
+    tail: Bytes,
+}
+
+/// How much of the end of a file to read at first, if nothing is known of it.
+const FIRST_TAIL_BYTES: u64 = 64 << 10;
+
+impl IndexDecoder {
+    /// For a cask of known id (from its header or manifest) and size.
+    pub fn new(id: Id, file_bytes: u64, limits: Limits) -> Self {
+        Self { id, file_bytes, limits, tail_offset: file_bytes, tail: Bytes::new() }
+    }
+
+    /// Takes bytes of the file that end where those taken before begin (at first: at the end of the file).
+    pub fn push(&mut self, offset: u64, bytes: Bytes) -> Result<()> {
+        if offset.checked_add(bytes.len() as u64) != Some(self.tail_offset) {
+            return Err(Error::invalid(format!(
+                "{} bytes at {offset} do not end at {}, where the known bytes begin",
+                bytes.len(),
+                self.tail_offset
+            )));
+        }
+        self.tail = if self.tail.is_empty() { bytes } else { [bytes, self.tail.clone()].concat().into() };
+        self.tail_offset = offset;
+        Ok(())
+    }
+
+    /// The index, or what is needed next.
+    pub fn poll(&mut self) -> Result<Progress<CaskIndex>> {
+        let Some(postscript_offset) = self.file_bytes.checked_sub(POSTSCRIPT_BYTES).filter(|&at| at >= HEADER_BYTES) else {
+            return Err(Error::corrupt(format!("{} bytes are too few for a cask: truncated", self.file_bytes)).clause("container 1"));
+        };
+        if self.tail_offset > postscript_offset {
+            return Ok(Progress::Needs(self.file_bytes.saturating_sub(FIRST_TAIL_BYTES)..self.tail_offset));
+        }
+        let postscript_bytes = self.slice(postscript_offset..self.file_bytes)?;
+        let postscript = Postscript::decode(&postscript_bytes, self.id, self.file_bytes)?;
+        let root_range = postscript.root_offset..postscript_offset;
+        if self.tail_offset > root_range.start {
+            let length = root_range.end.saturating_sub(root_range.start);
+            Limits::check(length, self.limits.max_index_bytes, "size of the index root")?;
+            return Ok(Progress::Needs(root_range.start..self.tail_offset));
+        }
+        let root_bytes = self.slice(root_range)?;
+        if index_crc(self.id, postscript.root_offset, &root_bytes) != postscript.root_crc {
+            return Err(Error::corrupt("index checksum mismatch").offset(postscript.root_offset).clause("container 3.6"));
+        }
+        let header = Header { id: self.id }.encode();
+        let digest = Digest::of_parts([header.as_slice(), &root_bytes, &postscript_bytes]);
+        let alignment = 1u64.checked_shl(u32::from(postscript.alignment_exponent)).unwrap_or(64);
+        let root = IndexRoot::decode(root_bytes, postscript.root_offset, alignment, postscript.features, &self.limits)?;
+        let index = CaskIndex {
+            id: self.id,
+            file_bytes: self.file_bytes,
+            postscript,
+            alignment,
+            digest,
+            parts: root.parts.iter().map(|_| OnceLock::new()).collect(),
+            root,
+        };
+        for (i, part) in index.root.parts.iter().enumerate() {
+            if part.range.start >= self.tail_offset {
+                index.load_part(i, self.slice(part.range.clone())?)?;
+            }
+        }
+        Ok(Progress::Done(index))
+    }
+
+    fn slice(&self, range: Range<u64>) -> Result<Bytes> {
+        let bad = || Error::corrupt(format!("bytes {}..{} are not there: truncated", range.start, range.end));
+        let start = to_usize(range.start.checked_sub(self.tail_offset).ok_or_else(bad)?, "an index")?;
+        let end = to_usize(range.end.checked_sub(self.tail_offset).ok_or_else(bad)?, "an index")?;
+        if start > end || end > self.tail.len() {
+            return Err(bad());
+        }
+        Ok(self.tail.slice(start..end))
+    }
+}
+
+/// The decoded index of a cask. Parts that describe chunks and pages may still have to be loaded.
+#[derive(Debug)]
+pub struct CaskIndex {
+    id: Id,
+    file_bytes: u64,
+    postscript: Postscript,
+    alignment: u64,
+    digest: Digest,
+    pub(super) root: IndexRoot,
+    pub(super) parts: Vec<OnceLock<IndexPart>>,
+}
+
+/// A chunk of a cask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChunkEntry {
+    /// How it is stored.
+    pub kind: ChunkKind,
+    /// The codec; none for an unchanged chunk.
+    pub codec: Option<CodecRef>,
+    /// CRC-32 of the decoded bytes.
+    pub crc: u32,
+    /// The pages, one per column.
+    pub pages: Vec<PageEntry>,
+}
+
+/// A page of a cask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageEntry {
+    /// Name of the column.
+    pub column: String,
+    /// Where the bytes lie in the file.
+    pub range: Range<u64>,
+    /// The stored checksum, over the page's place and bytes.
+    pub crc: u32,
+    pub(crate) place: PlaceOfPage,
+}
+
+impl PageEntry {
+    /// Compares bytes with the checksum.
+    pub fn check(&self, bytes: &[u8]) -> Result<()> {
+        if bytes.len() as u64 != self.range.end.saturating_sub(self.range.start) {
+            return Err(Error::corrupt(format!("{} bytes read for page {:?}", bytes.len(), self.range)).offset(self.range.start));
+        }
+        self.place.check(bytes, self.crc)
+    }
+}
+
+impl CaskIndex {
+    /// The id.
+    pub fn id(&self) -> Id {
+        self.id
+    }
+
+    /// The size of the file.
+    pub fn file_bytes(&self) -> u64 {
+        self.file_bytes
+    }
+
+    /// The format version of the file.
+    pub fn version(&self) -> FormatVersion {
+        self.postscript.version
+    }
+
+    /// The features of the file.
+    pub fn features(&self) -> Features {
+        self.postscript.features
+    }
+
+    /// What pages are aligned to, in bytes.
+    pub fn alignment(&self) -> u64 {
+        self.alignment
+    }
+
+    /// Where the index begins.
+    pub fn index_offset(&self) -> u64 {
+        self.root.index_offset
+    }
+
+    /// Where the index root begins.
+    pub fn root_offset(&self) -> u64 {
+        self.postscript.root_offset
+    }
+
+    /// SHA-256 over header, index root and postscript.
+    pub fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    /// Codecs that the cask names.
+    pub fn codecs(&self) -> &[CodecRef] {
+        &self.root.codecs
+    }
+
+    /// Tensors of which the cask holds a shard.
+    pub fn tensor_count(&self) -> usize {
+        self.root.layout.tensor_count()
+    }
+
+    /// Shards that the cask holds.
+    pub fn shard_count(&self) -> usize {
+        self.root.layout.shard_count()
+    }
+
+    /// Name, element type and global shape of a tensor.
+    pub fn tensor(&self, tensor: usize) -> (&str, Dtype, Vec<u64>) {
+        (self.root.layout.name(tensor), self.root.layout.dtype(tensor), self.root.layout.shape(tensor))
+    }
+
+    /// The shards of a tensor.
+    pub fn shards_of(&self, tensor: usize) -> Range<usize> {
+        self.root.layout.shards_of(tensor)
+    }
+
+    /// The tensor of a shard.
+    pub fn tensor_of(&self, shard: usize) -> usize {
+        self.root.layout.tensor_of(shard)
+    }
+
+    /// Where a shard lies in its tensor.
+    pub fn rect(&self, shard: usize) -> Rect {
+        self.root.layout.rect(shard)
+    }
+
+    /// The chunk grid of a shard.
+    pub fn grid(&self, shard: usize) -> Result<ChunkGrid> {
+        ChunkGrid::new(self.root.layout.dtype(self.tensor_of(shard)), &self.rect(shard).shape)
+    }
+
+    /// The shard of a tensor that covers exactly `rect`, if the cask holds it.
+    pub fn find_shard(&self, name: &str, rect: &Rect) -> Option<usize> {
+        self.root.layout.find_shard(self.root.layout.find(name)?, rect)
+    }
+
+    /// The part of the index that describes a shard, and where it lies, if it has not been loaded yet.
+    pub fn missing_part(&self, shard: usize) -> Option<(usize, Range<u64>)> {
+        let part = self.root.part_of(shard)?;
+        if self.parts.get(part)?.get().is_some() {
+            return None;
+        }
+        Some((part, self.root.parts.get(part)?.range.clone()))
+    }
+
+    /// All parts that have not been loaded yet.
+    pub fn missing_parts(&self) -> Vec<(usize, Range<u64>)> {
+        let unloaded = |i: &usize| self.parts.get(*i).is_some_and(|part| part.get().is_none());
+        self.root.parts.iter().enumerate().filter(|(i, _)| unloaded(i)).map(|(i, info)| (i, info.range.clone())).collect()
+    }
+
+    /// Takes the bytes of a part.
+    pub fn load_part(&self, part: usize, bytes: Bytes) -> Result<()> {
+        let (Some(info), Some(slot)) = (self.root.parts.get(part), self.parts.get(part)) else {
+            return Err(Error::invalid(format!("the index has no part {part}")));
+        };
+        let at = |e: Error| e.offset(info.range.start);
+        if bytes.len() as u64 != info.range.end.saturating_sub(info.range.start) || index_crc(self.id, info.range.start, &bytes) != info.crc {
+            return Err(at(Error::corrupt("checksum mismatch of an index part").clause("index 4.2")));
+        }
+        let raw = self.root.codecs.iter().position(|codec| codec.id == Raw::ID).and_then(|raw| u8::try_from(raw).ok());
+        let decoded = IndexPart::decode(bytes, &self.root, info, self.alignment, raw).map_err(at)?;
+        self.check_part(part, info, &decoded)?;
+        // A concurrent loader has decoded the same bytes.
+        let _ = slot.set(decoded);
+        Ok(())
+    }
+
+    /// Chunk `chunk` of shard `shard`.
+    pub fn chunk(&self, shard: usize, chunk: u64) -> Result<ChunkEntry> {
+        let name = || self.root.layout.name(self.tensor_of(shard));
+        let part = self.root.part_of(shard).and_then(|part| self.parts.get(part)?.get());
+        let part = part.ok_or_else(|| Error::invalid("the part of the index that describes it is not loaded").tensor(name()))?;
+        let rows = part.chunks_of(shard);
+        let row = usize::try_from(chunk).ok().and_then(|chunk| rows.start.checked_add(chunk)).filter(|row| *row < rows.end);
+        let row = row.ok_or_else(|| Error::invalid("no such chunk").tensor(name()).chunk(chunk))?;
+        let kind = part.kind(row);
+        let codec = match kind {
+            ChunkKind::Unchanged => None,
+            _ => self.root.codecs.get(usize::from(part.codecs.get(row).unwrap_or_default())).cloned(),
+        };
+        let pages = part
+            .pages_of(row)
+            .map(|page| {
+                let column = part.page_columns.get(page).unwrap_or_default();
+                let offset = part.page_offsets.get(page).copied().unwrap_or_default();
+                let bytes = u64::from(part.page_bytes.get(page).unwrap_or_default());
+                PageEntry {
+                    column: self.root.columns.get(usize::from(column)).cloned().unwrap_or_default(),
+                    range: offset..offset.saturating_add(bytes),
+                    crc: part.page_crcs.get(page).unwrap_or_default(),
+                    place: PlaceOfPage { cask: self.id, shard: shard as u64, chunk, column: u64::from(column), offset },
+                }
+            })
+            .collect();
+        Ok(ChunkEntry { kind, codec, crc: part.crcs.get(row).unwrap_or_default(), pages })
+    }
+
+    /// Rank, name and page of each blob.
+    pub fn blobs(&self) -> impl Iterator<Item = (u32, &str, PageEntry)> {
+        self.root.blob_offsets.iter().enumerate().map(|(row, &offset)| {
+            let bytes = self.root.blob_bytes.get(row).unwrap_or_default();
+            let page = PageEntry {
+                column: String::new(),
+                range: offset..offset.saturating_add(bytes),
+                crc: self.root.blob_crcs.get(row).unwrap_or_default(),
+                place: PlaceOfPage { cask: self.id, shard: row as u64, chunk: 0, column: PlaceOfPage::BLOB, offset },
+            };
+            (self.root.blob_ranks.get(row).unwrap_or_default(), self.root.blob_names.text(row).unwrap_or_default(), page)
+        })
+    }
+
+    /// A part begins where the part before ends; the last ends where blobs begin.
+    fn check_part(&self, part: usize, info: &PartInfo, decoded: &IndexPart) -> Result<()> {
+        let next = match part.checked_add(1).and_then(|next| self.root.parts.get(next)) {
+            Some(next) => next.pages_offset,
+            None => self.root.blobs_offset,
+        };
+        let first_begins = part > 0 || info.pages_offset == HEADER_BYTES;
+        if !first_begins || decoded.pages_end != next {
+            return Err(Error::corrupt(format!("pages of part {part} do not end where the next begin")).clause("index 4.4"));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,267 @@
+//! The one error type: a kind for the program, a place and a sentence for the person.
+
+use std::fmt;
+
+/// Result of everything in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What a program can do about an [`Error`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// Stored bytes are not what was written: damaged, swapped, truncated or forged.
+    Corrupt,
+    /// The store, snapshot, step, tensor or blob that was asked for does not exist.
+    NotFound,
+    /// Another writer changed the store first; reading it again and retrying may succeed.
+    Conflict,
+    /// Another job took over this store; this writer must stop.
+    Fenced,
+    /// A commit was sent and its result cannot be known; reopen the store before going on.
+    OutcomeUnknown,
+    /// The caller passed something that cannot be stored or read.
+    InvalidArgument,
+    /// Well-formed, but this version or build cannot handle it.
+    Unsupported,
+    /// A declared size or count is beyond [`Limits`](crate::Limits).
+    LimitExceeded,
+    /// The storage does not keep the promises that commits need (put-if-absent, links, fsync).
+    UnsafeStore,
+    /// The storage failed: no space, no permission, no network.
+    Storage,
+}
+
+impl ErrorKind {
+    /// The name used in JSON output and by conformance adapters.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Corrupt => "corrupt",
+            Self::NotFound => "not_found",
+            Self::Conflict => "conflict",
+            Self::Fenced => "fenced",
+            Self::OutcomeUnknown => "outcome_unknown",
+            Self::InvalidArgument => "invalid_argument",
+            Self::Unsupported => "unsupported",
+            Self::LimitExceeded => "limit_exceeded",
+            Self::UnsafeStore => "unsafe_store",
+            Self::Storage => "storage",
+        }
+    }
+}
+
+impl fmt::Display for ErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What went wrong, where, and which clause of the spec says so.
+///
+/// ```
+/// use tensorcask::{Error, ErrorKind};
+/// let error = Error::corrupt("page checksum mismatch")
+///     .object("casks/7f.cask").tensor("model.wte").chunk(3).offset(4096).clause("container 5.2");
+/// assert_eq!(error.kind(), ErrorKind::Corrupt);
+/// assert_eq!(error.to_string(),
+///     "corrupt: casks/7f.cask: tensor `model.wte`, chunk 3, offset 4096: page checksum mismatch [spec: container 5.2]");
+/// ```
+pub struct Error(Box<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    kind: ErrorKind,
+    message: String,
+    object: Option<String>,
+    tensor: Option<String>,
+    chunk: Option<u64>,
+    offset: Option<u64>,
+    clause: Option<&'static str>,
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+macro_rules! constructors {
+    ($($(#[$doc:meta])* $name:ident => $kind:ident),* $(,)?) => {
+        $($(#[$doc])* pub fn $name(message: impl Into<String>) -> Self { Self::new(ErrorKind::$kind, message) })*
+    };
+}
+
+impl Error {
+    /// An error of `kind` that says `message`.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self(Box::new(Inner {
+            kind,
+            message: message.into(),
+            object: None,
+            tensor: None,
+            chunk: None,
+            offset: None,
+            clause: None,
+            source: None,
+        }))
+    }
+
+    constructors! {
+        /// [`ErrorKind::Corrupt`]
+        corrupt => Corrupt,
+        /// [`ErrorKind::NotFound`]
+        not_found => NotFound,
+        /// [`ErrorKind::InvalidArgument`]
+        invalid => InvalidArgument,
+        /// [`ErrorKind::Unsupported`]
+        unsupported => Unsupported,
+        /// [`ErrorKind::LimitExceeded`]
+        limit => LimitExceeded,
+    }
+
+    /// Wraps an error of the object store; `object` is the path that was used.
+    pub(crate) fn storage(object: impl Into<String>, source: object_store::Error) -> Self {
+        let kind = match &source {
+            object_store::Error::NotFound { .. } => ErrorKind::NotFound,
+            object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. } => {
+                ErrorKind::Conflict
+            }
+            _ => ErrorKind::Storage,
+        };
+        let message = match kind {
+            ErrorKind::NotFound => "no such object".to_owned(),
+            ErrorKind::Conflict => "the object exists already".to_owned(),
+            _ => root_cause(&source),
+        };
+        Self::new(kind, message).object(object).source(source)
+    }
+
+    /// Wraps an I/O error on a local file.
+    pub fn io(object: impl Into<String>, source: std::io::Error) -> Self {
+        let kind = match source.kind() {
+            std::io::ErrorKind::NotFound => ErrorKind::NotFound,
+            _ => ErrorKind::Storage,
+        };
+        Self::new(kind, source.to_string()).object(object).source(source)
+    }
+
+    /// Names the object (path below the store's root, or a local file). The innermost name wins.
+    pub fn object(mut self, object: impl Into<String>) -> Self {
+        self.0.object.get_or_insert_with(|| object.into());
+        self
+    }
+
+    /// Names the tensor (or blob).
+    pub fn tensor(mut self, tensor: impl Into<String>) -> Self {
+        self.0.tensor.get_or_insert_with(|| tensor.into());
+        self
+    }
+
+    /// Says which chunk of the shard.
+    pub fn chunk(mut self, chunk: u64) -> Self {
+        self.0.chunk.get_or_insert(chunk);
+        self
+    }
+
+    /// Says at which byte of the object.
+    pub fn offset(mut self, offset: u64) -> Self {
+        self.0.offset.get_or_insert(offset);
+        self
+    }
+
+    /// Says which clause of `spec/` is violated.
+    pub fn clause(mut self, clause: &'static str) -> Self {
+        self.0.clause.get_or_insert(clause);
+        self
+    }
+
+    /// Keeps the cause.
+    pub fn source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        self.0.source = Some(Box::new(source));
+        self
+    }
+
+    /// What a program can do about it.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The sentence alone, without the place.
+    pub fn message(&self) -> &str {
+        &self.0.message
+    }
+
+    /// The object at fault, if one is.
+    pub fn object_name(&self) -> Option<&str> {
+        self.0.object.as_deref()
+    }
+
+    /// The tensor at fault, if one is.
+    pub fn tensor_name(&self) -> Option<&str> {
+        self.0.tensor.as_deref()
+    }
+
+    /// The violated clause of `spec/`, if one is.
+    pub fn clause_name(&self) -> Option<&'static str> {
+        self.0.clause
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inner = &self.0;
+        write!(f, "{}: ", inner.kind)?;
+        if let Some(object) = &inner.object {
+            write!(f, "{object}: ")?;
+        }
+        let mut place = Vec::new();
+        if let Some(tensor) = &inner.tensor {
+            place.push(format!("tensor `{}`", tensor.escape_debug()));
+        }
+        if let Some(chunk) = inner.chunk {
+            place.push(format!("chunk {chunk}"));
+        }
+        if let Some(offset) = inner.offset {
+            place.push(format!("offset {offset}"));
+        }
+        if !place.is_empty() {
+            write!(f, "{}: ", place.join(", "))?;
+        }
+        f.write_str(&inner.message)?;
+        if let Some(clause) = inner.clause {
+            write!(f, " [spec: {clause}]")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source.as_deref().map(|e| e as _)
+    }
+}
+
+/// Adds a place to the error of a result.
+pub(crate) trait ResultExt<T> {
+    fn in_object(self, object: impl Into<String>) -> Result<T>;
+}
+
+impl<T> ResultExt<T> for Result<T> {
+    fn in_object(self, object: impl Into<String>) -> Result<T> {
+        self.map_err(|e| e.object(object))
+    }
+}
+
+/// The innermost message that a person can act on: object stores nest theirs several levels deep.
+fn root_cause(error: &dyn std::error::Error) -> String {
+    let mut message = error.to_string();
+    let mut current = error.source();
+    while let Some(inner) = current {
+        let text = inner.to_string();
+        if !message.contains(&text) {
+            message = format!("{message}: {text}");
+        }
+        current = inner.source();
+    }
+    message
+}

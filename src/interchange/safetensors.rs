@@ -1,0 +1,205 @@
+//! safetensors: one file or several as a state; a snapshot as one file.
+//!
+//! The `safetensors` crate parses and checks headers. Writing streams tensor by tensor, which its writer cannot do, so the
+//! header is written here: eight bytes of length, JSON padded with spaces to eight bytes, then the data.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use ::safetensors::SafeTensors;
+use bytes::Bytes;
+use serde_json::{Map, Value, json};
+
+use crate::kernels::map::map_file;
+use crate::limits::{to_usize, zeroed};
+use crate::wire::DirectoryTensor;
+use crate::{Dtype, Error, Result, Slice, Snapshot, TensorView};
+
+/// Files that together hold one state, mapped into memory.
+#[derive(Debug)]
+pub struct Files {
+    files: Vec<(String, Bytes)>,
+}
+
+impl Files {
+    /// Maps files. They must not change while the value is in use.
+    pub fn open(paths: &[impl AsRef<Path>]) -> Result<Self> {
+        let map = |path: &Path| Ok((path.display().to_string(), map_file(path)?));
+        Ok(Self { files: paths.iter().map(|path| map(path.as_ref())).collect::<Result<_>>()? })
+    }
+
+    /// The tensors of all files. A name that two files hold is an error.
+    pub fn tensors(&self) -> Result<Vec<TensorView<'_>>> {
+        let mut views = Vec::new();
+        let mut seen: BTreeMap<String, &str> = BTreeMap::new();
+        for (path, bytes) in &self.files {
+            let file = parse(path, bytes)?;
+            for (name, view) in file.iter() {
+                if let Some(other) = seen.insert(name.to_owned(), path) {
+                    return Err(Error::invalid(format!("is in {other} too: a name stands for one tensor")).object(path).tensor(name));
+                }
+                let dtype = dtype_of(view.dtype()).map_err(|e| e.object(path).tensor(name))?;
+                let shape: Vec<u64> = view.shape().iter().map(|&extent| extent as u64).collect();
+                views.push(TensorView::new(name, dtype, &shape, view.data()).map_err(|e| e.object(path))?);
+            }
+        }
+        Ok(views)
+    }
+
+    /// `__metadata__` of all files. A key that two files hold with different values is an error.
+    pub fn metadata(&self) -> Result<BTreeMap<String, String>> {
+        let mut merged: BTreeMap<String, String> = BTreeMap::new();
+        for (path, bytes) in &self.files {
+            let (_, header) = SafeTensors::read_metadata(bytes).map_err(|e| not_safetensors(path, &e))?;
+            for (key, value) in header.metadata().iter().flatten() {
+                if let Some(other) = merged.insert(key.clone(), value.clone())
+                    && other != *value
+                {
+                    return Err(Error::invalid(format!("__metadata__ `{}` is `{value}` here and `{other}` in another file", key.escape_debug()))
+                        .object(path));
+                }
+            }
+        }
+        Ok(merged)
+    }
+}
+
+/// Part of a snapshot to write.
+#[derive(Debug, Clone)]
+pub struct Selected {
+    /// The tensor.
+    pub name: String,
+    /// What of it.
+    pub slice: Slice,
+}
+
+/// Bytes of tensors that are read before they are written, unless one row of chunks is larger.
+const WINDOW_BYTES: u64 = 64 << 20;
+
+/// Writes tensors of a snapshot, ascending by name, as one safetensors file; gives its size. The whole content is compared
+/// with the snapshot's content digests first if everything is selected.
+///
+/// The caller's file holds half a state if this fails: write to a temporary name and rename.
+pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl Write + Send)) -> Result<u64> {
+    let io = |e: std::io::Error| Error::io("the output file", e);
+    let mut header = Map::new();
+    if !snapshot.metadata().is_empty() {
+        header.insert("__metadata__".into(), json!(snapshot.metadata()));
+    }
+    let mut end = 0u64;
+    let mut plans = Vec::new();
+    for Selected { name, slice } in selected {
+        let tensor = snapshot.tensor(name)?;
+        let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
+        let too_large = || Error::limit("a file beyond 2^64 bytes").tensor(name);
+        let bytes = rect.element_count().and_then(|n| tensor.dtype.byte_count(n)).ok_or_else(too_large)?;
+        let start = end;
+        end = end.checked_add(bytes).ok_or_else(too_large)?;
+        let entry = json!({ "dtype": name_of(tensor.dtype, name)?, "shape": rect.shape, "data_offsets": [start, end] });
+        if header.insert(name.clone(), entry).is_some() {
+            return Err(Error::invalid("selected twice").tensor(name));
+        }
+        plans.push((tensor, rect, bytes));
+    }
+    let mut header = serde_json::to_vec(&Value::Object(header)).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+    if selected.len() == snapshot.tensors().len() {
+        snapshot.check_content().await?;
+    }
+    out.write_all(&length_prefix(header.len() as u64)).and_then(|()| out.write_all(&header)).map_err(io)?;
+
+    let mut group: Vec<(&DirectoryTensor, Slice, u64)> = Vec::new();
+    let mut group_bytes = 0;
+    for (tensor, rect, bytes) in &plans {
+        for (slice, bytes) in windows(tensor, rect, *bytes) {
+            if group_bytes + bytes > WINDOW_BYTES && !group.is_empty() {
+                write_group(snapshot, &std::mem::take(&mut group), out).await?;
+                group_bytes = 0;
+            }
+            group.push((tensor, slice, bytes));
+            group_bytes += bytes;
+        }
+    }
+    write_group(snapshot, &group, out).await?;
+    out.flush().map_err(io)?;
+    Ok(8 + header.len() as u64 + end)
+}
+
+async fn write_group(snapshot: &Snapshot, group: &[(&DirectoryTensor, Slice, u64)], out: &mut (impl Write + Send)) -> Result<()> {
+    let mut buffers = Vec::with_capacity(group.len());
+    for (_, _, bytes) in group {
+        buffers.push(zeroed(to_usize(*bytes, "a tensor")?, "a tensor")?);
+    }
+    let requests = group.iter().zip(&mut buffers).map(|((tensor, slice, _), buffer)| (tensor.name.as_str(), slice.clone(), buffer.as_mut_slice()));
+    snapshot.read_many_into(requests.collect()).await?;
+    for buffer in &buffers {
+        out.write_all(buffer).map_err(|e| Error::io("the output file", e))?;
+    }
+    Ok(())
+}
+
+/// A large rectangle as consecutive ranges of its first dimension, each of about the window's size and, where the rows
+/// allow it, a multiple of a chunk.
+fn windows(tensor: &DirectoryTensor, rect: &crate::Rect, bytes: u64) -> Vec<(Slice, u64)> {
+    let ranges = |rows: std::ops::Range<u64>| {
+        let rest = rect.offset.iter().zip(&rect.shape).skip(1).map(|(&offset, &extent)| offset..offset + extent);
+        Slice::ranges(std::iter::once(rows).chain(rest).collect::<Vec<_>>())
+    };
+    let (Some(&first), Some(&rows)) = (rect.offset.first(), rect.shape.first()) else { return vec![(Slice::all(), bytes)] };
+    if bytes <= WINDOW_BYTES || tensor.dtype.is_packed() {
+        return vec![(ranges(first..first + rows), bytes)];
+    }
+    let row_elements = rect.shape[1..].iter().product::<u64>().max(1);
+    let row_bytes = (bytes / rows).max(1);
+    let chunk_rows = crate::ChunkGrid::new(tensor.dtype, &tensor.shape).map_or(1, |grid| (grid.chunk_elements() / row_elements).max(1));
+    let step = (WINDOW_BYTES / row_bytes / chunk_rows * chunk_rows).max(1);
+    let mut windows = Vec::new();
+    let mut row = 0;
+    while row < rows {
+        // Windows begin on rows that are multiples of a chunk in the whole tensor.
+        let next = ((first + row) / step * step + step - first).min(rows);
+        windows.push((ranges(first + row..first + next), (next - row) * row_bytes));
+        row = next;
+    }
+    windows
+}
+
+fn parse<'a>(path: &str, bytes: &'a Bytes) -> Result<SafeTensors<'a>> {
+    SafeTensors::deserialize(bytes).map_err(|e| not_safetensors(path, &e))
+}
+
+fn not_safetensors(path: &str, error: &::safetensors::SafeTensorError) -> Error {
+    Error::invalid(format!("not a valid safetensors file: {error}")).object(path)
+}
+
+#[allow(clippy::little_endian_bytes, reason = "the length prefix of another format")]
+fn length_prefix(length: u64) -> [u8; 8] {
+    length.to_le_bytes()
+}
+
+macro_rules! dtype_names {
+    ($($ours:ident = $theirs:ident),* $(,)?) => {
+        fn dtype_of(dtype: ::safetensors::Dtype) -> Result<Dtype> {
+            match dtype {
+                $(::safetensors::Dtype::$theirs => Ok(Dtype::$ours),)*
+                other => Err(Error::unsupported(format!("safetensors dtype {other:?} has no counterpart"))),
+            }
+        }
+
+        /// The dtype in a safetensors header.
+        fn name_of(dtype: Dtype, tensor: &str) -> Result<::safetensors::Dtype> {
+            match dtype {
+                $(Dtype::$ours => Ok(::safetensors::Dtype::$theirs),)*
+                other => Err(Error::unsupported(format!("safetensors cannot hold {other}")).tensor(tensor)),
+            }
+        }
+    };
+}
+
+dtype_names! {
+    Bool = BOOL, U8 = U8, U16 = U16, U32 = U32, U64 = U64, I8 = I8, I16 = I16, I32 = I32, I64 = I64,
+    F16 = F16, Bf16 = BF16, F32 = F32, F64 = F64, C64 = C64,
+    F8E4M3 = F8_E4M3, F8E5M2 = F8_E5M2, F8E4M3Fnuz = F8_E4M3FNUZ, F8E5M2Fnuz = F8_E5M2FNUZ, F8E8M0 = F8_E8M0,
+    F6E2M3 = F6_E2M3, F6E3M2 = F6_E3M2, F4E2M1 = F4,
+}

@@ -1,0 +1,25 @@
+//! Read-only memory maps of local files.
+
+use std::path::Path;
+
+use bytes::Bytes;
+
+use crate::{Error, Result};
+
+/// The bytes of a local file, mapped. Empty files need no map.
+///
+/// Do not change the file while the bytes are in use: casks never change once written; input files are the caller's to
+/// leave alone, as for every reader of safetensors.
+pub(crate) fn map_file(path: &Path) -> Result<Bytes> {
+    let name = path.display().to_string();
+    let file = std::fs::File::open(path).map_err(|e| Error::io(name.as_str(), e))?;
+    let bytes = file.metadata().map_err(|e| Error::io(name.as_str(), e))?.len();
+    if bytes == 0 {
+        return Ok(Bytes::new());
+    }
+    // SAFETY: the map is read-only and private to this process, and no reference to it outlives the owner that `Bytes`
+    // keeps. Its contents may change only if another process writes the file, which the documentation forbids; every
+    // use goes through checksums or copies of plain bytes, for which any value is valid.
+    let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| Error::io(name, e))?;
+    Ok(Bytes::from_owner(map))
+}

@@ -1,0 +1,76 @@
+//! Storage for the state of a model in training: small deltas, every byte checked, commits that are atomic everywhere.
+//!
+//! A [`Store`] holds the snapshots of one run, on local disk or in an object store. A [`Writer`] saves states into it:
+//! a *base* now and then, small *deltas* between. A [`Snapshot`] gives back a state, a tensor, or a slice of one, reading
+//! only the chunks that it needs from each link of the chain. The byte layouts are in the project's `spec/`.
+//!
+//! The whole cycle:
+//!
+//! ```
+//! use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Slice, TensorView, VerifyOptions, blocking::Store};
+//!
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let url = folder.path().join("run42");
+//! # let url = url.to_str().unwrap();
+//! let store = Store::open(url)?; // or s3://bucket/run42, gs://, az://
+//! let mut writer = store.writer(Policy::Intermittent { every: 8 })?;
+//!
+//! // Train: every step changes a few weights.
+//! let mut weights = vec![0u8; 4 * 1000 * 16];
+//! for step in 0..3u64 {
+//!     weights[step as usize * 4] = 1;
+//!     let state = [TensorView::new("model.w", Dtype::F32, &[1000, 16], &weights)?];
+//!     let blobs = [Blob::new("rng", &b"generator state"[..])];
+//!     let saved = writer.save(step, &state, &blobs, &Metadata::default())?;
+//!     println!("step {step}: a {} of {} bytes", saved.kind.name(), saved.stored_bytes);
+//! }
+//!
+//! // Recover: the newest step, or ten rows of it.
+//! let snapshot = store.snapshot(Latest)?;
+//! assert_eq!(snapshot.step(), 2);
+//! assert_eq!(snapshot.read("model.w", &Slice::all())?.data, weights);
+//! assert_eq!(snapshot.read("model.w", &Slice::rows(10..20))?.shape, [10, 16]);
+//! assert!(store.verify(&VerifyOptions::default())?.is_clean());
+//! # Ok::<(), tensorcask::Error>(())
+//! ```
+
+// In the order in which data flows.
+mod tensor;
+
+mod plan;
+
+pub mod codec;
+
+mod kernels;
+
+mod chain;
+
+pub mod wire;
+
+pub mod container;
+
+mod store;
+
+mod commit;
+
+mod reader;
+mod writer;
+
+pub mod blocking;
+pub mod interchange;
+pub mod testing;
+
+mod error;
+mod limits;
+mod version;
+
+pub use chain::Policy;
+pub use commit::{SnapshotRecord, Status};
+pub use error::{Error, ErrorKind, Result};
+pub use limits::Limits;
+pub use plan::ChunkGrid;
+pub use reader::{At, Depth, Latest, LinkInfo, Problem, ReadCounts, Snapshot, SnapshotInfo, VerifyOptions, VerifyReport};
+pub use store::{IoCounts, ProbeReport, Store, StoreOptions};
+pub use tensor::{Blob, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
+pub use version::{Features, FormatVersion};
+pub use writer::{BaseKeeping, Metadata, Saved, Writer, WriterOptions};

@@ -1,0 +1,367 @@
+//! Fetches and decodes: chunks in batches of bounded size, the next batch on its way while one is decoded.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::*;
+use crate::chain::{content_digests, decode_steps};
+use crate::plan::ChunkGrid;
+use crate::plan::read::{ChunkPlan, ShardPlan, Step};
+use crate::tensor::{Run, contiguous_runs, copy_run};
+use crate::wire::{Digest, Directory};
+
+/// A rectangle of a tensor, and the buffer that takes it; without one, chunks are decoded, checked and dropped.
+pub(crate) struct ReadItem<'a> {
+    pub tensor: usize,
+    pub rect: Rect,
+    pub out: &'a mut [u8],
+}
+
+/// A chunk of a shard (the tensor's number in the newest directory, the shard's rectangle), and the buffer that takes it.
+pub(crate) struct ChunkItem<'a> {
+    pub tensor: usize,
+    pub rect: Rect,
+    pub chunk: u64,
+    pub out: &'a mut [u8],
+}
+
+/// Decoded and encoded bytes of a batch, at most, unless one chunk is larger.
+const BATCH_BYTES: u64 = 32 << 20;
+
+/// One chunk to rebuild.
+struct Job<'a> {
+    shard: usize,
+    plan: ChunkPlan,
+    target: Target<'a>,
+}
+
+enum Target<'a> {
+    /// The chunk is one run of the destination: decode in place.
+    InPlace(&'a mut [u8]),
+    /// Decode apart, then copy runs into the buffer of an item.
+    Copy { item: usize },
+    /// Check only.
+    Nothing,
+}
+
+/// A chunk that was decoded apart.
+struct Apart {
+    item: usize,
+    shard: usize,
+    chunk: u64,
+    bytes: Vec<u8>,
+}
+
+/// Pages of the steps of a job.
+type JobPages = Vec<Pages>;
+
+impl Snapshot {
+    /// Reads rectangles of tensors into their buffers.
+    pub(crate) async fn read_items(&self, items: Vec<ReadItem<'_>>) -> Result<()> {
+        let directory = self.newest().directory.clone();
+        let mut shards = Vec::new();
+        let mut wanted = Vec::new();
+        let mut outs = Vec::with_capacity(items.len());
+        for (item, ReadItem { tensor, rect, out }) in items.into_iter().enumerate() {
+            let tensor = directory.alias_of(tensor).unwrap_or(tensor);
+            let dtype = directory.dtype(tensor);
+            let bytes = rect.element_count().and_then(|n| dtype.byte_count(n));
+            if bytes != Some(out.len() as u64) {
+                return Err(Error::invalid(format!("a buffer of {} bytes for {} of {dtype}", out.len(), crate::tensor::format_shape(&rect.shape)))
+                    .tensor(directory.name(tensor)));
+            }
+            let first = shards.len();
+            for shard in directory.shards_of(tensor) {
+                let plan = ShardPlan::new(&self.links, tensor, shard)?;
+                if plan.rect.intersection(&rect).is_some() {
+                    shards.push(plan);
+                }
+            }
+            let mut chunks = Vec::new();
+            for (shard, plan) in shards.iter().enumerate().skip(first) {
+                chunks.extend(touched(plan.grid, &plan.rect, &rect).map(|chunk| (shard, chunk)));
+            }
+            wanted.push((item, chunks));
+            outs.push(Some((rect, out)));
+        }
+        let rows = self.load_plans(&shards).await?;
+
+        let mut jobs = Vec::new();
+        let mut copies: Vec<Option<(Rect, &mut [u8])>> = outs.iter().map(|_| None).collect();
+        for (item, chunks) in wanted {
+            let Some((rect, out)) = outs[item].take() else { continue };
+            let places = places_in(&shards, &chunks, &rect, out.len());
+            let mut rest = out;
+            let mut position = 0;
+            let in_place = places.is_some();
+            for (at, (shard, chunk)) in chunks.into_iter().enumerate() {
+                let plan = shards[shard].chunk(&self.links, &rows[shard], chunk)?;
+                let target = match &places {
+                    Some(places) => {
+                        let (_, tail) = rest.split_at_mut(places[at].start - position);
+                        let (slice, tail) = tail.split_at_mut(places[at].len());
+                        rest = tail;
+                        position = places[at].end;
+                        Target::InPlace(slice)
+                    }
+                    None => Target::Copy { item },
+                };
+                jobs.push(Job { shard, plan, target });
+            }
+            if !in_place {
+                copies[item] = Some((rect, rest));
+            }
+        }
+        self.run(&shards, jobs, |apart: Apart| {
+            if let Some((rect, out)) = copies.get_mut(apart.item).and_then(Option::as_mut) {
+                let plan = &shards[apart.shard];
+                let window = plan.grid.elements(apart.chunk);
+                let start = window.start;
+                for run in contiguous_runs(&plan.rect, rect, window) {
+                    copy_run(plan.dtype, Run { source: run.source - start, ..run }, &apart.bytes, out);
+                }
+            }
+        })
+        .await
+    }
+
+    /// Reads whole chunks of shards into their buffers.
+    pub(crate) async fn read_chunks(&self, items: Vec<ChunkItem<'_>>) -> Result<()> {
+        let directory = &self.newest().directory;
+        let mut shards: Vec<ShardPlan> = Vec::new();
+        let mut wanted = Vec::with_capacity(items.len());
+        for ChunkItem { tensor, rect, chunk, out } in items {
+            let tensor = directory.alias_of(tensor).unwrap_or(tensor);
+            let name = directory.name(tensor);
+            if shards.last().is_none_or(|last| last.name != name || last.rect != rect) {
+                let shard = directory.find_shard(tensor, &rect);
+                let shard = shard.ok_or_else(|| Error::invalid("the snapshot has no such shard").tensor(name))?;
+                shards.push(ShardPlan::new(&self.links, tensor, shard)?);
+            }
+            wanted.push((shards.len() - 1, chunk, out));
+        }
+        let rows = self.load_plans(&shards).await?;
+        let mut jobs = Vec::with_capacity(wanted.len());
+        for (shard, chunk, out) in wanted {
+            let bytes = shards[shard].grid.bytes(chunk);
+            if out.len() as u64 != bytes.end - bytes.start {
+                return Err(Error::invalid(format!("a buffer of {} bytes for a chunk of {}", out.len(), bytes.end - bytes.start)));
+            }
+            let plan = shards[shard].chunk(&self.links, &rows[shard], chunk)?;
+            jobs.push(Job { shard, plan, target: Target::InPlace(out) });
+        }
+        self.run(&shards, jobs, |_| {}).await
+    }
+
+    /// Decodes and checks every chunk of some tensors, and drops it.
+    pub(crate) async fn check_tensors(&self, tensors: impl IntoIterator<Item = usize>) -> Result<()> {
+        let mut shards = Vec::new();
+        for tensor in tensors {
+            for shard in self.newest().directory.shards_of(tensor) {
+                shards.push(ShardPlan::new(&self.links, tensor, shard)?);
+            }
+        }
+        let rows = self.load_plans(&shards).await?;
+        let mut jobs = Vec::new();
+        for (shard, plan) in shards.iter().enumerate() {
+            for chunk in 0..plan.grid.chunk_count() {
+                jobs.push(Job { shard, plan: plan.chunk(&self.links, &rows[shard], chunk)?, target: Target::Nothing });
+            }
+        }
+        self.run(&shards, jobs, |_| {}).await
+    }
+
+    /// Compares what the indexes of the chain say of all chunks with the content digests in the manifest. Reads no page.
+    pub(crate) async fn check_content(&self) -> Result<()> {
+        let link = self.newest();
+        let found = self.content().await?;
+        if found == link.manifest.content {
+            return Ok(());
+        }
+        let role = found.iter().find(|(role, digest)| link.manifest.content.get(*role) != Some(digest)).map(|(role, _)| role.as_str());
+        Err(Error::corrupt(format!("the chain does not hold the bytes of role `{}` that it says", role.unwrap_or("?").escape_debug()))
+            .object(link.manifest.path())
+            .clause("manifest 4"))
+    }
+
+    async fn content(&self) -> Result<BTreeMap<String, Digest>> {
+        let directory = self.newest().directory.clone();
+        let mut shards = Vec::new();
+        for tensor in 0..directory.len() {
+            for shard in directory.shards_of(tensor) {
+                shards.push(ShardPlan::new(&self.links, tensor, shard)?);
+            }
+        }
+        // Shards of a directory are numbered as they come here.
+        let rows = self.load_plans(&shards).await?;
+        content_digests(&directory, |shard, chunk| Ok(shards[shard].chunk(&self.links, &rows[shard], chunk)?.crc))
+    }
+
+    /// Reads indexes and parts that the shards need; gives the rows of each shard.
+    async fn load_plans(&self, shards: &[ShardPlan]) -> Result<Vec<Vec<(usize, usize, usize)>>> {
+        let casks: Vec<(usize, usize)> = shards.iter().flat_map(|shard| shard.candidates().iter().copied()).collect();
+        self.load_indexes(&casks).await?;
+        let rows = shards.iter().map(|shard| shard.rows(&self.links)).collect::<Result<Vec<_>>>()?;
+        let mut parts = Vec::new();
+        for &(link, cask, row) in rows.iter().flatten() {
+            let missing = self.links[link].0.index(cask).and_then(|index| index.missing_part(row));
+            parts.extend(missing.map(|(part, range)| (link, cask, part, range)));
+        }
+        self.load_parts(parts).await?;
+        Ok(rows)
+    }
+
+    /// Rebuilds the chunks of all jobs; hands over those that were decoded apart.
+    async fn run(&self, shards: &[ShardPlan], jobs: Vec<Job<'_>>, mut apart: impl FnMut(Apart)) -> Result<()> {
+        let mut batches = split(shards, jobs).into_iter().peekable();
+        let start = |batch: &Vec<Job<'_>>| tokio::spawn(fetch_jobs(self.store.clone(), self.wanted(batch)));
+        let mut next = batches.peek().map(start);
+        while let (Some(batch), Some(fetch)) = (batches.next(), next.take()) {
+            let pages = fetch.await.map_err(|e| Error::new(crate::ErrorKind::Storage, format!("a fetch ended early: {e}")))??;
+            next = batches.peek().map(start);
+            let steps = batch.iter().flat_map(|job| &job.plan.steps);
+            let (count, bytes) = steps.flat_map(|step| &step.entry.pages).fold((0, 0), |(count, bytes), page| {
+                (count + 1, bytes + (page.range.end - page.range.start))
+            });
+            self.count(batch.len() as u64, count, bytes);
+            let decoded: Vec<Option<Apart>> = batch
+                .into_par_iter()
+                .zip(pages)
+                .map(|(job, pages)| self.decode(shards, job, &pages))
+                .collect::<Result<_>>()?;
+            decoded.into_iter().flatten().for_each(&mut apart);
+        }
+        Ok(())
+    }
+
+    fn decode(&self, shards: &[ShardPlan], job: Job<'_>, pages: &[Pages]) -> Result<Option<Apart>> {
+        let shard = &shards[job.shard];
+        let chunk = job.plan.chunk;
+        let newest = job.plan.steps.first().map(|step| self.path_of(step)).unwrap_or_default();
+        let locate = |e: Error| e.tensor(&shard.name).chunk(chunk).object(newest.as_str());
+        for (step, pages) in job.plan.steps.iter().zip(pages) {
+            for (page, bytes) in step.entry.pages.iter().zip(pages) {
+                page.check(bytes).map_err(|e| e.tensor(&shard.name).chunk(chunk).object(self.path_of(step)))?;
+            }
+        }
+        let steps: Vec<(&Step, &[Bytes])> = job.plan.steps.iter().zip(pages).map(|(step, pages)| (step, pages.as_slice())).collect();
+        let elements = shard.grid.elements(chunk);
+        let count = elements.end - elements.start;
+        let length = to_usize(shard.grid.bytes(chunk).end - shard.grid.bytes(chunk).start, "a chunk")?;
+        let decode = |out: &mut [u8]| decode_steps(self.store.registry(), shard.dtype, count, &steps, job.plan.crc, out).map_err(locate);
+        match job.target {
+            Target::InPlace(out) => decode(out).map(|()| None),
+            Target::Copy { item } => {
+                let mut bytes = zeroed(length, "a chunk")?;
+                decode(&mut bytes)?;
+                Ok(Some(Apart { item, shard: job.shard, chunk, bytes }))
+            }
+            Target::Nothing => {
+                let mut bytes = zeroed(length, "a chunk")?;
+                decode(&mut bytes).map(|()| None)
+            }
+        }
+    }
+
+    fn path_of(&self, step: &Step) -> String {
+        self.links[step.link].0.manifest.casks[step.cask].path()
+    }
+
+    /// Objects and ranges of the pages of a batch, job by job, step by step.
+    fn wanted(&self, batch: &[Job<'_>]) -> Vec<Vec<(String, Vec<Range<u64>>)>> {
+        let of_step = |step: &Step| (self.path_of(step), step.entry.pages.iter().map(|page| page.range.clone()).collect());
+        batch.iter().map(|job| job.plan.steps.iter().map(of_step).collect()).collect()
+    }
+}
+
+/// Chunks that a rectangle touches.
+pub(super) fn chunk_count(directory: &Directory, tensor: usize, rect: &Rect) -> Result<u64> {
+    let tensor = directory.alias_of(tensor).unwrap_or(tensor);
+    let mut count = 0;
+    for shard in directory.shards_of(tensor) {
+        let shard = directory.shard(shard).rect;
+        let grid = ChunkGrid::new(directory.dtype(tensor), &shard.shape)?;
+        count += touched(grid, &shard, rect).count() as u64;
+    }
+    Ok(count)
+}
+
+/// Chunks of a shard that hold an element of `rect`.
+fn touched<'a>(grid: ChunkGrid, shard: &'a Rect, rect: &'a Rect) -> impl Iterator<Item = u64> + 'a {
+    (0..grid.chunk_count()).filter(move |&chunk| contiguous_runs(shard, rect, grid.elements(chunk)).next().is_some())
+}
+
+/// Where each chunk lies in the destination, if each is one whole run there and they ascend; then all decode in place.
+fn places_in(shards: &[ShardPlan], chunks: &[(usize, u64)], rect: &Rect, out_bytes: usize) -> Option<Vec<Range<usize>>> {
+    let mut places = Vec::with_capacity(chunks.len());
+    let mut end = 0;
+    for &(shard, chunk) in chunks {
+        let plan = &shards[shard];
+        let window = plan.grid.elements(chunk);
+        let run = contiguous_runs(&plan.rect, rect, window.clone()).next()?;
+        if plan.dtype.is_packed() && (shards.len() > 1 || run.destination % 8 != 0) {
+            return None;
+        }
+        let start = usize::try_from(plan.dtype.byte_count(run.destination)?).ok()?;
+        let length = usize::try_from(plan.dtype.byte_count(run.count)?).ok()?;
+        if run.count != window.end - window.start || start < end || start + length > out_bytes {
+            return None;
+        }
+        end = start + length;
+        places.push(start..end);
+    }
+    Some(places)
+}
+
+/// Splits jobs into batches of bounded size.
+fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
+    let mut batches: Vec<Vec<Job<'a>>> = Vec::new();
+    let mut size = u64::MAX;
+    for job in jobs {
+        let bytes = shards[job.shard].grid.bytes(job.plan.chunk);
+        let pages = job.plan.steps.iter().flat_map(|step| &step.entry.pages).map(|page| page.range.end - page.range.start);
+        let cost = (bytes.end - bytes.start) + pages.sum::<u64>();
+        if size.saturating_add(cost) > BATCH_BYTES {
+            batches.push(Vec::new());
+            size = 0;
+        }
+        size += cost;
+        if let Some(batch) = batches.last_mut() {
+            batch.push(job);
+        }
+    }
+    batches
+}
+
+/// The pages of a batch, job by job, step by step.
+async fn fetch_jobs(store: Store, wanted: Vec<Vec<(String, Vec<Range<u64>>)>>) -> Result<Vec<JobPages>> {
+    let flat: Vec<(String, Vec<Range<u64>>)> = wanted.iter().flatten().cloned().collect();
+    let mut pages = fetch_groups(&store, flat).await?.into_iter();
+    Ok(wanted.iter().map(|steps| pages.by_ref().take(steps.len()).collect()).collect())
+}
+
+/// The bytes of groups of ranges: all groups of one object in one go, several objects at once.
+async fn fetch_groups(store: &Store, groups: Vec<(String, Vec<Range<u64>>)>) -> Result<Vec<Vec<Bytes>>> {
+    use futures::{StreamExt, TryStreamExt};
+    let mut objects: BTreeMap<String, Vec<Range<u64>>> = BTreeMap::new();
+    for (path, ranges) in &groups {
+        objects.entry(path.clone()).or_default().extend(ranges.iter().cloned());
+    }
+    let mut received: BTreeMap<String, std::vec::IntoIter<Bytes>> = futures::stream::iter(objects)
+        .map(|(path, ranges)| {
+            let store = store.clone();
+            async move {
+                let bytes = store.get_ranges(&path, &ranges).await?;
+                Ok::<_, Error>((path, bytes.into_iter()))
+            }
+        })
+        .buffer_unordered(8)
+        .try_collect()
+        .await?;
+    Ok(groups
+        .iter()
+        .map(|(path, ranges)| received.get_mut(path).map(|bytes| bytes.by_ref().take(ranges.len()).collect()).unwrap_or_default())
+        .collect())
+}

@@ -1,0 +1,237 @@
+//! Reading: a snapshot, its tensors, slices of them.
+
+mod execute;
+mod open;
+mod verify;
+mod view;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use serde_json::{Map, Value};
+
+pub(crate) use execute::{ChunkItem, ReadItem};
+pub use open::{At, Latest, SnapshotInfo};
+pub(crate) use verify::STORE_FILE;
+pub use verify::{Depth, Problem, VerifyOptions, VerifyReport};
+
+use crate::chain::Link;
+use crate::commit::SnapshotRecord;
+use crate::container::CaskIndex;
+use crate::limits::{to_usize, zeroed};
+use crate::tensor::Rect;
+use crate::wire::{DirectoryTensor, Manifest, SnapshotKind};
+use crate::{Error, Result, Slice, Store, Tensor};
+
+/// A committed state at one step, with the chain that rebuilds it.
+///
+/// Opening has checked log entries, manifests and directories of the whole chain; no tensor byte has been read yet.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    store: Store,
+    links: Vec<SharedLink>,
+    counts: Arc<ReadCounters>,
+}
+
+/// A link that several readers share.
+#[derive(Debug, Clone)]
+pub(crate) struct SharedLink(Arc<Link>);
+
+impl AsRef<Link> for SharedLink {
+    fn as_ref(&self) -> &Link {
+        &self.0
+    }
+}
+
+#[derive(Debug, Default)]
+struct ReadCounters {
+    chunks: AtomicU64,
+    pages: AtomicU64,
+    page_bytes: AtomicU64,
+}
+
+/// What a snapshot has read of tensors so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ReadCounts {
+    /// Chunks rebuilt.
+    pub chunks: u64,
+    /// Pages read for them, over all links of the chain.
+    pub pages: u64,
+    /// Bytes of those pages.
+    pub page_bytes: u64,
+}
+
+/// A snapshot of a chain, as listings show it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LinkInfo {
+    /// What the log says of it.
+    pub record: SnapshotRecord,
+    /// Whether it stands alone.
+    pub kind: SnapshotKind,
+    /// Bytes of its casks.
+    pub stored_bytes: u64,
+    /// Its casks.
+    pub casks: usize,
+}
+
+impl Snapshot {
+    /// The step.
+    pub fn step(&self) -> u64 {
+        self.newest().record.step
+    }
+
+    /// What the log says of it.
+    pub fn record(&self) -> &SnapshotRecord {
+        &self.newest().record
+    }
+
+    /// Its manifest.
+    pub fn manifest(&self) -> &Manifest {
+        &self.newest().manifest
+    }
+
+    /// What the user said of it.
+    pub fn user(&self) -> &Map<String, Value> {
+        &self.newest().manifest.user
+    }
+
+    /// Metadata of the state as a file carries it (`__metadata__` of safetensors).
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.newest().manifest.metadata
+    }
+
+    /// The chain, newest first.
+    pub fn chain(&self) -> Vec<LinkInfo> {
+        self.links
+            .iter()
+            .map(|link| {
+                let Link { record, manifest, .. } = link.as_ref();
+                LinkInfo {
+                    record: record.clone(),
+                    kind: manifest.kind,
+                    stored_bytes: manifest.stored_bytes(),
+                    casks: manifest.casks.len(),
+                }
+            })
+            .collect()
+    }
+
+    /// All tensors, by name, aliases included.
+    pub fn tensors(&self) -> Vec<DirectoryTensor> {
+        let directory = &self.newest().directory;
+        (0..directory.len()).map(|tensor| directory.tensor(tensor)).collect()
+    }
+
+    /// A tensor's description.
+    pub fn tensor(&self, name: &str) -> Result<DirectoryTensor> {
+        Ok(self.newest().directory.tensor(self.find(name)?))
+    }
+
+    /// Reads a slice of a tensor: only the chunks that it touches, from each link of the chain that holds some of them.
+    pub async fn read(&self, name: &str, slice: &Slice) -> Result<Tensor> {
+        let tensor = self.tensor(name)?;
+        let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
+        let bytes = tensor.dtype.byte_count(rect.element_count().unwrap_or(u64::MAX)).unwrap_or(u64::MAX);
+        let mut data = zeroed(to_usize(bytes, "a tensor")?, "a tensor")?;
+        self.read_into(name, slice, &mut data).await?;
+        Ok(Tensor { name: name.to_owned(), dtype: tensor.dtype, shape: rect.shape, data })
+    }
+
+    /// Reads a slice of a tensor into a buffer of exactly its size.
+    pub async fn read_into(&self, name: &str, slice: &Slice, out: &mut [u8]) -> Result<()> {
+        let tensor = self.find(name)?;
+        let rect = slice.of(&self.newest().directory.shape(tensor)).map_err(|e| e.tensor(name))?;
+        self.read_items(vec![ReadItem { tensor, rect, out }]).await
+    }
+
+    /// Reads several slices at once, in few requests: name, slice, and a buffer of exactly its size.
+    pub async fn read_many_into(&self, requests: Vec<(&str, Slice, &mut [u8])>) -> Result<()> {
+        let mut items = Vec::with_capacity(requests.len());
+        for (name, slice, out) in requests {
+            let tensor = self.find(name)?;
+            let rect = slice.of(&self.newest().directory.shape(tensor)).map_err(|e| e.tensor(name))?;
+            items.push(ReadItem { tensor, rect, out });
+        }
+        self.read_items(items).await
+    }
+
+    /// Chunks of a slice: how many its rectangle touches, at most one request each.
+    pub fn chunks_of(&self, name: &str, slice: &Slice) -> Result<u64> {
+        let tensor = self.find(name)?;
+        let rect = slice.of(&self.newest().directory.shape(tensor)).map_err(|e| e.tensor(name))?;
+        execute::chunk_count(&self.newest().directory, tensor, &rect)
+    }
+
+    /// Rank and name of each blob.
+    pub async fn blobs(&self) -> Result<Vec<(u32, String)>> {
+        Ok(self.blob_pages().await?.into_iter().map(|(_, rank, name, _)| (rank, name)).collect())
+    }
+
+    /// A blob.
+    pub async fn read_blob(&self, rank: u32, name: &str) -> Result<Vec<u8>> {
+        let found = self.blob_pages().await?.into_iter().find(|(_, r, n, _)| *r == rank && n == name);
+        let (path, _, _, page) = found.ok_or_else(|| Error::not_found(format!("step {} has no blob of rank {rank}", self.step())).tensor(name))?;
+        let length = page.range.end.saturating_sub(page.range.start);
+        crate::Limits::check(length, self.store.limits().max_blob_bytes, "size of the blob").map_err(|e| e.tensor(name))?;
+        let bytes = self.store.get_ranges(&path, std::slice::from_ref(&page.range)).await?.pop().unwrap_or_default();
+        page.check(&bytes).map_err(|e| e.object(path).tensor(name))?;
+        Ok(bytes.to_vec())
+    }
+
+    /// What this snapshot and its clones have read of tensors.
+    pub fn read_counts(&self) -> ReadCounts {
+        ReadCounts {
+            chunks: self.counts.chunks.load(Ordering::Relaxed),
+            pages: self.counts.pages.load(Ordering::Relaxed),
+            page_bytes: self.counts.page_bytes.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The index of each cask that the snapshot wrote, with its slot. Reads no tensor bytes.
+    pub async fn indexes(&self) -> Result<Vec<(u32, Arc<CaskIndex>)>> {
+        let link = self.newest();
+        let all: Vec<(usize, usize)> = (0..link.manifest.casks.len()).map(|cask| (0, cask)).collect();
+        self.load_indexes(&all).await?;
+        self.load_all_parts(0).await?;
+        Ok(link.manifest.casks.iter().enumerate().filter_map(|(at, cask)| Some((cask.slot, link.index(at)?.clone()))).collect())
+    }
+
+    pub(crate) fn newest(&self) -> &Link {
+        // A snapshot is never built without a link.
+        &self.links[0].0
+    }
+
+    pub(crate) fn find(&self, name: &str) -> Result<usize> {
+        let found = self.newest().directory.find(name);
+        found.ok_or_else(|| Error::not_found(format!("step {} has no tensor of this name", self.step())).tensor(name))
+    }
+
+    /// Path of the cask, rank, name and page of each blob.
+    async fn blob_pages(&self) -> Result<Vec<(String, u32, String, crate::container::PageEntry)>> {
+        let link = self.newest();
+        let all: Vec<(usize, usize)> = (0..link.manifest.casks.len()).map(|cask| (0, cask)).collect();
+        self.load_indexes(&all).await?;
+        let mut blobs = Vec::new();
+        for (at, cask) in link.manifest.casks.iter().enumerate() {
+            let Some(index) = link.index(at) else { continue };
+            blobs.extend(index.blobs().map(|(rank, name, page)| (cask.path(), rank, name.to_owned(), page)));
+        }
+        Ok(blobs)
+    }
+
+    fn count(&self, chunks: u64, pages: u64, page_bytes: u64) {
+        self.counts.chunks.fetch_add(chunks, Ordering::Relaxed);
+        self.counts.pages.fetch_add(pages, Ordering::Relaxed);
+        self.counts.page_bytes.fetch_add(page_bytes, Ordering::Relaxed);
+    }
+}
+
+/// A whole tensor, as a rectangle.
+pub(crate) fn whole(shape: &[u64]) -> Rect {
+    Rect::whole(shape)
+}
+
+/// Pages of one step, in column order.
+pub(crate) type Pages = Vec<Bytes>;

@@ -1,0 +1,215 @@
+//! Opens a snapshot: log, manifests, directories; then indexes of casks as they are needed.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use futures::{StreamExt, TryStreamExt};
+
+use super::*;
+use crate::chain::{chain_of, check_link};
+use crate::commit::{Log, LogState, read_manifest};
+use crate::container::{IndexDecoder, Progress};
+use crate::error::ResultExt;
+use crate::wire::{CaskRef, Digest, Directory, Id};
+
+/// Names the newest live snapshot by commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Latest;
+
+/// Which snapshot to open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum At {
+    /// The newest live snapshot by commit, which is not always the highest step.
+    Latest,
+    /// The live snapshot of a step.
+    Step(u64),
+}
+
+impl From<Latest> for At {
+    fn from(_: Latest) -> Self {
+        Self::Latest
+    }
+}
+
+impl From<u64> for At {
+    fn from(step: u64) -> Self {
+        Self::Step(step)
+    }
+}
+
+/// A snapshot, as listings show it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SnapshotInfo {
+    /// What the log says of it.
+    pub record: SnapshotRecord,
+    /// Bytes of the decoded tensors.
+    pub tensor_bytes: u64,
+    /// Bytes of its casks.
+    pub stored_bytes: u64,
+    /// What the user said of it.
+    pub user: Map<String, Value>,
+}
+
+/// Requests for indexes under way at once.
+const CONCURRENT_INDEXES: usize = 16;
+/// An index that is larger is read root first, its parts as they are needed.
+const WHOLE_INDEX_BYTES: u64 = 1 << 20;
+
+impl Store {
+    /// Opens a snapshot. All log entries, manifests and directories of its chain are checked.
+    pub async fn snapshot(&self, at: impl Into<At>) -> Result<Snapshot> {
+        let log = Log::load(self).await?;
+        let state = log.state();
+        let (record, wanted) = match at.into() {
+            At::Latest => (state.latest(), "snapshot".to_owned()),
+            At::Step(step) => (state.at_step(step), format!("step {step}")),
+        };
+        let record = record.ok_or_else(|| Error::not_found(format!("the store has no {wanted}; `ls` shows what it has")).object(self.url()))?;
+        Snapshot::load(self, state, record.id).await
+    }
+
+    /// All live snapshots, by commit.
+    pub async fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
+        let mut log = Log::load(self).await?;
+        log.summarise().await?;
+        Ok(log
+            .state()
+            .live()
+            .map(|record| {
+                let summary = record.summary.clone().unwrap_or_default();
+                SnapshotInfo {
+                    record: record.clone(),
+                    tensor_bytes: summary.tensor_bytes,
+                    stored_bytes: summary.stored_bytes,
+                    user: summary.user,
+                }
+            })
+            .collect())
+    }
+}
+
+impl Snapshot {
+    /// Opens the chain of snapshot `id`.
+    pub(crate) async fn load(store: &Store, state: &LogState, id: Id) -> Result<Self> {
+        let records = chain_of(state, id, store.limits().max_chain_depth)?;
+        let manifests: Vec<Manifest> = futures::stream::iter(&records)
+            .map(|record| async move { read_manifest(store, &record.manifest_path(), record.manifest).await })
+            .buffered(CONCURRENT_INDEXES)
+            .try_collect()
+            .await?;
+        for (at, (record, manifest)) in records.iter().zip(&manifests).enumerate() {
+            check_link(record, manifest, manifests.get(at + 1))?;
+        }
+        let mut digests: Vec<Digest> = manifests.iter().map(|manifest| manifest.directory).collect();
+        digests.sort_unstable();
+        digests.dedup();
+        let directories: BTreeMap<Digest, Arc<Directory>> = futures::stream::iter(digests)
+            .map(|digest| async move { Ok::<_, Error>((digest, read_directory(store, digest).await?)) })
+            .buffered(CONCURRENT_INDEXES)
+            .try_collect()
+            .await?;
+        let mut links = Vec::with_capacity(records.len());
+        for (record, manifest) in records.into_iter().zip(manifests) {
+            let directory = directories.get(&manifest.directory).cloned();
+            let directory = directory.ok_or_else(|| Error::corrupt("a directory was not read").object(manifest.path()))?;
+            links.push(SharedLink(Arc::new(Link::new(record, manifest, directory)?)));
+        }
+        Ok(Self { store: store.clone(), links, counts: Arc::default() })
+    }
+
+    /// Reads the indexes of these casks (link, cask), all at once, where they have not been read.
+    pub(crate) async fn load_indexes(&self, casks: &[(usize, usize)]) -> Result<()> {
+        let mut missing: Vec<(usize, usize)> =
+            casks.iter().copied().filter(|&(link, cask)| self.links[link].0.index(cask).is_none()).collect();
+        missing.sort_unstable();
+        missing.dedup();
+        futures::stream::iter(missing)
+            .map(|(at, cask)| async move {
+                let link = &self.links[at].0;
+                let index = read_index(&self.store, &link.manifest.casks[cask]).await?;
+                // Lost only to a concurrent reader of the same bytes.
+                let _ = link.indexes[cask].set(Arc::new(index));
+                Ok::<_, Error>(())
+            })
+            .buffer_unordered(CONCURRENT_INDEXES)
+            .try_collect()
+            .await
+    }
+
+    /// Reads parts (link, cask, part, range), all at once.
+    pub(crate) async fn load_parts(&self, mut parts: Vec<(usize, usize, usize, Range<u64>)>) -> Result<()> {
+        parts.sort_unstable_by_key(|part| (part.0, part.1, part.2));
+        parts.dedup();
+        let mut groups: BTreeMap<(usize, usize), Vec<(usize, Range<u64>)>> = BTreeMap::new();
+        for (link, cask, part, range) in parts {
+            groups.entry((link, cask)).or_default().push((part, range));
+        }
+        futures::stream::iter(groups)
+            .map(|((link, cask), parts)| async move {
+                let link = &self.links[link].0;
+                let path = link.manifest.casks[cask].path();
+                let ranges: Vec<Range<u64>> = parts.iter().map(|(_, range)| range.clone()).collect();
+                let index = link.index(cask).ok_or_else(|| Error::invalid("its index has not been read").object(path.as_str()))?;
+                for ((part, _), bytes) in parts.iter().zip(self.store.get_ranges(&path, &ranges).await?) {
+                    index.load_part(*part, bytes).in_object(path.as_str())?;
+                }
+                Ok::<_, Error>(())
+            })
+            .buffer_unordered(CONCURRENT_INDEXES)
+            .try_collect()
+            .await
+    }
+
+    /// Reads all parts of all casks of a link whose indexes have been read.
+    pub(crate) async fn load_all_parts(&self, link: usize) -> Result<()> {
+        let casks = self.links[link].0.indexes.iter().enumerate();
+        let parts = casks
+            .filter_map(|(cask, index)| Some((cask, index.get()?.missing_parts())))
+            .flat_map(|(cask, parts)| parts.into_iter().map(move |(part, range)| (link, cask, part, range)))
+            .collect();
+        self.load_parts(parts).await
+    }
+}
+
+pub(super) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<Directory>> {
+    if let Some(directory) = store.cached_directory(digest) {
+        return Ok(directory);
+    }
+    let path = format!("directories/{digest}");
+    let bytes = store.get(&path, store.limits().max_directory_bytes).await.map_err(|e| match e.kind() {
+        crate::ErrorKind::NotFound => Error::corrupt("the directory of a committed snapshot is missing").object(path.as_str()).clause("manifest 3.1"),
+        _ => e,
+    })?;
+    let directory = Arc::new(Directory::decode(bytes, digest, store.limits()).in_object(path)?);
+    store.cache_directory(digest, directory.clone());
+    Ok(directory)
+}
+
+/// The index of a cask, compared with what the manifest says of it.
+pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskIndex> {
+    let path = cask.path();
+    let read = async {
+        let mut decoder = IndexDecoder::new(cask.id, cask.bytes, store.limits().clone());
+        let first = if cask.bytes - cask.index_offset <= WHOLE_INDEX_BYTES { cask.index_offset } else { cask.root_offset };
+        crate::Limits::check(cask.bytes - first, store.limits().max_index_bytes, "size of the index")?;
+        let tail = store.get_ranges(&path, &[first..cask.bytes]).await.map_err(|e| match e.kind() {
+            crate::ErrorKind::NotFound => Error::corrupt("a cask of a committed snapshot is missing").clause("manifest 2.3"),
+            _ => e,
+        })?;
+        decoder.push(first, tail.into_iter().next().unwrap_or_default())?;
+        let index = loop {
+            match decoder.poll()? {
+                Progress::Done(index) => break index,
+                Progress::Needs(range) => {
+                    let bytes = store.get_ranges(&path, std::slice::from_ref(&range)).await?.pop().unwrap_or_default();
+                    decoder.push(range.start, bytes)?;
+                }
+            }
+        };
+        if index.digest() != cask.digest || index.index_offset() != cask.index_offset || index.root_offset() != cask.root_offset {
+            return Err(Error::corrupt("is not the cask that the manifest names: its digest differs").clause("manifest 2.3"));
+        }
+        Ok(index)
+    };
+    read.await.in_object(path.as_str())
+}

@@ -1,0 +1,333 @@
+//! Checks a store: the log and what it names; every byte of every cask; every chunk decoded.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use super::open::{read_directory, read_index};
+use super::*;
+use crate::chain::{chain_of, check_link};
+use crate::commit::{Catalog, LogState, read_manifest};
+use crate::container::{PageEntry, padding_is_zero};
+use crate::error::ResultExt;
+use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry};
+
+/// How much of a store to check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Depth {
+    /// Log entries, catalogs, manifests, directories, and that every cask is there with its size.
+    Log,
+    /// Also every byte of every cask: header, pages, padding, index, postscript.
+    Pages,
+    /// Also every chunk of every live snapshot, decoded and compared with its checksum, and content digests.
+    #[default]
+    Full,
+}
+
+impl Depth {
+    /// The depth of a name: `log`, `pages` or `full`.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "log" => Ok(Self::Log),
+            "pages" => Ok(Self::Pages),
+            "full" => Ok(Self::Full),
+            _ => Err(Error::invalid(format!("`{}` is not a depth; use log, pages or full", name.escape_debug()))),
+        }
+    }
+
+    /// The name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Log => "log",
+            Self::Pages => "pages",
+            Self::Full => "full",
+        }
+    }
+}
+
+/// What to check.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct VerifyOptions {
+    /// How much.
+    pub depth: Depth,
+    /// Only the snapshot of this step, and its chain.
+    pub step: Option<u64>,
+    /// Only the casks and snapshots of part `i` of `n`, so that `n` processes share the work. The log is checked by all.
+    pub shard: Option<(u64, u64)>,
+}
+
+/// One thing that is wrong.
+#[derive(Debug)]
+pub struct Problem {
+    /// The step that it concerns, if one does.
+    pub step: Option<u64>,
+    /// What and where.
+    pub error: Error,
+}
+
+/// What a check found.
+#[derive(Debug, Default)]
+pub struct VerifyReport {
+    /// Log entries read.
+    pub entries: u64,
+    /// Snapshots whose manifest was checked.
+    pub snapshots: u64,
+    /// Casks of which every byte was checked.
+    pub casks: u64,
+    /// Bytes of casks that were checked.
+    pub cask_bytes: u64,
+    /// Chunks that were decoded and compared.
+    pub chunks: u64,
+    /// All that is wrong; empty for a store that is whole.
+    pub problems: Vec<Problem>,
+}
+
+impl VerifyReport {
+    /// Whether nothing is wrong.
+    pub fn is_clean(&self) -> bool {
+        self.problems.is_empty()
+    }
+
+    fn note(&mut self, step: Option<u64>, result: Result<()>) {
+        if let Err(error) = result {
+            self.problems.push(Problem { step, error });
+        }
+    }
+}
+
+/// Bytes of a cask read at once.
+const WINDOW_BYTES: u64 = 8 << 20;
+
+impl Store {
+    /// Checks the store. Problems are collected in the report; an error means that the check itself could not run.
+    pub async fn verify(&self, options: &VerifyOptions) -> Result<VerifyReport> {
+        if let Some((part, of)) = options.shard
+            && (of == 0 || part >= of)
+        {
+            return Err(Error::invalid(format!("shard {part}/{of}: the first number is below the second")));
+        }
+        let mine = |number: u64| options.shard.is_none_or(|(part, of)| number % of == part);
+        let mut report = VerifyReport::default();
+        self.read_store_file().await.map(|_| ()).or_else(|e| match e.kind() {
+            crate::ErrorKind::NotFound => Err(e),
+            _ => {
+                report.note(None, Err(e));
+                Ok(())
+            }
+        })?;
+        let state = self.verify_log(&mut report).await?;
+        let wanted: Vec<&SnapshotRecord> = match options.step {
+            None => state.live().collect(),
+            Some(step) => vec![state.at_step(step).ok_or_else(|| Error::not_found(format!("the store has no step {step}")))?],
+        };
+
+        // Every snapshot that a wanted one needs, each once.
+        let mut manifests: BTreeMap<Id, Option<Manifest>> = BTreeMap::new();
+        let mut casks: BTreeMap<Id, (u64, CaskRef)> = BTreeMap::new();
+        let sizes: BTreeMap<String, u64> = self.list("casks").await?.into_iter().map(|listed| (listed.path, listed.bytes)).collect();
+        for record in &wanted {
+            let chain = match chain_of(&state, record.id, self.limits().max_chain_depth) {
+                Ok(chain) => chain,
+                Err(e) => {
+                    report.note(Some(record.step), Err(e));
+                    continue;
+                }
+            };
+            for link in chain.iter().rev() {
+                if manifests.contains_key(&link.id) {
+                    continue;
+                }
+                let parent = link.parent.and_then(|parent| manifests.get(&parent)?.as_ref());
+                let manifest = self.verify_manifest(link, parent, &sizes).await;
+                match manifest {
+                    Ok((manifest, problems)) => {
+                        casks.extend(manifest.casks.iter().map(|cask| (cask.id, (link.step, cask.clone()))));
+                        problems.into_iter().for_each(|e| report.note(Some(link.step), Err(e)));
+                        manifests.insert(link.id, Some(manifest));
+                    }
+                    Err(e) => {
+                        report.note(Some(link.step), Err(e));
+                        manifests.insert(link.id, None);
+                    }
+                }
+                report.snapshots += 1;
+            }
+        }
+        if options.depth == Depth::Log {
+            return Ok(report);
+        }
+
+        for (id, (step, cask)) in &casks {
+            // Sizes were compared before; a cask that is not there cannot be read.
+            if !mine(u64::from(id.0[0])) || sizes.get(&cask.path()) != Some(&cask.bytes) {
+                continue;
+            }
+            let checked = self.verify_cask(cask).await.in_object(cask.path());
+            report.casks += 1;
+            report.cask_bytes += cask.bytes;
+            report.note(Some(*step), checked);
+        }
+        if options.depth == Depth::Pages {
+            return Ok(report);
+        }
+
+        for record in wanted.into_iter().filter(|record| mine(record.sequence)) {
+            let step = Some(record.step);
+            match Snapshot::load(self, &state, record.id).await {
+                Ok(snapshot) => {
+                    report.note(step, snapshot.verify().await);
+                    report.chunks += snapshot.read_counts().chunks;
+                }
+                // The damage has been told with the manifest that it concerns.
+                Err(_) if !report.is_clean() => {}
+                Err(e) => report.note(step, Err(e)),
+            }
+        }
+        Ok(report)
+    }
+
+    /// Reads all entries from the first, and compares catalogs with them. What follows a broken entry cannot be trusted.
+    async fn verify_log(&self, report: &mut VerifyReport) -> Result<LogState> {
+        let mut state = LogState::default();
+        let mut heads = BTreeMap::new();
+        let listed: Vec<String> = self.list("log").await?.into_iter().map(|listed| listed.path).collect();
+        let mut expected = BTreeSet::new();
+        for sequence in 1..=listed.len() as u64 {
+            let path = LogEntry::path_of(sequence);
+            let read = async {
+                let bytes = self.get_if_present(&path, self.limits().max_entry_bytes).await?;
+                let bytes = bytes.ok_or_else(|| Error::corrupt("is missing, although later entries are there").clause("log 3.1"))?;
+                let (entry, digest) = LogEntry::decode(&bytes, sequence, self.limits())?;
+                state.apply(&entry, digest)?;
+                Ok(digest)
+            };
+            match read.await.in_object(path.as_str()) {
+                Ok(digest) => {
+                    heads.insert(sequence, digest);
+                    report.entries += 1;
+                    expected.insert(path);
+                }
+                Err(e) => {
+                    report.note(None, Err(e));
+                    break;
+                }
+            }
+        }
+        for path in listed.iter().filter(|path| !expected.contains(*path)) {
+            // Behind a broken entry, its followers are expected to be unread.
+            if report.is_clean() {
+                report.note(None, Err(Error::corrupt("does not belong into the log: its name is no next number").object(path).clause("log 3.1")));
+            }
+        }
+        for path in Catalog::list(self).await? {
+            let read = async {
+                let catalog = Catalog::read(self, &path).await?;
+                if catalog.sequence <= state.sequence && heads.get(&catalog.sequence).copied() != catalog.head {
+                    return Err(Error::corrupt("was made from another log").clause("log 6.4"));
+                }
+                for record in catalog.snapshots() {
+                    let known = state.by_id(record.id);
+                    if known.is_none_or(|known| (known.sequence, known.step, known.parent, known.manifest) != (record.sequence, record.step, record.parent, record.manifest)) {
+                        return Err(Error::corrupt(format!("its row of snapshot {} disagrees with the log", record.id)).clause("log 6.4"));
+                    }
+                }
+                Ok(())
+            };
+            report.note(None, read.await.in_object(path.as_str()));
+        }
+        Ok(state)
+    }
+
+    /// A manifest with its directory, and what is wrong with the casks that it names.
+    async fn verify_manifest(
+        &self,
+        record: &SnapshotRecord,
+        parent: Option<&Manifest>,
+        sizes: &BTreeMap<String, u64>,
+    ) -> Result<(Manifest, Vec<Error>)> {
+        let manifest = read_manifest(self, &record.manifest_path(), record.manifest).await?;
+        check_link(record, &manifest, parent)?;
+        let directory = read_directory(self, manifest.directory).await?;
+        Link::new(record.clone(), manifest.clone(), directory)?;
+        let mut problems = Vec::new();
+        for cask in &manifest.casks {
+            let message = match sizes.get(&cask.path()) {
+                None => "a cask of a committed snapshot is missing".to_owned(),
+                Some(&bytes) if bytes != cask.bytes => format!("has {bytes} bytes, but the manifest says {}: truncated or replaced", cask.bytes),
+                Some(_) => continue,
+            };
+            problems.push(Error::corrupt(message).object(cask.path()).clause("manifest 2.3"));
+        }
+        Ok((manifest, problems))
+    }
+
+    /// Every byte of a cask.
+    async fn verify_cask(&self, cask: &CaskRef) -> Result<()> {
+        let path = cask.path();
+        let index = read_index(self, cask).await?;
+        for (part, range) in index.missing_parts() {
+            let bytes = self.get_ranges(&path, std::slice::from_ref(&range)).await?.pop().unwrap_or_default();
+            index.load_part(part, bytes)?;
+        }
+        let header = self.get_ranges(&path, &[0..HEADER_BYTES]).await?.pop().unwrap_or_default();
+        if Header::decode(&header)?.id != cask.id {
+            return Err(Error::corrupt("holds another cask than its name says").clause("container 2.4"));
+        }
+        let mut pages: Vec<(String, u64, PageEntry)> = Vec::new();
+        for shard in 0..index.shard_count() {
+            let name = index.tensor(index.tensor_of(shard)).0;
+            for chunk in 0..index.grid(shard)?.chunk_count() {
+                pages.extend(index.chunk(shard, chunk)?.pages.into_iter().map(|page| (name.to_owned(), chunk, page)));
+            }
+        }
+        pages.extend(index.blobs().map(|(_, name, page)| (name.to_owned(), 0, page)));
+
+        // A run of pages that fits a window is read with the padding between; a larger page by itself.
+        let mut end = HEADER_BYTES;
+        let mut rest = pages.as_slice();
+        while let Some((_, _, first)) = rest.first() {
+            let window = end..first.range.end.max(end + WINDOW_BYTES).min(index.index_offset());
+            let count = rest.iter().take_while(|(_, _, page)| page.range.end <= window.end).count();
+            let (now, later) = rest.split_at(count.max(1));
+            rest = later;
+            let last = now.last().map_or(end, |(_, _, page)| page.range.end);
+            let bytes = self.get_ranges(&path, &[end..last]).await?.pop().unwrap_or_default();
+            let slice = |range: Range<u64>| {
+                let (start, stop) = (to_usize(range.start - end, "a page")?, to_usize(range.end - end, "a page")?);
+                Ok::<_, Error>(bytes.slice(start..stop))
+            };
+            let mut position = end;
+            for (name, chunk, page) in now {
+                padding_is_zero(&slice(position..page.range.start)?, position)?;
+                page.check(&slice(page.range.clone())?).map_err(|e| e.tensor(name).chunk(*chunk))?;
+                position = page.range.end;
+            }
+            end = last;
+        }
+        let padding = self.get_ranges(&path, &[end..index.index_offset()]).await?.pop().unwrap_or_default();
+        padding_is_zero(&padding, end)
+    }
+
+    pub(crate) async fn read_store_file(&self) -> Result<crate::wire::StoreFile> {
+        let bytes = self.get(STORE_FILE, self.limits().max_entry_bytes).await.map_err(|e| match e.kind() {
+            crate::ErrorKind::NotFound => Error::not_found("no store here; the first save creates one").object(self.url()),
+            _ => e,
+        })?;
+        crate::wire::StoreFile::decode(&bytes, self.limits()).in_object(STORE_FILE)
+    }
+}
+
+/// Says what a root is.
+pub(crate) const STORE_FILE: &str = "store.json";
+
+impl Snapshot {
+    /// Decodes every chunk, compares it with its checksum, and compares the content digests.
+    pub async fn verify(&self) -> Result<()> {
+        self.check_content().await?;
+        self.check_tensors(0..self.newest().directory.len()).await?;
+        for (path, rank, name, page) in self.blob_pages().await? {
+            let bytes = self.store.get_ranges(&path, std::slice::from_ref(&page.range)).await?.pop().unwrap_or_default();
+            page.check(&bytes).map_err(|e| e.object(path).tensor(format!("blob {rank}/{name}")))?;
+        }
+        Ok(())
+    }
+}

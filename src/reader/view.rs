@@ -1,0 +1,71 @@
+//! A raw tensor in local storage, mapped: no copy, no decode.
+
+use super::*;
+use crate::codec::{ChunkKind, Raw};
+use crate::kernels::map::map_file;
+use crate::plan::read::ShardPlan;
+use crate::store::Medium;
+
+impl Snapshot {
+    /// The bytes of a whole tensor, mapped from the cask, if the store is a local folder and the tensor is stored raw, in
+    /// one shard of this snapshot. Checksums are compared before it returns.
+    ///
+    /// Any other tensor is an `Unsupported` error: use [`read`](Self::read).
+    pub async fn view(&self, name: &str) -> Result<Bytes> {
+        let unsupported = |message: &str| Error::unsupported(format!("no view: {message}; use read")).tensor(name);
+        let Medium::Local(root) = self.store.medium() else { return Err(unsupported("the store is not a local folder")) };
+        let directory = &self.newest().directory;
+        let tensor = self.find(name)?;
+        let tensor = directory.alias_of(tensor).unwrap_or(tensor);
+        let mut shards = directory.shards_of(tensor);
+        let (Some(shard), None) = (shards.next(), shards.next()) else {
+            return Err(unsupported("the tensor has several shards"));
+        };
+        let plan = ShardPlan::new(&self.links, tensor, shard)?;
+        self.load_indexes(plan.candidates()).await?;
+        let rows = plan.rows(&self.links)?;
+        let parts = rows.iter().filter_map(|&(link, cask, row)| {
+            let (part, range) = self.links[link].0.index(cask)?.missing_part(row)?;
+            Some((link, cask, part, range))
+        });
+        self.load_parts(parts.collect()).await?;
+
+        let mut file: Option<(usize, usize)> = None;
+        let mut pages = Vec::new();
+        for chunk in 0..plan.grid.chunk_count() {
+            let rebuilt = plan.chunk(&self.links, &rows, chunk)?;
+            let (Some(step), 1) = (rebuilt.steps.first(), rebuilt.steps.len()) else {
+                return Err(unsupported("a chunk of it is a delta"));
+            };
+            let raw = step.entry.kind == ChunkKind::Absolute && step.entry.codec.as_ref().is_some_and(|codec| codec.id == Raw::ID);
+            let adjacent = pages.last().is_none_or(|(_, page, _): &(u64, crate::container::PageEntry, u32)| {
+                step.entry.pages.first().is_some_and(|next| next.range.start == page.range.end)
+            });
+            if !raw || !adjacent || *file.get_or_insert((step.link, step.cask)) != (step.link, step.cask) {
+                return Err(unsupported("not all of it is stored raw and in one place"));
+            }
+            pages.extend(step.entry.pages.iter().map(|page| (chunk, page.clone(), rebuilt.crc)));
+        }
+        let (Some((link, cask)), Some((_, first, _)), Some((_, last, _))) = (file, pages.first(), pages.last()) else {
+            return Ok(Bytes::new());
+        };
+        let path = self.links[link].0.manifest.casks[cask].path();
+        let mapped = map_file(&root.join(&path))?;
+        let slice = |start: u64, end: u64| {
+            let (start, end) = (to_usize(start, "a cask")?, to_usize(end, "a cask")?);
+            if end > mapped.len() {
+                return Err(Error::corrupt("the cask is truncated").object(path.as_str()));
+            }
+            Ok(mapped.slice(start..end))
+        };
+        for (chunk, page, crc) in &pages {
+            let bytes = slice(page.range.start, page.range.end)?;
+            let locate = |e: Error| e.object(path.as_str()).tensor(name).chunk(*chunk);
+            page.check(&bytes).map_err(locate)?;
+            if crc32fast::hash(&bytes) != *crc {
+                return Err(locate(Error::corrupt("decoded bytes do not have the checksum that they had when they were saved").clause("chain 3.4")));
+            }
+        }
+        slice(first.range.start, last.range.end)
+    }
+}

@@ -1,0 +1,53 @@
+//! Byte ranges of an object in few requests.
+
+use std::ops::Range;
+
+use futures::{StreamExt, TryStreamExt};
+
+use super::*;
+use crate::plan::coalesce::Coalesce;
+
+/// Requests of one fetch that are under way at once.
+const CONCURRENT_REQUESTS: usize = 8;
+
+impl Store {
+    /// The bytes of `ranges`, in their order. Every length is checked: some object stores answer short.
+    pub(crate) async fn get_ranges(&self, object: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
+        let requests = Coalesce::default().requests(ranges.iter().cloned());
+        let path = self.path(object);
+        let objects = self.objects()?;
+        let received: Vec<(Range<u64>, Bytes)> = futures::stream::iter(requests)
+            .map(|range| {
+                let path = &path;
+                async move {
+                    let wanted = range.end - range.start;
+                    self.count(1, 0, 0);
+                    let bytes = objects.get_range(path, range.clone()).await.map_err(|e| Error::storage(object, e).offset(range.start))?;
+                    if bytes.len() as u64 != wanted {
+                        return Err(Error::corrupt(format!("{} of {wanted} bytes are there: truncated", bytes.len()))
+                            .object(object)
+                            .offset(range.start));
+                    }
+                    self.count(0, wanted, 0);
+                    Ok((range, bytes))
+                }
+            })
+            .buffered(CONCURRENT_REQUESTS)
+            .try_collect()
+            .await?;
+        let slice = |range: &Range<u64>| {
+            if range.is_empty() {
+                return Some(Bytes::new());
+            }
+            let at = received.partition_point(|(request, _)| request.start <= range.start).checked_sub(1)?;
+            let (request, bytes) = received.get(at)?;
+            let start = usize::try_from(range.start - request.start).ok()?;
+            let end = usize::try_from(range.end - request.start).ok()?;
+            (end <= bytes.len()).then(|| bytes.slice(start..end))
+        };
+        ranges
+            .iter()
+            .map(|range| slice(range).ok_or_else(|| Error::corrupt("a requested range did not arrive").object(object).offset(range.start)))
+            .collect()
+    }
+}

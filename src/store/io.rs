@@ -1,0 +1,105 @@
+//! Whole small objects: get, create, list, delete.
+
+use futures::TryStreamExt;
+
+use super::*;
+
+/// What became of a put-if-absent.
+#[derive(Debug)]
+pub(crate) enum Created {
+    /// The bytes are there now, and durable.
+    Written,
+    /// An object of that name was there before, or a lost answer made it look so.
+    Exists,
+}
+
+/// An object of a listing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Listed {
+    /// Path below the store's root.
+    pub path: String,
+    pub bytes: u64,
+}
+
+impl Store {
+    /// A whole object of at most `max_bytes`.
+    pub(crate) async fn get(&self, object: &str, max_bytes: u64) -> Result<Bytes> {
+        self.count(1, 0, 0);
+        let result = self.objects()?.get(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
+        Limits::check(result.meta.size, max_bytes, "size of the object").map_err(|e| e.object(object))?;
+        let declared = result.meta.size;
+        let bytes = result.bytes().await.map_err(|e| Error::storage(object, e))?;
+        if bytes.len() as u64 != declared {
+            return Err(Error::new(ErrorKind::Storage, format!("{} of {declared} bytes arrived", bytes.len())).object(object));
+        }
+        self.count(0, declared, 0);
+        Ok(bytes)
+    }
+
+    /// A whole object, or `None` where there is none.
+    pub(crate) async fn get_if_present(&self, object: &str, max_bytes: u64) -> Result<Option<Bytes>> {
+        match self.get(object, max_bytes).await {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Writes an object that must not be there yet.
+    pub(crate) async fn create(&self, object: &str, bytes: Bytes) -> Result<Created, object_store::Error> {
+        self.count(1, 0, bytes.len() as u64);
+        let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
+        let objects = self.objects().map_err(|e| object_store::Error::Generic { store: "tensorcask", source: Box::new(e) })?;
+        match objects.put_opts(&self.path(object), PutPayload::from(bytes), options).await {
+            Ok(_) => Ok(Created::Written),
+            Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => Ok(Created::Exists),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Writes an object whose name no other can have. A lost answer may leave it there: our own bytes, so all is well.
+    pub(crate) async fn create_unique(&self, object: &str, bytes: Bytes) -> Result<()> {
+        match self.create(object, bytes.clone()).await {
+            Ok(Created::Written) => Ok(()),
+            Ok(Created::Exists) => {
+                let found = self.get(object, bytes.len() as u64).await?;
+                if found == bytes {
+                    return Ok(());
+                }
+                Err(Error::corrupt("an object of this unique or content-addressed name holds other bytes").object(object))
+            }
+            Err(e) => Err(Error::storage(object, e)),
+        }
+    }
+
+    /// Objects below a folder, by name.
+    pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
+        self.count(1, 0, 0);
+        let root = self.inner.root.clone();
+        let prefix = self.path(folder);
+        let mut found: Vec<Listed> = self
+            .objects()?
+            .list(Some(&prefix))
+            .try_filter_map(|meta| {
+                let relative = meta.location.prefix_match(&root).map(|parts| {
+                    let parts: Vec<String> = parts.map(|part| part.as_ref().to_owned()).collect();
+                    parts.join("/")
+                });
+                futures::future::ok(relative.map(|path| Listed { path, bytes: meta.size }))
+            })
+            .try_collect()
+            .await
+            .map_err(|e| Error::storage(folder, e))?;
+        found.sort_unstable_by(|a, b| a.path.cmp(&b.path));
+        Ok(found)
+    }
+
+    /// Deletes an object; that it is gone already is no error.
+    pub(crate) async fn delete(&self, object: &str) -> Result<()> {
+        self.count(1, 0, 0);
+        match self.objects()?.delete(&self.path(object)).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(e) => Err(Error::storage(object, e)),
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! A store: one root in an object store that holds the snapshots of a training run.
+//!
+//! This module opens URLs and moves bytes; what the bytes mean is decided elsewhere.
+
+mod fetch;
+mod io;
+mod open;
+mod probe;
+mod upload;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use bytes::Bytes;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
+
+pub(crate) use io::Created;
+pub use open::StoreOptions;
+pub use probe::ProbeReport;
+pub(crate) use upload::Upload;
+
+use crate::codec::Registry;
+use crate::wire::{Directory, Digest};
+use crate::{Error, ErrorKind, Limits, Result};
+
+/// A store of snapshots. Cheap to clone; clones share caches.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+/// use tensorcask::{Dtype, Latest, Metadata, Policy, Slice, Store, TensorView};
+/// let store = Store::open("memory://run-42")?;
+/// let mut writer = store.writer(Policy::Consecutive).await?;
+/// let weights = [1u8; 64];
+/// let state = [TensorView::new("w", Dtype::F32, &[4, 4], &weights)?];
+/// writer.save(100, &state, &[], &Metadata::default()).await?;
+/// let snapshot = store.snapshot(Latest).await?;
+/// assert_eq!(snapshot.read("w", &Slice::rows(1..2)).await?.data, [1; 16]);
+/// # Ok(()) }
+/// ```
+#[derive(Clone)]
+pub struct Store {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    url: String,
+    medium: Medium,
+    objects: OnceLock<Arc<dyn ObjectStore>>,
+    root: Path,
+    options: StoreOptions,
+    counters: Counters,
+    directories: std::sync::Mutex<Vec<(Digest, Arc<Directory>)>>,
+}
+
+/// What a store lies on; decides what an error can mean.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Medium {
+    Memory,
+    /// A folder.
+    Local(std::path::PathBuf),
+    Remote,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    requests: AtomicU64,
+    bytes_read: AtomicU64,
+    bytes_written: AtomicU64,
+}
+
+/// Requests and bytes that went through a store and its clones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct IoCounts {
+    /// Requests sent, of every kind.
+    pub requests: u64,
+    /// Bytes of objects received.
+    pub bytes_read: u64,
+    /// Bytes of objects sent.
+    pub bytes_written: u64,
+}
+
+impl Store {
+    /// A store in any [`ObjectStore`], below `root`.
+    pub fn with_object_store(objects: Arc<dyn ObjectStore>, root: Path, options: StoreOptions) -> Self {
+        let url = format!("{objects}/{root}");
+        Self::assemble(url, Medium::Remote, Some(objects), root, options)
+    }
+
+    fn assemble(url: String, medium: Medium, objects: Option<Arc<dyn ObjectStore>>, root: Path, options: StoreOptions) -> Self {
+        let cell = OnceLock::new();
+        if let Some(objects) = objects {
+            let _ = cell.set(objects);
+        }
+        Self {
+            inner: Arc::new(Inner { url, medium, objects: cell, root, options, counters: Counters::default(), directories: Default::default() }),
+        }
+    }
+
+    /// The URL that it was opened with.
+    pub fn url(&self) -> &str {
+        &self.inner.url
+    }
+
+    /// What readers accept.
+    pub fn limits(&self) -> &Limits {
+        &self.inner.options.limits
+    }
+
+    /// The codecs that readers know and writers choose from.
+    pub fn registry(&self) -> &Registry {
+        &self.inner.options.registry
+    }
+
+    /// Requests and bytes so far.
+    pub fn io(&self) -> IoCounts {
+        let counters = &self.inner.counters;
+        IoCounts {
+            requests: counters.requests.load(Ordering::Relaxed),
+            bytes_read: counters.bytes_read.load(Ordering::Relaxed),
+            bytes_written: counters.bytes_written.load(Ordering::Relaxed),
+        }
+    }
+
+    pub(crate) fn medium(&self) -> &Medium {
+        &self.inner.medium
+    }
+
+    /// The directory of a digest, if it was read lately.
+    pub(crate) fn cached_directory(&self, digest: Digest) -> Option<Arc<Directory>> {
+        let cache = self.inner.directories.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        cache.iter().find(|(known, _)| *known == digest).map(|(_, directory)| directory.clone())
+    }
+
+    pub(crate) fn cache_directory(&self, digest: Digest, directory: Arc<Directory>) {
+        let mut cache = self.inner.directories.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        cache.retain(|(known, _)| *known != digest);
+        if cache.len() >= MAX_CACHED_DIRECTORIES {
+            cache.remove(0);
+        }
+        cache.push((digest, directory));
+    }
+
+    pub(crate) fn objects(&self) -> Result<&Arc<dyn ObjectStore>> {
+        self.inner.objects.get().ok_or_else(|| {
+            Error::not_found(format!("no store at {}; the first save creates one", self.url())).object(self.url())
+        })
+    }
+
+    pub(crate) fn path(&self, object: &str) -> Path {
+        Path::from_iter(self.inner.root.parts().chain(Path::from(object).parts()))
+    }
+
+    fn count(&self, requests: u64, bytes_read: u64, bytes_written: u64) {
+        let counters = &self.inner.counters;
+        counters.requests.fetch_add(requests, Ordering::Relaxed);
+        counters.bytes_read.fetch_add(bytes_read, Ordering::Relaxed);
+        counters.bytes_written.fetch_add(bytes_written, Ordering::Relaxed);
+    }
+}
+
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Store").field("url", &self.inner.url).finish_non_exhaustive()
+    }
+}
+
+const MAX_CACHED_DIRECTORIES: usize = 16;

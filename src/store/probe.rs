@@ -1,0 +1,69 @@
+//! Proves that a storage keeps the one promise that commits need: of several creates of a name, exactly one wins.
+
+use super::*;
+use crate::wire::Id;
+
+/// Rounds of racing creates. A storage that ignores the condition fails the first; one that checks it without a lock
+/// fails within a few.
+const ROUNDS: u32 = 20;
+
+/// What a probe found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProbeReport {
+    /// Rounds of racing creates, each with exactly one winner.
+    pub rounds: u32,
+}
+
+impl Store {
+    /// Races creates on scratch objects, and refuses a storage on which a name can be created twice.
+    pub async fn probe(&self) -> Result<ProbeReport> {
+        let run = Id::random()?;
+        for round in 0..ROUNDS {
+            let object = format!("probe/{run}-{round}");
+            let outcome = self.probe_round(&object).await;
+            // A scratch object that stays behind is an eyesore, no harm.
+            if let Err(e) = self.delete(&object).await {
+                tracing::debug!(object, error = %e, "scratch object not removed");
+            }
+            outcome?;
+        }
+        Ok(ProbeReport { rounds: ROUNDS })
+    }
+
+    async fn probe_round(&self, object: &str) -> Result<()> {
+        let tokens = [Id::random()?, Id::random()?, Id::random()?];
+        let body = |token: Id| Bytes::from(token.to_hex());
+        let refuse = |message: &str| {
+            Err(Error::new(
+                ErrorKind::UnsafeStore,
+                format!(
+                    "{message}. Two jobs could overwrite each other's commits here, so tensorcask refuses this storage. \
+                     It needs put-if-absent (`If-None-Match: *`), and hard links on a file system"
+                ),
+            )
+            .object(self.url())
+            .clause("log 5"))
+        };
+        let fail = |e| Error::storage(object, e);
+        let (first, second) = tokio::join!(self.create(object, body(tokens[0])), self.create(object, body(tokens[1])));
+        let mut winners = Vec::new();
+        for (outcome, token) in [(first, tokens[0]), (second, tokens[1])] {
+            if let Created::Written = outcome.map_err(fail)? {
+                winners.push(token);
+            }
+        }
+        if winners.len() > 1 {
+            return refuse("two creates of one object both succeeded");
+        }
+        if let Created::Written = self.create(object, body(tokens[2])).await.map_err(fail)? {
+            return refuse("an object that exists was created again");
+        }
+        let found = self.get(object, 1 << 10).await?;
+        // With a lost answer nobody knows that he won; then either body may lie there.
+        let expected = if winners.is_empty() { &tokens[..2] } else { &winners[..] };
+        if !expected.iter().any(|token| body(*token) == found) {
+            return refuse("an object does not hold what its only creator wrote");
+        }
+        Ok(())
+    }
+}

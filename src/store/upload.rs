@@ -1,0 +1,164 @@
+//! Streams one object up in bounded memory: a single put while it is small, equal multipart parts when it is not.
+
+use object_store::{MultipartUpload, PutPayload};
+use tokio::task::JoinSet;
+
+use super::*;
+
+/// Objects below this go up in one request; no part is smaller.
+const MIN_PART_BYTES: u64 = 8 << 20;
+/// S3 allows 10,000 parts; some room is left for an estimate that was too low.
+const MAX_PARTS: u64 = 9_000;
+/// Parts under way at once, so that at most this many times the part size is held.
+const CONCURRENT_PARTS: usize = 4;
+
+/// An object on its way up.
+pub(crate) struct Upload {
+    store: Store,
+    object: String,
+    part_bytes: u64,
+    pending: Vec<Bytes>,
+    pending_bytes: u64,
+    total_bytes: u64,
+    multipart: Option<Box<dyn MultipartUpload>>,
+    running: JoinSet<Result<(), object_store::Error>>,
+}
+
+impl Upload {
+    /// An upload of about `expected_bytes`, which decides the size of parts.
+    pub(crate) fn new(store: &Store, object: String, expected_bytes: u64) -> Self {
+        Self {
+            store: store.clone(),
+            object,
+            part_bytes: MIN_PART_BYTES.max(expected_bytes.div_ceil(MAX_PARTS)),
+            pending: Vec::new(),
+            pending_bytes: 0,
+            total_bytes: 0,
+            multipart: None,
+            running: JoinSet::new(),
+        }
+    }
+
+    /// Takes the next bytes; waits while too many parts are under way.
+    pub(crate) async fn push(&mut self, bytes: Vec<Bytes>) -> Result<()> {
+        for piece in bytes {
+            self.pending_bytes += piece.len() as u64;
+            self.total_bytes += piece.len() as u64;
+            self.pending.push(piece);
+        }
+        while self.pending_bytes > self.part_bytes {
+            let part = self.take_part();
+            self.send_part(part).await?;
+        }
+        Ok(())
+    }
+
+    /// Sends the rest and publishes the object.
+    pub(crate) async fn finish(mut self) -> Result<()> {
+        let rest = std::mem::take(&mut self.pending);
+        if self.multipart.is_none() {
+            let bytes: u64 = rest.iter().map(|piece| piece.len() as u64).sum();
+            self.store.count(1, 0, bytes);
+            let put = self.store.objects()?.put(&self.store.path(&self.object), PutPayload::from_iter(rest)).await;
+            return put.map(|_| ()).map_err(|e| Error::storage(&self.object, e));
+        }
+        let sent = async {
+            if !rest.is_empty() {
+                self.send_part(rest).await?;
+            }
+            while let Some(done) = self.running.join_next().await {
+                self.part_done(done)?;
+            }
+            Ok(())
+        }
+        .await;
+        // An object store may publish what it has even where a part failed: complete only when all parts are known good.
+        if let Err(e) = sent {
+            self.abort().await;
+            return Err(e);
+        }
+        let Some(mut multipart) = self.multipart.take() else { return Ok(()) };
+        self.store.count(1, 0, 0);
+        match multipart.complete().await {
+            Ok(_) => Ok(()),
+            Err(e) if *self.store.medium() == Medium::Remote && self.is_there().await => {
+                tracing::debug!(object = %self.object, error = %e, "the upload is complete although its answer says otherwise");
+                Ok(())
+            }
+            Err(e) => {
+                // Whether the object exists is unknown; its name is unique and nothing refers to it.
+                Err(Error::storage(&self.object, e))
+            }
+        }
+    }
+
+    /// Gives up; leaves nothing behind where the storage allows it.
+    pub(crate) async fn abort(&mut self) {
+        self.running.shutdown().await;
+        if let Some(mut multipart) = self.multipart.take()
+            && let Err(e) = multipart.abort().await
+        {
+            tracing::warn!(object = %self.object, error = %e, "an unfinished upload could not be removed");
+        }
+    }
+
+    async fn send_part(&mut self, part: Vec<Bytes>) -> Result<()> {
+        if self.multipart.is_none() {
+            self.store.count(1, 0, 0);
+            let started = self.store.objects()?.put_multipart(&self.store.path(&self.object)).await;
+            self.multipart = Some(started.map_err(|e| Error::storage(&self.object, e))?);
+        }
+        while self.running.len() >= CONCURRENT_PARTS {
+            if let Some(done) = self.running.join_next().await {
+                self.part_done(done)?;
+            }
+        }
+        if let Some(multipart) = self.multipart.as_mut() {
+            let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
+            self.store.count(1, 0, bytes);
+            self.running.spawn(multipart.put_part(PutPayload::from_iter(part)));
+        }
+        Ok(())
+    }
+
+    fn part_done(&self, done: Result<Result<(), object_store::Error>, tokio::task::JoinError>) -> Result<()> {
+        match done {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(e)) => Err(Error::storage(&self.object, e)),
+            Err(e) => Err(Error::new(ErrorKind::Storage, format!("an upload task ended early: {e}")).object(&self.object)),
+        }
+    }
+
+    /// Splits exactly one part off the pending bytes.
+    fn take_part(&mut self) -> Vec<Bytes> {
+        let mut missing = self.part_bytes;
+        let mut taken = 0;
+        let mut part = Vec::new();
+        for piece in &mut self.pending {
+            if missing == 0 {
+                break;
+            }
+            let take = (piece.len() as u64).min(missing);
+            part.push(piece.split_to(take as usize));
+            missing -= take;
+            if piece.is_empty() {
+                taken += 1;
+            }
+        }
+        self.pending.drain(..taken);
+        self.pending_bytes -= self.part_bytes - missing;
+        part
+    }
+
+    async fn is_there(&self) -> bool {
+        let Ok(objects) = self.store.objects() else { return false };
+        self.store.count(1, 0, 0);
+        matches!(objects.head(&self.store.path(&self.object)).await, Ok(meta) if meta.size == self.total_bytes)
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        self.running.abort_all();
+    }
+}

@@ -1,0 +1,134 @@
+//! Element types. Codes and names: `spec/container.md`, clause 7.
+
+use crate::{Error, Result};
+
+macro_rules! dtypes {
+    ($($(#[$doc:meta])* $variant:ident = $code:literal, $name:literal, $bits:literal;)*) => {
+        /// Type of a tensor's elements.
+        ///
+        /// Elements are little-endian. Types below a byte are packed, low bits first; unused bits of the last byte are zero.
+        ///
+        /// ```
+        /// use tensorcask::Dtype;
+        /// assert_eq!(Dtype::Bf16.bits(), 16);
+        /// assert_eq!(Dtype::from_name("f8_e4m3").unwrap(), Dtype::F8E4M3);
+        /// assert_eq!(Dtype::Int4.byte_count(5), Some(3));
+        /// ```
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        #[repr(u8)]
+        pub enum Dtype { $($(#[$doc])* $variant = $code,)* }
+
+        impl Dtype {
+            /// Every type, by code.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// The code in an index.
+            pub fn code(self) -> u8 { self as u8 }
+
+            /// The type of a code in an index.
+            pub fn from_code(code: u8) -> Option<Self> {
+                match code { $($code => Some(Self::$variant),)* _ => None }
+            }
+
+            /// The name in JSON and on the command line.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name,)* }
+            }
+
+            /// Bits of one element.
+            pub fn bits(self) -> u64 {
+                match self { $(Self::$variant => $bits,)* }
+            }
+        }
+    };
+}
+
+dtypes! {
+    /// One byte, 0 or 1.
+    Bool = 1, "bool", 8;
+    /// Unsigned, 8 bits.
+    U8 = 2, "u8", 8;
+    /// Unsigned, 16 bits.
+    U16 = 3, "u16", 16;
+    /// Unsigned, 32 bits.
+    U32 = 4, "u32", 32;
+    /// Unsigned, 64 bits.
+    U64 = 5, "u64", 64;
+    /// Signed, 8 bits.
+    I8 = 6, "i8", 8;
+    /// Signed, 16 bits.
+    I16 = 7, "i16", 16;
+    /// Signed, 32 bits.
+    I32 = 8, "i32", 32;
+    /// Signed, 64 bits.
+    I64 = 9, "i64", 64;
+    /// IEEE 754 binary16.
+    F16 = 10, "f16", 16;
+    /// bfloat16: the upper half of a binary32.
+    Bf16 = 11, "bf16", 16;
+    /// IEEE 754 binary32.
+    F32 = 12, "f32", 32;
+    /// IEEE 754 binary64.
+    F64 = 13, "f64", 64;
+    /// Two binary32: real, imaginary.
+    C64 = 14, "c64", 64;
+    /// Two binary64: real, imaginary.
+    C128 = 15, "c128", 128;
+    /// OCP 8-bit float, 4 exponent bits, finite and NaN only.
+    F8E4M3 = 16, "f8_e4m3", 8;
+    /// OCP 8-bit float, 5 exponent bits.
+    F8E5M2 = 17, "f8_e5m2", 8;
+    /// 8-bit float, 4 exponent bits, no negative zero.
+    F8E4M3Fnuz = 18, "f8_e4m3fnuz", 8;
+    /// 8-bit float, 5 exponent bits, no negative zero.
+    F8E5M2Fnuz = 19, "f8_e5m2fnuz", 8;
+    /// OCP microscaling scale: exponent only.
+    F8E8M0 = 20, "f8_e8m0", 8;
+    /// OCP microscaling 6-bit float, 2 exponent bits; 4 elements in 3 bytes.
+    F6E2M3 = 21, "f6_e2m3", 6;
+    /// OCP microscaling 6-bit float, 3 exponent bits; 4 elements in 3 bytes.
+    F6E3M2 = 22, "f6_e3m2", 6;
+    /// OCP microscaling 4-bit float; 2 elements in a byte.
+    F4E2M1 = 23, "f4_e2m1", 4;
+    /// Signed, 4 bits; 2 elements in a byte.
+    Int4 = 24, "int4", 4;
+    /// Unsigned, 4 bits; 2 elements in a byte.
+    Uint4 = 25, "uint4", 4;
+}
+
+impl Dtype {
+    /// The type of a name, as [`Dtype::name`] gives it.
+    pub fn from_name(name: &str) -> Result<Self> {
+        Self::ALL.iter().copied().find(|d| d.name() == name).ok_or_else(|| {
+            Error::unsupported(format!("`{}` is not a dtype", name.escape_debug())).clause("container 7")
+        })
+    }
+
+    /// Whether elements are smaller than a byte, and so packed.
+    pub fn is_packed(self) -> bool {
+        self.bits() < 8
+    }
+
+    /// Bytes that `elements` take, or `None` beyond u64.
+    pub fn byte_count(self, elements: u64) -> Option<u64> {
+        elements.checked_mul(self.bits()).map(|bits| bits.div_ceil(8))
+    }
+
+    /// Bytes of the unit in which codecs compare and repeat: an element, the halves of a complex number, or the byte
+    /// that packed elements share.
+    pub fn unit_bytes(self) -> usize {
+        match self {
+            Self::C64 => 4,
+            Self::C128 => 8,
+            _ if self.is_packed() => 1,
+            _ => (self.bits() / 8) as usize,
+        }
+    }
+}
+
+impl std::fmt::Display for Dtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}

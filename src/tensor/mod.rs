@@ -1,0 +1,15 @@
+//! What goes in and comes out: element types, shapes, rectangles, borrowed tensors.
+
+mod bits;
+mod dtype;
+mod role;
+mod shape;
+mod view;
+
+pub use dtype::Dtype;
+pub use role::{RoleAndParam, infer_role};
+pub use shape::{Rect, Slice};
+pub use view::{Blob, Tensor, TensorView};
+
+pub(crate) use bits::copy_run;
+pub(crate) use shape::{Run, contiguous_runs, element_count, format_shape, tiles};

@@ -1,0 +1,155 @@
+//! The contract of [`Codec`].
+
+use bytes::Bytes;
+
+use crate::codec::{Chunk, Codec, Columns};
+use crate::{Dtype, Error, Result};
+
+/// Runs every check of the contract; the error names the one that failed.
+///
+/// ```
+/// tensorcask::testing::codec::run_all(&tensorcask::codec::Bitmask)?;
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+pub fn run_all(codec: &dyn Codec) -> Result<()> {
+    let mut encoded_any = false;
+    for &dtype in Dtype::ALL {
+        for (what, element_count, data, base) in inputs(dtype) {
+            for base in [None, Some(base.as_slice())] {
+                let chunk = Chunk { dtype, element_count, role: "model", data: &data, base };
+                let name = |e: Error| {
+                    let with = if base.is_some() { "with" } else { "without" };
+                    Error::new(e.kind(), format!("{} on {what}, {dtype} x {element_count}, {with} a base: {e}", codec.id()))
+                };
+                encoded_any |= round_trip(codec, &chunk).map_err(name)?;
+            }
+        }
+    }
+    if encoded_any { Ok(()) } else { Err(Error::invalid(format!("{} encoded none of the inputs", codec.id()))) }
+}
+
+fn fail(message: impl Into<String>) -> Error {
+    Error::invalid(message)
+}
+
+/// Whether the codec took the chunk, after all checks.
+fn round_trip(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<bool> {
+    let Some(estimate) = codec.estimate(chunk) else { return Ok(false) };
+    let encoded = codec.encode(chunk)?;
+    if codec.encode(chunk)? != encoded {
+        return Err(fail("encoding the same chunk twice gave different bytes"));
+    }
+    let bytes: u64 = encoded.columns.iter().map(|(_, bytes)| bytes.len() as u64).sum();
+    if estimate.len() != encoded.columns.len() {
+        return Err(fail(format!("estimated {} columns, made {}", estimate.len(), encoded.columns.len())));
+    }
+    if bytes > codec.max_encoded_bytes(chunk.dtype, chunk.element_count) {
+        return Err(fail(format!("{bytes} bytes, more than its stated worst case")));
+    }
+    if encoded.uses_base && chunk.base.is_none() {
+        return Err(fail("claims to use a base that was not there"));
+    }
+    let columns: Vec<(&str, Bytes)> = encoded.columns.iter().map(|(name, bytes)| (*name, Bytes::from(bytes.clone()))).collect();
+    let base = chunk.base.filter(|_| encoded.uses_base);
+    let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base };
+    let mut decoded = vec![0xaa; chunk.data.len()];
+    codec.decode(&input, &mut decoded)?;
+    if codec.is_lossless() && decoded != chunk.data {
+        return Err(fail("did not decode to what it encoded"));
+    }
+    let again = codec.encode(&Chunk { data: &decoded, ..*chunk })?;
+    let columns_again: Vec<(&str, Bytes)> = again.columns.iter().map(|(name, bytes)| (*name, Bytes::from(bytes.clone()))).collect();
+    let mut decoded_again = vec![0x55; decoded.len()];
+    let base = chunk.base.filter(|_| again.uses_base);
+    codec.decode(&Columns { columns: &columns_again, base, ..input }, &mut decoded_again)?;
+    if decoded_again != decoded {
+        return Err(fail("encoding what was decoded is not exact"));
+    }
+    hostile(codec, &input, chunk.data.len())?;
+    Ok(true)
+}
+
+/// Damaged columns end in an error or in a full buffer; a panic fails the suite by itself.
+fn hostile(codec: &dyn Codec, input: &Columns<'_>, out_bytes: usize) -> Result<()> {
+    let mut out = vec![0; out_bytes];
+    let mut attempt = |columns: &[(&str, Bytes)]| {
+        // Either outcome is right; that it returns is the check.
+        let _ = codec.decode(&Columns { columns, ..*input }, &mut out);
+    };
+    attempt(&[]);
+    for column in 0..input.columns.len() {
+        let (name, bytes) = &input.columns[column];
+        let replaced = |with: Bytes| {
+            let mut columns = input.columns.to_vec();
+            columns[column] = (name, with);
+            columns
+        };
+        for keep in [0, bytes.len() / 2, bytes.len().saturating_sub(1)] {
+            attempt(&replaced(bytes.slice(..keep.min(bytes.len()))));
+        }
+        attempt(&replaced([bytes.as_ref(), &[0]].concat().into()));
+        attempt(&replaced(vec![0xff; bytes.len()].into()));
+        let mut random = Random(bytes.len() as u64 + 1);
+        for _ in 0..16 {
+            let mut damaged = bytes.to_vec();
+            if let Some(byte) = damaged.get_mut(random.next() as usize % bytes.len().max(1)) {
+                *byte ^= 1 << (random.next() % 8);
+            }
+            attempt(&replaced(damaged.into()));
+        }
+        let mut renamed = input.columns.to_vec();
+        renamed[column].0 = "no such column";
+        attempt(&renamed);
+    }
+    if codec.decode(&Columns { columns: input.columns, base: Some(&[]), ..*input }, &mut vec![0; out_bytes]).is_ok()
+        && input.base.is_some()
+        && out_bytes > 0
+    {
+        return Err(fail("took a base of the wrong length"));
+    }
+    Ok(())
+}
+
+/// Name, element count, data and base.
+fn inputs(dtype: Dtype) -> Vec<(&'static str, u64, Vec<u8>, Vec<u8>)> {
+    let mut inputs = Vec::new();
+    let mut random = Random(u64::from(dtype.code()) + 99);
+    for count in [1u64, 2, 3, 7, 8, 9, 63, 64, 65, 1000, 4099] {
+        let bytes = dtype.byte_count(count).unwrap_or(0) as usize;
+        let used = (count % 8 * dtype.bits() % 8) as u32;
+        let clean = |mut data: Vec<u8>| {
+            if let (Some(last), true) = (data.last_mut(), used != 0) {
+                *last &= (1 << used) - 1;
+            }
+            data
+        };
+        let noise = clean((0..bytes).map(|_| random.next() as u8).collect());
+        let mut few = noise.clone();
+        let width = dtype.unit_bytes();
+        for unit in few.chunks_mut(width).step_by(37) {
+            unit[0] ^= 1;
+        }
+        let other = clean((0..bytes).map(|_| random.next() as u8).collect());
+        inputs.push(("zeros", count, vec![0; bytes], noise.clone()));
+        inputs.push(("noise", count, noise.clone(), other));
+        inputs.push(("few changes", count, clean(few), noise.clone()));
+        inputs.push(("no change", count, noise.clone(), noise));
+        let mut repeated = vec![0; bytes];
+        for unit in repeated.chunks_mut(width) {
+            unit.copy_from_slice(&[0x7f, 0x80, 1, 2, 3, 4, 5, 6][..unit.len()]);
+        }
+        let repeated = clean(repeated);
+        inputs.push(("one value", count, repeated, vec![0; bytes]));
+    }
+    inputs
+}
+
+/// A small deterministic generator: tests need variety, not quality.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 33
+    }
+}

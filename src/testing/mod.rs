@@ -1,0 +1,4 @@
+//! The contracts of this library's traits as test suites: run them on your own codec or object store.
+
+pub mod codec;
+pub mod store;

@@ -1,0 +1,181 @@
+//! A snapshot's manifest. Spec: `spec/manifest.md`.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::{COLUMN_ALIGNMENT, Digest, HEADER_BYTES, Id, POSTSCRIPT_BYTES, seal};
+use crate::version::FormatVersion;
+use crate::{Error, Limits, Result};
+
+const FORMAT: &str = "tensorcask-snapshot";
+
+/// Whether a snapshot stands alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SnapshotKind {
+    /// Self-contained.
+    Base,
+    /// Needs its parent.
+    Delta,
+}
+
+impl SnapshotKind {
+    /// The name in JSON and listings.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Base => "base",
+            Self::Delta => "delta",
+        }
+    }
+}
+
+/// The snapshot that a delta needs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParentRef {
+    /// Its id.
+    pub snapshot: Id,
+    /// Its content digests, per role, as the writer of the delta saw them.
+    pub content: BTreeMap<String, Digest>,
+}
+
+/// A cask of a snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CaskRef {
+    /// Which cask of the snapshot: two per rank, role `model` first.
+    pub slot: u32,
+    /// The id; the object is `casks/<id>.cask`.
+    pub id: Id,
+    /// The size.
+    pub bytes: u64,
+    /// Where the index begins.
+    pub index_offset: u64,
+    /// Where the index root begins.
+    pub root_offset: u64,
+    /// SHA-256 over header, index root and postscript.
+    pub digest: Digest,
+}
+
+impl CaskRef {
+    /// Path below the store's root.
+    pub fn path(&self) -> String {
+        format!("casks/{}.cask", self.id)
+    }
+}
+
+/// What a snapshot is made of.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    format: String,
+    version: String,
+    must_understand: Vec<String>,
+    may_ignore: Vec<String>,
+    /// The snapshot's id.
+    pub id: Id,
+    /// The training step.
+    pub step: u64,
+    /// Whether it stands alone.
+    pub kind: SnapshotKind,
+    /// The parent of a delta.
+    pub parent: Option<ParentRef>,
+    /// SHA-256 and name of the directory.
+    pub directory: Digest,
+    /// Content digest of each role.
+    pub content: BTreeMap<String, Digest>,
+    /// The casks, ascending by slot.
+    pub casks: Vec<CaskRef>,
+    /// Bytes of the decoded tensors.
+    pub tensor_bytes: u64,
+    /// When the writer wrote it, in milliseconds since 1970, by its own clock.
+    pub time_ms: u64,
+    /// Metadata of the state as a file carries it (`__metadata__` of safetensors).
+    pub metadata: BTreeMap<String, String>,
+    /// What the user says of the snapshot (loss, learning rate, tokens).
+    pub user: Map<String, Value>,
+}
+
+impl Manifest {
+    /// A manifest of the current version without casks.
+    pub(crate) fn new(id: Id, step: u64, parent: Option<ParentRef>, directory: Digest) -> Self {
+        Self {
+            format: FORMAT.into(),
+            version: FormatVersion::CURRENT.to_string(),
+            must_understand: vec![],
+            may_ignore: vec![],
+            id,
+            step,
+            kind: if parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base },
+            parent,
+            directory,
+            content: BTreeMap::new(),
+            casks: vec![],
+            tensor_bytes: 0,
+            time_ms: 0,
+            metadata: BTreeMap::new(),
+            user: Map::new(),
+        }
+    }
+
+    /// Path below the store's root.
+    pub fn path(&self) -> String {
+        Self::path_of(self.step, self.id)
+    }
+
+    /// Path of the manifest of a snapshot.
+    pub fn path_of(step: u64, id: Id) -> String {
+        format!("snapshots/{step}-{id}.json")
+    }
+
+    /// Bytes of all casks.
+    pub fn stored_bytes(&self) -> u64 {
+        self.casks.iter().fold(0, |sum, cask| sum.saturating_add(cask.bytes))
+    }
+
+    /// The cask in a slot, if the snapshot wrote one.
+    pub fn cask(&self, slot: u32) -> Option<(usize, &CaskRef)> {
+        let at = self.casks.binary_search_by_key(&slot, |c| c.slot).ok()?;
+        Some((at, self.casks.get(at)?))
+    }
+
+    /// The stored form and its digest.
+    pub fn encode(&self) -> Result<(Vec<u8>, Digest)> {
+        let bytes = seal::seal(self)?;
+        let (_, digest) = seal::open_seal(&bytes, u64::MAX)?;
+        Ok((bytes, digest))
+    }
+
+    /// From the stored form, with its digest.
+    pub fn decode(bytes: &[u8], limits: &Limits) -> Result<(Self, Digest)> {
+        let (json, digest) = seal::open_seal(bytes, limits.max_manifest_bytes)?;
+        seal::check_preamble(json, FORMAT)?;
+        let manifest: Self = seal::parse(json)?;
+        manifest.check()?;
+        Ok((manifest, digest))
+    }
+
+    fn check(&self) -> Result<()> {
+        let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
+        if (self.kind == SnapshotKind::Delta) != self.parent.is_some() {
+            return bad(format!("kind is {}, which disagrees with its parent", self.kind.name()), "manifest 2.1");
+        }
+        let slots = self.casks.iter().map(|c| c.slot);
+        if slots.clone().zip(slots.skip(1)).any(|(a, b)| a >= b) {
+            return bad("slots of casks do not ascend strictly".into(), "manifest 2.2");
+        }
+        for cask in &self.casks {
+            let ordered = HEADER_BYTES <= cask.index_offset
+                && cask.index_offset <= cask.root_offset
+                && cask.bytes.checked_sub(POSTSCRIPT_BYTES).is_some_and(|end| cask.root_offset <= end)
+                && cask.index_offset.is_multiple_of(COLUMN_ALIGNMENT)
+                && cask.root_offset.is_multiple_of(COLUMN_ALIGNMENT);
+            if !ordered {
+                return bad(format!("offsets of cask {} do not fit its {} bytes", cask.id, cask.bytes), "manifest 2.3");
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,38 @@
+//! Byte layouts: one struct per table of `spec/`, the only place that knows byte order.
+//!
+//! Nothing here does I/O. Decoders take bytes that are wholly there, check them against [`Limits`](crate::Limits) and
+//! against each other before allocating, and reject trailing bytes.
+#![deny(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
+
+pub(crate) mod columns;
+mod cursor;
+mod directory;
+mod entry;
+mod header;
+mod ids;
+pub(crate) mod index;
+mod layout;
+mod manifest;
+pub(crate) mod part;
+mod postscript;
+mod seal;
+mod store_file;
+
+pub use directory::{Directory, DirectoryShard, DirectoryTensor};
+pub use entry::{Event, LogEntry};
+pub use header::{HEADER_BYTES, Header};
+pub use ids::{Digest, Id};
+pub use manifest::{CaskRef, Manifest, ParentRef, SnapshotKind};
+pub use postscript::{POSTSCRIPT_BYTES, Postscript};
+pub use store_file::StoreFile;
+
+pub(crate) use cursor::{Cursor, Put};
+pub(crate) use layout::{ShardRow, TensorRow};
+
+/// Alignment of index columns, in bytes: an Arrow buffer's.
+pub(crate) const COLUMN_ALIGNMENT: u64 = 64;
+
+/// `value` rounded up to a multiple of `alignment` (a power of two), or `None` beyond u64.
+pub(crate) fn align_up(value: u64, alignment: u64) -> Option<u64> {
+    value.checked_next_multiple_of(alignment)
+}

@@ -1,0 +1,45 @@
+//! `store.json`: created once, says what the root is. Spec: `spec/log.md`, clause 2.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Id, seal};
+use crate::version::FormatVersion;
+use crate::{Limits, Result};
+
+const FORMAT: &str = "tensorcask-store";
+
+/// What a store's root holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StoreFile {
+    format: String,
+    version: String,
+    must_understand: Vec<String>,
+    may_ignore: Vec<String>,
+    /// Names the training run.
+    pub run: Id,
+}
+
+impl StoreFile {
+    /// For a new run.
+    pub fn new(run: Id) -> Self {
+        Self { format: FORMAT.into(), version: FormatVersion::CURRENT.to_string(), must_understand: vec![], may_ignore: vec![], run }
+    }
+
+    /// Features that a reader may ignore, but no writer.
+    pub fn may_ignore(&self) -> &[String] {
+        &self.may_ignore
+    }
+
+    /// The stored form.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        seal::seal(self)
+    }
+
+    /// From the stored form.
+    pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
+        let (json, _) = seal::open_seal(bytes, limits.max_entry_bytes)?;
+        seal::check_preamble(json, FORMAT)?;
+        seal::parse(json)
+    }
+}

@@ -1,0 +1,123 @@
+//! From the caller's tensors to a layout: names, shards, aliases, slots.
+
+use std::collections::HashMap;
+
+use crate::tensor::tiles;
+use crate::wire::{Directory, DirectoryShard, DirectoryTensor};
+use crate::{Blob, Error, Limits, Result, TensorView};
+
+/// Slot of role `model` and of all other roles, for one rank.
+const MODEL_SLOT: u32 = 0;
+const OTHER_SLOT: u32 = 1;
+
+/// A state, ordered as casks and directory need it.
+pub(super) struct StateLayout<'a> {
+    /// Ascending by name.
+    pub tensors: Vec<LayoutTensor<'a>>,
+    /// Ascending by rank and name.
+    pub blobs: Vec<&'a Blob<'a>>,
+    pub tensor_bytes: u64,
+}
+
+pub(super) struct LayoutTensor<'a> {
+    pub description: DirectoryTensor,
+    pub slot: u32,
+    /// Ascending by position; none for an alias.
+    pub shards: Vec<&'a TensorView<'a>>,
+}
+
+impl<'a> StateLayout<'a> {
+    pub(super) fn new(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], limits: &Limits) -> Result<Self> {
+        let mut sorted: Vec<&TensorView<'_>> = views.iter().collect();
+        sorted.sort_by(|a, b| (a.name(), a.rect()).cmp(&(b.name(), b.rect())));
+        let mut tensors: Vec<LayoutTensor<'a>> = Vec::new();
+        // The first of tied tensors by name is stored.
+        let mut stored: HashMap<(*const u8, usize, crate::Dtype, Vec<u64>, String), usize> = HashMap::new();
+        for group in sorted.chunk_by(|a, b| a.name() == b.name()) {
+            let Some(&first) = group.first() else { continue };
+            check_group(group, limits)?;
+            let slot = if first.role() == "model" { MODEL_SLOT } else { OTHER_SLOT };
+            // Ranks with nothing of a tensor give an empty shard; only an empty tensor keeps one.
+            let empty_tensor = first.shape().contains(&0);
+            let shards: Vec<&TensorView<'a>> = group.iter().copied().filter(|view| empty_tensor || !view.data().is_empty()).collect();
+            let mut alias_of = None;
+            if let ([view], false) = (group, first.data().is_empty()) {
+                let key = (view.data().as_ptr(), view.data().len(), view.dtype(), view.shape().to_vec(), view.role().to_owned());
+                match stored.get(&key) {
+                    Some(&target) => alias_of = Some(target),
+                    None => _ = stored.insert(key, tensors.len()),
+                }
+            }
+            let description = DirectoryTensor {
+                name: first.name().to_owned(),
+                dtype: first.dtype(),
+                shape: first.shape().to_vec(),
+                role: first.role().to_owned(),
+                param: first.param().to_owned(),
+                alias_of,
+            };
+            tensors.push(LayoutTensor { description, slot, shards: if alias_of.is_some() { vec![] } else { shards } });
+        }
+        let mut blobs: Vec<&Blob<'_>> = blobs.iter().collect();
+        blobs.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
+        if let Some([twice, _]) = blobs.array_windows().find(|[a, b]| (a.rank, &a.name) == (b.rank, &b.name)) {
+            return Err(Error::invalid(format!("two blobs of rank {} have this name", twice.rank)).tensor(&twice.name));
+        }
+        for blob in &blobs {
+            Limits::check(blob.name.len() as u64, limits.max_name_bytes, "length of a blob's name")?;
+            Limits::check(blob.data.len() as u64, limits.max_blob_bytes, "size of a blob").map_err(|e| e.tensor(&blob.name))?;
+        }
+        let tensor_bytes = tensors.iter().flat_map(|t| &t.shards).map(|view| view.data().len() as u64).sum();
+        Ok(Self { tensors, blobs, tensor_bytes })
+    }
+
+    /// Slots that hold something, ascending; blobs lie in the last.
+    pub(super) fn slots(&self) -> Vec<u32> {
+        let used = |slot: u32| self.tensors.iter().any(|t| t.slot == slot && t.description.alias_of.is_none());
+        [MODEL_SLOT, OTHER_SLOT].into_iter().filter(|&slot| used(slot) || (slot == OTHER_SLOT && !self.blobs.is_empty())).collect()
+    }
+
+    /// Whether blobs go into the cask of `slot`.
+    pub(super) fn takes_blobs(slot: u32) -> bool {
+        slot == OTHER_SLOT
+    }
+
+    /// The directory's stored form.
+    pub(super) fn directory(&self) -> Result<Vec<u8>> {
+        let rows: Vec<(DirectoryTensor, Vec<DirectoryShard>)> = self
+            .tensors
+            .iter()
+            .map(|tensor| {
+                let shards = tensor.shards.iter().map(|view| DirectoryShard { rect: view.rect().clone(), slot: tensor.slot });
+                (tensor.description.clone(), shards.collect())
+            })
+            .collect();
+        Directory::encode(&rows)
+    }
+}
+
+/// Views of one name must be the shards of one tensor.
+fn check_group(group: &[&TensorView<'_>], limits: &Limits) -> Result<()> {
+    let Some(first) = group.first() else { return Ok(()) };
+    let fail = |message: String| Err(Error::invalid(message).tensor(first.name()));
+    Limits::check(first.name().len() as u64, limits.max_name_bytes, "length of the name").map_err(|e| e.tensor(first.name()))?;
+    Limits::check(first.shape().len() as u64, limits.max_dimensions, "number of dimensions").map_err(|e| e.tensor(first.name()))?;
+    if first.name().starts_with("tc.") {
+        return fail("names that start with `tc.` are reserved".into());
+    }
+    for view in group {
+        if view.dtype() != first.dtype() || view.shape() != first.shape() || view.role() != first.role() || view.param() != first.param() {
+            return fail("given twice, with another dtype, shape, role or param".into());
+        }
+    }
+    let whole = crate::reader::whole(first.shape());
+    if group.len() > 1 && group.iter().any(|view| *view.rect() == whole) {
+        return fail("given twice: a name stands for one tensor".into());
+    }
+    let rects: Vec<_> =
+        group.iter().filter(|view| first.shape().contains(&0) || !view.data().is_empty()).map(|view| view.rect().clone()).collect();
+    if tiles(first.shape(), &rects)? {
+        return Ok(());
+    }
+    fail(format!("its {} shards do not tile shape {} exactly: one is missing, or two overlap", rects.len(), crate::tensor::format_shape(first.shape())))
+}
