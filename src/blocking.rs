@@ -22,6 +22,7 @@ use bytes::Bytes;
 use tokio::runtime::Runtime;
 
 use crate::interchange::safetensors::{self, Selected};
+use crate::wire::{Id, LogEntry};
 use crate::{
     At, Blob, Error, ErrorKind, Metadata, Policy, Result, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView,
     VerifyOptions, VerifyReport, WriterOptions,
@@ -89,6 +90,16 @@ impl Store {
     /// See [`Store::snapshots`](crate::Store::snapshots).
     pub fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
         self.block_on(self.inner.snapshots())
+    }
+
+    /// See [`Store::run`](crate::Store::run).
+    pub fn run(&self) -> Result<Id> {
+        self.block_on(self.inner.run())
+    }
+
+    /// See [`Store::log_entries`](crate::Store::log_entries).
+    pub fn log_entries(&self) -> Result<Vec<LogEntry>> {
+        self.block_on(self.inner.log_entries())
     }
 
     /// See [`Store::pin`](crate::Store::pin).

@@ -37,10 +37,10 @@ impl Link {
         self.indexes.get(cask)?.get()
     }
 
-    /// Whether the snapshot has this shard, in this type; if so, the cask that holds it, unless nothing of it changed.
-    pub(crate) fn find(&self, name: &str, dtype: Dtype, rect: &Rect) -> Option<Option<(usize, &CaskRef)>> {
+    /// Whether the snapshot has this shard, of this type and global shape; if so, the cask that holds it, unless nothing of it changed.
+    pub(crate) fn find(&self, name: &str, dtype: Dtype, shape: &[u64], rect: &Rect) -> Option<Option<(usize, &CaskRef)>> {
         let tensor = self.directory.find(name)?;
-        if self.directory.dtype(tensor) != dtype {
+        if self.directory.dtype(tensor) != dtype || self.directory.shape(tensor) != shape {
             return None;
         }
         let shard = self.directory.find_shard(tensor, rect)?;

@@ -73,7 +73,7 @@ impl Policy {
         let Some(base) = chain.last().filter(|base| base.status != Status::Forgotten) else { return Ok(None) };
         match self {
             Self::Full => Ok(None),
-            Self::OneShot => Ok(Some(base.id)),
+            Self::OneShot => Ok((max_depth >= 2).then_some(base.id)),
             Self::Consecutive => Ok((chain.len() as u64 + 1 <= max_depth).then_some(latest.id)),
             Self::Intermittent { every } => {
                 let since = state.snapshots().iter().filter(|record| record.sequence >= base.sequence).count() as u64;

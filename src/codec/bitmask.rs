@@ -8,7 +8,7 @@
 //! Source: BitSnap (arXiv 2511.12376), algorithm 1 and equation 2; compares bits, because floats do not invert under
 //!         subtraction
 
-use super::{Chunk, Codec, Columns, Cost, Encoded};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded};
 use crate::kernels::mask;
 use crate::{Dtype, Error, Result};
 
@@ -26,6 +26,10 @@ pub struct Bitmask;
 impl Codec for Bitmask {
     fn id(&self) -> &str {
         "tc.bitmask"
+    }
+
+    fn base_use(&self) -> BaseUse {
+        BaseUse::Always
     }
 
     fn cost(&self) -> Cost {

@@ -61,11 +61,11 @@ impl<'a> Columns<'a> {
     pub fn exactly<const N: usize>(&self, names: [&str; N]) -> Result<[&'a [u8]; N]> {
         let mut found: [&[u8]; N] = [&[]; N];
         if self.columns.len() != N {
-            return Err(Error::corrupt(format!("{} columns, not {N} ({})", self.columns.len(), names.join(", "))));
+            return Err(Error::corrupt(format!("{} columns, not {N} ({})", self.columns.len(), names.join(", "))).clause("codecs 4.1"));
         }
         for ((slot, wanted), (name, bytes)) in found.iter_mut().zip(names).zip(self.columns) {
             if *name != wanted {
-                return Err(Error::corrupt(format!("column `{}` where `{wanted}` belongs", name.escape_debug())));
+                return Err(Error::corrupt(format!("column `{}` where `{wanted}` belongs", name.escape_debug())).clause("codecs 4.1"));
             }
             *slot = bytes;
         }
@@ -89,6 +89,28 @@ pub struct Encoded {
     pub uses_base: bool,
     /// Names and bytes of the columns.
     pub columns: Vec<(&'static str, Vec<u8>)>,
+}
+
+/// Whether decoding needs the chunk of the parent snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BaseUse {
+    /// Never: its chunks are absolute.
+    Never,
+    /// Always: its chunks are deltas.
+    Always,
+    /// As the codec chose for each chunk.
+    PerChunk,
+}
+
+impl BaseUse {
+    /// Whether a chunk stored this way can be this codec's.
+    pub(crate) fn allows(self, kind: ChunkKind) -> bool {
+        match kind {
+            ChunkKind::Unchanged => false,
+            ChunkKind::Absolute => self != Self::Always,
+            ChunkKind::Delta => self != Self::Never,
+        }
+    }
 }
 
 /// What a codec takes of a core's time, relative to copying the chunk once. Declared, not timed, so that the choice of
@@ -118,6 +140,11 @@ pub trait Codec: Send + Sync + Debug {
     /// Whether every bit comes back.
     fn is_lossless(&self) -> bool {
         true
+    }
+
+    /// Whether its chunks are deltas.
+    fn base_use(&self) -> BaseUse {
+        BaseUse::Never
     }
 
     /// What it takes.

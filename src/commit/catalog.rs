@@ -55,6 +55,11 @@ impl Catalog {
         Ok(names.into_iter().map(|(_, path)| path).collect())
     }
 
+    /// The entry after which a catalog was written, by its name.
+    pub(crate) fn sequence_of(path: &str) -> Option<u64> {
+        parse_name(path).map(|(sequence, _)| sequence)
+    }
+
     /// The state that a catalog holds. Its bytes are compared with its name before anything looks into them.
     pub(crate) async fn read(store: &Store, path: &str) -> Result<LogState> {
         let (sequence, digest) = parse_name(path).ok_or_else(|| Error::invalid("not the name of a catalog").object(path))?;
@@ -179,7 +184,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     crate::version::check_feature_names(&note.must_understand)?;
     let mut state = LogState::default();
     state.sequence = sequence;
-    state.head = Some(Digest::from_hex(pair(ENTRY_KEY)?)?);
+    state.head = Some(Digest::from_hex(pair(ENTRY_KEY)?).map_err(|e| e.clause("log 6.3"))?);
     state.last_writer = note.writer.zip(note.writer_sequence).map(|(writer, sequence)| LastWriter { writer, sequence });
     state.must_understand = note.must_understand;
     state.may_ignore = note.may_ignore;
@@ -187,13 +192,14 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
         let batch = batch.map_err(|e| bad(format!("not the Parquet table that a catalog is: {e}")))?;
         let rows = Rows { batch: &batch };
         for row in 0..batch.num_rows() {
-            let parent = rows.text_if_present("parent", row)?.map(|id| Id::from_hex(&id)).transpose()?;
+            let id = |text: String| Id::from_hex(&text).map_err(|e| e.clause("log 6.3"));
+            let parent = rows.text_if_present("parent", row)?.map(id).transpose()?;
             let record = SnapshotRecord {
                 sequence: rows.number("sequence", row)?,
-                id: Id::from_hex(&rows.text("snapshot", row)?)?,
+                id: id(rows.text("snapshot", row)?)?,
                 step: rows.number("step", row)?,
                 parent,
-                manifest: Digest::from_hex(&rows.text("manifest", row)?)?,
+                manifest: Digest::from_hex(&rows.text("manifest", row)?).map_err(|e| e.clause("log 6.3"))?,
                 status: Status::from_name(&rows.text("status", row)?).ok_or_else(|| bad("unknown status".into()))?,
                 pinned: rows.boolean("pinned", row)?,
                 time_ms: rows.number("time_ms", row)?,
@@ -207,7 +213,10 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
             if rows.text("kind", row)? != expected.name() {
                 return Err(bad(format!("row {row}: kind and parent disagree")));
             }
-            state.insert(record)?;
+            if record.sequence > sequence || state.snapshots().last().is_some_and(|last| last.sequence >= record.sequence) {
+                return Err(bad(format!("row {row}: sequences do not ascend to that of the catalog")));
+            }
+            state.insert(record).map_err(|e| e.clause("log 6.3"))?;
         }
     }
     Ok(state)

@@ -3,11 +3,10 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::{StreamExt, TryStreamExt};
 
 use super::{CATALOG_INTERVAL, Catalog, LogState, Summary, now_ms};
 use crate::error::ResultExt;
-use crate::store::{Created, Medium, Store};
+use crate::store::{Created, Medium, Store, concurrently};
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest};
 use crate::{Error, ErrorKind, Result};
 
@@ -29,6 +28,8 @@ enum Attempt {
 /// Entries fetched at once: at first, and at most.
 const FIRST_BATCH: u64 = 8;
 const LARGEST_BATCH: u64 = 64;
+/// Manifests fetched at once.
+const CONCURRENT_MANIFESTS: usize = 32;
 /// How often an entry is sent again while its outcome is unclear, and the first wait, which doubles.
 const ATTEMPTS: u32 = 6;
 const FIRST_WAIT: Duration = Duration::from_millis(50);
@@ -64,15 +65,11 @@ impl Log {
         loop {
             let first = self.state.sequence + 1;
             let store = &self.store;
-            let entries: Vec<(u64, Option<Bytes>)> = futures::stream::iter(first..first + batch)
-                .map(|sequence| async move {
-                    let path = LogEntry::path_of(sequence);
-                    let bytes = store.get_if_present(&path, store.limits().max_entry_bytes).await?;
-                    Ok::<_, Error>((sequence, bytes))
-                })
-                .buffered(batch as usize)
-                .try_collect()
-                .await?;
+            let fetch = |sequence| async move {
+                let bytes = store.get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
+                Ok((sequence, bytes))
+            };
+            let entries: Vec<(u64, Option<Bytes>)> = concurrently(batch as usize, (first..first + batch).map(fetch)).await?;
             for (sequence, bytes) in entries {
                 let Some(bytes) = bytes else { return Ok(()) };
                 let (entry, digest) =
@@ -112,14 +109,11 @@ impl Log {
             .map(|(at, record)| (at, record.manifest, record.manifest_path()))
             .collect();
         let store = &self.store;
-        let found: Vec<(usize, Summary)> = futures::stream::iter(missing)
-            .map(|(at, digest, path)| async move {
-                let manifest = read_manifest(store, &path, digest).await?;
-                Ok::<_, Error>((at, Summary::of(&manifest)))
-            })
-            .buffered(32)
-            .try_collect()
-            .await?;
+        let read = |(at, digest, path): (usize, Digest, String)| async move {
+            let manifest = read_manifest(store, &path, digest).await?;
+            Ok((at, Summary::of(&manifest)))
+        };
+        let found: Vec<(usize, Summary)> = concurrently(CONCURRENT_MANIFESTS, missing.into_iter().map(read)).await?;
         for (at, summary) in found {
             if let Some(record) = self.state.snapshot_mut(at) {
                 record.summary = Some(summary);

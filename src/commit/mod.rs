@@ -1,6 +1,7 @@
 //! The log: commits, who may commit, and what a store holds. Spec: `spec/log.md`.
 
 mod catalog;
+mod history;
 mod log;
 mod retention;
 mod state;

@@ -99,6 +99,8 @@ pub(crate) struct LogState {
     pub may_ignore: Vec<String>,
     snapshots: Vec<SnapshotRecord>,
     by_id: HashMap<Id, usize>,
+    /// The newest snapshot of a step that was ever live.
+    by_step: HashMap<u64, usize>,
 }
 
 impl LogState {
@@ -149,6 +151,7 @@ impl LogState {
                 self.may_ignore.extend(may_ignore.iter().cloned());
             }
         }
+        self.may_ignore.extend(entry.may_ignore().iter().cloned());
         if matches!(entry.event, Event::Opened {} | Event::Added { .. }) {
             self.last_writer = Some(LastWriter { writer: entry.writer, sequence: entry.sequence });
         }
@@ -162,12 +165,12 @@ impl LogState {
         if self.by_id.contains_key(&record.id) {
             return Err(Error::corrupt(format!("snapshot {} was added twice", record.id)).clause("log 3.4"));
         }
-        if record.status == Status::Live {
-            for older in &mut self.snapshots {
-                if older.step == record.step && older.status == Status::Live {
-                    older.status = Status::Superseded;
-                }
-            }
+        if record.status == Status::Live
+            && let Some(older) = self.by_step.insert(record.step, self.snapshots.len())
+            && let Some(older) = self.snapshots.get_mut(older)
+            && older.status == Status::Live
+        {
+            older.status = Status::Superseded;
         }
         self.by_id.insert(record.id, self.snapshots.len());
         self.snapshots.push(record);
@@ -194,7 +197,8 @@ impl LogState {
     }
 
     pub(crate) fn at_step(&self, step: u64) -> Option<&SnapshotRecord> {
-        self.live().rev().find(|record| record.step == step)
+        let record = self.snapshots.get(*self.by_step.get(&step)?)?;
+        (record.status == Status::Live).then_some(record)
     }
 
     pub(crate) fn by_id(&self, id: Id) -> Option<&SnapshotRecord> {

@@ -10,7 +10,7 @@ use crate::version::{Features, FormatVersion};
 use crate::wire::index::{BlobRow, PART_CHUNKS, PartRow, RootContent, index_crc};
 use crate::wire::part::{ChunkRow, PageRow, encode_part, place_page};
 use crate::wire::{COLUMN_ALIGNMENT, Digest, HEADER_BYTES, Header, Id, Postscript, ShardRow, TensorRow, align_up};
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Limits, Result};
 
 /// What a writer reports of a finished cask.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,6 +36,7 @@ pub struct CaskReceipt {
 #[derive(Debug)]
 pub struct CaskEncoder {
     id: Id,
+    limits: Limits,
     alignment_exponent: u8,
     output: Vec<Bytes>,
     position: u64,
@@ -73,6 +74,7 @@ impl CaskEncoder {
         let header = Header { id }.encode();
         Ok(Self {
             id,
+            limits: Limits::default(),
             alignment_exponent,
             output: vec![header.into()],
             position: HEADER_BYTES,
@@ -87,6 +89,12 @@ impl CaskEncoder {
         })
     }
 
+    /// Refuses what readers with these limits would refuse.
+    pub fn with_limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+
     /// The id.
     pub fn id(&self) -> Id {
         self.id
@@ -96,6 +104,9 @@ impl CaskEncoder {
     pub fn tensor(&mut self, name: &str, dtype: Dtype, shape: &[u64]) -> Result<()> {
         self.close_shard()?;
         let last = self.tensor.as_ref().or(self.root.tensors.last());
+        Limits::check(name.len() as u64, self.limits.max_name_bytes, "length of the name").map_err(|e| e.tensor(name))?;
+        Limits::check(shape.len() as u64, self.limits.max_dimensions, "number of dimensions").map_err(|e| e.tensor(name))?;
+        ChunkGrid::new(dtype, shape).map_err(|e| e.tensor(name))?;
         if self.blobs_begun || last.is_some_and(|last| last.name.as_str() >= name) {
             return Err(Error::invalid("tensors must come by strictly ascending name, and before blobs").tensor(name));
         }
@@ -126,6 +137,9 @@ impl CaskEncoder {
             return Err(Error::invalid(format!("more chunks than the {} of the grid", open.grid.chunk_count())));
         }
         open.chunk_count = number.saturating_add(1);
+        if (chunk.kind == ChunkKind::Unchanged) != chunk.codec.is_none() || (chunk.codec.is_none() && !chunk.columns.is_empty()) {
+            return Err(Error::invalid("an unchanged chunk has no codec and no columns; any other has a codec"));
+        }
         let Some(codec) = chunk.codec else {
             open.raw_before = false;
             let row = ChunkRow { kind: ChunkKind::Unchanged, codec: 0, page_count: 0, crc: chunk.crc };
@@ -136,13 +150,13 @@ impl CaskEncoder {
             self.register_shard()?;
         }
         let raw = chunk.kind == ChunkKind::Absolute && codec.id == Raw::ID;
-        let codec = dictionary_index(&mut self.root.codecs, &codec, "codecs", |a, b: &CodecRef| a == b)?;
+        let codec = dictionary_index(&mut self.root.codecs, &codec, &self.limits, "codec")?;
         let page_count = u8::try_from(chunk.columns.len())
             .map_err(|_| Error::limit(format!("{} columns in one chunk, more than 255", chunk.columns.len())))?;
         for (nth, (name, bytes)) in chunk.columns.into_iter().enumerate() {
             let continues_raw = raw && nth == 0 && self.open.as_ref().is_some_and(|open| open.raw_before);
             let offset = self.pad_to_page(continues_raw)?;
-            let column = dictionary_index(&mut self.root.columns, &name, "columns", |a, b| a == b)?;
+            let column = dictionary_index(&mut self.root.columns, &name, &self.limits, "column")?;
             let place = PlaceOfPage {
                 cask: self.id,
                 shard: self.root.shards.len().saturating_sub(1) as u64,
@@ -164,6 +178,8 @@ impl CaskEncoder {
     /// Adds a blob.
     pub fn blob(&mut self, rank: u32, name: &str, bytes: Bytes) -> Result<()> {
         self.begin_blobs()?;
+        Limits::check(name.len() as u64, self.limits.max_name_bytes, "length of the name").map_err(|e| e.tensor(name))?;
+        Limits::check(bytes.len() as u64, self.limits.max_blob_bytes, "size of the blob").map_err(|e| e.tensor(name))?;
         if self.root.blobs.last().is_some_and(|last| (last.rank, last.name.as_str()) >= (rank, name)) {
             return Err(Error::invalid("blobs must come by strictly ascending rank and name").tensor(name));
         }
@@ -202,6 +218,10 @@ impl CaskEncoder {
         }
         let root_offset = self.position;
         let (root, root_crc) = self.root.encode(self.id, root_offset)?;
+        Limits::check(root.len() as u64, self.limits.max_index_bytes, "size of the index root")?;
+        Limits::check(self.root.tensors.len() as u64, self.limits.max_tensors, "number of tensors")?;
+        Limits::check(self.root.shards.len() as u64, self.limits.max_shards, "number of shards")?;
+        Limits::check(self.root.blobs.len() as u64, self.limits.max_blobs, "number of blobs")?;
         let postscript = Postscript {
             root_offset,
             root_crc,
@@ -298,15 +318,37 @@ impl CaskEncoder {
     }
 }
 
+/// A name of a dictionary, which readers take once.
+trait DictionaryName {
+    fn name(&self) -> &str;
+}
+
+impl DictionaryName for CodecRef {
+    fn name(&self) -> &str {
+        &self.id
+    }
+}
+
+impl DictionaryName for String {
+    fn name(&self) -> &str {
+        self
+    }
+}
+
 /// The row of `item` in a dictionary, where it is added if it is new.
-fn dictionary_index<T: Clone>(dictionary: &mut Vec<T>, item: &T, what: &str, same: impl Fn(&T, &T) -> bool) -> Result<u8> {
-    let row = match dictionary.iter().position(|known| same(known, item)) {
-        Some(row) => row,
+fn dictionary_index<T: DictionaryName + Clone + PartialEq>(dictionary: &mut Vec<T>, item: &T, limits: &Limits, what: &str) -> Result<u8> {
+    let row = match dictionary.iter().position(|known| known.name() == item.name()) {
+        Some(row) if dictionary.get(row) == Some(item) => row,
+        Some(_) => return Err(Error::invalid(format!("two versions of {what} `{}` in one cask", item.name()))),
         None => {
+            if item.name().is_empty() {
+                return Err(Error::invalid(format!("an empty name of a {what}")));
+            }
+            Limits::check(item.name().len() as u64, limits.max_name_bytes, "length of the name")?;
             dictionary.push(item.clone());
             dictionary.len().saturating_sub(1)
         }
     };
     // 255 names at most: the reader's rule.
-    u8::try_from(row).ok().filter(|&row| row < 255).ok_or_else(|| Error::limit(format!("more than 255 {what} in one cask")))
+    u8::try_from(row).ok().filter(|&row| row < 255).ok_or_else(|| Error::limit(format!("more than 255 names of a {what} in one cask")))
 }

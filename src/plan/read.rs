@@ -12,6 +12,7 @@ use crate::{Dtype, Error, Result};
 pub(crate) struct ShardPlan {
     pub name: String,
     pub dtype: Dtype,
+    pub shape: Vec<u64>,
     pub rect: Rect,
     pub grid: ChunkGrid,
     /// Links and casks that may hold it, newest first.
@@ -44,10 +45,11 @@ impl ShardPlan {
         let newest = links.first().map(AsRef::as_ref).ok_or_else(|| Error::invalid("an empty chain"))?;
         let (name, dtype) = (newest.directory.name(tensor), newest.directory.dtype(tensor));
         let rect = newest.directory.shard(shard).rect;
+        let shape = newest.directory.shape(tensor);
         let mut candidates = Vec::new();
         let mut broken_at = None;
         for (at, link) in links.iter().enumerate() {
-            match link.as_ref().find(name, dtype, &rect) {
+            match link.as_ref().find(name, dtype, &shape, &rect) {
                 Some(Some((cask, _))) => candidates.push((at, cask)),
                 Some(None) => {}
                 None => {
@@ -56,7 +58,7 @@ impl ShardPlan {
                 }
             }
         }
-        Ok(Self { name: name.to_owned(), dtype, grid: ChunkGrid::new(dtype, &rect.shape)?, rect, candidates, broken_at })
+        Ok(Self { name: name.to_owned(), dtype, shape, grid: ChunkGrid::new(dtype, &rect.shape)?, rect, candidates, broken_at })
     }
 
     /// Links and casks whose index it needs.
@@ -71,9 +73,10 @@ impl ShardPlan {
             let index = links.get(link).and_then(|link| link.as_ref().index(cask));
             let index = index.ok_or_else(|| Error::invalid("the index of a cask has not been read").tensor(&self.name))?;
             if let Some(row) = index.find_shard(&self.name, &self.rect) {
-                let (_, dtype, _) = index.tensor(index.tensor_of(row));
-                if dtype != self.dtype {
-                    return Err(self.fail(links, link, format!("its cask says {dtype}, the directory {}", self.dtype), "chain 3.2"));
+                let (_, dtype, shape) = index.tensor(index.tensor_of(row));
+                if (dtype, &shape) != (self.dtype, &self.shape) {
+                    let message = format!("its cask says {dtype} {shape:?}, the directory {} {:?}", self.dtype, self.shape);
+                    return Err(self.fail(links, link, message, "chain 3.2"));
                 }
                 rows.push((link, cask, row));
             }

@@ -10,6 +10,7 @@ use crate::chain::{content_digests, decode_steps};
 use crate::plan::ChunkGrid;
 use crate::plan::read::{ChunkPlan, ShardPlan, Step};
 use crate::tensor::{Run, contiguous_runs, copy_run};
+use crate::store::concurrently;
 use crate::wire::{Digest, Directory};
 
 /// A rectangle of a tensor, and the buffer that takes it; without one, chunks are decoded, checked and dropped.
@@ -29,6 +30,9 @@ pub(crate) struct ChunkItem<'a> {
 
 /// Decoded and encoded bytes of a batch, at most, unless one chunk is larger.
 const BATCH_BYTES: u64 = 32 << 20;
+
+/// Objects read at once for a batch.
+const CONCURRENT_OBJECTS: usize = 8;
 
 /// One chunk to rebuild.
 struct Job<'a> {
@@ -344,22 +348,16 @@ async fn fetch_jobs(store: Store, wanted: Vec<Vec<(String, Vec<Range<u64>>)>>) -
 
 /// The bytes of groups of ranges: all groups of one object in one go, several objects at once.
 async fn fetch_groups(store: &Store, groups: Vec<(String, Vec<Range<u64>>)>) -> Result<Vec<Vec<Bytes>>> {
-    use futures::{StreamExt, TryStreamExt};
     let mut objects: BTreeMap<String, Vec<Range<u64>>> = BTreeMap::new();
     for (path, ranges) in &groups {
         objects.entry(path.clone()).or_default().extend(ranges.iter().cloned());
     }
-    let mut received: BTreeMap<String, std::vec::IntoIter<Bytes>> = futures::stream::iter(objects)
-        .map(|(path, ranges)| {
-            let store = store.clone();
-            async move {
-                let bytes = store.get_ranges(&path, &ranges).await?;
-                Ok::<_, Error>((path, bytes.into_iter()))
-            }
-        })
-        .buffer_unordered(8)
-        .try_collect()
-        .await?;
+    let fetch = |(path, ranges): (String, Vec<Range<u64>>)| async move {
+        let bytes = store.get_ranges(&path, &ranges).await?;
+        Ok((path, bytes.into_iter()))
+    };
+    let mut received: BTreeMap<String, std::vec::IntoIter<Bytes>> =
+        concurrently(CONCURRENT_OBJECTS, objects.into_iter().map(fetch)).await?.into_iter().collect();
     Ok(groups
         .iter()
         .map(|(path, ranges)| received.get_mut(path).map(|bytes| bytes.by_ref().take(ranges.len()).collect()).unwrap_or_default())

@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use futures::{StreamExt, TryStreamExt};
-
 use super::*;
 use crate::chain::{chain_of, check_link};
 use crate::commit::{Log, LogState, read_manifest};
 use crate::container::{IndexDecoder, Progress};
 use crate::error::ResultExt;
+use crate::store::concurrently;
 use crate::wire::{CaskRef, Digest, Directory, Id};
 
 /// Names the newest live snapshot by commit.
@@ -50,8 +49,8 @@ pub struct SnapshotInfo {
     pub user: Map<String, Value>,
 }
 
-/// Requests for indexes under way at once.
-const CONCURRENT_INDEXES: usize = 16;
+/// Objects read at once while a snapshot is opened.
+const CONCURRENT_REQUESTS: usize = 16;
 /// An index that is larger is read root first, its parts as they are needed.
 const WHOLE_INDEX_BYTES: u64 = 1 << 20;
 
@@ -92,22 +91,17 @@ impl Snapshot {
     /// Opens the chain of snapshot `id`.
     pub(crate) async fn load(store: &Store, state: &LogState, id: Id) -> Result<Self> {
         let records = chain_of(state, id, store.limits().max_chain_depth)?;
-        let manifests: Vec<Manifest> = futures::stream::iter(&records)
-            .map(|record| async move { read_manifest(store, &record.manifest_path(), record.manifest).await })
-            .buffered(CONCURRENT_INDEXES)
-            .try_collect()
-            .await?;
+        let read = |record: SnapshotRecord| async move { read_manifest(store, &record.manifest_path(), record.manifest).await };
+        let manifests: Vec<Manifest> = concurrently(CONCURRENT_REQUESTS, records.iter().cloned().map(read)).await?;
         for (at, (record, manifest)) in records.iter().zip(&manifests).enumerate() {
             check_link(record, manifest, manifests.get(at + 1))?;
         }
         let mut digests: Vec<Digest> = manifests.iter().map(|manifest| manifest.directory).collect();
         digests.sort_unstable();
         digests.dedup();
-        let directories: BTreeMap<Digest, Arc<Directory>> = futures::stream::iter(digests)
-            .map(|digest| async move { Ok::<_, Error>((digest, read_directory(store, digest).await?)) })
-            .buffered(CONCURRENT_INDEXES)
-            .try_collect()
-            .await?;
+        let read = |digest| async move { Ok((digest, read_directory(store, digest).await?)) };
+        let directories: BTreeMap<Digest, Arc<Directory>> =
+            concurrently(CONCURRENT_REQUESTS, digests.into_iter().map(read)).await?.into_iter().collect();
         let mut links = Vec::with_capacity(records.len());
         for (record, manifest) in records.into_iter().zip(manifests) {
             let directory = directories.get(&manifest.directory).cloned();
@@ -123,17 +117,14 @@ impl Snapshot {
             casks.iter().copied().filter(|&(link, cask)| self.links[link].0.index(cask).is_none()).collect();
         missing.sort_unstable();
         missing.dedup();
-        futures::stream::iter(missing)
-            .map(|(at, cask)| async move {
-                let link = &self.links[at].0;
-                let index = read_index(&self.store, &link.manifest.casks[cask]).await?;
-                // Lost only to a concurrent reader of the same bytes.
-                let _ = link.indexes[cask].set(Arc::new(index));
-                Ok::<_, Error>(())
-            })
-            .buffer_unordered(CONCURRENT_INDEXES)
-            .try_collect()
-            .await
+        let read = |(at, cask): (usize, usize)| async move {
+            let link = &self.links[at].0;
+            let index = read_index(&self.store, &link.manifest.casks[cask]).await?;
+            // Lost only to a concurrent reader of the same bytes.
+            let _ = link.indexes[cask].set(Arc::new(index));
+            Ok(())
+        };
+        concurrently(CONCURRENT_REQUESTS, missing.into_iter().map(read)).await.map(|_: Vec<()>| ())
     }
 
     /// Reads parts (link, cask, part, range), all at once.
@@ -144,20 +135,17 @@ impl Snapshot {
         for (link, cask, part, range) in parts {
             groups.entry((link, cask)).or_default().push((part, range));
         }
-        futures::stream::iter(groups)
-            .map(|((link, cask), parts)| async move {
-                let link = &self.links[link].0;
-                let path = link.manifest.casks[cask].path();
-                let ranges: Vec<Range<u64>> = parts.iter().map(|(_, range)| range.clone()).collect();
-                let index = link.index(cask).ok_or_else(|| Error::invalid("its index has not been read").object(path.as_str()))?;
-                for ((part, _), bytes) in parts.iter().zip(self.store.get_ranges(&path, &ranges).await?) {
-                    index.load_part(*part, bytes).in_object(path.as_str())?;
-                }
-                Ok::<_, Error>(())
-            })
-            .buffer_unordered(CONCURRENT_INDEXES)
-            .try_collect()
-            .await
+        let load = |((link, cask), parts): ((usize, usize), Vec<(usize, Range<u64>)>)| async move {
+            let link = &self.links[link].0;
+            let path = link.manifest.casks[cask].path();
+            let ranges: Vec<Range<u64>> = parts.iter().map(|(_, range)| range.clone()).collect();
+            let index = link.index(cask).ok_or_else(|| Error::invalid("its index has not been read").object(path.as_str()))?;
+            for ((part, _), bytes) in parts.iter().zip(self.store.get_ranges(&path, &ranges).await?) {
+                index.load_part(*part, bytes).in_object(path.as_str())?;
+            }
+            Ok(())
+        };
+        concurrently(CONCURRENT_REQUESTS, groups.into_iter().map(load)).await.map(|_: Vec<()>| ())
     }
 
     /// Reads all parts of all casks of a link whose indexes have been read.

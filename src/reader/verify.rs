@@ -188,53 +188,56 @@ impl Store {
     /// Reads all entries from the first, and compares catalogs with them. What follows a broken entry cannot be trusted.
     async fn verify_log(&self, report: &mut VerifyReport) -> Result<LogState> {
         let mut state = LogState::default();
-        let mut heads = BTreeMap::new();
-        let listed: Vec<String> = self.list("log").await?.into_iter().map(|listed| listed.path).collect();
-        let mut expected = BTreeSet::new();
+        let mut listed: BTreeSet<String> = self.list("log").await?.into_iter().map(|listed| listed.path).collect();
+        let mut catalogs = Catalog::list(self).await?;
+        let mut broken = false;
         for sequence in 1..=listed.len() as u64 {
             let path = LogEntry::path_of(sequence);
             let read = async {
                 let bytes = self.get_if_present(&path, self.limits().max_entry_bytes).await?;
                 let bytes = bytes.ok_or_else(|| Error::corrupt("is missing, although later entries are there").clause("log 3.1"))?;
                 let (entry, digest) = LogEntry::decode(&bytes, sequence, self.limits())?;
-                state.apply(&entry, digest)?;
-                Ok(digest)
+                state.apply(&entry, digest)
             };
-            match read.await.in_object(path.as_str()) {
-                Ok(digest) => {
-                    heads.insert(sequence, digest);
-                    report.entries += 1;
-                    expected.insert(path);
-                }
-                Err(e) => {
-                    report.note(None, Err(e));
-                    break;
-                }
+            if let Err(e) = read.await.in_object(path.as_str()) {
+                report.note(None, Err(e));
+                broken = true;
+                break;
+            }
+            listed.remove(&path);
+            report.entries += 1;
+            // Newest first: the last is the next that the log reaches.
+            while let Some(catalog) = catalogs.pop_if(|path| Catalog::sequence_of(path) == Some(sequence)) {
+                report.note(None, self.verify_catalog(&catalog, &state).await);
             }
         }
-        for path in listed.iter().filter(|path| !expected.contains(*path)) {
-            // Behind a broken entry, its followers are expected to be unread.
-            if report.is_clean() {
+        if !broken {
+            for path in listed {
                 report.note(None, Err(Error::corrupt("does not belong into the log: its name is no next number").object(path).clause("log 3.1")));
             }
-        }
-        for path in Catalog::list(self).await? {
-            let read = async {
-                let catalog = Catalog::read(self, &path).await?;
-                if catalog.sequence <= state.sequence && heads.get(&catalog.sequence).copied() != catalog.head {
-                    return Err(Error::corrupt("was made from another log").clause("log 6.4"));
-                }
-                for record in catalog.snapshots() {
-                    let known = state.by_id(record.id);
-                    if known.is_none_or(|known| (known.sequence, known.step, known.parent, known.manifest) != (record.sequence, record.step, record.parent, record.manifest)) {
-                        return Err(Error::corrupt(format!("its row of snapshot {} disagrees with the log", record.id)).clause("log 6.4"));
-                    }
-                }
-                Ok(())
-            };
-            report.note(None, read.await.in_object(path.as_str()));
+            for path in catalogs {
+                report.note(None, Err(Error::corrupt("belongs to an entry that the log does not have").object(path).clause("log 6.4")));
+            }
         }
         Ok(state)
+    }
+
+    /// Compares a catalog with the state of the log at its entry.
+    async fn verify_catalog(&self, path: &str, state: &LogState) -> Result<()> {
+        let catalog = Catalog::read(self, path).await?;
+        let fail = |message: String| Err(Error::corrupt(message).object(path).clause("log 6.4"));
+        if catalog.head != state.head || catalog.last_writer != state.last_writer {
+            return fail("was made from another log".into());
+        }
+        let facts = |record: &SnapshotRecord| SnapshotRecord { summary: None, ..record.clone() };
+        let rows = catalog.snapshots().iter().map(facts);
+        if let Some((_, theirs)) = state.snapshots().iter().map(facts).zip(rows).find(|(ours, theirs)| ours != theirs) {
+            return fail(format!("its row of snapshot {} disagrees with the log", theirs.id));
+        }
+        if catalog.snapshots().len() != state.snapshots().len() {
+            return fail(format!("has {} rows for {} snapshots", catalog.snapshots().len(), state.snapshots().len()));
+        }
+        Ok(())
     }
 
     /// A manifest with its directory, and what is wrong with the casks that it names.

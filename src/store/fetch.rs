@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use std::future::Future;
+
 use futures::{StreamExt, TryStreamExt};
 
 use super::*;
@@ -10,31 +12,35 @@ use crate::plan::coalesce::Coalesce;
 /// Requests of one fetch that are under way at once.
 const CONCURRENT_REQUESTS: usize = 8;
 
+/// Runs futures, `limit` at once, and gives their values in order, or the first error.
+pub(crate) async fn concurrently<T, F: Future<Output = Result<T>>>(limit: usize, futures: impl IntoIterator<Item = F>) -> Result<Vec<T>> {
+    // Made before any runs: a stream that maps lazily would carry its closure through every await.
+    let futures: Vec<F> = futures.into_iter().collect();
+    futures::stream::iter(futures).buffered(limit).try_collect().await
+}
+
 impl Store {
     /// The bytes of `ranges`, in their order. Every length is checked: some object stores answer short.
     pub(crate) async fn get_ranges(&self, object: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let requests = Coalesce::default().requests(ranges.iter().cloned());
         let path = self.path(object);
         let objects = self.objects()?;
-        let received: Vec<(Range<u64>, Bytes)> = futures::stream::iter(requests)
-            .map(|range| {
-                let path = &path;
-                async move {
-                    let wanted = range.end - range.start;
-                    self.count(1, 0, 0);
-                    let bytes = objects.get_range(path, range.clone()).await.map_err(|e| Error::storage(object, e).offset(range.start))?;
-                    if bytes.len() as u64 != wanted {
-                        return Err(Error::corrupt(format!("{} of {wanted} bytes are there: truncated", bytes.len()))
-                            .object(object)
-                            .offset(range.start));
-                    }
-                    self.count(0, wanted, 0);
-                    Ok((range, bytes))
+        let fetch = |range: Range<u64>| {
+            let path = &path;
+            async move {
+                let wanted = range.end - range.start;
+                self.count(1, 0, 0);
+                let bytes = objects.get_range(path, range.clone()).await.map_err(|e| Error::storage(object, e).offset(range.start))?;
+                if bytes.len() as u64 != wanted {
+                    return Err(Error::corrupt(format!("{} of {wanted} bytes are there: truncated", bytes.len()))
+                        .object(object)
+                        .offset(range.start));
                 }
-            })
-            .buffered(CONCURRENT_REQUESTS)
-            .try_collect()
-            .await?;
+                self.count(0, wanted, 0);
+                Ok((range, bytes))
+            }
+        };
+        let received: Vec<(Range<u64>, Bytes)> = concurrently(CONCURRENT_REQUESTS, requests.into_iter().map(fetch)).await?;
         let slice = |range: &Range<u64>| {
             if range.is_empty() {
                 return Some(Bytes::new());

@@ -72,6 +72,20 @@ impl Store {
         }
     }
 
+    /// Writes an object whose name is the digest of its bytes. A damaged one of that name is repaired: there is only one
+    /// right content.
+    pub(crate) async fn put_content_addressed(&self, object: &str, bytes: Bytes) -> Result<()> {
+        match self.create_unique(object, bytes.clone()).await {
+            Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => {
+                tracing::warn!(object, "the object is damaged; writing it anew");
+                self.count(1, 0, bytes.len() as u64);
+                let put = self.objects()?.put(&self.path(object), PutPayload::from(bytes)).await;
+                put.map(|_| ()).map_err(|e| Error::storage(object, e))
+            }
+            other => other,
+        }
+    }
+
     /// Objects below a folder, by name.
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         self.count(1, 0, 0);

@@ -15,6 +15,7 @@ use bytes::Bytes;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
+pub(crate) use fetch::concurrently;
 pub(crate) use io::Created;
 pub use open::StoreOptions;
 pub use probe::ProbeReport;

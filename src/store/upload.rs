@@ -78,16 +78,17 @@ impl Upload {
             return Err(e);
         }
         let Some(mut multipart) = self.multipart.take() else { return Ok(()) };
-        self.store.count(1, 0, 0);
+        let (store, object, total_bytes) = (self.store.clone(), self.object.clone(), self.total_bytes);
+        store.count(1, 0, 0);
         match multipart.complete().await {
             Ok(_) => Ok(()),
-            Err(e) if *self.store.medium() == Medium::Remote && self.is_there().await => {
-                tracing::debug!(object = %self.object, error = %e, "the upload is complete although its answer says otherwise");
+            Err(e) if *store.medium() == Medium::Remote && is_there(&store, &object, total_bytes).await => {
+                tracing::debug!(object, error = %e, "the upload is complete although its answer says otherwise");
                 Ok(())
             }
             Err(e) => {
                 // Whether the object exists is unknown; its name is unique and nothing refers to it.
-                Err(Error::storage(&self.object, e))
+                Err(Error::storage(object, e))
             }
         }
     }
@@ -150,11 +151,13 @@ impl Upload {
         part
     }
 
-    async fn is_there(&self) -> bool {
-        let Ok(objects) = self.store.objects() else { return false };
-        self.store.count(1, 0, 0);
-        matches!(objects.head(&self.store.path(&self.object)).await, Ok(meta) if meta.size == self.total_bytes)
-    }
+}
+
+/// Whether an upload whose completion failed has arrived all the same.
+async fn is_there(store: &Store, object: &str, bytes: u64) -> bool {
+    let Ok(objects) = store.objects() else { return false };
+    store.count(1, 0, 0);
+    matches!(objects.head(&store.path(object)).await, Ok(meta) if meta.size == bytes)
 }
 
 impl Drop for Upload {

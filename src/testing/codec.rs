@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use crate::codec::{Chunk, Codec, Columns};
+use crate::codec::{Chunk, ChunkKind, Codec, Columns};
 use crate::{Dtype, Error, Result};
 
 /// Runs every check of the contract; the error names the one that failed.
@@ -45,6 +45,10 @@ fn round_trip(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<bool> {
     }
     if bytes > codec.max_encoded_bytes(chunk.dtype, chunk.element_count) {
         return Err(fail(format!("{bytes} bytes, more than its stated worst case")));
+    }
+    let kind = if encoded.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
+    if !codec.base_use().allows(kind) {
+        return Err(fail(format!("made a chunk that is {}, against its stated use of bases", kind.name())));
     }
     if encoded.uses_base && chunk.base.is_none() {
         return Err(fail("claims to use a base that was not there"));

@@ -48,6 +48,7 @@ pub struct Directory {
     params: Heap<u8>,
     aliases: Column<u32>,
     slots: Column<u32>,
+    features: Features,
 }
 
 impl Directory {
@@ -113,8 +114,9 @@ impl Directory {
             return Err(Error::corrupt("not a directory: the magic bytes differ").clause("manifest 3.2"));
         }
         FormatVersion { major: head.u16()?, minor: head.u16()? }.check()?;
-        head.zeros(4)?;
-        Features { must_understand: head.u64()?, may_ignore: head.u64()? }.check_readable()?;
+        head.zeros(4).map_err(|e| e.clause("manifest 3.2"))?;
+        let features = Features { must_understand: head.u64()?, may_ignore: head.u64()? };
+        features.check_readable()?;
         let counts = LayoutCounts { tensors: head.u64()?, name_bytes: head.u64()?, dimensions: head.u64()?, shards: head.u64()? };
         let (role_count, role_bytes, param_bytes) = (head.u64()?, head.u64()?, head.u64()?);
         head.zeros(40).map_err(|e| e.clause("manifest 3.2"))?;
@@ -134,9 +136,14 @@ impl Directory {
         let aliases = reader.column(counts.tensors)?;
         let slots = reader.column(counts.shards)?;
         reader.finish()?;
-        let directory = Self { layout, roles, tensor_roles, params, aliases, slots };
+        let directory = Self { layout, roles, tensor_roles, params, aliases, slots, features };
         directory.check()?;
         Ok(directory)
+    }
+
+    /// The features of the directory.
+    pub fn features(&self) -> Features {
+        self.features
     }
 
     /// Tensors, aliases included.

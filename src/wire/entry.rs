@@ -102,6 +102,11 @@ impl LogEntry {
         }
     }
 
+    /// Features that a reader may ignore, but no writer.
+    pub fn may_ignore(&self) -> &[String] {
+        &self.may_ignore
+    }
+
     /// Path of entry `sequence` below the store's root.
     pub fn path_of(sequence: u64) -> String {
         format!("log/{sequence:020}.json")

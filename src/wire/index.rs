@@ -7,7 +7,7 @@ use bytes::Bytes;
 use super::columns::{Column, ColumnsReader, ColumnsWriter, Heap};
 use super::layout::{Layout, LayoutCounts};
 use super::part::part_bytes;
-use super::{COLUMN_ALIGNMENT, Cursor, Id, Put, ShardRow, TensorRow, align_up};
+use super::{COLUMN_ALIGNMENT, Cursor, HEADER_BYTES, Id, Put, ShardRow, TensorRow, align_up};
 use crate::limits::reserve;
 use crate::plan::ChunkGrid;
 use crate::version::Features;
@@ -176,6 +176,9 @@ impl IndexRoot {
         if parts.len() as u64 != part_count {
             return Err(Error::corrupt(format!("{part_count} parts, but the shards make {}", parts.len())).clause("index 4.1"));
         }
+        if parts.is_empty() && blobs_offset != HEADER_BYTES {
+            return Err(Error::corrupt(format!("without pages, blobs begin at {HEADER_BYTES}, not at {blobs_offset}")).clause("index 4.4"));
+        }
         let mut position = index_offset;
         for (i, part) in parts.iter_mut().enumerate() {
             part.pages_offset = part_offsets.get(i).unwrap_or_default();
@@ -225,8 +228,8 @@ pub(crate) fn index_crc(id: Id, offset: u64, bytes: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// The runs of shards that share a part. Shards follow each other until they hold [`PART_CHUNKS`] chunks; empty shards
-/// at the end belong to the last part, and to none if no shard has a chunk.
+/// The runs of shards that share a part: shards follow each other until they hold [`PART_CHUNKS`] chunks. A run that ends
+/// the table without a chunk is no part.
 pub(crate) fn part_shards(layout: &Layout) -> Result<Vec<PartInfo>> {
     let mut parts = Vec::new();
     let mut open = PartInfo { shards: 0..0, chunk_count: 0, pages_offset: 0, page_count: 0, crc: 0, range: 0..0 };

@@ -172,11 +172,17 @@ impl Layout {
 
     /// The shard of a tensor that covers exactly `rect`.
     pub(crate) fn find_shard(&self, tensor: usize, rect: &Rect) -> Option<usize> {
-        self.shards_of(tensor).find(|&shard| {
-            let span = self.dimensions_of(shard);
-            self.shard_offsets.range(span.clone()).eq(rect.offset.iter().copied())
-                && self.shard_shapes.range(span).eq(rect.shape.iter().copied())
-        })
+        // Ascending by position.
+        let (mut low, mut high) = (self.shards_of(tensor).start, self.shards_of(tensor).end);
+        while low < high {
+            let middle = low.midpoint(high);
+            match self.rect(middle).cmp(rect) {
+                std::cmp::Ordering::Equal => return Some(middle),
+                std::cmp::Ordering::Less => low = middle.saturating_add(1),
+                std::cmp::Ordering::Greater => high = middle,
+            }
+        }
+        None
     }
 
     pub(crate) fn dimensions_of(&self, shard: usize) -> std::ops::Range<usize> {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::{COLUMN_ALIGNMENT, Digest, HEADER_BYTES, Id, POSTSCRIPT_BYTES, seal};
+use super::{COLUMN_ALIGNMENT, Digest, HEADER_BYTES, Id, POSTSCRIPT_BYTES, seal, unique};
 use crate::version::FormatVersion;
 use crate::{Error, Limits, Result};
 
@@ -38,6 +38,7 @@ pub struct ParentRef {
     /// Its id.
     pub snapshot: Id,
     /// Its content digests, per role, as the writer of the delta saw them.
+    #[serde(deserialize_with = "unique::map")]
     pub content: BTreeMap<String, Digest>,
 }
 
@@ -85,6 +86,7 @@ pub struct Manifest {
     /// SHA-256 and name of the directory.
     pub directory: Digest,
     /// Content digest of each role.
+    #[serde(deserialize_with = "unique::map")]
     pub content: BTreeMap<String, Digest>,
     /// The casks, ascending by slot.
     pub casks: Vec<CaskRef>,
@@ -93,8 +95,10 @@ pub struct Manifest {
     /// When the writer wrote it, in milliseconds since 1970, by its own clock.
     pub time_ms: u64,
     /// Metadata of the state as a file carries it (`__metadata__` of safetensors).
+    #[serde(deserialize_with = "unique::map")]
     pub metadata: BTreeMap<String, String>,
     /// What the user says of the snapshot (loss, learning rate, tokens).
+    #[serde(deserialize_with = "unique::object")]
     pub user: Map<String, Value>,
 }
 
@@ -118,6 +122,11 @@ impl Manifest {
             metadata: BTreeMap::new(),
             user: Map::new(),
         }
+    }
+
+    /// Features that a reader may ignore, but no writer.
+    pub fn may_ignore(&self) -> &[String] {
+        &self.may_ignore
     }
 
     /// Path below the store's root.

@@ -17,6 +17,7 @@ pub(crate) mod part;
 mod postscript;
 mod seal;
 mod store_file;
+mod unique;
 
 pub use directory::{Directory, DirectoryShard, DirectoryTensor};
 pub use entry::{Event, LogEntry};

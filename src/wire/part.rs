@@ -168,8 +168,7 @@ impl IndexPart {
                 page = page.saturating_add(1);
             }
             raw_before = raw;
-            // At most 255 pages for each of at most 2^32 chunks, and all of them counted before.
-            chunk_pages.push(page as u32);
+            chunk_pages.push(u32::try_from(page).map_err(|_| Error::limit("pages of one part exceed 2^32").clause("limits 2"))?);
         }
         if page != page_bytes.len() {
             return Err(bad(format!("{} page rows belong to no chunk", page_bytes.len().saturating_sub(page))));

@@ -68,7 +68,8 @@ impl Postscript {
         // The version is checked before anything whose meaning could change with it.
         version.check()?;
         features.check_readable()?;
-        cursor.zeros(39).map_err(|e| e.clause("container 3.5"))?;
+        cursor.zeros(47).map_err(|e| e.clause("container 3.5"))?;
+        cursor.finish()?;
         if !(6..=12).contains(&alignment_exponent) {
             return Err(Error::corrupt(format!("alignment exponent {alignment_exponent} is not in 6..=12")).clause("container 3.3"));
         }

@@ -6,7 +6,7 @@ use super::BaseKeeping;
 use crate::reader::{ChunkItem, Snapshot};
 use crate::tensor::Rect;
 use crate::wire::Id;
-use crate::{Error, Result};
+use crate::{Error, Result, TensorView};
 
 /// Name of the tensor and position of the shard.
 pub(super) type ShardKey = (String, Rect);
@@ -66,12 +66,12 @@ pub(super) struct Parent {
 }
 
 impl Parent {
-    /// The tensor, if the parent has this very shard, of this type; only then a delta can be made.
-    pub(super) fn find(&self, name: &str, dtype: crate::Dtype, rect: &Rect) -> Option<usize> {
+    /// The tensor, if the parent has this very shard, of this type and global shape; only then a delta can be made.
+    pub(super) fn find(&self, view: &TensorView<'_>) -> Option<usize> {
         let directory = &self.snapshot.newest().directory;
-        let tensor = directory.find(name).filter(|&tensor| directory.dtype(tensor) == dtype)?;
-        directory.find_shard(tensor, rect)?;
-        Some(tensor)
+        let tensor = directory.find(view.name())?;
+        let same = directory.dtype(tensor) == view.dtype() && directory.shape(tensor) == view.shape();
+        directory.find_shard(tensor, view.rect()).filter(|_| same).map(|_| tensor)
     }
 
     /// Reads chunks back from the store.

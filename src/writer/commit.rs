@@ -70,7 +70,12 @@ impl Writer {
         check_fence(self.log.state(), self.id)?;
         let limit = self.store.limits().max_chain_depth;
         let Some(id) = self.options.policy.parent(self.log.state(), limit)? else { return Ok(None) };
-        Ok(Some(Parent { snapshot: Snapshot::load(&self.store, self.log.state(), id).await? }))
+        let snapshot = Snapshot::load(&self.store, self.log.state(), id).await?;
+        refuse_features(snapshot.manifest().may_ignore())?;
+        if snapshot.newest().directory.features().may_ignore != 0 {
+            return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask").clause("README 4"));
+        }
+        Ok(Some(Parent { snapshot }))
     }
 
     /// Whether the next delta will be made against the snapshot that is being saved.
@@ -107,8 +112,10 @@ impl Writer {
         manifest.user = metadata.user.clone();
 
         let (bytes, manifest_digest) = manifest.encode()?;
-        crate::Limits::check(bytes.len() as u64, self.store.limits().max_manifest_bytes, "size of the manifest")?;
-        self.store.create_unique(&format!("directories/{digest}"), directory.into()).await?;
+        // What readers would refuse (a limit, user metadata nested too deep) must not be committed.
+        Manifest::decode(&bytes, self.store.limits())
+            .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
+        self.store.put_content_addressed(&format!("directories/{digest}"), directory.into()).await?;
         self.store.create_unique(&manifest.path(), bytes.into()).await?;
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);

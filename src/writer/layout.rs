@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::tensor::tiles;
+use crate::tensor::{element_count, tiles};
 use crate::wire::{Directory, DirectoryShard, DirectoryTensor};
 use crate::{Blob, Error, Limits, Result, TensorView};
 
@@ -67,7 +67,10 @@ impl<'a> StateLayout<'a> {
             Limits::check(blob.name.len() as u64, limits.max_name_bytes, "length of a blob's name")?;
             Limits::check(blob.data.len() as u64, limits.max_blob_bytes, "size of a blob").map_err(|e| e.tensor(&blob.name))?;
         }
-        let tensor_bytes = tensors.iter().flat_map(|t| &t.shards).map(|view| view.data().len() as u64).sum();
+        // Of whole tensors: packed shards may each end within a byte.
+        let bytes_of = |t: &DirectoryTensor| t.dtype.byte_count(element_count(&t.shape)?);
+        let stored = tensors.iter().map(|t| &t.description).filter(|t| t.alias_of.is_none());
+        let tensor_bytes = stored.filter_map(bytes_of).fold(0u64, u64::saturating_add);
         Ok(Self { tensors, blobs, tensor_bytes })
     }
 

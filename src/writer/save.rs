@@ -88,7 +88,7 @@ impl Writer {
         let mut written = Written { casks: vec![], content: BTreeMap::new(), chunks: BTreeMap::new(), kept: HashMap::new() };
         let mut crcs: Vec<Vec<Vec<u32>>> = layout.tensors.iter().map(|t| t.shards.iter().map(|_| Vec::new()).collect()).collect();
         for slot in layout.slots() {
-            let mut encoder = CaskEncoder::new(Id::random()?, self.options.alignment_exponent)?;
+            let mut encoder = CaskEncoder::new(Id::random()?, self.options.alignment_exponent)?.with_limits(self.store.limits().clone());
             let expected = layout.tensors.iter().filter(|t| t.slot == slot).flat_map(|t| &t.shards).map(|s| s.data().len() as u64).sum();
             let path = format!("casks/{}.cask", encoder.id());
             let mut upload = Upload::new(&self.store, path, expected);
@@ -140,9 +140,12 @@ impl Writer {
     ) -> Result<()> {
         let mut jobs = Vec::new();
         let mut window = 0u64;
-        for (at, tensor) in layout.tensors.iter().enumerate().filter(|(_, tensor)| tensor.slot == slot) {
+        for (at, tensor) in layout.tensors.iter().enumerate() {
+            if tensor.slot != slot {
+                continue;
+            }
             for (shard, view) in tensor.shards.iter().enumerate() {
-                let base = parent.and_then(|parent| parent.find(view.name(), view.dtype(), view.rect()));
+                let base = parent.and_then(|parent| parent.find(view));
                 let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
                 for chunk in 0..grid.chunk_count() {
                     let bytes = grid.bytes(chunk);

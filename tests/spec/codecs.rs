@@ -1,0 +1,71 @@
+//! Chunks of each codec.
+
+use bytes::Bytes;
+use serde::Deserialize;
+use tensorcask::codec::{Chunk, CodecRef, Columns, Registry};
+use tensorcask::{Dtype, Error};
+
+use crate::vectors::{Hex, Mismatches, vectors};
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ChunkVector {
+    pub(crate) codec: String,
+    pub(crate) version: u16,
+    pub(crate) dtype: String,
+    pub(crate) elements: u64,
+    pub(crate) base: Option<Hex>,
+    pub(crate) data: Hex,
+    pub(crate) columns: Vec<(String, Hex)>,
+    pub(crate) crc: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ChunkInvalid {
+    pub(crate) name: String,
+    pub(crate) codec: String,
+    pub(crate) dtype: String,
+    pub(crate) elements: u64,
+    pub(crate) base: Option<Hex>,
+    pub(crate) columns: Vec<(String, Hex)>,
+    pub(crate) kind: String,
+    pub(crate) clause: Option<String>,
+}
+
+pub(crate) fn decode_chunk(codec: &str, dtype: &str, elements: u64, base: Option<&Hex>, columns: &[(String, Hex)]) -> Result<Vec<u8>, Error> {
+    let columns: Vec<(&str, Bytes)> = columns.iter().map(|(name, bytes)| (name.as_str(), bytes.0.clone().into())).collect();
+    let dtype = Dtype::from_name(dtype).unwrap();
+    let mut out = vec![0; dtype.byte_count(elements).unwrap() as usize];
+    let input = Columns { dtype, element_count: elements, columns: &columns, base: base.map(|base| base.0.as_slice()) };
+    let registry = Registry::default();
+    registry.get(codec).unwrap().decode(&input, &mut out)?;
+    Ok(out)
+}
+
+#[test]
+fn codecs() {
+    let registry = Registry::default();
+    for vector in vectors::<ChunkVector>("codecs.toml", "chunk") {
+        let codec = registry.resolve(&CodecRef { id: vector.codec.clone(), version: vector.version }).unwrap();
+        let chunk = Chunk {
+            dtype: Dtype::from_name(&vector.dtype).unwrap(),
+            element_count: vector.elements,
+            role: "model",
+            data: &vector.data.0,
+            base: vector.base.as_ref().map(|base| base.0.as_slice()),
+        };
+        let encoded = codec.encode(&chunk).unwrap();
+        let columns: Vec<(String, Hex)> = encoded.columns.into_iter().map(|(name, bytes)| (name.to_owned(), Hex(bytes))).collect();
+        assert_eq!((columns.as_slice(), encoded.uses_base), (vector.columns.as_slice(), vector.base.is_some()));
+        let decoded = decode_chunk(&vector.codec, &vector.dtype, vector.elements, vector.base.as_ref(), &vector.columns).unwrap();
+        assert_eq!((Hex(decoded.clone()), crc32fast::hash(&decoded)), (vector.data, vector.crc));
+    }
+    let mut mismatches = Mismatches::default();
+    for vector in vectors::<ChunkInvalid>("codecs.toml", "chunk_invalid") {
+        let result = decode_chunk(&vector.codec, &vector.dtype, vector.elements, vector.base.as_ref(), &vector.columns);
+        let name = format!("{}: {}", vector.codec, vector.name);
+        mismatches.expect(&name, result, &vector.kind, vector.clause.as_deref());
+    }
+    mismatches.assert_none();
+}
