@@ -117,9 +117,7 @@ impl Error {
     pub(crate) fn storage(object: impl Into<String>, source: object_store::Error) -> Self {
         let kind = match &source {
             object_store::Error::NotFound { .. } => ErrorKind::NotFound,
-            object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. } => {
-                ErrorKind::Conflict
-            }
+            object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. } => ErrorKind::Conflict,
             _ => ErrorKind::Storage,
         };
         let message = match kind {
@@ -195,6 +193,16 @@ impl Error {
         self.0.tensor.as_deref()
     }
 
+    /// The chunk at fault, if one is.
+    pub fn chunk_number(&self) -> Option<u64> {
+        self.0.chunk
+    }
+
+    /// The byte of the object at fault, if one is.
+    pub fn byte_offset(&self) -> Option<u64> {
+        self.0.offset
+    }
+
     /// The violated clause of `spec/`, if one is.
     pub fn clause_name(&self) -> Option<&'static str> {
         self.0.clause
@@ -206,7 +214,7 @@ impl fmt::Display for Error {
         let inner = &self.0;
         write!(f, "{}: ", inner.kind)?;
         if let Some(object) = &inner.object {
-            write!(f, "{object}: ")?;
+            write!(f, "{}: ", Printable(object))?;
         }
         let mut place = Vec::new();
         if let Some(tensor) = &inner.tensor {
@@ -221,11 +229,20 @@ impl fmt::Display for Error {
         if !place.is_empty() {
             write!(f, "{}: ", place.join(", "))?;
         }
-        f.write_str(&inner.message)?;
+        write!(f, "{}", Printable(&inner.message))?;
         if let Some(clause) = inner.clause {
             write!(f, " [spec: {clause}]")?;
         }
         Ok(())
+    }
+}
+
+/// Text from a store or a server, without what a terminal would obey.
+struct Printable<'a>(&'a str);
+
+impl fmt::Display for Printable<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.chars().try_for_each(|c| if c.is_control() { write!(f, "{}", c.escape_default()) } else { fmt::Write::write_char(f, c) })
     }
 }
 

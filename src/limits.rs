@@ -27,6 +27,8 @@ pub struct Limits {
     pub max_index_bytes: u64,
     /// Bytes of one blob.
     pub max_blob_bytes: u64,
+    /// Bytes that one call of `read` allocates; `read_into` fills the caller's own buffer, of any size.
+    pub max_read_bytes: u64,
     /// Bytes of a directory.
     pub max_directory_bytes: u64,
     /// Bytes of a manifest.
@@ -49,6 +51,7 @@ impl Default for Limits {
             max_blobs: 1 << 20,
             max_index_bytes: 1 << 30,
             max_blob_bytes: 1 << 32,
+            max_read_bytes: 1 << 37,
             max_directory_bytes: 1 << 30,
             max_manifest_bytes: 1 << 26,
             max_entry_bytes: 1 << 20,
@@ -64,18 +67,15 @@ impl Limits {
         if value <= limit {
             return Ok(value);
         }
-        Err(Error::limit(format!(
-            "{what} is {value}, over the limit of {limit}; if the file is trusted, open it with larger Limits"
-        ))
-        .clause("limits 2"))
+        Err(Error::limit(format!("{what} is {value}, over the limit of {limit}; if the file is trusted, open it with larger Limits"))
+            .clause("limits 2"))
     }
 }
 
 /// An empty vector with room for `count` items, or an error instead of an abort.
 pub(crate) fn reserve<T>(count: usize, what: &str) -> Result<Vec<T>> {
     let mut vec = Vec::new();
-    vec.try_reserve_exact(count)
-        .map_err(|e| Error::limit(format!("no memory for {count} items of {what}")).source(e))?;
+    vec.try_reserve_exact(count).map_err(|e| Error::limit(format!("no memory for {count} items of {what}")).source(e))?;
     Ok(vec)
 }
 

@@ -27,12 +27,9 @@ impl FormatVersion {
     }
 
     pub(crate) fn parse(text: &str) -> Result<Self> {
-        let parsed = text.split_once('.').and_then(|(major, minor)| {
-            Some(Self { major: canonical_number(major)?, minor: canonical_number(minor)? })
-        });
-        parsed.ok_or_else(|| {
-            Error::corrupt(format!("`{}` is not a version", text.escape_debug())).clause("README 3")
-        })
+        let parsed =
+            text.split_once('.').and_then(|(major, minor)| Some(Self { major: canonical_number(major)?, minor: canonical_number(minor)? }));
+        parsed.ok_or_else(|| Error::corrupt(format!("`{}` is not a version", text.escape_debug())).clause("README 3"))
     }
 }
 
@@ -62,11 +59,8 @@ impl Features {
             return Ok(());
         }
         let bits: Vec<String> = (0..64).filter(|bit| unknown >> bit & 1 == 1).map(|bit: u32| bit.to_string()).collect();
-        Err(Error::unsupported(format!(
-            "needs feature bit {} that this reader does not understand; upgrade tensorcask",
-            bits.join(", ")
-        ))
-        .clause("README 4"))
+        Err(Error::unsupported(format!("needs feature bit {} that this reader does not understand; upgrade tensorcask", bits.join(", ")))
+            .clause("README 4"))
     }
 }
 

@@ -79,7 +79,10 @@ async fn of_sixteen_racing_writers_one_wins_each_number() {
     live.sort_unstable();
     saved.sort_unstable();
     assert_eq!(live, saved, "exactly the acknowledged saves are there");
-    let entries = std::fs::read_dir(folder.path().join("run/log")).unwrap().filter(|e| !e.as_ref().unwrap().file_name().to_string_lossy().contains('#')).count();
+    let entries = std::fs::read_dir(folder.path().join("run/log"))
+        .unwrap()
+        .filter(|e| !e.as_ref().unwrap().file_name().to_string_lossy().contains('#'))
+        .count();
     assert_eq!(entries, 16 + saved.len(), "one entry per opening and per save");
 }
 
@@ -196,7 +199,8 @@ async fn a_lost_answer_is_neither_a_conflict_nor_a_second_commit() {
         let count = AtomicU64::new(0);
         let faulty = FaultStore::new(memory.clone(), move |operation, path| {
             // Every second attempt at a log entry fails.
-            if operation == Operation::Create && path.as_ref().starts_with("log/") && count.fetch_add(1, Ordering::SeqCst).is_multiple_of(2) {
+            if operation == Operation::Create && path.as_ref().starts_with("log/") && count.fetch_add(1, Ordering::SeqCst).is_multiple_of(2)
+            {
                 fault
             } else {
                 Fault::None

@@ -104,7 +104,10 @@ fn the_golden_store_reads() {
         }
         assert_eq!(on(snapshot.read_blob(1, "loader")).unwrap(), [9; 5]);
         assert_eq!(snapshot.metadata().get("format").unwrap(), "pt");
-        assert_eq!(snapshot.tensor("model.sparse_tied").unwrap().alias_of.map(|i| snapshot.tensors()[i].name.clone()).as_deref(), Some("model.sparse"));
+        assert_eq!(
+            snapshot.tensor("model.sparse_tied").unwrap().alias_of.map(|i| snapshot.tensors()[i].name.clone()).as_deref(),
+            Some("model.sparse")
+        );
     }
     let chain = on(store.snapshot(Latest)).unwrap().chain();
     assert_eq!(chain.iter().map(|link| link.kind.name()).collect::<Vec<_>>(), ["delta", "delta", "base"]);

@@ -7,7 +7,8 @@ use common::{data, objects_of, on_this_thread as on};
 use proptest::prelude::*;
 use tensorcask::interchange::safetensors::{Files, Selected};
 use tensorcask::{
-    BaseKeeping, ChunkGrid, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, VerifyOptions, WriterOptions,
+    BaseKeeping, ChunkGrid, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, VerifyOptions,
+    WriterOptions,
 };
 
 #[derive(Debug, Clone)]
@@ -184,7 +185,8 @@ fn real_checkpoints_come_back_as_they_were() {
             let input = std::fs::read(data(file)).unwrap();
             let (a, b) = (safetensors::SafeTensors::deserialize(&input).unwrap(), safetensors::SafeTensors::deserialize(&out).unwrap());
             let sorted = |file: &safetensors::SafeTensors<'_>| {
-                let mut tensors: Vec<_> = file.iter().map(|(name, view)| (name.to_owned(), view.dtype(), view.shape().to_vec(), view.data().to_vec())).collect();
+                let mut tensors: Vec<_> =
+                    file.iter().map(|(name, view)| (name.to_owned(), view.dtype(), view.shape().to_vec(), view.data().to_vec())).collect();
                 tensors.sort_by(|a, b| a.0.cmp(&b.0));
                 tensors
             };
@@ -233,7 +235,6 @@ fn a_raw_tensor_is_one_mapped_slice() {
     // Rows of 1001 elements: chunks are no multiples of the alignment, and still adjacent.
     let mut weights: Vec<u8> = (0..1000u64 * 1001 * 2).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 13) as u8).collect();
 
-
     writer.save(1, &[TensorView::new("w", Dtype::Bf16, &[1000, 1001], &weights).unwrap()], &[], &Metadata::default()).unwrap();
     assert_eq!(store.snapshot(1).unwrap().view("w").unwrap(), weights);
     // A new chunk boundary in the middle of a page of memory changes nothing; a delta has no view.
@@ -243,7 +244,11 @@ fn a_raw_tensor_is_one_mapped_slice() {
     assert_eq!(store.snapshot(2).unwrap().view("w").unwrap_err().kind(), ErrorKind::Unsupported);
     assert_eq!(store.snapshot(1).unwrap().view("w").unwrap(), before);
     // Damage is found before the view is given.
-    let (name, mut bytes) = objects_of(&folder.path().join("run")).into_iter().filter(|(name, _)| name.starts_with("casks/")).max_by_key(|(_, bytes)| bytes.len()).unwrap();
+    let (name, mut bytes) = objects_of(&folder.path().join("run"))
+        .into_iter()
+        .filter(|(name, _)| name.starts_with("casks/"))
+        .max_by_key(|(_, bytes)| bytes.len())
+        .unwrap();
     bytes[1_000_000] ^= 4;
     std::fs::write(folder.path().join("run").join(name), bytes).unwrap();
     assert_eq!(store.snapshot(1).unwrap().view("w").unwrap_err().kind(), ErrorKind::Corrupt);
@@ -277,7 +282,8 @@ fn layouts_may_change_between_snapshots() {
         let mut writer = store.writer(Policy::Consecutive).await.unwrap();
         let a = vec![1u8; 24];
         let b: Vec<u8> = (0..24).collect();
-        let half = |offset: u64, data| TensorView::shard("a", Dtype::F32, &[6], Rect { offset: vec![offset], shape: vec![3] }, data).unwrap();
+        let half =
+            |offset: u64, data| TensorView::shard("a", Dtype::F32, &[6], Rect { offset: vec![offset], shape: vec![3] }, data).unwrap();
         let whole = |dtype, shape: &[u64]| TensorView::new("a", dtype, shape, &b).unwrap();
         let other = TensorView::new("b", Dtype::U8, &[24], &a).unwrap();
         let states: Vec<Vec<TensorView<'_>>> = vec![

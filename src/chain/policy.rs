@@ -46,10 +46,7 @@ impl Policy {
             ("intermittent", Some(every)) if every > 0 => Ok(Self::Intermittent { every }),
             ("intermittent", Some(_)) => Err(Error::invalid("`every` is 1 or more")),
             ("full" | "one_shot" | "consecutive", Some(_)) => Err(Error::invalid(format!("policy `{name}` takes no `every`"))),
-            _ => Err(Error::invalid(format!(
-                "`{}` is not a policy; use full, one_shot, consecutive or intermittent",
-                name.escape_debug()
-            ))),
+            _ => Err(Error::invalid(format!("`{}` is not a policy; use full, one_shot, consecutive or intermittent", name.escape_debug()))),
         }
     }
 
@@ -74,7 +71,7 @@ impl Policy {
         match self {
             Self::Full => Ok(None),
             Self::OneShot => Ok((max_depth >= 2).then_some(base.id)),
-            Self::Consecutive => Ok((chain.len() as u64 + 1 <= max_depth).then_some(latest.id)),
+            Self::Consecutive => Ok(((chain.len() as u64) < max_depth).then_some(latest.id)),
             Self::Intermittent { every } => {
                 let since = state.snapshots().iter().filter(|record| record.sequence >= base.sequence).count() as u64;
                 Ok((since < every && max_depth >= 2).then_some(base.id))

@@ -9,9 +9,9 @@ pub(crate) fn chain_of(state: &LogState, id: Id, max_depth: u64) -> Result<Vec<S
     let mut chain: Vec<SnapshotRecord> = Vec::new();
     let mut next = Some(id);
     while let Some(id) = next {
-        let record = state.by_id(id).ok_or_else(|| {
-            Error::corrupt(format!("snapshot {id}, which the chain needs, is not in the log")).clause("chain 2.1")
-        })?;
+        let record = state
+            .by_id(id)
+            .ok_or_else(|| Error::corrupt(format!("snapshot {id}, which the chain needs, is not in the log")).clause("chain 2.1"))?;
         if chain.last().is_some_and(|child| child.sequence <= record.sequence) {
             return Err(Error::corrupt(format!("snapshot {id} was not committed before the delta that needs it"))
                 .object(record.manifest_path())

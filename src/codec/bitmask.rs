@@ -65,7 +65,7 @@ impl Codec for Bitmask {
         if bits.len() != units.div_ceil(8) {
             return bad(format!("a mask of {} bytes for {units} units", bits.len()));
         }
-        if units % 8 != 0 && bits.last().is_some_and(|last| last >> (units % 8) != 0) {
+        if !units.is_multiple_of(8) && bits.last().is_some_and(|last| last >> (units % 8) != 0) {
             return bad("unused bits of the mask are not zero".into());
         }
         let changed: usize = bits.iter().map(|byte| byte.count_ones() as usize).sum();

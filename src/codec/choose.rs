@@ -54,12 +54,8 @@ pub(crate) fn encode_chunk(registry: &Registry, chunk: &Chunk<'_>, verify: bool)
 fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes)], uses_base: bool) -> Result<()> {
     let mut decoded = zeroed(chunk.data.len(), "verification")?;
     let columns: Vec<(&str, Bytes)> = columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
-    let input = Columns {
-        dtype: chunk.dtype,
-        element_count: chunk.element_count,
-        columns: &columns,
-        base: chunk.base.filter(|_| uses_base),
-    };
+    let input =
+        Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base: chunk.base.filter(|_| uses_base) };
     codec.decode(&input, &mut decoded)?;
     if decoded == chunk.data {
         return Ok(());

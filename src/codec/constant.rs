@@ -50,8 +50,9 @@ impl Codec for Constant {
         let [value] = columns.exactly(["values"])?;
         let unit = columns.dtype.unit_bytes();
         if value.len() != unit || !out.len().is_multiple_of(unit) {
-            return Err(Error::corrupt(format!("{} bytes of values; a unit of {} has {unit}", value.len(), columns.dtype))
-                .clause("constant 3"));
+            return Err(
+                Error::corrupt(format!("{} bytes of values; a unit of {} has {unit}", value.len(), columns.dtype)).clause("constant 3")
+            );
         }
         for slot in out.chunks_exact_mut(unit) {
             slot.copy_from_slice(value);

@@ -45,12 +45,8 @@ pub(crate) struct Catalog;
 impl Catalog {
     /// Paths of catalogs, newest first. Objects of other names are none.
     pub(crate) async fn list(store: &Store) -> Result<Vec<String>> {
-        let mut names: Vec<(u64, String)> = store
-            .list("catalog")
-            .await?
-            .into_iter()
-            .filter_map(|listed| Some((parse_name(&listed.path)?.0, listed.path)))
-            .collect();
+        let mut names: Vec<(u64, String)> =
+            store.list("catalog").await?.into_iter().filter_map(|listed| Some((parse_name(&listed.path)?.0, listed.path))).collect();
         names.sort_unstable_by(|a, b| b.cmp(a));
         Ok(names.into_iter().map(|(_, path)| path).collect())
     }
@@ -89,8 +85,10 @@ fn parse_name(path: &str) -> Option<(u64, Digest)> {
 fn encode(state: &LogState) -> Result<Bytes> {
     let records = state.snapshots();
     let summary = |record: &SnapshotRecord| record.summary.clone().unwrap_or_default();
-    let numbers = |value: &dyn Fn(&SnapshotRecord) -> u64| -> ArrayRef { Arc::new(UInt64Array::from_iter_values(records.iter().map(value))) };
-    let texts = |value: &dyn Fn(&SnapshotRecord) -> Option<String>| -> ArrayRef { Arc::new(StringArray::from_iter(records.iter().map(value))) };
+    let numbers =
+        |value: &dyn Fn(&SnapshotRecord) -> u64| -> ArrayRef { Arc::new(UInt64Array::from_iter_values(records.iter().map(value))) };
+    let texts =
+        |value: &dyn Fn(&SnapshotRecord) -> Option<String>| -> ArrayRef { Arc::new(StringArray::from_iter(records.iter().map(value))) };
     let ratios = records.iter().map(|record| {
         let summary = summary(record);
         summary.stored_bytes as f64 / summary.tensor_bytes.max(1) as f64

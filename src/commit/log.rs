@@ -52,6 +52,10 @@ impl Log {
             }
         }
         log.refresh().await?;
+        if log.state.sequence == 0 {
+            // An empty log is that of a store which was just created, or no store is here.
+            store.read_store_file().await?;
+        }
         Ok(log)
     }
 
@@ -72,8 +76,7 @@ impl Log {
             let entries: Vec<(u64, Option<Bytes>)> = concurrently(batch as usize, (first..first + batch).map(fetch)).await?;
             for (sequence, bytes) in entries {
                 let Some(bytes) = bytes else { return Ok(()) };
-                let (entry, digest) =
-                    LogEntry::decode(&bytes, sequence, self.store.limits()).in_object(LogEntry::path_of(sequence))?;
+                let (entry, digest) = LogEntry::decode(&bytes, sequence, self.store.limits()).in_object(LogEntry::path_of(sequence))?;
                 self.state.apply(&entry, digest)?;
             }
             batch = (batch * 2).min(LARGEST_BATCH);
@@ -189,7 +192,11 @@ impl Log {
         use object_store::Error as E;
         let refused = matches!(
             error,
-            E::PermissionDenied { .. } | E::Unauthenticated { .. } | E::NotImplemented { .. } | E::NotSupported { .. } | E::InvalidPath { .. }
+            E::PermissionDenied { .. }
+                | E::Unauthenticated { .. }
+                | E::NotImplemented { .. }
+                | E::NotSupported { .. }
+                | E::InvalidPath { .. }
         );
         let local = matches!(self.store.medium(), Medium::Local(_));
         if !refused && !local {

@@ -8,8 +8,8 @@ mod state;
 
 pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
 pub(crate) use log::{Log, read_manifest};
-pub use state::{SnapshotRecord, Status};
 pub(crate) use state::{LogState, Summary};
+pub use state::{SnapshotRecord, Status};
 
 /// Milliseconds since 1970 by this machine's clock; 0 before then.
 pub(crate) fn now_ms() -> u64 {

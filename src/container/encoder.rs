@@ -143,7 +143,11 @@ impl CaskEncoder {
         let Some(codec) = chunk.codec else {
             open.raw_before = false;
             let row = ChunkRow { kind: ChunkKind::Unchanged, codec: 0, page_count: 0, crc: chunk.crc };
-            if open.registered { self.chunks.push(row) } else { open.rows.push(row) }
+            if open.registered {
+                self.chunks.push(row)
+            } else {
+                open.rows.push(row)
+            }
             return Ok(());
         };
         if !open.registered {

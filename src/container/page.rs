@@ -36,7 +36,9 @@ impl PlaceOfPage {
         if self.crc(bytes) == crc {
             return Ok(());
         }
-        Err(Error::corrupt("page checksum mismatch: the bytes are damaged, or belong elsewhere").offset(self.offset).clause("container 5.2"))
+        Err(Error::corrupt("page checksum mismatch: the bytes are damaged, or belong elsewhere")
+            .offset(self.offset)
+            .clause("container 5.2"))
     }
 }
 
@@ -44,8 +46,6 @@ impl PlaceOfPage {
 pub(crate) fn padding_is_zero(bytes: &[u8], offset: u64) -> Result<()> {
     match bytes.iter().position(|&byte| byte != 0) {
         None => Ok(()),
-        Some(at) => {
-            Err(Error::corrupt("padding is not zero").offset(offset.saturating_add(at as u64)).clause("container 4.3"))
-        }
+        Some(at) => Err(Error::corrupt("padding is not zero").offset(offset.saturating_add(at as u64)).clause("container 4.3")),
     }
 }

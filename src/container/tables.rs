@@ -18,11 +18,7 @@ impl CaskIndex {
     /// Tensors: name, dtype code, shape.
     pub fn tensor_table(&self) -> Result<RecordBatch> {
         let layout = &self.root.layout;
-        batch(vec![
-            ("name", text(&layout.names)?),
-            ("dtype", numbers::<UInt8Type>(&layout.dtypes)?),
-            ("shape", lists(&layout.shapes)?),
-        ])
+        batch(vec![("name", text(&layout.names)?), ("dtype", numbers::<UInt8Type>(&layout.dtypes)?), ("shape", lists(&layout.shapes)?)])
     }
 
     /// Shards: tensor row, offset, shape.
@@ -89,10 +85,7 @@ fn arrow(error: arrow_schema::ArrowError) -> Error {
 }
 
 /// The column's own bytes as an Arrow buffer; copied where they lie unaligned in memory, or where bytes must be swapped.
-fn buffer<T: Fixed>(column: &Column<T>) -> Buffer
-where
-    T: arrow_buffer::ArrowNativeType,
-{
+fn buffer<T: Fixed + arrow_buffer::ArrowNativeType>(column: &Column<T>) -> Buffer {
     let bytes = column.bytes();
     if cfg!(target_endian = "little") {
         if bytes.as_ptr().align_offset(align_of::<T>()) == 0 { Buffer::from(bytes.clone()) } else { Buffer::from_slice_ref(bytes) }

@@ -56,8 +56,11 @@ impl Files {
                 if let Some(other) = merged.insert(key.clone(), value.clone())
                     && other != *value
                 {
-                    return Err(Error::invalid(format!("__metadata__ `{}` is `{value}` here and `{other}` in another file", key.escape_debug()))
-                        .object(path));
+                    return Err(Error::invalid(format!(
+                        "__metadata__ `{}` is `{value}` here and `{other}` in another file",
+                        key.escape_debug()
+                    ))
+                    .object(path));
                 }
             }
         }
@@ -131,7 +134,8 @@ async fn write_group(snapshot: &Snapshot, group: &[(&DirectoryTensor, Slice, u64
     for (_, _, bytes) in group {
         buffers.push(zeroed(to_usize(*bytes, "a tensor")?, "a tensor")?);
     }
-    let requests = group.iter().zip(&mut buffers).map(|((tensor, slice, _), buffer)| (tensor.name.as_str(), slice.clone(), buffer.as_mut_slice()));
+    let requests =
+        group.iter().zip(&mut buffers).map(|((tensor, slice, _), buffer)| (tensor.name.as_str(), slice.clone(), buffer.as_mut_slice()));
     snapshot.read_many_into(requests.collect()).await?;
     for buffer in &buffers {
         out.write_all(buffer).map_err(|e| Error::io("the output file", e))?;

@@ -96,7 +96,9 @@ impl ShardPlan {
                 plan.crc = entry.crc;
             }
             if link == base && entry.kind != ChunkKind::Absolute {
-                return Err(self.fail(links, link, format!("a base holds a chunk that is {}", entry.kind.name()), "chain 3.3").chunk(chunk));
+                return Err(self
+                    .fail(links, link, format!("a base holds a chunk that is {}", entry.kind.name()), "chain 3.3")
+                    .chunk(chunk));
             }
             match entry.kind {
                 ChunkKind::Unchanged => {}

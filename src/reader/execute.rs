@@ -9,8 +9,8 @@ use super::*;
 use crate::chain::{content_digests, decode_steps};
 use crate::plan::ChunkGrid;
 use crate::plan::read::{ChunkPlan, ShardPlan, Step};
-use crate::tensor::{Run, contiguous_runs, copy_run};
 use crate::store::concurrently;
+use crate::tensor::{Run, contiguous_runs, copy_run, element_span};
 use crate::wire::{Digest, Directory};
 
 /// A rectangle of a tensor, and the buffer that takes it; without one, chunks are decoded, checked and dropped.
@@ -73,8 +73,12 @@ impl Snapshot {
             let dtype = directory.dtype(tensor);
             let bytes = rect.element_count().and_then(|n| dtype.byte_count(n));
             if bytes != Some(out.len() as u64) {
-                return Err(Error::invalid(format!("a buffer of {} bytes for {} of {dtype}", out.len(), crate::tensor::format_shape(&rect.shape)))
-                    .tensor(directory.name(tensor)));
+                return Err(Error::invalid(format!(
+                    "a buffer of {} bytes for {} of {dtype}",
+                    out.len(),
+                    crate::tensor::format_shape(&rect.shape)
+                ))
+                .tensor(directory.name(tensor)));
             }
             let first = shards.len();
             for shard in directory.shards_of(tensor) {
@@ -226,15 +230,12 @@ impl Snapshot {
             let pages = fetch.await.map_err(|e| Error::new(crate::ErrorKind::Storage, format!("a fetch ended early: {e}")))??;
             next = batches.peek().map(start);
             let steps = batch.iter().flat_map(|job| &job.plan.steps);
-            let (count, bytes) = steps.flat_map(|step| &step.entry.pages).fold((0, 0), |(count, bytes), page| {
-                (count + 1, bytes + (page.range.end - page.range.start))
-            });
+            let (count, bytes) = steps
+                .flat_map(|step| &step.entry.pages)
+                .fold((0, 0), |(count, bytes), page| (count + 1, bytes + (page.range.end - page.range.start)));
             self.count(batch.len() as u64, count, bytes);
-            let decoded: Vec<Option<Apart>> = batch
-                .into_par_iter()
-                .zip(pages)
-                .map(|(job, pages)| self.decode(shards, job, &pages))
-                .collect::<Result<_>>()?;
+            let decoded: Vec<Option<Apart>> =
+                batch.into_par_iter().zip(pages).map(|(job, pages)| self.decode(shards, job, &pages)).collect::<Result<_>>()?;
             decoded.into_iter().flatten().for_each(&mut apart);
         }
         Ok(())
@@ -294,7 +295,7 @@ pub(super) fn chunk_count(directory: &Directory, tensor: usize, rect: &Rect) -> 
 
 /// Chunks of a shard that hold an element of `rect`.
 fn touched<'a>(grid: ChunkGrid, shard: &'a Rect, rect: &'a Rect) -> impl Iterator<Item = u64> + 'a {
-    (0..grid.chunk_count()).filter(move |&chunk| contiguous_runs(shard, rect, grid.elements(chunk)).next().is_some())
+    grid.chunks_of(element_span(shard, rect)).filter(move |&chunk| contiguous_runs(shard, rect, grid.elements(chunk)).next().is_some())
 }
 
 /// Where each chunk lies in the destination, if each is one whole run there and they ascend; then all decode in place.

@@ -108,12 +108,7 @@ impl Snapshot {
             .iter()
             .map(|link| {
                 let Link { record, manifest, .. } = link.as_ref();
-                LinkInfo {
-                    record: record.clone(),
-                    kind: manifest.kind,
-                    stored_bytes: manifest.stored_bytes(),
-                    casks: manifest.casks.len(),
-                }
+                LinkInfo { record: record.clone(), kind: manifest.kind, stored_bytes: manifest.stored_bytes(), casks: manifest.casks.len() }
             })
             .collect()
     }
@@ -134,6 +129,7 @@ impl Snapshot {
         let tensor = self.tensor(name)?;
         let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
         let bytes = tensor.dtype.byte_count(rect.element_count().unwrap_or(u64::MAX)).unwrap_or(u64::MAX);
+        crate::Limits::check(bytes, self.store.limits().max_read_bytes, "size of the slice").map_err(|e| e.tensor(name))?;
         let mut data = zeroed(to_usize(bytes, "a tensor")?, "a tensor")?;
         self.read_into(name, slice, &mut data).await?;
         Ok(Tensor { name: name.to_owned(), dtype: tensor.dtype, shape: rect.shape, data })
@@ -172,10 +168,11 @@ impl Snapshot {
     /// A blob.
     pub async fn read_blob(&self, rank: u32, name: &str) -> Result<Vec<u8>> {
         let found = self.blob_pages().await?.into_iter().find(|(_, r, n, _)| *r == rank && n == name);
-        let (path, _, _, page) = found.ok_or_else(|| Error::not_found(format!("step {} has no blob of rank {rank}", self.step())).tensor(name))?;
+        let (path, _, _, page) =
+            found.ok_or_else(|| Error::not_found(format!("step {} has no blob of rank {rank}", self.step())).tensor(name))?;
         let length = page.range.end.saturating_sub(page.range.start);
         crate::Limits::check(length, self.store.limits().max_blob_bytes, "size of the blob").map_err(|e| e.tensor(name))?;
-        let bytes = self.store.get_ranges(&path, std::slice::from_ref(&page.range)).await?.pop().unwrap_or_default();
+        let bytes = self.store.get_range(&path, page.range.clone()).await?;
         page.check(&bytes).map_err(|e| e.object(path).tensor(name))?;
         Ok(bytes.to_vec())
     }

@@ -54,6 +54,9 @@ const CONCURRENT_REQUESTS: usize = 16;
 /// An index that is larger is read root first, its parts as they are needed.
 const WHOLE_INDEX_BYTES: u64 = 1 << 20;
 
+/// Numbers and places of index parts of one cask.
+type PartRanges = Vec<(usize, Range<u64>)>;
+
 impl Store {
     /// Opens a snapshot. All log entries, manifests and directories of its chain are checked.
     pub async fn snapshot(&self, at: impl Into<At>) -> Result<Snapshot> {
@@ -63,7 +66,8 @@ impl Store {
             At::Latest => (state.latest(), "snapshot".to_owned()),
             At::Step(step) => (state.at_step(step), format!("step {step}")),
         };
-        let record = record.ok_or_else(|| Error::not_found(format!("the store has no {wanted}; `ls` shows what it has")).object(self.url()))?;
+        let record =
+            record.ok_or_else(|| Error::not_found(format!("the store has no {wanted}; `ls` shows what it has")).object(self.url()))?;
         Snapshot::load(self, state, record.id).await
     }
 
@@ -131,11 +135,11 @@ impl Snapshot {
     pub(crate) async fn load_parts(&self, mut parts: Vec<(usize, usize, usize, Range<u64>)>) -> Result<()> {
         parts.sort_unstable_by_key(|part| (part.0, part.1, part.2));
         parts.dedup();
-        let mut groups: BTreeMap<(usize, usize), Vec<(usize, Range<u64>)>> = BTreeMap::new();
+        let mut groups: BTreeMap<(usize, usize), PartRanges> = BTreeMap::new();
         for (link, cask, part, range) in parts {
             groups.entry((link, cask)).or_default().push((part, range));
         }
-        let load = |((link, cask), parts): ((usize, usize), Vec<(usize, Range<u64>)>)| async move {
+        let load = |((link, cask), parts): ((usize, usize), PartRanges)| async move {
             let link = &self.links[link].0;
             let path = link.manifest.casks[cask].path();
             let ranges: Vec<Range<u64>> = parts.iter().map(|(_, range)| range.clone()).collect();
@@ -165,7 +169,9 @@ pub(super) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<
     }
     let path = format!("directories/{digest}");
     let bytes = store.get(&path, store.limits().max_directory_bytes).await.map_err(|e| match e.kind() {
-        crate::ErrorKind::NotFound => Error::corrupt("the directory of a committed snapshot is missing").object(path.as_str()).clause("manifest 3.1"),
+        crate::ErrorKind::NotFound => {
+            Error::corrupt("the directory of a committed snapshot is missing").object(path.as_str()).clause("manifest 3.1")
+        }
         _ => e,
     })?;
     let directory = Arc::new(Directory::decode(bytes, digest, store.limits()).in_object(path)?);
@@ -180,16 +186,16 @@ pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskInde
         let mut decoder = IndexDecoder::new(cask.id, cask.bytes, store.limits().clone());
         let first = if cask.bytes - cask.index_offset <= WHOLE_INDEX_BYTES { cask.index_offset } else { cask.root_offset };
         crate::Limits::check(cask.bytes - first, store.limits().max_index_bytes, "size of the index")?;
-        let tail = store.get_ranges(&path, &[first..cask.bytes]).await.map_err(|e| match e.kind() {
+        let tail = store.get_range(&path, first..cask.bytes).await.map_err(|e| match e.kind() {
             crate::ErrorKind::NotFound => Error::corrupt("a cask of a committed snapshot is missing").clause("manifest 2.3"),
             _ => e,
         })?;
-        decoder.push(first, tail.into_iter().next().unwrap_or_default())?;
+        decoder.push(first, tail)?;
         let index = loop {
             match decoder.poll()? {
                 Progress::Done(index) => break index,
                 Progress::Needs(range) => {
-                    let bytes = store.get_ranges(&path, std::slice::from_ref(&range)).await?.pop().unwrap_or_default();
+                    let bytes = store.get_range(&path, range.clone()).await?;
                     decoder.push(range.start, bytes)?;
                 }
             }

@@ -213,7 +213,10 @@ impl Store {
         }
         if !broken {
             for path in listed {
-                report.note(None, Err(Error::corrupt("does not belong into the log: its name is no next number").object(path).clause("log 3.1")));
+                report.note(
+                    None,
+                    Err(Error::corrupt("does not belong into the log: its name is no next number").object(path).clause("log 3.1")),
+                );
             }
             for path in catalogs {
                 report.note(None, Err(Error::corrupt("belongs to an entry that the log does not have").object(path).clause("log 6.4")));
@@ -255,7 +258,9 @@ impl Store {
         for cask in &manifest.casks {
             let message = match sizes.get(&cask.path()) {
                 None => "a cask of a committed snapshot is missing".to_owned(),
-                Some(&bytes) if bytes != cask.bytes => format!("has {bytes} bytes, but the manifest says {}: truncated or replaced", cask.bytes),
+                Some(&bytes) if bytes != cask.bytes => {
+                    format!("has {bytes} bytes, but the manifest says {}: truncated or replaced", cask.bytes)
+                }
                 Some(_) => continue,
             };
             problems.push(Error::corrupt(message).object(cask.path()).clause("manifest 2.3"));
@@ -268,10 +273,10 @@ impl Store {
         let path = cask.path();
         let index = read_index(self, cask).await?;
         for (part, range) in index.missing_parts() {
-            let bytes = self.get_ranges(&path, std::slice::from_ref(&range)).await?.pop().unwrap_or_default();
+            let bytes = self.get_range(&path, range.clone()).await?;
             index.load_part(part, bytes)?;
         }
-        let header = self.get_ranges(&path, &[0..HEADER_BYTES]).await?.pop().unwrap_or_default();
+        let header = self.get_range(&path, 0..HEADER_BYTES).await?;
         if Header::decode(&header)?.id != cask.id {
             return Err(Error::corrupt("holds another cask than its name says").clause("container 2.4"));
         }
@@ -293,7 +298,7 @@ impl Store {
             let (now, later) = rest.split_at(count.max(1));
             rest = later;
             let last = now.last().map_or(end, |(_, _, page)| page.range.end);
-            let bytes = self.get_ranges(&path, &[end..last]).await?.pop().unwrap_or_default();
+            let bytes = self.get_range(&path, end..last).await?;
             let slice = |range: Range<u64>| {
                 let (start, stop) = (to_usize(range.start - end, "a page")?, to_usize(range.end - end, "a page")?);
                 Ok::<_, Error>(bytes.slice(start..stop))
@@ -306,7 +311,7 @@ impl Store {
             }
             end = last;
         }
-        let padding = self.get_ranges(&path, &[end..index.index_offset()]).await?.pop().unwrap_or_default();
+        let padding = self.get_range(&path, end..index.index_offset()).await?;
         padding_is_zero(&padding, end)
     }
 
@@ -328,7 +333,7 @@ impl Snapshot {
         self.check_content().await?;
         self.check_tensors(0..self.newest().directory.len()).await?;
         for (path, rank, name, page) in self.blob_pages().await? {
-            let bytes = self.store.get_ranges(&path, std::slice::from_ref(&page.range)).await?.pop().unwrap_or_default();
+            let bytes = self.store.get_range(&path, page.range.clone()).await?;
             page.check(&bytes).map_err(|e| e.object(path).tensor(format!("blob {rank}/{name}")))?;
         }
         Ok(())

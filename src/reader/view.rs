@@ -63,7 +63,9 @@ impl Snapshot {
             let locate = |e: Error| e.object(path.as_str()).tensor(name).chunk(*chunk);
             page.check(&bytes).map_err(locate)?;
             if crc32fast::hash(&bytes) != *crc {
-                return Err(locate(Error::corrupt("decoded bytes do not have the checksum that they had when they were saved").clause("chain 3.4")));
+                return Err(locate(
+                    Error::corrupt("decoded bytes do not have the checksum that they had when they were saved").clause("chain 3.4"),
+                ));
             }
         }
         slice(first.range.start, last.range.end)

@@ -22,7 +22,7 @@ pub use probe::ProbeReport;
 pub(crate) use upload::Upload;
 
 use crate::codec::Registry;
-use crate::wire::{Directory, Digest};
+use crate::wire::{Digest, Directory};
 use crate::{Error, ErrorKind, Limits, Result};
 
 /// A store of snapshots. Cheap to clone; clones share caches.
@@ -94,7 +94,15 @@ impl Store {
             let _ = cell.set(objects);
         }
         Self {
-            inner: Arc::new(Inner { url, medium, objects: cell, root, options, counters: Counters::default(), directories: Default::default() }),
+            inner: Arc::new(Inner {
+                url,
+                medium,
+                objects: cell,
+                root,
+                options,
+                counters: Counters::default(),
+                directories: Default::default(),
+            }),
         }
     }
 
@@ -143,9 +151,10 @@ impl Store {
     }
 
     pub(crate) fn objects(&self) -> Result<&Arc<dyn ObjectStore>> {
-        self.inner.objects.get().ok_or_else(|| {
-            Error::not_found(format!("no store at {}; the first save creates one", self.url())).object(self.url())
-        })
+        self.inner
+            .objects
+            .get()
+            .ok_or_else(|| Error::not_found(format!("no store at {}; the first save creates one", self.url())).object(self.url()))
     }
 
     pub(crate) fn path(&self, object: &str) -> Path {

@@ -90,9 +90,7 @@ impl StoreOptions {
                 let root = Path::from_url_path(root).map_err(|e| invalid(format!("its path cannot name objects: {e}")))?;
                 Ok(Store::assemble(url.to_owned(), Medium::Remote, Some(objects), root, self))
             }
-            _ => Err(invalid(format!(
-                "`{scheme}://` is not supported; use s3, gs, az, http, https, file or memory, or a plain path"
-            ))),
+            _ => Err(invalid(format!("`{scheme}://` is not supported; use s3, gs, az, http, https, file or memory, or a plain path"))),
         }
     }
 

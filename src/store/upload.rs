@@ -150,7 +150,6 @@ impl Upload {
         self.pending_bytes -= self.part_bytes - missing;
         part
     }
-
 }
 
 /// Whether an upload whose completion failed has arrived all the same.

@@ -100,9 +100,11 @@ dtypes! {
 impl Dtype {
     /// The type of a name, as [`Dtype::name`] gives it.
     pub fn from_name(name: &str) -> Result<Self> {
-        Self::ALL.iter().copied().find(|d| d.name() == name).ok_or_else(|| {
-            Error::unsupported(format!("`{}` is not a dtype", name.escape_debug())).clause("container 7")
-        })
+        Self::ALL
+            .iter()
+            .copied()
+            .find(|d| d.name() == name)
+            .ok_or_else(|| Error::unsupported(format!("`{}` is not a dtype", name.escape_debug())).clause("container 7"))
     }
 
     /// Whether elements are smaller than a byte, and so packed.

@@ -20,9 +20,8 @@ pub struct RoleAndParam {
 /// ```
 pub fn infer_role(name: &str) -> RoleAndParam {
     let segments: Vec<&str> = name.split('.').collect();
-    let found = segments.iter().enumerate().find_map(|(i, segment)| {
-        WORDS.iter().find(|(word, _)| word == segment).map(|(_, role)| (i, *role))
-    });
+    let found =
+        segments.iter().enumerate().find_map(|(i, segment)| WORDS.iter().find(|(word, _)| word == segment).map(|(_, role)| (i, *role)));
     let kept = |i: usize, segment: &str| !(CONTAINERS.contains(&segment) && i == 0);
     let (skip, role) = found.unwrap_or((usize::MAX, "model"));
     let param: Vec<&str> =

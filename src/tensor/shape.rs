@@ -42,9 +42,12 @@ impl Rect {
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offset.len() == shape.len()
             && self.shape.len() == shape.len()
-            && self.offset.iter().zip(&self.shape).zip(shape).all(|((&offset, &extent), &global)| {
-                offset.checked_add(extent).is_some_and(|end| end <= global)
-            })
+            && self
+                .offset
+                .iter()
+                .zip(&self.shape)
+                .zip(shape)
+                .all(|((&offset, &extent), &global)| offset.checked_add(extent).is_some_and(|end| end <= global))
     }
 
     /// The part that both cover, or `None` if they share no element. Both have the same number of dimensions.
@@ -95,11 +98,7 @@ impl Slice {
     /// The rectangle that this takes from a tensor of `shape`; an error if it reaches outside.
     pub fn of(&self, shape: &[u64]) -> Result<Rect> {
         if self.ranges.len() > shape.len() {
-            return Err(Error::invalid(format!(
-                "a slice of {} dimensions does not fit shape {}",
-                self.ranges.len(),
-                format_shape(shape)
-            )));
+            return Err(Error::invalid(format!("a slice of {} dimensions does not fit shape {}", self.ranges.len(), format_shape(shape))));
         }
         let mut rect = Rect::whole(shape);
         for (dimension, range) in self.ranges.iter().enumerate() {
@@ -127,6 +126,18 @@ pub(crate) struct Run {
     pub destination: u64,
     /// Elements.
     pub count: u64,
+}
+
+/// From the first to the last element (row-major, of `source`) that both rectangles hold.
+pub(crate) fn element_span(source: &Rect, other: &Rect) -> Range<u64> {
+    let Some(common) = source.intersection(other) else { return 0..0 };
+    let (mut first, mut last) = (0, 0);
+    for (dimension, stride) in strides(&source.shape).into_iter().enumerate() {
+        let start = common.offset[dimension] - source.offset[dimension];
+        first += start * stride;
+        last += (start + common.shape[dimension] - 1) * stride;
+    }
+    first..last + 1
 }
 
 /// The runs that copy elements `window` (row-major, of `source`) into `destination`, in source order.
@@ -191,8 +202,7 @@ pub(crate) fn tiles(shape: &[u64], rects: &[Rect]) -> Result<bool> {
     if rects.iter().any(|rect| !rect.fits(shape) || rect.element_count() == Some(0)) {
         return Ok(false);
     }
-    let split: Vec<usize> =
-        (0..shape.len()).filter(|&d| rects.iter().any(|rect| rect.shape[d] != shape[d])).collect();
+    let split: Vec<usize> = (0..shape.len()).filter(|&d| rects.iter().any(|rect| rect.shape[d] != shape[d])).collect();
     if split.len() > MAX_SPLIT_DIMENSIONS {
         return Err(Error::unsupported(format!(
             "shards that split {} dimensions; at most {MAX_SPLIT_DIMENSIONS} are supported",
@@ -202,11 +212,8 @@ pub(crate) fn tiles(shape: &[u64], rects: &[Rect]) -> Result<bool> {
     let mut corners: HashMap<Vec<u64>, i64> = HashMap::new();
     let mut add = |rect: &Rect, sign: i64| {
         for upper in 0u32..1 << split.len() {
-            let corner = split
-                .iter()
-                .enumerate()
-                .map(|(i, &d)| rect.offset[d] + if upper >> i & 1 == 1 { rect.shape[d] } else { 0 })
-                .collect();
+            let corner =
+                split.iter().enumerate().map(|(i, &d)| rect.offset[d] + if upper >> i & 1 == 1 { rect.shape[d] } else { 0 }).collect();
             *corners.entry(corner).or_default() += if upper.count_ones() % 2 == 0 { sign } else { -sign };
         }
     };
@@ -270,15 +277,14 @@ mod tests {
                         for c in 0..destination.shape[2] {
                             let index = [destination.offset[0] + a, destination.offset[1] + b, destination.offset[2] + c];
                             let inside = (0..3).all(|d| index[d] >= source.offset[d] && index[d] < source.offset[d] + source.shape[d]);
-                            expected.push(if inside {
-                                (((index[0] - 1) * 4 + (index[1] - 2)) * 3 + index[2]) as i64
-                            } else {
-                                -1
-                            });
+                            expected.push(if inside { (((index[0] - 1) * 4 + (index[1] - 2)) * 3 + index[2]) as i64 } else { -1 });
                         }
                     }
                 }
                 assert_eq!(out, expected, "chunk {chunk}");
+                let copied = || expected.iter().copied().filter(|&index| index >= 0);
+                let span = element_span(&source, &destination);
+                assert_eq!((copied().min(), copied().max()), (Some(span.start as i64), Some(span.end as i64 - 1)));
             }
         }
     }
@@ -300,7 +306,8 @@ mod tests {
     fn tilings_are_told_from_gaps_and_overlaps() -> Result<()> {
         let rect = |offset: &[u64], shape: &[u64]| Rect { offset: offset.to_vec(), shape: shape.to_vec() };
         // A pinwheel of four around a centre: no cut goes through.
-        let pinwheel = [rect(&[0, 0], &[1, 2]), rect(&[0, 2], &[2, 1]), rect(&[1, 0], &[2, 1]), rect(&[1, 1], &[1, 1]), rect(&[2, 1], &[1, 2])];
+        let pinwheel =
+            [rect(&[0, 0], &[1, 2]), rect(&[0, 2], &[2, 1]), rect(&[1, 0], &[2, 1]), rect(&[1, 1], &[1, 1]), rect(&[2, 1], &[1, 2])];
         assert!(tiles(&[3, 3], &pinwheel)?);
         assert!(!tiles(&[3, 3], &pinwheel[1..])?, "a gap");
         assert!(!tiles(&[4, 2], &[rect(&[0, 0], &[2, 2]), rect(&[1, 0], &[2, 2])])?, "equal volume, but overlap and gap");
@@ -315,6 +322,6 @@ mod tests {
     fn slices_outside_a_shape_are_errors() {
         assert!(Slice::rows(3..5).of(&[4, 2]).is_err());
         assert!(Slice::rows(0..1).of(&[]).is_err());
-        assert!(Slice::ranges([0..1, 2..1]).of(&[4, 4]).is_err());
+        assert!(Slice::ranges([0..1, std::ops::Range { start: 2, end: 1 }]).of(&[4, 4]).is_err());
     }
 }

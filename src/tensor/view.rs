@@ -52,11 +52,7 @@ impl<'a> TensorView<'a> {
             return fail(format!("shape {} of {dtype} is beyond 2^64 bytes", format_shape(shape)));
         };
         if bytes != data.len() as u64 {
-            return fail(format!(
-                "{} bytes given, but {dtype} {} takes {bytes}",
-                data.len(),
-                format_shape(&rect.shape)
-            ));
+            return fail(format!("{} bytes given, but {dtype} {} takes {bytes}", data.len(), format_shape(&rect.shape)));
         }
         if dtype.is_packed() {
             let used = (rect.element_count().unwrap_or(0) % 8 * dtype.bits() % 8) as u32;

@@ -117,7 +117,8 @@ impl ColumnsWriter {
         for row in rows.clone() {
             end = end.saturating_add(row.as_ref().len());
             // Arrow's offsets are signed.
-            let offset = i32::try_from(end).map_err(|_| Error::limit("names or shapes of one table exceed 2^31 bytes").clause("index 1.3"))?;
+            let offset =
+                i32::try_from(end).map_err(|_| Error::limit("names or shapes of one table exceed 2^31 bytes").clause("index 1.3"))?;
             offsets.push(offset.unsigned_abs());
         }
         self.column(offsets);

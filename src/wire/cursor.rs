@@ -15,9 +15,10 @@ impl<'a> Cursor<'a> {
     }
 
     pub(crate) fn take(&mut self, count: usize) -> Result<&'a [u8]> {
-        let (head, rest) = self.rest.split_at_checked(count).ok_or_else(|| {
-            Error::corrupt(format!("{} ends early: {count} bytes wanted, {} left", self.what, self.rest.len()))
-        })?;
+        let (head, rest) = self
+            .rest
+            .split_at_checked(count)
+            .ok_or_else(|| Error::corrupt(format!("{} ends early: {count} bytes wanted, {} left", self.what, self.rest.len())))?;
         self.rest = rest;
         Ok(head)
     }

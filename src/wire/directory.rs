@@ -60,10 +60,8 @@ impl Directory {
         if roles.len() > 255 {
             return Err(Error::limit(format!("{} roles, more than 255", roles.len())).clause("manifest 3.3"));
         }
-        let tensor_rows: Vec<TensorRow> = tensors
-            .iter()
-            .map(|(t, _)| TensorRow { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone() })
-            .collect();
+        let tensor_rows: Vec<TensorRow> =
+            tensors.iter().map(|(t, _)| TensorRow { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone() }).collect();
         let shard_rows: Vec<ShardRow> = tensors
             .iter()
             .enumerate()
@@ -233,7 +231,10 @@ impl Directory {
                 Some(alias) => {
                     let same = alias < tensor && self.dtype(alias) == self.dtype(tensor) && self.shape(alias) == self.shape(tensor);
                     if !same || self.alias_of(alias).is_some() || !shards.is_empty() {
-                        return fail("an alias must have no shards and name an earlier, stored tensor of its dtype and shape", "manifest 3.5");
+                        return fail(
+                            "an alias must have no shards and name an earlier, stored tensor of its dtype and shape",
+                            "manifest 3.5",
+                        );
                     }
                 }
                 None => {

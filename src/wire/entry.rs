@@ -124,8 +124,9 @@ impl LogEntry {
         let (json, digest) = seal::open_seal(bytes, limits.max_entry_bytes)?;
         seal::check_preamble(json, FORMAT)?;
         if let Some(kind) = unknown_kind(json) {
-            return Err(Error::unsupported(format!("log entry of unknown kind `{}`; upgrade tensorcask", kind.escape_debug()))
-                .clause("log 3.3"));
+            return Err(
+                Error::unsupported(format!("log entry of unknown kind `{}`; upgrade tensorcask", kind.escape_debug())).clause("log 3.3")
+            );
         }
         let entry: Self = seal::parse(json)?;
         if entry.sequence != sequence {

@@ -30,8 +30,9 @@ impl Header {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut cursor = Cursor::new(bytes, "cask header");
         if cursor.array()? != MAGIC {
-            return Err(Error::corrupt("not a cask: the magic bytes differ (a text-mode transfer damages them too)")
-                .clause("container 2.1"));
+            return Err(
+                Error::corrupt("not a cask: the magic bytes differ (a text-mode transfer damages them too)").clause("container 2.1")
+            );
         }
         let id = Id(cursor.array()?);
         let reserved = cursor.zeros(4);

@@ -72,8 +72,7 @@ impl Id {
     /// A fresh id from the operating system's random source.
     pub fn random() -> Result<Self> {
         let mut bytes = [0; 16];
-        getrandom::fill(&mut bytes)
-            .map_err(|e| Error::new(ErrorKind::Storage, format!("the system's random source failed: {e}")))?;
+        getrandom::fill(&mut bytes).map_err(|e| Error::new(ErrorKind::Storage, format!("the system's random source failed: {e}")))?;
         Ok(Self(bytes))
     }
 }

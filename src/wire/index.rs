@@ -197,19 +197,7 @@ impl IndexRoot {
         if position != root_offset {
             return Err(Error::corrupt(format!("parts end at {position}, but the root begins at {root_offset}")).clause("index 4.2"));
         }
-        Ok(Self {
-            layout,
-            codecs,
-            columns,
-            blob_ranks,
-            blob_names,
-            blob_bytes,
-            blob_crcs,
-            blob_offsets,
-            blobs_offset,
-            index_offset,
-            parts,
-        })
+        Ok(Self { layout, codecs, columns, blob_ranks, blob_names, blob_bytes, blob_crcs, blob_offsets, blobs_offset, index_offset, parts })
     }
 
     /// The part that describes a shard; none for an empty shard behind the last part.
@@ -266,13 +254,7 @@ fn dictionary(reader: &mut ColumnsReader, count: u64, heap_bytes: u64, limits: &
 }
 
 /// Offsets of blobs and the end of the last, rounded up to where the index begins.
-fn place_blobs(
-    ranks: &Column<u32>,
-    names: &Heap<u8>,
-    lengths: &Column<u64>,
-    blobs_offset: u64,
-    alignment: u64,
-) -> Result<(Vec<u64>, u64)> {
+fn place_blobs(ranks: &Column<u32>, names: &Heap<u8>, lengths: &Column<u64>, blobs_offset: u64, alignment: u64) -> Result<(Vec<u64>, u64)> {
     let mut offsets = reserve(lengths.len(), "blobs")?;
     let mut end = blobs_offset;
     let mut previous = None;
@@ -298,8 +280,9 @@ fn skip_extensions(reader: &mut ColumnsReader, ids: &Column<u8>, lengths: &Colum
     for (feature, length) in ids.iter().zip(lengths.iter()) {
         let declared = features.may_ignore.checked_shr(u32::from(feature)).is_some_and(|bits| bits & 1 == 1);
         if !declared || previous.is_some_and(|previous| previous >= feature) {
-            return Err(Error::corrupt(format!("extension {feature} is out of order or not declared in the postscript"))
-                .clause("index 2.5"));
+            return Err(
+                Error::corrupt(format!("extension {feature} is out of order or not declared in the postscript")).clause("index 2.5")
+            );
         }
         previous = Some(feature);
         reader.column::<u8>(length)?;

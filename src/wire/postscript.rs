@@ -50,8 +50,7 @@ impl Postscript {
         let crc = cursor.u32()?;
         let reserved = cursor.zeros(4);
         if cursor.array()? != MAGIC {
-            return Err(Error::corrupt("the file does not end with a postscript: it is truncated or not a cask")
-                .clause("container 3.1"));
+            return Err(Error::corrupt("the file does not end with a postscript: it is truncated or not a cask").clause("container 3.1"));
         }
         cursor.finish()?;
         if crc != Self::crc(id, covered) {
@@ -78,8 +77,9 @@ impl Postscript {
             || !root_offset.is_multiple_of(COLUMN_ALIGNMENT)
             || postscript_offset.is_none_or(|end| root_offset > end)
         {
-            return Err(Error::corrupt(format!("index root at {root_offset} does not fit a file of {file_bytes} bytes"))
-                .clause("container 3.4"));
+            return Err(
+                Error::corrupt(format!("index root at {root_offset} does not fit a file of {file_bytes} bytes")).clause("container 3.4")
+            );
         }
         Ok(Self { root_offset, root_crc, version, features, alignment_exponent })
     }

@@ -73,7 +73,8 @@ impl Writer {
         let snapshot = Snapshot::load(&self.store, self.log.state(), id).await?;
         refuse_features(snapshot.manifest().may_ignore())?;
         if snapshot.newest().directory.features().may_ignore != 0 {
-            return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask").clause("README 4"));
+            return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask")
+                .clause("README 4"));
         }
         Ok(Some(Parent { snapshot }))
     }
@@ -99,10 +100,8 @@ impl Writer {
     ) -> Result<Saved> {
         let directory = layout.directory()?;
         let digest = Digest::of(&directory);
-        let parent_ref = parent.map(|parent| ParentRef {
-            snapshot: parent.snapshot.record().id,
-            content: parent.snapshot.manifest().content.clone(),
-        });
+        let parent_ref =
+            parent.map(|parent| ParentRef { snapshot: parent.snapshot.record().id, content: parent.snapshot.manifest().content.clone() });
         let mut manifest = Manifest::new(Id::random()?, step, parent_ref, digest);
         manifest.content = written.content.clone();
         manifest.casks = written.casks.clone();

@@ -60,7 +60,7 @@ impl<'a> StateLayout<'a> {
         }
         let mut blobs: Vec<&Blob<'_>> = blobs.iter().collect();
         blobs.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
-        if let Some([twice, _]) = blobs.array_windows().find(|[a, b]| (a.rank, &a.name) == (b.rank, &b.name)) {
+        if let Some(twice) = blobs.iter().zip(blobs.iter().skip(1)).find(|(a, b)| (a.rank, &a.name) == (b.rank, &b.name)).map(|(a, _)| a) {
             return Err(Error::invalid(format!("two blobs of rank {} have this name", twice.rank)).tensor(&twice.name));
         }
         for blob in &blobs {
@@ -122,5 +122,9 @@ fn check_group(group: &[&TensorView<'_>], limits: &Limits) -> Result<()> {
     if tiles(first.shape(), &rects)? {
         return Ok(());
     }
-    fail(format!("its {} shards do not tile shape {} exactly: one is missing, or two overlap", rects.len(), crate::tensor::format_shape(first.shape())))
+    fail(format!(
+        "its {} shards do not tile shape {} exactly: one is missing, or two overlap",
+        rects.len(),
+        crate::tensor::format_shape(first.shape())
+    ))
 }

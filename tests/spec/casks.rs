@@ -214,6 +214,9 @@ fn features_that_may_be_ignored_are() {
         let index = read_cask(&vector.hex.0, cask.id.id()).unwrap();
         assert_ne!(index.features().may_ignore, 0, "{}", vector.name);
         assert_eq!(index.digest().to_hex(), vector.digest);
-        assert_eq!((index.shard_table().unwrap(), index.page_table(0).unwrap()), (plain.shard_table().unwrap(), plain.page_table(0).unwrap()));
+        assert_eq!(
+            (index.shard_table().unwrap(), index.page_table(0).unwrap()),
+            (plain.shard_table().unwrap(), plain.page_table(0).unwrap())
+        );
     }
 }

@@ -33,7 +33,13 @@ pub(crate) struct ChunkInvalid {
     pub(crate) clause: Option<String>,
 }
 
-pub(crate) fn decode_chunk(codec: &str, dtype: &str, elements: u64, base: Option<&Hex>, columns: &[(String, Hex)]) -> Result<Vec<u8>, Error> {
+pub(crate) fn decode_chunk(
+    codec: &str,
+    dtype: &str,
+    elements: u64,
+    base: Option<&Hex>,
+    columns: &[(String, Hex)],
+) -> Result<Vec<u8>, Error> {
     let columns: Vec<(&str, Bytes)> = columns.iter().map(|(name, bytes)| (name.as_str(), bytes.0.clone().into())).collect();
     let dtype = Dtype::from_name(dtype).unwrap();
     let mut out = vec![0; dtype.byte_count(elements).unwrap() as usize];

@@ -49,10 +49,8 @@ pub(crate) struct DirectoryInvalid {
 
 impl DirectoryVector {
     pub(crate) fn rows(&self) -> Vec<(DirectoryTensor, Vec<DirectoryShard>)> {
-        let shard = |s: &DirectoryShardVector| DirectoryShard {
-            rect: Rect { offset: s.offset.clone(), shape: s.shape.clone() },
-            slot: s.slot,
-        };
+        let shard =
+            |s: &DirectoryShardVector| DirectoryShard { rect: Rect { offset: s.offset.clone(), shape: s.shape.clone() }, slot: s.slot };
         let row = |t: &DirectoryTensorVector| {
             let tensor = DirectoryTensor {
                 name: t.name.clone(),

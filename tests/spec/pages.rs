@@ -173,9 +173,8 @@ fn dumps_in_pages_are_those_of_the_vectors() {
 /// Sealed objects in the pages stand in the vectors too.
 #[test]
 fn texts_in_pages_are_those_of_the_vectors() {
-    let vectors: String = ["log.toml", "manifest.toml"]
-        .map(|file| std::fs::read_to_string(root().join("spec/vectors").join(file)).unwrap())
-        .concat();
+    let vectors: String =
+        ["log.toml", "manifest.toml"].map(|file| std::fs::read_to_string(root().join("spec/vectors").join(file)).unwrap()).concat();
     for (page, text) in pages() {
         for block in text.split("\n```json\n").skip(1) {
             let object = block.split("\n```").next().unwrap();

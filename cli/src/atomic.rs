@@ -1,0 +1,60 @@
+//! Output files that appear whole or not at all.
+
+use std::fs::{File, OpenOptions};
+use std::path::{Path, PathBuf};
+
+use tensorcask::wire::Id;
+use tensorcask::{Error, Result};
+
+/// A file beside its target, which takes the target's place when it is committed; removed if that does not happen.
+#[derive(Debug)]
+pub(crate) struct AtomicFile {
+    file: File,
+    temporary: PathBuf,
+    target: PathBuf,
+    committed: bool,
+}
+
+impl AtomicFile {
+    pub(crate) fn create(target: &Path) -> Result<Self> {
+        let shown = target.display().to_string();
+        if target.file_name().is_none() {
+            return Err(Error::invalid("is not the name of a file").object(shown));
+        }
+        // Replacing a device or a folder is never what was meant.
+        if std::fs::metadata(target).is_ok_and(|found| !found.is_file()) {
+            return Err(Error::invalid("is there, and is no regular file").object(shown));
+        }
+        // Short, whatever the target's name is.
+        let temporary = target.with_file_name(format!(".{:.16}.tmp", Id::random()?.to_hex()));
+        let file = OpenOptions::new().write(true).create_new(true).open(&temporary).map_err(|e| Error::io(shown, e))?;
+        Ok(Self { file, temporary, target: target.to_owned(), committed: false })
+    }
+
+    pub(crate) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Puts the file, which reaches the disk first, in its place.
+    pub(crate) fn commit(mut self) -> Result<()> {
+        let fail = |e| Error::io(self.target.display().to_string(), e);
+        self.file.sync_all().map_err(fail)?;
+        std::fs::rename(&self.temporary, &self.target).map_err(fail)?;
+        self.committed = true;
+        if cfg!(unix) {
+            let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let fail = |e| Error::io(folder.display().to_string(), e);
+            File::open(folder).and_then(|folder| folder.sync_all()).map_err(fail)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for AtomicFile {
+    fn drop(&mut self) {
+        if !self.committed {
+            // The error that brought us here matters more.
+            let _ = std::fs::remove_file(&self.temporary);
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! Two runs of elements compared: how many differ in a bit, how far floats lie apart, how many are not a number.
+//!
+//! Floats are compared as ordered integers: the sign and the magnitude of their bits. One step of that integer is one unit
+//! in the last place; both zeros are 0. A pair with a NaN counts as changed if its bits differ, but has no distance.
+
+use tensorcask::Dtype;
+
+/// What a comparison found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Difference {
+    pub elements: u64,
+    pub changed: u64,
+    /// None for types that are no floats.
+    pub max_ulps: Option<u64>,
+    /// NaN in the second run; none for types that are no floats.
+    pub nans: Option<u64>,
+}
+
+/// How the bits of a float are laid out, below the sign bit if it has one.
+#[derive(Debug, Clone, Copy)]
+struct Float {
+    bits: u32,
+    signed: bool,
+    /// The largest magnitude that is a number; beyond it are NaNs.
+    largest: u64,
+    /// Whether the bits of negative zero are the NaN.
+    nan_is_minus_zero: bool,
+}
+
+fn float_of(dtype: Dtype) -> Option<Float> {
+    let float = |bits, largest| Some(Float { bits, signed: true, largest, nan_is_minus_zero: false });
+    match dtype {
+        Dtype::F16 => float(16, 0x7c00),
+        Dtype::Bf16 => float(16, 0x7f80),
+        Dtype::F32 | Dtype::C64 => float(32, 0x7f80_0000),
+        Dtype::F64 | Dtype::C128 => float(64, 0x7ff0_0000_0000_0000),
+        Dtype::F8E4M3 => float(8, 0x7e),
+        Dtype::F8E5M2 => float(8, 0x7c),
+        Dtype::F8E4M3Fnuz | Dtype::F8E5M2Fnuz => Some(Float { bits: 8, signed: true, largest: 0x7f, nan_is_minus_zero: true }),
+        Dtype::F8E8M0 => Some(Float { bits: 8, signed: false, largest: 0xfe, nan_is_minus_zero: false }),
+        Dtype::F6E2M3 | Dtype::F6E3M2 => float(6, 0x1f),
+        Dtype::F4E2M1 => float(4, 0x7),
+        _ => None,
+    }
+}
+
+impl Float {
+    /// The ordered integer; none for NaN.
+    fn ordered(self, bits: u64) -> Option<i64> {
+        let sign = if self.signed { 1 << (self.bits - 1) } else { 0 };
+        let magnitude = bits & !sign;
+        if magnitude > self.largest || (self.nan_is_minus_zero && bits == sign) {
+            return None;
+        }
+        // Below 2^63 by `largest`.
+        let magnitude = magnitude as i64;
+        Some(if bits & sign == 0 { magnitude } else { -magnitude })
+    }
+}
+
+impl Difference {
+    /// Nothing compared yet.
+    pub(crate) fn new(dtype: Dtype) -> Self {
+        let zero = float_of(dtype).map(|_| 0);
+        Self { elements: 0, changed: 0, max_ulps: zero, nans: zero }
+    }
+
+    /// Adds `elements` elements, row-major, little-endian; both runs have the same length.
+    pub(crate) fn add(&mut self, dtype: Dtype, elements: u64, a: &[u8], b: &[u8]) {
+        let float = float_of(dtype);
+        self.elements += elements;
+        match (dtype.bits(), dtype.unit_bytes()) {
+            (bits @ 1..8, _) => {
+                for element in 0..elements {
+                    self.element(float, [(packed(a, element, bits), packed(b, element, bits))]);
+                }
+            }
+            (8, _) => self.whole::<1>(float, a, b),
+            (16, _) => self.whole::<2>(float, a, b),
+            (32, _) => self.whole::<4>(float, a, b),
+            (64, 8) => self.whole::<8>(float, a, b),
+            (64, _) => self.complex::<4>(float, a, b),
+            _ => self.complex::<8>(float, a, b),
+        }
+    }
+
+    fn whole<const WIDTH: usize>(&mut self, float: Option<Float>, a: &[u8], b: &[u8]) {
+        for (a, b) in a.as_chunks::<WIDTH>().0.iter().zip(b.as_chunks::<WIDTH>().0) {
+            self.element(float, [(bits(a), bits(b))]);
+        }
+    }
+
+    fn complex<const WIDTH: usize>(&mut self, float: Option<Float>, a: &[u8], b: &[u8]) {
+        let (a, b) = (a.as_chunks::<WIDTH>().0.as_chunks::<2>().0, b.as_chunks::<WIDTH>().0.as_chunks::<2>().0);
+        for ([a_real, a_imaginary], [b_real, b_imaginary]) in a.iter().zip(b) {
+            self.element(float, [(bits(a_real), bits(b_real)), (bits(a_imaginary), bits(b_imaginary))]);
+        }
+    }
+
+    /// One element, as the bits of its parts in both runs.
+    fn element<const PARTS: usize>(&mut self, float: Option<Float>, parts: [(u64, u64); PARTS]) {
+        let changed = parts.iter().any(|(a, b)| a != b);
+        self.changed += u64::from(changed);
+        let Some(float) = float else { return };
+        if parts.iter().any(|(_, b)| float.ordered(*b).is_none()) {
+            self.nans = self.nans.map(|nans| nans + 1);
+        }
+        if !changed {
+            return;
+        }
+        for (a, b) in parts {
+            if let (Some(a), Some(b)) = (float.ordered(a), float.ordered(b)) {
+                self.max_ulps = self.max_ulps.max(Some(a.abs_diff(b)));
+            }
+        }
+    }
+}
+
+/// The bits of a little-endian element.
+fn bits<const WIDTH: usize>(bytes: &[u8; WIDTH]) -> u64 {
+    bytes.iter().rev().fold(0, |bits, &byte| bits << 8 | u64::from(byte))
+}
+
+/// Element `element` of packed ones, low bits first.
+fn packed(bytes: &[u8], element: u64, width: u64) -> u64 {
+    let first = element * width;
+    let byte = |at: u64| usize::try_from(at).ok().and_then(|at| bytes.get(at)).copied().map_or(0, u64::from);
+    (byte(first / 8) | byte(first / 8 + 1) << 8) >> (first % 8) & ((1 << width) - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn compare(dtype: Dtype, elements: u64, a: &[u8], b: &[u8]) -> (u64, Option<u64>, Option<u64>) {
+        let mut difference = Difference::new(dtype);
+        difference.add(dtype, elements, a, b);
+        assert_eq!(difference.elements, elements);
+        (difference.changed, difference.max_ulps, difference.nans)
+    }
+
+    #[test]
+    fn distances_of_floats() {
+        // bf16: 1.0 and the next; the smallest positive and negative number, 2 apart; both zeros; NaN.
+        let a = [0x80, 0x3f, 0x01, 0x00, 0x00, 0x00, 0x80, 0x3f];
+        let b = [0x81, 0x3f, 0x01, 0x80, 0x00, 0x80, 0xc0, 0x7f];
+        assert_eq!(compare(Dtype::Bf16, 4, &a, &b), (4, Some(2), Some(1)));
+        assert_eq!(compare(Dtype::Bf16, 4, &b, &b), (0, Some(0), Some(1)), "a NaN that stays is counted");
+        // f64: from one infinity to the other.
+        let infinity = |sign: u8| [0, 0, 0, 0, 0, 0, 0xf0, 0x7f | sign];
+        assert_eq!(compare(Dtype::F64, 1, &infinity(0), &infinity(0x80)), (1, Some(0xffe0_0000_0000_0000), Some(0)));
+        assert_eq!(compare(Dtype::F8E4M3, 3, &[0x7e, 0x80, 1], &[0x7f, 0, 2]), (3, Some(1), Some(1)));
+        assert_eq!(compare(Dtype::F8E5M2Fnuz, 2, &[0x80, 0x7f], &[0x80, 0xff]), (1, Some(254), Some(1)));
+        assert_eq!(compare(Dtype::F8E8M0, 2, &[0, 1], &[0xfe, 0xff]), (2, Some(0xfe), Some(1)));
+        // Complex: one element, of which only the imaginary part differs.
+        assert_eq!(compare(Dtype::C64, 1, &[0; 8], &[0, 0, 0, 0, 3, 0, 0, 0]), (1, Some(3), Some(0)));
+    }
+
+    #[test]
+    fn packed_and_whole_numbers() {
+        assert_eq!(compare(Dtype::I32, 2, &[0; 8], &[0, 0, 0, 0, 9, 0, 0, 0]), (1, None, None));
+        assert_eq!(compare(Dtype::Int4, 3, &[0x21, 0x03], &[0x31, 0x03]), (1, None, None));
+        // f6: elements 1, 2, 3, 4 in 3 bytes; the second becomes -2, the last stays.
+        let f6 = |elements: [u32; 4]| {
+            let bits = elements.iter().rev().fold(0u32, |bits, element| bits << 6 | element);
+            [bits as u8, (bits >> 8) as u8, (bits >> 16) as u8]
+        };
+        assert_eq!(compare(Dtype::F6E2M3, 4, &f6([1, 2, 3, 4]), &f6([1, 0x22, 3, 4])), (1, Some(4), Some(0)));
+    }
+}

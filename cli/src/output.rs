@@ -1,0 +1,142 @@
+//! What goes to stdout and stderr: one report per run, as text or as JSON, and never a raw control character.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+
+use serde::Serialize;
+use tensorcask::{Error, ErrorKind, Result};
+
+use crate::text::{Text, printable};
+
+/// What a verb has to say, and its exit code.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    json: String,
+    text: Text,
+    code: u8,
+}
+
+impl Outcome {
+    pub(crate) fn new(report: &impl Serialize, text: Text) -> Result<Self> {
+        let json = serde_json::to_string(report).map_err(|e| Error::invalid(format!("the report cannot be written as JSON: {e}")))?;
+        Ok(Self { json, text, code: 0 })
+    }
+
+    pub(crate) fn with_code(mut self, code: u8) -> Self {
+        self.code = code;
+        self
+    }
+
+    /// Prints, and gives the exit code.
+    pub(crate) fn print(&self, json: bool) -> u8 {
+        let printed = if json { print_line(&self.json) } else { print_raw(self.text.as_str()) };
+        match printed {
+            // Whoever closed the pipe has seen enough.
+            Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => complain(&format!("error: stdout: {e}")).max(self.code),
+            _ => self.code,
+        }
+    }
+}
+
+/// Prints an error, and gives the exit code.
+pub(crate) fn print_error(error: &Error, json: bool) -> u8 {
+    if json {
+        let report = ErrorReport { error: ErrorJson::of(error) };
+        let _ = print_line(&serde_json::to_string(&report).unwrap_or_default());
+    }
+    complain(&format!("error: {error}"));
+    code_of(error.kind())
+}
+
+/// Prints the JSON of an error in the arguments; the text is clap's.
+pub(crate) fn print_usage_error(text: &str) {
+    let message = text.trim().trim_start_matches("error: ").to_owned();
+    let error = ErrorJson { kind: "usage", message, object: None, tensor: None, clause: None };
+    let _ = print_line(&serde_json::to_string(&ErrorReport { error }).unwrap_or_default());
+}
+
+/// A line on stderr; 1, for an exit code.
+pub(crate) fn complain(line: &str) -> u8 {
+    let _ = writeln!(std::io::stderr(), "{}", printable(line));
+    1
+}
+
+/// The exit code of an error.
+pub(crate) fn code_of(kind: ErrorKind) -> u8 {
+    match kind {
+        ErrorKind::Corrupt => 3,
+        ErrorKind::NotFound => 10,
+        ErrorKind::Conflict | ErrorKind::Fenced => 11,
+        _ => 1,
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct ErrorReport {
+    error: ErrorJson,
+}
+
+/// An error in JSON.
+#[derive(Debug, Serialize)]
+pub(crate) struct ErrorJson {
+    kind: &'static str,
+    message: String,
+    object: Option<String>,
+    tensor: Option<String>,
+    clause: Option<&'static str>,
+}
+
+impl ErrorJson {
+    pub(crate) fn of(error: &Error) -> Self {
+        Self {
+            kind: error.kind().name(),
+            message: error.message().to_owned(),
+            object: error.object_name().map(str::to_owned),
+            tensor: error.tensor_name().map(str::to_owned),
+            clause: error.clause_name(),
+        }
+    }
+}
+
+/// JSON in which characters that a terminal may obey are escaped: they stand in strings only.
+fn printable_json(json: &str) -> String {
+    let mut out = String::with_capacity(json.len());
+    for c in json.chars() {
+        if (c.is_ascii() && c != '\u{7f}') || c.escape_debug().len() == 1 {
+            out.push(c);
+            continue;
+        }
+        for unit in c.encode_utf16(&mut [0; 2]) {
+            let _ = write!(out, "\\u{unit:04x}");
+        }
+    }
+    out
+}
+
+fn print_line(json: &str) -> std::io::Result<()> {
+    print_raw(&format!("{}\n", printable_json(json)))
+}
+
+fn print_raw(text: &str) -> std::io::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    stdout.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_is_safe_to_show() {
+        let json = serde_json::to_string("é\u{9b}\u{7f}\u{202e}\u{e0001}\u{1b}").unwrap_or_default();
+        assert_eq!(printable_json(&json), "\"é\\u009b\\u007f\\u202e\\udb40\\udc01\\u001b\"");
+    }
+
+    #[test]
+    fn exit_codes() {
+        use ErrorKind::*;
+        let codes = [Corrupt, NotFound, Conflict, Fenced, InvalidArgument, Storage, OutcomeUnknown].map(code_of);
+        assert_eq!(codes, [3, 10, 11, 11, 1, 1, 1]);
+    }
+}

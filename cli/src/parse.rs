@@ -1,0 +1,105 @@
+//! Values of arguments that several verbs take.
+
+use serde_json::Value;
+use tensorcask::{At, Result, Slice};
+
+/// `N` or `latest`.
+pub(crate) fn at(text: &str) -> Result<At, String> {
+    match text {
+        "latest" => Ok(At::Latest),
+        _ => text.parse().map(At::Step).map_err(|_| "a step is a number, or `latest`".to_owned()),
+    }
+}
+
+/// `i/n`.
+pub(crate) fn part(text: &str) -> Result<(u64, u64), String> {
+    let numbers = text.split_once('/').and_then(|(part, of)| Some((part.parse().ok()?, of.parse().ok()?)));
+    numbers.filter(|(part, of)| part < of).ok_or_else(|| "a part is i/n with i from 0 to n-1, such as 0/4".to_owned())
+}
+
+/// `KEY=VALUE`: a number, true or false where it reads as one, else text.
+pub(crate) fn user(text: &str) -> Result<(String, Value), String> {
+    let (key, value) = pair(text)?;
+    let parsed = serde_json::from_str(value).ok().filter(|parsed| match parsed {
+        Value::Bool(_) => true,
+        // An integer beyond 64 bits would lose digits as a float.
+        Value::Number(number) => !number.is_f64() || value.contains(['.', 'e', 'E']),
+        _ => false,
+    });
+    Ok((key.to_owned(), parsed.unwrap_or_else(|| Value::String(value.to_owned()))))
+}
+
+/// `NAME=FILE`.
+pub(crate) fn blob(text: &str) -> Result<(String, String), String> {
+    let (name, file) = pair(text)?;
+    Ok((name.to_owned(), file.to_owned()))
+}
+
+fn pair(text: &str) -> Result<(&str, &str), String> {
+    text.split_once('=').filter(|(name, _)| !name.is_empty()).ok_or_else(|| "write NAME=VALUE".to_owned())
+}
+
+/// A slice of a tensor, whose ends may be open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SliceArg {
+    pub name: String,
+    ranges: Vec<(Option<u64>, Option<u64>)>,
+}
+
+/// `NAME[a:b]`, `NAME[a:b,c:d]`; either end of a range may be left out.
+pub(crate) fn slice(text: &str) -> Result<SliceArg, String> {
+    let bad = || "write NAME[a:b] or NAME[a:b,c:d], ends optional".to_owned();
+    let parts = text.strip_suffix(']').and_then(|text| text.rsplit_once('['));
+    let (name, ranges) = parts.filter(|(name, _)| !name.is_empty()).ok_or_else(bad)?;
+    let end = |text: &str| match text.trim() {
+        "" => Ok(None),
+        number => number.parse().map(Some).map_err(|_| bad()),
+    };
+    let range = |text: &str| {
+        let (from, to) = text.split_once(':').ok_or_else(bad)?;
+        Ok((end(from)?, end(to)?))
+    };
+    Ok(SliceArg { name: name.to_owned(), ranges: ranges.split(',').map(range).collect::<Result<_, String>>()? })
+}
+
+impl SliceArg {
+    /// The slice, in a tensor of this shape. Whether it fits is the library's to say.
+    pub(crate) fn of(&self, shape: &[u64]) -> Slice {
+        let extent = |dimension: usize| shape.get(dimension).copied().unwrap_or(0);
+        let ranges = self.ranges.iter().enumerate();
+        Slice::ranges(ranges.map(|(at, (from, to))| from.unwrap_or(0)..to.unwrap_or_else(|| extent(at))).collect::<Vec<_>>())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_read() {
+        assert!(matches!((at("latest"), at("7"), at("-1")), (Ok(At::Latest), Ok(At::Step(7)), Err(_))));
+        assert_eq!(part("1/2"), Ok((1, 2)));
+        for text in ["2/2", "0/0", "1", "a/b", "-1/2"] {
+            assert!(part(text).is_err(), "{text}");
+        }
+        let value = |text: &str| user(text).map(|(_, value)| value.to_string());
+        assert_eq!(value("loss=2.5"), Ok("2.5".into()));
+        assert_eq!(value("done=true"), Ok("true".into()));
+        assert_eq!(value("hash=123456789012345678901234"), Ok("\"123456789012345678901234\"".into()));
+        assert_eq!(value("none=null"), Ok("\"null\"".into()));
+        assert_eq!(value("a=b=c"), Ok("\"b=c\"".into()));
+        assert!(value("=1").is_err() && value("x").is_err());
+    }
+
+    #[test]
+    fn slices_are_read() {
+        let of = |text: &str| slice(text).map(|slice| (slice.name.clone(), slice.of(&[100, 8])));
+        assert_eq!(of("w[5:7]"), Ok(("w".into(), Slice::rows(5..7))));
+        assert_eq!(of("w[5:]"), Ok(("w".into(), Slice::rows(5..100))));
+        assert_eq!(of("a[0].w[:7, 2:4]"), Ok(("a[0].w".into(), Slice::ranges([0..7, 2..4]))));
+        assert_eq!(of("w[:]"), Ok(("w".into(), Slice::rows(0..100))));
+        for text in ["w", "[1:2]", "w[1]", "w[1:2", "w[]", "w[1:2,]", "w[-1:2]", "w[a:b]", "w[1:2:3]"] {
+            assert!(slice(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! A spinner on stderr, with the bytes moved so far, where stderr is a terminal.
+
+use std::fmt;
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
+use tensorcask::blocking::Store;
+
+use crate::text::human_bytes;
+
+/// Spins until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Progress(Option<ProgressBar>);
+
+impl Progress {
+    /// Begins a phase of work on a store.
+    pub(crate) fn start(store: &Store, what: &'static str) -> Self {
+        if !std::io::stderr().is_terminal() {
+            return Self(None);
+        }
+        let store = store.inner().clone();
+        let moved = move |_: &ProgressState, out: &mut dyn fmt::Write| {
+            let io = store.io();
+            let _ = out.write_str(&human_bytes(io.bytes_read.saturating_add(io.bytes_written)));
+        };
+        let style = ProgressStyle::with_template("{spinner} {msg} {moved} in {elapsed}");
+        let style = style.unwrap_or_else(|_| ProgressStyle::default_spinner());
+        let bar = ProgressBar::new_spinner().with_style(style.with_key("moved", moved)).with_message(what);
+        bar.enable_steady_tick(Duration::from_millis(120));
+        Self(Some(bar))
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.0 {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Text for a person: lines, columns, sizes; and never a raw control character.
+
+use std::fmt::Write as _;
+
+/// Text for a person, line by line; what is not printable in a line is escaped.
+#[derive(Debug, Default)]
+pub(crate) struct Text(String);
+
+impl Text {
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    pub(crate) fn line(&mut self, line: impl AsRef<str>) {
+        self.0.push_str(printable(line.as_ref()).trim_end());
+        self.0.push('\n');
+    }
+
+    /// Names and values, values in one column.
+    pub(crate) fn fields(&mut self, fields: &[(&str, String)]) {
+        let width = fields.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+        for (name, value) in fields {
+            self.line(format!("{name:width$}  {value}"));
+        }
+    }
+
+    /// Columns below their headings; those whose heading starts with `>` are aligned to the right.
+    pub(crate) fn table(&mut self, headings: &[&str], rows: &[Vec<String>]) {
+        let right: Vec<bool> = headings.iter().map(|heading| heading.starts_with('>')).collect();
+        let first = headings.iter().map(|heading| heading.trim_start_matches('>').to_owned()).collect();
+        let rows = std::iter::once(&first).chain(rows).map(|row| row.iter().map(|cell| printable(cell)).collect());
+        let rows: Vec<Vec<String>> = rows.collect();
+        let mut widths = vec![0; headings.len()];
+        for row in &rows {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = cell.chars().count().max(*width);
+            }
+        }
+        for row in &rows {
+            let mut line = String::new();
+            for ((cell, width), right) in row.iter().zip(&widths).zip(&right) {
+                let _ = if *right { write!(line, "{cell:>width$}  ") } else { write!(line, "{cell:width$}  ") };
+            }
+            self.0.push_str(line.trim_end());
+            self.0.push('\n');
+        }
+    }
+}
+
+/// Bytes for a person.
+pub(crate) fn human_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64 / 1024.0;
+    let mut unit = 0;
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    format!("{value:.1} {}", UNITS[unit])
+}
+
+/// How many times smaller the stored bytes are; none where nothing is stored.
+pub(crate) fn ratio(tensor_bytes: u64, stored_bytes: u64) -> Option<f64> {
+    (stored_bytes > 0).then(|| (tensor_bytes as f64 / stored_bytes as f64 * 1000.0).round() / 1000.0)
+}
+
+/// A ratio for a person.
+pub(crate) fn human_ratio(ratio: Option<f64>) -> String {
+    ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}x"))
+}
+
+/// A shape for a person.
+pub(crate) fn human_shape(shape: &[u64]) -> String {
+    let extents: Vec<String> = shape.iter().map(u64::to_string).collect();
+    format!("[{}]", extents.join(", "))
+}
+
+/// Text in which control, format and other invisible characters are escaped, newlines too.
+pub(crate) fn printable(text: &str) -> String {
+    let escape = |c: char| match c {
+        '\'' | '"' | '\\' => c.to_string(),
+        _ => c.escape_debug().to_string(),
+    };
+    text.chars().map(escape).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_printed_raw() {
+        assert_eq!(printable("a\u{1b}[2J\nb\u{202e}c'\\"), "a\\u{1b}[2J\\nb\\u{202e}c'\\");
+        let mut text = Text::default();
+        text.table(&["name", ">n"], &[vec!["x\n".into(), "10".into()]]);
+        assert_eq!(text.as_str(), "name   n\nx\\n   10\n");
+    }
+
+    #[test]
+    fn sizes_are_short() {
+        let sizes = [0, 1023, 1024, 1_048_524, 1_048_575, u64::MAX].map(human_bytes);
+        assert_eq!(sizes, ["0 B", "1023 B", "1.0 KiB", "1023.9 KiB", "1.0 MiB", "16.0 EiB"]);
+        assert_eq!((ratio(10, 4), ratio(10, 0)), (Some(2.5), None));
+    }
+}

@@ -1,0 +1,187 @@
+//! `tensorcask inspect`: a snapshot or a cask file, from indexes alone.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::Path;
+
+use serde::Serialize;
+use tensorcask::blocking::Store;
+use tensorcask::container::{CaskIndex, IndexDecoder, Progress};
+use tensorcask::wire::{DirectoryTensor, HEADER_BYTES, Header};
+use tensorcask::{At, Error, Limits, Result};
+
+use crate::cask::{self, CaskBlob, CaskTensor};
+use crate::output::Outcome;
+use crate::parse;
+use crate::text::{Text, human_bytes, human_shape};
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Reads the header and the index of casks, never their tensors. A delta's casks hold only what changed.
+
+Example:
+  tensorcask inspect runs/a --step 1000 --tensor model.wte.weight
+  tensorcask inspect runs/a/casks/6f0c52d1b4a94b0c8e2d7a915f3e6c08.cask")]
+pub(crate) struct Args {
+    /// Path or URL of a store, or path of a cask file
+    #[arg(value_name = "STORE|FILE.cask")]
+    object: String,
+    /// The step of a store, or `latest`
+    #[arg(long, value_name = "N", value_parser = parse::at)]
+    step: Option<At>,
+    /// Only this tensor
+    #[arg(long, value_name = "NAME")]
+    tensor: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct FileReport<'a> {
+    file: &'a str,
+    cask: CaskReport,
+}
+
+#[derive(Debug, Serialize)]
+struct StoreReport<'a> {
+    store: &'a str,
+    step: u64,
+    snapshot: String,
+    kind: &'static str,
+    tensors: Vec<TensorRow>,
+    casks: Vec<CaskReport>,
+}
+
+/// A tensor of the snapshot, whether its casks hold a part of it or not.
+#[derive(Debug, Serialize)]
+struct TensorRow {
+    name: String,
+    dtype: &'static str,
+    shape: Vec<u64>,
+    role: String,
+    param: String,
+    alias_of: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct CaskReport {
+    slot: Option<u32>,
+    id: String,
+    version: String,
+    bytes: u64,
+    alignment: u64,
+    digest: String,
+    tensors: Vec<CaskTensor>,
+    blobs: Vec<CaskBlob>,
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let path = Path::new(&args.object);
+    if !path.is_file() {
+        return inspect_store(args);
+    }
+    if args.step.is_some() {
+        return Err(Error::invalid("a cask file has no steps: --step goes with a store").object(&args.object));
+    }
+    let index = read_index(path).map_err(|e| e.object(&args.object))?;
+    let cask = CaskReport::new(&index, None, args.tensor.as_deref())?;
+    if let (Some(name), []) = (&args.tensor, cask.tensors.as_slice()) {
+        return Err(Error::not_found("the cask holds nothing of this tensor").object(&args.object).tensor(name));
+    }
+    let mut text = Text::default();
+    cask.describe(&mut text);
+    Outcome::new(&FileReport { file: &args.object, cask }, text)
+}
+
+fn inspect_store(args: &Args) -> Result<Outcome> {
+    let store = Store::open(&args.object)?;
+    let snapshot = store.snapshot(args.step.unwrap_or(At::Latest))?;
+    if let Some(name) = &args.tensor {
+        snapshot.tensor(name)?;
+    }
+    let tensors = snapshot.tensors();
+    let row = |tensor: &DirectoryTensor| TensorRow {
+        name: tensor.name.clone(),
+        dtype: tensor.dtype.name(),
+        shape: tensor.shape.clone(),
+        role: tensor.role.clone(),
+        param: tensor.param.clone(),
+        alias_of: tensor.alias_of.and_then(|of| tensors.get(of)).map(|of| of.name.clone()),
+    };
+    let wanted = tensors.iter().filter(|tensor| args.tensor.as_ref().is_none_or(|name| *name == tensor.name));
+    let rows: Vec<TensorRow> = wanted.map(row).collect();
+    let mut casks = Vec::new();
+    for (slot, index) in store.block_on(snapshot.indexes())? {
+        casks.push(CaskReport::new(&index, Some(slot), args.tensor.as_deref())?);
+    }
+
+    let kind = snapshot.record().kind().name();
+    let mut text = Text::default();
+    text.line(format!("step {}, a {kind}", snapshot.step()));
+    let cells: Vec<Vec<String>> = rows
+        .iter()
+        .map(|row| {
+            let alias = row.alias_of.as_ref().map_or(String::new(), |of| format!("tied to {of}"));
+            vec![row.name.clone(), row.dtype.to_owned(), human_shape(&row.shape), row.role.clone(), row.param.clone(), alias]
+        })
+        .collect();
+    text.table(&["tensor", "dtype", "shape", "role", "param", ""], &cells);
+    casks.iter().for_each(|cask| cask.describe(&mut text));
+    let snapshot_id = snapshot.record().id.to_hex();
+    let report = StoreReport { store: &args.object, step: snapshot.step(), snapshot: snapshot_id, kind, tensors: rows, casks };
+    Outcome::new(&report, text)
+}
+
+impl CaskReport {
+    fn new(index: &CaskIndex, slot: Option<u32>, tensor: Option<&str>) -> Result<Self> {
+        let mut tensors = cask::tensors(index)?;
+        tensors.retain(|found| tensor.is_none_or(|name| name == found.name));
+        Ok(Self {
+            slot,
+            id: index.id().to_hex(),
+            version: index.version().to_string(),
+            bytes: index.file_bytes(),
+            alignment: index.alignment(),
+            digest: index.digest().to_hex(),
+            tensors,
+            blobs: cask::blobs(index),
+        })
+    }
+
+    fn describe(&self, text: &mut Text) {
+        let slot = self.slot.map_or(String::new(), |slot| format!(" in slot {slot}"));
+        let size = human_bytes(self.bytes);
+        text.line("");
+        text.line(format!("cask {}{slot}: {size}, version {}, pages aligned to {} bytes", self.id, self.version, self.alignment));
+        let rows: Vec<Vec<String>> = self.tensors.iter().map(CaskTensor::row).collect();
+        text.table(&cask::HEADINGS, &rows);
+        self.blobs.iter().for_each(|blob| text.line(blob.line()));
+    }
+}
+
+/// Reads the header and the index of a cask file.
+fn read_index(path: &Path) -> Result<CaskIndex> {
+    let io = |e| Error::io(path.display().to_string(), e);
+    let mut file = File::open(path).map_err(io)?;
+    let file_bytes = file.metadata().map_err(io)?.len();
+    if file_bytes < HEADER_BYTES {
+        return Err(Error::corrupt(format!("{file_bytes} bytes are too few for a cask")).clause("container 1"));
+    }
+    let limits = Limits::default();
+    let mut read = |range: Range<u64>| {
+        let length = range.end.saturating_sub(range.start);
+        let mut bytes = Vec::new();
+        file.seek(SeekFrom::Start(range.start)).and_then(|_| Read::by_ref(&mut file).take(length).read_to_end(&mut bytes)).map_err(io)?;
+        Ok::<_, Error>(bytes)
+    };
+    let header = Header::decode(&read(0..HEADER_BYTES)?)?;
+    let mut decoder = IndexDecoder::new(header.id, file_bytes, limits);
+    let index = loop {
+        match decoder.poll()? {
+            Progress::Needs(range) => decoder.push(range.start, read(range)?.into())?,
+            Progress::Done(index) => break index,
+        }
+    };
+    for (part, range) in index.missing_parts() {
+        index.load_part(part, read(range)?.into())?;
+    }
+    Ok(index)
+}

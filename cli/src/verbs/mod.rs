@@ -1,0 +1,71 @@
+//! The verbs: arguments, and what each does.
+
+mod chain;
+mod diff;
+mod forget;
+mod inspect;
+mod log;
+mod ls;
+mod pin;
+mod restore;
+mod save;
+mod stat;
+mod verify;
+
+use clap::Subcommand;
+use tensorcask::Result;
+
+use crate::output::Outcome;
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Save a state, held in one or several safetensors files, as a snapshot
+    Save(save::Args),
+    /// Restore a snapshot, or some tensors and slices of it, into a safetensors file
+    Restore(restore::Args),
+    /// Check the log, every stored byte, and every decoded chunk
+    Verify(verify::Args),
+    /// List the snapshots that can be restored
+    Ls(ls::Args),
+    /// Show which snapshots a step is rebuilt from, newest first
+    Chain(chain::Args),
+    /// Show every commit of the store
+    Log(log::Args),
+    /// Describe a snapshot or a cask file, without reading tensors
+    Inspect(inspect::Args),
+    /// Compare two steps, tensor by tensor
+    Diff(diff::Args),
+    /// Sum up what the store holds, by codec and by role, without reading tensors
+    Stat(stat::Args),
+    /// Protect a step from being forgotten, or end that
+    Pin(pin::Args),
+    /// Say that steps are no longer wanted
+    Forget(forget::Args),
+}
+
+impl Verb {
+    /// What is wrong with a combination of arguments, if anything is.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        match self {
+            Self::Save(args) => args.check(),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn run(self) -> Result<Outcome> {
+        match self {
+            Self::Save(args) => save::run(args),
+            Self::Restore(args) => restore::run(&args),
+            Self::Verify(args) => verify::run(&args),
+            Self::Ls(args) => ls::run(&args),
+            Self::Chain(args) => chain::run(&args),
+            Self::Log(args) => log::run(&args),
+            Self::Inspect(args) => inspect::run(&args),
+            Self::Diff(args) => diff::run(&args),
+            Self::Stat(args) => stat::run(&args),
+            Self::Pin(args) => pin::run(&args),
+            Self::Forget(args) => forget::run(&args),
+        }
+    }
+}

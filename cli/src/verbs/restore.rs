@@ -1,0 +1,173 @@
+//! `tensorcask restore`: a snapshot, or a part of it, becomes a safetensors file.
+
+use std::collections::BTreeMap;
+use std::io::BufWriter;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use globset::GlobBuilder;
+use serde::Serialize;
+use tensorcask::blocking::{Snapshot, Store};
+use tensorcask::interchange::safetensors::Selected;
+use tensorcask::{At, Error, Result, Slice};
+
+use crate::atomic::AtomicFile;
+use crate::output::Outcome;
+use crate::parse::{self, SliceArg};
+use crate::progress::Progress;
+use crate::text::{Text, human_bytes};
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "The file appears whole, or not at all. With --tensor or --slice it holds only what these name; a slice keeps the
+tensor's name. Only the chunks that are asked for are read.
+
+Example:
+  tensorcask restore runs/a --step 1000 -o rows.safetensors --slice 'model.wte.weight[0:128]'")]
+pub(crate) struct Args {
+    /// Path or URL of the store
+    store: String,
+    /// The step, or `latest`
+    #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
+    step: At,
+    /// The file to write
+    #[arg(short, long, value_name = "OUT.safetensors")]
+    output: PathBuf,
+    /// Tensors whose name matches; `*` stands for any characters
+    #[arg(long, value_name = "GLOB")]
+    tensor: Vec<String>,
+    /// Part of a tensor: a range for each of the leading dimensions, ends optional
+    #[arg(long, value_name = "NAME[a:b,c:d]", value_parser = parse::slice)]
+    slice: Vec<SliceArg>,
+    /// Write every blob to DIR/<rank>-<name>; unusual characters of a name as %XX
+    #[arg(long, value_name = "DIR")]
+    blobs: Option<PathBuf>,
+    /// Take no older step in place of a broken newest one: always so in this release, with or without the flag
+    #[arg(long)]
+    strict: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    step: u64,
+    snapshot: String,
+    output: String,
+    tensors: usize,
+    bytes: u64,
+    blobs: usize,
+    chunks_read: u64,
+    chunks_needed: u64,
+    pages_read: u64,
+    page_bytes_read: u64,
+    requests: u64,
+    bytes_read: u64,
+    seconds: f64,
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let begun = Instant::now();
+    let store = Store::open(&args.store)?;
+    let snapshot = store.snapshot(args.step)?;
+    let selected = select(args, &snapshot)?;
+    let mut chunks_needed = 0u64;
+    for Selected { name, slice } in &selected {
+        chunks_needed = chunks_needed.saturating_add(snapshot.chunks_of(name, slice)?);
+    }
+
+    let progress = Progress::start(&store, "restoring");
+    let output = AtomicFile::create(&args.output)?;
+    let bytes = snapshot.write_safetensors(&selected, &mut BufWriter::with_capacity(1 << 20, output.file()))?;
+    let blobs = match &args.blobs {
+        Some(folder) => write_blobs(&snapshot, folder)?,
+        None => 0,
+    };
+    // Last, so that its being there means that all is there.
+    output.commit()?;
+    drop(progress);
+
+    let (counts, io) = (snapshot.read_counts(), store.inner().io());
+    let report = Report {
+        step: snapshot.step(),
+        snapshot: snapshot.record().id.to_hex(),
+        output: args.output.display().to_string(),
+        tensors: selected.len(),
+        bytes,
+        blobs,
+        chunks_read: counts.chunks,
+        chunks_needed,
+        pages_read: counts.pages,
+        page_bytes_read: counts.page_bytes,
+        requests: io.requests,
+        bytes_read: io.bytes_read,
+        seconds: begun.elapsed().as_secs_f64(),
+    };
+    let mut text = Text::default();
+    text.fields(&[
+        ("step", report.step.to_string()),
+        ("output", report.output.clone()),
+        ("tensors", format!("{} ({})", report.tensors, human_bytes(bytes))),
+        ("blobs", blobs.to_string()),
+        ("chunks", format!("{} read, {} needed", report.chunks_read, chunks_needed)),
+        ("read", format!("{} in {} requests", human_bytes(io.bytes_read), io.requests)),
+        ("seconds", format!("{:.2}", report.seconds)),
+    ]);
+    Outcome::new(&report, text)
+}
+
+/// What is asked for, ascending by name.
+fn select(args: &Args, snapshot: &Snapshot) -> Result<Vec<Selected>> {
+    let tensors = snapshot.tensors();
+    let everything = args.tensor.is_empty() && args.slice.is_empty();
+    let mut selected: BTreeMap<String, Slice> = BTreeMap::new();
+    if everything {
+        selected.extend(tensors.iter().map(|tensor| (tensor.name.clone(), Slice::all())));
+    }
+    for pattern in &args.tensor {
+        let glob = GlobBuilder::new(pattern).build().map_err(|e| Error::invalid(format!("--tensor: {e}")))?.compile_matcher();
+        let matching = tensors.iter().filter(|tensor| glob.is_match(&tensor.name)).map(|tensor| tensor.name.clone()).collect::<Vec<_>>();
+        if matching.is_empty() {
+            return Err(Error::not_found(format!("step {} has no tensor that matches `{pattern}`", snapshot.step())));
+        }
+        selected.extend(matching.into_iter().map(|name| (name, Slice::all())));
+    }
+    for slice in &args.slice {
+        let tensor = snapshot.tensor(&slice.name)?;
+        if selected.insert(tensor.name.clone(), slice.of(&tensor.shape)).is_some() {
+            return Err(Error::invalid("is selected twice; a file holds one slice of a tensor").tensor(tensor.name));
+        }
+    }
+    Ok(selected.into_iter().map(|(name, slice)| Selected { name, slice }).collect())
+}
+
+fn write_blobs(snapshot: &Snapshot, folder: &Path) -> Result<usize> {
+    std::fs::create_dir_all(folder).map_err(|e| Error::io(folder.display().to_string(), e))?;
+    let blobs = snapshot.blobs()?;
+    for (rank, name) in &blobs {
+        let bytes = snapshot.read_blob(*rank, name)?;
+        let file = AtomicFile::create(&folder.join(file_name(*rank, name)))?;
+        std::io::Write::write_all(&mut file.file(), &bytes).map_err(|e| Error::io(folder.display().to_string(), e).tensor(name))?;
+        file.commit()?;
+    }
+    Ok(blobs.len())
+}
+
+/// A name is never a path: whatever is not plain is written as `%XX`, and the rank before it makes `..` a name like others.
+fn file_name(rank: u32, name: &str) -> String {
+    let escape = |byte: u8| match byte {
+        b'0'..=b'9' | b'A'..=b'Z' | b'a'..=b'z' | b'.' | b'_' | b'-' => char::from(byte).to_string(),
+        _ => format!("%{byte:02X}"),
+    };
+    format!("{rank}-{}", name.bytes().map(escape).collect::<String>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_no_paths() {
+        assert_eq!(file_name(0, "rng_state-1.bin"), "0-rng_state-1.bin");
+        assert_eq!(file_name(3, "../../x"), "3-..%2F..%2Fx");
+        assert_eq!(file_name(0, ".."), "0-..");
+        assert_eq!(file_name(0, "c:\\é\0%"), "0-c%3A%5C%C3%A9%00%25");
+    }
+}

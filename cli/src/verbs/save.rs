@@ -1,0 +1,145 @@
+//! `tensorcask save`: a state, held in safetensors files, becomes a snapshot.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::time::Instant;
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+use tensorcask::blocking::Store;
+use tensorcask::interchange::safetensors::Files;
+use tensorcask::{BaseKeeping, Blob, Error, Metadata, Policy, Result, Saved, WriterOptions};
+
+use crate::output::{Outcome, complain};
+use crate::parse;
+use crate::progress::Progress;
+use crate::text::{Text, human_bytes, human_ratio, ratio};
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "All files together are one state: a tensor name that stands in two of them is an error. The store is created
+if it is not there. Saving takes the store over: a job that was writing to it is told so, and stops.
+
+Example:
+  tensorcask save runs/a --step 1000 --policy intermittent --every 8 --user loss=2.31 model.safetensors optimizer.safetensors")]
+pub(crate) struct Args {
+    /// Path or URL of the store
+    store: String,
+    /// The training step
+    #[arg(long, value_name = "N")]
+    step: u64,
+    /// When to write a whole base; otherwise a delta is written, against the first base (one_shot), the last snapshot
+    /// (consecutive) or the last base (intermittent)
+    #[arg(long, default_value = "intermittent", value_parser = ["full", "one_shot", "consecutive", "intermittent"])]
+    policy: String,
+    /// Snapshots from one base to the next, for `intermittent` [default: 8]
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u64).range(1..))]
+    every: Option<u64>,
+    /// A fact about the step: a number, true, false, or else text
+    #[arg(long, value_name = "KEY=VALUE", value_parser = parse::user)]
+    user: Vec<(String, Value)>,
+    /// A file to keep as opaque bytes beside the tensors
+    #[arg(long, value_name = "NAME=FILE", value_parser = parse::blob)]
+    blob: Vec<(String, String)>,
+    /// Do not decode each chunk again before it is stored
+    #[arg(long)]
+    no_verify_after_encode: bool,
+    /// The state
+    #[arg(required = true, value_name = "FILE.safetensors")]
+    files: Vec<PathBuf>,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    step: u64,
+    snapshot: String,
+    sequence: u64,
+    kind: &'static str,
+    parent_step: Option<u64>,
+    tensor_bytes: u64,
+    stored_bytes: u64,
+    ratio: Option<f64>,
+    chunks: BTreeMap<String, u64>,
+    seconds: f64,
+}
+
+impl Args {
+    pub(crate) fn check(&self) -> Result<(), String> {
+        Policy::from_name(&self.policy, self.every).map_err(|e| e.message().to_owned())?;
+        let mut seen = BTreeSet::new();
+        let names = self.user.iter().map(|(key, _)| ("--user", key)).chain(self.blob.iter().map(|(name, _)| ("--blob", name)));
+        let mut twice = names.filter(|name| !seen.insert(*name));
+        twice.next().map_or(Ok(()), |(what, name)| Err(format!("{what} `{}` is given twice", name.escape_debug())))
+    }
+}
+
+pub(crate) fn run(args: Args) -> Result<Outcome> {
+    let begun = Instant::now();
+    // All that can be wrong with the input is found before a store is created or taken over.
+    let files = Files::open(&args.files)?;
+    let tensors = files.tensors()?;
+    let blobs = args.blob.iter().map(|(name, path)| {
+        let bytes = std::fs::read(path).map_err(|e| Error::io(path.as_str(), e))?;
+        Ok(Blob::new(name.as_str(), bytes))
+    });
+    let blobs: Vec<Blob<'_>> = blobs.collect::<Result<_>>()?;
+    let metadata = Metadata { user: Map::from_iter(args.user), file: files.metadata()? };
+
+    let store = Store::open(&args.store)?;
+    let progress = Progress::start(&store, "saving");
+    let mut writer = store.writer_with(WriterOptions {
+        policy: Policy::from_name(&args.policy, args.every)?,
+        // This process saves once: a base in memory would serve nobody.
+        base_cache: BaseKeeping::None,
+        verify_after_encode: !args.no_verify_after_encode,
+        ..WriterOptions::default()
+    })?;
+    let saved = writer.save(args.step, &tensors, &blobs, &metadata)?;
+    drop(progress);
+
+    let report = Report {
+        step: saved.step,
+        snapshot: saved.id.to_hex(),
+        sequence: saved.sequence,
+        kind: saved.kind.name(),
+        parent_step: parent_step(&store, &saved),
+        tensor_bytes: saved.tensor_bytes,
+        stored_bytes: saved.stored_bytes,
+        ratio: ratio(saved.tensor_bytes, saved.stored_bytes),
+        chunks: saved.chunks,
+        seconds: begun.elapsed().as_secs_f64(),
+    };
+    let text = describe(&report);
+    Outcome::new(&report, text)
+}
+
+/// The step of a delta's parent. The snapshot is committed: not to know this is no failure.
+fn parent_step(store: &Store, saved: &Saved) -> Option<u64> {
+    saved.parent?;
+    match store.snapshot(saved.step) {
+        Ok(snapshot) if snapshot.record().id == saved.id => snapshot.chain().get(1).map(|parent| parent.record.step),
+        Ok(_) => None,
+        Err(e) => {
+            complain(&format!("warning: the step is saved, but it could not be opened to show its parent: {e}"));
+            None
+        }
+    }
+}
+
+fn describe(report: &Report) -> Text {
+    let kind = match report.parent_step {
+        Some(parent) => format!("{} on step {parent}", report.kind),
+        None => report.kind.to_owned(),
+    };
+    let chunks: Vec<String> = report.chunks.iter().map(|(codec, count)| format!("{codec} {count}")).collect();
+    let mut text = Text::default();
+    text.fields(&[
+        ("step", report.step.to_string()),
+        ("kind", kind),
+        ("tensors", human_bytes(report.tensor_bytes)),
+        ("stored", human_bytes(report.stored_bytes)),
+        ("ratio", human_ratio(report.ratio)),
+        ("chunks", chunks.join(", ")),
+        ("seconds", format!("{:.2}", report.seconds)),
+    ]);
+    text
+}

@@ -1,0 +1,144 @@
+//! `tensorcask stat`: totals of a store, from indexes alone.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+use tensorcask::blocking::{Snapshot, Store};
+use tensorcask::wire::SnapshotKind;
+use tensorcask::{Result, Slice, Status};
+
+use crate::cask::{self, CodecCounts};
+use crate::output::Outcome;
+use crate::progress::Progress;
+use crate::text::{Text, human_bytes, human_ratio, ratio};
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Counts the snapshots that `ls` shows. What older ones hold, because a chain still needs it, is told apart as
+`kept`; what nothing needs any more is not counted.
+
+Example:
+  tensorcask stat runs/a")]
+pub(crate) struct Args {
+    /// Path or URL of the store
+    store: String,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct Report<'a> {
+    store: &'a str,
+    snapshots: u64,
+    bases: u64,
+    deltas: u64,
+    tensor_bytes: u64,
+    stored_bytes: u64,
+    ratio: Option<f64>,
+    /// Bytes of blobs, and of headers, indexes and padding; both are part of `stored_bytes`.
+    blob_bytes: u64,
+    overhead_bytes: u64,
+    /// Forgotten and superseded snapshots that chains need; not part of `stored_bytes`.
+    kept_snapshots: u64,
+    kept_bytes: u64,
+    codecs: BTreeMap<String, CodecCounts>,
+    roles: BTreeMap<String, RoleCounts>,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct RoleCounts {
+    tensor_bytes: u64,
+    stored_bytes: u64,
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let store = Store::open(&args.store)?;
+    store.run()?;
+    let progress = Progress::start(&store, "reading indexes");
+    let mut report = Report { store: &args.store, ..Report::default() };
+    let mut kept = BTreeSet::new();
+    for info in store.snapshots()? {
+        let snapshot = store.snapshot(info.record.step)?;
+        report.snapshots += 1;
+        match snapshot.record().kind() {
+            SnapshotKind::Base => report.bases += 1,
+            SnapshotKind::Delta => report.deltas += 1,
+        }
+        report.add(&store, &snapshot)?;
+        for link in snapshot.chain() {
+            if link.record.status != Status::Live && kept.insert(link.record.id) {
+                report.kept_snapshots += 1;
+                report.kept_bytes = report.kept_bytes.saturating_add(link.stored_bytes);
+            }
+        }
+    }
+    report.ratio = ratio(report.tensor_bytes, report.stored_bytes);
+    let pages = report.codecs.values().map(|codec| codec.stored_bytes).fold(report.blob_bytes, u64::saturating_add);
+    report.overhead_bytes = report.stored_bytes.saturating_sub(pages);
+    drop(progress);
+    let text = report.describe();
+    Outcome::new(&report, text)
+}
+
+impl Report<'_> {
+    fn add(&mut self, store: &Store, snapshot: &Snapshot) -> Result<()> {
+        let manifest = snapshot.manifest();
+        self.tensor_bytes = self.tensor_bytes.saturating_add(manifest.tensor_bytes);
+        self.stored_bytes = self.stored_bytes.saturating_add(manifest.stored_bytes());
+        // Chunks and bytes in casks, by tensor.
+        let mut found: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+        let mut stored: BTreeMap<String, u64> = BTreeMap::new();
+        for (_, index) in store.block_on(snapshot.indexes())? {
+            for tensor in cask::tensors(&index)? {
+                for (codec, counts) in &tensor.codecs {
+                    self.codecs.entry(codec.clone()).or_default().add(counts.chunks, counts.decoded_bytes, counts.stored_bytes);
+                }
+                let chunks: u64 = tensor.codecs.values().map(|counts| counts.chunks).sum();
+                let seen = found.entry(tensor.name.clone()).or_default();
+                *seen = (seen.0 + chunks, seen.1.saturating_add(tensor.decoded_bytes));
+                *stored.entry(tensor.name).or_default() += tensor.stored_bytes;
+            }
+            self.blob_bytes = cask::blobs(&index).iter().map(|blob| blob.bytes).fold(self.blob_bytes, u64::saturating_add);
+        }
+        for tensor in snapshot.tensors().iter().filter(|tensor| tensor.alias_of.is_none()) {
+            let elements = tensor.shape.iter().fold(1, |product: u64, &extent| product.saturating_mul(extent));
+            let bytes = tensor.dtype.byte_count(elements).unwrap_or(u64::MAX);
+            let role = self.roles.entry(tensor.role.clone()).or_default();
+            role.tensor_bytes = role.tensor_bytes.saturating_add(bytes);
+            role.stored_bytes = role.stored_bytes.saturating_add(stored.get(&tensor.name).copied().unwrap_or(0));
+            // A shard of which nothing changed leaves no trace in a cask.
+            let (seen_chunks, seen_bytes) = found.get(&tensor.name).copied().unwrap_or_default();
+            let chunks = snapshot.chunks_of(&tensor.name, &Slice::all())?.saturating_sub(seen_chunks);
+            if chunks > 0 {
+                self.codecs.entry("unchanged".to_owned()).or_default().add(chunks, bytes.saturating_sub(seen_bytes), 0);
+            }
+        }
+        Ok(())
+    }
+
+    fn describe(&self) -> Text {
+        let mut text = Text::default();
+        text.fields(&[
+            ("snapshots", format!("{} ({} bases, {} deltas)", self.snapshots, self.bases, self.deltas)),
+            ("tensors", human_bytes(self.tensor_bytes)),
+            ("stored", human_bytes(self.stored_bytes)),
+            ("ratio", human_ratio(self.ratio)),
+            ("blobs", human_bytes(self.blob_bytes)),
+            ("overhead", human_bytes(self.overhead_bytes)),
+            ("kept", format!("{} in {} older snapshots", human_bytes(self.kept_bytes), self.kept_snapshots)),
+        ]);
+        let codecs: Vec<Vec<String>> = self
+            .codecs
+            .iter()
+            .map(|(codec, counts)| {
+                let bytes = [counts.decoded_bytes, counts.stored_bytes, counts.saved_bytes].map(human_bytes);
+                [codec.clone(), counts.chunks.to_string()].into_iter().chain(bytes).collect()
+            })
+            .collect();
+        text.line("");
+        text.table(&["codec", ">chunks", ">decoded", ">stored", ">saved"], &codecs);
+        let bytes = |counts: &RoleCounts| [counts.tensor_bytes, counts.stored_bytes].map(human_bytes);
+        let roles = self.roles.iter().map(|(role, counts)| std::iter::once(role.clone()).chain(bytes(counts)).collect());
+        let roles: Vec<Vec<String>> = roles.collect();
+        text.line("");
+        text.table(&["role", ">tensors", ">stored"], &roles);
+        text
+    }
+}

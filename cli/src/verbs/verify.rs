@@ -1,0 +1,108 @@
+//! `tensorcask verify`: checks a store.
+
+use std::time::Instant;
+
+use serde::Serialize;
+use tensorcask::blocking::Store;
+use tensorcask::{Depth, ErrorKind, Result, VerifyOptions};
+
+use crate::output::{ErrorJson, Outcome, code_of};
+use crate::parse;
+use crate::progress::Progress;
+use crate::text::{Text, human_bytes};
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Depths:
+  log    log entries, catalogs, manifests, directories; every cask is there, with its size
+  pages  also every byte of every cask
+  full   also every chunk of every snapshot, decoded and compared with its checksum
+
+Ends with 3 if anything stored is damaged. For a fleet, run --shard 0/n to --shard n-1/n.
+
+Example:
+  tensorcask verify s3://bucket/run42 --depth pages --shard 0/8")]
+pub(crate) struct Args {
+    /// Path or URL of the store
+    store: String,
+    /// Only this step, and what it is rebuilt from
+    #[arg(long, value_name = "N")]
+    step: Option<u64>,
+    /// How much to check
+    #[arg(long, default_value = "full", value_parser = ["log", "pages", "full"])]
+    depth: String,
+    /// Only the i-th of n parts of the casks and snapshots, i from 0 on; the log is checked by each
+    #[arg(long, value_name = "I/N", value_parser = parse::part)]
+    shard: Option<(u64, u64)>,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    clean: bool,
+    depth: &'static str,
+    step: Option<u64>,
+    shard: Option<String>,
+    entries: u64,
+    snapshots: u64,
+    casks: u64,
+    cask_bytes: u64,
+    chunks: u64,
+    problems: Vec<ProblemRow>,
+    seconds: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct ProblemRow {
+    step: Option<u64>,
+    #[serde(flatten)]
+    error: ErrorJson,
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let begun = Instant::now();
+    let store = Store::open(&args.store)?;
+    let options = VerifyOptions { depth: Depth::from_name(&args.depth)?, step: args.step, shard: args.shard };
+    let progress = Progress::start(&store, "verifying");
+    let found = store.verify(&options)?;
+    drop(progress);
+
+    let mut text = Text::default();
+    let mut problems = Vec::new();
+    let mut code = 0;
+    for problem in &found.problems {
+        let step = problem.step.map_or(String::new(), |step| format!("step {step}: "));
+        text.line(format!("{step}{}", problem.error));
+        // Corruption is what a script must not miss.
+        code = match problem.error.kind() {
+            ErrorKind::Corrupt => code_of(ErrorKind::Corrupt),
+            _ => code.max(1),
+        };
+        problems.push(ProblemRow { step: problem.step, error: ErrorJson::of(&problem.error) });
+    }
+    let verdict = match found.problems.len() {
+        0 => "ok".to_owned(),
+        1 => "1 problem".to_owned(),
+        count => format!("{count} problems"),
+    };
+    text.line(format!(
+        "{verdict}: {} log entries, {} snapshots, {} casks ({}), {} chunks decoded",
+        found.entries,
+        found.snapshots,
+        found.casks,
+        human_bytes(found.cask_bytes),
+        found.chunks
+    ));
+    let report = Report {
+        clean: found.is_clean(),
+        depth: options.depth.name(),
+        step: options.step,
+        shard: options.shard.map(|(part, of)| format!("{part}/{of}")),
+        entries: found.entries,
+        snapshots: found.snapshots,
+        casks: found.casks,
+        cask_bytes: found.cask_bytes,
+        chunks: found.chunks,
+        problems,
+        seconds: begun.elapsed().as_secs_f64(),
+    };
+    Ok(Outcome::new(&report, text)?.with_code(code))
+}

@@ -1,0 +1,514 @@
+//! The command line, run as a program.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// A folder with a store `run` in it.
+struct Place(TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(TempDir::new().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Arguments are split at spaces; `@` before a word stands for this folder.
+    fn run(&self, arguments: &str) -> Output {
+        let folder = format!("{}/", self.0.path().display());
+        let words: Vec<String> = arguments.split_whitespace().map(|word| word.replacen('@', &folder, 1)).collect();
+        self.run_words(&words.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    fn run_words(&self, words: &[&str]) -> Output {
+        command().args(words).stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// What a command that must succeed prints with `--json`.
+    fn json(&self, arguments: &str) -> Value {
+        let output = self.run(&format!("{arguments} --json"));
+        assert_eq!(output.status.code(), Some(0), "{arguments}: {}", stderr(&output));
+        one_object(&output)
+    }
+
+    /// The exit code and the `error` object of a command that must fail.
+    fn error(&self, arguments: &str) -> (i32, Value) {
+        let output = self.run(&format!("{arguments} --json"));
+        let report = one_object(&output);
+        conforms("error", &report);
+        assert!(stderr(&output).contains("error: "), "the text goes to stderr too: {arguments}");
+        (output.status.code().unwrap(), report["error"].clone())
+    }
+
+    /// Three steps of real training: a base and two deltas.
+    fn with_training() -> Self {
+        let place = Self::new();
+        for step in [1000, 1001, 1010] {
+            let input = training_file(step);
+            let arguments = format!("save @run --step {step} --user loss=2.5 --user note=warm {}", input.display());
+            conforms("save", &place.json(&arguments));
+        }
+        place
+    }
+
+    fn write(&self, name: &str, tensors: &[(&str, Dtype, &[usize], &[u8])]) {
+        let views = tensors.iter().map(|(name, dtype, shape, data)| (*name, TensorView::new(*dtype, shape.to_vec(), data).unwrap()));
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        std::fs::write(self.path(name), serialize(views, Some(metadata)).unwrap()).unwrap();
+    }
+
+    fn casks(&self) -> Vec<PathBuf> {
+        std::fs::read_dir(self.path("run/casks")).unwrap().map(|entry| entry.unwrap().path()).collect()
+    }
+
+    /// Flips a bit in the first pages of step 1000; gives the damaged cask.
+    fn damage(&self) -> PathBuf {
+        let inspected = self.json("inspect @run --step 1000");
+        let cask = self.path(&format!("run/casks/{}.cask", inspected["casks"][0]["id"].as_str().unwrap()));
+        let mut bytes = std::fs::read(&cask).unwrap();
+        bytes[4096] ^= 0x10;
+        std::fs::write(&cask, bytes).unwrap();
+        cask
+    }
+
+    fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> =
+            std::fs::read_dir(self.0.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+fn command() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_tensorcask"))
+}
+
+fn training_file(step: u64) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../tests/data/step-{step}.safetensors")).canonicalize().unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn one_object(output: &Output) -> Value {
+    let text = stdout(output);
+    assert_eq!(text.lines().count(), 1, "one object on one line: {text}{}", stderr(output));
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Name, dtype, shape and bytes.
+type Held = (String, Dtype, Vec<usize>, Vec<u8>);
+
+/// The tensors by name, and the metadata, of a safetensors file.
+fn content(path: &Path) -> (Vec<Held>, HashMap<String, String>) {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<Held> =
+        file.iter().map(|(name, view)| (name.to_owned(), view.dtype(), view.shape().to_vec(), view.data().to_vec())).collect();
+    tensors.sort_by(|a, b| a.0.cmp(&b.0));
+    let metadata = SafeTensors::read_metadata(&bytes).unwrap().1.metadata().clone().unwrap_or_default();
+    (tensors, metadata)
+}
+
+/// Compares a report with `schema.json`: exactly these keys, of these types.
+fn conforms(name: &str, value: &Value) {
+    let schemas: Value = serde_json::from_str(include_str!("schema.json")).unwrap();
+    check(value, &schemas[name], &schemas, name);
+}
+
+fn check(value: &Value, schema: &Value, schemas: &Value, at: &str) {
+    match schema {
+        Value::Object(keys) => {
+            let object = value.as_object().unwrap_or_else(|| panic!("{at}: {value}"));
+            if let Some(each) = keys.get("*") {
+                object.iter().for_each(|(key, value)| check(value, each, schemas, &format!("{at}.{key}")));
+                return;
+            }
+            let names = |map: &serde_json::Map<String, Value>| map.keys().cloned().collect::<std::collections::BTreeSet<_>>();
+            assert_eq!(names(object), names(keys), "{at}");
+            keys.iter().for_each(|(key, schema)| check(&object[key], schema, schemas, &format!("{at}.{key}")));
+        }
+        Value::Array(each) => {
+            let array = value.as_array().unwrap_or_else(|| panic!("{at}: {value}"));
+            array.iter().for_each(|value| check(value, &each[0], schemas, &format!("{at}[]")));
+        }
+        Value::String(kind) if kind.starts_with('$') => check(value, &schemas[kind.as_str()], schemas, at),
+        Value::String(kind) => {
+            let hex = |text: &str| text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+            let fits = match kind.trim_end_matches('?') {
+                "uint" => value.is_u64(),
+                "number" => value.is_number(),
+                "bool" => value.is_boolean(),
+                "string" => value.is_string(),
+                "id" => value.as_str().is_some_and(hex),
+                "time" => value.as_str().is_some_and(|text| text.len() == 24 && text.starts_with("20") && text.ends_with('Z')),
+                "any" => true,
+                other => panic!("{at}: no such type: {other}"),
+            };
+            assert!(fits || (kind.ends_with('?') && value.is_null()), "{at}: {value} is no {kind}");
+        }
+        other => panic!("{at}: {other}"),
+    }
+}
+
+#[test]
+fn a_run_is_saved_listed_verified_and_restored() {
+    let place = Place::with_training();
+    let list = place.json("ls @run");
+    let of = |key: &str| list["snapshots"].as_array().unwrap().iter().map(|row| row[key].clone()).collect::<Vec<_>>();
+    assert_eq!(of("step"), [1000, 1001, 1010]);
+    assert_eq!(of("kind"), ["base", "delta", "delta"]);
+    assert_eq!(of("user")[0], json!({"loss": 2.5, "note": "warm"}));
+    let bytes = |path: PathBuf| std::fs::metadata(path).unwrap().len();
+    let on_disk: u64 = place.casks().into_iter().map(bytes).sum();
+    assert_eq!(of("stored_bytes").iter().filter_map(Value::as_u64).sum::<u64>(), on_disk);
+
+    for depth in ["log", "pages", "full"] {
+        let verified = place.json(&format!("verify @run --depth {depth}"));
+        assert_eq!((&verified["clean"], &verified["problems"]), (&json!(true), &json!([])));
+    }
+    let parts: u64 = ["0/2", "1/2"].map(|part| place.json(&format!("verify @run --shard {part}"))["casks"].as_u64().unwrap()).iter().sum();
+    assert_eq!(parts, place.json("verify @run")["casks"].as_u64().unwrap(), "two parts check every cask once");
+
+    for step in [1000, 1001, 1010] {
+        let restored = place.json(&format!("restore @run --step {step} -o @out.safetensors"));
+        assert_eq!(content(&place.path("out.safetensors")), content(&training_file(step)));
+        assert_eq!(restored["bytes"], bytes(place.path("out.safetensors")));
+        assert!(restored["chunks_read"].as_u64() <= restored["chunks_needed"].as_u64());
+    }
+    place.json("restore @run --strict -o @out.safetensors");
+    assert_eq!(content(&place.path("out.safetensors")), content(&training_file(1010)), "the latest");
+}
+
+#[test]
+fn slices_and_globs() {
+    let place = Place::with_training();
+    let (whole, _) = content(&training_file(1001));
+    let (name, _, shape, data) = whole.iter().find(|(_, _, shape, _)| shape.len() == 2).unwrap();
+    let row_bytes = data.len() / shape[0];
+    let restored = place.json(&format!("restore @run --step 1001 -o @rows.safetensors --slice {name}[10:20]"));
+    let (rows, _) = content(&place.path("rows.safetensors"));
+    assert_eq!((rows.len(), &rows[0].0, &rows[0].2), (1, name, &vec![10, shape[1]]));
+    assert_eq!(rows[0].3, data[10 * row_bytes..20 * row_bytes]);
+    assert!(restored["chunks_read"].as_u64() <= restored["chunks_needed"].as_u64());
+
+    place.json(&format!("restore @run --step 1001 -o @rows.safetensors --slice {name}[:3,2:]"));
+    assert_eq!(content(&place.path("rows.safetensors")).0[0].2, [3, shape[1] - 2]);
+    let master = name.replace("model.", "optimizer.master.");
+    let restored = place.json(&format!("restore @run --step 1001 -o @tail --tensor model.* --slice {master}[5:]"));
+    let models = whole.iter().filter(|(name, ..)| name.starts_with("model.")).count();
+    assert_eq!(restored["tensors"], models + 1);
+
+    for arguments in [format!("--slice {name}[0:1] --slice {name}[1:2]"), format!("--tensor * --slice {name}[0:1]")] {
+        assert_eq!(place.error(&format!("restore @run -o @x {arguments}")).1["kind"], "invalid_argument");
+    }
+    assert_eq!(place.error(&format!("restore @run -o @x --slice {name}[0:1000000]")).1["kind"], "invalid_argument");
+    assert_eq!(place.error("restore @run -o @x --tensor no*").0, 10);
+    assert_eq!(place.error("restore @run -o @x --slice no[1:2]").0, 10);
+}
+
+#[test]
+fn every_report_has_the_documented_keys() {
+    let place = Place::with_training();
+    std::fs::write(place.path("state"), "x").unwrap();
+    let last = training_file(1010);
+    conforms("save", &place.json(&format!("save @run --step 1011 --blob rng=@state {}", last.display())));
+    for (verb, arguments) in [
+        ("restore", "restore @run -o @out --blobs @blobs"),
+        ("verify", "verify @run --step 1001 --shard 0/1"),
+        ("ls", "ls @run"),
+        ("chain", "chain @run --step 1001"),
+        ("inspect", "inspect @run --step 1001"),
+        ("diff", "diff @run 1000 latest"),
+        ("stat", "stat @run"),
+        ("pin", "pin @run --step 1000"),
+        ("pin", "pin @run --step 1000 --off"),
+        ("forget", "forget @run --step 1001 1010"),
+        ("log", "log @run"),
+    ] {
+        conforms(verb, &place.json(arguments));
+    }
+    let cask = place.casks().pop().unwrap();
+    conforms("inspect file", &place.json(&format!("inspect {}", cask.display())));
+    place.damage();
+    let broken = place.run("verify @run --json");
+    conforms("verify", &one_object(&broken));
+    for arguments in ["ls @nowhere", "ls", "restore @run --json", "nonsense"] {
+        place.error(arguments);
+    }
+}
+
+#[test]
+fn the_log_the_chain_and_the_totals() {
+    let place = Place::with_training();
+    place.json("pin @run --step 1001");
+    place.json("forget @run --step 1000");
+    let log = place.json("log @run");
+    let kinds: Vec<&str> = log["entries"].as_array().unwrap().iter().map(|entry| entry["kind"].as_str().unwrap()).collect();
+    assert_eq!(kinds, ["opened", "added", "opened", "added", "opened", "added", "pinned", "forgotten"]);
+    assert_eq!(log["entries"][5]["what"], "step 1010, a delta on step 1000");
+    assert_eq!((&log["entries"][7]["steps"], &log["entries"][6]["steps"]), (&json!([1000]), &json!([1001])));
+
+    let chain = place.json("chain @run");
+    let links: Vec<(u64, &str)> =
+        chain["links"].as_array().unwrap().iter().map(|link| (link["step"].as_u64().unwrap(), link["status"].as_str().unwrap())).collect();
+    assert_eq!(links, [(1010, "live"), (1000, "forgotten")]);
+
+    let stat = place.json("stat @run");
+    assert_eq!((&stat["snapshots"], &stat["bases"], &stat["deltas"]), (&json!(2), &json!(0), &json!(2)));
+    assert_eq!((&stat["kept_snapshots"], stat["kept_bytes"].as_u64() > Some(0)), (&json!(1), true));
+    let sum = |table: &str, key: &str| stat[table].as_object().unwrap().values().map(|row| row[key].as_u64().unwrap()).sum::<u64>();
+    assert_eq!(stat["tensor_bytes"], sum("codecs", "decoded_bytes"), "every chunk is counted");
+    assert_eq!(stat["tensor_bytes"], sum("roles", "tensor_bytes"));
+    let stored = sum("codecs", "stored_bytes");
+    assert_eq!(stored, sum("roles", "stored_bytes"));
+    assert_eq!(stat["stored_bytes"], stored + stat["blob_bytes"].as_u64().unwrap() + stat["overhead_bytes"].as_u64().unwrap());
+    let roles: Vec<&String> = stat["roles"].as_object().unwrap().keys().collect();
+    assert_eq!(roles, ["exp_avg", "exp_avg_sq", "master", "model"]);
+}
+
+#[test]
+fn pinned_steps_are_not_forgotten() {
+    let place = Place::with_training();
+    assert_eq!(place.json("pin @run --step 1001")["pinned"], true);
+    let (code, error) = place.error("forget @run --step 1000 1001");
+    assert_eq!((code, error["message"].as_str().unwrap().contains("pinned")), (1, true));
+    assert_eq!(place.json("ls @run")["snapshots"].as_array().unwrap().len(), 3, "all or none");
+    assert_eq!(place.json("pin @run --step 1001 --off")["pinned"], false);
+    place.json("forget @run --step 1000,1001");
+    assert_eq!(place.json("ls @run")["snapshots"].as_array().unwrap().len(), 1);
+    place.json("restore @run -o @out");
+    assert_eq!(content(&place.path("out")), content(&training_file(1010)), "its base stays");
+}
+
+#[test]
+fn exit_codes() {
+    let place = Place::with_training();
+    std::fs::create_dir(place.path("empty")).unwrap();
+    for verb in ["ls", "log", "stat", "chain", "verify", "inspect", "pin --step 1", "forget --step 1", "restore -o @x", "diff 1 2"] {
+        for store in ["@nowhere", "@empty"] {
+            let (verb, rest) = verb.split_once(' ').unwrap_or((verb, ""));
+            let (code, error) = place.error(&format!("{verb} {store} {rest}"));
+            assert_eq!((code, &error["kind"]), (10, &json!("not_found")), "{verb} {store}");
+        }
+    }
+    for arguments in ["chain @run --step", "restore @run -o @x --step", "verify @run --step", "diff @run 1000", "pin @run --step"] {
+        assert_eq!(place.error(&format!("{arguments} 7")).0, 10, "{arguments}");
+    }
+    let file = training_file(1000);
+    for arguments in [
+        "restore @run",
+        "verify @run --shard 2/2",
+        "verify @run --depth deep",
+        "restore @run -o @x --slice w[1]",
+        "pin @run --step latest",
+        "forget @run",
+        "save @run --step 1",
+        &format!("save @run --step 1 --policy full --every 4 {}", file.display()),
+        &format!("save @run --step 1 --every 0 {}", file.display()),
+        &format!("save @run --step 1 --user a=1 --user a=2 {}", file.display()),
+    ] {
+        let (code, error) = place.error(arguments);
+        assert_eq!((code, &error["kind"]), (2, &json!("usage")), "{arguments}");
+    }
+    let (code, error) = place.error(&format!("save @new --step 1 {0} {0}", file.display()));
+    assert_eq!((code, &error["kind"], error["tensor"].is_string()), (1, &json!("invalid_argument"), true), "equal names");
+    assert!(!place.path("new").exists(), "wrong input creates no store");
+    assert_eq!(place.error("save @new --step 1 @missing.safetensors").0, 10);
+    std::fs::write(place.path("bad.safetensors"), "text").unwrap();
+    assert_eq!(place.error("save @new --step 1 @bad.safetensors").0, 1);
+    assert_eq!(place.run("--version").status.code(), Some(0));
+    assert_eq!(place.run("").status.code(), Some(2));
+}
+
+#[test]
+fn damage_is_found_and_leaves_the_output_alone() {
+    let place = Place::with_training();
+    let damaged = place.damage();
+    let found = place.run("verify @run");
+    assert_eq!(found.status.code(), Some(3));
+    assert!(stdout(&found).contains("page checksum mismatch"), "{}", stdout(&found));
+    assert_eq!(place.run("verify @run --depth log").status.code(), Some(0), "the log is whole");
+
+    std::fs::write(place.path("out"), "precious").unwrap();
+    let before = place.names();
+    let (code, error) = place.error("restore @run --step 1000 -o @out");
+    assert_eq!((code, &error["kind"], error["clause"].is_string()), (3, &json!("corrupt"), true));
+    assert_eq!(std::fs::read(place.path("out")).unwrap(), b"precious");
+    assert_eq!(place.names(), before, "no temporary file is left");
+    assert_eq!(place.error("restore @run -o @run").1["kind"], "invalid_argument", "a folder is not replaced");
+
+    // Deltas read from their base only what they need of it.
+    assert_eq!(place.run("restore @run --step 1010 -o @out --tensor optimizer.*").status.code(), Some(0));
+
+    std::fs::remove_file(damaged).unwrap();
+    assert_eq!(place.run("verify @run --depth log").status.code(), Some(3));
+}
+
+#[test]
+fn casks_are_inspected() {
+    let place = Place::with_training();
+    let store = place.json("inspect @run --step 1000");
+    let casks = store["casks"].as_array().unwrap();
+    let tensors: usize = casks.iter().map(|cask| cask["tensors"].as_array().unwrap().len()).sum();
+    assert_eq!((tensors, &store["kind"]), (content(&training_file(1000)).0.len(), &json!("base")));
+    assert_eq!(store["tensors"].as_array().unwrap().len(), tensors);
+
+    let id = casks[0]["id"].as_str().unwrap();
+    let file = place.json(&format!("inspect @run/casks/{id}.cask"));
+    let mut same = casks[0].clone();
+    same["slot"] = Value::Null;
+    assert_eq!(file["cask"], same);
+    let name = casks[0]["tensors"][0]["name"].as_str().unwrap();
+    assert_eq!(place.json(&format!("inspect @run/casks/{id}.cask --tensor {name}"))["cask"]["tensors"].as_array().unwrap().len(), 1);
+    assert_eq!(place.json(&format!("inspect @run --tensor {name}"))["tensors"][0]["name"], name);
+    assert_eq!(place.error(&format!("inspect @run/casks/{id}.cask --tensor nothing")).0, 10);
+    assert_eq!(place.error("inspect @run --tensor nothing").0, 10);
+    assert!(stdout(&place.run("inspect @run --step 1001")).contains("tc.bitmask"));
+
+    let truncated = std::fs::read(place.path(&format!("run/casks/{id}.cask"))).unwrap();
+    std::fs::write(place.path("short.cask"), &truncated[..truncated.len() - 1]).unwrap();
+    assert_eq!(place.error("inspect @short.cask").0, 3);
+    std::fs::write(place.path("empty.cask"), "").unwrap();
+    assert_eq!(place.error("inspect @empty.cask").0, 3);
+}
+
+#[test]
+fn blobs_with_hostile_names_stay_in_their_folder() {
+    let place = Place::new();
+    place.write("a.safetensors", &[("w", Dtype::U8, &[1], &[1])]);
+    let names = ["../../x", "/etc/x", "..", ".", "a b\n", "rng"];
+    let mut words = vec!["save".to_owned(), place.path("run").display().to_string(), "--step".into(), "1".into()];
+    for (at, name) in names.iter().enumerate() {
+        let file = place.path(&format!("blob{at}"));
+        std::fs::write(&file, format!("blob {at}")).unwrap();
+        words.extend(["--blob".to_owned(), format!("{name}={}", file.display())]);
+    }
+    words.push(place.path("a.safetensors").display().to_string());
+    let saved = place.run_words(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    assert!(saved.status.success(), "{}", stderr(&saved));
+    let before = place.names();
+    std::fs::create_dir(place.path("deep")).unwrap();
+    assert_eq!(place.json("restore @run -o @deep/out --blobs @deep/blobs")["blobs"], names.len());
+    let expected = ["0-..%2F..%2Fx", "0-%2Fetc%2Fx", "0-..", "0-.", "0-a%20b%0A", "0-rng"];
+    for (at, name) in expected.iter().enumerate() {
+        assert_eq!(std::fs::read_to_string(place.path("deep/blobs").join(name)).unwrap(), format!("blob {at}"));
+    }
+    assert_eq!(std::fs::read_dir(place.path("deep/blobs")).unwrap().count(), names.len());
+    assert_eq!(std::fs::read_dir(place.path("deep")).unwrap().count(), 2);
+    assert_eq!(place.names().len(), before.len() + 1);
+}
+
+#[test]
+fn differences_are_counted() {
+    let place = Place::new();
+    let bf16 = |bits: [u16; 4]| bits.iter().flat_map(|bits| [*bits as u8, (*bits >> 8) as u8]).collect::<Vec<u8>>();
+    let old = bf16([0x3f80, 0x0000, 0x3f80, 0x4000]);
+    let new = bf16([0x3f83, 0x8000, 0x7fc0, 0x4000]);
+    let (zeros, ones) = ([0u8; 4], [1u8; 4]);
+    let old: [(&str, Dtype, &[usize], &[u8]); 6] = [
+        ("w", Dtype::BF16, &[2, 2], &old),
+        ("gone", Dtype::U8, &[4], &zeros),
+        ("grown", Dtype::U8, &[4], &zeros),
+        ("int", Dtype::U8, &[4], &zeros),
+        ("same", Dtype::F32, &[1], &zeros),
+        ("typed", Dtype::U8, &[4], &zeros),
+    ];
+    let new: [(&str, Dtype, &[usize], &[u8]); 6] = [
+        ("w", Dtype::BF16, &[2, 2], &new),
+        ("new", Dtype::U8, &[4], &zeros),
+        ("grown", Dtype::U8, &[2, 2], &zeros),
+        ("int", Dtype::U8, &[4], &ones),
+        ("same", Dtype::F32, &[1], &zeros),
+        ("typed", Dtype::I8, &[4], &zeros),
+    ];
+    place.write("a", &old);
+    place.write("b", &new);
+    place.json("save @run --step 1 @a");
+    place.json("save @run --step 2 @b");
+    let diff = place.json("diff @run 1 2");
+    let row = |name: &str| diff["tensors"].as_array().unwrap().iter().find(|row| row["name"] == name).unwrap().clone();
+    let w = row("w");
+    assert_eq!((&w["changed"], &w["max_ulps"], &w["nan_b"], &w["changed_share"]), (&json!(3), &json!(3), &json!(1), &json!(0.75)));
+    let status = ["gone", "grown", "int", "new", "same", "typed", "w"].map(|name| row(name)["status"].as_str().unwrap().to_owned());
+    assert_eq!(status, ["removed", "reshaped", "changed", "added", "same", "retyped", "changed"]);
+    assert_eq!((&row("int")["changed"], &row("int")["max_ulps"]), (&json!(4), &Value::Null));
+    assert_eq!((&diff["elements"], &diff["changed"], &diff["nan_b"]), (&json!(9), &json!(7), &json!(1)));
+
+    // Real training, counted here once more.
+    let place = Place::with_training();
+    let pairs = content(&training_file(1000)).0.into_iter().zip(content(&training_file(1001)).0);
+    let changed: usize = pairs
+        .map(|(old, new)| old.3.chunks(old.1.bitsize() / 8).zip(new.3.chunks(old.1.bitsize() / 8)).filter(|(a, b)| a != b).count())
+        .sum();
+    assert_eq!(place.json("diff @run 1000 1001")["changed"], changed);
+}
+
+#[test]
+fn a_delta_without_changes_is_counted_too() {
+    let place = Place::new();
+    place.write("a", &[("w", Dtype::U8, &[4], &[1, 2, 3, 4])]);
+    place.json("save @run --step 1 --policy consecutive @a");
+    let saved = place.json("save @run --step 2 --policy consecutive @a");
+    assert_eq!((&saved["kind"], &saved["chunks"], &saved["parent_step"]), (&json!("delta"), &json!({"unchanged": 1}), &json!(1)));
+    assert_eq!((&saved["stored_bytes"], &saved["ratio"]), (&json!(0), &Value::Null));
+    let unchanged = json!({"chunks": 1, "decoded_bytes": 4, "saved_bytes": 4, "stored_bytes": 0});
+    assert_eq!(place.json("stat @run")["codecs"]["unchanged"], unchanged);
+    assert_eq!(place.json("verify @run")["clean"], true);
+    let full = place.json("save @run --step 3 --policy full --no-verify-after-encode @a");
+    assert_eq!((&full["kind"], &full["parent_step"]), (&json!("base"), &Value::Null));
+}
+
+#[test]
+fn nothing_reaches_a_terminal_raw() {
+    let place = Place::new();
+    place.write("a", &[("\u{1b}[31mred\u{202e}\n", Dtype::U8, &[1], &[1])]);
+    place.write("b", &[("\u{1b}[31mred\u{202e}\n", Dtype::U8, &[1], &[2])]);
+    let (run, a) = (place.path("run"), place.path("a"));
+    let saved = place.run_words(&["save", run.to_str().unwrap(), "--step", "1", "--user", "k=\u{1b}c", a.to_str().unwrap()]);
+    assert!(saved.status.success());
+    place.json("save @run --step 2 @b");
+    for arguments in ["ls @run", "inspect @run", "diff @run 1 2", "stat @run", "log @run", "save @x --step 1 @a @b"] {
+        for arguments in [arguments.to_owned(), format!("{arguments} --json")] {
+            let output = place.run(&arguments);
+            let text = stdout(&output) + &stderr(&output);
+            assert!(!text.contains(['\u{1b}', '\u{202e}']), "{arguments}: {text:?}");
+        }
+    }
+}
+
+#[test]
+fn a_closed_pipe_is_no_error() {
+    let place = Place::with_training();
+    let folder = place.path("run");
+    for arguments in [&["ls"][..], &["log", "--json"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = command().args(arguments).arg(&folder).stdout(writer).stderr(Stdio::piped()).output().unwrap();
+        assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
+    }
+}
+
+#[test]
+fn every_verb_explains_itself() {
+    let place = Place::new();
+    let help = stdout(&place.run("--help"));
+    for verb in ["save", "restore", "verify", "ls", "chain", "log", "inspect", "diff", "stat", "pin", "forget"] {
+        assert!(help.contains(&format!("  {verb}")), "{verb}");
+        let help = stdout(&place.run(&format!("{verb} --help")));
+        assert!(help.contains(&format!("Example:\n  tensorcask {verb} ")), "{help}");
+    }
+}

@@ -1,0 +1,69 @@
+//! `save` killed with SIGKILL at any moment: no acknowledged step is lost, none is half there.
+#![cfg(unix)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tensorcask::blocking::Store;
+use tensorcask::{Slice, VerifyOptions};
+
+const KILLS: u64 = 50;
+
+fn data(file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data").join(file)
+}
+
+fn save(store: &Path, step: u64, file: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tensorcask"));
+    command.arg("save").arg(store).args(["--step", &step.to_string(), "--policy", "consecutive"]).arg(file);
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    command
+}
+
+#[test]
+fn fifty_kills_lose_no_acknowledged_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("run");
+    let files = [data("step-1000.safetensors"), data("step-1001.safetensors"), data("step-1010.safetensors")];
+    let inputs: Vec<Vec<u8>> = files.iter().map(|file| std::fs::read(file).unwrap()).collect();
+
+    // How long a save takes here, so that kills fall all over it.
+    let started = Instant::now();
+    assert!(save(&root, 0, &files[0]).status().unwrap().success());
+    let whole = started.elapsed();
+
+    let mut acknowledged = vec![0u64];
+    let mut killed = 0;
+    let mut step = 0;
+    // Saves that finish before their kill do not count; they are bounded all the same.
+    while killed < KILLS && step < 4 * KILLS {
+        step += 1;
+        let mut child = save(&root, step, &files[step as usize % 3]).spawn().unwrap();
+        std::thread::sleep(whole.mul_f64((step * 37 % 100) as f64 / 100.0).min(Duration::from_secs(5)));
+        let _ = child.kill();
+        if child.wait().unwrap().success() {
+            acknowledged.push(step);
+        } else {
+            killed += 1;
+        }
+        let store = Store::open(root.to_str().unwrap()).unwrap();
+        let live: Vec<u64> = store.snapshots().unwrap().iter().map(|info| info.record.step).collect();
+        for known in &acknowledged {
+            assert!(live.contains(known), "step {known} was acknowledged and is gone after kill {killed}");
+        }
+        // A kill between commit and answer leaves a step that nobody was told of: it must be whole.
+        if let Some(&last) = live.last() {
+            let snapshot = store.snapshot(last).unwrap();
+            let input = safetensors::SafeTensors::deserialize(&inputs[last as usize % 3]).unwrap();
+            for (name, view) in input.iter() {
+                assert_eq!(snapshot.read(name, &Slice::all()).unwrap().data, view.data(), "step {last}, {name}");
+            }
+        }
+    }
+    assert!(killed >= KILLS, "only {killed} saves were killed in {step}");
+    let store = Store::open(root.to_str().unwrap()).unwrap();
+    let report = store.verify(&VerifyOptions::default()).unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+}

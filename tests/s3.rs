@@ -1,0 +1,98 @@
+//! A real S3 server. `bash tests/run` starts one and sets `TENSORCASK_TEST_S3`; without it these tests say that they did
+//! not run.
+#![cfg(feature = "aws")]
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stderr, reason = "tests")]
+
+mod common;
+
+use common::{SmallState, data};
+use tensorcask::interchange::safetensors::Files;
+use tensorcask::{Dtype, ErrorKind, Latest, Metadata, Policy, Slice, Store, TensorView, VerifyOptions};
+
+/// A store under a fresh prefix of the bucket.
+fn store(name: &str) -> Option<Store> {
+    let Ok(bucket) = std::env::var("TENSORCASK_TEST_S3") else {
+        eprintln!("NOT RUN: {name} needs an S3 server; use `bash tests/run`");
+        return None;
+    };
+    let unique = tensorcask::wire::Id::random().unwrap();
+    Some(Store::open(&format!("{bucket}/{name}/{unique}")).unwrap())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn s3_keeps_the_contract() {
+    let Some(store) = store("contract") else { return };
+    tensorcask::testing::store::run_all(&store).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn real_checkpoints_come_back_from_s3() {
+    let Some(store) = store("real") else { return };
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    let files = ["step-1000.safetensors", "step-1001.safetensors", "step-1010.safetensors"];
+    for (step, file) in files.iter().enumerate() {
+        let input = Files::open(&[data(file)]).unwrap();
+        writer.save(step as u64, &input.tensors().unwrap(), &[], &Metadata::default()).await.unwrap();
+    }
+    // Another process.
+    let store = Store::open(store.url()).unwrap();
+    for (step, file) in files.iter().enumerate() {
+        let input = Files::open(&[data(file)]).unwrap();
+        let snapshot = store.snapshot(step as u64).await.unwrap();
+        for view in input.tensors().unwrap() {
+            assert_eq!(snapshot.read(view.name(), &Slice::all()).await.unwrap().data, view.data(), "{file}, {}", view.name());
+        }
+    }
+    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+}
+
+/// Casks of several parts, and slices that read a few ranges of them.
+#[tokio::test(flavor = "multi_thread")]
+async fn large_casks_go_up_in_parts() {
+    let Some(store) = store("large") else { return };
+    let mut writer = store.writer(Policy::Intermittent { every: 4 }).await.unwrap();
+    let mut weights: Vec<u8> = (0..40u64 << 20).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 17) as u8).collect();
+    let shape = [10_240u64, 1024];
+    for step in 0..2 {
+        weights[4096 * 9000 + step as usize] ^= 1;
+        let state = [TensorView::new("w", Dtype::F32, &shape, &weights).unwrap()];
+        writer.save(step, &state, &[], &Metadata::default()).await.unwrap();
+    }
+    let store = Store::open(store.url()).unwrap();
+    let snapshot = store.snapshot(Latest).await.unwrap();
+    let before = store.io();
+    let rows = snapshot.read("w", &Slice::rows(9000..9002)).await.unwrap();
+    let after = store.io();
+    assert_eq!(rows.data, weights[4096 * 9000..4096 * 9002]);
+    // Two indexes, the base's chunk, and the delta's pages.
+    assert!(after.bytes_read - before.bytes_read < 3 << 20, "{} bytes", after.bytes_read - before.bytes_read);
+    assert!(after.requests - before.requests <= 5, "{} requests", after.requests - before.requests);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn racing_writers_on_s3_have_one_winner() {
+    let Some(store) = store("race") else { return };
+    let racers: Vec<_> = (0..16u64)
+        .map(|racer| {
+            let url = store.url().to_owned();
+            tokio::spawn(async move {
+                let store = Store::open(&url).unwrap();
+                let state = SmallState::at(racer);
+                let mut writer = store.writer(Policy::Full).await?;
+                writer.save(racer, &state.tensors(), &[], &Metadata::default()).await
+            })
+        })
+        .collect();
+    let mut saved = Vec::new();
+    for (racer, result) in racers.into_iter().enumerate() {
+        match result.await.unwrap() {
+            Ok(_) => saved.push(racer as u64),
+            Err(e) => assert_eq!(e.kind(), ErrorKind::Fenced, "{e}"),
+        }
+    }
+    let mut live: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
+    live.sort_unstable();
+    assert_eq!(live, saved);
+    assert!(!saved.is_empty());
+}
