@@ -87,6 +87,12 @@ impl Store {
         Ok(Snapshot { inner: self.block_on(self.inner.snapshot(at))?, runtime: self.runtime.clone() })
     }
 
+    /// See [`Store::recover`](crate::Store::recover); the snapshot, and what was passed over.
+    pub fn recover(&self, excluded: &[crate::wire::Id]) -> Result<(Snapshot, Vec<crate::Skipped>)> {
+        let found = self.block_on(self.inner.recover(excluded))?;
+        Ok((Snapshot { inner: found.snapshot, runtime: self.runtime.clone() }, found.skipped))
+    }
+
     /// See [`Store::snapshots`](crate::Store::snapshots).
     pub fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
         self.block_on(self.inner.snapshots())

@@ -69,7 +69,9 @@ pub use commit::{SnapshotRecord, Status};
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
 pub use plan::ChunkGrid;
-pub use reader::{At, Depth, Latest, LinkInfo, Problem, ReadCounts, Snapshot, SnapshotInfo, VerifyOptions, VerifyReport};
+pub use reader::{
+    At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, VerifyOptions, VerifyReport,
+};
 pub use store::{IoCounts, ProbeReport, Store, StoreOptions};
 pub use tensor::{Blob, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};

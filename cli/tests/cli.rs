@@ -359,6 +359,44 @@ fn damage_is_found_and_leaves_the_output_alone() {
 }
 
 #[test]
+fn the_newest_step_falls_back_over_damage_and_says_so() {
+    let place = Place::new();
+    for step in [1000, 1001, 1010] {
+        place.json(&format!("save @run --step {step} --policy full {}", training_file(step).display()));
+    }
+    let cask = |step: u64, nth: usize| {
+        let inspected = place.json(&format!("inspect @run --step {step}"));
+        place.path(&format!("run/casks/{}.cask", inspected["casks"][nth]["id"].as_str().unwrap()))
+    };
+    // The newest lacks the end of a cask; the one before has a damaged page, which only reading finds.
+    let (newest, before) = (cask(1010, 1), cask(1001, 0));
+    let bytes = std::fs::read(&newest).unwrap();
+    std::fs::write(&newest, &bytes[..bytes.len() / 2]).unwrap();
+    let restored = place.run("restore @run -o @out --json");
+    assert_eq!(restored.status.code(), Some(0), "{}", stderr(&restored));
+    let report = one_object(&restored);
+    conforms("restore", &report);
+    assert_eq!((&report["step"], &report["skipped"][0]["step"]), (&json!(1001), &json!(1010)));
+    let name = newest.file_name().unwrap().to_str().unwrap();
+    assert!(report["skipped"][0]["object"].as_str().unwrap().contains(name), "{report}");
+    assert!(stderr(&restored).contains("warning: step 1010") && stderr(&restored).contains(name), "{}", stderr(&restored));
+    assert_eq!(content(&place.path("out")), content(&training_file(1001)));
+
+    let mut bytes = std::fs::read(&before).unwrap();
+    bytes[4096] ^= 1;
+    std::fs::write(&before, bytes).unwrap();
+    let report = place.json("restore @run -o @out");
+    assert_eq!((&report["step"], report["skipped"].as_array().unwrap().len()), (&json!(1000), 2));
+    assert_eq!(content(&place.path("out")), content(&training_file(1000)));
+
+    // Strict, or by number: no other step is taken.
+    assert_eq!(place.error("restore @run -o @out --strict").0, 3);
+    assert_eq!(place.error("restore @run --step 1001 -o @out").0, 3);
+    std::fs::remove_file(cask(1000, 0)).unwrap();
+    assert_eq!(place.error("restore @run -o @out").0, 3, "nothing is left to fall back to");
+}
+
+#[test]
 fn casks_are_inspected() {
     let place = Place::with_training();
     let store = place.json("inspect @run --step 1000");

@@ -2,6 +2,7 @@
 
 mod execute;
 mod open;
+mod recover;
 mod verify;
 mod view;
 
@@ -14,6 +15,7 @@ use serde_json::{Map, Value};
 
 pub(crate) use execute::{ChunkItem, ReadItem};
 pub use open::{At, Latest, SnapshotInfo};
+pub use recover::{Recovered, Skipped};
 pub(crate) use verify::STORE_FILE;
 pub use verify::{Depth, Problem, VerifyOptions, VerifyReport};
 

@@ -36,14 +36,23 @@ impl Store {
             async move {
                 let wanted = range.end - range.start;
                 self.count(1, 0, 0);
-                let bytes = objects.get_range(path, range.clone()).await.map_err(|e| Error::storage(object, e).offset(range.start))?;
-                if bytes.len() as u64 != wanted {
-                    return Err(Error::corrupt(format!("{} of {wanted} bytes are there: truncated", bytes.len()))
-                        .object(object)
-                        .offset(range.start));
+                let received = match objects.get_range(path, range.clone()).await {
+                    Ok(bytes) if bytes.len() as u64 == wanted => {
+                        self.count(0, wanted, 0);
+                        return Ok((range, bytes));
+                    }
+                    other => other,
+                };
+                // Past the end, some answer short and others fail: the object's size tells damage from trouble.
+                self.count(1, 0, 0);
+                match (received, objects.head(path).await) {
+                    (_, Ok(meta)) if meta.size < range.end => {
+                        Err(Error::corrupt(format!("has {} bytes, but {} were written: truncated", meta.size, range.end)))
+                    }
+                    (Err(e), _) => Err(Error::storage(object, e)),
+                    (Ok(bytes), _) => Err(Error::new(ErrorKind::Storage, format!("{} of {wanted} bytes arrived", bytes.len()))),
                 }
-                self.count(0, wanted, 0);
-                Ok((range, bytes))
+                .map_err(|e| e.object(object).offset(range.start))
             }
         };
         let received: Vec<(Range<u64>, Bytes)> = concurrently(CONCURRENT_REQUESTS, requests.into_iter().map(fetch)).await?;

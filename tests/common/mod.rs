@@ -1,5 +1,6 @@
 //! What several test files share: small states, stores copied into memory, real data.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of this")]
+#![allow(clippy::little_endian_bytes, reason = "the bytes of a scalar tensor")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -22,7 +22,7 @@ impl<'de> Deserialize<'de> for Hex {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let digits: Vec<u8> = String::deserialize(deserializer)?.bytes().filter(|b| !b.is_ascii_whitespace()).collect();
         let pair = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap();
-        assert!(digits.len() % 2 == 0, "odd number of hex digits");
+        assert!(digits.len().is_multiple_of(2), "odd number of hex digits");
         Ok(Self(digits.chunks(2).map(pair).collect()))
     }
 }

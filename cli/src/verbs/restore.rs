@@ -9,10 +9,11 @@ use globset::GlobBuilder;
 use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::interchange::safetensors::Selected;
-use tensorcask::{At, Error, Result, Slice};
+use tensorcask::wire::Id;
+use tensorcask::{At, Error, ErrorKind, Result, Slice};
 
 use crate::atomic::AtomicFile;
-use crate::output::Outcome;
+use crate::output::{Outcome, complain};
 use crate::parse::{self, SliceArg};
 use crate::progress::Progress;
 use crate::text::{Text, human_bytes};
@@ -38,10 +39,10 @@ pub(crate) struct Args {
     /// Part of a tensor: a range for each of the leading dimensions, ends optional
     #[arg(long, value_name = "NAME[a:b,c:d]", value_parser = parse::slice)]
     slice: Vec<SliceArg>,
-    /// Write every blob to DIR/<rank>-<name>; unusual characters of a name as %XX
+    /// Write every blob to `DIR/RANK-NAME`; unusual characters of a name as %XX
     #[arg(long, value_name = "DIR")]
     blobs: Option<PathBuf>,
-    /// Take no older step in place of a broken newest one: always so in this release, with or without the flag
+    /// Fail if the newest step is damaged, instead of taking the newest that can be rebuilt; a step given by number always does
     #[arg(long)]
     strict: bool,
 }
@@ -61,31 +62,95 @@ struct Report {
     requests: u64,
     bytes_read: u64,
     seconds: f64,
+    skipped: Vec<Skipped>,
+}
+
+/// A newer step that is damaged.
+#[derive(Debug, Serialize)]
+struct Skipped {
+    step: u64,
+    snapshot: String,
+    object: Option<String>,
+    message: String,
+}
+
+impl Skipped {
+    fn new(step: u64, snapshot: Id, error: &Error) -> Self {
+        let object = error.object_name().map(str::to_owned);
+        Self { step, snapshot: snapshot.to_hex(), object, message: error.to_string() }
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let begun = Instant::now();
     let store = Store::open(&args.store)?;
-    let snapshot = store.snapshot(args.step)?;
-    let selected = select(args, &snapshot)?;
+    let progress = Progress::start(&store, "restoring");
+    let fall_back = args.step == At::Latest && !args.strict;
+    let mut skipped: Vec<Skipped> = Vec::new();
+    let mut excluded: Vec<Id> = Vec::new();
+    let mut first_error = None;
+    let mut report = loop {
+        let snapshot = if fall_back {
+            let (snapshot, passed) = match store.recover(&excluded) {
+                Ok(found) => found,
+                // Nothing is left: what was wrong with the newest says most.
+                Err(error) => return Err(first_error.unwrap_or(error)),
+            };
+            excluded.extend(passed.iter().map(|passed| passed.snapshot));
+            skipped.extend(passed.iter().map(|passed| Skipped::new(passed.step, passed.snapshot, &passed.error)));
+            snapshot
+        } else {
+            store.snapshot(args.step)?
+        };
+        match restore(args, &snapshot) {
+            // Its index is whole, its pages are not.
+            Err(error) if fall_back && error.kind() == ErrorKind::Corrupt => {
+                let id = snapshot.record().id;
+                skipped.push(Skipped::new(snapshot.step(), id, &error));
+                excluded.push(id);
+                first_error.get_or_insert(error);
+            }
+            other => break other?,
+        }
+    };
+    drop(progress);
+
+    let io = store.inner().io();
+    (report.requests, report.bytes_read, report.seconds) = (io.requests, io.bytes_read, begun.elapsed().as_secs_f64());
+    report.skipped = skipped;
+    for skipped in &report.skipped {
+        complain(&format!("warning: step {} cannot be rebuilt, restored step {} instead: {}", skipped.step, report.step, skipped.message));
+    }
+    let mut text = Text::default();
+    text.fields(&[
+        ("step", report.step.to_string()),
+        ("output", report.output.clone()),
+        ("tensors", format!("{} ({})", report.tensors, human_bytes(report.bytes))),
+        ("blobs", report.blobs.to_string()),
+        ("chunks", format!("{} read, {} needed", report.chunks_read, report.chunks_needed)),
+        ("read", format!("{} in {} requests", human_bytes(io.bytes_read), io.requests)),
+        ("seconds", format!("{:.2}", report.seconds)),
+    ]);
+    Outcome::new(&report, text)
+}
+
+/// Writes the output of one snapshot; the file appears whole or not at all.
+fn restore(args: &Args, snapshot: &Snapshot) -> Result<Report> {
+    let selected = select(args, snapshot)?;
     let mut chunks_needed = 0u64;
     for Selected { name, slice } in &selected {
         chunks_needed = chunks_needed.saturating_add(snapshot.chunks_of(name, slice)?);
     }
-
-    let progress = Progress::start(&store, "restoring");
     let output = AtomicFile::create(&args.output)?;
     let bytes = snapshot.write_safetensors(&selected, &mut BufWriter::with_capacity(1 << 20, output.file()))?;
     let blobs = match &args.blobs {
-        Some(folder) => write_blobs(&snapshot, folder)?,
+        Some(folder) => write_blobs(snapshot, folder)?,
         None => 0,
     };
     // Last, so that its being there means that all is there.
     output.commit()?;
-    drop(progress);
-
-    let (counts, io) = (snapshot.read_counts(), store.inner().io());
-    let report = Report {
+    let counts = snapshot.read_counts();
+    Ok(Report {
         step: snapshot.step(),
         snapshot: snapshot.record().id.to_hex(),
         output: args.output.display().to_string(),
@@ -96,21 +161,11 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         chunks_needed,
         pages_read: counts.pages,
         page_bytes_read: counts.page_bytes,
-        requests: io.requests,
-        bytes_read: io.bytes_read,
-        seconds: begun.elapsed().as_secs_f64(),
-    };
-    let mut text = Text::default();
-    text.fields(&[
-        ("step", report.step.to_string()),
-        ("output", report.output.clone()),
-        ("tensors", format!("{} ({})", report.tensors, human_bytes(bytes))),
-        ("blobs", blobs.to_string()),
-        ("chunks", format!("{} read, {} needed", report.chunks_read, chunks_needed)),
-        ("read", format!("{} in {} requests", human_bytes(io.bytes_read), io.requests)),
-        ("seconds", format!("{:.2}", report.seconds)),
-    ]);
-    Outcome::new(&report, text)
+        requests: 0,
+        bytes_read: 0,
+        seconds: 0.0,
+        skipped: Vec::new(),
+    })
 }
 
 /// What is asked for, ascending by name.
