@@ -10,7 +10,11 @@ use common::{SmallState, wrap};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
-use tensorcask::{Dtype, ErrorKind, Latest, Metadata, Policy, Slice, Store, TensorView, VerifyOptions, Writer, WriterOptions};
+use tensorcask::wire::{Digest, Event, Id, LogEntry};
+use tensorcask::{
+    BaseKeeping, Dtype, ErrorKind, Latest, Limits, Metadata, Policy, Slice, Store, StoreOptions, TensorView, VerifyOptions, Writer,
+    WriterOptions,
+};
 
 async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::Saved> {
     let state = SmallState::at(step);
@@ -303,4 +307,145 @@ async fn a_failed_save_leaves_store_and_writer_usable() {
     assert_eq!(saved.kind.name(), "delta", "the base was read back");
     assert_holds(&store, 3).await;
     assert_clean(&store).await;
+}
+
+fn damage(objects: &InMemory, folder: &str) -> usize {
+    futures::executor::block_on(async {
+        use futures::TryStreamExt;
+        use object_store::{ObjectStore, ObjectStoreExt};
+        let found: Vec<_> = objects.list(Some(&folder.into())).try_collect().await.unwrap();
+        for meta in &found {
+            let mut bytes = objects.get(&meta.location).await.unwrap().bytes().await.unwrap().to_vec();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            objects.put(&meta.location, bytes.into()).await.unwrap();
+        }
+        found.len()
+    })
+}
+
+/// What the next delta needs is damaged or too deep: the state at hand is saved as a base.
+#[tokio::test]
+async fn a_damaged_parent_costs_a_base_not_the_checkpoint() {
+    for base_cache in [BaseKeeping::Memory, BaseKeeping::None] {
+        for folder in ["snapshots", "directories", "casks"] {
+            let memory = Arc::new(InMemory::new());
+            let options = WriterOptions { policy: Policy::Intermittent { every: 8 }, base_cache, ..WriterOptions::default() };
+            let mut writer = wrap(memory.clone()).writer_with(options.clone()).await.unwrap();
+            save(&mut writer, 1).await.unwrap();
+            assert!(damage(&memory, folder) > 0);
+            // A restart, so that nothing of the parent is known.
+            let store = wrap(memory.clone());
+            let mut writer = store.writer_with(options).await.unwrap();
+            assert_eq!(save(&mut writer, 2).await.unwrap().kind.name(), "base", "{folder}");
+            assert_eq!(save(&mut writer, 3).await.unwrap().kind.name(), "delta", "{folder}");
+            assert_holds(&wrap(memory.clone()), 3).await;
+        }
+    }
+    let memory = Arc::new(InMemory::new());
+    let mut writer = wrap(memory.clone()).writer(Policy::Consecutive).await.unwrap();
+    for step in 1..=6 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let limits = Limits { max_chain_depth: 4, ..Limits::default() };
+    let shallow = Store::with_object_store(memory, Default::default(), StoreOptions { limits, ..StoreOptions::default() });
+    let mut writer = shallow.writer(Policy::Consecutive).await.unwrap();
+    assert_eq!(save(&mut writer, 7).await.unwrap().kind.name(), "base");
+    assert_holds(&shallow, 7).await;
+}
+
+#[tokio::test]
+async fn an_entry_that_nobody_could_read_is_not_committed() {
+    let limits = Limits { max_entry_bytes: 1000, ..Limits::default() };
+    let options = StoreOptions { limits, ..StoreOptions::default() };
+    let store = Store::with_object_store(Arc::new(InMemory::new()), Default::default(), options);
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    for step in 0..40 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let all: Vec<u64> = (0..40).collect();
+    assert_eq!(store.forget(&all).await.unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(store.snapshots().await.unwrap().len(), 40, "the store is as it was");
+    assert_eq!(store.forget(&[3, 3, 4, 3]).await.unwrap().len(), 2);
+    save(&mut writer, 41).await.unwrap();
+}
+
+/// Catalogs save requests; they change no answer.
+#[tokio::test]
+async fn user_metadata_is_the_same_with_and_without_a_catalog() {
+    let store = Store::open("memory://").unwrap();
+    let mut writer = store.writer(Policy::Intermittent { every: 100 }).await.unwrap();
+    let mut expected = Vec::new();
+    for step in 0..70u64 {
+        let mut metadata = Metadata::default();
+        let user = serde_json::json!({
+            "seed": 1_152_921_504_606_846_977u64, "nested": { "a": [1, 2.5, null] }, "none": null,
+            "mixed": if step % 2 == 0 { serde_json::json!(1.5) } else { serde_json::json!("text") }, "loss": 1.0 / (step as f64 + 3.0),
+        });
+        metadata.user = user.as_object().unwrap().clone();
+        expected.push(metadata.user.clone());
+        let state = SmallState::at(step);
+        writer.save(step, &state.tensors(), &[], &metadata).await.unwrap();
+    }
+    let found: Vec<_> = store.snapshots().await.unwrap().into_iter().map(|info| info.user).collect();
+    assert_eq!(found, expected);
+    assert_clean(&store).await;
+}
+
+/// A newer version may promise what this one would break.
+#[tokio::test]
+async fn a_store_with_unknown_features_is_read_but_not_written() {
+    let memory = Arc::new(InMemory::new());
+    let store = wrap(memory.clone());
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    let head = {
+        use object_store::ObjectStoreExt;
+        let bytes = memory.get(&LogEntry::path_of(2).as_str().into()).await.unwrap().bytes().await.unwrap();
+        LogEntry::decode(&bytes, 2, &Limits::default()).unwrap().1
+    };
+    let event = Event::Upgraded { must_understand: vec![], may_ignore: vec!["future.gc".into()] };
+    let (bytes, _) = LogEntry::new(3, Some(head), Id([1; 16]), Id([2; 16]), 0, event).encode().unwrap();
+    {
+        use object_store::ObjectStoreExt;
+        memory.put(&LogEntry::path_of(3).as_str().into(), bytes.into()).await.unwrap();
+    }
+    assert_holds(&store, 1).await;
+    for error in [
+        save(&mut writer, 2).await.unwrap_err(),
+        store.writer(Policy::Full).await.unwrap_err(),
+        store.pin(1, true).await.unwrap_err(),
+        store.forget(&[1]).await.unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.to_string().contains("future.gc"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_catalog_of_an_absurd_number_is_no_catalog() {
+    let memory = Arc::new(InMemory::new());
+    let mut writer = wrap(memory.clone()).writer(Policy::Full).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    {
+        use object_store::ObjectStoreExt;
+        let name = format!("catalog/{}-{}.parquet", u64::MAX, Digest::of(b"x"));
+        memory.put(&name.as_str().into(), b"x".to_vec().into()).await.unwrap();
+    }
+    assert_holds(&wrap(memory), 1).await;
+}
+
+#[tokio::test]
+async fn a_reader_may_come_before_the_store() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().join("run").to_str().unwrap().to_owned();
+    let early = Store::open(&url).unwrap();
+    assert_eq!(early.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound);
+    let mut writer = Store::open(&url).unwrap().writer(Policy::Full).await.unwrap();
+    save(&mut writer, 5).await.unwrap();
+    assert_holds(&early, 5).await;
+    // Two runs must not share a root because a part of the URL is not seen.
+    for url in ["file:///x/run#1", "file:///x/run?1"] {
+        assert_eq!(Store::open(url).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
 }

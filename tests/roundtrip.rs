@@ -332,3 +332,22 @@ fn what_cannot_be_stored_is_refused_by_name() {
         assert_eq!(store.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound);
     });
 }
+
+/// A buffer may hold anything before; unused bits of packed elements come back zero.
+#[test]
+fn packed_slices_clear_what_they_do_not_use() {
+    on(async {
+        let store = Store::open("memory://").unwrap();
+        let mut writer = store.writer(Policy::Full).await.unwrap();
+        writer
+            .save(1, &[TensorView::new("w", Dtype::Int4, &[7], &[0x21, 0x43, 0x65, 0x07]).unwrap()], &[], &Metadata::default())
+            .await
+            .unwrap();
+        let snapshot = store.snapshot(1).await.unwrap();
+        for (rows, expected) in [(0..3, vec![0x21, 0x03]), (1..4, vec![0x32, 0x04]), (0..7, vec![0x21, 0x43, 0x65, 0x07])] {
+            let mut out = vec![0xff; expected.len()];
+            snapshot.read_into("w", &Slice::rows(rows), &mut out).await.unwrap();
+            assert_eq!(out, expected);
+        }
+    });
+}

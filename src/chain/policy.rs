@@ -60,21 +60,19 @@ impl Policy {
         }
     }
 
-    /// What the next snapshot is made against; none for a base. Deltas that would exceed `max_depth` become bases.
-    pub(crate) fn parent(self, state: &LogState, max_depth: u64) -> Result<Option<Id>> {
-        let Some(latest) = state.latest() else { return Ok(None) };
-        if self == Self::Full {
-            return Ok(None);
-        }
-        let chain = chain_of(state, latest.id, max_depth)?;
-        let Some(base) = chain.last().filter(|base| base.status != Status::Forgotten) else { return Ok(None) };
+    /// What the next snapshot is made against; none for a base. A delta that would exceed `max_depth`, or whose chain is
+    /// broken already, becomes a base.
+    pub(crate) fn parent(self, state: &LogState, max_depth: u64) -> Option<Id> {
+        let latest = state.latest()?;
+        let chain = chain_of(state, latest.id, max_depth).ok()?;
+        let base = chain.last().filter(|base| base.status != Status::Forgotten)?;
         match self {
-            Self::Full => Ok(None),
-            Self::OneShot => Ok((max_depth >= 2).then_some(base.id)),
-            Self::Consecutive => Ok(((chain.len() as u64) < max_depth).then_some(latest.id)),
+            Self::Full => None,
+            Self::OneShot => (max_depth >= 2).then_some(base.id),
+            Self::Consecutive => ((chain.len() as u64) < max_depth).then_some(latest.id),
             Self::Intermittent { every } => {
                 let since = state.snapshots().iter().filter(|record| record.sequence >= base.sequence).count() as u64;
-                Ok((since < every && max_depth >= 2).then_some(base.id))
+                (since < every && max_depth >= 2).then_some(base.id)
             }
         }
     }

@@ -4,7 +4,7 @@ use bytes::Bytes;
 
 use super::{Chunk, ChunkKind, Codec, CodecRef, Columns, Encoded, EncodedChunk, Raw, Registry};
 use crate::limits::zeroed;
-use crate::{Error, Result};
+use crate::{Error, ErrorKind, Result};
 
 /// Bytes that a page of `bytes` costs in a cask: padded to the alignment, with its row in the index.
 fn page_cost(bytes: u64) -> u64 {
@@ -15,7 +15,10 @@ fn page_cost(bytes: u64) -> u64 {
 /// the first by id. A chunk equal to its base takes no page.
 pub(crate) fn encode_chunk(registry: &Registry, chunk: &Chunk<'_>, verify: bool) -> Result<EncodedChunk> {
     let crc = crc32fast::hash(chunk.data);
-    if chunk.base.is_some_and(|base| base == chunk.data) {
+    if let Some(base) = chunk.base.filter(|base| *base == chunk.data) {
+        if verify && crc32fast::hash(base) != crc {
+            return Err(changed("an unchanged chunk"));
+        }
         return Ok(EncodedChunk { kind: ChunkKind::Unchanged, codec: None, columns: vec![], crc });
     }
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
@@ -39,29 +42,35 @@ pub(crate) fn encode_chunk(registry: &Registry, chunk: &Chunk<'_>, verify: bool)
     };
     let Encoded { uses_base, columns } = encoded;
     let columns: Vec<(String, Bytes)> = columns.into_iter().map(|(name, bytes)| (name.to_owned(), bytes.into())).collect();
+    let kind = if uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
     if verify {
-        check_decodes(codec, chunk, &columns, uses_base)?;
+        check_decodes(codec, chunk, &columns, kind, crc)?;
     }
-    Ok(EncodedChunk {
-        kind: if uses_base { ChunkKind::Delta } else { ChunkKind::Absolute },
-        codec: Some(CodecRef { id: codec.id().to_owned(), version: codec.version() }),
-        columns,
-        crc,
-    })
+    Ok(EncodedChunk { kind, codec: Some(CodecRef { id: codec.id().to_owned(), version: codec.version() }), columns, crc })
 }
 
-/// What goes up is what decodes back.
-fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes)], uses_base: bool) -> Result<()> {
+/// What goes up is what decodes back: the bytes whose checksum is stored, as a reader would decode them.
+fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes)], kind: ChunkKind, crc: u32) -> Result<()> {
+    if !codec.base_use().allows(kind) {
+        return Err(Error::invalid(format!(
+            "codec `{}` made a chunk that is {}, against its stated use of bases",
+            codec.id(),
+            kind.name()
+        )));
+    }
     let mut decoded = zeroed(chunk.data.len(), "verification")?;
     let columns: Vec<(&str, Bytes)> = columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
-    let input =
-        Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base: chunk.base.filter(|_| uses_base) };
+    let base = chunk.base.filter(|_| kind == ChunkKind::Delta);
+    let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base };
     codec.decode(&input, &mut decoded)?;
-    if decoded == chunk.data {
-        return Ok(());
-    }
-    Err(Error::corrupt(format!(
-        "codec `{}` did not decode to what it encoded; nothing was committed. The tensor changed during the save, or memory or codec are faulty",
-        codec.id()
-    )))
+    if crc32fast::hash(&decoded) == crc { Ok(()) } else { Err(changed(&format!("what codec `{}` encoded", codec.id()))) }
+}
+
+fn changed(what: &str) -> Error {
+    Error::new(
+        ErrorKind::InvalidArgument,
+        format!(
+            "{what} does not decode to the bytes that were given; nothing was committed. The tensor changed during the save, or memory or codec are faulty"
+        ),
+    )
 }

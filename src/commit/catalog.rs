@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use arrow_array::cast::AsArray;
-use arrow_array::types::{Float64Type, UInt64Type};
+use arrow_array::types::UInt64Type;
 use arrow_array::{Array, ArrayRef, BooleanArray, Float64Array, RecordBatch, StringArray, UInt64Array};
 use arrow_schema::{DataType, Field, Schema};
 use bytes::Bytes;
-use parquet::arrow::ArrowWriter;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use parquet::arrow::{ArrowWriter, ProjectionMask};
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
 use serde::{Deserialize, Serialize};
@@ -24,10 +24,16 @@ use crate::{Error, ErrorKind, Result};
 /// Entries between two catalogs.
 pub(crate) const CATALOG_INTERVAL: u64 = 64;
 
+/// User metadata of all snapshots, as text: more does not fit columns with 32-bit offsets, nor a quick opening.
+const MAX_USER_BYTES: usize = 1 << 28;
 const USER_PREFIX: &str = "user.";
 const SEQUENCE_KEY: &str = "tensorcask.sequence";
 const ENTRY_KEY: &str = "tensorcask.entry";
 const STATE_KEY: &str = "tensorcask.state";
+
+/// The columns that are read back.
+const COLUMNS: &[&str] =
+    &["sequence", "step", "snapshot", "kind", "parent", "manifest", "status", "pinned", "tensor_bytes", "stored_bytes", "time_ms", "user"];
 
 /// Facts of the log that are not rows.
 #[derive(Serialize, Deserialize)]
@@ -63,12 +69,16 @@ impl Catalog {
         if Digest::of(&bytes) != digest {
             return Err(Error::corrupt("its bytes do not have the digest in its name").object(path).clause("log 6.2"));
         }
-        decode(bytes, sequence).map_err(|e| e.object(path))
+        // Its bytes are whole, but anybody may have made them, and the Parquet reader is not ours.
+        let decoded = std::panic::catch_unwind(|| decode(bytes, sequence));
+        let decoded = decoded.unwrap_or_else(|_| Err(Error::corrupt("the Parquet reader gave up on it").clause("log 6.3")));
+        decoded.map_err(|e| e.object(path))
     }
 
     /// Writes the catalog of a state, all of whose records are summarised.
     pub(crate) async fn write(store: &Store, state: &LogState) -> Result<()> {
         let bytes = encode(state)?;
+        crate::Limits::check(bytes.len() as u64, store.limits().max_catalog_bytes, "size of the catalog")?;
         let path = format!("catalog/{:020}-{}.parquet", state.sequence, Digest::of(&bytes));
         store.create_unique(&path, bytes).await
     }
@@ -78,12 +88,17 @@ impl Catalog {
 fn parse_name(path: &str) -> Option<(u64, Digest)> {
     let (sequence, digest) = path.strip_prefix("catalog/")?.strip_suffix(".parquet")?.split_once('-')?;
     let number: u64 = sequence.parse().ok()?;
-    (format!("{number:020}") == sequence).then_some(())?;
+    // No log is that long; numbers below may be added to.
+    (format!("{number:020}") == sequence && (1..1 << 62).contains(&number)).then_some(())?;
     Some((number, Digest::from_hex(digest).ok()?))
 }
 
 fn encode(state: &LogState) -> Result<Bytes> {
     let records = state.snapshots();
+    let user_bytes = |r: &SnapshotRecord| r.summary.as_ref().map_or(0, |s| s.user.iter().map(|(k, v)| k.len() + v.to_string().len()).sum());
+    if records.iter().map(user_bytes).sum::<usize>() > MAX_USER_BYTES {
+        return Err(Error::limit(format!("user metadata of all snapshots exceeds {MAX_USER_BYTES} bytes")).clause("log 6"));
+    }
     let summary = |record: &SnapshotRecord| record.summary.clone().unwrap_or_default();
     let numbers =
         |value: &dyn Fn(&SnapshotRecord) -> u64| -> ArrayRef { Arc::new(UInt64Array::from_iter_values(records.iter().map(value))) };
@@ -106,6 +121,7 @@ fn encode(state: &LogState) -> Result<Bytes> {
         ("stored_bytes".into(), numbers(&|r| summary(r).stored_bytes), false),
         ("ratio".into(), Arc::new(Float64Array::from_iter_values(ratios)), false),
         ("time_ms".into(), numbers(&|r| r.time_ms), false),
+        ("user".into(), texts(&|r| Some(Value::Object(summary(r).user).to_string())), false),
     ];
     let mut user: BTreeMap<String, Vec<Option<Value>>> = BTreeMap::new();
     for (row, record) in records.iter().enumerate() {
@@ -186,7 +202,13 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     state.last_writer = note.writer.zip(note.writer_sequence).map(|(writer, sequence)| LastWriter { writer, sequence });
     state.must_understand = note.must_understand;
     state.may_ignore = note.may_ignore;
-    for batch in builder.build().map_err(parquet)? {
+    // The typed columns of user metadata are for SQL; one that is missing matters even where there is no row.
+    let schema = builder.schema().clone();
+    if let Some(missing) = COLUMNS.iter().find(|name| schema.column_with_name(name).is_none()) {
+        return Err(bad(format!("column `{missing}` is missing")));
+    }
+    let wanted = ProjectionMask::columns(builder.parquet_schema(), COLUMNS.iter().copied());
+    for batch in builder.with_projection(wanted).build().map_err(parquet)? {
         let batch = batch.map_err(|e| bad(format!("not the Parquet table that a catalog is: {e}")))?;
         let rows = Rows { batch: &batch };
         for row in 0..batch.num_rows() {
@@ -204,7 +226,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
                 summary: Some(Summary {
                     tensor_bytes: rows.number("tensor_bytes", row)?,
                     stored_bytes: rows.number("stored_bytes", row)?,
-                    user: rows.user(row),
+                    user: rows.user(row)?,
                 }),
             };
             let expected = if parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base };
@@ -250,31 +272,12 @@ impl Rows<'_> {
         self.text_if_present(name, row)?.ok_or_else(|| null(name, row))
     }
 
-    fn user(&self, row: usize) -> Map<String, Value> {
-        let schema = self.batch.schema();
-        let mut user = Map::new();
-        for (field, column) in schema.fields().iter().zip(self.batch.columns()) {
-            let Some(key) = field.name().strip_prefix(USER_PREFIX) else { continue };
-            if column.is_null(row) {
-                continue;
-            }
-            let value = match column.data_type() {
-                DataType::Float64 => number_value(column.as_primitive::<Float64Type>().value(row)),
-                DataType::Boolean => Value::Bool(column.as_boolean().value(row)),
-                DataType::Utf8 => Value::String(column.as_string::<i32>().value(row).to_owned()),
-                _ => continue,
-            };
-            user.insert(key.to_owned(), value);
-        }
-        user
+    fn user(&self, row: usize) -> Result<Map<String, Value>> {
+        let text = self.text("user", row)?;
+        serde_json::from_str(&text).map_err(|e| Error::corrupt(format!("user metadata in row {row}: {e}")).clause("log 6.3"))
     }
 }
 
 fn null(name: &str, row: usize) -> Error {
     Error::corrupt(format!("column `{name}` has no value in row {row}")).clause("log 6.3")
-}
-
-/// Whole numbers come back as such.
-fn number_value(value: f64) -> Value {
-    if value.fract() == 0.0 && value.abs() < 9e15 { Value::from(value as i64) } else { Value::from(value) }
 }

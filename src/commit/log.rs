@@ -7,13 +7,14 @@ use bytes::Bytes;
 use super::{CATALOG_INTERVAL, Catalog, LogState, Summary, now_ms};
 use crate::error::ResultExt;
 use crate::store::{Created, Medium, Store, concurrently};
-use crate::wire::{Digest, Event, Id, LogEntry, Manifest};
+use crate::wire::{Digest, Event, Id, LogEntry, Manifest, StoreFile};
 use crate::{Error, ErrorKind, Result};
 
 /// The log of a store, as far as it has been read.
 #[derive(Debug)]
 pub(crate) struct Log {
     store: Store,
+    store_file: StoreFile,
     state: LogState,
     /// Catalogs that were damaged and therefore not used.
     pub(crate) skipped: Vec<Error>,
@@ -33,12 +34,15 @@ const CONCURRENT_MANIFESTS: usize = 32;
 /// How often an entry is sent again while its outcome is unclear, and the first wait, which doubles.
 const ATTEMPTS: u32 = 6;
 const FIRST_WAIT: Duration = Duration::from_millis(50);
+/// No attempt begins later than this; each has the retries and time-outs of the object store inside.
+const DEADLINE: Duration = Duration::from_secs(120);
 
 impl Log {
     /// Reads the newest catalog that is whole, and the entries after it.
     pub(crate) async fn load(store: &Store) -> Result<Self> {
-        let mut log = Self { store: store.clone(), state: LogState::default(), skipped: Vec::new() };
-        for name in Catalog::list(store).await? {
+        let (store_file, catalogs) = tokio::join!(store.read_store_file(), Catalog::list(store));
+        let mut log = Self { store: store.clone(), store_file: store_file?, state: LogState::default(), skipped: Vec::new() };
+        for name in catalogs? {
             match Catalog::read(store, &name).await {
                 Ok(state) => {
                     log.state = state;
@@ -52,10 +56,6 @@ impl Log {
             }
         }
         log.refresh().await?;
-        if log.state.sequence == 0 {
-            // An empty log is that of a store which was just created, or no store is here.
-            store.read_store_file().await?;
-        }
         Ok(log)
     }
 
@@ -67,13 +67,13 @@ impl Log {
     pub(crate) async fn refresh(&mut self) -> Result<()> {
         let mut batch = FIRST_BATCH;
         loop {
-            let first = self.state.sequence + 1;
+            let first = self.state.next_sequence()?;
             let store = &self.store;
             let fetch = |sequence| async move {
                 let bytes = store.get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
                 Ok((sequence, bytes))
             };
-            let entries: Vec<(u64, Option<Bytes>)> = concurrently(batch as usize, (first..first + batch).map(fetch)).await?;
+            let entries: Vec<(u64, Option<Bytes>)> = concurrently(batch as usize, (first..first.saturating_add(batch)).map(fetch)).await?;
             for (sequence, bytes) in entries {
                 let Some(bytes) = bytes else { return Ok(()) };
                 let (entry, digest) = LogEntry::decode(&bytes, sequence, self.store.limits()).in_object(LogEntry::path_of(sequence))?;
@@ -86,11 +86,16 @@ impl Log {
     /// Commits the event that `decide` makes of the current state; again, on the new state, as long as others are faster.
     pub(crate) async fn append(&mut self, writer: Id, mut decide: impl FnMut(&LogState) -> Result<Event>) -> Result<u64> {
         loop {
+            refuse_features(self.store_file.may_ignore())?;
+            refuse_features(&self.state.may_ignore)?;
             let event = decide(&self.state)?;
-            let sequence = self.state.sequence + 1;
+            let sequence = self.state.next_sequence()?;
             let token = Id::random()?;
             let entry = LogEntry::new(sequence, self.state.head, token, writer, now_ms(), event);
             let (bytes, digest) = entry.encode()?;
+            // What readers would refuse must never be committed: it would close the store to everybody.
+            LogEntry::decode(&bytes, sequence, self.store.limits())
+                .map_err(|e| Error::invalid(format!("the log entry would not be readable: {}", e.message())).source(e))?;
             match self.write_entry(sequence, token, bytes.into()).await? {
                 Attempt::Ours => {
                     self.state.apply(&entry, digest)?;
@@ -150,62 +155,79 @@ impl Log {
     /// Sends one entry until it is known whose it is. Never guesses, never deletes.
     async fn write_entry(&self, sequence: u64, token: Id, bytes: Bytes) -> Result<Attempt> {
         let path = LogEntry::path_of(sequence);
+        let local = matches!(self.store.medium(), Medium::Local(_));
+        let started = tokio::time::Instant::now();
         let mut wait = FIRST_WAIT;
         let mut last_error = None;
-        for _ in 0..ATTEMPTS {
+        for attempt in 0..ATTEMPTS {
+            let mut refusal = None;
             match self.store.create(&path, bytes.clone()).await {
                 Ok(Created::Written) => return Ok(Attempt::Ours),
                 // Either another writer's entry, or our own whose answer was lost.
                 Ok(Created::Exists) => {}
                 Err(e) => {
-                    if let Some(result) = self.settle_error(&path, &e).await {
-                        return Err(result);
-                    }
-                    last_error = Some(Error::storage(&path, e));
+                    let definite = attempt == 0 && (local || is_refusal(&e));
+                    let error = Error::storage(&path, e);
+                    if definite { refusal = Some(error) } else { last_error = Some(error) }
                 }
             }
-            match self.store.get_if_present(&path, self.store.limits().max_entry_bytes).await {
-                Ok(Some(found)) => {
-                    let (entry, _) = LogEntry::decode(&found, sequence, self.store.limits()).in_object(&path)?;
-                    return Ok(if entry.token == token { Attempt::Ours } else { Attempt::Taken });
+            let found = self.store.get_if_present(&path, self.store.limits().max_entry_bytes).await;
+            match (refusal, found) {
+                // Nothing is there, and the storage said why.
+                (Some(error), Ok(None)) => {
+                    return Err(Error::new(ErrorKind::Storage, format!("{}; nothing was committed", error.message()))
+                        .object(path)
+                        .source(error));
                 }
-                Ok(None) => {}
-                Err(e) => last_error = Some(e),
+                // On local disk an entry that is there after an error may not be durable, and reading it back proves nothing.
+                (Some(error), _) if local => return Err(unknown(&path, Some(error))),
+                (refusal, Ok(Some(found))) => match LogEntry::decode(&found, sequence, self.store.limits()) {
+                    Ok((entry, _)) => return Ok(if entry.token == token { Attempt::Ours } else { Attempt::Taken }),
+                    Err(e) => return Err(unknown(&path, Some(refusal.unwrap_or(e)))),
+                },
+                (None, Ok(None)) => {}
+                (refusal, Err(e)) => last_error = Some(refusal.unwrap_or(e)),
+            }
+            if started.elapsed() > DEADLINE {
+                break;
             }
             tokio::time::sleep(wait).await;
             wait *= 2;
         }
-        let unknown = Error::new(
-            ErrorKind::OutcomeUnknown,
-            "the commit was sent, but the storage does not say whether it arrived; nothing was deleted. Open the store again to see",
-        )
-        .object(path);
-        Err(match last_error {
-            Some(e) => unknown.source(e),
-            None => unknown,
-        })
+        Err(unknown(&path, last_error))
     }
+}
 
-    /// What an error of a create means where it can be told: a refusal means that nothing was written. On local disk an
-    /// entry that is there after an error may not be durable, and reading it back would prove nothing.
-    async fn settle_error(&self, path: &str, error: &object_store::Error) -> Option<Error> {
-        use object_store::Error as E;
-        let refused = matches!(
-            error,
-            E::PermissionDenied { .. }
-                | E::Unauthenticated { .. }
-                | E::NotImplemented { .. }
-                | E::NotSupported { .. }
-                | E::InvalidPath { .. }
-        );
-        let local = matches!(self.store.medium(), Medium::Local(_));
-        if !refused && !local {
-            return None;
-        }
-        let absent = refused || matches!(self.store.get_if_present(path, u64::MAX).await, Ok(None));
-        let kind = if absent { ErrorKind::Storage } else { ErrorKind::OutcomeUnknown };
-        let hint = if absent { "nothing was committed" } else { "the commit may not be durable; open the store again" };
-        Some(Error::new(kind, format!("{error}; {hint}")).object(path))
+/// Whether the storage said that it did not do it.
+fn is_refusal(error: &object_store::Error) -> bool {
+    use object_store::Error as E;
+    matches!(
+        error,
+        E::PermissionDenied { .. } | E::Unauthenticated { .. } | E::NotImplemented { .. } | E::NotSupported { .. } | E::InvalidPath { .. }
+    )
+}
+
+fn unknown(path: &str, cause: Option<Error>) -> Error {
+    let unknown = Error::new(
+        ErrorKind::OutcomeUnknown,
+        "the commit was sent, but whether it arrived and will stay cannot be told; nothing was deleted. Open the store again to see",
+    )
+    .object(path);
+    match cause {
+        Some(cause) => unknown.source(cause),
+        None => unknown,
+    }
+}
+
+/// A writer must know even the features that readers may ignore: it could break what they promise.
+pub(crate) fn refuse_features(may_ignore: &[String]) -> Result<()> {
+    match may_ignore.first() {
+        None => Ok(()),
+        Some(name) => Err(Error::unsupported(format!(
+            "the store uses feature `{}`, which this version cannot write; upgrade tensorcask",
+            name.escape_debug()
+        ))
+        .clause("README 4")),
     }
 }
 

@@ -7,7 +7,7 @@ mod retention;
 mod state;
 
 pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
-pub(crate) use log::{Log, read_manifest};
+pub(crate) use log::{Log, read_manifest, refuse_features};
 pub(crate) use state::{LogState, Summary};
 pub use state::{SnapshotRecord, Status};
 

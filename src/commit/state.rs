@@ -177,6 +177,13 @@ impl LogState {
         Ok(())
     }
 
+    /// The number of the next entry.
+    pub(crate) fn next_sequence(&self) -> Result<u64> {
+        self.sequence
+            .checked_add(1)
+            .ok_or_else(|| Error::corrupt("the log is full: its newest entry has the highest number").clause("log 3.1"))
+    }
+
     /// All snapshots, by commit.
     pub(crate) fn snapshots(&self) -> &[SnapshotRecord] {
         &self.snapshots

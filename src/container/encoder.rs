@@ -214,6 +214,7 @@ impl CaskEncoder {
         self.begin_blobs()?;
         let index_offset = self.pad_to(COLUMN_ALIGNMENT)?;
         for (i, part) in std::mem::take(&mut self.parts).into_iter().enumerate() {
+            Limits::check(part.len() as u64, self.limits.max_index_bytes, "size of an index part")?;
             let crc = index_crc(self.id, self.position, &part);
             if let Some(row) = self.root.parts.get_mut(i) {
                 row.crc = crc;

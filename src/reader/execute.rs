@@ -119,6 +119,10 @@ impl Snapshot {
                 jobs.push(Job { shard, plan, target });
             }
             if !in_place {
+                // Runs of packed elements leave the unused bits of the last byte alone; they have to be zero.
+                if let Some(last) = rest.last_mut() {
+                    *last = 0;
+                }
                 copies[item] = Some((rect, rest));
             }
         }
@@ -133,6 +137,25 @@ impl Snapshot {
             }
         })
         .await
+    }
+
+    /// Whether the indexes hold the last chunk of each shard that a rectangle meets, and so all of them: a directory alone may
+    /// claim any size.
+    pub(crate) async fn check_present(&self, tensor: usize, rect: &Rect) -> Result<()> {
+        let directory = &self.newest().directory;
+        let tensor = directory.alias_of(tensor).unwrap_or(tensor);
+        let mut shards = Vec::new();
+        for shard in directory.shards_of(tensor) {
+            let plan = ShardPlan::new(&self.links, tensor, shard)?;
+            if plan.rect.intersection(rect).is_some() {
+                shards.push(plan);
+            }
+        }
+        let rows = self.load_plans(&shards).await?;
+        for (shard, rows) in shards.iter().zip(&rows) {
+            shard.chunk(&self.links, rows, shard.grid.chunk_count().saturating_sub(1))?;
+        }
+        Ok(())
     }
 
     /// Reads whole chunks of shards into their buffers.

@@ -25,6 +25,7 @@ use crate::container::CaskIndex;
 use crate::limits::{to_usize, zeroed};
 use crate::tensor::Rect;
 use crate::wire::{DirectoryTensor, Manifest, SnapshotKind};
+use crate::writer::blob_slot;
 use crate::{Error, Result, Slice, Store, Tensor};
 
 /// A committed state at one step, with the chain that rebuilds it.
@@ -132,6 +133,7 @@ impl Snapshot {
         let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
         let bytes = tensor.dtype.byte_count(rect.element_count().unwrap_or(u64::MAX)).unwrap_or(u64::MAX);
         crate::Limits::check(bytes, self.store.limits().max_read_bytes, "size of the slice").map_err(|e| e.tensor(name))?;
+        self.check_present(self.find(name)?, &rect).await?;
         let mut data = zeroed(to_usize(bytes, "a tensor")?, "a tensor")?;
         self.read_into(name, slice, &mut data).await?;
         Ok(Tensor { name: name.to_owned(), dtype: tensor.dtype, shape: rect.shape, data })
@@ -172,8 +174,6 @@ impl Snapshot {
         let found = self.blob_pages().await?.into_iter().find(|(_, r, n, _)| *r == rank && n == name);
         let (path, _, _, page) =
             found.ok_or_else(|| Error::not_found(format!("step {} has no blob of rank {rank}", self.step())).tensor(name))?;
-        let length = page.range.end.saturating_sub(page.range.start);
-        crate::Limits::check(length, self.store.limits().max_blob_bytes, "size of the blob").map_err(|e| e.tensor(name))?;
         let bytes = self.store.get_range(&path, page.range.clone()).await?;
         page.check(&bytes).map_err(|e| e.object(path).tensor(name))?;
         Ok(bytes.to_vec())
@@ -215,7 +215,15 @@ impl Snapshot {
         let mut blobs = Vec::new();
         for (at, cask) in link.manifest.casks.iter().enumerate() {
             let Some(index) = link.index(at) else { continue };
-            blobs.extend(index.blobs().map(|(rank, name, page)| (cask.path(), rank, name.to_owned(), page)));
+            for (rank, name, page) in index.blobs() {
+                if blob_slot(rank) != cask.slot {
+                    let message = format!("a blob of rank {rank} in the cask of slot {}", cask.slot);
+                    return Err(Error::corrupt(message).object(cask.path()).tensor(name).clause("manifest 5.4"));
+                }
+                let bytes = page.range.end.saturating_sub(page.range.start);
+                crate::Limits::check(bytes, self.store.limits().max_blob_bytes, "size of the blob").map_err(|e| e.tensor(name))?;
+                blobs.push((cask.path(), rank, name.to_owned(), page));
+            }
         }
         Ok(blobs)
     }

@@ -177,9 +177,15 @@ impl Store {
                     report.note(step, snapshot.verify().await);
                     report.chunks += snapshot.read_counts().chunks;
                 }
-                // The damage has been told with the manifest that it concerns.
-                Err(_) if !report.is_clean() => {}
-                Err(e) => report.note(step, Err(e)),
+                Err(e) => {
+                    // The damage may have been told with the manifest that it concerns.
+                    let chain = chain_of(&state, record.id, self.limits().max_chain_depth);
+                    let told =
+                        chain.is_err() || chain.is_ok_and(|chain| chain.iter().any(|link| matches!(manifests.get(&link.id), Some(None))));
+                    if !told {
+                        report.note(step, Err(e));
+                    }
+                }
             }
         }
         Ok(report)
@@ -188,8 +194,9 @@ impl Store {
     /// Reads all entries from the first, and compares catalogs with them. What follows a broken entry cannot be trusted.
     async fn verify_log(&self, report: &mut VerifyReport) -> Result<LogState> {
         let mut state = LogState::default();
-        let mut listed: BTreeSet<String> = self.list("log").await?.into_iter().map(|listed| listed.path).collect();
+        // Catalogs first: a commit in between adds to the log what no catalog names, not the reverse.
         let mut catalogs = Catalog::list(self).await?;
+        let mut listed: BTreeSet<String> = self.list("log").await?.into_iter().map(|listed| listed.path).collect();
         let mut broken = false;
         for sequence in 1..=listed.len() as u64 {
             let path = LogEntry::path_of(sequence);
@@ -229,7 +236,8 @@ impl Store {
     async fn verify_catalog(&self, path: &str, state: &LogState) -> Result<()> {
         let catalog = Catalog::read(self, path).await?;
         let fail = |message: String| Err(Error::corrupt(message).object(path).clause("log 6.4"));
-        if catalog.head != state.head || catalog.last_writer != state.last_writer {
+        let features = |state: &LogState| (state.must_understand.clone(), state.may_ignore.clone());
+        if catalog.head != state.head || catalog.last_writer != state.last_writer || features(&catalog) != features(state) {
             return fail("was made from another log".into());
         }
         let facts = |record: &SnapshotRecord| SnapshotRecord { summary: None, ..record.clone() };

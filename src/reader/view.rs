@@ -37,6 +37,15 @@ impl Snapshot {
             let (Some(step), 1) = (rebuilt.steps.first(), rebuilt.steps.len()) else {
                 return Err(unsupported("a chunk of it is a delta"));
             };
+            if let Some(codec) = &step.entry.codec {
+                self.store.registry().resolve(codec).map_err(|e| e.tensor(name).chunk(chunk))?;
+            }
+            let bytes = plan.grid.bytes(chunk);
+            let one_page = matches!(step.entry.pages.as_slice(), [page]
+                if page.column == "values" && page.range.end - page.range.start == bytes.end - bytes.start);
+            if !one_page {
+                return Err(unsupported("a chunk of it is not one page of its size"));
+            }
             let raw = step.entry.kind == ChunkKind::Absolute && step.entry.codec.as_ref().is_some_and(|codec| codec.id == Raw::ID);
             let adjacent = pages.last().is_none_or(|(_, page, _): &(u64, crate::container::PageEntry, u32)| {
                 step.entry.pages.first().is_some_and(|next| next.range.start == page.range.end)

@@ -59,31 +59,43 @@ impl Store {
 
     /// Writes an object whose name no other can have. A lost answer may leave it there: our own bytes, so all is well.
     pub(crate) async fn create_unique(&self, object: &str, bytes: Bytes) -> Result<()> {
-        match self.create(object, bytes.clone()).await {
-            Ok(Created::Written) => Ok(()),
-            Ok(Created::Exists) => {
-                let found = self.get(object, bytes.len() as u64).await?;
-                if found == bytes {
-                    return Ok(());
-                }
-                Err(Error::corrupt("an object of this unique or content-addressed name holds other bytes").object(object))
+        // A server may answer *conflict* to the loser of a race that nobody won; then nothing is there.
+        for _ in 0..3 {
+            if let Created::Written = self.create(object, bytes.clone()).await.map_err(|e| Error::storage(object, e))? {
+                return Ok(());
             }
-            Err(e) => Err(Error::storage(object, e)),
+            match self.get_if_present(object, bytes.len() as u64).await? {
+                Some(found) if found == bytes => return Ok(()),
+                Some(_) => {
+                    return Err(Error::corrupt("an object of this unique or content-addressed name holds other bytes").object(object));
+                }
+                None => {}
+            }
         }
+        Err(Error::new(ErrorKind::Storage, "the storage says that it exists, and does not have it").object(object))
     }
 
-    /// Writes an object whose name is the digest of its bytes. A damaged one of that name is repaired: there is only one
-    /// right content.
+    /// Writes an object whose name is the digest of its bytes; what is there of that name is right, or repaired.
+    ///
+    /// On local disk it is written in any case, over the same bytes: one that an earlier, failed attempt left may not be
+    /// durable, and reading it back would prove nothing.
     pub(crate) async fn put_content_addressed(&self, object: &str, bytes: Bytes) -> Result<()> {
+        if *self.medium() != (Medium::Remote) {
+            return self.overwrite(object, bytes).await;
+        }
         match self.create_unique(object, bytes.clone()).await {
             Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => {
                 tracing::warn!(object, "the object is damaged; writing it anew");
-                self.count(1, 0, bytes.len() as u64);
-                let put = self.objects()?.put(&self.path(object), PutPayload::from(bytes)).await;
-                put.map(|_| ()).map_err(|e| Error::storage(object, e))
+                self.overwrite(object, bytes).await
             }
             other => other,
         }
+    }
+
+    async fn overwrite(&self, object: &str, bytes: Bytes) -> Result<()> {
+        self.count(1, 0, bytes.len() as u64);
+        let put = self.objects()?.put(&self.path(object), PutPayload::from(bytes)).await;
+        put.map(|_| ()).map_err(|e| Error::storage(object, e))
     }
 
     /// Objects below a folder, by name.

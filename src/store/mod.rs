@@ -82,7 +82,8 @@ pub struct IoCounts {
 }
 
 impl Store {
-    /// A store in any [`ObjectStore`], below `root`.
+    /// A store in any [`ObjectStore`], below `root`. Open local folders by path instead: they need care with fsync that an
+    /// `ObjectStore` does not show from outside.
     pub fn with_object_store(objects: Arc<dyn ObjectStore>, root: Path, options: StoreOptions) -> Self {
         let url = format!("{objects}/{root}");
         Self::assemble(url, Medium::Remote, Some(objects), root, options)
@@ -151,10 +152,17 @@ impl Store {
     }
 
     pub(crate) fn objects(&self) -> Result<&Arc<dyn ObjectStore>> {
-        self.inner
-            .objects
-            .get()
-            .ok_or_else(|| Error::not_found(format!("no store at {}; the first save creates one", self.url())).object(self.url()))
+        if let Some(objects) = self.inner.objects.get() {
+            return Ok(objects);
+        }
+        match self.medium() {
+            // Another process may have created it since this handle was opened.
+            Medium::Local(folder) if folder.is_dir() => {
+                let objects = open::local_objects(folder, self.inner.options.fsync)?;
+                Ok(self.inner.objects.get_or_init(|| objects))
+            }
+            _ => Err(Error::not_found(format!("no store at {}; the first save creates one", self.url())).object(self.url())),
+        }
     }
 
     pub(crate) fn path(&self, object: &str) -> Path {

@@ -46,27 +46,29 @@ impl Store {
         StoreOptions::default().open(url)
     }
 
-    /// Creates the root folder of a local store.
+    /// Creates the folders of a local store, and makes them durable: object stores sync only folders that they make themselves.
     pub(crate) fn ensure_root(&self) -> Result<()> {
-        let Medium::Local(folder) = self.medium() else { return Ok(()) };
-        if self.inner.objects.get().is_some() {
-            return Ok(());
+        let Medium::Local(root) = self.medium() else { return Ok(()) };
+        let fail = |folder: &std::path::Path, e| Error::io(folder.display().to_string(), e);
+        let existing = root.ancestors().find(|folder| folder.is_dir()).map(PathBuf::from);
+        let mut folders: Vec<PathBuf> = FOLDERS.iter().map(|name| root.join(name)).collect();
+        for folder in &folders {
+            std::fs::create_dir_all(folder).map_err(|e| fail(folder, e))?;
         }
-        let fail = |e| Error::io(folder.display().to_string(), e);
-        std::fs::create_dir_all(folder).map_err(fail)?;
         if self.inner.options.fsync {
-            // A new folder is durable once its parents are.
-            for parent in folder.ancestors().skip(1).take_while(|parent| !parent.as_os_str().is_empty()) {
-                if let Ok(folder) = std::fs::File::open(parent) {
-                    folder.sync_all().map_err(fail)?;
-                }
+            // From the new ones up to the folder that was there before, whose entry of the first new one must last too.
+            folders.extend(root.ancestors().take_while(|folder| Some(*folder) != existing.as_deref()).map(PathBuf::from));
+            folders.extend(existing);
+            for folder in &folders {
+                std::fs::File::open(folder).and_then(|opened| opened.sync_all()).map_err(|e| fail(folder, e))?;
             }
         }
-        // Lost only to a concurrent call with the same value.
-        let _ = self.inner.objects.set(local_objects(folder, self.inner.options.fsync)?);
-        Ok(())
+        self.objects().map(|_| ())
     }
 }
+
+/// The folders of a store.
+const FOLDERS: &[&str] = &["casks", "directories", "snapshots", "log", "catalog"];
 
 impl StoreOptions {
     /// Opens a store by URL with these options.
@@ -77,13 +79,13 @@ impl StoreOptions {
         };
         match scheme {
             "file" => {
-                let parsed = url::Url::parse(url).map_err(|e| invalid(format!("not a URL: {e}")))?;
+                let parsed = parse(url)?;
                 let folder = parsed.to_file_path().map_err(|()| invalid("not the URL of a local path; write file:///path".into()))?;
                 self.open_local(url, folder)
             }
             "memory" => Ok(Store::assemble(url.to_owned(), Medium::Memory, Some(shared_memory(rest)), Path::default(), self)),
             "s3" | "s3a" | "gs" | "az" | "azure" | "abfs" | "abfss" | "http" | "https" => {
-                let parsed = url::Url::parse(url).map_err(|e| invalid(format!("not a URL: {e}")))?;
+                let parsed = parse(url)?;
                 let objects = self.cloud(scheme, url)?;
                 // For http the whole URL is the root already.
                 let root = if scheme.starts_with("http") { "" } else { parsed.path() };
@@ -150,7 +152,16 @@ fn config_key<K: std::str::FromStr>(key: &str, url: &str) -> Result<K> {
     key.parse().map_err(|_| Error::invalid(format!("`{}` is not a setting of this kind of store", key.escape_debug())).object(url))
 }
 
-fn local_objects(folder: &std::path::Path, fsync: bool) -> Result<Arc<dyn ObjectStore>> {
+/// A URL without query and fragment, which no object store would see: two runs must not share a root by mistake.
+fn parse(url: &str) -> Result<url::Url> {
+    let parsed = url::Url::parse(url).map_err(|e| Error::invalid(format!("not a URL: {e}")).object(url))?;
+    if parsed.query().is_some() || parsed.fragment().is_some() {
+        return Err(Error::invalid("`?` and `#` in the URL of a store must be written as %3F and %23").object(url));
+    }
+    Ok(parsed)
+}
+
+pub(super) fn local_objects(folder: &std::path::Path, fsync: bool) -> Result<Arc<dyn ObjectStore>> {
     let local = LocalFileSystem::new_with_prefix(folder).map_err(|e| Error::storage(folder.display().to_string(), e))?;
     Ok(Arc::new(local.with_fsync(fsync)))
 }

@@ -160,7 +160,16 @@ async fn is_there(store: &Store, object: &str, bytes: u64) -> bool {
 }
 
 impl Drop for Upload {
+    /// A save that failed or was cancelled leaves no unfinished upload behind, as far as there is still somebody to remove it.
     fn drop(&mut self) {
         self.running.abort_all();
+        if let (Some(mut multipart), Ok(runtime)) = (self.multipart.take(), tokio::runtime::Handle::try_current()) {
+            let object = std::mem::take(&mut self.object);
+            runtime.spawn(async move {
+                if let Err(e) = multipart.abort().await {
+                    tracing::warn!(object, error = %e, "an unfinished upload could not be removed");
+                }
+            });
+        }
     }
 }

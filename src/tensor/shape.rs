@@ -209,6 +209,9 @@ pub(crate) fn tiles(shape: &[u64], rects: &[Rect]) -> Result<bool> {
             split.len()
         )));
     }
+    if rects.len().saturating_mul(1 << split.len()) > MAX_CORNERS {
+        return Err(Error::unsupported(format!("{} shards that split {} dimensions are too many to check", rects.len(), split.len())));
+    }
     let mut corners: HashMap<Vec<u64>, i64> = HashMap::new();
     let mut add = |rect: &Rect, sign: i64| {
         for upper in 0u32..1 << split.len() {
@@ -223,6 +226,8 @@ pub(crate) fn tiles(shape: &[u64], rects: &[Rect]) -> Result<bool> {
 }
 
 const MAX_SPLIT_DIMENSIONS: usize = 8;
+/// Bounds the memory of the check: a million shards that split two dimensions.
+const MAX_CORNERS: usize = 1 << 22;
 
 fn strides(shape: &[u64]) -> Vec<u64> {
     let mut strides = vec![1u64; shape.len()];

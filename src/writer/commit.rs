@@ -5,7 +5,7 @@ use super::layout::StateLayout;
 use super::save::Written;
 use super::*;
 use crate::chain::chain_of;
-use crate::commit::{LogState, Summary, now_ms};
+use crate::commit::{LogState, Summary, now_ms, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::{STORE_FILE, Snapshot};
 use crate::store::Created;
@@ -16,7 +16,6 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
     store.ensure_root()?;
     match store.read_store_file().await {
         Ok(found) => {
-            refuse_features(found.may_ignore())?;
             // The cheapest proof on each opening: what is there must not be creatable.
             let bytes = found.encode()?;
             match store.create(STORE_FILE, bytes.into()).await {
@@ -39,38 +38,28 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
         Err(e) => return Err(e),
     }
     let mut log = Log::load(store).await?;
-    refuse_features(&log.state().may_ignore)?;
     let id = Id::random()?;
-    log.append(id, |state| {
-        refuse_features(&state.may_ignore)?;
-        Ok(Event::Opened {})
-    })
-    .await?;
+    log.append(id, |_| Ok(Event::Opened {})).await?;
     log.write_catalog_if_due().await;
     let base = BaseCache::new(options.base_cache);
-    Ok(Writer { store: store.clone(), options, id, log, base, stopped: None })
-}
-
-/// A writer must know even the features that readers may ignore: it could break what they promise.
-fn refuse_features(may_ignore: &[String]) -> Result<()> {
-    match may_ignore.first() {
-        None => Ok(()),
-        Some(name) => Err(Error::unsupported(format!(
-            "the store uses feature `{}`, which this version cannot write; upgrade tensorcask",
-            name.escape_debug()
-        ))
-        .clause("README 4")),
-    }
+    Ok(Writer { store: store.clone(), options, id, log, base, durable_directory: None, stopped: None })
 }
 
 impl Writer {
-    /// What the next snapshot is made against, opened; none for a base.
+    /// What the next snapshot is made against, opened; none for a base. A parent that cannot be read is no reason to lose
+    /// the snapshot at hand: it becomes a base, loudly.
     pub(super) async fn parent(&mut self) -> Result<Option<Parent>> {
         self.log.refresh().await?;
         check_fence(self.log.state(), self.id)?;
-        let limit = self.store.limits().max_chain_depth;
-        let Some(id) = self.options.policy.parent(self.log.state(), limit)? else { return Ok(None) };
-        let snapshot = Snapshot::load(&self.store, self.log.state(), id).await?;
+        let Some(id) = self.options.policy.parent(self.log.state(), self.store.limits().max_chain_depth) else { return Ok(None) };
+        let snapshot = match Snapshot::load(&self.store, self.log.state(), id).await {
+            Ok(snapshot) => snapshot,
+            Err(error) if is_damage(&error) => {
+                tracing::warn!(%error, "the snapshot that the next delta needs cannot be read; saving a base instead");
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        };
         refuse_features(snapshot.manifest().may_ignore())?;
         if snapshot.newest().directory.features().may_ignore != 0 {
             return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask")
@@ -114,7 +103,10 @@ impl Writer {
         // What readers would refuse (a limit, user metadata nested too deep) must not be committed.
         Manifest::decode(&bytes, self.store.limits())
             .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
-        self.store.put_content_addressed(&format!("directories/{digest}"), directory.into()).await?;
+        if self.durable_directory != Some(digest) {
+            self.store.put_content_addressed(&format!("directories/{digest}"), directory.into()).await?;
+            self.durable_directory = Some(digest);
+        }
         self.store.create_unique(&manifest.path(), bytes.into()).await?;
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
@@ -123,7 +115,6 @@ impl Writer {
             .log
             .append(writer, |state| {
                 check_fence(state, writer)?;
-                refuse_features(&state.may_ignore)?;
                 if let Some(parent) = parent_id {
                     chain_of(state, parent, limit)?;
                 }
@@ -145,6 +136,11 @@ impl Writer {
             chunks: written.chunks.clone(),
         })
     }
+}
+
+/// Whether an error says that stored objects are unusable, and not that the storage fails now.
+pub(super) fn is_damage(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
 }
 
 /// A writer is fenced by another's `opened` or `added` after its own, and by nothing else.

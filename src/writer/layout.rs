@@ -1,6 +1,6 @@
 //! From the caller's tensors to a layout: names, shards, aliases, slots.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use crate::tensor::{element_count, tiles};
 use crate::wire::{Directory, DirectoryShard, DirectoryTensor};
@@ -9,6 +9,14 @@ use crate::{Blob, Error, Limits, Result, TensorView};
 /// Slot of role `model` and of all other roles, for one rank.
 const MODEL_SLOT: u32 = 0;
 const OTHER_SLOT: u32 = 1;
+
+/// Slots of all ranks are numbers of 32 bits.
+const MAX_RANK: u32 = (u32::MAX - 1) / 2;
+
+/// The slot of a rank's blobs.
+pub(crate) fn blob_slot(rank: u32) -> u32 {
+    rank.saturating_mul(2).saturating_add(OTHER_SLOT)
+}
 
 /// A state, ordered as casks and directory need it.
 pub(super) struct StateLayout<'a> {
@@ -64,6 +72,9 @@ impl<'a> StateLayout<'a> {
             return Err(Error::invalid(format!("two blobs of rank {} have this name", twice.rank)).tensor(&twice.name));
         }
         for blob in &blobs {
+            if blob.rank > MAX_RANK {
+                return Err(Error::invalid(format!("rank {} is beyond {MAX_RANK}", blob.rank)).tensor(&blob.name));
+            }
             Limits::check(blob.name.len() as u64, limits.max_name_bytes, "length of a blob's name")?;
             Limits::check(blob.data.len() as u64, limits.max_blob_bytes, "size of a blob").map_err(|e| e.tensor(&blob.name))?;
         }
@@ -74,15 +85,10 @@ impl<'a> StateLayout<'a> {
         Ok(Self { tensors, blobs, tensor_bytes })
     }
 
-    /// Slots that hold something, ascending; blobs lie in the last.
-    pub(super) fn slots(&self) -> Vec<u32> {
-        let used = |slot: u32| self.tensors.iter().any(|t| t.slot == slot && t.description.alias_of.is_none());
-        [MODEL_SLOT, OTHER_SLOT].into_iter().filter(|&slot| used(slot) || (slot == OTHER_SLOT && !self.blobs.is_empty())).collect()
-    }
-
-    /// Whether blobs go into the cask of `slot`.
-    pub(super) fn takes_blobs(slot: u32) -> bool {
-        slot == OTHER_SLOT
+    /// Slots that hold something, ascending.
+    pub(super) fn slots(&self) -> BTreeSet<u32> {
+        let tensors = self.tensors.iter().filter(|t| t.description.alias_of.is_none()).map(|t| t.slot);
+        tensors.chain(self.blobs.iter().map(|blob| blob_slot(blob.rank))).collect()
     }
 
     /// The directory's stored form.

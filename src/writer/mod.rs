@@ -10,10 +10,11 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use base::BaseCache;
+pub(crate) use layout::blob_slot;
 
 use crate::chain::Policy;
 use crate::commit::Log;
-use crate::wire::{Id, SnapshotKind};
+use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Error, ErrorKind, Result, Store};
 
 /// What a writer says of a snapshot besides its tensors.
@@ -87,6 +88,8 @@ pub struct Writer {
     id: Id,
     log: Log,
     base: BaseCache,
+    /// The directory that this writer itself has made durable.
+    durable_directory: Option<Digest>,
     /// Why this writer may not go on.
     stopped: Option<(ErrorKind, String)>,
 }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use rayon::prelude::*;
 
 use super::base::{KeptShard, Parent, ShardKey};
+use super::commit::is_damage;
 use super::layout::{LayoutTensor, StateLayout};
 use super::*;
 use crate::chain::content_digests;
@@ -14,7 +15,7 @@ use crate::limits::zeroed;
 use crate::plan::ChunkGrid;
 use crate::reader::ChunkItem;
 use crate::store::Upload;
-use crate::wire::{CaskRef, Digest, Directory};
+use crate::wire::{CaskRef, Directory};
 use crate::{Blob, TensorView};
 
 /// Bytes of tensors that are encoded at once, unless one chunk is larger.
@@ -44,7 +45,7 @@ impl Writer {
     ///
     /// Encoding runs on rayon's pool, called from this task; uploads go on meanwhile on a multi-threaded runtime. When
     /// this returns `Ok`, the snapshot is durable. Memory beyond the state: the base (unless
-    /// [`BaseKeeping::None`]), a window of 32 MiB, and at most five upload parts.
+    /// [`BaseKeeping::None`]), a window of 32 MiB, at most five upload parts, and one blob.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
         self.check_usable()?;
         if let Some(key) = metadata.user.keys().find(|key| key.starts_with("tc.")) {
@@ -61,19 +62,25 @@ impl Writer {
     }
 
     async fn save_layout(&mut self, step: u64, layout: &StateLayout<'_>, metadata: &Metadata) -> Result<Saved> {
-        let parent = self.parent().await?;
-        let keep = self.base.keeps() && self.becomes_base(parent.is_none());
-        let written = self.write_casks(layout, parent.as_ref(), keep).await;
-        let written = match written {
-            Ok(written) => written,
-            Err(e) => {
-                if keep {
-                    // Shards of the old base may have been released.
-                    self.base.clear();
+        let mut parent = self.parent().await?;
+        let written = loop {
+            let keep = self.base.keeps() && self.becomes_base(parent.is_none());
+            match self.write_casks(layout, parent.as_ref(), keep).await {
+                Ok(written) => break written,
+                Err(error) => {
+                    if keep {
+                        // Shards of the old base may have been released.
+                        self.base.clear();
+                    }
+                    if parent.is_none() || !is_damage(&error) {
+                        return Err(error);
+                    }
+                    tracing::warn!(%error, "no delta can be made; saving a base instead");
+                    parent = None;
                 }
-                return Err(e);
             }
         };
+        let keep = self.base.keeps() && self.becomes_base(parent.is_none());
         let committed = self.commit(step, layout, parent.as_ref(), &written, metadata).await;
         match &committed {
             Ok(saved) if keep => self.base.promote(saved.id, written.kept),
@@ -89,23 +96,18 @@ impl Writer {
         let mut crcs: Vec<Vec<Vec<u32>>> = layout.tensors.iter().map(|t| t.shards.iter().map(|_| Vec::new()).collect()).collect();
         for slot in layout.slots() {
             let mut encoder = CaskEncoder::new(Id::random()?, self.options.alignment_exponent)?.with_limits(self.store.limits().clone());
-            let expected = layout.tensors.iter().filter(|t| t.slot == slot).flat_map(|t| &t.shards).map(|s| s.data().len() as u64).sum();
+            let tensors = layout.tensors.iter().filter(|t| t.slot == slot).flat_map(|t| &t.shards).map(|s| s.data().len() as u64);
+            let blobs = layout.blobs.iter().filter(|blob| blob_slot(blob.rank) == slot).map(|blob| blob.data.len() as u64);
+            let expected = tensors.chain(blobs).sum();
             let path = format!("casks/{}.cask", encoder.id());
             let mut upload = Upload::new(&self.store, path, expected);
-            let encoded = self.encode_slot(slot, layout, parent, keep, &mut encoder, &mut upload, &mut crcs, &mut written).await;
-            if let Err(e) = encoded {
-                upload.abort().await;
-                return Err(e);
-            }
+            self.encode_slot(slot, layout, parent, keep, &mut encoder, &mut upload, &mut crcs, &mut written).await?;
             // A delta in which nothing of this slot changed has no cask for it.
             if encoder.is_empty() && parent.is_some() {
                 continue;
             }
             let (rest, receipt) = encoder.finish()?;
-            if let Err(e) = upload.push(rest).await {
-                upload.abort().await;
-                return Err(e);
-            }
+            upload.push(rest).await?;
             upload.finish().await?;
             written.casks.push(CaskRef {
                 slot,
@@ -166,8 +168,8 @@ impl Writer {
             }
         }
         self.encode_window(&jobs, layout, parent, keep, encoder, upload, crcs, written).await?;
-        if StateLayout::takes_blobs(slot) {
-            for blob in &layout.blobs {
+        for blob in &layout.blobs {
+            if blob_slot(blob.rank) == slot {
                 encoder.blob(blob.rank, &blob.name, bytes::Bytes::copy_from_slice(&blob.data))?;
                 upload.push(encoder.take_output()).await?;
             }

@@ -1,6 +1,6 @@
-//! A real S3 server. `bash tests/run` starts one and sets `TENSORCASK_TEST_S3`; without it these tests say that they did
-//! not run.
-#![cfg(feature = "aws")]
+//! Real object-store servers. `bash tests/servers/run` starts them and says where they are (`bash tests/run` starts one);
+//! without them these tests say that they did not run.
+#![cfg(all(feature = "aws", feature = "azure"))]
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stderr, reason = "tests")]
 
 mod common;
@@ -11,8 +11,8 @@ use tensorcask::{Dtype, ErrorKind, Latest, Metadata, Policy, Slice, Store, Tenso
 
 /// A store under a fresh prefix of the bucket.
 fn store(name: &str) -> Option<Store> {
-    let Ok(bucket) = std::env::var("TENSORCASK_TEST_S3") else {
-        eprintln!("NOT RUN: {name} needs an S3 server; use `bash tests/run`");
+    let Ok(bucket) = std::env::var("TENSORCASK_TEST_STORE") else {
+        eprintln!("NOT RUN: {name} needs a server; use `bash tests/servers/run`");
         return None;
     };
     let unique = tensorcask::wire::Id::random().unwrap();
@@ -20,13 +20,13 @@ fn store(name: &str) -> Option<Store> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn s3_keeps_the_contract() {
+async fn the_server_keeps_the_contract() {
     let Some(store) = store("contract") else { return };
     tensorcask::testing::store::run_all(&store).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn real_checkpoints_come_back_from_s3() {
+async fn real_checkpoints_come_back_from_a_server() {
     let Some(store) = store("real") else { return };
     let mut writer = store.writer(Policy::Consecutive).await.unwrap();
     let files = ["step-1000.safetensors", "step-1001.safetensors", "step-1010.safetensors"];
@@ -71,7 +71,7 @@ async fn large_casks_go_up_in_parts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn racing_writers_on_s3_have_one_winner() {
+async fn racing_writers_on_a_server_have_one_winner_per_entry() {
     let Some(store) = store("race") else { return };
     let racers: Vec<_> = (0..16u64)
         .map(|racer| {
@@ -95,4 +95,14 @@ async fn racing_writers_on_s3_have_one_winner() {
     live.sort_unstable();
     assert_eq!(live, saved);
     assert!(!saved.is_empty());
+}
+
+/// Some servers answer *done* to a conditional put and overwrite.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_ignores_conditions_is_refused() {
+    let Ok(bucket) = std::env::var("TENSORCASK_TEST_UNSAFE_STORE") else { return };
+    let store = Store::open(&format!("{bucket}/run")).unwrap();
+    let error = store.writer(Policy::Full).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::UnsafeStore, "{error}");
+    assert_eq!(store.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound, "nothing was created");
 }
