@@ -17,6 +17,11 @@ use clap::{CommandFactory, Parser};
 
 use verbs::Verb;
 
+/// Windows of chunks are allocated and dropped all the time. The system's allocator gives such blocks back to the kernel
+/// each time, and taking fresh pages costs more than reading and decoding: a restore took three times as long.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Small, fast, verifiable checkpoints of models in training.
 #[derive(Debug, Parser)]
 #[command(name = "tensorcask", version, arg_required_else_help = true, after_help = AFTER_HELP)]

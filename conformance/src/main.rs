@@ -1,2 +1,79 @@
-//! x
-fn main(){}
+//! Conformance cases for tensorcask files and stores: a runner for any reader, a generator, and our own reader.
+
+mod case;
+mod generate;
+mod read;
+mod run;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand};
+
+/// Where the cases are in a checkout.
+const CASES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cases");
+
+/// What makes a command fail: a sentence for the person who typed it.
+type Failure = Box<dyn std::error::Error>;
+
+#[derive(Parser)]
+#[command(version, about)]
+struct Arguments {
+    /// The folder of the cases
+    #[arg(long, global = true, default_value = CASES)]
+    cases: PathBuf,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Give every case to a reader, and compare what it says; TAP on stdout
+    Run {
+        /// The command line of the reader; `{path}` stands for the file or folder. Split at spaces, except in quotes
+        #[arg(long)]
+        reader: String,
+        /// Only cases whose name contains this
+        #[arg(long, default_value = "")]
+        only: String,
+        /// Seconds that a reader has for one case
+        #[arg(long, default_value_t = 60)]
+        timeout: u64,
+    },
+    /// Write all cases anew
+    Generate {
+        /// Write nothing; fail if a file differs, is missing, or is not a case's
+        #[arg(long)]
+        check: bool,
+    },
+    /// The reader of this project, for `run`: a cask file, or the folder of a store
+    Read {
+        /// The file or folder
+        path: PathBuf,
+    },
+}
+
+fn main() -> ExitCode {
+    let Arguments { cases, command } = Arguments::parse();
+    let done = match command {
+        Command::Run { reader, only, timeout } => run::run(&cases, &reader, &only, Duration::from_secs(timeout)),
+        Command::Generate { check: false } => generate::write(&cases).map(|()| true),
+        Command::Generate { check: true } => generate::check(&cases),
+        Command::Read { path } => read::read(&path),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(failure) => {
+            complain(&failure.to_string());
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// A line on stderr. That nobody reads it is no failure.
+fn complain(line: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "{line}");
+}

@@ -114,33 +114,43 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
 
     let mut group: Vec<(&DirectoryTensor, Slice, u64)> = Vec::new();
     let mut group_bytes = 0;
+    let mut buffer = Vec::new();
     for (tensor, rect, bytes) in &plans {
         for (slice, bytes) in windows(tensor, rect, *bytes) {
             if group_bytes + bytes > WINDOW_BYTES && !group.is_empty() {
-                write_group(snapshot, &std::mem::take(&mut group), out).await?;
+                write_group(snapshot, &std::mem::take(&mut group), &mut buffer, out).await?;
                 group_bytes = 0;
             }
             group.push((tensor, slice, bytes));
             group_bytes += bytes;
         }
     }
-    write_group(snapshot, &group, out).await?;
+    write_group(snapshot, &group, &mut buffer, out).await?;
     out.flush().map_err(io)?;
     Ok(8 + header.len() as u64 + end)
 }
 
-async fn write_group(snapshot: &Snapshot, group: &[(&DirectoryTensor, Slice, u64)], out: &mut (impl Write + Send)) -> Result<()> {
-    let mut buffers = Vec::with_capacity(group.len());
-    for (_, _, bytes) in group {
-        buffers.push(zeroed(to_usize(*bytes, "a tensor")?, "a tensor")?);
+/// Reads a group of slices into `buffer`, which is kept from group to group: fresh pages cost more than reading into them.
+async fn write_group(
+    snapshot: &Snapshot,
+    group: &[(&DirectoryTensor, Slice, u64)],
+    buffer: &mut Vec<u8>,
+    out: &mut (impl Write + Send),
+) -> Result<()> {
+    let total = to_usize(group.iter().map(|(_, _, bytes)| bytes).sum(), "a group of tensors")?;
+    if buffer.len() < total {
+        *buffer = zeroed(total, "a group of tensors")?;
     }
-    let requests =
-        group.iter().zip(&mut buffers).map(|((tensor, slice, _), buffer)| (tensor.name.as_str(), slice.clone(), buffer.as_mut_slice()));
-    snapshot.read_many_into(requests.collect()).await?;
-    for buffer in &buffers {
-        out.write_all(buffer).map_err(|e| Error::io("the output file", e))?;
+    let mut rest = &mut buffer[..total];
+    let mut requests = Vec::with_capacity(group.len());
+    for (tensor, slice, bytes) in group {
+        // Each is a part of the total.
+        let (head, tail) = rest.split_at_mut(*bytes as usize);
+        requests.push((tensor.name.as_str(), slice.clone(), head));
+        rest = tail;
     }
-    Ok(())
+    snapshot.read_many_into(requests).await?;
+    out.write_all(&buffer[..total]).map_err(|e| Error::io("the output file", e))
 }
 
 /// A large rectangle as consecutive ranges of its first dimension, each of about the window's size and, where the rows

@@ -1,0 +1,220 @@
+//! Saving and restoring a large state through the command line: wall time and memory, next to plain copies.
+#![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
+
+mod common;
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use common::{Arguments, Memcpy, Owned, Table, alternate, bytes_of, fail, median, report, seconds, synthetic};
+use serde_json::{Value, json};
+use tensorcask::TensorView;
+use tensorcask::interchange::safetensors::Files;
+
+/// What makes this program a launcher of another.
+const LAUNCH: &str = "launch";
+
+/// Memory beyond the state that a save or restore may take.
+const TARGET_BYTES: u64 = 512 << 20;
+
+fn main() {
+    if std::env::args().nth(1).as_deref() == Some(LAUNCH) {
+        return launch();
+    }
+    let arguments = Arguments::parse(&["gib", "rounds", "folder"]);
+    let program = program();
+    let bytes = (arguments.number("gib", 1.0) * (1u64 << 30) as f64) as u64;
+    let rounds = arguments.number("rounds", 3.0) as usize;
+    let folder = match arguments.text("folder") {
+        Some(folder) => tempfile::tempdir_in(folder).unwrap(),
+        None => tempfile::tempdir().unwrap(),
+    };
+    let path = |name: &str| folder.path().join(name);
+
+    let second = synthetic(bytes, &arguments.data().join("step-1001.safetensors"));
+    write_safetensors(&second, &path("1001.safetensors"), false);
+    drop(second);
+    let first = synthetic(bytes, &arguments.data().join("step-1000.safetensors"));
+    let size = bytes_of(&first);
+    let mut memcpy = Memcpy::new(size as usize);
+    let mut children: Vec<Vec<Usage>> = vec![Vec::new(); 3];
+    let mut stored = [0; 2];
+    let mut times = Vec::new();
+    for _ in 0..rounds {
+        let others = alternate(
+            1,
+            &mut [
+                ("memcpy", &mut || memcpy.seconds(first.iter().map(|tensor| tensor.data.as_slice()))),
+                ("safetensors", &mut || quiet(|| write_safetensors(&first, &path("1000.safetensors"), true))),
+                ("copy", &mut || quiet(|| copy(&path("1000.safetensors"), &path("copy")))),
+            ],
+        );
+        times.push(others);
+        std::fs::remove_file(path("copy")).unwrap();
+        let store = path("store");
+        let run = |words: &[&str]| run(&program, words, &store);
+        let input = |step: &str| path(&format!("{step}.safetensors")).to_str().unwrap().to_owned();
+        let output = path("restored").to_str().unwrap().to_owned();
+        for (nth, step) in ["1000", "1001"].into_iter().enumerate() {
+            let (usage, said) = run(&["save", "STORE", "--json", "--policy", "consecutive", "--step", step, &input(step)]);
+            children[nth].push(usage);
+            let said: Value = serde_json::from_slice(&said).unwrap();
+            stored[nth] = said["stored_bytes"].as_u64().unwrap();
+            assert_eq!(said["kind"], ["base", "delta"][nth]);
+        }
+        children[2].push(run(&["restore", "STORE", "--step", "1001", "--output", &output]).0);
+        assert_same(&path("1001.safetensors"), &path("restored"));
+        std::fs::remove_dir_all(&store).unwrap();
+        std::fs::remove_file(path("restored")).unwrap();
+    }
+    let column = |nth: usize| median(times.iter().map(|round| round[nth]).collect());
+    let memcpy = column(0);
+
+    let title = format!(
+        "A state of {:.2} GB in {} tensors (bf16 model, f32 master and moments), median of {rounds}. Peak memory is the resident set \
+         of the process, mapped pages of the input included; the target is at most the state and {} MiB",
+        size as f64 / 1e9,
+        first.len(),
+        TARGET_BYTES >> 20
+    );
+    let mut table = Table::new(title, &["s", "GB/s", "x memcpy", "stored / state", "peak, MiB", "peak - state, MiB"]);
+    let mut row = |name: &str, seconds: f64, stored: Option<u64>, peak: Option<u64>| {
+        let mebi = |bytes: f64| format!("{:.0}", bytes / (1 << 20) as f64);
+        let optional = |value: Option<String>| value.unwrap_or_else(|| "-".into());
+        let beyond = peak.map(|peak| peak as f64 - size as f64);
+        let cells = vec![
+            format!("{seconds:.2}"),
+            format!("{:.2}", size as f64 / seconds / 1e9),
+            format!("{:.1}", seconds / memcpy),
+            optional(stored.map(|stored| format!("{:.3}", stored as f64 / size as f64))),
+            optional(peak.map(|peak| mebi(peak as f64))),
+            optional(beyond.map(mebi)),
+        ];
+        let value = json!({
+            "seconds": seconds, "times_memcpy": seconds / memcpy, "stored_bytes": stored, "peak_bytes": peak, "state_bytes": size,
+            "within_target": beyond.map(|beyond| beyond <= TARGET_BYTES as f64),
+        });
+        table.row(name, cells, value);
+    };
+    row("memcpy", memcpy, None, None);
+    row("`safetensors::serialize_to_file`, fsync (in process)", column(1), Some(size), None);
+    row("copy of a file, fsync", column(2), Some(size), None);
+    for (nth, name) in
+        ["`tensorcask save`, base", "`tensorcask save`, delta of one step", "`tensorcask restore` of the delta"].into_iter().enumerate()
+    {
+        let wall = median(children[nth].iter().map(|usage| usage.seconds).collect());
+        let peak = children[nth].iter().map(|usage| usage.peak_bytes).max();
+        row(name, wall, stored.get(nth).copied(), peak);
+    }
+    report("save_restore", &[table], arguments.json);
+}
+
+/// The command line of the same build.
+fn program() -> PathBuf {
+    let here = std::env::current_exe().unwrap();
+    let found = here.ancestors().skip(1).take(2).map(|folder| folder.join("tensorcask")).find(|path| path.is_file());
+    found.unwrap_or_else(|| fail("the command line is not built: cargo build --release --workspace"))
+}
+
+/// Seconds, while no earlier write is still on its way to the disk.
+fn quiet<T>(run: impl FnOnce() -> T) -> f64 {
+    sync();
+    seconds(run).0
+}
+
+fn sync() {
+    assert!(Command::new("sync").status().unwrap().success());
+}
+
+/// What a child took.
+#[derive(Debug, Clone, Copy)]
+struct Usage {
+    seconds: f64,
+    peak_bytes: u64,
+}
+
+/// Runs the command line on a store, whose path stands for `STORE`; gives its stdout too.
+fn run(program: &Path, words: &[&str], store: &Path) -> (Usage, Vec<u8>) {
+    sync();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.arg(LAUNCH).arg(program);
+    for word in words {
+        match *word {
+            "STORE" => command.arg(store),
+            word => command.arg(word),
+        };
+    }
+    let output = command.stderr(Stdio::inherit()).output().unwrap();
+    assert!(output.status.success(), "the command line failed");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let (said, usage) = text.trim_end().rsplit_once('\n').unwrap();
+    let (seconds, peak) = usage.split_once(' ').unwrap();
+    (Usage { seconds: seconds.parse().unwrap(), peak_bytes: peak.parse().unwrap() }, said.as_bytes().to_vec())
+}
+
+/// Runs another program and tells, in a last line, seconds and bytes of its peak. A process of its own, because the peak
+/// that the system reports of a child begins with the size of the process that started it.
+#[allow(clippy::zombie_processes, reason = "`wait` waits for it")]
+fn launch() {
+    let mut words = std::env::args().skip(2);
+    let mut command = Command::new(words.next().unwrap());
+    command.args(words);
+    let (seconds, peak_bytes) = seconds(|| wait(&command.spawn().unwrap()));
+    println!("\n{seconds} {peak_bytes}");
+}
+
+/// Waits for a child that must succeed; gives the peak of its resident set.
+#[allow(unsafe_code, reason = "the standard library does not tell what a child used")]
+fn wait(child: &std::process::Child) -> u64 {
+    let mut status = 0;
+    // SAFETY: `rusage` is plain integers, for which zeros are a value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: both pointers are to locals that live through the call, and the child was not waited for.
+    let waited = unsafe { libc::wait4(child.id() as libc::pid_t, &raw mut status, 0, &raw mut usage) };
+    assert_eq!((waited, status), (child.id() as libc::pid_t, 0), "the command line failed");
+    // Linux counts kibibytes, others bytes.
+    usage.ru_maxrss as u64 * if cfg!(target_os = "linux") { 1024 } else { 1 }
+}
+
+fn write_safetensors(state: &[Owned], path: &Path, fsync: bool) {
+    let views = state.iter().map(|tensor| {
+        let dtype = match tensor.dtype {
+            tensorcask::Dtype::Bf16 => safetensors::Dtype::BF16,
+            tensorcask::Dtype::F32 => safetensors::Dtype::F32,
+            other => fail(&format!("{other} in the data")),
+        };
+        let shape = tensor.shape.iter().map(|&extent| extent as usize).collect();
+        (tensor.name.as_str(), safetensors::tensor::TensorView::new(dtype, shape, &tensor.data).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, path).unwrap();
+    if fsync {
+        File::open(path).unwrap().sync_all().unwrap();
+    }
+}
+
+fn copy(from: &Path, to: &Path) {
+    let (mut from, mut to) = (File::open(from).unwrap(), File::create(to).unwrap());
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        let count = from.read(&mut buffer).unwrap();
+        if count == 0 {
+            break;
+        }
+        to.write_all(&buffer[..count]).unwrap();
+    }
+    to.sync_all().unwrap();
+}
+
+fn assert_same(wanted: &Path, found: &Path) {
+    let (wanted, found) = (Files::open(&[wanted]).unwrap(), Files::open(&[found]).unwrap());
+    let (mut wanted, mut found) = (wanted.tensors().unwrap(), found.tensors().unwrap());
+    for views in [&mut wanted, &mut found] {
+        views.sort_by(|a: &TensorView<'_>, b| a.name().cmp(b.name()));
+    }
+    assert_eq!(wanted.len(), found.len());
+    for (wanted, found) in wanted.iter().zip(&found) {
+        assert!(wanted.name() == found.name() && wanted.data() == found.data(), "{} came back otherwise", wanted.name());
+    }
+}

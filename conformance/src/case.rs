@@ -1,0 +1,112 @@
+//! A case on disk: `case.toml`, an input, and for accepted ones what a reader has to find in it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+
+use crate::Failure;
+
+/// What a reader has to do with the input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Expect {
+    Accept,
+    Reject,
+}
+
+impl Expect {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Accept => "accept",
+            Self::Reject => "reject",
+        }
+    }
+}
+
+/// `case.toml`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Description {
+    /// The clause of the spec that decides.
+    pub clause: String,
+    /// One sentence.
+    pub why: String,
+    pub expect: Expect,
+    /// The kind of error of a rejection: `corrupt`, `unsupported` or `limit`.
+    pub kind: Option<String>,
+    /// Of the input: of the file, or of the listing of the folder.
+    pub sha256: String,
+}
+
+/// A case.
+#[derive(Debug)]
+pub(crate) struct Case {
+    /// `valid/<area>/<case>` or `invalid/<area>/<case>`.
+    pub name: String,
+    pub description: Description,
+    /// `input.cask` or `input/`.
+    pub input: PathBuf,
+    /// `expected.json`, of an accepted one.
+    pub expected: Option<serde_json::Value>,
+}
+
+/// All cases below a folder, by name.
+pub(crate) fn load_all(cases: &Path) -> Result<Vec<Case>, Failure> {
+    let mut folders: BTreeMap<String, PathBuf> = BTreeMap::new();
+    for (path, _) in files_of(cases)? {
+        if let Some(name) = path.strip_suffix("/case.toml") {
+            folders.insert(name.to_owned(), cases.join(name));
+        }
+    }
+    folders.into_iter().map(|(name, folder)| load(&name, &folder).map_err(|e| format!("{name}: {e}").into())).collect()
+}
+
+fn load(name: &str, folder: &Path) -> Result<Case, Failure> {
+    let description: Description = toml::from_str(&std::fs::read_to_string(folder.join("case.toml"))?)?;
+    let input = ["input.cask", "input"].map(|name| folder.join(name)).into_iter().find(|path| path.exists()).ok_or("has no input")?;
+    let expected = match description.expect {
+        Expect::Accept => Some(serde_json::from_slice(&std::fs::read(folder.join("expected.json"))?)?),
+        Expect::Reject => None,
+    };
+    if (description.expect == Expect::Reject) != description.kind.is_some() {
+        return Err("`kind` goes with `expect = \"reject\"`".into());
+    }
+    let found = match input.is_dir() {
+        true => digest_of_folder(&files_of(&input)?),
+        false => hex(&Sha256::digest(std::fs::read(&input)?)),
+    };
+    if found != description.sha256 {
+        return Err("its input is damaged: the digest differs from that in case.toml".into());
+    }
+    Ok(Case { name: name.to_owned(), description, input, expected })
+}
+
+/// The files below a folder, by path with `/`.
+pub(crate) fn files_of(folder: &Path) -> Result<BTreeMap<String, Vec<u8>>, Failure> {
+    let mut found = BTreeMap::new();
+    let mut rest = vec![(String::new(), folder.to_path_buf())];
+    while let Some((prefix, next)) = rest.pop() {
+        for entry in std::fs::read_dir(&next).map_err(|e| format!("{}: {e}", next.display()))? {
+            let entry = entry?;
+            let name = entry.file_name().into_string().map_err(|name| format!("{name:?}: not UTF-8"))?;
+            let path = format!("{prefix}{name}");
+            match entry.file_type()?.is_dir() {
+                true => rest.push((format!("{path}/"), entry.path())),
+                false => _ = found.insert(path, std::fs::read(entry.path())?),
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The digest of a folder: SHA-256 of one line `<sha256>  <path>` for each file, by path, as `sha256sum` writes them.
+pub(crate) fn digest_of_folder(files: &BTreeMap<String, Vec<u8>>) -> String {
+    let lines: String = files.iter().map(|(path, bytes)| format!("{}  {path}\n", hex(&Sha256::digest(bytes)))).collect();
+    hex(&Sha256::digest(lines))
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

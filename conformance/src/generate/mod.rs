@@ -1,0 +1,126 @@
+//! Writes the cases, always the same bytes: ids and times are fixed, and nothing is asked of the library.
+
+mod casks;
+mod forge;
+mod invalid_casks;
+mod invalid_stores;
+mod stores;
+mod writer;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use crate::Failure;
+use crate::case::{Expect, digest_of_folder, files_of, hex};
+
+/// The input of a case.
+pub(crate) enum Input {
+    Cask(Vec<u8>),
+    /// Objects by path.
+    Store(BTreeMap<String, Vec<u8>>),
+}
+
+/// What must become of it.
+pub(crate) enum Outcome {
+    /// What a reader finds.
+    Accept(Value),
+    /// The kind of the error.
+    Reject(&'static str),
+}
+
+/// A case to write.
+pub(crate) struct Sketch {
+    /// `<area>/<case>`.
+    pub name: &'static str,
+    pub clause: &'static str,
+    pub why: &'static str,
+    pub input: Input,
+    pub outcome: Outcome,
+}
+
+/// Writes all cases, and removes what is left of others.
+pub(crate) fn write(cases: &Path) -> Result<(), Failure> {
+    let wanted = files()?;
+    if cases.exists() {
+        for path in files_of(cases)?.into_keys().filter(|path| !wanted.contains_key(path)) {
+            std::fs::remove_file(cases.join(path))?;
+        }
+    }
+    for (path, bytes) in &wanted {
+        let path = cases.join(path);
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        std::fs::write(path, bytes)?;
+    }
+    Ok(())
+}
+
+/// Whether the cases are what [`write`] would write.
+pub(crate) fn check(cases: &Path) -> Result<bool, Failure> {
+    let wanted = files()?;
+    let found = files_of(cases)?;
+    let mut same = true;
+    let paths: std::collections::BTreeSet<&String> = wanted.keys().chain(found.keys()).collect();
+    for path in paths {
+        let message = match (wanted.get(path), found.get(path)) {
+            (Some(wanted), Some(found)) if wanted == found => continue,
+            (Some(_), Some(_)) => "differs from what the generator writes",
+            (Some(_), None) => "is missing",
+            _ => "belongs to no case",
+        };
+        crate::complain(&format!("{path}: {message}"));
+        same = false;
+    }
+    Ok(same)
+}
+
+/// All files of all cases.
+fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
+    let mut files = BTreeMap::new();
+    let mut sketches = casks::cases();
+    sketches.extend(stores::cases()?);
+    sketches.extend(invalid_casks::cases());
+    sketches.extend(invalid_stores::cases()?);
+    for Sketch { name, clause, why, input, outcome } in sketches {
+        let (folder, expect, kind) = match &outcome {
+            Outcome::Accept(_) => ("valid", Expect::Accept, None),
+            Outcome::Reject(kind) => ("invalid", Expect::Reject, Some(*kind)),
+        };
+        let folder = format!("{folder}/{name}");
+        let digest = match &input {
+            Input::Cask(bytes) => hex(&Sha256::digest(bytes)),
+            Input::Store(objects) => digest_of_folder(objects),
+        };
+        let kind = kind.map(|kind| format!("kind = \"{kind}\"\n")).unwrap_or_default();
+        let description = format!("clause = \"{clause}\"\nwhy = \"{why}\"\nexpect = \"{}\"\n{kind}sha256 = \"{digest}\"\n", expect.name());
+        let mut add = |path: String, bytes: Vec<u8>| match files.insert(format!("{folder}/{path}"), bytes) {
+            None => Ok(()),
+            Some(_) => Err(format!("two cases write {folder}/{path}")),
+        };
+        add("case.toml".into(), description.into_bytes())?;
+        if let Outcome::Accept(expected) = outcome {
+            add("expected.json".into(), format!("{:#}\n", sorted(&expected)).into_bytes())?;
+        }
+        match input {
+            Input::Cask(bytes) => add("input.cask".into(), bytes)?,
+            Input::Store(objects) => objects.into_iter().try_for_each(|(path, bytes)| add(format!("input/{path}"), bytes))?,
+        }
+    }
+    Ok(files)
+}
+
+/// With the keys of all objects in order, whether serde_json keeps the order of insertion or not.
+fn sorted(value: &Value) -> Value {
+    match value {
+        Value::Array(items) => items.iter().map(sorted).collect(),
+        Value::Object(fields) => {
+            let fields: BTreeMap<&String, Value> = fields.iter().map(|(key, value)| (key, sorted(value))).collect();
+            Value::Object(fields.into_iter().map(|(key, value)| (key.clone(), value)).collect())
+        }
+        other => other.clone(),
+    }
+}

@@ -1,0 +1,183 @@
+//! Gives each case to a reader and compares what it says with what it has to say.
+
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::Failure;
+use crate::case::{Case, Expect, load_all};
+
+/// What a reader did.
+struct Answer {
+    status: ExitStatus,
+    stdout: Vec<u8>,
+    stderr: Vec<u8>,
+}
+
+/// Runs all cases; tells whether all passed.
+pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration) -> Result<bool, Failure> {
+    let words = split(reader)?;
+    if !words.iter().any(|word| word.contains("{path}")) {
+        return Err("the command line of the reader lacks {path}".into());
+    }
+    let cases: Vec<Case> = load_all(cases)?.into_iter().filter(|case| case.name.contains(only)).collect();
+    if cases.is_empty() {
+        return Err("there are no such cases".into());
+    }
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "1..{}", cases.len())?;
+    let mut failed = 0;
+    for (number, case) in (1..).zip(&cases) {
+        let begun = Instant::now();
+        let answer = ask(&words, case, timeout)?;
+        let verdict = match &answer {
+            Some(answer) => judge(case, answer),
+            None => Err(format!("no answer after {} s", timeout.as_secs())),
+        };
+        match verdict {
+            Ok(()) => writeln!(out, "ok {number} - {}", case.name)?,
+            Err(message) => {
+                failed += 1;
+                writeln!(out, "not ok {number} - {}", case.name)?;
+                writeln!(out, "# {message}")?;
+                writeln!(out, "# {}: {} ({:.1} s)", case.description.clause, case.description.why, begun.elapsed().as_secs_f64())?;
+                let stderr = answer.map(|answer| answer.stderr).unwrap_or_default();
+                for line in String::from_utf8_lossy(&stderr).lines().take(20) {
+                    writeln!(out, "# stderr: {}", line.escape_debug())?;
+                }
+            }
+        }
+    }
+    writeln!(out, "{} passed, {failed} failed", cases.len() - failed)?;
+    Ok(failed == 0)
+}
+
+/// Runs the reader on one case; nothing if it took too long.
+fn ask(words: &[String], case: &Case, timeout: Duration) -> Result<Option<Answer>, Failure> {
+    let path = case.input.to_str().ok_or("a path that is not UTF-8")?;
+    let mut words = words.iter().map(|word| word.replace("{path}", path));
+    let program = words.next().ok_or("an empty command line")?;
+    let mut command = Command::new(&program);
+    command.args(words).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().map_err(|e| format!("{program}: {e}"))?;
+    // Both pipes are read while the reader runs, or it could wait for ever.
+    let stdout = drain(child.stdout.take());
+    let stderr = drain(child.stderr.take());
+    let begun = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if begun.elapsed() > timeout {
+            child.kill()?;
+            child.wait()?;
+            return Ok(None);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    let collect = |thread: std::thread::JoinHandle<Vec<u8>>| thread.join().map_err(|_| "the output could not be read");
+    Ok(Some(Answer { status, stdout: collect(stdout)?, stderr: collect(stderr)? }))
+}
+
+fn drain(pipe: Option<impl Read + Send + 'static>) -> std::thread::JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(mut pipe) = pipe {
+            // What was read before an error is judged.
+            let _ = pipe.read_to_end(&mut bytes);
+        }
+        bytes
+    })
+}
+
+/// Whether the answer is right; if not, why.
+fn judge(case: &Case, answer: &Answer) -> Result<(), String> {
+    let said: Option<Value> = serde_json::from_slice(&answer.stdout).ok();
+    let (accepted, said) = match (answer.status.code(), said) {
+        (Some(0), Some(said)) => (true, said),
+        (Some(1), Some(said)) => (false, said),
+        (Some(code @ (0 | 1)), None) => return Err(format!("exit status {code}, but its output is not one JSON value: taken for a crash")),
+        _ => return Err(format!("crashed: {}", answer.status)),
+    };
+    match (case.description.expect, accepted) {
+        (Expect::Accept, true) => match &case.expected {
+            Some(expected) => first_difference("", expected, &said).map_or(Ok(()), Err),
+            None => Err("the case lacks expected.json".into()),
+        },
+        (Expect::Reject, false) => {
+            let wanted = case.description.kind.as_deref().unwrap_or_default();
+            match said.get("kind").and_then(Value::as_str) {
+                Some(kind) if kind == wanted => Ok(()),
+                Some(kind) => Err(format!("rejected as `{}`, not as `{wanted}`: {said}", kind.escape_debug())),
+                None => Err("rejected without a `kind`".into()),
+            }
+        }
+        (Expect::Accept, false) => Err(format!("rejected: {said}")),
+        (Expect::Reject, true) => Err("accepted".into()),
+    }
+}
+
+/// Where two values differ first.
+fn first_difference(at: &str, expected: &Value, found: &Value) -> Option<String> {
+    match (expected, found) {
+        (Value::Object(wanted), Value::Object(there)) => {
+            let missing = wanted.keys().find(|key| !there.contains_key(*key)).map(|key| format!("{at}/{key} is missing"));
+            let surplus = || there.keys().find(|key| !wanted.contains_key(*key)).map(|key| format!("{at}/{key} should not be there"));
+            let differs = || wanted.iter().find_map(|(key, value)| first_difference(&format!("{at}/{key}"), value, there.get(key)?));
+            missing.or_else(surplus).or_else(differs)
+        }
+        (Value::Array(wanted), Value::Array(there)) if wanted.len() == there.len() => {
+            wanted.iter().zip(there).enumerate().find_map(|(i, (wanted, there))| first_difference(&format!("{at}/{i}"), wanted, there))
+        }
+        _ if expected == found => None,
+        _ => Some(format!("{at}: expected {expected}, found {found}")),
+    }
+}
+
+/// Words of a command line: split at spaces, except between quotes.
+fn split(line: &str) -> Result<Vec<String>, Failure> {
+    let mut words = Vec::new();
+    let mut word: Option<String> = None;
+    let mut quote = None;
+    for c in line.chars() {
+        match (quote, c) {
+            (Some(open), c) if c == open => quote = None,
+            (None, '"' | '\'') => {
+                quote = Some(c);
+                word.get_or_insert_default();
+            }
+            (None, ' ') => words.extend(word.take()),
+            _ => word.get_or_insert_default().push(c),
+        }
+    }
+    if quote.is_some() {
+        return Err("a quote is not closed".into());
+    }
+    words.extend(word);
+    Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn command_lines_are_split_at_spaces_outside_quotes() {
+        assert_eq!(split("a 'b c'  \"d\"e ''").unwrap(), ["a", "b c", "de", ""]);
+        assert!(split("a 'b").is_err());
+    }
+
+    #[test]
+    fn differences_are_found_where_they_are() {
+        let expected = json!({ "a": [1, { "b": 2 }] });
+        assert_eq!(first_difference("", &expected, &expected), None);
+        assert_eq!(first_difference("", &expected, &json!({ "a": [1, { "b": 3 }] })).unwrap(), "/a/1/b: expected 2, found 3");
+        assert_eq!(first_difference("", &expected, &json!({})).unwrap(), "/a is missing");
+        assert_eq!(first_difference("", &expected, &json!({ "a": [1, { "b": 2, "c": 0 }] })).unwrap(), "/a/1/c should not be there");
+    }
+}
