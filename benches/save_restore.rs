@@ -46,15 +46,18 @@ fn main() {
         let others = alternate(
             1,
             &mut [
-                ("memcpy", &mut || memcpy.seconds(first.iter().map(|tensor| tensor.data.as_slice()))),
-                ("safetensors", &mut || quiet(|| write_safetensors(&first, &path("1000.safetensors"), true))),
-                ("copy", &mut || quiet(|| copy(&path("1000.safetensors"), &path("copy")))),
+                ("memcpy", &mut || median((0..3).map(|_| memcpy.seconds(first.iter().map(|tensor| tensor.data.as_slice()))).collect())),
+                ("safetensors", &mut || quiet(size, || write_safetensors(&first, &path("1000.safetensors"), true))),
+                ("copy", &mut || quiet(size, || copy(&path("1000.safetensors"), &path("copy")))),
             ],
         );
         times.push(others);
         std::fs::remove_file(path("copy")).unwrap();
         let store = path("store");
-        let run = |words: &[&str]| run(&program, words, &store);
+        let run = |words: &[&str]| {
+            settle(size);
+            run(&program, words, &store)
+        };
         let input = |step: &str| path(&format!("{step}.safetensors")).to_str().unwrap().to_owned();
         let output = path("restored").to_str().unwrap().to_owned();
         for (nth, step) in ["1000", "1001"].into_iter().enumerate() {
@@ -118,14 +121,17 @@ fn program() -> PathBuf {
     found.unwrap_or_else(|| fail("the command line is not built: cargo build --release --workspace"))
 }
 
-/// Seconds, while no earlier write is still on its way to the disk.
-fn quiet<T>(run: impl FnOnce() -> T) -> f64 {
-    sync();
+/// Seconds from a settled start.
+fn quiet<T>(state_bytes: u64, run: impl FnOnce() -> T) -> f64 {
+    settle(state_bytes);
     seconds(run).0
 }
 
-fn sync() {
+/// Waits until no earlier write is on its way to the disk, and touches as much free memory as a candidate may take: a virtual
+/// machine gets memory that it has not used for a while from its host page by page, which takes longer than what is measured.
+fn settle(state_bytes: u64) {
     assert!(Command::new("sync").status().unwrap().success());
+    std::hint::black_box(vec![1u8; 3 * state_bytes as usize]);
 }
 
 /// What a child took.
@@ -137,7 +143,6 @@ struct Usage {
 
 /// Runs the command line on a store, whose path stands for `STORE`; gives its stdout too.
 fn run(program: &Path, words: &[&str], store: &Path) -> (Usage, Vec<u8>) {
-    sync();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.arg(LAUNCH).arg(program);
     for word in words {

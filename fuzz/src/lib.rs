@@ -1,0 +1,199 @@
+//! Makes checksums right after the fuzzer has changed what lies under them: a fuzzer never guesses a CRC.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+use sha2::{Digest, Sha256};
+use tensorcask::container::{CaskIndex, IndexDecoder, Progress};
+use tensorcask::wire::Id;
+use tensorcask::{Limits, Result};
+
+const POSTSCRIPT_BYTES: usize = 96;
+const SEAL_BYTES: usize = 72;
+
+/// Limits that a fuzzer reaches.
+pub fn small_limits() -> Limits {
+    Limits {
+        max_dimensions: 16,
+        max_name_bytes: 256,
+        max_tensors: 1 << 12,
+        max_shards: 1 << 12,
+        max_blobs: 1 << 10,
+        max_index_bytes: 1 << 22,
+        max_blob_bytes: 1 << 20,
+        max_directory_bytes: 1 << 20,
+        max_manifest_bytes: 1 << 20,
+        max_entry_bytes: 1 << 20,
+        ..Limits::default()
+    }
+}
+
+/// Gives a cask the magics and checksums that belong to the rest of it, as far as there is room. Page checksums stay as they are.
+pub fn fix_cask(file: &mut [u8]) {
+    if file.len() < 32 + POSTSCRIPT_BYTES {
+        return;
+    }
+    file[..8].copy_from_slice(b"\x89TCK\r\n\x1a\n");
+    let header_crc = crc32fast::hash(&file[..28]);
+    file[28..32].copy_from_slice(&header_crc.to_le_bytes());
+    let mut id = [0; 16];
+    id.copy_from_slice(&file[8..24]);
+    let end = file.len() - POSTSCRIPT_BYTES;
+    let root = usize::try_from(read(file, end, 8)).unwrap_or(usize::MAX);
+    if root < end {
+        fix_parts(file, id, root);
+        let crc = index_crc(id, root, &file[root..end]);
+        file[end + 8..end + 12].copy_from_slice(&crc.to_le_bytes());
+    }
+    let crc = crc32fast::hash(&[id.as_slice(), &file[end..end + 80]].concat());
+    file[end + 80..end + 84].copy_from_slice(&crc.to_le_bytes());
+    file[end + 88..].copy_from_slice(b"tck-end\n");
+}
+
+/// The checksums of the parts of the index, if the root says where they are.
+fn fix_parts(file: &mut [u8], id: [u8; 16], root: usize) {
+    let Some((column, parts)) = part_table(file, root) else { return };
+    for (row, range) in parts.into_iter().enumerate() {
+        let at = column + 4 * row;
+        let (Some(part), true) = (file.get(range.clone()), at + 4 <= file.len()) else { return };
+        let crc = index_crc(id, range.start, part);
+        file[at..at + 4].copy_from_slice(&crc.to_le_bytes());
+    }
+}
+
+/// Where the column of part checksums begins, and the ranges of the parts: the last ends where the root begins.
+fn part_table(file: &[u8], root: usize) -> Option<(usize, Vec<Range<usize>>)> {
+    let head = |row: usize| usize::try_from(read(file, root + 8 * row, 8)).ok().filter(|&value| value < 1 << 20);
+    let (tensors, names, dimensions, shards) = (head(0)?, head(1)?, head(2)?, head(3)?);
+    let mut at = root;
+    let mut column = |bytes: usize| {
+        let start = at;
+        at = (at + bytes).next_multiple_of(64);
+        start
+    };
+    column(128);
+    column(4 * (tensors + 1));
+    column(names);
+    let dtypes = column(tensors);
+    let shape_offsets = column(4 * (tensors + 1));
+    column(8 * dimensions);
+    let shard_tensors = column(4 * shards);
+    let tensor_of = |shard: usize| read(file, shard_tensors + 4 * shard, 4) as usize;
+    let rank = |tensor: usize| {
+        let at = |row: usize| read(file, shape_offsets.saturating_add(row.saturating_mul(4)), 4) as usize;
+        at(tensor.saturating_add(1)).saturating_sub(at(tensor)).min(64)
+    };
+    let all: usize = (0..shards).map(|shard| rank(tensor_of(shard))).sum();
+    column(8 * all);
+    let shapes = column(8 * all);
+    column(4 * (head(4)? + 1));
+    column(head(5)?);
+    column(2 * head(4)?);
+    column(4 * (head(6)? + 1));
+    column(head(7)?);
+    column(4 * head(8)?);
+    column(4 * (head(8)? + 1));
+    column(head(9)?);
+    column(8 * head(8)?);
+    column(4 * head(8)?);
+    column(8 * head(11)?);
+    let page_counts = column(8 * head(11)?);
+    let checksums = column(4 * head(11)?);
+
+    // Chunks of the run of shards that makes a part.
+    let mut counts = Vec::new();
+    let (mut open, mut dimension) = (0u64, 0);
+    for shard in 0..shards {
+        let tensor = tensor_of(shard);
+        let shape: Vec<u64> = (0..rank(tensor)).map(|d| read(file, shapes + 8 * (dimension + d), 8)).collect();
+        dimension += shape.len();
+        let dtype = tensorcask::Dtype::from_code(*file.get(dtypes.checked_add(tensor)?)?)?;
+        open = open.saturating_add(tensorcask::ChunkGrid::new(dtype, &shape).ok()?.chunk_count());
+        if open >= 1024 {
+            counts.push(std::mem::take(&mut open));
+        }
+    }
+    if open > 0 {
+        counts.push(open);
+    }
+    let lengths: Vec<usize> = counts
+        .iter()
+        .enumerate()
+        .map(|(part, &chunks)| {
+            let (chunks, pages) = (usize::try_from(chunks).ok()?, usize::try_from(read(file, page_counts + 8 * part, 8)).ok()?);
+            let column = |rows: usize, width: usize| rows.checked_mul(width)?.checked_next_multiple_of(64);
+            let columns = [column(chunks, 1)?, column(chunks, 1)?, column(chunks, 1)?, column(chunks, 4)?, column(pages, 1)?, column(pages, 4)?, column(pages, 4)?];
+            columns.into_iter().try_fold(0usize, usize::checked_add)
+        })
+        .collect::<Option<_>>()?;
+    let mut end = root;
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for length in lengths.into_iter().rev() {
+        let start = end.checked_sub(length)?;
+        ranges.insert(0, start..end);
+        end = start;
+    }
+    Some((checksums, ranges))
+}
+
+/// A little-endian number; zero where there are no such bytes.
+fn read(file: &[u8], at: usize, width: usize) -> u64 {
+    let bytes = at.checked_add(width).and_then(|end| file.get(at..end)).unwrap_or_default();
+    bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte))
+}
+
+fn index_crc(id: [u8; 16], offset: usize, bytes: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&id);
+    hasher.update(&(offset as u64).to_le_bytes());
+    hasher.update(bytes);
+    hasher.finalize()
+}
+
+/// A JSON object with the seal that belongs to it. A last line that looks like a seal is replaced.
+pub fn fix_seal(bytes: &[u8]) -> Vec<u8> {
+    let body = match bytes.len().checked_sub(SEAL_BYTES) {
+        Some(at) if bytes[at..].starts_with(b"sha256:") => &bytes[..at],
+        _ => bytes,
+    };
+    let mut body = body.to_vec();
+    if body.last() != Some(&b'\n') {
+        body.push(b'\n');
+    }
+    let digest: String = Sha256::digest(&body).iter().map(|byte| format!("{byte:02x}")).collect();
+    body.extend_from_slice(format!("sha256:{digest}\n").as_bytes());
+    body
+}
+
+/// Decodes an index by giving exactly the ranges that are asked for.
+pub fn decode_index(file: &Bytes, limits: &Limits) -> Result<CaskIndex> {
+    let mut decoder = IndexDecoder::new(id_of(file), file.len() as u64, limits.clone());
+    let index = loop {
+        match decoder.poll()? {
+            Progress::Needs(range) => {
+                assert!(range.start < range.end && range.end <= file.len() as u64, "{range:?} of {}", file.len());
+                decoder.push(range.start, file.slice(range.start as usize..range.end as usize))?;
+            }
+            Progress::Done(index) => break index,
+        }
+    };
+    load_parts(&index, file)?;
+    Ok(index)
+}
+
+/// Loads the parts that have not been loaded.
+pub fn load_parts(index: &CaskIndex, file: &Bytes) -> Result<()> {
+    for (part, range) in index.missing_parts() {
+        index.load_part(part, file.slice(range.start as usize..range.end as usize))?;
+    }
+    Ok(())
+}
+
+/// The id in the header of a file.
+pub fn id_of(file: &[u8]) -> Id {
+    let mut id = [0; 16];
+    if let Some(bytes) = file.get(8..24) {
+        id.copy_from_slice(bytes);
+    }
+    Id(id)
+}
