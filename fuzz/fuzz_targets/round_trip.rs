@@ -8,7 +8,9 @@ use libfuzzer_sys::fuzz_target;
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use tensorcask::wire::{Id, StoreFile};
-use tensorcask::{BaseKeeping, Blob, Dtype, ErrorKind, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, VerifyOptions, WriterOptions};
+use tensorcask::{
+    BaseKeeping, Blob, Dtype, ErrorKind, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, VerifyOptions, WriterOptions,
+};
 
 #[derive(Debug, Arbitrary)]
 struct Input {
@@ -85,8 +87,11 @@ async fn run(input: Input) {
         ..WriterOptions::default()
     };
     let mut writer = store.writer_with(options).await.unwrap();
-    let blobs: Vec<Blob<'_>> =
-        input.blobs.iter().map(|(rank, name, bytes)| Blob { rank: u32::from(*rank), name: name.clone(), data: bytes.as_slice().into() }).collect();
+    let blobs: Vec<Blob<'_>> = input
+        .blobs
+        .iter()
+        .map(|(rank, name, bytes)| Blob { rank: u32::from(*rank), name: name.clone(), data: bytes.as_slice().into() })
+        .collect();
     let mut states: Vec<Vec<Built>> = Vec::new();
     for state in input.states.iter().take(MOST_STATES) {
         states.push(match state {

@@ -122,7 +122,15 @@ fn part_table(file: &[u8], root: usize) -> Option<(usize, Vec<Range<usize>>)> {
         .map(|(part, &chunks)| {
             let (chunks, pages) = (usize::try_from(chunks).ok()?, usize::try_from(read(file, page_counts + 8 * part, 8)).ok()?);
             let column = |rows: usize, width: usize| rows.checked_mul(width)?.checked_next_multiple_of(64);
-            let columns = [column(chunks, 1)?, column(chunks, 1)?, column(chunks, 1)?, column(chunks, 4)?, column(pages, 1)?, column(pages, 4)?, column(pages, 4)?];
+            let columns = [
+                column(chunks, 1)?,
+                column(chunks, 1)?,
+                column(chunks, 1)?,
+                column(chunks, 4)?,
+                column(pages, 1)?,
+                column(pages, 4)?,
+                column(pages, 4)?,
+            ];
             columns.into_iter().try_fold(0usize, usize::checked_add)
         })
         .collect::<Option<_>>()?;
