@@ -41,6 +41,8 @@ mod plan;
 
 pub mod codec;
 
+mod entropy;
+
 mod kernels;
 
 mod chain;

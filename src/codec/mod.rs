@@ -7,6 +7,8 @@
 mod bitmask;
 mod choose;
 mod constant;
+mod ordered;
+mod planes;
 mod raw;
 mod registry;
 
@@ -16,6 +18,8 @@ use bytes::Bytes;
 
 pub use bitmask::Bitmask;
 pub use constant::Constant;
+pub use ordered::Ordered;
+pub use planes::Planes;
 pub use raw::Raw;
 pub use registry::Registry;
 
@@ -24,6 +28,15 @@ pub(crate) use choose::encode_chunk;
 use crate::wire::index::CodecRef as WireCodecRef;
 pub use crate::wire::part::ChunkKind;
 use crate::{Dtype, Error, Result};
+
+/// Byte ranges of whole units that stand for a chunk in an estimate: all of a small one, four stretches of a large one.
+pub(crate) fn sample(bytes: usize, width: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    const UNITS: usize = 2048;
+    let units = bytes / width;
+    let (stretches, length) = if units <= 8 * UNITS { (1, units) } else { (4, UNITS) };
+    let step = (units - length) / (stretches.max(2) - 1);
+    (0..stretches).map(move |i| i * step * width..(i * step + length) * width)
+}
 
 /// A codec's id and format version, as a cask names it.
 pub type CodecRef = WireCodecRef;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::{Bitmask, Codec, CodecRef, Constant, Raw};
+use super::{Bitmask, Codec, CodecRef, Constant, Ordered, Planes, Raw};
 use crate::{Error, Result};
 
 /// A set of codecs, by id. Cheap to clone.
@@ -21,7 +21,7 @@ impl Default for Registry {
     /// All codecs of this library.
     fn default() -> Self {
         let mut registry = Self { codecs: BTreeMap::new() };
-        for codec in [Arc::new(Raw) as Arc<dyn Codec>, Arc::new(Constant), Arc::new(Bitmask)] {
+        for codec in [Arc::new(Raw) as Arc<dyn Codec>, Arc::new(Constant), Arc::new(Bitmask), Arc::new(Planes), Arc::new(Ordered)] {
             registry.codecs.insert(codec.id().to_owned(), codec);
         }
         registry

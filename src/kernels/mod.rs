@@ -1,5 +1,108 @@
 //! Inner loops and the only unsafe code. Each has a scalar form; SIMD forms are tested equal to it.
 
+/// What the processor offers, looked up once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Level {
+    /// Nothing beyond what the compiler was told.
+    Scalar,
+    /// x86-64-v3: AVX2, BMI.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// x86-64-v4 with VBMI and VBMI2.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Level {
+    /// The best of this machine.
+    pub(crate) fn best() -> Self {
+        static BEST: std::sync::OnceLock<Level> = std::sync::OnceLock::new();
+        *BEST.get_or_init(Self::detect)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn detect() -> Self {
+        let avx2 = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("bmi1")
+            && is_x86_feature_detected!("bmi2")
+            && is_x86_feature_detected!("lzcnt")
+            && is_x86_feature_detected!("popcnt");
+        let avx512 = avx2
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512cd")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vbmi")
+            && is_x86_feature_detected!("avx512vbmi2");
+        match (avx512, avx2) {
+            (true, _) => Self::Avx512,
+            (_, true) => Self::Avx2,
+            _ => Self::Scalar,
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn detect() -> Self {
+        Self::Scalar
+    }
+
+    /// All that this machine can run.
+    #[cfg(test)]
+    pub(crate) fn available() -> Vec<Self> {
+        #[cfg(target_arch = "x86_64")]
+        let all = [Self::Scalar, Self::Avx2, Self::Avx512];
+        #[cfg(not(target_arch = "x86_64"))]
+        let all = [Self::Scalar];
+        all.into_iter().filter(|level| *level <= Self::best()).collect()
+    }
+}
+
+/// Compiles one body for every [`Level`] and picks at run time: what the compiler vectorises by itself needs no
+/// intrinsics. The body must be `#[inline(always)]`.
+macro_rules! for_every_level {
+    ($(#[$doc:meta])* $visibility:vis fn $name:ident / $at:ident ($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? = $body:path;) => {
+        $(#[$doc])*
+        $visibility fn $name($($argument: $type),*) $(-> $result)? {
+            $at($crate::kernels::Level::best() $(, $argument)*)
+        }
+
+        fn $at(level: $crate::kernels::Level $(, $argument: $type)*) $(-> $result)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
+            fn avx512($($argument: $type),*) $(-> $result)? {
+                $body($($argument),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+            fn avx2($($argument: $type),*) $(-> $result)? {
+                $body($($argument),*)
+            }
+            match level {
+                $crate::kernels::Level::Scalar => $body($($argument),*),
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: a `Level` comes from detection alone, which found these features.
+                $crate::kernels::Level::Avx2 => unsafe { avx2($($argument),*) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: as above.
+                $crate::kernels::Level::Avx512 => unsafe { avx512($($argument),*) },
+            }
+        }
+    };
+}
+pub(crate) use for_every_level;
+
+pub(crate) mod bits;
+pub(crate) mod bytes;
+#[allow(unsafe_code, reason = "unchecked stores in the decoder's inner loop; bounds are checked once per burst")]
+pub(crate) mod huffman;
 #[allow(unsafe_code, reason = "mapping a file is unsafe; the safety argument stands at the call")]
 pub(crate) mod map;
 pub(crate) mod mask;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod ordered;
+#[allow(unsafe_code, reason = "vector loads and stores within checked bounds")]
+pub(crate) mod part;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod planes;
+pub(crate) mod rans;

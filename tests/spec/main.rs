@@ -12,6 +12,7 @@
 mod casks;
 mod codecs;
 mod directories;
+mod entropy;
 mod fixed;
 mod pages;
 mod positions;

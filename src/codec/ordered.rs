@@ -1,0 +1,205 @@
+//! `tc.ordered`: differences of floats as ordered integers, in classes by the base's exponent.
+//!
+//! Spec: spec/codecs/ordered.md
+//! Input:  n floats of width w (1, 2, 4 bytes) and n floats of the base
+//! Output: tokens (entropy-coded, a plane for each class) and the extra bits of large differences
+//! Errors: `Corrupt` if classes, planes or bits disagree with the base and with n; `InvalidArgument` without a base
+//! Cost:   one pass to make tokens, one to part them by class, then the coders
+//! Source: ours; that an update moves a weight by a number of ulps which its exponent decides
+
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
+use crate::entropy::{self, Histogram, entropy_bits};
+use crate::kernels::bytes;
+use crate::kernels::ordered::{self as kernel, Exponent, MAX_CLASSES};
+use crate::kernels::part::Parted;
+use crate::limits::{reserve, zeroed};
+use crate::{Dtype, Error, Result};
+
+/// Stores by how many representable numbers each element moved since the parent snapshot.
+///
+/// ```
+/// use tensorcask::{Dtype, codec::{Chunk, Codec, Ordered}};
+/// let base: Vec<u8> = (0..10_000).flat_map(|i| (0.5f32 + i as f32 * 1e-5).to_le_bytes()).collect();
+/// let data: Vec<u8> = (0..10_000).flat_map(|i| (0.5f32 + i as f32 * 1e-5).next_up().to_le_bytes()).collect();
+/// let chunk = Chunk { dtype: Dtype::F32, element_count: 10_000, role: "model", data: &data, base: Some(&base) };
+/// let bytes: usize = Ordered.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
+/// assert!(bytes < 40);
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Ordered;
+
+/// Classes that a writer makes at most.
+const CLASSES: usize = 10;
+
+/// Where the exponent lies, for types that this codec takes.
+fn exponent_of(dtype: Dtype) -> Option<Exponent> {
+    let (shift, bits) = match dtype {
+        Dtype::F8E4M3 | Dtype::F8E4M3Fnuz => (3, 4),
+        Dtype::F8E5M2 | Dtype::F8E5M2Fnuz => (2, 5),
+        Dtype::F16 => (10, 5),
+        Dtype::Bf16 => (7, 8),
+        Dtype::F32 | Dtype::C64 => (23, 8),
+        _ => return None,
+    };
+    Some(Exponent { shift, mask: (1 << bits) - 1 })
+}
+
+/// The last exponent of each class but the last: exponents are joined with their neighbours, rarest first.
+fn choose_bounds(histogram: &Histogram) -> Vec<u8> {
+    let mut groups: Vec<(u8, u64)> =
+        (0..=255u8).zip(histogram).filter(|(_, n)| **n > 0).map(|(exponent, n)| (exponent, u64::from(*n))).collect();
+    let total: u64 = groups.iter().map(|(_, n)| n).sum();
+    // A class needs a table: it has to have members.
+    let few = |groups: &[(u8, u64)], at: usize| groups[at].1 + groups[at + 1].1 < total / 64 + 256 || groups.len() > CLASSES;
+    while let Some(at) = (0..groups.len().saturating_sub(1)).min_by_key(|&at| groups[at].1 + groups[at + 1].1)
+        && few(&groups, at)
+    {
+        let (_, count) = groups.remove(at);
+        groups[at].1 += count;
+    }
+    groups.pop();
+    groups.into_iter().map(|(exponent, _)| exponent).collect()
+}
+
+fn padded(bounds: &[u8]) -> [u8; MAX_CLASSES - 1] {
+    let mut all = [u8::MAX; MAX_CLASSES - 1];
+    for (slot, &bound) in all.iter_mut().zip(bounds) {
+        *slot = bound;
+    }
+    all
+}
+
+impl Codec for Ordered {
+    fn id(&self) -> &str {
+        "tc.ordered"
+    }
+
+    fn base_use(&self) -> BaseUse {
+        BaseUse::Always
+    }
+
+    fn cost(&self) -> Cost {
+        Cost { encode: 10.0, decode: 8.0 }
+    }
+
+    fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64 {
+        let bytes = dtype.byte_count(element_count).unwrap_or(u64::MAX);
+        let units = bytes / dtype.unit_bytes() as u64;
+        let classes = MAX_CLASSES as u64;
+        entropy::max_encoded_bytes(units).saturating_add(8 * classes).saturating_add(bytes)
+    }
+
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        let exponent = exponent_of(chunk.dtype)?;
+        let base = chunk.base.filter(|base| base.len() == chunk.data.len())?;
+        let width = chunk.dtype.unit_bytes();
+        let units = (chunk.data.len() / width) as u64;
+        let (mut tokens, mut exponents) = (Vec::new(), Vec::new());
+        for range in sample(chunk.data.len(), width) {
+            let (data, base) = (chunk.data.get(range.clone())?, base.get(range)?);
+            let mut differences = vec![0; data.len() / width];
+            kernel::differences(width, base, data, &mut differences);
+            let at = tokens.len();
+            tokens.resize(at + differences.len(), 0);
+            kernel::tokens(&differences, tokens.get_mut(at..)?);
+            exponents.resize(at + differences.len(), 0);
+            kernel::exponents(width, exponent, base, exponents.get_mut(at..)?);
+        }
+        let bounds = choose_bounds(&bytes::histogram(&exponents));
+        kernel::classes(&mut exponents, &padded(&bounds));
+        let mut histograms = vec![[0u32; 256]; bounds.len() + 1];
+        let mut extra = 0u64;
+        for (&token, &class) in tokens.iter().zip(&exponents) {
+            if let Some(slot) = histograms.get_mut(usize::from(class)) {
+                slot[usize::from(token)] += 1;
+            }
+            extra += u64::from(kernel::extra_bits(token));
+        }
+        let sampled = (tokens.len() as u64).max(1);
+        let scale = |bits: u64| bits.saturating_mul(units) / sampled / 8;
+        let ideal = histograms.iter().map(|histogram| entropy_bits(histogram)).sum::<u64>();
+        let used = histograms.iter().map(|histogram| histogram.iter().filter(|&&n| n > 0).count() as u64).sum::<u64>();
+        Some(vec![scale(ideal + ideal / 64) + 5 * histograms.len() as u64 + used.min(units), scale(extra)])
+    }
+
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        let base = chunk.base.filter(|base| base.len() == chunk.data.len());
+        let base = base.ok_or_else(|| Error::invalid("needs a base chunk of equal length"))?;
+        let exponent = exponent_of(chunk.dtype).ok_or_else(|| Error::invalid(format!("cannot store {}", chunk.dtype)))?;
+        let width = chunk.dtype.unit_bytes();
+        let units = chunk.data.len() / width;
+        let mut differences: Vec<u32> = reserve(units, "differences")?;
+        differences.resize(units, 0);
+        kernel::differences(width, base, chunk.data, &mut differences);
+        let mut tokens = zeroed(units, "tokens")?;
+        kernel::tokens(&differences, &mut tokens);
+        let mut classes = zeroed(units, "classes")?;
+        kernel::exponents(width, exponent, base, &mut classes);
+        let bounds = choose_bounds(&bytes::histogram(&classes));
+        kernel::classes(&mut classes, &padded(&bounds));
+        let mut parted = parted(&classes, bounds.len() + 1)?;
+        parted.part(&classes, &tokens);
+        let bits = kernel::put_extra(&tokens, &differences);
+        let mut code = vec![bounds.len() as u8];
+        code.extend(&bounds);
+        let lengths_at = code.len();
+        code.resize(lengths_at + 4 * (bounds.len() + 1), 0);
+        for class in 0..=bounds.len() {
+            let before = code.len();
+            entropy::encode(parted.of(class), &mut code);
+            let bytes = code.len() - before;
+            for (i, slot) in code.iter_mut().skip(lengths_at + 4 * class).take(4).enumerate() {
+                *slot = (bytes >> (8 * i)) as u8;
+            }
+        }
+        Ok(Encoded { uses_base: true, columns: vec![("tokens", code), ("bits", bits)] })
+    }
+
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        let [code, bits] = columns.exactly(["tokens", "bits"])?;
+        let base = columns.base(out.len())?;
+        let bad = |message: String, clause: &'static str| Error::corrupt(message).clause(clause);
+        let exponent = exponent_of(columns.dtype).ok_or_else(|| bad(format!("chunks of {}", columns.dtype), "ordered 1"))?;
+        let width = columns.dtype.unit_bytes();
+        let units = out.len() / width;
+        let (&count, rest) = code.split_first().ok_or_else(|| bad("no classes".into(), "ordered 3"))?;
+        let count = usize::from(count);
+        let header = rest.split_at_checked(count).and_then(|(bounds, rest)| Some((bounds, rest.split_at_checked(4 * (count + 1))?)));
+        let (bounds, (lengths, mut planes)) =
+            header.filter(|_| count < MAX_CLASSES).ok_or_else(|| bad(format!("{count} bounds of classes"), "ordered 3"))?;
+        if !bounds.is_sorted_by(|a, b| a < b) || bounds.last() == Some(&u8::MAX) {
+            return Err(bad("bounds of classes do not ascend".into(), "ordered 3"));
+        }
+        let mut classes = zeroed(units, "classes")?;
+        kernel::exponents(width, exponent, base, &mut classes);
+        kernel::classes(&mut classes, &padded(bounds));
+        let mut parted = parted(&classes, count + 1)?;
+        for (class, length) in lengths.as_chunks::<4>().0.iter().enumerate() {
+            let length = length.iter().rev().fold(0usize, |sum, &byte| sum << 8 | usize::from(byte));
+            let (plane, rest) =
+                planes.split_at_checked(length).ok_or_else(|| bad(format!("tokens of class {class} end early"), "ordered 3.1"))?;
+            planes = rest;
+            entropy::decode(plane, parted.of_mut(class))?;
+        }
+        if !planes.is_empty() {
+            return Err(bad(format!("{} bytes after the tokens", planes.len()), "ordered 3.1"));
+        }
+        let mut tokens = zeroed(units, "tokens")?;
+        parted.join(&classes, &mut tokens);
+        if tokens.iter().copied().fold(0, u8::max) > kernel::max_token(width) {
+            return Err(bad("a token that no difference has".into(), "ordered 3.2"));
+        }
+        let mut differences: Vec<u32> = reserve(units, "differences")?;
+        differences.resize(units, 0);
+        if !kernel::take_extra(&tokens, bits, &mut differences) {
+            return Err(bad("extra bits do not end with the last element".into(), "ordered 3.3"));
+        }
+        kernel::apply(width, base, &differences, out);
+        Ok(())
+    }
+}
+
+fn parted(classes: &[u8], count: usize) -> Result<Parted> {
+    Parted::new(classes, count).ok_or_else(|| Error::limit(format!("no memory for {} tokens", classes.len())))
+}

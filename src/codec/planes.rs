@@ -1,0 +1,126 @@
+//! `tc.planes`: byte planes, each entropy-coded on its own; full, or of the exclusive or with the base.
+//!
+//! Spec: spec/codecs/planes.md
+//! Input:  n units of width w (1, 2, 4, 8 bytes), and perhaps n units of the base
+//! Output: w planes of n bytes, coded by spec/entropy.md
+//! Errors: `Corrupt` if a plane does not decode to n bytes
+//! Cost:   split and merge at the speed of memory, then the coders; noise is stored raw
+//! Source: LMC (byte grouping, run-length, block-adaptive Huffman), ZipNN (exponents alone compress)
+
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
+use crate::entropy::{self, Histogram};
+use crate::kernels::{bytes, planes};
+use crate::limits::zeroed;
+use crate::{Dtype, Result};
+
+/// Stores each byte of the elements apart from the others.
+///
+/// ```
+/// use tensorcask::{Dtype, codec::{Chunk, Codec, Planes}};
+/// let data: Vec<u8> = (0..20_000u16).flat_map(|i| [i as u8, (i >> 12) as u8]).collect();
+/// let chunk = Chunk { dtype: Dtype::U16, element_count: 20_000, role: "model", data: &data, base: None };
+/// let bytes: usize = Planes.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
+/// assert!(bytes < 20_100);
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Planes;
+
+const NAMES: [&str; 8] = ["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"];
+
+/// Whether units are binary floats of 16 bits or more, whose sign bit moves to the end.
+fn rotates(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64 | Dtype::C64 | Dtype::C128)
+}
+
+/// Bytes of each plane, from a sample.
+fn planes_of(chunk: &Chunk<'_>, base: Option<&[u8]>) -> Vec<u64> {
+    let width = chunk.dtype.unit_bytes();
+    let units = (chunk.data.len() / width) as u64;
+    let mut histograms = vec![[0u32; 256] as Histogram; width];
+    let mut split = vec![Vec::new(); width];
+    for range in sample(chunk.data.len(), width) {
+        let data = chunk.data.get(range.clone()).unwrap_or_default();
+        planes::split(data, base.and_then(|base| base.get(range)), rotates(chunk.dtype), &mut split);
+        for (histogram, plane) in histograms.iter_mut().zip(&split) {
+            for (sum, n) in histogram.iter_mut().zip(bytes::histogram(plane)) {
+                *sum += n;
+            }
+        }
+    }
+    histograms.iter().map(|histogram| entropy::estimate(histogram, units)).collect()
+}
+
+/// The estimate, and whether it is of the exclusive or.
+fn better(chunk: &Chunk<'_>) -> (Vec<u64>, bool) {
+    let full = planes_of(chunk, None);
+    let Some(base) = chunk.base.filter(|base| base.len() == chunk.data.len()) else { return (full, false) };
+    let delta = planes_of(chunk, Some(base));
+    if delta.iter().sum::<u64>() < full.iter().sum() { (delta, true) } else { (full, false) }
+}
+
+impl Codec for Planes {
+    fn id(&self) -> &str {
+        "tc.planes"
+    }
+
+    fn base_use(&self) -> BaseUse {
+        BaseUse::PerChunk
+    }
+
+    fn cost(&self) -> Cost {
+        Cost { encode: 4.0, decode: 3.0 }
+    }
+
+    fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64 {
+        let width = dtype.unit_bytes() as u64;
+        let units = dtype.byte_count(element_count).unwrap_or(u64::MAX) / width;
+        entropy::max_encoded_bytes(units).saturating_mul(width)
+    }
+
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        Some(better(chunk).0)
+    }
+
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        let (_, uses_base) = better(chunk);
+        let width = chunk.dtype.unit_bytes();
+        let mut split = vec![Vec::new(); width];
+        planes::split(chunk.data, chunk.base.filter(|_| uses_base), rotates(chunk.dtype), &mut split);
+        let columns = NAMES
+            .into_iter()
+            .zip(&split)
+            .map(|(name, plane)| {
+                let mut code = Vec::with_capacity(plane.len() + 64);
+                entropy::encode(plane, &mut code);
+                (name, code)
+            })
+            .collect();
+        Ok(Encoded { uses_base, columns })
+    }
+
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        let width = columns.dtype.unit_bytes();
+        let mut codes: Vec<&[u8]> = Vec::with_capacity(width);
+        match width {
+            1 => codes.extend(columns.exactly([NAMES[0]])?),
+            2 => codes.extend(columns.exactly([NAMES[0], NAMES[1]])?),
+            4 => codes.extend(columns.exactly([NAMES[0], NAMES[1], NAMES[2], NAMES[3]])?),
+            _ => codes.extend(columns.exactly(NAMES)?),
+        }
+        let base = match columns.base {
+            Some(_) => Some(columns.base(out.len())?),
+            None => None,
+        };
+        let units = out.len() / width;
+        let mut decoded = zeroed(units * width, "byte planes")?;
+        for (code, plane) in codes.iter().zip(decoded.chunks_mut(units.max(1))) {
+            entropy::decode(code, plane)?;
+        }
+        let decoded: Vec<&[u8]> = decoded.chunks(units.max(1)).collect();
+        if decoded.len() == width {
+            planes::merge(&decoded, base, rotates(columns.dtype), out);
+        }
+        Ok(())
+    }
+}

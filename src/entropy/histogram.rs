@@ -1,0 +1,73 @@
+//! Counts of symbols, and what they would take at best.
+
+/// How often each symbol occurs.
+pub(crate) type Histogram = [u32; 256];
+
+/// Counts `symbols`, of which there are fewer than 2^32.
+pub(crate) fn count(symbols: &[u8]) -> Histogram {
+    crate::kernels::bytes::histogram(symbols)
+}
+
+/// log2(1 + i/256) in 1/65536, for the fraction between powers of two: integers, so that every machine chooses alike.
+const LOG2_FRACTION: [u32; 257] = {
+    let mut table = [0u32; 257];
+    let mut i = 0;
+    while i <= 256 {
+        // Repeated squaring of 1 + i/256 in 1/2^31 gives one bit of the logarithm each.
+        let mut x: u64 = (256 + i as u64) << 23;
+        let mut bits = 0u32;
+        let mut k = 0;
+        while k < 17 {
+            if x >= 1 << 32 {
+                // Only 1 + 256/256: the logarithm is 1.
+                bits = 1 << 17;
+                break;
+            }
+            x = (x * x) >> 31;
+            bits <<= 1;
+            if x >= 1 << 32 {
+                bits |= 1;
+                x >>= 1;
+            }
+            k += 1;
+        }
+        table[i] = bits.div_ceil(2);
+        i += 1;
+    }
+    table
+};
+
+/// log2 of `x` > 0 in 1/65536.
+fn log2(x: u32) -> u64 {
+    let exponent = 31 - x.leading_zeros();
+    let fraction = if exponent >= 8 { (x >> (exponent - 8)) & 255 } else { (x << (8 - exponent)) & 255 };
+    (u64::from(exponent) << 16) + u64::from(LOG2_FRACTION[fraction as usize])
+}
+
+/// log2(2^bits / x) in 1/65536, for 0 < x <= 2^bits.
+pub(super) fn log2_ratio(bits: u32, x: u32) -> u32 {
+    ((u64::from(bits) << 16).saturating_sub(log2(x.max(1)))) as u32
+}
+
+/// Bits that an ideal order-0 coder takes for all symbols counted.
+pub(crate) fn entropy_bits(histogram: &[u32]) -> u64 {
+    let total: u64 = histogram.iter().map(|&n| u64::from(n)).sum();
+    let all = u32::try_from(total).unwrap_or(u32::MAX);
+    let ideal: u64 = histogram.iter().filter(|&&n| n > 0).map(|&n| u64::from(n) * (log2(all).saturating_sub(log2(n)))).sum();
+    ideal >> 16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entropy_is_that_of_the_formula() {
+        for histogram in [vec![1, 1], vec![5, 0, 11, 90, 1000], vec![65_536], vec![3; 256], vec![1 << 17, 1]] {
+            let total: f64 = histogram.iter().map(|&n| f64::from(n)).sum();
+            let exact: f64 = histogram.iter().filter(|&&n| n > 0).map(|&n| f64::from(n) * (total / f64::from(n)).log2()).sum();
+            let ours = entropy_bits(&histogram) as f64;
+            assert!((ours - exact).abs() <= 1.0 + 0.006 * total, "{histogram:?}: {ours} for {exact}");
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Canonical Huffman codes of at most 11 bits, four streams a block. Spec: spec/entropy.md 5.
+
+use super::histogram::Histogram;
+use super::table::{Input, span};
+use crate::kernels::huffman::{self as kernel, MAX_BITS, STREAMS};
+use crate::{Error, Result};
+
+/// Code lengths by symbol; 0 where a symbol does not occur.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Lengths([u8; 256]);
+
+impl Lengths {
+    /// Near-optimal lengths for a histogram of two symbols or more.
+    pub(super) fn new(histogram: &Histogram) -> Self {
+        let mut symbols: Vec<(u32, u8)> = (0..=255u8).zip(histogram).filter(|(_, n)| **n > 0).map(|(s, n)| (*n, s)).collect();
+        symbols.sort_unstable();
+        let mut lengths = [0u8; 256];
+        // Two-queue construction: leaves in ascending order, inner nodes are made in ascending order.
+        let leaves = symbols.len();
+        let mut weights: Vec<u64> = symbols.iter().map(|(n, _)| u64::from(*n)).collect();
+        let mut parents = vec![0usize; (2 * leaves).saturating_sub(1)];
+        let (mut leaf, mut inner) = (0, leaves);
+        for node in leaves..(2 * leaves).saturating_sub(1) {
+            let mut sum = 0;
+            for _ in 0..2 {
+                let pick = if leaf < leaves && (inner >= node || weights[leaf] <= weights[inner]) { &mut leaf } else { &mut inner };
+                sum += weights[*pick];
+                parents[*pick] = node;
+                *pick += 1;
+            }
+            weights.push(sum);
+        }
+        let mut depths = vec![0u32; parents.len()];
+        for node in (0..parents.len().saturating_sub(1)).rev() {
+            depths[node] = depths[parents[node]] + 1;
+        }
+        for ((_, symbol), depth) in symbols.iter().zip(&depths) {
+            lengths[usize::from(*symbol)] = (*depth).clamp(1, MAX_BITS) as u8;
+        }
+        // Shortening the longest may have used up more than the code space: lengthen the rarest that can be, then give
+        // what is left to the most frequent.
+        let unit = |length: u8| 1i32 << (MAX_BITS - u32::from(length));
+        let mut left = (1i32 << MAX_BITS) - symbols.iter().map(|(_, s)| unit(lengths[usize::from(*s)])).sum::<i32>();
+        while left < 0 {
+            for (_, symbol) in &symbols {
+                let length = &mut lengths[usize::from(*symbol)];
+                if left < 0 && u32::from(*length) < MAX_BITS {
+                    left += unit(*length) - unit(*length + 1);
+                    *length += 1;
+                }
+            }
+        }
+        while left > 0 {
+            for (_, symbol) in symbols.iter().rev() {
+                let length = &mut lengths[usize::from(*symbol)];
+                if *length > 1 && unit(*length) <= left {
+                    left -= unit(*length);
+                    *length -= 1;
+                }
+            }
+        }
+        Self(lengths)
+    }
+
+    /// Bits that the symbols of a histogram take, or `None` if one has no code.
+    pub(super) fn bits(&self, histogram: &Histogram) -> Option<u64> {
+        let mut bits = 0;
+        for (&count, &length) in histogram.iter().zip(&self.0) {
+            if count > 0 && length == 0 {
+                return None;
+            }
+            bits += u64::from(count) * u64::from(length);
+        }
+        Some(bits)
+    }
+
+    /// Bytes of the table.
+    pub(super) fn table_bytes(&self) -> u64 {
+        span(|s| self.0[s] > 0).map_or(0, |(first, last)| 2 + (last - first + 1).div_ceil(2) as u64)
+    }
+
+    pub(super) fn put(&self, out: &mut Vec<u8>) {
+        let Some((first, last)) = span(|s| self.0[s] > 0) else { return };
+        out.extend([first as u8, last as u8]);
+        out.extend(self.0[first..=last].chunks(2).map(|pair| pair[0] | pair.get(1).map_or(0, |high| high << 4)));
+    }
+
+    pub(super) fn get(input: &mut Input<'_>) -> Result<Self> {
+        let bad = |message: &str| Err(Error::corrupt(message).clause("entropy 5.1"));
+        let (first, last) = (usize::from(input.byte("a table")?), usize::from(input.byte("a table")?));
+        if last <= first {
+            return bad("a Huffman table of fewer than two symbols");
+        }
+        let mut lengths = [0u8; 256];
+        let nibbles = input.take((last - first + 1).div_ceil(2), "a table")?;
+        for (i, byte) in nibbles.iter().enumerate() {
+            for (at, length) in [(first + 2 * i, byte & 15), (first + 2 * i + 1, byte >> 4)] {
+                match lengths.get_mut(at).filter(|_| at <= last) {
+                    Some(slot) => *slot = length,
+                    None if length == 0 => {}
+                    None => return bad("the unused half of a table's last byte is not zero"),
+                }
+            }
+        }
+        if lengths[first] == 0 || lengths[last] == 0 {
+            return bad("a Huffman table begins or ends with a symbol that has no code");
+        }
+        if lengths.iter().any(|&length| u32::from(length) > MAX_BITS) {
+            return bad("a Huffman code is longer than 11 bits");
+        }
+        let used: u32 = lengths.iter().filter(|&&length| length > 0).map(|&length| 1 << (MAX_BITS - u32::from(length))).sum();
+        if used != 1 << MAX_BITS {
+            return bad("the lengths of a Huffman table do not make a complete code");
+        }
+        Ok(Self(lengths))
+    }
+
+    /// Code (least significant bit first) and length of each symbol.
+    pub(super) fn codes(&self) -> kernel::Codes {
+        let mut next = [0u16; MAX_BITS as usize + 2];
+        for length in 1..=MAX_BITS as usize {
+            let count = self.0.iter().filter(|&&l| usize::from(l) == length).count() as u16;
+            next[length + 1] = next[length].wrapping_add(count) << 1;
+        }
+        let mut codes = kernel::Codes { low: [0; 256], high: [0; 256], length: self.0 };
+        for (symbol, &length) in self.0.iter().enumerate().filter(|(_, l)| **l > 0) {
+            let slot = &mut next[usize::from(length)];
+            let code = slot.reverse_bits() >> (16 - u32::from(length));
+            *slot = slot.wrapping_add(1);
+            codes.low[symbol] = code as u8;
+            codes.high[symbol] = (code >> 8) as u8;
+        }
+        codes
+    }
+}
+
+/// Where the streams of a block of `count` symbols begin.
+fn segment(count: usize) -> usize {
+    count.div_ceil(STREAMS)
+}
+
+pub(super) fn encode(symbols: &[u8], codes: &kernel::Codes, out: &mut Vec<u8>) {
+    let sizes_at = out.len();
+    out.extend([0; 4 * STREAMS]);
+    let mut parts = symbols.chunks(segment(symbols.len()).max(1));
+    for stream in 0..STREAMS {
+        let before = out.len();
+        kernel::encode(parts.next().unwrap_or_default(), codes, out);
+        let bytes = (out.len() - before) as u32;
+        for i in 0..4 {
+            out[sizes_at + 4 * stream + i] = (bytes >> (8 * i)) as u8;
+        }
+    }
+}
+
+/// Bytes that [`encode`] adds to the streams themselves.
+pub(super) const OVERHEAD: u64 = 4 * STREAMS as u64 + STREAMS as u64;
+
+pub(super) fn decode(input: &mut Input<'_>, table: &kernel::Table, out: &mut [u8]) -> Result<()> {
+    let mut sizes = [0usize; STREAMS];
+    for size in &mut sizes {
+        *size = input.u32("the sizes of streams")? as usize;
+    }
+    let total = sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size));
+    let streams = input.take(total.unwrap_or(usize::MAX), "Huffman streams")?;
+    let step = segment(out.len());
+    if kernel::decode(streams, &sizes, table, step, out) {
+        return Ok(());
+    }
+    Err(Error::corrupt("a Huffman stream does not end where it should").clause("entropy 5.3"))
+}
+
+/// The table that decodes a code.
+pub(super) fn decode_table(lengths: &Lengths) -> kernel::Table {
+    kernel::Table::new(&lengths.codes())
+}

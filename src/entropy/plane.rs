@@ -1,0 +1,304 @@
+//! A plane: blocks, each by the coder that stores it in the fewest bytes. Spec: spec/entropy.md 1 to 3.
+
+use super::histogram::{Histogram, count, entropy_bits};
+use super::huffman::{self, Lengths};
+use super::rans::{self, Frequencies};
+use super::runs;
+use super::table::Input;
+use crate::kernels::{huffman as huffman_kernel, rans as rans_kernel};
+use crate::{Error, Result};
+
+const RAW: u8 = 0;
+const CONSTANT: u8 = 1;
+const RUNS: u8 = 2;
+const HUFFMAN: u8 = 3;
+const HUFFMAN_AGAIN: u8 = 4;
+const RANS: u8 = 5;
+const RANS_AGAIN: u8 = 6;
+
+/// Symbols in a block, as an exponent of 2: what writers take, and what readers accept.
+const BLOCK_EXPONENT: u8 = 16;
+const BLOCK_EXPONENTS: std::ops::RangeInclusive<u8> = 12..=20;
+
+/// The most bytes that `symbols` can take.
+pub(crate) fn max_encoded_bytes(symbols: u64) -> u64 {
+    symbols.saturating_add(2 + symbols.div_ceil(1 << BLOCK_EXPONENT))
+}
+
+/// Symbols looked at before a plane is taken for noise.
+const SAMPLE: usize = 4096;
+
+/// Whether a look at some of the symbols says that no coder will gain.
+fn is_noise(symbols: &[u8]) -> bool {
+    if symbols.len() < 4 * SAMPLE {
+        return false;
+    }
+    let step = symbols.len() / 4;
+    let mut histogram = [0u32; 256];
+    for start in 0..4 {
+        for (slot, n) in histogram.iter_mut().zip(count(&symbols[start * step..][..SAMPLE / 4])) {
+            *slot += n;
+        }
+    }
+    // 4096 draws from 256 equal symbols show 7.955 bits.
+    entropy_bits(&histogram) * 1000 > 7880 * SAMPLE as u64
+}
+
+/// Bytes that a plane with this histogram of a sample would take for each symbol of the sample, tables not counted.
+pub(crate) fn estimate(histogram: &Histogram, symbols: u64) -> u64 {
+    let sampled: u64 = histogram.iter().map(|&n| u64::from(n)).sum::<u64>().max(1);
+    let bits = entropy_bits(histogram);
+    if bits * 1000 > 7880 * sampled {
+        return symbols;
+    }
+    (bits * 1013 / 1000).saturating_mul(symbols) / sampled / 8 + 64
+}
+
+/// A code made once, with what encoding takes.
+struct Made<T, E> {
+    table: T,
+    encoder: E,
+}
+
+/// The best way to store one block.
+enum Choice {
+    Raw,
+    Constant,
+    Runs,
+    Huffman { own: bool },
+    Rans { own: bool },
+}
+
+/// Appends the code of `symbols`.
+pub(crate) fn encode(symbols: &[u8], out: &mut Vec<u8>) {
+    if symbols.is_empty() {
+        return;
+    }
+    out.push(BLOCK_EXPONENT);
+    let blocks = || symbols.chunks(1 << BLOCK_EXPONENT);
+    if is_noise(symbols) {
+        for block in blocks() {
+            out.push(RAW);
+            out.extend_from_slice(block);
+        }
+        return;
+    }
+    let histograms: Vec<Histogram> = blocks().map(count).collect();
+    let mut total = [0u32; 256];
+    for histogram in &histograms {
+        for (sum, n) in total.iter_mut().zip(histogram) {
+            *sum += n;
+        }
+    }
+    let several = total.iter().filter(|&&n| n > 0).count() > 1;
+    let shared_lengths = several.then(|| Lengths::new(&total));
+    let shared_frequencies = several.then(|| Frequencies::new(&total));
+    let mut huffman: Option<Made<Lengths, huffman_kernel::Codes>> = None;
+    let mut rans: Option<Made<Frequencies, Box<rans_kernel::Encoder>>> = None;
+    for (block, histogram) in blocks().zip(&histograms) {
+        match choose(block, histogram, shared_lengths.as_ref(), shared_frequencies.as_ref(), huffman.as_ref(), rans.as_ref()) {
+            Choice::Raw => {
+                out.push(RAW);
+                out.extend_from_slice(block);
+            }
+            Choice::Constant => {
+                out.push(CONSTANT);
+                out.extend(block.first());
+            }
+            Choice::Runs => {
+                out.push(RUNS);
+                runs::encode(block, out);
+            }
+            Choice::Huffman { own } => {
+                let wanted = if own { Some(Lengths::new(histogram)) } else { shared_lengths.clone() };
+                let again = huffman.as_ref().is_some_and(|made| Some(&made.table) == wanted.as_ref());
+                out.push(if again { HUFFMAN_AGAIN } else { HUFFMAN });
+                if let (false, Some(table)) = (again, wanted) {
+                    table.put(out);
+                    huffman = Some(Made { encoder: table.codes(), table });
+                }
+                if let Some(made) = &huffman {
+                    huffman::encode(block, &made.encoder, out);
+                }
+            }
+            Choice::Rans { own } => {
+                let wanted = if own { Some(Frequencies::new(histogram)) } else { shared_frequencies.clone() };
+                let again = rans.as_ref().is_some_and(|made| Some(&made.table) == wanted.as_ref());
+                out.push(if again { RANS_AGAIN } else { RANS });
+                if let (false, Some(table)) = (again, wanted) {
+                    table.put(out);
+                    rans = Some(Made { encoder: table.encoder(), table });
+                }
+                if let Some(made) = &rans {
+                    rans::encode(block, &made.encoder, out);
+                }
+            }
+        }
+    }
+}
+
+fn choose(
+    block: &[u8],
+    histogram: &Histogram,
+    shared_lengths: Option<&Lengths>,
+    shared_frequencies: Option<&Frequencies>,
+    huffman: Option<&Made<Lengths, huffman_kernel::Codes>>,
+    rans: Option<&Made<Frequencies, Box<rans_kernel::Encoder>>>,
+) -> Choice {
+    let used = histogram.iter().filter(|&&n| n > 0).count();
+    if used == 1 {
+        return Choice::Constant;
+    }
+    let mut best = (block.len() as u64, Choice::Raw);
+    let offer = |best: &mut (u64, Choice), bytes: u64, choice: Choice| {
+        if bytes < best.0 {
+            *best = (bytes, choice);
+        }
+    };
+    let entropy = entropy_bits(histogram) / 8;
+    if let Some(lengths) = shared_lengths {
+        let table = if huffman.is_some_and(|made| made.table == *lengths) { 0 } else { lengths.table_bytes() };
+        let shared = lengths.bits(histogram).map_or(u64::MAX, |bits| bits / 8 + huffman::OVERHEAD);
+        offer(&mut best, shared.saturating_add(table), Choice::Huffman { own: false });
+        // A table of its own costs time to build, here and in every reader.
+        if entropy + entropy / 64 + 128 < shared {
+            let own = Lengths::new(histogram);
+            let bytes = own.bits(histogram).map_or(u64::MAX, |bits| bits / 8) + own.table_bytes() + huffman::OVERHEAD;
+            if bytes + bytes / 64 < shared {
+                offer(&mut best, bytes, Choice::Huffman { own: true });
+            }
+        }
+    }
+    // Huffman spends a bit on every symbol: where less would do, rANS is worth its time.
+    if let Some(frequencies) = shared_frequencies.filter(|_| entropy + entropy / 20 < best.0) {
+        let table = if rans.is_some_and(|made| made.table == *frequencies) { 0 } else { frequencies.table_bytes() };
+        let shared = if frequencies.covers(histogram) { rans::bits(frequencies, histogram) / 8 + rans::OVERHEAD } else { u64::MAX };
+        // It is some times slower than Huffman: it has to save a twentieth.
+        let weigh = |bytes: u64| bytes.saturating_add(bytes / 20);
+        offer(&mut best, weigh(shared.saturating_add(table)), Choice::Rans { own: false });
+        if entropy + entropy / 64 + 64 < shared {
+            let own = Frequencies::new(histogram);
+            let bytes = rans::bits(&own, histogram) / 8 + own.table_bytes() + rans::OVERHEAD;
+            offer(&mut best, weigh(bytes), Choice::Rans { own: true });
+        }
+    }
+    let most = histogram.iter().max().copied().unwrap_or(0);
+    if u64::from(most) * 8 > block.len() as u64 * 7
+        && let Some(bytes) = runs::size(block, best.0 as usize)
+    {
+        offer(&mut best, bytes as u64, Choice::Runs);
+    }
+    best.1
+}
+
+/// Fills `out` from the code of exactly as many symbols; `code` holds nothing else.
+pub(crate) fn decode(code: &[u8], out: &mut [u8]) -> Result<()> {
+    let mut input = Input::new(code);
+    if !out.is_empty() {
+        let exponent = input.byte("a plane")?;
+        if !BLOCK_EXPONENTS.contains(&exponent) {
+            return Err(Error::corrupt(format!("blocks of 2^{exponent} symbols")).clause("entropy 1.1"));
+        }
+        let (mut huffman, mut rans) = (None, None);
+        for block in out.chunks_mut(1 << exponent) {
+            decode_block(&mut input, &mut huffman, &mut rans, block)?;
+        }
+    }
+    if input.is_empty() { Ok(()) } else { Err(Error::corrupt(format!("{} bytes after a plane", input.len())).clause("entropy 1.2")) }
+}
+
+fn decode_block(
+    input: &mut Input<'_>,
+    huffman: &mut Option<huffman_kernel::Table>,
+    rans: &mut Option<Box<rans_kernel::Decoder>>,
+    out: &mut [u8],
+) -> Result<()> {
+    let no_table = || Error::corrupt("a block uses the table of a block before, and there is none").clause("entropy 3");
+    match input.byte("a block")? {
+        RAW => out.copy_from_slice(input.take(out.len(), "a raw block")?),
+        CONSTANT => out.fill(input.byte("a constant block")?),
+        RUNS => runs::decode(input, out)?,
+        tag @ (HUFFMAN | HUFFMAN_AGAIN) => {
+            if tag == HUFFMAN {
+                *huffman = Some(huffman::decode_table(&Lengths::get(input)?));
+            }
+            huffman::decode(input, huffman.as_ref().ok_or_else(no_table)?, out)?;
+        }
+        tag @ (RANS | RANS_AGAIN) => {
+            if tag == RANS {
+                *rans = Some(Frequencies::get(input)?.decoder());
+            }
+            rans::decode(input, rans.as_ref().ok_or_else(no_table)?, out)?;
+        }
+        tag => return Err(Error::corrupt(format!("a block of kind {tag}")).clause("entropy 3")),
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Symbols with the given chance of 0, the rest geometric.
+    fn skewed(seed: u64, count: usize, zeros: f64, tail: f64) -> Vec<u8> {
+        let mut state = seed;
+        let mut next = move || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as f64 / (1u64 << 31) as f64
+        };
+        (0..count).map(|_| if next() < zeros { 0 } else { (next().max(1e-9).ln() / tail.ln()).min(255.0) as u8 }).collect()
+    }
+
+    fn round_trip(symbols: &[u8]) -> usize {
+        let mut code = Vec::new();
+        encode(symbols, &mut code);
+        assert!(code.len() as u64 <= max_encoded_bytes(symbols.len() as u64));
+        let mut out = vec![0xee; symbols.len()];
+        decode(&code, &mut out).unwrap();
+        assert!(out == symbols, "{} symbols came back changed", symbols.len());
+        code.len()
+    }
+
+    #[test]
+    fn every_skew_and_length_comes_back_near_its_entropy() {
+        for count in [1usize, 2, 3, 15, 16, 17, 63, 64, 65, 1000, 65_535, 65_536, 65_537, 300_000] {
+            for (zeros, tail) in [(0.0, 0.999), (0.0, 0.97), (0.0, 0.7), (0.3, 0.5), (0.9, 0.5), (0.99, 0.5), (0.9999, 0.1), (1.0, 0.5)] {
+                let symbols = skewed(count as u64, count, zeros, tail);
+                let bytes = round_trip(&symbols);
+                let ideal = entropy_bits(&super::super::histogram::count(&symbols)) as usize / 8;
+                assert!(bytes <= ideal + ideal / 20 + 240 + 120 * count / 65_536, "{count} {zeros} {tail}: {bytes} for {ideal}");
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_that_differ_get_tables_of_their_own() {
+        let mut symbols = skewed(1, 65_536, 0.0, 0.6);
+        symbols.extend(skewed(2, 65_536, 0.0, 0.6).iter().map(|s| 255 - s));
+        symbols.extend(vec![7; 65_536]);
+        symbols.extend(skewed(3, 70_000, 0.97, 0.6));
+        let apart: usize = symbols.chunks(65_536).map(round_trip).sum();
+        assert!(round_trip(&symbols) <= apart + apart / 50);
+    }
+
+    proptest! {
+        #[test]
+        fn any_symbols_come_back(symbols in proptest::collection::vec(any::<u8>(), 0..5000), mask in any::<u8>()) {
+            round_trip(&symbols.iter().map(|s| s & mask).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn damaged_code_ends_in_an_error_or_a_full_buffer(
+            seed in any::<u64>(), count in 1usize..70_000, zeros in 0.0..1.0f64, at in any::<proptest::sample::Index>(), flip in 1u8..
+        ) {
+            let mut code = Vec::new();
+            encode(&skewed(seed, count, zeros, 0.7), &mut code);
+            let at = at.index(code.len());
+            code[at] ^= flip;
+            let _ = decode(&code, &mut vec![0; count]);
+            code.truncate(at);
+            prop_assert!(decode(&code, &mut vec![0; count]).is_err());
+        }
+    }
+}

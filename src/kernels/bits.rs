@@ -1,0 +1,72 @@
+//! Streams of bits, least significant first.
+
+/// Writes bits into a buffer that the caller sized: 8 bytes more than the stream takes.
+#[derive(Debug)]
+pub(crate) struct BitWriter<'a> {
+    out: &'a mut [u8],
+    at: usize,
+    bits: u64,
+    count: u32,
+}
+
+impl<'a> BitWriter<'a> {
+    pub(crate) fn new(out: &'a mut [u8]) -> Self {
+        Self { out, at: 0, bits: 0, count: 0 }
+    }
+
+    /// Appends the low `count` bits, at most 56; the others are zero.
+    #[inline(always)]
+    #[allow(clippy::little_endian_bytes, reason = "a kernel: the stream is defined byte by byte, and this is its order")]
+    pub(crate) fn put(&mut self, bits: u64, count: u32) {
+        self.bits |= bits << (self.count & 7);
+        self.count = self.count.wrapping_add(count);
+        if let Some(word) = self.out.get_mut(self.at..self.at.wrapping_add(8)) {
+            word.copy_from_slice(&self.bits.to_le_bytes());
+        }
+        self.at = self.at.wrapping_add((self.count / 8) as usize);
+        // Fewer than 64 bits: `count` was below 8, and at most 56 came.
+        self.bits >>= self.count & 56;
+        self.count &= 7;
+    }
+
+    /// Bytes written; unused bits of the last are zero.
+    pub(crate) fn finish(self) -> usize {
+        self.at + usize::from(self.count > 0)
+    }
+}
+
+/// Takes bits.
+#[derive(Debug)]
+pub(crate) struct BitReader<'a> {
+    bytes: &'a [u8],
+    /// Bits taken.
+    at: usize,
+}
+
+impl<'a> BitReader<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    /// The next `count` bits, at most 32; zeros beyond the end.
+    #[inline(always)]
+    #[allow(clippy::little_endian_bytes, reason = "a kernel: the stream is defined byte by byte, and this is its order")]
+    pub(crate) fn take(&mut self, count: u32) -> u64 {
+        let (byte, bit) = (self.at / 8, self.at % 8);
+        self.at = self.at.wrapping_add(count as usize);
+        let word = match self.bytes.get(byte..).and_then(|rest| rest.first_chunk::<8>()) {
+            Some(word) => u64::from_le_bytes(*word),
+            None => {
+                let rest = self.bytes.get(byte..).unwrap_or_default();
+                rest.iter().rev().fold(0, |sum, &byte| sum << 8 | u64::from(byte))
+            }
+        };
+        (word >> bit) & ((1u64 << (count & 63)).wrapping_sub(1))
+    }
+
+    /// Whether exactly all bytes were taken, and unused bits of the last are zero.
+    pub(crate) fn is_at_end(&self) -> bool {
+        let rest = if self.at.is_multiple_of(8) { 0 } else { self.bytes.get(self.at / 8).map_or(0, |last| last >> (self.at % 8)) };
+        self.at.div_ceil(8) == self.bytes.len() && rest == 0
+    }
+}

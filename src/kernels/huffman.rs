@@ -1,0 +1,287 @@
+//! Huffman streams: codes of at most 11 bits, least significant bit first, several streams a block.
+//!
+//! The decoder looks up 11 bits and gets as many whole symbols as they hold; it runs one stream for a burst of five
+//! look-ups, then the next, and leaves the overlap to the processor.
+
+use super::Level;
+use super::bits::BitWriter;
+
+/// The longest code.
+pub(crate) const MAX_BITS: u32 = 11;
+/// Streams in a block.
+pub(crate) const STREAMS: usize = 4;
+
+/// Codes and their lengths by symbol, in the form that vector look-ups take.
+#[derive(Debug, Clone)]
+pub(crate) struct Codes {
+    /// The low 8 bits.
+    pub(crate) low: [u8; 256],
+    /// The other bits.
+    pub(crate) high: [u8; 256],
+    /// Bits; 0 for a symbol without a code.
+    pub(crate) length: [u8; 256],
+}
+
+/// Appends one stream: the codes of `symbols`, then zero bits up to a whole byte.
+pub(crate) fn encode(symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) {
+    encode_at(Level::best(), symbols, codes, out);
+}
+
+fn encode_at(level: Level, symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) {
+    let start = out.len();
+    // Room for the worst case, and for stores of whole words past the end.
+    out.resize(start + (symbols.len() * MAX_BITS as usize).div_ceil(8) + 16, 0);
+    let room = &mut out[start..];
+    let mut writer = BitWriter::new(room);
+    let rest = match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        Level::Avx512 => unsafe { x86::encode(symbols, codes, &mut writer) },
+        _ => symbols,
+    };
+    for &symbol in rest {
+        let i = usize::from(symbol);
+        writer.put(u64::from(codes.high[i]) << 8 | u64::from(codes.low[i]), u32::from(codes.length[i]));
+    }
+    let bytes = writer.finish();
+    out.truncate(start + bytes);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::Codes;
+    use crate::kernels::bits::BitWriter;
+
+    /// Encodes whole groups of 64 symbols and returns the others.
+    ///
+    /// Codes and lengths of 64 symbols come from byte permutes; shifts by variable counts then join neighbours, until
+    /// 16 groups of four symbols, at most 44 bits each, are left to append.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,avx2")]
+    pub(super) fn encode<'a>(symbols: &'a [u8], codes: &Codes, writer: &mut BitWriter<'_>) -> &'a [u8] {
+        let table = |bytes: &[u8; 256]| -> [__m512i; 4] {
+            // SAFETY: four loads of 64 bytes within 256.
+            std::array::from_fn(|i| unsafe { _mm512_loadu_si512(bytes.as_ptr().add(64 * i).cast()) })
+        };
+        let (low, high, length) = (table(&codes.low), table(&codes.high), table(&codes.length));
+        let look_up = |table: &[__m512i; 4], symbols: __m512i, upper: __mmask64| {
+            let a = _mm512_permutex2var_epi8(table[0], symbols, table[1]);
+            let b = _mm512_permutex2var_epi8(table[2], symbols, table[3]);
+            _mm512_mask_blend_epi8(upper, a, b)
+        };
+        let byte = _mm512_set1_epi16(0x00ff);
+        let word = _mm512_set1_epi32(0xffff);
+        let half = _mm512_set1_epi64(0xffff_ffff);
+        let (groups, rest) = symbols.as_chunks::<64>();
+        for group in groups {
+            // SAFETY: a load of 64 bytes from an array of 64.
+            let s = unsafe { _mm512_loadu_si512(group.as_ptr().cast()) };
+            let upper = _mm512_movepi8_mask(s);
+            let (lo, hi, len) = (look_up(&low, s, upper), look_up(&high, s, upper), look_up(&length, s, upper));
+            // 16-bit lanes: codes and lengths of even and odd symbols.
+            let even = _mm512_or_si512(_mm512_and_si512(lo, byte), _mm512_slli_epi16::<8>(hi));
+            let odd = _mm512_or_si512(_mm512_srli_epi16::<8>(lo), _mm512_andnot_si512(byte, hi));
+            let (even_len, odd_len) = (_mm512_and_si512(len, byte), _mm512_srli_epi16::<8>(len));
+            let pair_len = _mm512_add_epi16(even_len, odd_len);
+            // 32-bit lanes: pairs, of even and of odd 16-bit lanes.
+            let pair_a = _mm512_or_si512(
+                _mm512_and_si512(even, word),
+                _mm512_sllv_epi32(_mm512_and_si512(odd, word), _mm512_and_si512(even_len, word)),
+            );
+            let pair_b = _mm512_or_si512(
+                _mm512_srli_epi32::<16>(even),
+                _mm512_sllv_epi32(_mm512_srli_epi32::<16>(odd), _mm512_srli_epi32::<16>(even_len)),
+            );
+            let (a_len, b_len) = (_mm512_and_si512(pair_len, word), _mm512_srli_epi32::<16>(pair_len));
+            let quad_len = _mm512_add_epi32(a_len, b_len);
+            // 64-bit lanes: quads, of even and of odd 32-bit lanes.
+            let quad_a = _mm512_or_si512(
+                _mm512_and_si512(pair_a, half),
+                _mm512_sllv_epi64(_mm512_and_si512(pair_b, half), _mm512_and_si512(a_len, half)),
+            );
+            let quad_b = _mm512_or_si512(
+                _mm512_srli_epi64::<32>(pair_a),
+                _mm512_sllv_epi64(_mm512_srli_epi64::<32>(pair_b), _mm512_srli_epi64::<32>(a_len)),
+            );
+            let mut a = [0u64; 8];
+            let mut b = [0u64; 8];
+            let mut lengths = [0u32; 16];
+            // SAFETY: stores of 64 bytes into arrays of 64 bytes.
+            unsafe {
+                _mm512_storeu_si512(a.as_mut_ptr().cast(), quad_a);
+                _mm512_storeu_si512(b.as_mut_ptr().cast(), quad_b);
+                _mm512_storeu_si512(lengths.as_mut_ptr().cast(), quad_len);
+            }
+            for i in 0..8 {
+                writer.put(a[i], lengths[2 * i]);
+                writer.put(b[i], lengths[2 * i + 1]);
+            }
+        }
+        rest
+    }
+}
+
+/// For each 11 bits: up to 6 symbols (48 bits), the bits that they take (8 bits), how many they are (8 bits).
+#[derive(Debug, Clone)]
+pub(crate) struct Table {
+    many: Box<[u64; 1 << MAX_BITS]>,
+    /// Symbol and length of the first code in a window.
+    one: Box<[(u8, u8); 1 << MAX_BITS]>,
+}
+
+impl Table {
+    /// From a complete code.
+    pub(crate) fn new(codes: &Codes) -> Self {
+        let mut one = Box::new([(0u8, 1u8); 1 << MAX_BITS]);
+        for symbol in 0..=255u8 {
+            let i = usize::from(symbol);
+            let length = codes.length[i];
+            if length > 0 {
+                let first = usize::from(codes.low[i]) | usize::from(codes.high[i]) << 8;
+                for slot in one.iter_mut().skip(first).step_by(1 << length) {
+                    *slot = (symbol, length);
+                }
+            }
+        }
+        let mut many = Box::new([0u64; 1 << MAX_BITS]);
+        for (window, slot) in many.iter_mut().enumerate() {
+            let (mut symbols, mut used, mut count) = (0u64, 0u32, 0u32);
+            while count < 6 {
+                let (symbol, length) = one[window >> used];
+                if used + u32::from(length) > MAX_BITS {
+                    break;
+                }
+                symbols |= u64::from(symbol) << (8 * count);
+                used += u32::from(length);
+                count += 1;
+            }
+            *slot = symbols | u64::from(used) << 48 | u64::from(count) << 56;
+        }
+        Self { many, one }
+    }
+}
+
+/// One stream on its way.
+#[derive(Debug, Clone, Copy, Default)]
+struct Reader {
+    /// Bits not yet used, from the least significant.
+    bits: u64,
+    /// How many of them count; what lies above may be anything that the bytes at `at` will overwrite with the same.
+    count: u32,
+    at: usize,
+    out: usize,
+    end: usize,
+}
+
+/// Look-ups between refills.
+const BURST: usize = 5;
+/// The most bytes that a burst writes, its last store included.
+const BURST_OUT: usize = 6 * (BURST - 1) + 8;
+
+/// Decodes [`STREAMS`] streams of `sizes` bytes, which lie one after another in `streams`; each fills `step` bytes of
+/// `out`, the last what is left. False if a stream does not end with its last symbol and zero bits.
+pub(crate) fn decode(streams: &[u8], sizes: &[usize; STREAMS], table: &Table, step: usize, out: &mut [u8]) -> bool {
+    let mut readers = [Reader::default(); STREAMS];
+    let (mut at, mut from) = (0, 0);
+    for (reader, size) in readers.iter_mut().zip(sizes) {
+        let end = (from + step).min(out.len());
+        *reader = Reader { bits: 0, count: 0, at, out: from, end };
+        at += size;
+        from = end;
+    }
+    if at != streams.len() || from != out.len() {
+        return false;
+    }
+    bursts(streams, table, &mut readers, out);
+    let mut end = 0;
+    readers.iter_mut().zip(sizes).all(|(reader, size)| {
+        let start = end;
+        end += size;
+        finish(streams, start, end, table, reader, out)
+    })
+}
+
+super::for_every_level! {
+    /// Runs all streams as long as a burst of each is safe.
+    fn bursts / bursts_at(streams: &[u8], table: &Table, readers: &mut [Reader; STREAMS], out: &mut [u8]) = bursts_any;
+}
+
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, clippy::host_endian_bytes, reason = "a kernel: the order of the stream and of the table's symbols")]
+fn bursts_any(streams: &[u8], table: &Table, readers: &mut [Reader; STREAMS], out: &mut [u8]) {
+    let table: &[u64; 1 << MAX_BITS] = &table.many;
+    let mut local = *readers;
+    'all: loop {
+        for reader in &local {
+            if reader.end - reader.out < BURST_OUT || streams.len() - reader.at < 8 {
+                break 'all;
+            }
+        }
+        for reader in &mut local {
+            // SAFETY: the check above leaves 8 bytes to read at `at`.
+            let word = u64::from_le(unsafe { streams.as_ptr().add(reader.at).cast::<u64>().read_unaligned() });
+            let mut bits = reader.bits | word << (reader.count & 63);
+            reader.at = reader.at.wrapping_add((63u32.wrapping_sub(reader.count) >> 3) as usize);
+            let mut count = reader.count | 56;
+            let mut to = reader.out;
+            for _ in 0..BURST {
+                let entry = table[(bits & ((1 << MAX_BITS) - 1)) as usize];
+                // SAFETY: a look-up writes 8 bytes and advances by 6 at most, so five stay within BURST_OUT bytes from
+                // `reader.out`, which the check above leaves before `end`, and `end` is within `out`.
+                unsafe { out.as_mut_ptr().add(to).cast::<[u8; 8]>().write_unaligned(entry.to_le_bytes()) };
+                let used = (entry >> 48) as u8;
+                bits >>= used & 63;
+                count = count.wrapping_sub(u32::from(used));
+                to = to.wrapping_add((entry >> 56) as usize);
+            }
+            reader.bits = bits;
+            reader.count = count;
+            reader.out = to;
+        }
+    }
+    *readers = local;
+}
+
+/// The rest of one stream, symbol by symbol, then its end.
+fn finish(streams: &[u8], start: usize, end: usize, table: &Table, reader: &mut Reader, out: &mut [u8]) -> bool {
+    // The bit position: whole bytes taken, less the bits still held.
+    let Some(mut position) = (8 * (reader.at - start)).checked_sub(reader.count as usize) else { return false };
+    let stream = &streams[start..end];
+    let window = |position: usize| {
+        let byte = |i: usize| stream.get(position / 8 + i).copied().map_or(0, usize::from);
+        ((byte(0) | byte(1) << 8 | byte(2) << 16) >> (position % 8)) & ((1 << MAX_BITS) - 1)
+    };
+    for slot in &mut out[reader.out..reader.end] {
+        let (symbol, length) = table.one[window(position)];
+        *slot = symbol;
+        position += usize::from(length);
+    }
+    let rest = if position.is_multiple_of(8) { 0 } else { stream.get(position / 8).map_or(0, |last| last >> (position % 8)) };
+    position.div_ceil(8) == stream.len() && rest == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_level_writes_the_same_stream() {
+        let mut codes = Codes { low: [0; 256], high: [0; 256], length: [0; 256] };
+        for i in 0..256usize {
+            let length = 1 + (i * 7 % 11) as u8;
+            let code = (i * 2654435761) as u16 & ((1 << length) - 1);
+            (codes.low[i], codes.high[i], codes.length[i]) = (code as u8, (code >> 8) as u8, length);
+        }
+        let symbols: Vec<u8> = (0..5000usize).map(|i| ((i * i) >> 3) as u8).collect();
+        for count in [0, 1, 63, 64, 65, 1000, 5000] {
+            let mut scalar = vec![1, 2, 3];
+            encode_at(Level::Scalar, &symbols[..count], &codes, &mut scalar);
+            for level in Level::available() {
+                let mut out = vec![1, 2, 3];
+                encode_at(level, &symbols[..count], &codes, &mut out);
+                assert!(out == scalar, "{level:?}, {count} symbols");
+            }
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Parts symbols by class, keeping their order, and joins them again.
+//!
+//! The vector form compresses (and expands) 64 symbols at a time in registers, once for each class: the memory form of
+//! vector compress is an order of magnitude slower on some processors.
+
+use super::Level;
+use super::ordered::MAX_CLASSES;
+
+/// Symbols by class, one class after another, with room between them for stores of whole vectors.
+#[derive(Debug)]
+pub(crate) struct Parted {
+    symbols: Vec<u8>,
+    starts: [usize; MAX_CLASSES],
+    counts: [usize; MAX_CLASSES],
+    classes: usize,
+}
+
+/// Bytes of a vector.
+const VECTOR: usize = 64;
+
+impl Parted {
+    /// Room for as many symbols as there are `classes` (each below `count`), or `None` without memory for it.
+    pub(crate) fn new(classes: &[u8], count: usize) -> Option<Self> {
+        let histogram = super::bytes::histogram(classes);
+        let (mut starts, mut counts, mut at) = ([0; MAX_CLASSES], [0; MAX_CLASSES], 0);
+        for (class, &members) in histogram.iter().enumerate().take(count.min(MAX_CLASSES)) {
+            (starts[class], counts[class]) = (at, members as usize);
+            at += members as usize + VECTOR;
+        }
+        let mut symbols = Vec::new();
+        symbols.try_reserve_exact(at).ok()?;
+        symbols.resize(at, 0);
+        Some(Self { symbols, starts, counts, classes: count.min(MAX_CLASSES) })
+    }
+
+    /// The symbols of a class.
+    pub(crate) fn of(&self, class: usize) -> &[u8] {
+        &self.symbols[self.starts[class]..][..self.counts[class]]
+    }
+
+    /// The symbols of a class, to fill.
+    pub(crate) fn of_mut(&mut self, class: usize) -> &mut [u8] {
+        &mut self.symbols[self.starts[class]..][..self.counts[class]]
+    }
+
+    /// Puts each symbol behind those of its class. `classes` are those given to [`Parted::new`].
+    pub(crate) fn part(&mut self, classes: &[u8], symbols: &[u8]) {
+        self.part_at(Level::best(), classes, symbols);
+    }
+
+    fn part_at(&mut self, level: Level, classes: &[u8], symbols: &[u8]) {
+        let mut next = self.starts;
+        let done = match level {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the level says that the features were detected.
+            Level::Avx512 => unsafe { x86::part(classes, symbols, self.classes, &mut next, &mut self.symbols) },
+            _ => 0,
+        };
+        for (&class, &symbol) in classes.iter().zip(symbols).skip(done) {
+            let next = &mut next[usize::from(class) % MAX_CLASSES];
+            if let Some(slot) = self.symbols.get_mut(*next) {
+                *slot = symbol;
+            }
+            *next = next.wrapping_add(1);
+        }
+    }
+
+    /// The inverse of [`Parted::part`].
+    pub(crate) fn join(&self, classes: &[u8], out: &mut [u8]) {
+        self.join_at(Level::best(), classes, out);
+    }
+
+    fn join_at(&self, level: Level, classes: &[u8], out: &mut [u8]) {
+        let mut next = self.starts;
+        let done = match level {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the level says that the features were detected.
+            Level::Avx512 => unsafe { x86::join(classes, &self.symbols, self.classes, &mut next, out) },
+            _ => 0,
+        };
+        for (&class, slot) in classes.iter().zip(out).skip(done) {
+            let next = &mut next[usize::from(class) % MAX_CLASSES];
+            *slot = self.symbols.get(*next).copied().unwrap_or_default();
+            *next = next.wrapping_add(1);
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{MAX_CLASSES, VECTOR};
+
+    /// Parts whole vectors; how many symbols that were.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
+    pub(super) fn part(classes: &[u8], symbols: &[u8], count: usize, next: &mut [usize; MAX_CLASSES], out: &mut [u8]) -> usize {
+        let (groups, _) = classes.as_chunks::<VECTOR>();
+        let mut done = 0;
+        for (class_group, symbol_group) in groups.iter().zip(symbols.as_chunks::<VECTOR>().0) {
+            // SAFETY: loads of 64 bytes from arrays of 64.
+            let (c, s) = unsafe { (_mm512_loadu_si512(class_group.as_ptr().cast()), _mm512_loadu_si512(symbol_group.as_ptr().cast())) };
+            for (class, next) in (0i8..).zip(next.iter_mut().take(count)) {
+                let mask = _mm512_cmpeq_epi8_mask(c, _mm512_set1_epi8(class));
+                if let Some(room) = out.get_mut(*next..).and_then(|room| room.first_chunk_mut::<VECTOR>()) {
+                    // SAFETY: a store of 64 bytes to an array of 64.
+                    unsafe { _mm512_storeu_si512(room.as_mut_ptr().cast(), _mm512_maskz_compress_epi8(mask, s)) };
+                }
+                *next = next.wrapping_add(mask.count_ones() as usize);
+            }
+            done += VECTOR;
+        }
+        done
+    }
+
+    /// Joins whole vectors; how many symbols that were.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
+    pub(super) fn join(classes: &[u8], parted: &[u8], count: usize, next: &mut [usize; MAX_CLASSES], out: &mut [u8]) -> usize {
+        let (groups, _) = classes.as_chunks::<VECTOR>();
+        let mut done = 0;
+        for (class_group, out) in groups.iter().zip(out.as_chunks_mut::<VECTOR>().0) {
+            // SAFETY: a load of 64 bytes from an array of 64.
+            let c = unsafe { _mm512_loadu_si512(class_group.as_ptr().cast()) };
+            let mut symbols = _mm512_setzero_si512();
+            for (class, next) in (0i8..).zip(next.iter_mut().take(count)) {
+                let mask = _mm512_cmpeq_epi8_mask(c, _mm512_set1_epi8(class));
+                if let Some(some) = parted.get(*next..).and_then(|rest| rest.first_chunk::<VECTOR>()) {
+                    // SAFETY: a load of 64 bytes from an array of 64.
+                    let some = unsafe { _mm512_loadu_si512(some.as_ptr().cast()) };
+                    symbols = _mm512_mask_expand_epi8(symbols, mask, some);
+                }
+                *next = next.wrapping_add(mask.count_ones() as usize);
+            }
+            // SAFETY: a store of 64 bytes to an array of 64.
+            unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), symbols) };
+            done += VECTOR;
+        }
+        done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_level_parts_alike_and_joins_back() {
+        for count in [0usize, 1, 63, 64, 65, 200, 5000] {
+            for classes in [1usize, 2, 7, MAX_CLASSES] {
+                let symbols: Vec<u8> = (0..count).map(|i| ((i * i) >> 3) as u8).collect();
+                let of: Vec<u8> = (0..count).map(|i| (i * 7919 % 251 % classes) as u8).collect();
+                for level in Level::available() {
+                    let mut parted = Parted::new(&of, classes).unwrap();
+                    parted.part_at(level, &of, &symbols);
+                    for class in 0..classes {
+                        let expected: Vec<u8> =
+                            of.iter().zip(&symbols).filter(|(c, _)| usize::from(**c) == class).map(|(_, s)| *s).collect();
+                        assert!(parted.of(class) == expected, "{level:?}, class {class} of {classes}, {count} symbols");
+                    }
+                    let mut out = vec![0xaa; count];
+                    parted.join_at(level, &of, &mut out);
+                    assert!(out == symbols, "{level:?}, {classes} classes, {count} symbols");
+                }
+            }
+        }
+    }
+}
