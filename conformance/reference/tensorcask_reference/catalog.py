@@ -89,11 +89,13 @@ def check_user_columns(rows: list[dict[str, Any]], users: list[dict[str, Any]]) 
             raise corrupt("log 6.5", f"column user.{key} of a catalog")
 
 
-def check_catalog(path: Path, state: State, snapshots: Snapshots) -> None:
-    """log 6.4: `state` is that after the catalog's entry."""
+def check_catalog(path: Path, state: State | None, snapshots: Snapshots) -> None:
+    """log 6.4: `state` is that after the catalog's entry, None if the log does not have it."""
     if (catalog := read_catalog(path)) is None:
         return
     keys, rows = catalog
+    if state is None:
+        raise corrupt("log 6.4", f"{path.name}: the log does not have that entry")
     said = {"writer": state.writer, "writer_sequence": state.writer_sequence}
     said |= {name: sorted(getattr(state, name)) for name in ("must_understand", "may_ignore")}
     found = {name: sorted(value) if isinstance(value, list) else value for name, value in keys["state"].items()}

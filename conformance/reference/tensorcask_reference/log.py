@@ -59,11 +59,6 @@ class State:
 
     def apply(self, entry: dict[str, Any], digest: str) -> None:
         event = entry["event"]
-        if not is_text(event.get("kind")):
-            raise corrupt("log 1.3", "kind of an event")
-        if event["kind"] not in EVENTS:
-            raise unsupported("log 3.3", f"event {event['kind']!r}")
-        check_fields(event, {"kind": is_text} | EVENTS[event["kind"]], "an event")
         if entry["sequence"] != self.sequence + 1:
             raise corrupt("log 3.1", f"entry {self.sequence + 1} says it is {entry['sequence']}")
         if entry["previous"] != self.digest:
@@ -98,14 +93,31 @@ class State:
         self.may_ignore.update(event["may_ignore"])
 
 
-def read_store_file(root: Path) -> str:
-    """log 2; returns the id of the run."""
+def parse_store_file(data: bytes) -> dict[str, Any]:
+    """log 2"""
+    value, _ = unseal(data, "tensorcask-store")
+    check_fields(value, STORE, "store.json")
+    return value
+
+
+def parse_entry(data: bytes) -> tuple[dict[str, Any], str]:
+    """An entry and its digest (log 3)."""
+    entry, digest = unseal(data, "tensorcask-log")
+    check_fields(entry, ENTRY, "an entry")
+    kind = entry["event"].get("kind")
+    if not is_text(kind):
+        raise corrupt("log 1.3", "kind of an event")
+    if kind not in EVENTS:
+        raise unsupported("log 3.3", f"event {kind!r}")
+    check_fields(entry["event"], {"kind": is_text} | EVENTS[kind], "an event")
+    return entry, digest
+
+
+def read_store_file(root: Path) -> None:
     path = root / "store.json"
     data = read_object(path, "max_entry_bytes", "log 2.1")
     with inside(path):
-        value, _ = unseal(data, "tensorcask-store")
-        check_fields(value, STORE, "store.json")
-    return value["run"]
+        parse_store_file(data)
 
 
 def entry_path(root: Path, sequence: int) -> Path:
@@ -116,6 +128,4 @@ def apply_entry(root: Path, state: State) -> None:
     path = entry_path(root, state.sequence + 1)
     data = read_object(path, "max_entry_bytes", "log 3.1")
     with inside(path):
-        entry, digest = unseal(data, "tensorcask-log")
-        check_fields(entry, ENTRY, "an entry")
-        state.apply(entry, digest)
+        state.apply(*parse_entry(data))

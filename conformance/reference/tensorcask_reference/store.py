@@ -13,7 +13,7 @@ class Store:
     """Reads the log and all that it names, and checks it."""
 
     def __init__(self, root: Path) -> None:
-        self.run = read_store_file(root)
+        read_store_file(root)
         self.state = State()
         catalogs = find_catalogs(root)
         states: dict[int, State] = {}
@@ -25,8 +25,8 @@ class Store:
         for record in self.state.snapshots.values():
             self.snapshots.open(record)
         for sequence, paths in catalogs.items():
-            for path in paths if sequence in states else []:
-                check_catalog(path, states[sequence], self.snapshots)
+            for path in paths:
+                check_catalog(path, states.get(sequence), self.snapshots)
 
     def at(self, step: int) -> Snapshot:
         return self.snapshots.by_id[self.state.live()[step].id]
