@@ -167,9 +167,11 @@ class Cask:
             if start != end:
                 raise corrupt("index 4.4", f"page start {start} of a part is not {end}")
             chunks = sum(count for _, count in run)
+            size = 3 * align(chunks, 64) + align(4 * chunks, 64) + align(pages, 64) + 2 * align(4 * pages, 64)
+            if at + size >= 1 << 64:
+                raise corrupt("index 4.2", "a part ends beyond 2^64")
             if max(chunks, pages) >= 1 << 32:
                 raise limit(f"a part of {chunks} chunks and {pages} pages")
-            size = 3 * align(chunks, 64) + align(4 * chunks, 64) + align(pages, 64) + 2 * align(4 * pages, 64)
             if at + size > self.root_offset:
                 raise corrupt("index 4.2", "a part does not fit")
             LIMITS.check("max_index_bytes", size)

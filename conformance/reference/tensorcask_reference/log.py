@@ -1,5 +1,6 @@
 """The log (log 2 to 4): entries, and the state that follows from them."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from .errors import check_features, corrupt, unsupported
 from .sealed import COMMON, Fields, check_fields, inside, is_digest, is_id, is_number, is_object, is_text, is_texts, or_null, read_object, unseal
 
+ENTRY_NAME = re.compile(r"[0-9]{20}\.json")
 STORE: Fields = COMMON | {"run": is_id}
 ENTRY: Fields = COMMON | {
     "sequence": is_number, "previous": or_null(is_digest), "token": is_id, "writer": is_id, "time_ms": is_number, "event": is_object,
@@ -118,6 +120,12 @@ def read_store_file(root: Path) -> None:
     data = read_object(path, "max_entry_bytes", "log 2.1")
     with inside(path):
         parse_store_file(data)
+
+
+def last_listed(root: Path) -> int:
+    """The highest number of an entry in `log/`."""
+    names = (path.name for path in (root / "log").glob("*.json"))
+    return max((int(name[:20]) for name in names if ENTRY_NAME.fullmatch(name)), default=0)
 
 
 def entry_path(root: Path, sequence: int) -> Path:

@@ -67,43 +67,62 @@ def check_fields(value: Any, fields: Fields, what: str) -> None:
             raise corrupt("log 1.3", f"field {name} of {what}")
 
 
-def _integer(text: str) -> int | float:
-    value = int(text) if len(text) <= 20 else None
-    return value if value is not None and text != "-0" and -(1 << 63) <= value < 1 << 64 else _number(text)
+class _Parser:
+    """RFC 8259, and what log 1.3 adds to it. A breach of the latter is kept, because the version is judged before it (log 1.4)."""
 
+    def __init__(self, data: bytes) -> None:
+        self.fault: Reject | None = None
+        try:
+            text = data.decode("utf-8")
+            check_nesting(text)
+            self.value = json.loads(
+                text, object_pairs_hook=self._object, parse_int=self._integer, parse_float=self._number, parse_constant=_constant
+            )
+        except ValueError as error:
+            raise corrupt("log 1.3", f"not JSON: {error}") from None
+        try:
+            json.dumps(self.value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            self._note("half of a surrogate pair")
 
-def _number(text: str) -> float:
-    value = float(text)
-    if isinf(value):
-        raise corrupt("log 1.3", f"{text[:20]} is beyond binary64")
-    return value
+    def _note(self, what: str) -> None:
+        self.fault = self.fault or corrupt("log 1.3", what)
+
+    def _integer(self, text: str) -> int | float:
+        value = int(text) if len(text) <= 20 else 1 << 64
+        return value if text != "-0" and -(1 << 63) <= value < 1 << 64 else self._number(text)
+
+    def _number(self, text: str) -> float:
+        value = float(text)
+        if isinf(value):
+            self._note(f"{text[:20]}... is beyond binary64")
+        return value
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            self._note("a key stands twice")
+        return result
 
 
 def _constant(text: str) -> None:
-    raise corrupt("log 1.3", f"{text} is not JSON")
+    raise ValueError(f"{text} is no JSON")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise corrupt("log 1.3", "a key stands twice")
-    return result
+def check_nesting(text: str) -> None:
+    """Bounds the nesting before a recursive parser sees it."""
+    depth = 0
+    for token in TOKENS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        if depth > MAX_NESTING:
+            raise corrupt("log 1.3", f"nested more than {MAX_NESTING} deep")
 
 
 def parse(data: bytes) -> Any:
-    """RFC 8259, without repeated keys; the nesting is bounded before a recursive parser sees it."""
-    depth = 0
-    try:
-        text = data.decode("utf-8")
-        for token in TOKENS.finditer(text):
-            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
-            if depth > MAX_NESTING:
-                raise corrupt("log 1.3", f"nested more than {MAX_NESTING} deep")
-        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair, which is no text
-    except ValueError as error:
-        raise corrupt("log 1.3", f"not JSON: {error}") from None
-    return value
+    parser = _Parser(data)
+    if parser.fault:
+        raise parser.fault
+    return parser.value
 
 
 def unseal(data: bytes, format: str) -> tuple[dict[str, Any], str]:
@@ -111,7 +130,8 @@ def unseal(data: bytes, format: str) -> tuple[dict[str, Any], str]:
     seal = SEAL.search(data, max(0, len(data) - 73))
     if not seal or sha256(data[:-72]).hexdigest() != seal[1].decode():
         raise corrupt("log 1.2", f"seal of a {format}")
-    value = parse(data[:-73])
+    parser = _Parser(data[:-73])
+    value = parser.value
     if not is_object(value):
         raise corrupt("log 1.3", f"{format} is no object")
     if value.get("format") != format:
@@ -123,6 +143,8 @@ def unseal(data: bytes, format: str) -> tuple[dict[str, Any], str]:
     if not is_texts(value.get("must_understand")):
         raise corrupt("log 1.3", "must_understand")
     check_features(value["must_understand"], format)
+    if parser.fault:
+        raise parser.fault
     return value, seal[1].decode()
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from .catalog import check_catalog, find_catalogs
 from .chain import Snapshot, Snapshots, read_step, tensor_bytes
-from .log import State, apply_entry, entry_path, read_store_file
+from .errors import corrupt
+from .log import State, apply_entry, entry_path, last_listed, read_store_file
 
 
 class Store:
@@ -15,12 +16,15 @@ class Store:
     def __init__(self, root: Path) -> None:
         read_store_file(root)
         self.state = State()
+        last = last_listed(root)
         catalogs = find_catalogs(root)
         states: dict[int, State] = {}
         while entry_path(root, self.state.sequence + 1).exists():
             apply_entry(root, self.state)
             if self.state.sequence in catalogs:
                 states[self.state.sequence] = deepcopy(self.state)
+        if self.state.sequence < last:
+            raise corrupt("log 3.1", f"entry {self.state.sequence + 1} is missing, and entry {last} is there")
         self.snapshots = Snapshots(root)
         for record in self.state.snapshots.values():
             self.snapshots.open(record)
