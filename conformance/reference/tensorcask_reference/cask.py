@@ -172,9 +172,9 @@ class Cask:
                 raise corrupt("index 4.2", "a part ends beyond 2^64")
             if max(chunks, pages) >= 1 << 32:
                 raise limit(f"a part of {chunks} chunks and {pages} pages")
+            LIMITS.check("max_index_bytes", size)
             if at + size > self.root_offset:
                 raise corrupt("index 4.2", "a part does not fit")
-            LIMITS.check("max_index_bytes", size)
             data = self.read(at, size)
             if self._index_crc(at, data) != crc:
                 raise corrupt("index 4.2", "checksum of a part")

@@ -14,7 +14,7 @@ from .cask import Cask
 from .codecs import Bytes
 from .columns import Shard, Tensor
 from .dtypes import chunk_count, elements
-from .errors import LIMITS, Reject, corrupt
+from .errors import LIMITS, corrupt
 from .log import Record
 from .manifest import Directory, read_directory, read_manifest
 from .sealed import inside
@@ -204,16 +204,10 @@ def read_step(snapshot: Snapshot) -> dict[str, Any]:
     for row, tensor in enumerate(directory.layout.tensors):
         facts: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
         facts |= {"role": directory.roles[directory.tensor_roles[row]], "param": directory.params[row]}
-        try:
-            digest = sha256()
-            for data in tensor_bytes(snapshot, row):
-                digest.update(data)
-            facts["sha256"] = digest.hexdigest()
-        except Reject as reject:
-            if reject.kind != "unsupported":
-                raise
-            facts["error"] = "unsupported"
-        tensors[tensor.name.decode()] = facts
+        digest = sha256()
+        for data in tensor_bytes(snapshot, row):
+            digest.update(data)
+        tensors[tensor.name.decode()] = facts | {"sha256": digest.hexdigest()}
     blobs = []
     for cask in (snapshot.casks[slot] for slot in sorted(snapshot.casks)):
         for rank, name, page in cask.blobs:

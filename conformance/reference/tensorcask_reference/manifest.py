@@ -137,6 +137,8 @@ def _check_tiling(tensor: Tensor, shards: list[Shard]) -> None:
         if len(shards) != 1 or shards[0].shape != shape:
             raise corrupt("manifest 3.4", f"{tensor.name!r} has no elements and not one shard")
         return
+    if any(elements(shard.shape) == 0 for shard in shards):
+        raise corrupt("manifest 3.4", f"{tensor.name!r} has elements, and a shard without")
     split = [d for d, extent in enumerate(shape) if any(shard.shape[d] != extent for shard in shards)]
     if len(split) > MAX_SPLIT_DIMENSIONS:
         raise unsupported("manifest 3.4", f"{tensor.name!r} is cut in {len(split)} dimensions")
