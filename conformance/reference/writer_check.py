@@ -26,7 +26,10 @@ DTYPES = [
     ("F64", "f64", 64), ("I64", "i64", 64), ("U64", "u64", 64), ("F4", "f4_e2m1", 4), ("F6_E2M3", "f6_e2m3", 6), ("F6_E3M2", "f6_e3m2", 6),
     ("C64", "c64", 64),
 ]
-NAMES = ["w", "a.b", "model.layers.0.weight", "optimizer.exp_avg", "exp_avg_sq/x", "..", "", "\u00e9\u0000\n", "master.w", "lm_head.weight", "ema.w", "z" * 300]
+NAMES = [
+    "w", "a.b", "model.layers.0.weight", "optimizer.exp_avg", "exp_avg_sq/x", "..", "", "\u00e9\u0000\n", "master.w", "lm_head.weight", "ema.w",
+    "z" * 300,
+]
 State = dict[str, tuple[str, str, list[int], bytes]]
 
 
