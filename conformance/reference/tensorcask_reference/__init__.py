@@ -1,0 +1,1 @@
+"""A second reader of tensorcask casks and stores, written from `spec/` alone."""

@@ -1,0 +1,111 @@
+"""Catalogs (log 6): what they say must follow from the log. Needs pyarrow; without it they are passed over."""
+
+import io
+import json
+import re
+from hashlib import sha256
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from .chain import Snapshots
+from .errors import LIMITS, Reject, corrupt
+from .log import State
+from .sealed import parse, read_object
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError:
+    pq = None
+
+NAME = re.compile(r"([0-9]{20})-([0-9a-f]{64})\.parquet")
+U64, TEXT, BOOL, F64 = "uint64", "string", "bool", "double"
+TYPES = {
+    "sequence": U64, "step": U64, "snapshot": TEXT, "kind": TEXT, "parent": TEXT, "manifest": TEXT, "status": TEXT, "pinned": BOOL,
+    "tensor_bytes": U64, "stored_bytes": U64, "ratio": F64, "time_ms": U64, "user": TEXT,
+}
+
+
+def find_catalogs(root: Path) -> dict[int, list[Path]]:
+    """Catalogs by sequence (log 6.1); objects with other names are none."""
+    found: dict[int, list[Path]] = {}
+    if pq is not None and (root / "catalog").is_dir():
+        for path in sorted((root / "catalog").iterdir()):
+            if match := NAME.fullmatch(path.name):
+                found.setdefault(int(match[1]), []).append(path)
+    return found
+
+
+def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """Keys and rows; None if the catalog is damaged, and so skipped (log 6.2, 6.3)."""
+    sequence, digest = NAME.fullmatch(path.name).groups()
+    try:
+        data = read_object(path, "max_catalog_bytes", "log 6.2")
+        if sha256(data).hexdigest() != digest:
+            return None
+        file = pq.ParquetFile(io.BytesIO(data))
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        LIMITS.check("max_catalog_bytes", sum(group.total_byte_size for group in groups))
+        table = file.read()
+        keys = {key: (file.metadata.metadata or {})[b"tensorcask." + key.encode()].decode() for key in ("sequence", "entry", "state")}
+        state = parse(keys["state"].encode())
+    except (Reject, KeyError, ValueError, OSError, pa.ArrowException):
+        return None
+    types = {column.name: str(column.type) for column in table.schema}
+    if any(types.get(name) != type for name, type in TYPES.items()) or not isinstance(state, dict) or keys["sequence"] != str(int(sequence)):
+        return None
+    if any(table[name].null_count for name in TYPES if name != "parent"):
+        return None
+    rows = table.to_pylist()
+    for row in rows:
+        if (row["kind"] == "delta") != (row["parent"] is not None) or not isclose(row["ratio"], row["stored_bytes"] / max(row["tensor_bytes"], 1)):
+            return None
+    return keys | {"state": state}, rows
+
+
+def expected_rows(state: State, snapshots: Snapshots) -> list[dict[str, Any]]:
+    """log 6.3"""
+    rows = []
+    for record in state.snapshots.values():
+        manifest = snapshots.by_id[record.id].manifest
+        facts = {name: getattr(record, name) for name in ("sequence", "step", "parent", "manifest", "status", "pinned", "time_ms")}
+        facts |= {"snapshot": record.id, "kind": manifest["kind"], "tensor_bytes": manifest["tensor_bytes"]}
+        rows.append(facts | {"stored_bytes": sum(cask["bytes"] for cask in manifest["casks"]), "user": manifest["user"]})
+    return rows
+
+
+def check_user_columns(rows: list[dict[str, Any]], users: list[dict[str, Any]]) -> None:
+    """log 6.5"""
+    for key in {key for user in users for key in user}:
+        values = [user[key] for user in users if key in user]
+        if all(isinstance(value, bool) for value in values) or all(type(value) in (int, float) for value in values):
+            wanted = [user.get(key) for user in users]
+        else:
+            texts = all(isinstance(value, str) for value in values)
+            wanted = [user.get(key) if texts or key not in user else json.dumps(user[key]) for user in users]
+        found = [row.get(f"user.{key}") for row in rows]
+        if found != wanted and [f and json.loads(f) for f in found] != [w and json.loads(w) for w in wanted]:
+            raise corrupt("log 6.5", f"column user.{key} of a catalog")
+
+
+def check_catalog(path: Path, state: State | None, snapshots: Snapshots) -> None:
+    """log 6.4: `state` is that after the catalog's entry, None if the log does not have it."""
+    if (catalog := read_catalog(path)) is None:
+        return
+    keys, rows = catalog
+    if state is None:
+        raise corrupt("log 6.4", f"{path.name}: the log does not have that entry")
+    said = {"writer": state.writer, "writer_sequence": state.writer_sequence}
+    said |= {name: sorted(getattr(state, name)) for name in ("must_understand", "may_ignore")}
+    found = {name: sorted(value) if isinstance(value, list) else value for name, value in keys["state"].items()}
+    if keys["entry"] != state.digest or found != said:
+        raise corrupt("log 6.4", f"{path.name}: entry or state is not the log's")
+    try:
+        facts = [{name: row[name] for name in TYPES if name != "ratio"} | {"user": parse(row["user"].encode())} for row in rows]
+    except Reject:
+        return
+    wanted = expected_rows(state, snapshots)
+    if facts != wanted:
+        raise corrupt("log 6.4", f"{path.name}: rows are not the log's")
+    check_user_columns(rows, [row["user"] for row in wanted])

@@ -1,0 +1,139 @@
+"""The log (log 2 to 4): entries, and the state that follows from them."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import check_features, corrupt, unsupported
+from .sealed import COMMON, Fields, check_fields, inside, is_digest, is_id, is_number, is_object, is_text, is_texts, or_null, read_object, unseal
+
+ENTRY_NAME = re.compile(r"[0-9]{20}\.json")
+STORE: Fields = COMMON | {"run": is_id}
+ENTRY: Fields = COMMON | {
+    "sequence": is_number, "previous": or_null(is_digest), "token": is_id, "writer": is_id, "time_ms": is_number, "event": is_object,
+}
+EVENTS: dict[str, Fields] = {
+    "opened": {},
+    "added": {"snapshot": is_id, "step": is_number, "parent": or_null(is_id), "manifest": is_digest},
+    "forgotten": {"snapshots": lambda value: isinstance(value, list) and all(map(is_id, value))},
+    "pinned": {"snapshot": is_id, "pinned": lambda value: isinstance(value, bool)},
+    "upgraded": {"must_understand": is_texts, "may_ignore": is_texts},
+}
+
+
+@dataclass
+class Record:
+    """What the log says of a snapshot."""
+
+    id: str
+    step: int
+    parent: str | None
+    manifest: str
+    sequence: int
+    time_ms: int
+    status: str = "live"
+    pinned: bool = False
+
+
+@dataclass
+class State:
+    """The state of a store after an entry (log 4)."""
+
+    sequence: int = 0
+    digest: str | None = None
+    snapshots: dict[str, Record] = field(default_factory=dict)
+    writer: str | None = None
+    writer_sequence: int | None = None
+    must_understand: set[str] = field(default_factory=set)
+    may_ignore: set[str] = field(default_factory=set)
+
+    def live(self) -> dict[int, Record]:
+        return {record.step: record for record in self.snapshots.values() if record.status == "live"}
+
+    def latest(self) -> Record | None:
+        return max(self.live().values(), key=lambda record: record.sequence, default=None)
+
+    def known(self, id: str) -> Record:
+        if id not in self.snapshots:
+            raise corrupt("log 3.4", f"snapshot {id} was not added before")
+        return self.snapshots[id]
+
+    def apply(self, entry: dict[str, Any], digest: str) -> None:
+        event = entry["event"]
+        if entry["sequence"] != self.sequence + 1:
+            raise corrupt("log 3.1", f"entry {self.sequence + 1} says it is {entry['sequence']}")
+        if entry["previous"] != self.digest:
+            raise corrupt("log 3.2", f"entry {entry['sequence']} does not continue the one before")
+        self.sequence, self.digest = entry["sequence"], digest
+        self.may_ignore.update(entry["may_ignore"])
+        getattr(self, "_" + event["kind"])(entry, event)
+
+    def _opened(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
+        self.writer, self.writer_sequence = entry["writer"], entry["sequence"]
+
+    def _added(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
+        self._opened(entry, event)
+        id, step, parent = event["snapshot"], event["step"], event["parent"]
+        if id in self.snapshots:
+            raise corrupt("log 3.4", f"snapshot {id} is added twice")
+        if parent is not None:
+            self.known(parent)
+        if step in (live := self.live()):
+            live[step].status = "superseded"
+        self.snapshots[id] = Record(id, step, parent, event["manifest"], entry["sequence"], entry["time_ms"])
+
+    def _forgotten(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
+        for id in event["snapshots"]:
+            self.known(id).status = "forgotten"
+
+    def _pinned(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
+        self.known(event["snapshot"]).pinned = event["pinned"]
+
+    def _upgraded(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
+        check_features(event["must_understand"], "the store")
+        self.may_ignore.update(event["may_ignore"])
+
+
+def parse_store_file(data: bytes) -> dict[str, Any]:
+    """log 2"""
+    value, _ = unseal(data, "tensorcask-store")
+    check_fields(value, STORE, "store.json")
+    return value
+
+
+def parse_entry(data: bytes) -> tuple[dict[str, Any], str]:
+    """An entry and its digest (log 3)."""
+    entry, digest = unseal(data, "tensorcask-log")
+    check_fields(entry, ENTRY, "an entry")
+    kind = entry["event"].get("kind")
+    if not is_text(kind):
+        raise corrupt("log 1.3", "kind of an event")
+    if kind not in EVENTS:
+        raise unsupported("log 3.3", f"event {kind!r}")
+    check_fields(entry["event"], {"kind": is_text} | EVENTS[kind], "an event")
+    return entry, digest
+
+
+def read_store_file(root: Path) -> None:
+    path = root / "store.json"
+    data = read_object(path, "max_entry_bytes", "log 2.1")
+    with inside(path):
+        parse_store_file(data)
+
+
+def last_listed(root: Path) -> int:
+    """The highest number of an entry in `log/`."""
+    names = (path.name for path in (root / "log").glob("*.json"))
+    return max((int(name[:20]) for name in names if ENTRY_NAME.fullmatch(name)), default=0)
+
+
+def entry_path(root: Path, sequence: int) -> Path:
+    return root / "log" / f"{sequence:020}.json"
+
+
+def apply_entry(root: Path, state: State) -> None:
+    path = entry_path(root, state.sequence + 1)
+    data = read_object(path, "max_entry_bytes", "log 3.1")
+    with inside(path):
+        state.apply(*parse_entry(data))

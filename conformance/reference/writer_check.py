@@ -1,0 +1,157 @@
+"""Random states, saved by the project's writer, read by this reader: every byte of every step must come back.
+
+    writer_check.py TENSORCASK [--stores N] [--seed N]
+"""
+
+import argparse
+import json
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from tensorcask_reference.store import Store  # noqa: E402
+
+# dtype of safetensors, ours, bits
+DTYPES = [
+    ("BOOL", "bool", 8), ("U8", "u8", 8), ("I8", "i8", 8), ("F8_E5M2", "f8_e5m2", 8), ("F8_E4M3", "f8_e4m3", 8), ("F8_E8M0", "f8_e8m0", 8),
+    ("I16", "i16", 16), ("U16", "u16", 16), ("F16", "f16", 16), ("BF16", "bf16", 16), ("I32", "i32", 32), ("U32", "u32", 32), ("F32", "f32", 32),
+    ("F64", "f64", 64), ("I64", "i64", 64), ("U64", "u64", 64), ("F4", "f4_e2m1", 4), ("F6_E2M3", "f6_e2m3", 6), ("F6_E3M2", "f6_e3m2", 6),
+    ("C64", "c64", 64),
+]
+NAMES = [
+    "w", "a.b", "model.layers.0.weight", "optimizer.exp_avg", "exp_avg_sq/x", "..", "", "\u00e9\u0000\n", "master.w", "lm_head.weight", "ema.w",
+    "z" * 300,
+]
+State = dict[str, tuple[str, str, list[int], bytes]]
+
+
+def random_shape(rng: random.Random, bits: int) -> list[int]:
+    """Mostly small; sometimes empty, a scalar, or of several chunks. Packed elements must fill bytes, as safetensors asks."""
+    kind = rng.random()
+    if kind < 0.08 and bits >= 8:
+        return []
+    if kind < 0.14:
+        return [rng.choice([0, 3]), 0, rng.randrange(5)]
+    if kind < 0.17:
+        return [rng.randrange(2, 5), 1 << 17, 1][: rng.randrange(2, 4)]
+    shape = [rng.randrange(1, 9) for _ in range(rng.randrange(1, 5))]
+    return shape if bits >= 8 else shape + [8]
+
+
+def random_bytes(rng: random.Random, size: int) -> bytes:
+    if rng.random() < 0.25:
+        return bytes([rng.choice([0, 7, 255])]) * size
+    return rng.randbytes(size)
+
+
+def changed(rng: random.Random, data: bytes) -> bytes:
+    """A sparse change, a dense one, or none."""
+    kind = rng.random()
+    if kind < 0.25 or not data:
+        return data
+    if kind < 0.35:
+        return random_bytes(rng, len(data))
+    array = np.frombuffer(data, np.uint8).copy()
+    generator = np.random.default_rng(rng.randrange(1 << 32))
+    array[generator.integers(0, len(data), max(1, int(len(data) * rng.choice([0.001, 0.01, 0.2]))))] ^= generator.integers(1, 256, dtype=np.uint8)
+    return array.tobytes()
+
+
+def new_tensor(rng: random.Random) -> tuple[str, str, list[int], bytes]:
+    theirs, ours, bits = rng.choice(DTYPES)
+    shape = random_shape(rng, bits)
+    return theirs, ours, shape, random_bytes(rng, int(np.prod(shape, dtype=np.int64)) * bits // 8)
+
+
+def next_state(rng: random.Random, state: State) -> State:
+    result = {name: (*tensor[:3], changed(rng, tensor[3])) for name, tensor in state.items() if rng.random() > 0.05}
+    for name in rng.sample(NAMES, 2):
+        if rng.random() < 0.1:
+            result[name] = new_tensor(rng)
+    return result
+
+
+def safetensors(state: State, metadata: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, (theirs, _, shape, data) in state.items():
+        header[name] = {"dtype": theirs, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(tensor[3] for tensor in state.values())
+
+
+def expect(condition: bool, what: str) -> None:
+    if not condition:
+        raise AssertionError(what)
+
+
+def check_step(store: Store, step: int, state: State, metadata: dict[str, str], user: dict[str, Any], blob: bytes | None) -> None:
+    snapshot = store.at(step)
+    layout = snapshot.directory.layout
+    expect([t.name for t in layout.tensors] == sorted(name.encode() for name in state), "names")
+    for tensor in layout.tensors:
+        name = tensor.name.decode()
+        _, ours, shape, data = state[name]
+        expect((tensor.dtype.name, list(tensor.shape)) == (ours, shape), f"{name!r}: dtype or shape")
+        expect(store.tensor(step, name) == data, f"{name!r}: bytes")
+    expect((snapshot.manifest["metadata"], snapshot.manifest["user"]) == (metadata, user), "metadata or user")
+    blobs = [cask.page(page) for cask in snapshot.casks.values() for _, _, page in cask.blobs]
+    expect(blobs == ([] if blob is None else [blob]), "blobs")
+
+
+def one_store(rng: random.Random, program: str, folder: Path) -> int:
+    """Saves some steps, then reads all; returns how many."""
+    state: State = {name: new_tensor(rng) for name in rng.sample(NAMES, rng.randrange(0, 7))}
+    saved = []
+    steps = 33 if rng.random() < 0.01 else rng.randrange(1, 6)  # 33 saves are more than 64 entries, hence a catalog
+    policy = rng.choice(["full", "one_shot", "consecutive", "intermittent"])
+    for step in rng.sample(range(1000), steps):
+        metadata = {"format": "pt"} if rng.random() < 0.3 else {}
+        user: dict[str, Any] = {"loss": rng.choice([2.5, 1e-9, True, "text", 3])} if rng.random() < 0.3 else {}
+        blob = rng.randbytes(rng.randrange(50)) if rng.random() < 0.2 else None
+        (folder / "state.safetensors").write_bytes(safetensors(state, metadata))
+        (folder / "blob").write_bytes(blob or b"")
+        command = [program, "save", "--step", str(step), "--policy", policy, str(folder / "store")]
+        command += ["--every", str(rng.randrange(1, 4))] if policy == "intermittent" else []
+        command += [str(folder / "state.safetensors")] + ([f"--blob=rng={folder / 'blob'}"] if blob is not None else [])
+        command += [f"--user={key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in user.items()]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        saved.append((step, state, metadata, user, blob))
+        state = next_state(rng, state)
+    store = Store(folder / "store")
+    expect(store.state.live().keys() == {row[0] for row in saved} and store.read()["latest"] == saved[-1][0], "steps")
+    for row in saved:
+        check_step(store, *row)
+    return len(saved)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("program")
+    parser.add_argument("--stores", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    steps = 0
+    for number in range(options.stores):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                steps += one_store(random.Random(f"{options.seed}/{number}"), options.program, Path(folder))
+            except Exception as error:
+                print(f"store {number} of seed {options.seed}: {type(error).__name__}: {error}", file=sys.stderr)
+                return 1
+    print(f"{options.stores} stores, {steps} steps: all bytes came back")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
