@@ -2,6 +2,7 @@
 
 mod apply;
 mod content;
+mod decision;
 mod link;
 mod policy;
 mod resolve;
@@ -9,5 +10,6 @@ mod resolve;
 pub(crate) use apply::decode_steps;
 pub(crate) use content::content_digests;
 pub(crate) use link::Link;
+pub use decision::{Decision, Estimate, Reason};
 pub use policy::Policy;
 pub(crate) use resolve::{chain_of, check_link};

@@ -19,7 +19,7 @@ pub use constant::Constant;
 pub use raw::Raw;
 pub use registry::Registry;
 
-pub(crate) use choose::encode_chunk;
+pub(crate) use choose::{encode_chunk, estimate_chunk};
 
 use crate::wire::index::CodecRef as WireCodecRef;
 pub use crate::wire::part::ChunkKind;
