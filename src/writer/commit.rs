@@ -29,9 +29,18 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
         Err(e) if e.kind() == ErrorKind::NotFound => {
             store.probe().await?;
             let bytes = StoreFile::new(Id::random()?).encode()?;
-            // Another writer may have been faster; its file is as good.
-            store.create(STORE_FILE, bytes.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
-            store.read_store_file().await?;
+            let bytes = bytes::Bytes::from(bytes);
+            for attempt in 0..3 {
+                // Another writer may have been faster; its file is as good. Or a server saw a race that nobody won.
+                store.create(STORE_FILE, bytes.clone()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+                match store.read_store_file().await {
+                    Err(e) if e.kind() == ErrorKind::NotFound && attempt < 2 => {}
+                    found => {
+                        found?;
+                        break;
+                    }
+                }
+            }
         }
         Err(e) => return Err(e),
     }
