@@ -70,7 +70,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
 pub use plan::ChunkGrid;
 pub use reader::{
-    At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, VerifyOptions, VerifyReport,
+    At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,
+    Watch,
 };
 pub use store::{IoCounts, ProbeReport, Store, StoreOptions};
 pub use tensor::{Blob, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};

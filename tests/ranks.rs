@@ -317,13 +317,22 @@ async fn tensors_may_come_go_and_change() {
     for policy in [Policy::OneShot, Policy::Consecutive, Policy::Intermittent { every: 3 }, Policy::Adaptive] {
         for base_cache in [BaseKeeping::Memory, BaseKeeping::None] {
             let store = Store::open("memory://").unwrap();
-            let mut writer = store.writer_with(WriterOptions { policy, base_cache: base_cache.clone(), ..WriterOptions::default() }).await.unwrap();
+            let mut writer =
+                store.writer_with(WriterOptions { policy, base_cache: base_cache.clone(), ..WriterOptions::default() }).await.unwrap();
             // Of each step: name, dtype, shape, and shards of it where it has several.
             let layouts: Vec<Vec<(&str, Dtype, Vec<u64>, Vec<Rect>)>> = vec![
                 vec![("a", Dtype::F32, vec![12, 8], whole.clone()), ("b", Dtype::F32, vec![12, 8], halves(6))],
-                vec![("a", Dtype::F32, vec![8, 12], vec![]), ("b", Dtype::F32, vec![12, 8], halves(4)), ("c", Dtype::Bf16, vec![5], vec![])],
+                vec![
+                    ("a", Dtype::F32, vec![8, 12], vec![]),
+                    ("b", Dtype::F32, vec![12, 8], halves(4)),
+                    ("c", Dtype::Bf16, vec![5], vec![]),
+                ],
                 vec![("a", Dtype::I32, vec![8, 12], vec![]), ("c", Dtype::Bf16, vec![5], vec![])],
-                vec![("a", Dtype::F32, vec![12, 8], halves(4)), ("b", Dtype::F32, vec![12, 8], halves(6)), ("c", Dtype::Bf16, vec![], vec![])],
+                vec![
+                    ("a", Dtype::F32, vec![12, 8], halves(4)),
+                    ("b", Dtype::F32, vec![12, 8], halves(6)),
+                    ("c", Dtype::Bf16, vec![], vec![]),
+                ],
                 vec![("a", Dtype::F32, vec![12, 8], whole.clone()), ("b", Dtype::F32, vec![12, 8], whole.clone())],
             ];
             let mut expected = Vec::new();

@@ -9,7 +9,7 @@ mod resolve;
 
 pub(crate) use apply::decode_steps;
 pub(crate) use content::content_digests;
-pub(crate) use link::Link;
 pub use decision::{Decision, Estimate, Reason};
+pub(crate) use link::Link;
 pub use policy::Policy;
 pub(crate) use resolve::{chain_of, check_link};

@@ -51,7 +51,10 @@ impl Policy {
             ("intermittent", Some(every)) if every > 0 => Ok(Self::Intermittent { every }),
             ("intermittent", Some(_)) => Err(Error::invalid("`every` is 1 or more")),
             ("adaptive" | "full" | "one_shot" | "consecutive", Some(_)) => Err(Error::invalid(format!("policy `{name}` takes no `every`"))),
-            _ => Err(Error::invalid(format!("`{}` is not a policy; use adaptive, full, one_shot, consecutive or intermittent", name.escape_debug()))),
+            _ => Err(Error::invalid(format!(
+                "`{}` is not a policy; use adaptive, full, one_shot, consecutive or intermittent",
+                name.escape_debug()
+            ))),
         }
     }
 

@@ -3,8 +3,10 @@
 mod execute;
 mod open;
 mod recover;
+mod since;
 mod verify;
 mod view;
+mod watch;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,8 +18,10 @@ use serde_json::{Map, Value};
 pub(crate) use execute::{ChunkItem, ReadItem};
 pub use open::{At, Latest, SnapshotInfo};
 pub use recover::{Recovered, Skipped};
+pub use since::Updated;
 pub(crate) use verify::STORE_FILE;
 pub use verify::{Depth, Problem, VerifyOptions, VerifyReport};
+pub use watch::Watch;
 
 use crate::chain::{Decision, Link};
 use crate::commit::SnapshotRecord;

@@ -35,7 +35,13 @@ pub struct StoreOptions {
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { limits: Limits::default(), registry: Registry::default(), config: BTreeMap::new(), fsync: true, index_cache_bytes: 256 << 20 }
+        Self {
+            limits: Limits::default(),
+            registry: Registry::default(),
+            config: BTreeMap::new(),
+            fsync: true,
+            index_cache_bytes: 256 << 20,
+        }
     }
 }
 

@@ -10,8 +10,8 @@ use futures::stream::BoxStream;
 use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
-    ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, UploadPart,
+    CopyOptions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult, UploadPart,
 };
 
 /// A request that is about to be made.
@@ -72,9 +72,7 @@ impl Fault {
     /// The faults that can befall a request in a store that keeps its promises, if badly: all but [`Fault::IgnoreCondition`],
     /// and of lost and torn writes those that the kind of request allows.
     pub fn of(operation: Operation) -> &'static [Self] {
-        use Fault::{
-            FailBefore, FalseConflict, LostAnswer, LostThenExists, Reordered, ShortAnswer, Slow, Stale, Status, Torn, Truncated,
-        };
+        use Fault::{FailBefore, FalseConflict, LostAnswer, LostThenExists, Reordered, ShortAnswer, Slow, Stale, Status, Torn, Truncated};
         const WAIT: Duration = Duration::from_secs(7);
         match operation {
             Operation::Create => &[Slow(WAIT), FailBefore, Status(429), Status(503), LostAnswer, LostThenExists, FalseConflict],

@@ -79,7 +79,19 @@ impl Receipt {
     pub(crate) fn new(save: RankSave, parent: Option<ParentRef>, casks: Vec<CaskRef>, tensors: Vec<ReceiptTensor>) -> Self {
         let RankSave { step, attempt, rank, world } = save;
         let version = FormatVersion::CURRENT.to_string();
-        Self { format: FORMAT.into(), version, must_understand: vec![], may_ignore: vec![], step, attempt, rank, world, parent, casks, tensors }
+        Self {
+            format: FORMAT.into(),
+            version,
+            must_understand: vec![],
+            may_ignore: vec![],
+            step,
+            attempt,
+            rank,
+            world,
+            parent,
+            casks,
+            tensors,
+        }
     }
 
     /// Path of a receipt below the store's root.

@@ -67,13 +67,7 @@ impl Writer {
     }
 
     /// Writes directory and manifest, then commits the entry that makes them exist.
-    pub(super) async fn commit(
-        &mut self,
-        step: u64,
-        parent: Option<&Parent>,
-        prepared: Prepared,
-        metadata: &Metadata,
-    ) -> Result<Saved> {
+    pub(super) async fn commit(&mut self, step: u64, parent: Option<&Parent>, prepared: Prepared, metadata: &Metadata) -> Result<Saved> {
         let Prepared { directory, tensor_bytes, casks, content, chunks, decision } = prepared;
         let store = self.saver.store.clone();
         let digest = Digest::of(&directory);
@@ -153,9 +147,8 @@ pub(super) async fn open_parent(store: &Store, state: &LogState, id: Id) -> Resu
     };
     refuse_features(snapshot.manifest().may_ignore())?;
     if snapshot.newest().directory.features().may_ignore != 0 {
-        return Err(
-            Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask").clause("README 4")
-        );
+        return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask")
+            .clause("README 4"));
     }
     Ok(Some(Parent { snapshot }))
 }

@@ -151,8 +151,6 @@ impl Writer {
 fn check_user(metadata: &Metadata) -> Result<()> {
     match metadata.user.keys().find(|key| key.starts_with("tc.")) {
         None => Ok(()),
-        Some(key) => {
-            Err(Error::invalid(format!("user metadata `{}`: names that start with `tc.` are reserved", key.escape_debug())))
-        }
+        Some(key) => Err(Error::invalid(format!("user metadata `{}`: names that start with `tc.` are reserved", key.escape_debug()))),
     }
 }

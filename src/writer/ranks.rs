@@ -12,9 +12,7 @@ use crate::commit::refuse_features;
 use crate::error::ResultExt;
 use crate::store::concurrently;
 use crate::tensor::{Rect, element_count};
-use crate::wire::{
-    CaskRef, Directory, DirectoryShard, DirectoryTensor, ParentRef, RankSave, Receipt, ReceiptShard, ReceiptTensor,
-};
+use crate::wire::{CaskRef, Directory, DirectoryShard, DirectoryTensor, ParentRef, RankSave, Receipt, ReceiptShard, ReceiptTensor};
 use crate::{Blob, Limits, TensorView};
 
 /// Casks looked at, and receipts read, at once.
@@ -159,7 +157,9 @@ impl Writer {
         let (_, mut decision) = self.saver.options.policy.decide(self.log.state(), step, store.limits().max_chain_depth);
         let parent = self.common_parent(receipts).await?;
         match (&parent, decision.reason) {
-            (None, Reason::SmallDelta | Reason::Policy) if self.saver.options.policy != Policy::Full => decision.reason = Reason::BrokenParent,
+            (None, Reason::SmallDelta | Reason::Policy) if self.saver.options.policy != Policy::Full => {
+                decision.reason = Reason::BrokenParent
+            }
             (Some(_), reason) if reason != Reason::SmallDelta => decision.reason = Reason::Policy,
             _ => {}
         }
@@ -204,7 +204,10 @@ impl Writer {
             Some(parent) if parent_ref(&parent) == *first => Ok(Some(parent)),
             _ => Err(Error::new(
                 ErrorKind::Conflict,
-                format!("snapshot {}, against which the ranks made their deltas, is not there as they saw it. Save the step again", first.snapshot),
+                format!(
+                    "snapshot {}, against which the ranks made their deltas, is not there as they saw it. Save the step again",
+                    first.snapshot
+                ),
             )),
         }
     }

@@ -282,7 +282,12 @@ impl Saver {
     }
 
     /// For each job the chunk of the base, kept or read back; none where the parent does not have it.
-    pub(super) async fn bases(&self, jobs: &[Job], layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<Vec<Option<Cow<'_, [u8]>>>> {
+    pub(super) async fn bases(
+        &self,
+        jobs: &[Job],
+        layout: &StateLayout<'_>,
+        parent: Option<&Parent>,
+    ) -> Result<Vec<Option<Cow<'_, [u8]>>>> {
         let Some(parent) = parent else { return Ok(jobs.iter().map(|_| None).collect()) };
         let snapshot = parent.snapshot.record().id;
         let kept = |job: &Job| {

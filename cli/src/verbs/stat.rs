@@ -73,7 +73,11 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         }
         report.add(&store, &snapshot)?;
         if let Some(decision) = snapshot.decision() {
-            report.decisions.push(DecisionRow { step: snapshot.step(), kind: snapshot.record().kind().name(), decision: DecisionJson::of(&decision) });
+            report.decisions.push(DecisionRow {
+                step: snapshot.step(),
+                kind: snapshot.record().kind().name(),
+                decision: DecisionJson::of(&decision),
+            });
         }
         for link in snapshot.chain() {
             if link.record.status != Status::Live && kept.insert(link.record.id) {
