@@ -22,7 +22,7 @@ use bytes::Bytes;
 use tokio::runtime::Runtime;
 
 use crate::interchange::safetensors::{self, Selected};
-use crate::wire::{Id, LogEntry};
+use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
     At, Blob, Error, ErrorKind, Metadata, Policy, Result, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView,
     VerifyOptions, VerifyReport, WriterOptions,
@@ -39,6 +39,13 @@ pub struct Store {
 #[derive(Debug)]
 pub struct Writer {
     inner: crate::Writer,
+    runtime: Arc<Runtime>,
+}
+
+/// [`RankWriter`](crate::RankWriter), blocking.
+#[derive(Debug)]
+pub struct RankWriter {
+    inner: crate::RankWriter,
     runtime: Arc<Runtime>,
 }
 
@@ -118,6 +125,26 @@ impl Store {
         self.block_on(self.inner.forget(steps))
     }
 
+    /// See [`Store::watch`](crate::Store::watch); the next snapshot is [`Watch::next`](crate::Watch::next), on [`block_on`](Self::block_on).
+    pub fn watch(&self, after: u64) -> Result<crate::Watch> {
+        self.block_on(self.inner.watch(after))
+    }
+
+    /// See [`Store::rank_writer`](crate::Store::rank_writer).
+    pub fn rank_writer(&self, rank: crate::Rank, options: WriterOptions) -> Result<RankWriter> {
+        Ok(RankWriter { inner: self.block_on(self.inner.rank_writer(rank, options))?, runtime: self.runtime.clone() })
+    }
+
+    /// See [`Store::put_receipt`](crate::Store::put_receipt).
+    pub fn put_receipt(&self, receipt: &Receipt) -> Result<()> {
+        self.block_on(self.inner.put_receipt(receipt))
+    }
+
+    /// See [`Store::receipts`](crate::Store::receipts).
+    pub fn receipts(&self, step: u64, attempt: u64, world: u32) -> Result<Vec<Receipt>> {
+        self.block_on(self.inner.receipts(step, attempt, world))
+    }
+
     /// See [`Store::verify`](crate::Store::verify).
     pub fn verify(&self, options: &VerifyOptions) -> Result<VerifyReport> {
         self.block_on(self.inner.verify(options))
@@ -128,6 +155,23 @@ impl Writer {
     /// See [`Writer::save`](crate::Writer::save).
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
         self.runtime.block_on(self.inner.save(step, tensors, blobs, metadata))
+    }
+
+    /// See [`Writer::commit_receipts`](crate::Writer::commit_receipts).
+    pub fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
+        self.runtime.block_on(self.inner.commit_receipts(step, receipts, metadata))
+    }
+
+    /// See [`Writer::base_cache_bytes`](crate::Writer::base_cache_bytes).
+    pub fn base_cache_bytes(&self) -> u64 {
+        self.inner.base_cache_bytes()
+    }
+}
+
+impl RankWriter {
+    /// See [`RankWriter::save`](crate::RankWriter::save).
+    pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
+        self.runtime.block_on(self.inner.save(step, tensors, blobs))
     }
 }
 
@@ -140,6 +184,11 @@ impl Snapshot {
     /// See [`Snapshot::read_into`](crate::Snapshot::read_into).
     pub fn read_into(&self, name: &str, slice: &Slice, out: &mut [u8]) -> Result<()> {
         self.runtime.block_on(self.inner.read_into(name, slice, out))
+    }
+
+    /// See [`Snapshot::update_into`](crate::Snapshot::update_into).
+    pub fn update_into(&self, have: &Self, tensors: Vec<(&str, &mut [u8])>) -> Result<crate::Updated> {
+        self.runtime.block_on(self.inner.update_into(&have.inner, tensors))
     }
 
     /// See [`Snapshot::view`](crate::Snapshot::view).

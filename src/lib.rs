@@ -66,15 +66,16 @@ mod error;
 mod limits;
 mod version;
 
-pub use chain::Policy;
+pub use chain::{Decision, Estimate, Policy, Reason};
 pub use commit::{SnapshotRecord, Status};
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
 pub use plan::ChunkGrid;
 pub use reader::{
-    At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, VerifyOptions, VerifyReport,
+    At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,
+    Watch,
 };
 pub use store::{IoCounts, ProbeReport, Store, StoreOptions};
 pub use tensor::{Blob, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
-pub use writer::{BaseKeeping, Metadata, Saved, Writer, WriterOptions};
+pub use writer::{BaseKeeping, Metadata, Rank, RankWriter, Saved, Writer, WriterOptions};

@@ -330,7 +330,8 @@ async fn a_damaged_parent_costs_a_base_not_the_checkpoint() {
     for base_cache in [BaseKeeping::Memory, BaseKeeping::None] {
         for folder in ["snapshots", "directories", "casks"] {
             let memory = Arc::new(InMemory::new());
-            let options = WriterOptions { policy: Policy::Intermittent { every: 8 }, base_cache, ..WriterOptions::default() };
+            let options =
+                WriterOptions { policy: Policy::Intermittent { every: 8 }, base_cache: base_cache.clone(), ..WriterOptions::default() };
             let mut writer = wrap(memory.clone()).writer_with(options.clone()).await.unwrap();
             save(&mut writer, 1).await.unwrap();
             assert!(damage(&memory, folder) > 0);

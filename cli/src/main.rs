@@ -3,6 +3,7 @@
 mod atomic;
 mod cask;
 mod compare;
+mod decision;
 mod output;
 mod parse;
 mod progress;

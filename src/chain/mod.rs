@@ -2,12 +2,14 @@
 
 mod apply;
 mod content;
+mod decision;
 mod link;
 mod policy;
 mod resolve;
 
 pub(crate) use apply::decode_steps;
 pub(crate) use content::content_digests;
+pub use decision::{Decision, Estimate, Reason};
 pub(crate) use link::Link;
 pub use policy::Policy;
 pub(crate) use resolve::{chain_of, check_link};

@@ -1,12 +1,12 @@
 //! When to write a base, and what a delta is made against.
 
-use super::chain_of;
+use super::{Decision, Reason, chain_of};
 use crate::commit::{LogState, Status};
 use crate::wire::Id;
 use crate::{Error, Result};
 
 /// When a writer writes a base, and what its deltas are made against.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Policy {
     /// Every snapshot is a base.
@@ -20,16 +20,20 @@ pub enum Policy {
         /// Snapshots from one base to the next, 1 or more.
         every: u64,
     },
+    /// A new base when a delta is estimated to take more than 0.9 of one, after a jump in steps, and every 8th snapshot at
+    /// the latest; deltas are made against the last base.
+    #[default]
+    Adaptive,
 }
 
-impl Default for Policy {
-    fn default() -> Self {
-        Self::Intermittent { every: 8 }
-    }
-}
+/// Snapshots from one base to the next, at most, where nothing else is said.
+const EVERY: u64 = 8;
+
+/// A step this many times as far ahead as the one before was is a jump.
+const JUMP: u64 = 8;
 
 impl Policy {
-    /// The policy of a name: `full`, `one_shot`, `consecutive` or `intermittent`, which takes `every`.
+    /// The policy of a name: `adaptive`, `full`, `one_shot`, `consecutive` or `intermittent`, which takes `every`.
     ///
     /// ```
     /// use tensorcask::Policy;
@@ -39,14 +43,18 @@ impl Policy {
     /// ```
     pub fn from_name(name: &str, every: Option<u64>) -> Result<Self> {
         match (name, every) {
+            ("adaptive", None) => Ok(Self::Adaptive),
             ("full", None) => Ok(Self::Full),
             ("one_shot", None) => Ok(Self::OneShot),
             ("consecutive", None) => Ok(Self::Consecutive),
-            ("intermittent", None) => Ok(Self::default()),
+            ("intermittent", None) => Ok(Self::Intermittent { every: EVERY }),
             ("intermittent", Some(every)) if every > 0 => Ok(Self::Intermittent { every }),
             ("intermittent", Some(_)) => Err(Error::invalid("`every` is 1 or more")),
-            ("full" | "one_shot" | "consecutive", Some(_)) => Err(Error::invalid(format!("policy `{name}` takes no `every`"))),
-            _ => Err(Error::invalid(format!("`{}` is not a policy; use full, one_shot, consecutive or intermittent", name.escape_debug()))),
+            ("adaptive" | "full" | "one_shot" | "consecutive", Some(_)) => Err(Error::invalid(format!("policy `{name}` takes no `every`"))),
+            _ => Err(Error::invalid(format!(
+                "`{}` is not a policy; use adaptive, full, one_shot, consecutive or intermittent",
+                name.escape_debug()
+            ))),
         }
     }
 
@@ -57,25 +65,40 @@ impl Policy {
             Self::OneShot => "one_shot",
             Self::Consecutive => "consecutive",
             Self::Intermittent { .. } => "intermittent",
+            Self::Adaptive => "adaptive",
         }
     }
 
-    /// What the next snapshot is made against; none for a base. A delta that would exceed `max_depth`, or whose chain is
-    /// broken already, becomes a base.
-    pub(crate) fn parent(self, state: &LogState, max_depth: u64) -> Option<Id> {
-        let latest = state.latest()?;
-        let chain = chain_of(state, latest.id, max_depth).ok()?;
-        let base = chain.last().filter(|base| base.status != Status::Forgotten)?;
+    /// What a snapshot of `step` is made against, none for a base, and why. A delta that would exceed `max_depth`, or whose
+    /// chain is broken already, becomes a base. Sizes are the caller's to estimate.
+    pub(crate) fn decide(self, state: &LogState, step: u64, max_depth: u64) -> (Option<Id>, Decision) {
+        let decision = |reason, since_base| Decision { reason, since_base, estimate: None };
+        let Some(latest) = state.latest() else { return (None, decision(Reason::First, 0)) };
+        let Ok(chain) = chain_of(state, latest.id, max_depth) else { return (None, decision(Reason::BrokenParent, 0)) };
+        let Some(base) = chain.last().filter(|base| base.status != Status::Forgotten) else {
+            return (None, decision(Reason::First, 0));
+        };
+        let since = state.snapshots().iter().filter(|record| record.sequence >= base.sequence).count() as u64;
+        let full = (None, decision(Reason::Interval, since));
+        let delta = |parent, reason| (Some(parent), decision(reason, since));
         match self {
-            Self::Full => None,
-            Self::OneShot => (max_depth >= 2).then_some(base.id),
-            Self::Consecutive => ((chain.len() as u64) < max_depth).then_some(latest.id),
-            Self::Intermittent { every } => {
-                let since = state.snapshots().iter().filter(|record| record.sequence >= base.sequence).count() as u64;
-                (since < every && max_depth >= 2).then_some(base.id)
-            }
+            Self::Full => (None, decision(Reason::Policy, since)),
+            Self::OneShot if max_depth >= 2 => delta(base.id, Reason::Policy),
+            Self::Consecutive if (chain.len() as u64) < max_depth => delta(latest.id, Reason::Policy),
+            Self::Intermittent { every } if since < every && max_depth >= 2 => delta(base.id, Reason::Policy),
+            Self::Adaptive if jumps(state, base.sequence, step) => (None, decision(Reason::Jump, since)),
+            Self::Adaptive if since < EVERY && max_depth >= 2 => delta(base.id, Reason::SmallDelta),
+            _ => full,
         }
     }
+}
+
+/// Whether a step goes back, or much farther ahead than the one before did.
+fn jumps(state: &LogState, base_sequence: u64, step: u64) -> bool {
+    let mut newest = state.live().rev();
+    let (Some(last), before) = (newest.next(), newest.next()) else { return false };
+    let usual = before.filter(|before| before.sequence >= base_sequence).map(|before| last.step.saturating_sub(before.step).max(1));
+    step <= last.step || usual.is_some_and(|usual| step - last.step > usual.saturating_mul(JUMP))
 }
 
 impl std::fmt::Display for Policy {

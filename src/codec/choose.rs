@@ -74,3 +74,14 @@ fn changed(what: &str) -> Error {
         ),
     )
 }
+
+/// Stored bytes of a chunk, as far as a quick look can tell: of its best lossless codec, and never more than raw.
+pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>) -> u64 {
+    if chunk.base.is_some_and(|base| base == chunk.data) {
+        return 0;
+    }
+    let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
+    let raw = cost(&[chunk.data.len() as u64]);
+    let codecs = registry.iter().filter(|codec| codec.is_lossless());
+    codecs.filter_map(|codec| Some(cost(&codec.estimate(chunk)?))).fold(raw, u64::min)
+}

@@ -23,7 +23,7 @@ pub use planes::Planes;
 pub use raw::Raw;
 pub use registry::Registry;
 
-pub(crate) use choose::encode_chunk;
+pub(crate) use choose::{encode_chunk, estimate_chunk};
 
 use crate::wire::index::CodecRef as WireCodecRef;
 pub use crate::wire::part::ChunkKind;

@@ -30,6 +30,7 @@ const USER_PREFIX: &str = "user.";
 const SEQUENCE_KEY: &str = "tensorcask.sequence";
 const ENTRY_KEY: &str = "tensorcask.entry";
 const STATE_KEY: &str = "tensorcask.state";
+const DIRECTORY_KEY: &str = "tensorcask.directory";
 
 /// The columns that are read back.
 const COLUMNS: &[&str] =
@@ -144,7 +145,9 @@ fn encode(state: &LogState) -> Result<Bytes> {
     };
     let note = serde_json::to_string(&note).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
     let head = state.head.map(|digest| digest.to_hex()).unwrap_or_default();
-    let pairs = [(SEQUENCE_KEY, state.sequence.to_string()), (ENTRY_KEY, head), (STATE_KEY, note)];
+    let mut pairs = vec![(SEQUENCE_KEY, state.sequence.to_string()), (ENTRY_KEY, head), (STATE_KEY, note)];
+    let newest = records.last().and_then(|record| record.summary.as_ref()?.directory).or(state.directory);
+    pairs.extend(newest.map(|digest| (DIRECTORY_KEY, digest.to_hex())));
     let properties = WriterProperties::builder()
         .set_key_value_metadata(Some(pairs.into_iter().map(|(key, value)| KeyValue::new(key.to_owned(), value)).collect()))
         .build();
@@ -202,6 +205,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     state.last_writer = note.writer.zip(note.writer_sequence).map(|(writer, sequence)| LastWriter { writer, sequence });
     state.must_understand = note.must_understand;
     state.may_ignore = note.may_ignore;
+    state.directory = pairs.get(DIRECTORY_KEY).and_then(|digest| Digest::from_hex(digest).ok());
     // The typed columns of user metadata are for SQL; one that is missing matters even where there is no row.
     let schema = builder.schema().clone();
     if let Some(missing) = COLUMNS.iter().find(|name| schema.column_with_name(name).is_none()) {
@@ -227,6 +231,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
                     tensor_bytes: rows.number("tensor_bytes", row)?,
                     stored_bytes: rows.number("stored_bytes", row)?,
                     user: rows.user(row)?,
+                    directory: None,
                 }),
             };
             let expected = if parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base };

@@ -26,9 +26,6 @@ enum Attempt {
     Taken,
 }
 
-/// Entries fetched at once: at first, and at most.
-const FIRST_BATCH: u64 = 8;
-const LARGEST_BATCH: u64 = 64;
 /// Manifests fetched at once.
 const CONCURRENT_MANIFESTS: usize = 32;
 /// How often an entry is sent again while its outcome is unclear, and the first wait, which doubles.
@@ -42,10 +39,15 @@ impl Log {
     pub(crate) async fn load(store: &Store) -> Result<Self> {
         let (store_file, catalogs) = tokio::join!(store.read_store_file(), Catalog::list(store));
         let mut log = Self { store: store.clone(), store_file: store_file?, state: LogState::default(), skipped: Vec::new() };
+        let mut ahead = None;
         for name in catalogs? {
-            match Catalog::read(store, &name).await {
+            // Its name says where it ends: what follows is asked for at the same time.
+            let first = Catalog::sequence_of(&name).unwrap_or_default().saturating_add(1);
+            let (catalog, entries) = tokio::join!(Catalog::read(store, &name), fetch_entries(store, first, to_next_catalog(first)));
+            match catalog {
                 Ok(state) => {
                     log.state = state;
+                    ahead = Some(entries?);
                     break;
                 }
                 Err(e) if e.kind() == ErrorKind::Unsupported => return Err(e),
@@ -55,7 +57,20 @@ impl Log {
                 }
             }
         }
-        log.refresh().await?;
+        let entries = match ahead {
+            Some(entries) => entries,
+            None => {
+                let (entries, directories) = tokio::join!(fetch_entries(store, 1, CATALOG_INTERVAL), store.list("directories"));
+                // A hint, which may be missing.
+                if let Some([only]) = directories.as_deref().ok() {
+                    log.state.directory = only.path.rsplit('/').next().and_then(|name| Digest::from_hex(name).ok());
+                }
+                entries?
+            }
+        };
+        if log.apply(entries)? {
+            log.refresh_by(CATALOG_INTERVAL).await?;
+        }
         Ok(log)
     }
 
@@ -63,24 +78,31 @@ impl Log {
         &self.state
     }
 
-    /// Reads the entries that have been committed since.
+    /// Reads the entries that have been committed since: none, most of the time.
     pub(crate) async fn refresh(&mut self) -> Result<()> {
-        let mut batch = FIRST_BATCH;
+        self.refresh_by(1).await
+    }
+
+    /// Asks for `batch` entries, then for twice as many, but never past the entry that a catalog follows.
+    async fn refresh_by(&mut self, mut batch: u64) -> Result<()> {
         loop {
             let first = self.state.next_sequence()?;
-            let store = &self.store;
-            let fetch = |sequence| async move {
-                let bytes = store.get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
-                Ok((sequence, bytes))
-            };
-            let entries: Vec<(u64, Option<Bytes>)> = concurrently(batch as usize, (first..first.saturating_add(batch)).map(fetch)).await?;
-            for (sequence, bytes) in entries {
-                let Some(bytes) = bytes else { return Ok(()) };
-                let (entry, digest) = LogEntry::decode(&bytes, sequence, self.store.limits()).in_object(LogEntry::path_of(sequence))?;
-                self.state.apply(&entry, digest)?;
+            let entries = fetch_entries(&self.store, first, batch.min(to_next_catalog(first))).await?;
+            if !self.apply(entries)? {
+                return Ok(());
             }
-            batch = (batch * 2).min(LARGEST_BATCH);
+            batch = (batch * 2).min(CATALOG_INTERVAL);
         }
+    }
+
+    /// Applies entries up to the first absent one; false if there was one.
+    fn apply(&mut self, entries: Vec<(u64, Option<Bytes>)>) -> Result<bool> {
+        for (sequence, bytes) in entries {
+            let Some(bytes) = bytes else { return Ok(false) };
+            let (entry, digest) = LogEntry::decode(&bytes, sequence, self.store.limits()).in_object(LogEntry::path_of(sequence))?;
+            self.state.apply(&entry, digest)?;
+        }
+        Ok(true)
     }
 
     /// Commits the event that `decide` makes of the current state; again, on the new state, as long as others are faster.
@@ -196,6 +218,20 @@ impl Log {
         }
         Err(unknown(&path, last_error))
     }
+}
+
+/// Entries from number `first` up to the next that a catalog follows, that one included.
+fn to_next_catalog(first: u64) -> u64 {
+    CATALOG_INTERVAL - first.saturating_sub(1) % CATALOG_INTERVAL
+}
+
+/// `count` entries from number `first` on, all at once; none where there is none.
+async fn fetch_entries(store: &Store, first: u64, count: u64) -> Result<Vec<(u64, Option<Bytes>)>> {
+    let fetch = |sequence| async move {
+        let bytes = store.get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
+        Ok((sequence, bytes))
+    };
+    concurrently(CATALOG_INTERVAL as usize, (first..first.saturating_add(count)).map(fetch)).await
 }
 
 /// Whether the storage said that it did not do it.

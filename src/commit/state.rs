@@ -74,11 +74,18 @@ pub(crate) struct Summary {
     pub tensor_bytes: u64,
     pub stored_bytes: u64,
     pub user: Map<String, Value>,
+    /// Unknown where a catalog told the rest.
+    pub directory: Option<Digest>,
 }
 
 impl Summary {
     pub(crate) fn of(manifest: &Manifest) -> Self {
-        Self { tensor_bytes: manifest.tensor_bytes, stored_bytes: manifest.stored_bytes(), user: manifest.user.clone() }
+        Self {
+            tensor_bytes: manifest.tensor_bytes,
+            stored_bytes: manifest.stored_bytes(),
+            user: manifest.user.clone(),
+            directory: Some(manifest.directory),
+        }
     }
 }
 
@@ -97,6 +104,8 @@ pub(crate) struct LogState {
     pub last_writer: Option<LastWriter>,
     pub must_understand: Vec<String>,
     pub may_ignore: Vec<String>,
+    /// A directory that the newest snapshot probably has: a hint for reading ahead.
+    pub directory: Option<Digest>,
     snapshots: Vec<SnapshotRecord>,
     by_id: HashMap<Id, usize>,
     /// The newest snapshot of a step that was ever live.

@@ -231,7 +231,7 @@ impl Snapshot {
     }
 
     /// Reads indexes and parts that the shards need; gives the rows of each shard.
-    async fn load_plans(&self, shards: &[ShardPlan]) -> Result<Vec<Vec<(usize, usize, usize)>>> {
+    pub(super) async fn load_plans(&self, shards: &[ShardPlan]) -> Result<Vec<Vec<(usize, usize, usize)>>> {
         let casks: Vec<(usize, usize)> = shards.iter().flat_map(|shard| shard.candidates().iter().copied()).collect();
         self.load_indexes(&casks).await?;
         let rows = shards.iter().map(|shard| shard.rows(&self.links)).collect::<Result<Vec<_>>>()?;
@@ -293,7 +293,7 @@ impl Snapshot {
         }
     }
 
-    fn path_of(&self, step: &Step) -> String {
+    pub(super) fn path_of(&self, step: &Step) -> String {
         self.links[step.link].0.manifest.casks[step.cask].path()
     }
 
@@ -371,7 +371,7 @@ async fn fetch_jobs(store: Store, wanted: Vec<Vec<(String, Vec<Range<u64>>)>>) -
 }
 
 /// The bytes of groups of ranges: all groups of one object in one go, several objects at once.
-async fn fetch_groups(store: &Store, groups: Vec<(String, Vec<Range<u64>>)>) -> Result<Vec<Vec<Bytes>>> {
+pub(super) async fn fetch_groups(store: &Store, groups: Vec<(String, Vec<Range<u64>>)>) -> Result<Vec<Vec<Bytes>>> {
     let mut objects: BTreeMap<String, Vec<Range<u64>>> = BTreeMap::new();
     for (path, ranges) in &groups {
         objects.entry(path.clone()).or_default().extend(ranges.iter().cloned());

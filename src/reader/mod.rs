@@ -3,8 +3,10 @@
 mod execute;
 mod open;
 mod recover;
+mod since;
 mod verify;
 mod view;
+mod watch;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,10 +18,12 @@ use serde_json::{Map, Value};
 pub(crate) use execute::{ChunkItem, ReadItem};
 pub use open::{At, Latest, SnapshotInfo};
 pub use recover::{Recovered, Skipped};
+pub use since::Updated;
 pub(crate) use verify::STORE_FILE;
 pub use verify::{Depth, Problem, VerifyOptions, VerifyReport};
+pub use watch::Watch;
 
-use crate::chain::Link;
+use crate::chain::{Decision, Link};
 use crate::commit::SnapshotRecord;
 use crate::container::CaskIndex;
 use crate::limits::{to_usize, zeroed};
@@ -98,6 +102,11 @@ impl Snapshot {
     /// What the user said of it.
     pub fn user(&self) -> &Map<String, Value> {
         &self.newest().manifest.user
+    }
+
+    /// Why the adaptive policy made it a base or a delta, if that policy saved it.
+    pub fn decision(&self) -> Option<Decision> {
+        serde_json::from_value(self.user().get(Decision::KEY)?.clone()).ok()
     }
 
     /// Metadata of the state as a file carries it (`__metadata__` of safetensors).

@@ -96,7 +96,15 @@ impl Snapshot {
     pub(crate) async fn load(store: &Store, state: &LogState, id: Id) -> Result<Self> {
         let records = chain_of(state, id, store.limits().max_chain_depth)?;
         let read = |record: SnapshotRecord| async move { read_manifest(store, &record.manifest_path(), record.manifest).await };
-        let manifests: Vec<Manifest> = concurrently(CONCURRENT_REQUESTS, records.iter().cloned().map(read)).await?;
+        let ahead = async {
+            // A hint from the catalog or a listing; what it brings lies in the cache, and damage is told when it matters.
+            if let Some(digest) = state.directory {
+                let _ = read_directory(store, digest).await;
+            }
+        };
+        let manifests = concurrently(CONCURRENT_REQUESTS, records.iter().cloned().map(read));
+        let (manifests, ()): (Result<Vec<Manifest>>, ()) = tokio::join!(manifests, ahead);
+        let manifests = manifests?;
         for (at, (record, manifest)) in records.iter().zip(&manifests).enumerate() {
             check_link(record, manifest, manifests.get(at + 1))?;
         }
@@ -117,15 +125,28 @@ impl Snapshot {
 
     /// Reads the indexes of these casks (link, cask), all at once, where they have not been read.
     pub(crate) async fn load_indexes(&self, casks: &[(usize, usize)]) -> Result<()> {
+        self.load_indexes_from(casks, true).await
+    }
+
+    /// The same; those that the store's handle remembers count only if `remembered`.
+    pub(crate) async fn load_indexes_from(&self, casks: &[(usize, usize)], remembered: bool) -> Result<()> {
         let mut missing: Vec<(usize, usize)> =
             casks.iter().copied().filter(|&(link, cask)| self.links[link].0.index(cask).is_none()).collect();
         missing.sort_unstable();
         missing.dedup();
         let read = |(at, cask): (usize, usize)| async move {
             let link = &self.links[at].0;
-            let index = read_index(&self.store, &link.manifest.casks[cask]).await?;
+            let wanted = &link.manifest.casks[cask];
+            let index = match self.store.cached_index(wanted).filter(|_| remembered) {
+                Some(index) => index,
+                None => {
+                    let index = Arc::new(read_index(&self.store, wanted).await?);
+                    self.store.cache_index(wanted, index.clone());
+                    index
+                }
+            };
             // Lost only to a concurrent reader of the same bytes.
-            let _ = link.indexes[cask].set(Arc::new(index));
+            let _ = link.indexes[cask].set(index);
             Ok(())
         };
         concurrently(CONCURRENT_REQUESTS, missing.into_iter().map(read)).await.map(|_: Vec<()>| ())

@@ -69,7 +69,7 @@ impl Snapshot {
             .enumerate()
             .flat_map(|(at, link)| (0..link.as_ref().manifest.casks.len()).map(move |cask| (at, cask)))
             .collect();
-        self.load_indexes(&casks).await?;
+        self.load_indexes_from(&casks, false).await?;
         self.check_content().await
     }
 }

@@ -45,6 +45,16 @@ impl Store {
         }
     }
 
+    /// The size of an object, or `None` where there is none.
+    pub(crate) async fn size_of(&self, object: &str) -> Result<Option<u64>> {
+        self.count(1, 0, 0);
+        match self.objects()?.head(&self.path(object)).await {
+            Ok(meta) => Ok(Some(meta.size)),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(e) => Err(Error::storage(object, e)),
+        }
+    }
+
     /// Writes an object that must not be there yet.
     pub(crate) async fn create(&self, object: &str, bytes: Bytes) -> Result<Created, object_store::Error> {
         self.count(1, 0, bytes.len() as u64);

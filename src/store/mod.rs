@@ -2,6 +2,7 @@
 //!
 //! This module opens URLs and moves bytes; what the bytes mean is decided elsewhere.
 
+mod cache;
 mod fetch;
 mod io;
 mod open;
@@ -51,7 +52,7 @@ struct Inner {
     root: Path,
     options: StoreOptions,
     counters: Counters,
-    directories: std::sync::Mutex<Vec<(Digest, Arc<Directory>)>>,
+    caches: cache::Caches,
 }
 
 /// What a store lies on; decides what an error can mean.
@@ -102,7 +103,7 @@ impl Store {
                 root,
                 options,
                 counters: Counters::default(),
-                directories: Default::default(),
+                caches: cache::Caches::default(),
             }),
         }
     }
@@ -136,21 +137,6 @@ impl Store {
         &self.inner.medium
     }
 
-    /// The directory of a digest, if it was read lately.
-    pub(crate) fn cached_directory(&self, digest: Digest) -> Option<Arc<Directory>> {
-        let cache = self.inner.directories.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        cache.iter().find(|(known, _)| *known == digest).map(|(_, directory)| directory.clone())
-    }
-
-    pub(crate) fn cache_directory(&self, digest: Digest, directory: Arc<Directory>) {
-        let mut cache = self.inner.directories.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        cache.retain(|(known, _)| *known != digest);
-        if cache.len() >= MAX_CACHED_DIRECTORIES {
-            cache.remove(0);
-        }
-        cache.push((digest, directory));
-    }
-
     pub(crate) fn objects(&self) -> Result<&Arc<dyn ObjectStore>> {
         if let Some(objects) = self.inner.objects.get() {
             return Ok(objects);
@@ -182,5 +168,3 @@ impl std::fmt::Debug for Store {
         f.debug_struct("Store").field("url", &self.inner.url).finish_non_exhaustive()
     }
 }
-
-const MAX_CACHED_DIRECTORIES: usize = 16;

@@ -29,11 +29,19 @@ pub struct StoreOptions {
     /// Whether files and folders on local disk reach the disk before a save is acknowledged. Without it a power cut loses
     /// acknowledged snapshots.
     pub fsync: bool,
+    /// Bytes of cask indexes that the store and its clones remember, at most.
+    pub index_cache_bytes: u64,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { limits: Limits::default(), registry: Registry::default(), config: BTreeMap::new(), fsync: true }
+        Self {
+            limits: Limits::default(),
+            registry: Registry::default(),
+            config: BTreeMap::new(),
+            fsync: true,
+            index_cache_bytes: 256 << 20,
+        }
     }
 }
 

@@ -2,13 +2,16 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::stream::BoxStream;
+use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore, PutMode,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult,
+    CopyOptions, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode,
+    PutMultipartOptions, PutOptions, PutPayload, PutResult, UploadPart,
 };
 
 /// A request that is about to be made.
@@ -20,8 +23,18 @@ pub enum Operation {
     Put,
     /// Start of a multipart upload.
     StartMultipart,
+    /// One part of it.
+    Part,
+    /// Its completion.
+    Complete,
     /// Get of an object or a range of it.
     Get,
+    /// Get of an object's size.
+    Head,
+    /// A listing.
+    List,
+    /// Removal of an object.
+    Delete,
 }
 
 /// What happens to a request.
@@ -29,16 +42,48 @@ pub enum Operation {
 pub enum Fault {
     /// It goes through.
     None,
+    /// It goes through, after a while.
+    Slow(Duration),
     /// Nothing is applied; the answer is an error that says nothing.
     FailBefore,
+    /// Nothing is applied; the answer has this HTTP status (429, 503), after all retries of the client.
+    Status(u16),
     /// It is applied; the answer is lost.
     LostAnswer,
-    /// It is applied; the client's own retry then finds its object and answers *already exists*.
+    /// A create is applied; the client's own retry then finds its object and answers *already exists*.
     LostThenExists,
+    /// A create is not applied, and the answer is *already exists*: a server that saw a race which nobody won (S3's 409).
+    FalseConflict,
     /// The condition of a create is ignored: an existing object is overwritten, and the answer is success.
     IgnoreCondition,
+    /// Half of the bytes of a put or part are stored; the answer is an error.
+    Torn,
     /// A get answers with one byte less than it should.
     ShortAnswer,
+    /// A get does not see the object, although it is there.
+    Stale,
+    /// A listing comes in another order.
+    Reordered,
+    /// A listing lacks every second object, the last among them.
+    Truncated,
+}
+
+impl Fault {
+    /// The faults that can befall a request in a store that keeps its promises, if badly: all but [`Fault::IgnoreCondition`],
+    /// and of lost and torn writes those that the kind of request allows.
+    pub fn of(operation: Operation) -> &'static [Self] {
+        use Fault::{FailBefore, FalseConflict, LostAnswer, LostThenExists, Reordered, ShortAnswer, Slow, Stale, Status, Torn, Truncated};
+        const WAIT: Duration = Duration::from_secs(7);
+        match operation {
+            Operation::Create => &[Slow(WAIT), FailBefore, Status(429), Status(503), LostAnswer, LostThenExists, FalseConflict],
+            Operation::Put => &[Slow(WAIT), FailBefore, Status(429), Status(500), LostAnswer, Torn],
+            Operation::Part => &[Slow(WAIT), FailBefore, Status(503), LostAnswer, Torn],
+            Operation::StartMultipart | Operation::Complete | Operation::Delete => &[Slow(WAIT), FailBefore, Status(500), LostAnswer],
+            Operation::Get => &[Slow(WAIT), FailBefore, Status(429), Status(500), ShortAnswer, Stale],
+            Operation::Head => &[Slow(WAIT), FailBefore, Status(429), Stale],
+            Operation::List => &[Slow(WAIT), FailBefore, Status(503), Reordered, Truncated],
+        }
+    }
 }
 
 type Decide = dyn Fn(Operation, &Path) -> Fault + Send + Sync;
@@ -59,13 +104,31 @@ type Decide = dyn Fn(Operation, &Path) -> Fault + Send + Sync;
 /// ```
 pub struct FaultStore {
     inner: Arc<dyn ObjectStore>,
-    decide: Box<Decide>,
+    decide: Arc<Decide>,
 }
 
 impl FaultStore {
+    /// Wraps `inner`; of a thousand requests about `per_mille` meet a fault of [`Fault::of`], drawn from `seed`.
+    pub fn seeded(inner: Arc<dyn ObjectStore>, seed: u64, per_mille: u64) -> Self {
+        let count = AtomicU64::new(0);
+        Self::new(inner, move |operation, _| {
+            // SplitMix64 of seed and number.
+            let mut x = seed.wrapping_add(count.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            for factor in [0xbf58_476d_1ce4_e5b9, 0x94d0_49bb_1331_11eb] {
+                x = (x ^ (x >> 30)).wrapping_mul(factor);
+            }
+            x ^= x >> 31;
+            let faults = Fault::of(operation);
+            match faults.get((x >> 32) as usize % faults.len()) {
+                Some(fault) if x % 1000 < per_mille => *fault,
+                _ => Fault::None,
+            }
+        })
+    }
+
     /// Wraps `inner`.
     pub fn new(inner: Arc<dyn ObjectStore>, decide: impl Fn(Operation, &Path) -> Fault + Send + Sync + 'static) -> Self {
-        Self { inner, decide: Box::new(decide) }
+        Self { inner, decide: Arc::new(decide) }
     }
 }
 
@@ -85,37 +148,110 @@ fn unclear() -> object_store::Error {
     object_store::Error::Generic { store: "FaultStore", source: "connection reset".into() }
 }
 
+/// What comes before the request: a delay, or an error instead of it.
+async fn before(fault: Fault) -> object_store::Result<()> {
+    match fault {
+        Fault::Slow(delay) => {
+            tokio::time::sleep(delay).await;
+            Ok(())
+        }
+        Fault::FailBefore => Err(unclear()),
+        Fault::Status(code) => {
+            Err(object_store::Error::Generic { store: "FaultStore", source: format!("status {code} after all retries").into() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The first half of a payload.
+fn half(payload: &PutPayload) -> PutPayload {
+    let mut bytes = payload.iter().fold(Vec::new(), |mut all, piece| {
+        all.extend_from_slice(piece);
+        all
+    });
+    bytes.truncate(bytes.len() / 2);
+    bytes.into()
+}
+
+/// An upload whose parts and completion meet faults too.
+struct FaultUpload {
+    inner: Box<dyn MultipartUpload>,
+    decide: Arc<Decide>,
+    location: Path,
+}
+
+impl fmt::Debug for FaultUpload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FaultUpload({})", self.location)
+    }
+}
+
+#[async_trait::async_trait]
+impl MultipartUpload for FaultUpload {
+    fn put_part(&mut self, data: PutPayload) -> UploadPart {
+        let fault = (self.decide)(Operation::Part, &self.location);
+        let data = if fault == Fault::Torn { half(&data) } else { data };
+        let sent = match fault {
+            Fault::FailBefore | Fault::Status(_) => None,
+            _ => Some(self.inner.put_part(data)),
+        };
+        Box::pin(async move {
+            before(fault).await?;
+            if let Some(sent) = sent {
+                sent.await?;
+            }
+            if matches!(fault, Fault::LostAnswer | Fault::Torn) { Err(unclear()) } else { Ok(()) }
+        })
+    }
+
+    async fn complete(&mut self) -> object_store::Result<PutResult> {
+        let fault = (self.decide)(Operation::Complete, &self.location);
+        before(fault).await?;
+        let result = self.inner.complete().await?;
+        if fault == Fault::LostAnswer { Err(unclear()) } else { Ok(result) }
+    }
+
+    async fn abort(&mut self) -> object_store::Result<()> {
+        self.inner.abort().await
+    }
+}
+
 #[async_trait::async_trait]
 impl ObjectStore for FaultStore {
     async fn put_opts(&self, location: &Path, payload: PutPayload, mut opts: PutOptions) -> object_store::Result<PutResult> {
         let operation = if opts.mode == PutMode::Create { Operation::Create } else { Operation::Put };
         let fault = (self.decide)(operation, location);
+        let exists = |why: &str| Err(object_store::Error::AlreadyExists { path: location.to_string(), source: why.into() });
+        before(fault).await?;
         match fault {
-            Fault::FailBefore => return Err(unclear()),
+            Fault::FalseConflict => return exists("a conflicting request"),
             Fault::IgnoreCondition => opts.mode = PutMode::Overwrite,
             _ => {}
         }
+        let payload = if fault == Fault::Torn { half(&payload) } else { payload };
         let result = self.inner.put_opts(location, payload, opts).await?;
         match fault {
-            Fault::LostAnswer => Err(unclear()),
-            Fault::LostThenExists => {
-                Err(object_store::Error::AlreadyExists { path: location.to_string(), source: "the retry found it".into() })
-            }
+            Fault::LostAnswer | Fault::Torn => Err(unclear()),
+            Fault::LostThenExists => exists("the retry found it"),
             _ => Ok(result),
         }
     }
 
     async fn put_multipart_opts(&self, location: &Path, opts: PutMultipartOptions) -> object_store::Result<Box<dyn MultipartUpload>> {
-        match (self.decide)(Operation::StartMultipart, location) {
-            Fault::FailBefore => Err(unclear()),
-            _ => self.inner.put_multipart_opts(location, opts).await,
+        let fault = (self.decide)(Operation::StartMultipart, location);
+        before(fault).await?;
+        let inner = self.inner.put_multipart_opts(location, opts).await?;
+        match fault {
+            Fault::LostAnswer => Err(unclear()),
+            _ => Ok(Box::new(FaultUpload { inner, decide: self.decide.clone(), location: location.clone() })),
         }
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> object_store::Result<GetResult> {
-        let fault = (self.decide)(Operation::Get, location);
-        if fault == Fault::FailBefore {
-            return Err(unclear());
+        let fault = (self.decide)(if options.head { Operation::Head } else { Operation::Get }, location);
+        before(fault).await?;
+        if fault == Fault::Stale {
+            return Err(object_store::Error::NotFound { path: location.to_string(), source: "not seen yet".into() });
         }
         let mut result = self.inner.get_opts(location, options).await?;
         if fault == Fault::ShortAnswer {
@@ -130,11 +266,40 @@ impl ObjectStore for FaultStore {
     }
 
     fn delete_stream(&self, locations: BoxStream<'static, object_store::Result<Path>>) -> BoxStream<'static, object_store::Result<Path>> {
-        self.inner.delete_stream(locations)
+        let (inner, decide) = (self.inner.clone(), self.decide.clone());
+        let delete = move |location: object_store::Result<Path>| {
+            let (inner, decide) = (inner.clone(), decide.clone());
+            async move {
+                let location = location?;
+                let fault = decide(Operation::Delete, &location);
+                before(fault).await?;
+                inner.delete(&location).await?;
+                if fault == Fault::LostAnswer { Err(unclear()) } else { Ok(location) }
+            }
+        };
+        locations.then(delete).boxed()
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, object_store::Result<ObjectMeta>> {
-        self.inner.list(prefix)
+        let fault = (self.decide)(Operation::List, prefix.unwrap_or(&Path::default()));
+        let inner = self.inner.list(prefix);
+        let listed = async move {
+            before(fault).await?;
+            let mut found: Vec<ObjectMeta> = inner.try_collect().await?;
+            match fault {
+                Fault::Reordered => found.reverse(),
+                Fault::Truncated => {
+                    let mut keep = found.len() % 2 == 0;
+                    found.retain(|_| {
+                        keep = !keep;
+                        !keep
+                    });
+                }
+                _ => {}
+            }
+            Ok::<_, object_store::Error>(futures::stream::iter(found.into_iter().map(Ok)))
+        };
+        futures::stream::once(listed).try_flatten().boxed()
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> object_store::Result<ListResult> {

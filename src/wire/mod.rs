@@ -15,6 +15,7 @@ mod layout;
 mod manifest;
 pub(crate) mod part;
 mod postscript;
+mod receipt;
 mod seal;
 mod store_file;
 mod unique;
@@ -25,10 +26,12 @@ pub use header::{HEADER_BYTES, Header};
 pub use ids::{Digest, Id};
 pub use manifest::{CaskRef, Manifest, ParentRef, SnapshotKind};
 pub use postscript::{POSTSCRIPT_BYTES, Postscript};
+pub use receipt::{Receipt, ReceiptShard, ReceiptTensor};
 pub use store_file::StoreFile;
 
 pub(crate) use cursor::{Cursor, Put};
 pub(crate) use layout::{ShardRow, TensorRow};
+pub(crate) use receipt::RankSave;
 
 /// Alignment of index columns, in bytes: an Arrow buffer's.
 pub(crate) const COLUMN_ALIGNMENT: u64 = 64;

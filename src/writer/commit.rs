@@ -1,15 +1,13 @@
 //! Opens a store for writing, and commits what a save has uploaded.
 
 use super::base::Parent;
-use super::layout::StateLayout;
-use super::save::Written;
 use super::*;
-use crate::chain::chain_of;
+use crate::chain::{Reason, chain_of};
 use crate::commit::{LogState, Summary, now_ms, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::{STORE_FILE, Snapshot};
 use crate::store::Created;
-use crate::wire::{Digest, Event, Manifest, ParentRef, StoreFile};
+use crate::wire::{CaskRef, Digest, Event, Manifest, ParentRef, StoreFile};
 
 /// Creates the store if it is not there, proves that the storage keeps its promises, and takes over.
 pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer> {
@@ -31,9 +29,18 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
         Err(e) if e.kind() == ErrorKind::NotFound => {
             store.probe().await?;
             let bytes = StoreFile::new(Id::random()?).encode()?;
-            // Another writer may have been faster; its file is as good.
-            store.create(STORE_FILE, bytes.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
-            store.read_store_file().await?;
+            let bytes = bytes::Bytes::from(bytes);
+            for attempt in 0..3 {
+                // Another writer may have been faster; its file is as good. Or a server saw a race that nobody won.
+                store.create(STORE_FILE, bytes.clone()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+                match store.read_store_file().await {
+                    Err(e) if e.kind() == ErrorKind::NotFound && attempt < 2 => {}
+                    found => {
+                        found?;
+                        break;
+                    }
+                }
+            }
         }
         Err(e) => return Err(e),
     }
@@ -41,76 +48,55 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
     let id = Id::random()?;
     log.append(id, |_| Ok(Event::Opened {})).await?;
     log.write_catalog_if_due().await;
-    let base = BaseCache::new(options.base_cache);
-    Ok(Writer { store: store.clone(), options, id, log, base, durable_directory: None, stopped: None })
+    Ok(Writer { saver: Saver::new(store, options), id, log, durable_directory: None, stopped: None })
 }
 
 impl Writer {
-    /// What the next snapshot is made against, opened; none for a base. A parent that cannot be read is no reason to lose
-    /// the snapshot at hand: it becomes a base, loudly.
-    pub(super) async fn parent(&mut self) -> Result<Option<Parent>> {
+    /// What a snapshot of `step` is made against, opened; none for a base.
+    pub(super) async fn parent(&mut self, step: u64) -> Result<(Option<Parent>, Decision)> {
         self.log.refresh().await?;
         check_fence(self.log.state(), self.id)?;
-        let Some(id) = self.options.policy.parent(self.log.state(), self.store.limits().max_chain_depth) else { return Ok(None) };
-        let snapshot = match Snapshot::load(&self.store, self.log.state(), id).await {
-            Ok(snapshot) => snapshot,
-            Err(error) if is_damage(&error) => {
-                tracing::warn!(%error, "the snapshot that the next delta needs cannot be read; saving a base instead");
-                return Ok(None);
-            }
-            Err(error) => return Err(error),
-        };
-        refuse_features(snapshot.manifest().may_ignore())?;
-        if snapshot.newest().directory.features().may_ignore != 0 {
-            return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask")
-                .clause("README 4"));
+        let store = &self.saver.store;
+        let (parent, mut decision) = self.saver.options.policy.decide(self.log.state(), step, store.limits().max_chain_depth);
+        let Some(id) = parent else { return Ok((None, decision)) };
+        let parent = open_parent(store, self.log.state(), id).await?;
+        if parent.is_none() {
+            decision.reason = Reason::BrokenParent;
         }
-        Ok(Some(Parent { snapshot }))
-    }
-
-    /// Whether the next delta will be made against the snapshot that is being saved.
-    pub(super) fn becomes_base(&self, is_base: bool) -> bool {
-        match self.options.policy {
-            Policy::Full => false,
-            Policy::Consecutive => true,
-            Policy::OneShot => is_base,
-            Policy::Intermittent { every } => is_base && every > 1,
-        }
+        Ok((parent, decision))
     }
 
     /// Writes directory and manifest, then commits the entry that makes them exist.
-    pub(super) async fn commit(
-        &mut self,
-        step: u64,
-        layout: &StateLayout<'_>,
-        parent: Option<&Parent>,
-        written: &Written,
-        metadata: &Metadata,
-    ) -> Result<Saved> {
-        let directory = layout.directory()?;
+    pub(super) async fn commit(&mut self, step: u64, parent: Option<&Parent>, prepared: Prepared, metadata: &Metadata) -> Result<Saved> {
+        let Prepared { directory, tensor_bytes, casks, content, chunks, decision } = prepared;
+        let store = self.saver.store.clone();
         let digest = Digest::of(&directory);
         let parent_ref =
             parent.map(|parent| ParentRef { snapshot: parent.snapshot.record().id, content: parent.snapshot.manifest().content.clone() });
         let mut manifest = Manifest::new(Id::random()?, step, parent_ref, digest);
-        manifest.content = written.content.clone();
-        manifest.casks = written.casks.clone();
-        manifest.tensor_bytes = layout.tensor_bytes;
+        manifest.content = content;
+        manifest.casks = casks;
+        manifest.tensor_bytes = tensor_bytes;
         manifest.time_ms = now_ms();
         manifest.metadata = metadata.file.clone();
         manifest.user = metadata.user.clone();
+        if self.saver.options.policy == Policy::Adaptive {
+            let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+            manifest.user.insert(Decision::KEY.to_owned(), value);
+        }
 
         let (bytes, manifest_digest) = manifest.encode()?;
         // What readers would refuse (a limit, user metadata nested too deep) must not be committed.
-        Manifest::decode(&bytes, self.store.limits())
+        Manifest::decode(&bytes, store.limits())
             .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
         if self.durable_directory != Some(digest) {
-            self.store.put_content_addressed(&format!("directories/{digest}"), directory.into()).await?;
+            store.put_content_addressed(&format!("directories/{digest}"), directory.into()).await?;
             self.durable_directory = Some(digest);
         }
-        self.store.create_unique(&manifest.path(), bytes.into()).await?;
+        store.create_unique(&manifest.path(), bytes.into()).await?;
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
-        let (writer, limit) = (self.id, self.store.limits().max_chain_depth);
+        let (writer, limit) = (self.id, store.limits().max_chain_depth);
         let sequence = self
             .log
             .append(writer, |state| {
@@ -133,9 +119,38 @@ impl Writer {
             sequence,
             tensor_bytes: manifest.tensor_bytes,
             stored_bytes: manifest.stored_bytes(),
-            chunks: written.chunks.clone(),
+            chunks,
+            decision,
         })
     }
+}
+
+/// What a save has made ready to be committed.
+pub(super) struct Prepared {
+    pub directory: Vec<u8>,
+    pub tensor_bytes: u64,
+    pub casks: Vec<CaskRef>,
+    pub content: BTreeMap<String, Digest>,
+    pub chunks: BTreeMap<String, u64>,
+    pub decision: Decision,
+}
+
+/// The parent of a delta, opened. One that cannot be read is no reason to lose the snapshot at hand: none, loudly.
+pub(super) async fn open_parent(store: &Store, state: &LogState, id: Id) -> Result<Option<Parent>> {
+    let snapshot = match Snapshot::load(store, state, id).await {
+        Ok(snapshot) => snapshot,
+        Err(error) if is_damage(&error) => {
+            tracing::warn!(%error, "the snapshot that the next delta needs cannot be read; saving a base instead");
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
+    refuse_features(snapshot.manifest().may_ignore())?;
+    if snapshot.newest().directory.features().may_ignore != 0 {
+        return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask")
+            .clause("README 4"));
+    }
+    Ok(Some(Parent { snapshot }))
 }
 
 /// Whether an error says that stored objects are unusable, and not that the storage fails now.
@@ -144,7 +159,7 @@ pub(super) fn is_damage(error: &Error) -> bool {
 }
 
 /// A writer is fenced by another's `opened` or `added` after its own, and by nothing else.
-fn check_fence(state: &LogState, writer: Id) -> Result<()> {
+pub(super) fn check_fence(state: &LogState, writer: Id) -> Result<()> {
     match state.last_writer {
         Some(last) if last.writer != writer => {
             let at = state.newest_step().map_or("before any step".to_owned(), |step| format!("at step {step}"));

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::tensor::{element_count, tiles};
+use crate::tensor::{Rect, element_count, tiles};
 use crate::wire::{Directory, DirectoryShard, DirectoryTensor};
 use crate::{Blob, Error, Limits, Result, TensorView};
 
@@ -11,7 +11,7 @@ const MODEL_SLOT: u32 = 0;
 const OTHER_SLOT: u32 = 1;
 
 /// Slots of all ranks are numbers of 32 bits.
-const MAX_RANK: u32 = (u32::MAX - 1) / 2;
+pub(super) const MAX_RANK: u32 = (u32::MAX - 1) / 2;
 
 /// The slot of a rank's blobs.
 pub(crate) fn blob_slot(rank: u32) -> u32 {
@@ -36,6 +36,12 @@ pub(super) struct LayoutTensor<'a> {
 
 impl<'a> StateLayout<'a> {
     pub(super) fn new(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], limits: &Limits) -> Result<Self> {
+        Self::of_rank(views, blobs, limits, None)
+    }
+
+    /// What one rank has of a state: its shards need not tile their tensors.
+    pub(super) fn of_rank(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], limits: &Limits, rank: Option<u32>) -> Result<Self> {
+        let first_slot = blob_slot(rank.unwrap_or(0)).saturating_sub(OTHER_SLOT);
         let mut sorted: Vec<&TensorView<'_>> = views.iter().collect();
         sorted.sort_by(|a, b| (a.name(), a.rect()).cmp(&(b.name(), b.rect())));
         let mut tensors: Vec<LayoutTensor<'a>> = Vec::new();
@@ -43,13 +49,14 @@ impl<'a> StateLayout<'a> {
         let mut stored: HashMap<(*const u8, usize, crate::Dtype, Vec<u64>, String), usize> = HashMap::new();
         for group in sorted.chunk_by(|a, b| a.name() == b.name()) {
             let Some(&first) = group.first() else { continue };
-            check_group(group, limits)?;
-            let slot = if first.role() == "model" { MODEL_SLOT } else { OTHER_SLOT };
+            check_group(group, limits, rank.is_none())?;
+            let slot = first_slot + if first.role() == "model" { MODEL_SLOT } else { OTHER_SLOT };
             // Ranks with nothing of a tensor give an empty shard; only an empty tensor keeps one.
             let empty_tensor = first.shape().contains(&0);
             let shards: Vec<&TensorView<'a>> = group.iter().copied().filter(|view| empty_tensor || !view.data().is_empty()).collect();
             let mut alias_of = None;
-            if let ([view], false) = (group, first.data().is_empty()) {
+            let whole = first.rect().shape == first.shape();
+            if let ([view], false, true) = (group, first.data().is_empty(), whole) {
                 let key = (view.data().as_ptr(), view.data().len(), view.dtype(), view.shape().to_vec(), view.role().to_owned());
                 match stored.get(&key) {
                     Some(&target) => alias_of = Some(target),
@@ -72,6 +79,9 @@ impl<'a> StateLayout<'a> {
             return Err(Error::invalid(format!("two blobs of rank {} have this name", twice.rank)).tensor(&twice.name));
         }
         for blob in &blobs {
+            if rank.is_some_and(|rank| rank != blob.rank) {
+                return Err(Error::invalid(format!("a blob of rank {} among those of another rank", blob.rank)).tensor(&blob.name));
+            }
             if blob.rank > MAX_RANK {
                 return Err(Error::invalid(format!("rank {} is beyond {MAX_RANK}", blob.rank)).tensor(&blob.name));
             }
@@ -106,7 +116,7 @@ impl<'a> StateLayout<'a> {
 }
 
 /// Views of one name must be the shards of one tensor.
-fn check_group(group: &[&TensorView<'_>], limits: &Limits) -> Result<()> {
+fn check_group(group: &[&TensorView<'_>], limits: &Limits, whole_tensor: bool) -> Result<()> {
     let Some(first) = group.first() else { return Ok(()) };
     let fail = |message: String| Err(Error::invalid(message).tensor(first.name()));
     Limits::check(first.name().len() as u64, limits.max_name_bytes, "length of the name").map_err(|e| e.tensor(first.name()))?;
@@ -125,12 +135,17 @@ fn check_group(group: &[&TensorView<'_>], limits: &Limits) -> Result<()> {
     }
     let rects: Vec<_> =
         group.iter().filter(|view| first.shape().contains(&0) || !view.data().is_empty()).map(|view| view.rect().clone()).collect();
-    if tiles(first.shape(), &rects)? {
+    match whole_tensor {
+        true => check_tiles(first.name(), first.shape(), &rects),
+        false => Ok(()),
+    }
+}
+
+/// Shards of a tensor must cover it, without overlap.
+pub(super) fn check_tiles(name: &str, shape: &[u64], rects: &[Rect]) -> Result<()> {
+    if tiles(shape, rects)? {
         return Ok(());
     }
-    fail(format!(
-        "its {} shards do not tile shape {} exactly: one is missing, or two overlap",
-        rects.len(),
-        crate::tensor::format_shape(first.shape())
-    ))
+    let (count, shape) = (rects.len(), crate::tensor::format_shape(shape));
+    Err(Error::invalid(format!("its {count} shards do not tile shape {shape} exactly: one is missing, or two overlap")).tensor(name))
 }

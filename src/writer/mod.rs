@@ -2,7 +2,9 @@
 
 mod base;
 mod commit;
+mod estimate;
 mod layout;
+mod ranks;
 mod save;
 
 use std::collections::BTreeMap;
@@ -11,8 +13,10 @@ use serde_json::{Map, Value};
 
 use base::BaseCache;
 pub(crate) use layout::blob_slot;
+pub use ranks::{Rank, RankWriter};
+use save::Saver;
 
-use crate::chain::Policy;
+use crate::chain::{Decision, Policy};
 use crate::commit::Log;
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Error, ErrorKind, Result, Store};
@@ -46,12 +50,17 @@ impl Default for WriterOptions {
 }
 
 /// Where the base that the next delta needs is kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum BaseKeeping {
     /// In memory, decoded: as many bytes as the state has.
     #[default]
     Memory,
+    /// In memory, encoded: as many bytes as a base has in the store; each chunk is decoded when it is needed.
+    Encoded,
+    /// Decoded, in a file of this folder that no one else sees: as many bytes of local disk as the state has, twice while a
+    /// base is saved. A file that cannot be written is a warning: the base is then read back.
+    Nvme(std::path::PathBuf),
     /// Nowhere: read back from the store, a few chunks at a time.
     None,
 }
@@ -75,6 +84,8 @@ pub struct Saved {
     pub stored_bytes: u64,
     /// Chunks by what became of them: codec id, or `unchanged`.
     pub chunks: BTreeMap<String, u64>,
+    /// Why it became a base or a delta.
+    pub decision: Decision,
 }
 
 /// Saves snapshots into a store.
@@ -83,11 +94,9 @@ pub struct Saved {
 /// as it was, and the writer usable, unless the error is `Fenced` or `OutcomeUnknown`.
 #[derive(Debug)]
 pub struct Writer {
-    store: Store,
-    options: WriterOptions,
+    saver: Saver,
     id: Id,
     log: Log,
-    base: BaseCache,
     /// The directory that this writer itself has made durable.
     durable_directory: Option<Digest>,
     /// Why this writer may not go on.
@@ -114,7 +123,12 @@ impl Writer {
 
     /// The store.
     pub fn store(&self) -> &Store {
-        &self.store
+        &self.saver.store
+    }
+
+    /// Bytes of memory that the kept base takes.
+    pub fn base_cache_bytes(&self) -> u64 {
+        self.saver.base.memory_bytes()
     }
 
     fn check_usable(&self) -> Result<()> {
@@ -122,5 +136,21 @@ impl Writer {
             None => Ok(()),
             Some((kind, message)) => Err(Error::new(*kind, format!("this writer has stopped: {message}"))),
         }
+    }
+
+    /// A writer that was fenced, or whose commit has no known outcome, goes no further.
+    fn stop_if_final(&mut self, saved: &Result<Saved>) {
+        if let Err(e) = saved
+            && matches!(e.kind(), ErrorKind::Fenced | ErrorKind::OutcomeUnknown)
+        {
+            self.stopped = Some((e.kind(), e.message().to_owned()));
+        }
+    }
+}
+
+fn check_user(metadata: &Metadata) -> Result<()> {
+    match metadata.user.keys().find(|key| key.starts_with("tc.")) {
+        None => Ok(()),
+        Some(key) => Err(Error::invalid(format!("user metadata `{}`: names that start with `tc.` are reserved", key.escape_debug()))),
     }
 }

@@ -1,14 +1,16 @@
 //! One save: chunks in windows of bounded size, encoded in parallel, streamed up in order, then committed.
 
-use std::collections::{BTreeMap, HashMap};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
-use super::base::{KeptShard, Parent, ShardKey};
-use super::commit::is_damage;
+use super::base::{NextBase, Parent, ShardKey, Wanted};
+use super::commit::{Prepared, is_damage};
+use super::estimate::estimate;
 use super::layout::{LayoutTensor, StateLayout};
 use super::*;
-use crate::chain::content_digests;
+use crate::chain::{Reason, content_digests};
 use crate::codec::{Chunk, ChunkKind, EncodedChunk, Registry, encode_chunk};
 use crate::container::CaskEncoder;
 use crate::limits::zeroed;
@@ -23,21 +25,43 @@ const WINDOW_BYTES: u64 = 32 << 20;
 
 /// A chunk to encode.
 #[derive(Debug, Clone, Copy)]
-struct Job {
-    tensor: usize,
-    shard: usize,
-    chunk: u64,
+pub(super) struct Job {
+    pub tensor: usize,
+    pub shard: usize,
+    pub chunk: u64,
     /// The tensor's number in the parent's directory, if the parent has the shard.
-    base: Option<usize>,
+    pub base: Option<usize>,
+}
+
+/// What encodes and uploads: a store, options, and the base that deltas are made against.
+#[derive(Debug)]
+pub(super) struct Saver {
+    pub store: Store,
+    pub options: WriterOptions,
+    pub base: BaseCache,
 }
 
 /// What the save knows when all casks are up.
 pub(super) struct Written {
     pub casks: Vec<CaskRef>,
-    pub content: BTreeMap<String, Digest>,
     pub chunks: BTreeMap<String, u64>,
-    /// The decoded state, if the snapshot becomes the next base.
-    pub kept: HashMap<ShardKey, KeptShard>,
+    /// CRC-32 of decoded chunks, by tensor, shard and chunk.
+    pub crcs: Vec<Vec<Vec<u32>>>,
+    /// The state, if the snapshot becomes the next base.
+    pub kept: Option<NextBase>,
+}
+
+impl Written {
+    /// Content digests of a layout that is whole.
+    fn content(&self, directory: &[u8], store: &Store) -> Result<BTreeMap<String, Digest>> {
+        let digest = Digest::of(directory);
+        let directory = Directory::decode(bytes::Bytes::copy_from_slice(directory), digest, store.limits())?;
+        let flat: Vec<&Vec<u32>> = self.crcs.iter().flatten().collect();
+        content_digests(&directory, |shard, chunk| {
+            let crc = flat.get(shard).and_then(|chunks| chunks.get(usize::try_from(chunk).ok()?));
+            crc.copied().ok_or_else(|| Error::invalid("a chunk was not encoded"))
+        })
+    }
 }
 
 impl Writer {
@@ -48,52 +72,89 @@ impl Writer {
     /// [`BaseKeeping::None`]), a window of 32 MiB, at most five upload parts, and one blob.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
         self.check_usable()?;
-        if let Some(key) = metadata.user.keys().find(|key| key.starts_with("tc.")) {
-            return Err(Error::invalid(format!("user metadata `{}`: names that start with `tc.` are reserved", key.escape_debug())));
-        }
-        let layout = StateLayout::new(tensors, blobs, self.store.limits())?;
+        check_user(metadata)?;
+        let layout = StateLayout::new(tensors, blobs, self.saver.store.limits())?;
         let saved = self.save_layout(step, &layout, metadata).await;
-        if let Err(e) = &saved
-            && matches!(e.kind(), ErrorKind::Fenced | ErrorKind::OutcomeUnknown)
-        {
-            self.stopped = Some((e.kind(), e.message().to_owned()));
-        }
+        self.stop_if_final(&saved);
         saved
     }
 
     async fn save_layout(&mut self, step: u64, layout: &StateLayout<'_>, metadata: &Metadata) -> Result<Saved> {
-        let mut parent = self.parent().await?;
+        let (mut parent, mut decision) = self.parent(step).await?;
+        if self.saver.options.policy == Policy::Adaptive
+            && let Some(base) = &parent
+        {
+            match estimate(&self.saver, layout, base).await {
+                Ok(found) => {
+                    if found.is_too_large() {
+                        (parent, decision.reason) = (None, Reason::LargeDelta);
+                    }
+                    decision.estimate = Some(found);
+                }
+                Err(error) if is_damage(&error) => {
+                    tracing::warn!(%error, "no delta can be made; saving a base instead");
+                    (parent, decision.reason) = (None, Reason::BrokenParent);
+                }
+                Err(error) => return Err(error),
+            }
+        }
         let written = loop {
-            let keep = self.base.keeps() && self.becomes_base(parent.is_none());
-            match self.write_casks(layout, parent.as_ref(), keep).await {
+            let keep = self.saver.keeps(parent.is_none());
+            match self.saver.write_casks(layout, parent.as_ref(), keep).await {
                 Ok(written) => break written,
                 Err(error) => {
                     if keep {
                         // Shards of the old base may have been released.
-                        self.base.clear();
+                        self.saver.base.clear();
                     }
                     if parent.is_none() || !is_damage(&error) {
                         return Err(error);
                     }
                     tracing::warn!(%error, "no delta can be made; saving a base instead");
-                    parent = None;
+                    (parent, decision.reason) = (None, Reason::BrokenParent);
                 }
             }
         };
-        let keep = self.base.keeps() && self.becomes_base(parent.is_none());
-        let committed = self.commit(step, layout, parent.as_ref(), &written, metadata).await;
-        match &committed {
-            Ok(saved) if keep => self.base.promote(saved.id, written.kept),
-            Err(_) if keep => self.base.clear(),
+        let directory = layout.directory()?;
+        let prepared = Prepared {
+            content: written.content(&directory, &self.saver.store)?,
+            directory,
+            casks: written.casks,
+            tensor_bytes: layout.tensor_bytes,
+            chunks: written.chunks,
+            decision,
+        };
+        let committed = self.commit(step, parent.as_ref(), prepared, metadata).await;
+        match (&committed, written.kept) {
+            (Ok(saved), Some(kept)) => self.saver.base.promote(saved.id, kept),
+            (Err(_), Some(_)) => self.saver.base.clear(),
             _ => {}
         }
         committed
     }
+}
+
+impl Saver {
+    pub(super) fn new(store: &Store, options: WriterOptions) -> Self {
+        Self { store: store.clone(), options, base: BaseCache::default() }
+    }
+
+    /// Whether what is being saved is to be kept: the next delta will be made against it.
+    pub(super) fn keeps(&self, is_base: bool) -> bool {
+        let becomes_base = match self.options.policy {
+            Policy::Full => false,
+            Policy::Consecutive => true,
+            Policy::OneShot | Policy::Adaptive => is_base,
+            Policy::Intermittent { every } => is_base && every > 1,
+        };
+        becomes_base && self.options.base_cache != BaseKeeping::None
+    }
 
     /// Encodes and uploads all casks.
-    async fn write_casks(&mut self, layout: &StateLayout<'_>, parent: Option<&Parent>, keep: bool) -> Result<Written> {
-        let mut written = Written { casks: vec![], content: BTreeMap::new(), chunks: BTreeMap::new(), kept: HashMap::new() };
-        let mut crcs: Vec<Vec<Vec<u32>>> = layout.tensors.iter().map(|t| t.shards.iter().map(|_| Vec::new()).collect()).collect();
+    pub(super) async fn write_casks(&mut self, layout: &StateLayout<'_>, parent: Option<&Parent>, keep: bool) -> Result<Written> {
+        let kept = keep.then(|| NextBase::new(self.options.base_cache.clone()));
+        let crcs = layout.tensors.iter().map(|t| t.shards.iter().map(|_| Vec::new()).collect()).collect();
+        let mut written = Written { casks: vec![], chunks: BTreeMap::new(), crcs, kept };
         for slot in layout.slots() {
             let mut encoder = CaskEncoder::new(Id::random()?, self.options.alignment_exponent)?.with_limits(self.store.limits().clone());
             let tensors = layout.tensors.iter().filter(|t| t.slot == slot).flat_map(|t| &t.shards).map(|s| s.data().len() as u64);
@@ -101,7 +162,7 @@ impl Writer {
             let expected = tensors.chain(blobs).sum();
             let path = format!("casks/{}.cask", encoder.id());
             let mut upload = Upload::new(&self.store, path, expected);
-            self.encode_slot(slot, layout, parent, keep, &mut encoder, &mut upload, &mut crcs, &mut written).await?;
+            self.encode_slot(slot, layout, parent, &mut encoder, &mut upload, &mut written).await?;
             // A delta in which nothing of this slot changed has no cask for it.
             if encoder.is_empty() && parent.is_some() {
                 continue;
@@ -118,26 +179,16 @@ impl Writer {
                 digest: receipt.digest,
             });
         }
-        let directory = layout.directory()?;
-        let directory = Directory::decode(directory.clone().into(), Digest::of(&directory), self.store.limits())?;
-        let flat: Vec<&Vec<u32>> = crcs.iter().flatten().collect();
-        written.content = content_digests(&directory, |shard, chunk| {
-            let crc = flat.get(shard).and_then(|chunks| chunks.get(usize::try_from(chunk).ok()?));
-            crc.copied().ok_or_else(|| Error::invalid("a chunk was not encoded"))
-        })?;
         Ok(written)
     }
 
-    #[allow(clippy::too_many_arguments, reason = "the state of one save, borrowed in parts")]
     async fn encode_slot(
         &mut self,
         slot: u32,
         layout: &StateLayout<'_>,
         parent: Option<&Parent>,
-        keep: bool,
         encoder: &mut CaskEncoder,
         upload: &mut Upload,
-        crcs: &mut [Vec<Vec<u32>>],
         written: &mut Written,
     ) -> Result<()> {
         let mut jobs = Vec::new();
@@ -152,7 +203,7 @@ impl Writer {
                 for chunk in 0..grid.chunk_count() {
                     let bytes = grid.bytes(chunk);
                     if window + (bytes.end - bytes.start) > WINDOW_BYTES && !jobs.is_empty() {
-                        self.encode_window(&std::mem::take(&mut jobs), layout, parent, keep, encoder, upload, crcs, written).await?;
+                        self.encode_window(&std::mem::take(&mut jobs), layout, parent, encoder, upload, written).await?;
                         window = 0;
                     }
                     window += bytes.end - bytes.start;
@@ -160,14 +211,14 @@ impl Writer {
                 }
                 if grid.chunk_count() == 0 && base.is_none() {
                     // The empty shard comes between chunks of its neighbours.
-                    self.encode_window(&std::mem::take(&mut jobs), layout, parent, keep, encoder, upload, crcs, written).await?;
+                    self.encode_window(&std::mem::take(&mut jobs), layout, parent, encoder, upload, written).await?;
                     window = 0;
                     encoder.tensor(view.name(), view.dtype(), view.shape())?;
                     encoder.shard(view.rect())?;
                 }
             }
         }
-        self.encode_window(&jobs, layout, parent, keep, encoder, upload, crcs, written).await?;
+        self.encode_window(&jobs, layout, parent, encoder, upload, written).await?;
         for blob in &layout.blobs {
             if blob_slot(blob.rank) == slot {
                 encoder.blob(blob.rank, &blob.name, bytes::Bytes::copy_from_slice(&blob.data))?;
@@ -177,32 +228,35 @@ impl Writer {
         Ok(())
     }
 
-    #[allow(clippy::too_many_arguments, reason = "the state of one save, borrowed in parts")]
     async fn encode_window(
         &mut self,
         jobs: &[Job],
         layout: &StateLayout<'_>,
         parent: Option<&Parent>,
-        keep: bool,
         encoder: &mut CaskEncoder,
         upload: &mut Upload,
-        crcs: &mut [Vec<Vec<u32>>],
         written: &mut Written,
     ) -> Result<()> {
-        let read_back = self.read_missing_bases(jobs, layout, parent).await?;
         let registry = self.store.registry();
         let verify = self.options.verify_after_encode;
-        let base = &self.base;
-        let encoded: Vec<EncodedChunk> = jobs
+        let keep_encoded = written.kept.as_ref().is_some_and(NextBase::wants_encoded);
+        let bases = self.bases(jobs, layout, parent).await?;
+        let encoded: Vec<(EncodedChunk, Option<EncodedChunk>)> = jobs
             .par_iter()
-            .zip(&read_back)
-            .map(|(job, read_back)| {
+            .zip(&bases)
+            .map(|(job, base)| {
                 let tensor = &layout.tensors[job.tensor];
-                let kept = read_back.is_none().then(|| kept_chunk(base, parent, tensor, *job)).flatten();
-                encode_job(registry, tensor, *job, read_back.as_deref().or(kept), verify)
+                let encoded = encode_job(registry, tensor, *job, base.as_deref(), verify)?;
+                let kept = match keep_encoded {
+                    false => None,
+                    true if encoded.kind == ChunkKind::Absolute => Some(encoded.clone()),
+                    true => Some(encode_job(registry, tensor, *job, None, false)?),
+                };
+                Ok((encoded, kept))
             })
             .collect::<Result<_>>()?;
-        for (job, chunk) in jobs.iter().zip(encoded) {
+        drop(bases);
+        for (job, (chunk, kept)) in jobs.iter().zip(encoded) {
             let tensor = &layout.tensors[job.tensor];
             let view = tensor.shards[job.shard];
             if job.chunk == 0 {
@@ -213,40 +267,49 @@ impl Writer {
             }
             let kind = chunk.codec.as_ref().map_or("unchanged", |codec| codec.id.as_str()).to_owned();
             *written.chunks.entry(kind).or_default() += 1;
-            let shard_crcs = &mut crcs[job.tensor][job.shard];
+            let shard_crcs = &mut written.crcs[job.tensor][job.shard];
             shard_crcs.push(chunk.crc);
             encoder.chunk(chunk).map_err(|e| e.tensor(view.name()).chunk(job.chunk))?;
+            let Some(next) = &mut written.kept else { continue };
+            kept.into_iter().for_each(|kept| next.chunk(kept));
             let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
-            if keep && job.chunk + 1 == grid.chunk_count() {
-                let key = (view.name().to_owned(), view.rect().clone());
-                self.base.release(&key);
-                let mut bytes = crate::limits::reserve(view.data().len(), "the next base")?;
-                bytes.extend_from_slice(view.data());
-                written.kept.insert(key, KeptShard { bytes, crcs: shard_crcs.clone() });
+            if job.chunk + 1 == grid.chunk_count() {
+                self.base.release(&(view.name().to_owned(), view.rect().clone()));
+                next.shard(view, shard_crcs.clone())?;
             }
         }
         upload.push(encoder.take_output()).await
     }
 
-    /// For each job the chunk of the base, if it is not in memory, or damaged there.
-    async fn read_missing_bases(&self, jobs: &[Job], layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<Vec<Option<Vec<u8>>>> {
-        let mut buffers: Vec<Option<Vec<u8>>> = jobs.iter().map(|_| None).collect();
-        let Some(parent) = parent else { return Ok(buffers) };
-        let missing: Vec<bool> = jobs
-            .par_iter()
-            .map(|job| job.base.is_some() && kept_chunk(&self.base, Some(parent), &layout.tensors[job.tensor], *job).is_none())
-            .collect();
+    /// For each job the chunk of the base, kept or read back; none where the parent does not have it.
+    pub(super) async fn bases(
+        &self,
+        jobs: &[Job],
+        layout: &StateLayout<'_>,
+        parent: Option<&Parent>,
+    ) -> Result<Vec<Option<Cow<'_, [u8]>>>> {
+        let Some(parent) = parent else { return Ok(jobs.iter().map(|_| None).collect()) };
+        let snapshot = parent.snapshot.record().id;
+        let kept = |job: &Job| {
+            job.base?;
+            let view = layout.tensors[job.tensor].shards[job.shard];
+            let key: ShardKey = (view.name().to_owned(), view.rect().clone());
+            let grid = ChunkGrid::new(view.dtype(), &view.rect().shape).ok()?;
+            self.base.chunk(&Wanted { snapshot, key: &key, grid, chunk: job.chunk }, self.store.registry())
+        };
+        let mut bases: Vec<Option<Cow<'_, [u8]>>> = jobs.par_iter().map(kept).collect();
         let mut items = Vec::new();
-        for ((job, buffer), missing) in jobs.iter().zip(&mut buffers).zip(missing) {
-            let (Some(tensor), true) = (job.base, missing) else { continue };
+        for (job, base) in jobs.iter().zip(&mut bases) {
+            let (Some(tensor), None) = (job.base, &base) else { continue };
             let rect = layout.tensors[job.tensor].shards[job.shard].rect();
-            let out = buffer.insert(zeroed(chunk_of(&layout.tensors[job.tensor], *job)?.len(), "a base chunk")?);
+            let buffer = zeroed(chunk_of(&layout.tensors[job.tensor], *job)?.len(), "a base chunk")?;
+            let Cow::Owned(out) = base.insert(Cow::Owned(buffer)) else { continue };
             items.push(ChunkItem { tensor, rect: rect.clone(), chunk: job.chunk, out });
         }
         if !items.is_empty() {
             parent.read(items).await?;
         }
-        Ok(buffers)
+        Ok(bases)
     }
 }
 
@@ -257,33 +320,23 @@ fn chunk_of<'a>(tensor: &LayoutTensor<'a>, job: Job) -> Result<&'a [u8]> {
     view.data().get(range.start as usize..range.end as usize).ok_or_else(|| Error::invalid("a chunk outside its shard").tensor(view.name()))
 }
 
-/// The chunk of the base that is kept in memory, if it is there and has the checksum that it had when it was saved.
-fn kept_chunk<'a>(base: &'a BaseCache, parent: Option<&Parent>, tensor: &LayoutTensor<'_>, job: Job) -> Option<&'a [u8]> {
-    job.base?;
+/// A job's chunk, as codecs take it.
+pub(super) fn chunk_to_encode<'a>(tensor: &'a LayoutTensor<'a>, job: Job, base: Option<&'a [u8]>) -> Result<Chunk<'a>> {
     let view = tensor.shards[job.shard];
-    let shard = base.get(parent?.snapshot.record().id, &(view.name().to_owned(), view.rect().clone()))?;
-    let range = ChunkGrid::new(view.dtype(), &view.rect().shape).ok()?.bytes(job.chunk);
-    let bytes = shard.bytes.get(range.start as usize..range.end as usize)?;
-    let crc = *shard.crcs.get(usize::try_from(job.chunk).ok()?)?;
-    if crc32fast::hash(bytes) == crc {
-        return Some(bytes);
-    }
-    tracing::warn!(tensor = view.name(), chunk = job.chunk, "the base in memory is damaged; reading it back from the store");
-    None
-}
-
-fn encode_job(registry: &Registry, tensor: &LayoutTensor<'_>, job: Job, base: Option<&[u8]>, verify: bool) -> Result<EncodedChunk> {
-    let view = tensor.shards[job.shard];
-    let locate = |e: Error| e.tensor(view.name()).chunk(job.chunk);
-    let grid = ChunkGrid::new(view.dtype(), &view.rect().shape).map_err(locate)?;
-    let elements = grid.elements(job.chunk);
-    let chunk = Chunk {
+    let elements = ChunkGrid::new(view.dtype(), &view.rect().shape)?.elements(job.chunk);
+    Ok(Chunk {
         dtype: view.dtype(),
         element_count: elements.end - elements.start,
         role: &tensor.description.role,
         data: chunk_of(tensor, job)?,
         base,
-    };
+    })
+}
+
+fn encode_job(registry: &Registry, tensor: &LayoutTensor<'_>, job: Job, base: Option<&[u8]>, verify: bool) -> Result<EncodedChunk> {
+    let view = tensor.shards[job.shard];
+    let locate = |e: Error| e.tensor(view.name()).chunk(job.chunk);
+    let chunk = chunk_to_encode(tensor, job, base).map_err(locate)?;
     let encoded = encode_chunk(registry, &chunk, verify).map_err(locate)?;
     // Without a base, nothing can be unchanged or a delta.
     if base.is_none() && encoded.kind != ChunkKind::Absolute {

@@ -10,6 +10,7 @@ use tensorcask::blocking::Store;
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::{BaseKeeping, Blob, Error, Metadata, Policy, Result, Saved, WriterOptions};
 
+use crate::decision::DecisionJson;
 use crate::output::{Outcome, complain};
 use crate::parse;
 use crate::progress::Progress;
@@ -28,8 +29,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N")]
     step: u64,
     /// When to write a whole base; otherwise a delta is written, against the first base (one_shot), the last snapshot
-    /// (consecutive) or the last base (intermittent)
-    #[arg(long, default_value = "intermittent", value_parser = ["full", "one_shot", "consecutive", "intermittent"])]
+    /// (consecutive) or the last base (intermittent, adaptive; the latter writes a base when a delta would save little)
+    #[arg(long, default_value = "adaptive", value_parser = ["adaptive", "full", "one_shot", "consecutive", "intermittent"])]
     policy: String,
     /// Snapshots from one base to the next, for `intermittent` [default: 8]
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u64).range(1..))]
@@ -59,6 +60,7 @@ struct Report {
     stored_bytes: u64,
     ratio: Option<f64>,
     chunks: BTreeMap<String, u64>,
+    decision: DecisionJson,
     seconds: f64,
 }
 
@@ -106,6 +108,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         stored_bytes: saved.stored_bytes,
         ratio: ratio(saved.tensor_bytes, saved.stored_bytes),
         chunks: saved.chunks,
+        decision: DecisionJson::of(&saved.decision),
         seconds: begun.elapsed().as_secs_f64(),
     };
     let text = describe(&report);
@@ -135,6 +138,7 @@ fn describe(report: &Report) -> Text {
     text.fields(&[
         ("step", report.step.to_string()),
         ("kind", kind),
+        ("why", report.decision.line()),
         ("tensors", human_bytes(report.tensor_bytes)),
         ("stored", human_bytes(report.stored_bytes)),
         ("ratio", human_ratio(report.ratio)),

@@ -8,6 +8,7 @@ use tensorcask::wire::SnapshotKind;
 use tensorcask::{Result, Slice, Status};
 
 use crate::cask::{self, CodecCounts};
+use crate::decision::DecisionJson;
 use crate::output::Outcome;
 use crate::progress::Progress;
 use crate::text::{Text, human_bytes, human_ratio, ratio};
@@ -40,6 +41,15 @@ struct Report<'a> {
     kept_bytes: u64,
     codecs: BTreeMap<String, CodecCounts>,
     roles: BTreeMap<String, RoleCounts>,
+    /// Why the adaptive policy made a base or a delta of each step that it saved.
+    decisions: Vec<DecisionRow>,
+}
+
+#[derive(Debug, Serialize)]
+struct DecisionRow {
+    step: u64,
+    kind: &'static str,
+    decision: DecisionJson,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -62,6 +72,13 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             SnapshotKind::Delta => report.deltas += 1,
         }
         report.add(&store, &snapshot)?;
+        if let Some(decision) = snapshot.decision() {
+            report.decisions.push(DecisionRow {
+                step: snapshot.step(),
+                kind: snapshot.record().kind().name(),
+                decision: DecisionJson::of(&decision),
+            });
+        }
         for link in snapshot.chain() {
             if link.record.status != Status::Live && kept.insert(link.record.id) {
                 report.kept_snapshots += 1;
@@ -139,6 +156,12 @@ impl Report<'_> {
         let roles: Vec<Vec<String>> = roles.collect();
         text.line("");
         text.table(&["role", ">tensors", ">stored"], &roles);
+        if !self.decisions.is_empty() {
+            text.line("");
+            let cells = |row: &DecisionRow| [row.step.to_string(), row.kind.to_owned()].into_iter().chain(row.decision.cells()).collect();
+            let rows: Vec<Vec<String>> = self.decisions.iter().map(cells).collect();
+            text.table(&[">step", "kind", "why", ">since base", ">delta, estimated", ">base, estimated"], &rows);
+        }
         text
     }
 }

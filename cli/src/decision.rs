@@ -1,0 +1,41 @@
+//! Why a snapshot became a base or a delta, for reports.
+
+use serde::Serialize;
+use tensorcask::Decision;
+
+use crate::text::human_bytes;
+
+/// A decision in JSON.
+#[derive(Debug, Serialize)]
+pub(crate) struct DecisionJson {
+    reason: &'static str,
+    since_base: u64,
+    estimated_delta_bytes: Option<u64>,
+    estimated_base_bytes: Option<u64>,
+    sampled_chunks: u64,
+}
+
+impl DecisionJson {
+    pub(crate) fn of(decision: &Decision) -> Self {
+        Self {
+            reason: decision.reason.name(),
+            since_base: decision.since_base,
+            estimated_delta_bytes: decision.estimate.map(|estimate| estimate.delta_bytes),
+            estimated_base_bytes: decision.estimate.map(|estimate| estimate.base_bytes),
+            sampled_chunks: decision.estimate.map_or(0, |estimate| estimate.sampled_chunks),
+        }
+    }
+
+    /// One line.
+    pub(crate) fn line(&self) -> String {
+        let sizes = self.estimated_delta_bytes.zip(self.estimated_base_bytes);
+        let sizes = sizes.map(|(delta, base)| format!(": a delta would take {}, a base {}", human_bytes(delta), human_bytes(base)));
+        format!("{}{}; {} since the last base", self.reason, sizes.unwrap_or_default(), self.since_base)
+    }
+
+    /// Cells of a table: reason, count, estimates.
+    pub(crate) fn cells(&self) -> [String; 4] {
+        let bytes = |bytes: Option<u64>| bytes.map_or("-".to_owned(), human_bytes);
+        [self.reason.to_owned(), self.since_base.to_string(), bytes(self.estimated_delta_bytes), bytes(self.estimated_base_bytes)]
+    }
+}

@@ -1,0 +1,225 @@
+//! From a state that a reader holds to another: only what lies between is read.
+
+use super::execute::{ChunkItem, fetch_groups};
+use super::*;
+use crate::codec::Columns;
+use crate::plan::read::{ChunkPlan, ShardPlan, Step};
+use crate::tensor::{Run, contiguous_runs, copy_run};
+
+/// Bytes of chunks that are looked at together, unless one chunk is larger.
+const BATCH_BYTES: u64 = 32 << 20;
+
+/// What an update did, in chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Updated {
+    /// The same in both snapshots: nothing was read.
+    pub unchanged: u64,
+    /// Made from the held bytes and the deltas between.
+    pub advanced: u64,
+    /// Rebuilt from their whole chain.
+    pub rebuilt: u64,
+}
+
+/// What turns a held chunk into the wanted one.
+enum Way {
+    Same,
+    /// Deltas, newest first.
+    Deltas(Vec<Step>),
+    Rebuild,
+}
+
+struct Work {
+    item: usize,
+    shard: usize,
+    chunk: u64,
+    /// CRC-32 of the held bytes, if they are good for anything.
+    held_crc: Option<u32>,
+    crc: u32,
+    way: Way,
+}
+
+impl Snapshot {
+    /// Turns whole tensors of the snapshot `have`, which lie in these buffers, into those of this snapshot, reading only
+    /// what lies between. A tensor that `have` lacks, or has with another type or shape, is read whole.
+    ///
+    /// Held bytes are compared with their checksums first: a chunk that is not what `have` says is rebuilt. After an error
+    /// the buffers hold chunks of either snapshot.
+    pub async fn update_into(&self, have: &Snapshot, tensors: Vec<(&str, &mut [u8])>) -> Result<Updated> {
+        let (mut outs, mut shards, mut owners) = (Vec::new(), Vec::new(), Vec::new());
+        // Shards of `have`, and which of them belongs to each shard here.
+        let (mut held, mut matching) = (Vec::new(), Vec::new());
+        for (name, out) in tensors {
+            let directory = &self.newest().directory;
+            let tensor = self.find(name)?;
+            let tensor = directory.alias_of(tensor).unwrap_or(tensor);
+            let whole = whole(&directory.shape(tensor));
+            let bytes = whole.element_count().and_then(|count| directory.dtype(tensor).byte_count(count));
+            if bytes != Some(out.len() as u64) {
+                return Err(Error::invalid(format!("a buffer of {} bytes for a tensor of {}", out.len(), bytes.unwrap_or(0))).tensor(name));
+            }
+            for shard in directory.shards_of(tensor) {
+                let plan = ShardPlan::new(&self.links, tensor, shard)?;
+                let same = have.held_shard(name, directory.name(tensor), &plan)?;
+                matching.push(same.as_ref().map(|_| held.len()));
+                held.extend(same);
+                shards.push(plan);
+                owners.push((outs.len(), tensor));
+            }
+            outs.push((whole, out));
+        }
+        let rows = self.load_plans(&shards).await?;
+        let held_rows = have.load_plans(&held).await?;
+        let mut done = Updated::default();
+        let (mut batch, mut batch_bytes) = (Vec::new(), 0u64);
+        for (at, plan) in shards.iter().enumerate() {
+            for chunk in 0..plan.grid.chunk_count() {
+                let wanted = plan.chunk(&self.links, &rows[at], chunk)?;
+                let known = match matching[at] {
+                    // What cannot be planned there is rebuilt here.
+                    Some(other) => held[other].chunk(&have.links, &held_rows[other], chunk).ok(),
+                    None => None,
+                };
+                let crc = wanted.crc;
+                let held_crc = known.as_ref().map(|known| known.crc);
+                let way = self.way(wanted, have, known);
+                let bytes = plan.grid.bytes(chunk);
+                batch_bytes = batch_bytes.saturating_add(bytes.end - bytes.start);
+                batch.push(Work { item: owners[at].0, shard: at, chunk, held_crc, crc, way });
+                if batch_bytes >= BATCH_BYTES {
+                    self.update_batch(&shards, &owners, std::mem::take(&mut batch), &mut outs, &mut done).await?;
+                    batch_bytes = 0;
+                }
+            }
+        }
+        self.update_batch(&shards, &owners, batch, &mut outs, &mut done).await?;
+        Ok(done)
+    }
+
+    /// The same shard of this snapshot, if it has it.
+    fn held_shard(&self, name: &str, stored_name: &str, wanted: &ShardPlan) -> Result<Option<ShardPlan>> {
+        let directory = &self.newest().directory;
+        let found = directory.find(name).map(|tensor| directory.alias_of(tensor).unwrap_or(tensor)).filter(|&tensor| {
+            let same = directory.dtype(tensor) == wanted.dtype && directory.shape(tensor) == wanted.shape;
+            same && directory.name(tensor) == stored_name
+        });
+        let shard = found.and_then(|tensor| Some((tensor, directory.find_shard(tensor, &wanted.rect)?)));
+        shard.map(|(tensor, shard)| ShardPlan::new(&self.links, tensor, shard)).transpose()
+    }
+
+    /// Deltas between, if the older steps of the chunk are those of the held one.
+    fn way(&self, wanted: ChunkPlan, have: &Snapshot, known: Option<ChunkPlan>) -> Way {
+        let Some(known) = known else { return Way::Rebuild };
+        let Some(between) = wanted.steps.len().checked_sub(known.steps.len()) else { return Way::Rebuild };
+        let same = |(ours, theirs): (&Step, &Step)| self.path_of(ours) == have.path_of(theirs) && ours.entry == theirs.entry;
+        if !wanted.steps.iter().skip(between).zip(&known.steps).all(same) {
+            return Way::Rebuild;
+        }
+        match between {
+            0 => Way::Same,
+            _ => Way::Deltas(wanted.steps.into_iter().take(between).collect()),
+        }
+    }
+
+    async fn update_batch(
+        &self,
+        shards: &[ShardPlan],
+        owners: &[(usize, usize)],
+        batch: Vec<Work>,
+        outs: &mut [(Rect, &mut [u8])],
+        done: &mut Updated,
+    ) -> Result<()> {
+        let mut rebuild: Vec<(Work, Vec<u8>)> = Vec::new();
+        let mut advance: Vec<(Work, Vec<Step>, Vec<u8>)> = Vec::new();
+        for mut work in batch {
+            let plan = &shards[work.shard];
+            let bytes = plan.grid.bytes(work.chunk);
+            let mut held = zeroed(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?;
+            if let Some(crc) = work.held_crc {
+                move_runs(plan, work.chunk, &outs[work.item].0, |run| {
+                    let back = Run { source: run.destination, destination: run.source, count: run.count };
+                    copy_run(plan.dtype, back, outs[work.item].1, &mut held);
+                });
+                if crc32fast::hash(&held) != crc {
+                    work.way = Way::Rebuild;
+                }
+            }
+            match std::mem::replace(&mut work.way, Way::Rebuild) {
+                Way::Same => done.unchanged += 1,
+                Way::Deltas(steps) => advance.push((work, steps, held)),
+                Way::Rebuild => rebuild.push((work, held)),
+            }
+        }
+        let groups = advance.iter().flat_map(|(_, steps, _)| {
+            steps.iter().map(|step| (self.path_of(step), step.entry.pages.iter().map(|page| page.range.clone()).collect()))
+        });
+        let mut pages = fetch_groups(&self.store, groups.collect()).await?.into_iter();
+        for (work, steps, mut held) in advance {
+            let plan = &shards[work.shard];
+            let pages: Vec<Pages> = pages.by_ref().take(steps.len()).collect();
+            self.count_pages(&steps);
+            self.advance(plan, &work, &steps, &pages, &mut held)?;
+            put(plan, work.chunk, &held, &mut outs[work.item]);
+            done.advanced += 1;
+        }
+        let items = rebuild.iter_mut().map(|(work, buffer)| ChunkItem {
+            tensor: owners[work.shard].1,
+            rect: shards[work.shard].rect.clone(),
+            chunk: work.chunk,
+            out: buffer,
+        });
+        let items: Vec<ChunkItem<'_>> = items.collect();
+        if !items.is_empty() {
+            self.read_chunks(items).await?;
+        }
+        for (work, bytes) in &rebuild {
+            put(&shards[work.shard], work.chunk, bytes, &mut outs[work.item]);
+            done.rebuilt += 1;
+        }
+        Ok(())
+    }
+
+    fn count_pages(&self, steps: &[Step]) {
+        let pages = steps.iter().flat_map(|step| &step.entry.pages);
+        let bytes = pages.clone().map(|page| page.range.end - page.range.start).sum();
+        self.count(1, pages.count() as u64, bytes);
+    }
+
+    /// Decodes deltas, newest first, onto the bytes of a chunk.
+    fn advance(&self, plan: &ShardPlan, work: &Work, steps: &[Step], pages: &[Pages], held: &mut Vec<u8>) -> Result<()> {
+        let elements = plan.grid.elements(work.chunk);
+        for (step, pages) in steps.iter().zip(pages).rev() {
+            let locate = |e: Error| e.tensor(&plan.name).chunk(work.chunk).object(self.path_of(step));
+            for (page, bytes) in step.entry.pages.iter().zip(pages) {
+                page.check(bytes).map_err(locate)?;
+            }
+            let codec = step.entry.codec.as_ref().ok_or_else(|| locate(Error::corrupt("a stored chunk without a codec")))?;
+            let codec = self.store.registry().resolve(codec).map_err(locate)?;
+            let columns: Vec<(&str, Bytes)> =
+                step.entry.pages.iter().zip(pages).map(|(page, bytes)| (page.column.as_str(), bytes.clone())).collect();
+            let mut out = zeroed(held.len(), "a chunk")?;
+            let input = Columns { dtype: plan.dtype, element_count: elements.end - elements.start, columns: &columns, base: Some(held) };
+            codec.decode(&input, &mut out).map_err(locate)?;
+            *held = out;
+        }
+        if crc32fast::hash(held) == work.crc {
+            return Ok(());
+        }
+        Err(Error::corrupt("decoded bytes do not have the checksum that they had when they were saved")
+            .tensor(&plan.name)
+            .chunk(work.chunk)
+            .clause("chain 3.4"))
+    }
+}
+
+/// The runs of a chunk: from the chunk to the whole tensor.
+fn move_runs(plan: &ShardPlan, chunk: u64, whole: &Rect, mut each: impl FnMut(Run)) {
+    let window = plan.grid.elements(chunk);
+    let start = window.start;
+    for run in contiguous_runs(&plan.rect, whole, window) {
+        each(Run { source: run.source - start, ..run });
+    }
+}
+
+fn put(plan: &ShardPlan, chunk: u64, bytes: &[u8], (whole, out): &mut (Rect, &mut [u8])) {
+    move_runs(plan, chunk, whole, |run| copy_run(plan.dtype, run, bytes, out));
+}
