@@ -5,7 +5,7 @@ use super::layout::StateLayout;
 use super::save::Written;
 use super::*;
 use crate::chain::chain_of;
-use crate::commit::{LogState, Summary, now_ms, refuse_features};
+use crate::commit::{Age, LogState, Summary, now_ms, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::{STORE_FILE, Snapshot};
 use crate::store::Created;
@@ -86,6 +86,7 @@ impl Writer {
         parent: Option<&Parent>,
         written: &Written,
         metadata: &Metadata,
+        age: Age,
     ) -> Result<Saved> {
         let directory = layout.directory()?;
         let digest = Digest::of(&directory);
@@ -110,13 +111,16 @@ impl Writer {
         self.store.create_unique(&manifest.path(), bytes.into()).await?;
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
-        let (writer, limit) = (self.id, self.store.limits().max_chain_depth);
+        let (writer, limit, floor) = (self.id, self.store.limits().max_chain_depth, self.options.age_floor);
         let sequence = self
             .log
             .append(writer, |state| {
                 check_fence(state, writer)?;
+                age.check(floor)?;
                 if let Some(parent) = parent_id {
-                    chain_of(state, parent, limit)?;
+                    chain_of(state, parent, limit).map_err(|e| {
+                        Error::new(ErrorKind::Conflict, format!("the parent can no longer be built upon: {}", e.message())).source(e)
+                    })?;
                 }
                 Ok(Event::Added { snapshot: manifest.id, step, parent: parent_id, manifest: manifest_digest })
             })

@@ -10,6 +10,7 @@ use super::layout::{LayoutTensor, StateLayout};
 use super::*;
 use crate::chain::content_digests;
 use crate::codec::{Chunk, ChunkKind, EncodedChunk, Registry, encode_chunk};
+use crate::commit::Age;
 use crate::container::CaskEncoder;
 use crate::limits::zeroed;
 use crate::plan::ChunkGrid;
@@ -63,31 +64,38 @@ impl Writer {
 
     async fn save_layout(&mut self, step: u64, layout: &StateLayout<'_>, metadata: &Metadata) -> Result<Saved> {
         let mut parent = self.parent().await?;
-        let written = loop {
+        loop {
             let keep = self.base.keeps() && self.becomes_base(parent.is_none());
-            match self.write_casks(layout, parent.as_ref(), keep).await {
-                Ok(written) => break written,
+            let age = Age::start();
+            let (error, as_base) = match self.write_casks(layout, parent.as_ref(), keep).await {
+                Ok(written) => match self.commit(step, layout, parent.as_ref(), &written, metadata, age).await {
+                    Ok(saved) => {
+                        if keep {
+                            self.base.promote(saved.id, written.kept);
+                        }
+                        return Ok(saved);
+                    }
+                    // The parent was given up to garbage collection in the meantime.
+                    Err(error) => {
+                        let as_base = error.kind() == ErrorKind::Conflict;
+                        (error, as_base)
+                    }
+                },
                 Err(error) => {
-                    if keep {
-                        // Shards of the old base may have been released.
-                        self.base.clear();
-                    }
-                    if parent.is_none() || !is_damage(&error) {
-                        return Err(error);
-                    }
-                    tracing::warn!(%error, "no delta can be made; saving a base instead");
-                    parent = None;
+                    let as_base = is_damage(&error);
+                    (error, as_base)
                 }
+            };
+            if keep {
+                // Shards of the old base may have been released.
+                self.base.clear();
             }
-        };
-        let keep = self.base.keeps() && self.becomes_base(parent.is_none());
-        let committed = self.commit(step, layout, parent.as_ref(), &written, metadata).await;
-        match &committed {
-            Ok(saved) if keep => self.base.promote(saved.id, written.kept),
-            Err(_) if keep => self.base.clear(),
-            _ => {}
+            if parent.is_none() || !as_base {
+                return Err(error);
+            }
+            tracing::warn!(%error, "no delta can be made; saving a base instead");
+            parent = None;
         }
-        committed
     }
 
     /// Encodes and uploads all casks.
