@@ -24,8 +24,8 @@ use tokio::runtime::Runtime;
 use crate::interchange::safetensors::{self, Selected};
 use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
-    At, Blob, Error, ErrorKind, Metadata, Policy, Result, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView,
-    VerifyOptions, VerifyReport, WriterOptions,
+    At, Blob, CompactOptions, Compacted, Error, ErrorKind, GcOptions, GcReport, Metadata, Policy, Result, Retention, Saved, Slice,
+    SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView, VerifyOptions, VerifyReport, WriterOptions,
 };
 
 /// [`Store`](crate::Store), blocking. Not to be used from async code, where it would panic in the runtime it is called in.
@@ -143,6 +143,21 @@ impl Store {
     /// See [`Store::receipts`](crate::Store::receipts).
     pub fn receipts(&self, step: u64, attempt: u64, world: u32) -> Result<Vec<Receipt>> {
         self.block_on(self.inner.receipts(step, attempt, world))
+    }
+
+    /// See [`Store::retain`](crate::Store::retain).
+    pub fn retain(&self, retention: Retention, apply: bool) -> Result<Vec<SnapshotRecord>> {
+        self.block_on(self.inner.retain(retention, apply))
+    }
+
+    /// See [`Store::gc`](crate::Store::gc).
+    pub fn gc(&self, options: &GcOptions) -> Result<GcReport> {
+        self.block_on(self.inner.gc(options))
+    }
+
+    /// See [`Store::compact`](crate::Store::compact).
+    pub fn compact(&self, at: impl Into<At>, options: &CompactOptions) -> Result<Compacted> {
+        self.block_on(self.inner.compact(at, options))
     }
 
     /// See [`Store::verify`](crate::Store::verify).

@@ -58,6 +58,8 @@ mod commit;
 mod reader;
 mod writer;
 
+mod maintain;
+
 pub mod blocking;
 pub mod interchange;
 pub mod testing;
@@ -67,9 +69,10 @@ mod limits;
 mod version;
 
 pub use chain::{Decision, Estimate, Policy, Reason};
-pub use commit::{SnapshotRecord, Status};
+pub use commit::{Retention, SnapshotRecord, Status};
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
+pub use maintain::{CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, GcOptions, GcReport};
 pub use plan::ChunkGrid;
 pub use reader::{
     At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,

@@ -1,5 +1,7 @@
 //! Values of arguments that several verbs take.
 
+use std::time::Duration;
+
 use serde_json::Value;
 use tensorcask::{At, Result, Slice};
 
@@ -9,6 +11,23 @@ pub(crate) fn at(text: &str) -> Result<At, String> {
         "latest" => Ok(At::Latest),
         _ => text.parse().map(At::Step).map_err(|_| "a step is a number, or `latest`".to_owned()),
     }
+}
+
+/// `30s`, `5m`, `24h`, `7d`; `0` too.
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+    let bad = || "write a number and s, m, h or d, such as 24h".to_owned();
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let seconds: u64 = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        "" if number == "0" => 1,
+        _ => return Err(bad()),
+    };
+    let number: u64 = number.parse().map_err(|_| bad())?;
+    number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(bad)
 }
 
 /// `i/n`.
@@ -89,6 +108,15 @@ mod tests {
         assert_eq!(value("none=null"), Ok("\"null\"".into()));
         assert_eq!(value("a=b=c"), Ok("\"b=c\"".into()));
         assert!(value("=1").is_err() && value("x").is_err());
+    }
+
+    #[test]
+    fn durations_are_read() {
+        let seconds = |text: &str| duration(text).map(|time| time.as_secs());
+        assert_eq!([seconds("0"), seconds("90s"), seconds("5m"), seconds("24h")], [Ok(0), Ok(90), Ok(300), Ok(86_400)]);
+        for text in ["", "5", "h", "-1h", "1.5h", "99999999999999999999d", "1w"] {
+            assert!(duration(text).is_err(), "{text}");
+        }
     }
 
     #[test]

@@ -236,7 +236,11 @@ fn every_report_has_the_documented_keys() {
         ("stat", "stat @run"),
         ("pin", "pin @run --step 1000"),
         ("pin", "pin @run --step 1000 --off"),
+        ("compact", "compact @run --step 1001"),
+        ("forget", "forget @run --keep-last 1 --dry-run"),
         ("forget", "forget @run --step 1001 1010"),
+        ("gc", "gc @run"),
+        ("gc", "gc @run --apply"),
         ("log", "log @run"),
     ] {
         conforms(verb, &place.json(arguments));
@@ -292,6 +296,27 @@ fn pinned_steps_are_not_forgotten() {
     assert_eq!(place.json("ls @run")["snapshots"].as_array().unwrap().len(), 1);
     place.json("restore @run -o @out");
     assert_eq!(content(&place.path("out")), content(&training_file(1010)), "its base stays");
+}
+
+#[test]
+fn old_steps_are_folded_forgotten_and_collected() {
+    let place = Place::with_training();
+    let bytes = |place: &Place| place.casks().iter().map(|cask| cask.metadata().unwrap().len()).sum::<u64>();
+    let before = bytes(&place);
+    assert_eq!(place.json("forget @run --keep-last 1")["forgotten"].as_array().unwrap().len(), 2);
+    let told = place.json("gc @run --age-floor 0");
+    assert_eq!((&told["collected"][0]["step"], &told["held"][0]["step"]), (&json!(1001), &json!(1000)), "1010 needs 1000");
+    assert!(told["held_bytes"].as_u64() > Some(0));
+    let folded = place.json("compact @run");
+    assert_eq!((&folded["compacted"][0]["links"], &folded["compacted"][0]["changed"]), (&json!(2), &json!(true)));
+    assert_eq!(place.json("gc @run --apply")["freed_bytes"], 0, "not before the floor");
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    let freed = place.json("gc @run --apply --age-floor 0");
+    assert!(freed["freed_bytes"].as_u64() > Some(before), "all three steps were stored before");
+    assert_eq!(place.casks().len(), 2);
+    place.json("restore @run -o @out");
+    assert_eq!(content(&place.path("out")), content(&training_file(1010)));
+    assert_eq!(place.json("verify @run")["clean"], true);
 }
 
 #[test]
@@ -544,7 +569,7 @@ fn a_closed_pipe_is_no_error() {
 fn every_verb_explains_itself() {
     let place = Place::new();
     let help = stdout(&place.run("--help"));
-    for verb in ["save", "restore", "verify", "ls", "chain", "log", "inspect", "diff", "stat", "pin", "forget"] {
+    for verb in ["save", "restore", "verify", "ls", "chain", "log", "inspect", "diff", "stat", "pin", "forget", "compact", "gc"] {
         assert!(help.contains(&format!("  {verb}")), "{verb}");
         let help = stdout(&place.run(&format!("{verb} --help")));
         assert!(help.contains(&format!("Example:\n  tensorcask {verb} ")), "{help}");

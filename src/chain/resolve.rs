@@ -1,6 +1,6 @@
 //! Which snapshots rebuild a step. A loop, never recursion; the whole chain is validated before a byte is decoded.
 
-use crate::commit::{LogState, SnapshotRecord};
+use crate::commit::{LogState, SnapshotRecord, Status};
 use crate::wire::{Id, Manifest};
 use crate::{Error, Limits, Result};
 
@@ -12,6 +12,10 @@ pub(crate) fn chain_of(state: &LogState, id: Id, max_depth: u64) -> Result<Vec<S
         let record = state
             .by_id(id)
             .ok_or_else(|| Error::corrupt(format!("snapshot {id}, which the chain needs, is not in the log")).clause("chain 2.1"))?;
+        if record.status == Status::Collected {
+            let message = format!("snapshot {id}, which the chain needs, was given up to garbage collection");
+            return Err(Error::corrupt(message).object(record.manifest_path()).clause("chain 2.8"));
+        }
         if chain.last().is_some_and(|child| child.sequence <= record.sequence) {
             return Err(Error::corrupt(format!("snapshot {id} was not committed before the delta that needs it"))
                 .object(record.manifest_path())

@@ -65,7 +65,7 @@ pub struct Columns<'a> {
     pub element_count: u64,
     /// Names and bytes of the columns, in stored order.
     pub columns: &'a [(&'a str, Bytes)],
-    /// The same chunk of the parent snapshot; always there when the chunk was stored as a delta.
+    /// The same chunk of the parent snapshot: there if, and only if, the chunk was stored as a delta.
     pub base: Option<&'a [u8]>,
 }
 

@@ -114,8 +114,8 @@ impl Codec for Planes {
         };
         let units = out.len() / width;
         let mut decoded = zeroed(units * width, "byte planes")?;
-        for (code, plane) in codes.iter().zip(decoded.chunks_mut(units.max(1))) {
-            entropy::decode(code, plane)?;
+        for (k, code) in codes.iter().enumerate() {
+            entropy::decode(code, decoded.get_mut(k * units..(k + 1) * units).unwrap_or_default())?;
         }
         let decoded: Vec<&[u8]> = decoded.chunks(units.max(1)).collect();
         if decoded.len() == width {

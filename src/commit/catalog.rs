@@ -33,8 +33,21 @@ const STATE_KEY: &str = "tensorcask.state";
 const DIRECTORY_KEY: &str = "tensorcask.directory";
 
 /// The columns that are read back.
-const COLUMNS: &[&str] =
-    &["sequence", "step", "snapshot", "kind", "parent", "manifest", "status", "pinned", "tensor_bytes", "stored_bytes", "time_ms", "user"];
+const COLUMNS: &[&str] = &[
+    "sequence",
+    "revision",
+    "step",
+    "snapshot",
+    "kind",
+    "parent",
+    "manifest",
+    "status",
+    "pinned",
+    "tensor_bytes",
+    "stored_bytes",
+    "time_ms",
+    "user",
+];
 
 /// Facts of the log that are not rows.
 #[derive(Serialize, Deserialize)]
@@ -111,6 +124,7 @@ fn encode(state: &LogState) -> Result<Bytes> {
     });
     let mut columns: Vec<(String, ArrayRef, bool)> = vec![
         ("sequence".into(), numbers(&|r| r.sequence), false),
+        ("revision".into(), numbers(&|r| r.revision), false),
         ("step".into(), numbers(&|r| r.step), false),
         ("snapshot".into(), texts(&|r| Some(r.id.to_hex())), false),
         ("kind".into(), texts(&|r| Some(r.kind().name().into())), false),
@@ -220,6 +234,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
             let parent = rows.text_if_present("parent", row)?.map(id).transpose()?;
             let record = SnapshotRecord {
                 sequence: rows.number("sequence", row)?,
+                revision: rows.number("revision", row)?,
                 id: id(rows.text("snapshot", row)?)?,
                 step: rows.number("step", row)?,
                 parent,
@@ -237,6 +252,9 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
             let expected = if parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base };
             if rows.text("kind", row)? != expected.name() {
                 return Err(bad(format!("row {row}: kind and parent disagree")));
+            }
+            if record.revision < record.sequence || record.revision > sequence {
+                return Err(bad(format!("row {row}: its revision is not an entry from its own to that of the catalog")));
             }
             if record.sequence > sequence || state.snapshots().last().is_some_and(|last| last.sequence >= record.sequence) {
                 return Err(bad(format!("row {row}: sequences do not ascend to that of the catalog")));

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::{CATALOG_INTERVAL, Catalog, LogState, Summary, now_ms};
+use super::{CATALOG_INTERVAL, Catalog, LogState, Status, Summary, now_ms};
 use crate::error::ResultExt;
 use crate::store::{Created, Medium, Store, concurrently};
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest, StoreFile};
@@ -135,7 +135,7 @@ impl Log {
             .snapshots()
             .iter()
             .enumerate()
-            .filter(|(_, record)| record.summary.is_none())
+            .filter(|(_, record)| record.summary.is_none() && record.status != Status::Collected)
             .map(|(at, record)| (at, record.manifest, record.manifest_path()))
             .collect();
         let store = &self.store;

@@ -1,13 +1,16 @@
 //! The log: commits, who may commit, and what a store holds. Spec: `spec/log.md`.
 
+mod age;
 mod catalog;
 mod history;
 mod log;
 mod retention;
 mod state;
 
+pub(crate) use age::{Age, DEFAULT_AGE_FLOOR};
 pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
 pub(crate) use log::{Log, read_manifest, refuse_features};
+pub use retention::Retention;
 pub(crate) use state::{LogState, Summary};
 pub use state::{SnapshotRecord, Status};
 

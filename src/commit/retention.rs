@@ -41,6 +41,56 @@ impl Store {
     }
 }
 
+/// Which live steps to keep; the others are forgotten. Pinned steps and the newest are always kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Retention {
+    /// The last so many, by commit.
+    pub keep_last: Option<u64>,
+    /// Steps that are multiples of this.
+    pub keep_every: Option<u64>,
+}
+
+impl Retention {
+    /// Live snapshots that it does not keep, by commit.
+    fn unwanted(self, state: &LogState) -> Vec<SnapshotRecord> {
+        let keeps = |nth: u64, step: u64| {
+            nth == 0 || self.keep_last.is_some_and(|last| nth < last) || self.keep_every.is_some_and(|every| step.is_multiple_of(every))
+        };
+        let live = state.live().rev().zip(0u64..);
+        let mut unwanted: Vec<SnapshotRecord> =
+            live.filter(|(record, nth)| !record.pinned && !keeps(*nth, record.step)).map(|(record, _)| record.clone()).collect();
+        unwanted.reverse();
+        unwanted
+    }
+}
+
+impl Store {
+    /// Forgets the live steps that `retention` does not keep, or only tells which (`apply` false). What it keeps is decided
+    /// on the state of the log at each commit, so that a step that is pinned or saved meanwhile is safe.
+    pub async fn retain(&self, retention: Retention, apply: bool) -> Result<Vec<SnapshotRecord>> {
+        if retention == Retention::default() || retention.keep_every == Some(0) || retention.keep_last == Some(0) {
+            return Err(Error::invalid("say what to keep: the last so many steps, or every so many, 1 or more"));
+        }
+        let mut log = Log::load(self).await?;
+        if !apply {
+            return Ok(retention.unwanted(log.state()));
+        }
+        let writer = Id::random()?;
+        let mut forgotten = Vec::new();
+        while !retention.unwanted(log.state()).is_empty() {
+            let mut last: Vec<Id> = Vec::new();
+            log.append(writer, |state| {
+                last = retention.unwanted(state).iter().take(MAX_FORGOTTEN).map(|record| record.id).collect();
+                Ok(Event::Forgotten { snapshots: last.clone() })
+            })
+            .await?;
+            log.write_catalog_if_due().await;
+            forgotten.append(&mut last);
+        }
+        Ok(forgotten.into_iter().filter_map(|id| log.state().by_id(id).cloned()).collect())
+    }
+}
+
 /// Snapshots that one entry forgets, at most: it stays well below the limit on entries.
 const MAX_FORGOTTEN: usize = 10_000;
 

@@ -17,6 +17,8 @@ pub enum Status {
     Superseded,
     /// Not wanted any more; kept while a chain needs it.
     Forgotten,
+    /// Given up: no chain may need it, and its objects are deleted in time.
+    Collected,
 }
 
 impl Status {
@@ -26,11 +28,12 @@ impl Status {
             Self::Live => "live",
             Self::Superseded => "superseded",
             Self::Forgotten => "forgotten",
+            Self::Collected => "collected",
         }
     }
 
     pub(crate) fn from_name(name: &str) -> Option<Self> {
-        [Self::Live, Self::Superseded, Self::Forgotten].into_iter().find(|status| status.name() == name)
+        [Self::Live, Self::Superseded, Self::Forgotten, Self::Collected].into_iter().find(|status| status.name() == name)
     }
 }
 
@@ -39,6 +42,8 @@ impl Status {
 pub struct SnapshotRecord {
     /// Number of the log entry that committed it.
     pub sequence: u64,
+    /// Number of the log entry that named its manifest: `sequence`, unless it was compacted.
+    pub revision: u64,
     /// The id.
     pub id: Id,
     /// The training step.
@@ -64,7 +69,10 @@ impl SnapshotRecord {
 
     /// Path of its manifest below the store's root.
     pub fn manifest_path(&self) -> String {
-        Manifest::path_of(self.step, self.id)
+        match self.revision == self.sequence {
+            true => Manifest::path_of(self.step, self.id),
+            false => Manifest::path_of_compacted(self.step, self.id, self.manifest),
+        }
     }
 }
 
@@ -132,6 +140,7 @@ impl LogState {
                 }
                 self.insert(SnapshotRecord {
                     sequence: entry.sequence,
+                    revision: entry.sequence,
                     id: *snapshot,
                     step: *step,
                     parent: *parent,
@@ -145,6 +154,7 @@ impl LogState {
             Event::Forgotten { snapshots } => {
                 for id in snapshots {
                     match self.by_id.get(id).and_then(|&at| self.snapshots.get_mut(at)) {
+                        Some(record) if record.status == Status::Collected => {}
                         Some(record) => record.status = Status::Forgotten,
                         None => return bad(format!("forgets {id}, which no earlier entry added"), "log 3.4"),
                     }
@@ -154,6 +164,24 @@ impl LogState {
                 Some(record) => record.pinned = *pinned,
                 None => return bad(format!("pins {snapshot}, which no earlier entry added"), "log 3.4"),
             },
+            Event::Compacted { snapshot, parent, manifest } => match self.by_id.get(snapshot).and_then(|&at| self.snapshots.get_mut(at)) {
+                Some(record) if parent.is_some() && *parent != record.parent => {
+                    return bad(format!("gives {snapshot} a parent that it did not have"), "log 3.5");
+                }
+                Some(record) => {
+                    (record.parent, record.manifest, record.revision) = (*parent, *manifest, entry.sequence);
+                    record.summary = None;
+                }
+                None => return bad(format!("compacts {snapshot}, which no earlier entry added"), "log 3.4"),
+            },
+            Event::Collecting { snapshots } => {
+                for id in snapshots {
+                    match self.by_id.get(id).and_then(|&at| self.snapshots.get_mut(at)) {
+                        Some(record) => record.status = Status::Collected,
+                        None => return bad(format!("collects {id}, which no earlier entry added"), "log 3.4"),
+                    }
+                }
+            }
             Event::Upgraded { must_understand, may_ignore } => {
                 check_feature_names(must_understand)?;
                 self.must_understand.extend(must_understand.iter().cloned());

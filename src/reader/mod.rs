@@ -16,6 +16,7 @@ use bytes::Bytes;
 use serde_json::{Map, Value};
 
 pub(crate) use execute::{ChunkItem, ReadItem};
+pub(crate) use open::read_directory;
 pub use open::{At, Latest, SnapshotInfo};
 pub use recover::{Recovered, Skipped};
 pub use since::Updated;

@@ -184,7 +184,7 @@ impl Snapshot {
     }
 }
 
-pub(super) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<Directory>> {
+pub(crate) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<Directory>> {
     if let Some(directory) = store.cached_directory(digest) {
         return Ok(directory);
     }

@@ -277,7 +277,7 @@ impl Store {
     }
 
     /// Every byte of a cask.
-    async fn verify_cask(&self, cask: &CaskRef) -> Result<()> {
+    pub(crate) async fn verify_cask(&self, cask: &CaskRef) -> Result<()> {
         let path = cask.path();
         let index = read_index(self, cask).await?;
         for (part, range) in index.missing_parts() {

@@ -19,6 +19,8 @@ pub(crate) struct Listed {
     /// Path below the store's root.
     pub path: String,
     pub bytes: u64,
+    /// When it was written, in milliseconds since 1970, by the clock of the storage.
+    pub modified_ms: u64,
 }
 
 impl Store {
@@ -42,16 +44,6 @@ impl Store {
             Ok(bytes) => Ok(Some(bytes)),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
-        }
-    }
-
-    /// The size of an object, or `None` where there is none.
-    pub(crate) async fn size_of(&self, object: &str) -> Result<Option<u64>> {
-        self.count(1, 0, 0);
-        match self.objects()?.head(&self.path(object)).await {
-            Ok(meta) => Ok(Some(meta.size)),
-            Err(object_store::Error::NotFound { .. }) => Ok(None),
-            Err(e) => Err(Error::storage(object, e)),
         }
     }
 
@@ -121,13 +113,29 @@ impl Store {
                     let parts: Vec<String> = parts.map(|part| part.as_ref().to_owned()).collect();
                     parts.join("/")
                 });
-                futures::future::ok(relative.map(|path| Listed { path, bytes: meta.size }))
+                futures::future::ok(relative.map(|path| Listed { path, bytes: meta.size, modified_ms: modified_ms(&meta) }))
             })
             .try_collect()
             .await
             .map_err(|e| Error::storage(folder, e))?;
         found.sort_unstable_by(|a, b| a.path.cmp(&b.path));
         Ok(found)
+    }
+
+    /// Size and time of an object.
+    pub(crate) async fn head(&self, object: &str) -> Result<Listed> {
+        self.count(1, 0, 0);
+        let meta = self.objects()?.head(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
+        Ok(Listed { path: object.to_owned(), bytes: meta.size, modified_ms: modified_ms(&meta) })
+    }
+
+    /// The time by the clock of the storage, in milliseconds since 1970: that of a scratch object, which is removed again.
+    pub(crate) async fn clock_ms(&self) -> Result<u64> {
+        let object = format!("probe/{}", crate::wire::Id::random()?);
+        self.create_unique(&object, Bytes::from_static(b"clock")).await?;
+        let now = self.head(&object).await;
+        self.delete(&object).await?;
+        Ok(now?.modified_ms)
     }
 
     /// Deletes an object; that it is gone already is no error.
@@ -138,4 +146,8 @@ impl Store {
             Err(e) => Err(Error::storage(object, e)),
         }
     }
+}
+
+fn modified_ms(meta: &object_store::ObjectMeta) -> u64 {
+    u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0)
 }

@@ -17,7 +17,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
 pub(crate) use fetch::concurrently;
-pub(crate) use io::Created;
+pub(crate) use io::{Created, Listed};
 pub use open::StoreOptions;
 pub use probe::ProbeReport;
 pub(crate) use upload::Upload;

@@ -39,6 +39,20 @@ pub enum Event {
         /// Whether it is protected from now on.
         pinned: bool,
     },
+    /// Another manifest stands for a snapshot from now on: the same content, held by other casks.
+    Compacted {
+        /// Its id.
+        snapshot: Id,
+        /// The parent that it still needs, if any.
+        parent: Option<Id>,
+        /// Digest of the manifest, whose path follows from step, id and this digest.
+        manifest: Digest,
+    },
+    /// Snapshots that nothing may need any more: what only they name is deleted when it is old enough.
+    Collecting {
+        /// Their ids.
+        snapshots: Vec<Id>,
+    },
     /// From now on readers and writers have to know these features.
     Upgraded {
         /// Features that readers and writers have to know.
@@ -48,7 +62,7 @@ pub enum Event {
     },
 }
 
-const KINDS: &[&str] = &["opened", "added", "forgotten", "pinned", "upgraded"];
+const KINDS: &[&str] = &["opened", "added", "forgotten", "pinned", "compacted", "collecting", "upgraded"];
 
 impl Event {
     /// The name in JSON and listings.
@@ -58,6 +72,8 @@ impl Event {
             Self::Added { .. } => "added",
             Self::Forgotten { .. } => "forgotten",
             Self::Pinned { .. } => "pinned",
+            Self::Compacted { .. } => "compacted",
+            Self::Collecting { .. } => "collecting",
             Self::Upgraded { .. } => "upgraded",
         }
     }

@@ -139,6 +139,11 @@ impl Manifest {
         format!("snapshots/{step}-{id}.json")
     }
 
+    /// Path of a manifest that stands for a snapshot in place of its first one.
+    pub fn path_of_compacted(step: u64, id: Id, digest: Digest) -> String {
+        format!("snapshots/{step}-{id}-{digest}.json")
+    }
+
     /// Bytes of all casks.
     pub fn stored_bytes(&self) -> u64 {
         self.casks.iter().fold(0, |sum, cask| sum.saturating_add(cask.bytes))

@@ -3,7 +3,7 @@
 use super::base::Parent;
 use super::*;
 use crate::chain::{Reason, chain_of};
-use crate::commit::{LogState, Summary, now_ms, refuse_features};
+use crate::commit::{Age, LogState, Summary, now_ms, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::{STORE_FILE, Snapshot};
 use crate::store::Created;
@@ -68,7 +68,7 @@ impl Writer {
 
     /// Writes directory and manifest, then commits the entry that makes them exist.
     pub(super) async fn commit(&mut self, step: u64, parent: Option<&Parent>, prepared: Prepared, metadata: &Metadata) -> Result<Saved> {
-        let Prepared { directory, tensor_bytes, casks, content, chunks, decision } = prepared;
+        let Prepared { directory, tensor_bytes, casks, content, chunks, decision, age } = prepared;
         let store = self.saver.store.clone();
         let digest = Digest::of(&directory);
         let parent_ref =
@@ -96,13 +96,16 @@ impl Writer {
         store.create_unique(&manifest.path(), bytes.into()).await?;
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
-        let (writer, limit) = (self.id, store.limits().max_chain_depth);
+        let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.saver.options.age_floor);
         let sequence = self
             .log
             .append(writer, |state| {
                 check_fence(state, writer)?;
+                age.check(floor)?;
                 if let Some(parent) = parent_id {
-                    chain_of(state, parent, limit)?;
+                    chain_of(state, parent, limit).map_err(|e| {
+                        Error::new(ErrorKind::Conflict, format!("the parent can no longer be built upon: {}", e.message())).source(e)
+                    })?;
                 }
                 Ok(Event::Added { snapshot: manifest.id, step, parent: parent_id, manifest: manifest_digest })
             })
@@ -133,6 +136,8 @@ pub(super) struct Prepared {
     pub content: BTreeMap<String, Digest>,
     pub chunks: BTreeMap<String, u64>,
     pub decision: Decision,
+    /// Of the oldest of the casks.
+    pub age: Age,
 }
 
 /// The parent of a delta, opened. One that cannot be read is no reason to lose the snapshot at hand: none, loudly.

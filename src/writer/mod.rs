@@ -8,6 +8,7 @@ mod ranks;
 mod save;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde_json::{Map, Value};
 
@@ -17,7 +18,7 @@ pub use ranks::{Rank, RankWriter};
 use save::Saver;
 
 use crate::chain::{Decision, Policy};
-use crate::commit::Log;
+use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Error, ErrorKind, Result, Store};
 
@@ -41,11 +42,20 @@ pub struct WriterOptions {
     pub verify_after_encode: bool,
     /// Pages begin at multiples of two to the power of this: 6 to 12.
     pub alignment_exponent: u8,
+    /// The least age floor that garbage collection of this store is run with: a save that takes longer than half of it is
+    /// refused, because its casks could be taken for leftovers.
+    pub age_floor: Duration,
 }
 
 impl Default for WriterOptions {
     fn default() -> Self {
-        Self { policy: Policy::default(), base_cache: BaseKeeping::default(), verify_after_encode: true, alignment_exponent: 6 }
+        Self {
+            policy: Policy::default(),
+            base_cache: BaseKeeping::default(),
+            verify_after_encode: true,
+            alignment_exponent: 6,
+            age_floor: DEFAULT_AGE_FLOOR,
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use super::layout::{MAX_RANK, StateLayout, check_tiles};
 use super::save::Saver;
 use super::*;
 use crate::chain::{Reason, content_digests};
+use crate::commit::Age;
 use crate::commit::refuse_features;
 use crate::error::ResultExt;
 use crate::store::concurrently;
@@ -170,14 +171,20 @@ impl Writer {
         let there = |cask: &CaskRef| {
             let (store, path, bytes) = (store.clone(), cask.path(), cask.bytes);
             async move {
-                match store.size_of(&path).await? {
-                    Some(found) if found == bytes => Ok(()),
-                    Some(found) => Err(Error::corrupt(format!("has {found} bytes, its receipt says {bytes}")).object(path)),
-                    None => Err(Error::not_found("a receipt names this cask, and it is not there").object(path)),
+                match store.head(&path).await {
+                    Ok(found) if found.bytes == bytes => Ok(found.modified_ms),
+                    Ok(found) => Err(Error::corrupt(format!("has {} bytes, its receipt says {bytes}", found.bytes)).object(path)),
+                    Err(error) if error.kind() == ErrorKind::NotFound => {
+                        Err(Error::not_found("a receipt names this cask, and it is not there").object(path))
+                    }
+                    Err(error) => Err(error),
                 }
             }
         };
-        let _: Vec<()> = concurrently(CONCURRENT_REQUESTS, casks.iter().map(there)).await?;
+        let (age, now) = (Age::start(), store.clock_ms().await?);
+        let written: Vec<u64> = concurrently(CONCURRENT_REQUESTS, casks.iter().map(there)).await?;
+        let oldest = written.into_iter().min().unwrap_or(now);
+        let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest)));
         let directory = Directory::encode(&merged.rows)?;
         let decoded = Directory::decode(directory.clone().into(), Digest::of(&directory), store.limits())
             .map_err(|e| Error::invalid(format!("the receipts make no directory: {}", e.message())).source(e))?;
@@ -185,7 +192,7 @@ impl Writer {
             let crc = merged.crcs.get(shard).and_then(|crcs| crcs.get(usize::try_from(chunk).ok()?));
             crc.copied().ok_or_else(|| Error::invalid("a receipt has too few checksums for its shards"))
         })?;
-        let prepared = Prepared { directory, tensor_bytes: merged.tensor_bytes, casks, content, chunks: BTreeMap::new(), decision };
+        let prepared = Prepared { directory, tensor_bytes: merged.tensor_bytes, casks, content, chunks: BTreeMap::new(), decision, age };
         self.commit(step, parent.as_ref(), prepared, metadata).await
     }
 

@@ -12,6 +12,7 @@ use super::layout::{LayoutTensor, StateLayout};
 use super::*;
 use crate::chain::{Reason, content_digests};
 use crate::codec::{Chunk, ChunkKind, EncodedChunk, Registry, encode_chunk};
+use crate::commit::Age;
 use crate::container::CaskEncoder;
 use crate::limits::zeroed;
 use crate::plan::ChunkGrid;
@@ -98,39 +99,50 @@ impl Writer {
                 Err(error) => return Err(error),
             }
         }
-        let written = loop {
+        loop {
             let keep = self.saver.keeps(parent.is_none());
-            match self.saver.write_casks(layout, parent.as_ref(), keep).await {
-                Ok(written) => break written,
-                Err(error) => {
-                    if keep {
-                        // Shards of the old base may have been released.
-                        self.saver.base.clear();
+            let age = Age::start();
+            let (error, as_base) = match self.saver.write_casks(layout, parent.as_ref(), keep).await {
+                Ok(written) => {
+                    let directory = layout.directory()?;
+                    let prepared = Prepared {
+                        content: written.content(&directory, &self.saver.store)?,
+                        directory,
+                        casks: written.casks,
+                        tensor_bytes: layout.tensor_bytes,
+                        chunks: written.chunks,
+                        decision: decision.clone(),
+                        age,
+                    };
+                    match self.commit(step, parent.as_ref(), prepared, metadata).await {
+                        Ok(saved) => {
+                            if let Some(kept) = written.kept {
+                                self.saver.base.promote(saved.id, kept);
+                            }
+                            return Ok(saved);
+                        }
+                        // The parent was given up to garbage collection in the meantime.
+                        Err(error) => {
+                            let as_base = error.kind() == ErrorKind::Conflict;
+                            (error, as_base)
+                        }
                     }
-                    if parent.is_none() || !is_damage(&error) {
-                        return Err(error);
-                    }
-                    tracing::warn!(%error, "no delta can be made; saving a base instead");
-                    (parent, decision.reason) = (None, Reason::BrokenParent);
                 }
+                Err(error) => {
+                    let as_base = is_damage(&error);
+                    (error, as_base)
+                }
+            };
+            if keep {
+                // Shards of the old base may have been released.
+                self.saver.base.clear();
             }
-        };
-        let directory = layout.directory()?;
-        let prepared = Prepared {
-            content: written.content(&directory, &self.saver.store)?,
-            directory,
-            casks: written.casks,
-            tensor_bytes: layout.tensor_bytes,
-            chunks: written.chunks,
-            decision,
-        };
-        let committed = self.commit(step, parent.as_ref(), prepared, metadata).await;
-        match (&committed, written.kept) {
-            (Ok(saved), Some(kept)) => self.saver.base.promote(saved.id, kept),
-            (Err(_), Some(_)) => self.saver.base.clear(),
-            _ => {}
+            if parent.is_none() || !as_base {
+                return Err(error);
+            }
+            tracing::warn!(%error, "no delta can be made; saving a base instead");
+            (parent, decision.reason) = (None, Reason::BrokenParent);
         }
-        committed
     }
 }
 

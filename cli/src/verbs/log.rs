@@ -48,8 +48,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             step_of.insert(*snapshot, *step);
         }
         let ids = match &entry.event {
-            Event::Added { snapshot, .. } | Event::Pinned { snapshot, .. } => vec![*snapshot],
-            Event::Forgotten { snapshots } => snapshots.clone(),
+            Event::Added { snapshot, .. } | Event::Pinned { snapshot, .. } | Event::Compacted { snapshot, .. } => vec![*snapshot],
+            Event::Forgotten { snapshots } | Event::Collecting { snapshots } => snapshots.clone(),
             _ => vec![],
         };
         let steps: Vec<u64> = ids.iter().filter_map(|id| step_of.get(id)).copied().collect();
@@ -90,6 +90,9 @@ fn describe(event: &Event, steps: &[u64], step_of: &HashMap<Id, u64>) -> String 
         Event::Forgotten { .. } => format!("step {steps} is no longer wanted"),
         Event::Pinned { pinned: true, .. } => format!("step {steps} is protected"),
         Event::Pinned { pinned: false, .. } => format!("step {steps} is no longer protected"),
+        Event::Compacted { parent: None, .. } => format!("step {steps} became a base"),
+        Event::Compacted { parent: Some(_), .. } => format!("step {steps} was stored anew"),
+        Event::Collecting { .. } => format!("step {steps} is given up; its bytes are deleted in time"),
         Event::Upgraded { must_understand, may_ignore } => {
             format!("readers must know [{}], writers also [{}]", must_understand.join(", "), may_ignore.join(", "))
         }

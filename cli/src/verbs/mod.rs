@@ -1,8 +1,10 @@
 //! The verbs: arguments, and what each does.
 
 mod chain;
+mod compact;
 mod diff;
 mod forget;
+mod gc;
 mod inspect;
 mod log;
 mod ls;
@@ -42,6 +44,10 @@ pub(crate) enum Verb {
     Pin(pin::Args),
     /// Say that steps are no longer wanted
     Forget(forget::Args),
+    /// Fold the chain of a step into a base, without changing what it restores to
+    Compact(compact::Args),
+    /// Give up snapshots that nothing needs, and delete what has been without need for long enough
+    Gc(gc::Args),
 }
 
 impl Verb {
@@ -66,6 +72,8 @@ impl Verb {
             Self::Stat(args) => stat::run(&args),
             Self::Pin(args) => pin::run(&args),
             Self::Forget(args) => forget::run(&args),
+            Self::Compact(args) => compact::run(&args),
+            Self::Gc(args) => gc::run(&args),
         }
     }
 }

@@ -128,7 +128,7 @@ fn log(cases: &mut Cases) -> Result<(), Failure> {
     let body = again.ok_or("no entry")?;
     store.objects.insert(path, seal(body.lines().next().unwrap_or_default()));
     add("log/replaced", "log 3.2", CORRUPT, "an entry that was replaced by another with a right seal", store);
-    add("log/kind", "log 3.3", UNSUPPORTED, "an event to come", entry(json!({ "kind": "collecting", "snapshots": [] }))?);
+    add("log/kind", "log 3.3", UNSUPPORTED, "an event to come", entry(json!({ "kind": "archived", "snapshots": [] }))?);
     let mut store = base()?;
     let path = store.path("log/", 1)?;
     let text = store.objects.get(&path).map(|bytes| String::from_utf8_lossy(bytes).into_owned()).unwrap_or_default();

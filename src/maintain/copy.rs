@@ -1,0 +1,233 @@
+//! Copies snapshots into another store: casks, directories and manifests byte by byte, commits anew.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use crate::chain::chain_of;
+use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, read_manifest, refuse_features};
+use crate::error::ResultExt;
+use crate::reader::STORE_FILE;
+use crate::store::{Created, Listed, Upload};
+use crate::wire::{CaskRef, Event, Id, Manifest};
+use crate::{Error, ErrorKind, Result, Store};
+
+/// What to copy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CopyOptions {
+    /// Only the snapshot of this step, and its chain.
+    pub step: Option<u64>,
+    /// As [`WriterOptions::age_floor`](crate::WriterOptions::age_floor), for the destination.
+    pub age_floor: Duration,
+}
+
+impl Default for CopyOptions {
+    fn default() -> Self {
+        Self { step: None, age_floor: DEFAULT_AGE_FLOOR }
+    }
+}
+
+/// What was copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CopyReport {
+    /// Snapshots committed at the destination now.
+    pub snapshots: u64,
+    /// Snapshots that were there already.
+    pub present: u64,
+    /// Objects written.
+    pub objects: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+}
+
+/// Bytes of a cask that are copied at once.
+const WINDOW_BYTES: u64 = 8 << 20;
+
+impl Store {
+    /// Copies live snapshots and what their chains need into `destination`, which is created, or holds an earlier copy of the
+    /// same run. Ids, manifests and casks stay what they are; the log is a new one, with an `added` entry for each snapshot in
+    /// the order of the source, then `forgotten` for those that are not live there, then pins. Each cask is checked at the
+    /// destination, byte by byte, before it is committed. A copy that was interrupted is resumed by copying again.
+    pub async fn copy_to(&self, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
+        let source = Log::load(self).await?;
+        let wanted = wanted(self, source.state(), options.step)?;
+        let mut log = open(self, destination).await?;
+        let missing: Vec<&SnapshotRecord> = wanted.iter().filter(|record| log.state().by_id(record.id).is_none()).collect();
+        let mut report = CopyReport { present: (wanted.len() - missing.len()) as u64, ..CopyReport::default() };
+        check_order(source.state(), log.state(), &missing)?;
+        let writer = Id::random()?;
+        if !missing.is_empty() {
+            log.append(writer, |_| Ok(Event::Opened {})).await?;
+            log.write_catalog_if_due().await;
+        }
+        for record in missing {
+            copy_snapshot(self, destination, &mut log, writer, record, options, &mut report).await?;
+        }
+        settle(&mut log, writer, &wanted).await?;
+        Ok(report)
+    }
+}
+
+/// Live snapshots and their chains, by commit.
+fn wanted(store: &Store, state: &LogState, step: Option<u64>) -> Result<Vec<SnapshotRecord>> {
+    let roots: Vec<&SnapshotRecord> = match step {
+        None => state.live().collect(),
+        Some(step) => {
+            vec![state.at_step(step).ok_or_else(|| Error::not_found(format!("the store has no step {step}")).object(store.url()))?]
+        }
+    };
+    let mut wanted: BTreeMap<u64, SnapshotRecord> = BTreeMap::new();
+    for root in roots {
+        for mut link in chain_of(state, root.id, store.limits().max_chain_depth)? {
+            // Of a step alone, what it needs is not wanted for itself.
+            if step.is_some() && link.id != root.id {
+                link.status = Status::Forgotten;
+            }
+            wanted.entry(link.sequence).or_insert(link);
+        }
+    }
+    Ok(wanted.into_values().collect())
+}
+
+/// Opens the destination, or creates it with the run id of the source.
+async fn open(source: &Store, destination: &Store) -> Result<Log> {
+    let file = source.read_store_file().await?;
+    refuse_features(file.may_ignore())?;
+    destination.ensure_root()?;
+    match destination.read_store_file().await {
+        Ok(found) if found.run == file.run => {}
+        Ok(_) => {
+            let message = "holds another run; copy into an empty place, or into a copy of the same run";
+            return Err(Error::invalid(message).object(destination.url()));
+        }
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            destination.probe().await?;
+            let created = destination.create(STORE_FILE, file.encode()?.into()).await;
+            if let Created::Exists = created.map_err(|e| Error::storage(STORE_FILE, e))?
+                && destination.read_store_file().await?.run != file.run
+            {
+                return Err(Error::new(ErrorKind::Conflict, "another store was created here in the meantime").object(destination.url()));
+            }
+        }
+        Err(e) => return Err(e),
+    }
+    Log::load(destination).await
+}
+
+/// What was committed first at the source has to come first at the destination: there, too, the newest commit is the latest.
+fn check_order(source: &LogState, destination: &LogState, missing: &[&SnapshotRecord]) -> Result<()> {
+    let newest = destination.snapshots().iter().filter_map(|record| source.by_id(record.id)).map(|record| record.sequence).max();
+    match missing.iter().find(|record| newest.is_some_and(|newest| record.sequence < newest)) {
+        None => Ok(()),
+        Some(record) => Err(Error::invalid(format!(
+            "step {} was committed before steps that the destination has already, and cannot be added after them; copy into an empty place",
+            record.step
+        ))),
+    }
+}
+
+async fn copy_snapshot(
+    source: &Store,
+    destination: &Store,
+    log: &mut Log,
+    writer: Id,
+    record: &SnapshotRecord,
+    options: &CopyOptions,
+    report: &mut CopyReport,
+) -> Result<()> {
+    let manifest = read_manifest(source, &record.manifest_path(), record.manifest).await?;
+    refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
+    let now = destination.clock_ms().await?;
+    let mut oldest_ms = now;
+    let age = Age::start();
+    for cask in &manifest.casks {
+        match present(destination, &cask.path(), cask.bytes).await? {
+            Some(found) if destination.verify_cask(cask).await.is_ok() => oldest_ms = oldest_ms.min(found.modified_ms),
+            _ => {
+                copy_cask(source, destination, cask).await?;
+                destination.verify_cask(cask).await.in_object(cask.path())?;
+                report.objects += 1;
+                report.bytes += cask.bytes;
+            }
+        }
+    }
+    let directory = format!("directories/{}", manifest.directory);
+    let bytes = source.get(&directory, source.limits().max_directory_bytes).await?;
+    match present(destination, &directory, bytes.len() as u64).await? {
+        Some(_) => {}
+        None => {
+            report.objects += 1;
+            report.bytes += bytes.len() as u64;
+        }
+    }
+    destination.put_content_addressed(&directory, bytes).await?;
+    // The same bytes, under the name that an `added` entry gives them.
+    let bytes = source.get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
+    let path = Manifest::path_of(record.step, record.id);
+    match present(destination, &path, bytes.len() as u64).await? {
+        Some(found) => oldest_ms = oldest_ms.min(found.modified_ms),
+        None => {
+            report.objects += 1;
+            report.bytes += bytes.len() as u64;
+        }
+    }
+    destination.create_unique(&path, bytes).await?;
+    let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest_ms)));
+    log.append(writer, |state| {
+        age.check(options.age_floor).map_err(|e| {
+            let advice = "; if an earlier copy left it, run `gc --apply` on the destination first";
+            Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
+        })?;
+        if state.last_writer.is_some_and(|last| last.writer != writer) {
+            return Err(Error::new(ErrorKind::Fenced, "another job writes to the destination").clause("log 5"));
+        }
+        if let Some(parent) = record.parent {
+            chain_of(state, parent, destination.limits().max_chain_depth)?;
+        }
+        Ok(Event::Added { snapshot: record.id, step: record.step, parent: record.parent, manifest: record.manifest })
+    })
+    .await
+    .in_object(path)?;
+    report.snapshots += 1;
+    log.write_catalog_if_due().await;
+    Ok(())
+}
+
+/// Forgets at the destination what is not live at the source, and pins what is pinned there.
+async fn settle(log: &mut Log, writer: Id, wanted: &[SnapshotRecord]) -> Result<()> {
+    let dead: BTreeSet<Id> = wanted.iter().filter(|record| record.status != Status::Live).map(|record| record.id).collect();
+    let mut forget: Vec<Id> = log.state().live().map(|record| record.id).filter(|id| dead.contains(id)).collect();
+    while !forget.is_empty() {
+        let rest = forget.split_off(forget.len().min(10_000));
+        log.append(writer, |_| Ok(Event::Forgotten { snapshots: forget.clone() })).await?;
+        log.write_catalog_if_due().await;
+        forget = rest;
+    }
+    for record in wanted.iter().filter(|record| record.pinned) {
+        if log.state().by_id(record.id).is_some_and(|found| !found.pinned) {
+            log.append(writer, |_| Ok(Event::Pinned { snapshot: record.id, pinned: true })).await?;
+            log.write_catalog_if_due().await;
+        }
+    }
+    Ok(())
+}
+
+/// An object of this size, if it is there.
+async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
+    match store.head(path).await {
+        Ok(found) => Ok((found.bytes == bytes).then_some(found)),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef) -> Result<()> {
+    let path = cask.path();
+    let mut upload = Upload::new(destination, path.clone(), cask.bytes);
+    let mut start = 0;
+    while start < cask.bytes {
+        let end = cask.bytes.min(start + WINDOW_BYTES);
+        upload.push(vec![source.get_range(&path, start..end).await?]).await?;
+        start = end;
+    }
+    upload.finish().await
+}

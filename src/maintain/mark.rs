@@ -1,0 +1,164 @@
+//! Which objects a store needs, and needed a while ago. Spec: `spec/log.md`, clause 7.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bytes::Bytes;
+
+use crate::commit::{Catalog, LogState, SnapshotRecord, Status, read_manifest, refuse_features};
+use crate::error::ResultExt;
+use crate::reader::read_directory;
+use crate::store::concurrently;
+use crate::wire::{Digest, Event, Id, LogEntry, Manifest};
+use crate::{Error, ErrorKind, Result, Store};
+
+/// Objects read at once.
+const CONCURRENT_REQUESTS: usize = 16;
+
+/// A manifest that the log names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Named {
+    step: u64,
+    snapshot: Id,
+    digest: Digest,
+    compacted: bool,
+}
+
+impl Named {
+    fn by(record: &SnapshotRecord) -> Self {
+        Self { step: record.step, snapshot: record.id, digest: record.manifest, compacted: record.revision != record.sequence }
+    }
+
+    fn path(&self) -> String {
+        match self.compacted {
+            true => Manifest::path_of_compacted(self.step, self.snapshot, self.digest),
+            false => Manifest::path_of(self.step, self.snapshot),
+        }
+    }
+}
+
+/// The log, as far as it is older than some time, and what has been named since.
+pub(super) struct History {
+    state: LogState,
+    /// Manifests that any state from then to now needs.
+    pub named: BTreeSet<Named>,
+}
+
+impl History {
+    /// Reads the log up to the last entry that was committed at `threshold_ms` by the clock of the storage, then the rest.
+    pub(super) async fn load(store: &Store, threshold_ms: u64) -> Result<Self> {
+        let mut times: BTreeMap<String, u64> =
+            store.list("log").await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
+        // The first entry that is too young, or the one that comes next.
+        let mut boundary = 1u64;
+        while times.remove(&LogEntry::path_of(boundary)).is_some_and(|modified_ms| modified_ms <= threshold_ms) {
+            boundary = boundary.saturating_add(1);
+        }
+        let mut state = LogState::default();
+        for path in Catalog::list(store).await?.iter().filter(|path| Catalog::sequence_of(path).is_some_and(|at| at < boundary)) {
+            match Catalog::read(store, path).await {
+                Ok(found) => {
+                    state = found;
+                    break;
+                }
+                Err(e) if e.kind() == ErrorKind::Unsupported => return Err(e),
+                Err(error) => tracing::warn!(%error, "a catalog is damaged; reading the log instead"),
+            }
+        }
+        let mut history = Self { state, named: BTreeSet::new() };
+        history.replay(store, Some(boundary)).await?;
+        let kept = history.state.snapshots().iter().filter(|record| record.status != Status::Collected);
+        history.named = kept.map(Named::by).collect();
+        history.refresh(store).await?;
+        Ok(history)
+    }
+
+    /// Takes in what has been committed since.
+    pub(super) async fn refresh(&mut self, store: &Store) -> Result<()> {
+        self.replay(store, None).await
+    }
+
+    /// The newest state.
+    pub(super) fn state(&self) -> &LogState {
+        &self.state
+    }
+
+    /// Manifests that the newest state needs.
+    pub(super) fn needed(&self) -> BTreeSet<Named> {
+        self.state.snapshots().iter().filter(|record| record.status != Status::Collected).map(Named::by).collect()
+    }
+
+    /// Applies entries before `end`, or up to the last.
+    async fn replay(&mut self, store: &Store, end: Option<u64>) -> Result<()> {
+        const BATCH: u64 = 32;
+        loop {
+            let first = self.state.next_sequence()?;
+            let last = first.saturating_add(BATCH).min(end.unwrap_or(u64::MAX));
+            if first >= last {
+                return Ok(());
+            }
+            let fetch = |sequence| async move {
+                let bytes = store.get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
+                Ok((sequence, bytes))
+            };
+            let entries: Vec<(u64, Option<Bytes>)> = concurrently(CONCURRENT_REQUESTS, (first..last).map(fetch)).await?;
+            for (sequence, bytes) in entries {
+                let Some(bytes) = bytes else { return Ok(()) };
+                let path = LogEntry::path_of(sequence);
+                let (entry, digest) = LogEntry::decode(&bytes, sequence, store.limits()).in_object(path.as_str())?;
+                self.state.apply(&entry, digest).in_object(path)?;
+                if let Event::Added { snapshot, .. } | Event::Compacted { snapshot, .. } = &entry.event {
+                    self.named.extend(self.state.by_id(*snapshot).map(Named::by));
+                }
+            }
+        }
+    }
+}
+
+/// Objects by path, with their sizes where manifests say them.
+#[derive(Debug, Default)]
+pub(super) struct Marks {
+    /// Casks, manifests and directories.
+    pub paths: BTreeSet<String>,
+    /// Bytes of the casks of each snapshot, by the manifest that was added first.
+    cask_bytes: BTreeMap<Id, u64>,
+    directories: BTreeSet<Digest>,
+    known: BTreeSet<Named>,
+}
+
+impl Marks {
+    /// Bytes of the casks of these.
+    pub(super) fn bytes_of(&self, records: &[SnapshotRecord]) -> u64 {
+        records.iter().filter_map(|record| self.cask_bytes.get(&record.id)).fold(0, |sum, bytes| sum.saturating_add(*bytes))
+    }
+
+    /// Adds what manifests name. One that cannot be read hides what it needs: nothing may be deleted then.
+    pub(super) async fn add(&mut self, store: &Store, named: &BTreeSet<Named>) -> Result<()> {
+        let read = |named: Named| async move {
+            let manifest = read_manifest(store, &named.path(), named.digest).await.map_err(|e| {
+                let message = format!("{}; what step {} needs cannot be told, so nothing is deleted", e.message(), named.step);
+                Error::new(e.kind(), message).object(named.path()).source(e)
+            })?;
+            refuse_features(manifest.may_ignore()).in_object(named.path())?;
+            let casks: Vec<String> = manifest.casks.iter().map(|cask| cask.path()).collect();
+            Ok((named, casks, manifest.stored_bytes(), manifest.directory))
+        };
+        let new: Vec<Named> = named.difference(&self.known).copied().collect();
+        for (named, casks, bytes, directory) in concurrently(CONCURRENT_REQUESTS, new.into_iter().map(read)).await? {
+            self.paths.insert(named.path());
+            self.paths.extend(casks);
+            self.cask_bytes.entry(named.snapshot).or_insert(bytes);
+            if self.directories.insert(directory) {
+                self.paths.insert(format!("directories/{directory}"));
+                if read_directory(store, directory).await?.features().may_ignore != 0 {
+                    return Err(Error::unsupported(
+                        "the store uses a directory with features that this version does not know; upgrade tensorcask",
+                    )
+                    .object(format!("directories/{directory}"))
+                    .clause("README 4"));
+                }
+            }
+            self.known.insert(named);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,10 @@
+//! Maintenance: what a store needs once in a while, beside running writers and readers.
+
+mod compact;
+mod copy;
+mod gc;
+mod mark;
+
+pub use compact::{CompactOptions, Compacted};
+pub use copy::{CopyOptions, CopyReport};
+pub use gc::{Deletable, GcOptions, GcReport};
