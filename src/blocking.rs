@@ -24,8 +24,9 @@ use tokio::runtime::Runtime;
 use crate::interchange::safetensors::{self, Selected};
 use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
-    At, Blob, CompactOptions, Compacted, Error, ErrorKind, GcOptions, GcReport, Metadata, Policy, Result, Retention, Saved, Slice,
-    SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView, VerifyOptions, VerifyReport, WriterOptions,
+    At, Blob, CompactOptions, Compacted, CopyOptions, CopyReport, DoctorOptions, DoctorReport, Error, ErrorKind, GcOptions, GcReport,
+    Metadata, Policy, Result, Retention, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView, VerifyOptions,
+    VerifyReport, WriterOptions,
 };
 
 /// [`Store`](crate::Store), blocking. Not to be used from async code, where it would panic in the runtime it is called in.
@@ -158,6 +159,16 @@ impl Store {
     /// See [`Store::compact`](crate::Store::compact).
     pub fn compact(&self, at: impl Into<At>, options: &CompactOptions) -> Result<Compacted> {
         self.block_on(self.inner.compact(at, options))
+    }
+
+    /// See [`Store::copy_to`](crate::Store::copy_to).
+    pub fn copy_to(&self, destination: &Self, options: &CopyOptions) -> Result<CopyReport> {
+        self.block_on(self.inner.copy_to(&destination.inner, options))
+    }
+
+    /// See [`Store::doctor`](crate::Store::doctor).
+    pub fn doctor(&self, options: &DoctorOptions) -> Result<DoctorReport> {
+        self.block_on(self.inner.doctor(options))
     }
 
     /// See [`Store::verify`](crate::Store::verify).

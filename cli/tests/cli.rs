@@ -241,6 +241,8 @@ fn every_report_has_the_documented_keys() {
         ("forget", "forget @run --step 1001 1010"),
         ("gc", "gc @run"),
         ("gc", "gc @run --apply"),
+        ("doctor", "doctor @run"),
+        ("copy", "copy @run @copy"),
         ("log", "log @run"),
     ] {
         conforms(verb, &place.json(arguments));
@@ -317,6 +319,59 @@ fn old_steps_are_folded_forgotten_and_collected() {
     place.json("restore @run -o @out");
     assert_eq!(content(&place.path("out")), content(&training_file(1010)));
     assert_eq!(place.json("verify @run")["clean"], true);
+}
+
+#[test]
+fn a_copy_holds_what_is_live_and_can_be_made_again() {
+    let place = Place::with_training();
+    place.json("forget @run --step 1001");
+    place.json("compact @run");
+    let copied = place.json("copy @run @copy");
+    assert_eq!((&copied["snapshots"], &copied["present"]), (&json!(2), &json!(0)), "1000 and 1010");
+    for store in ["run", "copy"] {
+        place.json(&format!("restore @{store} -o @{store}.out"));
+        assert_eq!(content(&place.path(&format!("{store}.out"))), content(&training_file(1010)));
+    }
+    assert_eq!(place.json("verify @copy")["clean"], true);
+    let again = place.json("copy @run @copy");
+    assert_eq!((&again["snapshots"], &again["objects"], &again["present"]), (&json!(0), &json!(0), &json!(2)));
+    let input = training_file(1001);
+    place.json(&format!("save @run --step 1020 {}", input.display()));
+    assert_eq!(place.json("copy @run @copy")["snapshots"], 1);
+    assert_eq!(place.json("ls @copy")["snapshots"].as_array().unwrap().len(), 3);
+    place.json("copy @run @one --step 1020");
+    assert_eq!(place.json("ls @one")["snapshots"].as_array().unwrap().len(), 1);
+    assert_eq!(place.error("copy @run @one").1["kind"], "invalid_argument", "older steps cannot follow newer ones");
+    place.json(&format!("save @other --step 1 {}", input.display()));
+    assert_eq!(place.error("copy @run @other").1["kind"], "invalid_argument", "another run");
+}
+
+#[test]
+fn the_doctor_finds_leftovers_and_broken_links() {
+    let place = Place::with_training();
+    std::fs::write(place.path("run/casks/00000000000000000000000000000000.cask"), b"left over").unwrap();
+    std::fs::write(place.path("run/casks/11111111111111111111111111111111.cask#1"), b"half").unwrap();
+    let names = |report: &Value, key: &str| {
+        report[key].as_array().unwrap().iter().map(|object| object["object"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let young = place.json("doctor @run --apply");
+    assert_eq!((names(&young, "orphans").len(), names(&young, "staging").len(), names(&young, "young").len()), (0, 0, 1));
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    for arguments in ["doctor @run --age-floor 0", "doctor @run --age-floor 0 --apply"] {
+        let found = place.json(arguments);
+        assert_eq!(names(&found, "orphans"), ["casks/00000000000000000000000000000000.cask"]);
+        assert_eq!(names(&found, "staging"), ["casks/11111111111111111111111111111111.cask#1"]);
+        assert_eq!((&found["healthy"], &found["probe_rounds"]), (&json!(true), &json!(20)));
+    }
+    let clean = place.json("doctor @run --age-floor 0");
+    assert_eq!((names(&clean, "orphans").len(), names(&clean, "staging").len()), (0, 0));
+    let cask = place.casks().pop().unwrap();
+    std::fs::remove_file(&cask).unwrap();
+    let broken = place.run("doctor @run --json --apply --age-floor 0");
+    assert_eq!(broken.status.code(), Some(3));
+    let broken = one_object(&broken);
+    conforms("doctor", &broken);
+    assert_eq!(broken["problems"][0]["object"], format!("casks/{}", cask.file_name().unwrap().to_str().unwrap()));
 }
 
 #[test]
@@ -569,7 +624,9 @@ fn a_closed_pipe_is_no_error() {
 fn every_verb_explains_itself() {
     let place = Place::new();
     let help = stdout(&place.run("--help"));
-    for verb in ["save", "restore", "verify", "ls", "chain", "log", "inspect", "diff", "stat", "pin", "forget", "compact", "gc"] {
+    for verb in
+        ["save", "restore", "verify", "ls", "chain", "log", "inspect", "diff", "stat", "pin", "forget", "compact", "gc", "copy", "doctor"]
+    {
         assert!(help.contains(&format!("  {verb}")), "{verb}");
         let help = stdout(&place.run(&format!("{verb} --help")));
         assert!(help.contains(&format!("Example:\n  tensorcask {verb} ")), "{help}");

@@ -2,9 +2,11 @@
 
 mod compact;
 mod copy;
+mod doctor;
 mod gc;
 mod mark;
 
 pub use compact::{CompactOptions, Compacted};
 pub use copy::{CopyOptions, CopyReport};
+pub use doctor::{DoctorOptions, DoctorReport};
 pub use gc::{Deletable, GcOptions, GcReport};

@@ -18,6 +18,7 @@ use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload}
 
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed};
+pub(crate) use open::FOLDERS;
 pub use open::StoreOptions;
 pub use probe::ProbeReport;
 pub(crate) use upload::Upload;

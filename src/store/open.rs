@@ -76,7 +76,7 @@ impl Store {
 }
 
 /// The folders of a store.
-const FOLDERS: &[&str] = &["casks", "directories", "snapshots", "log", "catalog"];
+pub(crate) const FOLDERS: &[&str] = &["casks", "directories", "snapshots", "log", "catalog"];
 
 impl StoreOptions {
     /// Opens a store by URL with these options.

@@ -2,7 +2,9 @@
 
 mod chain;
 mod compact;
+mod copy;
 mod diff;
+mod doctor;
 mod forget;
 mod gc;
 mod inspect;
@@ -48,6 +50,10 @@ pub(crate) enum Verb {
     Compact(compact::Args),
     /// Give up snapshots that nothing needs, and delete what has been without need for long enough
     Gc(gc::Args),
+    /// Copy snapshots into another store
+    Copy(copy::Args),
+    /// Examine a store: broken links, an unsafe storage, leftovers
+    Doctor(doctor::Args),
 }
 
 impl Verb {
@@ -74,6 +80,8 @@ impl Verb {
             Self::Forget(args) => forget::run(&args),
             Self::Compact(args) => compact::run(&args),
             Self::Gc(args) => gc::run(&args),
+            Self::Copy(args) => copy::run(&args),
+            Self::Doctor(args) => doctor::run(&args),
         }
     }
 }

@@ -1,0 +1,62 @@
+//! `tensorcask copy`: copies snapshots into another store.
+
+use serde::Serialize;
+use tensorcask::blocking::Store;
+use tensorcask::{CopyOptions, Result};
+
+use crate::output::Outcome;
+use crate::progress::Progress;
+use crate::text::{Text, human_bytes};
+
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Snapshots keep their ids, manifests and casks, byte by byte; the log of the copy is a new one, of the same run. What is
+forgotten and not needed stays behind. Every cask is checked at the destination before it is committed. A copy that was
+interrupted goes on where it was when it is started again; a later one adds what is new.
+
+Example:
+  tensorcask copy runs/a s3://bucket/run42"
+)]
+pub(crate) struct Args {
+    /// Path or URL of the store
+    source: String,
+    /// Path or URL of the copy: an empty place, or an earlier copy
+    destination: String,
+    /// Only this step, and what it is rebuilt from
+    #[arg(long, value_name = "N")]
+    step: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    source: &'a str,
+    destination: &'a str,
+    snapshots: u64,
+    present: u64,
+    objects: u64,
+    bytes: u64,
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let (source, destination) = (Store::open(&args.source)?, Store::open(&args.destination)?);
+    let progress = Progress::start(&source, "copying");
+    let copied = source.copy_to(&destination, &CopyOptions { step: args.step, ..CopyOptions::default() })?;
+    drop(progress);
+    let mut text = Text::default();
+    text.line(format!(
+        "copied {} snapshots ({} in {} objects); {} were there already",
+        copied.snapshots,
+        human_bytes(copied.bytes),
+        copied.objects,
+        copied.present
+    ));
+    let report = Report {
+        source: &args.source,
+        destination: &args.destination,
+        snapshots: copied.snapshots,
+        present: copied.present,
+        objects: copied.objects,
+        bytes: copied.bytes,
+    };
+    Outcome::new(&report, text)
+}
