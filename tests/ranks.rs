@@ -306,6 +306,9 @@ async fn a_rank_of_the_same_layout_reads_only_its_own_casks() {
     }
 }
 
+/// Name, dtype, shape, and shards where there are several.
+type Described = (&'static str, Dtype, Vec<u64>, Vec<Rect>);
+
 /// Added, removed, reshaped, re-typed and re-sharded tensors between a parent and its delta.
 #[tokio::test]
 async fn tensors_may_come_go_and_change() {
@@ -319,8 +322,7 @@ async fn tensors_may_come_go_and_change() {
             let store = Store::open("memory://").unwrap();
             let mut writer =
                 store.writer_with(WriterOptions { policy, base_cache: base_cache.clone(), ..WriterOptions::default() }).await.unwrap();
-            // Of each step: name, dtype, shape, and shards of it where it has several.
-            let layouts: Vec<Vec<(&str, Dtype, Vec<u64>, Vec<Rect>)>> = vec![
+            let layouts: Vec<Vec<Described>> = vec![
                 vec![("a", Dtype::F32, vec![12, 8], whole.clone()), ("b", Dtype::F32, vec![12, 8], halves(6))],
                 vec![
                     ("a", Dtype::F32, vec![8, 12], vec![]),

@@ -62,7 +62,7 @@ impl Log {
             None => {
                 let (entries, directories) = tokio::join!(fetch_entries(store, 1, CATALOG_INTERVAL), store.list("directories"));
                 // A hint, which may be missing.
-                if let Some([only]) = directories.as_deref().ok() {
+                if let Ok([only]) = directories.as_deref() {
                     log.state.directory = only.path.rsplit('/').next().and_then(|name| Digest::from_hex(name).ok());
                 }
                 entries?

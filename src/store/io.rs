@@ -95,9 +95,21 @@ impl Store {
     }
 
     async fn overwrite(&self, object: &str, bytes: Bytes) -> Result<()> {
-        self.count(1, 0, bytes.len() as u64);
-        let put = self.objects()?.put(&self.path(object), PutPayload::from(bytes)).await;
-        put.map(|_| ()).map_err(|e| Error::storage(object, e))
+        self.put_whole(object, PutPayload::from(bytes)).await
+    }
+
+    /// Writes an object, over whatever is there. A server that answers *conflict* to that means: not now.
+    pub(crate) async fn put_whole(&self, object: &str, payload: PutPayload) -> Result<()> {
+        let mut attempts = 0;
+        loop {
+            attempts += 1;
+            self.count(1, 0, payload.content_length() as u64);
+            match self.objects()?.put(&self.path(object), payload.clone()).await {
+                Ok(_) => return Ok(()),
+                Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) if attempts < 3 => {}
+                Err(e) => return Err(unconditional(object, e)),
+            }
+        }
     }
 
     /// Objects below a folder, by name.
@@ -150,4 +162,14 @@ impl Store {
 
 fn modified_ms(meta: &object_store::ObjectMeta) -> u64 {
     u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0)
+}
+
+/// The error of a write that has no condition, and so cannot have lost to another.
+pub(crate) fn unconditional(object: &str, source: object_store::Error) -> Error {
+    match source {
+        object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. } => {
+            Error::new(ErrorKind::Storage, "the storage reports conflicting requests; try again").object(object).source(source)
+        }
+        _ => Error::storage(object, source),
+    }
 }

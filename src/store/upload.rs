@@ -3,6 +3,7 @@
 use object_store::{MultipartUpload, PutPayload};
 use tokio::task::JoinSet;
 
+use super::io::unconditional;
 use super::*;
 
 /// Objects below this go up in one request; no part is smaller.
@@ -57,10 +58,7 @@ impl Upload {
     pub(crate) async fn finish(mut self) -> Result<()> {
         let rest = std::mem::take(&mut self.pending);
         if self.multipart.is_none() {
-            let bytes: u64 = rest.iter().map(|piece| piece.len() as u64).sum();
-            self.store.count(1, 0, bytes);
-            let put = self.store.objects()?.put(&self.store.path(&self.object), PutPayload::from_iter(rest)).await;
-            return put.map(|_| ()).map_err(|e| Error::storage(&self.object, e));
+            return self.store.put_whole(&self.object, PutPayload::from_iter(rest)).await;
         }
         let sent = async {
             if !rest.is_empty() {
@@ -88,7 +86,7 @@ impl Upload {
             }
             Err(e) => {
                 // Whether the object exists is unknown; its name is unique and nothing refers to it.
-                Err(Error::storage(object, e))
+                Err(unconditional(&object, e))
             }
         }
     }
@@ -107,7 +105,7 @@ impl Upload {
         if self.multipart.is_none() {
             self.store.count(1, 0, 0);
             let started = self.store.objects()?.put_multipart(&self.store.path(&self.object)).await;
-            self.multipart = Some(started.map_err(|e| Error::storage(&self.object, e))?);
+            self.multipart = Some(started.map_err(|e| unconditional(&self.object, e))?);
         }
         while self.running.len() >= CONCURRENT_PARTS {
             if let Some(done) = self.running.join_next().await {
@@ -125,7 +123,7 @@ impl Upload {
     fn part_done(&self, done: Result<Result<(), object_store::Error>, tokio::task::JoinError>) -> Result<()> {
         match done {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(e)) => Err(Error::storage(&self.object, e)),
+            Ok(Err(e)) => Err(unconditional(&self.object, e)),
             Err(e) => Err(Error::new(ErrorKind::Storage, format!("an upload task ended early: {e}")).object(&self.object)),
         }
     }

@@ -52,7 +52,7 @@ pub enum Fault {
     LostAnswer,
     /// A create is applied; the client's own retry then finds its object and answers *already exists*.
     LostThenExists,
-    /// A create is not applied, and the answer is *already exists*: a server that saw a race which nobody won (S3's 409).
+    /// A create or put is not applied, and the answer is *already exists*: a server that saw a race which nobody won (S3's 409).
     FalseConflict,
     /// The condition of a create is ignored: an existing object is overwritten, and the answer is success.
     IgnoreCondition,
@@ -76,7 +76,7 @@ impl Fault {
         const WAIT: Duration = Duration::from_secs(7);
         match operation {
             Operation::Create => &[Slow(WAIT), FailBefore, Status(429), Status(503), LostAnswer, LostThenExists, FalseConflict],
-            Operation::Put => &[Slow(WAIT), FailBefore, Status(429), Status(500), LostAnswer, Torn],
+            Operation::Put => &[Slow(WAIT), FailBefore, Status(429), Status(500), LostAnswer, FalseConflict, Torn],
             Operation::Part => &[Slow(WAIT), FailBefore, Status(503), LostAnswer, Torn],
             Operation::StartMultipart | Operation::Complete | Operation::Delete => &[Slow(WAIT), FailBefore, Status(500), LostAnswer],
             Operation::Get => &[Slow(WAIT), FailBefore, Status(429), Status(500), ShortAnswer, Stale],
@@ -289,7 +289,7 @@ impl ObjectStore for FaultStore {
             match fault {
                 Fault::Reordered => found.reverse(),
                 Fault::Truncated => {
-                    let mut keep = found.len() % 2 == 0;
+                    let mut keep = found.len().is_multiple_of(2);
                     found.retain(|_| {
                         keep = !keep;
                         !keep
