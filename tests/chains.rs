@@ -84,7 +84,7 @@ async fn four_ways_to_keep_a_base_make_equal_stores() {
     let keepings = [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::Nvme(scratch.path().join("bases")), BaseKeeping::None];
     let files = ["step-1000.safetensors", "step-1001.safetensors", "step-1010.safetensors"];
     for policy in [Policy::Consecutive, Policy::OneShot, Policy::Intermittent { every: 3 }, Policy::Adaptive] {
-        let mut seen: Vec<Vec<(u64, std::collections::BTreeMap<String, u64>, String)>> = Vec::new();
+        let mut seen = Vec::new();
         for base_cache in &keepings {
             let objects = Arc::new(InMemory::new());
             let store = wrap(objects.clone());

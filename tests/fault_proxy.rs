@@ -165,7 +165,7 @@ async fn a_broken_connection_is_no_conflict_and_no_loss() {
     for (nth, way) in WAYS.into_iter().enumerate() {
         for at in 0.. {
             // The many log entries of an opening: some ways for each.
-            if at > 14 && (at + nth as u64) % 4 != 0 {
+            if at > 14 && !(at + nth as u64).is_multiple_of(4) {
                 if at > 90 {
                     break;
                 }

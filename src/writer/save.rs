@@ -111,7 +111,7 @@ impl Writer {
                         casks: written.casks,
                         tensor_bytes: layout.tensor_bytes,
                         chunks: written.chunks,
-                        decision: decision.clone(),
+                        decision,
                         age,
                     };
                     match self.commit(step, parent.as_ref(), prepared, metadata).await {

@@ -225,15 +225,16 @@ class Cask:
             raise corrupt("container 5.2", f"page at {page.offset}")
         return data
 
-    def check_codec(self, chunk: Chunk) -> None:
+    def check_codec(self, shard: Shard, chunk: Chunk) -> None:
         if chunk.kind != "unchanged":
             name, version = self.codecs[chunk.codec]
-            codec_of(name, version).check(name, chunk.kind, [self.columns[page.column] for page in chunk.pages])
+            dtype = self.layout.tensors[shard.tensor].dtype
+            codec_of(name, version).check(name, chunk.kind, dtype, [self.columns[page.column] for page in chunk.pages])
 
     def decode(self, row: int, number: int, base: Bytes | None) -> Bytes:
         """Decodes an absolute or delta chunk (codecs 4)."""
         chunk, shard = self.chunks[row][number], self.layout.shards[row]
-        self.check_codec(chunk)
+        self.check_codec(shard, chunk)
         dtype = self.layout.tensors[shard.tensor].dtype
         pages: list[Column] = [(self.columns[page.column], np.frombuffer(self.page(page), np.uint8)) for page in chunk.pages]
         return codec_of(*self.codecs[chunk.codec]).decode(dtype, elements_of_chunk(dtype, shard.shape, number), pages, base)
@@ -249,7 +250,7 @@ class Cask:
                         raise corrupt("container 5.4", f"decoded chunk {number} of shard {row}")
                     digest.update(data)
                 else:
-                    self.check_codec(chunk)
+                    self.check_codec(shard, chunk)
                     whole = False
             except Reject as reject:
                 if reject.kind != "unsupported":

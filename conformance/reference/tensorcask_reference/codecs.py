@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .dtypes import Dtype
+from .entropy import decode_plane
 from .errors import corrupt, unsupported
 
 Bytes = np.ndarray
@@ -41,17 +42,92 @@ def _bitmask(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> 
     return chunk
 
 
+ROTATED = {"f16", "bf16", "f32", "f64", "c64", "c128"}
+
+
+def _planes(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
+    units, width = dtype.size(n) // dtype.unit, dtype.unit
+    t = np.stack([decode_plane(column, units) for column in columns], 1).view(f"<u{width}").reshape(-1)
+    u = t >> 1 | t << 8 * width - 1 if dtype.name in ROTATED else t
+    if base is not None:
+        u = u ^ base.view(f"<u{width}")
+    return u.view(np.uint8)
+
+
+# shift and bits of the exponent (ordered 1)
+EXPONENTS = {
+    "f8_e4m3": (3, 4), "f8_e4m3fnuz": (3, 4), "f8_e5m2": (2, 5), "f8_e5m2fnuz": (2, 5), "f16": (10, 5), "bf16": (7, 8), "f32": (23, 8),
+    "c64": (23, 8),
+}
+LAST_TOKEN = {1: 47, 2: 111, 4: 239}
+
+
+def _ordered(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
+    assert base is not None
+    if dtype.name not in EXPONENTS:
+        raise corrupt("ordered 1", f"tc.ordered in a chunk of {dtype.name}")
+    bits, width = 8 * dtype.unit, f"<u{dtype.unit}"
+    units = base.view(width).astype(np.int64)
+    tokens = _tokens(dtype, columns[0], units)
+    count = np.where(tokens < 16, 0, (tokens - 16) // 8 + 1)
+    z = np.where(tokens < 16, tokens, (8 + (tokens - 16) % 8 << count) + _extra_bits(columns[1], count))
+    d = np.where(z % 2 == 0, z // 2, -(z + 1) // 2)
+    half = 1 << bits - 1
+    v = (np.where(units < half, units + half, 2 * half - 1 - units) + d) % (2 * half)
+    return np.where(v >= half, v - half, 2 * half - 1 - v).astype(width).view(np.uint8)
+
+
+def _tokens(dtype: Dtype, column: Bytes, units: np.ndarray) -> np.ndarray:
+    """The token of each unit, by the class that the base gives it (ordered 3 to 3.2)."""
+    k = int(column[0]) if column.size else 16
+    bounds = column[1:1 + k].astype(int)
+    if k > 15 or column.size < 1 + k + 4 * (k + 1):
+        raise corrupt("ordered 3", f"{k} bounds, or bounds or lengths that are cut")
+    if (np.diff(bounds) <= 0).any() or 255 in bounds:
+        raise corrupt("ordered 3", f"bounds {bounds}")
+    at = 1 + k + 4 * (k + 1)
+    shift, size = EXPONENTS[dtype.name]
+    classes = np.searchsorted(bounds, units >> shift & (1 << size) - 1)
+    tokens = np.zeros(units.size, np.int64)
+    for number, length in enumerate(column[1 + k:at].view("<u4").tolist()):
+        if length > column.size - at:
+            raise corrupt("ordered 3.1", "a plane ends after the column")
+        chosen = classes == number
+        tokens[chosen] = decode_plane(column[at:at + length], int(chosen.sum()))
+        at += length
+    if at != column.size:
+        raise corrupt("ordered 3.1", f"{column.size - at} bytes after the last plane")
+    if tokens.max(initial=0) > LAST_TOKEN[dtype.unit]:
+        raise corrupt("ordered 3.2", f"token {tokens.max()}")
+    return tokens
+
+
+def _extra_bits(column: Bytes, count: np.ndarray) -> np.ndarray:
+    """As numbers; `count` says how many each unit has (ordered 3.3)."""
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if ends.size else 0
+    bits = np.unpackbits(column, bitorder="little")
+    if column.size != -(-total // 8) or bits[total:].any():
+        raise corrupt("ordered 3.3", f"{column.size} bytes for {total} extra bits, or unused bits that are 1")
+    numbers = np.zeros(count.size, np.int64)
+    for i in range(int(count.max(initial=0))):
+        chosen = np.flatnonzero(count > i)
+        numbers[chosen] |= bits[ends[chosen] - count[chosen] + i].astype(np.int64) << i
+    return numbers
+
+
 @dataclass(frozen=True)
 class Codec:
     kinds: frozenset[str]
     columns: tuple[str, ...]
     function: Callable[[Dtype, int, list[Bytes], Bytes | None], Bytes]
+    column_per_byte: bool = False
 
-    def check(self, name: str, kind: str, columns: list[str]) -> None:
+    def check(self, name: str, kind: str, dtype: Dtype, columns: list[str]) -> None:
         """What can be judged without bytes and base."""
         if kind not in self.kinds:
             raise corrupt("codecs 3", f"{name} in a chunk of kind {kind}")
-        if tuple(columns) != self.columns:
+        if tuple(columns) != self.columns[:dtype.unit if self.column_per_byte else None]:
             raise corrupt("codecs 4.1", f"columns {columns} of {name}")
 
     def decode(self, dtype: Dtype, n: int, columns: list[Column], base: Bytes | None) -> Bytes:
@@ -62,6 +138,8 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.raw", 1): Codec(frozenset({"absolute"}), ("values",), _raw),
     ("tc.constant", 1): Codec(frozenset({"absolute"}), ("values",), _constant),
     ("tc.bitmask", 1): Codec(frozenset({"delta"}), ("mask", "values"), _bitmask),
+    ("tc.planes", 1): Codec(frozenset({"absolute", "delta"}), tuple(f"plane{k}" for k in range(8)), _planes, True),
+    ("tc.ordered", 1): Codec(frozenset({"delta"}), ("tokens", "bits"), _ordered),
 }
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(HERE.parent))
 from tensorcask_reference.cask import Cask  # noqa: E402
 from tensorcask_reference.codecs import codec_of  # noqa: E402
 from tensorcask_reference.dtypes import DTYPES, chunk_count, chunk_elements, elements, elements_of_chunk  # noqa: E402
+from tensorcask_reference.entropy import decode_plane  # noqa: E402
 from tensorcask_reference.errors import Reject  # noqa: E402
 from tensorcask_reference.log import State, parse_entry, parse_store_file  # noqa: E402
 from tensorcask_reference.manifest import parse_directory, parse_manifest  # noqa: E402
@@ -43,6 +44,10 @@ def bytes_of(text: str) -> np.ndarray:
     return np.frombuffer(bytes.fromhex(text), np.uint8)
 
 
+def repeated(pairs: list) -> np.ndarray:
+    return bytes_of("".join(text * times for text, times in pairs))
+
+
 class Vectors(unittest.TestCase):
     def cask(self, data: bytes) -> Cask:
         with tempfile.TemporaryDirectory() as folder:
@@ -62,18 +67,27 @@ class Vectors(unittest.TestCase):
     def decode(self, row: dict) -> np.ndarray:
         codec = codec_of(row["codec"], row.get("version", 1))
         columns = [(name, bytes_of(text)) for name, text in row["columns"]]
-        codec.check(row["codec"], "delta" if "base" in row else "absolute", [name for name, _ in columns])
+        codec.check(row["codec"], "delta" if "base" in row else "absolute", BY_NAME[row["dtype"]], [name for name, _ in columns])
         base = bytes_of(row["base"]) if "base" in row else None
         return codec.decode(BY_NAME[row["dtype"]], row["elements"], columns, base)
 
     def test_codecs(self) -> None:
         tables = vectors("codecs")
-        for row in tables["chunk"]:
+        for row in tables["chunk"] + tables["chunk_decode"]:
             with self.subTest(row["codec"], data=row["data"]):
                 data = self.decode(row).tobytes()
                 self.assertEqual((data.hex(), crc32(data)), ("".join(row["data"].split()), row["crc"]))
         for row in tables["chunk_invalid"]:
             self.rejects(row, lambda: self.decode(row))
+
+    def test_entropy(self) -> None:
+        tables = vectors("entropy")
+        for row in tables["plane"]:
+            with self.subTest(row["name"]):
+                symbols = repeated(row["symbols"])
+                self.assertEqual(decode_plane(repeated(row["code"]), symbols.size).tobytes(), symbols.tobytes())
+        for row in tables["plane_invalid"]:
+            self.rejects(row, lambda: decode_plane(repeated(row["code"]), row["count"]))
 
     def test_grid(self) -> None:
         for row in vectors("container")["grid"]:
