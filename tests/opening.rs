@@ -37,7 +37,7 @@ async fn a_store_of_ten_thousand_commits_opens_in_seventy_requests() {
     for step in 0..10_046 {
         save(&mut writer, step).await;
         // The last round of catalogs, entry by entry; the first entry is the writer's `opened`.
-        if step < 130 || step > 9_980 {
+        if !(130..=9_980).contains(&step) {
             most = most.max(requests_to_open(&objects, step).await);
         }
     }

@@ -53,7 +53,8 @@ impl Place {
         let place = Self::new();
         for step in [1000, 1001, 1010] {
             let input = training_file(step);
-            let arguments = format!("save @run --step {step} --user loss=2.5 --user note=warm {}", input.display());
+            let arguments =
+                format!("save @run --step {step} --policy intermittent --every 8 --user loss=2.5 --user note=warm {}", input.display());
             conforms("save", &place.json(&arguments));
         }
         place

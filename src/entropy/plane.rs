@@ -183,7 +183,7 @@ fn choose(
         }
     }
     let most = histogram.iter().max().copied().unwrap_or(0);
-    if u64::from(most) * 8 > block.len() as u64 * 7
+    if (u64::from(most) * 8 > block.len() as u64 * 7 || runs::are_likely(block))
         && let Some(bytes) = runs::size(block, best.0 as usize)
     {
         offer(&mut best, bytes as u64, Choice::Runs);

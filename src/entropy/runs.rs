@@ -3,6 +3,14 @@
 use super::table::Input;
 use crate::{Error, Result};
 
+/// Whether a look at two stretches shows runs of eight symbols and more.
+pub(super) fn are_likely(symbols: &[u8]) -> bool {
+    const LOOK: usize = 256;
+    let changes = |stretch: &[u8]| stretch.iter().zip(stretch.iter().skip(1)).filter(|(a, b)| a != b).count();
+    let middle = symbols.get(symbols.len() / 2..).unwrap_or_default();
+    [symbols, middle].iter().map(|from| changes(&from[..from.len().min(LOOK)])).sum::<usize>() <= symbols.len().min(2 * LOOK) / 8
+}
+
 /// Bytes of the code, or `None` as soon as it exceeds `most`.
 pub(super) fn size(symbols: &[u8], most: usize) -> Option<usize> {
     let mut bytes = 0;
