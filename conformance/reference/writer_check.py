@@ -30,6 +30,7 @@ NAMES = [
     "w", "a.b", "model.layers.0.weight", "optimizer.exp_avg", "exp_avg_sq/x", "..", "", "\u00e9\u0000\n", "master.w", "lm_head.weight", "ema.w",
     "z" * 300,
 ]
+FLOATS = {"F16": "<f2", "BF16": None, "F32": "<f4", "F64": "<f8", "C64": "<f4"}
 State = dict[str, tuple[str, str, list[int], bytes]]
 
 
@@ -40,7 +41,9 @@ def random_shape(rng: random.Random, bits: int) -> list[int]:
         return []
     if kind < 0.14:
         return [rng.choice([0, 3]), 0, rng.randrange(5)]
-    if kind < 0.17:
+    if kind < 0.2:
+        return [rng.choice([100, 3000, 20000])] if bits >= 8 else [rng.choice([96, 3000])]
+    if kind < 0.21:
         return [rng.randrange(2, 5), 1 << 17, 1][: rng.randrange(2, 4)]
     shape = [rng.randrange(1, 9) for _ in range(rng.randrange(1, 5))]
     return shape if bits >= 8 else shape + [8]
@@ -50,6 +53,26 @@ def random_bytes(rng: random.Random, size: int) -> bytes:
     if rng.random() < 0.25:
         return bytes([rng.choice([0, 7, 255])]) * size
     return rng.randbytes(size)
+
+
+def random_floats(rng: random.Random, theirs: str, size: int) -> bytes:
+    """Like weights, in the dtypes that numpy can make them of."""
+    values = np.random.default_rng(rng.randrange(1 << 32)).standard_normal(size).astype(np.float32) * np.float32(0.02)
+    return to_floats(theirs, values)[:size]
+
+
+def to_floats(theirs: str, values: np.ndarray) -> bytes:
+    if theirs == "BF16":
+        return (values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+    return values.astype(FLOATS[theirs]).tobytes()
+
+
+def moved(rng: random.Random, theirs: str, data: bytes) -> bytes:
+    """Every weight a little."""
+    generator = np.random.default_rng(rng.randrange(1 << 32))
+    values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4") if theirs == "BF16" else np.frombuffer(data, FLOATS[theirs])
+    with np.errstate(all="ignore"):
+        return to_floats(theirs, values * (1 + generator.standard_normal(values.size) * 1e-3))
 
 
 def changed(rng: random.Random, data: bytes) -> bytes:
@@ -68,11 +91,17 @@ def changed(rng: random.Random, data: bytes) -> bytes:
 def new_tensor(rng: random.Random) -> tuple[str, str, list[int], bytes]:
     theirs, ours, bits = rng.choice(DTYPES)
     shape = random_shape(rng, bits)
-    return theirs, ours, shape, random_bytes(rng, int(np.prod(shape, dtype=np.int64)) * bits // 8)
+    size = int(np.prod(shape, dtype=np.int64)) * bits // 8
+    floats = theirs in FLOATS and rng.random() < 0.6
+    return theirs, ours, shape, random_floats(rng, theirs, size) if floats else random_bytes(rng, size)
 
 
 def next_state(rng: random.Random, state: State) -> State:
-    result = {name: (*tensor[:3], changed(rng, tensor[3])) for name, tensor in state.items() if rng.random() > 0.05}
+    result = {}
+    for name, (theirs, ours, shape, data) in state.items():
+        if rng.random() > 0.05:
+            move = theirs in FLOATS and rng.random() < 0.5
+            result[name] = (theirs, ours, shape, moved(rng, theirs, data) if move else changed(rng, data))
     for name in rng.sample(NAMES, 2):
         if rng.random() < 0.1:
             result[name] = new_tensor(rng)
@@ -109,6 +138,21 @@ def check_step(store: Store, step: int, state: State, metadata: dict[str, str], 
     expect(blobs == ([] if blob is None else [blob]), "blobs")
 
 
+def housekeeping(rng: random.Random, program: str, store: Path, saved: list[tuple]) -> list[tuple]:
+    """Compacts, forgets and collects; returns what must still be there."""
+    def run(*arguments: str) -> None:
+        subprocess.run([program, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+    for row in rng.sample(saved, rng.randrange(min(3, len(saved)) + 1)):
+        run("compact", str(store), "--step", str(row[0]))
+    gone = {row[0] for row in saved[:-1] if rng.random() < 0.5}
+    if gone:
+        run("forget", str(store), "--step", *map(str, sorted(gone)))
+    for _ in range(rng.randrange(3)):
+        run("gc", "--apply", "--age-floor", "0s", str(store))
+    return [row for row in saved if row[0] not in gone]
+
+
 def one_store(rng: random.Random, program: str, folder: Path) -> int:
     """Saves some steps, then reads all; returns how many."""
     state: State = {name: new_tensor(rng) for name in rng.sample(NAMES, rng.randrange(0, 7))}
@@ -128,6 +172,8 @@ def one_store(rng: random.Random, program: str, folder: Path) -> int:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         saved.append((step, state, metadata, user, blob))
         state = next_state(rng, state)
+    if rng.random() < 0.4:
+        saved = housekeeping(rng, program, folder / "store", saved)
     store = Store(folder / "store")
     expect(store.state.live().keys() == {row[0] for row in saved} and store.read()["latest"] == saved[-1][0], "steps")
     for row in saved:

@@ -30,6 +30,7 @@ class Snapshot:
     parent: "Snapshot | None"
     casks: dict[int, Cask] = field(default_factory=dict)
     depth: int = 1
+    whole: bool = True
 
     def chain(self) -> Iterator["Snapshot"]:
         link: Snapshot | None = self
@@ -39,7 +40,8 @@ class Snapshot:
 
 
 class Snapshots:
-    """Opens snapshots in the order in which they were added; checks each against log, parent, directory and casks."""
+    """Opens snapshots in the order in which they were added, collected ones left out (log 4.1); checks each against log, parent,
+    directory and casks. One that is not live may need a collected one: then its chain is not whole, and not read."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -48,18 +50,21 @@ class Snapshots:
         self._casks: dict[str, Cask] = {}
 
     def open(self, record: Record) -> Snapshot:
-        path = self.root / "snapshots" / f"{record.step}-{record.id}.json"
+        path = self.root / "snapshots" / record.manifest_name()
         manifest = read_manifest(path, record.manifest)
         named = manifest["parent"]
         if (manifest["id"], manifest["step"], named and named["snapshot"]) != (record.id, record.step, record.parent):
             raise corrupt("chain 2.3", f"id, step or parent of {path.name} is not that of its entry")
-        parent = self.by_id[record.parent] if record.parent else None
+        parent = self.by_id.get(record.parent) if record.parent else None
+        whole = parent.whole if parent else record.parent is None
+        if not whole and record.status == "live":
+            raise corrupt("chain 2.8", f"the chain of {path.name} needs a snapshot that was collected")
         if parent and any(named["content"].get(role) != digest for role, digest in parent.manifest["content"].items()):
             raise corrupt("chain 2.4", f"{path.name} was made on other content than its parent has")
         digest = manifest["directory"]
         if digest not in self._directories:
             self._directories[digest] = read_directory(self.root / "directories" / digest)
-        snapshot = Snapshot(record, manifest, self._directories[digest], parent, depth=parent.depth + 1 if parent else 1)
+        snapshot = Snapshot(record, manifest, self._directories[digest], parent, depth=parent.depth + 1 if parent else 1, whole=whole)
         LIMITS.check("max_chain_depth", snapshot.depth)
         with inside(path):
             if manifest["tensor_bytes"] != snapshot.directory.tensor_bytes():
@@ -68,7 +73,7 @@ class Snapshots:
                 raise corrupt("manifest 4.2", "roles of content are not those of the directory")
             for row in manifest["casks"]:
                 self._cask(snapshot, row)
-            if (content := content_digests(snapshot)) != manifest["content"]:
+            if whole and (content := content_digests(snapshot)) != manifest["content"]:
                 raise corrupt("manifest 4", f"content digests are {content}")
         self.by_id[record.id] = snapshot
         return snapshot
@@ -94,7 +99,7 @@ class Snapshots:
             if place is None or snapshot.directory.slots[place] != slot:
                 raise corrupt("manifest 5.2", f"{path.name} holds a shard of {key[0]!r} that the directory does not place there")
             check_same(cask.layout.tensors[cask.layout.shards[at].tensor], layout.tensors[layout.shards[place].tensor], "chain 3.2")
-            if snapshot.parent is None and any(chunk.kind != "absolute" for chunk in cask.chunks[at]):
+            if snapshot.record.parent is None and any(chunk.kind != "absolute" for chunk in cask.chunks[at]):
                 raise corrupt("chain 3.3", f"{path.name} of a base has a chunk that is not absolute")
         if any(rank != slot // 2 or slot % 2 == 0 for rank, _, _ in cask.blobs):
             raise corrupt("manifest 5.4", f"{path.name} has blobs that do not belong in slot {slot}")

@@ -58,6 +58,8 @@ class Huffman:
         self.lengths = np.repeat(lengths[order], shares)
 
     def stream(self, data: bytes, count: int) -> bytes:
+        if len(data) > -(-count * MAX_LENGTH // 8):
+            raise corrupt("entropy 5.3", "a stream is too long")
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
         padded = np.concatenate([bits, np.zeros(MAX_LENGTH, np.uint8)]).astype(int)
         windows = sum(padded[i:i + bits.size] << (MAX_LENGTH - 1 - i) for i in range(MAX_LENGTH))

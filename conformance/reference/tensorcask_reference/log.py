@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import check_features, corrupt, unsupported
-from .sealed import COMMON, Fields, check_fields, inside, is_digest, is_id, is_number, is_object, is_text, is_texts, or_null, read_object, unseal
+from .sealed import COMMON, Fields, check_fields, inside, is_digest, is_id, is_ids, is_number, is_object, is_text, is_texts, or_null, read_object, unseal
 
 ENTRY_NAME = re.compile(r"[0-9]{20}\.json")
 STORE: Fields = COMMON | {"run": is_id}
@@ -16,8 +16,10 @@ ENTRY: Fields = COMMON | {
 EVENTS: dict[str, Fields] = {
     "opened": {},
     "added": {"snapshot": is_id, "step": is_number, "parent": or_null(is_id), "manifest": is_digest},
-    "forgotten": {"snapshots": lambda value: isinstance(value, list) and all(map(is_id, value))},
+    "forgotten": {"snapshots": is_ids},
     "pinned": {"snapshot": is_id, "pinned": lambda value: isinstance(value, bool)},
+    "compacted": {"snapshot": is_id, "parent": or_null(is_id), "manifest": is_digest},
+    "collecting": {"snapshots": is_ids},
     "upgraded": {"must_understand": is_texts, "may_ignore": is_texts},
 }
 
@@ -32,8 +34,14 @@ class Record:
     manifest: str
     sequence: int
     time_ms: int
+    revision: int
     status: str = "live"
     pinned: bool = False
+
+    def manifest_name(self) -> str:
+        """manifest 1"""
+        digest = f"-{self.manifest}" if self.revision != self.sequence else ""
+        return f"{self.step}-{self.id}{digest}.json"
 
 
 @dataclass
@@ -81,14 +89,27 @@ class State:
             self.known(parent)
         if step in (live := self.live()):
             live[step].status = "superseded"
-        self.snapshots[id] = Record(id, step, parent, event["manifest"], entry["sequence"], entry["time_ms"])
+        self.snapshots[id] = Record(id, step, parent, event["manifest"], entry["sequence"], entry["time_ms"], entry["sequence"])
 
     def _forgotten(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         for id in event["snapshots"]:
-            self.known(id).status = "forgotten"
+            record = self.known(id)
+            record.status = "collected" if record.status == "collected" else "forgotten"
 
     def _pinned(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         self.known(event["snapshot"]).pinned = event["pinned"]
+
+    def _compacted(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
+        record, parent = self.known(event["snapshot"]), event["parent"]
+        if parent is not None:
+            self.known(parent)
+        if parent not in (None, record.parent):
+            raise corrupt("log 3.5", f"snapshot {record.id} never had the parent {parent}")
+        record.parent, record.manifest, record.revision = parent, event["manifest"], entry["sequence"]
+
+    def _collecting(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
+        for id in event["snapshots"]:
+            self.known(id).status = "collected"
 
     def _upgraded(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         check_features(event["must_understand"], "the store")

@@ -38,6 +38,10 @@ def is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_text, value))
 
 
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_id, value))
+
+
 def is_object(value: Any) -> bool:
     return isinstance(value, dict)
 

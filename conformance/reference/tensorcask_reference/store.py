@@ -27,7 +27,8 @@ class Store:
             raise corrupt("log 3.1", f"entry {self.state.sequence + 1} is missing, and entry {last} is there")
         self.snapshots = Snapshots(root)
         for record in self.state.snapshots.values():
-            self.snapshots.open(record)
+            if record.status != "collected":
+                self.snapshots.open(record)
         for sequence, paths in catalogs.items():
             for path in paths:
                 check_catalog(path, states.get(sequence), self.snapshots)
