@@ -25,8 +25,8 @@ use crate::interchange::safetensors::{self, Selected};
 use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
     At, Blob, CompactOptions, Compacted, CopyOptions, CopyReport, DoctorOptions, DoctorReport, Error, ErrorKind, GcOptions, GcReport,
-    Metadata, Policy, Result, Retention, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView, VerifyOptions,
-    VerifyReport, WriterOptions,
+    Metadata, Policy, Reduced, Result, Retention, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView,
+    VerifyOptions, VerifyReport, WriterOptions,
 };
 
 /// [`Store`](crate::Store), blocking. Not to be used from async code, where it would panic in the runtime it is called in.
@@ -151,6 +151,16 @@ impl Store {
         self.block_on(self.inner.retain(retention, apply))
     }
 
+    /// See [`Store::keep_roles`](crate::Store::keep_roles).
+    pub fn keep_roles(&self, steps: &[u64], roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
+        self.block_on(self.inner.keep_roles(steps, roles, options))
+    }
+
+    /// See [`Store::retain_roles`](crate::Store::retain_roles).
+    pub fn retain_roles(&self, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
+        self.block_on(self.inner.retain_roles(retention, roles, options))
+    }
+
     /// See [`Store::gc`](crate::Store::gc).
     pub fn gc(&self, options: &GcOptions) -> Result<GcReport> {
         self.block_on(self.inner.gc(options))
@@ -164,6 +174,11 @@ impl Store {
     /// See [`Store::copy_to`](crate::Store::copy_to).
     pub fn copy_to(&self, destination: &Self, options: &CopyOptions) -> Result<CopyReport> {
         self.block_on(self.inner.copy_to(&destination.inner, options))
+    }
+
+    /// See [`Store::consolidate_to`](crate::Store::consolidate_to).
+    pub fn consolidate_to(&self, destination: &Self, at: impl Into<At>, options: &CompactOptions) -> Result<Saved> {
+        self.block_on(self.inner.consolidate_to(&destination.inner, at, options))
     }
 
     /// See [`Store::doctor`](crate::Store::doctor).

@@ -72,7 +72,9 @@ pub use chain::{Decision, Estimate, Policy, Reason};
 pub use commit::{Retention, SnapshotRecord, Status};
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
-pub use maintain::{CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport};
+pub use maintain::{
+    CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, Reduced,
+};
 pub use plan::ChunkGrid;
 pub use reader::{
     At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,

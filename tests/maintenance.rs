@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use common::{SmallState, objects_of, wrap};
 use object_store::memory::InMemory;
 use tensorcask::{
-    BaseKeeping, CompactOptions, ErrorKind, GcOptions, Latest, Policy, Retention, Slice, Snapshot, Status, Store, StoreOptions,
-    VerifyOptions, Writer, WriterOptions,
+    BaseKeeping, CompactOptions, DoctorOptions, Dtype, ErrorKind, GcOptions, Latest, Policy, Rect, Retention, Slice, Snapshot, Status,
+    Store, StoreOptions, TensorView, VerifyOptions, Writer, WriterOptions,
 };
 
 const NOW: GcOptions = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
@@ -151,6 +151,10 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     assert!(folder.path().join("notes.txt").exists());
     assert_eq!(store.gc(&NOW).await.unwrap().deleted, [], "nothing is left to do");
 
+    // Whoever believes in a longer floor finds that the manifest of 2 is gone, with all that it named.
+    assert_eq!(store.gc(&waits).await.unwrap().deleted, []);
+    assert!(store.doctor(&DoctorOptions::default()).await.unwrap().is_healthy());
+
     // With the chain folded, nothing holds the old base.
     store.compact(3, &CompactOptions::default()).await.unwrap();
     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -158,6 +162,132 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     assert_eq!(steps(&report.collected), [1]);
     assert_holds(&store, [3, 5, 6]).await;
     assert_eq!(store.snapshot(6).await.unwrap().chain()[1].record.status, Status::Forgotten, "4 is still held");
+}
+
+/// What a snapshot that was reduced to its model has to hold.
+async fn check_model(store: &Store, step: u64) {
+    let snapshot = store.snapshot(step).await.unwrap();
+    let state = SmallState::at(step);
+    let names: Vec<String> = snapshot.tensors().into_iter().map(|tensor| tensor.name).collect();
+    let expected: Vec<(&str, Vec<u8>)> = state.expected().into_iter().filter(|(name, _)| name.starts_with("model.")).collect();
+    assert_eq!(names, expected.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+    for (name, bytes) in expected {
+        assert_eq!(snapshot.read(name, &Slice::all()).await.unwrap().data, bytes, "step {step}, {name}");
+    }
+    assert_eq!(snapshot.read_blob(0, "rng").await.unwrap(), state.rng);
+    let error = snapshot.read("optimizer.step", &Slice::all()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+}
+
+#[tokio::test]
+async fn shards_of_many_ranks_become_whole_tensors() {
+    let (store, mut writer) = chain(1..=2).await;
+    let state = SmallState::at(3);
+    let wide: Vec<u8> = (0..4 * 6 * 70_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let left: Vec<u8> = wide.chunks(4 * 70_000).flat_map(|row| &row[..4 * 30_001]).copied().collect();
+    let right: Vec<u8> = wide.chunks(4 * 70_000).flat_map(|row| &row[4 * 30_001..]).copied().collect();
+    // Three times 35 elements of 4 bits: the shards end within a byte.
+    let packed: Vec<u8> = (0..53u8).map(|i| if i == 52 { 7 } else { i.wrapping_mul(37) }).collect();
+    let nibble = |i: usize| packed[i / 2] >> (4 * (i % 2)) & 15;
+    let pack = |range: std::ops::Range<usize>| -> Vec<u8> {
+        range.clone().step_by(2).map(|i| nibble(i) | if i + 1 < range.end { nibble(i + 1) << 4 } else { 0 }).collect()
+    };
+    let (first, second) = (pack(0..35), pack(35..105));
+    let shard = |name, dtype, shape: &[u64], offset: &[u64], extent: &[u64], data| {
+        TensorView::shard(name, dtype, shape, Rect { offset: offset.to_vec(), shape: extent.to_vec() }, data).unwrap()
+    };
+    let mut tensors = state.tensors();
+    tensors.push(shard("model.wide", Dtype::F32, &[6, 70_000], &[0, 0], &[6, 30_001], &left));
+    tensors.push(shard("model.wide", Dtype::F32, &[6, 70_000], &[0, 30_001], &[6, 39_999], &right));
+    tensors.push(shard("model.four", Dtype::Int4, &[3, 5, 7], &[0, 0, 0], &[1, 5, 7], &first));
+    tensors.push(shard("model.four", Dtype::Int4, &[3, 5, 7], &[1, 0, 0], &[2, 5, 7], &second));
+    writer.save(3, &tensors, &state.blobs(), &SmallState::metadata(3)).await.unwrap();
+
+    let archive = wrap(Arc::new(InMemory::new()));
+    let saved = store.consolidate_to(&archive, 3, &CompactOptions::default()).await.unwrap();
+    assert_eq!((saved.step, saved.parent), (3, None));
+    assert!(archive.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    let snapshot = archive.snapshot(Latest).await.unwrap();
+    check(&snapshot).await.unwrap();
+    assert_eq!(snapshot.read("model.wide", &Slice::all()).await.unwrap().data, wide);
+    assert_eq!(snapshot.read("model.four", &Slice::all()).await.unwrap().data, packed);
+    assert_eq!(snapshot.read_blob(1, "loader").await.unwrap(), [9; 5]);
+    assert_eq!(
+        (snapshot.user(), snapshot.metadata()),
+        (store.snapshot(3).await.unwrap().user(), store.snapshot(3).await.unwrap().metadata())
+    );
+    let before = store.snapshot(3).await.unwrap();
+    let described = |snapshot: &Snapshot| snapshot.tensors();
+    assert_eq!(described(&snapshot), described(&before));
+    let shards: usize = snapshot.indexes().await.unwrap().iter().map(|(_, index)| index.shard_count()).sum();
+    assert_eq!(shards, snapshot.tensors().iter().filter(|tensor| tensor.alias_of.is_none()).count(), "one each");
+    let again = store.consolidate_to(&archive, 2, &CompactOptions::default()).await.unwrap_err();
+    assert_eq!(again.kind(), ErrorKind::InvalidArgument);
+}
+
+#[tokio::test]
+async fn old_steps_keep_their_weights_and_lose_the_rest() {
+    let store = wrap(Arc::new(InMemory::new()));
+    let mut writer = store.writer(Policy::Intermittent { every: 3 }).await.unwrap();
+    for step in 1..=8 {
+        save(&mut writer, step).await.unwrap();
+    }
+    store.pin(2, true).await.unwrap();
+    let model = ["model".to_owned()];
+    let keep = Retention { keep_last: Some(2), keep_every: None };
+    let reduced = store.retain_roles(keep, &model, &CompactOptions::default()).await.unwrap();
+    let held: Vec<(u64, bool)> = reduced.iter().map(|one| (one.record.step, one.held.is_some())).collect();
+    // 7 and 8 stay, and so does what they and the pinned 2 need: 7 is a base, and 1 the base of 2.
+    assert_eq!(held, [(6, false), (5, false), (4, false), (3, false), (1, true)]);
+    assert!(reduced.iter().filter(|one| one.held.is_none()).all(|one| one.stored_bytes < one.stored_bytes_before), "{reduced:?}");
+    for step in 3..=6 {
+        check_model(&store, step).await;
+        assert_eq!(store.snapshot(step).await.unwrap().chain().len(), if step == 4 { 1 } else { 2 }, "deltas stay deltas");
+    }
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    assert!(store.gc(&NOW).await.unwrap().freed_bytes() > 0);
+    for step in 3..=6 {
+        check_model(&store, step).await;
+    }
+    for step in [1, 2, 7, 8] {
+        check(&store.snapshot(step).await.unwrap()).await.unwrap();
+    }
+    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+    let again = store.retain_roles(keep, &model, &CompactOptions::default()).await.unwrap();
+    assert!(again.iter().all(|one| one.held.is_some()), "{again:?}");
+    // Copies know what was reduced, too.
+    let copy = wrap(Arc::new(InMemory::new()));
+    store.copy_to(&copy, &Default::default()).await.unwrap();
+    check_model(&copy, 5).await;
+    let roles = copy.snapshots().await.unwrap().into_iter().map(|info| info.record.roles.is_some());
+    assert_eq!(roles.collect::<Vec<_>>(), [false, false, true, true, true, true, false, false]);
+    assert_eq!(store.copy_to(&copy, &Default::default()).await.unwrap().snapshots, 0);
+}
+
+#[tokio::test]
+async fn a_reduced_step_is_never_the_latest_nor_a_parent() {
+    let (store, mut writer) = chain(1..=3).await;
+    let model = ["model".to_owned()];
+    let held = store.keep_roles(&[1, 3], &model, &CompactOptions::default()).await.unwrap();
+    assert!(held.iter().all(|one| one.held.is_some()), "{held:?}");
+    // Mixed casks are written anew, as a base.
+    let roles = ["model".to_owned(), "step".to_owned()];
+    store.forget(&[3]).await.unwrap();
+    store.compact(2, &CompactOptions::default()).await.unwrap();
+    let reduced = store.keep_roles(&[1], &roles, &CompactOptions::default()).await.unwrap();
+    assert_eq!((&reduced[0].held, &reduced[0].record.roles), (&None, &Some(roles.to_vec())));
+    assert_eq!(store.snapshot(1).await.unwrap().read("optimizer.step", &Slice::all()).await.unwrap().data, SmallState::at(1).scalar);
+    store.forget(&[2]).await.unwrap();
+    assert_eq!(store.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(store.recover(&[]).await.unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(save(&mut writer, 4).await.unwrap().parent, None, "nothing whole is left to build upon");
+    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+    assert_eq!(
+        store.keep_roles(&[1], &["optimizer".to_owned()], &CompactOptions::default()).await.unwrap()[0].held.as_deref(),
+        Some("it has none of these roles")
+    );
 }
 
 #[tokio::test]
@@ -172,33 +302,60 @@ async fn pins_outlive_everything() {
 }
 
 /// The parent of a delta is given up while the delta is being saved: it becomes a base.
-#[tokio::test]
-async fn no_delta_is_committed_on_a_snapshot_that_was_given_up() {
+/// A writer of consecutive deltas or deltas on the first base, with which another process meddles as the manifest of step 3 is
+/// about to be written, when its casks are up.
+async fn meddled<F: Future<Output = ()> + Send + 'static>(policy: Policy, meddle: fn(Store) -> F) -> (Store, Writer) {
     use tensorcask::testing::fault::{Fault, FaultStore, Operation};
     let memory: Arc<InMemory> = Arc::new(InMemory::new());
     let plain = wrap(memory.clone());
-    let (armed, other) = (Arc::new(AtomicBool::new(false)), plain.clone());
-    let gate = armed.clone();
+    let (armed, other) = (Arc::new(AtomicBool::new(true)), plain.clone());
     let gated = FaultStore::new(memory, move |operation, path| {
-        if operation == Operation::Create && path.as_ref().starts_with("snapshots/2-") && gate.swap(false, Ordering::SeqCst) {
-            let store = other.clone();
-            let meddle = async move {
-                store.forget(&[1]).await.unwrap();
-                assert_eq!(store.gc(&NOW).await.unwrap().collected.len(), 1);
-            };
-            std::thread::spawn(move || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(meddle))
-                .join()
-                .unwrap();
+        if operation == Operation::Create && path.as_ref().starts_with("snapshots/3-") && armed.swap(false, Ordering::SeqCst) {
+            let meddling = meddle(other.clone());
+            let run = move || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(meddling);
+            std::thread::spawn(run).join().unwrap();
         }
         Fault::None
     });
-    let mut writer = wrap(Arc::new(gated)).writer(Policy::Consecutive).await.unwrap();
-    save(&mut writer, 1).await.unwrap();
-    armed.store(true, Ordering::SeqCst);
-    let saved = save(&mut writer, 2).await.unwrap();
+    let writer = wrap(Arc::new(gated)).writer(policy).await.unwrap();
+    (plain, writer)
+}
+
+#[tokio::test]
+async fn no_delta_is_committed_on_a_snapshot_that_was_given_up() {
+    let meddle = |store: Store| async move {
+        store.forget(&[1, 2]).await.unwrap();
+        assert_eq!(store.gc(&NOW).await.unwrap().collected.len(), 2);
+    };
+    let (plain, mut writer) = meddled(Policy::Consecutive, meddle).await;
+    for step in 1..=2 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let saved = save(&mut writer, 3).await.unwrap();
     assert_eq!(saved.parent, None);
-    assert_eq!(save(&mut writer, 3).await.unwrap().parent, Some(saved.id));
-    assert_holds(&plain, [2, 3]).await;
+    assert_eq!(save(&mut writer, 4).await.unwrap().parent, Some(saved.id));
+    assert_holds(&plain, [3, 4]).await;
+}
+
+#[tokio::test]
+async fn no_delta_is_committed_on_a_snapshot_that_was_reduced() {
+    let meddle = |store: Store| async move {
+        store.compact(2, &CompactOptions::default()).await.unwrap();
+        let reduced = store.keep_roles(&[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap();
+        assert_eq!(reduced[0].held, None);
+    };
+    let (plain, mut writer) = meddled(Policy::OneShot, meddle).await;
+    for step in 1..=2 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let saved = save(&mut writer, 3).await.unwrap();
+    assert_eq!(saved.parent, None);
+    assert_eq!(save(&mut writer, 4).await.unwrap().parent, Some(saved.id));
+    check_model(&plain, 1).await;
+    for step in 2..=4 {
+        check(&plain.snapshot(step).await.unwrap()).await.unwrap();
+    }
+    assert!(plain.verify(&VerifyOptions::default()).await.unwrap().is_clean());
 }
 
 #[tokio::test]

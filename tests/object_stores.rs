@@ -5,9 +5,11 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::{SmallState, data};
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{Dtype, ErrorKind, Latest, Metadata, Policy, Slice, Store, TensorView, VerifyOptions};
+use tensorcask::{CompactOptions, Dtype, ErrorKind, GcOptions, Latest, Metadata, Policy, Slice, Store, TensorView, VerifyOptions};
 
 /// A store under a fresh prefix of the bucket.
 fn store(name: &str) -> Option<Store> {
@@ -45,6 +47,43 @@ async fn real_checkpoints_come_back_from_a_server() {
     }
     let report = store.verify(&VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn old_steps_go_away_on_a_server() {
+    let Some(store) = store("maintenance") else { return };
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    for step in 1..=6 {
+        let state = SmallState::at(step);
+        writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
+    }
+    store.compact(4, &CompactOptions::default()).await.unwrap();
+    store.compact(3, &CompactOptions::default()).await.unwrap();
+    assert_eq!(store.keep_roles(&[3], &["model".to_owned()], &CompactOptions::default()).await.unwrap()[0].held, None);
+    store.forget(&[1, 2]).await.unwrap();
+    let collect = |apply| GcOptions { apply, age_floor: Duration::ZERO, ..GcOptions::default() };
+    let waits = store.gc(&GcOptions { apply: true, ..GcOptions::default() }).await.unwrap();
+    assert_eq!((waits.collected.len(), waits.deleted.len()), (2, 0), "{waits:?}");
+    // Clocks of servers tick in seconds.
+    tokio::time::sleep(Duration::from_millis(2100)).await;
+    let gone = store.gc(&collect(true)).await.unwrap();
+    assert!(gone.deleted.iter().filter(|object| object.path.starts_with("snapshots/")).count() >= 2, "{gone:?}");
+    assert_eq!(store.gc(&collect(false)).await.unwrap().deleted, []);
+
+    let copy = self::store("copy").unwrap();
+    store.copy_to(&copy, &Default::default()).await.unwrap();
+    for store in [Store::open(store.url()).unwrap(), copy] {
+        for step in 3..=6 {
+            let snapshot = store.snapshot(step).await.unwrap();
+            for (name, bytes) in SmallState::at(step).expected().into_iter().filter(|(name, _)| step > 3 || name.starts_with("model.")) {
+                assert_eq!(snapshot.read(name, &Slice::all()).await.unwrap().data, bytes, "step {step}, {name}");
+            }
+        }
+        let report = store.verify(&VerifyOptions::default()).await.unwrap();
+        assert!(report.is_clean(), "{:?}", report.problems);
+        let health = store.doctor(&Default::default()).await.unwrap();
+        assert!(health.problems.is_empty(), "{health:?}");
+    }
 }
 
 /// Casks of several parts, and slices that read a few ranges of them.

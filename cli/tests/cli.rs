@@ -156,6 +156,7 @@ fn check(value: &Value, schema: &Value, schemas: &Value, at: &str) {
                 "string" => value.is_string(),
                 "id" => value.as_str().is_some_and(hex),
                 "time" => value.as_str().is_some_and(|text| text.len() == 24 && text.starts_with("20") && text.ends_with('Z')),
+                "strings" => value.as_array().is_some_and(|all| all.iter().all(Value::is_string)),
                 "any" => true,
                 other => panic!("{at}: no such type: {other}"),
             };
@@ -239,11 +240,13 @@ fn every_report_has_the_documented_keys() {
         ("pin", "pin @run --step 1000 --off"),
         ("compact", "compact @run --step 1001"),
         ("forget", "forget @run --keep-last 1 --dry-run"),
+        ("forget", "forget @run --step 1001 --keep-role model"),
         ("forget", "forget @run --step 1001 1010"),
         ("gc", "gc @run"),
         ("gc", "gc @run --apply"),
         ("doctor", "doctor @run"),
         ("copy", "copy @run @copy"),
+        ("consolidate", "consolidate @run @archive"),
         ("log", "log @run"),
     ] {
         conforms(verb, &place.json(arguments));
@@ -319,6 +322,24 @@ fn old_steps_are_folded_forgotten_and_collected() {
     assert_eq!(place.casks().len(), 2);
     place.json("restore @run -o @out");
     assert_eq!(content(&place.path("out")), content(&training_file(1010)));
+    assert_eq!(place.json("verify @run")["clean"], true);
+}
+
+#[test]
+fn old_steps_are_reduced_to_their_weights() {
+    let place = Place::with_training();
+    place.json("compact @run");
+    let reduced = place.json("forget @run --keep-last 1 --keep-role model");
+    let steps: Vec<_> = reduced["reduced"].as_array().unwrap().iter().map(|row| (row["step"].as_u64(), &row["held"])).collect();
+    assert_eq!(steps, [(Some(1001), &Value::Null), (Some(1000), &Value::Null)]);
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    assert!(place.json("gc @run --apply --age-floor 0")["freed_bytes"].as_u64() > Some(0));
+    assert_eq!(place.json("ls @run")["snapshots"][0]["roles"], json!(["model"]));
+    place.json("restore @run --step 1001 -o @out");
+    let (weights, _) = content(&place.path("out"));
+    let (whole, _) = content(&training_file(1001));
+    assert_eq!(weights, whole.into_iter().filter(|held| held.0.starts_with("model.")).collect::<Vec<_>>());
+    assert!(!weights.is_empty());
     assert_eq!(place.json("verify @run")["clean"], true);
 }
 
@@ -625,9 +646,24 @@ fn a_closed_pipe_is_no_error() {
 fn every_verb_explains_itself() {
     let place = Place::new();
     let help = stdout(&place.run("--help"));
-    for verb in
-        ["save", "restore", "verify", "ls", "chain", "log", "inspect", "diff", "stat", "pin", "forget", "compact", "gc", "copy", "doctor"]
-    {
+    for verb in [
+        "save",
+        "restore",
+        "verify",
+        "ls",
+        "chain",
+        "log",
+        "inspect",
+        "diff",
+        "stat",
+        "pin",
+        "forget",
+        "compact",
+        "gc",
+        "copy",
+        "consolidate",
+        "doctor",
+    ] {
         assert!(help.contains(&format!("  {verb}")), "{verb}");
         let help = stdout(&place.run(&format!("{verb} --help")));
         assert!(help.contains(&format!("Example:\n  tensorcask {verb} ")), "{help}");

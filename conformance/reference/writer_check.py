@@ -148,9 +148,24 @@ def housekeeping(rng: random.Random, program: str, store: Path, saved: list[tupl
     gone = {row[0] for row in saved[:-1] if rng.random() < 0.5}
     if gone:
         run("forget", str(store), "--step", *map(str, sorted(gone)))
+    kept = [row for row in saved if row[0] not in gone]
+    if rng.random() < 0.3:
+        kept = reduce(program, store, rng.sample(kept, 1)[0], kept)
     for _ in range(rng.randrange(3)):
         run("gc", "--apply", "--age-floor", "0s", str(store))
-    return [row for row in saved if row[0] not in gone]
+    return kept
+
+
+def reduce(program: str, store: Path, row: tuple, saved: list[tuple]) -> list[tuple]:
+    """Reduces a step to its model weights; returns what must still be there."""
+    command = [program, "forget", "--json", "--keep-role", "model", "--step", str(row[0]), "--", str(store)]
+    report = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    if report["reduced"][0]["held"] is not None:
+        return saved
+    left = Store(store).read()["steps"][str(row[0])]["tensors"]
+    state = {name: tensor for name, tensor in row[1].items() if name in left}
+    expect(0 < len(state) < len(row[1]) and all(tensor["role"] == "model" for tensor in left.values()), "a step that was reduced")
+    return [(row[0], state, *row[2:]) if other is row else other for other in saved]
 
 
 def one_store(rng: random.Random, program: str, folder: Path) -> int:

@@ -75,6 +75,9 @@ impl Policy {
         let decision = |reason, since_base| Decision { reason, since_base, estimate: None };
         let Some(latest) = state.latest() else { return (None, decision(Reason::First, 0)) };
         let Ok(chain) = chain_of(state, latest.id, max_depth) else { return (None, decision(Reason::BrokenParent, 0)) };
+        if chain.iter().any(|link| link.roles.is_some()) {
+            return (None, decision(Reason::BrokenParent, 0));
+        }
         let Some(base) = chain.last().filter(|base| base.status != Status::Forgotten) else {
             return (None, decision(Reason::First, 0));
         };

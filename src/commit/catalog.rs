@@ -43,6 +43,7 @@ const COLUMNS: &[&str] = &[
     "manifest",
     "status",
     "pinned",
+    "roles",
     "tensor_bytes",
     "stored_bytes",
     "time_ms",
@@ -132,6 +133,7 @@ fn encode(state: &LogState) -> Result<Bytes> {
         ("manifest".into(), texts(&|r| Some(r.manifest.to_hex())), false),
         ("status".into(), texts(&|r| Some(r.status.name().into())), false),
         ("pinned".into(), Arc::new(BooleanArray::from_iter(records.iter().map(|r| Some(r.pinned)))), false),
+        ("roles".into(), texts(&|r| r.roles.as_ref().map(|roles| Value::from(roles.clone()).to_string())), true),
         ("tensor_bytes".into(), numbers(&|r| summary(r).tensor_bytes), false),
         ("stored_bytes".into(), numbers(&|r| summary(r).stored_bytes), false),
         ("ratio".into(), Arc::new(Float64Array::from_iter_values(ratios)), false),
@@ -242,6 +244,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
                 status: Status::from_name(&rows.text("status", row)?).ok_or_else(|| bad("unknown status".into()))?,
                 pinned: rows.boolean("pinned", row)?,
                 time_ms: rows.number("time_ms", row)?,
+                roles: rows.roles(row)?,
                 summary: Some(Summary {
                     tensor_bytes: rows.number("tensor_bytes", row)?,
                     stored_bytes: rows.number("stored_bytes", row)?,
@@ -293,6 +296,11 @@ impl Rows<'_> {
 
     fn text(&self, name: &str, row: usize) -> Result<String> {
         self.text_if_present(name, row)?.ok_or_else(|| null(name, row))
+    }
+
+    fn roles(&self, row: usize) -> Result<Option<Vec<String>>> {
+        let bad = |e| Error::corrupt(format!("roles in row {row}: {e}")).clause("log 6.3");
+        self.text_if_present("roles", row)?.map(|text| serde_json::from_str(&text).map_err(bad)).transpose()
     }
 
     fn user(&self, row: usize) -> Result<Map<String, Value>> {

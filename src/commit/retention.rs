@@ -52,7 +52,10 @@ pub struct Retention {
 
 impl Retention {
     /// Live snapshots that it does not keep, by commit.
-    fn unwanted(self, state: &LogState) -> Vec<SnapshotRecord> {
+    pub(crate) fn unwanted(self, state: &LogState) -> Result<Vec<SnapshotRecord>> {
+        if self == Self::default() || self.keep_every == Some(0) || self.keep_last == Some(0) {
+            return Err(Error::invalid("say what to keep: the last so many steps, or every so many, 1 or more"));
+        }
         let keeps = |nth: u64, step: u64| {
             nth == 0 || self.keep_last.is_some_and(|last| nth < last) || self.keep_every.is_some_and(|every| step.is_multiple_of(every))
         };
@@ -60,7 +63,7 @@ impl Retention {
         let mut unwanted: Vec<SnapshotRecord> =
             live.filter(|(record, nth)| !record.pinned && !keeps(*nth, record.step)).map(|(record, _)| record.clone()).collect();
         unwanted.reverse();
-        unwanted
+        Ok(unwanted)
     }
 }
 
@@ -68,19 +71,16 @@ impl Store {
     /// Forgets the live steps that `retention` does not keep, or only tells which (`apply` false). What it keeps is decided
     /// on the state of the log at each commit, so that a step that is pinned or saved meanwhile is safe.
     pub async fn retain(&self, retention: Retention, apply: bool) -> Result<Vec<SnapshotRecord>> {
-        if retention == Retention::default() || retention.keep_every == Some(0) || retention.keep_last == Some(0) {
-            return Err(Error::invalid("say what to keep: the last so many steps, or every so many, 1 or more"));
-        }
         let mut log = Log::load(self).await?;
         if !apply {
-            return Ok(retention.unwanted(log.state()));
+            return retention.unwanted(log.state());
         }
         let writer = Id::random()?;
         let mut forgotten = Vec::new();
-        while !retention.unwanted(log.state()).is_empty() {
+        while !retention.unwanted(log.state())?.is_empty() {
             let mut last: Vec<Id> = Vec::new();
             log.append(writer, |state| {
-                last = retention.unwanted(state).iter().take(MAX_FORGOTTEN).map(|record| record.id).collect();
+                last = retention.unwanted(state)?.iter().take(MAX_FORGOTTEN).map(|record| record.id).collect();
                 Ok(Event::Forgotten { snapshots: last.clone() })
             })
             .await?;

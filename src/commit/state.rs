@@ -58,6 +58,8 @@ pub struct SnapshotRecord {
     pub pinned: bool,
     /// When it was committed, in milliseconds since 1970, by the writer's clock.
     pub time_ms: u64,
+    /// The roles that it still has, ascending, if it was reduced to some of those that it was saved with.
+    pub roles: Option<Vec<String>>,
     pub(crate) summary: Option<Summary>,
 }
 
@@ -148,6 +150,7 @@ impl LogState {
                     status: Status::Live,
                     pinned: false,
                     time_ms: entry.time_ms,
+                    roles: None,
                     summary: None,
                 })?;
             }
@@ -164,16 +167,23 @@ impl LogState {
                 Some(record) => record.pinned = *pinned,
                 None => return bad(format!("pins {snapshot}, which no earlier entry added"), "log 3.4"),
             },
-            Event::Compacted { snapshot, parent, manifest } => match self.by_id.get(snapshot).and_then(|&at| self.snapshots.get_mut(at)) {
-                Some(record) if parent.is_some() && *parent != record.parent => {
+            Event::Compacted { snapshot, parent, manifest, roles } => {
+                let Some(record) = self.by_id.get(snapshot).and_then(|&at| self.snapshots.get_mut(at)) else {
+                    return bad(format!("compacts {snapshot}, which no earlier entry added"), "log 3.4");
+                };
+                if parent.is_some() && *parent != record.parent {
                     return bad(format!("gives {snapshot} a parent that it did not have"), "log 3.5");
                 }
-                Some(record) => {
-                    (record.parent, record.manifest, record.revision) = (*parent, *manifest, entry.sequence);
-                    record.summary = None;
+                if let Some(roles) = roles {
+                    let had = |role: &String| record.roles.as_ref().is_none_or(|had| had.contains(role));
+                    if roles.is_empty() || !roles.is_sorted_by(|a, b| a < b) || !roles.iter().all(had) {
+                        return bad(format!("gives {snapshot} roles that do not ascend, or that it did not have"), "log 3.6");
+                    }
+                    record.roles = Some(roles.clone());
                 }
-                None => return bad(format!("compacts {snapshot}, which no earlier entry added"), "log 3.4"),
-            },
+                (record.parent, record.manifest, record.revision) = (*parent, *manifest, entry.sequence);
+                record.summary = None;
+            }
             Event::Collecting { snapshots } => {
                 for id in snapshots {
                     match self.by_id.get(id).and_then(|&at| self.snapshots.get_mut(at)) {
@@ -235,9 +245,14 @@ impl LogState {
         self.snapshots.iter().filter(|record| record.status == Status::Live)
     }
 
-    /// The newest live snapshot, by commit.
+    /// Live snapshots with all roles that they were saved with, by commit.
+    pub(crate) fn whole(&self) -> impl DoubleEndedIterator<Item = &SnapshotRecord> {
+        self.live().filter(|record| record.roles.is_none())
+    }
+
+    /// The newest live snapshot that is whole, by commit.
     pub(crate) fn latest(&self) -> Option<&SnapshotRecord> {
-        self.live().next_back()
+        self.whole().next_back()
     }
 
     pub(crate) fn at_step(&self, step: u64) -> Option<&SnapshotRecord> {

@@ -1,20 +1,20 @@
 //! Compaction: folds a chain into a new base, without changing what any step restores to.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use rayon::prelude::*;
 
-use crate::codec::{Chunk, EncodedChunk, encode_chunk};
+use crate::codec::{Chunk, EncodedChunk, Registry, encode_chunk};
 use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, refuse_features};
 use crate::container::{CaskEncoder, CaskReceipt};
 use crate::error::ResultExt;
 use crate::limits::{to_usize, zeroed};
 use crate::plan::ChunkGrid;
-use crate::reader::{ChunkItem, Snapshot};
+use crate::reader::{ChunkItem, ReadItem, Snapshot};
 use crate::store::Upload;
-use crate::tensor::Rect;
-use crate::wire::{CaskRef, Event, Id, Manifest, SnapshotKind};
+use crate::tensor::{Rect, Run, copy_run, rects_of_run};
+use crate::wire::{CaskRef, Digest, Event, Id, Manifest, SnapshotKind};
 use crate::writer::blob_slot;
 use crate::{At, Error, ErrorKind, Result, Store};
 
@@ -87,18 +87,14 @@ impl Store {
 
         let age = Age::start();
         let mut manifest = snapshot.manifest().clone();
-        manifest.casks = write_base(self, &snapshot, options).await?;
+        manifest.casks = write_base(self, &snapshot, options, &|_| true).await?;
         (manifest.kind, manifest.parent, manifest.time_ms) = (SnapshotKind::Base, None, now_ms());
-        let (bytes, digest) = manifest.encode()?;
-        Manifest::decode(&bytes, self.limits())
-            .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
-        let path = Manifest::path_of_compacted(record.step, record.id, digest);
-        self.create_unique(&path, bytes.into()).await?;
+        let (path, digest) = put_manifest(self, &record, &manifest).await?;
         let sequence = log
             .append(Id::random()?, |state| {
                 age.check(options.age_floor)?;
                 check_unchanged(state, &record)?;
-                Ok(Event::Compacted { snapshot: record.id, parent: None, manifest: digest })
+                Ok(Event::Compacted { snapshot: record.id, parent: None, manifest: digest, roles: None })
             })
             .await
             .in_object(path)?;
@@ -110,8 +106,18 @@ impl Store {
     }
 }
 
+/// Writes the manifest that is to stand for a snapshot from now on; gives its path and digest.
+pub(super) async fn put_manifest(store: &Store, record: &SnapshotRecord, manifest: &Manifest) -> Result<(String, Digest)> {
+    let (bytes, digest) = manifest.encode()?;
+    Manifest::decode(&bytes, store.limits())
+        .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
+    let path = Manifest::path_of_compacted(record.step, record.id, digest);
+    store.create_unique(&path, bytes.into()).await?;
+    Ok((path, digest))
+}
+
 /// Whether the snapshot is what it was when it was read.
-fn check_unchanged(state: &LogState, before: &SnapshotRecord) -> Result<()> {
+pub(super) fn check_unchanged(state: &LogState, before: &SnapshotRecord) -> Result<()> {
     let now = state.by_id(before.id);
     if now.is_some_and(|now| now.status != Status::Collected && now.revision == before.revision) {
         return Ok(());
@@ -120,100 +126,109 @@ fn check_unchanged(state: &LogState, before: &SnapshotRecord) -> Result<()> {
     Err(Error::new(ErrorKind::Conflict, message))
 }
 
-/// Writes all shards and blobs of a snapshot into casks of their own.
-async fn write_base(store: &Store, snapshot: &Snapshot, options: &CompactOptions) -> Result<Vec<CaskRef>> {
-    let directory = snapshot.newest().directory.clone();
+/// Writes the shards of tensors whose role `keeps` wants, and all blobs, into casks of their own.
+pub(super) async fn write_base(
+    store: &Store,
+    snapshot: &Snapshot,
+    options: &CompactOptions,
+    keeps: &(dyn Fn(&str) -> bool + Sync),
+) -> Result<Vec<CaskRef>> {
+    let directory = &snapshot.newest().directory;
     let blobs = snapshot.blobs().await?;
-    let mut slots: BTreeSet<u32> = blobs.iter().map(|(rank, _)| blob_slot(*rank)).collect();
-    for tensor in 0..directory.len() {
-        slots.extend(directory.shards_of(tensor).map(|shard| directory.shard(shard).slot));
+    let mut slots: BTreeMap<u32, Vec<(usize, Rect)>> = blobs.iter().map(|(rank, _)| (blob_slot(*rank), vec![])).collect();
+    for tensor in (0..directory.len()).filter(|&tensor| keeps(directory.role(tensor))) {
+        for shard in directory.shards_of(tensor).map(|shard| directory.shard(shard)) {
+            slots.entry(shard.slot).or_default().push((tensor, shard.rect));
+        }
     }
     let mut casks = Vec::new();
-    for slot in slots {
-        let mut cask = BaseCask::new(store, snapshot, options, slot)?;
-        for tensor in 0..directory.len() {
-            cask.tensor(tensor).await?;
-        }
-        cask.flush().await?;
-        for (rank, name) in blobs.iter().filter(|(rank, _)| blob_slot(*rank) == slot) {
-            let bytes = snapshot.read_blob(*rank, name).await?;
-            cask.encoder.blob(*rank, name, bytes.into())?;
-            cask.upload.push(cask.encoder.take_output()).await?;
-        }
-        let receipt = cask.finish().await?;
-        casks.push(CaskRef {
-            slot,
-            id: receipt.id,
-            bytes: receipt.bytes,
-            index_offset: receipt.index_offset,
-            root_offset: receipt.root_offset,
-            digest: receipt.digest,
-        });
+    for (slot, shards) in slots {
+        casks.push(write_cask(store, snapshot, options, slot, &shards).await?.0);
     }
     Ok(casks)
 }
 
+/// Writes shards (tensor by number, rectangle), ascending, and all blobs of a slot into a cask of a store. The rectangles are
+/// those of the snapshot's shards, or whole tensors. Gives the checksums of the decoded chunks, too, in the order of the shards.
+pub(super) async fn write_cask(
+    store: &Store,
+    snapshot: &Snapshot,
+    options: &CompactOptions,
+    slot: u32,
+    shards: &[(usize, Rect)],
+) -> Result<(CaskRef, Vec<u32>)> {
+    let mut cask = BaseCask::new(store, snapshot, options, shards)?;
+    for (at, (tensor, rect)) in shards.iter().enumerate() {
+        let first_of_tensor = at.checked_sub(1).and_then(|at| shards.get(at)).is_none_or(|(before, _)| before != tensor);
+        cask.shard(*tensor, rect, first_of_tensor).await?;
+    }
+    cask.flush().await?;
+    for (rank, name) in snapshot.blobs().await?.iter().filter(|(rank, _)| blob_slot(*rank) == slot) {
+        let bytes = snapshot.read_blob(*rank, name).await?;
+        cask.encoder.blob(*rank, name, bytes.into())?;
+        cask.upload.push(cask.encoder.take_output()).await?;
+    }
+    let (receipt, crcs) = cask.finish().await?;
+    let cask = CaskRef {
+        slot,
+        id: receipt.id,
+        bytes: receipt.bytes,
+        index_offset: receipt.index_offset,
+        root_offset: receipt.root_offset,
+        digest: receipt.digest,
+    };
+    Ok((cask, crcs))
+}
+
 /// One cask of the new base, on its way up.
 struct BaseCask<'a> {
-    store: &'a Store,
     snapshot: &'a Snapshot,
+    registry: &'a Registry,
     options: &'a CompactOptions,
-    slot: u32,
     encoder: CaskEncoder,
     upload: Upload,
     window: Vec<Moved>,
     window_bytes: u64,
+    crcs: Vec<u32>,
 }
 
 impl<'a> BaseCask<'a> {
-    fn new(store: &'a Store, snapshot: &'a Snapshot, options: &'a CompactOptions, slot: u32) -> Result<Self> {
+    fn new(store: &'a Store, snapshot: &'a Snapshot, options: &'a CompactOptions, shards: &[(usize, Rect)]) -> Result<Self> {
         let encoder = CaskEncoder::new(Id::random()?, options.alignment_exponent)?.with_limits(store.limits().clone());
         let directory = &snapshot.newest().directory;
-        let mut expected = 0u64;
-        for tensor in 0..directory.len() {
-            for shard in directory.shards_of(tensor).map(|shard| directory.shard(shard)).filter(|shard| shard.slot == slot) {
-                let bytes = shard.rect.element_count().and_then(|elements| directory.dtype(tensor).byte_count(elements));
-                expected = expected.saturating_add(bytes.unwrap_or(0));
-            }
-        }
+        let bytes_of = |(tensor, rect): &(usize, Rect)| directory.dtype(*tensor).byte_count(rect.element_count()?);
+        let expected = shards.iter().filter_map(bytes_of).fold(0u64, u64::saturating_add);
         let upload = Upload::new(store, format!("casks/{}.cask", encoder.id()), expected);
-        Ok(Self { store, snapshot, options, slot, encoder, upload, window: vec![], window_bytes: 0 })
+        Ok(Self { snapshot, registry: store.registry(), options, encoder, upload, window: vec![], window_bytes: 0, crcs: vec![] })
     }
 
-    /// Takes the shards of a tensor that belong into this cask.
-    async fn tensor(&mut self, tensor: usize) -> Result<()> {
+    /// Takes a shard.
+    async fn shard(&mut self, tensor: usize, rect: &Rect, mut first_of_tensor: bool) -> Result<()> {
         let directory = self.snapshot.newest().directory.clone();
-        let mut first_of_tensor = true;
-        for shard in directory.shards_of(tensor) {
-            let shard = directory.shard(shard);
-            if shard.slot != self.slot {
-                continue;
+        let grid = ChunkGrid::new(directory.dtype(tensor), &rect.shape)?;
+        if grid.chunk_count() == 0 {
+            // The empty shard comes between chunks of its neighbours.
+            self.flush().await?;
+            if first_of_tensor {
+                self.encoder.tensor(directory.name(tensor), directory.dtype(tensor), &directory.shape(tensor))?;
             }
-            let grid = ChunkGrid::new(directory.dtype(tensor), &shard.rect.shape)?;
-            if grid.chunk_count() == 0 {
-                // The empty shard comes between chunks of its neighbours.
+            self.encoder.shard(rect)?;
+        }
+        for chunk in 0..grid.chunk_count() {
+            let bytes = grid.bytes(chunk);
+            let bytes = bytes.end - bytes.start;
+            if self.window_bytes + bytes > WINDOW_BYTES {
                 self.flush().await?;
-                if std::mem::take(&mut first_of_tensor) {
-                    self.encoder.tensor(directory.name(tensor), directory.dtype(tensor), &directory.shape(tensor))?;
-                }
-                self.encoder.shard(&shard.rect)?;
             }
-            for chunk in 0..grid.chunk_count() {
-                let bytes = grid.bytes(chunk);
-                let bytes = bytes.end - bytes.start;
-                if self.window_bytes + bytes > WINDOW_BYTES {
-                    self.flush().await?;
-                }
-                self.window_bytes += bytes;
-                self.window.push(Moved {
-                    tensor,
-                    rect: shard.rect.clone(),
-                    chunk,
-                    first_of_tensor: std::mem::take(&mut first_of_tensor),
-                    first_of_shard: chunk == 0,
-                    bytes: zeroed(to_usize(bytes, "a chunk")?, "a chunk")?,
-                });
-            }
+            self.window_bytes += bytes;
+            self.window.push(Moved {
+                tensor,
+                rect: rect.clone(),
+                chunk,
+                first_of_tensor: std::mem::take(&mut first_of_tensor),
+                first_of_shard: chunk == 0,
+                bytes: zeroed(to_usize(bytes, "a chunk")?, "a chunk")?,
+            });
         }
         Ok(())
     }
@@ -222,15 +237,20 @@ impl<'a> BaseCask<'a> {
     async fn flush(&mut self) -> Result<()> {
         let mut window = std::mem::take(&mut self.window);
         self.window_bytes = 0;
-        let items = window.iter_mut().map(|moved| ChunkItem {
+        let directory = self.snapshot.newest().directory.clone();
+        let is_shard = |moved: &&mut Moved| directory.find_shard(moved.tensor, &moved.rect).is_some();
+        let (shards, wholes): (Vec<&mut Moved>, Vec<&mut Moved>) = window.iter_mut().partition(is_shard);
+        let items = shards.into_iter().map(|moved| ChunkItem {
             tensor: moved.tensor,
             rect: moved.rect.clone(),
             chunk: moved.chunk,
             out: &mut moved.bytes,
         });
         self.snapshot.read_chunks(items.collect()).await?;
-        let directory = self.snapshot.newest().directory.clone();
-        let (registry, verify) = (self.store.registry(), self.options.verify_after_encode);
+        for moved in wholes {
+            gather(self.snapshot, moved).await?;
+        }
+        let (registry, verify) = (self.registry, self.options.verify_after_encode);
         let encode = |moved: &Moved| -> Result<EncodedChunk> {
             let elements = ChunkGrid::new(directory.dtype(moved.tensor), &moved.rect.shape)?.elements(moved.chunk);
             let chunk = Chunk {
@@ -251,16 +271,37 @@ impl<'a> BaseCask<'a> {
             if moved.first_of_shard {
                 self.encoder.shard(&moved.rect)?;
             }
+            self.crcs.push(chunk.crc);
             self.encoder.chunk(chunk).map_err(|e| e.tensor(name).chunk(moved.chunk))?;
         }
         self.upload.push(self.encoder.take_output()).await
     }
 
-    async fn finish(self) -> Result<CaskReceipt> {
+    async fn finish(self) -> Result<(CaskReceipt, Vec<u32>)> {
         let (rest, receipt) = self.encoder.finish()?;
         let mut upload = self.upload;
         upload.push(rest).await?;
         upload.finish().await?;
-        Ok(receipt)
+        Ok((receipt, self.crcs))
     }
+}
+
+/// Reads a chunk of a whole tensor from the shards that it lies in.
+async fn gather(snapshot: &Snapshot, moved: &mut Moved) -> Result<()> {
+    let dtype = snapshot.newest().directory.dtype(moved.tensor);
+    let elements = ChunkGrid::new(dtype, &moved.rect.shape)?.elements(moved.chunk);
+    let mut parts = Vec::new();
+    for rect in rects_of_run(&moved.rect.shape, elements) {
+        let bytes = rect.element_count().and_then(|count| dtype.byte_count(count));
+        parts.push((zeroed(to_usize(bytes.unwrap_or(u64::MAX), "a part of a chunk")?, "a part of a chunk")?, rect));
+    }
+    let items = parts.iter_mut().map(|(bytes, rect)| ReadItem { tensor: moved.tensor, rect: rect.clone(), out: bytes });
+    snapshot.read_items(items.collect()).await?;
+    let mut destination = 0;
+    for (bytes, rect) in &parts {
+        let count = rect.element_count().unwrap_or(0);
+        copy_run(dtype, Run { source: 0, destination, count }, bytes, &mut moved.bytes);
+        destination += count;
+    }
+    Ok(())
 }

@@ -62,7 +62,7 @@ impl Store {
         for record in missing {
             copy_snapshot(self, destination, &mut log, writer, record, options, &mut report).await?;
         }
-        settle(&mut log, writer, &wanted).await?;
+        settle(self, destination, &mut log, writer, &wanted).await?;
         Ok(report)
     }
 }
@@ -192,8 +192,19 @@ async fn copy_snapshot(
     Ok(())
 }
 
-/// Forgets at the destination what is not live at the source, and pins what is pinned there.
-async fn settle(log: &mut Log, writer: Id, wanted: &[SnapshotRecord]) -> Result<()> {
+/// Does at the destination what was done at the source: reduces, forgets, pins.
+async fn settle(source: &Store, destination: &Store, log: &mut Log, writer: Id, wanted: &[SnapshotRecord]) -> Result<()> {
+    for record in wanted {
+        let Some(roles) = &record.roles else { continue };
+        if log.state().by_id(record.id).is_none_or(|found| found.roles == record.roles || found.manifest != record.manifest) {
+            continue;
+        }
+        let bytes = source.get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
+        destination.create_unique(&Manifest::path_of_compacted(record.step, record.id, record.manifest), bytes).await?;
+        let (snapshot, parent, manifest) = (record.id, record.parent, record.manifest);
+        log.append(writer, |_| Ok(Event::Compacted { snapshot, parent, manifest, roles: Some(roles.clone()) })).await?;
+        log.write_catalog_if_due().await;
+    }
     let dead: BTreeSet<Id> = wanted.iter().filter(|record| record.status != Status::Live).map(|record| record.id).collect();
     let mut forget: Vec<Id> = log.state().live().map(|record| record.id).filter(|id| dead.contains(id)).collect();
     while !forget.is_empty() {

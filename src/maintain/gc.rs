@@ -100,9 +100,9 @@ impl Store {
         let threshold = now.saturating_sub(floor_ms);
         let mut history = History::load(self, threshold).await?;
         let mut marks = Marks::default();
-        marks.add(self, &history.needed()).await?;
+        marks.add(self, &history.needed(), &history.needed()).await?;
         let needed = marks.paths.clone();
-        marks.add(self, &history.named).await?;
+        marks.add(self, &history.named, &history.needed()).await?;
         report.held_bytes = marks.bytes_of(&report.held);
         report.collected_bytes = marks.bytes_of(&report.collected);
         let unneeded: Vec<Listed> = self.list_all().await?.into_iter().filter(|listed| !needed.contains(&listed.path)).collect();
@@ -118,7 +118,7 @@ impl Store {
                 self.list_all().await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
             history.refresh(self).await?;
             refuse_features(&history.state().may_ignore)?;
-            marks.add(self, &history.named).await?;
+            marks.add(self, &history.named, &history.needed()).await?;
             ripe_now.retain(|listed| again.contains(&(listed.path.clone(), listed.modified_ms)) && ripe(listed, &marks));
             for folder in FOLDERS {
                 let of_folder = ripe_now.iter().filter(|listed| listed.path.split('/').next() == Some(folder));

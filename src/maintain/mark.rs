@@ -131,22 +131,28 @@ impl Marks {
         records.iter().filter_map(|record| self.cask_bytes.get(&record.id)).fold(0, |sum, bytes| sum.saturating_add(*bytes))
     }
 
-    /// Adds what manifests name. One that cannot be read hides what it needs: nothing may be deleted then.
-    pub(super) async fn add(&mut self, store: &Store, named: &BTreeSet<Named>) -> Result<()> {
+    /// Adds what manifests name. One that cannot be read hides what it needs: nothing may be deleted then. Only one that the newest
+    /// state does not need may be gone: then a collection with a shorter age floor has deleted it, after its casks.
+    pub(super) async fn add(&mut self, store: &Store, named: &BTreeSet<Named>, needed: &BTreeSet<Named>) -> Result<()> {
         let read = |named: Named| async move {
-            let manifest = read_manifest(store, &named.path(), named.digest).await.map_err(|e| {
-                let message = format!("{}; what step {} needs cannot be told, so nothing is deleted", e.message(), named.step);
-                Error::new(e.kind(), message).object(named.path()).source(e)
-            })?;
+            let manifest = match read_manifest(store, &named.path(), named.digest).await {
+                Ok(manifest) => manifest,
+                Err(_) if !needed.contains(&named) && is_gone(store, &named.path()).await? => return Ok(None),
+                Err(e) => {
+                    let message = format!("{}; what step {} needs cannot be told, so nothing is deleted", e.message(), named.step);
+                    return Err(Error::new(e.kind(), message).object(named.path()).source(e));
+                }
+            };
             refuse_features(manifest.may_ignore()).in_object(named.path())?;
-            let casks: Vec<String> = manifest.casks.iter().map(|cask| cask.path()).collect();
-            Ok((named, casks, manifest.stored_bytes(), manifest.directory))
+            Ok(Some((named, manifest)))
         };
         let new: Vec<Named> = named.difference(&self.known).copied().collect();
-        for (named, casks, bytes, directory) in concurrently(CONCURRENT_REQUESTS, new.into_iter().map(read)).await? {
+        let found: Vec<Option<(Named, Manifest)>> = concurrently(CONCURRENT_REQUESTS, new.into_iter().map(read)).await?;
+        for (named, manifest) in found.into_iter().flatten() {
+            let directory = manifest.directory;
             self.paths.insert(named.path());
-            self.paths.extend(casks);
-            self.cask_bytes.entry(named.snapshot).or_insert(bytes);
+            self.paths.extend(manifest.casks.iter().map(|cask| cask.path()));
+            self.cask_bytes.entry(named.snapshot).or_insert(manifest.stored_bytes());
             if self.directories.insert(directory) {
                 self.paths.insert(format!("directories/{directory}"));
                 if read_directory(store, directory).await?.features().may_ignore != 0 {
@@ -160,5 +166,13 @@ impl Marks {
             self.known.insert(named);
         }
         Ok(())
+    }
+}
+
+async fn is_gone(store: &Store, path: &str) -> Result<bool> {
+    match store.head(path).await {
+        Ok(_) => Ok(false),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(true),
+        Err(e) => Err(e),
     }
 }

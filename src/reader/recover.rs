@@ -34,7 +34,7 @@ impl Store {
     pub async fn recover(&self, excluded: &[Id]) -> Result<Recovered> {
         let log = Log::load(self).await?;
         let mut skipped: Vec<Skipped> = Vec::new();
-        for record in log.state().live().rev().filter(|record| !excluded.contains(&record.id)) {
+        for record in log.state().whole().rev().filter(|record| !excluded.contains(&record.id)) {
             let opened = async {
                 let snapshot = Snapshot::load(self, log.state(), record.id).await?;
                 snapshot.load_whole_chain().await?;

@@ -12,4 +12,4 @@ pub use shape::{Rect, Slice};
 pub use view::{Blob, Tensor, TensorView};
 
 pub(crate) use bits::copy_run;
-pub(crate) use shape::{Run, contiguous_runs, element_count, element_span, format_shape, tiles};
+pub(crate) use shape::{Run, contiguous_runs, element_count, element_span, format_shape, rects_of_run, tiles};

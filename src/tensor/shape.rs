@@ -190,6 +190,32 @@ pub(crate) fn contiguous_runs<'a>(source: &'a Rect, destination: &'a Rect, windo
     })
 }
 
+/// Elements `window` (row-major) of a tensor without a dimension of extent 0, as rectangles one after another: each is one run.
+pub(crate) fn rects_of_run(shape: &[u64], window: Range<u64>) -> Vec<Rect> {
+    let strides = strides(shape);
+    let mut rects = Vec::new();
+    let mut at = window.start;
+    while at < window.end {
+        let fits = |&dimension: &usize| at.is_multiple_of(strides[dimension]) && window.end - at >= strides[dimension];
+        let mut rect = Rect::whole(shape);
+        let mut rest = at;
+        for (offset, &stride) in rect.offset.iter_mut().zip(&strides) {
+            *offset = rest / stride;
+            rest %= stride;
+        }
+        // None fits a scalar, which is one element.
+        let Some(dimension) = (0..shape.len()).find(fits) else {
+            rects.push(rect);
+            break;
+        };
+        rect.shape[..dimension].fill(1);
+        rect.shape[dimension] = ((window.end - at) / strides[dimension]).min(shape[dimension] - rect.offset[dimension]);
+        at += rect.shape[dimension] * strides[dimension];
+        rects.push(rect);
+    }
+    rects
+}
+
 /// Whether rectangles cover a tensor of `shape`, each element once. An empty tensor is tiled by its one whole rectangle.
 ///
 /// Each rectangle adds +1 and -1 at its corners (the mixed difference of its indicator function); it is a tiling exactly if
@@ -263,6 +289,29 @@ mod tests {
             start += chunk;
         }
         out
+    }
+
+    #[test]
+    fn a_run_is_cut_into_few_rectangles_in_order() {
+        for shape in [vec![], vec![7], vec![3, 4], vec![2, 3, 4, 5]] {
+            let count = element_count(&shape).unwrap_or(0);
+            let whole = Rect::whole(&shape);
+            for (start, end) in (0..=count).flat_map(|start| (start..=count).map(move |end| (start, end))) {
+                let rects = rects_of_run(&shape, start..end);
+                assert!(rects.len() < 2 * shape.len().max(1), "{shape:?}, {start}..{end}: {rects:?}");
+                let mut at = start;
+                for rect in &rects {
+                    assert!(rect.fits(&shape));
+                    let length = rect.element_count().unwrap_or(0);
+                    assert!(length > 0);
+                    let runs: Vec<Run> = contiguous_runs(&whole, rect, 0..count).collect();
+                    assert!(runs.iter().all(|run| run.source == at + run.destination), "{shape:?}, {start}..{end}: {rects:?}");
+                    assert_eq!(runs.iter().map(|run| run.count).sum::<u64>(), length);
+                    at += length;
+                }
+                assert_eq!(at, end.max(start));
+            }
+        }
     }
 
     #[test]

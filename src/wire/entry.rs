@@ -47,6 +47,9 @@ pub enum Event {
         parent: Option<Id>,
         /// Digest of the manifest, whose path follows from step, id and this digest.
         manifest: Digest,
+        /// The roles that it still has, ascending; none: those that it had.
+        #[serde(default)]
+        roles: Option<Vec<String>>,
     },
     /// Snapshots that nothing may need any more: what only they name is deleted when it is old enough.
     Collecting {

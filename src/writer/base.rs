@@ -230,7 +230,7 @@ fn write_shard(file: &mut Option<(Arc<PrivateFile>, u64)>, folder: &Path, bytes:
 
 /// The parent of the snapshot that is being saved.
 #[derive(Debug)]
-pub(super) struct Parent {
+pub(crate) struct Parent {
     pub snapshot: Snapshot,
 }
 

@@ -67,7 +67,7 @@ impl Writer {
     }
 
     /// Writes directory and manifest, then commits the entry that makes them exist.
-    pub(super) async fn commit(&mut self, step: u64, parent: Option<&Parent>, prepared: Prepared, metadata: &Metadata) -> Result<Saved> {
+    pub(crate) async fn commit(&mut self, step: u64, parent: Option<&Parent>, prepared: Prepared, metadata: &Metadata) -> Result<Saved> {
         let Prepared { directory, tensor_bytes, casks, content, chunks, decision, age } = prepared;
         let store = self.saver.store.clone();
         let digest = Digest::of(&directory);
@@ -103,9 +103,13 @@ impl Writer {
                 check_fence(state, writer)?;
                 age.check(floor)?;
                 if let Some(parent) = parent_id {
-                    chain_of(state, parent, limit).map_err(|e| {
+                    let chain = chain_of(state, parent, limit).map_err(|e| {
                         Error::new(ErrorKind::Conflict, format!("the parent can no longer be built upon: {}", e.message())).source(e)
                     })?;
+                    if let Some(link) = chain.iter().find(|link| link.roles.is_some()) {
+                        let message = format!("the parent can no longer be built upon: step {} was reduced to some roles", link.step);
+                        return Err(Error::new(ErrorKind::Conflict, message));
+                    }
                 }
                 Ok(Event::Added { snapshot: manifest.id, step, parent: parent_id, manifest: manifest_digest })
             })
@@ -129,7 +133,7 @@ impl Writer {
 }
 
 /// What a save has made ready to be committed.
-pub(super) struct Prepared {
+pub(crate) struct Prepared {
     pub directory: Vec<u8>,
     pub tensor_bytes: u64,
     pub casks: Vec<CaskRef>,

@@ -18,6 +18,11 @@ pub(crate) fn blob_slot(rank: u32) -> u32 {
     rank.saturating_mul(2).saturating_add(OTHER_SLOT)
 }
 
+/// The slot of a rank's tensors of a role.
+pub(crate) fn tensor_slot(rank: u32, role: &str) -> u32 {
+    rank.saturating_mul(2).saturating_add(if role == "model" { MODEL_SLOT } else { OTHER_SLOT })
+}
+
 /// A state, ordered as casks and directory need it.
 pub(super) struct StateLayout<'a> {
     /// Ascending by name.
@@ -41,7 +46,6 @@ impl<'a> StateLayout<'a> {
 
     /// What one rank has of a state: its shards need not tile their tensors.
     pub(super) fn of_rank(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], limits: &Limits, rank: Option<u32>) -> Result<Self> {
-        let first_slot = blob_slot(rank.unwrap_or(0)).saturating_sub(OTHER_SLOT);
         let mut sorted: Vec<&TensorView<'_>> = views.iter().collect();
         sorted.sort_by(|a, b| (a.name(), a.rect()).cmp(&(b.name(), b.rect())));
         let mut tensors: Vec<LayoutTensor<'a>> = Vec::new();
@@ -50,7 +54,7 @@ impl<'a> StateLayout<'a> {
         for group in sorted.chunk_by(|a, b| a.name() == b.name()) {
             let Some(&first) = group.first() else { continue };
             check_group(group, limits, rank.is_none())?;
-            let slot = first_slot + if first.role() == "model" { MODEL_SLOT } else { OTHER_SLOT };
+            let slot = tensor_slot(rank.unwrap_or(0), first.role());
             // Ranks with nothing of a tensor give an empty shard; only an empty tensor keeps one.
             let empty_tensor = first.shape().contains(&0);
             let shards: Vec<&TensorView<'a>> = group.iter().copied().filter(|view| empty_tensor || !view.data().is_empty()).collect();

@@ -90,6 +90,7 @@ fn describe(event: &Event, steps: &[u64], step_of: &HashMap<Id, u64>) -> String 
         Event::Forgotten { .. } => format!("step {steps} is no longer wanted"),
         Event::Pinned { pinned: true, .. } => format!("step {steps} is protected"),
         Event::Pinned { pinned: false, .. } => format!("step {steps} is no longer protected"),
+        Event::Compacted { roles: Some(roles), .. } => format!("step {steps} was reduced to {}", roles.join(", ")),
         Event::Compacted { parent: None, .. } => format!("step {steps} became a base"),
         Event::Compacted { parent: Some(_), .. } => format!("step {steps} was stored anew"),
         Event::Collecting { .. } => format!("step {steps} is given up; its bytes are deleted in time"),

@@ -37,6 +37,8 @@ struct Row {
     stored_bytes: u64,
     ratio: Option<f64>,
     pinned: bool,
+    /// Roles that it was reduced to; null: all.
+    roles: Option<Vec<String>>,
     user: Map<String, Value>,
 }
 
@@ -58,6 +60,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             human_bytes(info.stored_bytes),
             human_ratio(ratio),
             if record.pinned { "pinned" } else { "" }.to_owned(),
+            record.roles.as_deref().unwrap_or_default().join(", "),
             user.join(" "),
         ]);
         rows.push(Row {
@@ -71,13 +74,14 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             stored_bytes: info.stored_bytes,
             ratio,
             pinned: record.pinned,
+            roles: record.roles.clone(),
             user: info.user,
         });
     }
     let mut text = Text::default();
     match cells.as_slice() {
         [] => text.line("no snapshots"),
-        _ => text.table(&[">step", "kind", "time", ">tensors", ">stored", ">ratio", "pin", "user"], &cells),
+        _ => text.table(&[">step", "kind", "time", ">tensors", ">stored", ">ratio", "pin", "only", "user"], &cells),
     }
     Outcome::new(&Report { store: &args.store, snapshots: rows }, text)
 }

@@ -2,6 +2,7 @@
 
 mod chain;
 mod compact;
+mod consolidate;
 mod copy;
 mod diff;
 mod doctor;
@@ -44,7 +45,7 @@ pub(crate) enum Verb {
     Stat(stat::Args),
     /// Protect a step from being forgotten, or end that
     Pin(pin::Args),
-    /// Say that steps are no longer wanted
+    /// Say that steps, or some roles of them, are no longer wanted
     Forget(forget::Args),
     /// Fold the chain of a step into a base, without changing what it restores to
     Compact(compact::Args),
@@ -52,6 +53,8 @@ pub(crate) enum Verb {
     Gc(gc::Args),
     /// Copy snapshots into another store
     Copy(copy::Args),
+    /// Write one step into a store of its own, with no tensor in shards
+    Consolidate(consolidate::Args),
     /// Examine a store: broken links, an unsafe storage, leftovers
     Doctor(doctor::Args),
 }
@@ -81,6 +84,7 @@ impl Verb {
             Self::Compact(args) => compact::run(&args),
             Self::Gc(args) => gc::run(&args),
             Self::Copy(args) => copy::run(&args),
+            Self::Consolidate(args) => consolidate::run(&args),
             Self::Doctor(args) => doctor::run(&args),
         }
     }

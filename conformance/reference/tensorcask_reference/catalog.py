@@ -22,7 +22,7 @@ except ImportError:
 NAME = re.compile(r"([0-9]{20})-([0-9a-f]{64})\.parquet")
 U64, TEXT, BOOL, F64 = "uint64", "string", "bool", "double"
 TYPES = {
-    "sequence": U64, "revision": U64, "step": U64, "snapshot": TEXT, "kind": TEXT, "parent": TEXT, "manifest": TEXT, "status": TEXT, "pinned": BOOL,
+    "sequence": U64, "revision": U64, "step": U64, "snapshot": TEXT, "kind": TEXT, "parent": TEXT, "manifest": TEXT, "status": TEXT, "pinned": BOOL, "roles": TEXT,
     "tensor_bytes": U64, "stored_bytes": U64, "ratio": F64, "time_ms": U64, "user": TEXT,
 }
 
@@ -55,7 +55,7 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
     types = {column.name: str(column.type) for column in table.schema}
     if any(types.get(name) != type for name, type in TYPES.items()) or not isinstance(state, dict) or keys["sequence"] != str(int(sequence)):
         return None
-    if any(table[name].null_count for name in TYPES if name != "parent"):
+    if any(table[name].null_count for name in TYPES if name not in ("parent", "roles")):
         return None
     rows = table.to_pylist()
     for row in rows:
@@ -69,7 +69,7 @@ def expected_rows(state: State, snapshots: Snapshots) -> list[dict[str, Any]]:
     rows = []
     for record in state.snapshots.values():
         names = ("sequence", "revision", "step", "parent", "manifest", "status", "pinned", "time_ms")
-        facts = {name: getattr(record, name) for name in names}
+        facts = {name: getattr(record, name) for name in names} | {"roles": record.roles}
         facts |= {"snapshot": record.id, "kind": "base" if record.parent is None else "delta"}
         if snapshot := snapshots.by_id.get(record.id):
             manifest = snapshot.manifest
@@ -107,8 +107,11 @@ def check_catalog(path: Path, state: State | None, snapshots: Snapshots) -> None
     if keys["entry"] != state.digest or found != said:
         raise corrupt("log 6.4", f"{path.name}: entry or state is not the log's")
     try:
-        facts = [{name: row[name] for name in TYPES if name != "ratio"} | {"user": parse(row["user"].encode())} for row in rows]
-    except Reject:
+        facts = [{name: row[name] for name in TYPES if name != "ratio"} for row in rows]
+        for fact in facts:
+            fact["user"] = parse(fact["user"].encode())
+            fact["roles"] = fact["roles"] and json.loads(fact["roles"])
+    except (Reject, ValueError):
         return
     wanted = expected_rows(state, snapshots)
     if len(facts) != len(wanted) or any(fact[name] != want[name] for fact, want in zip(facts, wanted) for name in want):

@@ -56,9 +56,9 @@ class Snapshots:
         if (manifest["id"], manifest["step"], named and named["snapshot"]) != (record.id, record.step, record.parent):
             raise corrupt("chain 2.3", f"id, step or parent of {path.name} is not that of its entry")
         parent = self.by_id.get(record.parent) if record.parent else None
-        whole = parent.whole if parent else record.parent is None
+        whole = parent.whole and has_roles(parent.record, record) if parent else record.parent is None
         if not whole and record.status == "live":
-            raise corrupt("chain 2.8", f"the chain of {path.name} needs a snapshot that was collected")
+            raise corrupt("chain 2.8", f"the chain of {path.name} needs a snapshot that was collected or reduced")
         if parent and any(named["content"].get(role) != digest for role, digest in parent.manifest["content"].items()):
             raise corrupt("chain 2.4", f"{path.name} was made on other content than its parent has")
         digest = manifest["directory"]
@@ -124,6 +124,11 @@ def links(snapshot: Snapshot, tensor: Tensor, shard: Shard) -> Iterator[tuple[Ca
         if cask and key in cask.layout.rows:
             yield cask, cask.layout.rows[key]
     raise corrupt("chain 3.1", f"no absolute chunk for a shard of {tensor.name!r}")
+
+
+def has_roles(parent: Record, child: Record) -> bool:
+    """Whether the parent was not reduced, or to no less than the child (log 4.7)."""
+    return parent.roles is None or child.roles is not None and set(child.roles) <= set(parent.roles)
 
 
 def content_digests(snapshot: Snapshot) -> dict[str, str]:

@@ -18,7 +18,7 @@ EVENTS: dict[str, Fields] = {
     "added": {"snapshot": is_id, "step": is_number, "parent": or_null(is_id), "manifest": is_digest},
     "forgotten": {"snapshots": is_ids},
     "pinned": {"snapshot": is_id, "pinned": lambda value: isinstance(value, bool)},
-    "compacted": {"snapshot": is_id, "parent": or_null(is_id), "manifest": is_digest},
+    "compacted": {"snapshot": is_id, "parent": or_null(is_id), "manifest": is_digest, "roles": or_null(is_texts)},
     "collecting": {"snapshots": is_ids},
     "upgraded": {"must_understand": is_texts, "may_ignore": is_texts},
 }
@@ -37,6 +37,7 @@ class Record:
     revision: int
     status: str = "live"
     pinned: bool = False
+    roles: list[str] | None = None
 
     def manifest_name(self) -> str:
         """manifest 1"""
@@ -60,7 +61,8 @@ class State:
         return {record.step: record for record in self.snapshots.values() if record.status == "live"}
 
     def latest(self) -> Record | None:
-        return max(self.live().values(), key=lambda record: record.sequence, default=None)
+        whole = [record for record in self.live().values() if record.roles is None]
+        return max(whole, key=lambda record: record.sequence, default=None)
 
     def known(self, id: str) -> Record:
         if id not in self.snapshots:
@@ -105,6 +107,10 @@ class State:
             self.known(parent)
         if parent not in (None, record.parent):
             raise corrupt("log 3.5", f"snapshot {record.id} never had the parent {parent}")
+        if (roles := event.get("roles")) is not None:
+            if not roles or any(a >= b for a, b in zip(roles, roles[1:])) or not set(roles) <= set(record.roles or roles):
+                raise corrupt("log 3.6", f"snapshot {record.id} cannot have the roles {roles}")
+            record.roles = roles
         record.parent, record.manifest, record.revision = parent, event["manifest"], entry["sequence"]
 
     def _collecting(self, entry: dict[str, Any], event: dict[str, Any]) -> None:

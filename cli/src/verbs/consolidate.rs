@@ -1,0 +1,63 @@
+//! `tensorcask consolidate`: one snapshot, without shards, in a store of its own.
+
+use serde::Serialize;
+use tensorcask::blocking::Store;
+use tensorcask::{At, CompactOptions, Result};
+
+use crate::output::Outcome;
+use crate::parse;
+use crate::progress::Progress;
+use crate::text::{Text, human_bytes};
+
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Tensors that ranks hold in shards become whole ones; two casks hold all of them, apart from blobs. DST is created, and has to be
+empty.
+
+Example:
+  tensorcask consolidate s3://bucket/run42 archive/run42-step-9000 --step 9000"
+)]
+pub(crate) struct Args {
+    /// Path or URL of the store
+    store: String,
+    /// Path or URL of the new store
+    destination: String,
+    /// The step, or `latest`
+    #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
+    step: At,
+}
+
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    store: &'a str,
+    destination: &'a str,
+    step: u64,
+    snapshot: String,
+    tensor_bytes: u64,
+    stored_bytes: u64,
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let store = Store::open(&args.store)?;
+    let destination = Store::open(&args.destination)?;
+    let progress = Progress::start(&store, "consolidating");
+    let saved = store.consolidate_to(&destination, args.step, &CompactOptions::default())?;
+    drop(progress);
+    let mut text = Text::default();
+    text.line(format!(
+        "step {} in {}: {} of tensors in {}",
+        saved.step,
+        args.destination,
+        human_bytes(saved.tensor_bytes),
+        human_bytes(saved.stored_bytes)
+    ));
+    let report = Report {
+        store: &args.store,
+        destination: &args.destination,
+        step: saved.step,
+        snapshot: saved.id.to_hex(),
+        tensor_bytes: saved.tensor_bytes,
+        stored_bytes: saved.stored_bytes,
+    };
+    Outcome::new(&report, text)
+}
