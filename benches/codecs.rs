@@ -43,7 +43,14 @@ fn main() {
             }
             for (i, data) in tensor.data.chunks(CHUNK * width).enumerate() {
                 let base = base.map(|base| &base[i * CHUNK * width..][..data.len()]);
-                chunks.push(Chunk { dtype: tensor.dtype, element_count: (data.len() / width) as u64, role: "model", data, base });
+                chunks.push(Chunk {
+                    dtype: tensor.dtype,
+                    element_count: (data.len() / width) as u64,
+                    role: "model",
+                    data,
+                    base,
+                    partners: &[],
+                });
             }
         }
         let total: usize = chunks.iter().map(|chunk| chunk.data.len()).sum();
@@ -73,7 +80,8 @@ fn main() {
                         seconds(|| {
                             for ((chunk, columns), encoded) in chunks.iter().zip(&columns).zip(&encoded) {
                                 let base = chunk.base.filter(|_| encoded.uses_base);
-                                let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns, base };
+                                let input =
+                                    Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns, base, partners: &[] };
                                 codec.decode(&input, &mut out[..chunk.data.len()]).unwrap();
                             }
                         })

@@ -22,7 +22,9 @@ fn bytes_of(codec: &dyn Codec, chunk: &Chunk<'_>) -> Option<usize> {
     let columns: Vec<(&str, Bytes)> = encoded.columns.iter().map(|(name, bytes)| (*name, Bytes::from(bytes.clone()))).collect();
     let mut out = vec![0; chunk.data.len()];
     let base = chunk.base.filter(|_| encoded.uses_base);
-    codec.decode(&Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base }, &mut out).unwrap();
+    codec
+        .decode(&Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: &[] }, &mut out)
+        .unwrap();
     assert!(out == chunk.data, "{} changed {} elements of {}", codec.id(), chunk.element_count, chunk.dtype);
     Some(columns.iter().map(|(_, bytes)| bytes.len()).sum())
 }
@@ -40,7 +42,7 @@ fn stored(codec: &str, step: u32, base: Option<u32>, role: &str) -> (usize, usiz
         let dtype = if tensor.dtype() == safetensors::Dtype::BF16 { Dtype::Bf16 } else { Dtype::F32 };
         let base = old.as_ref().map(|old| old.tensor(name).unwrap().data());
         let element_count = tensor.shape().iter().product::<usize>() as u64;
-        let chunk = Chunk { dtype, element_count, role: "model", data: tensor.data(), base };
+        let chunk = Chunk { dtype, element_count, role: "model", data: tensor.data(), base, partners: &[] };
         sum.0 += bytes_of(codec.as_ref(), &chunk).unwrap();
         sum.1 += chunk.data.len();
     }
@@ -84,7 +86,7 @@ fn ordered_beats_the_bitmask_at_every_rate_of_change() {
                     unit[0] ^= 1 << (next() % 3);
                 }
             }
-            let chunk = Chunk { dtype, element_count: count as u64, role: "model", data: &data, base: Some(&base) };
+            let chunk = Chunk { dtype, element_count: count as u64, role: "model", data: &data, base: Some(&base), partners: &[] };
             let (ours, theirs) = (bytes_of(ordered.as_ref(), &chunk).unwrap(), bytes_of(bitmask.as_ref(), &chunk).unwrap());
             assert!(ours < theirs, "{dtype} at {rate}: {ours} bytes, bitmask {theirs}");
         }

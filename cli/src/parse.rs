@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
+use globset::{GlobBuilder, GlobMatcher};
 use serde_json::Value;
+use tensorcask::codec::Objective;
 use tensorcask::{At, Result, Slice};
 
 /// `N` or `latest`.
@@ -52,6 +54,18 @@ pub(crate) fn user(text: &str) -> Result<(String, Value), String> {
 pub(crate) fn blob(text: &str) -> Result<(String, String), String> {
     let (name, file) = pair(text)?;
     Ok((name.to_owned(), file.to_owned()))
+}
+
+/// `smallest`, `balanced`, `fastest`, or three weights.
+pub(crate) fn objective(text: &str) -> Result<Objective, String> {
+    Objective::from_name(text).map_err(|e| e.message().to_owned())
+}
+
+/// `GLOB=ROLE`.
+pub(crate) fn role(text: &str) -> Result<(GlobMatcher, String), String> {
+    let (glob, role) = text.rsplit_once('=').filter(|(glob, role)| !glob.is_empty() && !role.is_empty()).ok_or("write GLOB=ROLE")?;
+    let glob = GlobBuilder::new(glob).build().map_err(|e| e.to_string())?;
+    Ok((glob.compile_matcher(), role.to_owned()))
 }
 
 fn pair(text: &str) -> Result<(&str, &str), String> {

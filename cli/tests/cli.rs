@@ -344,6 +344,26 @@ fn old_steps_are_reduced_to_their_weights() {
 }
 
 #[test]
+fn codecs_serve_an_objective_and_roles_may_be_told() {
+    let place = Place::with_training();
+    let input = training_file(1000);
+    let saved = |arguments: &str| place.json(&format!("save @{arguments} --policy full --step 1 {}", input.display()));
+    let [smallest, fastest] = ["smallest", "fastest"].map(|name| saved(&format!("{name} --objective {name}")));
+    assert!(smallest["stored_bytes"].as_u64() < fastest["stored_bytes"].as_u64(), "{smallest} {fastest}");
+    let weighed = saved("weighed --objective 1,0,0");
+    assert_eq!(weighed["stored_bytes"], smallest["stored_bytes"]);
+    assert_ne!(place.run(&format!("save @x --step 1 --objective 1,1,1 {}", input.display())).status.code(), Some(0));
+
+    // Without its role, a master has no partner.
+    let renamed = saved("renamed --objective smallest --role optimizer.master.*=other");
+    assert!(renamed["chunks"].get("tc.remainder").is_none() && smallest["chunks"].get("tc.remainder").is_some());
+    for store in ["smallest", "fastest", "weighed", "renamed"] {
+        place.json(&format!("restore @{store} -o @{store}.out"));
+        assert_eq!(content(&place.path(&format!("{store}.out"))), content(&input), "{store}");
+    }
+}
+
+#[test]
 fn a_copy_holds_what_is_live_and_can_be_made_again() {
     let place = Place::with_training();
     place.json("forget @run --step 1001");

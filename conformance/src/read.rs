@@ -164,7 +164,7 @@ fn read_shard(index: &CaskIndex, shard: usize, slice: &impl Fn(u64, u64) -> Resu
         if matches!((codec.base_use(), delta), (BaseUse::Never, true) | (BaseUse::Always, false)) {
             return Err(Error::corrupt(format!("a chunk of codec `{}` that is {}", codec.id(), chunk.kind.name())).clause("codecs 3"));
         }
-        if delta {
+        if delta || !codec.is_standalone() {
             whole = false;
             continue;
         }
@@ -175,7 +175,8 @@ fn read_shard(index: &CaskIndex, shard: usize, slice: &impl Fn(u64, u64) -> Resu
         let (elements, bytes) = (grid.elements(number), grid.bytes(number));
         let length = usize::try_from(bytes.end - bytes.start).map_err(|_| Error::limit("a chunk beyond this machine's memory"))?;
         let mut out = vec![0; length];
-        let input = Columns { dtype: grid.dtype(), element_count: elements.end - elements.start, columns: &columns, base: None };
+        let input =
+            Columns { dtype: grid.dtype(), element_count: elements.end - elements.start, columns: &columns, base: None, partners: &[] };
         codec.decode(&input, &mut out)?;
         if crc32fast::hash(&out) != chunk.crc {
             return Err(Error::corrupt("decoded bytes have another checksum").chunk(number).clause("container 5.4"));

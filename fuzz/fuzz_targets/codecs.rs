@@ -34,7 +34,7 @@ fuzz_target!(|input: Input| {
     let name = |nth: u8| NAMES[usize::from(nth) % NAMES.len()];
     let columns: Vec<(&str, Bytes)> = input.columns.into_iter().map(|(nth, bytes)| (name(nth), Bytes::from(bytes))).collect();
     let mut out = vec![0xee; length];
-    let decoded = codec.decode(&Columns { dtype, element_count, columns: &columns, base }, &mut out);
+    let decoded = codec.decode(&Columns { dtype, element_count, columns: &columns, base, partners: &[] }, &mut out);
     if let Err(e) = &decoded {
         assert!(!e.to_string().is_empty());
         // The columns may be a chunk's all the same: take them as data.
@@ -42,7 +42,7 @@ fuzz_target!(|input: Input| {
         out = bytes.into_iter().chain(std::iter::repeat(7)).take(length).collect();
     }
 
-    let chunk = Chunk { dtype, element_count, role: "model", data: &out, base };
+    let chunk = Chunk { dtype, element_count, role: "model", data: &out, base, partners: &[] };
     let Some(estimate) = codec.estimate(&chunk) else { return };
     let encoded = codec.encode(&chunk).unwrap();
     assert_eq!(estimate.len(), encoded.columns.len());
@@ -50,7 +50,7 @@ fuzz_target!(|input: Input| {
     assert!(total <= codec.max_encoded_bytes(dtype, element_count), "{} takes {total} bytes", codec.id());
     let columns: Vec<(&str, Bytes)> = encoded.columns.into_iter().map(|(name, bytes)| (name, Bytes::from(bytes))).collect();
     let mut again = vec![0; length];
-    codec.decode(&Columns { dtype, element_count, columns: &columns, base: base.filter(|_| encoded.uses_base) }, &mut again).unwrap();
+    codec.decode(&Columns { dtype, element_count, columns: &columns, base: base.filter(|_| encoded.uses_base), partners: &[] }, &mut again).unwrap();
     if codec.is_lossless() {
         assert_eq!(again, out, "{}", codec.id());
     }

@@ -7,7 +7,7 @@ mod link;
 mod policy;
 mod resolve;
 
-pub(crate) use apply::decode_steps;
+pub(crate) use apply::{Aim, decode_recipe};
 pub(crate) use content::content_digests;
 pub use decision::{Decision, Estimate, Reason};
 pub(crate) use link::Link;

@@ -16,7 +16,7 @@ use crate::{Dtype, Error, Result};
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Bitmask}};
-/// let chunk = Chunk { dtype: Dtype::U8, element_count: 3, role: "model", data: &[1, 9, 3], base: Some(&[1, 2, 3]) };
+/// let chunk = Chunk { dtype: Dtype::U8, element_count: 3, role: "model", data: &[1, 9, 3], base: Some(&[1, 2, 3]), partners: &[] };
 /// assert_eq!(Bitmask.encode(&chunk)?.columns, [("mask", vec![0b010]), ("values", vec![9])]);
 /// # Ok::<(), tensorcask::Error>(())
 /// ```

@@ -1,4 +1,4 @@
-//! Picks the codec of a chunk: the fewest stored bytes, never more than raw.
+//! Picks the codec of a chunk: by size and speed, as the user weighs them, never larger than raw.
 
 use bytes::Bytes;
 
@@ -11,9 +11,72 @@ fn page_cost(bytes: u64) -> u64 {
     bytes.next_multiple_of(64).saturating_add(9)
 }
 
-/// Encodes a chunk with the lossless codec that stores it in the fewest bytes; of equals, the cheapest to decode, then
-/// the first by id. A chunk equal to its base takes no page.
-pub(crate) fn encode_chunk(registry: &Registry, chunk: &Chunk<'_>, verify: bool) -> Result<EncodedChunk> {
+/// What a writer wants of the codecs that it chooses, in thousandths that add up to 1000: the score of a candidate is the sum of
+/// its scores for each, from 0 to 1, so weighed (BitSnap, arXiv 2511.12376, equation 5). Size and speed count relative to the best candidate;
+/// speed is declared ([`Codec::cost`]), not measured, so that the choice is the same everywhere; lossless codecs all
+/// have full precision.
+///
+/// ```
+/// use tensorcask::codec::Objective;
+/// assert_eq!(Objective::from_name("balanced")?, Objective::BALANCED);
+/// assert_eq!(Objective::from_name("0.6,0.3,0.1")?, Objective { size: 600, speed: 300, precision: 100 });
+/// assert!(Objective::from_name("0.6,0.3,0.3").is_err());
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Objective {
+    /// Weight of few bytes.
+    pub size: u16,
+    /// Weight of little work.
+    pub speed: u16,
+    /// Weight of small errors.
+    pub precision: u16,
+}
+
+impl Default for Objective {
+    fn default() -> Self {
+        Self::BALANCED
+    }
+}
+
+impl Objective {
+    /// The fewest bytes.
+    pub const SMALLEST: Self = Self { size: 1000, speed: 0, precision: 0 };
+    /// Few bytes, but none of the last percents for several times the work.
+    pub const BALANCED: Self = Self { size: 960, speed: 40, precision: 0 };
+    /// Little work, where it still saves something.
+    pub const FASTEST: Self = Self { size: 600, speed: 400, precision: 0 };
+
+    /// `smallest`, `balanced`, `fastest`, or three weights that add up to 1: size, speed, precision.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "smallest" => return Ok(Self::SMALLEST),
+            "balanced" => return Ok(Self::BALANCED),
+            "fastest" => return Ok(Self::FASTEST),
+            _ => {}
+        }
+        let weight = |text: &str| text.trim().parse::<f64>().ok().filter(|w| (0.0..=1.0).contains(w)).map(|w| (w * 1000.0).round() as u16);
+        let weights: Option<Vec<u16>> = name.split(',').map(weight).collect();
+        match weights.as_deref() {
+            Some(&[size, speed, precision]) if size + speed + precision == 1000 => Ok(Self { size, speed, precision }),
+            _ => Err(Error::invalid(format!(
+                "`{}` is no objective; use smallest, balanced, fastest, or three weights of size, speed and precision that add up to 1",
+                name.escape_debug()
+            ))),
+        }
+    }
+
+    /// The score of a candidate, of so many bytes and so much work, where the least of all candidates are these.
+    fn score(self, (bytes, work): (u64, f32), (least_bytes, least_work): (u64, f32)) -> f64 {
+        let size = least_bytes as f64 / bytes.max(1) as f64;
+        let speed = f64::from(least_work) / f64::from(work.max(f32::MIN_POSITIVE));
+        f64::from(self.size) * size + f64::from(self.speed) * speed + f64::from(self.precision)
+    }
+}
+
+/// Encodes a chunk with the lossless codec of the highest score; of equals, the one with the fewest bytes, then the first by id. Never in
+/// more bytes than raw. A chunk equal to its base takes no page.
+pub(crate) fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, verify: bool) -> Result<EncodedChunk> {
     let crc = crc32fast::hash(chunk.data);
     if let Some(base) = chunk.base.filter(|base| *base == chunk.data) {
         if verify && crc32fast::hash(base) != crc {
@@ -22,17 +85,19 @@ pub(crate) fn encode_chunk(registry: &Registry, chunk: &Chunk<'_>, verify: bool)
         return Ok(EncodedChunk { kind: ChunkKind::Unchanged, codec: None, columns: vec![], crc });
     }
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
-    let mut best: Option<(u64, f32, &dyn Codec)> = None;
+    let raw_bytes = cost(&[chunk.data.len() as u64]);
+    let work = |codec: &dyn Codec| codec.cost().encode + codec.cost().decode;
+    let mut candidates: Vec<(u64, f32, &dyn Codec)> = Vec::new();
     for codec in registry.iter().filter(|codec| codec.is_lossless()) {
         let Some(pages) = codec.estimate(chunk) else { continue };
-        let (bytes, decode) = (cost(&pages), codec.cost().decode);
-        if best.is_none_or(|(least, cheapest, _)| bytes < least || (bytes == least && decode < cheapest)) {
-            best = Some((bytes, decode, codec.as_ref()));
-        }
+        candidates.push((cost(&pages), work(codec.as_ref()), codec.as_ref()));
     }
-    let raw_bytes = cost(&[chunk.data.len() as u64]);
+    candidates.retain(|(bytes, _, _)| *bytes <= raw_bytes);
+    let least = candidates.iter().fold((u64::MAX, f32::MAX), |least, (bytes, work, _)| (least.0.min(*bytes), least.1.min(*work)));
+    let scored = candidates.iter().map(|&(bytes, work, codec)| (objective.score((bytes, work), least), bytes, codec));
+    let best = scored.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a });
     let (codec, encoded) = match best {
-        Some((bytes, _, codec)) if bytes <= raw_bytes && codec.id() != Raw::ID => {
+        Some((_, _, codec)) if codec.id() != Raw::ID => {
             let encoded = codec.encode(chunk)?;
             let pages: Vec<u64> = encoded.columns.iter().map(|(_, bytes)| bytes.len() as u64).collect();
             // An estimate may have been too good.
@@ -61,7 +126,7 @@ fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes
     let mut decoded = zeroed(chunk.data.len(), "verification")?;
     let columns: Vec<(&str, Bytes)> = columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
     let base = chunk.base.filter(|_| kind == ChunkKind::Delta);
-    let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base };
+    let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: chunk.partners };
     codec.decode(&input, &mut decoded)?;
     if crc32fast::hash(&decoded) == crc { Ok(()) } else { Err(changed(&format!("what codec `{}` encoded", codec.id()))) }
 }

@@ -9,8 +9,10 @@ mod choose;
 mod constant;
 mod ordered;
 mod planes;
+mod predict;
 mod raw;
 mod registry;
+mod remainder;
 
 use std::fmt::Debug;
 
@@ -20,9 +22,12 @@ pub use bitmask::Bitmask;
 pub use constant::Constant;
 pub use ordered::Ordered;
 pub use planes::Planes;
+pub use predict::Predict;
 pub use raw::Raw;
 pub use registry::Registry;
+pub use remainder::Remainder;
 
+pub use choose::Objective;
 pub(crate) use choose::{encode_chunk, estimate_chunk};
 
 use crate::wire::index::CodecRef as WireCodecRef;
@@ -54,6 +59,30 @@ pub struct Chunk<'a> {
     pub data: &'a [u8],
     /// The same chunk of the parent snapshot, of equal length.
     pub base: Option<&'a [u8]>,
+    /// The same chunk of other tensors of the parameter, as far as the caller has them.
+    pub partners: &'a [Partner<'a>],
+}
+
+/// The same chunk of another tensor of the same parameter: of the same shape, in a shard with the same rectangle.
+#[derive(Debug, Clone, Copy)]
+pub struct Partner<'a> {
+    /// Its role.
+    pub role: &'a str,
+    /// Its element type, of 8 bits or more: it has as many elements as the chunk.
+    pub dtype: Dtype,
+    /// Its elements.
+    pub data: &'a [u8],
+    /// Those of the parent snapshot, where a delta needs them.
+    pub base: Option<&'a [u8]>,
+}
+
+/// A partner that a codec needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Need {
+    /// Its role.
+    pub role: &'static str,
+    /// Whether its chunk of the parent snapshot is needed, too.
+    pub base: bool,
 }
 
 /// A chunk to decode.
@@ -67,6 +96,21 @@ pub struct Columns<'a> {
     pub columns: &'a [(&'a str, Bytes)],
     /// The same chunk of the parent snapshot: there if, and only if, the chunk was stored as a delta.
     pub base: Option<&'a [u8]>,
+    /// What [`Codec::needs`] asks for.
+    pub partners: &'a [Partner<'a>],
+}
+
+/// The partner of a role, with as many elements as the chunk.
+fn partner_of<'a>(partners: &'a [Partner<'a>], role: &str, element_count: u64) -> Option<&'a Partner<'a>> {
+    let fits = |partner: &&Partner<'_>| partner.role == role && partner.dtype.byte_count(element_count) == Some(partner.data.len() as u64);
+    partners.iter().find(fits)
+}
+
+impl Chunk<'_> {
+    /// The partner of a role.
+    pub fn partner(&self, role: &str) -> Option<&Partner<'_>> {
+        partner_of(self.partners, role, self.element_count)
+    }
 }
 
 impl<'a> Columns<'a> {
@@ -83,6 +127,14 @@ impl<'a> Columns<'a> {
             *slot = bytes;
         }
         Ok(found)
+    }
+
+    /// The partner of a role, without which this chunk means nothing.
+    pub fn partner(&self, role: &str) -> Result<&'a Partner<'a>> {
+        let found = partner_of(self.partners, role, self.element_count);
+        found.ok_or_else(|| {
+            Error::corrupt(format!("needs the chunk of role `{role}` of the same parameter, which is not there")).clause("codecs 5.2")
+        })
     }
 
     /// The base, without which this chunk means nothing.
@@ -158,6 +210,17 @@ pub trait Codec: Send + Sync + Debug {
     /// Whether its chunks are deltas.
     fn base_use(&self) -> BaseUse {
         BaseUse::Never
+    }
+
+    /// The partners that its chunks of a tensor of some role cannot be decoded without. Roles must not need one another.
+    fn needs(&self, role: &str) -> &'static [Need] {
+        let _ = role;
+        &[]
+    }
+
+    /// Whether its chunks can be decoded without partners, whatever the role.
+    fn is_standalone(&self) -> bool {
+        true
     }
 
     /// What it takes.

@@ -18,7 +18,7 @@ use crate::{Dtype, Result};
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Planes}};
 /// let data: Vec<u8> = (0..20_000u16).flat_map(|i| [i as u8, (i >> 12) as u8]).collect();
-/// let chunk = Chunk { dtype: Dtype::U16, element_count: 20_000, role: "model", data: &data, base: None };
+/// let chunk = Chunk { dtype: Dtype::U16, element_count: 20_000, role: "model", data: &data, base: None, partners: &[] };
 /// let bytes: usize = Planes.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
 /// assert!(bytes < 20_100);
 /// # Ok::<(), tensorcask::Error>(())

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::{Bitmask, Codec, CodecRef, Constant, Ordered, Planes, Raw};
+use super::{Bitmask, Codec, CodecRef, Constant, Need, Ordered, Planes, Predict, Raw, Remainder};
 use crate::{Error, Result};
 
 /// A set of codecs, by id. Cheap to clone.
@@ -21,7 +21,15 @@ impl Default for Registry {
     /// All codecs of this library.
     fn default() -> Self {
         let mut registry = Self { codecs: BTreeMap::new() };
-        for codec in [Arc::new(Raw) as Arc<dyn Codec>, Arc::new(Constant), Arc::new(Bitmask), Arc::new(Planes), Arc::new(Ordered)] {
+        for codec in [
+            Arc::new(Raw) as Arc<dyn Codec>,
+            Arc::new(Constant),
+            Arc::new(Bitmask),
+            Arc::new(Planes),
+            Arc::new(Ordered),
+            Arc::new(Remainder),
+            Arc::new(Predict),
+        ] {
             registry.codecs.insert(codec.id().to_owned(), codec);
         }
         registry
@@ -47,6 +55,23 @@ impl Registry {
     /// All codecs, by id.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Codec>> {
         self.codecs.values()
+    }
+
+    /// Partners that a stored chunk of a tensor of some role needs. A codec that is not known says nothing.
+    pub(crate) fn needs(&self, codec: &CodecRef, role: &str) -> &'static [Need] {
+        self.codecs.get(&codec.id).map_or(&[], |codec| codec.needs(role))
+    }
+
+    /// Roles that some codec may need for a tensor of some role.
+    pub(crate) fn partner_roles(&self, role: &str) -> Vec<Need> {
+        let mut all: Vec<Need> = Vec::new();
+        for need in self.codecs.values().flat_map(|codec| codec.needs(role)) {
+            match all.iter_mut().find(|known| known.role == need.role) {
+                Some(known) => known.base |= need.base,
+                None => all.push(*need),
+            }
+        }
+        all
     }
 
     /// The codec that a cask names, at the version that it names.

@@ -94,6 +94,8 @@ pub(crate) use for_every_level;
 
 pub(crate) mod bits;
 pub(crate) mod bytes;
+#[allow(unsafe_code, reason = "reads and writes the floating-point control register")]
+mod environment;
 #[allow(unsafe_code, reason = "unchecked stores in the decoder's inner loop; bounds are checked once per burst")]
 pub(crate) mod huffman;
 #[allow(unsafe_code, reason = "mapping a file is unsafe; the safety argument stands at the call")]
@@ -105,4 +107,8 @@ pub(crate) mod ordered;
 pub(crate) mod part;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod planes;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod predict;
 pub(crate) mod rans;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod remainder;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rayon::prelude::*;
 
-use crate::codec::{Chunk, EncodedChunk, Registry, encode_chunk};
+use crate::codec::{Chunk, EncodedChunk, Objective, Partner, Registry, encode_chunk};
 use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, refuse_features};
 use crate::container::{CaskEncoder, CaskReceipt};
 use crate::error::ResultExt;
@@ -14,13 +14,15 @@ use crate::plan::ChunkGrid;
 use crate::reader::{ChunkItem, ReadItem, Snapshot};
 use crate::store::Upload;
 use crate::tensor::{Rect, Run, copy_run, rects_of_run};
-use crate::wire::{CaskRef, Digest, Event, Id, Manifest, SnapshotKind};
+use crate::wire::{CaskRef, Digest, Directory, Event, Id, Manifest, SnapshotKind};
 use crate::writer::blob_slot;
 use crate::{At, Error, ErrorKind, Result, Store};
 
 /// How to compact.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CompactOptions {
+    /// What codecs are chosen for.
+    pub objective: Objective,
     /// Whether each chunk is decoded again before it goes up.
     pub verify_after_encode: bool,
     /// Pages begin at multiples of two to the power of this: 6 to 12.
@@ -31,7 +33,12 @@ pub struct CompactOptions {
 
 impl Default for CompactOptions {
     fn default() -> Self {
-        Self { verify_after_encode: true, alignment_exponent: CaskEncoder::DEFAULT_ALIGNMENT_EXPONENT, age_floor: DEFAULT_AGE_FLOOR }
+        Self {
+            objective: Objective::SMALLEST,
+            verify_after_encode: true,
+            alignment_exponent: CaskEncoder::DEFAULT_ALIGNMENT_EXPONENT,
+            age_floor: DEFAULT_AGE_FLOOR,
+        }
     }
 }
 
@@ -63,9 +70,17 @@ struct Moved {
     bytes: Vec<u8>,
 }
 
+impl Moved {
+    /// Whether the snapshot has a shard of this rectangle.
+    fn is_shard(&self, directory: &Directory) -> bool {
+        directory.find_shard(self.tensor, &self.rect).is_some()
+    }
+}
+
 impl Store {
     /// Folds the chain of a live snapshot into a base that stands for it under the same id, with the same content: deltas made
-    /// against it stay as they are. Runs beside writers and readers; needs a window of 32 MiB, upload parts, and the largest blob.
+    /// against it stay as they are. Runs beside writers and readers; needs a window of 32 MiB, the partners of its chunks,
+    /// upload parts, and the largest blob.
     pub async fn compact(&self, at: impl Into<At>, options: &CompactOptions) -> Result<Compacted> {
         let mut log = Log::load(self).await?;
         refuse_features(self.read_store_file().await?.may_ignore())?;
@@ -143,21 +158,22 @@ pub(super) async fn write_base(
     }
     let mut casks = Vec::new();
     for (slot, shards) in slots {
-        casks.push(write_cask(store, snapshot, options, slot, &shards).await?.0);
+        casks.push(write_cask(store, snapshot, options, slot, &shards, keeps).await?.0);
     }
     Ok(casks)
 }
 
 /// Writes shards (tensor by number, rectangle), ascending, and all blobs of a slot into a cask of a store. The rectangles are
-/// those of the snapshot's shards, or whole tensors. Gives the checksums of the decoded chunks, too, in the order of the shards.
+/// those of the snapshot's shards, or whole tensors; of partners, only roles that `keeps` wants will be there. Gives the checksums of the decoded chunks, too, in the order of the shards.
 pub(super) async fn write_cask(
     store: &Store,
     snapshot: &Snapshot,
     options: &CompactOptions,
     slot: u32,
     shards: &[(usize, Rect)],
+    keeps: &(dyn Fn(&str) -> bool + Sync),
 ) -> Result<(CaskRef, Vec<u32>)> {
-    let mut cask = BaseCask::new(store, snapshot, options, shards)?;
+    let mut cask = BaseCask::new(store, snapshot, options, shards, keeps)?;
     for (at, (tensor, rect)) in shards.iter().enumerate() {
         let first_of_tensor = at.checked_sub(1).and_then(|at| shards.get(at)).is_none_or(|(before, _)| before != tensor);
         cask.shard(*tensor, rect, first_of_tensor).await?;
@@ -185,6 +201,7 @@ struct BaseCask<'a> {
     snapshot: &'a Snapshot,
     registry: &'a Registry,
     options: &'a CompactOptions,
+    keeps: &'a (dyn Fn(&str) -> bool + Sync),
     encoder: CaskEncoder,
     upload: Upload,
     window: Vec<Moved>,
@@ -193,13 +210,19 @@ struct BaseCask<'a> {
 }
 
 impl<'a> BaseCask<'a> {
-    fn new(store: &'a Store, snapshot: &'a Snapshot, options: &'a CompactOptions, shards: &[(usize, Rect)]) -> Result<Self> {
+    fn new(
+        store: &'a Store,
+        snapshot: &'a Snapshot,
+        options: &'a CompactOptions,
+        shards: &[(usize, Rect)],
+        keeps: &'a (dyn Fn(&str) -> bool + Sync),
+    ) -> Result<Self> {
         let encoder = CaskEncoder::new(Id::random()?, options.alignment_exponent)?.with_limits(store.limits().clone());
         let directory = &snapshot.newest().directory;
         let bytes_of = |(tensor, rect): &(usize, Rect)| directory.dtype(*tensor).byte_count(rect.element_count()?);
         let expected = shards.iter().filter_map(bytes_of).fold(0u64, u64::saturating_add);
         let upload = Upload::new(store, format!("casks/{}.cask", encoder.id()), expected);
-        Ok(Self { snapshot, registry: store.registry(), options, encoder, upload, window: vec![], window_bytes: 0, crcs: vec![] })
+        Ok(Self { snapshot, registry: store.registry(), options, keeps, encoder, upload, window: vec![], window_bytes: 0, crcs: vec![] })
     }
 
     /// Takes a shard.
@@ -238,8 +261,25 @@ impl<'a> BaseCask<'a> {
         let mut window = std::mem::take(&mut self.window);
         self.window_bytes = 0;
         let directory = self.snapshot.newest().directory.clone();
-        let is_shard = |moved: &&mut Moved| directory.find_shard(moved.tensor, &moved.rect).is_some();
-        let (shards, wholes): (Vec<&mut Moved>, Vec<&mut Moved>) = window.iter_mut().partition(is_shard);
+        // Partners are read along with the chunks that may need them.
+        let mut partners = Vec::new();
+        for (at, moved) in window.iter().enumerate() {
+            for need in self.registry.partner_roles(directory.role(moved.tensor)) {
+                let partner = directory.partner(moved.tensor, need.role).filter(|_| (self.keeps)(need.role));
+                let same = |partner: &usize| moved.is_shard(&directory) == directory.find_shard(*partner, &moved.rect).is_some();
+                let Some(partner) = partner.filter(same) else { continue };
+                let bytes = ChunkGrid::new(directory.dtype(partner), &moved.rect.shape)?.bytes(moved.chunk);
+                let bytes = zeroed(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?;
+                let (rect, chunk) = (moved.rect.clone(), moved.chunk);
+                partners.push((
+                    at,
+                    need.role,
+                    Moved { tensor: partner, rect, chunk, first_of_tensor: false, first_of_shard: false, bytes },
+                ));
+            }
+        }
+        let all = window.iter_mut().chain(partners.iter_mut().map(|(_, _, moved)| moved));
+        let (shards, wholes): (Vec<&mut Moved>, Vec<&mut Moved>) = all.partition(|moved| moved.is_shard(&directory));
         let items = shards.into_iter().map(|moved| ChunkItem {
             tensor: moved.tensor,
             rect: moved.rect.clone(),
@@ -251,18 +291,25 @@ impl<'a> BaseCask<'a> {
             gather(self.snapshot, moved).await?;
         }
         let (registry, verify) = (self.registry, self.options.verify_after_encode);
-        let encode = |moved: &Moved| -> Result<EncodedChunk> {
+        let encode = |(at, moved): (usize, &Moved)| -> Result<EncodedChunk> {
             let elements = ChunkGrid::new(directory.dtype(moved.tensor), &moved.rect.shape)?.elements(moved.chunk);
+            let first = partners.partition_point(|(of, _, _)| *of < at);
+            let of_chunk = partners.iter().skip(first).take_while(|(of, _, _)| *of == at);
+            let partners: Vec<Partner<'_>> = of_chunk
+                .map(|(_, role, moved)| Partner { role, dtype: directory.dtype(moved.tensor), data: &moved.bytes, base: None })
+                .collect();
             let chunk = Chunk {
                 dtype: directory.dtype(moved.tensor),
                 element_count: elements.end - elements.start,
                 role: directory.role(moved.tensor),
                 data: &moved.bytes,
                 base: None,
+                partners: &partners,
             };
-            encode_chunk(registry, &chunk, verify).map_err(|e| e.tensor(directory.name(moved.tensor)).chunk(moved.chunk))
+            encode_chunk(registry, self.options.objective, &chunk, verify)
+                .map_err(|e| e.tensor(directory.name(moved.tensor)).chunk(moved.chunk))
         };
-        let encoded: Vec<EncodedChunk> = window.par_iter().map(encode).collect::<Result<_>>()?;
+        let encoded: Vec<EncodedChunk> = window.par_iter().enumerate().map(encode).collect::<Result<_>>()?;
         for (moved, chunk) in window.iter().zip(encoded) {
             let name = directory.name(moved.tensor);
             if moved.first_of_tensor {

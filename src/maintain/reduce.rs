@@ -137,7 +137,7 @@ fn reason_to_hold(state: &LogState, record: &SnapshotRecord, roles: &BTreeSet<St
     others.find(needs).map(|other| format!("step {} needs it", other.step))
 }
 
-/// The snapshot's own casks without the roles that go; `None` if one of them holds both.
+/// The snapshot's own casks without the roles that go; `None` if one of them holds both, or may not be readable without them.
 async fn remaining_casks(
     store: &Store,
     snapshot: &Snapshot,
@@ -145,6 +145,11 @@ async fn remaining_casks(
     options: &CompactOptions,
 ) -> Result<Option<Vec<CaskRef>>> {
     let directory = &snapshot.newest().directory;
+    // What stays may be stored as what it differs by from what goes.
+    let needs = |role: &String| store.registry().partner_roles(role).into_iter().any(|need| !roles.contains(need.role));
+    if roles.iter().any(needs) {
+        return Ok(None);
+    }
     // By slot: whether it holds tensors that stay, and tensors that go.
     let mut slots: BTreeMap<u32, (bool, bool)> = BTreeMap::new();
     for tensor in 0..directory.len() {
@@ -161,7 +166,9 @@ async fn remaining_casks(
         match slots.get(&cask.slot).copied().unwrap_or_default() {
             (true, true) => return Ok(None),
             (_, false) => casks.push(cask.clone()),
-            (false, true) if blobs.contains(&cask.slot) => casks.push(write_cask(store, snapshot, options, cask.slot, &[]).await?.0),
+            (false, true) if blobs.contains(&cask.slot) => {
+                casks.push(write_cask(store, snapshot, options, cask.slot, &[], &|_| true).await?.0)
+            }
             (false, true) => {}
         }
     }

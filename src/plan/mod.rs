@@ -3,5 +3,6 @@
 pub(crate) mod coalesce;
 mod grid;
 pub(crate) mod read;
+pub(crate) mod recipe;
 
 pub use grid::ChunkGrid;

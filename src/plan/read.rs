@@ -11,14 +11,15 @@ use crate::{Dtype, Error, Result};
 #[derive(Debug)]
 pub(crate) struct ShardPlan {
     pub name: String,
+    pub role: String,
     pub dtype: Dtype,
     pub shape: Vec<u64>,
     pub rect: Rect,
     pub grid: ChunkGrid,
     /// Links and casks that may hold it, newest first.
     candidates: Vec<(usize, usize)>,
-    /// What ended the walk before the base: the next link lacks the shard.
-    broken_at: Option<usize>,
+    /// Links that lack the shard, newest first: no walk crosses them.
+    absent: Vec<usize>,
 }
 
 /// One stored form of a chunk: a page for each column.
@@ -32,7 +33,6 @@ pub(crate) struct Step {
 /// What rebuilds a chunk.
 #[derive(Debug)]
 pub(crate) struct ChunkPlan {
-    pub chunk: u64,
     /// Newest first; the last is absolute.
     pub steps: Vec<Step>,
     /// CRC-32 of the decoded bytes.
@@ -42,23 +42,25 @@ pub(crate) struct ChunkPlan {
 impl ShardPlan {
     /// Plans shard `shard` of tensor `tensor`, both numbers of the newest link's directory.
     pub(crate) fn new(links: &[impl AsRef<Link>], tensor: usize, shard: usize) -> Result<Self> {
-        let newest = links.first().map(AsRef::as_ref).ok_or_else(|| Error::invalid("an empty chain"))?;
-        let (name, dtype) = (newest.directory.name(tensor), newest.directory.dtype(tensor));
-        let rect = newest.directory.shard(shard).rect;
-        let shape = newest.directory.shape(tensor);
-        let mut candidates = Vec::new();
-        let mut broken_at = None;
+        Self::at(links, 0, tensor, shard)
+    }
+
+    /// The same, by the directory of link `at`.
+    pub(crate) fn at(links: &[impl AsRef<Link>], at: usize, tensor: usize, shard: usize) -> Result<Self> {
+        let directory = links.get(at).map(|link| &link.as_ref().directory).ok_or_else(|| Error::invalid("no such link"))?;
+        let (name, dtype, role) = (directory.name(tensor), directory.dtype(tensor), directory.role(tensor));
+        let rect = directory.shard(shard).rect;
+        let shape = directory.shape(tensor);
+        let (mut candidates, mut absent) = (Vec::new(), Vec::new());
         for (at, link) in links.iter().enumerate() {
             match link.as_ref().find(name, dtype, &shape, &rect) {
                 Some(Some((cask, _))) => candidates.push((at, cask)),
                 Some(None) => {}
-                None => {
-                    broken_at = Some(at);
-                    break;
-                }
+                None => absent.push(at),
             }
         }
-        Ok(Self { name: name.to_owned(), dtype, shape, grid: ChunkGrid::new(dtype, &rect.shape)?, rect, candidates, broken_at })
+        let grid = ChunkGrid::new(dtype, &rect.shape)?;
+        Ok(Self { name: name.to_owned(), role: role.to_owned(), dtype, shape, grid, rect, candidates, absent })
     }
 
     /// Links and casks whose index it needs.
@@ -84,32 +86,45 @@ impl ShardPlan {
         Ok(rows)
     }
 
-    /// What rebuilds chunk `chunk`; `rows` is what [`rows`](Self::rows) gave.
+    /// What rebuilds chunk `chunk`, its partners apart; `rows` is what [`rows`](Self::rows) gave.
     pub(crate) fn chunk(&self, links: &[impl AsRef<Link>], rows: &[(usize, usize, usize)], chunk: u64) -> Result<ChunkPlan> {
-        let mut plan = ChunkPlan { chunk, steps: Vec::new(), crc: 0 };
-        let base = links.len() - 1;
-        for (nth, &(link, cask, row)) in rows.iter().enumerate() {
+        let (mut step, crc) = self.stored(links, rows, chunk, 0)?;
+        let mut steps = Vec::new();
+        while step.entry.kind != ChunkKind::Absolute {
+            let next = self.stored(links, rows, chunk, step.link + 1)?.0;
+            steps.push(std::mem::replace(&mut step, next));
+        }
+        steps.push(step);
+        Ok(ChunkPlan { steps, crc })
+    }
+
+    /// The stored form of chunk `chunk` as it is in link `from`: that link's, or the newest before. And the CRC-32 of the decoded
+    /// bytes.
+    pub(crate) fn stored(
+        &self,
+        links: &[impl AsRef<Link>],
+        rows: &[(usize, usize, usize)],
+        chunk: u64,
+        from: usize,
+    ) -> Result<(Step, u32)> {
+        let base = links.len().saturating_sub(1);
+        let end = self.absent.iter().copied().find(|&link| link >= from);
+        let mut crc = None;
+        for &(link, cask, row) in rows.iter().filter(|row| row.0 >= from && end.is_none_or(|end| row.0 < end)) {
             let index = links.get(link).and_then(|link| link.as_ref().index(cask));
             let index = index.ok_or_else(|| Error::invalid("the index of a cask has not been read").tensor(&self.name))?;
             let entry = index.chunk(row, chunk)?;
-            if nth == 0 {
-                plan.crc = entry.crc;
-            }
             if link == base && entry.kind != ChunkKind::Absolute {
                 return Err(self
                     .fail(links, link, format!("a base holds a chunk that is {}", entry.kind.name()), "chain 3.3")
                     .chunk(chunk));
             }
-            match entry.kind {
-                ChunkKind::Unchanged => {}
-                ChunkKind::Delta => plan.steps.push(Step { link, cask, entry }),
-                ChunkKind::Absolute => {
-                    plan.steps.push(Step { link, cask, entry });
-                    return Ok(plan);
-                }
+            let crc = *crc.get_or_insert(entry.crc);
+            if entry.kind != ChunkKind::Unchanged {
+                return Ok((Step { link, cask, entry }, crc));
             }
         }
-        let link = self.broken_at.unwrap_or(base).min(base);
+        let link = end.unwrap_or(base).min(base);
         Err(self.fail(links, link, "the chain ends without an absolute chunk".into(), "chain 3.1").chunk(chunk))
     }
 

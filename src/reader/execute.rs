@@ -1,14 +1,15 @@
 //! Fetches and decodes: chunks in batches of bounded size, the next batch on its way while one is decoded.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 use rayon::prelude::*;
 
 use super::*;
-use crate::chain::{content_digests, decode_steps};
+use crate::chain::{Aim, content_digests, decode_recipe};
 use crate::plan::ChunkGrid;
-use crate::plan::read::{ChunkPlan, ShardPlan, Step};
+use crate::plan::read::{ShardPlan, Step};
+use crate::plan::recipe::{Plans, Recipe, Rows};
 use crate::store::concurrently;
 use crate::tensor::{Run, contiguous_runs, copy_run, element_span};
 use crate::wire::{Digest, Directory};
@@ -34,10 +35,18 @@ const BATCH_BYTES: u64 = 32 << 20;
 /// Objects read at once for a batch.
 const CONCURRENT_OBJECTS: usize = 8;
 
-/// One chunk to rebuild.
+/// Chunks to rebuild: one, or some of those of one family, at the same place.
 struct Job<'a> {
+    chunk: u64,
+    recipe: Recipe,
+    wanted: Vec<Wanted<'a>>,
+}
+
+struct Wanted<'a> {
     shard: usize,
-    plan: ChunkPlan,
+    op: usize,
+    /// CRC-32 of the decoded bytes.
+    crc: u32,
     target: Target<'a>,
 }
 
@@ -50,6 +59,43 @@ enum Target<'a> {
     Nothing,
 }
 
+/// Makes jobs of wanted chunks.
+struct Jobs<'a, 'b> {
+    snapshot: &'b Snapshot,
+    plans: &'b Plans,
+    jobs: Vec<Job<'a>>,
+    /// The job of a family's chunk.
+    by_family: HashMap<(usize, u64), usize>,
+}
+
+impl<'a, 'b> Jobs<'a, 'b> {
+    fn new(snapshot: &'b Snapshot, plans: &'b Plans) -> Self {
+        Self { snapshot, plans, jobs: Vec::new(), by_family: HashMap::new() }
+    }
+
+    fn add(&mut self, shard: usize, chunk: u64, target: Target<'a>) -> Result<()> {
+        let number = match self.plans.family(shard) {
+            Some(family) => *self.by_family.entry((family, chunk)).or_insert(self.jobs.len()),
+            None => self.jobs.len(),
+        };
+        if number == self.jobs.len() {
+            self.jobs.push(Job { chunk, recipe: Recipe::default(), wanted: Vec::new() });
+        }
+        let Some(job) = self.jobs.get_mut(number) else { return Ok(()) };
+        let registry = self.snapshot.store.registry();
+        let (op, crc) = self.plans.add(&mut job.recipe, &self.snapshot.links, registry, shard, chunk)?;
+        // Two buffers for one chunk: the second is a job of its own.
+        if job.wanted.iter().any(|wanted| wanted.op == op) {
+            let mut recipe = Recipe::default();
+            let (op, crc) = self.plans.add(&mut recipe, &self.snapshot.links, registry, shard, chunk)?;
+            self.jobs.push(Job { chunk, recipe, wanted: vec![Wanted { shard, op, crc, target }] });
+            return Ok(());
+        }
+        job.wanted.push(Wanted { shard, op, crc, target });
+        Ok(())
+    }
+}
+
 /// A chunk that was decoded apart.
 struct Apart {
     item: usize,
@@ -58,7 +104,7 @@ struct Apart {
     bytes: Vec<u8>,
 }
 
-/// Pages of the steps of a job.
+/// Pages of the ops of a job.
 type JobPages = Vec<Pages>;
 
 impl Snapshot {
@@ -94,18 +140,18 @@ impl Snapshot {
             wanted.push((item, chunks));
             outs.push(Some((rect, out)));
         }
-        let rows = self.load_plans(&shards).await?;
+        let plans = self.load_family_plans(shards).await?;
+        let shards = &plans.shards;
 
-        let mut jobs = Vec::new();
+        let mut jobs = Jobs::new(self, &plans);
         let mut copies: Vec<Option<(Rect, &mut [u8])>> = outs.iter().map(|_| None).collect();
         for (item, chunks) in wanted {
             let Some((rect, out)) = outs[item].take() else { continue };
-            let places = places_in(&shards, &chunks, &rect, out.len());
+            let places = places_in(shards, &chunks, &rect, out.len());
             let mut rest = out;
             let mut position = 0;
             let in_place = places.is_some();
             for (at, (shard, chunk)) in chunks.into_iter().enumerate() {
-                let plan = shards[shard].chunk(&self.links, &rows[shard], chunk)?;
                 let target = match &places {
                     Some(places) => {
                         let (_, tail) = rest.split_at_mut(places[at].start - position);
@@ -116,7 +162,7 @@ impl Snapshot {
                     }
                     None => Target::Copy { item },
                 };
-                jobs.push(Job { shard, plan, target });
+                jobs.add(shard, chunk, target)?;
             }
             if !in_place {
                 // Runs of packed elements leave the unused bits of the last byte alone; they have to be zero.
@@ -126,7 +172,8 @@ impl Snapshot {
                 copies[item] = Some((rect, rest));
             }
         }
-        self.run(&shards, jobs, |apart: Apart| {
+        let jobs = jobs.jobs;
+        self.run(shards, jobs, |apart: Apart| {
             if let Some((rect, out)) = copies.get_mut(apart.item).and_then(Option::as_mut) {
                 let plan = &shards[apart.shard];
                 let window = plan.grid.elements(apart.chunk);
@@ -173,17 +220,18 @@ impl Snapshot {
             }
             wanted.push((shards.len() - 1, chunk, out));
         }
-        let rows = self.load_plans(&shards).await?;
-        let mut jobs = Vec::with_capacity(wanted.len());
+        let plans = self.load_family_plans(shards).await?;
+        let shards = &plans.shards;
+        let mut jobs = Jobs::new(self, &plans);
         for (shard, chunk, out) in wanted {
             let bytes = shards[shard].grid.bytes(chunk);
             if out.len() as u64 != bytes.end - bytes.start {
                 return Err(Error::invalid(format!("a buffer of {} bytes for a chunk of {}", out.len(), bytes.end - bytes.start)));
             }
-            let plan = shards[shard].chunk(&self.links, &rows[shard], chunk)?;
-            jobs.push(Job { shard, plan, target: Target::InPlace(out) });
+            jobs.add(shard, chunk, Target::InPlace(out))?;
         }
-        self.run(&shards, jobs, |_| {}).await
+        let jobs = jobs.jobs;
+        self.run(shards, jobs, |_| {}).await
     }
 
     /// Decodes and checks every chunk of some tensors, and drops it.
@@ -194,14 +242,16 @@ impl Snapshot {
                 shards.push(ShardPlan::new(&self.links, tensor, shard)?);
             }
         }
-        let rows = self.load_plans(&shards).await?;
-        let mut jobs = Vec::new();
-        for (shard, plan) in shards.iter().enumerate() {
+        let count = shards.len();
+        let plans = self.load_family_plans(shards).await?;
+        let mut jobs = Jobs::new(self, &plans);
+        for (shard, plan) in plans.shards.iter().enumerate().take(count) {
             for chunk in 0..plan.grid.chunk_count() {
-                jobs.push(Job { shard, plan: plan.chunk(&self.links, &rows[shard], chunk)?, target: Target::Nothing });
+                jobs.add(shard, chunk, Target::Nothing)?;
             }
         }
-        self.run(&shards, jobs, |_| {}).await
+        let jobs = jobs.jobs;
+        self.run(&plans.shards, jobs, |_| {}).await
     }
 
     /// Compares what the indexes of the chain say of all chunks with the content digests in the manifest. Reads no page.
@@ -230,8 +280,25 @@ impl Snapshot {
         content_digests(&directory, |shard, chunk| Ok(shards[shard].chunk(&self.links, &rows[shard], chunk)?.crc))
     }
 
+    /// Plans of shards and of the partners that their chunks need, with indexes and parts read: in two rounds, and two more for
+    /// each step from partner to partner.
+    async fn load_family_plans(&self, shards: Vec<ShardPlan>) -> Result<Plans> {
+        let mut plans = Plans::of(shards);
+        let mut done = 0;
+        while done < plans.shards.len() {
+            let end = plans.shards.len();
+            let rows = self.load_plans(plans.shards.get(done..end).unwrap_or_default()).await?;
+            plans.rows.extend(rows);
+            for shard in done..end {
+                plans.add_partners(&self.links, self.store.registry(), shard)?;
+            }
+            done = end;
+        }
+        Ok(plans)
+    }
+
     /// Reads indexes and parts that the shards need; gives the rows of each shard.
-    pub(super) async fn load_plans(&self, shards: &[ShardPlan]) -> Result<Vec<Vec<(usize, usize, usize)>>> {
+    pub(super) async fn load_plans(&self, shards: &[ShardPlan]) -> Result<Vec<Rows>> {
         let casks: Vec<(usize, usize)> = shards.iter().flat_map(|shard| shard.candidates().iter().copied()).collect();
         self.load_indexes(&casks).await?;
         let rows = shards.iter().map(|shard| shard.rows(&self.links)).collect::<Result<Vec<_>>>()?;
@@ -252,55 +319,52 @@ impl Snapshot {
         while let (Some(batch), Some(fetch)) = (batches.next(), next.take()) {
             let pages = fetch.await.map_err(|e| Error::new(crate::ErrorKind::Storage, format!("a fetch ended early: {e}")))??;
             next = batches.peek().map(start);
-            let steps = batch.iter().flat_map(|job| &job.plan.steps);
-            let (count, bytes) = steps
-                .flat_map(|step| &step.entry.pages)
-                .fold((0, 0), |(count, bytes), page| (count + 1, bytes + (page.range.end - page.range.start)));
-            self.count(batch.len() as u64, count, bytes);
-            let decoded: Vec<Option<Apart>> =
+            let pages_of = batch.iter().flat_map(|job| &job.recipe.ops).flat_map(|op| &op.step.entry.pages);
+            let (count, bytes) = pages_of.fold((0, 0), |(count, bytes), page| (count + 1, bytes + (page.range.end - page.range.start)));
+            self.count(batch.iter().map(|job| job.wanted.len() as u64).sum(), count, bytes);
+            let decoded: Vec<Vec<Apart>> =
                 batch.into_par_iter().zip(pages).map(|(job, pages)| self.decode(shards, job, &pages)).collect::<Result<_>>()?;
             decoded.into_iter().flatten().for_each(&mut apart);
         }
         Ok(())
     }
 
-    fn decode(&self, shards: &[ShardPlan], job: Job<'_>, pages: &[Pages]) -> Result<Option<Apart>> {
-        let shard = &shards[job.shard];
-        let chunk = job.plan.chunk;
-        let newest = job.plan.steps.first().map(|step| self.path_of(step)).unwrap_or_default();
-        let locate = |e: Error| e.tensor(&shard.name).chunk(chunk).object(newest.as_str());
-        for (step, pages) in job.plan.steps.iter().zip(pages) {
-            for (page, bytes) in step.entry.pages.iter().zip(pages) {
-                page.check(bytes).map_err(|e| e.tensor(&shard.name).chunk(chunk).object(self.path_of(step)))?;
+    fn decode(&self, shards: &[ShardPlan], job: Job<'_>, pages: &[Pages]) -> Result<Vec<Apart>> {
+        let Job { chunk, recipe, wanted } = job;
+        let locate = |(op, e): (usize, Error)| match recipe.ops.get(op) {
+            Some(op) => e.tensor(&shards[op.shard].name).chunk(chunk).object(self.path_of(&op.step)),
+            None => e,
+        };
+        for (at, (op, pages)) in recipe.ops.iter().zip(pages).enumerate() {
+            for (page, bytes) in op.step.entry.pages.iter().zip(pages) {
+                page.check(bytes).map_err(|e| locate((at, e)))?;
             }
         }
-        let steps: Vec<(&Step, &[Bytes])> = job.plan.steps.iter().zip(pages).map(|(step, pages)| (step, pages.as_slice())).collect();
-        let elements = shard.grid.elements(chunk);
-        let count = elements.end - elements.start;
-        let length = to_usize(shard.grid.bytes(chunk).end - shard.grid.bytes(chunk).start, "a chunk")?;
-        let decode = |out: &mut [u8]| decode_steps(self.store.registry(), shard.dtype, count, &steps, job.plan.crc, out).map_err(locate);
-        match job.target {
-            Target::InPlace(out) => decode(out).map(|()| None),
-            Target::Copy { item } => {
-                let mut bytes = zeroed(length, "a chunk")?;
-                decode(&mut bytes)?;
-                Ok(Some(Apart { item, shard: job.shard, chunk, bytes }))
-            }
-            Target::Nothing => {
-                let mut bytes = zeroed(length, "a chunk")?;
-                decode(&mut bytes).map(|()| None)
-            }
+        let mut aims = Vec::with_capacity(wanted.len());
+        let mut places = Vec::with_capacity(wanted.len());
+        for Wanted { shard, op, crc, target } in wanted {
+            let (out, item) = match target {
+                Target::InPlace(out) => (Some(out), None),
+                Target::Copy { item } => (None, Some(item)),
+                Target::Nothing => (None, None),
+            };
+            aims.push(Aim { op, crc, out });
+            places.push((shard, item));
         }
+        let made = decode_recipe(self.store.registry(), shards, &recipe, chunk, pages, aims).map_err(locate)?;
+        let apart =
+            made.into_iter().zip(places).filter_map(|(bytes, (shard, item))| Some(Apart { item: item?, shard, chunk, bytes: bytes? }));
+        Ok(apart.collect())
     }
 
     pub(super) fn path_of(&self, step: &Step) -> String {
         self.links[step.link].0.manifest.casks[step.cask].path()
     }
 
-    /// Objects and ranges of the pages of a batch, job by job, step by step.
+    /// Objects and ranges of the pages of a batch, job by job, op by op.
     fn wanted(&self, batch: &[Job<'_>]) -> Vec<Vec<(String, Vec<Range<u64>>)>> {
         let of_step = |step: &Step| (self.path_of(step), step.entry.pages.iter().map(|page| page.range.clone()).collect());
-        batch.iter().map(|job| job.plan.steps.iter().map(of_step).collect()).collect()
+        batch.iter().map(|job| job.recipe.ops.iter().map(|op| of_step(&op.step)).collect()).collect()
     }
 }
 
@@ -348,9 +412,12 @@ fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
     let mut batches: Vec<Vec<Job<'a>>> = Vec::new();
     let mut size = u64::MAX;
     for job in jobs {
-        let bytes = shards[job.shard].grid.bytes(job.plan.chunk);
-        let pages = job.plan.steps.iter().flat_map(|step| &step.entry.pages).map(|page| page.range.end - page.range.start);
-        let cost = (bytes.end - bytes.start) + pages.sum::<u64>();
+        let decoded = |shard: usize| {
+            let bytes = shards[shard].grid.bytes(job.chunk);
+            bytes.end - bytes.start
+        };
+        let pages = job.recipe.ops.iter().flat_map(|op| &op.step.entry.pages).map(|page| page.range.end - page.range.start);
+        let cost = job.wanted.iter().map(|wanted| decoded(wanted.shard)).sum::<u64>() + pages.sum::<u64>();
         if size.saturating_add(cost) > BATCH_BYTES {
             batches.push(Vec::new());
             size = 0;
@@ -363,7 +430,7 @@ fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
     batches
 }
 
-/// The pages of a batch, job by job, step by step.
+/// The pages of a batch, job by job, op by op.
 async fn fetch_jobs(store: Store, wanted: Vec<Vec<(String, Vec<Range<u64>>)>>) -> Result<Vec<JobPages>> {
     let flat: Vec<(String, Vec<Range<u64>>)> = wanted.iter().flatten().cloned().collect();
     let mut pages = fetch_groups(&store, flat).await?.into_iter();

@@ -81,7 +81,7 @@ impl Snapshot {
                 };
                 let crc = wanted.crc;
                 let held_crc = known.as_ref().map(|known| known.crc);
-                let way = self.way(wanted, have, known);
+                let way = self.way(&plan.role, wanted, have, known);
                 let bytes = plan.grid.bytes(chunk);
                 batch_bytes = batch_bytes.saturating_add(bytes.end - bytes.start);
                 batch.push(Work { item: owners[at].0, shard: at, chunk, held_crc, crc, way });
@@ -107,15 +107,19 @@ impl Snapshot {
     }
 
     /// Deltas between, if the older steps of the chunk are those of the held one.
-    fn way(&self, wanted: ChunkPlan, have: &Snapshot, known: Option<ChunkPlan>) -> Way {
+    fn way(&self, role: &str, wanted: ChunkPlan, have: &Snapshot, known: Option<ChunkPlan>) -> Way {
         let Some(known) = known else { return Way::Rebuild };
         let Some(between) = wanted.steps.len().checked_sub(known.steps.len()) else { return Way::Rebuild };
         let same = |(ours, theirs): (&Step, &Step)| self.path_of(ours) == have.path_of(theirs) && ours.entry == theirs.entry;
         if !wanted.steps.iter().skip(between).zip(&known.steps).all(same) {
             return Way::Rebuild;
         }
+        // A delta that needs partners is made with them, from the whole chain.
+        let registry = self.store.registry();
+        let alone = |step: &Step| step.entry.codec.as_ref().is_none_or(|codec| registry.needs(codec, role).is_empty());
         match between {
             0 => Way::Same,
+            _ if !wanted.steps.iter().take(between).all(alone) => Way::Rebuild,
             _ => Way::Deltas(wanted.steps.into_iter().take(between).collect()),
         }
     }
@@ -197,7 +201,13 @@ impl Snapshot {
             let columns: Vec<(&str, Bytes)> =
                 step.entry.pages.iter().zip(pages).map(|(page, bytes)| (page.column.as_str(), bytes.clone())).collect();
             let mut out = zeroed(held.len(), "a chunk")?;
-            let input = Columns { dtype: plan.dtype, element_count: elements.end - elements.start, columns: &columns, base: Some(held) };
+            let input = Columns {
+                dtype: plan.dtype,
+                element_count: elements.end - elements.start,
+                columns: &columns,
+                base: Some(held),
+                partners: &[],
+            };
             codec.decode(&input, &mut out).map_err(locate)?;
             *held = out;
         }

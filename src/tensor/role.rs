@@ -9,34 +9,120 @@ pub struct RoleAndParam {
     pub param: String,
 }
 
-/// Guesses role and param from the dotted segments of a name: one that is a word of an optimizer decides; everything
-/// else is model weight.
+/// Guesses role and param from a name, by the words that frameworks use: torch optimizers (also as FSDP and DCP save them), Megatron
+/// distributed checkpoints, DeepSpeed, optax, and Hugging Face models. What no rule knows is model weight.
+///
+/// Segments lie between points and slashes. The param is what remains without the word of the role, without containers in front, and
+/// without wrappers anywhere, so that all tensors of a parameter meet in one.
 ///
 /// ```
-/// let guess = tensorcask::infer_role("optimizer.exp_avg.h.0.weight");
-/// assert_eq!((guess.role.as_str(), guess.param.as_str()), ("exp_avg", "h.0.weight"));
-/// let guess = tensorcask::infer_role("model.h.0.weight");
-/// assert_eq!((guess.role.as_str(), guess.param.as_str()), ("model", "h.0.weight"));
+/// let guess = |name| {
+///     let guess = tensorcask::infer_role(name);
+///     (guess.role, guess.param)
+/// };
+/// let expected = |role: &str, param: &str| (role.to_owned(), param.to_owned());
+/// assert_eq!(guess("model.h.0.weight"), expected("model", "h.0.weight"));
+/// assert_eq!(guess("optimizer.exp_avg.h.0.weight"), expected("exp_avg", "h.0.weight"));
+/// assert_eq!(guess("optimizer.state.model.h.0.weight.exp_avg_sq"), expected("exp_avg_sq", "h.0.weight"));
+/// assert_eq!(guess("optimizer.state.fp32_param.h.0.weight"), expected("master", "h.0.weight"));
+/// assert_eq!(guess("_fsdp_wrapped_module.h.0._orig_mod.weight"), expected("model", "h.0.weight"));
 /// ```
 pub fn infer_role(name: &str) -> RoleAndParam {
-    let segments: Vec<&str> = name.split('.').collect();
-    let found =
-        segments.iter().enumerate().find_map(|(i, segment)| WORDS.iter().find(|(word, _)| word == segment).map(|(_, role)| (i, *role)));
-    let kept = |i: usize, segment: &str| !(CONTAINERS.contains(&segment) && i == 0);
+    let segments: Vec<&str> = name.split(['.', '/']).collect();
+    let in_optimizer = segments.first().is_some_and(|first| OPTIMIZERS.contains(first));
+    let role_of = |segment: &str| {
+        let general = WORDS.iter().find(|(word, _)| *word == segment);
+        general.or_else(|| OPTIMIZER_WORDS.iter().find(|(word, _)| in_optimizer && *word == segment)).map(|(_, role)| *role)
+    };
+    let found = segments.iter().enumerate().find_map(|(i, segment)| Some((i, role_of(segment)?)));
     let (skip, role) = found.unwrap_or((usize::MAX, "model"));
-    let param: Vec<&str> =
-        segments.iter().enumerate().filter(|&(i, segment)| i != skip && kept(i, segment)).map(|(_, segment)| *segment).collect();
+    let mut rest =
+        segments.iter().enumerate().filter(|&(i, segment)| i != skip && !WRAPPERS.contains(segment)).map(|(_, segment)| *segment);
+    let mut param: Vec<&str> = rest.by_ref().skip_while(|segment| CONTAINERS.contains(segment)).collect();
+    if param.is_empty() {
+        // A parameter that is called like a container.
+        param = segments.iter().enumerate().filter(|&(i, _)| i != skip).map(|(_, segment)| *segment).collect();
+    }
     RoleAndParam { role: role.to_owned(), param: param.join(".") }
 }
 
-const CONTAINERS: &[&str] = &["model", "module", "optimizer", "optim", "state"];
+/// First segments of an optimizer's state.
+const OPTIMIZERS: &[&str] = &["optimizer", "optim", "opt_state", "optimizer_state_dict", "base_optimizer_state", "zero"];
+
+/// Segments in front that say where a tensor was, and not which.
+const CONTAINERS: &[&str] = &[
+    "model",
+    "module",
+    "optimizer",
+    "optim",
+    "opt_state",
+    "optimizer_state_dict",
+    "base_optimizer_state",
+    "zero",
+    "state",
+    "state_dict",
+    "params",
+];
+
+/// Segments that wrappers put anywhere.
+const WRAPPERS: &[&str] = &["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"];
 
 const WORDS: &[(&str, &str)] = &[
     ("master", "master"),
+    ("master_param", "master"),
+    ("master_weights", "master"),
+    ("main_param", "master"),
     ("fp32_param", "master"),
+    ("fp32_flat_groups", "master"),
+    ("single_partition_of_fp32_groups", "master"),
     ("exp_avg", "exp_avg"),
     ("exp_avg_sq", "exp_avg_sq"),
+    ("max_exp_avg_sq", "max_exp_avg_sq"),
     ("momentum", "momentum"),
     ("momentum_buffer", "momentum"),
     ("ema", "ema"),
+    ("ema_model", "ema"),
 ];
+
+/// Words that mean something only in an optimizer.
+const OPTIMIZER_WORDS: &[(&str, &str)] =
+    &[("fp32", "master"), ("mu", "exp_avg"), ("nu", "exp_avg_sq"), ("step", "step"), ("count", "step")];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_one_parameter_meet() {
+        // Framework, role, name of a tensor of parameter `layers.0.mlp.weight`.
+        let names = [
+            ("plain", "model", "layers.0.mlp.weight"),
+            ("hugging face", "model", "model.layers.0.mlp.weight"),
+            ("compiled", "model", "_orig_mod.layers.0.mlp.weight"),
+            ("fsdp", "exp_avg", "optim.state.layers.0.mlp.weight.exp_avg"),
+            ("dcp", "exp_avg_sq", "optimizer.state.model.layers.0.mlp.weight.exp_avg_sq"),
+            ("dcp", "step", "optimizer.state.model.layers.0.mlp.weight.step"),
+            ("megatron", "master", "optimizer.state.fp32_param.layers.0.mlp.weight"),
+            ("megatron", "exp_avg", "optimizer.state.exp_avg.layers.0.mlp.weight"),
+            ("deepspeed universal", "master", "zero/layers.0.mlp.weight/fp32"),
+            ("deepspeed universal", "exp_avg_sq", "zero/layers.0.mlp.weight/exp_avg_sq"),
+            ("optax", "exp_avg", "opt_state.mu.params.layers.0.mlp.weight"),
+            ("optax", "exp_avg_sq", "opt_state.nu.params.layers.0.mlp.weight"),
+            ("sgd", "momentum", "optimizer.state.layers.0.mlp.weight.momentum_buffer"),
+        ];
+        for (framework, role, name) in names {
+            let guess = infer_role(name);
+            assert_eq!((guess.role.as_str(), guess.param.as_str()), (role, "layers.0.mlp.weight"), "{framework}: {name}");
+        }
+    }
+
+    #[test]
+    fn words_of_optimizers_are_words_elsewhere() {
+        for name in ["encoder.mu.weight", "vae.nu", "noise.step", "fp32.weight"] {
+            assert_eq!(infer_role(name).role, "model", "{name}");
+        }
+        for name in ["", ".", "..", "model", "optimizer", "state.params"] {
+            assert_eq!(infer_role(name).param, name, "{name:?}");
+        }
+    }
+}

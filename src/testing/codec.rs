@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use crate::codec::{Chunk, ChunkKind, Codec, Columns};
+use crate::codec::{Chunk, ChunkKind, Codec, Columns, Partner};
 use crate::{Dtype, Error, Result};
 
 /// Runs every check of the contract; the error names the one that failed.
@@ -16,16 +16,41 @@ pub fn run_all(codec: &dyn Codec) -> Result<()> {
     for &dtype in Dtype::ALL {
         for (what, element_count, data, base) in inputs(dtype) {
             for base in [None, Some(base.as_slice())] {
-                let chunk = Chunk { dtype, element_count, role: "model", data: &data, base };
+                let chunk = Chunk { dtype, element_count, role: "model", data: &data, base, partners: &[] };
+                let partners = partners_of(&data, base);
+                let partners: Vec<Partner<'_>> = partners.iter().map(|own| own.borrow(base.is_some())).collect();
                 let name = |e: Error| {
                     let with = if base.is_some() { "with" } else { "without" };
                     Error::new(e.kind(), format!("{} on {what}, {dtype} x {element_count}, {with} a base: {e}", codec.id()))
                 };
                 encoded_any |= round_trip(codec, &chunk).map_err(name)?;
+                if dtype == Dtype::F32 {
+                    for role in ["master", "exp_avg_sq"] {
+                        encoded_any |= round_trip(codec, &Chunk { role, partners: &partners, ..chunk }).map_err(name)?;
+                    }
+                }
             }
         }
     }
     if encoded_any { Ok(()) } else { Err(Error::invalid(format!("{} encoded none of the inputs", codec.id()))) }
+}
+
+/// A partner of an f32 chunk: role, element type, bytes, and those of the base.
+struct OwnPartner(&'static str, Dtype, Vec<u8>, Vec<u8>);
+
+impl OwnPartner {
+    fn borrow(&self, with_base: bool) -> Partner<'_> {
+        let Self(role, dtype, data, base) = self;
+        Partner { role, dtype: *dtype, data, base: with_base.then_some(base) }
+    }
+}
+
+/// What a state may hold beside an f32 chunk: a model weight cut off from it, and moments of the same bits.
+fn partners_of(data: &[u8], base: Option<&[u8]>) -> Vec<OwnPartner> {
+    let upper = |data: &[u8]| data.as_chunks::<4>().0.iter().flat_map(|unit| [unit[2], unit[3]]).collect();
+    let base = base.unwrap_or(data);
+    let moment = |role| OwnPartner(role, Dtype::F32, data.to_vec(), base.to_vec());
+    vec![OwnPartner("model", Dtype::Bf16, upper(data), upper(base)), moment("exp_avg"), moment("exp_avg_sq")]
 }
 
 fn fail(message: impl Into<String>) -> Error {
@@ -55,7 +80,7 @@ fn round_trip(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<bool> {
     }
     let columns: Vec<(&str, Bytes)> = encoded.columns.iter().map(|(name, bytes)| (*name, Bytes::from(bytes.clone()))).collect();
     let base = chunk.base.filter(|_| encoded.uses_base);
-    let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base };
+    let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: chunk.partners };
     let mut decoded = vec![0xaa; chunk.data.len()];
     codec.decode(&input, &mut decoded)?;
     if codec.is_lossless() && decoded != chunk.data {
@@ -104,6 +129,10 @@ fn hostile(codec: &dyn Codec, input: &Columns<'_>, out_bytes: usize) -> Result<(
         let mut renamed = input.columns.to_vec();
         renamed[column].0 = "no such column";
         attempt(&renamed);
+    }
+    // Without the partners it ends in an error, too.
+    if !codec.is_standalone() && codec.decode(&Columns { partners: &[], ..*input }, &mut vec![0; out_bytes]).is_ok() && out_bytes > 0 {
+        return Err(fail("decoded without the partners that it says it needs"));
     }
     if codec.decode(&Columns { columns: input.columns, base: Some(&[]), ..*input }, &mut vec![0; out_bytes]).is_ok()
         && input.base.is_some()

@@ -1,5 +1,8 @@
 //! The directory: tensors of a layout, their roles, and which cask holds which shard. Spec: `spec/manifest.md`, clause 3.
 
+use std::collections::HashMap;
+use std::sync::OnceLock;
+
 use bytes::Bytes;
 
 use super::columns::{Column, ColumnsReader, ColumnsWriter, Heap};
@@ -49,6 +52,8 @@ pub struct Directory {
     aliases: Column<u32>,
     slots: Column<u32>,
     features: Features,
+    /// Stored tensors by role and param; none where several share both. Made when it is first asked for.
+    by_param: OnceLock<HashMap<(String, String), Option<usize>>>,
 }
 
 impl Directory {
@@ -134,7 +139,7 @@ impl Directory {
         let aliases = reader.column(counts.tensors)?;
         let slots = reader.column(counts.shards)?;
         reader.finish()?;
-        let directory = Self { layout, roles, tensor_roles, params, aliases, slots, features };
+        let directory = Self { layout, roles, tensor_roles, params, aliases, slots, features, by_param: OnceLock::new() };
         directory.check()?;
         Ok(directory)
     }
@@ -161,7 +166,7 @@ impl Directory {
             dtype: self.layout.dtype(tensor),
             shape: self.layout.shape(tensor),
             role: self.role(tensor).to_owned(),
-            param: self.params.text(tensor).unwrap_or_default().to_owned(),
+            param: self.param(tensor).to_owned(),
             alias_of: self.alias_of(tensor),
         }
     }
@@ -185,6 +190,27 @@ impl Directory {
     pub fn role(&self, tensor: usize) -> &str {
         let role = self.tensor_roles.get(tensor).unwrap_or_default();
         self.roles.get(usize::from(role)).map_or("", String::as_str)
+    }
+
+    /// What parameter a tensor belongs to.
+    pub fn param(&self, tensor: usize) -> &str {
+        self.params.text(tensor).unwrap_or_default()
+    }
+
+    /// The tensor of another role that belongs to the parameter of a tensor: the only one of that role that is stored, of the same
+    /// shape, and not packed.
+    pub fn partner(&self, tensor: usize, role: &str) -> Option<usize> {
+        let by_param = self.by_param.get_or_init(|| {
+            let mut found: HashMap<(String, String), Option<usize>> = HashMap::new();
+            for tensor in (0..self.len()).filter(|&tensor| self.alias_of(tensor).is_none()) {
+                let key = (self.role(tensor).to_owned(), self.param(tensor).to_owned());
+                found.entry(key).and_modify(|other| *other = None).or_insert(Some(tensor));
+            }
+            found
+        });
+        let partner = (*by_param.get(&(role.to_owned(), self.param(tensor).to_owned()))?)?;
+        let fits = partner != tensor && self.shape(partner) == self.shape(tensor);
+        (fits && !self.dtype(partner).is_packed() && !self.dtype(tensor).is_packed()).then_some(partner)
     }
 
     /// The tensor that this one is tied to.

@@ -48,7 +48,7 @@ pub enum Event {
         /// Digest of the manifest, whose path follows from step, id and this digest.
         manifest: Digest,
         /// The roles that it still has, ascending; none: those that it had.
-        #[serde(default)]
+        #[serde(default, skip_serializing_if = "Option::is_none")]
         roles: Option<Vec<String>>,
     },
     /// Snapshots that nothing may need any more: what only they name is deleted when it is old enough.

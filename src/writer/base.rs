@@ -142,7 +142,10 @@ impl KeptShard {
                 let elements = wanted.grid.elements(wanted.chunk);
                 let element_count = elements.end.saturating_sub(elements.start);
                 let mut out = zeroed(length, "a base chunk")?;
-                codec.decode(&Columns { dtype: wanted.grid.dtype(), element_count, columns: &columns, base: None }, &mut out)?;
+                codec.decode(
+                    &Columns { dtype: wanted.grid.dtype(), element_count, columns: &columns, base: None, partners: &[] },
+                    &mut out,
+                )?;
                 Ok(Cow::Owned(out))
             }
             Form::File { file, offset } => {

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::base::Parent;
 use super::layout::StateLayout;
-use super::save::{Job, Saver, chunk_to_encode};
+use super::save::{Job, Saver, borrowed, chunk_to_encode};
 use crate::Result;
 use crate::chain::Estimate;
 use crate::codec::estimate_chunk;
@@ -17,15 +17,18 @@ const SAMPLES: u64 = 48;
 pub(super) async fn estimate(saver: &Saver, layout: &StateLayout<'_>, parent: &Parent) -> Result<Estimate> {
     let jobs = sample(layout, parent)?;
     let bases = saver.bases(&jobs, layout, Some(parent)).await?;
+    let partners = saver.partners(&jobs, layout, Some(parent)).await?;
     let registry = saver.store.registry();
     let sizes: Vec<[u64; 3]> = jobs
         .par_iter()
         .zip(&bases)
-        .map(|(job, base)| {
-            let chunk = chunk_to_encode(&layout.tensors[job.tensor], *job, None)?;
+        .zip(&partners)
+        .map(|((job, base), partners)| {
+            let partners = borrowed(partners);
+            let chunk = chunk_to_encode(&layout.tensors[job.tensor], *job, None, &partners)?;
             let absolute = estimate_chunk(registry, &chunk);
             let delta = match base {
-                Some(base) => estimate_chunk(registry, &chunk_to_encode(&layout.tensors[job.tensor], *job, Some(base))?),
+                Some(base) => estimate_chunk(registry, &chunk_to_encode(&layout.tensors[job.tensor], *job, Some(base), &partners)?),
                 None => absolute,
             };
             Ok([chunk.data.len() as u64, absolute, delta])

@@ -30,6 +30,8 @@ pub(super) struct StateLayout<'a> {
     /// Ascending by rank and name.
     pub blobs: Vec<&'a Blob<'a>>,
     pub tensor_bytes: u64,
+    /// Stored tensors by role and param; none where several share both.
+    by_param: HashMap<(String, String), Option<usize>>,
 }
 
 pub(super) struct LayoutTensor<'a> {
@@ -96,7 +98,25 @@ impl<'a> StateLayout<'a> {
         let bytes_of = |t: &DirectoryTensor| t.dtype.byte_count(element_count(&t.shape)?);
         let stored = tensors.iter().map(|t| &t.description).filter(|t| t.alias_of.is_none());
         let tensor_bytes = stored.filter_map(bytes_of).fold(0u64, u64::saturating_add);
-        Ok(Self { tensors, blobs, tensor_bytes })
+        let mut by_param: HashMap<(String, String), Option<usize>> = HashMap::new();
+        for (number, tensor) in tensors.iter().enumerate().filter(|(_, tensor)| tensor.description.alias_of.is_none()) {
+            let key = (tensor.description.role.clone(), tensor.description.param.clone());
+            by_param.entry(key).and_modify(|other| *other = None).or_insert(Some(number));
+        }
+        Ok(Self { tensors, blobs, tensor_bytes, by_param })
+    }
+
+    /// The tensor of another role that belongs to the parameter of a tensor, and its shard of a rectangle, by number. As readers find
+    /// it ([`Directory::partner`]).
+    pub(super) fn partner(&self, tensor: usize, role: &str, rect: &Rect) -> Option<(usize, usize)> {
+        let ours = &self.tensors.get(tensor)?.description;
+        let number = (*self.by_param.get(&(role.to_owned(), ours.param.clone()))?)?;
+        let partner = self.tensors.get(number)?;
+        let theirs = &partner.description;
+        if number == tensor || theirs.shape != ours.shape || theirs.dtype.is_packed() || ours.dtype.is_packed() {
+            return None;
+        }
+        Some((number, partner.shards.iter().position(|view| view.rect() == rect)?))
     }
 
     /// Slots that hold something, ascending.

@@ -19,6 +19,7 @@ pub use ranks::{Rank, RankWriter};
 use save::Saver;
 
 use crate::chain::{Decision, Policy};
+use crate::codec::Objective;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Error, ErrorKind, Result, Store};
@@ -39,6 +40,8 @@ pub struct WriterOptions {
     pub policy: Policy,
     /// Where the base of the next delta is kept.
     pub base_cache: BaseKeeping,
+    /// What codecs are chosen for.
+    pub objective: Objective,
     /// Whether each chunk is decoded again before it goes up.
     pub verify_after_encode: bool,
     /// Pages begin at multiples of two to the power of this: 6 to 12.
@@ -53,6 +56,7 @@ impl Default for WriterOptions {
         Self {
             policy: Policy::default(),
             base_cache: BaseKeeping::default(),
+            objective: Objective::default(),
             verify_after_encode: true,
             alignment_exponent: 6,
             age_floor: DEFAULT_AGE_FLOOR,

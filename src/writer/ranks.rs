@@ -8,6 +8,7 @@ use super::layout::{MAX_RANK, StateLayout, check_tiles};
 use super::save::Saver;
 use super::*;
 use crate::chain::{Reason, content_digests};
+use crate::codec::Registry;
 use crate::commit::Age;
 use crate::commit::refuse_features;
 use crate::error::ResultExt;
@@ -166,6 +167,7 @@ impl Writer {
         }
 
         let merged = Merged::new(receipts, store.limits())?;
+        check_partners(&merged, receipts, store.registry())?;
         let mut casks: Vec<CaskRef> = receipts.iter().flat_map(|receipt| receipt.casks.iter().cloned()).collect();
         casks.sort_by_key(|cask| cask.slot);
         let there = |cask: &CaskRef| {
@@ -222,6 +224,38 @@ impl Writer {
 
 fn parent_ref(parent: &Parent) -> ParentRef {
     ParentRef { snapshot: parent.snapshot.record().id, content: parent.snapshot.manifest().content.clone() }
+}
+
+/// A rank pairs a tensor with the only one of another role that it knows of the same parameter. That has to be the only one of all
+/// ranks: by role and parameter, readers find it.
+fn check_partners(merged: &Merged, receipts: &[Receipt], registry: &Registry) -> Result<()> {
+    type Key<'a> = (&'a str, &'a str);
+    let mut all: BTreeMap<Key<'_>, Vec<&str>> = BTreeMap::new();
+    for (tensor, _) in merged.rows.iter().filter(|(tensor, _)| tensor.alias_of.is_none()) {
+        all.entry((&tensor.role, &tensor.param)).or_default().push(&tensor.name);
+    }
+    for receipt in receipts {
+        let mut own: BTreeMap<Key<'_>, usize> = BTreeMap::new();
+        for tensor in receipt.tensors.iter().filter(|tensor| tensor.alias_of.is_none()) {
+            *own.entry((&tensor.role, &tensor.param)).or_default() += 1;
+        }
+        for tensor in &receipt.tensors {
+            for need in registry.partner_roles(&tensor.role) {
+                let key = (need.role, tensor.param.as_str());
+                let names = all.get(&key).map(Vec::as_slice).unwrap_or_default();
+                if own.get(&key) == Some(&1) && names.len() > 1 {
+                    let message = format!(
+                        "its partner is not clear: ranks have {} of role `{}` for parameter `{}`; give each parameter a name of its own",
+                        names.join(", "),
+                        need.role,
+                        tensor.param
+                    );
+                    return Err(Error::invalid(message).tensor(&tensor.name));
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// One receipt of each rank, all of this step and of one attempt, each with casks in its own slots.

@@ -1,7 +1,7 @@
 //! One save: chunks in windows of bounded size, encoded in parallel, streamed up in order, then committed.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rayon::prelude::*;
 
@@ -11,7 +11,7 @@ use super::estimate::estimate;
 use super::layout::{LayoutTensor, StateLayout};
 use super::*;
 use crate::chain::{Reason, content_digests};
-use crate::codec::{Chunk, ChunkKind, EncodedChunk, Registry, encode_chunk};
+use crate::codec::{Chunk, ChunkKind, CodecRef, EncodedChunk, Objective, Partner, Registry, encode_chunk};
 use crate::commit::Age;
 use crate::container::CaskEncoder;
 use crate::limits::zeroed;
@@ -19,7 +19,7 @@ use crate::plan::ChunkGrid;
 use crate::reader::ChunkItem;
 use crate::store::Upload;
 use crate::wire::{CaskRef, Directory};
-use crate::{Blob, TensorView};
+use crate::{Blob, Dtype, TensorView};
 
 /// Bytes of tensors that are encoded at once, unless one chunk is larger.
 const WINDOW_BYTES: u64 = 32 << 20;
@@ -50,6 +50,8 @@ pub(super) struct Written {
     pub crcs: Vec<Vec<Vec<u32>>>,
     /// The state, if the snapshot becomes the next base.
     pub kept: Option<NextBase>,
+    /// Roles of tensors whose bases others need, too.
+    held_roles: BTreeSet<&'static str>,
 }
 
 impl Written {
@@ -166,7 +168,10 @@ impl Saver {
     pub(super) async fn write_casks(&mut self, layout: &StateLayout<'_>, parent: Option<&Parent>, keep: bool) -> Result<Written> {
         let kept = keep.then(|| NextBase::new(self.options.base_cache.clone()));
         let crcs = layout.tensors.iter().map(|t| t.shards.iter().map(|_| Vec::new()).collect()).collect();
-        let mut written = Written { casks: vec![], chunks: BTreeMap::new(), crcs, kept };
+        let roles: BTreeSet<&str> = layout.tensors.iter().map(|tensor| tensor.description.role.as_str()).collect();
+        let needs = roles.into_iter().flat_map(|role| self.store.registry().partner_roles(role));
+        let held_roles = needs.filter(|need| need.base).map(|need| need.role).collect();
+        let mut written = Written { casks: vec![], chunks: BTreeMap::new(), crcs, kept, held_roles };
         for slot in layout.slots() {
             let mut encoder = CaskEncoder::new(Id::random()?, self.options.alignment_exponent)?.with_limits(self.store.limits().clone());
             let tensors = layout.tensors.iter().filter(|t| t.slot == slot).flat_map(|t| &t.shards).map(|s| s.data().len() as u64);
@@ -249,25 +254,28 @@ impl Saver {
         upload: &mut Upload,
         written: &mut Written,
     ) -> Result<()> {
-        let registry = self.store.registry();
+        let (registry, objective) = (self.store.registry(), self.options.objective);
         let verify = self.options.verify_after_encode;
         let keep_encoded = written.kept.as_ref().is_some_and(NextBase::wants_encoded);
         let bases = self.bases(jobs, layout, parent).await?;
+        let partners = self.partners(jobs, layout, parent).await?;
         let encoded: Vec<(EncodedChunk, Option<EncodedChunk>)> = jobs
             .par_iter()
             .zip(&bases)
-            .map(|(job, base)| {
+            .zip(&partners)
+            .map(|((job, base), partners)| {
                 let tensor = &layout.tensors[job.tensor];
-                let encoded = encode_job(registry, tensor, *job, base.as_deref(), verify)?;
+                let encoded = encode_job(registry, objective, tensor, *job, base.as_deref(), &borrowed(partners), verify)?;
+                let alone = |codec: &CodecRef| registry.needs(codec, &tensor.description.role).is_empty();
                 let kept = match keep_encoded {
                     false => None,
-                    true if encoded.kind == ChunkKind::Absolute => Some(encoded.clone()),
-                    true => Some(encode_job(registry, tensor, *job, None, false)?),
+                    true if encoded.kind == ChunkKind::Absolute && encoded.codec.as_ref().is_some_and(alone) => Some(encoded.clone()),
+                    true => Some(encode_job(registry, objective, tensor, *job, None, &[], false)?),
                 };
                 Ok((encoded, kept))
             })
             .collect::<Result<_>>()?;
-        drop(bases);
+        drop((bases, partners));
         for (job, (chunk, kept)) in jobs.iter().zip(encoded) {
             let tensor = &layout.tensors[job.tensor];
             let view = tensor.shards[job.shard];
@@ -286,11 +294,54 @@ impl Saver {
             kept.into_iter().for_each(|kept| next.chunk(kept));
             let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
             if job.chunk + 1 == grid.chunk_count() {
-                self.base.release(&(view.name().to_owned(), view.rect().clone()));
+                if !written.held_roles.contains(tensor.description.role.as_str()) {
+                    self.base.release(&(view.name().to_owned(), view.rect().clone()));
+                }
                 next.shard(view, shard_crcs.clone())?;
             }
         }
         upload.push(encoder.take_output()).await
+    }
+
+    /// For each job the chunks of its partners, as far as the state has them and some codec can use them.
+    pub(super) async fn partners<'s>(
+        &'s self,
+        jobs: &[Job],
+        layout: &'s StateLayout<'_>,
+        parent: Option<&Parent>,
+    ) -> Result<Vec<Vec<OwnPartner<'s>>>> {
+        let mut found: Vec<Vec<OwnPartner<'s>>> = Vec::with_capacity(jobs.len());
+        // Partners of which the base is wanted, too: the job, the place in its list, and the job that reads it.
+        let mut wanted = Vec::new();
+        for (at, job) in jobs.iter().enumerate() {
+            let tensor = &layout.tensors[job.tensor];
+            let mut partners = Vec::new();
+            for need in self.store.registry().partner_roles(&tensor.description.role) {
+                let rect = tensor.shards[job.shard].rect();
+                let Some((number, shard)) = layout.partner(job.tensor, need.role, rect) else { continue };
+                let partner = &layout.tensors[number];
+                let base = match (need.base, job.base, parent) {
+                    (true, Some(ours), Some(parent)) => {
+                        let theirs = parent.find(partner.shards[shard]);
+                        theirs.filter(|_| parent.snapshot.newest().directory.partner(ours, need.role) == theirs)
+                    }
+                    _ => None,
+                };
+                let job = Job { tensor: number, shard, chunk: job.chunk, base };
+                if base.is_some() {
+                    wanted.push((at, partners.len(), job));
+                }
+                partners.push(OwnPartner { role: need.role, dtype: partner.description.dtype, data: chunk_of(partner, job)?, base: None });
+            }
+            found.push(partners);
+        }
+        let jobs: Vec<Job> = wanted.iter().map(|(_, _, job)| *job).collect();
+        for ((at, place, _), base) in wanted.into_iter().zip(self.bases(&jobs, layout, parent).await?) {
+            if let Some(partner) = found.get_mut(at).and_then(|partners| partners.get_mut(place)) {
+                partner.base = base;
+            }
+        }
+        Ok(found)
     }
 
     /// For each job the chunk of the base, kept or read back; none where the parent does not have it.
@@ -325,6 +376,24 @@ impl Saver {
     }
 }
 
+/// A partner's chunk, and its base, which may have been read back.
+pub(super) struct OwnPartner<'a> {
+    role: &'static str,
+    dtype: Dtype,
+    data: &'a [u8],
+    base: Option<Cow<'a, [u8]>>,
+}
+
+pub(super) fn borrowed<'a>(partners: &'a [OwnPartner<'_>]) -> Vec<Partner<'a>> {
+    let borrow = |partner: &'a OwnPartner<'_>| Partner {
+        role: partner.role,
+        dtype: partner.dtype,
+        data: partner.data,
+        base: partner.base.as_deref(),
+    };
+    partners.iter().map(borrow).collect()
+}
+
 /// The bytes of a job's chunk.
 fn chunk_of<'a>(tensor: &LayoutTensor<'a>, job: Job) -> Result<&'a [u8]> {
     let view = tensor.shards[job.shard];
@@ -333,7 +402,12 @@ fn chunk_of<'a>(tensor: &LayoutTensor<'a>, job: Job) -> Result<&'a [u8]> {
 }
 
 /// A job's chunk, as codecs take it.
-pub(super) fn chunk_to_encode<'a>(tensor: &'a LayoutTensor<'a>, job: Job, base: Option<&'a [u8]>) -> Result<Chunk<'a>> {
+pub(super) fn chunk_to_encode<'a>(
+    tensor: &'a LayoutTensor<'a>,
+    job: Job,
+    base: Option<&'a [u8]>,
+    partners: &'a [Partner<'a>],
+) -> Result<Chunk<'a>> {
     let view = tensor.shards[job.shard];
     let elements = ChunkGrid::new(view.dtype(), &view.rect().shape)?.elements(job.chunk);
     Ok(Chunk {
@@ -342,14 +416,23 @@ pub(super) fn chunk_to_encode<'a>(tensor: &'a LayoutTensor<'a>, job: Job, base: 
         role: &tensor.description.role,
         data: chunk_of(tensor, job)?,
         base,
+        partners,
     })
 }
 
-fn encode_job(registry: &Registry, tensor: &LayoutTensor<'_>, job: Job, base: Option<&[u8]>, verify: bool) -> Result<EncodedChunk> {
+fn encode_job(
+    registry: &Registry,
+    objective: Objective,
+    tensor: &LayoutTensor<'_>,
+    job: Job,
+    base: Option<&[u8]>,
+    partners: &[Partner<'_>],
+    verify: bool,
+) -> Result<EncodedChunk> {
     let view = tensor.shards[job.shard];
     let locate = |e: Error| e.tensor(view.name()).chunk(job.chunk);
-    let chunk = chunk_to_encode(tensor, job, base).map_err(locate)?;
-    let encoded = encode_chunk(registry, &chunk, verify).map_err(locate)?;
+    let chunk = chunk_to_encode(tensor, job, base, partners).map_err(locate)?;
+    let encoded = encode_chunk(registry, objective, &chunk, verify).map_err(locate)?;
     // Without a base, nothing can be unchanged or a delta.
     if base.is_none() && encoded.kind != ChunkKind::Absolute {
         return Err(locate(Error::invalid("a codec made a delta without a base")));

@@ -37,7 +37,7 @@ struct PlaneInvalid {
 }
 
 fn encode(symbols: &[u8]) -> Vec<u8> {
-    let chunk = Chunk { dtype: Dtype::U8, element_count: symbols.len() as u64, role: "model", data: symbols, base: None };
+    let chunk = Chunk { dtype: Dtype::U8, element_count: symbols.len() as u64, role: "model", data: symbols, base: None, partners: &[] };
     let encoded = Planes.encode(&chunk).unwrap();
     assert_eq!((encoded.uses_base, encoded.columns.len(), encoded.columns[0].0), (false, 1, "plane0"));
     encoded.columns.into_iter().next().unwrap().1
@@ -46,7 +46,7 @@ fn encode(symbols: &[u8]) -> Vec<u8> {
 fn decode(code: Vec<u8>, count: usize) -> Result<Vec<u8>, Error> {
     let mut out = vec![0xee; count];
     let columns = [("plane0", Bytes::from(code))];
-    Planes.decode(&Columns { dtype: Dtype::U8, element_count: count as u64, columns: &columns, base: None }, &mut out)?;
+    Planes.decode(&Columns { dtype: Dtype::U8, element_count: count as u64, columns: &columns, base: None, partners: &[] }, &mut out)?;
     Ok(out)
 }
 

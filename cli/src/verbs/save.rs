@@ -4,11 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Instant;
 
+use globset::GlobMatcher;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use tensorcask::blocking::Store;
+use tensorcask::codec::Objective;
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{BaseKeeping, Blob, Error, Metadata, Policy, Result, Saved, WriterOptions};
+use tensorcask::{BaseKeeping, Blob, Error, Metadata, Policy, Result, Saved, TensorView, WriterOptions};
 
 use crate::decision::DecisionJson;
 use crate::output::{Outcome, complain};
@@ -41,6 +43,13 @@ pub(crate) struct Args {
     /// A file to keep as opaque bytes beside the tensors
     #[arg(long, value_name = "NAME=FILE", value_parser = parse::blob)]
     blob: Vec<(String, String)>,
+    /// What codecs are chosen for: smallest, balanced, fastest, or three weights of size, speed and precision
+    #[arg(long, value_name = "NAME|W1,W2,W3", default_value = "balanced", value_parser = parse::objective)]
+    objective: Objective,
+    /// What tensors with such names are to training (model, master, exp_avg, ...), instead of what their names tell; the last that
+    /// fits counts
+    #[arg(long, value_name = "GLOB=ROLE", value_parser = parse::role)]
+    role: Vec<(GlobMatcher, String)>,
     /// Do not decode each chunk again before it is stored
     #[arg(long)]
     no_verify_after_encode: bool,
@@ -78,7 +87,15 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
     let begun = Instant::now();
     // All that can be wrong with the input is found before a store is created or taken over.
     let files = Files::open(&args.files)?;
-    let tensors = files.tensors()?;
+    let tensors = files.tensors()?.into_iter().map(|tensor| {
+        let role = args.role.iter().rev().find(|(glob, _)| glob.is_match(tensor.name())).map(|(_, role)| role.clone());
+        let param = tensor.param().to_owned();
+        match role {
+            Some(role) => tensor.with_role(role, param),
+            None => tensor,
+        }
+    });
+    let tensors: Vec<TensorView<'_>> = tensors.collect();
     let blobs = args.blob.iter().map(|(name, path)| {
         let bytes = std::fs::read(path).map_err(|e| Error::io(path.as_str(), e))?;
         Ok(Blob::new(name.as_str(), bytes))
@@ -92,6 +109,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         policy: Policy::from_name(&args.policy, args.every)?,
         // This process saves once: a base in memory would serve nobody.
         base_cache: BaseKeeping::None,
+        objective: args.objective,
         verify_after_encode: !args.no_verify_after_encode,
         ..WriterOptions::default()
     })?;

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
-from .codecs import Bytes, Column, codec_of
+from .codecs import Bytes, Codec, Column, Partner, codec_of
 from .columns import Columns, Shard, align, ascends, read_layout
 from .dtypes import elements_of_chunk
 from .errors import LIMITS, Reject, check_features, check_version, corrupt, limit
@@ -231,20 +231,23 @@ class Cask:
             dtype = self.layout.tensors[shard.tensor].dtype
             codec_of(name, version).check(name, chunk.kind, dtype, [self.columns[page.column] for page in chunk.pages])
 
-    def decode(self, row: int, number: int, base: Bytes | None) -> Bytes:
+    def codec(self, chunk: Chunk) -> Codec:
+        return codec_of(*self.codecs[chunk.codec])
+
+    def decode(self, row: int, number: int, base: Bytes | None, partners: list[Partner] = []) -> Bytes:
         """Decodes an absolute or delta chunk (codecs 4)."""
         chunk, shard = self.chunks[row][number], self.layout.shards[row]
         self.check_codec(shard, chunk)
         dtype = self.layout.tensors[shard.tensor].dtype
         pages: list[Column] = [(self.columns[page.column], np.frombuffer(self.page(page), np.uint8)) for page in chunk.pages]
-        return codec_of(*self.codecs[chunk.codec]).decode(dtype, elements_of_chunk(dtype, shard.shape, number), pages, base)
+        return self.codec(chunk).decode(dtype, elements_of_chunk(dtype, shard.shape, number), pages, base, partners)
 
     def _shard(self, row: int, shard: Shard) -> dict:
         """What an adapter says of a shard; checks all absolute chunks."""
         digest, whole, known = sha256(), True, True
         for number, chunk in enumerate(self.chunks[row]):
             try:
-                if chunk.kind == "absolute":
+                if chunk.kind == "absolute" and not self.codec(chunk).needs:
                     data = self.decode(row, number, None)
                     if crc32(data) != chunk.crc:
                         raise corrupt("container 5.4", f"decoded chunk {number} of shard {row}")

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 
 from .cask import Cask
-from .codecs import Bytes
+from .codecs import Bytes, Codec, Partner
 from .columns import Shard, Tensor
 from .dtypes import chunk_count, elements
 from .errors import LIMITS, corrupt
@@ -111,8 +111,8 @@ def check_same(one: Tensor, other: Tensor, clause: str) -> None:
         raise corrupt(clause, f"{one.name!r} has another dtype or shape there")
 
 
-def links(snapshot: Snapshot, tensor: Tensor, shard: Shard) -> Iterator[tuple[Cask, int]]:
-    """The casks that hold a shard, newest first, with its row (chain 3, 3.1)."""
+def links(snapshot: Snapshot, tensor: Tensor, shard: Shard) -> Iterator[tuple[Snapshot, Cask, int]]:
+    """The casks that hold a shard, newest first, with their snapshots and its row (chain 3, 3.1)."""
     key = (tensor.name, shard.offset, shard.shape)
     for link in snapshot.chain():
         layout = link.directory.layout
@@ -122,7 +122,7 @@ def links(snapshot: Snapshot, tensor: Tensor, shard: Shard) -> Iterator[tuple[Ca
         check_same(layout.tensors[layout.shards[place].tensor], tensor, "chain 3.1")
         cask = link.casks.get(link.directory.slots[place])
         if cask and key in cask.layout.rows:
-            yield cask, cask.layout.rows[key]
+            yield link, cask, cask.layout.rows[key]
     raise corrupt("chain 3.1", f"no absolute chunk for a shard of {tensor.name!r}")
 
 
@@ -148,28 +148,65 @@ def content_digests(snapshot: Snapshot) -> dict[str, str]:
         for shard in (layout.shards[i] for i in shards):
             digest.update(pack(f"<{2 * rank}Q", *shard.offset, *shard.shape))
             if elements(shard.shape):
-                cask, at = next(links(snapshot, tensor, shard))
+                _, cask, at = next(links(snapshot, tensor, shard))
                 digest.update(np.array([chunk.crc for chunk in cask.chunks[at]], "<u4").tobytes())
     return {role: digest.hexdigest() for role, digest in hashes.items()}
 
 
 def chunk(snapshot: Snapshot, tensor: Tensor, shard: Shard, number: int) -> Bytes:
     """chain 3 for one chunk"""
-    steps: list[tuple[Cask, int]] = []
+    steps: list[tuple[Snapshot, Cask, int]] = []
     crc = None
-    for cask, row in links(snapshot, tensor, shard):
+    for link, cask, row in links(snapshot, tensor, shard):
         found = cask.chunks[row][number]
         crc = found.crc if crc is None else crc
         if found.kind != "unchanged":
-            steps.append((cask, row))
+            steps.append((link, cask, row))
         if found.kind == "absolute":
             break
     data: Bytes | None = None
-    for cask, row in reversed(steps):
-        data = cask.decode(row, number, data)
+    for link, cask, row in reversed(steps):
+        found = cask.chunks[row][number]
+        cask.check_codec(cask.layout.shards[row], found)
+        codec = cask.codec(found)
+        data = cask.decode(row, number, data, list(partners(link, tensor, shard, number, codec, found.kind == "delta")))
     if data is None or crc32(data) != crc:
         raise corrupt("chain 3.4", f"chunk {number} of {tensor.name!r} decodes to other bytes")
     return data
+
+
+def partners(link: Snapshot, tensor: Tensor, shard: Shard, number: int, codec: Codec, delta: bool) -> Iterator[Partner]:
+    """The chunks of other tensors that a chunk of a link is decoded with (codecs 5, 5.1)."""
+    directory = link.directory
+    role = directory.role(row_of(directory, tensor))
+    if codec.needs and role not in codec.needs:
+        raise corrupt("codecs 5.2", f"{tensor.name!r} has role {role}, which has no partners")
+    for role in codec.needs.get(role, ()):
+        partner, where = partner_of(directory, tensor, shard, role)
+        before = None
+        if delta and link.parent:
+            other, place = partner_of(link.parent.directory, tensor, shard, role)
+            if other.dtype != partner.dtype:
+                raise corrupt("codecs 5.2", f"the partner of {tensor.name!r} was of another dtype")
+            before = chunk(link.parent, other, place, number)
+        yield partner.dtype, chunk(link, partner, where, number), before
+
+
+def row_of(directory: Directory, tensor: Tensor) -> int:
+    return next(row for row, other in enumerate(directory.layout.tensors) if other.name == tensor.name)
+
+
+def partner_of(directory: Directory, tensor: Tensor, shard: Shard, role: str) -> tuple[Tensor, Shard]:
+    layout, at = directory.layout, row_of(directory, tensor)
+    found = [
+        row for row in range(len(layout.tensors))
+        if directory.role(row) == role and directory.params[row] == directory.params[at] and not directory.is_alias(row)
+    ]
+    partner = layout.tensors[found[0]] if len(found) == 1 and found[0] != at else None
+    key = partner and (partner.name, shard.offset, shard.shape)
+    if partner is None or partner.shape != tensor.shape or min(partner.dtype.bits, tensor.dtype.bits) < 8 or key not in layout.rows:
+        raise corrupt("codecs 5.2", f"{tensor.name!r} has no partner of role {role}")
+    return partner, layout.shards[layout.rows[key]]
 
 
 def shard_bytes(snapshot: Snapshot, tensor: Tensor, shard: Shard) -> Iterator[Bytes]:

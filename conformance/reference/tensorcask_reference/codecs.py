@@ -1,7 +1,7 @@
 """Registry of codecs: columns of a chunk to its bytes (codecs 4). A new codec is one function and one row of `CODECS`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from .errors import corrupt, unsupported
 
 Bytes = np.ndarray
 Column = tuple[str, Bytes]
+Partner = tuple[Dtype, Bytes, Bytes | None]
+"""dtype, the chunk, and the same of the parent snapshot if the codec asks for it"""
 
 
 def _raw(dtype: Dtype, n: int, values: list[Bytes], base: Bytes | None) -> Bytes:
@@ -116,22 +118,75 @@ def _extra_bits(column: Bytes, count: np.ndarray) -> np.ndarray:
     return numbers
 
 
+def _remainder(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, model: Partner) -> Bytes:
+    if dtype.name != "f32" or model[0].name not in ("bf16", "f16"):
+        raise corrupt("remainder 1", f"{dtype.name} beyond {model[0].name}")
+    rounding = columns[2]
+    if rounding.size % 8 != 1 or rounding[0] > 1:
+        raise corrupt("remainder 4" if rounding.size and rounding[0] <= 1 else "remainder 3", "mode or exceptions")
+    p = widen_f16(model[1].view("<u2")) if model[0].name == "f16" else model[1].view("<u2").astype(np.int64) << 16
+    r = decode_plane(columns[0], n).astype(np.int64) | decode_plane(columns[1], n).astype(np.int64) << 8
+    d = np.where((r >= 1 << 15) & (rounding[0] == 0), r - (1 << 16), r)
+    half = 1 << 31
+    chunk = (p // half * half + (p % half + d) % half).astype("<u4")
+    numbers, bits = rounding[1:].view("<u4").reshape(-1, 2).T.astype(np.int64)
+    if (np.diff(numbers) <= 0).any() or (numbers >= n).any():
+        raise corrupt("remainder 4", "exceptions are out of order or beyond the chunk")
+    chunk[numbers] = bits
+    return chunk.view(np.uint8)
+
+
+def _predict(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, first: Partner, second: Partner | None = None) -> Bytes:
+    """The first partner is exp_avg, the second exp_avg_sq; of each the chunk, and that of the parent (predict 4)."""
+    assert base is not None
+    if dtype.name != "f32" or any(partner[0].name != "f32" or partner[2] is None for partner in (first, second) if partner):
+        raise corrupt("predict 1", f"{dtype.name} or a partner is not f32")
+    if columns[0].size != 32:
+        raise corrupt("predict 2", f"{columns[0].size} bytes of coefficients")
+    wide = [data.view("<f4").astype(np.float64) for data in (base, *first[1:], *(second or ())[1:])]
+    with np.errstate(all="ignore"):
+        if second:
+            (e, a, b, c), (w, m1, m0, v1, v0) = columns[0].view("<f8"), wide
+            p = w + ((a * (m1 / (np.sqrt(v1) + e)) + b * (m0 / (np.sqrt(v0) + e))) + c * w)
+        else:
+            (a, b, c, d), (v0, m1, m0) = columns[0].view("<f8"), wide
+            p = (a * v0 + b * (m1 * m1)) + (c * (m0 * m0) + d * (m0 * m1))
+        narrow = p.astype("<f4")
+    prediction = np.where(np.isfinite(narrow), narrow, np.float32(0)).astype("<f4")
+    return _ordered(dtype, n, columns[1:], prediction.view(np.uint8))
+
+
+def widen_f16(bits: Bytes) -> np.ndarray:
+    """The bits of the f32 of the same value, NaN too (remainder 2)."""
+    e, f = (bits >> 10 & 31).astype(np.int64), (bits & 1023).astype(np.int64)
+    h = np.where(f > 0, np.floor(np.log2(np.maximum(f, 1))), 0).astype(np.int64)
+    small = np.where(f > 0, (h + 103 << 23) + (f - (1 << h) << 23 - h), 0)
+    magnitude = np.where(e == 0, small, (np.where(e == 31, 255, e + 112) << 23) + (f << 13))
+    return (bits >> 15).astype(np.int64) << 31 | magnitude
+
+
 @dataclass(frozen=True)
 class Codec:
     kinds: frozenset[str]
     columns: tuple[str, ...]
-    function: Callable[[Dtype, int, list[Bytes], Bytes | None], Bytes]
+    function: Callable[..., Bytes]
     column_per_byte: bool = False
+    needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """by role of the tensor, the roles of its partners (codecs 5); in deltas of the parent, too"""
+    other_columns: tuple[str, ...] = ()
 
     def check(self, name: str, kind: str, dtype: Dtype, columns: list[str]) -> None:
         """What can be judged without bytes and base."""
         if kind not in self.kinds:
             raise corrupt("codecs 3", f"{name} in a chunk of kind {kind}")
-        if tuple(columns) != self.columns[:dtype.unit if self.column_per_byte else None]:
+        if tuple(columns) not in (self.columns[:dtype.unit if self.column_per_byte else None], self.other_columns or None):
             raise corrupt("codecs 4.1", f"columns {columns} of {name}")
 
-    def decode(self, dtype: Dtype, n: int, columns: list[Column], base: Bytes | None) -> Bytes:
-        return self.function(dtype, n, [data for _, data in columns], base)
+    def decode(self, dtype: Dtype, n: int, columns: list[Column], base: Bytes | None, partners: list[Partner] = []) -> Bytes:
+        wanted = len(self.needs.get("exp_avg_sq" if columns[0][0] == "moment" else "master", ()))
+        if len(partners) != wanted:
+            raise corrupt("codecs 5.2", f"{len(partners)} partners, not {wanted}")
+        return self.function(dtype, n, [data for _, data in columns], base, *partners)
 
 
 CODECS: dict[tuple[str, int], Codec] = {
@@ -140,6 +195,11 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.bitmask", 1): Codec(frozenset({"delta"}), ("mask", "values"), _bitmask),
     ("tc.planes", 1): Codec(frozenset({"absolute", "delta"}), tuple(f"plane{k}" for k in range(8)), _planes, True),
     ("tc.ordered", 1): Codec(frozenset({"delta"}), ("tokens", "bits"), _ordered),
+    ("tc.remainder", 1): Codec(frozenset({"absolute"}), ("low", "high", "rounding"), _remainder, needs={"master": ("model",)}),
+    ("tc.predict", 1): Codec(
+        frozenset({"delta"}), ("step", "tokens", "bits"), _predict, other_columns=("moment", "tokens", "bits"),
+        needs={"master": ("exp_avg", "exp_avg_sq"), "exp_avg_sq": ("exp_avg",)},
+    ),
 }
 
 

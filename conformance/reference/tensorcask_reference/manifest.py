@@ -71,6 +71,9 @@ class Directory:
     def used_roles(self) -> set[str]:
         return {self.roles[row] for row in self.tensor_roles}
 
+    def role(self, tensor: int) -> str:
+        return self.roles[self.tensor_roles[tensor]]
+
     def is_alias(self, tensor: int) -> bool:
         return self.aliases[tensor] != NO_ALIAS
 

@@ -1,0 +1,328 @@
+//! `tc.predict`: a weight or second moment as what Adam's step, made from the stored moments, does not predict of it.
+//!
+//! Spec: spec/codecs/predict.md
+//! Input:  n f32 and those of the base; of a master the moments, of a second moment the first, in both snapshots
+//! Output: four coefficients; the columns of `tc.ordered`, with the predictions as base
+//! Errors: those of `tc.ordered`; `Corrupt` without the partners
+//! Cost:   `tc.ordered`, and per element two roots and two quotients in binary64 (`step`) or seven products (`moment`)
+//! Source: ours (codecs.md, idea 5); Adam: Kingma and Ba (arXiv 1412.6980)
+
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
+use crate::kernels::predict::{Moments, direction, moment, step, wide};
+use crate::limits::zeroed;
+use crate::wire::{Cursor, Put};
+use crate::{Dtype, Error, Result};
+
+/// Stores how far off a prediction is.
+///
+/// ```
+/// use tensorcask::{Dtype, codec::{Chunk, Codec, Partner, Predict}};
+/// let f32s = |f: &dyn Fn(f32) -> f32| -> Vec<u8> { (1..5000).flat_map(|i| f(i as f32).to_le_bytes()).collect() };
+/// let (m0, m1) = (f32s(&|i| i.sin()), f32s(&|i| 0.9 * i.sin() + 0.1 * i.cos()));
+/// let v0 = f32s(&|i| 1.0 + i.cos().abs());
+/// let v1 = f32s(&|i| 0.99 * (1.0 + i.cos().abs()) + 0.01 * i.cos() * i.cos());
+/// let partners = [Partner { role: "exp_avg", dtype: Dtype::F32, data: &m1, base: Some(&m0) }];
+/// let chunk =
+///     Chunk { dtype: Dtype::F32, element_count: 4999, role: "exp_avg_sq", data: &v1, base: Some(&v0), partners: &partners };
+/// let bytes: usize = Predict.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
+/// assert!(bytes < 4999 / 2, "a few bits for each element of 32");
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Predict;
+
+const FIRST: &str = "exp_avg";
+const SECOND: &str = "exp_avg_sq";
+const NEEDS_OF_MASTER: &[Need] = &[Need { role: FIRST, base: true }, Need { role: SECOND, base: true }];
+const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
+
+/// What is predicted, and from what.
+#[derive(Clone, Copy)]
+enum Model<'a> {
+    /// A weight from both moments.
+    Step { first: Moments<'a>, second: Moments<'a> },
+    /// A second moment from the first ones.
+    Moment { first: Moments<'a> },
+}
+
+fn moments<'a>(partner: Option<&'a Partner<'a>>) -> Option<Moments<'a>> {
+    let partner = partner.filter(|partner| partner.dtype == Dtype::F32)?;
+    let before = partner.base.filter(|base| base.len() == partner.data.len())?;
+    Some(Moments { before, now: partner.data })
+}
+
+impl<'a> Model<'a> {
+    fn of(chunk: &'a Chunk<'_>) -> Option<(Self, &'a [u8])> {
+        let base = chunk.base.filter(|base| base.len() == chunk.data.len() && chunk.dtype == Dtype::F32)?;
+        let model = match chunk.role {
+            "master" => Self::Step { first: moments(chunk.partner(FIRST))?, second: moments(chunk.partner(SECOND))? },
+            SECOND => Self::Moment { first: moments(chunk.partner(FIRST))? },
+            _ => return None,
+        };
+        Some((model, base))
+    }
+
+    fn column(&self) -> &'static str {
+        match self {
+            Self::Step { .. } => "step",
+            Self::Moment { .. } => "moment",
+        }
+    }
+
+    fn predict(&self, base: &[u8], by: [f64; 4], out: &mut [u8]) {
+        match *self {
+            Self::Step { first, second } => step(base, first, second, by, out),
+            Self::Moment { first } => moment(base, first, by, out),
+        }
+    }
+
+    /// The same of a range of bytes.
+    fn part(&self, range: &std::ops::Range<usize>) -> Self {
+        let part = |moments: Moments<'a>| Moments {
+            before: moments.before.get(range.clone()).unwrap_or_default(),
+            now: moments.now.get(range.clone()).unwrap_or_default(),
+        };
+        match *self {
+            Self::Step { first, second } => Self::Step { first: part(first), second: part(second) },
+            Self::Moment { first } => Self::Moment { first: part(first) },
+        }
+    }
+}
+
+/// Elements that coefficients are fitted to.
+const FITTED: usize = 4096;
+
+/// One element of a fit.
+struct Point {
+    base: f64,
+    target: f64,
+    before: [f64; 2],
+    now: [f64; 2],
+}
+
+fn points(model: Model<'_>, base: &[u8], data: &[u8]) -> Vec<Point> {
+    let at = |bytes: &[u8], i: usize| bytes.as_chunks::<4>().0.get(i).map_or(0.0, |unit| wide(*unit));
+    let units = data.len() / 4;
+    let (first, second) = match model {
+        Model::Step { first, second } => (first, Some(second)),
+        Model::Moment { first } => (first, None),
+    };
+    let of_second = |i: usize| second.map_or([0.0; 2], |second| [at(second.before, i), at(second.now, i)]);
+    let point = |i: usize| {
+        let [v0, v1] = of_second(i);
+        Point { base: at(base, i), target: at(data, i), before: [at(first.before, i), v0], now: [at(first.now, i), v1] }
+    };
+    let usable = |point: &Point| {
+        let all = [point.base, point.target, point.before[0], point.before[1], point.now[0], point.now[1]];
+        all.iter().all(|x| x.is_finite()) && point.target != 0.0
+    };
+    (0..units).step_by(units.div_ceil(FITTED).max(1)).map(point).filter(usable).collect()
+}
+
+/// Features of a point, and what they have to add up to.
+fn features(point: &Point, epsilon: Option<f64>) -> ([f64; 4], f64) {
+    match epsilon {
+        Some(epsilon) => {
+            let finite = |x: f64| if x.is_finite() { x } else { 0.0 };
+            let newer = finite(direction(point.now[0], point.now[1], epsilon));
+            let older = finite(direction(point.before[0], point.before[1], epsilon));
+            ([newer, older, point.base, 0.0], point.target - point.base)
+        }
+        None => {
+            let (m0, m1) = (point.before[0], point.now[0]);
+            ([point.base, m1 * m1, m0 * m0, m0 * m1], point.target)
+        }
+    }
+}
+
+/// Coefficients of the least squares of relative errors, and the mean error in bits of an f32.
+fn fit(points: &[Point], epsilon: Option<f64>) -> ([f64; 4], f64) {
+    let rows: Vec<([f64; 4], f64)> = points
+        .iter()
+        .map(|point| {
+            let (features, target) = features(point, epsilon);
+            let weight = 1.0 / point.target.abs();
+            (features.map(|x| x * weight), target * weight)
+        })
+        .collect();
+    let mut scale = [0.0f64; 4];
+    for (features, _) in &rows {
+        for (sum, x) in scale.iter_mut().zip(features) {
+            *sum += x * x;
+        }
+    }
+    let scale = scale.map(|sum| if sum > 0.0 { 1.0 / sum.sqrt() } else { 0.0 });
+    let mut coefficients = [0.0f64; 4];
+    let rest = |coefficients: &[f64; 4], features: &[f64; 4], target: f64| {
+        target - features.iter().zip(coefficients).map(|(x, c)| x * c).sum::<f64>()
+    };
+    // The second round takes up what rounding left of the first.
+    for _ in 0..2 {
+        let (mut matrix, mut right) = ([[0.0f64; 4]; 4], [0.0f64; 4]);
+        for (features, target) in &rows {
+            let residual = rest(&coefficients, features, *target);
+            let scaled: [f64; 4] = std::array::from_fn(|i| features[i] * scale[i]);
+            for (i, &x) in scaled.iter().enumerate() {
+                right[i] += x * residual;
+                for (j, &y) in scaled.iter().enumerate() {
+                    matrix[i][j] += x * y;
+                }
+            }
+        }
+        for (c, (x, s)) in coefficients.iter_mut().zip(solve(matrix, right).into_iter().zip(scale)) {
+            *c += x * s;
+        }
+    }
+    if coefficients.iter().any(|c| !c.is_finite()) {
+        return ([0.0; 4], f64::INFINITY);
+    }
+    let bits = rows.iter().map(|(features, target)| (1.0 + rest(&coefficients, features, *target).abs() * (1u64 << 24) as f64).log2());
+    (coefficients, bits.sum::<f64>() / rows.len().max(1) as f64)
+}
+
+/// Solves a positive semidefinite system by Cholesky's method; an unknown that depends on those before is 0.
+fn solve(matrix: [[f64; 4]; 4], right: [f64; 4]) -> [f64; 4] {
+    const LEAST_PIVOT: f64 = 1e-13;
+    let mut lower = [[0.0f64; 4]; 4];
+    let divided = |x: f64, pivot: f64| if pivot > 0.0 { x / pivot } else { 0.0 };
+    for i in 0..4 {
+        for j in 0..=i {
+            let rest = matrix[i][j] - (0..j).map(|k| lower[i][k] * lower[j][k]).sum::<f64>();
+            lower[i][j] = match i == j {
+                true if rest > LEAST_PIVOT => rest.sqrt(),
+                true => 0.0,
+                false => divided(rest, lower[j][j]),
+            };
+        }
+    }
+    let mut solution = right;
+    for i in 0..4 {
+        let known: f64 = (0..i).map(|k| lower[i][k] * solution[k]).sum();
+        solution[i] = divided(solution[i] - known, lower[i][i]);
+    }
+    for i in (0..4).rev() {
+        let known: f64 = (i + 1..4).map(|k| lower[k][i] * solution[k]).sum();
+        solution[i] = divided(solution[i] - known, lower[i][i]);
+    }
+    solution
+}
+
+/// Epsilons that are tried first; then what lies between the best and its neighbours.
+const EPSILONS: [f64; 12] = [0.0, 1e-16, 1e-14, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4];
+
+/// The coefficients of a model that fit best.
+fn coefficients(model: Model<'_>, base: &[u8], data: &[u8]) -> [f64; 4] {
+    let points = points(model, base, data);
+    if let Model::Moment { .. } = model {
+        return fit(&points, None).0;
+    }
+    let score = |epsilon: f64| {
+        let (found, bits) = fit(&points, Some(epsilon));
+        (bits, epsilon, found)
+    };
+    let better = |a: (f64, f64, [f64; 4]), b: (f64, f64, [f64; 4])| if b.0 < a.0 { b } else { a };
+    let mut best = EPSILONS.into_iter().map(score).reduce(better).unwrap_or((0.0, 0.0, [0.0; 4]));
+    // Adam's bias correction scales epsilon by the root of 1 - beta^step.
+    let mut width = 2.0f64;
+    while best.1 > 0.0 && width > 1.01 {
+        best = [best.1 / width, best.1 * width].into_iter().map(score).fold(best, better);
+        width = width.sqrt();
+    }
+    let [a, b, c, _] = best.2;
+    [best.1, a, b, c]
+}
+
+impl Codec for Predict {
+    fn id(&self) -> &str {
+        "tc.predict"
+    }
+
+    fn base_use(&self) -> BaseUse {
+        BaseUse::Always
+    }
+
+    fn needs(&self, role: &str) -> &'static [Need] {
+        match role {
+            "master" => NEEDS_OF_MASTER,
+            SECOND => NEEDS_OF_SECOND,
+            _ => &[],
+        }
+    }
+
+    fn is_standalone(&self) -> bool {
+        false
+    }
+
+    fn cost(&self) -> Cost {
+        let Cost { encode, decode } = Ordered.cost();
+        Cost { encode: encode + 8.0, decode: decode + 4.0 }
+    }
+
+    fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64 {
+        Ordered.max_encoded_bytes(dtype, element_count).saturating_add(32)
+    }
+
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        let (model, base) = Model::of(chunk)?;
+        let (mut data, mut predicted) = (Vec::new(), Vec::new());
+        for range in sample(chunk.data.len(), 4) {
+            let (new, old, model) = (chunk.data.get(range.clone())?, base.get(range.clone())?, model.part(&range));
+            let at = predicted.len();
+            predicted.resize(at + new.len(), 0);
+            model.predict(old, coefficients(model, old, new), predicted.get_mut(at..)?);
+            data.extend_from_slice(new);
+        }
+        let seen = (data.len() / 4) as u64;
+        let small = Chunk { element_count: seen, data: &data, base: Some(&predicted), partners: &[], ..*chunk };
+        let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / seen.max(1);
+        let mut pages = vec![32];
+        pages.extend(Ordered.estimate(&small)?.into_iter().map(scaled));
+        Some(pages)
+    }
+
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        let (model, base) = Model::of(chunk).ok_or_else(|| Error::invalid("needs f32, a base, and moments with theirs"))?;
+        let by = coefficients(model, base, chunk.data);
+        let mut predicted = zeroed(base.len(), "predictions")?;
+        model.predict(base, by, &mut predicted);
+        let rest = Ordered.encode(&Chunk { base: Some(&predicted), partners: &[], ..*chunk })?;
+        let mut column = Vec::with_capacity(32);
+        by.iter().for_each(|c| column.put_u64(c.to_bits()));
+        let mut columns = vec![(model.column(), column)];
+        columns.extend(rest.columns);
+        Ok(Encoded { uses_base: true, columns })
+    }
+
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
+        if columns.dtype != Dtype::F32 {
+            return bad(format!("a prediction of {}", columns.dtype), "predict 1");
+        }
+        let base = columns.base(out.len())?;
+        let of = |role: &str| -> Result<Moments<'_>> {
+            let found = moments(Some(columns.partner(role)?));
+            found.ok_or_else(|| Error::corrupt(format!("the partner of role `{role}` is not f32 in both snapshots")).clause("predict 1"))
+        };
+        let (by, model) = match columns.columns {
+            [("step", _), ..] => {
+                let [by, _, _] = columns.exactly(["step", "tokens", "bits"])?;
+                (by, Model::Step { first: of(FIRST)?, second: of(SECOND)? })
+            }
+            _ => {
+                let [by, _, _] = columns.exactly(["moment", "tokens", "bits"])?;
+                (by, Model::Moment { first: of(FIRST)? })
+            }
+        };
+        let read = || -> Result<[f64; 4]> {
+            let mut cursor = Cursor::new(by, "coefficients");
+            let by = [cursor.u64()?, cursor.u64()?, cursor.u64()?, cursor.u64()?];
+            cursor.finish()?;
+            Ok(by.map(f64::from_bits))
+        };
+        let by = read().map_err(|e| e.clause("predict 2"))?;
+        let mut predicted = zeroed(base.len(), "predictions")?;
+        model.predict(base, by, &mut predicted);
+        let rest = columns.columns.get(1..).unwrap_or_default();
+        Ordered.decode(&Columns { columns: rest, base: Some(&predicted), partners: &[], ..*columns }, out)
+    }
+}

@@ -1,0 +1,196 @@
+//! `tc.remainder`: an f32 master copy as the bits that the 16-bit model weight, rounded from it, does not have.
+//!
+//! Spec: spec/codecs/remainder.md
+//! Input:  n units of f32, and the n units of bf16 or f16 of the partner of role `model`
+//! Output: low and high byte of the differences, n bytes each, coded by spec/entropy.md; rounding mode and exceptions
+//! Errors: `Corrupt` if a plane does not decode to n bytes, or exceptions are out of order
+//! Cost:   one pass at the speed of memory; of bf16, both planes are noise and stored raw
+//! Source: ours (codecs.md, idea 1); the pair of 16-bit weight and remainder is that of Kahan-compensated and split-float optimizers
+
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Partner, sample};
+use crate::entropy::{self, Histogram};
+use crate::kernels::{bytes, remainder};
+use crate::limits::zeroed;
+use crate::wire::{Cursor, Put};
+use crate::{Dtype, Error, Result};
+
+/// Stores what a master copy has beyond the model weight.
+///
+/// ```
+/// use tensorcask::{Dtype, codec::{Chunk, Codec, Partner, Remainder}};
+/// let masters: Vec<f32> = (1..1000).map(|i| 1.0 / i as f32).collect();
+/// let data: Vec<u8> = masters.iter().flat_map(|w| w.to_le_bytes()).collect();
+/// let model: Vec<u8> = masters.iter().flat_map(|&w| half::bf16::from_f32(w).to_le_bytes()).collect();
+/// let partners = [Partner { role: "model", dtype: Dtype::Bf16, data: &model, base: None }];
+/// let chunk = Chunk { dtype: Dtype::F32, element_count: 999, role: "master", data: &data, base: None, partners: &partners };
+/// let bytes: usize = Remainder.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
+/// assert!(bytes < 2 * 999 + 20, "half of the bits are in the model weight");
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Remainder;
+
+const NEEDS: &[Need] = &[Need { role: "model", base: false }];
+const COLUMNS: [&str; 3] = ["low", "high", "rounding"];
+
+/// The difference may be of either sign: the weight is the nearest.
+const NEAREST: u8 = 0;
+/// The difference is never negative: the weight was cut off.
+const TRUNCATED: u8 = 1;
+/// Position and bits of an f32.
+const EXCEPTION_BYTES: usize = 8;
+
+/// Whether the partner is of a type that f32 are rounded to, and if so, whether f16.
+fn is_f16(partner: &Partner<'_>) -> Option<bool> {
+    match partner.dtype {
+        Dtype::Bf16 => Some(false),
+        Dtype::F16 => Some(true),
+        _ => None,
+    }
+}
+
+/// Low and high plane.
+fn split(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>; 2] {
+    let units = data.len() / 4;
+    let mut planes = [vec![0; units], vec![0; units]];
+    let [low, high] = &mut planes;
+    remainder::split(data, partner, f16, low, high);
+    planes
+}
+
+/// Units that a mode does not bring back.
+fn exceptions(data: &[u8], partner: &[u8], f16: bool, mode: u8, [low, high]: &[Vec<u8>; 2]) -> Vec<usize> {
+    // A stretch that fits the cache.
+    const UNITS: usize = 4096;
+    let mut decoded = vec![0; 4 * UNITS.min(low.len())];
+    let mut found = Vec::new();
+    let stretches = data.chunks(4 * UNITS).zip(partner.chunks(2 * UNITS)).zip(low.chunks(UNITS).zip(high.chunks(UNITS)));
+    for (at, ((data, partner), (low, high))) in stretches.enumerate() {
+        let Some(decoded) = decoded.get_mut(..data.len()) else { continue };
+        remainder::join(partner, f16, mode == TRUNCATED, low, high, decoded);
+        if decoded != data {
+            let units = decoded.as_chunks::<4>().0.iter().zip(data.as_chunks::<4>().0).enumerate();
+            found.extend(units.filter(|(_, (ours, theirs))| ours != theirs).map(|(unit, _)| at * UNITS + unit));
+        }
+    }
+    found
+}
+
+/// The mode with the fewer exceptions.
+fn best_mode(data: &[u8], partner: &[u8], f16: bool, planes: &[Vec<u8>; 2]) -> (u8, Vec<usize>) {
+    let nearest = exceptions(data, partner, f16, NEAREST, planes);
+    // Ties alone are no reason to try the other.
+    if nearest.len() * 1024 <= data.len() {
+        return (NEAREST, nearest);
+    }
+    let truncated = exceptions(data, partner, f16, TRUNCATED, planes);
+    if truncated.len() < nearest.len() { (TRUNCATED, truncated) } else { (NEAREST, nearest) }
+}
+
+impl Codec for Remainder {
+    fn id(&self) -> &str {
+        "tc.remainder"
+    }
+
+    fn base_use(&self) -> BaseUse {
+        BaseUse::Never
+    }
+
+    fn needs(&self, role: &str) -> &'static [Need] {
+        if role == "master" { NEEDS } else { &[] }
+    }
+
+    fn is_standalone(&self) -> bool {
+        false
+    }
+
+    fn cost(&self) -> Cost {
+        Cost { encode: 2.5, decode: 2.0 }
+    }
+
+    fn max_encoded_bytes(&self, _: Dtype, element_count: u64) -> u64 {
+        let exceptions = element_count.saturating_mul(EXCEPTION_BYTES as u64);
+        entropy::max_encoded_bytes(element_count).saturating_mul(2).saturating_add(exceptions).saturating_add(1)
+    }
+
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        if chunk.dtype != Dtype::F32 || chunk.role != "master" {
+            return None;
+        }
+        let partner = chunk.partner("model")?;
+        let f16 = is_f16(partner)?;
+        let units = (chunk.data.len() / 4) as u64;
+        let mut histograms = [[0u32; 256] as Histogram; 2];
+        let (mut odd, mut seen) = (0, 0);
+        for range in sample(chunk.data.len(), 4) {
+            let (data, theirs) = (chunk.data.get(range.clone())?, partner.data.get(range.start / 2..range.end / 2)?);
+            let planes = split(data, theirs, f16);
+            odd += best_mode(data, theirs, f16, &planes).1.len() as u64;
+            seen += (data.len() / 4) as u64;
+            for (histogram, plane) in histograms.iter_mut().zip(&planes) {
+                for (sum, n) in histogram.iter_mut().zip(bytes::histogram(plane)) {
+                    *sum += n;
+                }
+            }
+        }
+        let odd = odd.saturating_mul(units) / seen.max(1);
+        let [low, high] = histograms.map(|histogram| entropy::estimate(&histogram, units));
+        Some(vec![low, high, odd.saturating_mul(EXCEPTION_BYTES as u64).saturating_add(1)])
+    }
+
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        let partner = chunk.partner("model").filter(|_| chunk.dtype == Dtype::F32);
+        let partner = partner.ok_or_else(|| Error::invalid("needs f32, and the chunk of role `model`"))?;
+        let f16 = is_f16(partner).ok_or_else(|| Error::invalid("needs a chunk of role `model` of bf16 or f16"))?;
+        let planes = split(chunk.data, partner.data, f16);
+        let (mode, odd) = best_mode(chunk.data, partner.data, f16, &planes);
+        let mut rounding = vec![mode];
+        for unit in odd {
+            rounding.put_u32(unit as u32);
+            rounding.extend_from_slice(chunk.data.get(4 * unit..4 * unit + 4).unwrap_or_default());
+        }
+        let [low, high] = planes.map(|plane| {
+            let mut code = Vec::with_capacity(plane.len() + 64);
+            entropy::encode(&plane, &mut code);
+            code
+        });
+        let columns = COLUMNS.into_iter().zip([low, high, rounding]).collect();
+        Ok(Encoded { uses_base: false, columns })
+    }
+
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        let [low, high, rounding] = columns.exactly(COLUMNS)?;
+        let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
+        if columns.dtype != Dtype::F32 {
+            return bad(format!("a remainder of {}", columns.dtype), "remainder 1");
+        }
+        let partner = columns.partner("model")?;
+        let Some(f16) = is_f16(partner) else { return bad(format!("a remainder beyond {}", partner.dtype), "remainder 1") };
+        let Some((&mode, exceptions)) = rounding.split_first().filter(|(mode, _)| **mode <= TRUNCATED) else {
+            return bad("no rounding, or one that is unknown".into(), "remainder 3");
+        };
+        let (exceptions, rest) = exceptions.as_chunks::<EXCEPTION_BYTES>();
+        if !rest.is_empty() || exceptions.len() > out.len() / 4 {
+            return bad(format!("{} bytes of exceptions", rounding.len() - 1), "remainder 4");
+        }
+        let units = out.len() / 4;
+        let mut planes = [zeroed(units, "a plane")?, zeroed(units, "a plane")?];
+        for (code, plane) in [low, high].into_iter().zip(&mut planes) {
+            entropy::decode(code, plane)?;
+        }
+        let [low, high] = &planes;
+        remainder::join(partner.data, f16, mode == TRUNCATED, low, high, out);
+        let mut before = None;
+        for exception in exceptions {
+            let (position, bits) = exception.split_at(4);
+            let unit = Cursor::new(position, "an exception").u32()? as usize;
+            let place = out.get_mut(unit.saturating_mul(4)..unit.saturating_mul(4).saturating_add(4));
+            let Some(place) = place.filter(|_| before.is_none_or(|before| before < unit)) else {
+                return bad(format!("an exception at element {unit} of {units}, out of order or beyond"), "remainder 4");
+            };
+            place.copy_from_slice(bits);
+            before = Some(unit);
+        }
+        Ok(())
+    }
+}

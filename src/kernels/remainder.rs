@@ -1,0 +1,126 @@
+//! What an f32 has beyond a 16-bit float that it was rounded to: the difference of their magnitudes, as 16 bits in two planes.
+
+super::for_every_level! {
+    /// For each f32 the low and the high byte of magnitude minus the partner's magnitude, modulo 2^16.
+    pub(crate) fn split / split_at(data: &[u8], partner: &[u8], f16: bool, low: &mut [u8], high: &mut [u8]) = split_any;
+}
+
+super::for_every_level! {
+    /// The inverse, where the difference lies in the window of the mode: from 0 on (`unsigned`), or from -2^15 on.
+    pub(crate) fn join / join_at(partner: &[u8], f16: bool, unsigned: bool, low: &[u8], high: &[u8], out: &mut [u8]) = join_any;
+}
+
+const MAGNITUDE: u32 = 0x7fff_ffff;
+
+/// The bits of the f32 that a bf16 is.
+#[inline(always)]
+fn widen_bf16(bits: u16) -> u32 {
+    u32::from(bits) << 16
+}
+
+/// The bits of the f32 that an f16 is. A subnormal is a whole multiple of 2^-24, which no rounding touches.
+#[inline(always)]
+fn widen_f16(bits: u16) -> u32 {
+    let (exponent, mantissa) = (u32::from(bits >> 10 & 0x1f), u32::from(bits & 0x3ff));
+    let normal = (exponent + 112) << 23 | mantissa << 13;
+    let subnormal = (mantissa as f32 * f32::from_bits((127 - 24) << 23)).to_bits();
+    let special = 0x7f80_0000 | mantissa << 13;
+    let magnitude = if exponent == 0 {
+        subnormal
+    } else if exponent == 31 {
+        special
+    } else {
+        normal
+    };
+    u32::from(bits >> 15) << 31 | magnitude
+}
+
+#[inline(always)]
+fn split_any(data: &[u8], partner: &[u8], f16: bool, low: &mut [u8], high: &mut [u8]) {
+    if f16 { split_with(data, partner, low, high, widen_f16) } else { split_with(data, partner, low, high, widen_bf16) }
+}
+
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
+fn split_with(data: &[u8], partner: &[u8], low: &mut [u8], high: &mut [u8], widen: impl Fn(u16) -> u32) {
+    let units = data.as_chunks::<4>().0.iter().zip(partner.as_chunks::<2>().0);
+    for ((&data, &partner), (low, high)) in units.zip(low.iter_mut().zip(high)) {
+        let ours = u32::from_le_bytes(data) & MAGNITUDE;
+        let theirs = widen(u16::from_le_bytes(partner)) & MAGNITUDE;
+        [*low, *high] = (ours.wrapping_sub(theirs) as u16).to_le_bytes();
+    }
+}
+
+#[inline(always)]
+fn join_any(partner: &[u8], f16: bool, unsigned: bool, low: &[u8], high: &[u8], out: &mut [u8]) {
+    match (f16, unsigned) {
+        (false, false) => join_with(partner, low, high, out, widen_bf16, |difference| difference as i16 as u32),
+        (false, true) => join_with(partner, low, high, out, widen_bf16, u32::from),
+        (true, false) => join_with(partner, low, high, out, widen_f16, |difference| difference as i16 as u32),
+        (true, true) => join_with(partner, low, high, out, widen_f16, u32::from),
+    }
+}
+
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
+fn join_with(partner: &[u8], low: &[u8], high: &[u8], out: &mut [u8], widen: impl Fn(u16) -> u32, window: impl Fn(u16) -> u32) {
+    let units = partner.as_chunks::<2>().0.iter().zip(low.iter().zip(high));
+    for ((&partner, (&low, &high)), out) in units.zip(out.as_chunks_mut::<4>().0) {
+        let theirs = widen(u16::from_le_bytes(partner));
+        let magnitude = (theirs & MAGNITUDE).wrapping_add(window(u16::from_le_bytes([low, high]))) & MAGNITUDE;
+        *out = (theirs & !MAGNITUDE | magnitude).to_le_bytes();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::kernels::Level;
+
+    #[test]
+    fn widening_is_exact() {
+        for bits in 0..=u16::MAX {
+            let (brain, half) = (bf16::from_bits(bits), f16::from_bits(bits));
+            match brain.is_nan() {
+                true => assert!(f32::from_bits(widen_bf16(bits)).is_nan()),
+                false => assert_eq!(widen_bf16(bits), brain.to_f32().to_bits(), "{bits:#06x}"),
+            }
+            match half.is_nan() {
+                true => assert!(f32::from_bits(widen_f16(bits)).is_nan()),
+                false => assert_eq!(widen_f16(bits), half.to_f32().to_bits(), "{bits:#06x}"),
+            }
+        }
+    }
+
+    #[test]
+    fn all_levels_agree() {
+        let mut x = 3u64;
+        let mut noise = |bytes: usize| -> Vec<u8> {
+            let next = |_| {
+                x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (x >> 33) as u8
+            };
+            (0..bytes).map(next).collect()
+        };
+        for units in [0usize, 1, 7, 64, 1001] {
+            let (data, partner) = (noise(4 * units), noise(2 * units));
+            for f16 in [false, true] {
+                let (mut low, mut high) = (vec![0; units], vec![0; units]);
+                split_at(Level::Scalar, &data, &partner, f16, &mut low, &mut high);
+                for level in Level::available() {
+                    let (mut other_low, mut other_high) = (vec![0; units], vec![0; units]);
+                    split_at(level, &data, &partner, f16, &mut other_low, &mut other_high);
+                    assert_eq!((&low, &high), (&other_low, &other_high), "{level:?}");
+                    for unsigned in [false, true] {
+                        let (mut expected, mut out) = (vec![0; 4 * units], vec![0; 4 * units]);
+                        join_at(Level::Scalar, &partner, f16, unsigned, &low, &high, &mut expected);
+                        join_at(level, &partner, f16, unsigned, &low, &high, &mut out);
+                        assert_eq!(expected, out, "{level:?}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! From a chunk to all that its decoding takes: its own steps down the chain, and those of the partners that codecs need. A loop,
+//! never recursion. Spec: `spec/chain.md`, clause 3, and `spec/codecs.md`, clause 5.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::read::{ShardPlan, Step};
+use crate::chain::Link;
+use crate::codec::{ChunkKind, Registry};
+use crate::{Error, Result};
+
+/// Shard rows of the casks that hold a shard, newest first: link, cask, row.
+pub(crate) type Rows = Vec<(usize, usize, usize)>;
+
+/// What decodes one stored form of a chunk.
+#[derive(Debug)]
+pub(crate) struct Op {
+    /// Number of the shard's plan.
+    pub shard: usize,
+    pub step: Step,
+    /// The op that makes the base of a delta.
+    pub base: Option<usize>,
+    pub partners: Vec<PartnerOps>,
+}
+
+/// The ops that make a partner.
+#[derive(Debug)]
+pub(crate) struct PartnerOps {
+    pub role: &'static str,
+    pub shard: usize,
+    pub now: usize,
+    pub base: Option<usize>,
+}
+
+/// Ops that follow what they need.
+#[derive(Debug, Default)]
+pub(crate) struct Recipe {
+    pub ops: Vec<Op>,
+    /// The op of a shard's chunk in a link, where several may need it.
+    known: HashMap<(usize, usize), usize>,
+}
+
+/// Plans of shards and of their partners.
+#[derive(Debug, Default)]
+pub(crate) struct Plans {
+    pub shards: Vec<ShardPlan>,
+    pub rows: Vec<Rows>,
+    /// The plan of the partner of a shard, by shard, link and role.
+    partners: BTreeMap<(usize, usize, &'static str), Option<usize>>,
+    by_name: HashMap<String, Vec<usize>>,
+    /// Links of shards whose chunks may need one another: a forest, each tree one family; none for a shard that is alone.
+    families: HashMap<usize, usize>,
+}
+
+/// What is left to do for an op.
+enum Task {
+    /// The chunk of a shard as it is in a link.
+    Find {
+        shard: usize,
+        link: usize,
+    },
+    Make {
+        shard: usize,
+        step: Step,
+    },
+}
+
+impl Plans {
+    pub(crate) fn of(shards: Vec<ShardPlan>) -> Self {
+        let mut by_name: HashMap<String, Vec<usize>> = HashMap::new();
+        for (number, plan) in shards.iter().enumerate() {
+            by_name.entry(plan.name.clone()).or_default().push(number);
+        }
+        Self { shards, by_name, ..Self::default() }
+    }
+
+    /// The number of the group of shards that a shard is decoded with; none for a shard without partners.
+    pub(crate) fn family(&self, shard: usize) -> Option<usize> {
+        let mut root = *self.families.get(&shard)?;
+        while let Some(&next) = self.families.get(&root).filter(|next| **next != root) {
+            root = next;
+        }
+        Some(root)
+    }
+
+    fn join(&mut self, ours: usize, theirs: usize) {
+        for shard in [ours, theirs] {
+            self.families.entry(shard).or_insert(shard);
+        }
+        if let (Some(ours), Some(theirs)) = (self.family(ours), self.family(theirs)) {
+            self.families.insert(theirs, ours);
+        }
+    }
+
+    /// Adds plans of the partners that a shard's chunks may need, by what its casks name; tells whether there were any new.
+    pub(crate) fn add_partners(&mut self, links: &[impl AsRef<Link>], registry: &Registry, shard: usize) -> Result<bool> {
+        let Some(plan) = self.shards.get(shard) else { return Ok(false) };
+        let needs = registry.partner_roles(&plan.role);
+        if needs.is_empty() {
+            return Ok(false);
+        }
+        let names = |link: usize, cask: usize| {
+            let index = links.get(link).and_then(|link| link.as_ref().index(cask));
+            index.is_some_and(|index| index.codecs().iter().any(|codec| !registry.needs(codec, &plan.role).is_empty()))
+        };
+        if !plan.candidates().iter().any(|&(link, cask)| names(link, cask)) {
+            return Ok(false);
+        }
+        let (name, rect, mut new) = (plan.name.clone(), plan.rect.clone(), false);
+        for (at, link) in links.iter().enumerate() {
+            let directory = &link.as_ref().directory;
+            let Some(tensor) = directory.find(&name) else { continue };
+            for need in &needs {
+                if self.partners.contains_key(&(shard, at, need.role)) {
+                    continue;
+                }
+                let found = directory.partner(tensor, need.role).and_then(|partner| Some((partner, directory.find_shard(partner, &rect)?)));
+                let known = found.and_then(|(partner, _)| {
+                    let same = |plan: &ShardPlan| {
+                        plan.rect == rect && plan.dtype == directory.dtype(partner) && plan.shape == directory.shape(partner)
+                    };
+                    let numbers = self.by_name.get(directory.name(partner))?;
+                    numbers.iter().copied().find(|&number| self.shards.get(number).is_some_and(same))
+                });
+                let number = match (found, known) {
+                    (None, _) => None,
+                    (_, Some(known)) => Some(known),
+                    (Some((partner, number)), None) => {
+                        let number = (self.shards.len(), self.shards.push(ShardPlan::at(links, at, partner, number)?)).0;
+                        self.by_name.entry(directory.name(partner).to_owned()).or_default().push(number);
+                        new = true;
+                        Some(number)
+                    }
+                };
+                self.partners.insert((shard, at, need.role), number);
+                if let Some(number) = number {
+                    self.join(shard, number);
+                }
+            }
+        }
+        Ok(new)
+    }
+
+    /// Adds what makes chunk `chunk` of a shard; gives its op and the CRC-32 of the decoded bytes.
+    pub(crate) fn add(
+        &self,
+        recipe: &mut Recipe,
+        links: &[impl AsRef<Link>],
+        registry: &Registry,
+        shard: usize,
+        chunk: u64,
+    ) -> Result<(usize, u32)> {
+        let (first, crc) = self.stored(links, shard, chunk, 0)?;
+        let target = (shard, first.link);
+        if self.family(shard).is_none() {
+            return Ok((self.add_alone(recipe, links, registry, shard, chunk, first)?, crc));
+        }
+        // What is under way and not made yet needs itself if it is met again.
+        let mut under_way: Vec<(usize, usize)> = Vec::new();
+        let mut tasks = vec![Task::Find { shard, link: 0 }];
+        while let Some(task) = tasks.pop() {
+            match task {
+                Task::Find { shard, link } => {
+                    let (step, _) = self.stored(links, shard, chunk, link)?;
+                    let key = (shard, step.link);
+                    if recipe.known.contains_key(&key) {
+                        continue;
+                    }
+                    if under_way.contains(&key) {
+                        return Err(self.fail(shard, chunk, "its partners need it, and it needs them".into()));
+                    }
+                    under_way.push(key);
+                    let mut wanted = Vec::new();
+                    if step.entry.kind == ChunkKind::Delta {
+                        wanted.push((shard, step.link + 1));
+                    }
+                    for (partner, base, _) in self.partners_of(registry, shard, chunk, &step)? {
+                        wanted.push((partner, step.link));
+                        wanted.extend(base.map(|base| (base, step.link + 1)));
+                    }
+                    tasks.push(Task::Make { shard, step });
+                    tasks.extend(wanted.into_iter().map(|(shard, link)| Task::Find { shard, link }));
+                }
+                Task::Make { shard, step } => {
+                    let known = |shard: usize, link: usize| -> Result<usize> {
+                        let made = recipe.known.get(&(shard, self.stored(links, shard, chunk, link)?.0.link)).copied();
+                        made.ok_or_else(|| Error::invalid("an op comes before what it needs"))
+                    };
+                    let base = match step.entry.kind {
+                        ChunkKind::Delta => Some(known(shard, step.link + 1)?),
+                        _ => None,
+                    };
+                    let mut partners = Vec::new();
+                    for (partner, before, role) in self.partners_of(registry, shard, chunk, &step)? {
+                        let now = known(partner, step.link)?;
+                        let base = before.map(|before| known(before, step.link + 1)).transpose()?;
+                        partners.push(PartnerOps { role, shard: partner, now, base });
+                    }
+                    under_way.retain(|key| *key != (shard, step.link));
+                    recipe.known.insert((shard, step.link), recipe.ops.len());
+                    recipe.ops.push(Op { shard, step, base, partners });
+                }
+            }
+        }
+        let made = recipe.known.get(&target).copied();
+        Ok((made.ok_or_else(|| Error::invalid("an op is missing"))?, crc))
+    }
+
+    /// A chunk that needs nothing but its own steps.
+    fn add_alone(
+        &self,
+        recipe: &mut Recipe,
+        links: &[impl AsRef<Link>],
+        registry: &Registry,
+        shard: usize,
+        chunk: u64,
+        first: Step,
+    ) -> Result<usize> {
+        let mut steps = vec![first];
+        while let Some(step) = steps.last().filter(|step| step.entry.kind == ChunkKind::Delta) {
+            steps.push(self.stored(links, shard, chunk, step.link + 1)?.0);
+        }
+        for (nth, step) in steps.into_iter().rev().enumerate() {
+            // A codec that needs a partner where there is none.
+            self.partners_of(registry, shard, chunk, &step)?;
+            let base = (nth > 0).then(|| recipe.ops.len() - 1);
+            recipe.ops.push(Op { shard, step, base, partners: vec![] });
+        }
+        Ok(recipe.ops.len() - 1)
+    }
+
+    /// The plans of the partners that a stored form needs: now, and in the parent; and their roles.
+    fn partners_of(&self, registry: &Registry, shard: usize, chunk: u64, step: &Step) -> Result<Vec<(usize, Option<usize>, &'static str)>> {
+        let (Some(codec), Some(plan)) = (&step.entry.codec, self.shards.get(shard)) else { return Ok(vec![]) };
+        let mut found = Vec::new();
+        for need in registry.needs(codec, &plan.role) {
+            let at = |link: usize| {
+                let known = self.partners.get(&(shard, link, need.role)).copied().flatten();
+                known.ok_or_else(|| {
+                    let message =
+                        format!("codec `{}` needs the tensor of role `{}` of its parameter, which is not there", codec.id, need.role);
+                    self.fail(shard, chunk, message)
+                })
+            };
+            // Only a delta has a parent to look at.
+            let base = if need.base && step.entry.kind == ChunkKind::Delta { Some(at(step.link + 1)?) } else { None };
+            found.push((at(step.link)?, base, need.role));
+        }
+        Ok(found)
+    }
+
+    fn stored(&self, links: &[impl AsRef<Link>], shard: usize, chunk: u64, from: usize) -> Result<(Step, u32)> {
+        let (Some(plan), Some(rows)) = (self.shards.get(shard), self.rows.get(shard)) else {
+            return Err(Error::invalid("a shard that was not planned"));
+        };
+        plan.stored(links, rows, chunk, from)
+    }
+
+    fn fail(&self, shard: usize, chunk: u64, message: String) -> Error {
+        let name = self.shards.get(shard).map_or("", |plan| plan.name.as_str());
+        Error::corrupt(message).tensor(name).chunk(chunk).clause("codecs 5.2")
+    }
+}
