@@ -112,6 +112,8 @@ class Store:
         """The store below; opened again in a process that was forked, which has none of its parent's threads."""
         if self._pid != os.getpid():
             self._lock = threading.Lock()
+            # Never dropped: it would wait for threads that this process does not have.
+            _of_parents.append((self._native, self._writer))
             self._native, self._writer, self._pid = _native.Store(self._url, self._config, self._fsync), None, os.getpid()
         return self._native
 
@@ -321,7 +323,8 @@ class Snapshot:
         if twice is not None:
             raise ValueError(f"`{twice}`: a slice cannot be read into out")
 
-        trees = [] if partial else self._trees()
+        # A part needs the tree only for the frameworks of its tensors.
+        trees = [] if partial and framework else self._trees()
         saved_as = {value[0]: value[1] for tree in trees for kind, value in tree if kind == "tensor"}
         unknown = next((name for name in saved_as if name not in self._tensors), None)
         if unknown is not None:
@@ -369,7 +372,7 @@ class Snapshot:
                 name: value if name in targets else _frameworks.convert(value, dtype, device) for name, value in loaded.items()
             }
         loaded.update({name: loaded[first] for name, first in tied.items()})
-        if not trees:
+        if partial or not trees:
             return loaded
         return _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees_by_rank(trees, self._tree_ranks)])
 
@@ -485,6 +488,7 @@ def load(
 
 
 _OPEN_STORES = 8
+_of_parents: list[Any] = []
 _stores: OrderedDict[Any, Store] = OrderedDict()
 _stores_lock = threading.Lock()
 
