@@ -18,6 +18,14 @@ _MAX_DEPTH = 400
 _SKIP = object()
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A tensor that is stored under this name by other means."""
+
+    name: str
+    framework: str
+
+
 @dataclass
 class Flat:
     """A state, taken apart."""
@@ -64,6 +72,8 @@ class _Flattener:
                 name = self.name(path, self.flat.tensors)
                 self.flat.tensors[name] = lent
                 nodes.append(("tensor", (name, framework)))
+            elif isinstance(value, Reference):
+                nodes.append(("tensor", (value.name, value.framework)))
             elif isinstance(value, Mapping):
                 self.container("dict", [(self.key(key, path), item) for key, item in value.items()], path)
             elif isinstance(value, (list, tuple)):

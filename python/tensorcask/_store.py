@@ -8,9 +8,9 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _frameworks, _native, _state
 from ._native import Catalog, Saved
@@ -23,7 +23,9 @@ _log = logging.getLogger("tensorcask")
 
 _TREE = "tc.tree"
 Slices = Mapping[str, "slice | tuple[slice, ...]"]
-Url = "str | os.PathLike[str]"
+# Policy, its number, where the base is kept, whether chunks are decoded again.
+WriterOptions = tuple[str, "int | None", str, bool]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,12 @@ class Store:
         self._lock = threading.Lock()
         self._native = _native.Store(self._url, self._config, fsync)
         self._pid = os.getpid()
-        self._writer: tuple[tuple[Any, ...], _native.Writer] | None = None
+        self._writer: tuple[WriterOptions, _native.Writer] | None = None
+
+    @property
+    def key(self) -> Any:
+        """Equal for stores that were opened alike in this process."""
+        return (os.getpid(), self._url, tuple(sorted((self._config or {}).items())), self._fsync)
 
     def __reduce__(self) -> Any:
         return (_store_again, (self._url, self._config, self._fsync))
@@ -145,13 +152,17 @@ class Store:
         blobs = [*flat.blobs.items(), (_TREE, _native.encode_tree(flat.nodes))]
         tensors = [(name, t.dtype, t.shape, [0] * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
         options = (*parse_policy(policy), base_cache, verify_after_encode)
+        arguments = (check_step(step), tensors, blobs, user_json(user), dict(metadata or {}))
+        return self.with_writer(options, lambda writer: writer.save(*arguments))
+
+    def with_writer(self, options: WriterOptions, use: Callable[[_native.Writer], _T]) -> _T:
+        """Uses the writer of this store, which stays open from call to call."""
         native = self.native()
         with self._lock:
             if self._writer is None or self._writer[0] != options:
                 self._writer = (options, native.writer(*options))
-            writer = self._writer[1]
             try:
-                return writer.save(check_step(step), tensors, blobs, user_json(user), dict(metadata or {}))
+                return use(self._writer[1])
             except _native.Error:
                 raise
             except BaseException:
@@ -336,7 +347,7 @@ class Snapshot:
             return framework or saved_as.get(name) or _frameworks.default_framework()
 
         places: dict[str, _frameworks.Place] = {}
-        requests = []
+        requests: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
         held: list[tuple[str, Any]] = []
         tied: dict[str, str] = {}
         stored: dict[str, str] = {}
