@@ -18,6 +18,7 @@ import logging
 import mmap
 import os
 import re
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -225,13 +226,22 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 raise RuntimeError(f"{failures} saves in a row have failed; the last with: {last}") from last
             _log.warning("a save in the background has failed: %s", last)
         stager = _Stager(state_dict)
-        arena = next((arena for arena in self._arenas if arena.is_free() and arena.bytes >= stager.bytes), None)
+        arena = self._free_arena(stager.bytes)
         if arena is None:
             self._arenas = [arena for arena in self._arenas if not arena.is_free()]
             arena = _Arena(stager.bytes)
             self._arenas.append(arena)
         staged: dict[str, Any] = stager.copy_into(arena.lend())
         return staged
+
+    def _free_arena(self, count: int) -> _Arena | None:
+        # The thread of a save that is over may hold its tensors for a moment still; fresh memory would cost more than that moment.
+        for _ in range(20):
+            found = next((arena for arena in self._arenas if arena.is_free() and arena.bytes >= count), None)
+            if found is not None or not self._arenas:
+                return found
+            time.sleep(0.001)
+        return None
 
     def synchronize_staging(self) -> None:
         """Staging is over when ``stage`` returns."""
