@@ -15,11 +15,9 @@ import copy
 import dataclasses
 import io
 import logging
-import mmap
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -450,23 +448,22 @@ class _Arena:
     """Memory for stages, touched once: fresh pages cost several times what the copy does."""
 
     def __init__(self, count: int) -> None:
-        self.bytes = max(count, 1)
-        populate = getattr(mmap, "MAP_POPULATE", 0)
-        if hasattr(mmap, "MAP_ANONYMOUS"):
-            self._memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate)
-        else:
-            self._memory = mmap.mmap(-1, self.bytes)
-        self._lent: Any = None
+        self.bytes = count
+        self._memory = torch.zeros(count, dtype=torch.uint8)
+        self._idle_uses = self._uses()
+
+    def _uses(self) -> int | None:
+        count = getattr(torch._C, "_storage_Use_Count", None)
+        return None if count is None else int(count(self._memory.untyped_storage()._cdata))
 
     def is_free(self) -> bool:
-        """Whether no tensor lies in it any more."""
-        return self._lent is None or self._lent() is None
+        """Whether no tensor lies in it any more, in this process or in another that it was sent to."""
+        uses = self._uses()
+        return uses is not None and uses == self._idle_uses and not self._memory.is_shared()
 
     def lend(self) -> torch.Tensor:
-        """The memory as a tensor, whose storage keeps `view` alive until the last tensor in it has gone."""
-        view = memoryview(self._memory)
-        self._lent = weakref.ref(view)
-        return torch.frombuffer(view, dtype=torch.uint8)
+        """The memory, whose storage knows how many tensors lie in it."""
+        return self._memory
 
 
 _ALIGNMENT = 64

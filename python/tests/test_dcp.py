@@ -167,7 +167,9 @@ def fsdp_run(url):
     store = tensorcask.Store(url)
     model, optimizer = make(0)
     train(model, optimizer, 3)
-    future = dcp.async_save(state(model, optimizer), checkpoint_id="3", storage_writer=store.writer())
+    # The save talks to the other ranks while the training does.
+    group = dist.new_group(backend="gloo")
+    future = dcp.async_save(state(model, optimizer), checkpoint_id="3", storage_writer=store.writer(), process_group=group)
     losses = train(model, optimizer, 3)
     future.result()
     other, other_optimizer = make(7)
