@@ -224,18 +224,18 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 raise RuntimeError(f"{failures} saves in a row have failed; the last with: {last}") from last
             _log.warning("a save in the background has failed: %s", last)
         stager = _Stager(state_dict)
-        arena = self._free_arena(stager.bytes)
+        arena = self._free_arena(stager.sizes)
         if arena is None:
             self._arenas = [arena for arena in self._arenas if not arena.is_free()]
-            arena = _Arena(stager.bytes)
+            arena = _Arena(stager.sizes)
             self._arenas.append(arena)
-        staged: dict[str, Any] = stager.copy_into(arena.lend())
+        staged: dict[str, Any] = stager.copy_into(arena)
         return staged
 
-    def _free_arena(self, count: int) -> _Arena | None:
+    def _free_arena(self, sizes: tuple[int, ...]) -> _Arena | None:
         # The thread of a save that is over may hold its tensors for a moment still; fresh memory would cost more than that moment.
         for _ in range(20):
-            found = next((arena for arena in self._arenas if arena.is_free() and arena.bytes >= count), None)
+            found = next((arena for arena in self._arenas if arena.sizes == sizes and arena.is_free()), None)
             if found is not None or not self._arenas:
                 return found
             time.sleep(0.001)
@@ -445,57 +445,45 @@ def _rank_writer(store: Store, rank: int, world: int, options: WriterOptions) ->
 
 
 class _Arena:
-    """Memory for stages, touched once: fresh pages cost several times what the copy does."""
+    """Memory for stages, touched once: fresh pages cost several times what the copy does.
 
-    def __init__(self, count: int) -> None:
-        self.bytes = count
-        self._memory = torch.zeros(count, dtype=torch.uint8)
+    Each tensor has a storage of its own, because a storage is sent to another process as a whole.
+    """
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         self._idle_uses = self._uses()
 
-    def _uses(self) -> int | None:
+    def _uses(self) -> list[int] | None:
         count = getattr(torch._C, "_storage_Use_Count", None)
-        return None if count is None else int(count(self._memory.untyped_storage()._cdata))
+        return None if count is None else [int(count(piece.untyped_storage()._cdata)) for piece in self.pieces]
 
     def is_free(self) -> bool:
         """Whether no tensor lies in it any more, in this process or in another that it was sent to."""
         uses = self._uses()
-        return uses is not None and uses == self._idle_uses and not self._memory.is_shared()
-
-    def lend(self) -> torch.Tensor:
-        """The memory, whose storage knows how many tensors lie in it."""
-        return self._memory
-
-
-_ALIGNMENT = 64
+        return uses is not None and uses == self._idle_uses and not any(piece.is_shared() for piece in self.pieces)
 
 
 class _Stager:
-    """Copies the tensors of a state into one piece of memory."""
+    """Copies the tensors of a state, those that share memory once."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
-        self._places: dict[Any, tuple[int, torch.Tensor]] = {}
-        self.bytes = 0
-        _map(state, self._measure)
+        self._sources: dict[Any, torch.Tensor] = {}
+        _map(state, self._note)
+        self.sizes = tuple(source.numel() * source.element_size() for source in self._sources.values())
 
-    def _measure(self, value: Any) -> None:
+    def _note(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             local = _local(value)
-            key = _key(local)
-            if key not in self._places:
-                self._places[key] = (self.bytes, local)
-                self.bytes += -(-local.numel() * local.element_size() // _ALIGNMENT) * _ALIGNMENT
+            self._sources.setdefault(_key(local), local)
 
-    def copy_into(self, memory: torch.Tensor) -> Any:
+    def copy_into(self, arena: _Arena) -> Any:
         copies: dict[Any, torch.Tensor] = {}
         pairs = []
-        for key, (offset, source) in self._places.items():
-            count = source.numel() * source.element_size()
-            if count == 0:
-                copies[key] = torch.empty_like(source, device="cpu")
-                continue
-            target = memory[offset : offset + count].view(source.dtype).view(source.shape)
-            copies[key] = target
+        for (key, source), piece in zip(self._sources.items(), arena.pieces, strict=True):
+            target = copies[key] = piece.view(source.dtype).view(source.shape)
             if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
                 pairs.append((_frameworks.torch_bytes(torch, target), _frameworks.torch_bytes(torch, source)))
             else:
