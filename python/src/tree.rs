@@ -32,6 +32,7 @@ fn node(kind: &str, value: &Bound<'_, PyAny>) -> PyResult<TreeNode> {
     Ok(match kind {
         "dict" => TreeNode::Dict(value.try_iter()?.map(|key| key_of(&key?)).collect::<PyResult<_>>()?),
         "list" => TreeNode::List(value.extract()?),
+        "part" => TreeNode::Part(value.extract()?),
         "tuple" => TreeNode::Tuple(value.extract()?),
         "tensor" => {
             let (name, framework) = value.extract()?;
@@ -75,6 +76,7 @@ fn pair<'py>(py: Python<'py>, node: &TreeNode) -> PyResult<(&'static str, Bound<
             ("dict", list.into_any())
         }
         TreeNode::List(count) => ("list", count.into_pyobject(py)?.into_any()),
+        TreeNode::Part(positions) => ("part", positions.into_pyobject(py)?.into_any()),
         TreeNode::Tuple(count) => ("tuple", count.into_pyobject(py)?.into_any()),
         TreeNode::Tensor(name, framework) => ("tensor", (name, framework).into_pyobject(py)?.into_any()),
         TreeNode::Bytes(name) => ("bytes", text(name)?),

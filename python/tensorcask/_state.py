@@ -10,6 +10,7 @@ from typing import Any
 
 from . import _frameworks
 from ._frameworks import Lent, Unsupported
+from ._native import CorruptionError
 
 Node = tuple[str, Any]
 OnUnsupported = str | Callable[[str, Any], Any] | None
@@ -24,6 +25,10 @@ class Reference:
 
     name: str
     framework: str
+
+
+class Part(dict[int, Any]):
+    """The part of a list that one rank has, by position."""
 
 
 @dataclass
@@ -74,6 +79,8 @@ class _Flattener:
                 nodes.append(("tensor", (name, framework)))
             elif isinstance(value, Reference):
                 nodes.append(("tensor", (value.name, value.framework)))
+            elif isinstance(value, Part):
+                self.container("part", sorted(value.items()), path)
             elif isinstance(value, Mapping):
                 self.container("dict", [(self.key(key, path), item) for key, item in value.items()], path)
             elif isinstance(value, (list, tuple)):
@@ -115,7 +122,7 @@ class _Flattener:
                     continue
                 nodes[here] = ("none", None)
             keys.append(key)
-        nodes[at] = (kind, keys if kind == "dict" else len(keys))
+        nodes[at] = (kind, keys if kind in ("dict", "part") else len(keys))
 
     def blob(self, kind: str, data: Any, path: tuple[str | int, ...]) -> None:
         name = self.name(path, self.flat.blobs)
@@ -155,8 +162,8 @@ def build(nodes: Iterable[Node], leaf: Callable[[str, Any], Any]) -> Any:
     """Puts a state together again. ``leaf`` gives tensors, bytes and files; nodes come from a decoded tree, whose counts fit."""
     open_containers: list[tuple[str, Any, int, list[Any]]] = []
     for kind, value in nodes:
-        if kind in ("dict", "list", "tuple"):
-            count = len(value) if kind == "dict" else value
+        if kind in ("dict", "list", "part", "tuple"):
+            count = len(value) if kind in ("dict", "part") else value
             if count:
                 open_containers.append((kind, value, count, []))
                 continue
@@ -178,22 +185,38 @@ def build(nodes: Iterable[Node], leaf: Callable[[str, Any], Any]) -> Any:
 def _container(kind: str, keys: list[Any], values: list[Any]) -> Any:
     if kind == "dict":
         return dict(zip(keys, values, strict=True))
+    if kind == "part":
+        return Part(zip(keys, values, strict=True))
     return values if kind == "list" else tuple(values)
 
 
 def merge(trees: list[Any]) -> Any:
-    """The state of many ranks: mappings are merged key by key, whatever else two ranks have must be the same."""
+    """The state of many ranks: mappings are merged key by key, parts of lists by position, and whatever else two ranks have must
+    be the same."""
     merged = trees[0]
     for tree in trees[1:]:
         merged = _merge(merged, tree, ())
-    return merged
+    return _whole_lists(merged, ())
 
 
 def _merge(one: Any, other: Any, path: tuple[str | int, ...]) -> Any:
-    if isinstance(one, dict) and isinstance(other, dict):
+    if type(one) is type(other) and isinstance(one, dict):
         for key, value in other.items():
             one[key] = _merge(one[key], value, (*path, key)) if key in one else value
         return one
     if one is other or type(one) is type(other) and one == other:
         return one
-    raise ValueError(f"{_text(path)}: ranks disagree")
+    raise CorruptionError(f"tc.tree: {_text(path)}: ranks disagree [spec: tree 3.2]")
+
+
+def _whole_lists(value: Any, path: tuple[str | int, ...]) -> Any:
+    if isinstance(value, Part):
+        if sorted(value) != list(range(len(value))):
+            raise CorruptionError(f"tc.tree: {_text(path)}: no rank has some elements of this list [spec: tree 3.3]")
+        return [_whole_lists(value[at], (*path, at)) for at in range(len(value))]
+    if isinstance(value, dict):
+        # Parts lie in mappings and in other parts only.
+        for key, item in value.items():
+            if isinstance(item, dict):
+                value[key] = _whole_lists(item, (*path, key))
+    return value

@@ -386,8 +386,9 @@ def _doubled(dtype: str) -> Callable[[Any], list[int]]:
 
 
 def _set(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for key in path[:-1]:
-        nested = nested.setdefault(key, {})
+    """Puts a value where torch found it: integers on the way are positions in lists."""
+    for key, after in zip(path[:-1], path[1:], strict=True):
+        nested = nested.setdefault(key, _state.Part() if isinstance(after, int) else {})
     nested[path[-1]] = value
 
 

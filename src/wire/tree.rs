@@ -23,6 +23,8 @@ pub enum TreeNode {
     Dict(Vec<TreeKey>),
     /// A list: as many values follow.
     List(u64),
+    /// The part of a list that one rank has: positions, ascending; as many values follow.
+    Part(Vec<u64>),
     /// A list that must not change, where the language knows the difference: as many values follow.
     Tuple(u64),
     /// A tensor: its name, and the framework whose tensor it was.
@@ -135,6 +137,12 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
                 keys.len() as u64
             }
             TreeNode::List(count) | TreeNode::Tuple(count) => *count,
+            TreeNode::Part(positions) => {
+                if positions.iter().zip(positions.iter().skip(1)).any(|(a, b)| a >= b) {
+                    return Err(("positions of a part of a list do not ascend".into(), "tree 3.1"));
+                }
+                positions.len() as u64
+            }
             TreeNode::Int(text) => check_int(text).map(|()| 0)?,
             TreeNode::Float(text) if text.len() != 16 || !text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)) => {
                 return Err((format!("`{}` is not 16 hexadecimal digits", text.escape_debug()), "tree 2.5"));
@@ -209,6 +217,7 @@ mod tests {
             ("7ff8", "7FF8", "tree 2.5"),
             (r#""torch""#, r#""\u0074orch""#, "tree 1.2"),
             (r#"{"list":2}"#, r#"{ "list":2}"#, "tree 1.2"),
+            (r#"{"list":2}"#, r#"{"part":[1,1]}"#, "tree 3.1"),
             (r#""none""#, r#"{"set":[]}"#, "log 1.3"),
         ];
         for (from, to, clause) in cases {
