@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
+use tensorcask::interchange::safetensors::{self, Selected};
 use tensorcask::{Slice, blocking};
 
 use crate::buffer::{Target, writable};
@@ -100,6 +101,20 @@ impl Snapshot {
         let tensors = names.iter().map(String::as_str).zip(buffers).collect();
         let updated = py.detach(|| until_done(&self.store, self.inner.update_into(&have.inner, tensors)))?;
         Ok((updated.unchanged, updated.advanced, updated.rebuilt))
+    }
+
+    /// Writes tensors, ascending by name, as one safetensors file that must not be there yet; its size. The file is synced.
+    fn write_safetensors(&self, py: Python<'_>, path: std::path::PathBuf, names: Vec<String>) -> PyResult<u64> {
+        let selected: Vec<Selected> = names.into_iter().map(|name| Selected { name, slice: Slice::all() }).collect();
+        py.detach(|| {
+            let fail = |e| raise(&tensorcask::Error::io(path.display().to_string(), e));
+            let file = std::fs::File::options().write(true).create_new(true).open(&path).map_err(fail)?;
+            let mut out = std::io::BufWriter::with_capacity(1 << 20, &file);
+            let bytes = until_done(&self.store, safetensors::write(&self.inner, &selected, &mut out))?;
+            drop(out);
+            file.sync_all().map_err(fail)?;
+            Ok(bytes)
+        })
     }
 
     /// Compares what the indexes of the chain say with the content digests. Reads no tensor.

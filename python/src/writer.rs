@@ -7,6 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use serde_json::{Map, Value};
+use tensorcask::interchange::safetensors::Files;
 use tensorcask::wire::{Id, Receipt};
 use tensorcask::{BaseKeeping, Blob, Dtype, Error, Limits, Metadata, Rect, Result, TensorView, blocking};
 
@@ -78,6 +79,18 @@ impl Writer {
             let (views, blobs) = lent.views(0).map_err(|e| raise(&e))?;
             let mut writer = self.inner.lock().map_err(|_| poisoned())?;
             until_done(&self.store, writer.save(step, &views, &blobs, &metadata)).map(Saved::of)
+        })
+    }
+
+    /// Saves the state that safetensors files hold together; `user` as JSON.
+    fn save_safetensors(&self, py: Python<'_>, step: u64, files: Vec<std::path::PathBuf>, user: &str) -> PyResult<Saved> {
+        let mut metadata = metadata_of(user, BTreeMap::new())?;
+        py.detach(|| {
+            let files = Files::open(&files).map_err(|e| raise(&e))?;
+            metadata.file = files.metadata().map_err(|e| raise(&e))?;
+            let views = files.tensors().map_err(|e| raise(&e))?;
+            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            until_done(&self.store, writer.save(step, &views, &[], &metadata)).map(Saved::of)
         })
     }
 

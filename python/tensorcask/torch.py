@@ -195,7 +195,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
             _set(nested, path, _state.Reference(name, "torch"))
         flat = _state.flatten(nested)
         for name, lent in flat.tensors.items():
-            tensors.append((name, lent.dtype, lent.shape, [0] * len(lent.shape), lent.shape, lent.buffer))
+            whole = list(lent.shape)
+            tensors.append((name, lent.dtype, whole, [0] * len(whole), lent.shape, lent.buffer))
         blobs = list(flat.blobs.items())
         if nested:
             blobs.append((_TREE, _native.encode_tree(flat.nodes)))
