@@ -44,8 +44,7 @@ impl Target {
 
 /// The bytes of buffers to write into, which must not overlap.
 pub(crate) fn writable(targets: &mut [Target]) -> PyResult<Vec<&mut [u8]>> {
-    let mut order: Vec<(usize, usize)> =
-        targets.iter().map(|t| (t.start(), t.0.len_bytes())).filter(|(_, length)| *length > 0).collect();
+    let mut order: Vec<(usize, usize)> = targets.iter().map(|t| (t.start(), t.0.len_bytes())).filter(|(_, length)| *length > 0).collect();
     order.sort_unstable();
     if order.iter().zip(order.iter().skip(1)).any(|(a, b)| a.0.saturating_add(a.1) > b.0) {
         return Err(PyValueError::new_err("two of the buffers to read into share memory"));

@@ -5,7 +5,12 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use tensorcask::ErrorKind;
 
-create_exception!(tensorcask, Error, PyException, "What went wrong in a store, and where.\n\nAttributes: kind, message, object, tensor, chunk, offset, clause.");
+create_exception!(
+    tensorcask,
+    Error,
+    PyException,
+    "What went wrong in a store, and where.\n\nAttributes: kind, message, object, tensor, chunk, offset, clause."
+);
 
 macro_rules! kinds {
     ($($kind:ident $name:ident $doc:literal;)*) => {

@@ -103,14 +103,7 @@ impl Writer {
     }
 
     /// Commits what all ranks have uploaded.
-    fn commit(
-        &self,
-        py: Python<'_>,
-        step: u64,
-        receipts: Vec<Vec<u8>>,
-        user: &str,
-        metadata: BTreeMap<String, String>,
-    ) -> PyResult<Saved> {
+    fn commit(&self, py: Python<'_>, step: u64, receipts: Vec<Vec<u8>>, user: &str, metadata: BTreeMap<String, String>) -> PyResult<Saved> {
         let limits = Limits::default();
         let receipts: Vec<Receipt> =
             receipts.iter().map(|bytes| Receipt::decode(bytes, &limits)).collect::<Result<_>>().map_err(|e| raise(&e))?;
