@@ -20,6 +20,9 @@ pub(crate) struct Store {
     inner: blocking::Store,
 }
 
+/// Step, id, and what is wrong.
+type PassedOver = (u64, String, String);
+
 #[pymethods]
 impl Store {
     #[new]
@@ -51,7 +54,7 @@ impl Store {
     }
 
     /// Opens the newest snapshot that can be rebuilt, and tells which newer ones cannot: step, id, why.
-    fn recover(&self, py: Python<'_>, excluded: Vec<String>) -> PyResult<(Snapshot, Vec<(u64, String, String)>)> {
+    fn recover(&self, py: Python<'_>, excluded: Vec<String>) -> PyResult<(Snapshot, Vec<PassedOver>)> {
         let excluded: Vec<Id> = excluded.iter().map(|id| Id::from_hex(id)).collect::<Result<_, _>>().map_err(|e| raise(&e))?;
         let store = &self.inner;
         let found = py.detach(|| until_done(store, store.inner().recover(&excluded)))?;

@@ -58,7 +58,7 @@ fn key_of(key: &Bound<'_, PyAny>) -> PyResult<TreeKey> {
 
 /// Python refuses decimals of more than some thousand digits, in both directions, with an error.
 fn decimal(value: &Bound<'_, PyAny>) -> PyResult<String> {
-    Ok(value.call_method1("__format__", ("d",))?.extract()?)
+    value.call_method1("__format__", ("d",))?.extract()
 }
 
 fn pair<'py>(py: Python<'py>, node: &TreeNode) -> PyResult<(&'static str, Bound<'py, PyAny>)> {

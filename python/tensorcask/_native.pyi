@@ -4,7 +4,33 @@ from typing import Any, final
 from typing_extensions import Buffer
 
 __version__: str
-__all__: list[str]
+__all__ = [
+    "Catalog",
+    "ConflictError",
+    "CorruptionError",
+    "Error",
+    "FencedError",
+    "InvalidArgumentError",
+    "LimitExceededError",
+    "NotFoundError",
+    "OutcomeUnknownError",
+    "RankWriter",
+    "Saved",
+    "Snapshot",
+    "StorageError",
+    "Store",
+    "UnsafeStoreError",
+    "UnsupportedError",
+    "Writer",
+    "__version__",
+    "copy_all",
+    "decode_tree",
+    "dtypes",
+    "encode_tree",
+    "matching",
+    "pack",
+    "unpack",
+]
 
 class Error(Exception):
     kind: str
