@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -261,12 +262,16 @@ class Reader(StorageReader):  # type: ignore[misc]
     """A ``storage_reader`` for ``dcp.load``.
 
     The step is the last integer of ``checkpoint_id``; ``step`` overrides it; without both, the newest is loaded. Only what a
-    rank needs is read, into the tensors that it gives.
+    rank needs is read, into the tensors that it gives. With ``process_group``, the one that the load runs on, one rank reads the
+    description of the state and tells the others; without it each reads it by itself.
     """
 
-    def __init__(self, store: Store, *, step: int | str | None = None) -> None:
+    def __init__(self, store: Store, *, step: int | str | None = None, process_group: Any = None) -> None:
         self._store = store
         self._given_step = step
+        self._group = process_group
+        self._told_step: int | None = None
+        self._told_id: str | None = None
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self._snapshot: Snapshot | None = None
         self._values: dict[str, Any] = {}
@@ -274,38 +279,56 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.checkpoint_id = checkpoint_id
-        self._snapshot = None
+        self._snapshot, self._told_step, self._told_id = None, None, None
 
     def _open(self) -> Snapshot:
         if self._snapshot is None:
             step = self._given_step if self._given_step is not None else step_of(self.checkpoint_id)
+            step = step if self._told_step is None else self._told_step
             self._snapshot = _shared(self._store).snapshot("latest" if step is None else step)
+            if self._told_id not in (None, self._snapshot.id):
+                raise _native.ConflictError(f"step {step} was saved again meanwhile. Load again")
         return self._snapshot
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any) -> Metadata:
+        if self._group is None:
+            return self._describe_all()
+        # One rank reads what all have to know.
+        told: list[Any] = [None]
+        if dist.get_rank(self._group) == 0:
+            try:
+                told = [(self._describe_all(), self._values, self._names, self._open().step, self._open().id)]
+            except Exception as error:
+                told = [error]
+        dist.broadcast_object_list(told, group=self._group, group_src=0)
+        if isinstance(told[0], Exception):
+            raise told[0]
+        metadata, self._values, self._names, self._told_step, self._told_id = told[0]
+        described: Metadata = metadata
+        return described
+
+    def _describe_all(self) -> Metadata:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-        snapshot = self._open()
-        nested, _ = snapshot.structure()
+        nested, _ = self._open().structure()
         placeholders = _map(nested, lambda info: _Placeholder(info) if isinstance(info, TensorInfo) else info)
         flat, mappings = flatten_state_dict(placeholders)
         described: dict[str, Any] = {}
         self._values, self._names = {}, {}
         for fqn, value in flat.items():
-            if not isinstance(value, _Placeholder):
-                self._values[fqn] = value
+            if isinstance(value, _Placeholder):
+                self._names[fqn] = value.info.name
+                described[fqn] = _describe(value.info)
+            else:
+                self._values[fqn] = _map(value, lambda leaf: leaf.info if isinstance(leaf, _Placeholder) else leaf)
                 described[fqn] = BytesStorageMetadata()
-                continue
-            info = value.info
-            self._names[fqn] = info.name
-            described[fqn] = _describe(info)
         return Metadata(state_dict_metadata=described, planner_data=mappings)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return dataclasses.replace(plan, storage_data=self._open().id)
+        return dataclasses.replace(plan, storage_data=self._told_id or self._open().id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:
@@ -313,6 +336,10 @@ class Reader(StorageReader):  # type: ignore[misc]
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if not plan.items:
+            future: Future[None] = Future()
+            future.set_result(None)
+            return future
         snapshot = self._open()
         infos = snapshot.tensors()
         requests, filled, addresses = [], [], set()
@@ -339,16 +366,16 @@ class Reader(StorageReader):  # type: ignore[misc]
             if staged is not plain:
                 plain.copy_(staged)
             planner.commit_tensor(item, target)
-        future: Future[None] = Future()
+        future = Future()
         future.set_result(None)
         return future
 
     def _resolved(self, value: Any) -> Any:
         """A value, with the tensors that lie in it (a tuple of tensors is one value to DCP)."""
         names: list[str] = []
-        _map(value, lambda leaf: names.append(leaf.info.name) if isinstance(leaf, _Placeholder) else None)
+        _map(value, lambda leaf: names.append(leaf.name) if isinstance(leaf, TensorInfo) else None)
         loaded = self._open().load(tensors=names, framework="torch") if names else {}
-        return _map(value, lambda leaf: loaded[leaf.info.name] if isinstance(leaf, _Placeholder) else leaf)
+        return _map(value, lambda leaf: loaded[leaf.name] if isinstance(leaf, TensorInfo) else leaf)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -91,7 +91,9 @@ def load_steps(url, placement, first, count):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for step in range(int(first), int(first) + int(count)):
         state = state_of(mesh, placement, step, False)
-        dcp.load(state, checkpoint_id=f"step-{step}", storage_reader=tensorcask.Store(url).reader())
+        # Both ways to learn what there is.
+        group = dist.group.WORLD if step % 2 else None
+        dcp.load(state, checkpoint_id=f"step-{step}", storage_reader=tensorcask.Store(url).reader(process_group=group))
         check(state, step)
 
 
@@ -214,6 +216,13 @@ def pipeline(url):
     rank = dist.get_rank()
     state = {"stage": {f"layer{rank}": {"w": torch.full((4,), float(rank)), "name": f"of rank {rank}"}}, "step": 1}
     dcp.save(state, checkpoint_id="1", storage_writer=tensorcask.Store(url).writer())
+    group = dist.group.WORLD
+    try:
+        dcp.load({"step": 0}, checkpoint_id="2", storage_reader=tensorcask.Store(url).reader(process_group=group))
+    except BaseException as error:
+        assert "not_found" in str(error)
+    else:
+        raise AssertionError("no error")
     mine = {"stage": {f"layer{rank}": {"w": torch.zeros(4), "name": ""}}, "step": 0}
     dcp.load(mine, checkpoint_id="1", storage_reader=tensorcask.Store(url).reader())
     assert (mine["stage"][f"layer{rank}"]["w"] == rank).all() and mine["stage"][f"layer{rank}"]["name"] == f"of rank {rank}"
