@@ -8,6 +8,10 @@ check:
 test *arguments:
     bash tests/run {{arguments}}
 
+# The Python package: build, tests, types, a training run killed and resumed.
+python *arguments:
+    bash python/check {{arguments}}
+
 # The main job on real checkpoints.
 demo:
     bash examples/demo

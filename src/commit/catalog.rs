@@ -90,6 +90,11 @@ impl Catalog {
         decoded.map_err(|e| e.object(path))
     }
 
+    /// The rows that a catalog of a state has, all of whose records are summarised.
+    pub(crate) fn table(state: &LogState) -> Result<RecordBatch> {
+        table(state)
+    }
+
     /// Writes the catalog of a state, all of whose records are summarised.
     pub(crate) async fn write(store: &Store, state: &LogState) -> Result<()> {
         let bytes = encode(state)?;
@@ -108,7 +113,8 @@ fn parse_name(path: &str) -> Option<(u64, Digest)> {
     Some((number, Digest::from_hex(digest).ok()?))
 }
 
-fn encode(state: &LogState) -> Result<Bytes> {
+/// The rows of a catalog. All records of the state are summarised.
+fn table(state: &LogState) -> Result<RecordBatch> {
     let records = state.snapshots();
     let user_bytes = |r: &SnapshotRecord| r.summary.as_ref().map_or(0, |s| s.user.iter().map(|(k, v)| k.len() + v.to_string().len()).sum());
     if records.iter().map(user_bytes).sum::<usize>() > MAX_USER_BYTES {
@@ -152,7 +158,11 @@ fn encode(state: &LogState) -> Result<Bytes> {
 
     let fields: Vec<Field> = columns.iter().map(|(name, array, nullable)| Field::new(name, array.data_type().clone(), *nullable)).collect();
     let batch = RecordBatch::try_new(Arc::new(Schema::new(fields)), columns.into_iter().map(|(_, array, _)| array).collect());
-    let batch = batch.map_err(|e| Error::invalid(format!("the catalog is no table: {e}")))?;
+    batch.map_err(|e| Error::invalid(format!("the catalog is no table: {e}")))
+}
+
+fn encode(state: &LogState) -> Result<Bytes> {
+    let batch = table(state)?;
     let note = StateNote {
         writer: state.last_writer.map(|last| last.writer),
         writer_sequence: state.last_writer.map(|last| last.sequence),
@@ -162,7 +172,7 @@ fn encode(state: &LogState) -> Result<Bytes> {
     let note = serde_json::to_string(&note).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
     let head = state.head.map(|digest| digest.to_hex()).unwrap_or_default();
     let mut pairs = vec![(SEQUENCE_KEY, state.sequence.to_string()), (ENTRY_KEY, head), (STATE_KEY, note)];
-    let newest = records.last().and_then(|record| record.summary.as_ref()?.directory).or(state.directory);
+    let newest = state.snapshots().last().and_then(|record| record.summary.as_ref()?.directory).or(state.directory);
     pairs.extend(newest.map(|digest| (DIRECTORY_KEY, digest.to_hex())));
     let properties = WriterProperties::builder()
         .set_key_value_metadata(Some(pairs.into_iter().map(|(key, value)| KeyValue::new(key.to_owned(), value)).collect()))

@@ -255,7 +255,7 @@ impl Snapshot {
     }
 
     /// Compares what the indexes of the chain say of all chunks with the content digests in the manifest. Reads no page.
-    pub(crate) async fn check_content(&self) -> Result<()> {
+    pub async fn check_content(&self) -> Result<()> {
         let link = self.newest();
         let found = self.content().await?;
         if found == link.manifest.content {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::*;
 use crate::chain::{chain_of, check_link};
-use crate::commit::{Log, LogState, read_manifest};
+use crate::commit::{Catalog, Log, LogState, read_manifest};
 use crate::container::{IndexDecoder, Progress};
 use crate::error::ResultExt;
 use crate::store::concurrently;
@@ -88,6 +88,13 @@ impl Store {
                 }
             })
             .collect())
+    }
+
+    /// All snapshots that the log tells of, as the table that a catalog is (log 6).
+    pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
+        let mut log = Log::load(self).await?;
+        log.summarise().await?;
+        Catalog::table(log.state())
     }
 }
 

@@ -18,6 +18,7 @@ mod postscript;
 mod receipt;
 mod seal;
 mod store_file;
+mod tree;
 mod unique;
 
 pub use directory::{Directory, DirectoryShard, DirectoryTensor};
@@ -28,6 +29,7 @@ pub use manifest::{CaskRef, Manifest, ParentRef, SnapshotKind};
 pub use postscript::{POSTSCRIPT_BYTES, Postscript};
 pub use receipt::{Receipt, ReceiptShard, ReceiptTensor};
 pub use store_file::StoreFile;
+pub use tree::{Tree, TreeKey, TreeNode};
 
 pub(crate) use cursor::{Cursor, Put};
 pub(crate) use layout::{ShardRow, TensorRow};

@@ -81,11 +81,21 @@ impl RankWriter {
     /// ranks.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
         self.log.refresh().await?;
+        let (parent, _) = self.saver.options.policy.decide(self.log.state(), step, self.saver.store.limits().max_chain_depth);
+        self.upload(step, parent, tensors, blobs).await
+    }
+
+    /// The same against a parent that the coordinator has chosen for all ranks: [`Writer::next_parent`].
+    pub async fn save_on(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
+        self.log.refresh().await?;
+        self.upload(step, parent, tensors, blobs).await
+    }
+
+    async fn upload(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
         refuse_features(&self.log.state().may_ignore)?;
         let store = self.saver.store.clone();
         let Rank { rank, world, attempt } = self.rank;
         let layout = StateLayout::of_rank(tensors, blobs, store.limits(), Some(rank))?;
-        let (parent, _) = self.saver.options.policy.decide(self.log.state(), step, store.limits().max_chain_depth);
         let mut parent = match parent {
             Some(id) => open_parent(&store, self.log.state(), id).await?,
             None => None,
@@ -141,6 +151,14 @@ impl RankWriter {
 }
 
 impl Writer {
+    /// What the deltas of a snapshot of `step` are to be made against, by the policy; none for a base.
+    pub async fn next_parent(&mut self, step: u64) -> Result<Option<Id>> {
+        self.check_usable()?;
+        self.log.refresh().await?;
+        check_fence(self.log.state(), self.id)?;
+        Ok(self.saver.options.policy.decide(self.log.state(), step, self.saver.store.limits().max_chain_depth).0)
+    }
+
     /// Commits one snapshot of what all ranks have uploaded, or nothing. All ranks must have given a receipt of this step and of
     /// one attempt; shards of a tensor must agree and tile it; every cask must be there.
     pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {

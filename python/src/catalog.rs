@@ -1,0 +1,43 @@
+//! The catalog as an Arrow stream, which DuckDB, polars, pandas and pyarrow read without a copy.
+
+use arrow_array::ffi_stream::FFI_ArrowArrayStream;
+use arrow_array::{RecordBatch, RecordBatchIterator};
+use pyo3::prelude::*;
+use pyo3::types::PyCapsule;
+
+/// A table of snapshots: pass it to `duckdb.from_arrow`, `polars.DataFrame`, `pyarrow.table` or anything else that reads Arrow.
+#[pyclass(module = "tensorcask", frozen)]
+pub(crate) struct Catalog {
+    batch: RecordBatch,
+}
+
+impl Catalog {
+    pub(crate) fn new(batch: RecordBatch) -> Self {
+        Self { batch }
+    }
+}
+
+#[pymethods]
+impl Catalog {
+    /// Names of the columns.
+    #[getter]
+    fn column_names(&self) -> Vec<String> {
+        self.batch.schema().fields().iter().map(|field| field.name().clone()).collect()
+    }
+
+    fn __len__(&self) -> usize {
+        self.batch.num_rows()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Catalog({} snapshots, {} columns)", self.batch.num_rows(), self.batch.num_columns())
+    }
+
+    #[pyo3(signature = (requested_schema=None))]
+    fn __arrow_c_stream__<'py>(&self, py: Python<'py>, requested_schema: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyCapsule>> {
+        // A consumer that wants other types casts: the protocol allows to ignore what it asked for.
+        drop(requested_schema);
+        let batches = RecordBatchIterator::new([Ok(self.batch.clone())], self.batch.schema());
+        PyCapsule::new_with_value(py, FFI_ArrowArrayStream::new(Box::new(batches)), c"arrow_array_stream")
+    }
+}

@@ -1,0 +1,40 @@
+//! `tensorcask._native`: what the Python package cannot do in Python.
+//!
+//! The package above it flattens states and knows frameworks; this crate moves bytes between the buffers that Python lends and the
+//! library, without the interpreter lock, and knows nothing of any framework.
+
+mod buffer;
+mod catalog;
+mod elements;
+mod errors;
+mod logging;
+mod snapshot;
+mod store;
+mod tree;
+mod wait;
+mod writer;
+
+use pyo3::prelude::*;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+#[pymodule(gil_used = true)]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    logging::install();
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<store::Store>()?;
+    module.add_class::<snapshot::Snapshot>()?;
+    module.add_class::<writer::Writer>()?;
+    module.add_class::<writer::RankWriter>()?;
+    module.add_class::<writer::Saved>()?;
+    module.add_class::<catalog::Catalog>()?;
+    module.add_function(wrap_pyfunction!(buffer::copy_all, module)?)?;
+    module.add_function(wrap_pyfunction!(elements::dtypes, module)?)?;
+    module.add_function(wrap_pyfunction!(elements::pack, module)?)?;
+    module.add_function(wrap_pyfunction!(elements::unpack, module)?)?;
+    module.add_function(wrap_pyfunction!(elements::matching, module)?)?;
+    module.add_function(wrap_pyfunction!(tree::encode_tree, module)?)?;
+    module.add_function(wrap_pyfunction!(tree::decode_tree, module)?)?;
+    errors::add(module)
+}

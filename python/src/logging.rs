@@ -1,0 +1,69 @@
+//! What the library reports (a base that cannot be read, a step that was passed over) goes to Python's `logging`, logger `tensorcask`.
+
+use std::fmt::{Debug, Write};
+
+use pyo3::prelude::*;
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+/// Reports from now on.
+pub(crate) fn install() {
+    // Fails only where another subscriber was set before: there is none in this module.
+    let _ = tracing::subscriber::set_global_default(ToPython);
+}
+
+struct ToPython;
+
+impl Subscriber for ToPython {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::INFO && metadata.is_event() && metadata.target().starts_with("tensorcask")
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(LevelFilter::INFO)
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        let level = match *event.metadata().level() {
+            Level::ERROR => 40,
+            Level::WARN => 30,
+            _ => 20,
+        };
+        // Nothing is reported while the interpreter shuts down; a logger that raises is not the library's concern.
+        let _ = Python::try_attach(|py| -> PyResult<()> {
+            let logger = py.import("logging")?.call_method1("getLogger", ("tensorcask",))?;
+            logger.call_method1("log", (level, "%s%s", line.message.as_str(), line.fields.as_str())).map(|_| ())
+        });
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+}
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => write!(self.fields, " {name}={value:?}"),
+        };
+    }
+}

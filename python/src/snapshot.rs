@@ -1,0 +1,149 @@
+//! `Snapshot`: descriptions of tensors, slices of them into buffers, blobs.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+use tensorcask::interchange::safetensors::{self, Selected};
+use tensorcask::{Slice, blocking};
+
+use crate::buffer::{Target, writable};
+use crate::errors::raise;
+use crate::wait::until_done;
+
+/// A snapshot, as the package above uses it.
+#[pyclass(module = "tensorcask._native", frozen)]
+pub(crate) struct Snapshot {
+    store: blocking::Store,
+    inner: tensorcask::Snapshot,
+}
+
+impl Snapshot {
+    pub(crate) fn new(store: blocking::Store, inner: tensorcask::Snapshot) -> Self {
+        Self { store, inner }
+    }
+}
+
+/// Name, first index and extent per dimension, and the buffer that takes it.
+type Request<'py> = (String, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
+
+#[pymethods]
+impl Snapshot {
+    #[getter]
+    fn step(&self) -> u64 {
+        self.inner.step()
+    }
+
+    #[getter]
+    fn id(&self) -> String {
+        self.inner.record().id.to_hex()
+    }
+
+    #[getter]
+    fn kind(&self) -> &'static str {
+        self.inner.record().kind().name()
+    }
+
+    #[getter]
+    fn time_ms(&self) -> u64 {
+        self.inner.record().time_ms
+    }
+
+    /// What the user said of it, as JSON.
+    #[getter]
+    fn user(&self) -> String {
+        serde_json::Value::Object(self.inner.user().clone()).to_string()
+    }
+
+    /// Metadata of the state as a file carries it.
+    #[getter]
+    fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.inner.metadata().into_pyobject(py)
+    }
+
+    /// Steps of the chain, newest first, with kind and stored bytes.
+    fn chain(&self) -> Vec<(u64, &'static str, u64)> {
+        self.inner.chain().into_iter().map(|link| (link.record.step, link.kind.name(), link.stored_bytes)).collect()
+    }
+
+    /// Name, dtype, shape, role, param, and the name of the tensor that it is tied to.
+    #[allow(clippy::type_complexity, reason = "a row of a table")]
+    fn tensors(&self) -> Vec<(String, &'static str, Vec<u64>, String, String, Option<String>)> {
+        let tensors = self.inner.tensors();
+        let target = |at: usize| tensors.get(at).map(|tensor| tensor.name.clone());
+        let row = |t: &tensorcask::wire::DirectoryTensor| {
+            (t.name.clone(), t.dtype.name(), t.shape.clone(), t.role.clone(), t.param.clone(), t.alias_of.and_then(target))
+        };
+        tensors.iter().map(row).collect()
+    }
+
+    /// Reads rectangles into buffers of exactly their sizes.
+    fn read_into(&self, py: Python<'_>, requests: Vec<Request<'_>>) -> PyResult<()> {
+        let mut targets = Vec::with_capacity(requests.len());
+        let mut wanted = Vec::with_capacity(requests.len());
+        for (name, offset, shape, buffer) in requests {
+            targets.push(Target::new(&buffer).map_err(|e| named(py, &name, &e))?);
+            let ranges = offset.iter().zip(&shape).map(|(&start, &extent)| Ok(start..start.checked_add(extent).ok_or_else(beyond)?));
+            wanted.push((name, Slice::ranges(ranges.collect::<PyResult<Vec<_>>>()?)));
+        }
+        let buffers = writable(&mut targets)?;
+        let requests = wanted.iter().zip(buffers).map(|((name, slice), out)| (name.as_str(), slice.clone(), out)).collect();
+        py.detach(|| until_done(&self.store, self.inner.read_many_into(requests)))
+    }
+
+    /// Turns the tensors of the snapshot `have`, which lie in these buffers, into those of this one. Chunks that stayed, that
+    /// came by deltas, that were read whole.
+    fn update_into(&self, py: Python<'_>, have: &Self, tensors: Vec<(String, Bound<'_, PyAny>)>) -> PyResult<(u64, u64, u64)> {
+        let mut targets = Vec::with_capacity(tensors.len());
+        for (name, buffer) in &tensors {
+            targets.push(Target::new(buffer).map_err(|e| named(py, name, &e))?);
+        }
+        let names: Vec<String> = tensors.into_iter().map(|(name, _)| name).collect();
+        let buffers = writable(&mut targets)?;
+        let tensors = names.iter().map(String::as_str).zip(buffers).collect();
+        let updated = py.detach(|| until_done(&self.store, self.inner.update_into(&have.inner, tensors)))?;
+        Ok((updated.unchanged, updated.advanced, updated.rebuilt))
+    }
+
+    /// Writes tensors, ascending by name, as one safetensors file that must not be there yet; its size. The file is synced.
+    fn write_safetensors(&self, py: Python<'_>, path: std::path::PathBuf, names: Vec<String>) -> PyResult<u64> {
+        let selected: Vec<Selected> = names.into_iter().map(|name| Selected { name, slice: Slice::all() }).collect();
+        py.detach(|| {
+            let fail = |e| raise(&tensorcask::Error::io(path.display().to_string(), e));
+            let file = std::fs::File::options().write(true).create_new(true).open(&path).map_err(fail)?;
+            let mut out = std::io::BufWriter::with_capacity(1 << 20, &file);
+            let bytes = until_done(&self.store, safetensors::write(&self.inner, &selected, &mut out))?;
+            drop(out);
+            file.sync_all().map_err(fail)?;
+            Ok(bytes)
+        })
+    }
+
+    /// Compares what the indexes of the chain say with the content digests. Reads no tensor.
+    fn check_content(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| until_done(&self.store, self.inner.check_content()))
+    }
+
+    /// Decodes and checks everything.
+    fn verify(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| until_done(&self.store, self.inner.verify()))
+    }
+
+    /// Rank and name of each blob.
+    fn blobs(&self, py: Python<'_>) -> PyResult<Vec<(u32, String)>> {
+        py.detach(|| until_done(&self.store, self.inner.blobs()))
+    }
+
+    /// The bytes of a blob.
+    fn read_blob<'py>(&self, py: Python<'py>, rank: u32, name: &str) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = py.detach(|| until_done(&self.store, self.inner.read_blob(rank, name)))?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+}
+
+fn beyond() -> PyErr {
+    raise(&tensorcask::Error::invalid("a slice beyond 2^64"))
+}
+
+/// Says which tensor an error is about.
+fn named(py: Python<'_>, name: &str, error: &PyErr) -> PyErr {
+    PyErr::from_type(error.get_type(py), format!("tensor `{}`: {}", name.escape_debug(), error.value(py)))
+}

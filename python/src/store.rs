@@ -1,0 +1,158 @@
+//! `Store`: opens snapshots and writers, lists and verifies.
+
+use std::collections::BTreeMap;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tensorcask::blocking;
+use tensorcask::wire::Id;
+use tensorcask::{At, Depth, Policy, Rank, StoreOptions, VerifyOptions, WriterOptions};
+
+use crate::catalog::Catalog;
+use crate::errors::raise;
+use crate::snapshot::Snapshot;
+use crate::wait::until_done;
+use crate::writer::{self, RankWriter, Writer};
+
+/// A store, as the package above uses it.
+#[pyclass(module = "tensorcask._native", frozen)]
+pub(crate) struct Store {
+    inner: blocking::Store,
+}
+
+/// Step, id, and what is wrong.
+type PassedOver = (u64, String, String);
+
+#[pymethods]
+impl Store {
+    #[new]
+    #[pyo3(signature = (url, config=None, fsync=true))]
+    fn new(url: &str, config: Option<BTreeMap<String, String>>, fsync: bool) -> PyResult<Self> {
+        let options = StoreOptions { config: config.unwrap_or_default(), fsync, ..StoreOptions::default() };
+        let inner = options.open(url).and_then(blocking::Store::with).map_err(|e| raise(&e))?;
+        Ok(Self { inner })
+    }
+
+    #[getter]
+    fn url(&self) -> &str {
+        self.inner.inner().url()
+    }
+
+    /// Requests, bytes read, bytes written so far.
+    fn io(&self) -> (u64, u64, u64) {
+        let io = self.inner.inner().io();
+        (io.requests, io.bytes_read, io.bytes_written)
+    }
+
+    /// Opens the snapshot of a step, or the newest.
+    #[pyo3(signature = (step=None))]
+    fn snapshot(&self, py: Python<'_>, step: Option<u64>) -> PyResult<Snapshot> {
+        let at = step.map_or(At::Latest, At::Step);
+        let store = &self.inner;
+        let found = py.detach(|| until_done(store, store.inner().snapshot(at)))?;
+        Ok(Snapshot::new(store.clone(), found))
+    }
+
+    /// Opens the newest snapshot that can be rebuilt, and tells which newer ones cannot: step, id, why.
+    fn recover(&self, py: Python<'_>, excluded: Vec<String>) -> PyResult<(Snapshot, Vec<PassedOver>)> {
+        let excluded: Vec<Id> = excluded.iter().map(|id| Id::from_hex(id)).collect::<Result<_, _>>().map_err(|e| raise(&e))?;
+        let store = &self.inner;
+        let found = py.detach(|| until_done(store, store.inner().recover(&excluded)))?;
+        let skipped = found.skipped.iter().map(|passed| (passed.step, passed.snapshot.to_hex(), passed.error.to_string())).collect();
+        Ok((Snapshot::new(store.clone(), found.snapshot), skipped))
+    }
+
+    /// What is known of each live snapshot; `user` as JSON.
+    fn snapshots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let store = &self.inner;
+        let found = py.detach(|| until_done(store, store.inner().snapshots()))?;
+        let row = |info: tensorcask::SnapshotInfo| {
+            let row = PyDict::new(py);
+            row.set_item("step", info.record.step)?;
+            row.set_item("id", info.record.id.to_hex())?;
+            row.set_item("kind", info.record.kind().name())?;
+            row.set_item("parent", info.record.parent.map(|id| id.to_hex()))?;
+            row.set_item("sequence", info.record.sequence)?;
+            row.set_item("pinned", info.record.pinned)?;
+            row.set_item("time_ms", info.record.time_ms)?;
+            row.set_item("tensor_bytes", info.tensor_bytes)?;
+            row.set_item("stored_bytes", info.stored_bytes)?;
+            row.set_item("user", serde_json::Value::Object(info.user).to_string())?;
+            Ok(row)
+        };
+        found.into_iter().map(row).collect()
+    }
+
+    /// The table of all snapshots.
+    fn catalog(&self, py: Python<'_>) -> PyResult<Catalog> {
+        let store = &self.inner;
+        py.detach(|| until_done(store, store.inner().catalog())).map(Catalog::new)
+    }
+
+    /// Checks the store; what was checked, and what is wrong: step, object, message.
+    #[pyo3(signature = (depth, step=None))]
+    fn verify<'py>(&self, py: Python<'py>, depth: &str, step: Option<u64>) -> PyResult<Bound<'py, PyDict>> {
+        let options = VerifyOptions { depth: Depth::from_name(depth).map_err(|e| raise(&e))?, step, shard: None };
+        let store = &self.inner;
+        let report = py.detach(|| until_done(store, store.inner().verify(&options)))?;
+        let problems: Vec<(Option<u64>, Option<&str>, String)> =
+            report.problems.iter().map(|problem| (problem.step, problem.error.object_name(), problem.error.to_string())).collect();
+        let facts = PyDict::new(py);
+        facts.set_item("entries", report.entries)?;
+        facts.set_item("snapshots", report.snapshots)?;
+        facts.set_item("casks", report.casks)?;
+        facts.set_item("chunks", report.chunks)?;
+        facts.set_item("problems", problems)?;
+        Ok(facts)
+    }
+
+    /// Protects a step, or no longer.
+    fn pin(&self, py: Python<'_>, step: u64, pinned: bool) -> PyResult<()> {
+        let store = &self.inner;
+        py.detach(|| until_done(store, store.inner().pin(step, pinned))).map(|_| ())
+    }
+
+    /// Gives steps up.
+    fn forget(&self, py: Python<'_>, steps: Vec<u64>) -> PyResult<()> {
+        let store = &self.inner;
+        py.detach(|| until_done(store, store.inner().forget(&steps))).map(|_| ())
+    }
+
+    /// Opens the store for writing, and creates it if it is not there.
+    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true))]
+    fn writer(&self, py: Python<'_>, policy: &str, every: Option<u64>, base_cache: &str, verify_after_encode: bool) -> PyResult<Writer> {
+        let options = options(policy, every, base_cache, verify_after_encode)?;
+        let store = &self.inner;
+        let inner = py.detach(|| until_done(store, store.inner().writer_with(options)))?;
+        Ok(Writer::new(store.clone(), inner))
+    }
+
+    /// Opens the store for the saves of one rank.
+    #[pyo3(signature = (rank, world, policy, every=None, base_cache="memory", verify_after_encode=true))]
+    #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
+    fn rank_writer(
+        &self,
+        py: Python<'_>,
+        rank: u32,
+        world: u32,
+        policy: &str,
+        every: Option<u64>,
+        base_cache: &str,
+        verify_after_encode: bool,
+    ) -> PyResult<RankWriter> {
+        let options = options(policy, every, base_cache, verify_after_encode)?;
+        let store = &self.inner;
+        let rank = Rank { rank, world, attempt: 0 };
+        let inner = py.detach(|| until_done(store, store.inner().rank_writer(rank, options)))?;
+        Ok(RankWriter::new(store.clone(), inner))
+    }
+}
+
+fn options(policy: &str, every: Option<u64>, base_cache: &str, verify_after_encode: bool) -> PyResult<WriterOptions> {
+    Ok(WriterOptions {
+        policy: Policy::from_name(policy, every).map_err(|e| raise(&e))?,
+        base_cache: writer::keeping(base_cache)?,
+        verify_after_encode,
+        ..WriterOptions::default()
+    })
+}

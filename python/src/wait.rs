@@ -1,0 +1,34 @@
+//! Waits for the library without the interpreter lock, and looks for Ctrl-C meanwhile.
+
+use std::future::Future;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tensorcask::Result;
+use tensorcask::blocking::Store;
+
+use crate::errors::raise;
+
+/// How often signals are looked for.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// Runs `work` to its end, or until a signal handler raises. What was begun then is dropped: nothing is committed by halves.
+/// Called without the interpreter lock.
+pub(crate) fn until_done<T>(store: &Store, work: impl Future<Output = Result<T>>) -> PyResult<T> {
+    store.block_on(async {
+        tokio::select! {
+            biased;
+            result = work => result.map_err(|error| raise(&error)),
+            interrupted = interrupted() => Err(interrupted),
+        }
+    })
+}
+
+async fn interrupted() -> PyErr {
+    loop {
+        tokio::time::sleep(INTERVAL).await;
+        if let Err(error) = Python::attach(|py| py.check_signals()) {
+            return error;
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! `Writer` and `RankWriter`: states out of borrowed buffers.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use serde_json::{Map, Value};
+use tensorcask::interchange::safetensors::Files;
+use tensorcask::wire::{Id, Receipt};
+use tensorcask::{BaseKeeping, Blob, Dtype, Error, Limits, Metadata, Rect, Result, TensorView, blocking};
+
+use crate::buffer::Source;
+use crate::errors::raise;
+use crate::wait::until_done;
+
+/// Saves states into a store.
+#[pyclass(module = "tensorcask._native", frozen)]
+pub(crate) struct Writer {
+    store: blocking::Store,
+    inner: Mutex<tensorcask::Writer>,
+}
+
+/// Saves what one rank has of states.
+#[pyclass(module = "tensorcask._native", frozen)]
+pub(crate) struct RankWriter {
+    store: blocking::Store,
+    inner: Mutex<tensorcask::RankWriter>,
+}
+
+/// What a save made.
+#[pyclass(module = "tensorcask", frozen, get_all)]
+pub(crate) struct Saved {
+    /// The snapshot's id.
+    id: String,
+    /// The step.
+    step: u64,
+    /// `base` or `delta`.
+    kind: &'static str,
+    /// Id of the snapshot that it needs, if it is a delta.
+    parent: Option<String>,
+    /// Number of the log entry that committed it.
+    sequence: u64,
+    /// Bytes of the tensors.
+    tensor_bytes: u64,
+    /// Bytes in the store.
+    stored_bytes: u64,
+    /// Chunks by what became of them: a codec, or `unchanged`.
+    chunks: BTreeMap<String, u64>,
+}
+
+/// Name, dtype, global shape, first index and extent per dimension, bytes.
+type Shard<'py> = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
+/// Name and bytes.
+type NamedBytes<'py> = (String, Bound<'py, PyAny>);
+
+impl Writer {
+    pub(crate) fn new(store: blocking::Store, inner: tensorcask::Writer) -> Self {
+        Self { store, inner: Mutex::new(inner) }
+    }
+}
+
+#[pymethods]
+impl Writer {
+    /// Saves a state; `user` as JSON.
+    fn save(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        tensors: Vec<Shard<'_>>,
+        blobs: Vec<NamedBytes<'_>>,
+        user: &str,
+        metadata: BTreeMap<String, String>,
+    ) -> PyResult<Saved> {
+        let lent = Lent::new(py, tensors, blobs)?;
+        let metadata = metadata_of(user, metadata)?;
+        py.detach(|| {
+            let (views, blobs) = lent.views(0).map_err(|e| raise(&e))?;
+            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            until_done(&self.store, writer.save(step, &views, &blobs, &metadata)).map(Saved::of)
+        })
+    }
+
+    /// Saves the state that safetensors files hold together; `user` as JSON.
+    fn save_safetensors(&self, py: Python<'_>, step: u64, files: Vec<std::path::PathBuf>, user: &str) -> PyResult<Saved> {
+        let mut metadata = metadata_of(user, BTreeMap::new())?;
+        py.detach(|| {
+            let files = Files::open(&files).map_err(|e| raise(&e))?;
+            metadata.file = files.metadata().map_err(|e| raise(&e))?;
+            let views = files.tensors().map_err(|e| raise(&e))?;
+            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            until_done(&self.store, writer.save(step, &views, &[], &metadata)).map(Saved::of)
+        })
+    }
+
+    /// Id of the snapshot that the deltas of all ranks are to be made against, by the policy.
+    fn next_parent(&self, py: Python<'_>, step: u64) -> PyResult<Option<String>> {
+        py.detach(|| {
+            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            Ok(until_done(&self.store, writer.next_parent(step))?.map(|id| id.to_hex()))
+        })
+    }
+
+    /// Commits what all ranks have uploaded.
+    fn commit(&self, py: Python<'_>, step: u64, receipts: Vec<Vec<u8>>, user: &str, metadata: BTreeMap<String, String>) -> PyResult<Saved> {
+        let limits = Limits::default();
+        let receipts: Vec<Receipt> =
+            receipts.iter().map(|bytes| Receipt::decode(bytes, &limits)).collect::<Result<_>>().map_err(|e| raise(&e))?;
+        let metadata = metadata_of(user, metadata)?;
+        py.detach(|| {
+            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            until_done(&self.store, writer.commit_receipts(step, &receipts, &metadata)).map(Saved::of)
+        })
+    }
+
+    /// Bytes of memory that the kept base takes.
+    fn base_cache_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| Ok(self.inner.lock().map_err(|_| poisoned())?.base_cache_bytes()))
+    }
+}
+
+impl RankWriter {
+    pub(crate) fn new(store: blocking::Store, inner: tensorcask::RankWriter) -> Self {
+        Self { store, inner: Mutex::new(inner) }
+    }
+}
+
+#[pymethods]
+impl RankWriter {
+    /// Uploads this rank's part against the parent that the coordinator chose; the receipt.
+    fn save<'py>(
+        &self,
+        py: Python<'py>,
+        rank: u32,
+        step: u64,
+        parent: Option<&str>,
+        tensors: Vec<Shard<'_>>,
+        blobs: Vec<NamedBytes<'_>>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let lent = Lent::new(py, tensors, blobs)?;
+        let parent = parent.map(Id::from_hex).transpose().map_err(|e| raise(&e))?;
+        let receipt = py.detach(|| {
+            let (views, blobs) = lent.views(rank).map_err(|e| raise(&e))?;
+            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            let receipt = until_done(&self.store, writer.save_on(step, parent, &views, &blobs))?;
+            receipt.encode().map_err(|e| raise(&e))
+        })?;
+        Ok(PyBytes::new(py, &receipt))
+    }
+}
+
+impl Saved {
+    fn of(saved: tensorcask::Saved) -> Self {
+        Self {
+            id: saved.id.to_hex(),
+            step: saved.step,
+            kind: saved.kind.name(),
+            parent: saved.parent.map(|id| id.to_hex()),
+            sequence: saved.sequence,
+            tensor_bytes: saved.tensor_bytes,
+            stored_bytes: saved.stored_bytes,
+            chunks: saved.chunks,
+        }
+    }
+}
+
+#[pymethods]
+impl Saved {
+    /// Bytes of the tensors over bytes in the store.
+    #[getter]
+    fn ratio(&self) -> f64 {
+        self.tensor_bytes as f64 / self.stored_bytes.max(1) as f64
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Saved(step={}, kind='{}', stored_bytes={}, tensor_bytes={})", self.step, self.kind, self.stored_bytes, self.tensor_bytes)
+    }
+}
+
+/// Buffers of a save, borrowed until it is over.
+struct Lent {
+    tensors: Vec<(String, Dtype, Vec<u64>, Rect, Source)>,
+    blobs: Vec<(String, Source)>,
+}
+
+impl Lent {
+    fn new(py: Python<'_>, tensors: Vec<Shard<'_>>, blobs: Vec<NamedBytes<'_>>) -> PyResult<Self> {
+        let source = |name: &str, buffer: &Bound<'_, PyAny>| {
+            Source::new(buffer).map_err(|e| PyErr::from_type(e.get_type(py), format!("`{}`: {}", name.escape_debug(), e.value(py))))
+        };
+        let mut lent = Self { tensors: Vec::with_capacity(tensors.len()), blobs: Vec::with_capacity(blobs.len()) };
+        for (name, dtype, shape, offset, extent, buffer) in tensors {
+            let dtype = Dtype::from_name(&dtype).map_err(|e| raise(&e.tensor(name.as_str())))?;
+            let buffer = source(&name, &buffer)?;
+            lent.tensors.push((name, dtype, shape, Rect { offset, shape: extent }, buffer));
+        }
+        for (name, buffer) in blobs {
+            let buffer = source(&name, &buffer)?;
+            lent.blobs.push((name, buffer));
+        }
+        Ok(lent)
+    }
+
+    fn views(&self, rank: u32) -> Result<(Vec<TensorView<'_>>, Vec<Blob<'_>>)> {
+        let mut views = Vec::with_capacity(self.tensors.len());
+        for (name, dtype, shape, rect, source) in &self.tensors {
+            views.push(TensorView::shard(name.as_str(), *dtype, shape, rect.clone(), source.bytes())?);
+        }
+        let blobs = self.blobs.iter().map(|(name, source)| Blob { rank, name: name.clone(), data: source.bytes().into() });
+        Ok((views, blobs.collect()))
+    }
+}
+
+fn metadata_of(user: &str, file: BTreeMap<String, String>) -> PyResult<Metadata> {
+    let user: Map<String, Value> = serde_json::from_str(user).map_err(|e| raise(&Error::invalid(format!("user metadata: {e}"))))?;
+    Ok(Metadata { user, file })
+}
+
+/// Where the base is kept: `memory`, `encoded`, `none`, or a folder of a local disk as `disk:PATH`.
+pub(crate) fn keeping(text: &str) -> PyResult<BaseKeeping> {
+    match (text, text.strip_prefix("disk:")) {
+        ("memory", _) => Ok(BaseKeeping::Memory),
+        ("encoded", _) => Ok(BaseKeeping::Encoded),
+        ("none", _) => Ok(BaseKeeping::None),
+        (_, Some(folder)) if !folder.is_empty() => Ok(BaseKeeping::Nvme(folder.into())),
+        _ => Err(PyValueError::new_err(format!("base_cache `{text}`: use memory, encoded, none or disk:FOLDER"))),
+    }
+}
+
+fn poisoned() -> PyErr {
+    raise(&Error::new(tensorcask::ErrorKind::Storage, "an earlier save ended in a crash; open the store again"))
+}

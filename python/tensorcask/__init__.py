@@ -1,0 +1,54 @@
+"""Storage for the state of a model in training: small deltas, every byte checked, every commit atomic.
+
+>>> import tensorcask
+>>> state = {"model": {"w": tensorcask.RawTensor("f32", (2, 2), bytearray(16))}, "lr": 0.5, "step": 7}
+>>> saved = tensorcask.save(state, "memory://readme", step=7)
+>>> saved.kind, saved.tensor_bytes
+('base', 16)
+>>> tensorcask.load("memory://readme") == state
+True
+"""
+
+from ._frameworks import RawTensor
+from ._native import (
+    Catalog,
+    ConflictError,
+    CorruptionError,
+    Error,
+    FencedError,
+    InvalidArgumentError,
+    LimitExceededError,
+    NotFoundError,
+    OutcomeUnknownError,
+    Saved,
+    StorageError,
+    UnsafeStoreError,
+    UnsupportedError,
+    __version__,
+)
+from ._store import Snapshot, SnapshotInfo, Store, TensorInfo, VerifyReport, load, save
+
+__all__ = [
+    "Catalog",
+    "ConflictError",
+    "CorruptionError",
+    "Error",
+    "FencedError",
+    "InvalidArgumentError",
+    "LimitExceededError",
+    "NotFoundError",
+    "OutcomeUnknownError",
+    "RawTensor",
+    "Saved",
+    "Snapshot",
+    "SnapshotInfo",
+    "StorageError",
+    "Store",
+    "TensorInfo",
+    "UnsafeStoreError",
+    "UnsupportedError",
+    "VerifyReport",
+    "__version__",
+    "load",
+    "save",
+]

@@ -1,0 +1,367 @@
+"""Arrays of frameworks as bytes with a dtype and a shape, and back.
+
+No framework is imported before somebody uses it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from typing import Any
+
+from . import _native
+
+# What numpy (with ml_dtypes) and torch call the element types of a store.
+DTYPES: dict[str, str] = {
+    "bool": "bool",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "float64": "f64",
+    "complex64": "c64",
+    "complex128": "c128",
+    "float8_e4m3fn": "f8_e4m3",
+    "float8_e5m2": "f8_e5m2",
+    "float8_e4m3fnuz": "f8_e4m3fnuz",
+    "float8_e5m2fnuz": "f8_e5m2fnuz",
+    "float8_e8m0fnu": "f8_e8m0",
+    "float6_e2m3fn": "f6_e2m3",
+    "float6_e3m2fn": "f6_e3m2",
+    "float4_e2m1fn": "f4_e2m1",
+    "float4_e2m1fn_x2": "f4_e2m1",
+    "int4": "int4",
+    "uint4": "uint4",
+}
+BITS: dict[str, int] = dict(_native.dtypes())
+_NUMPY = {ours: theirs for theirs, ours in DTYPES.items() if not theirs.endswith("_x2")}
+# torch has no name that it can compute with for elements below a byte, and one type of two such in a byte.
+_TORCH = {ours: theirs for ours, theirs in _NUMPY.items() if BITS[ours] >= 8} | {"f4_e2m1": "float4_e2m1fn_x2"}
+_PLAIN_NUMPY_KINDS = "biufc"
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor without a framework: what ``framework="bytes"`` gives.
+
+    ``data`` holds the elements in row-major order, little-endian; those below a byte are packed, low bits first.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytearray
+
+
+@dataclass(frozen=True)
+class Lent:
+    """An array of a framework, lent as bytes. ``keep`` owns the memory."""
+
+    framework: str
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: Any
+    keep: Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory to read a tensor into, and what to do when it is filled."""
+
+    buffer: Any
+    finish: Callable[[], Any]
+
+
+class Unsupported(TypeError):
+    """A value that cannot be stored."""
+
+
+def byte_count(dtype: str, shape: Sequence[int]) -> int:
+    return (prod(shape) * BITS[dtype] + 7) // 8
+
+
+def framework_of(value: Any) -> str | None:
+    """The framework whose array a value is."""
+    if isinstance(value, RawTensor):
+        return "bytes"
+    for framework, module, names in (
+        ("torch", "torch", ("Tensor",)),
+        ("numpy", "numpy", ("ndarray", "generic")),
+        ("jax", "jax", ("Array",)),
+    ):
+        loaded = sys.modules.get(module)
+        classes = tuple(found for name in names if (found := getattr(loaded, name, None)) is not None)
+        if classes and isinstance(value, classes):
+            return framework
+    return None
+
+
+def default_framework() -> str:
+    """What tensors become that no tree tells the framework of."""
+    if "torch" in sys.modules:
+        return "torch"
+    try:
+        import_module("numpy")
+    except ImportError:
+        return "bytes"
+    return "numpy"
+
+
+def _import(framework: str) -> Any:
+    try:
+        return import_module(framework)
+    except ImportError as error:
+        raise ImportError(
+            f"the tensors were saved from {framework}, which is not installed; pass framework='numpy' or framework='bytes'"
+        ) from error
+
+
+def lend(value: Any, path: str, contiguous: dict[Any, Any] | None = None) -> Lent:
+    """The bytes of an array, without a copy where it is contiguous and on the CPU.
+
+    ``contiguous`` remembers copies, so that tensors which share memory still do.
+    """
+    framework = framework_of(value)
+    if framework == "torch":
+        return _lend_torch(value, path, {} if contiguous is None else contiguous)
+    if framework == "numpy":
+        return _lend_numpy(value, path, "numpy", {} if contiguous is None else contiguous)
+    if framework == "jax":
+        if not value.is_fully_addressable:
+            raise Unsupported(f"{path}: a jax array whose shards lie on other processes")
+        return _lend_numpy(import_module("numpy").asarray(value), path, "jax", {} if contiguous is None else contiguous)
+    if framework == "bytes":
+        if len(value.data) != byte_count(value.dtype, value.shape):
+            raise Unsupported(f"{path}: {len(value.data)} bytes do not hold {value.dtype} of shape {list(value.shape)}")
+        return Lent("bytes", value.dtype, tuple(value.shape), value.data, value)
+    raise Unsupported(f"{path}: {type(value).__qualname__} is no tensor")
+
+
+def torch_dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_torch(tensor: Any, path: str) -> str:
+    """The dtype of a torch tensor that can be stored; otherwise an error that names it."""
+    if tensor.is_meta:
+        raise Unsupported(f"{path}: a meta tensor has no data; materialise it, or leave it out of the state")
+    if str(tensor.layout) != "torch.strided":
+        raise Unsupported(f"{path}: a tensor of layout {tensor.layout}; store to_dense(), or its values and indices")
+    if tensor.is_quantized:
+        raise Unsupported(f"{path}: a quantized tensor; store int_repr() and its scales")
+    if hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "to_local") or hasattr(tensor, "local_shards"):
+        raise Unsupported(
+            f"{path}: a {type(tensor).__qualname__} is more than one plain tensor; "
+            "save distributed states with torch.distributed.checkpoint and Store.writer()"
+        )
+    name = torch_dtype_name(tensor.dtype)
+    dtype = DTYPES.get(name)
+    if dtype is None or _TORCH.get(dtype) != name:
+        raise Unsupported(f"{path}: dtype {tensor.dtype} cannot be stored")
+    return dtype
+
+
+def _lend_torch(tensor: Any, path: str, contiguous: dict[Any, Any]) -> Lent:
+    torch = sys.modules["torch"]
+    dtype = check_torch(tensor, path)
+    shape = torch_shape_in_store(dtype, tuple(tensor.shape), path)
+    key = None
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    plain = contiguous.get(key) if key is not None else tensor.detach()
+    if plain is None:
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        # The original stays alive too: its address is the key.
+        contiguous[key] = plain
+        contiguous[(key, "owner")] = tensor
+    return Lent("torch", dtype, shape, torch_bytes(torch, plain), plain)
+
+
+def torch_bytes(torch: Any, tensor: Any) -> Any:
+    """The memory of a contiguous tensor on the CPU."""
+    if tensor.numel() == 0:
+        return bytearray()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def torch_shape_in_store(dtype: str, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
+    """Elements, where torch counts bytes of two."""
+    if dtype != "f4_e2m1":
+        return shape
+    if not shape:
+        raise Unsupported(f"{path}: a float4_e2m1fn_x2 tensor without dimensions cannot be stored; reshape it to [1]")
+    return (*shape[:-1], shape[-1] * 2)
+
+
+def torch_shape(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:
+    if dtype != "f4_e2m1":
+        return tuple(shape)
+    if not shape or shape[-1] % 2:
+        raise _native.UnsupportedError(f"tensor `{name}`: torch holds f4_e2m1 in pairs, and its last extent is not even")
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def torch_dtype(torch: Any, dtype: str, name: str) -> Any:
+    theirs = _TORCH.get(dtype)
+    found = getattr(torch, theirs, None) if theirs else None
+    if found is None:
+        raise _native.UnsupportedError(f"tensor `{name}`: torch has no {dtype}; pass framework='numpy' or framework='bytes'")
+    return found
+
+
+def _lend_numpy(array: Any, path: str, framework: str, contiguous: dict[Any, Any]) -> Lent:
+    np = sys.modules["numpy"]
+    if isinstance(array, np.ma.MaskedArray):
+        raise Unsupported(f"{path}: a masked array; store its data and its mask")
+    dtype = DTYPES.get(array.dtype.name)
+    if dtype is None or array.dtype.fields is not None:
+        raise Unsupported(f"{path}: dtype {array.dtype} cannot be stored")
+    array = np.asarray(array)
+    shape = tuple(array.shape)
+    if array.dtype.kind in _PLAIN_NUMPY_KINDS and array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    elif not array.flags.c_contiguous:
+        key = (array.dtype, array.ctypes.data, shape, array.strides)
+        original, array = array, contiguous.setdefault(key, np.ascontiguousarray(array))
+        contiguous[(key, "owner")] = original
+    if array.size == 0:
+        return Lent(framework, dtype, shape, bytearray(), array)
+    buffer = array.reshape(-1).view(np.uint8)
+    if BITS[dtype] < 8:
+        buffer = _native.pack(dtype, buffer)
+    return Lent(framework, dtype, shape, buffer, array)
+
+
+def numpy_dtype(np: Any, dtype: str, name: str) -> Any:
+    theirs = _NUMPY[dtype]
+    try:
+        return np.dtype(theirs)
+    except TypeError:
+        pass
+    try:
+        return np.dtype(getattr(import_module("ml_dtypes"), theirs))
+    except (ImportError, AttributeError) as error:
+        raise _native.UnsupportedError(f"tensor `{name}`: numpy has no {dtype} without a recent ml_dtypes; install it") from error
+
+
+def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
+    """New memory of a framework for a tensor."""
+    if framework == "torch":
+        torch = _import("torch")
+        tensor = torch.empty(torch_shape(dtype, shape, name), dtype=torch_dtype(torch, dtype, name))
+        return Place(torch_bytes(torch, tensor), lambda: tensor)
+    if framework == "numpy":
+        return _numpy_place(dtype, shape, name, lambda array: array)
+    if framework == "jax":
+        jax_numpy = _import("jax.numpy")
+
+        def to_jax(array: Any) -> Any:
+            converted = jax_numpy.asarray(array)
+            if converted.dtype != array.dtype:
+                raise _native.UnsupportedError(f"tensor `{name}`: jax holds {array.dtype} only with jax_enable_x64")
+            return converted
+
+        return _numpy_place(dtype, shape, name, to_jax)
+    if framework == "bytes":
+        raw = RawTensor(dtype, tuple(shape), bytearray(byte_count(dtype, shape)))
+        return Place(raw.data, lambda: raw)
+    raise ValueError(f"framework {framework!r}: use 'torch', 'numpy', 'jax' or 'bytes'")
+
+
+def _numpy_place(dtype: str, shape: Sequence[int], name: str, finish: Callable[[Any], Any]) -> Place:
+    np = _import("numpy")
+    array = np.empty(shape, numpy_dtype(np, dtype, name))
+    if array.size == 0:
+        return Place(bytearray(), lambda: finish(array))
+    if BITS[dtype] >= 8:
+        return Place(array.reshape(-1).view(np.uint8), lambda: finish(array))
+    packed = bytearray(byte_count(dtype, shape))
+
+    def unpack() -> Any:
+        elements = _native.unpack(dtype, packed, array.size, dtype == "int4")
+        array.reshape(-1).view(np.uint8)[:] = np.frombuffer(elements, np.uint8)
+        return finish(array)
+
+    return Place(packed, unpack)
+
+
+def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
+    """The memory of the caller's own array; where it cannot be filled directly, new memory that is copied into it."""
+    framework = framework_of(out)
+
+    def refuse(what: str) -> None:
+        raise ValueError(f"out, tensor `{name}`: {what}; the store has {dtype} of shape {list(shape)}")
+
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        theirs = check_torch(out, f"out, `{name}`")
+        if theirs != dtype or tuple(out.shape) != torch_shape(dtype, shape, name):
+            refuse(f"is {out.dtype} of shape {list(out.shape)}")
+        if out.device.type == "cpu" and out.is_contiguous() and not out.is_conj() and not out.is_neg():
+            return Place(torch_bytes(torch, out), lambda: out)
+        fresh = place("torch", dtype, shape, name)
+
+        def copy() -> Any:
+            with torch.no_grad():
+                out.copy_(fresh.finish())
+            return out
+
+        return Place(fresh.buffer, copy)
+    if framework == "numpy" and hasattr(out, "flags"):
+        np = sys.modules["numpy"]
+        if DTYPES.get(out.dtype.name) != dtype or tuple(out.shape) != tuple(shape):
+            refuse(f"is {out.dtype} of shape {list(out.shape)}")
+        if not out.flags.writeable:
+            refuse("is read-only")
+        if out.flags.c_contiguous and out.dtype.byteorder != ">" and BITS[dtype] >= 8:
+            return Place(out.reshape(-1).view(np.uint8) if out.size else bytearray(), lambda: out)
+        filled = place("numpy", dtype, shape, name)
+
+        def assign() -> Any:
+            out[...] = filled.finish()
+            return out
+
+        return Place(filled.buffer, assign)
+    if framework == "bytes":
+        if out.dtype != dtype or tuple(out.shape) != tuple(shape) or len(out.data) != byte_count(dtype, shape):
+            refuse(f"is {out.dtype} of shape {list(out.shape)}, {len(out.data)} bytes")
+        return Place(out.data, lambda: out)
+    raise TypeError(f"out, tensor `{name}`: {type(out).__qualname__} cannot be filled")
+
+
+def convert(value: Any, dtype: Any, device: Any) -> Any:
+    """To another floating-point type, if it is one, and to a device."""
+    framework = framework_of(value)
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        if dtype is not None and (value.is_floating_point() or value.is_complex()):
+            value = value.to(_wanted_torch(torch, dtype))
+        return value if device is None else value.to(device)
+    if framework in ("numpy", "jax"):
+        np = sys.modules["numpy"]
+        floating = value.dtype.kind == "f" or "float" in value.dtype.name
+        if dtype is not None and floating:
+            value = value.astype(numpy_dtype(np, dtype, "dtype=") if dtype in BITS else np.dtype(dtype))
+        if device is not None:
+            if framework == "numpy":
+                raise ValueError("device=: numpy arrays have none")
+            value = import_module("jax").device_put(value, device)
+        return value
+    if dtype is not None or device is not None:
+        raise ValueError("dtype= and device= need a framework")
+    return value
+
+
+def _wanted_torch(torch: Any, dtype: Any) -> Any:
+    if not isinstance(dtype, str):
+        return dtype
+    return torch_dtype(torch, dtype, "dtype=") if dtype in BITS else getattr(torch, dtype)

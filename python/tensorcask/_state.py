@@ -1,0 +1,222 @@
+"""States: nested mappings and lists of tensors and values, as flat tensors, blobs, and the nodes of a tree; and back."""
+
+from __future__ import annotations
+
+import enum
+import io
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _frameworks
+from ._frameworks import Lent, Unsupported
+from ._native import CorruptionError
+
+Node = tuple[str, Any]
+OnUnsupported = str | Callable[[str, Any], Any] | None
+
+_MAX_DEPTH = 400
+_SKIP = object()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A tensor that is stored under this name by other means."""
+
+    name: str
+    framework: str
+
+
+class Part(dict[int, Any]):
+    """The part of a list that one rank has, by position."""
+
+
+@dataclass
+class Flat:
+    """A state, taken apart."""
+
+    nodes: list[Node] = field(default_factory=list)
+    tensors: dict[str, Lent] = field(default_factory=dict)
+    blobs: dict[str, Any] = field(default_factory=dict)
+
+
+def flatten(state: Any, on_unsupported: OnUnsupported = None) -> Flat:
+    """Takes a state apart. Names are the keys on the way to a tensor, joined by points."""
+    if isinstance(on_unsupported, str) and on_unsupported not in ("error", "skip"):
+        raise ValueError(f"on_unsupported={on_unsupported!r}: use 'error', 'skip' or a function of path and value")
+    flattener = _Flattener(on_unsupported)
+    flattener.add(state, (), True)
+    return flattener.flat
+
+
+class _Flattener:
+    def __init__(self, on_unsupported: OnUnsupported) -> None:
+        self.flat = Flat()
+        self.on_unsupported = on_unsupported
+        self.contiguous: dict[Any, Any] = {}
+
+    def name(self, path: tuple[str | int, ...], taken: Mapping[str, Any]) -> str:
+        """The name of a tensor or blob: unique, and none of the reserved ones."""
+        name = ".".join(map(str, path)) or "#"
+        if name.startswith("tc."):
+            name = "#" + name
+        found, count = name, 1
+        while found in taken:
+            count += 1
+            found = f"{name}#{count}"
+        return found
+
+    def add(self, value: Any, path: tuple[str | int, ...], may_ask: bool) -> None:
+        if len(path) > _MAX_DEPTH:
+            raise ValueError(f"{_text(path[:4])}...: nests deeper than {_MAX_DEPTH}; does it contain itself?")
+        nodes = self.flat.nodes
+        try:
+            framework = _frameworks.framework_of(value)
+            if framework is not None:
+                lent = _frameworks.lend(value, _text(path), self.contiguous)
+                name = self.name(path, self.flat.tensors)
+                self.flat.tensors[name] = lent
+                nodes.append(("tensor", (name, framework)))
+            elif isinstance(value, Reference):
+                nodes.append(("tensor", (value.name, value.framework)))
+            elif isinstance(value, Part):
+                self.container("part", sorted(value.items()), path)
+            elif isinstance(value, Mapping):
+                self.container("dict", [(self.key(key, path), item) for key, item in value.items()], path)
+            elif isinstance(value, (list, tuple)):
+                self.container("list" if isinstance(value, list) else "tuple", list(enumerate(value)), path)
+            elif isinstance(value, (bytes, bytearray, memoryview)):
+                self.blob("bytes", bytes(value) if isinstance(value, memoryview) else value, path)
+            elif isinstance(value, io.BytesIO):
+                self.blob("file", value.getvalue(), path)
+            else:
+                nodes.append(_scalar(value, path))
+        except Unsupported:
+            if not may_ask or self.on_unsupported in (None, "error"):
+                raise
+            if self.on_unsupported == "skip":
+                nodes.append(("none", _SKIP))
+            elif callable(self.on_unsupported):
+                try:
+                    self.add(self.on_unsupported(_text(path), value), path, False)
+                except Unsupported as error:
+                    # Not to be asked again for what lies around it.
+                    raise TypeError(f"{error}; it is what on_unsupported returned") from None
+
+    def key(self, key: Any, path: tuple[str | int, ...]) -> str | int:
+        if isinstance(key, enum.Enum) or isinstance(key, bool) or not isinstance(key, (str, int)):
+            raise Unsupported(f"{_text(path)}: a key is {key!r}; only strings and integers can be stored")
+        return _encodable(key, path) if isinstance(key, str) else key
+
+    def container(self, kind: str, items: list[tuple[str | int, Any]], path: tuple[str | int, ...]) -> None:
+        nodes = self.flat.nodes
+        at = len(nodes)
+        nodes.append((kind, None))
+        keys = []
+        for key, item in items:
+            here = len(nodes)
+            self.add(item, (*path, key), True)
+            if nodes[here] == ("none", _SKIP):
+                if kind == "dict":
+                    nodes.pop()
+                    continue
+                nodes[here] = ("none", None)
+            keys.append(key)
+        nodes[at] = (kind, keys if kind in ("dict", "part") else len(keys))
+
+    def blob(self, kind: str, data: Any, path: tuple[str | int, ...]) -> None:
+        name = self.name(path, self.flat.blobs)
+        self.flat.blobs[name] = data
+        self.flat.nodes.append((kind, name))
+
+
+def _scalar(value: Any, path: tuple[str | int, ...]) -> Node:
+    if value is None:
+        return ("none", None)
+    if isinstance(value, bool):
+        return ("bool", value)
+    if not isinstance(value, enum.Enum):
+        if isinstance(value, int):
+            return ("int", int(value))
+        if isinstance(value, float):
+            return ("float", float(value))
+        if isinstance(value, str):
+            return ("str", _encodable(str(value), path))
+    hint = "; store its state_dict()" if hasattr(value, "state_dict") else ""
+    raise Unsupported(f"{_text(path)}: {type(value).__module__}.{type(value).__qualname__} cannot be stored{hint}")
+
+
+def _encodable(text: str, path: tuple[str | int, ...]) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Unsupported(f"{_text(path)}: text that is not Unicode: {error}") from None
+    return text
+
+
+def _text(path: tuple[str | int, ...]) -> str:
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def build(nodes: Iterable[Node], leaf: Callable[[str, Any], Any]) -> Any:
+    """Puts a state together again. ``leaf`` gives tensors, bytes and files; nodes come from a decoded tree, whose counts fit."""
+    open_containers: list[tuple[str, Any, int, list[Any]]] = []
+    for kind, value in nodes:
+        if kind in ("dict", "list", "part", "tuple"):
+            count = len(value) if kind in ("dict", "part") else value
+            if count:
+                open_containers.append((kind, value, count, []))
+                continue
+            done: Any = _container(kind, [], [])
+        else:
+            done = leaf(kind, value) if kind in ("tensor", "bytes", "file") else value
+        while open_containers:
+            kind, keys, count, values = open_containers[-1]
+            values.append(done)
+            if len(values) < count:
+                break
+            open_containers.pop()
+            done = _container(kind, keys, values)
+        else:
+            return done
+    raise ValueError("the tree ends early")
+
+
+def _container(kind: str, keys: list[Any], values: list[Any]) -> Any:
+    if kind == "dict":
+        return dict(zip(keys, values, strict=True))
+    if kind == "part":
+        return Part(zip(keys, values, strict=True))
+    return values if kind == "list" else tuple(values)
+
+
+def merge(trees: list[Any]) -> Any:
+    """The state of many ranks: mappings are merged key by key, parts of lists by position, and whatever else two ranks have must
+    be the same."""
+    merged = trees[0]
+    for tree in trees[1:]:
+        merged = _merge(merged, tree, ())
+    return _whole_lists(merged, ())
+
+
+def _merge(one: Any, other: Any, path: tuple[str | int, ...]) -> Any:
+    if type(one) is type(other) and isinstance(one, dict):
+        for key, value in other.items():
+            one[key] = _merge(one[key], value, (*path, key)) if key in one else value
+        return one
+    if one is other or type(one) is type(other) and one == other:
+        return one
+    raise CorruptionError(f"tc.tree: {_text(path)}: ranks disagree [spec: tree 3.2]")
+
+
+def _whole_lists(value: Any, path: tuple[str | int, ...]) -> Any:
+    if isinstance(value, Part):
+        if sorted(value) != list(range(len(value))):
+            raise CorruptionError(f"tc.tree: {_text(path)}: no rank has some elements of this list [spec: tree 3.3]")
+        return [_whole_lists(value[at], (*path, at)) for at in range(len(value))]
+    if isinstance(value, dict):
+        # Parts lie in mappings and in other parts only.
+        for key, item in value.items():
+            if isinstance(item, dict):
+                value[key] = _whole_lists(item, (*path, key))
+    return value

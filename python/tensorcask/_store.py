@@ -1,0 +1,588 @@
+"""Stores: saving and loading states."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import _frameworks, _native, _state
+from ._native import Catalog, Saved
+from ._state import OnUnsupported
+
+if TYPE_CHECKING:
+    from .torch import Reader, Writer
+
+_log = logging.getLogger("tensorcask")
+
+_TREE = "tc.tree"
+Slices = Mapping[str, "slice | tuple[slice, ...]"]
+# Policy, its number, where the base is kept, whether chunks are decoded again.
+WriterOptions = tuple[str, "int | None", str, bool]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SnapshotInfo:
+    """A snapshot, as listings show it."""
+
+    step: int
+    id: str
+    kind: str
+    parent: str | None
+    sequence: int
+    pinned: bool
+    time_ms: int
+    tensor_bytes: int
+    stored_bytes: int
+    user: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a snapshot."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    param: str
+    alias_of: str | None
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification looked at, and what is wrong: step, object and message of each problem."""
+
+    entries: int
+    snapshots: int
+    casks: int
+    chunks: int
+    problems: list[tuple[int | None, str | None, str]]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+class Store:
+    """The snapshots of one training run, below one URL.
+
+    ``url``: a path, ``file://``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``memory://name``. Nothing is read or created
+    yet. ``config`` overrides settings that the environment gives (``aws_region``, ``aws_endpoint``, ...). ``fsync=False`` gives
+    up durability on local disk for speed.
+
+    >>> store = Store("memory://store-example")
+    >>> for step in (1, 2):
+    ...     _ = store.save({"w": RawTensor("u8", (3,), bytearray([step, 2, 3]))}, step=step)
+    >>> [info.step for info in store.snapshots()]
+    [1, 2]
+    >>> store.load(step=1)["w"].data
+    bytearray(b'\\x01\\x02\\x03')
+    >>> store.verify().is_clean
+    True
+    """
+
+    def __init__(self, url: str | os.PathLike[str], config: Mapping[str, str] | None = None, *, fsync: bool = True) -> None:
+        self._url = os.fspath(url)
+        self._config = dict(config) if config else None
+        self._fsync = fsync
+        self._lock = threading.Lock()
+        self._native = _native.Store(self._url, self._config, fsync)
+        self._pid = os.getpid()
+        self._writer: tuple[WriterOptions, _native.Writer] | None = None
+
+    @property
+    def key(self) -> Any:
+        """Equal for stores that were opened alike in this process."""
+        return (os.getpid(), self._url, tuple(sorted((self._config or {}).items())), self._fsync)
+
+    def __reduce__(self) -> Any:
+        return (_store_again, (self._url, self._config, self._fsync))
+
+    def __repr__(self) -> str:
+        return f"Store({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where it lies."""
+        return self._url
+
+    def native(self) -> _native.Store:
+        """The store below; opened again in a process that was forked, which has none of its parent's threads."""
+        if self._pid != os.getpid():
+            self._lock = threading.Lock()
+            # Never dropped: it would wait for threads that this process does not have.
+            _of_parents.append((self._native, self._writer))
+            self._native, self._writer, self._pid = _native.Store(self._url, self._config, self._fsync), None, os.getpid()
+        return self._native
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int,
+        policy: str = "adaptive",
+        user: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        on_unsupported: OnUnsupported = None,
+        base_cache: str = "memory",
+        verify_after_encode: bool = True,
+    ) -> Saved:
+        """Saves a state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None.
+
+        When it returns, the snapshot is durable. The first call takes the store over: a job that was writing to it is told so
+        and stops. Tensors that share memory are stored once; a subclass of dict, list, tuple, int, float or str comes back as
+        what it is a subclass of, a numpy scalar as an array without dimensions.
+
+        ``policy``: ``adaptive``, ``full``, ``one_shot``, ``consecutive``, ``intermittent`` or ``intermittent:8``.
+        ``user``: facts of the step (loss, tokens), columns of the catalog. ``metadata``: strings that a safetensors export
+        carries. ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of
+        its path and the value that returns what to store instead. ``base_cache``: where the base of the next delta is kept:
+        ``memory``, ``encoded``, ``disk:FOLDER`` or ``none``.
+        """
+        flat = _state.flatten(state, on_unsupported)
+        blobs = [*flat.blobs.items(), (_TREE, _native.encode_tree(flat.nodes))]
+        tensors = [(name, t.dtype, t.shape, [0] * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
+        options = (*parse_policy(policy), base_cache, verify_after_encode)
+        arguments = (check_step(step), tensors, blobs, user_json(user), dict(metadata or {}))
+        return self.with_writer(options, lambda writer: writer.save(*arguments))
+
+    def with_writer(self, options: WriterOptions, use: Callable[[_native.Writer], _T]) -> _T:
+        """Uses the writer of this store, which stays open from call to call."""
+        native = self.native()
+        with self._lock:
+            if self._writer is None or self._writer[0] != options:
+                self._writer = (options, native.writer(*options))
+            try:
+                return use(self._writer[1])
+            except _native.Error:
+                raise
+            except BaseException:
+                # Interrupted somewhere: what the writer remembers may not be what the store has.
+                self._writer = None
+                raise
+
+    def load(
+        self,
+        step: int | str = "latest",
+        *,
+        tensors: str | Sequence[str] | None = None,
+        slices: Slices | None = None,
+        out: Any = None,
+        device: Any = None,
+        framework: str | None = None,
+        strict: bool = False,
+        dtype: Any = None,
+        have: int | None = None,
+    ) -> Any:
+        """Loads a state, or a part of it; see :func:`load`."""
+        if step != "latest" or strict:
+            return self.snapshot(step).load(
+                tensors=tensors, slices=slices, out=out, device=device, framework=framework, dtype=dtype, have=have
+            )
+        passed_over: list[str] = []
+        first: _native.CorruptionError | None = None
+        while True:
+            try:
+                native, skipped = self.native().recover(passed_over)
+            except _native.Error:
+                if first is not None:
+                    raise first from None
+                raise
+            passed_over += [id for _, id, _ in skipped]
+            snapshot = Snapshot(native, self.native())
+            try:
+                return snapshot.load(
+                    tensors=tensors, slices=slices, out=out, device=device, framework=framework, dtype=dtype, have=have
+                )
+            except _native.CorruptionError as error:
+                # Its indexes are whole, its pages are not.
+                _log.warning("step %d cannot be rebuilt; trying the one before: %s", snapshot.step, error)
+                first = first or error
+                passed_over.append(snapshot.id)
+
+    def snapshot(self, step: int | str = "latest") -> Snapshot:
+        """Opens the snapshot of a step, or the newest by commit."""
+        native = self.native()
+        return Snapshot(native.snapshot(None if step == "latest" else check_step(step)), native)
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """All live snapshots, in the order of their commits."""
+        return [SnapshotInfo(**{**row, "user": json.loads(row["user"])}) for row in self.native().snapshots()]
+
+    def catalog(self) -> Catalog:
+        """All snapshots as a table that reads as an Arrow stream: ``pyarrow.table(store.catalog())``, polars, DuckDB."""
+        return self.native().catalog()
+
+    def verify(self, depth: str = "full", *, step: int | None = None) -> VerifyReport:
+        """Checks the store: its ``log``, also every byte (``pages``), also every chunk decoded (``full``)."""
+        return VerifyReport(**self.native().verify(depth, step))
+
+    def pin(self, step: int, pinned: bool = True) -> None:
+        """Protects a step from being forgotten, or no longer."""
+        self.native().pin(check_step(step), pinned)
+
+    def forget(self, steps: Sequence[int]) -> None:
+        """Gives steps up."""
+        self.native().forget([check_step(step) for step in steps])
+
+    def writer(self, **options: Any) -> Writer:
+        """A ``storage_writer`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Writer`."""
+        from .torch import Writer
+
+        return Writer(self, **options)
+
+    def reader(self, **options: Any) -> Reader:
+        """A ``storage_reader`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Reader`."""
+        from .torch import Reader
+
+        return Reader(self, **options)
+
+
+class Snapshot:
+    """A committed state at one step."""
+
+    def __init__(self, native: _native.Snapshot, store: _native.Store) -> None:
+        self._native = native
+        self._store = store
+        self._tensors = {row[0]: TensorInfo(row[0], row[1], tuple(row[2]), *row[3:]) for row in native.tensors()}
+
+    def __repr__(self) -> str:
+        return f"Snapshot(step={self.step}, kind={self.kind!r}, {len(self._tensors)} tensors)"
+
+    @property
+    def native(self) -> _native.Snapshot:
+        """The snapshot below."""
+        return self._native
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        return self._native.step
+
+    @property
+    def id(self) -> str:
+        """Its id in the log."""
+        return self._native.id
+
+    @property
+    def kind(self) -> str:
+        """``base`` or ``delta``."""
+        return self._native.kind
+
+    @property
+    def user(self) -> dict[str, Any]:
+        """What the user said of it."""
+        found: dict[str, Any] = json.loads(self._native.user)
+        return found
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata of the state as a safetensors file carries it."""
+        return self._native.metadata
+
+    @property
+    def chain(self) -> list[tuple[int, str, int]]:
+        """Step, kind and stored bytes of each snapshot that it is rebuilt from, newest first."""
+        return self._native.chain()
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """All tensors, by name."""
+        return dict(self._tensors)
+
+    def blobs(self) -> list[tuple[int, str]]:
+        """Rank and name of each blob."""
+        return self._native.blobs()
+
+    def blob(self, name: str, *, rank: int = 0) -> bytes:
+        """The bytes of a blob."""
+        return self._native.read_blob(rank, name)
+
+    def verify(self) -> None:
+        """Decodes and checks everything; an error if something is wrong."""
+        self._native.verify()
+
+    def load(
+        self,
+        *,
+        tensors: str | Sequence[str] | None = None,
+        slices: Slices | None = None,
+        out: Any = None,
+        device: Any = None,
+        framework: str | None = None,
+        dtype: Any = None,
+        have: int | None = None,
+    ) -> Any:
+        """Loads the state, or a part of it; see :func:`load`."""
+        targets = {} if out is None else _targets(out)
+        missing = [name for name in targets if name not in self._tensors]
+        if missing:
+            raise _native.NotFoundError(f"out: step {self.step} has no tensor `{missing[0]}`")
+        partial = tensors is not None or slices is not None
+        patterns = [tensors] if isinstance(tensors, str) else list(tensors or [])
+        wanted = self._matching(patterns) if partial else list(self._tensors)
+        rects = {name: self._rect(name, wanted_slice) for name, wanted_slice in (slices or {}).items()}
+        twice = next((name for name in rects if name in targets), None)
+        if twice is not None:
+            raise ValueError(f"`{twice}`: a slice cannot be read into out")
+
+        # A part needs the tree only for the frameworks of its tensors.
+        trees = [] if partial and framework else self._trees()
+        saved_as = {value[0]: value[1] for tree in trees for kind, value in tree if kind == "tensor"}
+        unknown = next((name for name in saved_as if name not in self._tensors), None)
+        if unknown is not None:
+            raise _native.CorruptionError(f"tc.tree: names tensor `{unknown}`, which is not there [spec: tree 2.7]")
+        if not partial:
+            self._native.check_content()
+
+        def kind_of(name: str) -> str:
+            return framework or saved_as.get(name) or _frameworks.default_framework()
+
+        places: dict[str, _frameworks.Place] = {}
+        requests: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
+        held: list[tuple[str, Any]] = []
+        tied: dict[str, str] = {}
+        stored: dict[str, str] = {}
+        for name in wanted:
+            if name in rects:
+                continue
+            info = self._tensors[name]
+            if name not in targets:
+                # Tied tensors were one, and are one again.
+                first = stored.setdefault(info.alias_of or name, name)
+                if first != name and kind_of(first) == kind_of(name):
+                    tied[name] = first
+                    continue
+                places[name] = _frameworks.place(kind_of(name), info.dtype, info.shape, name)
+            else:
+                places[name] = _frameworks.place_in(targets[name], info.dtype, info.shape, name)
+                if have is not None:
+                    held.append((name, places[name].buffer))
+                    continue
+            requests.append((name, [0] * len(info.shape), info.shape, places[name].buffer))
+        for name, (offset, shape) in rects.items():
+            places[name] = _frameworks.place(kind_of(name), self._tensors[name].dtype, shape, name)
+            requests.append((name, offset, shape, places[name].buffer))
+
+        if have is not None:
+            if out is None:
+                raise ValueError("have= says what `out` holds, and `out` is missing")
+            self._native.update_into(self._store.snapshot(have), self._without_ties(held))
+        self._native.read_into(self._without_ties(requests))
+        loaded = {name: place.finish() for name, place in places.items()}
+        if dtype is not None or device is not None:
+            loaded = {
+                name: value if name in targets else _frameworks.convert(value, dtype, device) for name, value in loaded.items()
+            }
+        loaded.update({name: loaded[first] for name, first in tied.items()})
+        if partial or not trees:
+            return loaded
+        return _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees_by_rank(trees, self._tree_ranks)])
+
+    def structure(self) -> tuple[Any, list[str]]:
+        """The state with a :class:`TensorInfo` in place of each tensor. Reads no tensor."""
+        trees = self._trees()
+        if not trees:
+            return dict(self._tensors), list(self._tensors)
+        nested = [self._nested(rank, tree, self._tensors) for rank, tree in trees_by_rank(trees, self._tree_ranks)]
+        return _state.merge(nested), list(self._tensors)
+
+    def _without_ties(self, requests: list[Any]) -> list[Any]:
+        """Tied tensors that go into the same memory are read once."""
+        seen: set[tuple[str, int]] = set()
+        kept = []
+        for request in requests:
+            name, buffer = request[0], request[-1]
+            address = _address(buffer)
+            key = (self._tensors[name].alias_of or name, address)
+            if address and key in seen:
+                continue
+            seen.add(key)
+            kept.append(request)
+        return kept
+
+    def _trees(self) -> list[list[_state.Node]]:
+        self._tree_ranks = sorted(rank for rank, name in self._native.blobs() if name == _TREE)
+        return [_native.decode_tree(self._native.read_blob(rank, _TREE)) for rank in self._tree_ranks]
+
+    def _nested(self, rank: int, tree: list[_state.Node], tensors: Mapping[str, Any]) -> Any:
+        def leaf(kind: str, value: Any) -> Any:
+            if kind == "tensor":
+                return tensors[value[0]]
+            data = self._native.read_blob(rank, value)
+            if kind == "bytes":
+                return data
+            import io
+
+            return io.BytesIO(data)
+
+        return _state.build(tree, leaf)
+
+    def _matching(self, patterns: list[str]) -> list[str]:
+        names = list(self._tensors)
+        matches, unused = _native.matching(names, patterns)
+        if unused:
+            raise _native.NotFoundError(f"step {self.step} has no tensor that matches `{unused[0]}`")
+        return [name for name, matched in zip(names, matches, strict=True) if matched]
+
+    def _rect(self, name: str, wanted: slice | tuple[slice, ...]) -> tuple[list[int], list[int]]:
+        info = self._tensors.get(name)
+        if info is None:
+            raise _native.NotFoundError(f"step {self.step} has no tensor `{name}`")
+        ranges = wanted if isinstance(wanted, tuple) else (wanted,)
+        if len(ranges) > len(info.shape):
+            raise _native.InvalidArgumentError(f"`{name}`: {len(ranges)} slices for shape {list(info.shape)}")
+        offset, shape = [0] * len(info.shape), list(info.shape)
+        for dimension, part in enumerate(ranges):
+            start, stop, stride = part.indices(info.shape[dimension])
+            if stride != 1:
+                raise _native.InvalidArgumentError(f"`{name}`: a slice with step {stride}; only 1 can be read")
+            offset[dimension], shape[dimension] = start, max(stop - start, 0)
+        return offset, shape
+
+
+def trees_by_rank(trees: list[list[_state.Node]], ranks: list[int]) -> list[tuple[int, list[_state.Node]]]:
+    """Each tree with the rank whose blob it was."""
+    return list(zip(ranks, trees, strict=True))
+
+
+def save(state: Any, url: str | os.PathLike[str] | Store, *, step: int, config: Mapping[str, str] | None = None, **options: Any) -> Saved:
+    """Saves a state into the store at a URL, which is created if it is not there; see :meth:`Store.save`.
+
+    The process keeps the store open: the second save of a training loop is a delta on the first.
+
+    >>> save({"w": RawTensor("f32", (4,), bytearray(16)), "epoch": 1}, "memory://save-example", step=1).kind
+    'base'
+    >>> save({"w": RawTensor("f32", (4,), bytearray(16)), "epoch": 2}, "memory://save-example", step=2).kind
+    'delta'
+    """
+    return _open(url, config).save(state, step=step, **options)
+
+
+def load(
+    url: str | os.PathLike[str] | Store,
+    step: int | str = "latest",
+    *,
+    tensors: str | Sequence[str] | None = None,
+    slices: Slices | None = None,
+    out: Any = None,
+    device: Any = None,
+    framework: str | None = None,
+    strict: bool = False,
+    dtype: Any = None,
+    have: int | None = None,
+    config: Mapping[str, str] | None = None,
+) -> Any:
+    """Loads a state as it was saved: ``step``, or the newest that can be rebuilt (``strict``: the newest, or an error).
+
+    ``tensors`` (names, ``*`` for any characters) and ``slices`` (a slice, or one per leading dimension, by name) read only
+    what they name, and give a flat dict. ``out``, a state like the one that was saved, gives the memory: its tensors are
+    filled in place and stand in the result; after an error they hold parts of either state. ``have`` says that they hold
+    the state of that step, and reads only what lies between. ``framework``: ``torch``, ``numpy``, ``jax`` or ``bytes``;
+    otherwise each tensor comes back as it was saved. ``dtype`` converts floating-point tensors, ``device`` moves tensors.
+
+    >>> _ = save({"w": RawTensor("u8", (4, 2), bytearray(range(8)))}, "memory://load-example", step=3)
+    >>> load("memory://load-example", slices={"w": slice(1, 3)}, framework="bytes")["w"].data
+    bytearray(b'\\x02\\x03\\x04\\x05')
+    """
+    return _open(url, config).load(
+        step, tensors=tensors, slices=slices, out=out, device=device, framework=framework, strict=strict, dtype=dtype, have=have
+    )
+
+
+_OPEN_STORES = 8
+_of_parents: list[Any] = []
+_stores: OrderedDict[Any, Store] = OrderedDict()
+_stores_lock = threading.Lock()
+
+
+def _open(url: str | os.PathLike[str] | Store, config: Mapping[str, str] | None) -> Store:
+    """The store at a URL, open since the last call where it was there."""
+    if isinstance(url, Store):
+        if config is not None:
+            raise ValueError("config= belongs to a URL; this store is open")
+        return url
+    text = os.fspath(url)
+    key = (text if "://" in text else os.path.abspath(text), tuple(sorted((config or {}).items())))
+    with _stores_lock:
+        store = _stores.pop(key, None) or Store(key[0], config)
+        _stores[key] = store
+        while len(_stores) > _OPEN_STORES:
+            _stores.popitem(last=False)
+    return store
+
+
+def _store_again(url: str, config: dict[str, str] | None, fsync: bool) -> Store:
+    return Store(url, config, fsync=fsync)
+
+
+def check_step(step: Any) -> int:
+    """A step, or an error that says what it is."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise TypeError(f"step {step!r}: use an integer")
+    found = int(step.__index__())
+    if found < 0:
+        raise ValueError(f"step {found}: use 0 or more")
+    return found
+
+
+def parse_policy(policy: str) -> tuple[str, int | None]:
+    """``intermittent:8`` is a policy with its number."""
+    name, _, every = policy.partition(":")
+    return name, int(every) if every else None
+
+
+def user_json(user: Mapping[str, Any] | None) -> str:
+    """Facts of the user as JSON; numbers that JSON cannot say, as text."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        if not isinstance(value, (str, int, float, bool, type(None))) and hasattr(value, "item"):
+            value = value.item()
+        return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(user or {}), allow_nan=False)
+
+
+def _targets(out: Any) -> dict[str, Any]:
+    return {name: lent for name, lent in _flat_arrays(out)}
+
+
+def _flat_arrays(out: Any) -> list[tuple[str, Any]]:
+    """Tensors of a state by the names that saving gives them; other values do not matter."""
+    found: dict[str, Any] = {}
+    flattener = _state._Flattener("skip")
+
+    def walk(value: Any, path: tuple[str | int, ...]) -> None:
+        if _frameworks.framework_of(value) is not None:
+            found[flattener.name(path, found)] = value
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(item, (*path, key))
+        elif isinstance(value, (list, tuple)):
+            for at, item in enumerate(value):
+                walk(item, (*path, at))
+
+    walk(out, ())
+    return list(found.items())
+
+
+def _address(buffer: Any) -> int:
+    """Where a buffer lies; 0 for one that nobody else has."""
+    interface = getattr(buffer, "__array_interface__", None)
+    return int(interface["data"][0]) if interface else 0
+
+
+# For the examples above.
+RawTensor = _frameworks.RawTensor

@@ -1,0 +1,327 @@
+"""States go in and come out as they were, bit for bit."""
+
+import collections
+import io
+import math
+import struct
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorcask
+import torch
+from tensorcask import _native
+from tensorcask._frameworks import BITS, DTYPES, RawTensor, byte_count
+
+TORCH_DTYPES = sorted(
+    name
+    for name, ours in DTYPES.items()
+    if isinstance(getattr(torch, name, None), torch.dtype) and not (BITS[ours] < 8 and not name.endswith("_x2"))
+)
+NUMPY_DTYPES = sorted(name for name in DTYPES if not name.endswith("_x2"))
+
+
+def random_bytes(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+
+
+def torch_tensor(name, shape, seed=0):
+    """Any bits at all, NaNs with their payloads included."""
+    dtype = getattr(torch, name)
+    size = torch.empty(shape, dtype=dtype)
+    data = random_bytes(size.numel() * size.element_size(), seed)
+    if name == "bool":
+        data &= 1
+    return torch.from_numpy(data).view(dtype).reshape(shape) if size.numel() else size
+
+
+def torch_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def test_every_dtype_of_torch_is_tried():
+    assert {DTYPES[name] for name in TORCH_DTYPES} >= {"bool", "bf16", "f16", "f32", "f64", "c64", "c128", "u64", "f8_e4m3", "f8_e8m0", "f4_e2m1"}
+    assert set(DTYPES.values()) == {name for name, _ in _native.dtypes()}
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+def test_torch_tensors_come_back_bit_for_bit(name, memory):
+    state = {
+        "matrix": torch_tensor(name, (37, 6)),
+        "scalar": torch_tensor(name, ()) if name != "float4_e2m1fn_x2" else torch_tensor(name, (1,)),
+        "empty": torch_tensor(name, (0, 4)),
+        "row": torch_tensor(name, (5,), 1),
+    }
+    if name != "float4_e2m1fn_x2":
+        state |= {"transposed": torch_tensor(name, (4, 6)).t(), "strided": torch_tensor(name, (12,))[::3]}
+    for step in (1, 2):
+        tensorcask.save(state, memory, step=step, policy="consecutive")
+        if step == 1:
+            state["matrix"] = torch_tensor(name, (37, 6), 2)
+    loaded = tensorcask.load(memory)
+    assert list(loaded) == list(state)
+    for key, tensor in state.items():
+        assert loaded[key].dtype == tensor.dtype and loaded[key].shape == tensor.shape, key
+        assert torch_bytes(loaded[key]) == torch_bytes(tensor), key
+    assert tensorcask.Store(memory).verify().is_clean
+
+
+@pytest.mark.parametrize("name", NUMPY_DTYPES)
+def test_numpy_arrays_come_back_bit_for_bit(name, memory):
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    bits = BITS[DTYPES[name]]
+
+    def array(shape, seed=0):
+        count = math.prod(shape)
+        data = random_bytes(count * dtype.itemsize, seed)
+        if name == "bool":
+            data &= 1
+        if bits < 8:
+            # One element in a byte, in the form that the type's own conversions give.
+            data = (data & (1 << bits) - 1).astype(np.uint8)
+            if name == "int4":
+                data = np.where(data > 7, data | 0xF0, data).astype(np.uint8)
+        return data.view(dtype).reshape(shape)
+
+    state = {"matrix": array((7, 5)), "scalar": array(()), "empty": array((3, 0)), "turned": array((4, 6)).T, "big": array((9,), 3)[::2]}
+    tensorcask.save(state, memory, step=1)
+    loaded = tensorcask.load(memory)
+    for key, value in state.items():
+        assert loaded[key].dtype == dtype and loaded[key].shape == value.shape, key
+        assert loaded[key].tobytes() == value.tobytes(), key
+    if bits < 8:
+        again = tensorcask.load(memory, slices={"matrix": (slice(2, 5), slice(1, 4))})["matrix"]
+        assert again.tobytes() == state["matrix"][2:5, 1:4].tobytes()
+
+
+def test_big_endian_arrays_keep_their_values(memory):
+    value = np.arange(6, dtype=">f4").reshape(2, 3)
+    tensorcask.save({"w": value}, memory, step=1)
+    assert (tensorcask.load(memory)["w"] == value).all()
+    out = np.empty((2, 3), ">f4")
+    tensorcask.load(memory, out={"w": out})
+    assert (out == value).all()
+
+
+def test_nesting_and_values_come_back(memory):
+    state = {
+        "model": {"layers": [{"w": torch.ones(3)}, {"w": torch.zeros(2, dtype=torch.bfloat16)}], "empty": {}, "none": []},
+        "numbers": [0, -1, 2**200, 1.5, -0.0, math.inf, -math.inf, 1e-320, True, False, None],
+        "text": ["", "ünïcode", "line\nbreak", "\u0000\u001f\"\\"],
+        "bytes": [b"", b"\x00\xff"],
+        "pair": (1, ("a", ())),
+        7: {-3: "integer keys", "7": "and text that looks like them"},
+        "a.b": torch.ones(1),
+        "a": {"b": torch.zeros(1), "b#2": torch.full((1,), 2.0)},
+        "tc": {"x": torch.full((1,), 5.0)},
+        "": {"": 1},
+        "numpy": np.float32(2.5),
+        "extra": io.BytesIO(b"_extra_state"),
+    }
+    tensorcask.save(state, memory, step=0)
+    loaded = tensorcask.load(memory)
+    assert list(loaded) == list(state)
+    assert loaded["extra"].read() == b"_extra_state"
+    assert torch.equal(loaded["a.b"], torch.ones(1)) and torch.equal(loaded["a"]["b"], torch.zeros(1))
+    assert loaded["a"]["b#2"].item() == 2 and loaded["tc"]["x"].item() == 5
+    for key in ("numbers", "text", "bytes", "pair", 7, ""):
+        assert loaded[key] == state[key], key
+        assert repr(loaded[key]) == repr(state[key]), key
+    assert loaded["model"]["layers"][1]["w"].dtype == torch.bfloat16 and loaded["model"]["empty"] == {}
+    assert loaded["numpy"].dtype == np.float32 and loaded["numpy"] == 2.5
+
+    payload = struct.unpack("<d", bytes.fromhex("0123456789abf87f"))[0]
+    tensorcask.save([payload], memory, step=1)
+    assert struct.pack("<d", tensorcask.load(memory)[0]).hex() == "0123456789abf87f"
+
+
+def test_an_optimizer_state_comes_back(memory):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    tensorcask.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, memory, step=1)
+    loaded = tensorcask.load(memory)
+    again = torch.optim.AdamW(model.parameters(), lr=1.0)
+    again.load_state_dict(loaded["optimizer"])
+    assert again.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    for key, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            assert torch.equal(again.state_dict()["state"][key][name], value)
+    roles = {info.role for info in tensorcask.Store(memory).snapshot().tensors().values()}
+    assert {"model", "exp_avg", "exp_avg_sq"} <= roles
+
+
+def test_tied_tensors_are_stored_once(memory):
+    w = torch.arange(10_000.0).reshape(100, 100)
+    turned = w.t()
+    state = {"a": w, "b": w, "c": turned, "d": w.t(), "alone": w.clone()}
+    tensorcask.save(state, memory, step=1)
+    infos = tensorcask.Store(memory).snapshot().tensors()
+    assert {name: info.alias_of for name, info in infos.items()} == {"a": None, "alone": None, "b": "a", "c": None, "d": "c"}
+    loaded = tensorcask.load(memory)
+    assert loaded["a"] is loaded["b"] and loaded["c"] is loaded["d"] and loaded["a"] is not loaded["alone"]
+    for name, value in state.items():
+        assert torch.equal(loaded[name], value)
+    shared = torch.zeros(100, 100)
+    out = {"a": shared, "b": shared, "alone": torch.zeros(100, 100)}
+    tensorcask.load(memory, out=out)
+    assert torch.equal(shared, w)
+    with pytest.raises(ValueError, match="share memory"):
+        tensorcask.load(memory, out={"a": shared, "alone": shared})
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (lambda: torch.empty(3, device="meta"), "meta tensor"),
+        (lambda: torch.ones(3).to_sparse(), "layout torch.sparse_coo"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
+        (lambda: torch.ones(2, dtype=torch.complex32), "complex32"),
+        (lambda: np.array(["a"]), "dtype <U1"),
+        (lambda: np.array([object()]), "dtype object"),
+        (lambda: np.zeros(2, [("x", "i4")]), "cannot be stored"),
+        (lambda: np.ma.masked_array([1], [True]), "masked"),
+        (lambda: np.longdouble(1), "cannot be stored"),
+        (lambda: np.zeros(1, ml_dtypes.float8_e4m3), "float8_e4m3 cannot"),
+        (lambda: {1, 2}, "builtins.set"),
+        (lambda: torch.float32, "torch.dtype"),
+        (lambda: torch.nn.Linear(1, 1), "store its state_dict"),
+        (lambda: {True: 1}, "a key is True"),
+        (lambda: {(1, 2): 1}, "a key is"),
+        (lambda: "\ud800", "not Unicode"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(value, says, memory):
+    state = {"fine": torch.ones(2), "outer": [0, {"bad": value()}]}
+    with pytest.raises(TypeError) as caught:
+        tensorcask.save(state, memory, step=1)
+    assert "state['outer'][1]['bad']" in str(caught.value) and says in str(caught.value)
+    with pytest.raises(tensorcask.NotFoundError):
+        tensorcask.load(memory)
+
+    tensorcask.save(state, memory, step=1, on_unsupported="skip")
+    assert tensorcask.load(memory)["outer"] == [0, {}]
+    seen = []
+    tensorcask.save(state, memory, step=2, on_unsupported=lambda path, value: seen.append(path) or "replaced")
+    assert tensorcask.load(memory)["outer"][1] == {"bad": "replaced"} and seen == ["state['outer'][1]['bad']"]
+    with pytest.raises(TypeError, match="on_unsupported returned"):
+        tensorcask.save(state, memory, step=3, on_unsupported=lambda path, value: value)
+
+
+def test_subclasses_come_back_as_what_they_subclass(memory):
+    Pair = collections.namedtuple("Pair", "x y")
+    state = {"ordered": collections.OrderedDict(z=1, a=2), "pair": Pair(1, 2), "size": torch.Size([3, 4]), "parameter": torch.nn.Parameter(torch.ones(2))}
+    tensorcask.save(state, memory, step=1)
+    loaded = tensorcask.load(memory)
+    assert loaded["ordered"] == {"z": 1, "a": 2} and list(loaded["ordered"]) == ["z", "a"]
+    assert loaded["pair"] == (1, 2) and loaded["size"] == (3, 4)
+    assert torch.equal(loaded["parameter"], torch.ones(2)) and not loaded["parameter"].requires_grad
+
+
+def test_a_state_that_contains_itself_is_refused(memory):
+    state = {}
+    state["again"] = state
+    with pytest.raises(ValueError, match="contain itself"):
+        tensorcask.save(state, memory, step=1)
+    deep = value = []
+    for _ in range(300):
+        value.append([])
+        value = value[0]
+    tensorcask.save(deep, memory, step=1)
+    assert tensorcask.load(memory) == deep
+
+
+def test_out_is_filled_in_place(memory):
+    state = {"model": {"w": torch.randn(64, 32), "n": np.arange(5)}, "step": 3}
+    tensorcask.save(state, memory, step=1)
+    strided = torch.empty(32, 64).t()
+    for w in (torch.empty(64, 32), strided, torch.nn.Parameter(torch.empty(64, 32))):
+        out = {"model": {"w": w, "n": np.zeros(5, np.int64)}, "step": None}
+        loaded = tensorcask.load(memory, out=out)
+        assert loaded["model"]["w"] is w and loaded["step"] == 3 and loaded["model"]["n"] is out["model"]["n"]
+        assert torch.equal(w, state["model"]["w"]) and (out["model"]["n"] == np.arange(5)).all()
+    for bad, says in [
+        (torch.empty(64, 33), "shape"),
+        (torch.empty(64, 32, dtype=torch.float64), "float64"),
+        (np.empty((64, 32), np.float64), "float64"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            tensorcask.load(memory, out={"model": {"w": bad}})
+    frozen = np.zeros((64, 32), np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        tensorcask.load(memory, out={"model": {"w": frozen}})
+    with pytest.raises(tensorcask.NotFoundError, match="model.absent"):
+        tensorcask.load(memory, out={"model": {"absent": torch.empty(1)}})
+
+
+def test_have_reads_only_what_lies_between(memory):
+    w = torch.randn(2_000, 500)
+    states = []
+    for step in range(3):
+        w[step * 10] += 1
+        states.append(w.clone())
+        tensorcask.save({"w": w, "step": step}, memory, step=step, policy="consecutive")
+    out = {"w": states[0].clone(), "step": 0}
+    store = tensorcask.Store(memory)
+    before = store.native().io()[1]
+    assert store.load(out=out, have=0)["step"] == 2
+    assert torch.equal(out["w"], states[2])
+    assert store.native().io()[1] - before < w.nbytes // 4
+    with pytest.raises(ValueError, match="`out` is missing"):
+        store.load(have=0)
+
+
+def test_parts_are_selected(memory):
+    state = {"model": {"a": torch.arange(24.0).reshape(4, 6), "b": torch.ones(2)}, "opt": {"a": torch.zeros(3)}}
+    tensorcask.save(state, memory, step=1)
+    assert sorted(tensorcask.load(memory, tensors="model.*")) == ["model.a", "model.b"]
+    assert sorted(tensorcask.load(memory, tensors=["*.a"])) == ["model.a", "opt.a"]
+    with pytest.raises(tensorcask.NotFoundError, match="nothing"):
+        tensorcask.load(memory, tensors="nothing*")
+    part = tensorcask.load(memory, slices={"model.a": (slice(1, 3), slice(-2, None))})
+    assert torch.equal(part["model.a"], state["model"]["a"][1:3, -2:])
+    assert tensorcask.load(memory, slices={"model.a": slice(3, 1)})["model.a"].shape == (0, 6)
+    for bad in (slice(0, 4, 2), (slice(0, 1),) * 3):
+        with pytest.raises(tensorcask.InvalidArgumentError):
+            tensorcask.load(memory, slices={"model.a": bad})
+    with pytest.raises(tensorcask.NotFoundError):
+        tensorcask.load(memory, slices={"absent": slice(0, 1)})
+
+
+def test_frameworks_and_types_are_converted(memory):
+    state = {"w": torch.randn(8, dtype=torch.bfloat16), "i": torch.arange(3)}
+    tensorcask.save(state, memory, step=1)
+    as_numpy = tensorcask.load(memory, framework="numpy")
+    assert as_numpy["w"].dtype == ml_dtypes.bfloat16 and as_numpy["w"].tobytes() == torch_bytes(state["w"])
+    raw = tensorcask.load(memory, framework="bytes")["w"]
+    assert raw == RawTensor("bf16", (8,), bytearray(torch_bytes(state["w"]))) and byte_count("bf16", (8,)) == 16
+    for dtype in (torch.float32, "f32", "float32"):
+        wide = tensorcask.load(memory, dtype=dtype)
+        assert torch.equal(wide["w"], state["w"].float()) and wide["i"].dtype == torch.int64
+    assert tensorcask.load(memory, device="cpu")["w"].device.type == "cpu"
+    with pytest.raises(ValueError, match="framework 'tensorflow'"):
+        tensorcask.load(memory, framework="tensorflow")
+    tensorcask.save({"w": RawTensor("f6_e2m3", (4,), bytearray(3))}, memory, step=2)
+    with pytest.raises(tensorcask.UnsupportedError, match="torch has no f6_e2m3"):
+        tensorcask.load(memory, framework="torch")
+
+
+def test_many_threads_save_and_load(url):
+    store = tensorcask.Store(url)
+    errors = []
+
+    def work(number):
+        try:
+            for step in range(number * 4, number * 4 + 4):
+                store.save({"w": torch.full((1000,), float(step))}, step=step)
+                assert store.load(step=step)["w"][0] == step
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not errors and len(store.snapshots()) == 16 and store.verify().is_clean
