@@ -64,8 +64,6 @@ LAST_TOKEN = {1: 47, 2: 111, 4: 239}
 
 def _ordered(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
     assert base is not None
-    if dtype.name not in EXPONENTS:
-        raise corrupt("ordered 1", f"tc.ordered in a chunk of {dtype.name}")
     bits, width = 8 * dtype.unit, f"<u{dtype.unit}"
     units = base.view(width).astype(np.int64)
     tokens = _tokens(dtype, columns[0], units)
@@ -122,11 +120,14 @@ class Codec:
     columns: tuple[str, ...]
     function: Callable[[Dtype, int, list[Bytes], Bytes | None], Bytes]
     column_per_byte: bool = False
+    dtypes: frozenset[str] | None = None
 
     def check(self, name: str, kind: str, dtype: Dtype, columns: list[str]) -> None:
         """What can be judged without bytes and base."""
         if kind not in self.kinds:
             raise corrupt("codecs 3", f"{name} in a chunk of kind {kind}")
+        if self.dtypes is not None and dtype.name not in self.dtypes:
+            raise corrupt("ordered 1", f"{name} in a chunk of {dtype.name}")
         if tuple(columns) != self.columns[:dtype.unit if self.column_per_byte else None]:
             raise corrupt("codecs 4.1", f"columns {columns} of {name}")
 
@@ -139,7 +140,7 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.constant", 1): Codec(frozenset({"absolute"}), ("values",), _constant),
     ("tc.bitmask", 1): Codec(frozenset({"delta"}), ("mask", "values"), _bitmask),
     ("tc.planes", 1): Codec(frozenset({"absolute", "delta"}), tuple(f"plane{k}" for k in range(8)), _planes, True),
-    ("tc.ordered", 1): Codec(frozenset({"delta"}), ("tokens", "bits"), _ordered),
+    ("tc.ordered", 1): Codec(frozenset({"delta"}), ("tokens", "bits"), _ordered, dtypes=frozenset(EXPONENTS)),
 }
 
 
