@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::Failure;
-use crate::case::{Case, Expect, load_all, parse};
+use crate::case::{Case, Description, Expect, load_all, parse};
 
 /// What a reader did.
 struct Answer {
@@ -18,7 +18,7 @@ struct Answer {
 }
 
 /// Runs all cases; tells whether all passed.
-pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration) -> Result<bool, Failure> {
+pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration, junit: Option<&Path>) -> Result<bool, Failure> {
     let words = split(reader)?;
     if !words.iter().any(|word| word.contains("{path}")) {
         return Err("the command line of the reader lacks {path}".into());
@@ -30,6 +30,7 @@ pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration) -> 
     let mut out = std::io::stdout().lock();
     writeln!(out, "1..{}", cases.len())?;
     let mut failed = 0;
+    let mut suite = String::new();
     for (number, case) in (1..).zip(&cases) {
         let begun = Instant::now();
         let answer = ask(&words, case, timeout)?;
@@ -37,6 +38,7 @@ pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration) -> 
             Some(answer) => judge(case, answer),
             None => Err(format!("no answer after {} s", timeout.as_secs())),
         };
+        suite.push_str(&junit_case(case, begun.elapsed(), verdict.as_ref().err()));
         match verdict {
             Ok(()) => writeln!(out, "ok {number} - {}", case.name)?,
             Err(message) => {
@@ -51,8 +53,43 @@ pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration) -> 
             }
         }
     }
+    if let Some(junit) = junit {
+        let total = cases.len();
+        let head = format!("<testsuites>\n<testsuite name=\"tensorcask conformance\" tests=\"{total}\" failures=\"{failed}\">\n");
+        std::fs::write(junit, format!("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n{head}{suite}</testsuite>\n</testsuites>\n"))?;
+    }
     writeln!(out, "{} passed, {failed} failed", cases.len() - failed)?;
     Ok(failed == 0)
+}
+
+/// A case in the XML of JUnit.
+fn junit_case(case: &Case, took: Duration, failure: Option<&String>) -> String {
+    let (class, name) = case.name.rsplit_once('/').unwrap_or(("", &case.name));
+    let head = format!("<testcase classname=\"{}\" name=\"{}\" time=\"{:.3}\"", xml(class), xml(name), took.as_secs_f64());
+    match failure {
+        None => format!("{head}/>\n"),
+        Some(message) => {
+            let Description { clause, why, .. } = &case.description;
+            format!("{head}><failure message=\"{}\">{}: {}</failure></testcase>\n", xml(message), xml(clause), xml(why))
+        }
+    }
+}
+
+/// Text for XML. What XML cannot say, such as control characters, becomes a question mark.
+fn xml(text: &str) -> String {
+    let mut out = String::new();
+    for c in text.chars() {
+        match c {
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '&' => out.push_str("&amp;"),
+            '"' => out.push_str("&quot;"),
+            '\u{fffe}' | '\u{ffff}' => out.push('?'),
+            c if c.is_control() => out.push('?'),
+            c => out.push(c),
+        }
+    }
+    out
 }
 
 /// Runs the reader on one case; nothing if it took too long.
@@ -170,6 +207,11 @@ mod tests {
     fn command_lines_are_split_at_spaces_outside_quotes() {
         assert_eq!(split("a 'b c'  \"d\"e ''").unwrap(), ["a", "b c", "de", ""]);
         assert!(split("a 'b").is_err());
+    }
+
+    #[test]
+    fn text_is_made_fit_for_xml() {
+        assert_eq!(xml("a<b>&\"\u{1}\u{e9}"), "a&lt;b&gt;&amp;&quot;?\u{e9}");
     }
 
     #[test]

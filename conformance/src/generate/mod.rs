@@ -8,6 +8,7 @@ mod invalid_casks;
 mod invalid_stores;
 mod lenient;
 mod maintained;
+mod released;
 mod stores;
 mod writer;
 
@@ -69,8 +70,13 @@ pub(crate) fn write(cases: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether the cases are what [`write`] would write.
-pub(crate) fn check(cases: &Path) -> Result<bool, Failure> {
+/// Lists the cases that no version of the spec was released with as those of this one.
+pub(crate) fn release(list: &Path, version: &str) -> Result<(), Failure> {
+    released::add(list, &files()?, version)
+}
+
+/// Whether the cases are what [`write`] would write, and what was released.
+pub(crate) fn check(cases: &Path, list: &Path) -> Result<bool, Failure> {
     let wanted = files()?;
     let found = files_of(cases)?;
     let mut same = true;
@@ -83,6 +89,10 @@ pub(crate) fn check(cases: &Path) -> Result<bool, Failure> {
             _ => "belongs to no case",
         };
         crate::complain(&format!("{path}: {message}"));
+        same = false;
+    }
+    for complaint in released::complaints(list, &wanted)? {
+        crate::complain(&complaint);
         same = false;
     }
     Ok(same)
