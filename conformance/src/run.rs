@@ -3,6 +3,8 @@
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -27,25 +29,45 @@ pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration, jun
     if cases.is_empty() {
         return Err("there are no such cases".into());
     }
+    // A reader for each core; what they say is told in the order of the cases.
+    let next = AtomicUsize::new(0);
+    let (sender, answers) = mpsc::channel();
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            let (sender, next, words, cases) = (sender.clone(), &next, &words, &cases);
+            scope.spawn(move || {
+                loop {
+                    let at = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(case) = cases.get(at) else { break };
+                    let begun = Instant::now();
+                    let answer = ask(words, case, timeout).map_err(|e| e.to_string());
+                    // The receiver lives as long as the threads.
+                    let _ = sender.send((at, answer, begun.elapsed()));
+                }
+            });
+        }
+    });
+    drop(sender);
+    let mut answers: Vec<_> = answers.into_iter().collect();
+    answers.sort_by_key(|(at, ..)| *at);
     let mut out = std::io::stdout().lock();
     writeln!(out, "1..{}", cases.len())?;
     let mut failed = 0;
     let mut suite = String::new();
-    for (number, case) in (1..).zip(&cases) {
-        let begun = Instant::now();
-        let answer = ask(&words, case, timeout)?;
+    for ((number, case), (_, answer, took)) in (1..).zip(&cases).zip(answers) {
+        let answer = answer?;
         let verdict = match &answer {
             Some(answer) => judge(case, answer),
             None => Err(format!("no answer after {} s", timeout.as_secs())),
         };
-        suite.push_str(&junit_case(case, begun.elapsed(), verdict.as_ref().err()));
+        suite.push_str(&junit_case(case, took, verdict.as_ref().err()));
         match verdict {
             Ok(()) => writeln!(out, "ok {number} - {}", case.name)?,
             Err(message) => {
                 failed += 1;
                 writeln!(out, "not ok {number} - {}", case.name)?;
                 writeln!(out, "# {message}")?;
-                writeln!(out, "# {}: {} ({:.1} s)", case.description.clause, case.description.why, begun.elapsed().as_secs_f64())?;
+                writeln!(out, "# {}: {} ({:.1} s)", case.description.clause, case.description.why, took.as_secs_f64())?;
                 let stderr = answer.map(|answer| answer.stderr).unwrap_or_default();
                 for line in String::from_utf8_lossy(&stderr).lines().take(20) {
                     writeln!(out, "# stderr: {}", line.escape_debug())?;
