@@ -68,6 +68,12 @@ mod error;
 mod limits;
 mod version;
 
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub fn with_scalar_kernels<T>(run: impl FnOnce() -> T) -> T {
+    kernels::with_scalar(run)
+}
+
 pub use chain::{Decision, Estimate, Policy, Reason};
 pub use commit::{Retention, SnapshotRecord, Status};
 pub use error::{Error, ErrorKind, Result};

@@ -4,6 +4,7 @@ mod atomic;
 mod cask;
 mod compare;
 mod decision;
+mod hex;
 mod output;
 mod parse;
 mod progress;

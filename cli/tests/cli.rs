@@ -546,6 +546,32 @@ fn casks_are_inspected() {
     assert_eq!(place.error("inspect @empty.cask").0, 3);
 }
 
+/// The page of the spec that shows a whole cask is what `inspect --hex` says of the vector.
+#[test]
+fn the_annotated_dump_of_the_spec_is_ours() {
+    let vectors = include_str!("../../spec/vectors/container.toml");
+    let small = vectors.split_once("name = \"small\"").unwrap().1.split_once("hex = \"\"\"").unwrap().1.split_once("\"\"\"").unwrap().0;
+    let digits: String = small.split_whitespace().collect();
+    let bytes: Vec<u8> = (0..digits.len() / 2).map(|i| u8::from_str_radix(&digits[2 * i..2 * i + 2], 16).unwrap()).collect();
+    let place = Place::new();
+    std::fs::write(place.path("small.cask"), &bytes).unwrap();
+    let dump = stdout(&place.run("inspect --hex @small.cask"));
+    let page = include_str!("../../spec/example.md");
+    let shown = page.split_once("```dump\n").unwrap().1.split_once("```").unwrap().0;
+    assert!(dump == shown, "{dump}");
+
+    // Every byte belongs to one region.
+    let report = place.json("inspect --hex @small.cask");
+    conforms("inspect hex", &report);
+    let mut end = 0;
+    for region in report["regions"].as_array().unwrap() {
+        assert_eq!(region["offset"], json!(end));
+        end += region["bytes"].as_u64().unwrap();
+    }
+    assert_eq!(end, bytes.len() as u64);
+    assert_eq!(place.error("inspect --hex @").0, 1);
+}
+
 #[test]
 fn blobs_with_hostile_names_stay_in_their_folder() {
     let place = Place::new();

@@ -5,7 +5,7 @@ mod generate;
 mod read;
 mod run;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -13,6 +13,9 @@ use clap::{Parser, Subcommand};
 
 /// Where the cases are in a checkout.
 const CASES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cases");
+
+/// The list of released cases in a checkout.
+const RELEASED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/released.txt");
 
 /// What makes a command fail: a sentence for the person who typed it.
 type Failure = Box<dyn std::error::Error>;
@@ -40,12 +43,18 @@ enum Command {
         /// Seconds that a reader has for one case
         #[arg(long, default_value_t = 60)]
         timeout: u64,
+        /// Also write the results to this file, in the XML of JUnit
+        #[arg(long)]
+        junit: Option<PathBuf>,
     },
     /// Write all cases anew
     Generate {
-        /// Write nothing; fail if a file differs, is missing, or is not a case's
+        /// Write nothing; fail if a file differs, is missing, or is not a case's, or if a case is not as it was released
         #[arg(long)]
         check: bool,
+        /// Then list the cases that are new as released with this version of the spec
+        #[arg(long, conflicts_with = "check")]
+        release: Option<String>,
     },
     /// The reader of this project, for `run`: a cask file, or the folder of a store
     Read {
@@ -57,9 +66,11 @@ enum Command {
 fn main() -> ExitCode {
     let Arguments { cases, command } = Arguments::parse();
     let done = match command {
-        Command::Run { reader, only, timeout } => run::run(&cases, &reader, &only, Duration::from_secs(timeout)),
-        Command::Generate { check: false } => generate::write(&cases).map(|()| true),
-        Command::Generate { check: true } => generate::check(&cases),
+        Command::Run { reader, only, timeout, junit } => run::run(&cases, &reader, &only, Duration::from_secs(timeout), junit.as_deref()),
+        Command::Generate { check: true, .. } => generate::check(&cases, Path::new(RELEASED)),
+        Command::Generate { release, .. } => generate::write(&cases)
+            .and_then(|()| release.map_or(Ok(()), |version| generate::release(Path::new(RELEASED), &version)))
+            .map(|()| true),
         Command::Read { path } => read::read(&path),
     };
     match done {

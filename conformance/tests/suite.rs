@@ -32,7 +32,7 @@ fn our_own_reader_passes() {
 #[test]
 fn rejections_name_the_clause_of_the_case() {
     let cases = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/cases/invalid"));
-    let mut count = 0;
+    let (mut count, mut wrong) = (0, Vec::new());
     for area in std::fs::read_dir(cases).unwrap() {
         for case in std::fs::read_dir(area.unwrap().path()).unwrap() {
             let case = case.unwrap().path();
@@ -41,14 +41,17 @@ fn rejections_name_the_clause_of_the_case() {
             let input = ["input.cask", "input"].map(|name| case.join(name)).into_iter().find(|path| path.exists()).unwrap();
             let output = run(&["read", input.to_str().unwrap()]);
             let said: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-            let named = said["clause"].as_str().unwrap();
+            let named = said["clause"].as_str().unwrap_or("none");
             // A clause includes its sub-clauses; an id that is none is found by the parser of JSON.
             let exact = clause == named || clause.strip_prefix(named).is_some_and(|rest| rest.starts_with('.'));
-            assert!(exact || (clause, named) == ("README 1.9", "log 1.3"), "{}: {clause}, but: {said}", case.display());
+            if !exact && (clause, named) != ("README 1.9", "log 1.3") {
+                wrong.push(format!("{}: {clause}, but: {said}", case.display()));
+            }
             count += 1;
         }
     }
-    assert!(count > 100, "{count}");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(count > 250, "{count}");
 }
 
 /// A runner that passes everything would be worse than none.

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use sha2::{Digest, Sha256};
 use tensorcask::container::{CaskIndex, IndexDecoder, Progress};
 use tensorcask::wire::Id;
-use tensorcask::{Limits, Result};
+use tensorcask::{Dtype, Limits, Result};
 
 const POSTSCRIPT_BYTES: usize = 96;
 const SEAL_BYTES: usize = 72;
@@ -107,7 +107,7 @@ fn part_table(file: &[u8], root: usize) -> Option<(usize, Vec<Range<usize>>)> {
         let tensor = tensor_of(shard);
         let shape: Vec<u64> = (0..rank(tensor)).map(|d| read(file, shapes + 8 * (dimension + d), 8)).collect();
         dimension += shape.len();
-        let dtype = tensorcask::Dtype::from_code(*file.get(dtypes.checked_add(tensor)?)?)?;
+        let dtype = Dtype::from_code(*file.get(dtypes.checked_add(tensor)?)?)?;
         open = open.saturating_add(tensorcask::ChunkGrid::new(dtype, &shape).ok()?.chunk_count());
         if open >= 1024 {
             counts.push(std::mem::take(&mut open));
@@ -204,4 +204,96 @@ pub fn id_of(file: &[u8]) -> Id {
         id.copy_from_slice(bytes);
     }
     Id(id)
+}
+
+/// Columns of a chunk, each with a name that its codec has: what `decoders` makes of its input. `seeds` writes the same form.
+#[derive(Debug)]
+pub struct ChunkInput {
+    /// The id of the codec.
+    pub codec: &'static str,
+    /// The element type.
+    pub dtype: Dtype,
+    /// Elements: 1 to 65,536.
+    pub element_count: u64,
+    /// The same chunk of the parent.
+    pub base: Option<Vec<u8>>,
+    /// Names and bytes.
+    pub columns: Vec<(&'static str, Vec<u8>)>,
+}
+
+const CODECS: [(&str, &[&str]); 5] = [
+    ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
+    ("tc.ordered", &["tokens", "bits"]),
+    ("tc.bitmask", &["mask", "values"]),
+    ("tc.raw", &["values"]),
+    ("tc.constant", &["values"]),
+];
+
+impl ChunkInput {
+    /// Codec (u8), dtype code (u8), elements less 1 (u16), 1 if there is a base (u8), length of each column (u16), the columns, the base.
+    pub fn parse(data: &[u8]) -> Option<Self> {
+        let (head, mut rest) = data.split_at_checked(5)?;
+        let (codec, names) = CODECS[usize::from(head[0]) % CODECS.len()];
+        let dtype = Dtype::from_code(head[1] % 25 + 1)?;
+        let element_count = read(head, 2, 2) + 1;
+        let length = usize::try_from(dtype.byte_count(element_count)?).ok()?;
+        let names = if codec == "tc.planes" { &names[..dtype.unit_bytes()] } else { names };
+        let lengths: Vec<usize> = names.iter().enumerate().map(|(i, _)| read(rest, 2 * i, 2) as usize).collect();
+        rest = rest.get(2 * names.len()..).unwrap_or_default();
+        let mut columns = Vec::new();
+        for (name, length) in names.iter().zip(lengths) {
+            let (column, after) = rest.split_at(length.min(rest.len()));
+            columns.push((*name, column.to_vec()));
+            rest = after;
+        }
+        let base = (head[4] == 1).then(|| stretched(rest, length));
+        Some(Self { codec, dtype, element_count, base, columns })
+    }
+}
+
+/// A chunk, and maybe its base: what `kernels` makes of its input.
+#[derive(Debug)]
+pub struct Elements {
+    /// The element type.
+    pub dtype: Dtype,
+    /// Elements: 1 to 8,192.
+    pub element_count: u64,
+    /// The chunk.
+    pub data: Vec<u8>,
+    /// The same chunk of the parent: equal to the chunk but for some places.
+    pub base: Option<Vec<u8>>,
+}
+
+impl Elements {
+    /// Dtype code (u8), elements less 1 (u16, modulo 8,192), 1 if there is a base (u8), number of changes (u8), changes (place u16, bits u8), the chunk.
+    pub fn parse(data: &[u8]) -> Option<Self> {
+        let (head, rest) = data.split_at_checked(5)?;
+        let dtype = Dtype::from_code(head[0] % 25 + 1)?;
+        let element_count = read(head, 1, 2) % 8192 + 1;
+        let length = usize::try_from(dtype.byte_count(element_count)?).ok()?;
+        let (changes, rest) = rest.split_at((3 * usize::from(head[4])).min(rest.len()));
+        let data = stretched(rest, length);
+        let base = (head[3] % 2 == 1).then(|| {
+            let mut base = data.clone();
+            for change in changes.chunks_exact(3) {
+                base[read(change, 0, 2) as usize % length] ^= change[2];
+            }
+            base
+        });
+        Some(Self { dtype, element_count, data, base })
+    }
+}
+
+/// `bytes`, again and again, each time a little different.
+fn stretched(bytes: &[u8], length: usize) -> Vec<u8> {
+    let mut out = Vec::with_capacity(length);
+    let mut turn = 0u8;
+    while out.len() < length {
+        out.extend(bytes.iter().map(|byte| byte.wrapping_add(turn)).take(length - out.len()));
+        if bytes.is_empty() {
+            out.resize(length, 0);
+        }
+        turn = turn.wrapping_add(1);
+    }
+    out
 }

@@ -35,6 +35,11 @@ pub(crate) fn check_link(record: &SnapshotRecord, manifest: &Manifest, parent: O
     if manifest.id != record.id || manifest.step != record.step || named != record.parent {
         return bad("id, step or parent differ from what the log says".into(), "chain 2.3");
     }
+    if let Some(roles) = &record.roles
+        && let Some(role) = manifest.content.keys().find(|role| !roles.contains(role))
+    {
+        return bad(format!("has role `{}`, which the log says it has lost", role.escape_debug()), "chain 2.3");
+    }
     let (Some(reference), Some(parent)) = (&manifest.parent, parent) else { return Ok(()) };
     for (role, digest) in &parent.content {
         if reference.content.get(role) != Some(digest) {

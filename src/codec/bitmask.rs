@@ -56,6 +56,10 @@ impl Codec for Bitmask {
         Ok(Encoded { uses_base: true, columns: vec![("mask", bits), ("values", values)] })
     }
 
+    fn check_columns(&self, _: Dtype, names: &[&str]) -> Result<()> {
+        super::are_columns(names.iter().copied(), &["mask", "values"])
+    }
+
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         let [bits, values] = columns.exactly(["mask", "values"])?;
         let base = columns.base(out.len())?;

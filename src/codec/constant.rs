@@ -46,6 +46,10 @@ impl Codec for Constant {
         Ok(Encoded { uses_base: false, columns: vec![("values", first.to_vec())] })
     }
 
+    fn check_columns(&self, _: Dtype, names: &[&str]) -> Result<()> {
+        super::are_columns(names.iter().copied(), &["values"])
+    }
+
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         let [value] = columns.exactly(["values"])?;
         let unit = columns.dtype.unit_bytes();

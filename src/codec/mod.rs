@@ -117,13 +117,8 @@ impl<'a> Columns<'a> {
     /// The columns of these names, and no others, in this order.
     pub fn exactly<const N: usize>(&self, names: [&str; N]) -> Result<[&'a [u8]; N]> {
         let mut found: [&[u8]; N] = [&[]; N];
-        if self.columns.len() != N {
-            return Err(Error::corrupt(format!("{} columns, not {N} ({})", self.columns.len(), names.join(", "))).clause("codecs 4.1"));
-        }
-        for ((slot, wanted), (name, bytes)) in found.iter_mut().zip(names).zip(self.columns) {
-            if *name != wanted {
-                return Err(Error::corrupt(format!("column `{}` where `{wanted}` belongs", name.escape_debug())).clause("codecs 4.1"));
-            }
+        are_columns(self.columns.iter().map(|(name, _)| *name), &names)?;
+        for (slot, (_, bytes)) in found.iter_mut().zip(self.columns) {
             *slot = bytes;
         }
         Ok(found)
@@ -144,6 +139,19 @@ impl<'a> Columns<'a> {
             Some(base) => Err(Error::invalid(format!("a base of {} bytes for a chunk of {out_bytes}", base.len()))),
             None => Err(Error::invalid("needs the base chunk, which the caller did not give")),
         }
+    }
+}
+
+/// Whether columns have these names, and no others, in this order.
+fn are_columns<'a>(found: impl ExactSizeIterator<Item = &'a str>, wanted: &[&str]) -> Result<()> {
+    if found.len() != wanted.len() {
+        return Err(Error::corrupt(format!("{} columns, not {} ({})", found.len(), wanted.len(), wanted.join(", "))).clause("codecs 4.1"));
+    }
+    match found.zip(wanted).find(|(name, wanted)| name != *wanted) {
+        Some((name, wanted)) => {
+            Err(Error::corrupt(format!("column `{}` where `{wanted}` belongs", name.escape_debug())).clause("codecs 4.1"))
+        }
+        None => Ok(()),
     }
 }
 
@@ -235,6 +243,13 @@ pub trait Codec: Send + Sync + Debug {
 
     /// The columns of a chunk for which [`Codec::estimate`] gave an answer.
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded>;
+
+    /// Whether a chunk of this type may have these columns: what can be judged of a delta without its base. Codecs that do not say
+    /// leave it to [`Codec::decode`].
+    fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
+        let _ = (dtype, names);
+        Ok(())
+    }
 
     /// Fills `out`, which has exactly the chunk's size.
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()>;

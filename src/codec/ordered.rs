@@ -45,6 +45,10 @@ fn exponent_of(dtype: Dtype) -> Option<Exponent> {
     Some(Exponent { shift, mask: (1 << bits) - 1 })
 }
 
+fn exponent_for(dtype: Dtype) -> Result<Exponent> {
+    exponent_of(dtype).ok_or_else(|| Error::corrupt(format!("chunks of {dtype}")).clause("ordered 1"))
+}
+
 /// The last exponent of each class but the last: exponents are joined with their neighbours, rarest first.
 fn choose_bounds(histogram: &Histogram) -> Vec<u8> {
     let mut groups: Vec<(u8, u64)> =
@@ -156,11 +160,16 @@ impl Codec for Ordered {
         Ok(Encoded { uses_base: true, columns: vec![("tokens", code), ("bits", bits)] })
     }
 
+    fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
+        exponent_for(dtype)?;
+        super::are_columns(names.iter().copied(), &["tokens", "bits"])
+    }
+
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         let [code, bits] = columns.exactly(["tokens", "bits"])?;
         let base = columns.base(out.len())?;
         let bad = |message: String, clause: &'static str| Error::corrupt(message).clause(clause);
-        let exponent = exponent_of(columns.dtype).ok_or_else(|| bad(format!("chunks of {}", columns.dtype), "ordered 1"))?;
+        let exponent = exponent_for(columns.dtype)?;
         let width = columns.dtype.unit_bytes();
         let units = out.len() / width;
         let (&count, rest) = code.split_first().ok_or_else(|| bad("no classes".into(), "ordered 3"))?;

@@ -99,6 +99,10 @@ impl Codec for Planes {
         Ok(Encoded { uses_base, columns })
     }
 
+    fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
+        super::are_columns(names.iter().copied(), NAMES.get(..dtype.unit_bytes()).unwrap_or(&NAMES))
+    }
+
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         let width = columns.dtype.unit_bytes();
         let mut codes: Vec<&[u8]> = Vec::with_capacity(width);

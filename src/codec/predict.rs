@@ -36,6 +36,16 @@ const SECOND: &str = "exp_avg_sq";
 const NEEDS_OF_MASTER: &[Need] = &[Need { role: FIRST, base: true }, Need { role: SECOND, base: true }];
 const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
 
+const COLUMNS_OF_STEP: [&str; 3] = ["step", "tokens", "bits"];
+const COLUMNS_OF_MOMENT: [&str; 3] = ["moment", "tokens", "bits"];
+
+fn check_dtype(dtype: Dtype) -> Result<()> {
+    match dtype {
+        Dtype::F32 => Ok(()),
+        _ => Err(Error::corrupt(format!("a prediction of {dtype}")).clause("predict 1")),
+    }
+}
+
 /// What is predicted, and from what.
 #[derive(Clone, Copy)]
 enum Model<'a> {
@@ -293,11 +303,14 @@ impl Codec for Predict {
         Ok(Encoded { uses_base: true, columns })
     }
 
+    fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
+        check_dtype(dtype)?;
+        let columns = if names.first() == Some(&"step") { COLUMNS_OF_STEP } else { COLUMNS_OF_MOMENT };
+        super::are_columns(names.iter().copied(), &columns)
+    }
+
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
-        let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
-        if columns.dtype != Dtype::F32 {
-            return bad(format!("a prediction of {}", columns.dtype), "predict 1");
-        }
+        check_dtype(columns.dtype)?;
         let base = columns.base(out.len())?;
         let of = |role: &str| -> Result<Moments<'_>> {
             let found = moments(Some(columns.partner(role)?));
@@ -305,11 +318,11 @@ impl Codec for Predict {
         };
         let (by, model) = match columns.columns {
             [("step", _), ..] => {
-                let [by, _, _] = columns.exactly(["step", "tokens", "bits"])?;
+                let [by, _, _] = columns.exactly(COLUMNS_OF_STEP)?;
                 (by, Model::Step { first: of(FIRST)?, second: of(SECOND)? })
             }
             _ => {
-                let [by, _, _] = columns.exactly(["moment", "tokens", "bits"])?;
+                let [by, _, _] = columns.exactly(COLUMNS_OF_MOMENT)?;
                 (by, Model::Moment { first: of(FIRST)? })
             }
         };

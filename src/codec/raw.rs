@@ -47,6 +47,10 @@ impl Codec for Raw {
         Ok(Encoded { uses_base: false, columns: vec![("values", chunk.data.to_vec())] })
     }
 
+    fn check_columns(&self, _: Dtype, names: &[&str]) -> Result<()> {
+        super::are_columns(names.iter().copied(), &["values"])
+    }
+
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         let [values] = columns.exactly(["values"])?;
         if values.len() != out.len() {

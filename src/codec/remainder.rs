@@ -49,6 +49,13 @@ fn is_f16(partner: &Partner<'_>) -> Option<bool> {
     }
 }
 
+fn check_dtype(dtype: Dtype) -> Result<()> {
+    match dtype {
+        Dtype::F32 => Ok(()),
+        _ => Err(Error::corrupt(format!("a remainder of {dtype}")).clause("remainder 1")),
+    }
+}
+
 /// Low and high plane.
 fn split(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>; 2] {
     let units = data.len() / 4;
@@ -158,12 +165,15 @@ impl Codec for Remainder {
         Ok(Encoded { uses_base: false, columns })
     }
 
+    fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
+        check_dtype(dtype)?;
+        super::are_columns(names.iter().copied(), &COLUMNS)
+    }
+
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         let [low, high, rounding] = columns.exactly(COLUMNS)?;
         let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
-        if columns.dtype != Dtype::F32 {
-            return bad(format!("a remainder of {}", columns.dtype), "remainder 1");
-        }
+        check_dtype(columns.dtype)?;
         let partner = columns.partner("model")?;
         let Some(f16) = is_f16(partner) else { return bad(format!("a remainder beyond {}", partner.dtype), "remainder 1") };
         let Some((&mode, exceptions)) = rounding.split_first().filter(|(mode, _)| **mode <= TRUNCATED) else {

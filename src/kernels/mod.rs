@@ -16,6 +16,10 @@ pub(crate) enum Level {
 impl Level {
     /// The best of this machine.
     pub(crate) fn best() -> Self {
+        #[cfg(feature = "fuzzing")]
+        if SCALAR_ONLY.get() {
+            return Self::Scalar;
+        }
         static BEST: std::sync::OnceLock<Level> = std::sync::OnceLock::new();
         *BEST.get_or_init(Self::detect)
     }
@@ -56,6 +60,20 @@ impl Level {
         let all = [Self::Scalar];
         all.into_iter().filter(|level| *level <= Self::best()).collect()
     }
+}
+
+#[cfg(feature = "fuzzing")]
+thread_local! {
+    static SCALAR_ONLY: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Runs something with the scalar kernels, on this thread: fuzz targets compare both.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn with_scalar<T>(run: impl FnOnce() -> T) -> T {
+    SCALAR_ONLY.set(true);
+    let result = run();
+    SCALAR_ONLY.set(false);
+    result
 }
 
 /// Compiles one body for every [`Level`] and picks at run time: what the compiler vectorises by itself needs no

@@ -196,7 +196,9 @@ impl Store {
         let mut state = LogState::default();
         // Catalogs first: a commit in between adds to the log what no catalog names, not the reverse.
         let mut catalogs = Catalog::list(self).await?;
-        let mut listed: BTreeSet<String> = self.list("log").await?.into_iter().map(|listed| listed.path).collect();
+        // Objects of other names are none of ours (README 2.2 of the spec).
+        let listed = self.list("log").await?.into_iter().map(|listed| listed.path);
+        let mut listed: BTreeSet<String> = listed.filter(|path| LogEntry::is_path(path)).collect();
         let mut broken = false;
         for sequence in 1..=listed.len() as u64 {
             let path = LogEntry::path_of(sequence);

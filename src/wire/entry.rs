@@ -131,6 +131,12 @@ impl LogEntry {
         format!("log/{sequence:020}.json")
     }
 
+    /// Whether an object with this path is an entry.
+    pub(crate) fn is_path(path: &str) -> bool {
+        let digits = path.strip_prefix("log/").and_then(|name| name.strip_suffix(".json"));
+        digits.and_then(|digits| digits.parse().ok()).is_some_and(|sequence| sequence > 0 && Self::path_of(sequence) == path)
+    }
+
     /// The stored form and its digest.
     pub fn encode(&self) -> Result<(Vec<u8>, Digest)> {
         let bytes = seal::seal(self)?;

@@ -12,6 +12,7 @@ use tensorcask::wire::{DirectoryTensor, HEADER_BYTES, Header};
 use tensorcask::{At, Error, Limits, Result};
 
 use crate::cask::{self, CaskBlob, CaskTensor};
+use crate::hex::{self, Region};
 use crate::output::Outcome;
 use crate::parse;
 use crate::text::{Text, human_bytes, human_shape};
@@ -21,7 +22,7 @@ use crate::text::{Text, human_bytes, human_shape};
 
 Example:
   tensorcask inspect runs/a --step 1000 --tensor model.wte.weight
-  tensorcask inspect runs/a/casks/6f0c52d1b4a94b0c8e2d7a915f3e6c08.cask")]
+  tensorcask inspect runs/a/casks/6f0c52d1b4a94b0c8e2d7a915f3e6c08.cask --hex")]
 pub(crate) struct Args {
     /// Path or URL of a store, or path of a cask file
     #[arg(value_name = "STORE|FILE.cask")]
@@ -32,12 +33,21 @@ pub(crate) struct Args {
     /// Only this tensor
     #[arg(long, value_name = "NAME")]
     tensor: Option<String>,
+    /// Say of each byte of a cask file what it is
+    #[arg(long, conflicts_with_all = ["step", "tensor"])]
+    hex: bool,
 }
 
 #[derive(Debug, Serialize)]
 struct FileReport<'a> {
     file: &'a str,
     cask: CaskReport,
+}
+
+#[derive(Debug, Serialize)]
+struct HexReport<'a> {
+    file: &'a str,
+    regions: Vec<Region>,
 }
 
 #[derive(Debug, Serialize)]
@@ -76,7 +86,13 @@ struct CaskReport {
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let path = Path::new(&args.object);
     if !path.is_file() {
-        return inspect_store(args);
+        return match args.hex {
+            true => Err(Error::invalid("--hex goes with a cask file").object(&args.object)),
+            false => inspect_store(args),
+        };
+    }
+    if args.hex {
+        return dump(args, path).map_err(|e| e.object(&args.object));
     }
     if args.step.is_some() {
         return Err(Error::invalid("a cask file has no steps: --step goes with a store").object(&args.object));
@@ -89,6 +105,23 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let mut text = Text::default();
     cask.describe(&mut text);
     Outcome::new(&FileReport { file: &args.object, cask }, text)
+}
+
+/// Every byte of a cask file.
+fn dump(args: &Args, path: &Path) -> Result<Outcome> {
+    let index = read_index(path)?;
+    let io = |e| Error::io(path.display().to_string(), e);
+    let mut file = File::open(path).map_err(io)?;
+    let mut read = |range: Range<u64>| {
+        let mut bytes = Vec::new();
+        let length = range.end.saturating_sub(range.start);
+        file.seek(SeekFrom::Start(range.start)).and_then(|_| Read::by_ref(&mut file).take(length).read_to_end(&mut bytes)).map_err(io)?;
+        Ok(bytes)
+    };
+    let regions = hex::regions(&index, &mut read)?;
+    let mut text = Text::default();
+    hex::describe(&regions, &mut text);
+    Outcome::new(&HexReport { file: &args.object, regions }, text)
 }
 
 fn inspect_store(args: &Args) -> Result<Outcome> {

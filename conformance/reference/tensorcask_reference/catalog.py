@@ -1,5 +1,6 @@
 """Catalogs (log 6): what they say must follow from the log. Needs pyarrow; without it they are passed over."""
 
+import importlib.util
 import io
 import json
 import re
@@ -13,12 +14,6 @@ from .errors import LIMITS, Reject, corrupt
 from .log import State
 from .sealed import parse, read_object
 
-try:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-except ImportError:
-    pq = None
-
 NAME = re.compile(r"([0-9]{20})-([0-9a-f]{64})\.parquet")
 U64, TEXT, BOOL, F64 = "uint64", "string", "bool", "double"
 TYPES = {
@@ -30,7 +25,7 @@ TYPES = {
 def find_catalogs(root: Path) -> dict[int, list[Path]]:
     """Catalogs by sequence (log 6.1); objects with other names are none."""
     found: dict[int, list[Path]] = {}
-    if pq is not None and (root / "catalog").is_dir():
+    if (root / "catalog").is_dir() and importlib.util.find_spec("pyarrow") is not None:
         for path in sorted((root / "catalog").iterdir()):
             if match := NAME.fullmatch(path.name):
                 found.setdefault(int(match[1]), []).append(path)
@@ -39,6 +34,10 @@ def find_catalogs(root: Path) -> dict[int, list[Path]]:
 
 def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """Keys and rows; None if the catalog is damaged, and so skipped (log 6.2, 6.3)."""
+    # Only now: it takes longer to load than most stores to read.
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     sequence, digest = NAME.fullmatch(path.name).groups()
     try:
         data = read_object(path, "max_catalog_bytes", "log 6.2")

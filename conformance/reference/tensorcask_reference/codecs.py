@@ -66,8 +66,6 @@ LAST_TOKEN = {1: 47, 2: 111, 4: 239}
 
 def _ordered(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
     assert base is not None
-    if dtype.name not in EXPONENTS:
-        raise corrupt("ordered 1", f"tc.ordered in a chunk of {dtype.name}")
     bits, width = 8 * dtype.unit, f"<u{dtype.unit}"
     units = base.view(width).astype(np.int64)
     tokens = _tokens(dtype, columns[0], units)
@@ -174,11 +172,14 @@ class Codec:
     needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """by role of the tensor, the roles of its partners (codecs 5); in deltas of the parent, too"""
     other_columns: tuple[str, ...] = ()
+    dtypes: frozenset[str] | None = None
 
     def check(self, name: str, kind: str, dtype: Dtype, columns: list[str]) -> None:
         """What can be judged without bytes and base."""
         if kind not in self.kinds:
             raise corrupt("codecs 3", f"{name} in a chunk of kind {kind}")
+        if self.dtypes is not None and dtype.name not in self.dtypes:
+            raise corrupt(f"{name.removeprefix('tc.')} 1", f"{name} in a chunk of {dtype.name}")
         if tuple(columns) not in (self.columns[:dtype.unit if self.column_per_byte else None], self.other_columns or None):
             raise corrupt("codecs 4.1", f"columns {columns} of {name}")
 
@@ -194,11 +195,13 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.constant", 1): Codec(frozenset({"absolute"}), ("values",), _constant),
     ("tc.bitmask", 1): Codec(frozenset({"delta"}), ("mask", "values"), _bitmask),
     ("tc.planes", 1): Codec(frozenset({"absolute", "delta"}), tuple(f"plane{k}" for k in range(8)), _planes, True),
-    ("tc.ordered", 1): Codec(frozenset({"delta"}), ("tokens", "bits"), _ordered),
-    ("tc.remainder", 1): Codec(frozenset({"absolute"}), ("low", "high", "rounding"), _remainder, needs={"master": ("model",)}),
+    ("tc.ordered", 1): Codec(frozenset({"delta"}), ("tokens", "bits"), _ordered, dtypes=frozenset(EXPONENTS)),
+    ("tc.remainder", 1): Codec(
+        frozenset({"absolute"}), ("low", "high", "rounding"), _remainder, needs={"master": ("model",)}, dtypes=frozenset({"f32"}),
+    ),
     ("tc.predict", 1): Codec(
         frozenset({"delta"}), ("step", "tokens", "bits"), _predict, other_columns=("moment", "tokens", "bits"),
-        needs={"master": ("exp_avg", "exp_avg_sq"), "exp_avg_sq": ("exp_avg",)},
+        needs={"master": ("exp_avg", "exp_avg_sq"), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
     ),
 }
 

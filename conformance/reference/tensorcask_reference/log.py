@@ -107,7 +107,7 @@ class State:
             self.known(parent)
         if parent not in (None, record.parent):
             raise corrupt("log 3.5", f"snapshot {record.id} never had the parent {parent}")
-        if (roles := event.get("roles")) is not None:
+        if (roles := event["roles"]) is not None:
             if not roles or any(a >= b for a, b in zip(roles, roles[1:])) or not set(roles) <= set(record.roles or roles):
                 raise corrupt("log 3.6", f"snapshot {record.id} cannot have the roles {roles}")
             record.roles = roles

@@ -17,7 +17,7 @@ const PARTS: usize = 11;
 const EXTENSIONS: usize = 12;
 
 fn reject(name: &'static str, clause: &'static str, kind: &'static str, why: &'static str, file: Vec<u8>) -> Sketch {
-    Sketch { name, clause, why, input: Input::Cask(file), outcome: Outcome::Reject(kind) }
+    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: Input::Cask(file), outcome: Outcome::Reject(kind) }
 }
 
 /// The sample after an edit of its draft.

@@ -1,9 +1,14 @@
 //! Writes the cases, always the same bytes: ids and times are fixed, and nothing is asked of the library.
 
 mod casks;
+mod coded;
 mod forge;
+mod gaps;
 mod invalid_casks;
 mod invalid_stores;
+mod lenient;
+mod maintained;
+mod released;
 mod stores;
 mod writer;
 
@@ -29,14 +34,16 @@ pub(crate) enum Outcome {
     Accept(Value),
     /// The kind of the error.
     Reject(&'static str),
+    /// The spec leaves it to the reader: what one finds that accepts, the kind of the error of one that does not.
+    Either(Value, &'static str),
 }
 
 /// A case to write.
 pub(crate) struct Sketch {
     /// `<area>/<case>`.
-    pub name: &'static str,
-    pub clause: &'static str,
-    pub why: &'static str,
+    pub name: String,
+    pub clause: String,
+    pub why: String,
     pub input: Input,
     pub outcome: Outcome,
 }
@@ -46,7 +53,11 @@ pub(crate) fn write(cases: &Path) -> Result<(), Failure> {
     let wanted = files()?;
     if cases.exists() {
         for path in files_of(cases)?.into_keys().filter(|path| !wanted.contains_key(path)) {
-            std::fs::remove_file(cases.join(path))?;
+            let path = cases.join(path);
+            std::fs::remove_file(&path)?;
+            // With its folders, as far as they are empty.
+            let folders = path.ancestors().skip(1).take_while(|folder| *folder != cases);
+            let _ = folders.map(std::fs::remove_dir).find(Result::is_err);
         }
     }
     for (path, bytes) in &wanted {
@@ -59,8 +70,13 @@ pub(crate) fn write(cases: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether the cases are what [`write`] would write.
-pub(crate) fn check(cases: &Path) -> Result<bool, Failure> {
+/// Lists the cases that no version of the spec was released with as those of this one.
+pub(crate) fn release(list: &Path, version: &str) -> Result<(), Failure> {
+    released::add(list, &files()?, version)
+}
+
+/// Whether the cases are what [`write`] would write, and what was released.
+pub(crate) fn check(cases: &Path, list: &Path) -> Result<bool, Failure> {
     let wanted = files()?;
     let found = files_of(cases)?;
     let mut same = true;
@@ -75,6 +91,10 @@ pub(crate) fn check(cases: &Path) -> Result<bool, Failure> {
         crate::complain(&format!("{path}: {message}"));
         same = false;
     }
+    for complaint in released::complaints(list, &wanted)? {
+        crate::complain(&complaint);
+        same = false;
+    }
     Ok(same)
 }
 
@@ -82,13 +102,17 @@ pub(crate) fn check(cases: &Path) -> Result<bool, Failure> {
 fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
     let mut files = BTreeMap::new();
     let mut sketches = casks::cases();
+    sketches.extend(coded::cases()?);
     sketches.extend(stores::cases()?);
+    sketches.extend(maintained::cases()?);
+    sketches.extend(gaps::cases()?);
     sketches.extend(invalid_casks::cases());
     sketches.extend(invalid_stores::cases()?);
     for Sketch { name, clause, why, input, outcome } in sketches {
         let (folder, expect, kind) = match &outcome {
             Outcome::Accept(_) => ("valid", Expect::Accept, None),
             Outcome::Reject(kind) => ("invalid", Expect::Reject, Some(*kind)),
+            Outcome::Either(_, kind) => ("either", Expect::Either, Some(*kind)),
         };
         let folder = format!("{folder}/{name}");
         let digest = match &input {
@@ -102,7 +126,7 @@ fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
             Some(_) => Err(format!("two cases write {folder}/{path}")),
         };
         add("case.toml".into(), description.into_bytes())?;
-        if let Outcome::Accept(expected) = outcome {
+        if let Outcome::Accept(expected) | Outcome::Either(expected, _) = outcome {
             add("expected.json".into(), format!("{:#}\n", sorted(&expected)).into_bytes())?;
         }
         match input {

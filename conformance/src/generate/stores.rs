@@ -32,9 +32,9 @@ pub(crate) fn base_and_delta() -> Result<Store, Failure> {
 
 pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     let mut cases = Vec::new();
-    let mut accept = |name, clause, why, store: Store| {
+    let mut accept = |name: &str, clause: &str, why: &str, store: Store| {
         let outcome = Outcome::Accept(store.expected());
-        cases.push(Sketch { name, clause, why, input: store.input(), outcome });
+        cases.push(Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome });
     };
 
     let mut store = Store::new()?;
@@ -108,10 +108,10 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
             Part { offset: vec![rows[0], 0], shape: vec![rows[1], 2], slot: 2, data: data[split..].to_vec() },
         ];
         let empty = Part { offset: vec![0, 0], shape: vec![0, 7], slot: 2, data: vec![] };
-        let tied = Entry { name: "tied", dtype: U8, shape: vec![6, 2], role: "model", alias_of: Some(1), parts: vec![] };
+        let tied = Entry { name: "tied".into(), dtype: U8, shape: vec![6, 2], role: "model", alias_of: Some(1), parts: vec![] };
         vec![
-            Entry { name: "empty", dtype: F32, shape: vec![0, 7], role: "model", alias_of: None, parts: vec![empty] },
-            Entry { name: "split", dtype: U8, shape: vec![6, 2], role: "model", alias_of: None, parts },
+            Entry { name: "empty".into(), dtype: F32, shape: vec![0, 7], role: "model", alias_of: None, parts: vec![empty] },
+            Entry { name: "split".into(), dtype: U8, shape: vec![6, 2], role: "model", alias_of: None, parts },
             tied,
         ]
     };

@@ -24,7 +24,7 @@ pub(crate) struct Part {
 /// A tensor of a state.
 #[derive(Debug, Clone)]
 pub(crate) struct Entry {
-    pub name: &'static str,
+    pub name: String,
     pub dtype: u8,
     pub shape: Vec<u64>,
     pub role: &'static str,
@@ -35,10 +35,10 @@ pub(crate) struct Entry {
 
 impl Entry {
     /// A whole tensor of rank 0.
-    pub(crate) fn whole(name: &'static str, dtype: u8, shape: &[u64], role: &'static str, data: &[u8]) -> Self {
+    pub(crate) fn whole(name: &str, dtype: u8, shape: &[u64], role: &'static str, data: &[u8]) -> Self {
         let slot = if role == "model" { 0 } else { 1 };
         let part = Part { offset: vec![0; shape.len()], shape: shape.to_vec(), slot, data: data.to_vec() };
-        Self { name, dtype, shape: shape.to_vec(), role, alias_of: None, parts: vec![part] }
+        Self { name: name.to_owned(), dtype, shape: shape.to_vec(), role, alias_of: None, parts: vec![part] }
     }
 }
 
@@ -73,7 +73,7 @@ impl State {
                     "dtype": DTYPES[usize::from(entry.dtype) - 1].0, "shape": entry.shape, "role": entry.role, "param": entry.name,
                     "sha256": hex(&Sha256::digest(data)),
                 });
-                (entry.name.to_owned(), value)
+                (entry.name.clone(), value)
             })
             .collect();
         let blobs: Vec<Value> = self
@@ -90,11 +90,11 @@ impl State {
             .entries
             .iter()
             .map(|entry| Listed {
-                name: entry.name.into(),
+                name: entry.name.clone(),
                 dtype: entry.dtype,
                 shape: entry.shape.clone(),
                 role: entry.role.into(),
-                param: entry.name.into(),
+                param: entry.name.clone(),
                 alias_of: entry.alias_of,
                 shards: entry.parts.iter().map(|part| (part.offset.clone(), part.shape.clone(), part.slot)).collect(),
             })
@@ -111,10 +111,10 @@ impl State {
                 bytes.extend(forge::u32s([text.len() as u32]));
                 bytes.extend_from_slice(text.as_bytes());
             };
-            text(bytes, entry.name);
+            text(bytes, &entry.name);
             if let Some(alias) = entry.alias_of {
                 bytes.push(0);
-                text(bytes, self.entries[alias as usize].name);
+                text(bytes, &self.entries[alias as usize].name);
                 continue;
             }
             bytes.push(entry.dtype);
@@ -137,7 +137,7 @@ fn chunks_of(dtype: u8, part: &Part) -> impl Iterator<Item = &[u8]> {
 }
 
 /// Bytes of the unit that codecs compare.
-fn unit(dtype: u8) -> usize {
+pub(crate) fn unit(dtype: u8) -> usize {
     match DTYPES[usize::from(dtype) - 1] {
         ("c64", _) => 4,
         ("c128", _) => 8,
@@ -251,6 +251,8 @@ pub(crate) struct Store {
     /// Live steps and what a reader says of them.
     expected: BTreeMap<u64, Value>,
     latest: Option<u64>,
+    /// How many snapshots got another manifest.
+    compacted: u8,
 }
 
 const WRITER: u8 = 0x5e;
@@ -266,6 +268,7 @@ impl Store {
             states: BTreeMap::new(),
             expected: BTreeMap::new(),
             latest: None,
+            compacted: 0,
         };
         let file =
             json!({ "format": "tensorcask-store", "version": "1.0", "must_understand": [], "may_ignore": [], "run": hex(&id(0x40)) });
@@ -308,11 +311,22 @@ impl Store {
 
     /// What a save of a state writes: a base, or a delta on the snapshot of a step that was saved before.
     pub(crate) fn draft(&mut self, state: State, parent: Option<u64>) -> Unsealed {
+        self.latest = Some(state.step);
+        self.draft_of(state, parent, 0)
+    }
+
+    /// What a compaction of a snapshot writes: the state anew, in casks of other names.
+    pub(crate) fn redraft(&mut self, state: State, parent: Option<u64>) -> Unsealed {
+        self.compacted += 1;
+        self.draft_of(state, parent, self.compacted)
+    }
+
+    fn draft_of(&mut self, state: State, parent: Option<u64>, compacted: u8) -> Unsealed {
         let parent = parent.and_then(|step| self.states.get(&step));
         let mut casks: BTreeMap<u32, Cask> = BTreeMap::new();
         let cask_id = |slot: u32| {
             let mut id = state.id;
-            (id[14], id[15]) = (0xca, slot as u8);
+            (id[13], id[14], id[15]) = (id[13] ^ compacted, 0xca, slot as u8);
             id
         };
         for entry in &state.entries {
@@ -329,7 +343,7 @@ impl Store {
                 shards.entry(part.slot).or_default().push(shard);
             }
             for (slot, shards) in shards {
-                let tensor = forge::Tensor { name: entry.name.into(), dtype: entry.dtype, shape: entry.shape.clone(), shards };
+                let tensor = forge::Tensor { name: entry.name.clone(), dtype: entry.dtype, shape: entry.shape.clone(), shards };
                 casks.entry(slot).or_insert_with(|| Cask::new(cask_id(slot), vec![])).tensors.push(tensor);
             }
         }
@@ -359,7 +373,6 @@ impl Store {
         };
         let unsealed = Unsealed { step: state.step, casks: casks.into_iter().collect(), directory: state.directory(), manifest };
         self.expected.insert(state.step, state.expected());
-        self.latest = Some(state.step);
         self.states.insert(state.step, state);
         unsealed
     }
@@ -389,6 +402,74 @@ impl Store {
         edit_event(&mut event);
         self.objects.insert(format!("snapshots/{step}-{id}.json"), bytes);
         self.append(event)
+    }
+
+    /// Puts the objects of a compacted snapshot, and commits them after an edit of the entry's event.
+    pub(crate) fn commit_compacted(
+        &mut self,
+        snapshot: Sealed,
+        roles: Option<&[&str]>,
+        edit_event: impl Fn(&mut Value),
+    ) -> Result<(), Failure> {
+        let Sealed { step, casks, directory, manifest } = snapshot;
+        for (id, bytes) in casks {
+            self.objects.insert(format!("casks/{id}.cask"), bytes);
+        }
+        self.objects.insert(format!("directories/{}", hex(&Sha256::digest(&directory))), directory);
+        let (id, parent) = (self.id_of(step), manifest.parent.as_ref().map(|parent| parent.snapshot.clone()));
+        let bytes = seal(&serde_json::to_string(&manifest)?);
+        let digest = digest_of(&bytes);
+        let mut event = json!({ "kind": "compacted", "snapshot": id, "parent": parent, "manifest": digest, "roles": roles });
+        edit_event(&mut event);
+        self.objects.insert(format!("snapshots/{step}-{id}-{digest}.json"), bytes);
+        self.append(event)
+    }
+
+    /// Compacts a snapshot as it should be: into a base, or with the parent that it has.
+    pub(crate) fn compact(&mut self, step: u64, parent: Option<u64>) -> Result<(), Failure> {
+        let state = self.states.get(&step).ok_or("a step that was not saved")?.clone();
+        let snapshot = self.redraft(state, parent);
+        self.commit_compacted(snapshot.seal(), None, |_| {})
+    }
+
+    /// Drops all roles of a base but these.
+    pub(crate) fn reduce(&mut self, step: u64, roles: &[&str]) -> Result<(), Failure> {
+        self.reduce_with(step, roles, |_| {})
+    }
+
+    /// Drops roles, after an edit of the entry's event.
+    pub(crate) fn reduce_with(&mut self, step: u64, roles: &[&str], edit_event: impl Fn(&mut Value)) -> Result<(), Failure> {
+        let mut state = self.states.get(&step).ok_or("a step that was not saved")?.clone();
+        state.entries.retain(|entry| roles.contains(&entry.role));
+        let snapshot = self.redraft(state, None);
+        self.commit_compacted(snapshot.seal(), Some(roles), edit_event)
+    }
+
+    /// Forgets steps.
+    pub(crate) fn forget(&mut self, steps: &[u64], latest: u64) -> Result<(), Failure> {
+        let ids: Vec<String> = steps.iter().map(|&step| self.id_of(step)).collect();
+        steps.iter().for_each(|&step| self.drop_expected(step, latest));
+        self.append(json!({ "kind": "forgotten", "snapshots": ids }))
+    }
+
+    /// Gives up steps, and deletes what only they needed.
+    pub(crate) fn collect(&mut self, steps: &[u64]) -> Result<(), Failure> {
+        let ids: Vec<String> = steps.iter().map(|&step| self.id_of(step)).collect();
+        for id in &ids {
+            self.objects.retain(|path, _| !(path.starts_with("snapshots/") && path.contains(id.as_str())));
+            self.objects.retain(|path, _| !path.starts_with(&format!("casks/{}", &id[..26])));
+        }
+        self.append(json!({ "kind": "collecting", "snapshots": ids }))
+    }
+
+    /// Deletes the objects whose path holds a text.
+    pub(crate) fn delete(&mut self, text: &str) {
+        self.objects.retain(|path, _| !path.contains(text));
+    }
+
+    /// The latest step that a reader finds, where it is not the last saved.
+    pub(crate) fn set_latest(&mut self, latest: Option<u64>) {
+        self.latest = latest;
     }
 
     /// Saves a state as it should be.

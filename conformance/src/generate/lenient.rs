@@ -1,0 +1,203 @@
+//! Decodes planes and `tc.ordered` without a check: what a reader makes of columns if it forgets one. So the decoded checksum of an
+//! invalid case is what such a reader gets, and nothing but the check that it lacks rejects the case.
+#![allow(clippy::little_endian_bytes, reason = "a second implementation of the byte layouts")]
+
+use std::collections::BTreeMap;
+
+/// Takes from the front; zeros after the end.
+struct Source<'a>(&'a [u8]);
+
+impl<'a> Source<'a> {
+    fn take(&mut self, bytes: usize) -> &'a [u8] {
+        let (taken, rest) = self.0.split_at(bytes.min(self.0.len()));
+        self.0 = rest;
+        taken
+    }
+
+    fn number(&mut self, bytes: usize) -> u32 {
+        self.take(bytes).iter().rev().fold(0, |value, &byte| value << 8 | u32::from(byte))
+    }
+
+    fn byte(&mut self) -> u8 {
+        self.number(1) as u8
+    }
+}
+
+/// Bits of a column, the least significant of each byte first.
+fn bit(data: &[u8], at: usize) -> u32 {
+    data.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1))
+}
+
+/// By length and code, the symbol (entropy 5.2).
+type Huffman = BTreeMap<(u32, u32), u8>;
+
+fn huffman_table(source: &mut Source<'_>) -> Huffman {
+    let (first, last) = (source.byte(), source.byte());
+    let symbols: Vec<u8> = (first..=last).collect();
+    let halves: Vec<u8> = source.take(symbols.len().div_ceil(2)).iter().flat_map(|byte| [byte & 15, byte >> 4]).collect();
+    let mut table = Huffman::new();
+    let mut code = 0;
+    for length in 1..=15 {
+        for (&symbol, _) in symbols.iter().zip(&halves).filter(|(_, of)| **of == length) {
+            table.insert((length.into(), code), symbol);
+            code += 1;
+        }
+        code *= 2;
+    }
+    table
+}
+
+fn huffman_block(source: &mut Source<'_>, table: &Huffman, count: usize) -> Vec<u8> {
+    let sizes: Vec<u32> = (0..4).map(|_| source.number(4)).collect();
+    let quarter = count.div_ceil(4);
+    let mut out = Vec::new();
+    for (i, &size) in sizes.iter().enumerate() {
+        let stream = source.take(size as usize);
+        let mut at = 0;
+        for _ in (i * quarter).min(count)..((i + 1) * quarter).min(count) {
+            let (mut length, mut code) = (0, 0);
+            let symbol = loop {
+                code = code << 1 | bit(stream, at);
+                (length, at) = (length + 1, at + 1);
+                match table.get(&(length, code)) {
+                    Some(&symbol) => break symbol,
+                    None if length > 15 => break 0,
+                    None => {}
+                }
+            };
+            out.push(symbol);
+        }
+    }
+    out
+}
+
+/// Symbol, frequency, and distance from its start, of each slot (entropy 7.2).
+type Rans = Vec<(u8, u32, u32)>;
+
+fn rans_table(source: &mut Source<'_>) -> Rans {
+    let (first, last) = (source.byte(), source.byte());
+    let mut slots = Rans::new();
+    for symbol in first..=last {
+        let low = u32::from(source.byte());
+        let frequency = if low < 128 { low } else { low - 128 + 128 * u32::from(source.byte()) };
+        slots.extend((0..frequency).map(|i| (symbol, frequency, i)));
+    }
+    slots
+}
+
+fn rans_block(source: &mut Source<'_>, slots: &Rans, count: usize) -> Vec<u8> {
+    let bytes = source.number(4) as usize;
+    let mut states: Vec<u32> = (0..16).map(|_| source.number(4)).collect();
+    let mut words = Source(source.take(bytes));
+    let mut out = Vec::new();
+    for i in 0..count {
+        let state = &mut states[i % 16];
+        let (symbol, frequency, beyond) = slots.get((*state % 4096) as usize).copied().unwrap_or_default();
+        *state = frequency.wrapping_mul(*state / 4096).wrapping_add(beyond);
+        if *state < 1 << 15 {
+            *state = *state << 16 | words.number(2);
+        }
+        out.push(symbol);
+    }
+    out
+}
+
+fn runs(source: &mut Source<'_>, count: usize) -> Vec<u8> {
+    let mut out = Vec::new();
+    while out.len() < count {
+        let symbol = source.byte();
+        let (mut length, mut shift) = (1usize, 0);
+        loop {
+            let byte = source.byte();
+            length += usize::from(byte & 127) << shift;
+            shift += 7;
+            if byte < 128 || shift > 28 {
+                break;
+            }
+        }
+        out.resize((out.len() + length).min(count), symbol);
+    }
+    out
+}
+
+/// The symbols of a plane.
+pub(crate) fn plane(data: &[u8], count: usize) -> Vec<u8> {
+    let mut source = Source(data);
+    let block = 1usize << source.byte().min(20);
+    let (mut huffman, mut rans) = (Huffman::new(), Rans::new());
+    let mut out = Vec::new();
+    while out.len() < count {
+        let now = block.min(count - out.len());
+        let kind = source.byte();
+        match kind {
+            3 => huffman = huffman_table(&mut source),
+            5 => rans = rans_table(&mut source),
+            _ => {}
+        }
+        let mut symbols = match kind {
+            1 => vec![source.byte(); now],
+            2 => runs(&mut source, now),
+            3 | 4 => huffman_block(&mut source, &huffman, now),
+            5 | 6 => rans_block(&mut source, &rans, now),
+            _ => source.take(now).to_vec(),
+        };
+        symbols.resize(now, 0);
+        out.extend(symbols);
+    }
+    out
+}
+
+/// A chunk of `tc.planes` (planes 3): of units of `width` bytes, rotated or not.
+pub(crate) fn planes(columns: &[&[u8]], units: usize, width: usize, rotated: bool, base: Option<&[u8]>) -> Vec<u8> {
+    let planes: Vec<Vec<u8>> = (0..width).map(|k| plane(columns.get(k).copied().unwrap_or_default(), units)).collect();
+    let mut out = Vec::new();
+    for i in 0..units {
+        let t = planes.iter().rev().fold(0u64, |t, plane| t << 8 | u64::from(plane[i]));
+        let u = if rotated { t >> 1 | (t & 1) << (8 * width - 1) } else { t };
+        out.extend_from_slice(&u.to_le_bytes()[..width]);
+    }
+    base.into_iter().for_each(|base| out.iter_mut().zip(base).for_each(|(byte, old)| *byte ^= old));
+    out
+}
+
+/// A chunk of `tc.ordered` (ordered 5), whose exponent is `bits` bits from bit `shift` on.
+pub(crate) fn ordered(tokens: &[u8], bits: &[u8], base: &[u8], width: usize, (shift, exponent_bits): (u32, u32)) -> Vec<u8> {
+    let units: Vec<u64> = base.chunks(width).map(|unit| unit.iter().rev().fold(0, |u, &byte| u << 8 | u64::from(byte))).collect();
+    let mut source = Source(tokens);
+    let count = source.byte() as usize;
+    let bounds = source.take(count);
+    let lengths: Vec<u32> = (0..=count).map(|_| source.number(4)).collect();
+    let class = |unit: u64| {
+        let exponent = unit >> shift & ((1 << exponent_bits) - 1);
+        bounds.iter().filter(|&&bound| u64::from(bound) < exponent).count()
+    };
+    let mut planes: Vec<std::vec::IntoIter<u8>> = lengths
+        .iter()
+        .enumerate()
+        .map(|(number, &length)| {
+            let members = units.iter().filter(|&&unit| class(unit) == number).count();
+            plane(source.take(length as usize), members).into_iter()
+        })
+        .collect();
+    let (half, mask) = (1u64 << (8 * width - 1), u64::MAX >> (64 - 8 * width));
+    let mut at = 0;
+    let mut out = Vec::new();
+    for &unit in &units {
+        let token = u64::from(planes.get_mut(class(unit)).and_then(Iterator::next).unwrap_or_default());
+        let mut z = token;
+        if token >= 16 {
+            let extra = (token - 16) / 8 + 1;
+            z = (8 + (token - 16) % 8) << extra;
+            for i in 0..extra {
+                z |= u64::from(bit(bits, at)) << i;
+                at += 1;
+            }
+        }
+        let d = if z % 2 == 0 { z / 2 } else { (z / 2 + 1).wrapping_neg() };
+        let o = if unit < half { unit + half } else { mask - unit };
+        let v = o.wrapping_add(d) & mask;
+        let u = if v >= half { v - half } else { mask - v };
+        out.extend_from_slice(&u.to_le_bytes()[..width]);
+    }
+    out
+}

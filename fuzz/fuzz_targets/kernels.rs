@@ -1,0 +1,29 @@
+//! Codecs with the kernels of this machine against the scalar ones: the same columns, the same estimate, and they decode to the chunk.
+#![no_main]
+
+use bytes::Bytes;
+use libfuzzer_sys::fuzz_target;
+use tensorcask::codec::{Chunk, Columns, Registry};
+use tensorcask_fuzz::Elements;
+
+fuzz_target!(|data: &[u8]| {
+    let Some(Elements { dtype, element_count, data, base }) = Elements::parse(data) else { return };
+    for codec in Registry::default().iter() {
+        let chunk = Chunk { dtype, element_count, role: "model", data: &data, base: base.as_deref() };
+        let estimate = codec.estimate(&chunk);
+        assert_eq!(estimate, tensorcask::with_scalar_kernels(|| codec.estimate(&chunk)), "{}", codec.id());
+        if estimate.is_none() {
+            continue;
+        }
+        let encoded = codec.encode(&chunk).unwrap();
+        assert_eq!(encoded, tensorcask::with_scalar_kernels(|| codec.encode(&chunk)).unwrap(), "{}", codec.id());
+        let columns: Vec<(&str, Bytes)> = encoded.columns.into_iter().map(|(name, bytes)| (name, Bytes::from(bytes))).collect();
+        let columns = Columns { dtype, element_count, columns: &columns, base: base.as_deref().filter(|_| encoded.uses_base) };
+        let mut out = vec![0; data.len()];
+        codec.decode(&columns, &mut out).unwrap();
+        assert_eq!(out, data, "{}", codec.id());
+        out.fill(0);
+        tensorcask::with_scalar_kernels(|| codec.decode(&columns, &mut out)).unwrap();
+        assert_eq!(out, data, "{}", codec.id());
+    }
+});
