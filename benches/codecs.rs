@@ -7,7 +7,8 @@ mod common;
 use bytes::Bytes;
 use common::{Arguments, Memcpy, Owned, Table, alternate, report, seconds, synthetic};
 use serde_json::json;
-use tensorcask::codec::{Chunk, Codec, Columns, Registry};
+use tensorcask::codec::{Chunk, Codec, Columns, Partner, Registry};
+use tensorcask::infer_role;
 
 /// Elements of a chunk at most, as in the chunk grid.
 const CHUNK: usize = 1 << 18;
@@ -30,34 +31,67 @@ fn main() {
         ("f32 exp_avg_sq, one step", Some(1000), 1001, "optimizer.exp_avg_sq."),
     ] {
         let file = |step: u32| arguments.data().join(format!("step-{step}.safetensors"));
-        let names = |tensor: &Owned| tensor.name.starts_with(role) && tensor.shape.len() > 1;
-        let state: Vec<Owned> = synthetic(bytes, &file(to)).into_iter().filter(names).collect();
-        let base: Option<Vec<Owned>> = from.map(|step| synthetic(bytes, &file(step)).into_iter().filter(names).collect());
-        let base_of = |name: &str| Some(base.as_ref()?.iter().find(|tensor| tensor.name == name)?.data.as_slice());
-        let mut chunks: Vec<Chunk<'_>> = Vec::new();
-        for tensor in &state {
-            let (width, base) = (tensor.dtype.unit_bytes(), base_of(&tensor.name));
+        let whole =
+            |step: u32| -> Vec<Owned> { synthetic(bytes, &file(step)).into_iter().filter(|tensor| tensor.shape.len() > 1).collect() };
+        let state = whole(to);
+        let base: Option<Vec<Owned>> = from.map(whole);
+        let in_base = |name: &str| base.as_ref().and_then(|base| base.iter().find(|tensor| tensor.name == name));
+        // What codecs may ask for beside a tensor: the others of its parameter, by role.
+        let partner_of = |tensor: &Owned, role: &str| {
+            let param = infer_role(&tensor.name).param;
+            let fits = |other: &&Owned| {
+                let guess = infer_role(&other.name);
+                guess.role == role && guess.param == param && other.shape == tensor.shape
+            };
+            state.iter().find(fits)
+        };
+        let mut places = Vec::new();
+        for tensor in state.iter().filter(|tensor| tensor.name.starts_with(role)) {
+            let base = in_base(&tensor.name).map(|base| base.data.as_slice());
             if from.is_some() && base.is_none() {
                 // Files of another size are tiled to another number of layers.
                 continue;
             }
-            for (i, data) in tensor.data.chunks(CHUNK * width).enumerate() {
-                let base = base.map(|base| &base[i * CHUNK * width..][..data.len()]);
-                chunks.push(Chunk {
-                    dtype: tensor.dtype,
-                    element_count: (data.len() / width) as u64,
-                    role: "model",
-                    data,
-                    base,
-                    partners: &[],
-                });
-            }
+            let partners: Vec<(&str, &Owned)> =
+                ["model", "exp_avg", "exp_avg_sq"].into_iter().filter_map(|role| Some((role, partner_of(tensor, role)?))).collect();
+            let count = tensor.data.len() / tensor.dtype.unit_bytes();
+            places.extend((0..count.div_ceil(CHUNK)).map(|at| (tensor, base, partners.clone(), at * CHUNK..count.min((at + 1) * CHUNK))));
         }
+        let cut =
+            |data: &'_ [u8], width: usize, range: &std::ops::Range<usize>| -> &'_ [u8] { &data[range.start * width..range.end * width] };
+        let partners: Vec<Vec<Partner<'_>>> = places
+            .iter()
+            .map(|(_, _, partners, range)| {
+                let borrow = |(role, tensor): &(&'static str, &'_ Owned)| {
+                    let width = tensor.dtype.unit_bytes();
+                    let before = in_base(&tensor.name).map(|base| cut(&base.data, width, range));
+                    Partner { role, dtype: tensor.dtype, data: cut(&tensor.data, width, range), base: before }
+                };
+                partners.iter().map(borrow).collect()
+            })
+            .collect();
+        let roles: Vec<String> = places.iter().map(|(tensor, ..)| infer_role(&tensor.name).role).collect();
+        let chunks: Vec<Chunk<'_>> = places
+            .iter()
+            .zip(&partners)
+            .zip(&roles)
+            .map(|(((tensor, base, _, range), partners), role)| {
+                let width = tensor.dtype.unit_bytes();
+                Chunk {
+                    dtype: tensor.dtype,
+                    element_count: range.len() as u64,
+                    role,
+                    data: cut(&tensor.data, width, range),
+                    base: base.map(|base| cut(base, width, range)),
+                    partners,
+                }
+            })
+            .collect();
         let total: usize = chunks.iter().map(|chunk| chunk.data.len()).sum();
         let mut memcpy = Memcpy::new(total);
         let mut table = Table::new(
             format!("{title}: {:.0} MB in {} chunks", total as f64 / 1e6, chunks.len()),
-            &["bytes / original", "encode, GB/s", "decode, GB/s", "encode / memcpy", "decode / memcpy"],
+            &["bytes / original", "estimate, GB/s", "encode, GB/s", "decode, GB/s", "encode / memcpy", "decode / memcpy"],
         );
         for codec in registry.iter().filter(|codec| arguments.text("codec").is_none_or(|id| codec.id() == id)) {
             if chunks.iter().any(|chunk| codec.estimate(chunk).is_none()) {
@@ -73,6 +107,7 @@ fn main() {
                 rounds,
                 &mut [
                     ("memcpy", &mut || memcpy.seconds(chunks.iter().map(|chunk| chunk.data))),
+                    ("estimate", &mut || seconds(|| chunks.iter().for_each(|chunk| drop(std::hint::black_box(codec.estimate(chunk))))).0),
                     ("encode", &mut || {
                         seconds(|| chunks.iter().for_each(|chunk| drop(std::hint::black_box(codec.encode(chunk).unwrap())))).0
                     }),
@@ -80,8 +115,8 @@ fn main() {
                         seconds(|| {
                             for ((chunk, columns), encoded) in chunks.iter().zip(&columns).zip(&encoded) {
                                 let base = chunk.base.filter(|_| encoded.uses_base);
-                                let input =
-                                    Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns, base, partners: &[] };
+                                let &Chunk { dtype, element_count, partners, .. } = chunk;
+                                let input = Columns { dtype, element_count, columns, base, partners };
                                 codec.decode(&input, &mut out[..chunk.data.len()]).unwrap();
                             }
                         })
@@ -94,12 +129,13 @@ fn main() {
                 codec.id(),
                 vec![
                     format!("{:.4}", stored as f64 / total as f64),
-                    format!("{:.2}", rate(times[1])),
+                    format!("{:.1}", rate(times[1])),
                     format!("{:.2}", rate(times[2])),
-                    format!("{:.2}", times[0] / times[1]),
+                    format!("{:.2}", rate(times[3])),
                     format!("{:.2}", times[0] / times[2]),
+                    format!("{:.2}", times[0] / times[3]),
                 ],
-                json!({ "stored": stored, "original": total, "memcpy_s": times[0], "encode_s": times[1], "decode_s": times[2] }),
+                json!({ "stored": stored, "original": total, "memcpy_s": times[0], "estimate_s": times[1], "encode_s": times[2], "decode_s": times[3] }),
             );
         }
         tables.push(table);

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 VECTORS = Path(__file__).resolve().parent.parent / "spec" / "vectors"
-CODECS = ["tc.planes", "tc.ordered", "tc.bitmask", "tc.raw", "tc.constant"]
+CODECS = ["tc.planes", "tc.ordered", "tc.bitmask", "tc.raw", "tc.constant", "tc.remainder", "tc.predict step", "tc.predict moment"]
 DTYPES = (
     "bool u8 u16 u32 u64 i8 i16 i32 i64 f16 bf16 f32 f64 c64 c128 f8_e4m3 f8_e5m2 f8_e4m3fnuz f8_e5m2fnuz f8_e8m0 f6_e2m3 f6_e3m2 f4_e2m1 "
     "int4 uint4"
@@ -33,7 +33,8 @@ seeds = []
 for kind, rows in tomllib.loads((VECTORS / "codecs.toml").read_text()).items():
     for row in rows:
         base = data(row["base"]) if "base" in row else None
-        seeds.append(chunk(row["codec"], row["dtype"], row["elements"], [data(column) for _, column in row["columns"]], base))
+        codec = row["codec"] if row["codec"] != "tc.predict" else f"tc.predict {row['columns'][0][0]}"
+        seeds.append(chunk(codec, row["dtype"], row["elements"], [data(column) for _, column in row["columns"]], base))
 for kind, rows in tomllib.loads((VECTORS / "entropy.toml").read_text()).items():
     for row in rows:
         elements = row["count"] if "count" in row else len(data(row["symbols"]))

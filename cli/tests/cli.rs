@@ -473,8 +473,8 @@ fn damage_is_found_and_leaves_the_output_alone() {
     assert_eq!(place.names(), before, "no temporary file is left");
     assert_eq!(place.error("restore @run -o @run").1["kind"], "invalid_argument", "a folder is not replaced");
 
-    // Deltas read from their base only what they need of it.
-    assert_eq!(place.run("restore @run --step 1010 -o @out --tensor optimizer.*").status.code(), Some(0));
+    // Deltas read from their base only what they need of it: moments not the weights, which are damaged.
+    assert_eq!(place.run("restore @run --step 1010 -o @out --tensor optimizer.exp_avg*").status.code(), Some(0));
 
     std::fs::remove_file(damaged).unwrap();
     assert_eq!(place.run("verify @run --depth log").status.code(), Some(3));

@@ -4,9 +4,8 @@
 
 use bytes::Bytes;
 use libfuzzer_sys::fuzz_target;
-use tensorcask::Dtype;
 use tensorcask::codec::{Chunk, Columns, Registry};
-use tensorcask_fuzz::ChunkInput;
+use tensorcask_fuzz::{ChunkInput, OwnPartners};
 
 fuzz_target!(|data: &[u8]| {
     let Some(ChunkInput { codec, dtype, element_count, base, columns }) = ChunkInput::parse(data) else { return };
@@ -14,7 +13,9 @@ fuzz_target!(|data: &[u8]| {
     let Some(codec) = registry.iter().find(|known| known.id() == codec) else { return };
     let length = dtype.byte_count(element_count).unwrap() as usize;
     let columns: Vec<(&str, Bytes)> = columns.into_iter().map(|(name, bytes)| (name, Bytes::from(bytes))).collect();
-    let columns = Columns { dtype, element_count, columns: &columns, base: base.as_deref() };
+    let partners = OwnPartners::of(element_count, base.as_deref().unwrap_or_default());
+    let partners = partners.borrow();
+    let columns = Columns { dtype, element_count, columns: &columns, base: base.as_deref(), partners: &partners };
     let mut out = vec![0xee; length];
     let decoded = codec.decode(&columns, &mut out);
     let mut scalar = vec![0xdd; length];
@@ -27,20 +28,23 @@ fuzz_target!(|data: &[u8]| {
         }
         (one, other) => panic!("{one:?}, but scalar {other:?}"),
     }
-    again(codec.as_ref(), dtype, element_count, &out, base.as_deref());
+    for role in ["model", "master", "exp_avg_sq"] {
+        let chunk = Chunk { dtype, element_count, role, data: &out, base: base.as_deref(), partners: &partners };
+        again(codec.as_ref(), &chunk);
+    }
 });
 
-fn again(codec: &dyn tensorcask::codec::Codec, dtype: Dtype, element_count: u64, data: &[u8], base: Option<&[u8]>) {
-    let chunk = Chunk { dtype, element_count, role: "model", data, base };
-    if codec.estimate(&chunk).is_none() {
+fn again(codec: &dyn tensorcask::codec::Codec, chunk: &Chunk<'_>) {
+    if codec.estimate(chunk).is_none() {
         return;
     }
-    let encoded = codec.encode(&chunk).unwrap();
+    let &Chunk { dtype, element_count, partners, .. } = chunk;
+    let encoded = codec.encode(chunk).unwrap();
     let names: Vec<&str> = encoded.columns.iter().map(|column| column.0).collect();
     codec.check_columns(dtype, &names).unwrap();
     let columns: Vec<(&str, Bytes)> = encoded.columns.into_iter().map(|(name, bytes)| (name, Bytes::from(bytes))).collect();
-    let mut out = vec![0; data.len()];
-    let base = base.filter(|_| encoded.uses_base);
-    codec.decode(&Columns { dtype, element_count, columns: &columns, base }, &mut out).unwrap();
-    assert_eq!(out, data);
+    let mut out = vec![0; chunk.data.len()];
+    let base = chunk.base.filter(|_| encoded.uses_base);
+    codec.decode(&Columns { dtype, element_count, columns: &columns, base, partners }, &mut out).unwrap();
+    assert_eq!(out, chunk.data);
 }

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use sha2::{Digest, Sha256};
+use tensorcask::codec::Partner;
 use tensorcask::container::{CaskIndex, IndexDecoder, Progress};
 use tensorcask::wire::Id;
 use tensorcask::{Dtype, Limits, Result};
@@ -221,12 +222,15 @@ pub struct ChunkInput {
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
-const CODECS: [(&str, &[&str]); 5] = [
+const CODECS: [(&str, &[&str]); 8] = [
     ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
     ("tc.ordered", &["tokens", "bits"]),
     ("tc.bitmask", &["mask", "values"]),
     ("tc.raw", &["values"]),
     ("tc.constant", &["values"]),
+    ("tc.remainder", &["low", "high", "rounding"]),
+    ("tc.predict", &["step", "tokens", "bits"]),
+    ("tc.predict", &["moment", "tokens", "bits"]),
 ];
 
 impl ChunkInput {
@@ -296,4 +300,25 @@ fn stretched(bytes: &[u8], length: usize) -> Vec<u8> {
         turn = turn.wrapping_add(1);
     }
     out
+}
+
+/// Partners of an f32 chunk, made of any bytes: a weight and both moments, with theirs of the parent.
+pub struct OwnPartners(Vec<(&'static str, Dtype, Vec<u8>, Vec<u8>)>);
+
+impl OwnPartners {
+    /// Of so many elements.
+    pub fn of(element_count: u64, seed: &[u8]) -> Self {
+        let bytes = |dtype: Dtype, skip: usize| -> Vec<u8> {
+            let length = dtype.byte_count(element_count).unwrap() as usize;
+            seed.iter().copied().chain(std::iter::once(0x3f)).cycle().skip(skip % (seed.len() + 1)).take(length).collect()
+        };
+        let half = if seed.len() % 2 == 0 { Dtype::Bf16 } else { Dtype::F16 };
+        let moment = |role, skip| (role, Dtype::F32, bytes(Dtype::F32, skip), bytes(Dtype::F32, skip + 4));
+        Self(vec![("model", half, bytes(half, 2), bytes(half, 0)), moment("exp_avg", 8), moment("exp_avg_sq", 12)])
+    }
+
+    /// As codecs take them.
+    pub fn borrow(&self) -> Vec<Partner<'_>> {
+        self.0.iter().map(|(role, dtype, data, base)| Partner { role, dtype: *dtype, data, base: Some(base) }).collect()
+    }
 }

@@ -99,10 +99,16 @@ impl<'a> Model<'a> {
     }
 }
 
-/// Elements that coefficients are fitted to.
+/// Elements that coefficients are fitted to; that epsilon is searched with; and that an estimate looks at.
 const FITTED: usize = 4096;
+const SEARCHED: usize = 512;
+const GLANCED: usize = 256;
+
+/// Mean error in bits beyond which no prediction is worth its work.
+const HOPELESS: f64 = 17.0;
 
 /// One element of a fit.
+#[derive(Clone, Copy)]
 struct Point {
     base: f64,
     target: f64,
@@ -110,7 +116,8 @@ struct Point {
     now: [f64; 2],
 }
 
-fn points(model: Model<'_>, base: &[u8], data: &[u8]) -> Vec<Point> {
+/// At most so many elements, at equal distances, as far as they can be used.
+fn points(model: Model<'_>, base: &[u8], data: &[u8], most: usize) -> Vec<Point> {
     let at = |bytes: &[u8], i: usize| bytes.as_chunks::<4>().0.get(i).map_or(0.0, |unit| wide(*unit));
     let units = data.len() / 4;
     let (first, second) = match model {
@@ -126,7 +133,7 @@ fn points(model: Model<'_>, base: &[u8], data: &[u8]) -> Vec<Point> {
         let all = [point.base, point.target, point.before[0], point.before[1], point.now[0], point.now[1]];
         all.iter().all(|x| x.is_finite()) && point.target != 0.0
     };
-    (0..units).step_by(units.div_ceil(FITTED).max(1)).map(point).filter(usable).collect()
+    (0..units).step_by(units.div_ceil(most).max(1)).map(point).filter(usable).collect()
 }
 
 /// Features of a point, and what they have to add up to.
@@ -218,28 +225,50 @@ fn solve(matrix: [[f64; 4]; 4], right: [f64; 4]) -> [f64; 4] {
 }
 
 /// Epsilons that are tried first; then what lies between the best and its neighbours.
-const EPSILONS: [f64; 12] = [0.0, 1e-16, 1e-14, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4];
+const EPSILONS: [f64; 9] = [1e-8, 0.0, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-15, 1e-5];
 
-/// The coefficients of a model that fit best.
-fn coefficients(model: Model<'_>, base: &[u8], data: &[u8]) -> [f64; 4] {
-    let points = points(model, base, data);
-    if let Model::Moment { .. } = model {
-        return fit(&points, None).0;
-    }
-    let score = |epsilon: f64| {
-        let (found, bits) = fit(&points, Some(epsilon));
-        (bits, epsilon, found)
-    };
-    let better = |a: (f64, f64, [f64; 4]), b: (f64, f64, [f64; 4])| if b.0 < a.0 { b } else { a };
-    let mut best = EPSILONS.into_iter().map(score).reduce(better).unwrap_or((0.0, 0.0, [0.0; 4]));
+/// The epsilon that fits best, and the mean error in bits.
+fn epsilon(points: &[Point], refine: bool) -> (f64, f64) {
+    let score = |epsilon: f64| (fit(points, Some(epsilon)).1, epsilon);
+    let better = |a: (f64, f64), b: (f64, f64)| if b.0 < a.0 { b } else { a };
+    let mut best = EPSILONS.into_iter().map(score).reduce(better).unwrap_or((f64::INFINITY, 0.0));
     // Adam's bias correction scales epsilon by the root of 1 - beta^step.
     let mut width = 2.0f64;
-    while best.1 > 0.0 && width > 1.01 {
+    while refine && best.1 > 0.0 && width > 1.01 {
         best = [best.1 / width, best.1 * width].into_iter().map(score).fold(best, better);
         width = width.sqrt();
     }
-    let [a, b, c, _] = best.2;
-    [best.1, a, b, c]
+    (best.1, best.0)
+}
+
+/// The coefficients of a model that fit best.
+fn coefficients(model: Model<'_>, base: &[u8], data: &[u8]) -> [f64; 4] {
+    let points = points(model, base, data, FITTED);
+    match model {
+        Model::Moment { .. } => fit(&points, None).0,
+        Model::Step { .. } => {
+            let few: Vec<Point> = points.iter().step_by(points.len().div_ceil(SEARCHED).max(1)).copied().collect();
+            let epsilon = epsilon(&few, true).0;
+            let [a, b, c, _] = fit(&points, Some(epsilon)).0;
+            [epsilon, a, b, c]
+        }
+    }
+}
+
+/// Coefficients from a quick look; none if the prediction is hopeless.
+fn glance(model: Model<'_>, base: &[u8], data: &[u8]) -> Option<[f64; 4]> {
+    let points = points(model, base, data, GLANCED);
+    let hopeless = |epsilon| fit(&points, epsilon).1 > HOPELESS;
+    match model {
+        Model::Moment { .. } if hopeless(None) => None,
+        Model::Moment { .. } => Some(fit(&points, None).0),
+        Model::Step { .. } if hopeless(Some(1e-8)) && hopeless(Some(0.0)) => None,
+        Model::Step { .. } => {
+            let epsilon = epsilon(&points, false).0;
+            let [a, b, c, _] = fit(&points, Some(epsilon)).0;
+            Some([epsilon, a, b, c])
+        }
+    }
 }
 
 impl Codec for Predict {
@@ -274,12 +303,13 @@ impl Codec for Predict {
 
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         let (model, base) = Model::of(chunk)?;
+        let by = glance(model, base, chunk.data)?;
         let (mut data, mut predicted) = (Vec::new(), Vec::new());
         for range in sample(chunk.data.len(), 4) {
             let (new, old, model) = (chunk.data.get(range.clone())?, base.get(range.clone())?, model.part(&range));
             let at = predicted.len();
             predicted.resize(at + new.len(), 0);
-            model.predict(old, coefficients(model, old, new), predicted.get_mut(at..)?);
+            model.predict(old, by, predicted.get_mut(at..)?);
             data.extend_from_slice(new);
         }
         let seen = (data.len() / 4) as u64;
