@@ -57,17 +57,19 @@ fn main() {
             let count = tensor.data.len() / tensor.dtype.unit_bytes();
             places.extend((0..count.div_ceil(CHUNK)).map(|at| (tensor, base, partners.clone(), at * CHUNK..count.min((at + 1) * CHUNK))));
         }
-        let cut =
-            |data: &'_ [u8], width: usize, range: &std::ops::Range<usize>| -> &'_ [u8] { &data[range.start * width..range.end * width] };
+        fn cut<'a>(data: &'a [u8], width: usize, range: &std::ops::Range<usize>) -> &'a [u8] {
+            &data[range.start * width..range.end * width]
+        }
         let partners: Vec<Vec<Partner<'_>>> = places
             .iter()
             .map(|(_, _, partners, range)| {
-                let borrow = |(role, tensor): &(&'static str, &'_ Owned)| {
+                let mut all = Vec::new();
+                for &(role, tensor) in partners {
                     let width = tensor.dtype.unit_bytes();
                     let before = in_base(&tensor.name).map(|base| cut(&base.data, width, range));
-                    Partner { role, dtype: tensor.dtype, data: cut(&tensor.data, width, range), base: before }
-                };
-                partners.iter().map(borrow).collect()
+                    all.push(Partner { role, dtype: tensor.dtype, data: cut(&tensor.data, width, range), base: before });
+                }
+                all
             })
             .collect();
         let roles: Vec<String> = places.iter().map(|(tensor, ..)| infer_role(&tensor.name).role).collect();

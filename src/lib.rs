@@ -66,6 +66,7 @@ pub mod testing;
 
 mod error;
 mod limits;
+mod spare;
 mod version;
 
 #[cfg(feature = "fuzzing")]

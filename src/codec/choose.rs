@@ -3,7 +3,7 @@
 use bytes::Bytes;
 
 use super::{Chunk, ChunkKind, Codec, CodecRef, Columns, Encoded, EncodedChunk, Raw, Registry};
-use crate::limits::zeroed;
+use crate::spare::Spare;
 use crate::{Error, ErrorKind, Result};
 
 /// Bytes that a page of `bytes` costs in a cask: padded to the alignment, with its row in the index.
@@ -123,7 +123,7 @@ fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes
             kind.name()
         )));
     }
-    let mut decoded = zeroed(chunk.data.len(), "verification")?;
+    let mut decoded = Spare::new(chunk.data.len(), "verification")?;
     let columns: Vec<(&str, Bytes)> = columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
     let base = chunk.base.filter(|_| kind == ChunkKind::Delta);
     let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: chunk.partners };

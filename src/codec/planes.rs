@@ -10,7 +10,7 @@
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, Histogram};
 use crate::kernels::{bytes, planes};
-use crate::limits::zeroed;
+use crate::spare::Spare;
 use crate::{Dtype, Result};
 
 /// Stores each byte of the elements apart from the others.
@@ -33,15 +33,23 @@ fn rotates(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64 | Dtype::C64 | Dtype::C128)
 }
 
+/// The planes of units.
+fn split(data: &[u8], base: Option<&[u8]>, dtype: Dtype) -> Result<Vec<Spare>> {
+    let width = dtype.unit_bytes();
+    let mut all = (0..width).map(|_| Spare::new(data.len() / width, "byte planes")).collect::<Result<Vec<_>>>()?;
+    let mut borrowed: Vec<&mut [u8]> = all.iter_mut().map(|plane| plane.as_mut_slice()).collect();
+    planes::split(data, base, rotates(dtype), &mut borrowed);
+    Ok(all)
+}
+
 /// Bytes of each plane, from a sample.
 fn planes_of(chunk: &Chunk<'_>, base: Option<&[u8]>) -> Vec<u64> {
     let width = chunk.dtype.unit_bytes();
     let units = (chunk.data.len() / width) as u64;
     let mut histograms = vec![[0u32; 256] as Histogram; width];
-    let mut split = vec![Vec::new(); width];
     for range in sample(chunk.data.len(), width) {
         let data = chunk.data.get(range.clone()).unwrap_or_default();
-        planes::split(data, base.and_then(|base| base.get(range)), rotates(chunk.dtype), &mut split);
+        let Ok(split) = split(data, base.and_then(|base| base.get(range)), chunk.dtype) else { continue };
         for (histogram, plane) in histograms.iter_mut().zip(&split) {
             for (sum, n) in histogram.iter_mut().zip(bytes::histogram(plane)) {
                 *sum += n;
@@ -84,9 +92,7 @@ impl Codec for Planes {
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let (_, uses_base) = better(chunk);
-        let width = chunk.dtype.unit_bytes();
-        let mut split = vec![Vec::new(); width];
-        planes::split(chunk.data, chunk.base.filter(|_| uses_base), rotates(chunk.dtype), &mut split);
+        let split = split(chunk.data, chunk.base.filter(|_| uses_base), chunk.dtype)?;
         let columns = NAMES
             .into_iter()
             .zip(&split)
@@ -117,7 +123,7 @@ impl Codec for Planes {
             None => None,
         };
         let units = out.len() / width;
-        let mut decoded = zeroed(units * width, "byte planes")?;
+        let mut decoded = Spare::new(units * width, "byte planes")?;
         for (k, code) in codes.iter().enumerate() {
             entropy::decode(code, decoded.get_mut(k * units..(k + 1) * units).unwrap_or_default())?;
         }

@@ -9,7 +9,7 @@
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
 use crate::kernels::predict::{Moments, direction, moment, step, wide};
-use crate::limits::zeroed;
+use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
@@ -323,7 +323,7 @@ impl Codec for Predict {
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let (model, base) = Model::of(chunk).ok_or_else(|| Error::invalid("needs f32, a base, and moments with theirs"))?;
         let by = coefficients(model, base, chunk.data);
-        let mut predicted = zeroed(base.len(), "predictions")?;
+        let mut predicted = Spare::new(base.len(), "predictions")?;
         model.predict(base, by, &mut predicted);
         let rest = Ordered.encode(&Chunk { base: Some(&predicted), partners: &[], ..*chunk })?;
         let mut column = Vec::with_capacity(32);
@@ -363,7 +363,7 @@ impl Codec for Predict {
             Ok(by.map(f64::from_bits))
         };
         let by = read().map_err(|e| e.clause("predict 2"))?;
-        let mut predicted = zeroed(base.len(), "predictions")?;
+        let mut predicted = Spare::new(base.len(), "predictions")?;
         model.predict(base, by, &mut predicted);
         let rest = columns.columns.get(1..).unwrap_or_default();
         Ordered.decode(&Columns { columns: rest, base: Some(&predicted), partners: &[], ..*columns }, out)

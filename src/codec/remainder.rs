@@ -10,7 +10,7 @@
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Partner, sample};
 use crate::entropy::{self, Histogram};
 use crate::kernels::{bytes, remainder};
-use crate::limits::zeroed;
+use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
@@ -184,7 +184,7 @@ impl Codec for Remainder {
             return bad(format!("{} bytes of exceptions", rounding.len() - 1), "remainder 4");
         }
         let units = out.len() / 4;
-        let mut planes = [zeroed(units, "a plane")?, zeroed(units, "a plane")?];
+        let mut planes = [Spare::new(units, "a plane")?, Spare::new(units, "a plane")?];
         for (code, plane) in [low, high].into_iter().zip(&mut planes) {
             entropy::decode(code, plane)?;
         }

@@ -4,8 +4,8 @@
 //! binary float its exponent as the top bits and its sign as the lowest.
 
 super::for_every_level! {
-    /// Splits units of `planes.len()` bytes (1, 2, 4 or 8); each plane has as many bytes as there are units.
-    pub(crate) fn split / split_at(data: &[u8], base: Option<&[u8]>, rotate: bool, planes: &mut [Vec<u8>]) = split_any;
+    /// Fills planes, each of as many bytes as there are units of `planes.len()` bytes (1, 2, 4 or 8).
+    pub(crate) fn split / split_at(data: &[u8], base: Option<&[u8]>, rotate: bool, planes: &mut [&mut [u8]]) = split_any;
 }
 
 super::for_every_level! {
@@ -70,7 +70,7 @@ unit!(u64, 8);
 const BLOCK: usize = 512;
 
 #[inline(always)]
-fn split_any(data: &[u8], base: Option<&[u8]>, rotate: bool, planes: &mut [Vec<u8>]) {
+fn split_any(data: &[u8], base: Option<&[u8]>, rotate: bool, planes: &mut [&mut [u8]]) {
     match planes.len() {
         1 => split_width::<u8, 1>(data, base, rotate, planes),
         2 => split_width::<u16, 2>(data, base, rotate, planes),
@@ -80,14 +80,10 @@ fn split_any(data: &[u8], base: Option<&[u8]>, rotate: bool, planes: &mut [Vec<u
 }
 
 #[inline(always)]
-fn split_width<U: Unit<W>, const W: usize>(data: &[u8], base: Option<&[u8]>, rotate: bool, planes: &mut [Vec<u8>]) {
+fn split_width<U: Unit<W>, const W: usize>(data: &[u8], base: Option<&[u8]>, rotate: bool, planes: &mut [&mut [u8]]) {
     let units = data.as_chunks::<W>().0;
     let bases = base.unwrap_or_default().as_chunks::<W>().0;
     let mut words = [U::ZERO; BLOCK];
-    for plane in planes.iter_mut() {
-        plane.clear();
-        plane.resize(units.len(), 0);
-    }
     for (i, block) in units.chunks(BLOCK).enumerate() {
         let at = i * BLOCK;
         let words = &mut words[..block.len()];
@@ -159,6 +155,13 @@ mod tests {
     use super::*;
     use crate::kernels::Level;
 
+    fn split_to_vecs(level: Level, width: usize, data: &[u8], base: Option<&[u8]>, rotate: bool) -> Vec<Vec<u8>> {
+        let mut planes = vec![vec![0; data.len() / width]; width];
+        let mut borrowed: Vec<&mut [u8]> = planes.iter_mut().map(Vec::as_mut_slice).collect();
+        split_at(level, data, base, rotate, &mut borrowed);
+        planes
+    }
+
     #[test]
     fn every_level_splits_alike_and_merges_back() {
         let data: Vec<u8> = (0..8 * 3000usize).map(|i| ((i * i) >> 5) as u8).collect();
@@ -167,15 +170,13 @@ mod tests {
             for units in [0, 1, 31, 32, 33, 511, 512, 513, 3000] {
                 for (rotate, with_base) in [(false, false), (true, false), (false, true), (true, true)] {
                     let (data, base) = (&data[..units * width], with_base.then_some(&base[..units * width]));
-                    let mut scalar = vec![vec![]; width];
-                    split_at(Level::Scalar, data, base, rotate, &mut scalar);
+                    let scalar = split_to_vecs(Level::Scalar, width, data, base, rotate);
                     if width == 2 && units > 2 && rotate && base.is_none() {
                         let unit = u16::from(data[2]) | u16::from(data[3]) << 8;
                         assert_eq!((scalar[0][1], scalar[1][1]), (unit.rotate_left(1) as u8, (unit.rotate_left(1) >> 8) as u8));
                     }
                     for level in Level::available() {
-                        let mut planes = vec![vec![]; width];
-                        split_at(level, data, base, rotate, &mut planes);
+                        let planes = split_to_vecs(level, width, data, base, rotate);
                         assert!(planes == scalar);
                         let planes: Vec<&[u8]> = planes.iter().map(Vec::as_slice).collect();
                         let mut out = vec![0xaa; units * width];
