@@ -96,6 +96,35 @@ def new_tensor(rng: random.Random) -> tuple[str, str, list[int], bytes]:
     return theirs, ours, shape, random_floats(rng, theirs, size) if floats else random_bytes(rng, size)
 
 
+ADAM = {"model": "model.p", "master": "master.p", "m": "optimizer.exp_avg.p", "v": "optimizer.exp_avg_sq.p"}
+
+
+def adam(rng: random.Random, state: State) -> State:
+    """A parameter with its master and moments, or the same after a step of Adam: codecs store them by one another."""
+    generator = np.random.default_rng(rng.randrange(1 << 32))
+    np.seterr(invalid="ignore")  # noise that other changes put there
+    if all(name in state for name in ADAM.values()):
+        shape = state[ADAM["master"]][2]
+        w, m, v = (np.frombuffer(state[ADAM[part]][3], "<f4").astype(np.float64) for part in ("master", "m", "v"))
+        g = generator.standard_normal(w.size) * 1e-3
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        w = w - 1e-3 * m / (np.sqrt(v) + 1e-8)
+    else:
+        shape = [rng.randrange(1, 60), rng.choice([1, 7, 64])]
+        n = shape[0] * shape[1]
+        w, m, v = generator.standard_normal(n) * 0.02, generator.standard_normal(n) * 1e-4, generator.random(n) * 1e-6
+    w, m, v = (part.astype("<f4") for part in (w, m, v))
+    half = rng.choice(["BF16", "F16"]) if ADAM["model"] not in state else state[ADAM["model"]][0]
+    if half == "F16":
+        model = w.astype("<f2").tobytes()
+    else:
+        bits = w.view("<u4")
+        model = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype("<u2").tobytes()
+    parts = {"model": (half, half.lower(), shape, model)}
+    parts |= {part: ("F32", "f32", shape, data.tobytes()) for part, data in (("master", w), ("m", m), ("v", v))}
+    return state | {ADAM[part]: tensor for part, tensor in parts.items()}
+
+
 def next_state(rng: random.Random, state: State) -> State:
     result = {}
     for name, (theirs, ours, shape, data) in state.items():
@@ -105,6 +134,9 @@ def next_state(rng: random.Random, state: State) -> State:
     for name in rng.sample(NAMES, 2):
         if rng.random() < 0.1:
             result[name] = new_tensor(rng)
+    family = [name for name in ADAM.values() if name in state]
+    if family and rng.random() < 0.8:
+        result = adam(rng, {name: tensor for name, tensor in result.items() if name not in family} | {name: state[name] for name in family})
     return result
 
 
@@ -171,6 +203,7 @@ def reduce(program: str, store: Path, row: tuple, saved: list[tuple]) -> list[tu
 def one_store(rng: random.Random, program: str, folder: Path) -> int:
     """Saves some steps, then reads all; returns how many."""
     state: State = {name: new_tensor(rng) for name in rng.sample(NAMES, rng.randrange(0, 7))}
+    state = adam(rng, state) if rng.random() < 0.4 else state
     saved = []
     steps = 33 if rng.random() < 0.01 else rng.randrange(1, 6)  # 33 saves are more than 64 entries, hence a catalog
     policy = rng.choice(["full", "one_shot", "consecutive", "intermittent"])

@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import pickle
+import sys
 import threading
 from pathlib import Path
 
@@ -70,6 +71,11 @@ def _main(rank, world, rendezvous, work, arguments):
         work(*arguments)
     finally:
         dist.destroy_process_group()
+    # Threads of gloo may still hold Python objects, and abort the process while the interpreter ends: pytorch/pytorch#179291. All that
+    # a rank has to show is shown.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def on_ranks(world, folder, work, *arguments):

@@ -243,7 +243,12 @@ impl Plans {
             };
             // Only a delta has a parent to look at.
             let base = if need.base && step.entry.kind == ChunkKind::Delta { Some(at(step.link + 1)?) } else { None };
-            found.push((at(step.link)?, base, need.role));
+            let now = at(step.link)?;
+            let dtype = |number: usize| self.shards.get(number).map(|plan| plan.dtype);
+            if base.is_some_and(|base| dtype(base) != dtype(now)) {
+                return Err(self.fail(shard, chunk, format!("its partner of role `{}` had another dtype in the parent", need.role)));
+            }
+            found.push((now, base, need.role));
         }
         Ok(found)
     }
