@@ -103,7 +103,7 @@ def main() -> int:
     print(f"{options.tries} damaged inputs: {counts['rejected']} rejected, {counts['same']} read as before")
     casks = [path.read_bytes() for path in sources if path.is_file()]
     for number in range(options.tries):
-        rng = random.Random(f"{options.seed}/root/{number}")
+        rng = random.Random(f"{options.seed}/faults/{number}")
         with tempfile.NamedTemporaryFile(suffix=".cask") as file:
             file.write(reseal(rng, rng.choice(casks)))
             file.flush()
