@@ -6,6 +6,7 @@ use crate::codec::{ChunkKind, Columns, Partner, Registry};
 use crate::limits::{to_usize, zeroed};
 use crate::plan::read::ShardPlan;
 use crate::plan::recipe::{Op, Recipe};
+use crate::spare::Spare;
 use crate::{Error, Result};
 
 /// A wanted chunk: what makes it, and the CRC-32 that its bytes have to have.
@@ -19,6 +20,7 @@ pub(crate) struct Aim<'a> {
 /// The result of an op.
 enum Value<'a> {
     Owned(Vec<u8>),
+    Between(Spare),
     Out(&'a mut [u8]),
 }
 
@@ -26,6 +28,7 @@ impl Value<'_> {
     fn bytes(&self) -> &[u8] {
         match self {
             Self::Owned(bytes) => bytes,
+            Self::Between(bytes) => bytes,
             Self::Out(bytes) => bytes,
         }
     }
@@ -44,8 +47,7 @@ pub(crate) fn decode_recipe(
     let ops = &recipe.ops;
     let mut last_use: Vec<usize> = (0..ops.len()).collect();
     for (at, op) in ops.iter().enumerate() {
-        let partners = op.partners.iter().flat_map(|partner| [Some(partner.now), partner.base]);
-        for used in partners.chain([op.base]).flatten() {
+        for used in op.inputs() {
             last_use[used] = at;
         }
     }
@@ -53,31 +55,35 @@ pub(crate) fn decode_recipe(
     let mut wanted = Vec::with_capacity(aims.len());
     for Aim { op, crc, out } in aims {
         wanted.push((op, crc, out.is_none()));
-        if let (Some(out), Some(value)) = (out, values.get_mut(op)) {
-            *value = Some(Value::Out(out));
+        if let Some(value) = values.get_mut(op) {
+            let own = || length_of(shards, ops, op, chunk).and_then(|bytes| zeroed(bytes, "a chunk")).map_err(|e| (op, e));
+            *value = Some(match out {
+                Some(out) => Value::Out(out),
+                None => Value::Owned(own()?),
+            });
         }
         if let Some(last) = last_use.get_mut(op) {
             *last = ops.len();
         }
     }
-    let mut spare: Vec<Vec<u8>> = Vec::new();
     for (at, (op, pages)) in ops.iter().zip(pages).enumerate() {
         let mut value = match values[at].take() {
             Some(value) => value,
-            None => Value::Owned(buffer_for(shards, op, chunk, &mut spare).map_err(|e| (at, e))?),
+            None => {
+                let between = length_of(shards, ops, at, chunk).and_then(|bytes| Spare::new(bytes, "a chunk"));
+                Value::Between(between.map_err(|e| (at, e))?)
+            }
         };
         let out: &mut [u8] = match &mut value {
             Value::Owned(bytes) => bytes,
+            Value::Between(bytes) => bytes,
             Value::Out(bytes) => bytes,
         };
         decode_op(registry, shards, op, chunk, pages, &values, out).map_err(|e| (at, e))?;
         values[at] = Some(value);
-        let partners = op.partners.iter().flat_map(|partner| [Some(partner.now), partner.base]);
-        for used in partners.chain([op.base]).flatten() {
-            if last_use[used] == at
-                && let Some(Value::Owned(bytes)) = values[used].take()
-            {
-                spare.push(bytes);
+        for used in op.inputs() {
+            if last_use[used] == at {
+                values[used] = None;
             }
         }
     }
@@ -96,14 +102,11 @@ pub(crate) fn decode_recipe(
     Ok(results)
 }
 
-fn buffer_for(shards: &[ShardPlan], op: &Op, chunk: u64, spare: &mut Vec<Vec<u8>>) -> Result<Vec<u8>> {
-    let plan = shards.get(op.shard).ok_or_else(|| Error::invalid("a shard that was not planned"))?;
+/// Bytes of the chunk that an op makes.
+fn length_of(shards: &[ShardPlan], ops: &[Op], op: usize, chunk: u64) -> Result<usize> {
+    let plan = ops.get(op).and_then(|op| shards.get(op.shard)).ok_or_else(|| Error::invalid("a shard that was not planned"))?;
     let bytes = plan.grid.bytes(chunk);
-    let length = to_usize(bytes.end - bytes.start, "a chunk")?;
-    match spare.iter().position(|bytes| bytes.len() == length) {
-        Some(at) => Ok(spare.swap_remove(at)),
-        None => zeroed(length, "a chunk"),
-    }
+    to_usize(bytes.end - bytes.start, "a chunk")
 }
 
 fn decode_op(

@@ -9,7 +9,7 @@ use crate::tensor::Rect;
 use crate::version::{Features, FormatVersion};
 use crate::wire::index::{BlobRow, PART_CHUNKS, PartRow, RootContent, index_crc};
 use crate::wire::part::{ChunkRow, PageRow, encode_part, place_page};
-use crate::wire::{COLUMN_ALIGNMENT, Digest, HEADER_BYTES, Header, Id, Postscript, ShardRow, TensorRow, align_up};
+use crate::wire::{COLUMN_ALIGNMENT, CaskRef, Digest, HEADER_BYTES, Header, Id, Postscript, ShardRow, TensorRow, align_up};
 use crate::{Dtype, Error, Limits, Result};
 
 /// What a writer reports of a finished cask.
@@ -25,6 +25,14 @@ pub struct CaskReceipt {
     pub root_offset: u64,
     /// SHA-256 over header, index root and postscript.
     pub digest: Digest,
+}
+
+impl CaskReceipt {
+    /// As a manifest names it.
+    pub(crate) fn in_slot(&self, slot: u32) -> CaskRef {
+        let &Self { id, bytes, index_offset, root_offset, digest } = self;
+        CaskRef { slot, id, bytes, index_offset, root_offset, digest }
+    }
 }
 
 /// Encodes one cask.

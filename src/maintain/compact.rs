@@ -164,7 +164,8 @@ pub(super) async fn write_base(
 }
 
 /// Writes shards (tensor by number, rectangle), ascending, and all blobs of a slot into a cask of a store. The rectangles are
-/// those of the snapshot's shards, or whole tensors; of partners, only roles that `keeps` wants will be there. Gives the checksums of the decoded chunks, too, in the order of the shards.
+/// those of the snapshot's shards, or whole tensors; of partners, only roles that `keeps` wants will be there. Gives the checksums
+/// of the decoded chunks, too, in the order of the shards.
 pub(super) async fn write_cask(
     store: &Store,
     snapshot: &Snapshot,
@@ -185,15 +186,7 @@ pub(super) async fn write_cask(
         cask.upload.push(cask.encoder.take_output()).await?;
     }
     let (receipt, crcs) = cask.finish().await?;
-    let cask = CaskRef {
-        slot,
-        id: receipt.id,
-        bytes: receipt.bytes,
-        index_offset: receipt.index_offset,
-        root_offset: receipt.root_offset,
-        digest: receipt.digest,
-    };
-    Ok((cask, crcs))
+    Ok((receipt.in_slot(slot), crcs))
 }
 
 /// One cask of the new base, on its way up.

@@ -22,6 +22,14 @@ pub(crate) struct Op {
     pub partners: Vec<PartnerOps>,
 }
 
+impl Op {
+    /// The ops whose results it takes.
+    pub(crate) fn inputs(&self) -> impl Iterator<Item = usize> {
+        let partners = self.partners.iter().flat_map(|partner| [Some(partner.now), partner.base]);
+        partners.chain([self.base]).flatten()
+    }
+}
+
 /// The ops that make a partner.
 #[derive(Debug)]
 pub(crate) struct PartnerOps {
@@ -54,15 +62,13 @@ pub(crate) struct Plans {
 /// What is left to do for an op.
 enum Task {
     /// The chunk of a shard as it is in a link.
-    Find {
-        shard: usize,
-        link: usize,
-    },
-    Make {
-        shard: usize,
-        step: Step,
-    },
+    Find { shard: usize, link: usize },
+    /// The op of a stored form, of which these are the partners.
+    Make { shard: usize, step: Step, partners: Vec<PartnerPlans> },
 }
+
+/// The plans of a partner: now, and in the parent where it is needed; and its role.
+type PartnerPlans = (usize, Option<usize>, &'static str);
 
 impl Plans {
     pub(crate) fn of(shards: Vec<ShardPlan>) -> Self {
@@ -91,21 +97,21 @@ impl Plans {
         }
     }
 
-    /// Adds plans of the partners that a shard's chunks may need, by what its casks name; tells whether there were any new.
-    pub(crate) fn add_partners(&mut self, links: &[impl AsRef<Link>], registry: &Registry, shard: usize) -> Result<bool> {
-        let Some(plan) = self.shards.get(shard) else { return Ok(false) };
+    /// Adds plans of the partners that a shard's chunks may need, by what its casks name.
+    pub(crate) fn add_partners(&mut self, links: &[impl AsRef<Link>], registry: &Registry, shard: usize) -> Result<()> {
+        let Some(plan) = self.shards.get(shard) else { return Ok(()) };
         let needs = registry.partner_roles(&plan.role);
         if needs.is_empty() {
-            return Ok(false);
+            return Ok(());
         }
         let names = |link: usize, cask: usize| {
             let index = links.get(link).and_then(|link| link.as_ref().index(cask));
             index.is_some_and(|index| index.codecs().iter().any(|codec| !registry.needs(codec, &plan.role).is_empty()))
         };
         if !plan.candidates().iter().any(|&(link, cask)| names(link, cask)) {
-            return Ok(false);
+            return Ok(());
         }
-        let (name, rect, mut new) = (plan.name.clone(), plan.rect.clone(), false);
+        let (name, rect) = (plan.name.clone(), plan.rect.clone());
         for (at, link) in links.iter().enumerate() {
             let directory = &link.as_ref().directory;
             let Some(tensor) = directory.find(&name) else { continue };
@@ -125,9 +131,10 @@ impl Plans {
                     (None, _) => None,
                     (_, Some(known)) => Some(known),
                     (Some((partner, number)), None) => {
-                        let number = (self.shards.len(), self.shards.push(ShardPlan::at(links, at, partner, number)?)).0;
-                        self.by_name.entry(directory.name(partner).to_owned()).or_default().push(number);
-                        new = true;
+                        let plan = ShardPlan::at(links, at, partner, number)?;
+                        let number = self.shards.len();
+                        self.by_name.entry(plan.name.clone()).or_default().push(number);
+                        self.shards.push(plan);
                         Some(number)
                     }
                 };
@@ -137,7 +144,7 @@ impl Plans {
                 }
             }
         }
-        Ok(new)
+        Ok(())
     }
 
     /// Adds what makes chunk `chunk` of a shard; gives its op and the CRC-32 of the decoded bytes.
@@ -173,14 +180,15 @@ impl Plans {
                     if step.entry.kind == ChunkKind::Delta {
                         wanted.push((shard, step.link + 1));
                     }
-                    for (partner, base, _) in self.partners_of(registry, shard, chunk, &step)? {
+                    let partners = self.partners_of(registry, shard, chunk, &step)?;
+                    for &(partner, base, _) in &partners {
                         wanted.push((partner, step.link));
                         wanted.extend(base.map(|base| (base, step.link + 1)));
                     }
-                    tasks.push(Task::Make { shard, step });
+                    tasks.push(Task::Make { shard, step, partners });
                     tasks.extend(wanted.into_iter().map(|(shard, link)| Task::Find { shard, link }));
                 }
-                Task::Make { shard, step } => {
+                Task::Make { shard, step, partners: plans } => {
                     let known = |shard: usize, link: usize| -> Result<usize> {
                         let made = recipe.known.get(&(shard, self.stored(links, shard, chunk, link)?.0.link)).copied();
                         made.ok_or_else(|| Error::invalid("an op comes before what it needs"))
@@ -190,7 +198,7 @@ impl Plans {
                         _ => None,
                     };
                     let mut partners = Vec::new();
-                    for (partner, before, role) in self.partners_of(registry, shard, chunk, &step)? {
+                    for (partner, before, role) in plans {
                         let now = known(partner, step.link)?;
                         let base = before.map(|before| known(before, step.link + 1)).transpose()?;
                         partners.push(PartnerOps { role, shard: partner, now, base });
@@ -229,7 +237,7 @@ impl Plans {
     }
 
     /// The plans of the partners that a stored form needs: now, and in the parent; and their roles.
-    fn partners_of(&self, registry: &Registry, shard: usize, chunk: u64, step: &Step) -> Result<Vec<(usize, Option<usize>, &'static str)>> {
+    fn partners_of(&self, registry: &Registry, shard: usize, chunk: u64, step: &Step) -> Result<Vec<PartnerPlans>> {
         let (Some(codec), Some(plan)) = (&step.entry.codec, self.shards.get(shard)) else { return Ok(vec![]) };
         let mut found = Vec::new();
         for need in registry.needs(codec, &plan.role) {

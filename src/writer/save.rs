@@ -187,14 +187,7 @@ impl Saver {
             let (rest, receipt) = encoder.finish()?;
             upload.push(rest).await?;
             upload.finish().await?;
-            written.casks.push(CaskRef {
-                slot,
-                id: receipt.id,
-                bytes: receipt.bytes,
-                index_offset: receipt.index_offset,
-                root_offset: receipt.root_offset,
-                digest: receipt.digest,
-            });
+            written.casks.push(receipt.in_slot(slot));
         }
         Ok(written)
     }
