@@ -80,12 +80,11 @@ fn main() {
             .map(|(((tensor, base, _, range), partners), role)| {
                 let width = tensor.dtype.unit_bytes();
                 Chunk {
-                    dtype: tensor.dtype,
-                    element_count: range.len() as u64,
                     role,
-                    data: cut(&tensor.data, width, range),
                     base: base.map(|base| cut(base, width, range)),
                     partners,
+                    row_elements: tensor.shape.last().copied().unwrap_or(0),
+                    ..Chunk::new(tensor.dtype, range.len() as u64, cut(&tensor.data, width, range))
                 }
             })
             .collect();
@@ -111,7 +110,7 @@ fn main() {
                     ("memcpy", &mut || memcpy.seconds(chunks.iter().map(|chunk| chunk.data))),
                     ("estimate", &mut || seconds(|| chunks.iter().for_each(|chunk| drop(std::hint::black_box(codec.estimate(chunk))))).0),
                     ("encode", &mut || {
-                        seconds(|| chunks.iter().for_each(|chunk| drop(std::hint::black_box(codec.encode(chunk).unwrap())))).0
+                        seconds(|| chunks.iter().for_each(|chunk| drop(std::hint::black_box(codec.encode(chunk).unwrap().into_bytes())))).0
                     }),
                     ("decode", &mut || {
                         seconds(|| {

@@ -2,6 +2,9 @@
 
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
 
 use crate::Result;
 use crate::limits::reserve;
@@ -60,4 +63,56 @@ impl DerefMut for Spare {
     fn deref_mut(&mut self) -> &mut Vec<u8> {
         &mut self.0
     }
+}
+
+/// Bytes that the buffers of encoded columns keep between uses, in all, and the least that one is kept for.
+const OUTPUT_BYTES: usize = 32 << 20;
+const LEAST_OUTPUT: usize = 32 << 10;
+
+/// Buffers of encoded columns: they are made by one thread, and let go by another, when they have been stored.
+static OUTPUT: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+
+fn outputs() -> MutexGuard<'static, Vec<Vec<u8>>> {
+    OUTPUT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An empty buffer with room for so many bytes.
+pub(crate) fn output(capacity: usize) -> Vec<u8> {
+    if capacity < LEAST_OUTPUT {
+        return Vec::with_capacity(capacity);
+    }
+    let mut outputs = outputs();
+    match outputs.iter().position(|buffer| (capacity..=2 * capacity).contains(&buffer.capacity())) {
+        Some(at) => outputs.swap_remove(at),
+        None => {
+            drop(outputs);
+            Vec::with_capacity(capacity)
+        }
+    }
+}
+
+/// A buffer that can be used again when the last of its readers lets it go.
+struct Returned(Vec<u8>);
+
+impl AsRef<[u8]> for Returned {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Drop for Returned {
+    fn drop(&mut self) {
+        let mut buffer = std::mem::take(&mut self.0);
+        buffer.clear();
+        let mut outputs = outputs();
+        let kept: usize = outputs.iter().map(Vec::capacity).sum();
+        if kept.saturating_add(buffer.capacity()) <= OUTPUT_BYTES {
+            outputs.push(buffer);
+        }
+    }
+}
+
+/// What was written into an [`output`], to share.
+pub(crate) fn into_bytes(buffer: Vec<u8>) -> Bytes {
+    if buffer.capacity() < LEAST_OUTPUT { Bytes::from(buffer) } else { Bytes::from_owner(Returned(buffer)) }
 }

@@ -42,7 +42,7 @@ fn stored(codec: &str, step: u32, base: Option<u32>, role: &str) -> (usize, usiz
         let dtype = if tensor.dtype() == safetensors::Dtype::BF16 { Dtype::Bf16 } else { Dtype::F32 };
         let base = old.as_ref().map(|old| old.tensor(name).unwrap().data());
         let element_count = tensor.shape().iter().product::<usize>() as u64;
-        let chunk = Chunk { dtype, element_count, role: "model", data: tensor.data(), base, partners: &[] };
+        let chunk = Chunk { base, ..Chunk::new(dtype, element_count, tensor.data()) };
         sum.0 += bytes_of(codec.as_ref(), &chunk).unwrap();
         sum.1 += chunk.data.len();
     }
@@ -86,7 +86,7 @@ fn ordered_beats_the_bitmask_at_every_rate_of_change() {
                     unit[0] ^= 1 << (next() % 3);
                 }
             }
-            let chunk = Chunk { dtype, element_count: count as u64, role: "model", data: &data, base: Some(&base), partners: &[] };
+            let chunk = Chunk { base: Some(&base), ..Chunk::new(dtype, count as u64, &data) };
             let (ours, theirs) = (bytes_of(ordered.as_ref(), &chunk).unwrap(), bytes_of(bitmask.as_ref(), &chunk).unwrap());
             assert!(ours < theirs, "{dtype} at {rate}: {ours} bytes, bitmask {theirs}");
         }

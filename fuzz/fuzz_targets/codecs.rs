@@ -42,7 +42,7 @@ fuzz_target!(|input: Input| {
         out = bytes.into_iter().chain(std::iter::repeat(7)).take(length).collect();
     }
 
-    let chunk = Chunk { dtype, element_count, role: "model", data: &out, base, partners: &[] };
+    let chunk = Chunk { base, ..Chunk::new(dtype, element_count, &out) };
     let Some(estimate) = codec.estimate(&chunk) else { return };
     let encoded = codec.encode(&chunk).unwrap();
     assert_eq!(estimate.len(), encoded.columns.len());

@@ -29,7 +29,7 @@ fuzz_target!(|data: &[u8]| {
         (one, other) => panic!("{one:?}, but scalar {other:?}"),
     }
     for role in ["model", "master", "exp_avg_sq"] {
-        let chunk = Chunk { dtype, element_count, role, data: &out, base: base.as_deref(), partners: &partners };
+        let chunk = Chunk { role, base: base.as_deref(), partners: &partners, ..Chunk::new(dtype, element_count, &out) };
         again(codec.as_ref(), &chunk);
     }
 });

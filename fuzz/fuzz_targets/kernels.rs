@@ -13,7 +13,7 @@ fuzz_target!(|data: &[u8]| {
     let registry = Registry::default();
     let roles = ["model", "master", "exp_avg_sq"];
     for (codec, role) in registry.iter().flat_map(|codec| roles.map(|role| (codec, role))) {
-        let chunk = Chunk { dtype, element_count, role, data: &data, base: base.as_deref(), partners: &partners };
+        let chunk = Chunk { role, base: base.as_deref(), partners: &partners, ..Chunk::new(dtype, element_count, &data) };
         let estimate = codec.estimate(&chunk);
         assert_eq!(estimate, tensorcask::with_scalar_kernels(|| codec.estimate(&chunk)), "{}", codec.id());
         if estimate.is_none() {

@@ -16,7 +16,7 @@ use crate::{Dtype, Error, Result};
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Bitmask}};
-/// let chunk = Chunk { dtype: Dtype::U8, element_count: 3, role: "model", data: &[1, 9, 3], base: Some(&[1, 2, 3]), partners: &[] };
+/// let chunk = Chunk { base: Some(&[1, 2, 3]), ..Chunk::new(Dtype::U8, 3, &[1, 9, 3]) };
 /// assert_eq!(Bitmask.encode(&chunk)?.columns, [("mask", vec![0b010]), ("values", vec![9])]);
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
@@ -76,8 +76,7 @@ impl Codec for Bitmask {
         if changed * width != values.len() {
             return bad(format!("{changed} bits set, but {} bytes of values of width {width}", values.len()));
         }
-        out.copy_from_slice(base);
-        mask::expand(width, bits, values, out);
+        mask::expand(width, base, bits, values, out);
         Ok(())
     }
 }

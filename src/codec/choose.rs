@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{Chunk, ChunkKind, Codec, CodecRef, Columns, Encoded, EncodedChunk, Raw, Registry};
+use super::{Chunk, ChunkKind, Codec, CodecRef, Columns, EncodedChunk, Raw, Registry};
 use crate::spare::Spare;
 use crate::{Error, ErrorKind, Result};
 
@@ -84,6 +84,9 @@ pub(crate) fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Ch
         }
         return Ok(EncodedChunk { kind: ChunkKind::Unchanged, codec: None, columns: vec![], crc });
     }
+    if chunk.changed_rows.is_some_and(<[u64]>::is_empty) && chunk.base.is_none() {
+        return Ok(EncodedChunk { kind: ChunkKind::Unchanged, codec: None, columns: vec![], crc });
+    }
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
     let raw_bytes = cost(&[chunk.data.len() as u64]);
     let work = |codec: &dyn Codec| codec.cost().encode + codec.cost().decode;
@@ -105,9 +108,8 @@ pub(crate) fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Ch
         }
         _ => (&Raw as &dyn Codec, Raw.encode(chunk)?),
     };
-    let Encoded { uses_base, columns } = encoded;
-    let columns: Vec<(String, Bytes)> = columns.into_iter().map(|(name, bytes)| (name.to_owned(), bytes.into())).collect();
-    let kind = if uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
+    let kind = if encoded.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
+    let columns: Vec<(String, Bytes)> = encoded.into_bytes().into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect();
     if verify {
         check_decodes(codec, chunk, &columns, kind, crc)?;
     }
@@ -125,10 +127,23 @@ fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes
     }
     let mut decoded = Spare::new(chunk.data.len(), "verification")?;
     let columns: Vec<(&str, Bytes)> = columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
-    let base = chunk.base.filter(|_| kind == ChunkKind::Delta);
+    let stand_in = if chunk.base.is_none() && kind == ChunkKind::Delta { Some(stand_in(chunk)?) } else { None };
+    let base = stand_in.as_ref().map(|base| base.as_slice()).or(chunk.base).filter(|_| kind == ChunkKind::Delta);
     let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: chunk.partners };
     codec.decode(&input, &mut decoded)?;
     if crc32fast::hash(&decoded) == crc { Ok(()) } else { Err(changed(&format!("what codec `{}` encoded", codec.id()))) }
+}
+
+/// In place of a base that is not there: equal in the rows that did not change, different in all others.
+fn stand_in(chunk: &Chunk<'_>) -> Result<Spare> {
+    let mut base = Spare::new(chunk.data.len(), "verification")?;
+    base.copy_from_slice(chunk.data);
+    let row_bytes = chunk.rows().map_or(0, |(bytes, _)| bytes);
+    for row in chunk.changed_rows.unwrap_or_default() {
+        let start = row_bytes.saturating_mul(*row as usize);
+        base.get_mut(start..start.saturating_add(row_bytes)).unwrap_or_default().iter_mut().for_each(|byte| *byte = !*byte);
+    }
+    Ok(base)
 }
 
 fn changed(what: &str) -> Error {
@@ -142,7 +157,7 @@ fn changed(what: &str) -> Error {
 
 /// Stored bytes of a chunk, as far as a quick look can tell: of its best lossless codec, and never more than raw.
 pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>) -> u64 {
-    if chunk.base.is_some_and(|base| base == chunk.data) {
+    if chunk.base.is_some_and(|base| base == chunk.data) || chunk.changed_rows.is_some_and(<[u64]>::is_empty) {
         return 0;
     }
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));

@@ -14,7 +14,7 @@ use crate::{Dtype, Error, Result};
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Constant}};
-/// let chunk = Chunk { dtype: Dtype::Bf16, element_count: 3, role: "model", data: &[1, 2, 1, 2, 1, 2], base: None, partners: &[] };
+/// let chunk = Chunk::new(Dtype::Bf16, 3, &[1, 2, 1, 2, 1, 2]);
 /// assert_eq!(Constant.encode(&chunk)?.columns, [("values", vec![1, 2])]);
 /// # Ok::<(), tensorcask::Error>(())
 /// ```

@@ -7,12 +7,15 @@
 mod bitmask;
 mod choose;
 mod constant;
+mod factored;
 mod ordered;
 mod planes;
 mod predict;
 mod raw;
 mod registry;
 mod remainder;
+mod rounded;
+mod rows;
 
 use std::fmt::Debug;
 
@@ -20,16 +23,20 @@ use bytes::Bytes;
 
 pub use bitmask::Bitmask;
 pub use constant::Constant;
+pub use factored::Factored;
 pub use ordered::Ordered;
 pub use planes::Planes;
 pub use predict::Predict;
 pub use raw::Raw;
 pub use registry::Registry;
 pub use remainder::Remainder;
+pub use rounded::Rounded;
+pub use rows::Rows;
 
 pub use choose::Objective;
 pub(crate) use choose::{encode_chunk, estimate_chunk};
 
+use crate::spare;
 use crate::wire::index::CodecRef as WireCodecRef;
 pub use crate::wire::part::ChunkKind;
 use crate::{Dtype, Error, Result};
@@ -61,6 +68,11 @@ pub struct Chunk<'a> {
     pub base: Option<&'a [u8]>,
     /// The same chunk of other tensors of the parameter, as far as the caller has them.
     pub partners: &'a [Partner<'a>],
+    /// Elements in a row, of which the chunk holds a whole number; 0 where that is not known.
+    pub row_elements: u64,
+    /// Numbers of the rows that may differ from the base, ascending, where the caller knows them: no base is needed then. All other rows
+    /// are equal to those of the base.
+    pub changed_rows: Option<&'a [u64]>,
 }
 
 /// The same chunk of another tensor of the same parameter: of the same shape, in a shard with the same rectangle.
@@ -106,7 +118,25 @@ fn partner_of<'a>(partners: &'a [Partner<'a>], role: &str, element_count: u64) -
     partners.iter().find(fits)
 }
 
-impl Chunk<'_> {
+impl<'a> Chunk<'a> {
+    /// A chunk of role `model` of which nothing else is known.
+    pub fn new(dtype: Dtype, element_count: u64, data: &'a [u8]) -> Self {
+        Self { dtype, element_count, role: "model", data, base: None, partners: &[], row_elements: 0, changed_rows: None }
+    }
+
+    /// The base, if it has the chunk's length.
+    pub(crate) fn whole_base(&self) -> Option<&'a [u8]> {
+        self.base.filter(|base| base.len() == self.data.len())
+    }
+
+    /// Bytes of a row, and rows: where the chunk holds whole rows of whole bytes.
+    pub(crate) fn rows(&self) -> Option<(usize, usize)> {
+        let count = self.element_count.checked_div(self.row_elements).filter(|count| *count > 0)?;
+        let bytes = self.dtype.byte_count(self.row_elements)?;
+        let whole = count.checked_mul(self.row_elements)? == self.element_count && bytes.checked_mul(count)? == self.data.len() as u64;
+        whole.then_some((bytes as usize, count as usize))
+    }
+
     /// The partner of a role.
     pub fn partner(&self, role: &str) -> Option<&Partner<'_>> {
         partner_of(self.partners, role, self.element_count)
@@ -162,6 +192,13 @@ pub struct Encoded {
     pub uses_base: bool,
     /// Names and bytes of the columns.
     pub columns: Vec<(&'static str, Vec<u8>)>,
+}
+
+impl Encoded {
+    /// The columns, to share. Their buffers are used again when the last reader has let them go.
+    pub fn into_bytes(self) -> Vec<(&'static str, Bytes)> {
+        self.columns.into_iter().map(|(name, bytes)| (name, spare::into_bytes(bytes))).collect()
+    }
 }
 
 /// Whether decoding needs the chunk of the parent snapshot.

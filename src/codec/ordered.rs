@@ -21,7 +21,7 @@ use crate::{Dtype, Error, Result};
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Ordered}};
 /// let base: Vec<u8> = (0..10_000).flat_map(|i| (0.5f32 + i as f32 * 1e-5).to_le_bytes()).collect();
 /// let data: Vec<u8> = (0..10_000).flat_map(|i| (0.5f32 + i as f32 * 1e-5).next_up().to_le_bytes()).collect();
-/// let chunk = Chunk { dtype: Dtype::F32, element_count: 10_000, role: "model", data: &data, base: Some(&base), partners: &[] };
+/// let chunk = Chunk { base: Some(&base), ..Chunk::new(Dtype::F32, 10_000, &data) };
 /// let bytes: usize = Ordered.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
 /// assert!(bytes < 40);
 /// # Ok::<(), tensorcask::Error>(())

@@ -10,7 +10,7 @@
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, Histogram};
 use crate::kernels::{bytes, planes};
-use crate::spare::Spare;
+use crate::spare::{self, Spare};
 use crate::{Dtype, Result};
 
 /// Stores each byte of the elements apart from the others.
@@ -18,7 +18,7 @@ use crate::{Dtype, Result};
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Planes}};
 /// let data: Vec<u8> = (0..20_000u16).flat_map(|i| [i as u8, (i >> 12) as u8]).collect();
-/// let chunk = Chunk { dtype: Dtype::U16, element_count: 20_000, role: "model", data: &data, base: None, partners: &[] };
+/// let chunk = Chunk::new(Dtype::U16, 20_000, &data);
 /// let bytes: usize = Planes.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
 /// assert!(bytes < 20_100);
 /// # Ok::<(), tensorcask::Error>(())
@@ -34,12 +34,52 @@ fn rotates(dtype: Dtype) -> bool {
 }
 
 /// The planes of units.
-fn split(data: &[u8], base: Option<&[u8]>, dtype: Dtype) -> Result<Vec<Spare>> {
+pub(super) fn split(data: &[u8], base: Option<&[u8]>, dtype: Dtype) -> Result<Vec<Spare>> {
     let width = dtype.unit_bytes();
     let mut all = (0..width).map(|_| Spare::new(data.len() / width, "byte planes")).collect::<Result<Vec<_>>>()?;
     let mut borrowed: Vec<&mut [u8]> = all.iter_mut().map(|plane| plane.as_mut_slice()).collect();
     planes::split(data, base, rotates(dtype), &mut borrowed);
     Ok(all)
+}
+
+/// Decodes planes and makes units of them: block by block, so that what was decoded is in the cache when it is merged.
+pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8]) -> Result<()> {
+    let width = dtype.unit_bytes();
+    let units = out.len() / width;
+    let mut readers = codes.iter().map(|code| entropy::PlaneReader::new(code, units)).collect::<Result<Vec<_>>>()?;
+    let block = readers.first().map_or(0, entropy::PlaneReader::block);
+    if block == 0 || readers.iter().any(|reader| reader.block() != block) {
+        let mut decoded = Spare::new(units * width, "byte planes")?;
+        for (k, code) in codes.iter().enumerate() {
+            entropy::decode(code, decoded.get_mut(k * units..(k + 1) * units).unwrap_or_default())?;
+        }
+        merge(&decoded, base, dtype, out);
+        return Ok(());
+    }
+    let mut decoded = Spare::new(block.min(units) * width, "byte planes")?;
+    let mut bases = base.map(|base| base.chunks(block * width));
+    for out in out.chunks_mut(block * width) {
+        let count = out.len() / width;
+        let mut planes: [&[u8]; 8] = [&[]; 8];
+        for ((reader, room), plane) in readers.iter_mut().zip(decoded.chunks_mut(block.min(units))).zip(&mut planes) {
+            *plane = match reader.next(room)? {
+                Some(raw) => raw,
+                None => room.get(..count).unwrap_or_default(),
+            };
+        }
+        let base = bases.as_mut().and_then(Iterator::next);
+        planes::merge(planes.get(..width).unwrap_or_default(), base, rotates(dtype), out);
+    }
+    Ok(())
+}
+
+/// Units from their planes, which lie one after another.
+pub(super) fn merge(all: &[u8], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8]) {
+    let width = dtype.unit_bytes();
+    let planes: Vec<&[u8]> = all.chunks((out.len() / width).max(1)).collect();
+    if planes.len() == width {
+        planes::merge(&planes, base, rotates(dtype), out);
+    }
 }
 
 /// Bytes of each plane, from a sample.
@@ -97,7 +137,7 @@ impl Codec for Planes {
             .into_iter()
             .zip(&split)
             .map(|(name, plane)| {
-                let mut code = Vec::with_capacity(plane.len() + 64);
+                let mut code = spare::output(plane.len() + 64);
                 entropy::encode(plane, &mut code);
                 (name, code)
             })
@@ -122,15 +162,6 @@ impl Codec for Planes {
             Some(_) => Some(columns.base(out.len())?),
             None => None,
         };
-        let units = out.len() / width;
-        let mut decoded = Spare::new(units * width, "byte planes")?;
-        for (k, code) in codes.iter().enumerate() {
-            entropy::decode(code, decoded.get_mut(k * units..(k + 1) * units).unwrap_or_default())?;
-        }
-        let decoded: Vec<&[u8]> = decoded.chunks(units.max(1)).collect();
-        if decoded.len() == width {
-            planes::merge(&decoded, base, rotates(columns.dtype), out);
-        }
-        Ok(())
+        decode(&codes, base, columns.dtype, out)
     }
 }

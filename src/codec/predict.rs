@@ -23,7 +23,7 @@ use crate::{Dtype, Error, Result};
 /// let v1 = f32s(&|i| 0.99 * (1.0 + i.cos().abs()) + 0.01 * i.cos() * i.cos());
 /// let partners = [Partner { role: "exp_avg", dtype: Dtype::F32, data: &m1, base: Some(&m0) }];
 /// let chunk =
-///     Chunk { dtype: Dtype::F32, element_count: 4999, role: "exp_avg_sq", data: &v1, base: Some(&v0), partners: &partners };
+///     Chunk { role: "exp_avg_sq", base: Some(&v0), partners: &partners, ..Chunk::new(Dtype::F32, 4999, &v1) };
 /// let bytes: usize = Predict.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
 /// assert!(bytes < 4999 / 2, "a few bits for each element of 32");
 /// # Ok::<(), tensorcask::Error>(())

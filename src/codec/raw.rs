@@ -14,7 +14,7 @@ use crate::{Dtype, Error, Result};
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Raw}};
-/// let chunk = Chunk { dtype: Dtype::U8, element_count: 3, role: "model", data: &[1, 2, 3], base: None, partners: &[] };
+/// let chunk = Chunk::new(Dtype::U8, 3, &[1, 2, 3]);
 /// assert_eq!(Raw.encode(&chunk)?.columns, [("values", vec![1, 2, 3])]);
 /// # Ok::<(), tensorcask::Error>(())
 /// ```

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::{Bitmask, Codec, CodecRef, Constant, Need, Ordered, Planes, Predict, Raw, Remainder};
+use super::{Bitmask, Codec, CodecRef, Constant, Factored, Need, Ordered, Planes, Predict, Raw, Remainder, Rounded, Rows};
 use crate::{Error, Result};
 
 /// A set of codecs, by id. Cheap to clone.
@@ -25,8 +25,11 @@ impl Default for Registry {
             Arc::new(Raw) as Arc<dyn Codec>,
             Arc::new(Constant),
             Arc::new(Bitmask),
+            Arc::new(Rows),
             Arc::new(Planes),
+            Arc::new(Factored),
             Arc::new(Ordered),
+            Arc::new(Rounded),
             Arc::new(Remainder),
             Arc::new(Predict),
         ] {

@@ -10,7 +10,7 @@
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Partner, sample};
 use crate::entropy::{self, Histogram};
 use crate::kernels::{bytes, remainder};
-use crate::spare::Spare;
+use crate::spare::{self, Spare};
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
@@ -22,7 +22,7 @@ use crate::{Dtype, Error, Result};
 /// let data: Vec<u8> = masters.iter().flat_map(|w| w.to_le_bytes()).collect();
 /// let model: Vec<u8> = masters.iter().flat_map(|&w| half::bf16::from_f32(w).to_le_bytes()).collect();
 /// let partners = [Partner { role: "model", dtype: Dtype::Bf16, data: &model, base: None }];
-/// let chunk = Chunk { dtype: Dtype::F32, element_count: 999, role: "master", data: &data, base: None, partners: &partners };
+/// let chunk = Chunk { role: "master", partners: &partners, ..Chunk::new(Dtype::F32, 999, &data) };
 /// let bytes: usize = Remainder.encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
 /// assert!(bytes < 2 * 999 + 20, "half of the bits are in the model weight");
 /// # Ok::<(), tensorcask::Error>(())
@@ -94,6 +94,85 @@ fn best_mode(data: &[u8], partner: &[u8], f16: bool, planes: &[Vec<u8>; 2]) -> (
     if truncated.len() < nearest.len() { (TRUNCATED, truncated) } else { (NEAREST, nearest) }
 }
 
+/// What the exact bits of f32 need beyond their 16-bit roundings: the columns `low`, `high` and `rounding`.
+pub(super) fn encode_beyond(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>; 3] {
+    let planes = split(data, partner, f16);
+    let (mode, odd) = best_mode(data, partner, f16, &planes);
+    let mut rounding = vec![mode];
+    for unit in odd {
+        rounding.put_u32(unit as u32);
+        rounding.extend_from_slice(data.get(4 * unit..4 * unit + 4).unwrap_or_default());
+    }
+    let [low, high] = planes.map(|plane| {
+        let mut code = spare::output(plane.len() + 64);
+        entropy::encode(&plane, &mut code);
+        code
+    });
+    [low, high, rounding]
+}
+
+/// The inverse of [`encode_beyond`].
+pub(super) fn decode_beyond([low, high, rounding]: [&[u8]; 3], partner: &[u8], f16: bool, out: &mut [u8]) -> Result<()> {
+    let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
+    let Some((&mode, exceptions)) = rounding.split_first().filter(|(mode, _)| **mode <= TRUNCATED) else {
+        return bad("no rounding, or one that is unknown".into(), "remainder 3");
+    };
+    let (exceptions, rest) = exceptions.as_chunks::<EXCEPTION_BYTES>();
+    if !rest.is_empty() || exceptions.len() > out.len() / 4 {
+        return bad(format!("{} bytes of exceptions", rounding.len() - 1), "remainder 4");
+    }
+    let units = out.len() / 4;
+    let mut planes = [Spare::new(units, "a plane")?, Spare::new(units, "a plane")?];
+    for (code, plane) in [low, high].into_iter().zip(&mut planes) {
+        entropy::decode(code, plane)?;
+    }
+    let [low, high] = &planes;
+    remainder::join(partner, f16, mode == TRUNCATED, low, high, out);
+    let mut before = None;
+    for exception in exceptions {
+        let (position, bits) = exception.split_at(4);
+        let unit = Cursor::new(position, "an exception").u32()? as usize;
+        let place = out.get_mut(unit.saturating_mul(4)..unit.saturating_mul(4).saturating_add(4));
+        let Some(place) = place.filter(|_| before.is_none_or(|before| before < unit)) else {
+            return bad(format!("an exception at element {unit} of {units}, out of order or beyond"), "remainder 4");
+        };
+        place.copy_from_slice(bits);
+        before = Some(unit);
+    }
+    Ok(())
+}
+
+/// The most bytes that the columns of [`encode_beyond`] can take.
+pub(super) fn max_beyond_bytes(element_count: u64) -> u64 {
+    let exceptions = element_count.saturating_mul(EXCEPTION_BYTES as u64);
+    entropy::max_encoded_bytes(element_count).saturating_mul(2).saturating_add(exceptions).saturating_add(1)
+}
+
+/// Sizes of the columns of [`encode_beyond`], from a sample of the f32, of which `partner_at` gives the roundings.
+pub(super) fn estimate_beyond<'a>(
+    data: &[u8],
+    f16: bool,
+    partner_at: impl Fn(std::ops::Range<usize>) -> Option<std::borrow::Cow<'a, [u8]>>,
+) -> Option<[u64; 3]> {
+    let units = (data.len() / 4) as u64;
+    let mut histograms = [[0u32; 256] as Histogram; 2];
+    let (mut odd, mut seen) = (0, 0);
+    for range in sample(data.len(), 4) {
+        let (data, theirs) = (data.get(range.clone())?, partner_at(range)?);
+        let planes = split(data, &theirs, f16);
+        odd += best_mode(data, &theirs, f16, &planes).1.len() as u64;
+        seen += (data.len() / 4) as u64;
+        for (histogram, plane) in histograms.iter_mut().zip(&planes) {
+            for (sum, n) in histogram.iter_mut().zip(bytes::histogram(plane)) {
+                *sum += n;
+            }
+        }
+    }
+    let odd = odd.saturating_mul(units) / seen.max(1);
+    let [low, high] = histograms.map(|histogram| entropy::estimate(&histogram, units));
+    Some([low, high, odd.saturating_mul(EXCEPTION_BYTES as u64).saturating_add(1)])
+}
+
 impl Codec for Remainder {
     fn id(&self) -> &str {
         "tc.remainder"
@@ -116,8 +195,7 @@ impl Codec for Remainder {
     }
 
     fn max_encoded_bytes(&self, _: Dtype, element_count: u64) -> u64 {
-        let exceptions = element_count.saturating_mul(EXCEPTION_BYTES as u64);
-        entropy::max_encoded_bytes(element_count).saturating_mul(2).saturating_add(exceptions).saturating_add(1)
+        max_beyond_bytes(element_count)
     }
 
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
@@ -126,42 +204,15 @@ impl Codec for Remainder {
         }
         let partner = chunk.partner("model")?;
         let f16 = is_f16(partner)?;
-        let units = (chunk.data.len() / 4) as u64;
-        let mut histograms = [[0u32; 256] as Histogram; 2];
-        let (mut odd, mut seen) = (0, 0);
-        for range in sample(chunk.data.len(), 4) {
-            let (data, theirs) = (chunk.data.get(range.clone())?, partner.data.get(range.start / 2..range.end / 2)?);
-            let planes = split(data, theirs, f16);
-            odd += best_mode(data, theirs, f16, &planes).1.len() as u64;
-            seen += (data.len() / 4) as u64;
-            for (histogram, plane) in histograms.iter_mut().zip(&planes) {
-                for (sum, n) in histogram.iter_mut().zip(bytes::histogram(plane)) {
-                    *sum += n;
-                }
-            }
-        }
-        let odd = odd.saturating_mul(units) / seen.max(1);
-        let [low, high] = histograms.map(|histogram| entropy::estimate(&histogram, units));
-        Some(vec![low, high, odd.saturating_mul(EXCEPTION_BYTES as u64).saturating_add(1)])
+        let theirs = |range: std::ops::Range<usize>| partner.data.get(range.start / 2..range.end / 2).map(Into::into);
+        estimate_beyond(chunk.data, f16, theirs).map(Vec::from)
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let partner = chunk.partner("model").filter(|_| chunk.dtype == Dtype::F32);
         let partner = partner.ok_or_else(|| Error::invalid("needs f32, and the chunk of role `model`"))?;
         let f16 = is_f16(partner).ok_or_else(|| Error::invalid("needs a chunk of role `model` of bf16 or f16"))?;
-        let planes = split(chunk.data, partner.data, f16);
-        let (mode, odd) = best_mode(chunk.data, partner.data, f16, &planes);
-        let mut rounding = vec![mode];
-        for unit in odd {
-            rounding.put_u32(unit as u32);
-            rounding.extend_from_slice(chunk.data.get(4 * unit..4 * unit + 4).unwrap_or_default());
-        }
-        let [low, high] = planes.map(|plane| {
-            let mut code = Vec::with_capacity(plane.len() + 64);
-            entropy::encode(&plane, &mut code);
-            code
-        });
-        let columns = COLUMNS.into_iter().zip([low, high, rounding]).collect();
+        let columns = COLUMNS.into_iter().zip(encode_beyond(chunk.data, partner.data, f16)).collect();
         Ok(Encoded { uses_base: false, columns })
     }
 
@@ -171,36 +222,10 @@ impl Codec for Remainder {
     }
 
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
-        let [low, high, rounding] = columns.exactly(COLUMNS)?;
-        let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
+        let stored = columns.exactly(COLUMNS)?;
         check_dtype(columns.dtype)?;
         let partner = columns.partner("model")?;
-        let Some(f16) = is_f16(partner) else { return bad(format!("a remainder beyond {}", partner.dtype), "remainder 1") };
-        let Some((&mode, exceptions)) = rounding.split_first().filter(|(mode, _)| **mode <= TRUNCATED) else {
-            return bad("no rounding, or one that is unknown".into(), "remainder 3");
-        };
-        let (exceptions, rest) = exceptions.as_chunks::<EXCEPTION_BYTES>();
-        if !rest.is_empty() || exceptions.len() > out.len() / 4 {
-            return bad(format!("{} bytes of exceptions", rounding.len() - 1), "remainder 4");
-        }
-        let units = out.len() / 4;
-        let mut planes = [Spare::new(units, "a plane")?, Spare::new(units, "a plane")?];
-        for (code, plane) in [low, high].into_iter().zip(&mut planes) {
-            entropy::decode(code, plane)?;
-        }
-        let [low, high] = &planes;
-        remainder::join(partner.data, f16, mode == TRUNCATED, low, high, out);
-        let mut before = None;
-        for exception in exceptions {
-            let (position, bits) = exception.split_at(4);
-            let unit = Cursor::new(position, "an exception").u32()? as usize;
-            let place = out.get_mut(unit.saturating_mul(4)..unit.saturating_mul(4).saturating_add(4));
-            let Some(place) = place.filter(|_| before.is_none_or(|before| before < unit)) else {
-                return bad(format!("an exception at element {unit} of {units}, out of order or beyond"), "remainder 4");
-            };
-            place.copy_from_slice(bits);
-            before = Some(unit);
-        }
-        Ok(())
+        let beyond = || Error::corrupt(format!("a remainder beyond {}", partner.dtype)).clause("remainder 1");
+        decode_beyond(stored, partner.data, is_f16(partner).ok_or_else(beyond)?, out)
     }
 }

@@ -139,18 +139,22 @@ fn segment(count: usize) -> usize {
     count.div_ceil(STREAMS)
 }
 
-pub(super) fn encode(symbols: &[u8], codes: &kernel::Codes, out: &mut Vec<u8>) {
+/// Appends the streams of a block. False if a symbol has no code; what was appended is worth nothing then.
+#[must_use]
+pub(super) fn encode(symbols: &[u8], codes: &kernel::Codes, out: &mut Vec<u8>) -> bool {
     let sizes_at = out.len();
     out.extend([0; 4 * STREAMS]);
     let mut parts = symbols.chunks(segment(symbols.len()).max(1));
+    let mut known = true;
     for stream in 0..STREAMS {
         let before = out.len();
-        kernel::encode(parts.next().unwrap_or_default(), codes, out);
+        known &= kernel::encode(parts.next().unwrap_or_default(), codes, out);
         let bytes = (out.len() - before) as u32;
         for i in 0..4 {
             out[sizes_at + 4 * stream + i] = (bytes >> (8 * i)) as u8;
         }
     }
+    known
 }
 
 /// Bytes that [`encode`] adds to the streams themselves.

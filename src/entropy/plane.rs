@@ -83,20 +83,129 @@ pub(crate) fn encode(symbols: &[u8], out: &mut Vec<u8>) {
         }
         return;
     }
+    if let Some((mut writer, histograms)) = Writer::by_sample(symbols) {
+        for (block, sampled) in blocks().zip(&histograms) {
+            if !writer.put_shared(block, sampled, out) {
+                writer.put_best(block, &count(block), out);
+            }
+        }
+        return;
+    }
     let histograms: Vec<Histogram> = blocks().map(count).collect();
+    let mut writer = Writer::new(&sum(&histograms));
+    for (block, histogram) in blocks().zip(&histograms) {
+        writer.put_best(block, histogram, out);
+    }
+}
+
+fn sum(histograms: &[Histogram]) -> Histogram {
     let mut total = [0u32; 256];
-    for histogram in &histograms {
+    for histogram in histograms {
         for (sum, n) in total.iter_mut().zip(histogram) {
             *sum += n;
         }
     }
-    let several = total.iter().filter(|&&n| n > 0).count() > 1;
-    let shared_lengths = several.then(|| Lengths::new(&total));
-    let shared_frequencies = several.then(|| Frequencies::new(&total));
-    let mut huffman: Option<Made<Lengths, huffman_kernel::Codes>> = None;
-    let mut rans: Option<Made<Frequencies, Box<rans_kernel::Encoder>>> = None;
-    for (block, histogram) in blocks().zip(&histograms) {
-        match choose(block, histogram, shared_lengths.as_ref(), shared_frequencies.as_ref(), huffman.as_ref(), rans.as_ref()) {
+    total
+}
+
+/// What passes from block to block.
+#[derive(Default)]
+struct Writer {
+    /// Tables for all blocks.
+    shared_lengths: Option<Lengths>,
+    shared_frequencies: Option<Frequencies>,
+    /// The tables that were written last.
+    huffman: Option<Made<Lengths, huffman_kernel::Codes>>,
+    rans: Option<Made<Frequencies, Box<rans_kernel::Encoder>>>,
+}
+
+/// A symbol of so many is counted where a sample is enough.
+const SAMPLED: usize = 4;
+/// Stretches that are counted together: whole lines of the cache.
+const STRETCH: usize = 256;
+
+fn count_some(block: &[u8]) -> Histogram {
+    let mut total = [0u32; 256];
+    let mut buffer = [0u8; 4096];
+    let mut filled = 0;
+    let mut flush = |some: &[u8]| {
+        for (sum, n) in total.iter_mut().zip(count(some)) {
+            *sum += n;
+        }
+    };
+    for stretch in block.chunks(SAMPLED * STRETCH) {
+        let some = stretch.get(..STRETCH).unwrap_or(stretch);
+        if let Some(room) = buffer.get_mut(filled..filled + some.len()) {
+            room.copy_from_slice(some);
+            filled += some.len();
+        }
+        if filled + STRETCH > buffer.len() {
+            flush(&buffer[..filled]);
+            filled = 0;
+        }
+    }
+    flush(&buffer[..filled]);
+    total
+}
+
+impl Writer {
+    /// For symbols of which this is the histogram.
+    fn new(total: &Histogram) -> Self {
+        let several = total.iter().filter(|&&n| n > 0).count() > 1;
+        Self {
+            shared_lengths: several.then(|| Lengths::new(total)),
+            shared_frequencies: several.then(|| Frequencies::new(total)),
+            ..Self::default()
+        }
+    }
+
+    /// For many symbols that a Huffman code suits, as a sample of them tells; with sampled histograms of the blocks.
+    fn by_sample(symbols: &[u8]) -> Option<(Self, Vec<Histogram>)> {
+        if symbols.len() < 2 << BLOCK_EXPONENT {
+            return None;
+        }
+        let histograms: Vec<Histogram> = symbols.chunks(1 << BLOCK_EXPONENT).map(count_some).collect();
+        let mut total = sum(&histograms);
+        let sampled: u64 = total.iter().map(|&n| u64::from(n)).sum();
+        let bits = entropy_bits(&total);
+        // Below, rANS or runs do better; above, little is to be gained.
+        if bits * 10 < sampled * 18 || bits * 100 > sampled * 790 {
+            return None;
+        }
+        // What the sample missed is most likely near what it has.
+        const NEAR: usize = 4;
+        total.iter_mut().for_each(|n| *n *= SAMPLED as u32);
+        let first = total.iter().position(|&n| n > 0)?.saturating_sub(NEAR);
+        let last = total.iter().rposition(|&n| n > 0)?.saturating_add(NEAR);
+        for n in total.iter_mut().skip(first).take(last - first + 1) {
+            *n = (*n).max(1);
+        }
+        let lengths = Lengths::new(&total);
+        // A frequent symbol wants less than a bit.
+        let fits = lengths.bits(&total).is_some_and(|huffman| huffman * 25 < bits * SAMPLED as u64 * 26);
+        fits.then(|| (Self { shared_lengths: Some(lengths), ..Self::default() }, histograms))
+    }
+
+    /// Appends a block with the shared Huffman code, if that is good enough for the symbols that were sampled of it, and has a code for each.
+    fn put_shared(&mut self, block: &[u8], sampled: &Histogram, out: &mut Vec<u8>) -> bool {
+        let Some(bits) = self.shared_lengths.as_ref().and_then(|lengths| lengths.bits(sampled)) else { return false };
+        let ideal = entropy_bits(sampled);
+        if ideal + ideal / 24 < bits || block.len() < STRETCH * SAMPLED {
+            return false;
+        }
+        let start = out.len();
+        let known = self.put_huffman(block, self.shared_lengths.clone(), out);
+        if !known {
+            out.truncate(start);
+            // The table that went with it is gone, too.
+            self.huffman = None;
+        }
+        known
+    }
+
+    /// Appends a block in the fewest bytes.
+    fn put_best(&mut self, block: &[u8], histogram: &Histogram, out: &mut Vec<u8>) {
+        match self.choose(block, histogram) {
             Choice::Raw => {
                 out.push(RAW);
                 out.extend_from_slice(block);
@@ -110,127 +219,166 @@ pub(crate) fn encode(symbols: &[u8], out: &mut Vec<u8>) {
                 runs::encode(block, out);
             }
             Choice::Huffman { own } => {
-                let wanted = if own { Some(Lengths::new(histogram)) } else { shared_lengths.clone() };
-                let again = huffman.as_ref().is_some_and(|made| Some(&made.table) == wanted.as_ref());
-                out.push(if again { HUFFMAN_AGAIN } else { HUFFMAN });
-                if let (false, Some(table)) = (again, wanted) {
-                    table.put(out);
-                    huffman = Some(Made { encoder: table.codes(), table });
-                }
-                if let Some(made) = &huffman {
-                    huffman::encode(block, &made.encoder, out);
-                }
+                let wanted = if own { Some(Lengths::new(histogram)) } else { self.shared_lengths.clone() };
+                self.put_huffman(block, wanted, out);
             }
             Choice::Rans { own } => {
-                let wanted = if own { Some(Frequencies::new(histogram)) } else { shared_frequencies.clone() };
-                let again = rans.as_ref().is_some_and(|made| Some(&made.table) == wanted.as_ref());
+                let wanted = if own { Some(Frequencies::new(histogram)) } else { self.shared_frequencies.clone() };
+                let again = self.rans.as_ref().is_some_and(|made| Some(&made.table) == wanted.as_ref());
                 out.push(if again { RANS_AGAIN } else { RANS });
                 if let (false, Some(table)) = (again, wanted) {
                     table.put(out);
-                    rans = Some(Made { encoder: table.encoder(), table });
+                    self.rans = Some(Made { encoder: table.encoder(), table });
                 }
-                if let Some(made) = &rans {
+                if let Some(made) = &self.rans {
                     rans::encode(block, &made.encoder, out);
                 }
             }
         }
     }
-}
 
-fn choose(
-    block: &[u8],
-    histogram: &Histogram,
-    shared_lengths: Option<&Lengths>,
-    shared_frequencies: Option<&Frequencies>,
-    huffman: Option<&Made<Lengths, huffman_kernel::Codes>>,
-    rans: Option<&Made<Frequencies, Box<rans_kernel::Encoder>>>,
-) -> Choice {
-    let used = histogram.iter().filter(|&&n| n > 0).count();
-    if used == 1 {
-        return Choice::Constant;
-    }
-    let mut best = (block.len() as u64, Choice::Raw);
-    let offer = |best: &mut (u64, Choice), bytes: u64, choice: Choice| {
-        if bytes < best.0 {
-            *best = (bytes, choice);
+    /// Whether all symbols had codes.
+    fn put_huffman(&mut self, block: &[u8], wanted: Option<Lengths>, out: &mut Vec<u8>) -> bool {
+        let again = self.huffman.as_ref().is_some_and(|made| Some(&made.table) == wanted.as_ref());
+        out.push(if again { HUFFMAN_AGAIN } else { HUFFMAN });
+        if let (false, Some(table)) = (again, wanted) {
+            table.put(out);
+            self.huffman = Some(Made { encoder: table.codes(), table });
         }
-    };
-    let entropy = entropy_bits(histogram) / 8;
-    if let Some(lengths) = shared_lengths {
-        let table = if huffman.is_some_and(|made| made.table == *lengths) { 0 } else { lengths.table_bytes() };
-        let shared = lengths.bits(histogram).map_or(u64::MAX, |bits| bits / 8 + huffman::OVERHEAD);
-        offer(&mut best, shared.saturating_add(table), Choice::Huffman { own: false });
-        // A table of its own costs time to build, here and in every reader.
-        if entropy + entropy / 64 + 128 < shared {
-            let own = Lengths::new(histogram);
-            let bytes = own.bits(histogram).map_or(u64::MAX, |bits| bits / 8) + own.table_bytes() + huffman::OVERHEAD;
-            if bytes + bytes / 64 < shared {
-                offer(&mut best, bytes, Choice::Huffman { own: true });
+        self.huffman.as_ref().is_some_and(|made| huffman::encode(block, &made.encoder, out))
+    }
+
+    fn choose(&self, block: &[u8], histogram: &Histogram) -> Choice {
+        let (huffman, rans) = (self.huffman.as_ref(), self.rans.as_ref());
+        let used = histogram.iter().filter(|&&n| n > 0).count();
+        if used == 1 {
+            return Choice::Constant;
+        }
+        let mut best = (block.len() as u64, Choice::Raw);
+        let offer = |best: &mut (u64, Choice), bytes: u64, choice: Choice| {
+            if bytes < best.0 {
+                *best = (bytes, choice);
+            }
+        };
+        let entropy = entropy_bits(histogram) / 8;
+        if let Some(lengths) = &self.shared_lengths {
+            let table = if huffman.is_some_and(|made| made.table == *lengths) { 0 } else { lengths.table_bytes() };
+            let shared = lengths.bits(histogram).map_or(u64::MAX, |bits| bits / 8 + huffman::OVERHEAD);
+            offer(&mut best, shared.saturating_add(table), Choice::Huffman { own: false });
+            // A table of its own costs time to build, here and in every reader.
+            if entropy + entropy / 64 + 128 < shared {
+                let own = Lengths::new(histogram);
+                let bytes = own.bits(histogram).map_or(u64::MAX, |bits| bits / 8) + own.table_bytes() + huffman::OVERHEAD;
+                if bytes + bytes / 64 < shared {
+                    offer(&mut best, bytes, Choice::Huffman { own: true });
+                }
             }
         }
-    }
-    // Huffman spends a bit on every symbol: where less would do, rANS is worth its time.
-    if let Some(frequencies) = shared_frequencies.filter(|_| entropy + entropy / 20 < best.0) {
-        let table = if rans.is_some_and(|made| made.table == *frequencies) { 0 } else { frequencies.table_bytes() };
-        let shared = if frequencies.covers(histogram) { rans::bits(frequencies, histogram) / 8 + rans::OVERHEAD } else { u64::MAX };
-        // It is some times slower than Huffman: it has to save a twentieth.
-        let weigh = |bytes: u64| bytes.saturating_add(bytes / 20);
-        offer(&mut best, weigh(shared.saturating_add(table)), Choice::Rans { own: false });
-        if entropy + entropy / 64 + 64 < shared {
-            let own = Frequencies::new(histogram);
-            let bytes = rans::bits(&own, histogram) / 8 + own.table_bytes() + rans::OVERHEAD;
-            offer(&mut best, weigh(bytes), Choice::Rans { own: true });
+        // Huffman spends a bit on every symbol: where less would do, rANS is worth its time.
+        if used > 1 && entropy + entropy / 20 < best.0 {
+            let shared =
+                self.shared_frequencies.as_ref().filter(|frequencies| frequencies.covers(histogram)).map_or(u64::MAX, |frequencies| {
+                    let table = if rans.is_some_and(|made| made.table == *frequencies) { 0 } else { frequencies.table_bytes() };
+                    rans::bits(frequencies, histogram) / 8 + rans::OVERHEAD + table
+                });
+            // It is some times slower than Huffman: it has to save a twentieth.
+            let weigh = |bytes: u64| bytes.saturating_add(bytes / 20);
+            offer(&mut best, weigh(shared), Choice::Rans { own: false });
+            if entropy + entropy / 64 + 64 < shared {
+                let own = Frequencies::new(histogram);
+                let bytes = rans::bits(&own, histogram) / 8 + own.table_bytes() + rans::OVERHEAD;
+                offer(&mut best, weigh(bytes), Choice::Rans { own: true });
+            }
         }
+        let most = histogram.iter().max().copied().unwrap_or(0);
+        if (u64::from(most) * 8 > block.len() as u64 * 7 || runs::are_likely(block))
+            && let Some(bytes) = runs::size(block, best.0 as usize)
+        {
+            offer(&mut best, bytes as u64, Choice::Runs);
+        }
+        best.1
     }
-    let most = histogram.iter().max().copied().unwrap_or(0);
-    if (u64::from(most) * 8 > block.len() as u64 * 7 || runs::are_likely(block))
-        && let Some(bytes) = runs::size(block, best.0 as usize)
-    {
-        offer(&mut best, bytes as u64, Choice::Runs);
+}
+
+/// Reads a plane block by block.
+pub(crate) struct PlaneReader<'a> {
+    input: Input<'a>,
+    /// Symbols that are left.
+    left: usize,
+    block: usize,
+    huffman: Option<huffman_kernel::Table>,
+    rans: Option<Box<rans_kernel::Decoder>>,
+}
+
+impl<'a> PlaneReader<'a> {
+    /// A reader of the code of exactly so many symbols; `code` holds nothing else.
+    pub(crate) fn new(code: &'a [u8], symbols: usize) -> Result<Self> {
+        let mut input = Input::new(code);
+        let mut block = 0;
+        if symbols > 0 {
+            let exponent = input.byte("a plane")?;
+            if !BLOCK_EXPONENTS.contains(&exponent) {
+                return Err(Error::corrupt(format!("blocks of 2^{exponent} symbols")).clause("entropy 1.1"));
+            }
+            block = 1 << exponent;
+        }
+        Ok(Self { input, left: symbols, block, huffman: None, rans: None })
     }
-    best.1
+
+    /// Symbols of a block, but the last.
+    pub(crate) fn block(&self) -> usize {
+        self.block
+    }
+
+    /// The next block, if it is stored as it is; otherwise fills the front of `out` with it. After the last, the code has to end.
+    pub(crate) fn next(&mut self, out: &mut [u8]) -> Result<Option<&'a [u8]>> {
+        let count = self.left.min(self.block);
+        self.left -= count;
+        let (input, out) = (&mut self.input, out.get_mut(..count).ok_or_else(|| Error::invalid("a block larger than its buffer"))?);
+        let no_table = || Error::corrupt("a block uses the table of a block before, and there is none").clause("entropy 3");
+        let mut raw = None;
+        match input.byte("a block")? {
+            RAW => raw = Some(input.take(count, "a raw block")?),
+            CONSTANT => out.fill(input.byte("a constant block")?),
+            RUNS => runs::decode(input, out)?,
+            tag @ (HUFFMAN | HUFFMAN_AGAIN) => {
+                if tag == HUFFMAN {
+                    self.huffman = Some(huffman::decode_table(&Lengths::get(input)?));
+                }
+                huffman::decode(input, self.huffman.as_ref().ok_or_else(no_table)?, out)?;
+            }
+            tag @ (RANS | RANS_AGAIN) => {
+                if tag == RANS {
+                    self.rans = Some(Frequencies::get(input)?.decoder());
+                }
+                rans::decode(input, self.rans.as_ref().ok_or_else(no_table)?, out)?;
+            }
+            tag => return Err(Error::corrupt(format!("a block of kind {tag}")).clause("entropy 3")),
+        }
+        if self.left == 0 {
+            self.check_end()?;
+        }
+        Ok(raw)
+    }
+
+    fn check_end(&self) -> Result<()> {
+        if self.input.is_empty() {
+            return Ok(());
+        }
+        Err(Error::corrupt(format!("{} bytes after a plane", self.input.len())).clause("entropy 1.2"))
+    }
 }
 
 /// Fills `out` from the code of exactly as many symbols; `code` holds nothing else.
 pub(crate) fn decode(code: &[u8], out: &mut [u8]) -> Result<()> {
-    let mut input = Input::new(code);
-    if !out.is_empty() {
-        let exponent = input.byte("a plane")?;
-        if !BLOCK_EXPONENTS.contains(&exponent) {
-            return Err(Error::corrupt(format!("blocks of 2^{exponent} symbols")).clause("entropy 1.1"));
-        }
-        let (mut huffman, mut rans) = (None, None);
-        for block in out.chunks_mut(1 << exponent) {
-            decode_block(&mut input, &mut huffman, &mut rans, block)?;
-        }
+    let mut reader = PlaneReader::new(code, out.len())?;
+    if out.is_empty() {
+        return reader.check_end();
     }
-    if input.is_empty() { Ok(()) } else { Err(Error::corrupt(format!("{} bytes after a plane", input.len())).clause("entropy 1.2")) }
-}
-
-fn decode_block(
-    input: &mut Input<'_>,
-    huffman: &mut Option<huffman_kernel::Table>,
-    rans: &mut Option<Box<rans_kernel::Decoder>>,
-    out: &mut [u8],
-) -> Result<()> {
-    let no_table = || Error::corrupt("a block uses the table of a block before, and there is none").clause("entropy 3");
-    match input.byte("a block")? {
-        RAW => out.copy_from_slice(input.take(out.len(), "a raw block")?),
-        CONSTANT => out.fill(input.byte("a constant block")?),
-        RUNS => runs::decode(input, out)?,
-        tag @ (HUFFMAN | HUFFMAN_AGAIN) => {
-            if tag == HUFFMAN {
-                *huffman = Some(huffman::decode_table(&Lengths::get(input)?));
-            }
-            huffman::decode(input, huffman.as_ref().ok_or_else(no_table)?, out)?;
+    for block in out.chunks_mut(reader.block()) {
+        if let Some(raw) = reader.next(block)? {
+            block.copy_from_slice(raw);
         }
-        tag @ (RANS | RANS_AGAIN) => {
-            if tag == RANS {
-                *rans = Some(Frequencies::get(input)?.decoder());
-            }
-            rans::decode(input, rans.as_ref().ok_or_else(no_table)?, out)?;
-        }
-        tag => return Err(Error::corrupt(format!("a block of kind {tag}")).clause("entropy 3")),
     }
     Ok(())
 }

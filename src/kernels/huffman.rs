@@ -22,29 +22,32 @@ pub(crate) struct Codes {
     pub(crate) length: [u8; 256],
 }
 
-/// Appends one stream: the codes of `symbols`, then zero bits up to a whole byte.
-pub(crate) fn encode(symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) {
-    encode_at(Level::best(), symbols, codes, out);
+/// Appends one stream: the codes of `symbols`, then zero bits up to a whole byte. False if a symbol has no code; the stream is worth nothing
+/// then.
+pub(crate) fn encode(symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> bool {
+    encode_at(Level::best(), symbols, codes, out)
 }
 
-fn encode_at(level: Level, symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) {
+fn encode_at(level: Level, symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> bool {
     let start = out.len();
     // Room for the worst case, and for stores of whole words past the end.
     out.resize(start + (symbols.len() * MAX_BITS as usize).div_ceil(8) + 16, 0);
     let room = &mut out[start..];
     let mut writer = BitWriter::new(room);
-    let rest = match level {
+    let (rest, mut known) = match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
         Level::Avx512 => unsafe { x86::encode(symbols, codes, &mut writer) },
-        _ => symbols,
+        _ => (symbols, true),
     };
     for &symbol in rest {
         let i = usize::from(symbol);
+        known &= codes.length[i] > 0;
         writer.put(u64::from(codes.high[i]) << 8 | u64::from(codes.low[i]), u32::from(codes.length[i]));
     }
     let bytes = writer.finish();
     out.truncate(start + bytes);
+    known
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -54,12 +57,12 @@ mod x86 {
     use super::Codes;
     use crate::kernels::bits::BitWriter;
 
-    /// Encodes whole groups of 64 symbols and returns the others.
+    /// Encodes whole groups of 64 symbols and returns the others, and whether all had codes.
     ///
     /// Codes and lengths of 64 symbols come from byte permutes; shifts by variable counts then join neighbours, until
     /// 16 groups of four symbols, at most 44 bits each, are left to append.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,avx2")]
-    pub(super) fn encode<'a>(symbols: &'a [u8], codes: &Codes, writer: &mut BitWriter<'_>) -> &'a [u8] {
+    pub(super) fn encode<'a>(symbols: &'a [u8], codes: &Codes, writer: &mut BitWriter<'_>) -> (&'a [u8], bool) {
         let table = |bytes: &[u8; 256]| -> [__m512i; 4] {
             // SAFETY: four loads of 64 bytes within 256.
             std::array::from_fn(|i| unsafe { _mm512_loadu_si512(bytes.as_ptr().add(64 * i).cast()) })
@@ -74,11 +77,13 @@ mod x86 {
         let word = _mm512_set1_epi32(0xffff);
         let half = _mm512_set1_epi64(0xffff_ffff);
         let (groups, rest) = symbols.as_chunks::<64>();
+        let mut unknown = 0;
         for group in groups {
             // SAFETY: a load of 64 bytes from an array of 64.
             let s = unsafe { _mm512_loadu_si512(group.as_ptr().cast()) };
             let upper = _mm512_movepi8_mask(s);
             let (lo, hi, len) = (look_up(&low, s, upper), look_up(&high, s, upper), look_up(&length, s, upper));
+            unknown |= _mm512_testn_epi8_mask(len, len);
             // 16-bit lanes: codes and lengths of even and odd symbols.
             let even = _mm512_or_si512(_mm512_and_si512(lo, byte), _mm512_slli_epi16::<8>(hi));
             let odd = _mm512_or_si512(_mm512_srli_epi16::<8>(lo), _mm512_andnot_si512(byte, hi));
@@ -118,7 +123,7 @@ mod x86 {
                 writer.put(b[i], lengths[2 * i + 1]);
             }
         }
-        rest
+        (rest, unknown == 0)
     }
 }
 
@@ -273,14 +278,18 @@ mod tests {
             let code = (i * 2654435761) as u16 & ((1 << length) - 1);
             (codes.low[i], codes.high[i], codes.length[i]) = (code as u8, (code >> 8) as u8, length);
         }
-        let symbols: Vec<u8> = (0..5000usize).map(|i| ((i * i) >> 3) as u8).collect();
+        let mut symbols: Vec<u8> = (0..5000usize).map(|i| ((i * i) >> 3) as u8).collect();
+        let mut without = codes.clone();
+        without.length[usize::from(symbols[70])] = 0;
+        symbols.iter_mut().take(70).for_each(|symbol| *symbol = 0);
         for count in [0, 1, 63, 64, 65, 1000, 5000] {
             let mut scalar = vec![1, 2, 3];
-            encode_at(Level::Scalar, &symbols[..count], &codes, &mut scalar);
+            assert!(encode_at(Level::Scalar, &symbols[..count], &codes, &mut scalar));
             for level in Level::available() {
                 let mut out = vec![1, 2, 3];
-                encode_at(level, &symbols[..count], &codes, &mut out);
+                assert!(encode_at(level, &symbols[..count], &codes, &mut out));
                 assert!(out == scalar, "{level:?}, {count} symbols");
+                assert_eq!(encode_at(level, &symbols[..count], &without, &mut vec![]), count <= 70, "{level:?}, {count} symbols");
             }
         }
     }

@@ -1,7 +1,18 @@
 //! Compare two arrays of equal units, pack which differ into a bit mask with the new values, and the inverse.
 
+use super::Level;
+
 /// Units of `width` bytes (1, 2, 4 or 8) in which `new` differs from `base`.
 pub(crate) fn count_changed(width: usize, base: &[u8], new: &[u8]) -> usize {
+    count_bytes(width, base, new)
+}
+
+super::for_every_level! {
+    fn count_bytes / count_at(width: usize, base: &[u8], new: &[u8]) -> usize = count_any;
+}
+
+#[inline(always)]
+fn count_any(width: usize, base: &[u8], new: &[u8]) -> usize {
     match width {
         1 => count::<1>(base, new),
         2 => count::<2>(base, new),
@@ -12,16 +23,46 @@ pub(crate) fn count_changed(width: usize, base: &[u8], new: &[u8]) -> usize {
 
 /// The mask (least significant bit first, unused bits zero) and the values of changed units.
 pub(crate) fn pack(width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) {
-    match width {
-        1 => pack_width::<1>(base, new),
-        2 => pack_width::<2>(base, new),
-        4 => pack_width::<4>(base, new),
-        _ => pack_width::<8>(base, new),
-    }
+    pack_at(Level::best(), width, base, new)
 }
 
-/// Writes `values` over the units of `out` whose bit is set. The caller has compared the popcount with the values.
-pub(crate) fn expand(width: usize, mask: &[u8], values: &[u8], out: &mut [u8]) {
+fn pack_at(level: Level, width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let mut mask = Vec::with_capacity((new.len() / width).div_ceil(8));
+    // Vector stores write whole vectors.
+    let mut values = Vec::with_capacity(width * count_changed(width, base, new) + 64);
+    let done = match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        Level::Avx512 => unsafe { x86::pack(width, base, new, &mut mask, &mut values) },
+        _ => 0,
+    };
+    let (base, new) = (base.get(done..).unwrap_or_default(), new.get(done..).unwrap_or_default());
+    match width {
+        1 => pack_width::<1>(base, new, &mut mask, &mut values),
+        2 => pack_width::<2>(base, new, &mut mask, &mut values),
+        4 => pack_width::<4>(base, new, &mut mask, &mut values),
+        _ => pack_width::<8>(base, new, &mut mask, &mut values),
+    }
+    (mask, values)
+}
+
+/// Fills `out` with `base`, and with `values` where the bit is set. The caller has compared the popcount with the values, and base and
+/// out have equal lengths.
+pub(crate) fn expand(width: usize, base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) {
+    expand_at(Level::best(), width, base, mask, values, out);
+}
+
+fn expand_at(level: Level, width: usize, base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) {
+    let (units, used) = match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        Level::Avx512 => unsafe { x86::expand(width, base, mask, values, out) },
+        _ => (0, 0),
+    };
+    let rest = |bytes: usize| bytes..;
+    let (Some(base), Some(out)) = (base.get(rest(units * width)), out.get_mut(rest(units * width))) else { return };
+    let (mask, values) = (mask.get(rest(units / 8)).unwrap_or_default(), values.get(rest(used)).unwrap_or_default());
+    out.copy_from_slice(base);
     match width {
         1 => expand_width::<1>(mask, values, out),
         2 => expand_width::<2>(mask, values, out),
@@ -30,15 +71,14 @@ pub(crate) fn expand(width: usize, mask: &[u8], values: &[u8], out: &mut [u8]) {
     }
 }
 
+#[inline(always)]
 fn count<const W: usize>(base: &[u8], new: &[u8]) -> usize {
     let (base, new) = (base.as_chunks::<W>().0, new.as_chunks::<W>().0);
     base.iter().zip(new).filter(|(a, b)| a != b).count()
 }
 
-fn pack_width<const W: usize>(base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) {
+fn pack_width<const W: usize>(base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) {
     let (base, new) = (base.as_chunks::<W>().0, new.as_chunks::<W>().0);
-    let mut mask = Vec::with_capacity(new.len().div_ceil(8));
-    let mut values = Vec::new();
     for (base, new) in base.chunks(8).zip(new.chunks(8)) {
         let mut bits = 0u8;
         for (i, (a, b)) in base.iter().zip(new).enumerate() {
@@ -50,7 +90,6 @@ fn pack_width<const W: usize>(base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) {
             bits &= bits - 1;
         }
     }
-    (mask, values)
 }
 
 fn expand_width<const W: usize>(mask: &[u8], values: &[u8], out: &mut [u8]) {
@@ -66,6 +105,85 @@ fn expand_width<const W: usize>(mask: &[u8], values: &[u8], out: &mut [u8]) {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    /// Bytes of a vector.
+    const VECTOR: usize = 64;
+
+    /// Packs whole vectors; gives the bytes that it has handled. `values` has room for all changed units and a vector more.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi1,bmi2")]
+    #[allow(clippy::little_endian_bytes, reason = "a kernel: the mask is defined byte by byte, and this is its order")]
+    pub(super) fn pack(width: usize, base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) -> usize {
+        let vectors = base.as_chunks::<VECTOR>().0.iter().zip(new.as_chunks::<VECTOR>().0);
+        let count = vectors.len();
+        let capacity = values.capacity();
+        let mut at = values.len();
+        for (base, new) in vectors {
+            if at + VECTOR > capacity {
+                // Cannot be: there is room for what was counted.
+                break;
+            }
+            // SAFETY: loads of 64 bytes from arrays of 64.
+            let (base, new) = unsafe { (_mm512_loadu_si512(base.as_ptr().cast()), _mm512_loadu_si512(new.as_ptr().cast())) };
+            let (bits, packed) = match width {
+                1 => {
+                    let bits = _mm512_cmpneq_epi8_mask(base, new);
+                    (bits, _mm512_maskz_compress_epi8(bits, new))
+                }
+                2 => {
+                    let bits = _mm512_cmpneq_epi16_mask(base, new);
+                    (u64::from(bits), _mm512_maskz_compress_epi16(bits, new))
+                }
+                4 => {
+                    let bits = _mm512_cmpneq_epi32_mask(base, new);
+                    (u64::from(bits), _mm512_maskz_compress_epi32(bits, new))
+                }
+                _ => {
+                    let bits = _mm512_cmpneq_epi64_mask(base, new);
+                    (u64::from(bits), _mm512_maskz_compress_epi64(bits, new))
+                }
+            };
+            mask.extend_from_slice(bits.to_le_bytes().get(..VECTOR / width / 8).unwrap_or_default());
+            // SAFETY: the check above leaves room for a vector at `at`, within the capacity.
+            unsafe { _mm512_storeu_si512(values.as_mut_ptr().add(at).cast(), packed) };
+            at += width * bits.count_ones() as usize;
+        }
+        // SAFETY: all bytes before `at` were written, and `at` is within the capacity.
+        unsafe { values.set_len(at) };
+        count * VECTOR
+    }
+
+    /// Expands whole vectors while a vector of values can be read; gives the units and the bytes of values that it has handled.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi1,bmi2")]
+    pub(super) fn expand(width: usize, base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) -> (usize, usize) {
+        let per_vector = VECTOR / width;
+        let masks = mask.chunks_exact(per_vector / 8);
+        let vectors = base.as_chunks::<VECTOR>().0.iter().zip(out.as_chunks_mut::<VECTOR>().0).zip(masks);
+        let (mut units, mut at) = (0, 0);
+        for ((base, out), mask) in vectors {
+            if values.len() - at < VECTOR {
+                break;
+            }
+            let bits = mask.iter().rev().fold(0u64, |bits, &byte| bits << 8 | u64::from(byte));
+            // SAFETY: loads of 64 bytes: an array, and values of which as many are left.
+            let (base, new) = unsafe { (_mm512_loadu_si512(base.as_ptr().cast()), _mm512_loadu_si512(values.as_ptr().add(at).cast())) };
+            let merged = match width {
+                1 => _mm512_mask_expand_epi8(base, bits, new),
+                2 => _mm512_mask_expand_epi16(base, bits as u32, new),
+                4 => _mm512_mask_expand_epi32(base, bits as u16, new),
+                _ => _mm512_mask_expand_epi64(base, bits as u8, new),
+            };
+            // SAFETY: a store of 64 bytes into an array of 64.
+            unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), merged) };
+            at += width * bits.count_ones() as usize;
+            units += per_vector;
+        }
+        (units, at)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -78,14 +196,17 @@ mod tests {
             (seed >> 56) as u8
         };
         for width in [1, 2, 4, 8] {
-            for units in [0, 1, 7, 8, 9, 64, 100] {
+            for (units, rate) in [0, 1, 7, 8, 9, 64, 100, 1000].into_iter().flat_map(|units| [(units, 0), (units, 60), (units, 255)]) {
                 let base: Vec<u8> = (0..units * width).map(|_| next()).collect();
-                let new: Vec<u8> = base.iter().map(|&b| if next() < 60 { next() } else { b }).collect();
-                let (mask, values) = pack(width, &base, &new);
-                assert_eq!(values.len(), count_changed(width, &base, &new) * width);
-                let mut out = base.clone();
-                expand(width, &mask, &values, &mut out);
-                assert_eq!(out, new);
+                let new: Vec<u8> = base.iter().map(|&b| if next() < rate { next() } else { b }).collect();
+                let scalar = pack_at(Level::Scalar, width, &base, &new);
+                assert_eq!(scalar.1.len(), count_changed(width, &base, &new) * width);
+                for level in Level::available() {
+                    assert_eq!(pack_at(level, width, &base, &new), scalar, "{level:?}, {units} units of {width}");
+                    let mut out = vec![0xaa; new.len()];
+                    expand_at(level, width, &base, &scalar.0, &scalar.1, &mut out);
+                    assert_eq!(out, new, "{level:?}, {units} units of {width}");
+                }
             }
         }
     }

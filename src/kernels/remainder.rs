@@ -10,6 +10,22 @@ super::for_every_level! {
     pub(crate) fn join / join_at(partner: &[u8], f16: bool, unsigned: bool, low: &[u8], high: &[u8], out: &mut [u8]) = join_any;
 }
 
+super::for_every_level! {
+    /// The nearest bf16 of each f32, ties to even; NaN stay NaN.
+    pub(crate) fn round / round_at(data: &[u8], out: &mut [u8]) = round_any;
+}
+
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
+fn round_any(data: &[u8], out: &mut [u8]) {
+    for (data, out) in data.as_chunks::<4>().0.iter().zip(out.as_chunks_mut::<2>().0) {
+        let bits = u32::from_le_bytes(*data);
+        let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+        let is_nan = bits & MAGNITUDE > 0x7f80_0000;
+        *out = (if is_nan { bits >> 16 | 0x40 } else { nearest } as u16).to_le_bytes();
+    }
+}
+
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
 /// The bits of the f32 that a bf16 is.

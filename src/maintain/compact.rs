@@ -285,19 +285,18 @@ impl<'a> BaseCask<'a> {
         }
         let (registry, verify) = (self.registry, self.options.verify_after_encode);
         let encode = |(at, moved): (usize, &Moved)| -> Result<EncodedChunk> {
-            let elements = ChunkGrid::new(directory.dtype(moved.tensor), &moved.rect.shape)?.elements(moved.chunk);
+            let grid = ChunkGrid::new(directory.dtype(moved.tensor), &moved.rect.shape)?;
+            let elements = grid.elements(moved.chunk);
             let first = partners.partition_point(|(of, _, _)| *of < at);
             let of_chunk = partners.iter().skip(first).take_while(|(of, _, _)| *of == at);
             let partners: Vec<Partner<'_>> = of_chunk
                 .map(|(_, role, moved)| Partner { role, dtype: directory.dtype(moved.tensor), data: &moved.bytes, base: None })
                 .collect();
             let chunk = Chunk {
-                dtype: directory.dtype(moved.tensor),
-                element_count: elements.end - elements.start,
                 role: directory.role(moved.tensor),
-                data: &moved.bytes,
-                base: None,
                 partners: &partners,
+                row_elements: grid.row_elements(),
+                ..Chunk::new(grid.dtype(), elements.end - elements.start, &moved.bytes)
             };
             encode_chunk(registry, self.options.objective, &chunk, verify)
                 .map_err(|e| e.tensor(directory.name(moved.tensor)).chunk(moved.chunk))

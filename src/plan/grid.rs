@@ -22,6 +22,7 @@ pub struct ChunkGrid {
     dtype: Dtype,
     element_count: u64,
     chunk_elements: u64,
+    row_elements: u64,
 }
 
 /// Elements of a chunk, at most.
@@ -43,7 +44,8 @@ impl ChunkGrid {
             1..=MAX_CHUNK_ELEMENTS => MAX_CHUNK_ELEMENTS / unit * unit,
             _ => MAX_CHUNK_ELEMENTS,
         };
-        Ok(Self { dtype, element_count, chunk_elements })
+        let row_elements = if unit <= MAX_CHUNK_ELEMENTS { row } else { 0 };
+        Ok(Self { dtype, element_count, chunk_elements, row_elements })
     }
 
     /// The element type.
@@ -59,6 +61,11 @@ impl ChunkGrid {
     /// Elements of every chunk but the last.
     pub fn chunk_elements(&self) -> u64 {
         self.chunk_elements
+    }
+
+    /// Elements of a row, the last dimension, of which every chunk holds a whole number; 0 if rows are longer than chunks.
+    pub fn row_elements(&self) -> u64 {
+        self.row_elements
     }
 
     /// Chunks; none for an empty shard.

@@ -280,6 +280,19 @@ impl Snapshot {
         content_digests(&directory, |shard, chunk| Ok(shards[shard].chunk(&self.links, &rows[shard], chunk)?.crc))
     }
 
+    /// CRC-32 of the decoded bytes of chunks, given by tensor, rectangle and number. Reads indexes, and no page.
+    pub(crate) async fn chunk_crcs(&self, wanted: &[(usize, Rect, u64)]) -> Result<Vec<u32>> {
+        let directory = self.newest().directory.clone();
+        let mut shards = Vec::with_capacity(wanted.len());
+        for (tensor, rect, _) in wanted {
+            let shard = directory.find_shard(*tensor, rect).ok_or_else(|| Error::invalid("no such shard"))?;
+            shards.push(ShardPlan::new(&self.links, *tensor, shard)?);
+        }
+        let rows = self.load_plans(&shards).await?;
+        let plans = shards.iter().zip(&rows).zip(wanted);
+        plans.map(|((shard, rows), (_, _, chunk))| Ok(shard.stored(&self.links, rows, *chunk, 0)?.1)).collect()
+    }
+
     /// Plans of shards and of the partners that their chunks need, with indexes and parts read: in two rounds, and two more for
     /// each step from partner to partner.
     async fn load_family_plans(&self, shards: Vec<ShardPlan>) -> Result<Plans> {
@@ -381,7 +394,7 @@ pub(super) fn chunk_count(directory: &Directory, tensor: usize, rect: &Rect) -> 
 }
 
 /// Chunks of a shard that hold an element of `rect`.
-fn touched<'a>(grid: ChunkGrid, shard: &'a Rect, rect: &'a Rect) -> impl Iterator<Item = u64> + 'a {
+pub(super) fn touched<'a>(grid: ChunkGrid, shard: &'a Rect, rect: &'a Rect) -> impl Iterator<Item = u64> + 'a {
     grid.chunks_of(element_span(shard, rect)).filter(move |&chunk| contiguous_runs(shard, rect, grid.elements(chunk)).next().is_some())
 }
 

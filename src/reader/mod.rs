@@ -1,6 +1,7 @@
 //! Reading: a snapshot, its tensors, slices of them.
 
 mod execute;
+mod narrow;
 mod open;
 mod recover;
 mod since;

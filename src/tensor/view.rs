@@ -25,6 +25,7 @@ pub struct TensorView<'a> {
     role: String,
     param: String,
     data: &'a [u8],
+    changed_rows: Option<Vec<u64>>,
 }
 
 impl<'a> TensorView<'a> {
@@ -61,7 +62,7 @@ impl<'a> TensorView<'a> {
             }
         }
         let RoleAndParam { role, param } = infer_role(&name);
-        Ok(Self { name, dtype, shape: shape.to_vec(), rect, role, param, data })
+        Ok(Self { name, dtype, shape: shape.to_vec(), rect, role, param, data, changed_rows: None })
     }
 
     /// Says what the tensor is to training, instead of guessing from its name.
@@ -69,6 +70,37 @@ impl<'a> TensorView<'a> {
         self.role = role.into();
         self.param = param.into();
         self
+    }
+
+    /// Says which rows may have changed since this tensor was last saved by the same writer, by their index in the first dimension of the
+    /// tensor: all others are taken to be equal. A delta then needs no base in memory and reads none back. A row that changed and is
+    /// left out fails the save where the writer can tell: in chunks that it keeps the base of, and in chunks in which no row was named. In
+    /// others it makes the chunk unreadable in this snapshot (its checksum tells).
+    ///
+    /// ```
+    /// use tensorcask::{Dtype, TensorView};
+    /// let data = [0u8; 24];
+    /// let view = TensorView::new("wte.weight", Dtype::F32, &[3, 2], &data)?.with_changed_rows(&[2, 0, 2])?;
+    /// assert_eq!(view.changed_rows(), Some(&[0, 2][..]));
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn with_changed_rows(mut self, rows: &[u64]) -> Result<Self> {
+        let (Some(&count), Some(&offset), Some(&own)) = (self.shape.first(), self.rect.offset.first(), self.rect.shape.first()) else {
+            return Err(Error::invalid("changed rows of a tensor without dimensions").tensor(self.name));
+        };
+        if let Some(row) = rows.iter().find(|row| **row >= count) {
+            return Err(Error::invalid(format!("changed row {row} of a tensor of {count} rows")).tensor(self.name));
+        }
+        let mut rows: Vec<u64> = rows.iter().filter_map(|row| row.checked_sub(offset)).filter(|row| *row < own).collect();
+        rows.sort_unstable();
+        rows.dedup();
+        self.changed_rows = Some(rows);
+        Ok(self)
+    }
+
+    /// Rows of this shard that may differ from the parent snapshot, ascending, counted from the shard's first.
+    pub fn changed_rows(&self) -> Option<&[u64]> {
+        self.changed_rows.as_deref()
     }
 
     /// The name.

@@ -16,13 +16,17 @@ pub fn run_all(codec: &dyn Codec) -> Result<()> {
     for &dtype in Dtype::ALL {
         for (what, element_count, data, base) in inputs(dtype) {
             for base in [None, Some(base.as_slice())] {
-                let chunk = Chunk { dtype, element_count, role: "model", data: &data, base, partners: &[] };
+                let chunk = Chunk { base, ..Chunk::new(dtype, element_count, &data) };
                 let partners = partners_of(&data, base);
                 let partners: Vec<Partner<'_>> = partners.iter().map(|own| own.borrow(base.is_some())).collect();
                 let name = |e: Error| {
                     let with = if base.is_some() { "with" } else { "without" };
                     Error::new(e.kind(), format!("{} on {what}, {dtype} x {element_count}, {with} a base: {e}", codec.id()))
                 };
+                // As a matrix that is nearly square, and as elements of which nothing is known.
+                let row_elements =
+                    (1..=element_count).take_while(|row| row * row <= element_count).filter(|row| element_count % row == 0).last();
+                encoded_any |= round_trip(codec, &Chunk { row_elements: row_elements.unwrap_or(0), ..chunk }).map_err(name)?;
                 encoded_any |= round_trip(codec, &chunk).map_err(name)?;
                 if dtype == Dtype::F32 {
                     for role in ["master", "exp_avg_sq"] {

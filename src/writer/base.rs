@@ -188,7 +188,11 @@ impl NextBase {
     }
 
     /// The next chunk of a shard, absolute.
-    pub(super) fn chunk(&mut self, chunk: EncodedChunk) {
+    pub(super) fn chunk(&mut self, mut chunk: EncodedChunk) {
+        // Buffers of columns have room for more than they hold, and are wanted for the next.
+        for (_, bytes) in &mut chunk.columns {
+            *bytes = bytes::Bytes::copy_from_slice(bytes);
+        }
         self.chunks.push(chunk);
     }
 

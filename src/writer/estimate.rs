@@ -7,7 +7,7 @@ use super::layout::StateLayout;
 use super::save::{Job, Saver, borrowed, chunk_to_encode};
 use crate::Result;
 use crate::chain::Estimate;
-use crate::codec::estimate_chunk;
+use crate::codec::{Chunk, estimate_chunk};
 use crate::plan::ChunkGrid;
 
 /// Chunks that are looked at, whatever the size of the state.
@@ -27,9 +27,11 @@ pub(super) async fn estimate(saver: &Saver, layout: &StateLayout<'_>, parent: &P
             let partners = borrowed(partners);
             let chunk = chunk_to_encode(&layout.tensors[job.tensor], *job, None, &partners)?;
             let absolute = estimate_chunk(registry, &chunk);
-            let delta = match base {
-                Some(base) => estimate_chunk(registry, &chunk_to_encode(&layout.tensors[job.tensor], *job, Some(base), &partners)?),
-                None => absolute,
+            let rows = saver.changed_rows(*job, layout, Some(parent))?;
+            let delta = match (base, rows) {
+                (Some(base), _) => estimate_chunk(registry, &Chunk { base: Some(base), ..chunk }),
+                (None, Some(rows)) => estimate_chunk(registry, &Chunk { changed_rows: Some(&rows), ..chunk }),
+                (None, None) => absolute,
             };
             Ok([chunk.data.len() as u64, absolute, delta])
         })

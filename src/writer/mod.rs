@@ -3,6 +3,7 @@
 mod base;
 mod commit;
 mod estimate;
+mod hints;
 mod layout;
 mod ranks;
 mod save;

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::base::{NextBase, Parent, ShardKey, Wanted};
 use super::commit::{Prepared, is_damage};
 use super::estimate::estimate;
+use super::hints::Hints;
 use super::layout::{LayoutTensor, StateLayout};
 use super::*;
 use crate::chain::{Reason, content_digests};
@@ -40,6 +41,7 @@ pub(super) struct Saver {
     pub store: Store,
     pub options: WriterOptions,
     pub base: BaseCache,
+    pub hints: Hints,
 }
 
 /// What the save knows when all casks are up.
@@ -83,6 +85,7 @@ impl Writer {
     }
 
     async fn save_layout(&mut self, step: u64, layout: &StateLayout<'_>, metadata: &Metadata) -> Result<Saved> {
+        self.saver.hints.note(layout);
         let (mut parent, mut decision) = self.parent(step).await?;
         if self.saver.options.policy == Policy::Adaptive
             && let Some(base) = &parent
@@ -121,6 +124,9 @@ impl Writer {
                             if let Some(kept) = written.kept {
                                 self.saver.base.promote(saved.id, kept);
                             }
+                            if self.saver.becomes_base(parent.is_none()) {
+                                self.saver.hints.start(saved.id, layout);
+                            }
                             return Ok(saved);
                         }
                         // The parent was given up to garbage collection in the meantime.
@@ -150,18 +156,28 @@ impl Writer {
 
 impl Saver {
     pub(super) fn new(store: &Store, options: WriterOptions) -> Self {
-        Self { store: store.clone(), options, base: BaseCache::default() }
+        Self { store: store.clone(), options, base: BaseCache::default(), hints: Hints::default() }
     }
 
-    /// Whether what is being saved is to be kept: the next delta will be made against it.
+    /// Whether what is being saved is to be kept.
     pub(super) fn keeps(&self, is_base: bool) -> bool {
-        let becomes_base = match self.options.policy {
+        self.becomes_base(is_base) && self.options.base_cache != BaseKeeping::None
+    }
+
+    /// Whether the next delta will be made against what is being saved.
+    fn becomes_base(&self, is_base: bool) -> bool {
+        match self.options.policy {
             Policy::Full => false,
             Policy::Consecutive => true,
             Policy::OneShot | Policy::Adaptive => is_base,
             Policy::Intermittent { every } => is_base && every > 1,
-        };
-        becomes_base && self.options.base_cache != BaseKeeping::None
+        }
+    }
+
+    /// Rows of a job's chunk that may differ from its base, where the caller said so.
+    pub(super) fn changed_rows(&self, job: Job, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<Option<Vec<u64>>> {
+        let (Some(_), Some(parent)) = (job.base, parent) else { return Ok(None) };
+        self.hints.of_chunk(parent.snapshot.record().id, layout.tensors[job.tensor].shards[job.shard], job.chunk)
     }
 
     /// Encodes and uploads all casks.
@@ -252,18 +268,21 @@ impl Saver {
         let keep_encoded = written.kept.as_ref().is_some_and(NextBase::wants_encoded);
         let bases = self.bases(jobs, layout, parent).await?;
         let partners = self.partners(jobs, layout, parent).await?;
+        self.check_hints(jobs, &bases, layout, parent).await?;
         let encoded: Vec<(EncodedChunk, Option<EncodedChunk>)> = jobs
             .par_iter()
             .zip(&bases)
             .zip(&partners)
             .map(|((job, base), partners)| {
                 let tensor = &layout.tensors[job.tensor];
-                let encoded = encode_job(registry, objective, tensor, *job, base.as_deref(), &borrowed(partners), verify)?;
+                let rows = if base.is_none() { self.changed_rows(*job, layout, parent)? } else { None };
+                let known = Known { base: base.as_deref(), changed_rows: rows.as_deref(), partners: &borrowed(partners) };
+                let encoded = encode_job(registry, objective, tensor, *job, known, verify)?;
                 let alone = |codec: &CodecRef| registry.needs(codec, &tensor.description.role).is_empty();
                 let kept = match keep_encoded {
                     false => None,
                     true if encoded.kind == ChunkKind::Absolute && encoded.codec.as_ref().is_some_and(alone) => Some(encoded.clone()),
-                    true => Some(encode_job(registry, objective, tensor, *job, None, &[], false)?),
+                    true => Some(encode_job(registry, objective, tensor, *job, Known::default(), false)?),
                 };
                 Ok((encoded, kept))
             })
@@ -357,7 +376,12 @@ impl Saver {
         let mut items = Vec::new();
         for (job, base) in jobs.iter().zip(&mut bases) {
             let (Some(tensor), None) = (job.base, &base) else { continue };
-            let rect = layout.tensors[job.tensor].shards[job.shard].rect();
+            let view = layout.tensors[job.tensor].shards[job.shard];
+            // What did not change is known without it.
+            if self.changed_rows(*job, layout, Some(parent))?.is_some() {
+                continue;
+            }
+            let rect = view.rect();
             let buffer = zeroed(chunk_of(&layout.tensors[job.tensor], *job)?.len(), "a base chunk")?;
             let Cow::Owned(out) = base.insert(Cow::Owned(buffer)) else { continue };
             items.push(ChunkItem { tensor, rect: rect.clone(), chunk: job.chunk, out });
@@ -366,6 +390,53 @@ impl Saver {
             parent.read(items).await?;
         }
         Ok(bases)
+    }
+
+    /// Compares what the caller says of changed rows with what is known: the base where it is kept, else the checksums of chunks in
+    /// which nothing shall have changed. A row left out would make a snapshot that cannot be read.
+    async fn check_hints(
+        &self,
+        jobs: &[Job],
+        bases: &[Option<Cow<'_, [u8]>>],
+        layout: &StateLayout<'_>,
+        parent: Option<&Parent>,
+    ) -> Result<()> {
+        let mut unchanged = Vec::new();
+        for (job, base) in jobs.iter().zip(bases) {
+            let (Some(number), tensor) = (job.base, &layout.tensors[job.tensor]) else { continue };
+            let view = tensor.shards[job.shard];
+            let Some(rows) = self.changed_rows(*job, layout, parent)? else { continue };
+            let missed = |row: String| {
+                let message =
+                    format!("{row} changed since the parent, but `changed_rows` leaves it out; give all rows that changed, or none");
+                Err(Error::invalid(message).tensor(view.name()).chunk(job.chunk))
+            };
+            match base {
+                Some(base) => {
+                    let chunk = chunk_to_encode(tensor, *job, Some(base), &[])?;
+                    let Some((row_bytes, _)) = chunk.rows() else { continue };
+                    let pairs = chunk.data.chunks_exact(row_bytes).zip(base.chunks_exact(row_bytes)).zip(0u64..);
+                    let mut changed = pairs.filter(|((ours, theirs), _)| ours != theirs).map(|(_, row)| row);
+                    if let Some(row) = changed.find(|row| rows.binary_search(row).is_err()) {
+                        return missed(format!("row {row} of this chunk"));
+                    }
+                }
+                None if rows.is_empty() => unchanged.push((job, (number, view.rect().clone(), job.chunk))),
+                None => {}
+            }
+        }
+        let (Some(parent), false) = (parent, unchanged.is_empty()) else { return Ok(()) };
+        let wanted: Vec<_> = unchanged.iter().map(|(_, wanted)| wanted.clone()).collect();
+        let crcs = parent.snapshot.chunk_crcs(&wanted).await?;
+        for ((job, _), crc) in unchanged.into_iter().zip(crcs) {
+            let tensor = &layout.tensors[job.tensor];
+            if crc32fast::hash(chunk_of(tensor, *job)?) != crc {
+                let message =
+                    "a row of this chunk changed since the parent, but `changed_rows` leaves it out; give all rows that changed, or none";
+                return Err(Error::invalid(message).tensor(tensor.shards[job.shard].name()).chunk(job.chunk));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -402,15 +473,23 @@ pub(super) fn chunk_to_encode<'a>(
     partners: &'a [Partner<'a>],
 ) -> Result<Chunk<'a>> {
     let view = tensor.shards[job.shard];
-    let elements = ChunkGrid::new(view.dtype(), &view.rect().shape)?.elements(job.chunk);
+    let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
+    let elements = grid.elements(job.chunk);
     Ok(Chunk {
-        dtype: view.dtype(),
-        element_count: elements.end - elements.start,
         role: &tensor.description.role,
-        data: chunk_of(tensor, job)?,
         base,
         partners,
+        row_elements: grid.row_elements(),
+        ..Chunk::new(view.dtype(), elements.end - elements.start, chunk_of(tensor, job)?)
     })
+}
+
+/// What is known of a chunk beside its bytes.
+#[derive(Debug, Clone, Copy, Default)]
+struct Known<'a> {
+    base: Option<&'a [u8]>,
+    changed_rows: Option<&'a [u64]>,
+    partners: &'a [Partner<'a>],
 }
 
 fn encode_job(
@@ -418,16 +497,15 @@ fn encode_job(
     objective: Objective,
     tensor: &LayoutTensor<'_>,
     job: Job,
-    base: Option<&[u8]>,
-    partners: &[Partner<'_>],
+    Known { base, changed_rows, partners }: Known<'_>,
     verify: bool,
 ) -> Result<EncodedChunk> {
     let view = tensor.shards[job.shard];
     let locate = |e: Error| e.tensor(view.name()).chunk(job.chunk);
-    let chunk = chunk_to_encode(tensor, job, base, partners).map_err(locate)?;
+    let chunk = Chunk { changed_rows, ..chunk_to_encode(tensor, job, base, partners).map_err(locate)? };
     let encoded = encode_chunk(registry, objective, &chunk, verify).map_err(locate)?;
-    // Without a base, nothing can be unchanged or a delta.
-    if base.is_none() && encoded.kind != ChunkKind::Absolute {
+    // Without a base, nothing can be unchanged or a delta, unless the caller knows what changed.
+    if base.is_none() && changed_rows.is_none() && encoded.kind != ChunkKind::Absolute {
         return Err(locate(Error::invalid("a codec made a delta without a base")));
     }
     Ok(encoded)

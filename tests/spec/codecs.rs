@@ -97,12 +97,10 @@ fn codecs() {
         let codec = registry.resolve(&CodecRef { id: vector.codec.clone(), version: vector.version }).unwrap();
         let partners = borrowed(&vector.partners);
         let chunk = Chunk {
-            dtype: Dtype::from_name(&vector.dtype).unwrap(),
-            element_count: vector.elements,
             role: &vector.role,
-            data: &vector.data.0,
             base: vector.base.as_ref().map(|base| base.0.as_slice()),
             partners: &partners,
+            ..Chunk::new(Dtype::from_name(&vector.dtype).unwrap(), vector.elements, &vector.data.0)
         };
         let encoded = codec.encode(&chunk).unwrap();
         let columns: Vec<(String, Hex)> = encoded.columns.into_iter().map(|(name, bytes)| (name.to_owned(), Hex(bytes))).collect();

@@ -37,7 +37,7 @@ struct PlaneInvalid {
 }
 
 fn encode(symbols: &[u8]) -> Vec<u8> {
-    let chunk = Chunk { dtype: Dtype::U8, element_count: symbols.len() as u64, role: "model", data: symbols, base: None, partners: &[] };
+    let chunk = Chunk::new(Dtype::U8, symbols.len() as u64, symbols);
     let encoded = Planes.encode(&chunk).unwrap();
     assert_eq!((encoded.uses_base, encoded.columns.len(), encoded.columns[0].0), (false, 1, "plane0"));
     encoded.columns.into_iter().next().unwrap().1

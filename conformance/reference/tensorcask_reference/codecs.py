@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .dtypes import Dtype
+from .dtypes import DTYPES, Dtype
 from .entropy import decode_plane
 from .errors import corrupt, unsupported
 
@@ -116,6 +116,54 @@ def _extra_bits(column: Bytes, count: np.ndarray) -> np.ndarray:
     return numbers
 
 
+def _rows(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
+    assert base is not None
+    number, row, rows = rows_header(columns[0])
+    if row == 0 or base.size % row or 8 * row % dtype.bits:
+        raise corrupt("rows 3", f"rows of {row} bytes in a chunk of {base.size}")
+    bits = np.unpackbits(decode_plane(rows, -(-(base.size // row) // 8)), bitorder="little")
+    if bits[base.size // row:].any():
+        raise corrupt("rows 4", "unused bits are not zero")
+    chunk = base.copy().reshape(-1, row)
+    changed = np.flatnonzero(bits)
+    name, takes_base = INNER[number]
+    inner = CODECS[name, 1].function(
+        dtype, 8 * row * changed.size // dtype.bits, columns[1:], chunk[changed].reshape(-1) if takes_base else None,
+    )
+    chunk[changed] = inner.reshape(-1, row)
+    return chunk.reshape(-1)
+
+
+# codecs of changed rows, and whether they take the base (rows 2)
+INNER = [("tc.raw", False), ("tc.planes", False), ("tc.planes", True), ("tc.ordered", True)]
+
+
+def rows_header(column: Bytes) -> tuple[int, int, Bytes]:
+    """Number of the inner codec, bytes of a row, code of the bits (rows 2 to 4)."""
+    if column.size < 5:
+        raise corrupt("rows 2", f"{column.size} bytes")
+    if column[0] >= len(INNER):
+        raise corrupt("rows 2", f"inner codec {column[0]}")
+    return int(column[0]), int(column[1:5].view("<u4")[0]), column[5:]
+
+
+def _factored(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
+    rows, terms = columns[0][1:], columns[1]
+    if not columns[0].size or rows.size * terms.size != n:
+        raise corrupt("factored 2", f"{rows.size} rows and {terms.size} columns for {n} elements")
+    p = (4 * int(columns[0][0]) + 2 + rows.view("i1").astype(int)[:, None] + terms.view("i1").astype(int) >> 2).reshape(-1) % 256
+    s = decode_plane(columns[2], n).astype(int)
+    e = np.where(s == 128, 0, np.where(s == -p % 256, p + 128, p + s) % 256)
+    planes = [decode_plane(column, n) for column in columns[3:]] + [e.astype(np.uint8)]
+    t = np.stack(planes, 1).view(f"<u{dtype.unit}").reshape(-1)
+    return (t >> 1 | t << 8 * dtype.unit - 1).view(np.uint8)
+
+
+def _rounded(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
+    bf16 = next(known for known in DTYPES.values() if known.name == "bf16")
+    return _remainder(dtype, n, columns[2:], base, (bf16, _planes(bf16, n, columns[:2], None), None))
+
+
 def _remainder(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, model: Partner) -> Bytes:
     if dtype.name != "f32" or model[0].name not in ("bf16", "f16"):
         raise corrupt("remainder 1", f"{dtype.name} beyond {model[0].name}")
@@ -180,10 +228,22 @@ class Codec:
             raise corrupt("codecs 3", f"{name} in a chunk of kind {kind}")
         if self.dtypes is not None and dtype.name not in self.dtypes:
             raise corrupt(f"{name.removeprefix('tc.')} 1", f"{name} in a chunk of {dtype.name}")
-        if tuple(columns) not in (self.columns[:dtype.unit if self.column_per_byte else None], self.other_columns or None):
+        lists = [self.columns_of(dtype), self.other_columns or None]
+        if name == "tc.rows":
+            inner = [CODECS[inner, 1] for inner, _ in INNER]
+            lists = [("rows", *codec.columns_of(dtype)) for codec in inner if codec.dtypes is None or dtype.name in codec.dtypes]
+        elif name == "tc.factored":
+            lists = [self.columns[:2 + dtype.unit]]
+        if tuple(columns) not in lists:
             raise corrupt("codecs 4.1", f"columns {columns} of {name}")
 
+    def columns_of(self, dtype: Dtype) -> tuple[str, ...]:
+        return self.columns[:dtype.unit] if self.column_per_byte else self.columns
+
     def decode(self, dtype: Dtype, n: int, columns: list[Column], base: Bytes | None, partners: list[Partner] = []) -> Bytes:
+        if self.function is _rows:
+            inner, _ = INNER[rows_header(columns[0][1])[0]]
+            CODECS[inner, 1].check(inner, "delta" if inner == "tc.ordered" else "absolute", dtype, [name for name, _ in columns[1:]])
         wanted = len(self.needs.get("exp_avg_sq" if columns[0][0] == "moment" else "master", ()))
         if len(partners) != wanted:
             raise corrupt("codecs 5.2", f"{len(partners)} partners, not {wanted}")
@@ -196,6 +256,13 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.bitmask", 1): Codec(frozenset({"delta"}), ("mask", "values"), _bitmask),
     ("tc.planes", 1): Codec(frozenset({"absolute", "delta"}), tuple(f"plane{k}" for k in range(8)), _planes, True),
     ("tc.ordered", 1): Codec(frozenset({"delta"}), ("tokens", "bits"), _ordered, dtypes=frozenset(EXPONENTS)),
+    ("tc.rows", 1): Codec(frozenset({"delta"}), ("rows",), _rows),
+    ("tc.factored", 1): Codec(
+        frozenset({"absolute"}), ("rows", "columns", "exponents", "plane0", "plane1", "plane2"), _factored, dtypes=frozenset({"bf16", "f32"}),
+    ),
+    ("tc.rounded", 1): Codec(
+        frozenset({"absolute"}), ("rounded0", "rounded1", "low", "high", "rounding"), _rounded, dtypes=frozenset({"f32"}),
+    ),
     ("tc.remainder", 1): Codec(
         frozenset({"absolute"}), ("low", "high", "rounding"), _remainder, needs={"master": ("model",)}, dtypes=frozenset({"f32"}),
     ),

@@ -1,0 +1,128 @@
+//! `tc.rounded`: f32 as their bf16 roundings, then the bits that those do not have.
+//!
+//! Spec: spec/codecs/rounded.md
+//! Input:  n units of f32
+//! Output: byte planes of the roundings; those of the remainders, rounding mode and exceptions
+//! Errors: `Corrupt` if a plane does not decode to n bytes, or exceptions are out of order
+//! Cost:   that of `tc.planes` of bf16, and one more pass
+//! Source: ours (codecs.md, idea 1): a reader of bf16 leaves the second half where it is
+
+use super::remainder::{decode_beyond, encode_beyond, estimate_beyond, max_beyond_bytes};
+use super::{Chunk, Codec, Columns, Cost, Encoded, planes};
+use crate::entropy;
+use crate::kernels::{bytes, remainder as kernel};
+use crate::spare::{self, Spare};
+use crate::{Dtype, Error, Result};
+
+/// Stores f32 so that half of the columns are enough to read them as bf16.
+///
+/// ```
+/// use tensorcask::{Dtype, codec::{Chunk, Codec, Rounded}};
+/// let data: Vec<u8> = (1..1000).flat_map(|i| (1.0 / i as f32).to_le_bytes()).collect();
+/// let encoded = Rounded.encode(&Chunk::new(Dtype::F32, 999, &data))?;
+/// let names: Vec<&str> = encoded.columns.iter().map(|(name, _)| *name).collect();
+/// assert_eq!(names, ["rounded0", "rounded1", "low", "high", "rounding"]);
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Rounded;
+
+impl Rounded {
+    /// The id.
+    pub const ID: &str = "tc.rounded";
+    /// The columns that hold the roundings.
+    pub(crate) const ROUNDINGS: [&str; 2] = ["rounded0", "rounded1"];
+
+    /// The nearest bf16 of each f32, as this codec rounds.
+    pub(crate) fn round(data: &[u8], out: &mut [u8]) {
+        kernel::round(data, out);
+    }
+
+    /// Fills `out` with the bf16 of a chunk, of which `columns` need to hold no others than those of the roundings.
+    pub(crate) fn decode_roundings(columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        check_dtype(columns.dtype)?;
+        decode_roundings(columns.exactly(Self::ROUNDINGS)?, out)
+    }
+}
+
+const COLUMNS: [&str; 5] = ["rounded0", "rounded1", "low", "high", "rounding"];
+
+/// Roles of which someone may want the values in bf16.
+const ROLES: [&str; 3] = ["model", "master", "ema"];
+
+fn check_dtype(dtype: Dtype) -> Result<()> {
+    match dtype {
+        Dtype::F32 => Ok(()),
+        _ => Err(Error::corrupt(format!("roundings of {dtype}")).clause("rounded 1")),
+    }
+}
+
+fn round(data: &[u8]) -> Result<Spare> {
+    let mut rounded = Spare::new(data.len() / 2, "roundings")?;
+    kernel::round(data, &mut rounded);
+    Ok(rounded)
+}
+
+/// Fills `out` with bf16 from the columns `rounded0` and `rounded1`.
+fn decode_roundings(codes: [&[u8]; 2], out: &mut [u8]) -> Result<()> {
+    planes::decode(&codes, None, Dtype::Bf16, out)
+}
+
+impl Codec for Rounded {
+    fn id(&self) -> &str {
+        Self::ID
+    }
+
+    fn cost(&self) -> Cost {
+        Cost { encode: 3.5, decode: 2.5 }
+    }
+
+    fn max_encoded_bytes(&self, _: Dtype, element_count: u64) -> u64 {
+        entropy::max_encoded_bytes(element_count).saturating_mul(2).saturating_add(max_beyond_bytes(element_count))
+    }
+
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        if chunk.dtype != Dtype::F32 || !ROLES.contains(&chunk.role) {
+            return None;
+        }
+        let beyond = estimate_beyond(chunk.data, false, |range| Some(round(chunk.data.get(range)?).ok()?.to_vec().into()))?;
+        // The sample alone is rounded: the others are not looked at.
+        let mut sampled = Vec::new();
+        for range in super::sample(chunk.data.len(), 4) {
+            sampled.extend_from_slice(&round(chunk.data.get(range)?).ok()?);
+        }
+        let units = (chunk.data.len() / 4) as u64;
+        let planes = planes::split(&sampled, None, Dtype::Bf16).ok()?;
+        let mut sizes: Vec<u64> = planes.iter().map(|plane| entropy::estimate(&bytes::histogram(plane), units)).collect();
+        sizes.extend(beyond);
+        Some(sizes)
+    }
+
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        if chunk.dtype != Dtype::F32 {
+            return Err(Error::invalid(format!("needs f32, not {}", chunk.dtype)));
+        }
+        let rounded = round(chunk.data)?;
+        let mut codes = Vec::with_capacity(COLUMNS.len());
+        for plane in planes::split(&rounded, None, Dtype::Bf16)? {
+            let mut code = spare::output(plane.len() + 64);
+            entropy::encode(&plane, &mut code);
+            codes.push(code);
+        }
+        codes.extend(encode_beyond(chunk.data, &rounded, false));
+        Ok(Encoded { uses_base: false, columns: COLUMNS.into_iter().zip(codes).collect() })
+    }
+
+    fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
+        check_dtype(dtype)?;
+        super::are_columns(names.iter().copied(), &COLUMNS)
+    }
+
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        check_dtype(columns.dtype)?;
+        let [first, second, low, high, rounding] = columns.exactly(COLUMNS)?;
+        let mut rounded = Spare::new(out.len() / 2, "roundings")?;
+        decode_roundings([first, second], &mut rounded)?;
+        decode_beyond([low, high, rounding], &rounded, false, out)
+    }
+}

@@ -1,0 +1,151 @@
+//! f32 tensors read as bf16: where roundings have columns of their own, only those are read.
+
+use rayon::prelude::*;
+
+use super::execute::{fetch_groups, touched};
+use super::*;
+use crate::codec::{ChunkKind, Columns, Rounded};
+use crate::plan::read::{ShardPlan, Step};
+use crate::tensor::{Run, contiguous_runs, copy_run};
+use crate::{Dtype, Error};
+
+/// Decoded bytes of a batch, at most, unless one chunk is larger.
+const BATCH_BYTES: u64 = 32 << 20;
+
+/// A chunk to read.
+struct Wanted {
+    shard: usize,
+    chunk: u64,
+    /// Its stored form, if the columns of roundings are enough.
+    rounded: Option<Step>,
+}
+
+impl Snapshot {
+    /// Reads a slice of an f32 tensor as bf16, each element rounded to the nearest, ties to even; NaN stay NaN. Of chunks
+    /// that codec `tc.rounded` stores, it reads the roundings alone, about 0.35 of the bytes; others are read whole and
+    /// then rounded. A bf16 tensor is read as it is.
+    ///
+    /// The checksum of a chunk covers its f32, so roundings that are read alone are covered by those of their pages.
+    pub async fn read_as_bf16(&self, name: &str, slice: &Slice) -> Result<Tensor> {
+        let tensor = self.tensor(name)?;
+        match tensor.dtype {
+            Dtype::Bf16 => return self.read(name, slice).await,
+            Dtype::F32 => {}
+            other => return Err(Error::invalid(format!("a tensor of {other} cannot be read as bf16")).tensor(name)),
+        }
+        let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
+        let bytes = Dtype::Bf16.byte_count(rect.element_count().unwrap_or(u64::MAX)).unwrap_or(u64::MAX);
+        crate::Limits::check(bytes, self.store.limits().max_read_bytes, "size of the slice").map_err(|e| e.tensor(name))?;
+        let number = self.find(name)?;
+        self.check_present(number, &rect).await?;
+        let mut data = zeroed(to_usize(bytes, "a tensor")?, "a tensor")?;
+        self.read_roundings(number, &rect, &mut data).await.map_err(|e| e.tensor(name))?;
+        Ok(Tensor { name: name.to_owned(), dtype: Dtype::Bf16, shape: rect.shape, data })
+    }
+
+    async fn read_roundings(&self, tensor: usize, rect: &Rect, out: &mut [u8]) -> Result<()> {
+        let directory = self.newest().directory.clone();
+        let tensor = directory.alias_of(tensor).unwrap_or(tensor);
+        let mut shards = Vec::new();
+        for shard in directory.shards_of(tensor) {
+            let plan = ShardPlan::new(&self.links, tensor, shard)?;
+            if plan.rect.intersection(rect).is_some() {
+                shards.push(plan);
+            }
+        }
+        let rows = self.load_plans(&shards).await?;
+        let (mut batch, mut batch_bytes) = (Vec::new(), 0u64);
+        for (at, (plan, rows)) in shards.iter().zip(&rows).enumerate() {
+            for chunk in touched(plan.grid, &plan.rect, rect) {
+                let (step, _) = plan.stored(&self.links, rows, chunk, 0)?;
+                let codec = step.entry.codec.as_ref().filter(|codec| codec.id == Rounded::ID && step.entry.kind == ChunkKind::Absolute);
+                if let Some(codec) = codec {
+                    self.store.registry().resolve(codec)?;
+                }
+                let rounded = codec.is_some().then_some(step);
+                let bytes = plan.grid.bytes(chunk);
+                batch_bytes = batch_bytes.saturating_add(bytes.end - bytes.start);
+                batch.push(Wanted { shard: at, chunk, rounded });
+                if batch_bytes >= BATCH_BYTES {
+                    self.round_batch(tensor, &shards, std::mem::take(&mut batch), rect, out).await?;
+                    batch_bytes = 0;
+                }
+            }
+        }
+        self.round_batch(tensor, &shards, batch, rect, out).await
+    }
+
+    async fn round_batch(&self, tensor: usize, shards: &[ShardPlan], batch: Vec<Wanted>, rect: &Rect, out: &mut [u8]) -> Result<()> {
+        let elements = |wanted: &Wanted| shards[wanted.shard].grid.elements(wanted.chunk);
+        let mut whole = Vec::new();
+        let mut buffers = Vec::new();
+        let mut groups = Vec::new();
+        for wanted in &batch {
+            match &wanted.rounded {
+                Some(step) => groups.push((self.path_of(step), roundings(step).map(|page| page.range.clone()).collect())),
+                None => {
+                    let bytes = shards[wanted.shard].grid.bytes(wanted.chunk);
+                    buffers.push(zeroed(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?);
+                    whole.push(wanted);
+                }
+            }
+        }
+        let items = whole.iter().zip(&mut buffers);
+        let items = items.map(|(wanted, out)| ChunkItem { tensor, rect: shards[wanted.shard].rect.clone(), chunk: wanted.chunk, out });
+        let items: Vec<ChunkItem<'_>> = items.collect();
+        if !items.is_empty() {
+            self.read_chunks(items).await?;
+        }
+        let pages = fetch_groups(&self.store, groups).await?;
+        let bytes = pages.iter().flatten().map(|page| page.len() as u64).sum();
+        self.count(pages.len() as u64, pages.iter().map(|pages| pages.len() as u64).sum(), bytes);
+        let (mut pages, mut buffers) = (pages.into_iter(), buffers.into_iter());
+        let mut sources = Vec::with_capacity(batch.len());
+        for wanted in &batch {
+            sources.push(match &wanted.rounded {
+                Some(step) => Source::Pages(step, pages.next().unwrap_or_default()),
+                None => Source::Whole(buffers.next().unwrap_or_default()),
+            });
+        }
+        let decode = |(wanted, source): (&Wanted, Source<'_>)| {
+            let window = elements(wanted);
+            let mut rounded = zeroed(to_usize(2 * (window.end - window.start), "a chunk")?, "a chunk")?;
+            match source {
+                Source::Whole(data) => Rounded::round(&data, &mut rounded),
+                Source::Pages(step, pages) => decode_pages(step, &pages, &mut rounded)
+                    .map_err(|e| e.tensor(&shards[wanted.shard].name).chunk(wanted.chunk).object(self.path_of(step)))?,
+            }
+            Ok(rounded)
+        };
+        let decoded: Vec<Vec<u8>> = batch.par_iter().zip(sources).map(decode).collect::<Result<_>>()?;
+        for (wanted, bytes) in batch.iter().zip(decoded) {
+            let window = elements(wanted);
+            let start = window.start;
+            for run in contiguous_runs(&shards[wanted.shard].rect, rect, window) {
+                copy_run(Dtype::Bf16, Run { source: run.source - start, ..run }, &bytes, out);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a chunk is rounded from.
+enum Source<'a> {
+    Whole(Vec<u8>),
+    Pages(&'a Step, Vec<Bytes>),
+}
+
+/// The pages of a chunk that hold its roundings.
+fn roundings(step: &Step) -> impl Iterator<Item = &crate::container::PageEntry> {
+    step.entry.pages.iter().filter(|page| Rounded::ROUNDINGS.contains(&page.column.as_str()))
+}
+
+fn decode_pages(step: &Step, pages: &[Bytes], out: &mut [u8]) -> Result<()> {
+    let mut columns: Vec<(&str, Bytes)> = Vec::with_capacity(pages.len());
+    for (page, bytes) in roundings(step).zip(pages) {
+        page.check(bytes)?;
+        columns.push((page.column.as_str(), bytes.clone()));
+    }
+    let element_count = (out.len() / 2) as u64;
+    Rounded::decode_roundings(&Columns { dtype: Dtype::F32, element_count, columns: &columns, base: None, partners: &[] }, out)
+}
