@@ -14,7 +14,7 @@ use tensorcask::infer_role;
 const CHUNK: usize = 1 << 18;
 
 fn main() {
-    let arguments = Arguments::parse(&["mib", "rounds", "codec"]);
+    let arguments = Arguments::parse(&["mib", "rounds", "codec", "only"]);
     let bytes = (arguments.number("mib", 64.0) * 1048576.0) as u64;
     let rounds = arguments.number("rounds", 5.0) as usize;
     let registry = Registry::default();
@@ -30,6 +30,9 @@ fn main() {
         ("f32 exp_avg_sq, full", None, 1000, "optimizer.exp_avg_sq."),
         ("f32 exp_avg_sq, one step", Some(1000), 1001, "optimizer.exp_avg_sq."),
     ] {
+        if arguments.text("only").is_some_and(|text| !title.contains(text)) {
+            continue;
+        }
         let file = |step: u32| arguments.data().join(format!("step-{step}.safetensors"));
         let whole =
             |step: u32| -> Vec<Owned> { synthetic(bytes, &file(step)).into_iter().filter(|tensor| tensor.shape.len() > 1).collect() };

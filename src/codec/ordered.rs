@@ -12,7 +12,7 @@ use crate::entropy::{self, Histogram, entropy_bits};
 use crate::kernels::bytes;
 use crate::kernels::ordered::{self as kernel, Exponent, MAX_CLASSES};
 use crate::kernels::part::Parted;
-use crate::limits::{reserve, zeroed};
+use crate::spare::{self, Spare};
 use crate::{Dtype, Error, Result};
 
 /// Stores by how many representable numbers each element moved since the parent snapshot.
@@ -102,12 +102,10 @@ impl Codec for Ordered {
         let (mut tokens, mut exponents) = (Vec::new(), Vec::new());
         for range in sample(chunk.data.len(), width) {
             let (data, base) = (chunk.data.get(range.clone())?, base.get(range)?);
-            let mut differences = vec![0; data.len() / width];
-            kernel::differences(width, base, data, &mut differences);
             let at = tokens.len();
-            tokens.resize(at + differences.len(), 0);
-            kernel::tokens(&differences, tokens.get_mut(at..)?);
-            exponents.resize(at + differences.len(), 0);
+            tokens.resize(at + data.len() / width, 0);
+            kernel::tokens(width, base, data, tokens.get_mut(at..)?);
+            exponents.resize(at + data.len() / width, 0);
             kernel::exponents(width, exponent, base, exponents.get_mut(at..)?);
         }
         let bounds = choose_bounds(&bytes::histogram(&exponents));
@@ -133,19 +131,17 @@ impl Codec for Ordered {
         let exponent = exponent_of(chunk.dtype).ok_or_else(|| Error::invalid(format!("cannot store {}", chunk.dtype)))?;
         let width = chunk.dtype.unit_bytes();
         let units = chunk.data.len() / width;
-        let mut differences: Vec<u32> = reserve(units, "differences")?;
-        differences.resize(units, 0);
-        kernel::differences(width, base, chunk.data, &mut differences);
-        let mut tokens = zeroed(units, "tokens")?;
-        kernel::tokens(&differences, &mut tokens);
-        let mut classes = zeroed(units, "classes")?;
+        let mut tokens = Spare::new(units, "tokens")?;
+        kernel::tokens(width, base, chunk.data, &mut tokens);
+        let mut classes = Spare::new(units, "classes")?;
         kernel::exponents(width, exponent, base, &mut classes);
         let bounds = choose_bounds(&bytes::histogram(&classes));
         kernel::classes(&mut classes, &padded(&bounds));
         let mut parted = parted(&classes, bounds.len() + 1)?;
         parted.part(&classes, &tokens);
-        let bits = kernel::put_extra(&tokens, &differences);
-        let mut code = vec![bounds.len() as u8];
+        let bits = kernel::put_extra(width, base, chunk.data, &tokens);
+        let mut code = spare::output(units / 2);
+        code.push(bounds.len() as u8);
         code.extend(&bounds);
         let lengths_at = code.len();
         code.resize(lengths_at + 4 * (bounds.len() + 1), 0);
@@ -180,7 +176,7 @@ impl Codec for Ordered {
         if !bounds.is_sorted_by(|a, b| a < b) || bounds.last() == Some(&u8::MAX) {
             return Err(bad("bounds of classes do not ascend".into(), "ordered 3"));
         }
-        let mut classes = zeroed(units, "classes")?;
+        let mut classes = Spare::new(units, "classes")?;
         kernel::exponents(width, exponent, base, &mut classes);
         kernel::classes(&mut classes, &padded(bounds));
         let mut parted = parted(&classes, count + 1)?;
@@ -194,18 +190,15 @@ impl Codec for Ordered {
         if !planes.is_empty() {
             return Err(bad(format!("{} bytes after the tokens", planes.len()), "ordered 3.1"));
         }
-        let mut tokens = zeroed(units, "tokens")?;
+        let mut tokens = Spare::new(units, "tokens")?;
         parted.join(&classes, &mut tokens);
         if tokens.iter().copied().fold(0, u8::max) > kernel::max_token(width) {
             return Err(bad("a token that no difference has".into(), "ordered 3.2"));
         }
-        let mut differences: Vec<u32> = reserve(units, "differences")?;
-        differences.resize(units, 0);
-        if !kernel::take_extra(&tokens, bits, &mut differences) {
-            return Err(bad("extra bits do not end with the last element".into(), "ordered 3.3"));
+        match kernel::apply(width, base, &tokens, bits, out) {
+            true => Ok(()),
+            false => Err(bad("extra bits do not end with the last element".into(), "ordered 3.3")),
         }
-        kernel::apply(width, base, &differences, out);
-        Ok(())
     }
 }
 

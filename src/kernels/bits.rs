@@ -48,20 +48,21 @@ impl<'a> BitReader<'a> {
         Self { bytes, at: 0 }
     }
 
-    /// The next `count` bits, at most 32; zeros beyond the end.
+    /// The next 56 bits at least; zeros beyond the end.
     #[inline(always)]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: the stream is defined byte by byte, and this is its order")]
-    pub(crate) fn take(&mut self, count: u32) -> u64 {
-        let (byte, bit) = (self.at / 8, self.at % 8);
-        self.at = self.at.wrapping_add(count as usize);
-        let word = match self.bytes.get(byte..).and_then(|rest| rest.first_chunk::<8>()) {
+    pub(crate) fn peek(&self) -> u64 {
+        let word = match self.bytes.get(self.at / 8..).and_then(|rest| rest.first_chunk::<8>()) {
             Some(word) => u64::from_le_bytes(*word),
-            None => {
-                let rest = self.bytes.get(byte..).unwrap_or_default();
-                rest.iter().rev().fold(0, |sum, &byte| sum << 8 | u64::from(byte))
-            }
+            None => self.bytes.get(self.at / 8..).unwrap_or_default().iter().rev().fold(0, |sum, &byte| sum << 8 | u64::from(byte)),
         };
-        (word >> bit) & ((1u64 << (count & 63)).wrapping_sub(1))
+        word >> (self.at % 8)
+    }
+
+    /// Goes on by `count` bits, at most 56.
+    #[inline(always)]
+    pub(crate) fn skip(&mut self, count: u32) {
+        self.at = self.at.wrapping_add(count as usize);
     }
 
     /// Whether exactly all bytes were taken, and unused bits of the last are zero.

@@ -40,14 +40,43 @@ fn encode_at(level: Level, symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> 
         Level::Avx512 => unsafe { x86::encode(symbols, codes, &mut writer) },
         _ => (symbols, true),
     };
-    for &symbol in rest {
-        let i = usize::from(symbol);
-        known &= codes.length[i] > 0;
-        writer.put(u64::from(codes.high[i]) << 8 | u64::from(codes.low[i]), u32::from(codes.length[i]));
-    }
+    known &= put_groups_at(level, rest, codes, &mut writer);
     let bytes = writer.finish();
     out.truncate(start + bytes);
     known
+}
+
+super::for_every_level! {
+    #[allow(dead_code, reason = "its caller knows the level")]
+    /// Encodes symbols five at a time: their codes fit into one word.
+    fn put_groups / put_groups_at(symbols: &[u8], codes: &Codes, writer: &mut BitWriter<'_>) -> bool = put_groups_any;
+}
+
+#[inline(always)]
+fn put_groups_any(symbols: &[u8], codes: &Codes, writer: &mut BitWriter<'_>) -> bool {
+    // Length, code above it, and whether there is none, in one word: lengths are added without a mask, for the sum of five stays in the
+    // low byte, and shifts look at that alone.
+    const NO_CODE: u32 = 1 << 31;
+    let entry = |i: usize| u32::from(codes.high[i]) << 16 | u32::from(codes.low[i]) << 8 | u32::from(codes.length[i]);
+    let table: [u32; 256] = std::array::from_fn(|i| if codes.length[i] == 0 { NO_CODE } else { entry(i) });
+    let mut seen = 0;
+    let (groups, rest) = symbols.as_chunks::<5>();
+    for group in groups {
+        let (mut bits, mut count) = (0u64, 0u32);
+        for &symbol in group {
+            let entry = table[usize::from(symbol)];
+            seen |= entry;
+            bits |= u64::from(entry >> 8) << (count & 63);
+            count = count.wrapping_add(entry);
+        }
+        writer.put(bits, count & 0xff);
+    }
+    for &symbol in rest {
+        let entry = table[usize::from(symbol)];
+        seen |= entry;
+        writer.put(u64::from(entry >> 8), entry & 0xff);
+    }
+    seen & NO_CODE == 0
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -34,6 +34,9 @@ fn pack_at(level: Level, width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
         Level::Avx512 => unsafe { x86::pack(width, base, new, &mut mask, &mut values) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        Level::Avx2 if width == 2 || width == 4 => unsafe { avx2::pack(width, base, new, &mut mask, &mut values) },
         _ => 0,
     };
     let (base, new) = (base.get(done..).unwrap_or_default(), new.get(done..).unwrap_or_default());
@@ -57,6 +60,9 @@ fn expand_at(level: Level, width: usize, base: &[u8], mask: &[u8], values: &[u8]
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
         Level::Avx512 => unsafe { x86::expand(width, base, mask, values, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        Level::Avx2 if width == 2 || width == 4 => unsafe { avx2::expand(width, base, mask, values, out) },
         _ => (0, 0),
     };
     let rest = |bytes: usize| bytes..;
@@ -179,6 +185,148 @@ mod x86 {
             unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), merged) };
             at += width * bits.count_ones() as usize;
             units += per_vector;
+        }
+        (units, at)
+    }
+}
+
+/// Eight units of 2 or 4 bytes at a time, by shuffles that tables hold for each byte of the mask.
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use std::arch::x86_64::*;
+
+    /// Where each lane of eight comes from when those of a mask move to the front.
+    const COMPRESS: [[u8; 8]; 256] = {
+        let mut table = [[0; 8]; 256];
+        let mut mask = 0;
+        while mask < 256 {
+            let (mut lane, mut to) = (0, 0);
+            while lane < 8 {
+                if mask >> lane & 1 == 1 {
+                    table[mask][to] = lane as u8;
+                    to += 1;
+                }
+                lane += 1;
+            }
+            mask += 1;
+        }
+        table
+    };
+
+    /// Where each lane of a mask comes from when the front moves there; 128 for lanes that stay.
+    const EXPAND: [[u8; 8]; 256] = {
+        let mut table = [[128; 8]; 256];
+        let mut mask = 0;
+        while mask < 256 {
+            let (mut lane, mut from) = (0, 0);
+            while lane < 8 {
+                if mask >> lane & 1 == 1 {
+                    table[mask][lane] = from;
+                    from += 1;
+                }
+                lane += 1;
+            }
+            mask += 1;
+        }
+        table
+    };
+
+    /// The same in bytes of 16-bit lanes.
+    const fn by_bytes(lanes: &[[u8; 8]; 256]) -> [[u8; 16]; 256] {
+        let mut table = [[128; 16]; 256];
+        let mut mask = 0;
+        while mask < 256 {
+            let mut lane = 0;
+            while lane < 8 {
+                if lanes[mask][lane] < 128 {
+                    table[mask][2 * lane] = 2 * lanes[mask][lane];
+                    table[mask][2 * lane + 1] = 2 * lanes[mask][lane] + 1;
+                }
+                lane += 1;
+            }
+            mask += 1;
+        }
+        table
+    }
+
+    static COMPRESS_BYTES: [[u8; 16]; 256] = by_bytes(&COMPRESS);
+    static EXPAND_BYTES: [[u8; 16]; 256] = by_bytes(&EXPAND);
+    static COMPRESS_LANES: [[u8; 8]; 256] = COMPRESS;
+    static EXPAND_LANES: [[u8; 8]; 256] = EXPAND;
+
+    /// Packs whole groups of eight units; gives the bytes that it has handled. `values` has room for all changed units and a vector more.
+    #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
+    pub(super) fn pack(width: usize, base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) -> usize {
+        let group = 8 * width;
+        let capacity = values.capacity();
+        let mut at = values.len();
+        let mut done = 0;
+        for (base, new) in base.chunks_exact(group).zip(new.chunks_exact(group)) {
+            if at + 32 > capacity {
+                // Cannot be: there is room for what was counted.
+                break;
+            }
+            let bits = if width == 2 {
+                // SAFETY: loads of 16 bytes from 8 units of 2.
+                let (base, new) = unsafe { (_mm_loadu_si128(base.as_ptr().cast()), _mm_loadu_si128(new.as_ptr().cast())) };
+                let equal = _mm_cmpeq_epi16(base, new);
+                let bits = !_mm_movemask_epi8(_mm_packs_epi16(equal, equal)) as u8;
+                // SAFETY: a load of 16 bytes from a row of 16; the check above leaves room for 32 bytes at `at`, within the capacity.
+                unsafe {
+                    let order = _mm_loadu_si128(COMPRESS_BYTES[usize::from(bits)].as_ptr().cast());
+                    _mm_storeu_si128(values.as_mut_ptr().add(at).cast(), _mm_shuffle_epi8(new, order));
+                }
+                bits
+            } else {
+                // SAFETY: loads of 32 bytes from 8 units of 4.
+                let (base, new) = unsafe { (_mm256_loadu_si256(base.as_ptr().cast()), _mm256_loadu_si256(new.as_ptr().cast())) };
+                let equal = _mm256_cmpeq_epi32(base, new);
+                let bits = !_mm256_movemask_ps(_mm256_castsi256_ps(equal)) as u8;
+                // SAFETY: a load of 8 bytes from a row of 8; the check above leaves room for 32 bytes at `at`, within the capacity.
+                unsafe {
+                    let order = _mm256_cvtepu8_epi32(_mm_loadl_epi64(COMPRESS_LANES[usize::from(bits)].as_ptr().cast()));
+                    _mm256_storeu_si256(values.as_mut_ptr().add(at).cast(), _mm256_permutevar8x32_epi32(new, order));
+                }
+                bits
+            };
+            mask.push(bits);
+            at += width * bits.count_ones() as usize;
+            done += group;
+        }
+        // SAFETY: all bytes before `at` were written, and `at` is within the capacity.
+        unsafe { values.set_len(at) };
+        done
+    }
+
+    /// Expands whole groups of eight units while 32 bytes of values can be read; gives the units and the bytes of values that it has
+    /// handled.
+    #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
+    pub(super) fn expand(width: usize, base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) -> (usize, usize) {
+        let group = 8 * width;
+        let (mut units, mut at) = (0, 0);
+        for ((base, out), &bits) in base.chunks_exact(group).zip(out.chunks_exact_mut(group)).zip(mask) {
+            if values.len() - at < 32 {
+                break;
+            }
+            // SAFETY: of base and out, 8 units are read and written; of values, at most 32 bytes, which are left; of the tables, a row.
+            unsafe {
+                let from = values.as_ptr().add(at);
+                if width == 2 {
+                    let base = _mm_loadu_si128(base.as_ptr().cast());
+                    let order = _mm_loadu_si128(EXPAND_BYTES[usize::from(bits)].as_ptr().cast());
+                    let new = _mm_shuffle_epi8(_mm_loadu_si128(from.cast()), order);
+                    _mm_storeu_si128(out.as_mut_ptr().cast(), _mm_blendv_epi8(new, base, order));
+                } else {
+                    let base = _mm256_loadu_si256(base.as_ptr().cast());
+                    let order = _mm_loadl_epi64(EXPAND_LANES[usize::from(bits)].as_ptr().cast());
+                    let stay = _mm256_castsi256_ps(_mm256_slli_epi32::<24>(_mm256_cvtepu8_epi32(order)));
+                    let new = _mm256_permutevar8x32_epi32(_mm256_loadu_si256(from.cast()), _mm256_cvtepu8_epi32(order));
+                    let merged = _mm256_blendv_ps(_mm256_castsi256_ps(new), _mm256_castsi256_ps(base), stay);
+                    _mm256_storeu_si256(out.as_mut_ptr().cast(), _mm256_castps_si256(merged));
+                }
+            }
+            at += width * bits.count_ones() as usize;
+            units += 8;
         }
         (units, at)
     }

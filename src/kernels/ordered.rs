@@ -21,8 +21,7 @@ const LITERALS: u32 = 16;
 /// Extra bits of a token.
 #[inline(always)]
 pub(crate) fn extra_bits(token: u8) -> u32 {
-    let token = u32::from(token);
-    if token < LITERALS { 0 } else { (token.wrapping_sub(LITERALS) / 8).wrapping_add(1) }
+    u32::from((token >> 3).max(1).wrapping_sub(1))
 }
 
 /// The largest token of units of `width` bytes.
@@ -30,13 +29,21 @@ pub(crate) fn max_token(width: usize) -> u8 {
     (LITERALS as usize + (8 * width - 4) * 8 - 1) as u8
 }
 
+/// Elements handled before the next step: their differences stay in the first-level cache.
+const BLOCK: usize = 2048;
+
 super::for_every_level! {
-    /// Zigzag differences of units of `width` bytes (1, 2 or 4) from those of the base.
-    pub(crate) fn differences / differences_at(width: usize, base: &[u8], data: &[u8], out: &mut [u32]) = differences_any;
+    /// The token of the difference of each unit of `width` bytes (1, 2 or 4) from that of the base.
+    pub(crate) fn tokens / tokens_at(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) = tokens_any;
 }
 super::for_every_level! {
-    /// The inverse of [`differences`]; those that do not fit the width are taken modulo it.
-    pub(crate) fn apply / apply_at(width: usize, base: &[u8], differences: &[u32], out: &mut [u8]) = apply_any;
+    /// The extra bits of all differences, of which these are the tokens, as a stream.
+    pub(crate) fn put_extra / put_extra_at(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> = put_extra_any;
+}
+super::for_every_level! {
+    /// Units of `width` bytes from those of the base, tokens, and the stream of their extra bits; false if it does not end with the last of
+    /// them. Differences that do not fit the width are taken modulo it.
+    pub(crate) fn apply / apply_at(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool = apply_any;
 }
 super::for_every_level! {
     /// The exponent of each unit.
@@ -46,62 +53,110 @@ super::for_every_level! {
     /// The class of each exponent: how many of `bounds`, 255 for none, lie below it. In place.
     pub(crate) fn classes / classes_at(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) = classes_any;
 }
-super::for_every_level! {
-    /// The token of each difference.
-    pub(crate) fn tokens / tokens_at(differences: &[u32], out: &mut [u8]) = tokens_any;
-}
-
-/// Elements looked at together: where none has extra bits, none is asked.
-const GROUP: usize = 32;
-
 #[inline(always)]
 fn all_literal(tokens: &[u8]) -> bool {
     u32::from(tokens.iter().copied().fold(0, u8::max)) < LITERALS
 }
 
-super::for_every_level! {
-    /// The extra bits of all differences, as a stream.
-    pub(crate) fn put_extra / put_extra_at(tokens: &[u8], differences: &[u32]) -> Vec<u8> = put_extra_any;
+/// Differences of a block, and how long it is.
+type Block = [u32; BLOCK];
+
+#[inline(always)]
+fn tokens_any(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) {
+    let mut block: Block = [0; BLOCK];
+    for (at, out) in out.chunks_mut(BLOCK).enumerate() {
+        let differences = &mut block[..out.len()];
+        let range = at * BLOCK * width..(at * BLOCK + out.len()) * width;
+        differences_of(width, &base[range.clone()], &data[range], differences);
+        tokens_of(differences, out);
+    }
 }
 
 #[inline(always)]
-fn put_extra_any(tokens: &[u8], differences: &[u32]) -> Vec<u8> {
-    let bits: usize = tokens.iter().map(|&token| extra_bits(token) as usize).fold(0, usize::wrapping_add);
-    let mut out = vec![0; bits.div_ceil(8) + 8];
+fn put_extra_any(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
+    let of_block = |tokens: &[u8]| tokens.iter().map(|&token| extra_bits(token)).fold(0, u32::wrapping_add) as usize;
+    let bits: usize = tokens.chunks(BLOCK).map(of_block).fold(0, usize::wrapping_add);
+    let mut out = crate::spare::output(bits.div_ceil(8) + 8);
+    out.resize(bits.div_ceil(8) + 8, 0);
     let mut writer = BitWriter::new(&mut out);
-    for (tokens, differences) in tokens.chunks(GROUP).zip(differences.chunks(GROUP)) {
+    let mut block: Block = [0; BLOCK];
+    for (at, tokens) in tokens.chunks(BLOCK).enumerate() {
         if all_literal(tokens) {
             continue;
         }
-        for (&token, &difference) in tokens.iter().zip(differences) {
-            writer.put(u64::from(difference.wrapping_sub(least(token))), extra_bits(token));
-        }
+        let differences = &mut block[..tokens.len()];
+        let range = at * BLOCK * width..(at * BLOCK + tokens.len()) * width;
+        differences_of(width, &base[range.clone()], &data[range], differences);
+        // As many as fit into 56 bits: 12 each of 16-bit units, 28 of 32-bit units.
+        if width == 4 { put_groups::<2>(differences, &mut writer) } else { put_groups::<4>(differences, &mut writer) }
     }
     let bytes = writer.finish();
     out.truncate(bytes);
     out
 }
 
-super::for_every_level! {
-    /// The differences from tokens and the stream of their extra bits; false if it does not end with the last of them.
-    pub(crate) fn take_extra / take_extra_at(tokens: &[u8], bits: &[u8], out: &mut [u32]) -> bool = take_extra_any;
+#[inline(always)]
+fn put_groups<const N: usize>(differences: &[u32], writer: &mut BitWriter<'_>) {
+    let (groups, rest) = differences.as_chunks::<N>();
+    for group in groups {
+        put_group(group, writer);
+    }
+    put_group(rest, writer);
 }
 
 #[inline(always)]
-fn take_extra_any(tokens: &[u8], bits: &[u8], out: &mut [u32]) -> bool {
+fn put_group(group: &[u32], writer: &mut BitWriter<'_>) {
+    let (mut bits, mut count) = (0u64, 0u32);
+    for &z in group {
+        // The top bit and the three below stand in the token.
+        let own = 28u32.wrapping_sub((z | (LITERALS - 1)).leading_zeros());
+        bits |= u64::from(z & !(u32::MAX << (own & 31))) << (count & 63);
+        count = count.wrapping_add(own);
+    }
+    writer.put(bits, count);
+}
+
+#[inline(always)]
+fn apply_any(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
     let mut reader = BitReader::new(bits);
-    for (tokens, out) in tokens.chunks(GROUP).zip(out.chunks_mut(GROUP)) {
+    let mut block: Block = [0; BLOCK];
+    for (at, tokens) in tokens.chunks(BLOCK).enumerate() {
+        let differences = &mut block[..tokens.len()];
         if all_literal(tokens) {
-            for (slot, &token) in out.iter_mut().zip(tokens) {
+            for (slot, &token) in differences.iter_mut().zip(tokens) {
                 *slot = u32::from(token);
             }
-            continue;
+        } else if width == 4 {
+            take_groups::<2>(tokens, &mut reader, differences);
+        } else {
+            take_groups::<4>(tokens, &mut reader, differences);
         }
-        for (slot, &token) in out.iter_mut().zip(tokens) {
-            *slot = least(token).wrapping_add(reader.take(extra_bits(token)) as u32);
-        }
+        let range = at * BLOCK * width..(at * BLOCK + tokens.len()) * width;
+        apply_differences(width, &base[range.clone()], differences, &mut out[range]);
     }
     reader.is_at_end()
+}
+
+#[inline(always)]
+fn take_groups<const N: usize>(tokens: &[u8], reader: &mut BitReader<'_>, out: &mut [u32]) {
+    let (groups, rest) = tokens.as_chunks::<N>();
+    let (slots, last) = out.as_chunks_mut::<N>();
+    for (group, slots) in groups.iter().zip(slots) {
+        take_group(group, reader, slots);
+    }
+    take_group(rest, reader, last);
+}
+
+#[inline(always)]
+fn take_group(tokens: &[u8], reader: &mut BitReader<'_>, out: &mut [u32]) {
+    let (mut word, mut count) = (reader.peek(), 0u32);
+    for (slot, &token) in out.iter_mut().zip(tokens) {
+        let own = extra_bits(token) & 31;
+        *slot = least(token).wrapping_add(word as u32 & !(u32::MAX << own));
+        word >>= own;
+        count = count.wrapping_add(own);
+    }
+    reader.skip(count);
 }
 
 trait Unit<const W: usize>: Copy {
@@ -142,7 +197,7 @@ fn unorder<const W: usize>(x: u32) -> u32 {
 }
 
 #[inline(always)]
-fn differences_any(width: usize, base: &[u8], data: &[u8], out: &mut [u32]) {
+fn differences_of(width: usize, base: &[u8], data: &[u8], out: &mut [u32]) {
     match width {
         1 => differences_width::<u8, 1>(base, data, out),
         2 => differences_width::<u16, 2>(base, data, out),
@@ -167,7 +222,7 @@ fn differences_width<U: Unit<W>, const W: usize>(base: &[u8], data: &[u8], out: 
 }
 
 #[inline(always)]
-fn apply_any(width: usize, base: &[u8], differences: &[u32], out: &mut [u8]) {
+fn apply_differences(width: usize, base: &[u8], differences: &[u32], out: &mut [u8]) {
     match width {
         1 => apply_width::<u8, 1>(base, differences, out),
         2 => apply_width::<u16, 2>(base, differences, out),
@@ -214,7 +269,7 @@ fn classes_any(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) {
 }
 
 #[inline(always)]
-fn tokens_any(differences: &[u32], out: &mut [u8]) {
+fn tokens_of(differences: &[u32], out: &mut [u8]) {
     for (slot, &z) in out.iter_mut().zip(differences) {
         // Of a difference of 16 or more: its top bit and the three below.
         let e = 31u32.wrapping_sub((z | LITERALS).leading_zeros());
@@ -227,12 +282,8 @@ fn tokens_any(differences: &[u32], out: &mut [u8]) {
 /// The smallest difference of a token.
 #[inline(always)]
 pub(crate) fn least(token: u8) -> u32 {
-    let token = u32::from(token);
-    if token < LITERALS {
-        return token;
-    }
-    let bucket = token.wrapping_sub(LITERALS);
-    (8 | bucket & 7) << ((bucket / 8).wrapping_add(1) & 31)
+    let buckets = (8 | u32::from(token) & 7) << (extra_bits(token) & 31);
+    if token < 8 { u32::from(token) } else { buckets }
 }
 
 #[cfg(test)]
@@ -263,7 +314,7 @@ mod tests {
             [(1.0f32, 1.0f32.next_up(), 2), (1.0, 1.0f32.next_down(), 1), (-0.0, 0.0, 2), (0.0, -0.0, 1), (-1.0, (-1.0f32).next_up(), 2)];
         for (base, new, z) in pairs {
             let mut out = [9];
-            differences(4, &base.to_bits().to_le_bytes(), &new.to_bits().to_le_bytes(), &mut out);
+            differences_of(4, &base.to_bits().to_le_bytes(), &new.to_bits().to_le_bytes(), &mut out);
             assert_eq!(out, [z], "{base} to {new}");
         }
     }
@@ -280,25 +331,29 @@ mod tests {
                 .collect()
         };
         for width in [1, 2, 4] {
-            for units in [0, 1, 15, 16, 17, 1000] {
+            for units in [0, 1, 15, 16, 17, 1000, 2 * BLOCK + 3] {
                 let (base, mut data) = (noise(1, width * units), noise(2, width * units));
                 data[..width * units / 2].copy_from_slice(&base[..width * units / 2]);
                 let exponent = Exponent { shift: 2, mask: 0x1f };
                 let mut bounds = [255; MAX_CLASSES - 1];
                 bounds[..3].copy_from_slice(&[3, 7, 20]);
+                let mut z = vec![0; units];
+                differences_of(width, &base, &data, &mut z);
                 let all = |level| {
-                    let (mut z, mut t, mut c) = (vec![0; units], vec![0; units], vec![0; units]);
-                    differences_at(level, width, &base, &data, &mut z);
-                    tokens_at(level, &z, &mut t);
+                    let (mut t, mut c) = (vec![0; units], vec![0; units]);
+                    tokens_at(level, width, &base, &data, &mut t);
                     exponents_at(level, width, exponent, &base, &mut c);
                     classes_at(level, &mut c, &bounds);
+                    let bits = put_extra_at(level, width, &base, &data, &t);
                     let mut out = vec![0xaa; width * units];
-                    apply_at(level, width, &base, &z, &mut out);
+                    assert!(apply_at(level, width, &base, &t, &bits, &mut out));
                     assert!(out == data, "{level:?}, {units} of {width}");
+                    let longer = [bits.as_slice(), &[0]].concat();
+                    assert!(!apply_at(level, width, &base, &t, &longer, &mut out), "a byte too many");
                     for (&t, &z) in t.iter().zip(&z) {
                         assert!(t <= max_token(width) && z >= least(t) && z - least(t) < 1 << extra_bits(t));
                     }
-                    (z, t, c)
+                    (t, c, bits)
                 };
                 let scalar = all(Level::Scalar);
                 for level in Level::available() {

@@ -5,11 +5,12 @@
 
 use super::Level;
 use super::ordered::MAX_CLASSES;
+use crate::spare::Spare;
 
 /// Symbols by class, one class after another, with room between them for stores of whole vectors.
 #[derive(Debug)]
 pub(crate) struct Parted {
-    symbols: Vec<u8>,
+    symbols: Spare,
     starts: [usize; MAX_CLASSES],
     counts: [usize; MAX_CLASSES],
     classes: usize,
@@ -27,9 +28,7 @@ impl Parted {
             (starts[class], counts[class]) = (at, members as usize);
             at += members as usize + VECTOR;
         }
-        let mut symbols = Vec::new();
-        symbols.try_reserve_exact(at).ok()?;
-        symbols.resize(at, 0);
+        let symbols = Spare::new(at, "symbols by class").ok()?;
         Some(Self { symbols, starts, counts, classes: count.min(MAX_CLASSES) })
     }
 
