@@ -77,16 +77,12 @@ impl Snapshot {
 
     /// Reads rectangles into buffers of exactly their sizes.
     fn read_into(&self, py: Python<'_>, requests: Vec<Request<'_>>) -> PyResult<()> {
-        let mut targets = Vec::with_capacity(requests.len());
-        let mut wanted = Vec::with_capacity(requests.len());
-        for (name, offset, shape, buffer) in requests {
-            targets.push(Target::new(&buffer).map_err(|e| named(py, &name, &e))?);
-            let ranges = offset.iter().zip(&shape).map(|(&start, &extent)| Ok(start..start.checked_add(extent).ok_or_else(beyond)?));
-            wanted.push((name, Slice::ranges(ranges.collect::<PyResult<Vec<_>>>()?)));
-        }
-        let buffers = writable(&mut targets)?;
-        let requests = wanted.iter().zip(buffers).map(|((name, slice), out)| (name.as_str(), slice.clone(), out)).collect();
-        py.detach(|| until_done(&self.store, self.inner.read_many_into(requests)))
+        with_requests(py, requests, |requests| until_done(&self.store, self.inner.read_many_into(requests)))
+    }
+
+    /// Reads rectangles of f32 tensors as bf16.
+    fn read_as_bf16_into(&self, py: Python<'_>, requests: Vec<Request<'_>>) -> PyResult<()> {
+        with_requests(py, requests, |requests| until_done(&self.store, self.inner.read_many_as_bf16_into(requests)))
     }
 
     /// Turns the tensors of the snapshot `have`, which lie in these buffers, into those of this one. Chunks that stayed, that
@@ -137,6 +133,24 @@ impl Snapshot {
         let bytes = py.detach(|| until_done(&self.store, self.inner.read_blob(rank, name)))?;
         Ok(PyBytes::new(py, &bytes))
     }
+}
+
+/// Names, slices and buffers of requests, for a read that runs without the interpreter.
+fn with_requests<T: Send>(
+    py: Python<'_>,
+    requests: Vec<Request<'_>>,
+    read: impl FnOnce(Vec<(&str, Slice, &mut [u8])>) -> PyResult<T> + Send,
+) -> PyResult<T> {
+    let mut targets = Vec::with_capacity(requests.len());
+    let mut wanted = Vec::with_capacity(requests.len());
+    for (name, offset, shape, buffer) in requests {
+        targets.push(Target::new(&buffer).map_err(|e| named(py, &name, &e))?);
+        let ranges = offset.iter().zip(&shape).map(|(&start, &extent)| Ok(start..start.checked_add(extent).ok_or_else(beyond)?));
+        wanted.push((name, Slice::ranges(ranges.collect::<PyResult<Vec<_>>>()?)));
+    }
+    let buffers = writable(&mut targets)?;
+    let requests = wanted.iter().zip(buffers).map(|((name, slice), out)| (name.as_str(), slice.clone(), out)).collect();
+    py.detach(|| read(requests))
 }
 
 fn beyond() -> PyErr {

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorcask::blocking;
+use tensorcask::codec::Objective;
 use tensorcask::wire::Id;
 use tensorcask::{At, Depth, Policy, Rank, StoreOptions, VerifyOptions, WriterOptions};
 
@@ -119,16 +120,24 @@ impl Store {
     }
 
     /// Opens the store for writing, and creates it if it is not there.
-    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true))]
-    fn writer(&self, py: Python<'_>, policy: &str, every: Option<u64>, base_cache: &str, verify_after_encode: bool) -> PyResult<Writer> {
-        let options = options(policy, every, base_cache, verify_after_encode)?;
+    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced"))]
+    fn writer(
+        &self,
+        py: Python<'_>,
+        policy: &str,
+        every: Option<u64>,
+        base_cache: &str,
+        verify_after_encode: bool,
+        objective: &str,
+    ) -> PyResult<Writer> {
+        let options = options(policy, every, base_cache, verify_after_encode, objective)?;
         let store = &self.inner;
         let inner = py.detach(|| until_done(store, store.inner().writer_with(options)))?;
         Ok(Writer::new(store.clone(), inner))
     }
 
     /// Opens the store for the saves of one rank.
-    #[pyo3(signature = (rank, world, policy, every=None, base_cache="memory", verify_after_encode=true))]
+    #[pyo3(signature = (rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced"))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn rank_writer(
         &self,
@@ -139,8 +148,9 @@ impl Store {
         every: Option<u64>,
         base_cache: &str,
         verify_after_encode: bool,
+        objective: &str,
     ) -> PyResult<RankWriter> {
-        let options = options(policy, every, base_cache, verify_after_encode)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective)?;
         let store = &self.inner;
         let rank = Rank { rank, world, attempt: 0 };
         let inner = py.detach(|| until_done(store, store.inner().rank_writer(rank, options)))?;
@@ -148,11 +158,12 @@ impl Store {
     }
 }
 
-fn options(policy: &str, every: Option<u64>, base_cache: &str, verify_after_encode: bool) -> PyResult<WriterOptions> {
+fn options(policy: &str, every: Option<u64>, base_cache: &str, verify_after_encode: bool, objective: &str) -> PyResult<WriterOptions> {
     Ok(WriterOptions {
         policy: Policy::from_name(policy, every).map_err(|e| raise(&e))?,
         base_cache: writer::keeping(base_cache)?,
         verify_after_encode,
+        objective: Objective::from_name(objective).map_err(|e| raise(&e))?,
         ..WriterOptions::default()
     })
 }

@@ -63,7 +63,9 @@ impl Writer {
 
 #[pymethods]
 impl Writer {
-    /// Saves a state; `user` as JSON.
+    /// Saves a state; `user` as JSON. `changed_rows`: of some tensors, the rows that may have changed since their last save.
+    #[pyo3(signature = (step, tensors, blobs, user, metadata, changed_rows=BTreeMap::new()))]
+    #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save(
         &self,
         py: Python<'_>,
@@ -72,11 +74,18 @@ impl Writer {
         blobs: Vec<NamedBytes<'_>>,
         user: &str,
         metadata: BTreeMap<String, String>,
+        changed_rows: BTreeMap<String, Vec<u64>>,
     ) -> PyResult<Saved> {
         let lent = Lent::new(py, tensors, blobs)?;
         let metadata = metadata_of(user, metadata)?;
         py.detach(|| {
-            let (views, blobs) = lent.views(0).map_err(|e| raise(&e))?;
+            let (mut views, blobs) = lent.views(0).map_err(|e| raise(&e))?;
+            for (name, rows) in &changed_rows {
+                let view = views.iter_mut().find(|view| view.name() == name);
+                let view =
+                    view.ok_or_else(|| raise(&Error::not_found("changed_rows: the state has no tensor of this name").tensor(name)))?;
+                *view = view.clone().with_changed_rows(rows).map_err(|e| raise(&e))?;
+            }
             let mut writer = self.inner.lock().map_err(|_| poisoned())?;
             until_done(&self.store, writer.save(step, &views, &blobs, &metadata)).map(Saved::of)
         })

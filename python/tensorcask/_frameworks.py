@@ -338,6 +338,12 @@ def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
     raise TypeError(f"out, tensor `{name}`: {type(out).__qualname__} cannot be filled")
 
 
+def is_bf16(dtype: Any) -> bool:
+    """Whether a dtype as users give it is bf16."""
+    names = {str(dtype), getattr(dtype, "name", None), getattr(dtype, "__name__", None)}
+    return dtype is not None and not names.isdisjoint({"bf16", "bfloat16", "torch.bfloat16"})
+
+
 def convert(value: Any, dtype: Any, device: Any) -> Any:
     """To another floating-point type, if it is one, and to a device."""
     framework = framework_of(value)

@@ -23,8 +23,8 @@ _log = logging.getLogger("tensorcask")
 
 _TREE = "tc.tree"
 Slices = Mapping[str, "slice | tuple[slice, ...]"]
-# Policy, its number, where the base is kept, whether chunks are decoded again.
-WriterOptions = tuple[str, "int | None", str, bool]
+# Policy, its number, where the base is kept, whether chunks are decoded again, what codecs are chosen for.
+WriterOptions = tuple[str, "int | None", str, bool, str]
 _T = TypeVar("_T")
 
 
@@ -135,6 +135,8 @@ class Store:
         on_unsupported: OnUnsupported = None,
         base_cache: str = "memory",
         verify_after_encode: bool = True,
+        objective: str = "balanced",
+        changed_rows: Mapping[str, Sequence[int]] | None = None,
     ) -> Saved:
         """Saves a state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None.
 
@@ -146,13 +148,26 @@ class Store:
         ``user``: facts of the step (loss, tokens), columns of the catalog. ``metadata``: strings that a safetensors export
         carries. ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of
         its path and the value that returns what to store instead. ``base_cache``: where the base of the next delta is kept:
-        ``memory``, ``encoded``, ``disk:FOLDER`` or ``none``.
+        ``memory``, ``encoded``, ``disk:FOLDER`` or ``none``. ``objective``: what codecs are chosen for: ``smallest``,
+        ``balanced``, ``fastest``, or the weights of size, speed and precision as ``"0.6,0.4,0"``.
+
+        ``changed_rows``: of some tensors, by name, the indices (first dimension) of the rows that may have changed since this
+        store object saved the tensor last; all others are taken to be equal. With ``base_cache="none"`` no base is read back
+        for them then. A row that changed and is left out fails the save, or makes that part of the snapshot unreadable.
+
+        >>> store = Store("memory://rows-example")
+        >>> table = bytearray(number * number % 251 for number in range(64 * 1024))
+        >>> _ = store.save({"table": RawTensor("u8", (1024, 64), table)}, step=1, base_cache="none")
+        >>> table[64 * 7:64 * 8] = bytes(range(64))
+        >>> store.save({"table": RawTensor("u8", (1024, 64), table)}, step=2, base_cache="none", changed_rows={"table": [7]}).chunks
+        {'tc.rows': 1}
         """
         flat = _state.flatten(state, on_unsupported)
         blobs = [*flat.blobs.items(), (_TREE, _native.encode_tree(flat.nodes))]
         tensors = [(name, t.dtype, t.shape, [0] * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
-        options = (*parse_policy(policy), base_cache, verify_after_encode)
-        arguments = (check_step(step), tensors, blobs, user_json(user), dict(metadata or {}))
+        options = (*parse_policy(policy), base_cache, verify_after_encode, objective)
+        rows = {name: [int(row) for row in indices] for name, indices in (changed_rows or {}).items()}
+        arguments = (check_step(step), tensors, blobs, user_json(user), dict(metadata or {}), rows)
         return self.with_writer(options, lambda writer: writer.save(*arguments))
 
     def with_writer(self, options: WriterOptions, use: Callable[[_native.Writer], _T]) -> _T:
@@ -348,6 +363,12 @@ class Snapshot:
 
         places: dict[str, _frameworks.Place] = {}
         requests: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
+        rounded: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
+        as_bf16 = _frameworks.is_bf16(dtype)
+
+        def is_rounded(name: str) -> bool:
+            return as_bf16 and self._tensors[name].dtype == "f32" and kind_of(name) != "bytes"
+
         held: list[tuple[str, Any]] = []
         tied: dict[str, str] = {}
         stored: dict[str, str] = {}
@@ -361,6 +382,10 @@ class Snapshot:
                 if first != name and kind_of(first) == kind_of(name):
                     tied[name] = first
                     continue
+                if is_rounded(name):
+                    places[name] = _frameworks.place(kind_of(name), "bf16", info.shape, name)
+                    rounded.append((name, [0] * len(info.shape), info.shape, places[name].buffer))
+                    continue
                 places[name] = _frameworks.place(kind_of(name), info.dtype, info.shape, name)
             else:
                 places[name] = _frameworks.place_in(targets[name], info.dtype, info.shape, name)
@@ -369,14 +394,16 @@ class Snapshot:
                     continue
             requests.append((name, [0] * len(info.shape), info.shape, places[name].buffer))
         for name, (offset, shape) in rects.items():
-            places[name] = _frameworks.place(kind_of(name), self._tensors[name].dtype, shape, name)
-            requests.append((name, offset, shape, places[name].buffer))
+            places[name] = _frameworks.place(kind_of(name), "bf16" if is_rounded(name) else self._tensors[name].dtype, shape, name)
+            (rounded if is_rounded(name) else requests).append((name, offset, shape, places[name].buffer))
 
         if have is not None:
             if out is None:
                 raise ValueError("have= says what `out` holds, and `out` is missing")
             self._native.update_into(self._store.snapshot(have), self._without_ties(held))
         self._native.read_into(self._without_ties(requests))
+        if rounded:
+            self._native.read_as_bf16_into(rounded)
         loaded = {name: place.finish() for name, place in places.items()}
         if dtype is not None or device is not None:
             loaded = {
@@ -487,7 +514,8 @@ def load(
     what they name, and give a flat dict. ``out``, a state like the one that was saved, gives the memory: its tensors are
     filled in place and stand in the result; after an error they hold parts of either state. ``have`` says that they hold
     the state of that step, and reads only what lies between. ``framework``: ``torch``, ``numpy``, ``jax`` or ``bytes``;
-    otherwise each tensor comes back as it was saved. ``dtype`` converts floating-point tensors, ``device`` moves tensors.
+    otherwise each tensor comes back as it was saved. ``dtype`` converts floating-point tensors (f32 read as ``"bf16"``: where they were stored so that their roundings
+    are enough, only those are read), ``device`` moves tensors.
 
     >>> _ = save({"w": RawTensor("u8", (4, 2), bytearray(range(8)))}, "memory://load-example", step=3)
     >>> load("memory://load-example", slices={"w": slice(1, 3)}, framework="bytes")["w"].data

@@ -71,8 +71,8 @@ class _Task:
 class Writer(StorageWriter):  # type: ignore[misc]
     """A ``storage_writer`` for ``dcp.save`` and ``dcp.async_save``, which uses it as its stager too.
 
-    The step is the last integer of ``checkpoint_id``; ``step`` overrides it. ``policy``, ``user``, ``metadata``, ``base_cache``
-    and ``verify_after_encode`` are those of :meth:`tensorcask.Store.save`; ``user`` may be a function of the step.
+    The step is the last integer of ``checkpoint_id``; ``step`` overrides it. ``policy``, ``user``, ``metadata``, ``base_cache``,
+    ``verify_after_encode`` and ``objective`` are those of :meth:`tensorcask.Store.save`; ``user`` may be a function of the step.
 
     What an asynchronous save stores is the state as it was staged: tensors may change as soon as ``async_save`` has returned. A
     save that failed in the background is a warning when the next is staged; after ``max_failed_saves`` in a row it is raised
@@ -91,11 +91,12 @@ class Writer(StorageWriter):  # type: ignore[misc]
         metadata: Mapping[str, str] | None = None,
         base_cache: str = "memory",
         verify_after_encode: bool = True,
+        objective: str = "balanced",
         max_failed_saves: int = 3,
     ) -> None:
         self._store = store
         self._given_step = None if step is None else check_step(step)
-        self._options: WriterOptions = (*parse_policy(policy), base_cache, verify_after_encode)
+        self._options: WriterOptions = (*parse_policy(policy), base_cache, verify_after_encode, objective)
         self._user = user
         self._metadata = dict(metadata or {})
         self._max_failed_saves = max_failed_saves

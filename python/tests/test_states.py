@@ -325,3 +325,37 @@ def test_many_threads_save_and_load(url):
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert not errors and len(store.snapshots()) == 16 and store.verify().is_clean
+
+
+def test_weights_in_f32_are_read_as_bf16(tmp_path):
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(300, 700, generator=generator)
+    weight[0, :4] = torch.tensor([float("inf"), -0.0, 1 + 2**-9, 1e-40])
+    count = torch.arange(5)
+    store = tensorcask.Store(tmp_path)
+    store.save({"w": weight, "tied": weight, "count": count}, step=1)
+    store.save({"w": weight * 1.001, "tied": weight, "count": count}, step=2)
+    for step, factor in ((1, 1.0), (2, 1.001)):
+        for dtype in (torch.bfloat16, "bf16"):
+            state = store.load(step, dtype=dtype)
+            assert state["w"].dtype == torch.bfloat16 and state["count"].dtype == torch.int64
+            assert torch.equal(state["w"], (weight * factor).to(torch.bfloat16))
+            assert torch.equal(state["tied"], weight.to(torch.bfloat16))
+    rows = store.load(1, slices={"w": slice(3, 9)}, dtype="bf16", framework="torch")["w"]
+    assert torch.equal(rows, weight[3:9].to(torch.bfloat16))
+
+
+def test_named_rows_need_no_base(tmp_path):
+    table = torch.randn(5000, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    store = tensorcask.Store(tmp_path)
+    options = {"base_cache": "none", "policy": "one_shot", "objective": "smallest"}
+    store.save({"model": {"table": table}}, step=1, **options)
+    for step, rows in ((2, [3, 4, 4999]), (3, [17])):
+        table[rows] += 1
+        saved = store.save({"model": {"table": table}}, step=step, changed_rows={"model.table": rows}, **options)
+        assert saved.chunks == {"tc.rows": 1} and saved.stored_bytes < 4000
+        assert torch.equal(store.load(step)["model"]["table"], table)
+    with pytest.raises(tensorcask.NotFoundError, match="no tensor of this name"):
+        store.save({"model": {"table": table}}, step=4, changed_rows={"table": [1]}, **options)
+    with pytest.raises(tensorcask.InvalidArgumentError, match="5000 rows"):
+        store.save({"model": {"table": table}}, step=4, changed_rows={"model.table": [5000]}, **options)

@@ -6,11 +6,15 @@ use super::execute::{fetch_groups, touched};
 use super::*;
 use crate::codec::{ChunkKind, Columns, Rounded};
 use crate::plan::read::{ShardPlan, Step};
+use crate::store::concurrently;
 use crate::tensor::{Run, contiguous_runs, copy_run};
 use crate::{Dtype, Error};
 
 /// Decoded bytes of a batch, at most, unless one chunk is larger.
-const BATCH_BYTES: u64 = 32 << 20;
+const BATCH_BYTES: u64 = 16 << 20;
+
+/// Tensors read at once.
+const CONCURRENT_TENSORS: usize = 4;
 
 /// A chunk to read.
 struct Wanted {
@@ -36,11 +40,27 @@ impl Snapshot {
         let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
         let bytes = Dtype::Bf16.byte_count(rect.element_count().unwrap_or(u64::MAX)).unwrap_or(u64::MAX);
         crate::Limits::check(bytes, self.store.limits().max_read_bytes, "size of the slice").map_err(|e| e.tensor(name))?;
-        let number = self.find(name)?;
-        self.check_present(number, &rect).await?;
+        self.check_present(self.find(name)?, &rect).await?;
         let mut data = zeroed(to_usize(bytes, "a tensor")?, "a tensor")?;
-        self.read_roundings(number, &rect, &mut data).await.map_err(|e| e.tensor(name))?;
+        self.read_many_as_bf16_into(vec![(name, slice.clone(), &mut data)]).await?;
         Ok(Tensor { name: name.to_owned(), dtype: Dtype::Bf16, shape: rect.shape, data })
+    }
+
+    /// Reads several slices of f32 tensors as [`read_as_bf16`](Self::read_as_bf16) does: name, slice, and a buffer of exactly its size.
+    pub async fn read_many_as_bf16_into(&self, requests: Vec<(&str, Slice, &mut [u8])>) -> Result<()> {
+        let mut wanted = Vec::with_capacity(requests.len());
+        for (name, slice, out) in requests {
+            let tensor = self.find(name)?;
+            let directory = &self.newest().directory;
+            let rect = slice.of(&directory.shape(tensor)).map_err(|e| e.tensor(name))?;
+            let bytes = rect.element_count().and_then(|count| Dtype::Bf16.byte_count(count));
+            if directory.dtype(tensor) != Dtype::F32 || bytes != Some(out.len() as u64) {
+                let message = format!("{} bytes for {} of f32 as bf16", out.len(), crate::tensor::format_shape(&rect.shape));
+                return Err(Error::invalid(message).tensor(name));
+            }
+            wanted.push(async move { self.read_roundings(tensor, &rect, out).await.map_err(|e| e.tensor(name)) });
+        }
+        concurrently(CONCURRENT_TENSORS, wanted).await.map(drop)
     }
 
     async fn read_roundings(&self, tensor: usize, rect: &Rect, out: &mut [u8]) -> Result<()> {

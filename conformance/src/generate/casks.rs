@@ -59,7 +59,8 @@ fn expected(cask: &Cask, draft: &Draft) -> Value {
     let (file, places) = draft.clone().finish();
     let shard = |shard: &Shard| {
         let unknown = |chunk: &Chunk| {
-            chunk.kind != UNCHANGED && !["tc.raw", "tc.constant", "tc.bitmask", "tc.planes", "tc.ordered"].contains(&chunk.codec)
+            chunk.kind != UNCHANGED
+                && !["tc.raw", "tc.constant", "tc.bitmask", "tc.planes", "tc.ordered", "tc.factored", "tc.rounded"].contains(&chunk.codec)
         };
         if shard.chunks.iter().any(unknown) {
             return json!({ "offset": shard.offset, "shape": shard.shape, "error": "unsupported" });

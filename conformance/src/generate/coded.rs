@@ -221,20 +221,20 @@ fn vector(row: &Table) -> Result<Option<Vector>, Failure> {
     Ok(Some(Vector { name, codec, dtype, elements, base, columns, data, clause }))
 }
 
-fn rows<'a>(vectors: &'a Table, kind: &str) -> impl Iterator<Item = &'a Table> {
+pub(super) fn rows<'a>(vectors: &'a Table, kind: &str) -> impl Iterator<Item = &'a Table> {
     vectors.get(kind).and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_table)
 }
 
-fn text<'a>(row: &'a Table, field: &str) -> Result<&'a str, Failure> {
+pub(super) fn text<'a>(row: &'a Table, field: &str) -> Result<&'a str, Failure> {
     row.get(field).and_then(Value::as_str).ok_or_else(|| format!("a vector without {field}").into())
 }
 
-fn integer(row: &Table, field: &str) -> Result<u64, Failure> {
+pub(super) fn integer(row: &Table, field: &str) -> Result<u64, Failure> {
     Ok(u64::try_from(row.get(field).and_then(Value::as_integer).ok_or_else(|| format!("a vector without {field}"))?)?)
 }
 
 /// Hex, or pairs of hex and a number of repetitions.
-fn bytes(value: &Value) -> Result<Vec<u8>, Failure> {
+pub(super) fn bytes(value: &Value) -> Result<Vec<u8>, Failure> {
     let of = |text: &str| -> Result<Vec<u8>, Failure> {
         (0..text.len() / 2).map(|i| Ok(u8::from_str_radix(text.get(2 * i..2 * i + 2).ok_or("odd hex")?, 16)?)).collect()
     };
@@ -254,7 +254,7 @@ fn bytes(value: &Value) -> Result<Vec<u8>, Failure> {
 }
 
 /// A name of a vector as one of a folder.
-fn slug(name: &str) -> String {
+pub(super) fn slug(name: &str) -> String {
     let words: Vec<String> =
         name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty()).map(str::to_ascii_lowercase).collect();
     words.join("-")

@@ -247,7 +247,7 @@ fn directories() -> Result<Vec<Sketch>, Failure> {
     let part =
         |offset: &[u64], shape: &[u64], data: &[u8]| Part { offset: offset.to_vec(), shape: shape.to_vec(), slot: 0, data: data.to_vec() };
     let split = |parts: Vec<Part>, shape: &[u64]| -> Result<Store, Failure> {
-        let entry = Entry { name: "w".into(), dtype: U8, shape: shape.to_vec(), role: "model", alias_of: None, parts };
+        let entry = Entry { name: "w".into(), dtype: U8, shape: shape.to_vec(), role: "model", param: None, alias_of: None, parts };
         let mut store = Store::new()?;
         store.save(State::new(1, vec![entry]), None)?;
         Ok(store)
@@ -310,7 +310,7 @@ fn directories() -> Result<Vec<Sketch>, Failure> {
         table(&|table| table.column("head")[16] = 4)?,
     ));
     cases.push(reject("directory/alias-of-itself", "manifest 3.5", CORRUPT, "an alias that names its own row", {
-        let twin = Entry { name: "b".into(), dtype: U8, shape: vec![3], role: "model", alias_of: Some(0), parts: vec![] };
+        let twin = Entry { name: "b".into(), dtype: U8, shape: vec![3], role: "model", param: None, alias_of: Some(0), parts: vec![] };
         let mut store = Store::new()?;
         let mut snapshot = store.draft(State::new(1, vec![Entry::whole("a", U8, &[3], "model", &[1, 2, 3]), twin]), None);
         snapshot.directory.set_u32("aliases", 1, 1);

@@ -8,6 +8,7 @@ mod invalid_casks;
 mod invalid_stores;
 mod lenient;
 mod maintained;
+mod partnered;
 mod released;
 mod stores;
 mod writer;
@@ -103,6 +104,7 @@ fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
     let mut files = BTreeMap::new();
     let mut sketches = casks::cases();
     sketches.extend(coded::cases()?);
+    sketches.extend(partnered::cases()?);
     sketches.extend(stores::cases()?);
     sketches.extend(maintained::cases()?);
     sketches.extend(gaps::cases()?);

@@ -108,10 +108,11 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
             Part { offset: vec![rows[0], 0], shape: vec![rows[1], 2], slot: 2, data: data[split..].to_vec() },
         ];
         let empty = Part { offset: vec![0, 0], shape: vec![0, 7], slot: 2, data: vec![] };
-        let tied = Entry { name: "tied".into(), dtype: U8, shape: vec![6, 2], role: "model", alias_of: Some(1), parts: vec![] };
+        let tied =
+            Entry { name: "tied".into(), dtype: U8, shape: vec![6, 2], role: "model", param: None, alias_of: Some(1), parts: vec![] };
         vec![
-            Entry { name: "empty".into(), dtype: F32, shape: vec![0, 7], role: "model", alias_of: None, parts: vec![empty] },
-            Entry { name: "split".into(), dtype: U8, shape: vec![6, 2], role: "model", alias_of: None, parts },
+            Entry { name: "empty".into(), dtype: F32, shape: vec![0, 7], role: "model", param: None, alias_of: None, parts: vec![empty] },
+            Entry { name: "split".into(), dtype: U8, shape: vec![6, 2], role: "model", param: None, alias_of: None, parts },
             tied,
         ]
     };

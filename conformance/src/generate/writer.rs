@@ -28,6 +28,8 @@ pub(crate) struct Entry {
     pub dtype: u8,
     pub shape: Vec<u64>,
     pub role: &'static str,
+    /// The parameter, where that is not the name.
+    pub param: Option<&'static str>,
     /// The row of the tensor that it is tied to.
     pub alias_of: Option<u32>,
     pub parts: Vec<Part>,
@@ -38,7 +40,11 @@ impl Entry {
     pub(crate) fn whole(name: &str, dtype: u8, shape: &[u64], role: &'static str, data: &[u8]) -> Self {
         let slot = if role == "model" { 0 } else { 1 };
         let part = Part { offset: vec![0; shape.len()], shape: shape.to_vec(), slot, data: data.to_vec() };
-        Self { name: name.to_owned(), dtype, shape: shape.to_vec(), role, alias_of: None, parts: vec![part] }
+        Self { name: name.to_owned(), dtype, shape: shape.to_vec(), role, param: None, alias_of: None, parts: vec![part] }
+    }
+
+    fn param(&self) -> &str {
+        self.param.unwrap_or(&self.name)
     }
 }
 
@@ -70,7 +76,7 @@ impl State {
                 // Shards of these states split the first dimension only.
                 let data: Vec<u8> = stored.parts.iter().flat_map(|part| part.data.iter().copied()).collect();
                 let value = json!({
-                    "dtype": DTYPES[usize::from(entry.dtype) - 1].0, "shape": entry.shape, "role": entry.role, "param": entry.name,
+                    "dtype": DTYPES[usize::from(entry.dtype) - 1].0, "shape": entry.shape, "role": entry.role, "param": entry.param(),
                     "sha256": hex(&Sha256::digest(data)),
                 });
                 (entry.name.clone(), value)
@@ -94,7 +100,7 @@ impl State {
                 dtype: entry.dtype,
                 shape: entry.shape.clone(),
                 role: entry.role.into(),
-                param: entry.name.clone(),
+                param: entry.param().to_owned(),
                 alias_of: entry.alias_of,
                 shards: entry.parts.iter().map(|part| (part.offset.clone(), part.shape.clone(), part.slot)).collect(),
             })
