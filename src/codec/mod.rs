@@ -27,8 +27,8 @@ pub use raw::Raw;
 pub use registry::Registry;
 pub use remainder::Remainder;
 
-pub use choose::Objective;
-pub(crate) use choose::{encode_chunk, estimate_chunk};
+pub(crate) use choose::estimate_chunk;
+pub use choose::{Objective, encode_chunk};
 
 use crate::wire::index::CodecRef as WireCodecRef;
 pub use crate::wire::part::ChunkKind;
