@@ -23,3 +23,7 @@ fmt:
 # Benchmarks: container, open, save_restore.
 bench name *arguments:
     cargo bench --bench {{name}} -- {{arguments}}
+
+# Peers and us on the same tensors.
+peers *arguments:
+    bash benches/peers/run {{arguments}}

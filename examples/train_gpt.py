@@ -74,6 +74,8 @@ class Training:
         self.step = 0
 
     def one_step(self):
+        if self.arguments.warmup:
+            self.optimizer.param_groups[0]["lr"] = self.arguments.lr * min(1.0, (self.step + 1) / self.arguments.warmup)
         length, batch = self.arguments.length, self.arguments.batch
         starts = torch.randint(len(self.text) - length - 1, (batch,), generator=self.data)
         rows = torch.stack([self.text[start : start + length + 1] for start in starts]).long()
@@ -136,6 +138,7 @@ def main():
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate grows to --lr [%(default)s]")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -18,7 +18,7 @@ pub(crate) struct Difference {
 
 /// How the bits of a float are laid out, below the sign bit if it has one.
 #[derive(Debug, Clone, Copy)]
-struct Float {
+pub(crate) struct Float {
     bits: u32,
     signed: bool,
     /// The largest magnitude that is a number; beyond it are NaNs.
@@ -27,7 +27,8 @@ struct Float {
     nan_is_minus_zero: bool,
 }
 
-fn float_of(dtype: Dtype) -> Option<Float> {
+/// The layout of a float type's bits; none for types that are no floats.
+pub(crate) fn float_of(dtype: Dtype) -> Option<Float> {
     let float = |bits, largest| Some(Float { bits, signed: true, largest, nan_is_minus_zero: false });
     match dtype {
         Dtype::F16 => float(16, 0x7c00),
@@ -46,7 +47,7 @@ fn float_of(dtype: Dtype) -> Option<Float> {
 
 impl Float {
     /// The ordered integer; none for NaN.
-    fn ordered(self, bits: u64) -> Option<i64> {
+    pub(crate) fn ordered(self, bits: u64) -> Option<i64> {
         let sign = if self.signed { 1 << (self.bits - 1) } else { 0 };
         let magnitude = bits & !sign;
         if magnitude > self.largest || (self.nan_is_minus_zero && bits == sign) {
@@ -69,36 +70,11 @@ impl Difference {
     pub(crate) fn add(&mut self, dtype: Dtype, elements: u64, a: &[u8], b: &[u8]) {
         let float = float_of(dtype);
         self.elements += elements;
-        match (dtype.bits(), dtype.unit_bytes()) {
-            (bits @ 1..8, _) => {
-                for element in 0..elements {
-                    self.element(float, [(packed(a, element, bits), packed(b, element, bits))]);
-                }
-            }
-            (8, _) => self.whole::<1>(float, a, b),
-            (16, _) => self.whole::<2>(float, a, b),
-            (32, _) => self.whole::<4>(float, a, b),
-            (64, 8) => self.whole::<8>(float, a, b),
-            (64, _) => self.complex::<4>(float, a, b),
-            _ => self.complex::<8>(float, a, b),
-        }
-    }
-
-    fn whole<const WIDTH: usize>(&mut self, float: Option<Float>, a: &[u8], b: &[u8]) {
-        for (a, b) in a.as_chunks::<WIDTH>().0.iter().zip(b.as_chunks::<WIDTH>().0) {
-            self.element(float, [(bits(a), bits(b))]);
-        }
-    }
-
-    fn complex<const WIDTH: usize>(&mut self, float: Option<Float>, a: &[u8], b: &[u8]) {
-        let (a, b) = (a.as_chunks::<WIDTH>().0.as_chunks::<2>().0, b.as_chunks::<WIDTH>().0.as_chunks::<2>().0);
-        for ([a_real, a_imaginary], [b_real, b_imaginary]) in a.iter().zip(b) {
-            self.element(float, [(bits(a_real), bits(b_real)), (bits(a_imaginary), bits(b_imaginary))]);
-        }
+        each_element(dtype, elements, a, b, |parts| self.element(float, parts));
     }
 
     /// One element, as the bits of its parts in both runs.
-    fn element<const PARTS: usize>(&mut self, float: Option<Float>, parts: [(u64, u64); PARTS]) {
+    fn element(&mut self, float: Option<Float>, parts: &[(u64, u64)]) {
         let changed = parts.iter().any(|(a, b)| a != b);
         self.changed += u64::from(changed);
         let Some(float) = float else { return };
@@ -108,11 +84,37 @@ impl Difference {
         if !changed {
             return;
         }
-        for (a, b) in parts {
+        for &(a, b) in parts {
             if let (Some(a), Some(b)) = (float.ordered(a), float.ordered(b)) {
                 self.max_ulps = self.max_ulps.max(Some(a.abs_diff(b)));
             }
         }
+    }
+}
+
+/// Calls `visit` with each element of two runs of the same length: the bits of its parts in both. A complex number has two parts.
+pub(crate) fn each_element(dtype: Dtype, elements: u64, a: &[u8], b: &[u8], mut visit: impl FnMut(&[(u64, u64)])) {
+    match (dtype.bits(), dtype.unit_bytes()) {
+        (width @ 1..8, _) => (0..elements).for_each(|element| visit(&[(packed(a, element, width), packed(b, element, width))])),
+        (8, _) => whole::<1>(a, b, visit),
+        (16, _) => whole::<2>(a, b, visit),
+        (32, _) => whole::<4>(a, b, visit),
+        (64, 8) => whole::<8>(a, b, visit),
+        (64, _) => complex::<4>(a, b, visit),
+        _ => complex::<8>(a, b, visit),
+    }
+}
+
+fn whole<const WIDTH: usize>(a: &[u8], b: &[u8], mut visit: impl FnMut(&[(u64, u64)])) {
+    for (a, b) in a.as_chunks::<WIDTH>().0.iter().zip(b.as_chunks::<WIDTH>().0) {
+        visit(&[(bits(a), bits(b))]);
+    }
+}
+
+fn complex<const WIDTH: usize>(a: &[u8], b: &[u8], mut visit: impl FnMut(&[(u64, u64)])) {
+    let (a, b) = (a.as_chunks::<WIDTH>().0.as_chunks::<2>().0, b.as_chunks::<WIDTH>().0.as_chunks::<2>().0);
+    for ([a_real, a_imaginary], [b_real, b_imaginary]) in a.iter().zip(b) {
+        visit(&[(bits(a_real), bits(b_real)), (bits(a_imaginary), bits(b_imaginary))]);
     }
 }
 

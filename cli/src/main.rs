@@ -1,11 +1,14 @@
 //! `tensorcask`: the command line of the checkpoint store. One module per verb; results on stdout, all else on stderr.
 
+mod analysis;
 mod atomic;
 mod cask;
+mod chart;
 mod compare;
 mod decision;
 mod hex;
 mod output;
+mod pair;
 mod parse;
 mod progress;
 mod text;

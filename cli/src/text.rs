@@ -72,6 +72,20 @@ pub(crate) fn human_ratio(ratio: Option<f64>) -> String {
     ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}x"))
 }
 
+/// What part of the elements changed; none of none.
+pub(crate) fn share(changed: u64, elements: u64) -> Option<f64> {
+    (elements > 0).then(|| changed as f64 / elements as f64)
+}
+
+/// A share for a person.
+pub(crate) fn percent(share: Option<f64>) -> String {
+    match share {
+        None => "-".to_owned(),
+        Some(share) if share > 0.0 && share < 0.0001 => "<0.01%".to_owned(),
+        Some(share) => format!("{:.2}%", share * 100.0),
+    }
+}
+
 /// A shape for a person.
 pub(crate) fn human_shape(shape: &[u64]) -> String {
     let extents: Vec<String> = shape.iter().map(u64::to_string).collect();

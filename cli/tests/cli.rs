@@ -235,6 +235,7 @@ fn every_report_has_the_documented_keys() {
         ("chain", "chain @run --step 1001"),
         ("inspect", "inspect @run --step 1001"),
         ("diff", "diff @run 1000 latest"),
+        ("analyze", "analyze @run 1000 latest"),
         ("stat", "stat @run"),
         ("pin", "pin @run --step 1000"),
         ("pin", "pin @run --step 1000 --off"),
@@ -420,7 +421,9 @@ fn the_doctor_finds_leftovers_and_broken_links() {
 fn exit_codes() {
     let place = Place::with_training();
     std::fs::create_dir(place.path("empty")).unwrap();
-    for verb in ["ls", "log", "stat", "chain", "verify", "inspect", "pin --step 1", "forget --step 1", "restore -o @x", "diff 1 2"] {
+    for verb in
+        ["ls", "log", "stat", "chain", "verify", "inspect", "pin --step 1", "forget --step 1", "restore -o @x", "diff 1 2", "analyze 1 2"]
+    {
         for store in ["@nowhere", "@empty"] {
             let (verb, rest) = verb.split_once(' ').unwrap_or((verb, ""));
             let (code, error) = place.error(&format!("{verb} {store} {rest}"));
@@ -644,6 +647,97 @@ fn differences_are_counted() {
 }
 
 #[test]
+fn differences_are_analyzed() {
+    let place = Place::with_training();
+    let [old, new] = [training_file(1000), training_file(1001)];
+    let of_files = place.run_words(&["analyze", old.to_str().unwrap(), new.to_str().unwrap(), "--json"]);
+    let of_files = one_object(&of_files);
+    conforms("analyze", &of_files);
+    let of_store = place.json(&format!("analyze @run 1000 1001 --png {}", place.path("a.png").display()));
+    for part in ["elements", "changed", "groups", "tensors", "left_out"] {
+        assert_eq!(of_files[part], of_store[part], "{part}: files and steps are the same state");
+    }
+    assert_eq!(of_files["changed"], place.json("diff @run 1000 1001")["changed"]);
+
+    // One tensor of bf16, counted here once more.
+    let name = "model.h.2.attn_proj.weight";
+    let bits = |path: &Path| -> Vec<u16> {
+        let tensor = content(path).0.into_iter().find(|tensor| tensor.0 == name).unwrap();
+        assert_eq!((tensor.1, tensor.2.len()), (Dtype::BF16, 2));
+        tensor.3.chunks(2).map(|pair| u16::from(pair[0]) | u16::from(pair[1]) << 8).collect()
+    };
+    let (a, b) = (bits(&old), bits(&new));
+    let row = of_files["tensors"].as_array().unwrap().iter().find(|row| row["name"] == name).unwrap();
+    let columns = row["shape"][1].as_u64().unwrap() as usize;
+    let rows_changed = a.chunks(columns).zip(b.chunks(columns)).filter(|(a, b)| a != b).count();
+    assert_eq!((&row["rows"], &row["rows_changed"]), (&json!(a.len() / columns), &json!(rows_changed)));
+    for bit in 0..16 {
+        let flipped = a.iter().zip(&b).filter(|(a, b)| (**a ^ **b) >> bit & 1 == 1).count();
+        assert_eq!(row["flips"][bit], flipped as f64 / a.len() as f64, "bit {bit}");
+    }
+    let ordered = |bits: u16| if bits < 0x8000 { i64::from(bits) } else { -i64::from(bits & 0x7fff) };
+    let distances: Vec<u64> = a.iter().zip(&b).map(|(a, b)| ordered(*a).abs_diff(ordered(*b))).collect();
+    for bin in row["ulps"].as_array().unwrap() {
+        let (from, to) = (bin["from"].as_u64().unwrap(), bin["to"].as_u64().unwrap());
+        assert_eq!(bin["elements"], distances.iter().filter(|ulps| (from..=to).contains(*ulps)).count(), "{from} to {to}");
+    }
+    let entropy = |bytes: Vec<u8>| {
+        let mut counts = [0f64; 256];
+        bytes.iter().for_each(|byte| counts[usize::from(*byte)] += 1.0);
+        counts.iter().filter(|n| **n > 0.0).map(|n| -n / bytes.len() as f64 * (n / bytes.len() as f64).log2()).sum::<f64>()
+    };
+    let high: Vec<u8> = a.iter().zip(&b).map(|(a, b)| ((a ^ b) >> 8) as u8).collect();
+    let low: Vec<u8> = b.iter().map(|b| *b as u8).collect();
+    assert!((row["planes_xor"][1].as_f64().unwrap() - entropy(high)).abs() < 1e-9);
+    assert!((row["planes_full"][0].as_f64().unwrap() - entropy(low)).abs() < 1e-9);
+
+    // Model, master and both moments: a band of the picture each.
+    assert_eq!(of_store["groups"].as_array().unwrap().len(), 4);
+    let picture = png::Decoder::new(std::io::BufReader::new(std::fs::File::open(place.path("a.png")).unwrap()));
+    let mut picture = picture.read_info().unwrap();
+    let mut pixels = vec![0; picture.output_buffer_size().unwrap()];
+    let frame = picture.next_frame(&mut pixels).unwrap();
+    assert_eq!((frame.width, frame.height), (1200, 26 + 4 * 216));
+    let red = pixels.chunks(3).filter(|pixel| *pixel == [0xc1, 0x12, 0x1f]).count();
+    assert!(red > 10_000, "bars are drawn: {red}");
+    let text = stdout(&place.run("analyze @run 1000 1001"));
+    assert!(text.contains("exp_avg_sq, f32") && text.contains("elements changed"), "{text}");
+}
+
+#[test]
+fn states_that_differ_in_tensors_are_analyzed_as_far_as_they_go() {
+    let place = Place::new();
+    let old: [(&str, Dtype, &[usize], &[u8]); 4] = [
+        ("gone", Dtype::U8, &[1], &[0]),
+        ("kept", Dtype::U8, &[2], &[1, 2]),
+        ("typed", Dtype::U8, &[1], &[0]),
+        ("e", Dtype::F32, &[0], &[]),
+    ];
+    let new: [(&str, Dtype, &[usize], &[u8]); 4] = [
+        ("come", Dtype::U8, &[1], &[0]),
+        ("kept", Dtype::U8, &[2], &[1, 3]),
+        ("typed", Dtype::I8, &[1], &[0]),
+        ("e", Dtype::F32, &[0], &[]),
+    ];
+    place.write("a", &old);
+    place.write("b", &new);
+    let report = place.json("analyze @a @b --png @c.png");
+    let left: Vec<_> = report["left_out"].as_array().unwrap().iter().map(|left| [&left["name"], &left["status"]]).collect();
+    assert_eq!(json!(left), json!([["come", "added"], ["gone", "removed"], ["typed", "retyped"]]));
+    assert_eq!((&report["elements"], &report["changed_share"]), (&json!(2), &json!(0.5)));
+
+    let before = place.names();
+    assert_eq!(place.error("analyze @a @b --png @nowhere/c.png").0, 10);
+    assert_eq!(place.error("analyze @a @missing").0, 10);
+    assert_eq!(place.error("analyze @a").0, 2);
+    assert_eq!(place.error("analyze @a 1 x").0, 2);
+    std::fs::write(place.path("bad"), "no safetensors").unwrap();
+    assert_eq!(place.error("analyze @a @bad").1["kind"], "invalid_argument");
+    std::fs::remove_file(place.path("bad")).unwrap();
+    assert_eq!(place.names(), before, "no half a picture is left");
+}
+
+#[test]
 fn a_delta_without_changes_is_counted_too() {
     let place = Place::new();
     place.write("a", &[("w", Dtype::U8, &[4], &[1, 2, 3, 4])]);
@@ -667,7 +761,9 @@ fn nothing_reaches_a_terminal_raw() {
     let saved = place.run_words(&["save", run.to_str().unwrap(), "--step", "1", "--user", "k=\u{1b}c", a.to_str().unwrap()]);
     assert!(saved.status.success());
     place.json("save @run --step 2 @b");
-    for arguments in ["ls @run", "inspect @run", "diff @run 1 2", "stat @run", "log @run", "save @x --step 1 @a @b"] {
+    for arguments in
+        ["ls @run", "inspect @run", "diff @run 1 2", "analyze @run 1 2", "analyze @a @b", "stat @run", "log @run", "save @x --step 1 @a @b"]
+    {
         for arguments in [arguments.to_owned(), format!("{arguments} --json")] {
             let output = place.run(&arguments);
             let text = stdout(&output) + &stderr(&output);
@@ -701,6 +797,7 @@ fn every_verb_explains_itself() {
         "log",
         "inspect",
         "diff",
+        "analyze",
         "stat",
         "pin",
         "forget",

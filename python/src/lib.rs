@@ -5,6 +5,7 @@
 
 mod buffer;
 mod catalog;
+mod codec;
 mod elements;
 mod errors;
 mod logging;
@@ -29,6 +30,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<writer::RankWriter>()?;
     module.add_class::<writer::Saved>()?;
     module.add_class::<catalog::Catalog>()?;
+    module.add_class::<codec::Coder>()?;
+    module.add_class::<codec::Encoded>()?;
+    module.add_function(wrap_pyfunction!(codec::codecs, module)?)?;
     module.add_function(wrap_pyfunction!(buffer::copy_all, module)?)?;
     module.add_function(wrap_pyfunction!(elements::dtypes, module)?)?;
     module.add_function(wrap_pyfunction!(elements::pack, module)?)?;

@@ -6,8 +6,10 @@ from typing_extensions import Buffer
 __version__: str
 __all__ = [
     "Catalog",
+    "Coder",
     "ConflictError",
     "CorruptionError",
+    "Encoded",
     "Error",
     "FencedError",
     "InvalidArgumentError",
@@ -23,6 +25,7 @@ __all__ = [
     "UnsupportedError",
     "Writer",
     "__version__",
+    "codecs",
     "copy_all",
     "decode_tree",
     "dtypes",
@@ -161,6 +164,30 @@ class Store:
         objective: str = "balanced",
     ) -> RankWriter: ...
 
+@final
+class Encoded:
+    @property
+    def stored_bytes(self) -> int: ...
+    @property
+    def chunks(self) -> dict[str, int]: ...
+
+@final
+class Coder:
+    def __new__(
+        cls,
+        dtype: str,
+        shape: Sequence[int],
+        data: Buffer,
+        role: str,
+        base: Buffer | None,
+        partners: Sequence[tuple[str, str, Buffer, Buffer | None]],
+        codec: str | None,
+        objective: str,
+    ) -> Coder: ...
+    def encode(self, checks: bool) -> Encoded: ...
+    def decode_into(self, encoded: Encoded, out: Buffer) -> None: ...
+
+def codecs() -> list[str]: ...
 def copy_all(pairs: Sequence[tuple[Buffer, Buffer]]) -> None: ...
 def dtypes() -> list[tuple[str, int]]: ...
 def pack(dtype: str, elements: Buffer) -> bytes: ...

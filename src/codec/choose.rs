@@ -75,8 +75,18 @@ impl Objective {
 }
 
 /// Encodes a chunk with the lossless codec of the highest score; of equals, the one with the fewest bytes, then the first by id. Never in
-/// more bytes than raw. A chunk equal to its base takes no page.
-pub(crate) fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, verify: bool) -> Result<EncodedChunk> {
+/// more bytes than raw. A chunk equal to its base takes no page. This is what a writer does with each chunk; `verify` decodes what was made
+/// and compares its checksum.
+///
+/// ```
+/// use tensorcask::Dtype;
+/// use tensorcask::codec::{Chunk, ChunkKind, Objective, Registry, encode_chunk};
+/// let chunk = Chunk { dtype: Dtype::F32, element_count: 2, role: "model", data: &[7; 8], base: Some(&[7; 8]), partners: &[] };
+/// let encoded = encode_chunk(&Registry::default(), Objective::BALANCED, &chunk, true)?;
+/// assert_eq!(encoded.kind, ChunkKind::Unchanged);
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, verify: bool) -> Result<EncodedChunk> {
     let crc = crc32fast::hash(chunk.data);
     if let Some(base) = chunk.base.filter(|base| *base == chunk.data) {
         if verify && crc32fast::hash(base) != crc {

@@ -33,8 +33,8 @@ pub use remainder::Remainder;
 pub use rounded::Rounded;
 pub use rows::Rows;
 
-pub use choose::Objective;
-pub(crate) use choose::{encode_chunk, estimate_chunk};
+pub(crate) use choose::estimate_chunk;
+pub use choose::{Objective, encode_chunk};
 
 use crate::spare;
 use crate::wire::index::CodecRef as WireCodecRef;

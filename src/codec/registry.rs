@@ -50,6 +50,21 @@ impl Registry {
         Ok(self)
     }
 
+    /// One codec of these: what is encoded with it is that codec's wherever it can be, else raw.
+    ///
+    /// ```
+    /// let registry = tensorcask::codec::Registry::default().only("tc.planes")?;
+    /// assert_eq!(registry.iter().count(), 1);
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn only(mut self, id: &str) -> Result<Self> {
+        self.codecs.retain(|known, _| known == id);
+        match self.codecs.is_empty() {
+            true => Err(Error::invalid(format!("codec `{}` is not known here", id.escape_debug()))),
+            false => Ok(self),
+        }
+    }
+
     /// The codec of an id.
     pub fn get(&self, id: &str) -> Option<&Arc<dyn Codec>> {
         self.codecs.get(id)

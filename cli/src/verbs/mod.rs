@@ -1,5 +1,6 @@
 //! The verbs: arguments, and what each does.
 
+mod analyze;
 mod chain;
 mod compact;
 mod consolidate;
@@ -41,6 +42,8 @@ pub(crate) enum Verb {
     Inspect(inspect::Args),
     /// Compare two steps, tensor by tensor
     Diff(diff::Args),
+    /// Measure how two states differ: flipped bits, entropies, distances, rows; as table, JSON and picture
+    Analyze(analyze::Args),
     /// Sum up what the store holds, by codec and by role, without reading tensors
     Stat(stat::Args),
     /// Protect a step from being forgotten, or end that
@@ -64,6 +67,7 @@ impl Verb {
     pub(crate) fn check(&self) -> Result<(), String> {
         match self {
             Self::Save(args) => args.check(),
+            Self::Analyze(args) => args.check(),
             _ => Ok(()),
         }
     }
@@ -78,6 +82,7 @@ impl Verb {
             Self::Log(args) => log::run(&args),
             Self::Inspect(args) => inspect::run(&args),
             Self::Diff(args) => diff::run(&args),
+            Self::Analyze(args) => analyze::run(&args),
             Self::Stat(args) => stat::run(&args),
             Self::Pin(args) => pin::run(&args),
             Self::Forget(args) => forget::run(&args),
