@@ -6,9 +6,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use tensorcask::codec::{
-    Chunk, ChunkKind, Codec, CodecRef, Columns, Encoded as Made, EncodedChunk, Objective, Partner, Registry, encode_chunk,
-};
+use tensorcask::codec::{Chunk, ChunkKind, Codec, CodecRef, Columns, EncodedChunk, Objective, Partner, Registry, encode_chunk};
 use tensorcask::{ChunkGrid, Dtype, Error, Result};
 
 use crate::buffer::{Source, Target, writable};
@@ -204,12 +202,11 @@ impl Coder {
         let (dtype, elements) = (self.grid.dtype(), self.grid.elements(number));
         let range = bytes_of(&self.grid, dtype, number);
         Chunk {
-            dtype,
-            element_count: elements.end - elements.start,
             role: &self.role,
-            data: self.data.bytes().get(range.clone()).unwrap_or_default(),
-            base: self.base.as_ref().map(|base| base.bytes().get(range).unwrap_or_default()),
+            base: self.base.as_ref().map(|base| base.bytes().get(range.clone()).unwrap_or_default()),
             partners,
+            row_elements: self.grid.row_elements(),
+            ..Chunk::new(dtype, elements.end - elements.start, self.data.bytes().get(range).unwrap_or_default())
         }
     }
 }
@@ -223,9 +220,9 @@ fn bytes_of(grid: &ChunkGrid, dtype: Dtype, number: u64) -> Range<usize> {
 
 /// A chunk as a codec makes it, without checksums or a second thought.
 fn encode_alone(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<EncodedChunk> {
-    let Made { uses_base, columns } = codec.encode(chunk)?;
-    let columns = columns.into_iter().map(|(name, bytes)| (name.to_owned(), Bytes::from(bytes))).collect();
-    let kind = if uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
+    let made = codec.encode(chunk)?;
+    let kind = if made.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
+    let columns = made.into_bytes().into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect();
     Ok(EncodedChunk { kind, codec: Some(CodecRef { id: codec.id().to_owned(), version: codec.version() }), columns, crc: 0 })
 }
 

@@ -81,7 +81,7 @@ impl Objective {
 /// ```
 /// use tensorcask::Dtype;
 /// use tensorcask::codec::{Chunk, ChunkKind, Objective, Registry, encode_chunk};
-/// let chunk = Chunk { dtype: Dtype::F32, element_count: 2, role: "model", data: &[7; 8], base: Some(&[7; 8]), partners: &[] };
+/// let chunk = Chunk { base: Some(&[7; 8]), ..Chunk::new(Dtype::F32, 2, &[7; 8]) };
 /// let encoded = encode_chunk(&Registry::default(), Objective::BALANCED, &chunk, true)?;
 /// assert_eq!(encoded.kind, ChunkKind::Unchanged);
 /// # Ok::<(), tensorcask::Error>(())
