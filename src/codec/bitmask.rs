@@ -8,7 +8,7 @@
 //! Source: BitSnap (arXiv 2511.12376), algorithm 1 and equation 2; compares bits, because floats do not invert under
 //!         subtraction
 
-use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::kernels::mask;
 use crate::{Dtype, Error, Result};
 
@@ -44,9 +44,15 @@ impl Codec for Bitmask {
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         let base = chunk.base.filter(|base| base.len() == chunk.data.len())?;
         let width = chunk.dtype.unit_bytes();
-        let changed = mask::count_changed(width, base, chunk.data);
-        let units = chunk.data.len() / width;
-        Some(vec![units.div_ceil(8) as u64, (changed * width) as u64])
+        let (mut changed, mut sampled) = (0u64, 0u64);
+        for range in sample(chunk.data.len(), width) {
+            let (data, base) = (chunk.data.get(range.clone())?, base.get(range)?);
+            let pairs = data.chunks_exact(width).zip(base.chunks_exact(width));
+            sampled += pairs.len() as u64;
+            changed += pairs.filter(|(a, b)| a != b).count() as u64;
+        }
+        let units = (chunk.data.len() / width) as u64;
+        Some(vec![units.div_ceil(8), changed.saturating_mul(units).div_ceil(sampled.max(1)).saturating_mul(width as u64)])
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {

@@ -2,25 +2,6 @@
 
 use super::Level;
 
-/// Units of `width` bytes (1, 2, 4 or 8) in which `new` differs from `base`.
-pub(crate) fn count_changed(width: usize, base: &[u8], new: &[u8]) -> usize {
-    count_bytes(width, base, new)
-}
-
-super::for_every_level! {
-    fn count_bytes / count_at(width: usize, base: &[u8], new: &[u8]) -> usize = count_any;
-}
-
-#[inline(always)]
-fn count_any(width: usize, base: &[u8], new: &[u8]) -> usize {
-    match width {
-        1 => count::<1>(base, new),
-        2 => count::<2>(base, new),
-        4 => count::<4>(base, new),
-        _ => count::<8>(base, new),
-    }
-}
-
 /// The mask (least significant bit first, unused bits zero) and the values of changed units.
 pub(crate) fn pack(width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) {
     pack_at(Level::best(), width, base, new)
@@ -28,8 +9,8 @@ pub(crate) fn pack(width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) 
 
 fn pack_at(level: Level, width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let mut mask = Vec::with_capacity((new.len() / width).div_ceil(8));
-    // Vector stores write whole vectors.
-    let mut values = Vec::with_capacity(width * count_changed(width, base, new) + 64);
+    // Room for all units, and for stores of whole vectors.
+    let mut values = crate::spare::output(new.len() + 64);
     let done = match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
@@ -77,12 +58,6 @@ fn expand_at(level: Level, width: usize, base: &[u8], mask: &[u8], values: &[u8]
     }
 }
 
-#[inline(always)]
-fn count<const W: usize>(base: &[u8], new: &[u8]) -> usize {
-    let (base, new) = (base.as_chunks::<W>().0, new.as_chunks::<W>().0);
-    base.iter().zip(new).filter(|(a, b)| a != b).count()
-}
-
 fn pack_width<const W: usize>(base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) {
     let (base, new) = (base.as_chunks::<W>().0, new.as_chunks::<W>().0);
     for (base, new) in base.chunks(8).zip(new.chunks(8)) {
@@ -128,7 +103,7 @@ mod x86 {
         let mut at = values.len();
         for (base, new) in vectors {
             if at + VECTOR > capacity {
-                // Cannot be: there is room for what was counted.
+                // Cannot be: there is room for all units.
                 break;
             }
             // SAFETY: loads of 64 bytes from arrays of 64.
@@ -263,7 +238,7 @@ mod avx2 {
         let mut done = 0;
         for (base, new) in base.chunks_exact(group).zip(new.chunks_exact(group)) {
             if at + 32 > capacity {
-                // Cannot be: there is room for what was counted.
+                // Cannot be: there is room for all units.
                 break;
             }
             let bits = if width == 2 {
@@ -348,7 +323,8 @@ mod tests {
                 let base: Vec<u8> = (0..units * width).map(|_| next()).collect();
                 let new: Vec<u8> = base.iter().map(|&b| if next() < rate { next() } else { b }).collect();
                 let scalar = pack_at(Level::Scalar, width, &base, &new);
-                assert_eq!(scalar.1.len(), count_changed(width, &base, &new) * width);
+                let changed = base.chunks(width).zip(new.chunks(width)).filter(|(a, b)| a != b).count();
+                assert_eq!(scalar.1.len(), changed * width);
                 for level in Level::available() {
                     assert_eq!(pack_at(level, width, &base, &new), scalar, "{level:?}, {units} units of {width}");
                     let mut out = vec![0xaa; new.len()];
