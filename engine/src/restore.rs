@@ -296,7 +296,7 @@ fn tensorcask_bytes(dtype: Dtype, shape: &[u64]) -> Option<usize> {
 pub(crate) enum Known {
     /// The store has nothing newer; or it cannot be asked.
     Current,
-    /// The store has snapshots that were made elsewhere, or lacks what it once had.
+    /// The store has snapshots that were made elsewhere, or is another one.
     Stale,
 }
 
@@ -318,6 +318,11 @@ pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena:
             return Ok(Known::Current);
         }
     };
+    if run_id.is_none() && seen.latest.is_some() {
+        // Deleted, or a disk that is not mounted: memory may be all that is left.
+        tracing::warn!(store = first.url(), folder = %run.root().display(), "the store is gone; trusting what is in memory (to begin anew, remove the folder)");
+        return Ok(Known::Current);
+    }
     let latest = records.iter().rev().find(|record| record.status == Status::Live && record.roles.is_none()).map(|record| record.id);
     let mut known = latest == seen.latest;
     for epoch in &epochs {

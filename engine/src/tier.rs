@@ -7,6 +7,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use tensorcask::wire::Id;
 use tensorcask::{
     Blob, Error, ErrorKind, GcOptions, Metadata, Rank, RankWriter, Result, Saved, SnapshotRecord, Status, Store, StoreOptions, TensorView,
     Writer, WriterOptions,
@@ -15,8 +16,11 @@ use tensorcask::{
 use crate::image::Stored;
 use crate::place::{RunPlace, remove_folder};
 
-/// Log entries of one store, at about three for each save.
-const MAX_ENTRIES: u64 = 600;
+/// Log entries of one store, at about three for each save: giving up old snapshots reads them all.
+const MAX_ENTRIES: u64 = 200;
+
+/// Snapshots of a chain in memory: all of them stay for as long as the last one does.
+const MAX_CHAIN: usize = 16;
 
 /// The store in memory that is written to.
 #[derive(Debug)]
@@ -128,10 +132,17 @@ impl MemoryTier {
 
     /// Gives up all but the last `keep` snapshots and those after log entry `uploaded`, which the next tier does not have yet; and what no
     /// chain needs any more. Nothing else may write to the store meanwhile.
+    ///
+    /// The base of the newest chain stays, because a writer makes no delta on a chain whose base is not wanted; which is what a chain
+    /// that has become long needs: the next snapshot is a base then.
     pub(crate) async fn prune(&mut self, keep: u32, uploaded: u64) -> Result<()> {
-        let live = self.live().await?;
-        let spare = live.len().saturating_sub(keep as usize);
-        let steps: Vec<u64> = live.iter().take(spare).filter(|record| record.sequence <= uploaded).map(|record| record.step).collect();
+        let records = self.store.records().await?;
+        let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == Status::Live).collect();
+        let chain = chain_of(&records, live.last().map(|newest| newest.id));
+        let base = chain.last().filter(|_| chain.len() < MAX_CHAIN).copied();
+        let spare = live.iter().take(live.len().saturating_sub(keep as usize));
+        let steps: Vec<u64> =
+            spare.filter(|record| record.sequence <= uploaded && Some(record.id) != base).map(|record| record.step).collect();
         if !steps.is_empty() {
             self.store.forget(&steps).await?;
             let options = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
@@ -158,6 +169,20 @@ impl MemoryTier {
         *self = Self::writing(&self.place, epoch, store, self.options.clone(), world).await?;
         Ok(true)
     }
+}
+
+/// The snapshots that one is rebuilt from, newest first.
+fn chain_of(records: &[SnapshotRecord], newest: Option<Id>) -> Vec<Id> {
+    let mut chain = Vec::new();
+    let mut next = newest;
+    // Parents come before their children.
+    for record in records.iter().rev() {
+        if Some(record.id) == next {
+            chain.push(record.id);
+            next = record.parent;
+        }
+    }
+    chain
 }
 
 /// Removes all stores in memory.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 use tensorcask::blocking::Store;
 use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Slice, TensorView};
 use tensorcask_engine::{AgentStatus, BackPressure, Encode, Engine, EngineOptions, OnAgentLoss, Restored, agent_status};
@@ -56,7 +56,9 @@ impl Host {
     /// The agent's process id.
     pub(crate) fn agent(&self) -> Option<Pid> {
         let pid = std::fs::read_to_string(self.engine_folder().join("agent.lock")).ok()?;
-        Pid::from_raw(pid.parse().ok()?).filter(|pid| test_kill_process(*pid).is_ok())
+        // One that has ended and that nobody has waited for is gone.
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        Pid::from_raw(pid.parse().ok()?).filter(|_| !stat.contains(") Z "))
     }
 
     pub(crate) fn signal_agent(&self, signal: Signal) {
@@ -72,6 +74,11 @@ impl Host {
         child
     }
 
+    /// Waits until the agent that was killed is gone, its socket too.
+    pub(crate) fn agent_is_gone(&self) {
+        until("the agent is gone", || self.agent().is_none() && agent_status(Some(&self.engine_folder())).is_err());
+    }
+
     /// Steps in the store.
     pub(crate) fn stored_steps(&self) -> Vec<u64> {
         self.store().snapshots().map_or_else(|_| Vec::new(), |all| all.iter().map(|info| info.record.step).collect())
@@ -82,7 +89,7 @@ impl Host {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["host::trainer_process", "--exact", "--nocapture", "--test-threads=1"]);
         command.env("TEST_TRAINER", self.engine_folder()).env("TEST_STORE", self.store_path());
-        command.envs(words.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::null());
+        command.envs(words.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut child = command.spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         Trainer { child, lines }

@@ -101,7 +101,7 @@ fn by_policy_a_lost_agent_is_an_error_and_the_state_is_in_memory() {
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     host.signal_agent(Signal::KILL);
-    until("the agent is gone", || host.agent().is_none());
+    host.agent_is_gone();
     let error = State::new(2, SMALL).save(&mut engine).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Storage);
     assert!(error.message().contains("step 2 is in shared memory"), "{error}");

@@ -71,7 +71,7 @@ fn a_host_that_lost_memory_and_disk_restores_from_the_far_tier_and_goes_on() {
     drop(engine);
     // Memory alone: the first tier serves.
     host.signal_agent(Signal::KILL);
-    until("the agent is gone", || host.agent().is_none());
+    host.agent_is_gone();
     std::fs::remove_dir_all(host.engine_folder()).unwrap();
     let engine = Engine::start(options(&host)).unwrap();
     let found = engine.restore(Latest).unwrap();
@@ -81,7 +81,7 @@ fn a_host_that_lost_memory_and_disk_restores_from_the_far_tier_and_goes_on() {
     drop(engine);
     // The disk, too.
     host.signal_agent(Signal::KILL);
-    until("the agent is gone", || host.agent().is_none());
+    host.agent_is_gone();
     std::fs::remove_dir_all(host.engine_folder()).unwrap();
     std::fs::remove_dir_all(host.store_path()).unwrap();
     let mut engine = Engine::start(options(&host)).unwrap();
@@ -94,4 +94,33 @@ fn a_host_that_lost_memory_and_disk_restores_from_the_far_tier_and_goes_on() {
     settled(&host);
     let steps = |url: &str| Store::open(url).unwrap().snapshots().unwrap().iter().map(|info| info.record.step).collect::<Vec<_>>();
     assert_eq!((host.stored_steps(), steps(&far(&host))), (vec![4], vec![1, 2, 3, 4]));
+}
+
+/// Needs a server: `bash tests/run` starts one; elsewhere it says so.
+#[test]
+fn the_second_tier_may_be_s3() {
+    let Ok(bucket) = std::env::var("TENSORCASK_TEST_STORE") else {
+        eprintln!("NOT RUN: a tier on S3 needs a server; use `bash tests/run`");
+        return;
+    };
+    let host = Host::new();
+    let far = format!("{bucket}/engine/{}", tensorcask::wire::Id::random().unwrap());
+    let options = EngineOptions { next_tiers: vec![far.clone()], ..host.options() };
+    let mut engine = Engine::start(options.clone()).unwrap();
+    for step in 1..=3 {
+        save(&mut engine, step);
+    }
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&host);
+    assert!(places(&host).iter().all(|(_, places)| places.contains(&far)));
+    check_stored(&Store::open(&far).unwrap(), 3, SMALL);
+    drop(engine);
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    std::fs::remove_dir_all(host.engine_folder()).unwrap();
+    std::fs::remove_dir_all(host.store_path()).unwrap();
+    let engine = Engine::start(options).unwrap();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, &found.source), (3, &Source::Tier(1, far)));
+    check(&found, SMALL);
 }

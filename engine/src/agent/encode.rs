@@ -30,6 +30,7 @@ pub(super) async fn encode_loop(run: Arc<Run>) {
                 // What failed may have left the writer unusable.
                 memory = None;
                 run.problem(Some(error.to_string()));
+                tokio::time::sleep(WAITS.0).await;
                 let _ = tokio::time::timeout(wait, run.encode.notified()).await;
                 wait = (wait * 2).min(WAITS.1);
             }
@@ -38,31 +39,38 @@ pub(super) async fn encode_loop(run: Arc<Run>) {
 }
 
 async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
-    if run.take_afresh() {
+    if run.is_out_of_date() {
         *memory = None;
-        clear(&run.place)?;
+        // One that encodes inline has done so itself.
+        if !run.spec.inline {
+            clear(&run.place)?;
+        }
         Seen::update(&run.place, |seen| *seen = Seen::default())?;
-        run.set_memory(|facts| *facts = Default::default());
+        run.is_fresh();
     }
     // A trainer that encodes inline has the memory tier itself.
     if run.stopped() || run.spec.inline {
         return Ok(());
     }
-    let opened = match memory.take() {
+    let tier = match memory {
         Some(opened) => opened,
-        None => MemoryTier::open(&run.place, &run.tiers, run.spec.writer_options()?, run.spec.world).await?,
+        None => {
+            let opened = MemoryTier::open(&run.place, &run.tiers, run.spec.writer_options()?, run.spec.world).await?;
+            note_memory(run, &opened).await?;
+            // The first upload takes the store over, even if there is nothing to upload yet.
+            run.upload.iter().for_each(tokio::sync::Notify::notify_one);
+            memory.insert(opened)
+        }
     };
-    let tier = memory.insert(opened);
-    note_memory(run, tier).await?;
-    // The first upload takes the store over, even if there is nothing to upload yet.
-    run.upload.iter().for_each(tokio::sync::Notify::notify_one);
     loop {
-        make_room(run, tier).await?;
-        if run.stopped() || !encode_next(run, tier).await? {
-            run.problem(None);
+        let full = make_room(run, tier).await?;
+        note_memory(run, tier).await?;
+        if full.is_some() || run.stopped() || !encode_next(run, tier).await? {
+            if run.progress().problem != full {
+                run.problem(full);
+            }
             return Ok(());
         }
-        note_memory(run, tier).await?;
     }
 }
 
@@ -84,29 +92,28 @@ async fn note_memory(run: &Run, memory: &MemoryTier) -> Result<()> {
     Ok(())
 }
 
-/// Gives up old snapshots; fails while memory is full of what the store does not have yet and a state waits.
-async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<()> {
+/// Gives up old snapshots; says so where memory is full of what the store does not have yet, and a state waits.
+async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<Option<String>> {
     let uploaded = run.memory().uploaded;
     if !run.is_restoring() {
         memory.prune(run.spec.keep, uploaded).await?;
         if memory.renew(uploaded).await? {
             note_memory(run, memory).await?;
         }
+        // Better few snapshots in memory than none that is new.
+        if memory.bytes()? >= run.cap {
+            memory.prune(1, uploaded).await?;
+        }
     }
     let bytes = memory.bytes()?;
-    if bytes < run.cap {
-        return Ok(());
+    let waits = |arena: &Arc<Arena>| arena.words().is_ok_and(|words| words.iter().any(|word| word.state == State::Full));
+    if bytes < run.cap || !run.arenas().is_some_and(|arenas| arenas.iter().any(waits)) {
+        return Ok(None);
     }
-    let waits = run.arenas().is_some_and(|arenas| {
-        arenas.iter().any(|arena| arena.words().is_ok_and(|words| words.iter().any(|word| word.state == State::Full)))
-    });
-    match waits {
-        false => Ok(()),
-        true => Err(Error::limit(format!(
-            "encoded snapshots take {bytes} bytes of shared memory, over the cap of {}; states wait in the arena until the store has taken some",
-            run.cap
-        ))),
-    }
+    Ok(Some(format!(
+        "encoded snapshots take {bytes} bytes of shared memory, over the cap of {}; states wait in the arena until the store has taken some",
+        run.cap
+    )))
 }
 
 /// Encodes the next state; whether there was one.

@@ -261,9 +261,15 @@ impl Run {
         (0..self.spec.world).map(|rank| facts.ranks.get(&rank)?.arena.clone()).collect()
     }
 
-    /// Whether the memory tier has to go before anything is encoded; asked once.
-    pub(super) fn take_afresh(&self) -> bool {
-        std::mem::take(&mut self.facts().afresh)
+    /// The memory tier that was out of date is gone.
+    pub(super) fn is_fresh(&self) {
+        self.change(|facts| (facts.afresh, facts.memory) = (false, MemoryFacts::default()));
+        self.upload.iter().for_each(Notify::notify_one);
+    }
+
+    /// Whether the memory tier is out of date, and still there.
+    pub(super) fn is_out_of_date(&self) -> bool {
+        self.facts().afresh
     }
 
     /// Whether the copier of a tier has to take it over.
@@ -388,8 +394,10 @@ impl Run {
             Some(next) if copied > 0 => next.notify_one(),
             _ => {}
         }
-        // There may be room again.
-        self.encode.notify_one();
+        if copied > 0 {
+            // There may be room again.
+            self.encode.notify_one();
+        }
     }
 
     pub(super) fn pending(&self, tier: usize) -> u64 {

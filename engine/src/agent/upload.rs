@@ -31,6 +31,7 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
                 // What the copier knows of the log may be old.
                 copier = None;
                 run.tier_problem(tier, Some(error.to_string()));
+                tokio::time::sleep(WAITS.0).await;
                 let _ = tokio::time::timeout(wait, notify.notified()).await;
                 wait = (wait * 2).min(WAITS.1);
             }
@@ -39,7 +40,9 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
 }
 
 async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>) -> Result<()> {
-    let (Some(destination), false) = (run.tiers.get(tier), run.stopped()) else { return Ok(()) };
+    // What is out of date must not go up.
+    let idle = run.stopped() || run.is_out_of_date();
+    let (Some(destination), false) = (run.tiers.get(tier), idle) else { return Ok(()) };
     let Some((source, epoch)) = source(run, tier).await? else { return Ok(()) };
     let takes_over = run.takes_over(tier);
     if takes_over {
