@@ -6,7 +6,18 @@
 #![allow(missing_docs, reason = "an example")]
 
 #[cfg(target_os = "linux")]
-fn main() -> tensorcask::Result<()> {
+fn main() -> std::process::ExitCode {
+    match train() {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn train() -> tensorcask::Result<()> {
     use std::io::Write;
     use std::time::{Duration, Instant};
 
