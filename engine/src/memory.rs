@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn copies_of_every_alignment_arrive_and_touch_nothing_else() {
-        let source: Vec<u8> = (0..20_000u32).map(|i| (i * 31 >> 3) as u8).collect();
+        let source: Vec<u8> = (0..20_000u32).map(|i| ((i * 31) >> 3) as u8).collect();
         for offset in [0, 1, 31, 63, 64, 65, 4095] {
             for length in [0, 1, 63, 64, 4095, 4096, 4097, 4159, 12_345] {
                 let shared = shared(32 << 10);

@@ -114,7 +114,7 @@ impl Engine {
     async fn find(&self, at: At, passed: &mut Vec<PassedOver>) -> Result<Restored<'_>> {
         let encoded = self.arena.as_ref().map(|arena| arena.encoded()).transpose()?.unwrap_or(0);
         if !self.stale {
-            if let Some(found) = self.from_slots(at, |generation| generation >= encoded, passed)? {
+            if let Some(found) = self.newest_slot(at, |generation| generation >= encoded, passed)? {
                 return Ok(found);
             }
             for epoch in self.run.epochs()?.into_iter().rev() {
@@ -124,7 +124,7 @@ impl Engine {
                 }
             }
             // Older than what is encoded, but whole.
-            if let Some(found) = self.from_slots(at, |generation| generation < encoded, passed)? {
+            if let Some(found) = self.newest_slot(at, |generation| generation < encoded, passed)? {
                 return Ok(found);
             }
         }
@@ -144,7 +144,7 @@ impl Engine {
     }
 
     /// The newest raw state that is wanted and whole.
-    fn from_slots(&self, at: At, wanted: impl Fn(u64) -> bool, passed: &mut Vec<PassedOver>) -> Result<Option<Restored<'_>>> {
+    fn newest_slot(&self, at: At, wanted: impl Fn(u64) -> bool, passed: &mut Vec<PassedOver>) -> Result<Option<Restored<'_>>> {
         let Some(arena) = &self.arena else { return Ok(None) };
         for (slot, _) in arena.whole()?.into_iter().filter(|(_, word)| wanted(word.generation)) {
             let read = || -> Result<Option<Restored<'_>>> {

@@ -17,7 +17,7 @@ use crate::image::Stored;
 use crate::place::{RunPlace, remove_folder};
 
 /// Log entries of one store, at about three for each save: giving up old snapshots reads them all.
-const MAX_ENTRIES: u64 = 200;
+const MAX_ENTRIES: u64 = 128;
 
 /// Snapshots of a chain in memory: all of them stay for as long as the last one does.
 const MAX_CHAIN: usize = 16;

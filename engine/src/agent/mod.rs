@@ -84,10 +84,13 @@ pub fn run_agent(options: &AgentOptions) -> Result<Ended> {
     ended
 }
 
+/// A run, and the tasks that work for it.
+type Begun = (Arc<Run>, Vec<JoinHandle<()>>);
+
 struct Agent {
     place: Place,
     started: Instant,
-    runs: Mutex<BTreeMap<String, (Arc<Run>, Vec<JoinHandle<()>>)>>,
+    runs: Mutex<BTreeMap<String, Begun>>,
     stop: watch::Sender<bool>,
 }
 

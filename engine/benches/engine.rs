@@ -2,6 +2,7 @@
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 #[cfg(target_os = "linux")]
+#[path = "../../benches/common/mod.rs"]
 mod common;
 
 #[cfg(not(target_os = "linux"))]
