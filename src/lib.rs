@@ -80,7 +80,7 @@ pub use commit::{Retention, SnapshotRecord, Status};
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
 pub use maintain::{
-    CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, Reduced,
+    CompactOptions, Compacted, Copier, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, Reduced,
 };
 pub use plan::ChunkGrid;
 pub use reader::{

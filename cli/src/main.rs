@@ -52,7 +52,7 @@ Example:
 fn main() -> ExitCode {
     warnings::install();
     let arguments: Vec<_> = std::env::args_os().collect();
-    let json = arguments.iter().any(|argument| argument == "--json");
+    let json = output::wants_json();
     let parsed = Cli::try_parse_from(arguments).and_then(|cli| match cli.verb.check() {
         Ok(()) => Ok(cli),
         Err(message) => Err(Cli::command().error(clap::error::ErrorKind::ArgumentConflict, message)),

@@ -4,6 +4,7 @@ mod age;
 mod catalog;
 mod history;
 mod log;
+mod offers;
 mod retention;
 mod state;
 

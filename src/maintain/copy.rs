@@ -48,22 +48,83 @@ impl Store {
     /// the order of the source, then `forgotten` for those that are not live there, then pins. Each cask is checked at the
     /// destination, byte by byte, before it is committed. A copy that was interrupted is resumed by copying again.
     pub async fn copy_to(&self, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
-        let source = Log::load(self).await?;
-        let wanted = wanted(self, source.state(), options.step)?;
-        let mut log = open(self, destination).await?;
-        let missing: Vec<&SnapshotRecord> = wanted.iter().filter(|record| log.state().by_id(record.id).is_none()).collect();
+        let mut copier = Copier::new(self, destination, None, options.clone()).await?;
+        let (wanted, report) = copier.add_missing(self).await?;
+        settle(self, destination, &mut copier.log, copier.writer, &wanted).await?;
+        Ok(report)
+    }
+
+    /// Makes this an empty store of the same run as `source`, unless it is one already.
+    pub async fn create_beside(&self, source: &Store) -> Result<()> {
+        open(source, self).await.map(|_| ())
+    }
+
+    /// A copier that takes over `destination`, which is created if it is not there: whoever was writing there is fenced. With the
+    /// writer id of an earlier copier (`resume`), it goes on in the place of that one and takes nothing over.
+    pub async fn copier(&self, destination: &Store, options: CopyOptions, resume: Option<Id>) -> Result<Copier> {
+        let mut copier = Copier::new(self, destination, resume, options).await?;
+        copier.take_over().await?;
+        Ok(copier)
+    }
+}
+
+/// Copies the snapshots of a run as they come, as the one writer of its destination.
+#[derive(Debug)]
+pub struct Copier {
+    destination: Store,
+    log: Log,
+    writer: Id,
+    opened: bool,
+    options: CopyOptions,
+}
+
+impl Copier {
+    async fn new(source: &Store, destination: &Store, resume: Option<Id>, options: CopyOptions) -> Result<Self> {
+        let log = open(source, destination).await?;
+        let writer = resume.map_or_else(Id::random, Ok)?;
+        Ok(Self { destination: destination.clone(), log, writer, opened: resume.is_some(), options })
+    }
+
+    /// The id, which the log of the destination names with each commit.
+    pub fn id(&self) -> Id {
+        self.writer
+    }
+
+    /// The newest live snapshot of the destination, as far as its log has been read.
+    pub fn latest(&self) -> Option<&SnapshotRecord> {
+        self.log.state().latest()
+    }
+
+    /// Adds the live snapshots of `source`, and what their chains need, that the destination has not had yet. What was forgotten or
+    /// pinned at the source is not looked at: each store has a retention of its own. `Fenced` once another job writes there.
+    pub async fn copy_new(&mut self, source: &Store) -> Result<CopyReport> {
+        self.log.refresh().await?;
+        Ok(self.add_missing(source).await?.1)
+    }
+
+    async fn add_missing(&mut self, source: &Store) -> Result<(Vec<SnapshotRecord>, CopyReport)> {
+        let from = Log::load(source).await?;
+        let wanted = wanted(source, from.state(), self.options.step)?;
+        let missing: Vec<&SnapshotRecord> = wanted.iter().filter(|record| self.log.state().by_id(record.id).is_none()).collect();
         let mut report = CopyReport { present: (wanted.len() - missing.len()) as u64, ..CopyReport::default() };
-        check_order(source.state(), log.state(), &missing)?;
-        let writer = Id::random()?;
+        check_order(from.state(), self.log.state(), &missing)?;
         if !missing.is_empty() {
-            log.append(writer, |_| Ok(Event::Opened {})).await?;
-            log.write_catalog_if_due().await;
+            self.take_over().await?;
         }
         for record in missing {
-            copy_snapshot(self, destination, &mut log, writer, record, options, &mut report).await?;
+            copy_snapshot(source, &self.destination, &mut self.log, self.writer, record, &self.options, &mut report).await?;
         }
-        settle(self, destination, &mut log, writer, &wanted).await?;
-        Ok(report)
+        Ok((wanted, report))
+    }
+
+    /// Says in the log that this copier writes from now on, once.
+    async fn take_over(&mut self) -> Result<()> {
+        if !self.opened {
+            self.log.append(self.writer, |_| Ok(Event::Opened {})).await?;
+            self.opened = true;
+            self.log.write_catalog_if_due().await;
+        }
+        Ok(())
     }
 }
 

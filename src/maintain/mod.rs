@@ -9,7 +9,7 @@ mod mark;
 mod reduce;
 
 pub use compact::{CompactOptions, Compacted};
-pub use copy::{CopyOptions, CopyReport};
+pub use copy::{Copier, CopyOptions, CopyReport};
 pub use doctor::{DoctorOptions, DoctorReport};
 pub use gc::{Deletable, GcOptions, GcReport};
 pub use reduce::Reduced;

@@ -90,6 +90,11 @@ impl Store {
             .collect())
     }
 
+    /// All snapshots that the log tells of, whatever has become of them, by commit. Reads the log alone.
+    pub async fn records(&self) -> Result<Vec<SnapshotRecord>> {
+        Ok(Log::load(self).await?.state().snapshots().to_vec())
+    }
+
     /// All snapshots that the log tells of, as the table that a catalog is (log 6).
     pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
         let mut log = Log::load(self).await?;

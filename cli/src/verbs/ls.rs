@@ -1,9 +1,12 @@
 //! `tensorcask ls`: the live snapshots.
 
+use std::collections::BTreeSet;
+
 use serde::Serialize;
 use serde_json::{Map, Value};
 use tensorcask::Result;
 use tensorcask::blocking::Store;
+use tensorcask::wire::Id;
 
 use crate::output::Outcome;
 use crate::text::{Text, human_bytes, human_ratio, ratio};
@@ -11,12 +14,16 @@ use crate::time::{human_time, rfc3339};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "The order is that of the commits; the last is what `latest` means. The ratio is tensor bytes to stored bytes.
+Where the engine knows the store, or with --tier, each snapshot is shown with all places that have it: memory, and tiers.
 
 Example:
   tensorcask ls s3://bucket/run42")]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
+    /// Path or URL of another tier of the run, to show what it has
+    #[arg(long, value_name = "STORE")]
+    tier: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -39,19 +46,39 @@ struct Row {
     pinned: bool,
     /// Roles that it was reduced to; null: all.
     roles: Option<Vec<String>>,
+    /// Where it is: the store, memory of this host, further tiers.
+    places: Vec<String>,
     user: Map<String, Value>,
+}
+
+/// Names of places, and the snapshots of each.
+type Places = Vec<(String, BTreeSet<Id>)>;
+
+#[cfg(target_os = "linux")]
+fn places_beside(store: &Store, args: &Args) -> Result<Places> {
+    let found = store.block_on(tensorcask_engine::places_beside(None, &args.store, &args.tier))?;
+    Ok(found.into_iter().map(|place| (place.name, place.snapshots.unwrap_or_default())).collect())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn places_beside(_: &Store, args: &Args) -> Result<Places> {
+    let ids = |url: &String| Ok((url.clone(), Store::open(url)?.snapshots()?.iter().map(|info| info.record.id).collect()));
+    args.tier.iter().map(ids).collect()
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     // An empty folder is no store.
     store.run()?;
+    let beside = places_beside(&store, args)?;
     let mut rows = Vec::new();
     let mut cells = Vec::new();
     for info in store.snapshots()? {
         let record = &info.record;
         let ratio = ratio(info.tensor_bytes, info.stored_bytes);
         let user: Vec<String> = info.user.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        let elsewhere = beside.iter().filter(|(_, snapshots)| snapshots.contains(&record.id)).map(|(name, _)| name.clone());
+        let places: Vec<String> = std::iter::once(args.store.clone()).chain(elsewhere).collect();
         cells.push(vec![
             record.step.to_string(),
             record.kind().name().to_owned(),
@@ -62,7 +89,11 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             if record.pinned { "pinned" } else { "" }.to_owned(),
             record.roles.as_deref().unwrap_or_default().join(", "),
             user.join(" "),
+            places.join(", "),
         ]);
+        if beside.is_empty() {
+            cells.last_mut().map(Vec::pop);
+        }
         rows.push(Row {
             step: record.step,
             snapshot: record.id.to_hex(),
@@ -75,13 +106,17 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             ratio,
             pinned: record.pinned,
             roles: record.roles.clone(),
+            places,
             user: info.user,
         });
     }
     let mut text = Text::default();
     match cells.as_slice() {
         [] => text.line("no snapshots"),
-        _ => text.table(&[">step", "kind", "time", ">tensors", ">stored", ">ratio", "pin", "only", "user"], &cells),
+        _ => {
+            let headings = [">step", "kind", "time", ">tensors", ">stored", ">ratio", "pin", "only", "user", "places"];
+            text.table(headings.get(..headings.len() - usize::from(beside.is_empty())).unwrap_or_default(), &cells);
+        }
     }
     Outcome::new(&Report { store: &args.store, snapshots: rows }, text)
 }

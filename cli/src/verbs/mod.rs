@@ -1,5 +1,7 @@
 //! The verbs: arguments, and what each does.
 
+#[cfg(target_os = "linux")]
+mod agent;
 mod analyze;
 mod chain;
 mod compact;
@@ -60,6 +62,9 @@ pub(crate) enum Verb {
     Consolidate(consolidate::Args),
     /// Examine a store: broken links, an unsafe storage, leftovers
     Doctor(doctor::Args),
+    /// Run the agent of the asynchronous engine, or show how it is doing
+    #[cfg(target_os = "linux")]
+    Agent(agent::Args),
 }
 
 impl Verb {
@@ -91,6 +96,8 @@ impl Verb {
             Self::Copy(args) => copy::run(&args),
             Self::Consolidate(args) => consolidate::run(&args),
             Self::Doctor(args) => doctor::run(&args),
+            #[cfg(target_os = "linux")]
+            Self::Agent(args) => agent::run(&args),
         }
     }
 }

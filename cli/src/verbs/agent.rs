@@ -1,0 +1,199 @@
+//! `tensorcask agent`: the process that takes states out of shared memory; and how it is doing.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Serialize;
+use tensorcask::Result;
+use tensorcask_engine::{AgentOptions, AgentStatus, Ended, RunStatus, agent_metrics, agent_status, run_agent, stop_agent};
+
+use crate::output::{Outcome, wants_json};
+use crate::parse;
+use crate::text::{Text, human_bytes};
+
+#[derive(Debug, clap::Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    after_help = "A trainer that uses the engine starts an agent by itself; started by hand, it goes on with what an earlier one left in shared
+memory. It ends on SIGTERM, SIGINT or `agent stop`, after it has encoded and uploaded what waits; a second signal ends it at once,
+and what waits stays in shared memory for the next. Prometheus reads its metrics from the socket:
+  curl --unix-socket /dev/shm/tensorcask-$UID/agent.sock http://agent/metrics
+
+Example:
+  tensorcask agent --idle-exit 1h
+  tensorcask agent status --watch"
+)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    verb: Option<AgentVerb>,
+    /// The engine's folder in shared memory [default: $TENSORCASK_ENGINE_DIR, else /dev/shm/tensorcask-UID]
+    #[arg(long, value_name = "DIR", global = true)]
+    folder: Option<PathBuf>,
+    /// End after so long without a trainer and without work, such as 15m; 0 is never
+    #[arg(long, value_name = "TIME", default_value = "0", value_parser = parse::duration)]
+    idle_exit: Duration,
+    /// When told to end, go on for so long with what waits
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse::duration)]
+    drain: Duration,
+    /// By how much to give way to the trainer: 0 to 19
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(i32).range(0..20))]
+    nice: i32,
+    /// Leave the session of the process that starts it
+    #[arg(long)]
+    detach: bool,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum AgentVerb {
+    /// Show how runs, saves and tiers are doing
+    Status(Status),
+    /// Tell the agent to finish what waits, and to end
+    Stop,
+    /// Show the metrics that Prometheus reads
+    Metrics,
+}
+
+#[derive(Debug, clap::Args)]
+struct Status {
+    /// Show it again each second, until the agent ends
+    #[arg(long)]
+    watch: bool,
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let folder = args.folder.as_deref();
+    match &args.verb {
+        None => serve(args),
+        Some(AgentVerb::Status(Status { watch: false })) => show(&agent_status(folder)?),
+        Some(AgentVerb::Status(Status { watch: true })) => loop {
+            let shown = show(&agent_status(folder)?)?;
+            if shown.print(wants_json()) != 0 {
+                return Ok(shown);
+            }
+            std::thread::sleep(Duration::from_secs(1));
+        },
+        Some(AgentVerb::Stop) => {
+            let status = stop_agent(folder)?;
+            let mut text = Text::default();
+            text.line(format!("agent {} finishes what waits, and ends", status.pid));
+            Outcome::new(&status, text)
+        }
+        Some(AgentVerb::Metrics) => {
+            let metrics = agent_metrics(folder)?;
+            let mut text = Text::default();
+            metrics.lines().for_each(|line| text.line(line));
+            Outcome::new(&serde_json::json!({ "metrics": metrics }), text)
+        }
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct EndReport {
+    ended: &'static str,
+    waiting: u64,
+}
+
+fn serve(args: &Args) -> Result<Outcome> {
+    let options = AgentOptions {
+        folder: args.folder.clone(),
+        idle_exit: Some(args.idle_exit).filter(|idle| !idle.is_zero()),
+        drain: args.drain,
+        nice: args.nice,
+        detach: args.detach,
+    };
+    let (ended, waiting, line) = match run_agent(&options)? {
+        Ended::AnotherRuns => ("another_runs", 0, "another agent runs here".to_owned()),
+        Ended::Drained => ("drained", 0, "nothing waits".to_owned()),
+        Ended::Waiting(waiting) => ("waiting", waiting, format!("{waiting} states still wait in shared memory for the next agent")),
+    };
+    let mut text = Text::default();
+    text.line(line);
+    Outcome::new(&EndReport { ended, waiting }, text)
+}
+
+fn show(status: &AgentStatus) -> Result<Outcome> {
+    let mut text = Text::default();
+    text.line(format!(
+        "agent {}, up {}, {} resident{}",
+        status.pid,
+        human_seconds(status.uptime_s),
+        human_bytes(status.resident_bytes),
+        if status.draining { ", ending" } else { "" }
+    ));
+    status.runs.iter().for_each(|run| describe(run, &mut text));
+    Outcome::new(status, text)
+}
+
+fn describe(run: &RunStatus, text: &mut Text) {
+    text.line("");
+    text.line(format!("run {}", run.run));
+    let list = |steps: &[u64]| steps.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
+    let commit = match (run.last_commit_step, run.seconds_since_commit) {
+        (Some(step), Some(seconds)) => format!("step {step}, {} ago", human_seconds(seconds)),
+        _ => "none by this agent".to_owned(),
+    };
+    let memory = format!(
+        "{} of {}, steps {}, chain of {}",
+        human_bytes(run.memory_bytes),
+        human_bytes(run.memory_cap_bytes),
+        if run.memory_steps.is_empty() { "none".to_owned() } else { list(&run.memory_steps) },
+        run.chain_depth
+    );
+    let mut fields = vec![
+        ("last commit", commit),
+        ("queue", run.queue_depth.to_string()),
+        ("failed saves", run.failed_saves.to_string()),
+        ("memory", memory),
+    ];
+    fields.extend(run.problem.iter().map(|problem| ("problem", problem.clone())));
+    fields.extend(run.stopped.iter().map(|why| ("stopped", why.clone())));
+    for rank in &run.ranks {
+        let slots = rank.slots.iter().map(|slot| match slot.step {
+            Some(step) => format!("{} {step}", slot.state),
+            None => slot.state.clone(),
+        });
+        let trainer = rank.trainer.map_or("no trainer".to_owned(), |pid| format!("trainer {pid}"));
+        let slots: Vec<String> = slots.collect();
+        fields.push(("rank", format!("{}: {trainer}, arena of {} [{}]", rank.rank, human_bytes(rank.arena_bytes), slots.join(", "))));
+    }
+    for tier in &run.tiers {
+        let last = tier.last_step.map_or("nothing yet".to_owned(), |step| format!("step {step}"));
+        let problem = tier.problem.as_ref().map_or(String::new(), |problem| format!("; {problem}"));
+        fields.push(("tier", format!("{}: {last}, {} pending{problem}", tier.url, tier.pending)));
+    }
+    text.fields(&fields);
+    let millis = |time: Option<f64>| time.map_or("-".to_owned(), |time| format!("{time:.1}"));
+    let rows: Vec<Vec<String>> = run
+        .saves
+        .iter()
+        .rev()
+        .take(8)
+        .rev()
+        .map(|save| {
+            vec![
+                save.step.to_string(),
+                save.kind.clone().unwrap_or_default(),
+                millis(Some(save.stall_ms)),
+                millis(Some(save.copy_ms)),
+                millis(save.encode_ms),
+                millis(save.upload_ms),
+                millis(save.commit_ms),
+                human_bytes(save.bytes_in),
+                save.bytes_out.map_or("-".to_owned(), human_bytes),
+                save.queue_depth.to_string(),
+                save.error.clone().unwrap_or_default(),
+            ]
+        })
+        .collect();
+    if !rows.is_empty() {
+        text.table(&[">step", "kind", ">stall ms", ">copy", ">encode", ">upload", ">commit", ">in", ">out", ">queue", "error"], &rows);
+    }
+}
+
+fn human_seconds(seconds: f64) -> String {
+    match seconds {
+        s if s < 60.0 => format!("{s:.1} s"),
+        s if s < 3600.0 => format!("{:.1} min", s / 60.0),
+        s => format!("{:.1} h", s / 3600.0),
+    }
+}

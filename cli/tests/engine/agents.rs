@@ -1,0 +1,167 @@
+//! The agent itself: how it begins and ends, and what it tells.
+
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+
+use rustix::process::Signal;
+use tensorcask_engine::{Engine, EngineOptions, Until, agent_metrics};
+
+use super::host::*;
+
+fn cli(host: &Host, words: &[&str]) -> (i32, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tensorcask"));
+    let output = command.arg("agent").args(words).arg("--folder").arg(host.engine_folder()).output().unwrap();
+    (output.status.code().unwrap(), String::from_utf8(output.stdout).unwrap())
+}
+
+#[test]
+fn told_to_end_it_finishes_what_waits() {
+    let host = Host::new();
+    let mut agent = host.start_agent(&[]);
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    host.signal_agent(Signal::STOP);
+    save(&mut engine, 2);
+    save(&mut engine, 3);
+    host.signal_agent(Signal::TERM);
+    host.signal_agent(Signal::CONT);
+    assert!(agent.wait().unwrap().success());
+    assert_eq!(host.stored_steps(), [1, 2, 3]);
+    // The next save starts another.
+    save(&mut engine, 4);
+    engine.finish().unwrap();
+    assert_eq!(host.stored_steps(), [1, 2, 3, 4]);
+}
+
+#[test]
+fn what_a_dead_agent_left_is_taken_up_by_the_next_even_without_a_trainer() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    host.signal_agent(Signal::STOP);
+    save(&mut engine, 2);
+    host.signal_agent(Signal::KILL);
+    drop(engine);
+    host.agent_is_gone();
+    let mut agent = host.start_agent(&["--idle-exit", "1s"]);
+    assert!(agent.wait().unwrap().success());
+    assert_eq!(host.stored_steps(), [1, 2]);
+}
+
+#[test]
+fn one_agent_serves_a_folder_and_ends_when_it_is_idle() {
+    let host = Host::new();
+    let mut first = host.start_agent(&["--idle-exit", "2s"]);
+    let (code, said) = cli(&host, &[]);
+    assert_eq!((code, said.as_str()), (0, "another agent runs here\n"));
+    assert!(first.wait().unwrap().success());
+    assert!(!host.engine_folder().join("agent.sock").exists());
+    assert_eq!(cli(&host, &["status"]).0, 10);
+}
+
+#[test]
+fn status_and_metrics_tell_what_a_save_took() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    for step in 1..=4 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    let (code, json) = cli(&host, &["status", "--json"]);
+    assert_eq!(code, 0);
+    let status: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let run = &status["runs"][0];
+    assert_eq!((&run["last_commit_step"], &run["failed_saves"]), (&4.into(), &0.into()));
+    assert_eq!(run["ranks"][0]["trainer"], std::process::id());
+    let save = &run["saves"][3];
+    assert_eq!((&save["step"], &save["kind"]), (&4.into(), &"delta".into()));
+    let number = |name: &str| save[name].as_f64().unwrap_or_else(|| panic!("{name}: {save}"));
+    assert!(number("stall_ms") >= number("copy_ms") && number("copy_ms") > 0.0);
+    assert!(number("encode_ms") > 0.0 && number("upload_ms") > 0.0 && number("commit_ms") > 0.0);
+    assert_eq!(number("bytes_in"), (SMALL + 40_000 + 1) as f64, "tied tensors are copied once");
+    assert!(number("bytes_out") > 0.0 && number("bytes_out") < number("bytes_in"));
+    let (_, text) = cli(&host, &["status"]);
+    assert!(text.contains("last commit") && text.contains("stall ms"), "{text}");
+    let metrics = agent_metrics(Some(&host.engine_folder())).unwrap();
+    for name in ["last_commit_step", "seconds_since_commit", "chain_depth", "failed_saves_total", "queue_depth", "save_stall_seconds"] {
+        assert!(metrics.lines().any(|line| line.starts_with(&format!("tensorcask_{name}{{run="))), "{name}: {metrics}");
+    }
+    assert_eq!(cli(&host, &["metrics"]).0, 0);
+}
+
+#[test]
+fn watched_status_goes_on_until_the_agent_ends() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tensorcask"));
+    command.args(["agent", "status", "--watch", "--json", "--folder"]).arg(host.engine_folder());
+    let mut watch = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut first = [0; 1];
+    watch.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
+    assert_eq!(cli(&host, &["stop"]).0, 0);
+    assert_eq!(watch.wait().unwrap().code(), Some(10));
+}
+
+#[test]
+fn files_are_this_users_alone_and_garbage_does_no_harm() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    let key = host.status().runs[0].key.clone();
+    let mode = |path: std::path::PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    let folder = host.engine_folder();
+    assert_eq!((mode(folder.clone()), mode(folder.join("agent.sock"))), (0o700, 0o600));
+    assert_eq!((mode(folder.join(&key)), mode(folder.join(&key).join("rank-0/arena"))), (0o700, 0o600));
+    for garbage in [&b"garbage\n"[..], b"5\n{}", b"12345678901234567890", b"14\n{\"v\":99,\"x\":1}", b"GET", b""] {
+        let mut stream = UnixStream::connect(folder.join("agent.sock")).unwrap();
+        stream.write_all(garbage).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut answer = String::new();
+        let _ = stream.read_to_string(&mut answer);
+    }
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+}
+
+#[test]
+fn a_finished_run_leaves_no_memory_behind() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    for step in 1..=3 {
+        save(&mut engine, step);
+    }
+    let key = host.status().runs[0].key.clone();
+    engine.finish().unwrap();
+    assert_eq!(host.stored_steps(), [1, 2, 3]);
+    let folder = host.engine_folder().join(key);
+    until("memory is freed", || !folder.join("rank-0/arena").exists() && !folder.join("memory-0").exists());
+    assert!(host.status().runs.is_empty());
+}
+
+/// The log of the memory tier is cut off now and then, by a new store that begins with a base.
+#[test]
+fn memory_does_not_grow_with_the_number_of_saves() {
+    let host = Host::new();
+    let mut engine = Engine::start(EngineOptions { keep: 2, ..host.options() }).unwrap();
+    let mut most = 0;
+    let state = |step: u64| State::new(step, 64 << 10);
+    for step in 1..=300 {
+        state(step).save(&mut engine).unwrap();
+        if step % 20 == 0 {
+            assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+            most = most.max(host.status().runs[0].memory_bytes);
+        }
+    }
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let key = host.status().runs[0].key.clone();
+    let folders: Vec<String> =
+        std::fs::read_dir(host.engine_folder().join(key)).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    assert!(!folders.contains(&"memory-0".to_owned()), "{folders:?}");
+    assert!(most < 16 << 20, "{most} bytes of memory");
+    assert_eq!(host.stored_steps().len(), 300);
+}

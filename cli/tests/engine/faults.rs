@@ -1,0 +1,273 @@
+//! Stores that go away, memory that runs out, two trainers of one run, damage.
+
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tensorcask::{ErrorKind, Latest, Policy};
+use tensorcask_engine::{BackPressure, Engine, EngineOptions, Source, Until};
+
+use super::host::*;
+
+#[test]
+fn while_the_store_is_down_saves_go_to_memory_and_then_to_the_store() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    for step in 2..=6 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Encoded, LONG).unwrap().reached, "step {step}");
+    }
+    let waited = engine.wait(Until::Durable, Duration::from_millis(300)).unwrap();
+    assert!(!waited.reached && waited.problem.is_some(), "{waited:?}");
+    assert_eq!(host.status().runs[0].memory_steps, [1, 2, 3, 4, 5, 6], "nothing that the store lacks is given up");
+    // A trainer that dies now, and its agent too, find everything in memory.
+    drop(engine);
+    host.signal_agent(Signal::KILL);
+    let mut engine = host.engine();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, found.source.clone()), (6, Source::Slot));
+    check(&found, SMALL);
+    drop(found);
+    save(&mut engine, 7);
+    away.back();
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3, 4, 5, 6, 7]);
+    save(&mut engine, 8);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    until("old snapshots are given up again", || host.status().runs[0].memory_steps.len() <= 3);
+}
+
+/// An arena that stays full, because the agent does nothing.
+#[test]
+fn a_full_arena_is_skipped_waited_for_or_emptied_as_the_policy_says() {
+    let host = Host::new();
+    let mut engine = Engine::start(EngineOptions { back_pressure: BackPressure::Skip, ..host.options() }).unwrap();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    host.signal_agent(Signal::STOP);
+    assert!(save(&mut engine, 2).generation.is_some() && save(&mut engine, 3).generation.is_some());
+    let skipped = save(&mut engine, 4);
+    assert_eq!((skipped.generation, skipped.dropped), (None, None));
+    host.signal_agent(Signal::CONT);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3]);
+    drop(engine);
+
+    let mut engine = Engine::start(EngineOptions { back_pressure: BackPressure::DropOldestUncommitted, ..host.options() }).unwrap();
+    host.signal_agent(Signal::STOP);
+    assert_eq!((save(&mut engine, 5).dropped, save(&mut engine, 6).dropped), (None, None));
+    assert_eq!(save(&mut engine, 7).dropped, Some(5));
+    assert_eq!(engine.restore(Latest).unwrap().step, 7);
+    host.signal_agent(Signal::CONT);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3, 6, 7]);
+    drop(engine);
+
+    let mut engine = host.engine();
+    host.signal_agent(Signal::STOP);
+    save(&mut engine, 8);
+    save(&mut engine, 9);
+    let agent = host.agent().unwrap();
+    let waker = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        rustix::process::kill_process(agent, Signal::CONT).unwrap();
+    });
+    let waited = save(&mut engine, 10);
+    waker.join().unwrap();
+    assert!(waited.generation.is_some() && waited.stall >= Duration::from_millis(200), "{waited:?}");
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3, 6, 7, 8, 9, 10]);
+}
+
+#[test]
+fn a_memory_cap_leaves_states_in_the_arena_until_the_store_has_some() {
+    let host = Host::new();
+    let options = EngineOptions { memory_cap: Some(300 << 10), back_pressure: BackPressure::Skip, policy: Policy::Full, ..host.options() };
+    let mut engine = Engine::start(options).unwrap();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    let (mut step, mut saved) = (1, vec![1]);
+    let mut save_next = |engine: &mut Engine| {
+        step += 1;
+        std::thread::sleep(Duration::from_millis(20));
+        let in_arena = save(engine, step).generation.is_some();
+        saved.extend(in_arena.then_some(step));
+        in_arena
+    };
+    until("the agent tells of the cap", || {
+        save_next(&mut engine);
+        host.status().runs[0].problem.as_ref().is_some_and(|problem| problem.contains("over the cap"))
+    });
+    until("a save is skipped", || !save_next(&mut engine));
+    let run = host.status().runs.remove(0);
+    // One more snapshot may be under way when the cap is reached.
+    assert!(run.memory_bytes < (300 << 10) + (200 << 10), "{run:?}");
+    away.back();
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), saved);
+}
+
+/// A state larger than the arena was made for, and one with more metadata.
+#[test]
+fn an_arena_grows_with_the_state() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    for (step, bytes) in [(1, SMALL), (2, 4 * SMALL), (3, SMALL)] {
+        State::new(step, bytes).save(&mut engine).unwrap();
+    }
+    let mut metadata = State::new(4, SMALL).metadata();
+    metadata.user.insert("notes".into(), "x".repeat(8 << 20).into());
+    let state = State::new(4, 4 * SMALL);
+    engine.save(4, &state.tensors(), &state.blobs(), &metadata).unwrap();
+    assert_eq!(engine.restore(Latest).unwrap().metadata.user, metadata.user);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3, 4]);
+    check_stored(&host.store(), 2, 4 * SMALL);
+}
+
+/// Needs the right to mount; elsewhere it says so and does nothing.
+#[test]
+fn too_little_shared_memory_is_an_error_with_the_number_that_is_needed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "tmpfs"]).arg(folder.path()).status();
+    if !mounted.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: mounting a tmpfs needs root");
+        return;
+    }
+    let host = Host::new();
+    let mut engine = Engine::start(EngineOptions { folder: Some(folder.path().join("e")), ..host.options() }).unwrap();
+    let result = State::new(1, 4 << 20).save(&mut engine);
+    let agent: i32 = std::fs::read_to_string(folder.path().join("e/agent.lock")).unwrap().parse().unwrap();
+    drop(engine);
+    rustix::process::kill_process(rustix::process::Pid::from_raw(agent).unwrap(), Signal::KILL).unwrap();
+    until("the folder is free", || Command::new("umount").arg(folder.path()).status().unwrap().success());
+    let error = result.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Storage);
+    let needed: Vec<u64> = error.message().split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
+    assert!(needed.iter().any(|number| (8 << 20..10 << 20).contains(number)), "{error}");
+    assert!(error.message().contains("--shm-size"), "{error}");
+}
+
+#[test]
+fn the_second_trainer_of_a_run_is_refused_while_the_first_lives() {
+    let host = Host::new();
+    let mut first = host.trainer(&[("TEST_STEPS", "1")]);
+    assert_eq!(first.expect("restored")[0], "0");
+    while first.says().is_some_and(|said| said[0] != "done") {}
+    let mut second = host.trainer(&[]);
+    let said = second.expect("refused");
+    assert_eq!(said[0], "conflict");
+    assert!(said[1].contains(&format!("process {}", first.child.id())), "{said:?}");
+    // Another rank, and another run, are somebody else's.
+    let other = Engine::start(EngineOptions {
+        run: Some("another".into()),
+        store: host.stores.path().join("b").to_str().unwrap().into(),
+        ..host.options()
+    });
+    drop(other.unwrap());
+    first.kill();
+    let mut third = host.trainer(&[("TEST_STEPS", "2")]);
+    assert_eq!(third.expect("restored")[0], "1");
+}
+
+#[test]
+fn damage_in_memory_leads_to_the_next_place_and_is_told() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    for step in 1..=3 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    drop(engine);
+    let run = host.status().runs.remove(0);
+    let folder = host.engine_folder().join(&run.key);
+    // Every slot: its tensors begin behind the pages of the arena.
+    let arena = std::fs::OpenOptions::new().read(true).write(true).open(folder.join("rank-0/arena")).unwrap();
+    let slots = run.ranks[0].slots.len() as u64;
+    let slot_bytes = (arena.metadata().unwrap().len() - 4096 * (1 + slots)) / slots;
+    let start = |slot: u64| 4096 * (1 + slots) + slot * slot_bytes + 1000;
+    arena.write_all_at(b"damage", start(0)).unwrap();
+    arena.write_all_at(b"damage", start(1)).unwrap();
+    let engine = host.engine();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, &found.source, found.passed_over.len()), (3, &Source::Memory, 1));
+    check(&found, SMALL);
+    drop(engine);
+    // The newest snapshot in memory, too: the one before it serves, from memory.
+    let casks = std::fs::read_dir(folder.join("memory-0/casks")).unwrap().map(|entry| entry.unwrap().path());
+    let newest = casks.max_by_key(|path| std::fs::metadata(path).unwrap().modified().unwrap()).unwrap();
+    let cask = std::fs::OpenOptions::new().write(true).open(&newest).unwrap();
+    cask.write_all_at(b"damage", std::fs::metadata(&newest).unwrap().len() / 2).unwrap();
+    let engine = host.engine();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, &found.source), (2, &Source::Memory), "{:?}", found.passed_over);
+    check(&found, SMALL);
+    drop(found);
+    // A step that is asked for by number comes from wherever it is whole.
+    let found = engine.restore(3).unwrap();
+    assert!(matches!(found.source, Source::Tier(0, _)), "{:?}", found.source);
+    check(&found, SMALL);
+}
+
+#[test]
+fn memory_that_the_store_has_overtaken_does_not_count() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    // The job goes on elsewhere.
+    let elsewhere = Host::new();
+    let options = EngineOptions { folder: Some(elsewhere.engine_folder()), ..host.options() };
+    let mut other = Engine::start(options).unwrap();
+    assert!(matches!(other.restore(Latest).unwrap().source, Source::Tier(0, _)));
+    save(&mut other, 3);
+    assert!(other.wait(Until::Durable, LONG).unwrap().reached);
+    // Here it finds out, with what it saves next.
+    let mut fenced = None;
+    for step in 3..10 {
+        fenced = State::new(step, SMALL).save(&mut engine).err();
+        if fenced.is_some() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(fenced.unwrap().kind(), ErrorKind::Fenced);
+    drop((engine, other));
+    // And when it comes back, memory is older than the store.
+    let mut engine = host.engine();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!(found.step, 3);
+    assert!(matches!(found.source, Source::Tier(0, _)), "{:?}", found.source);
+    check(&found, SMALL);
+    drop(found);
+    save(&mut engine, 4);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3, 4]);
+    drop(engine);
+    assert_eq!(host.engine().restore(Latest).unwrap().source, Source::Slot);
+}
+
+#[test]
+fn a_state_that_cannot_be_encoded_is_told_at_the_next_save() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    let state = State::new(2, SMALL);
+    let mut tensors = state.tensors();
+    tensors.push(tensors[0].clone());
+    engine.save(2, &tensors, &[], &Default::default()).unwrap();
+    let waited = engine.wait(Until::Encoded, LONG).unwrap();
+    assert_eq!(waited.failures.iter().map(|failure| failure.step).collect::<Vec<_>>(), [2]);
+    let told = save(&mut engine, 3);
+    assert!(told.failures.len() == 1 && told.failures[0].message.contains("given twice"), "{told:?}");
+    assert!(save(&mut engine, 4).failures.is_empty(), "once is enough");
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 3, 4]);
+    assert_eq!(host.status().runs[0].failed_saves, 1);
+}

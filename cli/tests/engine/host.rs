@@ -1,0 +1,293 @@
+//! A host for tests: a folder in shared memory, a store, an agent, and trainers that are processes of their own.
+
+use std::io::{BufRead, BufReader, Lines};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tensorcask::blocking::Store;
+use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Slice, TensorView};
+use tensorcask_engine::{AgentStatus, BackPressure, Encode, Engine, EngineOptions, OnAgentLoss, Restored, agent_status};
+
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+/// A host; its agent ends with it.
+pub(crate) struct Host {
+    pub folder: tempfile::TempDir,
+    pub stores: tempfile::TempDir,
+}
+
+impl Host {
+    pub(crate) fn new() -> Self {
+        Self { folder: tempfile::Builder::new().prefix("tc-engine-").tempdir_in("/dev/shm").unwrap(), stores: tempfile::tempdir().unwrap() }
+    }
+
+    pub(crate) fn engine_folder(&self) -> PathBuf {
+        self.folder.path().join("e")
+    }
+
+    pub(crate) fn store_path(&self) -> PathBuf {
+        self.stores.path().join("run")
+    }
+
+    pub(crate) fn store(&self) -> Store {
+        Store::open(self.store_path().to_str().unwrap()).unwrap()
+    }
+
+    pub(crate) fn options(&self) -> EngineOptions {
+        EngineOptions {
+            folder: Some(self.engine_folder()),
+            agent: vec![env!("CARGO_BIN_EXE_tensorcask").to_owned(), "agent".to_owned()],
+            policy: Policy::Consecutive,
+            fsync: false,
+            ..EngineOptions::new(self.store_path().to_str().unwrap())
+        }
+    }
+
+    pub(crate) fn engine(&self) -> Engine {
+        Engine::start(self.options()).unwrap()
+    }
+
+    pub(crate) fn status(&self) -> AgentStatus {
+        agent_status(Some(&self.engine_folder())).unwrap()
+    }
+
+    /// The agent's process id.
+    pub(crate) fn agent(&self) -> Option<Pid> {
+        let pid = std::fs::read_to_string(self.engine_folder().join("agent.lock")).ok()?;
+        // One that has ended and that nobody has waited for is gone.
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        Pid::from_raw(pid.parse().ok()?).filter(|_| !stat.contains(") Z "))
+    }
+
+    pub(crate) fn signal_agent(&self, signal: Signal) {
+        kill_process(self.agent().expect("an agent"), signal).unwrap();
+    }
+
+    /// Starts an agent by hand.
+    pub(crate) fn start_agent(&self, arguments: &[&str]) -> Child {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tensorcask"));
+        command.arg("agent").arg("--folder").arg(self.engine_folder()).args(arguments);
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        until("the agent listens", || agent_status(Some(&self.engine_folder())).is_ok());
+        child
+    }
+
+    /// Waits until the agent that was killed is gone, its socket too.
+    pub(crate) fn agent_is_gone(&self) {
+        until("the agent is gone", || self.agent().is_none() && agent_status(Some(&self.engine_folder())).is_err());
+    }
+
+    /// Steps in the store.
+    pub(crate) fn stored_steps(&self) -> Vec<u64> {
+        self.store().snapshots().map_or_else(|_| Vec::new(), |all| all.iter().map(|info| info.record.step).collect())
+    }
+
+    /// A trainer in a process of its own; see [`train`].
+    pub(crate) fn trainer(&self, words: &[(&str, &str)]) -> Trainer {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["host::trainer_process", "--exact", "--nocapture", "--test-threads=1"]);
+        command.env("TEST_TRAINER", self.engine_folder()).env("TEST_STORE", self.store_path());
+        command.envs(words.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        Trainer { child, lines }
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        // A detached agent is nobody's child here.
+        if let Some(agent) = self.agent() {
+            let _ = kill_process(agent, Signal::KILL);
+        }
+    }
+}
+
+/// Waits for something that has to come.
+pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < LONG, "{what}: not within {LONG:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A trainer that can be killed.
+pub(crate) struct Trainer {
+    pub child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Trainer {
+    /// The next line that it says, without those of the test harness.
+    pub(crate) fn says(&mut self) -> Option<Vec<String>> {
+        loop {
+            let line = self.lines.next()?.ok()?;
+            if let Some((_, words)) = line.split_once("TRAINER ") {
+                return Some(words.split('|').map(str::to_owned).collect());
+            }
+        }
+    }
+
+    /// The next line, which has to begin with a word; the rest.
+    pub(crate) fn expect(&mut self, word: &str) -> Vec<String> {
+        let said = self.says().unwrap_or_else(|| panic!("the trainer ended instead of saying `{word}`"));
+        assert_eq!(said[0], word, "{said:?}");
+        said[1..].to_vec()
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Trainer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The state of a step: as much as `bytes`, each word of which tells the step, and real noise beside it.
+pub(crate) struct State {
+    step: u64,
+    filled: Vec<u8>,
+    noise: Vec<u8>,
+}
+
+impl State {
+    pub(crate) fn new(step: u64, bytes: usize) -> Self {
+        let mut x = step.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut random = || {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (x >> 56) as u8
+        };
+        // Two bytes of the step, over and over: a torn copy shows anywhere.
+        let filled = [step as u8, (step >> 8) as u8].repeat(bytes / 2);
+        Self { step, filled, noise: (0..40_000).map(|_| random()).collect() }
+    }
+
+    pub(crate) fn tensors(&self) -> Vec<TensorView<'_>> {
+        vec![
+            TensorView::new("model.filled", Dtype::U8, &[self.filled.len() as u64], &self.filled).unwrap(),
+            TensorView::new("model.tied", Dtype::U8, &[self.filled.len() as u64], &self.filled).unwrap(),
+            TensorView::new("optimizer.exp_avg.noise", Dtype::F32, &[100, 100], &self.noise).unwrap(),
+        ]
+    }
+
+    pub(crate) fn blobs(&self) -> Vec<Blob<'static>> {
+        vec![Blob::new("rng", self.step.to_string().into_bytes())]
+    }
+
+    pub(crate) fn metadata(&self) -> Metadata {
+        let mut metadata = Metadata::default();
+        metadata.user.insert("loss".into(), (1.0 / (self.step + 1) as f64).into());
+        metadata
+    }
+
+    pub(crate) fn save(&self, engine: &mut Engine) -> tensorcask::Result<tensorcask_engine::Outcome> {
+        engine.save(self.step, &self.tensors(), &self.blobs(), &self.metadata())
+    }
+}
+
+/// Saves a small state.
+pub(crate) fn save(engine: &mut Engine, step: u64) -> tensorcask_engine::Outcome {
+    State::new(step, SMALL).save(engine).unwrap()
+}
+
+pub(crate) const SMALL: usize = 1 << 20;
+
+/// Every bit of what was restored is that of its step.
+pub(crate) fn check(restored: &Restored<'_>, bytes: usize) {
+    let expected = State::new(restored.step, bytes);
+    let tensors = expected.tensors();
+    assert_eq!(restored.tensors.len(), tensors.len(), "step {}", restored.step);
+    for view in &tensors {
+        let found = restored.tensors.iter().find(|tensor| tensor.name == view.name()).unwrap();
+        assert!(*found.data == *view.data(), "step {}: {} holds other bytes", restored.step, view.name());
+        assert_eq!((found.dtype, found.shape.as_slice()), (view.dtype(), view.shape()));
+    }
+    assert_eq!(restored.blobs, expected.blobs(), "step {}", restored.step);
+    assert_eq!(restored.metadata.user, expected.metadata().user, "step {}", restored.step);
+}
+
+/// Every bit of a step in the store is right.
+pub(crate) fn check_stored(store: &Store, step: u64, bytes: usize) {
+    let (snapshot, expected) = (store.snapshot(step).unwrap(), State::new(step, bytes));
+    for view in expected.tensors() {
+        assert!(snapshot.read(view.name(), &Slice::all()).unwrap().data == view.data(), "step {step}: {}", view.name());
+    }
+}
+
+/// The body of a trainer's process: restores, tells from where, and saves step after step until it is killed.
+#[test]
+fn trainer_process() {
+    let Some(folder) = std::env::var_os("TEST_TRAINER") else { return };
+    let word = |name: &str| std::env::var(name).ok();
+    let number = |name: &str, default: u64| word(name).map_or(default, |text| text.parse().unwrap());
+    let bytes = number("TEST_BYTES", SMALL as u64) as usize;
+    let options = EngineOptions {
+        folder: Some(folder.into()),
+        agent: vec![env!("CARGO_BIN_EXE_tensorcask").to_owned(), "agent".to_owned()],
+        policy: Policy::Consecutive,
+        fsync: false,
+        back_pressure: BackPressure::from_name(&word("TEST_PRESSURE").unwrap_or_else(|| "wait".into())).unwrap(),
+        encode: if word("TEST_INLINE").is_some() { Encode::Inline } else { Encode::Agent },
+        on_agent_loss: OnAgentLoss::Restart,
+        ..EngineOptions::new(word("TEST_STORE").unwrap())
+    };
+    let mut engine = match Engine::start(options) {
+        Ok(engine) => engine,
+        Err(e) => {
+            println!("TRAINER refused|{}|{e}", e.kind());
+            return;
+        }
+    };
+    let mut step = match engine.restore(Latest) {
+        Ok(found) => {
+            check(&found, bytes);
+            println!("TRAINER restored|{}|{}|{}", found.step, found.source, found.passed_over.len());
+            found.step
+        }
+        Err(e) if e.kind() == tensorcask::ErrorKind::NotFound => {
+            println!("TRAINER restored|0|nothing|0");
+            0
+        }
+        Err(e) => panic!("{e}"),
+    };
+    let last = number("TEST_STEPS", u64::MAX);
+    while step < last {
+        step += 1;
+        let state = State::new(step, bytes);
+        println!("TRAINER begins|{step}");
+        let saved = state.save(&mut engine).unwrap();
+        assert!(saved.failures.is_empty(), "{:?}", saved.failures);
+        println!("TRAINER saved|{step}|{}", saved.stall.as_micros());
+    }
+    println!("TRAINER done");
+    // Until it is killed, or told to end by the end of its input.
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+/// Removes a folder, puts a file in its place, and back: a store that cannot be reached for a while.
+pub(crate) struct Away {
+    path: PathBuf,
+    kept: PathBuf,
+}
+
+impl Away {
+    pub(crate) fn take(path: &Path) -> Self {
+        let kept = path.with_extension("away");
+        std::fs::rename(path, &kept).unwrap();
+        std::fs::write(path, b"no folder").unwrap();
+        Self { path: path.to_owned(), kept }
+    }
+
+    pub(crate) fn back(self) {
+        std::fs::remove_file(&self.path).unwrap();
+        std::fs::rename(&self.kept, &self.path).unwrap();
+    }
+}

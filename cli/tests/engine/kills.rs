@@ -1,0 +1,150 @@
+//! SIGKILL at any moment: what was saved is there, bit for bit.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tensorcask::{ErrorKind, Latest, VerifyOptions};
+use tensorcask_engine::{Engine, EngineOptions, OnAgentLoss, Until};
+
+use super::host::*;
+
+const KILLS: u64 = 50;
+const BYTES: usize = 24 << 20;
+
+#[test]
+fn fifty_trainers_killed_while_they_save_lose_nothing() {
+    let host = Host::new();
+    let words = [("TEST_BYTES", BYTES.to_string())];
+    let words: Vec<(&str, &str)> = words.iter().map(|(name, value)| (*name, value.as_str())).collect();
+    let (mut acknowledged, mut all) = (0u64, Vec::new());
+    let mut whole = Duration::from_millis(10);
+    let (mut torn, mut from_slots) = (0, 0);
+    for kill in 0..KILLS {
+        let mut trainer = host.trainer(&words);
+        let said = trainer.expect("restored");
+        let restored: u64 = said[0].parse().unwrap();
+        if kill > 0 {
+            assert!(said[1].starts_with("memory"), "kill {kill}: restored from {}", said[1]);
+            assert!(restored >= acknowledged, "kill {kill}: step {acknowledged} was acknowledged, step {restored} came back");
+            from_slots += u64::from(said[1] == "memory (raw)");
+            // A kill between the commit flag and the answer leaves a step that nobody was told of.
+            assert!(restored <= acknowledged + 1, "kill {kill}: {restored} came back after {acknowledged}");
+            acknowledged = restored;
+        }
+        // Some saves go through, one does not.
+        for _ in 0..1 + kill % 3 {
+            let begun: u64 = trainer.expect("begins")[0].parse().unwrap();
+            let said = trainer.expect("saved");
+            assert_eq!(said[0], begun.to_string());
+            if begun > 2 {
+                whole = Duration::from_micros(said[1].parse().unwrap()).clamp(Duration::from_millis(2), Duration::from_millis(40));
+            }
+            acknowledged = begun;
+            all.push(begun);
+        }
+        trainer.expect("begins");
+        std::thread::sleep(whole.mul_f64((kill * 37 % 50) as f64 / 45.0));
+        trainer.kill();
+        // It may have said that it was faster than the kill.
+        let mut interrupted = true;
+        while let Some(said) = trainer.says() {
+            interrupted = said[0] == "begins";
+            if said[0] == "saved" {
+                acknowledged = said[1].parse().unwrap();
+                all.push(acknowledged);
+            }
+        }
+        torn += u64::from(interrupted);
+    }
+    assert!(torn >= KILLS / 3, "only {torn} saves were interrupted");
+    assert!(from_slots > 0, "no restore was served by a raw slot");
+    let mut engine = Engine::start(host.options()).unwrap();
+    check(&engine.restore(Latest).unwrap(), BYTES);
+    State::new(acknowledged + 10, BYTES).save(&mut engine).unwrap();
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let report = host.store().verify(&VerifyOptions::default()).unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+    let stored = host.stored_steps();
+    assert!(all.iter().all(|step| stored.contains(step)), "acknowledged {all:?}, stored {stored:?}");
+    for step in stored.iter().rev().take(5) {
+        check_stored(&host.store(), *step, BYTES);
+    }
+}
+
+#[test]
+fn agents_that_are_killed_are_followed_by_others_and_nothing_is_lost() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    let bytes = 4 << 20;
+    for step in 1..=30 {
+        State::new(step, bytes).save(&mut engine).unwrap();
+        // While it encodes, uploads, commits or sleeps.
+        std::thread::sleep(Duration::from_millis(step * 7 % 25));
+        if step % 3 == 0 {
+            host.signal_agent(Signal::KILL);
+        }
+    }
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), (1..=30).collect::<Vec<_>>());
+    for step in 1..=30 {
+        check_stored(&host.store(), step, bytes);
+    }
+    let report = host.store().verify(&VerifyOptions::default()).unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+}
+
+#[test]
+fn by_policy_a_lost_agent_is_an_error_and_the_state_is_in_memory() {
+    let host = Host::new();
+    let options = EngineOptions { on_agent_loss: OnAgentLoss::Fail, ..host.options() };
+    let mut engine = Engine::start(options.clone()).unwrap();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    let error = State::new(2, SMALL).save(&mut engine).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Storage);
+    assert!(error.message().contains("step 2 is in shared memory"), "{error}");
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!(found.step, 2);
+    check(&found, SMALL);
+    drop(found);
+    drop(engine);
+    // The next engine starts an agent, which finds the state in the arena.
+    let mut engine = Engine::start(options).unwrap();
+    save(&mut engine, 3);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3]);
+}
+
+#[test]
+fn when_both_are_killed_memory_still_has_the_last_state() {
+    let host = Host::new();
+    let mut trainer = host.trainer(&[("TEST_STEPS", "4")]);
+    trainer.expect("restored");
+    for _ in 0..4 {
+        trainer.expect("begins");
+        trainer.expect("saved");
+    }
+    host.signal_agent(Signal::KILL);
+    trainer.kill();
+    let mut trainer = host.trainer(&[("TEST_STEPS", "6")]);
+    assert_eq!(trainer.expect("restored")[..2], ["4".to_owned(), "memory (raw)".to_owned()]);
+    while trainer.says().is_some_and(|said| said[0] != "done") {}
+    until("all steps are in the store", || host.stored_steps() == [1, 2, 3, 4, 5, 6]);
+}
+
+#[test]
+fn a_trainer_that_encodes_inline_needs_no_arena() {
+    let host = Host::new();
+    let mut trainer = host.trainer(&[("TEST_INLINE", "1"), ("TEST_STEPS", "5")]);
+    assert_eq!(trainer.expect("restored")[0], "0");
+    while trainer.says().is_some_and(|said| said[0] != "done") {}
+    trainer.kill();
+    let mut trainer = host.trainer(&[("TEST_INLINE", "1"), ("TEST_STEPS", "8")]);
+    assert_eq!(trainer.expect("restored")[..2], ["5".to_owned(), "memory (encoded)".to_owned()]);
+    while trainer.says().is_some_and(|said| said[0] != "done") {}
+    until("all steps are in the store", || host.stored_steps() == (1..=8).collect::<Vec<_>>());
+    check_stored(&host.store(), 8, SMALL);
+    assert_eq!(host.status().runs[0].ranks[0].arena_bytes, 0);
+}

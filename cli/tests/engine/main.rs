@@ -1,0 +1,10 @@
+//! The engine with real processes: trainers and agents are killed, stores go away, memory runs out.
+#![cfg(target_os = "linux")]
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod agents;
+mod faults;
+mod host;
+mod kills;
+mod ranks;
+mod tiers;

@@ -1,0 +1,82 @@
+//! Several ranks on one host: one snapshot of all, or none; and the newest step that all can load.
+
+use tensorcask::{Blob, Dtype, Metadata, Rect, Slice, TensorView, VerifyOptions};
+use tensorcask_engine::{Engine, EngineOptions, Source, Until, agree};
+
+use super::host::*;
+
+const ROWS: u64 = 6;
+const ROW_BYTES: u64 = 50_000;
+const WORLD: u32 = 2;
+
+fn start(host: &Host, rank: u32) -> Engine {
+    Engine::start(EngineOptions { rank, world: WORLD, ..host.options() }).unwrap()
+}
+
+fn data(step: u64) -> Vec<u8> {
+    (0..ROWS * ROW_BYTES).map(|i| (i / 7 + step) as u8).collect()
+}
+
+/// The rows of a rank.
+fn rows(rank: u32) -> std::ops::Range<u64> {
+    let share = ROWS / u64::from(WORLD);
+    u64::from(rank) * share..(u64::from(rank) + 1) * share
+}
+
+fn save_shard(engine: &mut Engine, rank: u32, step: u64) {
+    let (all, rows) = (data(step), rows(rank));
+    let shard = &all[(rows.start * ROW_BYTES) as usize..(rows.end * ROW_BYTES) as usize];
+    let rect = Rect { offset: vec![rows.start, 0], shape: vec![rows.end - rows.start, ROW_BYTES] };
+    let tensors = [TensorView::shard("w", Dtype::U8, &[ROWS, ROW_BYTES], rect, shard).unwrap()];
+    let blobs = [Blob { rank, name: "rng".into(), data: vec![rank as u8; 4].into() }];
+    engine.save(step, &tensors, &blobs, &Metadata::default()).unwrap();
+}
+
+fn steps(engine: &Engine) -> Vec<u64> {
+    engine.loadable().unwrap().iter().map(|found| found.step).collect()
+}
+
+#[test]
+fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
+    let host = Host::new();
+    let (mut first, mut second) = (start(&host, 0), start(&host, 1));
+    for step in 1..=4 {
+        save_shard(&mut first, 0, step);
+        save_shard(&mut second, 1, step);
+    }
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    for step in 1..=4 {
+        let snapshot = host.store().snapshot(step).unwrap();
+        assert!(snapshot.read("w", &Slice::all()).unwrap().data == data(step), "step {step}");
+        assert_eq!(snapshot.blobs().unwrap().len(), 2);
+    }
+    // Rank 1 is lost before it saves step 5.
+    save_shard(&mut first, 0, 5);
+    drop((first, second));
+    let (mut first, mut second) = (start(&host, 0), start(&host, 1));
+    assert_eq!((steps(&first)[0], steps(&second)[0]), (5, 4));
+    let agreed = agree(&[steps(&first), steps(&second)]);
+    assert_eq!((agreed.step, &agreed.pruned[0]), (Some(4), &vec![5]));
+    // The same through the store, from two processes' threads.
+    let other = std::thread::spawn(move || (second.agree_by_store("start-2", LONG).unwrap(), second));
+    assert_eq!(first.agree_by_store("start-2", LONG).unwrap(), Some(4));
+    let (found, mut second) = other.join().unwrap();
+    assert_eq!(found, Some(4));
+    assert_eq!(steps(&first)[0], 4, "the broken newer step is pruned");
+    for (rank, engine) in [(0, &first), (1, &second)] {
+        let restored = engine.restore(4).unwrap();
+        assert_eq!(restored.source, Source::Slot);
+        let (tensor, rows) = (&restored.tensors[0], rows(rank));
+        assert_eq!(tensor.rect.offset[0], rows.start);
+        assert!(*tensor.data == data(4)[(rows.start * ROW_BYTES) as usize..(rows.end * ROW_BYTES) as usize]);
+    }
+    for step in 5..=6 {
+        save_shard(&mut second, 1, step);
+        save_shard(&mut first, 0, step);
+    }
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3, 4, 5, 6]);
+    assert!(host.store().snapshot(6).unwrap().read("w", &Slice::all()).unwrap().data == data(6));
+    let report = host.store().verify(&VerifyOptions::default()).unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+}

@@ -1,0 +1,126 @@
+//! Several tiers: commit on the first, the others in the background; restore from the nearest that is whole.
+
+use std::process::Command;
+
+use rustix::process::Signal;
+use tensorcask::Latest;
+use tensorcask::blocking::Store;
+use tensorcask_engine::{Engine, EngineOptions, Source, Until};
+
+use super::host::*;
+
+fn options(host: &Host) -> EngineOptions {
+    EngineOptions { next_tiers: vec![far(host)], ..host.options() }
+}
+
+fn far(host: &Host) -> String {
+    host.stores.path().join("far").to_str().unwrap().to_owned()
+}
+
+fn settled(host: &Host) {
+    until("all tiers have everything", || host.status().runs[0].tiers.iter().all(|tier| tier.pending == 0));
+}
+
+/// Where `ls` says that each step is.
+fn places(host: &Host) -> Vec<(u64, Vec<String>)> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tensorcask"));
+    let output = command.args(["ls", "--json"]).arg(host.store_path()).env("TENSORCASK_ENGINE_DIR", host.engine_folder()).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let places =
+        |row: &serde_json::Value| row["places"].as_array().unwrap().iter().map(|place| place.as_str().unwrap().to_owned()).collect();
+    report["snapshots"].as_array().unwrap().iter().map(|row| (row["step"].as_u64().unwrap(), places(row))).collect()
+}
+
+#[test]
+fn the_first_tier_commits_and_the_second_follows() {
+    let host = Host::new();
+    let mut engine = Engine::start(options(&host)).unwrap();
+    save(&mut engine, 1);
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&host);
+    // The second tier is down: commits go on.
+    let away = Away::take(far(&host).as_ref());
+    save(&mut engine, 3);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    until("the problem is told", || host.status().runs[0].tiers[1].problem.is_some());
+    let found = places(&host);
+    assert_eq!(found.len(), 3);
+    assert!(found[2].1.contains(&"memory".to_owned()) && !found[2].1.contains(&far(&host)), "{found:?}");
+    away.back();
+    settled(&host);
+    assert!(
+        places(&host)
+            .iter()
+            .all(|(_, places)| places.contains(&far(&host)) && places.contains(&host.store_path().to_str().unwrap().to_owned()))
+    );
+    let store = Store::open(&far(&host)).unwrap();
+    (1..=3).for_each(|step| check_stored(&store, step, SMALL));
+}
+
+#[test]
+fn a_host_that_lost_memory_and_disk_restores_from_the_far_tier_and_goes_on() {
+    let host = Host::new();
+    let mut engine = Engine::start(options(&host)).unwrap();
+    for step in 1..=3 {
+        save(&mut engine, step);
+    }
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&host);
+    drop(engine);
+    // Memory alone: the first tier serves.
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    std::fs::remove_dir_all(host.engine_folder()).unwrap();
+    let engine = Engine::start(options(&host)).unwrap();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, matches!(found.source, Source::Tier(0, _))), (3, true));
+    check(&found, SMALL);
+    drop(found);
+    drop(engine);
+    // The disk, too.
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    std::fs::remove_dir_all(host.engine_folder()).unwrap();
+    std::fs::remove_dir_all(host.store_path()).unwrap();
+    let mut engine = Engine::start(options(&host)).unwrap();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, matches!(found.source, Source::Tier(1, _))), (3, true));
+    check(&found, SMALL);
+    drop(found);
+    save(&mut engine, 4);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&host);
+    let steps = |url: &str| Store::open(url).unwrap().snapshots().unwrap().iter().map(|info| info.record.step).collect::<Vec<_>>();
+    assert_eq!((host.stored_steps(), steps(&far(&host))), (vec![4], vec![1, 2, 3, 4]));
+}
+
+/// Needs a server: `bash tests/run` starts one; elsewhere it says so.
+#[test]
+fn the_second_tier_may_be_s3() {
+    let Ok(bucket) = std::env::var("TENSORCASK_TEST_STORE") else {
+        eprintln!("NOT RUN: a tier on S3 needs a server; use `bash tests/run`");
+        return;
+    };
+    let host = Host::new();
+    let far = format!("{bucket}/engine/{}", tensorcask::wire::Id::random().unwrap());
+    let options = EngineOptions { next_tiers: vec![far.clone()], ..host.options() };
+    let mut engine = Engine::start(options.clone()).unwrap();
+    for step in 1..=3 {
+        save(&mut engine, step);
+    }
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&host);
+    assert!(places(&host).iter().all(|(_, places)| places.contains(&far)));
+    check_stored(&Store::open(&far).unwrap(), 3, SMALL);
+    drop(engine);
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    std::fs::remove_dir_all(host.engine_folder()).unwrap();
+    std::fs::remove_dir_all(host.store_path()).unwrap();
+    let engine = Engine::start(options).unwrap();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, &found.source), (3, &Source::Tier(1, far)));
+    check(&found, SMALL);
+}

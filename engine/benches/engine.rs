@@ -1,0 +1,289 @@
+//! The asynchronous engine: how long a save stops the trainer, where a state comes back from and how fast, and what memory it takes.
+#![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
+
+#[cfg(target_os = "linux")]
+#[path = "../../benches/common/mod.rs"]
+mod common;
+
+#[cfg(not(target_os = "linux"))]
+fn main() {}
+
+#[cfg(target_os = "linux")]
+fn main() {
+    linux::main();
+}
+
+#[cfg(target_os = "linux")]
+mod linux {
+    use std::path::{Path, PathBuf};
+    use std::time::{Duration, Instant};
+
+    use serde_json::json;
+    use tensorcask::{Latest, Metadata, Policy, TensorView};
+    use tensorcask_engine::{Engine, EngineOptions, Restored, RunStatus, Source, Until, agent_status, stop_agent};
+
+    use crate::common::{Arguments, Memcpy, Owned, Table, bytes_of, fail, median, report, seconds, synthetic};
+
+    const LONG: Duration = Duration::from_secs(600);
+
+    /// One engine's folder and store.
+    struct Host {
+        memory: tempfile::TempDir,
+        disk: tempfile::TempDir,
+    }
+
+    impl Host {
+        fn new(folder: Option<&str>) -> Self {
+            let disk = match folder {
+                Some(folder) => tempfile::tempdir_in(folder).unwrap(),
+                None => tempfile::tempdir().unwrap(),
+            };
+            Self { memory: tempfile::tempdir_in("/dev/shm").unwrap(), disk }
+        }
+
+        fn options(&self) -> EngineOptions {
+            EngineOptions {
+                folder: Some(self.memory.path().join("engine")),
+                agent: vec![program().to_str().unwrap().to_owned(), "agent".to_owned()],
+                ..EngineOptions::new(self.disk.path().join("store").to_str().unwrap())
+            }
+        }
+
+        fn status(&self) -> (RunStatus, u64) {
+            let mut status = agent_status(Some(&self.memory.path().join("engine"))).unwrap();
+            (status.runs.remove(0), status.resident_bytes)
+        }
+    }
+
+    impl Drop for Host {
+        fn drop(&mut self) {
+            let folder = self.memory.path().join("engine");
+            let _ = stop_agent(Some(&folder));
+            while folder.join("agent.sock").exists() {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+    }
+
+    pub(super) fn main() {
+        let arguments = Arguments::parse(&["mib", "rounds", "saves", "small-mib", "folder"]);
+        let bytes = (arguments.number("mib", 1024.0) * (1u64 << 20) as f64) as u64;
+        let small = (arguments.number("small-mib", 128.0) * (1u64 << 20) as f64) as u64;
+        let rounds = arguments.number("rounds", 7.0) as usize;
+        let saves = arguments.number("saves", 60.0) as u64;
+        let data = match arguments.text("data") {
+            Some(folder) => PathBuf::from(folder),
+            None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data"),
+        };
+        let states = |bytes: u64| [1000, 1001].map(|step| synthetic(bytes, &data.join(format!("step-{step}.safetensors"))));
+        let folder = arguments.text("folder");
+        let large = states(bytes);
+        let tables = [stall(&large, rounds, folder), restore(&large, rounds, folder)];
+        drop(large);
+        let small = states(small);
+        let tables = tables.into_iter().chain([run(&small, saves, folder), memory(&small, folder)]).collect::<Vec<_>>();
+        report("engine", &tables, arguments.json);
+    }
+
+    fn program() -> PathBuf {
+        let here = std::env::current_exe().unwrap();
+        let found = here.ancestors().skip(1).take(2).map(|folder| folder.join("tensorcask")).find(|path| path.is_file());
+        found.unwrap_or_else(|| fail("the command line is not built: cargo build --release --workspace"))
+    }
+
+    fn views(state: &[Owned]) -> Vec<TensorView<'_>> {
+        state.iter().map(|tensor| TensorView::new(tensor.name.as_str(), tensor.dtype, &tensor.shape, &tensor.data).unwrap()).collect()
+    }
+
+    fn copy_seconds(state: &[Owned], memcpy: &mut Memcpy) -> f64 {
+        median((0..3).map(|_| memcpy.seconds(state.iter().map(|tensor| tensor.data.as_slice()))).collect())
+    }
+
+    fn stall(states: &[Vec<Owned>; 2], rounds: usize, folder: Option<&str>) -> Table {
+        let host = Host::new(folder);
+        let size = bytes_of(&states[0]);
+        let mut memcpy = Memcpy::new(size as usize);
+        let mut engine = Engine::start(EngineOptions { policy: Policy::Consecutive, slots: 3, ..host.options() }).unwrap();
+        let mut step = 0;
+        let mut save = |engine: &mut Engine| {
+            step += 1;
+            let views = views(&states[step as usize % 2]);
+            engine.save(step, &views, &[], &Metadata::default()).unwrap().stall.as_secs_f64()
+        };
+        let first = save(&mut engine);
+        let (mut copies, mut idle, mut busy) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+            copies.push(copy_seconds(&states[0], &mut memcpy));
+            idle.push(save(&mut engine));
+            // The agent is at it now.
+            std::thread::sleep(Duration::from_millis(200));
+            assert!(host.status().0.queue_depth > 0, "the agent was faster; use a larger state");
+            busy.push(save(&mut engine));
+        }
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+        let run = host.status().0;
+        let encode = median(run.saves.iter().skip(1).filter_map(|save| save.encode_ms).map(|ms| ms / 1e3).collect());
+        let upload = median(run.saves.iter().skip(1).filter_map(|save| save.upload_ms).map(|ms| ms / 1e3).collect());
+        engine.finish().unwrap();
+        let copy = median(copies);
+        let title = format!(
+            "How long a save of {:.2} GB in {} tensors stops the trainer, median of {rounds}. The targets are 1.2 and 2.0 times memcpy (one thread)",
+            size as f64 / 1e9,
+            states[0].len()
+        );
+        let mut table = Table::new(title, &crate::common::SPEED);
+        table.speed("memcpy", size, copy, copy);
+        table.speed("first save: the arena is made", size, first, copy);
+        table.speed("save", size, median(idle), copy);
+        table.speed("save while the agent encodes", size, median(busy), copy);
+        table.speed("agent: encode a delta, nobody waits", size, encode, copy);
+        table.speed("agent: commit in the store (fsync), nobody waits", size, upload, copy);
+        table
+    }
+
+    /// Seconds of a restore that has to come from a source.
+    fn timed(engine: &Engine, source: fn(&Source) -> bool, state: &[Owned]) -> (f64, f64) {
+        let (took, found) = seconds(|| engine.restore(Latest).unwrap());
+        assert!(source(&found.source), "restored from {}", found.source);
+        assert_same(&found, state);
+        let mut own: Vec<Vec<u8>> = state.iter().map(|tensor| vec![1; tensor.data.len()]).collect();
+        // Into the trainer's own memory, which is there already.
+        let (copied, ()) = seconds(|| found.tensors.iter().zip(&mut own).for_each(|(tensor, own)| own.copy_from_slice(&tensor.data)));
+        (took, took + copied)
+    }
+
+    fn assert_same(found: &Restored<'_>, state: &[Owned]) {
+        for tensor in &found.tensors {
+            let expected = state.iter().find(|known| known.name == tensor.name).unwrap();
+            assert!(*tensor.data == *expected.data, "{} came back otherwise", tensor.name);
+        }
+    }
+
+    fn restore(states: &[Vec<Owned>; 2], rounds: usize, folder: Option<&str>) -> Table {
+        let host = Host::new(folder);
+        let size = bytes_of(&states[0]);
+        let options = EngineOptions { policy: Policy::Consecutive, ..host.options() };
+        let mut engine = Engine::start(options.clone()).unwrap();
+        for step in 0..2u64 {
+            engine.save(step, &views(&states[step as usize]), &[], &Metadata::default()).unwrap();
+            assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+        }
+        drop(engine);
+        let newest = &states[1];
+        let mut times: [Vec<f64>; 5] = Default::default();
+        let arena = arena_of(&host);
+        let elsewhere = Host::new(folder);
+        let from_disk = EngineOptions { folder: elsewhere.options().folder, ..options.clone() };
+        for _ in 0..rounds.min(5) {
+            let engine = Engine::start(options.clone()).unwrap();
+            let (mapped, copied) = timed(&engine, |source| *source == Source::Slot, newest);
+            times[0].push(mapped);
+            times[1].push(copied);
+            drop(engine);
+            let kept = arena.with_extension("kept");
+            std::fs::rename(&arena, &kept).unwrap();
+            let engine = Engine::start(options.clone()).unwrap();
+            times[2].push(timed(&engine, |source| *source == Source::Memory, newest).0);
+            drop(engine);
+            std::fs::rename(&kept, &arena).unwrap();
+            let engine = Engine::start(from_disk.clone()).unwrap();
+            times[3].push(timed(&engine, |source| matches!(source, Source::Tier(..)), newest).0);
+            if drop_caches() {
+                times[4].push(timed(&engine, |source| matches!(source, Source::Tier(..)), newest).0);
+            }
+            drop(engine);
+            // The store was taken over; memory has to have it back.
+            drop(Engine::start(options.clone()).unwrap());
+        }
+        let [mapped, copied, memory, warm, cold] = times.map(median);
+        let title = format!(
+            "Restoring {:.2} GB, a delta of one step, every byte checked, median of {}. The targets: raw at least 3 times faster than a cold disk, \
+             encoded memory no slower than a warm one",
+            size as f64 / 1e9,
+            rounds.min(5)
+        );
+        let mut table = Table::new(title, &["s", "GB/s", "x cold disk"]);
+        for (name, seconds) in [
+            ("raw slot, borrowed", mapped),
+            ("raw slot, copied into the trainer's memory", copied),
+            ("encoded memory", memory),
+            ("local disk, warm", warm),
+            ("local disk, cold", cold),
+        ] {
+            let rate = size as f64 / seconds / 1e9;
+            let cells = vec![format!("{seconds:.3}"), format!("{rate:.2}"), format!("{:.2}", seconds / cold)];
+            table.row(name, cells, json!({ "seconds": seconds, "gb_per_s": rate, "times_cold_disk": seconds / cold }));
+        }
+        table
+    }
+
+    fn arena_of(host: &Host) -> PathBuf {
+        host.memory.path().join("engine").join(host.status().0.key).join("rank-0/arena")
+    }
+
+    /// Needs root; without it there is no cold disk.
+    fn drop_caches() -> bool {
+        std::process::Command::new("sync").status().is_ok_and(|status| status.success())
+            && std::fs::write("/proc/sys/vm/drop_caches", "3").is_ok()
+    }
+
+    fn run(states: &[Vec<Owned>; 2], saves: u64, folder: Option<&str>) -> Table {
+        let host = Host::new(folder);
+        let size = bytes_of(&states[0]);
+        let cap = size * 2;
+        let mut engine = Engine::start(EngineOptions { memory_cap: Some(cap), ..host.options() }).unwrap();
+        let (mut stalls, mut most_memory, mut most_resident) = (Vec::new(), 0, 0);
+        let begun = Instant::now();
+        for step in 1..=saves {
+            stalls.push(engine.save(step, &views(&states[step as usize % 2]), &[], &Metadata::default()).unwrap().stall.as_secs_f64());
+            let (run, resident) = host.status();
+            (most_memory, most_resident) = (run.memory_bytes.max(most_memory), resident.max(most_resident));
+            std::thread::sleep(Duration::from_secs(step).saturating_sub(begun.elapsed()));
+        }
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+        let (run, _) = host.status();
+        engine.finish().unwrap();
+        let worst = stalls.iter().copied().fold(0.0, f64::max);
+        let title = format!(
+            "{saves} saves of {:.2} GB, one each second, adaptive policy, keep 2, cap {:.2} GB",
+            size as f64 / 1e9,
+            cap as f64 / 1e9
+        );
+        let mut table = Table::new(title, &["value"]);
+        let gb = |bytes: u64| format!("{:.3} GB", bytes as f64 / 1e9);
+        for (name, cell, value) in [
+            ("stall, median", format!("{:.1} ms", median(stalls.clone()) * 1e3), json!(median(stalls))),
+            ("stall, longest (the first makes the arena)", format!("{:.1} ms", worst * 1e3), json!(worst)),
+            ("encoded snapshots in memory, most", gb(most_memory), json!(most_memory)),
+            ("resident memory of the agent, most", gb(most_resident), json!(most_resident)),
+            ("saves in the store", run.last_commit_step.unwrap_or(0).to_string(), json!(run.last_commit_step)),
+            ("failed saves", run.failed_saves.to_string(), json!(run.failed_saves)),
+        ] {
+            table.row(name, vec![cell], value);
+        }
+        table
+    }
+
+    fn memory(states: &[Vec<Owned>; 2], folder: Option<&str>) -> Table {
+        let size = bytes_of(&states[0]);
+        let title = "Host memory per byte of state, by the number of encoded snapshots that stay in memory (consecutive policy, deltas of one step)";
+        let mut table = Table::new(title, &["encoded", "arena, 2 slots", "base, decoded", "all"]);
+        for keep in 1..=4u32 {
+            let host = Host::new(folder);
+            let mut engine = Engine::start(EngineOptions { keep, policy: Policy::Consecutive, ..host.options() }).unwrap();
+            for step in 1..=u64::from(keep) {
+                engine.save(step, &views(&states[step as usize % 2]), &[], &Metadata::default()).unwrap();
+                assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+            }
+            let (run, _) = host.status();
+            let ratio = |bytes: u64| bytes as f64 / size as f64;
+            let (encoded, arena) = (ratio(run.memory_bytes), ratio(run.ranks[0].arena_bytes));
+            let all = encoded + arena + 1.0;
+            let cells = [encoded, arena, 1.0, all].map(|ratio| format!("{ratio:.2}")).to_vec();
+            table.row(&format!("keep {keep}"), cells, json!({ "encoded": encoded, "arena": arena, "all": all }));
+            engine.finish().unwrap();
+        }
+        table
+    }
+}

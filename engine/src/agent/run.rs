@@ -1,0 +1,476 @@
+//! A run as the agent knows it: its arenas, how far each save has come, and what there is to do.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+use tensorcask::wire::Id;
+use tensorcask::{Error, Result, Saved, Store};
+use tokio::sync::{Notify, watch};
+
+use crate::arena::Arena;
+use crate::now_ms;
+use crate::options::RunSpec;
+use crate::place::{Place, RunPlace, remove_file, replace_file};
+use crate::protocol::{Failure, Mode, Progress, SaveNote};
+use crate::slot::State;
+use crate::status::{RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
+
+/// Saves that a status tells of.
+const SAVES: usize = 64;
+/// Failures that a trainer is told of.
+const FAILURES: usize = 16;
+
+/// A run.
+#[derive(Debug)]
+pub(super) struct Run {
+    pub spec: RunSpec,
+    pub place: RunPlace,
+    pub tiers: Vec<Store>,
+    pub cap: u64,
+    facts: Mutex<Facts>,
+    /// There may be something to encode, and something to upload to each tier.
+    pub encode: Notify,
+    pub upload: Vec<Notify>,
+    /// Ticks whenever something a trainer may wait for has happened.
+    tick: watch::Sender<u64>,
+}
+
+/// What changes.
+#[derive(Debug, Default)]
+struct Facts {
+    ranks: BTreeMap<u32, Member>,
+    /// The memory tier is out of date: it goes before anything is encoded.
+    afresh: bool,
+    memory: MemoryFacts,
+    tiers: Vec<TierFacts>,
+    encoded: u64,
+    durable: u64,
+    failures: VecDeque<Failure>,
+    failed: u64,
+    stopped: Option<String>,
+    problem: Option<String>,
+    saves: VecDeque<SaveStatus>,
+    /// When the calls of those saves began.
+    begun_ms: BTreeMap<u64, u64>,
+    last_commit: Option<(u64, Instant)>,
+    /// A trainer restores, or may: nothing in memory is given up.
+    restoring: bool,
+    /// The run is over: its memory goes once the tiers have everything.
+    clear: bool,
+}
+
+#[derive(Debug)]
+struct Member {
+    arena: Option<Arc<Arena>>,
+    trainer: Option<u32>,
+    /// Counts attachments, so that the end of an old connection does not detach a new one.
+    attached: u64,
+}
+
+#[derive(Debug, Default, Clone)]
+pub(super) struct MemoryFacts {
+    pub epoch: u64,
+    pub steps: Vec<u64>,
+    pub bytes: u64,
+    pub chain_depth: u64,
+    /// Snapshots by commit: generation and log entry.
+    pub committed: VecDeque<(u64, u64)>,
+    /// The next tier has everything up to this log entry.
+    pub uploaded: u64,
+}
+
+/// What an upload did.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Uploaded {
+    /// Of the store in memory that it came from.
+    pub epoch: u64,
+    /// The last log entry of the source, before the upload.
+    pub sequence: u64,
+    /// The step of that entry.
+    pub step: Option<u64>,
+    /// Snapshots that were known to be missing before.
+    pub pending_before: u64,
+    /// Snapshots that came now.
+    pub copied: u64,
+    pub upload_ms: f64,
+}
+
+#[derive(Debug, Default)]
+struct TierFacts {
+    take_over: bool,
+    last_step: Option<u64>,
+    pending: u64,
+    problem: Option<String>,
+}
+
+/// What of a run outlives the agent, besides what it is and what is in memory.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Seen {
+    /// The newest snapshot that the first tier had when it was last looked at: another one there was made elsewhere.
+    pub latest: Option<Id>,
+    /// As whom the agent writes to each tier.
+    pub writers: Vec<Option<Id>>,
+}
+
+impl Seen {
+    pub(crate) fn read(place: &RunPlace) -> Self {
+        let found = std::fs::read(place.seen()).ok().and_then(|json| serde_json::from_slice(&json).ok());
+        found.unwrap_or_default()
+    }
+
+    /// Notes the newest snapshot of the first tier.
+    pub(crate) fn note_latest(place: &RunPlace, latest: Option<Id>) -> Result<()> {
+        Self::update(place, |seen| seen.latest = latest)
+    }
+
+    pub(super) fn update(place: &RunPlace, change: impl FnOnce(&mut Self)) -> Result<()> {
+        let mut seen = Self::read(place);
+        let before = seen.clone();
+        change(&mut seen);
+        if seen == before {
+            return Ok(());
+        }
+        let json = serde_json::to_vec(&seen).map_err(|e| Error::invalid(format!("what is known of a run: {e}")))?;
+        replace_file(&place.seen(), &json)
+    }
+}
+
+impl Run {
+    pub(super) fn new(spec: RunSpec, place: &Place) -> Result<Self> {
+        let run = place.run(&spec.key);
+        run.create()?;
+        let json = serde_json::to_vec(&spec).map_err(|e| Error::invalid(format!("a run: {e}")))?;
+        replace_file(&run.spec(), &json)?;
+        let tiers = spec.stores()?;
+        let cap = match spec.memory_cap {
+            Some(cap) => cap,
+            None => place.capacity()? / 2,
+        };
+        let facts = Facts { tiers: tiers.iter().map(|_| TierFacts::default()).collect(), restoring: true, ..Facts::default() };
+        let upload = tiers.iter().map(|_| Notify::new()).collect();
+        Ok(Self { place: run, tiers, cap, facts: Mutex::new(facts), encode: Notify::new(), upload, tick: watch::Sender::new(0), spec })
+    }
+
+    fn facts(&self) -> MutexGuard<'_, Facts> {
+        self.facts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes something, and wakes whoever waits for it.
+    fn change<T>(&self, change: impl FnOnce(&mut Facts) -> T) -> T {
+        let result = change(&mut self.facts());
+        self.tick.send_modify(|tick| *tick += 1);
+        result
+    }
+
+    /// A trainer begins, or goes on; its attachment's number. Without one, the agent found the arena of a trainer that is gone.
+    pub(super) fn attach(&self, rank: u32, trainer: Option<u32>, mode: Mode) -> Result<u64> {
+        let place = self.place.rank(rank);
+        let arena = match place.arena().exists() {
+            true => Some(Arc::new(Arena::open(&place.arena())?)),
+            false => None,
+        };
+        let attached = self.change(|facts| -> Result<u64> {
+            let known = facts.ranks.get(&rank);
+            // The first to open the arena since this agent began: what is being encoded was being encoded by another, who is gone.
+            if let (Some(arena), true) = (&arena, known.is_none_or(|member| member.arena.is_none())) {
+                arena.give_back_taken()?;
+            }
+            let attached = known.map_or(0, |member| member.attached) + 1;
+            if let Some(arena) = &arena {
+                facts.encoded = facts.encoded.max(arena.encoded()?);
+            }
+            facts.ranks.insert(rank, Member { arena, trainer, attached });
+            // One rank speaks for all.
+            if mode != Mode::GoOn && rank == 0 {
+                if mode == Mode::TakeOverAfresh {
+                    for (other, member) in facts.ranks.iter_mut().filter(|(other, _)| **other != 0) {
+                        remove_file(&self.place.rank(*other).arena())?;
+                        member.arena = None;
+                    }
+                }
+                facts.tiers.iter_mut().for_each(|tier| tier.take_over = true);
+                (facts.stopped, facts.restoring, facts.clear) = (None, true, false);
+                facts.afresh |= mode == Mode::TakeOverAfresh;
+            }
+            Ok(attached)
+        })?;
+        self.encode.notify_one();
+        self.upload.iter().for_each(Notify::notify_one);
+        Ok(attached)
+    }
+
+    /// A trainer's connection has ended.
+    pub(super) fn detach(&self, rank: u32, attached: u64) {
+        self.change(|facts| {
+            if let Some(member) = facts.ranks.get_mut(&rank).filter(|member| member.attached == attached) {
+                member.trainer = None;
+            }
+        });
+    }
+
+    /// A save was published.
+    pub(super) fn saved(&self, rank: u32, note: &SaveNote) -> Progress {
+        let queue_depth = self.queue_depth();
+        self.change(|facts| {
+            facts.restoring = false;
+            if rank == 0 {
+                facts.begun_ms.insert(note.generation, note.time_ms);
+                facts.saves.push_back(SaveStatus {
+                    step: note.step,
+                    generation: note.generation,
+                    stall_ms: note.stall_ms,
+                    copy_ms: note.copy_ms,
+                    bytes_in: note.bytes,
+                    queue_depth,
+                    ..SaveStatus::default()
+                });
+                while facts.saves.len() > SAVES {
+                    facts.saves.pop_front();
+                }
+            }
+        });
+        self.encode.notify_one();
+        self.upload.iter().for_each(Notify::notify_one);
+        self.progress()
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        let queue_depth = self.queue_depth();
+        let facts = self.facts();
+        let tiers = facts.tiers.iter().find_map(|tier| tier.problem.clone());
+        Progress {
+            encoded: facts.encoded,
+            durable: facts.durable,
+            failures: facts.failures.iter().cloned().collect(),
+            stopped: facts.stopped.clone(),
+            problem: facts.problem.clone().or(tiers),
+            queue_depth,
+        }
+    }
+
+    pub(super) fn ticks(&self) -> watch::Receiver<u64> {
+        self.tick.subscribe()
+    }
+
+    /// The arenas of all ranks, by rank; none while one is missing.
+    pub(super) fn arenas(&self) -> Option<Vec<Arc<Arena>>> {
+        let facts = self.facts();
+        (0..self.spec.world).map(|rank| facts.ranks.get(&rank)?.arena.clone()).collect()
+    }
+
+    /// The memory tier that was out of date is gone.
+    pub(super) fn is_fresh(&self) {
+        self.change(|facts| (facts.afresh, facts.memory) = (false, MemoryFacts::default()));
+        self.upload.iter().for_each(Notify::notify_one);
+    }
+
+    /// Whether the memory tier is out of date, and still there.
+    pub(super) fn is_out_of_date(&self) -> bool {
+        self.facts().afresh
+    }
+
+    /// Whether the copier of a tier has to take it over.
+    pub(super) fn takes_over(&self, tier: usize) -> bool {
+        self.facts().tiers.get(tier).is_some_and(|tier| tier.take_over)
+    }
+
+    /// The tier was taken over.
+    pub(super) fn taken_over(&self, tier: usize) {
+        if let Some(tier) = self.facts().tiers.get_mut(tier) {
+            tier.take_over = false;
+        }
+    }
+
+    pub(super) fn stopped(&self) -> bool {
+        self.facts().stopped.is_some()
+    }
+
+    pub(super) fn is_restoring(&self) -> bool {
+        self.facts().restoring
+    }
+
+    pub(super) fn memory(&self) -> MemoryFacts {
+        self.facts().memory.clone()
+    }
+
+    pub(super) fn set_memory(&self, change: impl FnOnce(&mut MemoryFacts)) {
+        self.change(|facts| change(&mut facts.memory));
+    }
+
+    /// A save is encoded in memory.
+    pub(super) fn encoded(&self, generation: u64, saved: &Saved, encode_ms: f64) {
+        self.change(|facts| {
+            facts.encoded = facts.encoded.max(generation);
+            facts.problem = None;
+            facts.memory.committed.push_back((generation, saved.sequence));
+            if let Some(tier) = facts.tiers.first_mut() {
+                tier.pending += 1;
+            }
+            if let Some(save) = facts.saves.iter_mut().rfind(|save| save.generation == generation) {
+                (save.encode_ms, save.bytes_out) = (Some(encode_ms), Some(saved.stored_bytes));
+                save.kind = Some(saved.kind.name().to_owned());
+            }
+        });
+        if let Some(first) = self.upload.first() {
+            first.notify_one();
+        }
+    }
+
+    /// A save failed for good.
+    pub(super) fn failed(&self, generation: u64, step: u64, error: &Error) {
+        tracing::error!(run = self.spec.run, step, %error, "a save failed");
+        self.change(|facts| {
+            facts.encoded = facts.encoded.max(generation);
+            facts.failed += 1;
+            facts.failures.push_back(Failure { step, generation, message: error.to_string() });
+            while facts.failures.len() > FAILURES {
+                facts.failures.pop_front();
+            }
+            if let Some(save) = facts.saves.iter_mut().rfind(|save| save.generation == generation) {
+                save.error = Some(error.to_string());
+            }
+        });
+    }
+
+    /// Something does not work at the moment.
+    pub(super) fn problem(&self, problem: Option<String>) {
+        if let Some(problem) = &problem {
+            tracing::warn!(run = self.spec.run, problem, "trying again");
+        }
+        self.change(|facts| facts.problem = problem);
+    }
+
+    /// Another job has the store: this run writes no more.
+    pub(super) fn stop(&self, why: String) {
+        tracing::error!(run = self.spec.run, why, "this run was given up");
+        self.change(|facts| facts.stopped = Some(why));
+    }
+
+    pub(super) fn tier_problem(&self, tier: usize, problem: Option<String>) {
+        if let Some(problem) = &problem {
+            tracing::warn!(run = self.spec.run, tier, problem, "trying again");
+        }
+        self.change(|facts| {
+            if let Some(tier) = facts.tiers.get_mut(tier) {
+                tier.problem = problem;
+            }
+        });
+    }
+
+    /// A tier has all snapshots that its source had.
+    pub(super) fn uploaded(&self, tier: usize, done: &Uploaded) {
+        let Uploaded { copied, sequence: uploaded, .. } = *done;
+        self.change(|facts| {
+            let Some(known) = facts.tiers.get_mut(tier) else { return };
+            known.pending = known.pending.saturating_sub(done.pending_before);
+            (known.problem, known.last_step) = (None, done.step.or(known.last_step));
+            if let (1.., Some(next)) = (copied, facts.tiers.get_mut(tier + 1)) {
+                next.pending += copied;
+            }
+            if tier != 0 || done.epoch != facts.memory.epoch {
+                return;
+            }
+            facts.memory.uploaded = uploaded;
+            while let Some(&(generation, _)) = facts.memory.committed.front().filter(|(_, sequence)| *sequence <= uploaded) {
+                facts.memory.committed.pop_front();
+                facts.durable = facts.durable.max(generation);
+                let begun = facts.begun_ms.remove(&generation);
+                let Some(save) = facts.saves.iter_mut().rfind(|save| save.generation == generation) else { continue };
+                facts.last_commit = Some((save.step, Instant::now()));
+                save.upload_ms = Some(done.upload_ms);
+                save.commit_ms = begun.map(|begun| now_ms().saturating_sub(begun) as f64);
+            }
+            // Saves that never came to memory.
+            let durable = facts.durable;
+            facts.begun_ms.retain(|generation, _| *generation > durable);
+            if let (1.., Some(step)) = (copied, done.step) {
+                facts.last_commit = Some((step, Instant::now()));
+            }
+        });
+        match self.upload.get(tier + 1) {
+            Some(next) if copied > 0 => next.notify_one(),
+            _ => {}
+        }
+        if copied > 0 {
+            // There may be room again.
+            self.encode.notify_one();
+        }
+    }
+
+    pub(super) fn pending(&self, tier: usize) -> u64 {
+        self.facts().tiers.get(tier).map_or(0, |tier| tier.pending)
+    }
+
+    /// States that wait to be encoded, and snapshots that wait for the first tier.
+    pub(super) fn queue_depth(&self) -> u64 {
+        let facts = self.facts();
+        let waiting = facts
+            .ranks
+            .values()
+            .filter_map(|member| member.arena.as_ref()?.words().ok())
+            .map(|words| words.iter().filter(|word| matches!(word.state, State::Full | State::Encoding)).count() as u64);
+        waiting.max().unwrap_or(0) + facts.tiers.first().map_or(0, |tier| tier.pending)
+    }
+
+    /// Whether a trainer is connected.
+    pub(super) fn is_attached(&self) -> bool {
+        self.facts().ranks.values().any(|member| member.trainer.is_some())
+    }
+
+    /// Whether nothing is left to do; a run that was given up has nothing.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.stopped() || (self.queue_depth() == 0 && self.facts().tiers.iter().all(|tier| tier.pending == 0))
+    }
+
+    /// The run is over for its trainer.
+    pub(super) fn clear_when_quiet(&self) {
+        self.change(|facts| facts.clear = true);
+    }
+
+    /// Whether its memory can go.
+    pub(super) fn is_over(&self) -> bool {
+        let clear = self.facts().clear;
+        clear && !self.is_attached() && self.is_quiet()
+    }
+
+    pub(super) fn status(&self) -> RunStatus {
+        let queue_depth = self.queue_depth();
+        let facts = self.facts();
+        let slots = |arena: &Arena| {
+            let slot = |(word, step): (crate::slot::Word, Option<u64>)| SlotStatus { state: word.state.name().to_owned(), step };
+            arena.steps().map_or_else(|_| Vec::new(), |steps| steps.into_iter().map(slot).collect())
+        };
+        let rank = |(rank, member): (&u32, &Member)| RankStatus {
+            rank: *rank,
+            trainer: member.trainer,
+            arena_bytes: member.arena.as_ref().map_or(0, |arena| arena.bytes()),
+            slots: member.arena.as_ref().map_or_else(Vec::new, |arena| slots(arena)),
+        };
+        let tier = |(url, tier): (&String, &TierFacts)| TierStatus {
+            url: url.clone(),
+            last_step: tier.last_step,
+            pending: tier.pending,
+            problem: tier.problem.clone(),
+        };
+        RunStatus {
+            run: self.spec.run.clone(),
+            key: self.spec.key.clone(),
+            tiers: self.spec.tiers.iter().zip(&facts.tiers).map(tier).collect(),
+            ranks: facts.ranks.iter().map(rank).collect(),
+            queue_depth,
+            last_commit_step: facts.last_commit.map(|(step, _)| step),
+            seconds_since_commit: facts.last_commit.map(|(_, at)| at.elapsed().as_secs_f64()),
+            chain_depth: facts.memory.chain_depth,
+            failed_saves: facts.failed,
+            memory_steps: facts.memory.steps.clone(),
+            memory_bytes: facts.memory.bytes,
+            memory_cap_bytes: self.cap,
+            problem: facts.problem.clone(),
+            stopped: facts.stopped.clone(),
+            saves: facts.saves.iter().cloned().collect(),
+        }
+    }
+}

@@ -1,0 +1,563 @@
+//! What a trainer holds: saves states into the arena, and gets them back.
+
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use tensorcask::{Blob, Error, ErrorKind, Metadata, Result, TensorView};
+use tokio::runtime::Runtime;
+
+use crate::agent::Seen;
+use crate::agreement::agree;
+use crate::arena::Arena;
+use crate::connection::{Connection, Starter};
+use crate::image::Plan;
+use crate::now_ms;
+use crate::options::{BackPressure, Encode, EngineOptions, OnAgentLoss, RunSpec};
+use crate::place::{Lock, Place, RankPlace, RunPlace, remove_file};
+use crate::protocol::{Failure, Mode, Progress, Reply, Request, SaveNote};
+use crate::restore::{Known, look};
+use crate::slot::State;
+use crate::tier::{MemoryTier, clear};
+
+/// Between looks at the arena, while all slots are taken.
+const POLL: Duration = Duration::from_millis(1);
+/// Between looks at the agent, meanwhile.
+const ASK: Duration = Duration::from_secs(1);
+
+/// The trainer's side: one per process and rank.
+///
+/// ```no_run
+/// use tensorcask::{Dtype, Latest, Metadata, TensorView};
+/// use tensorcask_engine::{Engine, EngineOptions};
+///
+/// let mut engine = Engine::start(EngineOptions::new("s3://bucket/run42"))?;
+/// let mut weights = vec![0u8; 4 << 20];
+/// let mut step = 0;
+/// match engine.restore(Latest) {
+///     Ok(found) => {
+///         weights.copy_from_slice(&found.tensors[0].data);
+///         step = found.step;
+///         println!("step {step} from {} in {:.3} s", found.source, found.seconds);
+///     }
+///     Err(e) if e.kind() == tensorcask::ErrorKind::NotFound => {}
+///     Err(e) => return Err(e),
+/// }
+/// loop {
+///     step += 1; // train
+///     let state = [TensorView::new("model.w", Dtype::F32, &[1024, 1024], &weights)?];
+///     engine.save(step, &state, &[], &Metadata::default())?; // returns after one copy
+/// #   break;
+/// }
+/// engine.finish()?; // everything is in the store
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Engine {
+    pub(crate) options: EngineOptions,
+    pub(crate) spec: RunSpec,
+    place: Place,
+    pub(crate) run: RunPlace,
+    rank: RankPlace,
+    pub(crate) arena: Option<Arena>,
+    /// What was in memory when this engine began is older than the store.
+    pub(crate) stale: bool,
+    /// The last save, or what the agent knew when this engine began.
+    generation: u64,
+    starter: Starter,
+    connection: Option<Connection>,
+    child: Option<Child>,
+    pub(crate) pool: rayon::ThreadPool,
+    pub(crate) runtime: Runtime,
+    inline: Option<MemoryTier>,
+    /// What the agent last said.
+    progress: Progress,
+    /// Failures up to this generation have been told.
+    told: u64,
+    /// Last: a successor may begin when all else is gone.
+    _lock: Lock,
+}
+
+/// What a save did. The state is safe from the end of this process on; it is in the store when the agent has committed it.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Outcome {
+    /// The step.
+    pub step: u64,
+    /// The save's number in the arena; none if it was skipped because no slot was free.
+    pub generation: Option<u64>,
+    /// How long the trainer stood still.
+    pub stall: Duration,
+    /// Of that, the copy (inline: encoding).
+    pub copy: Duration,
+    /// The step that was given up for this one, by [`BackPressure::DropOldestUncommitted`].
+    pub dropped: Option<u64>,
+    /// Earlier saves that failed for good since the last call.
+    pub failures: Vec<Failure>,
+    /// What keeps snapshots from the store at the moment; it is tried again.
+    pub problem: Option<String>,
+    /// States and snapshots that wait.
+    pub queue_depth: u64,
+}
+
+/// What to wait for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Until {
+    /// Encoded, in memory.
+    Encoded,
+    /// Committed in the first tier.
+    Durable,
+}
+
+/// What came of waiting.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Waited {
+    /// Whether it was reached in time.
+    pub reached: bool,
+    /// Saves that failed for good.
+    pub failures: Vec<Failure>,
+    /// What stands in the way at the moment.
+    pub problem: Option<String>,
+}
+
+impl Engine {
+    /// Begins: takes the lock of this run and rank, maps the arena that a predecessor left, asks the store whether that is up to date, and
+    /// connects to the agent, which is started if there is none. `Conflict` while another process has the run and rank.
+    ///
+    /// From here on this run writes to the store: a job elsewhere that was writing to it finds out at its next save.
+    pub fn start(options: EngineOptions) -> Result<Self> {
+        let spec = options.spec()?;
+        let place = Place::open(options.folder.as_deref())?;
+        let run = place.run(&spec.key);
+        run.create()?;
+        let rank = run.rank(options.rank);
+        rank.create()?;
+        let lock = Lock::acquire(&rank.lock()).map_err(|e| match e.kind() {
+            ErrorKind::Conflict => {
+                let message = format!("run `{}`, rank {}, is being trained by another process: {}", spec.run, options.rank, e.message());
+                Error::new(ErrorKind::Conflict, message).object(rank.lock().display().to_string())
+            }
+            _ => e,
+        })?;
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(options.copy_threads).thread_name(|n| format!("tensorcask-copy-{n}"));
+        let pool = threads.build().map_err(|e| Error::new(ErrorKind::Storage, format!("no threads: {e}")))?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).thread_name("tensorcask-engine").enable_all().build();
+        let runtime = runtime.map_err(|e| Error::new(ErrorKind::Storage, format!("no runtime: {e}")).source(e))?;
+        let starter = Starter::new(&options.agent, options.agent_idle_exit);
+        let mut engine = Self {
+            options,
+            spec,
+            place,
+            run,
+            rank,
+            arena: None,
+            stale: false,
+            generation: 0,
+            starter,
+            connection: None,
+            child: None,
+            pool,
+            runtime,
+            inline: None,
+            progress: Progress::default(),
+            told: 0,
+            _lock: lock,
+        };
+        engine.take_stock()?;
+        Ok(engine)
+    }
+
+    /// Looks at what a predecessor left, decides whether it counts, and attaches.
+    fn take_stock(&mut self) -> Result<()> {
+        // Before the arena: an agent that throws all arenas away does so before it notes what it has seen of the store.
+        let seen = Seen::read(&self.run);
+        self.arena = self.open_arena();
+        let known = self.runtime.block_on(look(&self.spec, &self.run, &seen, self.arena.is_some(), self.options.store_timeout))?;
+        self.stale = known == Known::Stale;
+        if self.stale {
+            tracing::warn!(run = self.spec.run, "the store has newer snapshots than this host's memory, which goes");
+            let words = self.arena.take().map(|arena| arena.words()).transpose()?.unwrap_or_default();
+            self.generation = words.iter().map(|word| word.generation).max().unwrap_or(0);
+            remove_file(&self.rank.arena())?;
+        }
+        if self.options.encode == Encode::Inline {
+            if self.stale {
+                clear(&self.run)?;
+            }
+            let stores = self.spec.stores()?;
+            let tier = MemoryTier::open(&self.run, &stores, self.spec.writer_options()?, 1);
+            self.inline = Some(self.runtime.block_on(tier)?);
+        }
+        let progress = self.attach(if self.stale { Mode::TakeOverAfresh } else { Mode::TakeOver })?;
+        // A new arena goes on counting where an older one ended.
+        self.generation = self.generation.max(progress.encoded).max(progress.durable);
+        self.told = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
+        Ok(())
+    }
+
+    fn open_arena(&self) -> Option<Arena> {
+        let path = self.rank.arena();
+        if !path.exists() {
+            return None;
+        }
+        let opened = Arena::open(&path).and_then(|arena| {
+            let torn = arena.abandon_torn()?;
+            if torn > 0 {
+                tracing::warn!(run = self.spec.run, torn, "the trainer before this one died while it saved; that copy is not used");
+            }
+            Ok(arena)
+        });
+        match opened {
+            Ok(arena) => Some(arena),
+            Err(error) => {
+                tracing::warn!(%error, "the arena that was left cannot be used; a new one takes its place");
+                None
+            }
+        }
+    }
+
+    /// Saves a state: all its tensors, or this rank's shards of them. Returns once it is copied into shared memory.
+    ///
+    /// `Fenced` once another job has taken the store over; `Storage` if there is no shared memory for the arena, with the number that it
+    /// needs, or, with [`OnAgentLoss::Fail`], if the agent is gone.
+    pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Outcome> {
+        let span = tracing::info_span!("save", run = self.spec.run, step);
+        let _entered = span.enter();
+        let (begun, time_ms) = (Instant::now(), now_ms());
+        if let Some(key) = metadata.user.keys().find(|key| key.starts_with("tc.")) {
+            return Err(Error::invalid(format!("user metadata `{}`: names that start with `tc.` are reserved", key.escape_debug())));
+        }
+        self.hear()?;
+        let copied = match self.options.encode {
+            Encode::Agent => self.copy(step, tensors, blobs, metadata)?,
+            Encode::Inline => self.encode_inline(step, tensors, blobs, metadata)?,
+        };
+        let Some(copied) = copied else {
+            return Ok(self.outcome(Outcome { step, stall: begun.elapsed(), ..Outcome::default() }));
+        };
+        self.generation = copied.generation;
+        let millis = |time: Duration| time.as_secs_f64() * 1e3;
+        let note = SaveNote {
+            step,
+            generation: copied.generation,
+            stall_ms: millis(begun.elapsed()),
+            copy_ms: millis(copied.time),
+            bytes: copied.bytes,
+            time_ms,
+        };
+        let told = self.tell(Request::Saved { key: self.spec.key.clone(), rank: self.options.rank, save: note });
+        told.map_err(|e| match e.kind() {
+            ErrorKind::Fenced => e,
+            _ => Error::new(e.kind(), format!("step {step} is in shared memory, but the agent cannot be told: {}", e.message())).source(e),
+        })?;
+        let outcome = Outcome {
+            step,
+            generation: Some(copied.generation),
+            stall: begun.elapsed(),
+            copy: copied.time,
+            dropped: copied.dropped,
+            ..Outcome::default()
+        };
+        Ok(self.outcome(outcome))
+    }
+
+    fn outcome(&mut self, outcome: Outcome) -> Outcome {
+        let failures: Vec<Failure> = self.progress.failures.iter().filter(|failure| failure.generation > self.told).cloned().collect();
+        self.told = failures.iter().map(|failure| failure.generation).max().unwrap_or(self.told);
+        for failure in &failures {
+            tracing::error!(run = self.spec.run, step = failure.step, error = failure.message, "an earlier save failed");
+        }
+        Outcome { failures, problem: self.progress.problem.clone(), queue_depth: self.progress.queue_depth, ..outcome }
+    }
+
+    /// Copies into a slot; none if it is to be skipped.
+    fn copy(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Option<Copied>> {
+        let mut grown = false;
+        loop {
+            let plan = Plan::new(step, tensors, blobs, metadata)?;
+            if !self.arena.as_ref().is_some_and(|arena| arena.holds(plan.data_bytes)) {
+                self.make_arena(plan.slot_bytes())?;
+            }
+            if !self.wait_for_slot()? {
+                return Ok(None);
+            }
+            let Some(arena) = &self.arena else { return Err(Error::invalid("no arena")) };
+            let drop = self.options.back_pressure == BackPressure::DropOldestUncommitted;
+            // Nobody but this process takes free slots, but the agent may have taken the one that would have been dropped.
+            let Some(claimed) = arena.claim(drop)? else { continue };
+            let (dropped, bytes, needed, begun) = (claimed.dropped, plan.copied_bytes, plan.slot_bytes(), Instant::now());
+            match self.pool.install(|| claimed.fill(plan, step)) {
+                Ok(generation) => return Ok(Some(Copied { generation, time: begun.elapsed(), bytes, dropped })),
+                // The description has grown.
+                Err(e) if e.kind() == ErrorKind::LimitExceeded && !grown => {
+                    grown = true;
+                    self.make_arena(needed.saturating_mul(2))?;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Whether a slot is free, or can be made so; waits if that is the policy.
+    fn wait_for_slot(&mut self) -> Result<bool> {
+        let drop = self.options.back_pressure == BackPressure::DropOldestUncommitted;
+        let mut asked = Instant::now();
+        loop {
+            let words = self.arena.as_ref().map(Arena::words).transpose()?.unwrap_or_default();
+            if crate::slot::choose(&words, drop).is_some() {
+                return Ok(true);
+            }
+            if self.options.back_pressure == BackPressure::Skip {
+                return Ok(false);
+            }
+            // The agent may be gone, or the run may be another's by now.
+            if asked.elapsed() >= ASK {
+                self.ask_about_run(Request::Wait { key: self.spec.key.clone(), generation: 0, durable: false, timeout_ms: 0 })?;
+                asked = Instant::now();
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Makes an arena with slots of this size, once the agent has encoded what lies in the one before.
+    fn make_arena(&mut self, slot_bytes: usize) -> Result<()> {
+        let mut asked = Instant::now();
+        while let Some(arena) = &self.arena {
+            let words = arena.words()?;
+            if !words.iter().any(|word| matches!(word.state, State::Full | State::Encoding)) {
+                self.generation = self.generation.max(words.iter().map(|word| word.generation).max().unwrap_or(0));
+                self.arena = None;
+                break;
+            }
+            if asked.elapsed() >= ASK {
+                self.ask_about_run(Request::Wait { key: self.spec.key.clone(), generation: 0, durable: false, timeout_ms: 0 })?;
+                asked = Instant::now();
+            }
+            std::thread::sleep(POLL);
+        }
+        // Its memory is needed for the new one.
+        remove_file(&self.rank.arena())?;
+        self.attach(Mode::GoOn)?;
+        self.arena = Some(Arena::create(&self.rank.arena(), self.options.slots, slot_bytes, self.generation)?);
+        self.attach(Mode::GoOn)?;
+        Ok(())
+    }
+
+    /// Encodes in this process, straight into the memory tier.
+    fn encode_inline(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Option<Copied>> {
+        let progress = self.progress.clone();
+        let Some(tier) = self.inline.as_mut() else { return Err(Error::invalid("no memory tier")) };
+        let begun = Instant::now();
+        let saved = self.runtime.block_on(async {
+            // Generations are places in the memory tier: the epoch, then the log entry.
+            let uploaded = if progress.durable >> EPOCH_SHIFT == tier.epoch() { progress.durable & ((1 << EPOCH_SHIFT) - 1) } else { 0 };
+            tier.prune(self.spec.keep, uploaded).await?;
+            tier.renew(uploaded).await?;
+            tier.save(step, tensors, blobs, metadata).await
+        })?;
+        let bytes = tensors.iter().map(|tensor| tensor.data().len() as u64).sum();
+        let generation = tier.epoch() << EPOCH_SHIFT | saved.sequence;
+        Ok(Some(Copied { generation, time: begun.elapsed(), bytes, dropped: None }))
+    }
+
+    /// Waits until the last save is encoded or durable, or failed, or until the time is over.
+    pub fn wait(&mut self, until: Until, timeout: Duration) -> Result<Waited> {
+        let (generation, durable) = (self.generation, until == Until::Durable);
+        let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX).min(MAX_WAIT_MS);
+        let progress = self.ask_about_run(Request::Wait { key: self.spec.key.clone(), generation, durable, timeout_ms })?;
+        let reached = if durable { progress.durable } else { progress.encoded } >= generation;
+        Ok(Waited { reached, failures: progress.failures, problem: progress.problem })
+    }
+
+    /// Ends a run that is over: waits until everything is in the first tier, and frees the memory of this run on this host.
+    pub fn finish(mut self) -> Result<()> {
+        while self.generation > 0 {
+            let waited = self.wait(Until::Durable, ASK * 10)?;
+            if waited.reached || waited.failures.iter().any(|failure| failure.generation == self.generation) {
+                break;
+            }
+            if let Some(problem) = waited.problem {
+                tracing::warn!(run = self.spec.run, problem, "the last save is not in the store yet");
+            }
+        }
+        self.arena = None;
+        self.inline = None;
+        self.ask_about_run(Request::Detach { key: self.spec.key.clone(), rank: self.options.rank, clear: true }).map(|_| ())
+    }
+
+    /// Agrees with the other ranks on the newest step that all can load, through the first tier: each leaves a list of its steps there and
+    /// waits for those of the others. `round` names this start of the job alone (an attempt's number, a scheduler's job id): lists of another
+    /// start must not be mixed with these. Newer raw states, which some rank lacks, are given up.
+    ///
+    /// None if there is no step that all can load. Ranks that have a collective of their own exchange the steps of
+    /// [`loadable`](Self::loadable) by that, and call [`agree`] and [`discard_after`](Self::discard_after) themselves.
+    pub fn agree_by_store(&mut self, round: &str, timeout: Duration) -> Result<Option<u64>> {
+        let steps: Vec<u64> = self.loadable()?.into_iter().map(|found| found.step).collect();
+        let (rank, world, begun) = (self.options.rank, self.options.world, Instant::now());
+        let stores = self.spec.stores()?;
+        let first = stores.first().ok_or_else(|| Error::invalid("no tier"))?;
+        self.runtime.block_on(first.put_offer(round, rank, &steps))?;
+        let ranks = loop {
+            let offers = self.runtime.block_on(first.offers(round, world))?;
+            let missing: Vec<String> =
+                (0..world).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _)| rank.to_string()).collect();
+            if missing.is_empty() {
+                break offers.into_iter().flatten().collect::<Vec<_>>();
+            }
+            if begun.elapsed() > timeout {
+                return Err(Error::not_found(format!("rank {} has not said what it can load", missing.join(", "))).object(first.url()));
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        };
+        let agreed = agree(&ranks);
+        if let Some(step) = agreed.step {
+            self.discard_after(step)?;
+        }
+        Ok(agreed.step)
+    }
+
+    /// Gives up raw states of steps after this one, which other ranks do not have: they are neither restored nor encoded.
+    pub fn discard_after(&mut self, step: u64) -> Result<u64> {
+        let Some(arena) = &self.arena else { return Ok(0) };
+        arena.discard(|found| found > step)
+    }
+
+    fn attach(&mut self, mode: Mode) -> Result<Progress> {
+        let request = Request::Attach { spec: self.spec.clone(), rank: self.options.rank, pid: std::process::id(), mode };
+        let mut last = None;
+        // An agent that is about to end may answer once more.
+        for attempt in 0..3u32 {
+            if attempt > 0 {
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            match self.ask(&request, Duration::ZERO) {
+                Ok(progress) => return Ok(progress),
+                Err(e) if matches!(e.kind(), ErrorKind::Storage | ErrorKind::Conflict) => {
+                    self.connection = None;
+                    last = Some(e);
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        Err(last.unwrap_or_else(|| Error::new(ErrorKind::Storage, "the agent cannot be reached")))
+    }
+
+    /// Asks the agent about the run it has attached; another agent, if that one is gone and the policy says so.
+    fn ask_about_run(&mut self, request: Request) -> Result<Progress> {
+        let wait = match &request {
+            Request::Wait { timeout_ms, .. } => Duration::from_millis(*timeout_ms),
+            _ => Duration::ZERO,
+        };
+        match self.ask_connected(&request, wait) {
+            Some(Err(e)) if e.kind() == ErrorKind::NotFound => self.go_on(&request, wait, e),
+            Some(answer) => self.heard(answer?),
+            None => self.go_on(&request, wait, gone()),
+        }
+    }
+
+    /// Tells the agent something, and does not wait for what it says to it.
+    fn tell(&mut self, request: Request) -> Result<()> {
+        match self.connection.as_mut().map(|connection| connection.tell(&request)) {
+            Some(Ok(())) => self.hear(),
+            _ => {
+                self.connection = None;
+                self.go_on(&request, Duration::ZERO, gone()).map(|_| ())
+            }
+        }
+    }
+
+    /// Takes in what the agent has said meanwhile. That it is gone shows when it is told something.
+    fn hear(&mut self) -> Result<()> {
+        match self.connection.as_mut().map(Connection::news) {
+            None | Some(Ok(None)) => Ok(()),
+            Some(Ok(Some(reply))) => match reply.and_then(Reply::progress) {
+                Ok(progress) => self.heard(progress).map(|_| ()),
+                // An agent that does not know the run.
+                Err(error) => {
+                    tracing::debug!(%error, "the agent's answer");
+                    self.connection = None;
+                    Ok(())
+                }
+            },
+            Some(Err(error)) => {
+                tracing::debug!(%error, "the agent's connection is broken");
+                self.connection = None;
+                Ok(())
+            }
+        }
+    }
+
+    /// Goes on with another agent, if the policy allows it.
+    fn go_on(&mut self, request: &Request, wait: Duration, lost: Error) -> Result<Progress> {
+        if self.options.on_agent_loss == OnAgentLoss::Fail {
+            return Err(lost);
+        }
+        tracing::warn!(run = self.spec.run, "the agent is gone; starting another");
+        self.attach(Mode::GoOn)?;
+        let progress = self.ask(request, wait)?;
+        self.heard(progress)
+    }
+
+    fn heard(&mut self, progress: Progress) -> Result<Progress> {
+        self.progress = progress.clone();
+        match &progress.stopped {
+            None => Ok(progress),
+            Some(why) => Err(Error::new(ErrorKind::Fenced, format!("this run was given up: {why}"))),
+        }
+    }
+
+    /// Asks over the connection there is; none if it is broken.
+    fn ask_connected(&mut self, request: &Request, wait: Duration) -> Option<Result<Progress>> {
+        match self.connection.as_mut()?.ask(request, wait) {
+            Ok(reply) => Some(reply.and_then(Reply::progress)),
+            Err(error) => {
+                tracing::debug!(%error, "the agent's connection is broken");
+                self.connection = None;
+                None
+            }
+        }
+    }
+
+    fn ask(&mut self, request: &Request, wait: Duration) -> Result<Progress> {
+        if self.connection.is_none() {
+            self.reap();
+            let (connection, child) = self.starter.connect(&self.place)?;
+            self.connection = Some(connection);
+            self.child = child.or(self.child.take());
+        }
+        self.ask_connected(request, wait).unwrap_or_else(|| Err(gone()))
+    }
+
+    /// An agent that this process started and that has ended is not left a zombie.
+    fn reap(&mut self) {
+        if let Some(child) = &mut self.child
+            && !matches!(child.try_wait(), Ok(None))
+        {
+            self.child = None;
+        }
+    }
+}
+
+fn gone() -> Error {
+    Error::new(ErrorKind::Storage, "the agent is gone")
+}
+
+/// A state that was copied.
+struct Copied {
+    generation: u64,
+    time: Duration,
+    bytes: u64,
+    dropped: Option<u64>,
+}
+
+/// Inline, a generation is the epoch of the memory tier above so many bits of the log entry.
+const EPOCH_SHIFT: u32 = 32;
+
+/// What one question may wait for.
+const MAX_WAIT_MS: u64 = 24 * 3600 * 1000;
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let request = Request::Detach { key: self.spec.key.clone(), rank: self.options.rank, clear: false };
+        let _ = self.ask_connected(&request, Duration::ZERO);
+        self.reap();
+    }
+}

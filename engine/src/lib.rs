@@ -1,0 +1,53 @@
+//! The asynchronous engine of tensorcask: a save costs the trainer one copy, and a crash loses nothing that memory still holds.
+//!
+//! [`Engine::save`] copies a state into a pre-faulted arena in shared memory and returns. An *agent*, a process of its own, encodes it
+//! into a store in shared memory (the *memory tier*), and copies that to the first tier, a store like any other, and on to further ones.
+//! [`Engine::restore`] takes the nearest whole copy: the raw slot, the encoded snapshot in memory, then the tiers. Trainer and agent may
+//! both be killed at any moment: what they left in shared memory is checked and used by their successors.
+//!
+//! It is a crate apart from the library: it needs Linux, processes and unsafe memory maps, none of which a reader of checkpoints should
+//! have to build; and it uses the library through its public interface alone. See `docs/engine.md` for what survives which failure.
+
+#![cfg(target_os = "linux")]
+
+mod options;
+mod place;
+
+mod slot;
+
+#[allow(unsafe_code, reason = "maps a file that several processes share, and copies past the cache")]
+mod memory;
+
+mod image;
+
+mod arena;
+
+mod tier;
+
+mod protocol;
+mod status;
+
+mod agent;
+
+mod agreement;
+mod connection;
+mod engine;
+mod places;
+mod restore;
+
+pub use agent::{AgentOptions, Ended, run_agent};
+pub use agreement::{Agreement, agree};
+pub use connection::{agent_metrics, agent_status, stop_agent};
+pub use engine::{Engine, Outcome, Until, Waited};
+pub use options::{BackPressure, Encode, EngineOptions, OnAgentLoss};
+pub use place::FOLDER_VARIABLE;
+pub use places::{SnapshotPlace, places_beside};
+pub use protocol::Failure;
+pub use restore::{Loadable, PassedOver, Restored, RestoredTensor, Source};
+pub use status::{AgentStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
+
+/// Milliseconds since 1970.
+fn now_ms() -> u64 {
+    let elapsed = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
+}

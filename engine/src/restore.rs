@@ -1,0 +1,347 @@
+//! Where a state comes back from: the nearest place that has it whole.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use tensorcask::wire::Id;
+use tensorcask::{At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store};
+
+use crate::agent::Seen;
+use crate::engine::Engine;
+use crate::options::RunSpec;
+use crate::place::RunPlace;
+use crate::tier::open_epoch;
+
+/// What served a restore.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Source {
+    /// The raw state in the arena.
+    Slot,
+    /// The encoded snapshot in memory.
+    Memory,
+    /// A tier, by its number from 0 on, and its URL.
+    Tier(usize, String),
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Slot => f.write_str("memory (raw)"),
+            Self::Memory => f.write_str("memory (encoded)"),
+            Self::Tier(_, url) => f.write_str(url),
+        }
+    }
+}
+
+/// Something nearer, or newer, that could not be used.
+#[derive(Debug)]
+pub struct PassedOver {
+    /// Where.
+    pub source: Source,
+    /// The step, if it is known.
+    pub step: Option<u64>,
+    /// Why.
+    pub error: Error,
+}
+
+/// A tensor that was restored.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RestoredTensor<'a> {
+    /// The name.
+    pub name: String,
+    /// The element type.
+    pub dtype: Dtype,
+    /// The global shape.
+    pub shape: Vec<u64>,
+    /// What of it is here: all of it from a snapshot, this rank's shard from a slot.
+    pub rect: Rect,
+    /// What it is to training.
+    pub role: String,
+    /// The parameter it belongs to.
+    pub param: String,
+    /// The elements: borrowed from the arena, or read.
+    pub data: Cow<'a, [u8]>,
+}
+
+/// A state that was restored; every byte has been compared with its checksum.
+#[derive(Debug)]
+pub struct Restored<'a> {
+    /// The step.
+    pub step: u64,
+    /// Where it came from.
+    pub source: Source,
+    /// What was tried before.
+    pub passed_over: Vec<PassedOver>,
+    /// The tensors.
+    pub tensors: Vec<RestoredTensor<'a>>,
+    /// The blobs; from a snapshot, those of all ranks.
+    pub blobs: Vec<Blob<'a>>,
+    /// What was said of it.
+    pub metadata: Metadata,
+    /// How long it took.
+    pub seconds: f64,
+}
+
+/// A step that can be restored here, and from where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Loadable {
+    /// The step.
+    pub step: u64,
+    /// The nearest place that has it.
+    pub source: Source,
+}
+
+impl Engine {
+    /// Restores a step, or the newest, from the nearest place that has it whole: the arena, encoded memory, then the tiers in their order.
+    /// What is damaged is passed over, for the newest also in favour of an older step, and told of. `NotFound` where there is nothing.
+    ///
+    /// From the arena, tensors are borrowed: they are this rank's own, and last until the next save. Several ranks agree on a step
+    /// first ([`agree`](crate::agree)).
+    pub fn restore(&self, at: impl Into<At>) -> Result<Restored<'_>> {
+        let (at, begun) = (at.into(), Instant::now());
+        let mut passed = Vec::new();
+        let found = self.pool.install(|| self.runtime.block_on(self.find(at, &mut passed)));
+        for passed in &passed {
+            tracing::warn!(run = self.spec.run, from = %passed.source, step = passed.step, error = %passed.error, "could not be restored");
+        }
+        let mut restored = found?;
+        (restored.passed_over, restored.seconds) = (passed, begun.elapsed().as_secs_f64());
+        tracing::info!(run = self.spec.run, step = restored.step, from = %restored.source, seconds = restored.seconds, "restored");
+        Ok(restored)
+    }
+
+    async fn find(&self, at: At, passed: &mut Vec<PassedOver>) -> Result<Restored<'_>> {
+        let encoded = self.arena.as_ref().map(|arena| arena.encoded()).transpose()?.unwrap_or(0);
+        if !self.stale {
+            if let Some(found) = self.newest_slot(at, |generation| generation >= encoded, passed)? {
+                return Ok(found);
+            }
+            for epoch in self.run.epochs()?.into_iter().rev() {
+                let store = open_epoch(&self.run, epoch)?;
+                if let Some(found) = from_store(&store, at, Source::Memory, passed).await {
+                    return Ok(found);
+                }
+            }
+            // Older than what is encoded, but whole.
+            if let Some(found) = self.newest_slot(at, |generation| generation < encoded, passed)? {
+                return Ok(found);
+            }
+        }
+        for (tier, store) in self.spec.stores()?.iter().enumerate() {
+            let source = Source::Tier(tier, store.url().to_owned());
+            if let Some(found) = from_store(store, at, source, passed).await {
+                return Ok(found);
+            }
+        }
+        // What went wrong says more than that nothing is left.
+        let worst = passed.iter().position(|passed| passed.error.kind() != ErrorKind::NotFound);
+        Err(match (worst.map(|at| passed.swap_remove(at).error), at) {
+            (Some(error), _) => error,
+            (None, At::Step(step)) => Error::not_found(format!("step {step} is neither in memory nor in a tier")).object(&self.spec.run),
+            (None, At::Latest) => Error::not_found("nothing has been saved yet").object(&self.spec.run),
+        })
+    }
+
+    /// The newest raw state that is wanted and whole.
+    fn newest_slot(&self, at: At, wanted: impl Fn(u64) -> bool, passed: &mut Vec<PassedOver>) -> Result<Option<Restored<'_>>> {
+        let Some(arena) = &self.arena else { return Ok(None) };
+        for (slot, _) in arena.whole()?.into_iter().filter(|(_, word)| wanted(word.generation)) {
+            let read = || -> Result<Option<Restored<'_>>> {
+                let stored = arena.read(slot)?;
+                if matches!(at, At::Step(step) if step != stored.step()) {
+                    return Ok(None);
+                }
+                stored.verify()?;
+                let tensors = stored.tensors()?.into_iter().map(|view| RestoredTensor {
+                    name: view.name().to_owned(),
+                    dtype: view.dtype(),
+                    shape: view.shape().to_vec(),
+                    rect: view.rect().clone(),
+                    role: view.role().to_owned(),
+                    param: view.param().to_owned(),
+                    data: Cow::Borrowed(view.data()),
+                });
+                Ok(Some(restored(stored.step(), Source::Slot, tensors.collect(), stored.blobs(), stored.metadata())))
+            };
+            match read() {
+                Ok(None) => {}
+                Ok(found) => return Ok(found),
+                Err(error) => passed.push(PassedOver { source: Source::Slot, step: None, error }),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Steps that can be restored here, newest first, each from the nearest place that has it. No byte of a tensor is read.
+    pub fn loadable(&self) -> Result<Vec<Loadable>> {
+        self.runtime.block_on(async {
+            let mut found: Vec<Loadable> = Vec::new();
+            let mut add = |step: u64, source: Source| {
+                if !found.iter().any(|known| known.step == step) {
+                    found.push(Loadable { step, source });
+                }
+            };
+            if !self.stale {
+                if let Some(arena) = &self.arena {
+                    for (slot, _) in arena.whole()? {
+                        if let Ok(stored) = arena.read(slot) {
+                            add(stored.step(), Source::Slot);
+                        }
+                    }
+                }
+                for epoch in self.run.epochs()?.into_iter().rev() {
+                    for record in live(&open_epoch(&self.run, epoch)?).await.unwrap_or_default() {
+                        add(record.step, Source::Memory);
+                    }
+                }
+            }
+            for (tier, store) in self.spec.stores()?.iter().enumerate() {
+                match live(store).await {
+                    Ok(records) => records.into_iter().for_each(|record| add(record.step, Source::Tier(tier, store.url().to_owned()))),
+                    Err(e) if e.kind() == ErrorKind::NotFound => {}
+                    Err(e) => return Err(e),
+                }
+            }
+            Ok(found)
+        })
+    }
+}
+
+/// Live snapshots with all their roles, newest first.
+async fn live(store: &Store) -> Result<Vec<SnapshotRecord>> {
+    let mut records = store.records().await?;
+    records.retain(|record| record.status == Status::Live && record.roles.is_none());
+    records.reverse();
+    Ok(records)
+}
+
+fn restored<'a>(step: u64, source: Source, tensors: Vec<RestoredTensor<'a>>, blobs: Vec<Blob<'a>>, metadata: Metadata) -> Restored<'a> {
+    Restored { step, source, passed_over: Vec::new(), tensors, blobs, metadata, seconds: 0.0 }
+}
+
+/// The wanted snapshot of a store, or the newest that is whole; why not, to `passed`.
+async fn from_store<'a>(store: &Store, at: At, source: Source, passed: &mut Vec<PassedOver>) -> Option<Restored<'a>> {
+    let mut excluded: Vec<Id> = Vec::new();
+    loop {
+        let opened = match at {
+            At::Step(_) => store.snapshot(at).await,
+            At::Latest => store.recover(&excluded).await.map(|recovered| {
+                for skipped in recovered.skipped {
+                    excluded.push(skipped.snapshot);
+                    passed.push(PassedOver { source: source.clone(), step: Some(skipped.step), error: skipped.error });
+                }
+                recovered.snapshot
+            }),
+        };
+        let (step, id, error) = match opened {
+            Ok(snapshot) => match read_all(&snapshot, source.clone()).await {
+                Ok(found) => return Some(found),
+                Err(error) => (Some(snapshot.step()), Some(snapshot.record().id), error),
+            },
+            // No store, or no such step: nothing is wrong.
+            Err(e) if e.kind() == ErrorKind::NotFound && excluded.is_empty() => return None,
+            Err(error) => (None, None, error),
+        };
+        let damaged = error.kind() == ErrorKind::Corrupt && at == At::Latest;
+        passed.push(PassedOver { source: source.clone(), step, error });
+        match id.filter(|_| damaged) {
+            Some(id) => excluded.push(id),
+            None => return None,
+        }
+    }
+}
+
+/// All tensors and blobs of a snapshot.
+async fn read_all<'a>(snapshot: &Snapshot, source: Source) -> Result<Restored<'a>> {
+    let tensors = snapshot.tensors();
+    let mut data = Vec::with_capacity(tensors.len());
+    for tensor in &tensors {
+        let bytes =
+            tensorcask_bytes(tensor.dtype, &tensor.shape).ok_or_else(|| Error::limit("a tensor of this size").tensor(&tensor.name))?;
+        let mut buffer = Vec::new();
+        buffer.try_reserve_exact(bytes).map_err(|e| Error::limit(format!("no memory for {bytes} bytes")).tensor(&tensor.name).source(e))?;
+        buffer.resize(bytes, 0u8);
+        data.push(buffer);
+    }
+    let requests = tensors.iter().zip(&mut data).map(|(tensor, buffer)| (tensor.name.as_str(), Slice::all(), buffer.as_mut_slice()));
+    snapshot.read_many_into(requests.collect()).await?;
+    let tensors = tensors.into_iter().zip(data).map(|(tensor, data)| RestoredTensor {
+        rect: Rect::whole(&tensor.shape),
+        name: tensor.name,
+        dtype: tensor.dtype,
+        shape: tensor.shape,
+        role: tensor.role,
+        param: tensor.param,
+        data: Cow::Owned(data),
+    });
+    let mut blobs = Vec::new();
+    for (rank, name) in snapshot.blobs().await? {
+        let data = snapshot.read_blob(rank, &name).await?.into();
+        blobs.push(Blob { rank, name, data });
+    }
+    let mut user = snapshot.user().clone();
+    user.retain(|key, _| !key.starts_with("tc."));
+    let metadata = Metadata { user, file: snapshot.metadata().clone() };
+    Ok(restored(snapshot.step(), source, tensors.collect(), blobs, metadata))
+}
+
+fn tensorcask_bytes(dtype: Dtype, shape: &[u64]) -> Option<usize> {
+    let bytes = Rect::whole(shape).element_count().and_then(|count| dtype.byte_count(count))?;
+    usize::try_from(bytes).ok()
+}
+
+/// What this host's memory is worth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Known {
+    /// The store has nothing newer; or it cannot be asked.
+    Current,
+    /// The store has snapshots that were made elsewhere, or is another one.
+    Stale,
+}
+
+/// Compares what this host has with what the first tier has now, and notes the latter.
+pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena: bool, timeout: Duration) -> Result<Known> {
+    let stores = spec.stores()?;
+    let Some(first) = stores.first() else { return Ok(Known::Current) };
+    let epochs = run.epochs()?;
+    let asked = tokio::time::timeout(timeout, async { (first.run().await, first.records().await) });
+    let (run_id, records) = match asked.await {
+        Ok((Ok(run_id), Ok(records))) => (Some(run_id), records),
+        Ok((Err(e), _)) if e.kind() == ErrorKind::NotFound => (None, Vec::new()),
+        Ok((Err(error), _) | (_, Err(error))) => {
+            tracing::warn!(store = first.url(), %error, "the store cannot be asked; trusting what is in memory");
+            return Ok(Known::Current);
+        }
+        Err(_) => {
+            tracing::warn!(store = first.url(), "the store does not answer; trusting what is in memory");
+            return Ok(Known::Current);
+        }
+    };
+    if run_id.is_none() && seen.latest.is_some() {
+        // Deleted, or a disk that is not mounted: memory may be all that is left.
+        tracing::warn!(store = first.url(), folder = %run.root().display(), "the store is gone; trusting what is in memory (to begin anew, remove the folder)");
+        return Ok(Known::Current);
+    }
+    let latest = records.iter().rev().find(|record| record.status == Status::Live && record.roles.is_none()).map(|record| record.id);
+    let mut known = latest == seen.latest;
+    for epoch in &epochs {
+        let memory = open_epoch(run, *epoch)?;
+        let same_run = match (memory.run().await, run_id) {
+            (Ok(ours), Some(theirs)) => ours == theirs,
+            _ => true,
+        };
+        let records = memory.records().await.unwrap_or_default();
+        known = same_run && (known || latest.is_some_and(|latest| records.iter().any(|record| record.id == latest)));
+        if !same_run {
+            break;
+        }
+    }
+    let nothing_here = epochs.is_empty() && !has_arena;
+    // Not by other ranks: one of them may be behind the agent, which notes what it commits.
+    if known || nothing_here {
+        Seen::note_latest(run, latest)?;
+        return Ok(Known::Current);
+    }
+    Ok(Known::Stale)
+}

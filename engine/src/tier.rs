@@ -1,0 +1,211 @@
+//! The memory tier: a store in shared memory that holds the last snapshots in encoded form.
+//!
+//! It is a store like any other, so that any reader can restore from it, without the agent too; that its bytes can be copied to another
+//! host as they are; and that a snapshot moves to the next tier byte by byte. What it gives up (sync, a long log) it can afford: it
+//! goes with the host. Once its log is long, a new store takes its place, which begins with a base.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tensorcask::wire::Id;
+use tensorcask::{
+    Blob, Error, ErrorKind, GcOptions, Metadata, Rank, RankWriter, Result, Saved, SnapshotRecord, Status, Store, StoreOptions, TensorView,
+    Writer, WriterOptions,
+};
+
+use crate::image::Stored;
+use crate::place::{RunPlace, remove_folder};
+
+/// Log entries of one store, at about three for each save: giving up old snapshots reads them all.
+const MAX_ENTRIES: u64 = 128;
+
+/// Snapshots of a chain in memory: all of them stay for as long as the last one does.
+const MAX_CHAIN: usize = 16;
+
+/// The store in memory that is written to.
+#[derive(Debug)]
+pub(crate) struct MemoryTier {
+    place: RunPlace,
+    epoch: u64,
+    store: Store,
+    writer: Writer,
+    ranks: Vec<RankWriter>,
+    options: WriterOptions,
+}
+
+/// Opens the store of an epoch; it need not be there.
+pub(crate) fn open_epoch(place: &RunPlace, epoch: u64) -> Result<Store> {
+    open_folder(&place.memory(epoch))
+}
+
+fn open_folder(folder: &std::path::Path) -> Result<Store> {
+    let path = folder.to_str().ok_or_else(|| Error::invalid("the engine's folder has to be text"))?;
+    StoreOptions { fsync: false, ..StoreOptions::default() }.open(path)
+}
+
+impl MemoryTier {
+    /// Opens the newest epoch, or creates the first: of the same run as the nearest tier that is there. Fails where that cannot be told
+    /// because a tier cannot be asked, and nothing is in memory yet.
+    pub(crate) async fn open(place: &RunPlace, tiers: &[Store], options: WriterOptions, world: u32) -> Result<Self> {
+        let mut known = None;
+        for tier in tiers {
+            match tier.run().await {
+                Ok(run) => {
+                    known = Some((tier, run));
+                    break;
+                }
+                Err(e) if e.kind() == ErrorKind::NotFound => {}
+                // What is in memory tells which run it is.
+                Err(e) if place.epochs()?.is_empty() => return Err(e),
+                Err(_) => break,
+            }
+        }
+        let mut epoch = place.epochs()?.last().copied().unwrap_or(0);
+        let mut store = open_epoch(place, epoch)?;
+        match (store.run().await, known) {
+            (Ok(found), Some((tier, run))) if found != run => {
+                tracing::warn!(store = tier.url(), "the store was made anew: what was in memory is of another run, and goes");
+                clear(place)?;
+                epoch = epoch.saturating_add(1);
+                store = open_epoch(place, epoch)?;
+                store.create_beside(tier).await?;
+            }
+            (Ok(_), _) => {}
+            // A folder without its `store.json` never was one.
+            (Err(_), Some((tier, _))) => {
+                remove_folder(&place.memory(epoch))?;
+                store = open_epoch(place, epoch)?;
+                store.create_beside(tier).await?;
+            }
+            (Err(_), None) => remove_folder(&place.memory(epoch))?,
+        }
+        Self::writing(place, epoch, store, options, world).await
+    }
+
+    async fn writing(place: &RunPlace, epoch: u64, store: Store, options: WriterOptions, world: u32) -> Result<Self> {
+        let writer = store.writer_with(options.clone()).await?;
+        let mut ranks = Vec::new();
+        if world > 1 {
+            for rank in 0..world {
+                ranks.push(store.rank_writer(Rank { rank, world, attempt: 0 }, options.clone()).await?);
+            }
+        }
+        Ok(Self { place: place.clone(), epoch, store, writer, ranks, options })
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Encodes a state that one process has whole.
+    pub(crate) async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
+        self.writer.save(step, tensors, blobs, metadata).await
+    }
+
+    /// Encodes what all ranks have in their slots, by rank, and commits it as one snapshot.
+    pub(crate) async fn save_ranks(&mut self, step: u64, states: &[Stored<'_>]) -> Result<Saved> {
+        let parent = self.writer.next_parent(step).await?;
+        let mut receipts = Vec::with_capacity(states.len());
+        for (writer, state) in self.ranks.iter_mut().zip(states) {
+            receipts.push(writer.save_on(step, parent, &state.tensors()?, &state.blobs()).await?);
+        }
+        let metadata = states.first().map(Stored::metadata).unwrap_or_default();
+        self.writer.commit_receipts(step, &receipts, &metadata).await
+    }
+
+    /// Live snapshots, by commit.
+    pub(crate) async fn live(&self) -> Result<Vec<SnapshotRecord>> {
+        let mut records = self.store.records().await?;
+        records.retain(|record| record.status == Status::Live);
+        Ok(records)
+    }
+
+    /// Bytes of shared memory that all epochs take.
+    pub(crate) fn bytes(&self) -> Result<u64> {
+        let folders = self.place.epochs()?.into_iter().map(|epoch| folder_bytes(self.place.memory(epoch)));
+        folders.sum()
+    }
+
+    /// Gives up all but the last `keep` snapshots and those after log entry `uploaded`, which the next tier does not have yet; and what no
+    /// chain needs any more. Nothing else may write to the store meanwhile.
+    ///
+    /// The base of the newest chain stays, because a writer makes no delta on a chain whose base is not wanted; which is what a chain
+    /// that has become long needs: the next snapshot is a base then.
+    pub(crate) async fn prune(&mut self, keep: u32, uploaded: u64) -> Result<()> {
+        let records = self.store.records().await?;
+        let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == Status::Live).collect();
+        let chain = chain_of(&records, live.last().map(|newest| newest.id));
+        let base = chain.last().filter(|_| chain.len() < MAX_CHAIN).copied();
+        let spare = live.iter().take(live.len().saturating_sub(keep as usize));
+        let steps: Vec<u64> =
+            spare.filter(|record| record.sequence <= uploaded && Some(record.id) != base).map(|record| record.step).collect();
+        if !steps.is_empty() {
+            self.store.forget(&steps).await?;
+            let options = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
+            self.store.gc(&options).await?;
+        }
+        if live.len() >= keep as usize {
+            for old in self.place.epochs()?.into_iter().filter(|epoch| *epoch < self.epoch) {
+                remove_folder(&self.place.memory(old))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins a new store if the log of this one is long, and the next tier has all that is in it; whether it did.
+    pub(crate) async fn renew(&mut self, uploaded: u64) -> Result<bool> {
+        let last = self.store.records().await?.last().map_or(0, |record| record.sequence);
+        if last < MAX_ENTRIES || last > uploaded {
+            return Ok(false);
+        }
+        let epoch = self.epoch.saturating_add(1);
+        let store = open_epoch(&self.place, epoch)?;
+        store.create_beside(&self.store).await?;
+        let world = self.ranks.len() as u32;
+        *self = Self::writing(&self.place, epoch, store, self.options.clone(), world).await?;
+        Ok(true)
+    }
+}
+
+/// The snapshots that one is rebuilt from, newest first.
+fn chain_of(records: &[SnapshotRecord], newest: Option<Id>) -> Vec<Id> {
+    let mut chain = Vec::new();
+    let mut next = newest;
+    // Parents come before their children.
+    for record in records.iter().rev() {
+        if Some(record.id) == next {
+            chain.push(record.id);
+            next = record.parent;
+        }
+    }
+    chain
+}
+
+/// Removes all stores in memory.
+pub(crate) fn clear(place: &RunPlace) -> Result<()> {
+    place.epochs()?.into_iter().try_for_each(|epoch| remove_folder(&place.memory(epoch)))
+}
+
+/// Bytes that the files of a folder take, in whole pages as memory has them.
+fn folder_bytes(folder: PathBuf) -> Result<u64> {
+    let fail = |path: &std::path::Path, e: std::io::Error| Error::io(path.display().to_string(), e);
+    let mut bytes = 0u64;
+    let mut folders = vec![folder];
+    while let Some(next) = folders.pop() {
+        for entry in std::fs::read_dir(&next).map_err(|e| fail(&next, e))? {
+            let entry = entry.map_err(|e| fail(&next, e))?;
+            match entry.metadata() {
+                Ok(found) if found.is_dir() => folders.push(entry.path()),
+                Ok(found) => bytes = bytes.saturating_add(found.len().next_multiple_of(4096)),
+                // Gone in the meantime.
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+                Err(e) => return Err(fail(&entry.path(), e)),
+            }
+        }
+    }
+    Ok(bytes)
+}
