@@ -127,12 +127,7 @@ impl Snapshot {
                 .tensor(directory.name(tensor)));
             }
             let first = shards.len();
-            for shard in directory.shards_of(tensor) {
-                let plan = ShardPlan::new(&self.links, tensor, shard)?;
-                if plan.rect.intersection(&rect).is_some() {
-                    shards.push(plan);
-                }
-            }
+            shards.extend(self.shards_in(tensor, &rect)?);
             let mut chunks = Vec::new();
             for (shard, plan) in shards.iter().enumerate().skip(first) {
                 chunks.extend(touched(plan.grid, &plan.rect, &rect).map(|chunk| (shard, chunk)));
@@ -186,18 +181,18 @@ impl Snapshot {
         .await
     }
 
+    /// Plans of the shards of a tensor, or of the one that it is tied to, that a rectangle meets.
+    pub(super) fn shards_in(&self, tensor: usize, rect: &Rect) -> Result<Vec<ShardPlan>> {
+        let directory = &self.newest().directory;
+        let tensor = directory.alias_of(tensor).unwrap_or(tensor);
+        let plans = directory.shards_of(tensor).map(|shard| ShardPlan::new(&self.links, tensor, shard));
+        plans.filter(|plan| plan.as_ref().map_or(true, |plan| plan.rect.intersection(rect).is_some())).collect()
+    }
+
     /// Whether the indexes hold the last chunk of each shard that a rectangle meets, and so all of them: a directory alone may
     /// claim any size.
     pub(crate) async fn check_present(&self, tensor: usize, rect: &Rect) -> Result<()> {
-        let directory = &self.newest().directory;
-        let tensor = directory.alias_of(tensor).unwrap_or(tensor);
-        let mut shards = Vec::new();
-        for shard in directory.shards_of(tensor) {
-            let plan = ShardPlan::new(&self.links, tensor, shard)?;
-            if plan.rect.intersection(rect).is_some() {
-                shards.push(plan);
-            }
-        }
+        let shards = self.shards_in(tensor, rect)?;
         let rows = self.load_plans(&shards).await?;
         for (shard, rows) in shards.iter().zip(&rows) {
             shard.chunk(&self.links, rows, shard.grid.chunk_count().saturating_sub(1))?;

@@ -64,15 +64,7 @@ impl Snapshot {
     }
 
     async fn read_roundings(&self, tensor: usize, rect: &Rect, out: &mut [u8]) -> Result<()> {
-        let directory = self.newest().directory.clone();
-        let tensor = directory.alias_of(tensor).unwrap_or(tensor);
-        let mut shards = Vec::new();
-        for shard in directory.shards_of(tensor) {
-            let plan = ShardPlan::new(&self.links, tensor, shard)?;
-            if plan.rect.intersection(rect).is_some() {
-                shards.push(plan);
-            }
-        }
+        let shards = self.shards_in(tensor, rect)?;
         let rows = self.load_plans(&shards).await?;
         let (mut batch, mut batch_bytes) = (Vec::new(), 0u64);
         for (at, (plan, rows)) in shards.iter().zip(&rows).enumerate() {

@@ -406,11 +406,6 @@ impl Saver {
             let (Some(number), tensor) = (job.base, &layout.tensors[job.tensor]) else { continue };
             let view = tensor.shards[job.shard];
             let Some(rows) = self.changed_rows(*job, layout, parent)? else { continue };
-            let missed = |row: String| {
-                let message =
-                    format!("{row} changed since the parent, but `changed_rows` leaves it out; give all rows that changed, or none");
-                Err(Error::invalid(message).tensor(view.name()).chunk(job.chunk))
-            };
             match base {
                 Some(base) => {
                     let chunk = chunk_to_encode(tensor, *job, Some(base), &[])?;
@@ -418,7 +413,7 @@ impl Saver {
                     let pairs = chunk.data.chunks_exact(row_bytes).zip(base.chunks_exact(row_bytes)).zip(0u64..);
                     let mut changed = pairs.filter(|((ours, theirs), _)| ours != theirs).map(|(_, row)| row);
                     if let Some(row) = changed.find(|row| rows.binary_search(row).is_err()) {
-                        return missed(format!("row {row} of this chunk"));
+                        return Err(left_out(&format!("row {row}"), view, job.chunk));
                     }
                 }
                 None if rows.is_empty() => unchanged.push((job, (number, view.rect().clone(), job.chunk))),
@@ -431,13 +426,18 @@ impl Saver {
         for ((job, _), crc) in unchanged.into_iter().zip(crcs) {
             let tensor = &layout.tensors[job.tensor];
             if crc32fast::hash(chunk_of(tensor, *job)?) != crc {
-                let message =
-                    "a row of this chunk changed since the parent, but `changed_rows` leaves it out; give all rows that changed, or none";
-                return Err(Error::invalid(message).tensor(tensor.shards[job.shard].name()).chunk(job.chunk));
+                return Err(left_out("a row", tensor.shards[job.shard], job.chunk));
             }
         }
         Ok(())
     }
+}
+
+/// The caller's account of changed rows is wrong.
+fn left_out(row: &str, view: &TensorView<'_>, chunk: u64) -> Error {
+    let message =
+        format!("{row} of this chunk changed since the parent, but `changed_rows` leaves it out; give all rows that changed, or none");
+    Error::invalid(message).tensor(view.name()).chunk(chunk)
 }
 
 /// A partner's chunk, and its base, which may have been read back.
