@@ -73,13 +73,20 @@ class Training:
         self.data = torch.Generator().manual_seed(arguments.seed)
         self.step = 0
 
+    def logits(self, tokens):
+        if self.arguments.compute == "bf16":
+            return self.model(tokens)
+        # The same weights and gradients in bf16; what lies between is not rounded.
+        weights = {name: parameter.float() for name, parameter in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, weights, tokens)
+
     def one_step(self):
         if self.arguments.warmup:
             self.optimizer.param_groups[0]["lr"] = self.arguments.lr * min(1.0, (self.step + 1) / self.arguments.warmup)
         length, batch = self.arguments.length, self.arguments.batch
         starts = torch.randint(len(self.text) - length - 1, (batch,), generator=self.data)
         rows = torch.stack([self.text[start : start + length + 1] for start in starts]).long()
-        loss = F.cross_entropy(self.model(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
+        loss = F.cross_entropy(self.logits(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
         self.model.zero_grad()
         loss.backward()
         for name, parameter in self.model.named_parameters():
@@ -114,13 +121,28 @@ class Training:
         self.step = state["step"]
 
 
-def read_text(path):
-    if path:
-        files = [Path(path)]
-    else:
-        files = next(found for pattern in TEXTS if (found := sorted(Path("/").glob(pattern.lstrip("/")))))
-    text = b"".join(file.read_bytes() for file in files if file.is_file() and file.suffix != ".gz")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def read_text(path, least=1):
+    """The bytes of a file; without one, of the first text found that has so many."""
+    found = [[Path(path)]] if path else (sorted(Path("/").glob(pattern.lstrip("/"))) for pattern in TEXTS)
+    for files in found:
+        text = b"".join(file.read_bytes() for file in files if file.is_file() and file.suffix != ".gz")
+        if len(text) >= least:
+            return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    sys.exit(f"no text of {least} bytes or more; name one with --text")
+
+
+def add_sizes(parser, **defaults):
+    """Arguments of the model and its training."""
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate grows to --lr [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compute", choices=("bf16", "f32"), default="bf16", help="type of activations; f32 is faster where the CPU has no bf16")
+    parser.set_defaults(**defaults)
 
 
 def main():
@@ -132,14 +154,7 @@ def main():
     parser.add_argument("--kill-at", type=int, help="kill this process by SIGKILL after that step, whatever it is doing")
     parser.add_argument("--policy", default="adaptive")
     parser.add_argument("--losses", type=Path, help="file that gets step and loss of every step")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate grows to --lr [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0)
+    add_sizes(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

@@ -247,6 +247,16 @@ impl Snapshot {
         self.runtime.block_on(self.inner.read_blob(rank, name))
     }
 
+    /// See [`Snapshot::errors`](crate::Snapshot::errors).
+    pub fn errors(&self) -> Result<Vec<crate::TensorErrors>> {
+        self.runtime.block_on(self.inner.errors())
+    }
+
+    /// See [`Snapshot::check_errors`](crate::Snapshot::check_errors).
+    pub fn check_errors(&self, bound: f64) -> Result<()> {
+        self.runtime.block_on(self.inner.check_errors(bound))
+    }
+
     /// See [`Snapshot::verify`](crate::Snapshot::verify).
     pub fn verify(&self) -> Result<()> {
         self.runtime.block_on(self.inner.verify())

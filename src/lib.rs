@@ -45,6 +45,8 @@ mod entropy;
 
 mod kernels;
 
+mod precision;
+
 mod chain;
 
 pub mod wire;
@@ -83,6 +85,7 @@ pub use maintain::{
     CompactOptions, Compacted, Copier, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, Reduced,
 };
 pub use plan::ChunkGrid;
+pub use precision::{Bounded, ErrorReport, Found, Precision, RoundedChunk, Setting, TensorErrors, round_chunk, search};
 pub use reader::{
     At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,
     Watch,

@@ -70,14 +70,20 @@ fn below(objects: &[(String, Vec<u8>)], folder: &str) -> Vec<usize> {
     found
 }
 
+/// Runs something for each number, on threads of this test: what they say when they panic is shown with it.
+fn for_each(count: usize, run: impl Fn(usize) + Send + Sync) {
+    let pool = rayon::ThreadPoolBuilder::new().build().unwrap();
+    pool.install(|| (0..count).into_par_iter().for_each(run));
+}
+
 fn flip_and_cut(objects: &[(String, Vec<u8>)], at: usize) {
     let (name, bytes) = &objects[at];
-    (0..bytes.len() * 8).into_par_iter().for_each(|bit| {
+    for_each(bytes.len() * 8, |bit| {
         let mut flipped = bytes.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
         assert_detected(&with(objects, at, flipped), &format!("{name}, bit {bit}"));
     });
-    (0..bytes.len()).into_par_iter().for_each(|length| {
+    for_each(bytes.len(), |length| {
         assert_detected(&with(objects, at, bytes[..length].to_vec()), &format!("{name}, cut to {length}"));
     });
     assert_detected(&with(objects, at, [bytes.as_slice(), &[0]].concat()), &format!("{name}, one byte longer"));
@@ -183,12 +189,12 @@ fn every_flip_and_cut_of_a_catalog_is_detected_and_harmless() {
         assert_eq!(listed.iter().map(|info| info.record.step).collect::<Vec<_>>(), STEPS, "{what}");
         assert!(listed[0].record.pinned, "{what}: the log says so");
     };
-    (0..bytes.len() * 8).into_par_iter().for_each(|bit| {
+    for_each(bytes.len() * 8, |bit| {
         let mut flipped = bytes.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
         check(flipped, format!("bit {bit}"));
     });
-    (0..bytes.len()).into_par_iter().for_each(|length| check(bytes[..length].to_vec(), format!("cut to {length}")));
+    for_each(bytes.len(), |length| check(bytes[..length].to_vec(), format!("cut to {length}")));
 }
 
 /// Objects that are whole, but not the ones that belong there.

@@ -6,6 +6,7 @@ mod cask;
 mod chart;
 mod compare;
 mod decision;
+mod errors;
 mod hex;
 mod output;
 mod pair;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use globset::{GlobBuilder, GlobMatcher};
 use serde_json::Value;
 use tensorcask::codec::Objective;
-use tensorcask::{At, Result, Slice};
+use tensorcask::{At, Precision, Result, Slice};
 
 /// `N` or `latest`.
 pub(crate) fn at(text: &str) -> Result<At, String> {
@@ -59,6 +59,11 @@ pub(crate) fn blob(text: &str) -> Result<(String, String), String> {
 /// `smallest`, `balanced`, `fastest`, or three weights.
 pub(crate) fn objective(text: &str) -> Result<Objective, String> {
     Objective::from_name(text).map_err(|e| e.message().to_owned())
+}
+
+/// A profile, or `PATTERN=SETTING`.
+pub(crate) fn precision(text: &str) -> Result<String, String> {
+    Precision::parse([text]).map(|_| text.to_owned()).map_err(|e| e.message().to_owned())
 }
 
 /// `GLOB=ROLE`.

@@ -146,7 +146,11 @@ fn check(value: &Value, schema: &Value, schemas: &Value, at: &str) {
             let array = value.as_array().unwrap_or_else(|| panic!("{at}: {value}"));
             array.iter().for_each(|value| check(value, &each[0], schemas, &format!("{at}[]")));
         }
-        Value::String(kind) if kind.starts_with('$') => check(value, &schemas[kind.as_str()], schemas, at),
+        Value::String(kind) if kind.starts_with('$') => match kind.strip_suffix('?') {
+            Some(_) if value.is_null() => {}
+            Some(kind) => check(value, &schemas[kind], schemas, at),
+            None => check(value, &schemas[kind.as_str()], schemas, at),
+        },
         Value::String(kind) => {
             let hex = |text: &str| text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
             let fits = match kind.trim_end_matches('?') {
@@ -362,6 +366,38 @@ fn codecs_serve_an_objective_and_roles_may_be_told() {
         place.json(&format!("restore @{store} -o @{store}.out"));
         assert_eq!(content(&place.path(&format!("{store}.out"))), content(&input), "{store}");
     }
+}
+
+#[test]
+fn what_is_rounded_is_told_by_every_verb() {
+    let place = Place::new();
+    let input = training_file(1000);
+    let saved = place.json(&format!("save @run --step 1 --precision near --precision exp_avg_sq=loguniform:8<=0.044 {}", input.display()));
+    conforms("save", &saved);
+    let greatest = saved["errors"]["max_relative"].as_f64().unwrap();
+    assert!((0.02..0.044).contains(&greatest), "{greatest}");
+    let stat = place.json("stat @run");
+    conforms("stat", &stat);
+    let roles: Vec<&String> = stat["errors"].as_object().unwrap().keys().collect();
+    assert_eq!(roles, ["exp_avg", "exp_avg_sq", "master"]);
+    assert!(stat["errors"]["exp_avg_sq"]["update"].as_f64().unwrap() < 0.03);
+    let inspected = place.json("inspect @run --tensor optimizer.exp_avg_sq.h.2.ln_1.bias");
+    conforms("inspect", &inspected);
+    assert_eq!(inspected["errors"][0]["setting"], "loguniform:8");
+    let verified = place.json("verify @run");
+    conforms("verify", &verified);
+    assert_eq!(verified["errors"]["max_relative"], saved["errors"]["max_relative"]);
+    // A bound of the reader's own.
+    assert_eq!(place.run("verify @run --max-error 0.05").status.code(), Some(0));
+    let refused = place.run("verify @run --max-error 0.001");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(stdout(&refused).contains("was saved with loguniform:"), "{}", stdout(&refused));
+    for wrong in ["almost", "exp_avg=loguniform:5", "exp_avg=cluster<=many"] {
+        let output = place.run(&format!("save @other --step 1 --precision {wrong} {}", input.display()));
+        assert_eq!(output.status.code(), Some(2), "{wrong}");
+        assert!(stderr(&output).contains("loguniform:STEPS"), "{}", stderr(&output));
+    }
+    assert!(!place.path("other").exists());
 }
 
 #[test]

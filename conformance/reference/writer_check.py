@@ -1,4 +1,5 @@
-"""Random states, saved by the project's writer, read by this reader: every byte of every step must come back.
+"""Random states, saved by the project's writer, read by this reader: every byte of every step must come back, and what was rounded must be what
+the writer's own reader gives, as far from the state as its receipt says.
 
     writer_check.py TENSORCASK [--stores N] [--seed N]
 """
@@ -32,6 +33,11 @@ NAMES = [
 ]
 FLOATS = {"F16": "<f2", "BF16": None, "F32": "<f4", "F64": "<f8", "C64": "<f4"}
 State = dict[str, tuple[str, str, list[int], bytes]]
+ERRORS = b"tc.errors"
+SETTINGS = [
+    "near", "compact", "*=loguniform:1", "*=loguniform:16", "*=loguniform:128", "*=remainder:0", "*=remainder:5", "*=blockwise8", "*=kmeans:8",
+    "*=kmeans:256:pruned=100:protected=100", "*=cluster", "*=cluster:4:normal:dynamic", "*=cluster<=0.01", "exp_avg*=kmeans:16:absolute",
+]
 
 
 def random_shape(rng: random.Random, bits: int) -> list[int]:
@@ -166,8 +172,34 @@ def check_step(store: Store, step: int, state: State, metadata: dict[str, str], 
         expect((tensor.dtype.name, list(tensor.shape)) == (ours, shape), f"{name!r}: dtype or shape")
         expect(store.tensor(step, name) == data, f"{name!r}: bytes")
     expect((snapshot.manifest["metadata"], snapshot.manifest["user"]) == (metadata, user), "metadata or user")
-    blobs = [cask.page(page) for cask in snapshot.casks.values() for _, _, page in cask.blobs]
+    blobs = [cask.page(page) for cask in snapshot.casks.values() for _, name, page in cask.blobs if name != ERRORS]
     expect(blobs == ([] if blob is None else [blob]), "blobs")
+
+
+def rounded(program: str, store: Path, step: int, state: State) -> State:
+    """The state as the writer's own reader gives it; checks the receipt of its errors."""
+    file = store.parent / "restored.safetensors"
+    subprocess.run([program, "restore", str(store), "--step", str(step), "-o", str(file)], check=True, stdout=subprocess.DEVNULL)
+    content = file.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    header, content = json.loads(content[8 : 8 + size]), content[8 + size :]
+    stored = {name: (*tensor[:3], content[slice(*header[name]["data_offsets"])]) for name, tensor in state.items()}
+    snapshot = Store(store).at(step)
+    receipts = [cask.page(page) for cask in snapshot.casks.values() for _, name, page in cask.blobs if name == ERRORS]
+    told = {shard["tensor"]: shard["chunks"] for receipt in receipts for shard in json.loads(receipt[:-72])["shards"]}
+    for name, tensor in state.items():
+        if name not in told:
+            expect(stored[name][3] == tensor[3], f"{name!r} was rounded without a receipt")
+            continue
+        with np.errstate(all="ignore"):
+            before, after = (np.frombuffer(t[3], "<f4").astype(np.float64) for t in (tensor, stored[name]))
+            counts = np.isfinite(before) & (before != 0)
+            errors = np.abs(after - before)[counts] / np.abs(before)[counts]
+        expect(sum(chunk[1] for chunk in told[name]) == counts.sum(), f"{name!r}: elements of the receipt")
+        worst = max((chunk[2] for chunk in told[name]), default=0)
+        expect(np.isclose(worst, errors.max(initial=0), rtol=1e-9, atol=0), f"{name!r}: {worst} told, {errors.max(initial=0)} found")
+        expect(np.isclose(sum(chunk[3] for chunk in told[name]), errors.sum(), rtol=1e-9), f"{name!r}: the sum of errors")
+    return stored
 
 
 def housekeeping(rng: random.Random, program: str, store: Path, saved: list[tuple]) -> list[tuple]:
@@ -207,6 +239,7 @@ def one_store(rng: random.Random, program: str, folder: Path) -> int:
     saved = []
     steps = 33 if rng.random() < 0.01 else rng.randrange(1, 6)  # 33 saves are more than 64 entries, hence a catalog
     policy = rng.choice(["full", "one_shot", "consecutive", "intermittent"])
+    precision = rng.choice(SETTINGS) if rng.random() < 0.4 else None
     for step in rng.sample(range(1000), steps):
         metadata = {"format": "pt"} if rng.random() < 0.3 else {}
         user: dict[str, Any] = {"loss": rng.choice([2.5, 1e-9, True, "text", 3])} if rng.random() < 0.3 else {}
@@ -217,8 +250,10 @@ def one_store(rng: random.Random, program: str, folder: Path) -> int:
         command += ["--every", str(rng.randrange(1, 4))] if policy == "intermittent" else []
         command += [str(folder / "state.safetensors")] + ([f"--blob=rng={folder / 'blob'}"] if blob is not None else [])
         command += [f"--user={key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in user.items()]
+        command += [f"--precision={precision}"] if precision else []
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        saved.append((step, state, metadata, user, blob))
+        kept = rounded(program, folder / "store", step, state) if precision else state
+        saved.append((step, kept, metadata, user, blob))
         state = next_state(rng, state)
     if rng.random() < 0.4:
         saved = housekeeping(rng, program, folder / "store", saved)

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tensorcask::codec::Objective;
 use tensorcask::wire::Digest;
-use tensorcask::{BaseKeeping, Error, Policy, Result, StoreOptions, WriterOptions};
+use tensorcask::{BaseKeeping, Error, Policy, Precision, Result, StoreOptions, WriterOptions};
 
 use crate::arena::SLOTS;
 
@@ -86,6 +86,8 @@ pub struct EngineOptions {
     pub policy: Policy,
     /// What codecs are chosen for.
     pub objective: Objective,
+    /// Which tensors are rounded before they are encoded, and how far; what lies raw in the arena is exact.
+    pub precision: Precision,
     /// Whether the agent keeps the base of the next delta decoded; otherwise it is decoded again from its encoded form.
     pub keep_base_decoded: bool,
     /// What a save does when no slot is free.
@@ -122,6 +124,7 @@ impl EngineOptions {
             memory_cap: None,
             policy: Policy::default(),
             objective: Objective::default(),
+            precision: Precision::default(),
             keep_base_decoded: true,
             back_pressure: BackPressure::default(),
             on_agent_loss: OnAgentLoss::default(),
@@ -166,6 +169,7 @@ impl EngineOptions {
             policy: policy.to_owned(),
             every,
             objective: [self.objective.size, self.objective.speed, self.objective.precision],
+            precision: self.precision.words(),
             keep_base_decoded: self.keep_base_decoded,
             inline: self.encode == Encode::Inline,
         })
@@ -188,6 +192,7 @@ pub(crate) struct RunSpec {
     pub policy: String,
     pub every: Option<u64>,
     pub objective: [u16; 3],
+    pub precision: Vec<String>,
     pub keep_base_decoded: bool,
     pub inline: bool,
 }
@@ -206,6 +211,7 @@ impl RunSpec {
             policy: Policy::from_name(&self.policy, self.every)?,
             base_cache: if self.keep_base_decoded { BaseKeeping::Memory } else { BaseKeeping::None },
             objective: Objective { size, speed, precision },
+            precision: Precision::parse(self.precision.iter().map(String::as_str))?,
             ..WriterOptions::default()
         })
     }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use tensorcask::wire::Id;
-use tensorcask::{At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store};
+use tensorcask::{At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store, TensorErrors};
 
 use crate::agent::Seen;
 use crate::engine::Engine;
@@ -276,7 +276,8 @@ async fn read_all<'a>(snapshot: &Snapshot, source: Source) -> Result<Restored<'a
         data: Cow::Owned(data),
     });
     let mut blobs = Vec::new();
-    for (rank, name) in snapshot.blobs().await? {
+    // The receipt of what was rounded is the writer's, and no part of the state.
+    for (rank, name) in snapshot.blobs().await?.into_iter().filter(|(_, name)| name != TensorErrors::BLOB) {
         let data = snapshot.read_blob(rank, &name).await?.into();
         blobs.push(Blob { rank, name, data });
     }

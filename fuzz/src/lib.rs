@@ -222,7 +222,7 @@ pub struct ChunkInput {
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
-const CODECS: [(&str, &[&str]); 8] = [
+const CODECS: [(&str, &[&str]); 15] = [
     ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
     ("tc.ordered", &["tokens", "bits"]),
     ("tc.bitmask", &["mask", "values"]),
@@ -231,6 +231,13 @@ const CODECS: [(&str, &[&str]); 8] = [
     ("tc.remainder", &["low", "high", "rounding"]),
     ("tc.predict", &["step", "tokens", "bits"]),
     ("tc.predict", &["moment", "tokens", "bits"]),
+    ("tc.rows", &["rows", "values"]),
+    ("tc.factored", &["rows", "columns", "exponents", "plane0", "plane1", "plane2"]),
+    ("tc.rounded", &["rounded0", "rounded1", "low", "high", "rounding"]),
+    ("tc.loguniform", &["grid", "rows", "columns", "codes", "signs", "escapes"]),
+    ("tc.blockwise8", &["map", "absmax", "codes"]),
+    ("tc.cluster", &["labels", "codes", "scale", "offset", "options"]),
+    ("tc.kmeans", &["levels", "codes", "protected"]),
 ];
 
 impl ChunkInput {

@@ -159,16 +159,24 @@ impl Coder {
         for number in 0..self.grid.chunk_count() {
             let partners = self.partners(number);
             let chunk = self.chunk(number, &partners);
-            let encoded = match (&self.alone, checks) {
-                (Some(id), false) => {
-                    self.registry.get(id).map_or(Err(Error::invalid("no codec")), |codec| encode_alone(codec.as_ref(), &chunk))
+            let alone = self.alone.as_ref().and_then(|id| self.registry.get(id));
+            let encoded = match alone.filter(|codec| !checks || !codec.is_lossless()) {
+                Some(codec) => {
+                    encode_alone(codec.as_ref(), &chunk).and_then(|made| if checks { self.rounded(&chunk, made) } else { Ok(made) })
                 }
-                _ => encode_chunk(&self.registry, self.objective, &chunk, checks),
+                None => encode_chunk(&self.registry, self.objective, &chunk, checks),
             };
             chunks.push(encoded.map_err(|e| e.chunk(number))?);
         }
         let page_crcs = checks.then(|| chunks.iter().map(page_crcs).collect());
         Ok(Encoded { chunks, page_crcs })
+    }
+
+    /// With the checksum of what comes back from a codec that rounds.
+    fn rounded(&self, chunk: &Chunk<'_>, made: EncodedChunk) -> Result<EncodedChunk> {
+        let mut out = vec![0; chunk.data.len()];
+        decode_chunk(&self.registry, chunk, &made, &mut out)?;
+        Ok(EncodedChunk { crc: crc32fast::hash(&out), ..made })
     }
 
     fn decode_all(&self, encoded: &Encoded, out: &mut [u8]) -> Result<()> {

@@ -9,6 +9,7 @@ mod codec;
 mod elements;
 mod errors;
 mod logging;
+mod precision;
 mod snapshot;
 mod store;
 mod tree;
@@ -29,6 +30,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<writer::Writer>()?;
     module.add_class::<writer::RankWriter>()?;
     module.add_class::<writer::Saved>()?;
+    module.add_class::<precision::ErrorReport>()?;
+    module.add_class::<precision::Found>()?;
     module.add_class::<catalog::Catalog>()?;
     module.add_class::<codec::Coder>()?;
     module.add_class::<codec::Encoded>()?;
@@ -38,6 +41,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(elements::pack, module)?)?;
     module.add_function(wrap_pyfunction!(elements::unpack, module)?)?;
     module.add_function(wrap_pyfunction!(elements::matching, module)?)?;
+    module.add_function(wrap_pyfunction!(precision::search_precision, module)?)?;
     module.add_function(wrap_pyfunction!(tree::encode_tree, module)?)?;
     module.add_function(wrap_pyfunction!(tree::decode_tree, module)?)?;
     errors::add(module)

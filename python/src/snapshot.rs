@@ -7,6 +7,7 @@ use tensorcask::{Slice, blocking};
 
 use crate::buffer::{Target, writable};
 use crate::errors::raise;
+use crate::precision::ErrorReport;
 use crate::wait::until_done;
 
 /// A snapshot, as the package above uses it.
@@ -116,6 +117,17 @@ impl Snapshot {
     /// Compares what the indexes of the chain say with the content digests. Reads no tensor.
     fn check_content(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| until_done(&self.store, self.inner.check_content()))
+    }
+
+    /// Name, role, setting and errors of the tensors that were rounded. Reads no tensor.
+    fn errors(&self, py: Python<'_>) -> PyResult<Vec<(String, String, String, ErrorReport)>> {
+        let found = py.detach(|| until_done(&self.store, self.inner.errors()))?;
+        Ok(found.into_iter().map(|tensor| (tensor.name, tensor.role, tensor.setting, ErrorReport::of(&tensor.total))).collect())
+    }
+
+    /// Refuses a snapshot in which the relative error of some element is above this.
+    fn check_errors(&self, py: Python<'_>, bound: f64) -> PyResult<()> {
+        py.detach(|| until_done(&self.store, self.inner.check_errors(bound)))
     }
 
     /// Decodes and checks everything.

@@ -7,7 +7,7 @@ use pyo3::types::PyDict;
 use tensorcask::blocking;
 use tensorcask::codec::Objective;
 use tensorcask::wire::Id;
-use tensorcask::{At, Depth, Policy, Rank, StoreOptions, VerifyOptions, WriterOptions};
+use tensorcask::{At, Depth, Policy, Precision, Rank, StoreOptions, VerifyOptions, WriterOptions};
 
 use crate::catalog::Catalog;
 use crate::errors::raise;
@@ -120,7 +120,8 @@ impl Store {
     }
 
     /// Opens the store for writing, and creates it if it is not there.
-    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced"))]
+    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![]))]
+    #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn writer(
         &self,
         py: Python<'_>,
@@ -129,15 +130,16 @@ impl Store {
         base_cache: &str,
         verify_after_encode: bool,
         objective: &str,
+        precision: Vec<String>,
     ) -> PyResult<Writer> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision)?;
         let store = &self.inner;
         let inner = py.detach(|| until_done(store, store.inner().writer_with(options)))?;
         Ok(Writer::new(store.clone(), inner))
     }
 
     /// Opens the store for the saves of one rank.
-    #[pyo3(signature = (rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced"))]
+    #[pyo3(signature = (rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![]))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn rank_writer(
         &self,
@@ -149,8 +151,9 @@ impl Store {
         base_cache: &str,
         verify_after_encode: bool,
         objective: &str,
+        precision: Vec<String>,
     ) -> PyResult<RankWriter> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision)?;
         let store = &self.inner;
         let rank = Rank { rank, world, attempt: 0 };
         let inner = py.detach(|| until_done(store, store.inner().rank_writer(rank, options)))?;
@@ -158,12 +161,20 @@ impl Store {
     }
 }
 
-fn options(policy: &str, every: Option<u64>, base_cache: &str, verify_after_encode: bool, objective: &str) -> PyResult<WriterOptions> {
+fn options(
+    policy: &str,
+    every: Option<u64>,
+    base_cache: &str,
+    verify_after_encode: bool,
+    objective: &str,
+    precision: &[String],
+) -> PyResult<WriterOptions> {
     Ok(WriterOptions {
         policy: Policy::from_name(policy, every).map_err(|e| raise(&e))?,
         base_cache: writer::keeping(base_cache)?,
         verify_after_encode,
         objective: Objective::from_name(objective).map_err(|e| raise(&e))?,
+        precision: Precision::parse(precision.iter().map(String::as_str)).map_err(|e| raise(&e))?,
         ..WriterOptions::default()
     })
 }

@@ -13,6 +13,7 @@ use tensorcask::{BaseKeeping, Blob, Dtype, Error, Limits, Metadata, Rect, Result
 
 use crate::buffer::Source;
 use crate::errors::raise;
+use crate::precision::ErrorReport;
 use crate::wait::until_done;
 
 /// Saves states into a store.
@@ -48,6 +49,8 @@ pub(crate) struct Saved {
     stored_bytes: u64,
     /// Chunks by what became of them: a codec, or `unchanged`.
     chunks: BTreeMap<String, u64>,
+    /// Errors of all that was rounded; None where nothing was, or where ranks saved together.
+    errors: Option<ErrorReport>,
 }
 
 /// Name, dtype, global shape, first index and extent per dimension, bytes.
@@ -170,6 +173,7 @@ impl Saved {
             tensor_bytes: saved.tensor_bytes,
             stored_bytes: saved.stored_bytes,
             chunks: saved.chunks,
+            errors: saved.errors.as_ref().map(ErrorReport::of),
         }
     }
 }

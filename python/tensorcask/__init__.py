@@ -15,7 +15,9 @@ from ._native import (
     ConflictError,
     CorruptionError,
     Error,
+    ErrorReport,
     FencedError,
+    Found,
     InvalidArgumentError,
     LimitExceededError,
     NotFoundError,
@@ -26,6 +28,7 @@ from ._native import (
     UnsupportedError,
     __version__,
 )
+from ._precision import TensorErrors, search_precision
 from ._store import Snapshot, SnapshotInfo, Store, TensorInfo, VerifyReport, load, save
 
 __all__ = [
@@ -33,7 +36,9 @@ __all__ = [
     "ConflictError",
     "CorruptionError",
     "Error",
+    "ErrorReport",
     "FencedError",
+    "Found",
     "InvalidArgumentError",
     "LimitExceededError",
     "NotFoundError",
@@ -44,6 +49,7 @@ __all__ = [
     "SnapshotInfo",
     "StorageError",
     "Store",
+    "TensorErrors",
     "TensorInfo",
     "UnsafeStoreError",
     "UnsupportedError",
@@ -51,4 +57,5 @@ __all__ = [
     "__version__",
     "load",
     "save",
+    "search_precision",
 ]

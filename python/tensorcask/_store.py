@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _frameworks, _native, _state
+from . import _frameworks, _native, _precision, _state
 from ._native import Catalog, Saved
+from ._precision import TensorErrors
 from ._state import OnUnsupported
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ _log = logging.getLogger("tensorcask")
 
 _TREE = "tc.tree"
 Slices = Mapping[str, "slice | tuple[slice, ...]"]
-# Policy, its number, where the base is kept, whether chunks are decoded again, what codecs are chosen for.
-WriterOptions = tuple[str, "int | None", str, bool, str]
+# Policy, its number, where the base is kept, whether chunks are decoded again, what codecs are chosen for, what is rounded.
+WriterOptions = tuple[str, "int | None", str, bool, str, tuple[str, ...]]
 _T = TypeVar("_T")
 
 
@@ -136,6 +137,7 @@ class Store:
         base_cache: str = "memory",
         verify_after_encode: bool = True,
         objective: str = "balanced",
+        precision: str | Sequence[str] = "lossless",
         changed_rows: Mapping[str, Sequence[int]] | None = None,
     ) -> Saved:
         """Saves a state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None.
@@ -151,6 +153,20 @@ class Store:
         ``memory``, ``encoded``, ``disk:FOLDER`` or ``none``. ``objective``: what codecs are chosen for: ``smallest``,
         ``balanced``, ``fastest``, or the weights of size, speed and precision as ``"0.6,0.4,0"``.
 
+        ``precision``: which tensors of f32 are rounded before they are stored, one word or several: a profile, ``lossless``,
+        ``near`` (masters to 8 bits beyond their bf16 weights, moments to 2.2 %) or ``compact`` (4 bits, 4.3 %), and after it
+        rules, ``"PATTERN=SETTING"`` or ``"PATTERN=SETTING<=BOUND"``, of which the last that fits a tensor counts. A pattern is a
+        role (``master``, ``exp_avg``, ``exp_avg_sq``) or a glob of names; a setting is ``lossless``, ``loguniform:STEPS``,
+        ``remainder:BITS``, ``cluster``, ``kmeans`` or ``blockwise8``; a bound is the greatest relative error.
+        :meth:`Snapshot.errors` tells what came of it.
+
+        >>> import struct
+        >>> store = Store("memory://precision-example")
+        >>> moments = {"w": RawTensor("f32", (4,), bytearray(struct.pack("<4f", 1.0, 1.1, -3.0, 0.0)))}
+        >>> _ = store.save({"exp_avg": moments}, step=1, precision=["near", "exp_avg=loguniform:4"])
+        >>> [(errors.name, errors.setting, errors.elements) for errors in store.snapshot().errors()]
+        [('exp_avg.w', 'loguniform:4', 3)]
+
         ``changed_rows``: of some tensors, by name, the indices (first dimension) of the rows that may have changed since this
         store object saved the tensor last; all others are taken to be equal. With ``base_cache="none"`` no base is read back
         for them then. A row that changed and is left out fails the save, or makes that part of the snapshot unreadable.
@@ -165,7 +181,7 @@ class Store:
         flat = _state.flatten(state, on_unsupported)
         blobs = [*flat.blobs.items(), (_TREE, _native.encode_tree(flat.nodes))]
         tensors = [(name, t.dtype, t.shape, [0] * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
-        options = (*parse_policy(policy), base_cache, verify_after_encode, objective)
+        options = (*parse_policy(policy), base_cache, verify_after_encode, objective, _precision.words(precision))
         rows = {name: [int(row) for row in indices] for name, indices in (changed_rows or {}).items()}
         arguments = (check_step(step), tensors, blobs, user_json(user), dict(metadata or {}), rows)
         return self.with_writer(options, lambda writer: writer.save(*arguments))
@@ -197,12 +213,24 @@ class Store:
         strict: bool = False,
         dtype: Any = None,
         have: int | None = None,
+        max_error: float | None = None,
     ) -> Any:
         """Loads a state, or a part of it; see :func:`load`."""
-        if step != "latest" or strict:
-            return self.snapshot(step).load(
-                tensors=tensors, slices=slices, out=out, device=device, framework=framework, dtype=dtype, have=have
+
+        def load(snapshot: Snapshot) -> Any:
+            return snapshot.load(
+                tensors=tensors,
+                slices=slices,
+                out=out,
+                device=device,
+                framework=framework,
+                dtype=dtype,
+                have=have,
+                max_error=max_error,
             )
+
+        if step != "latest" or strict:
+            return load(self.snapshot(step))
         passed_over: list[str] = []
         first: _native.CorruptionError | None = None
         while True:
@@ -215,9 +243,7 @@ class Store:
             passed_over += [id for _, id, _ in skipped]
             snapshot = Snapshot(native, self.native())
             try:
-                return snapshot.load(
-                    tensors=tensors, slices=slices, out=out, device=device, framework=framework, dtype=dtype, have=have
-                )
+                return load(snapshot)
             except _native.CorruptionError as error:
                 # Its indexes are whole, its pages are not.
                 _log.warning("step %d cannot be rebuilt; trying the one before: %s", snapshot.step, error)
@@ -321,6 +347,10 @@ class Snapshot:
         """The bytes of a blob."""
         return self._native.read_blob(rank, name)
 
+    def errors(self) -> list[TensorErrors]:
+        """How far the tensors that were rounded are from what was saved, by name; empty where nothing was lost. Reads no tensor."""
+        return [TensorErrors.of(*row) for row in self._native.errors()]
+
     def verify(self) -> None:
         """Decodes and checks everything; an error if something is wrong."""
         self._native.verify()
@@ -335,8 +365,13 @@ class Snapshot:
         framework: str | None = None,
         dtype: Any = None,
         have: int | None = None,
+        max_error: float | None = None,
     ) -> Any:
         """Loads the state, or a part of it; see :func:`load`."""
+        if max_error is not None:
+            if not max_error >= 0:
+                raise ValueError(f"max_error {max_error!r}: use a relative error, such as 0.05")
+            self._native.check_errors(max_error)
         targets = {} if out is None else _targets(out)
         missing = [name for name in targets if name not in self._tensors]
         if missing:
@@ -506,6 +541,7 @@ def load(
     strict: bool = False,
     dtype: Any = None,
     have: int | None = None,
+    max_error: float | None = None,
     config: Mapping[str, str] | None = None,
 ) -> Any:
     """Loads a state as it was saved: ``step``, or the newest that can be rebuilt (``strict``: the newest, or an error).
@@ -515,14 +551,24 @@ def load(
     filled in place and stand in the result; after an error they hold parts of either state. ``have`` says that they hold
     the state of that step, and reads only what lies between. ``framework``: ``torch``, ``numpy``, ``jax`` or ``bytes``;
     otherwise each tensor comes back as it was saved. ``dtype`` converts floating-point tensors (f32 read as ``"bf16"``: where they were stored so that their roundings
-    are enough, only those are read), ``device`` moves tensors.
+    are enough, only those are read), ``device`` moves tensors. ``max_error`` refuses a snapshot in which some tensor was rounded
+    by more than this relative error.
 
     >>> _ = save({"w": RawTensor("u8", (4, 2), bytearray(range(8)))}, "memory://load-example", step=3)
     >>> load("memory://load-example", slices={"w": slice(1, 3)}, framework="bytes")["w"].data
     bytearray(b'\\x02\\x03\\x04\\x05')
     """
     return _open(url, config).load(
-        step, tensors=tensors, slices=slices, out=out, device=device, framework=framework, strict=strict, dtype=dtype, have=have
+        step,
+        tensors=tensors,
+        slices=slices,
+        out=out,
+        device=device,
+        framework=framework,
+        strict=strict,
+        dtype=dtype,
+        have=have,
+        max_error=max_error,
     )
 
 

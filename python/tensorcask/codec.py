@@ -75,7 +75,7 @@ class Coder:
         """Encodes all chunks.
 
         With ``checks`` as a writer does it: checksums of what goes in and of every column, and each chunk is decoded again and compared.
-        Without, the codec alone.
+        Without, the codec alone. A codec that rounds (``tc.cluster``, ``tc.kmeans``, ``tc.blockwise8``) is used only where it is named.
         """
         return self._coder.encode(checks)
 

@@ -41,7 +41,7 @@ def import_(
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
     kind = format or _format_of(paths[0], paths[0].is_dir())
     if kind == "safetensors":
-        options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced")
+        options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
         files = [str(file) for path in paths for file in _shards(path)]
         arguments = (check_step(step), files, user_json(user))
         return store.with_writer(options, lambda writer: writer.save_safetensors(*arguments))

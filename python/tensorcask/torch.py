@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from . import _frameworks, _native, _state
+from . import _frameworks, _native, _precision, _state
 from ._store import Snapshot, Store, TensorInfo, WriterOptions, check_step, parse_policy, user_json
 
 __all__ = ["Reader", "Writer"]
@@ -72,7 +72,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
     """A ``storage_writer`` for ``dcp.save`` and ``dcp.async_save``, which uses it as its stager too.
 
     The step is the last integer of ``checkpoint_id``; ``step`` overrides it. ``policy``, ``user``, ``metadata``, ``base_cache``,
-    ``verify_after_encode`` and ``objective`` are those of :meth:`tensorcask.Store.save`; ``user`` may be a function of the step.
+    ``verify_after_encode``, ``objective`` and ``precision`` are those of :meth:`tensorcask.Store.save`; ``user`` may be a function
+    of the step.
 
     What an asynchronous save stores is the state as it was staged: tensors may change as soon as ``async_save`` has returned. A
     save that failed in the background is a warning when the next is staged; after ``max_failed_saves`` in a row it is raised
@@ -92,11 +93,12 @@ class Writer(StorageWriter):  # type: ignore[misc]
         base_cache: str = "memory",
         verify_after_encode: bool = True,
         objective: str = "balanced",
+        precision: str | Sequence[str] = "lossless",
         max_failed_saves: int = 3,
     ) -> None:
         self._store = store
         self._given_step = None if step is None else check_step(step)
-        self._options: WriterOptions = (*parse_policy(policy), base_cache, verify_after_encode, objective)
+        self._options: WriterOptions = (*parse_policy(policy), base_cache, verify_after_encode, objective, _precision.words(precision))
         self._user = user
         self._metadata = dict(metadata or {})
         self._max_failed_saves = max_failed_saves

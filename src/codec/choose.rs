@@ -3,6 +3,7 @@
 use bytes::Bytes;
 
 use super::{Chunk, ChunkKind, Codec, CodecRef, Columns, EncodedChunk, Raw, Registry};
+use crate::precision::Given;
 use crate::spare::Spare;
 use crate::{Error, ErrorKind, Result};
 
@@ -87,6 +88,17 @@ impl Objective {
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
 pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, verify: bool) -> Result<EncodedChunk> {
+    encode_given(registry, objective, chunk, None, verify)
+}
+
+/// The same, with one more candidate: the chunk as the codec has stored it that rounded it.
+pub(crate) fn encode_given(
+    registry: &Registry,
+    objective: Objective,
+    chunk: &Chunk<'_>,
+    given: Option<&Given>,
+    verify: bool,
+) -> Result<EncodedChunk> {
     let crc = crc32fast::hash(chunk.data);
     if let Some(base) = chunk.base.filter(|base| *base == chunk.data) {
         if verify && crc32fast::hash(base) != crc {
@@ -105,16 +117,21 @@ pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>
         let Some(pages) = codec.estimate(chunk) else { continue };
         candidates.push((cost(&pages), work(codec.as_ref()), codec.as_ref()));
     }
+    if let Some(given) = given {
+        candidates.push((cost(&given.encoded.sizes()), work(given.codec.as_ref()), given.codec.as_ref()));
+    }
     candidates.retain(|(bytes, _, _)| *bytes <= raw_bytes);
     let least = candidates.iter().fold((u64::MAX, f32::MAX), |least, (bytes, work, _)| (least.0.min(*bytes), least.1.min(*work)));
     let scored = candidates.iter().map(|&(bytes, work, codec)| (objective.score((bytes, work), least), bytes, codec));
     let best = scored.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a });
     let (codec, encoded) = match best {
         Some((_, _, codec)) if codec.id() != Raw::ID => {
-            let encoded = codec.encode(chunk)?;
-            let pages: Vec<u64> = encoded.columns.iter().map(|(_, bytes)| bytes.len() as u64).collect();
+            let encoded = match given.filter(|given| given.codec.id() == codec.id()) {
+                Some(given) => given.encoded.clone(),
+                None => codec.encode(chunk)?,
+            };
             // An estimate may have been too good.
-            if cost(&pages) <= raw_bytes { (codec, encoded) } else { (&Raw as &dyn Codec, Raw.encode(chunk)?) }
+            if cost(&encoded.sizes()) <= raw_bytes { (codec, encoded) } else { (&Raw as &dyn Codec, Raw.encode(chunk)?) }
         }
         _ => (&Raw as &dyn Codec, Raw.encode(chunk)?),
     };
@@ -165,13 +182,13 @@ fn changed(what: &str) -> Error {
     )
 }
 
-/// Stored bytes of a chunk, as far as a quick look can tell: of its best lossless codec, and never more than raw.
-pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>) -> u64 {
+/// Stored bytes of a chunk, as far as a quick look can tell: of its best lossless codec or the given one, and never more than raw.
+pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Option<&Given>) -> u64 {
     if chunk.base.is_some_and(|base| base == chunk.data) || chunk.changed_rows.is_some_and(<[u64]>::is_empty) {
         return 0;
     }
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
-    let raw = cost(&[chunk.data.len() as u64]);
+    let raw = cost(&[chunk.data.len() as u64]).min(given.map_or(u64::MAX, |given| cost(&given.encoded.sizes())));
     let codecs = registry.iter().filter(|codec| codec.is_lossless());
     codecs.filter_map(|codec| Some(cost(&codec.estimate(chunk)?))).fold(raw, u64::min)
 }

@@ -8,6 +8,7 @@
 //! Source: ours (codecs.md, idea 6); that second moments are nearly of rank one is Adafactor's (arXiv 1804.04235)
 
 use super::planes;
+use super::terms::{LEAST, mean, quarters};
 use super::{Chunk, Codec, Columns, Cost, Encoded};
 use crate::entropy::{self, Histogram};
 use crate::kernels::{bytes, factored as kernel};
@@ -38,24 +39,12 @@ fn names(dtype: Dtype) -> Result<&'static [&'static str]> {
     }
 }
 
-/// Fewer rows or columns than this share too few terms.
-const LEAST: usize = 16;
-
 /// What is expected of an exponent: the sum of a row's and a column's term, in quarters.
 struct Terms {
     /// The mean of all.
     center: u8,
     rows: Vec<i8>,
     columns: Vec<i8>,
-}
-
-fn quarters(value: i64) -> i8 {
-    value.clamp(-127, 127) as i8
-}
-
-/// `sum / count`, to the nearest.
-fn mean(sum: i64, count: i64) -> i64 {
-    if count == 0 { 0 } else { (2 * sum + count).div_euclid(2 * count) }
 }
 
 impl Terms {

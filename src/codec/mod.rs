@@ -5,9 +5,14 @@
 //! and readers, so that a program may bring codecs of its own without a process-wide table.
 
 mod bitmask;
+mod blockwise;
 mod choose;
+mod cluster;
 mod constant;
 mod factored;
+mod kmeans;
+mod loguniform;
+mod maps;
 mod ordered;
 mod planes;
 mod predict;
@@ -16,14 +21,19 @@ mod registry;
 mod remainder;
 mod rounded;
 mod rows;
+mod terms;
 
 use std::fmt::Debug;
 
 use bytes::Bytes;
 
 pub use bitmask::Bitmask;
+pub use blockwise::Blockwise8;
+pub use cluster::{Cluster, CodeMap, Edges};
 pub use constant::Constant;
 pub use factored::Factored;
+pub use kmeans::KMeans;
+pub use loguniform::LogUniform;
 pub use ordered::Ordered;
 pub use planes::Planes;
 pub use predict::Predict;
@@ -33,8 +43,8 @@ pub use remainder::Remainder;
 pub use rounded::Rounded;
 pub use rows::Rows;
 
-pub(crate) use choose::estimate_chunk;
 pub use choose::{Objective, encode_chunk};
+pub(crate) use choose::{encode_given, estimate_chunk};
 
 use crate::spare;
 use crate::wire::index::CodecRef as WireCodecRef;
@@ -195,6 +205,11 @@ pub struct Encoded {
 }
 
 impl Encoded {
+    /// Bytes of each column.
+    pub(crate) fn sizes(&self) -> Vec<u64> {
+        self.columns.iter().map(|(_, bytes)| bytes.len() as u64).collect()
+    }
+
     /// The columns, to share. Their buffers are used again when the last reader has let them go.
     pub fn into_bytes(self) -> Vec<(&'static str, Bytes)> {
         self.columns.into_iter().map(|(name, bytes)| (name, spare::into_bytes(bytes))).collect()

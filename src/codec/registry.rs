@@ -3,7 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::{Bitmask, Codec, CodecRef, Constant, Factored, Need, Ordered, Planes, Predict, Raw, Remainder, Rounded, Rows};
+use super::{
+    Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Factored, KMeans, LogUniform, Need, Ordered, Planes, Predict, Raw, Remainder,
+    Rounded, Rows,
+};
 use crate::{Error, Result};
 
 /// A set of codecs, by id. Cheap to clone.
@@ -30,6 +33,10 @@ impl Default for Registry {
             Arc::new(Factored),
             Arc::new(Ordered),
             Arc::new(Rounded),
+            Arc::new(LogUniform),
+            Arc::new(Cluster::default()),
+            Arc::new(KMeans::default()),
+            Arc::new(Blockwise8),
             Arc::new(Remainder),
             Arc::new(Predict),
         ] {

@@ -112,12 +112,19 @@ pub(crate) use for_every_level;
 
 pub(crate) mod bits;
 pub(crate) mod bytes;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod clusters;
 #[allow(unsafe_code, reason = "reads and writes the floating-point control register")]
 mod environment;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod errors;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod factored;
+pub(crate) mod floats;
 #[allow(unsafe_code, reason = "unchecked stores in the decoder's inner loop; bounds are checked once per burst")]
 pub(crate) mod huffman;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod loguniform;
 #[allow(unsafe_code, reason = "mapping a file is unsafe; the safety argument stands at the call")]
 pub(crate) mod map;
 #[allow(unsafe_code, reason = "vector loads and stores within checked bounds")]

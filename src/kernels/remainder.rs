@@ -15,6 +15,38 @@ super::for_every_level! {
     pub(crate) fn round / round_at(data: &[u8], out: &mut [u8]) = round_any;
 }
 
+super::for_every_level! {
+    /// Keeps so many bits, at most 15, of the difference of magnitudes: each number moves to the middle of those that share them. A number whose difference
+    /// is not one of rounding to nearest or towards zero stays.
+    pub(crate) fn keep_bits / keep_bits_at(data: &[u8], partner: &[u8], f16: bool, bits: u8, out: &mut [u8]) = keep_bits_any;
+}
+
+#[inline(always)]
+fn keep_bits_any(data: &[u8], partner: &[u8], f16: bool, bits: u8, out: &mut [u8]) {
+    if f16 { keep_bits_with(data, partner, bits, out, widen_f16) } else { keep_bits_with(data, partner, bits, out, widen_bf16) }
+}
+
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
+fn keep_bits_with(data: &[u8], partner: &[u8], bits: u8, out: &mut [u8], widen: impl Fn(u16) -> u32) {
+    let width = 16 - u32::from(bits.min(15));
+    let units = data.as_chunks::<4>().0.iter().zip(partner.as_chunks::<2>().0);
+    for ((&data, &partner), out) in units.zip(out.as_chunks_mut::<4>().0) {
+        let ours = u32::from_le_bytes(data);
+        let theirs = widen(u16::from_le_bytes(partner));
+        let difference = (ours & MAGNITUDE).wrapping_sub(theirs & MAGNITUDE) as i32;
+        // Bins from -2^15 on, so that one of them never spans two weights.
+        let middle = ((difference >> width) << width) + (1 << (width - 1));
+        let middle = if bits == 0 { 0 } else { middle };
+        let moved = (theirs & MAGNITUDE).wrapping_add(middle as u32) & MAGNITUDE;
+        let is_rounding = (-0x8000..0x1_0000).contains(&difference) & ((ours ^ theirs) >> 31 == 0);
+        // Zeros, denormals and what is not finite stay; none of the others becomes one of them.
+        let is_normal = |magnitude: u32| (1..255).contains(&(magnitude >> 23));
+        let moves = is_rounding & is_normal(ours & MAGNITUDE) & is_normal(moved);
+        *out = (if moves { ours & !MAGNITUDE | moved } else { ours }).to_le_bytes();
+    }
+}
+
 #[inline(always)]
 #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
 fn round_any(data: &[u8], out: &mut [u8]) {

@@ -1,22 +1,24 @@
 //! Compaction: folds a chain into a new base, without changing what any step restores to.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rayon::prelude::*;
 
-use crate::codec::{Chunk, EncodedChunk, Objective, Partner, Registry, encode_chunk};
+use crate::codec::{Chunk, Codec, EncodedChunk, Objective, Partner, Registry, encode_given};
 use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, refuse_features};
 use crate::container::{CaskEncoder, CaskReceipt};
 use crate::error::ResultExt;
 use crate::limits::{to_usize, zeroed};
 use crate::plan::ChunkGrid;
+use crate::precision::Given;
 use crate::reader::{ChunkItem, ReadItem, Snapshot};
 use crate::store::Upload;
 use crate::tensor::{Rect, Run, copy_run, rects_of_run};
 use crate::wire::{CaskRef, Digest, Directory, Event, Id, Manifest, SnapshotKind};
 use crate::writer::blob_slot;
-use crate::{At, Error, ErrorKind, Result, Store};
+use crate::{At, Error, ErrorKind, Result, Setting, Store};
 
 /// How to compact.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -175,6 +177,11 @@ pub(super) async fn write_cask(
     keeps: &(dyn Fn(&str) -> bool + Sync),
 ) -> Result<(CaskRef, Vec<u32>)> {
     let mut cask = BaseCask::new(store, snapshot, options, shards, keeps)?;
+    for shard in snapshot.shard_errors().await? {
+        if let Some(codec) = shard.setting.parse::<Setting>().ok().and_then(|setting| setting.codec()) {
+            cask.rounding.insert((shard.tensor.clone(), shard.rect()), codec);
+        }
+    }
     for (at, (tensor, rect)) in shards.iter().enumerate() {
         let first_of_tensor = at.checked_sub(1).and_then(|at| shards.get(at)).is_none_or(|(before, _)| before != tensor);
         cask.shard(*tensor, rect, first_of_tensor).await?;
@@ -200,6 +207,8 @@ struct BaseCask<'a> {
     window: Vec<Moved>,
     window_bytes: u64,
     crcs: Vec<u32>,
+    /// Codecs that stored shards rounded, by what the snapshot says of its errors: they have a form for them that others have not.
+    rounding: HashMap<(String, Rect), Arc<dyn Codec>>,
 }
 
 impl<'a> BaseCask<'a> {
@@ -215,7 +224,18 @@ impl<'a> BaseCask<'a> {
         let bytes_of = |(tensor, rect): &(usize, Rect)| directory.dtype(*tensor).byte_count(rect.element_count()?);
         let expected = shards.iter().filter_map(bytes_of).fold(0u64, u64::saturating_add);
         let upload = Upload::new(store, format!("casks/{}.cask", encoder.id()), expected);
-        Ok(Self { snapshot, registry: store.registry(), options, keeps, encoder, upload, window: vec![], window_bytes: 0, crcs: vec![] })
+        Ok(Self {
+            snapshot,
+            registry: store.registry(),
+            options,
+            keeps,
+            encoder,
+            upload,
+            window: vec![],
+            window_bytes: 0,
+            crcs: vec![],
+            rounding: HashMap::new(),
+        })
     }
 
     /// Takes a shard.
@@ -251,6 +271,7 @@ impl<'a> BaseCask<'a> {
 
     /// Reads the chunks of the window through the chain, and encodes them anew.
     async fn flush(&mut self) -> Result<()> {
+        tokio::task::yield_now().await;
         let mut window = std::mem::take(&mut self.window);
         self.window_bytes = 0;
         let directory = self.snapshot.newest().directory.clone();
@@ -298,7 +319,9 @@ impl<'a> BaseCask<'a> {
                 row_elements: grid.row_elements(),
                 ..Chunk::new(grid.dtype(), elements.end - elements.start, &moved.bytes)
             };
-            encode_chunk(registry, self.options.objective, &chunk, verify)
+            let rounding = self.rounding.get(&(directory.name(moved.tensor).to_owned(), moved.rect.clone()));
+            let given = rounding.and_then(|codec| again(codec, &chunk));
+            encode_given(registry, self.options.objective, &chunk, given.as_ref(), verify)
                 .map_err(|e| e.tensor(directory.name(moved.tensor)).chunk(moved.chunk))
         };
         let encoded: Vec<EncodedChunk> = window.par_iter().enumerate().map(encode).collect::<Result<_>>()?;
@@ -323,6 +346,14 @@ impl<'a> BaseCask<'a> {
         upload.finish().await?;
         Ok((receipt, self.crcs))
     }
+}
+
+/// A chunk as the codec that rounded it stores it again, without a further loss.
+fn again(codec: &Arc<dyn Codec>, chunk: &Chunk<'_>) -> Option<Given> {
+    let given = Given { codec: codec.clone(), encoded: codec.estimate(chunk).and_then(|_| codec.encode(chunk).ok())? };
+    let mut decoded = zeroed(chunk.data.len(), "a chunk").ok()?;
+    given.decode(chunk, &mut decoded).ok()?;
+    (decoded == chunk.data).then_some(given)
 }
 
 /// Reads a chunk of a whole tensor from the shards that it lies in.

@@ -55,7 +55,7 @@ impl Store {
         })?;
         let decision = Decision { reason: Reason::Policy, since_base: 0, estimate: None };
         let tensor_bytes = directory.tensor_bytes();
-        let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, chunks: BTreeMap::new(), decision, age };
+        let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, chunks: BTreeMap::new(), errors: None, decision, age };
         let mut user = snapshot.user().clone();
         user.remove(Decision::KEY);
         let metadata = Metadata { user, file: snapshot.metadata().clone() };

@@ -30,9 +30,9 @@ use crate::commit::SnapshotRecord;
 use crate::container::CaskIndex;
 use crate::limits::{to_usize, zeroed};
 use crate::tensor::Rect;
-use crate::wire::{DirectoryTensor, Manifest, SnapshotKind};
+use crate::wire::{DirectoryTensor, ErrorsFile, Manifest, ShardErrors, SnapshotKind};
 use crate::writer::blob_slot;
-use crate::{Error, Result, Slice, Store, Tensor};
+use crate::{Error, ErrorReport, Result, Slice, Store, Tensor, TensorErrors};
 
 /// A committed state at one step, with the chain that rebuilds it.
 ///
@@ -188,6 +188,72 @@ impl Snapshot {
         let bytes = self.store.get_range(&path, page.range.clone()).await?;
         page.check(&bytes).map_err(|e| e.object(path).tensor(name))?;
         Ok(bytes.to_vec())
+    }
+
+    /// How far the tensors that were rounded are from what was saved, by name; empty where nothing was lost. Reads no tensor bytes.
+    ///
+    /// ```
+    /// use tensorcask::{Dtype, Metadata, Policy, Precision, TensorView, WriterOptions, blocking::Store};
+    /// let store = Store::open("memory://errors-example")?;
+    /// let options = WriterOptions { precision: Precision::near(), policy: Policy::Full, ..WriterOptions::default() };
+    /// let values: Vec<u8> = (1..1000).flat_map(|i| (1.0 / i as f32).to_le_bytes()).collect();
+    /// let state = [TensorView::new("optim.exp_avg.w", Dtype::F32, &[999], &values)?];
+    /// store.writer_with(options)?.save(1, &state, &[], &Metadata::default())?;
+    /// let errors = store.snapshot(1)?.errors()?;
+    /// assert_eq!((errors[0].name.as_str(), errors[0].setting.as_str()), ("optim.exp_avg.w", "loguniform:16"));
+    /// assert!(errors[0].total.max_relative < 0.022);
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub async fn errors(&self) -> Result<Vec<TensorErrors>> {
+        let directory = &self.newest().directory;
+        let mut tensors: BTreeMap<String, TensorErrors> = BTreeMap::new();
+        for shard in self.shard_errors().await? {
+            let Some(number) = directory.find(&shard.tensor) else { continue };
+            let (dtype, role) = (directory.dtype(number), directory.role(number));
+            let found = tensors.entry(shard.tensor.clone()).or_insert_with(|| TensorErrors {
+                name: shard.tensor.clone(),
+                role: role.to_owned(),
+                setting: shard.setting.clone(),
+                total: ErrorReport::default(),
+                chunks: vec![],
+            });
+            let bad = |e: crate::Error| e.tensor(&shard.tensor).clause("errors 2");
+            let grid = crate::plan::ChunkGrid::new(dtype, &shard.shape).map_err(bad)?;
+            for chunk in &shard.chunks {
+                if chunk.chunk >= grid.chunk_count() {
+                    return Err(bad(Error::corrupt(format!("errors of chunk {} of {}", chunk.chunk, grid.chunk_count()))));
+                }
+                let elements = grid.elements(chunk.chunk);
+                let report = chunk.report(elements.end.saturating_sub(elements.start));
+                found.total = found.total.and(report);
+                found.chunks.push((shard.offset.clone(), chunk.chunk, report));
+            }
+        }
+        Ok(tensors.into_values().collect())
+    }
+
+    /// Refuses a snapshot in which some tensor that was rounded is further from what was saved than this, as a relative error.
+    pub async fn check_errors(&self, bound: f64) -> Result<()> {
+        match self.errors().await?.into_iter().find(|tensor| tensor.total.max_relative > bound) {
+            None => Ok(()),
+            Some(TensorErrors { name, setting, total, .. }) => Err(Error::invalid(format!(
+                "step {} was saved with {setting}: its greatest relative error is {:.2e}, above the bound of {bound}; take another step, or a higher bound",
+                self.step(),
+                total.max_relative
+            ))
+            .tensor(name)),
+        }
+    }
+
+    /// What the ranks say of the errors of their shards.
+    pub(crate) async fn shard_errors(&self) -> Result<Vec<ShardErrors>> {
+        let mut shards = Vec::new();
+        for (rank, name) in self.blobs().await?.into_iter().filter(|(_, name)| name == ErrorsFile::BLOB) {
+            let bytes = self.read_blob(rank, &name).await?;
+            let file = ErrorsFile::decode(&bytes, self.store.limits());
+            shards.extend(file.map_err(|e| e.tensor(format!("blob `{name}` of rank {rank}")))?.shards);
+        }
+        Ok(shards)
     }
 
     /// What this snapshot and its clones have read of tensors.

@@ -177,6 +177,21 @@ fn inputs(dtype: Dtype) -> Vec<(&'static str, u64, Vec<u8>, Vec<u8>)> {
         }
         let repeated = clean(repeated);
         inputs.push(("one value", count, repeated, vec![0; bytes]));
+        if dtype == Dtype::F32 {
+            // Of both signs, some zero, the odd one a NaN or denormal.
+            let mut powers = vec![0; bytes];
+            for (at, unit) in powers.chunks_mut(width).enumerate() {
+                match at % 64 {
+                    7 => {}
+                    21 => unit.copy_from_slice(&[1, 0, 0xc0, 0x7f]),
+                    42 => unit.copy_from_slice(&[5, 0, 0, 0x80]),
+                    _ => (unit[2], unit[3]) = ((at % 2) as u8 * 0x80, (0x38 + (random.next() % 8) as u8) | ((at % 3 / 2) as u8 * 0x80)),
+                }
+            }
+            let mut before = powers.clone();
+            before.rotate_left(width);
+            inputs.push(("powers of two", count, powers, before));
+        }
     }
     inputs
 }

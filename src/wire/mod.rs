@@ -8,6 +8,7 @@ pub(crate) mod columns;
 mod cursor;
 mod directory;
 mod entry;
+mod errors;
 mod header;
 mod ids;
 pub(crate) mod index;
@@ -32,6 +33,7 @@ pub use store_file::StoreFile;
 pub use tree::{Tree, TreeKey, TreeNode};
 
 pub(crate) use cursor::{Cursor, Put};
+pub(crate) use errors::{ChunkErrors, ErrorsFile, ShardErrors};
 pub(crate) use layout::{ShardRow, TensorRow};
 pub(crate) use receipt::RankSave;
 

@@ -172,14 +172,16 @@ impl KeptShard {
 pub(super) struct NextBase {
     keeping: BaseKeeping,
     shards: HashMap<ShardKey, KeptShard>,
+    /// Chunks of the shard at hand.
     chunks: Vec<EncodedChunk>,
+    bytes: Vec<u8>,
     file: Option<(Arc<PrivateFile>, u64)>,
     failed: bool,
 }
 
 impl NextBase {
     pub(super) fn new(keeping: BaseKeeping) -> Self {
-        Self { keeping, shards: HashMap::new(), chunks: Vec::new(), file: None, failed: false }
+        Self { keeping, shards: HashMap::new(), chunks: Vec::new(), bytes: Vec::new(), file: None, failed: false }
     }
 
     /// Whether [`chunk`](Self::chunk) wants the encoded form of each chunk.
@@ -187,40 +189,50 @@ impl NextBase {
         self.keeping == BaseKeeping::Encoded
     }
 
-    /// The next chunk of a shard, absolute.
-    pub(super) fn chunk(&mut self, mut chunk: EncodedChunk) {
-        // Buffers of columns have room for more than they hold, and are wanted for the next.
-        for (_, bytes) in &mut chunk.columns {
-            *bytes = bytes::Bytes::copy_from_slice(bytes);
+    /// The next chunk of a shard of so many bytes: as it was stored, and absolute, if that is wanted.
+    pub(super) fn chunk(&mut self, shard_bytes: usize, data: &[u8], encoded: Option<EncodedChunk>) -> Result<()> {
+        if let Some(mut chunk) = encoded {
+            // Buffers of columns have room for more than they hold, and are wanted for the next.
+            for (_, bytes) in &mut chunk.columns {
+                *bytes = bytes::Bytes::copy_from_slice(bytes);
+            }
+            self.chunks.push(chunk);
         }
-        self.chunks.push(chunk);
+        let keeps_bytes = match self.keeping {
+            BaseKeeping::Memory => true,
+            BaseKeeping::Nvme(_) => !self.failed,
+            BaseKeeping::None | BaseKeeping::Encoded => false,
+        };
+        if keeps_bytes {
+            if self.bytes.is_empty() {
+                self.bytes = reserve(shard_bytes, "the next base")?;
+            }
+            self.bytes.extend_from_slice(data);
+        }
+        Ok(())
     }
 
     /// All chunks of a shard have come.
-    pub(super) fn shard(&mut self, view: &TensorView<'_>, crcs: Vec<u32>) -> Result<()> {
+    pub(super) fn shard(&mut self, view: &TensorView<'_>, crcs: Vec<u32>) {
         let key = (view.name().to_owned(), view.rect().clone());
+        let bytes = std::mem::take(&mut self.bytes);
         let form = match &self.keeping {
-            BaseKeeping::None => return Ok(()),
-            BaseKeeping::Memory => {
-                let mut bytes = reserve(view.data().len(), "the next base")?;
-                bytes.extend_from_slice(view.data());
-                Form::Decoded(bytes)
-            }
+            BaseKeeping::None => return,
+            BaseKeeping::Memory => Form::Decoded(bytes),
             BaseKeeping::Encoded => Form::Encoded(std::mem::take(&mut self.chunks)),
-            BaseKeeping::Nvme(_) if self.failed => return Ok(()),
-            BaseKeeping::Nvme(folder) => match write_shard(&mut self.file, folder, view.data()) {
+            BaseKeeping::Nvme(_) if self.failed => return,
+            BaseKeeping::Nvme(folder) => match write_shard(&mut self.file, folder, &bytes) {
                 Ok(form) => form,
                 Err(error) => {
                     // A save does not fail because a cache did.
                     tracing::warn!(%error, "the next base cannot be kept on local disk; the next delta reads it back from the store");
                     (self.failed, self.file) = (true, None);
                     self.shards.clear();
-                    return Ok(());
+                    return;
                 }
             },
         };
         self.shards.insert(key, KeptShard { form, crcs });
-        Ok(())
     }
 }
 

@@ -68,7 +68,7 @@ impl Writer {
 
     /// Writes directory and manifest, then commits the entry that makes them exist.
     pub(crate) async fn commit(&mut self, step: u64, parent: Option<&Parent>, prepared: Prepared, metadata: &Metadata) -> Result<Saved> {
-        let Prepared { directory, tensor_bytes, casks, content, chunks, decision, age } = prepared;
+        let Prepared { directory, tensor_bytes, casks, content, chunks, errors, decision, age } = prepared;
         let store = self.saver.store.clone();
         let digest = Digest::of(&directory);
         let parent_ref =
@@ -127,6 +127,7 @@ impl Writer {
             tensor_bytes: manifest.tensor_bytes,
             stored_bytes: manifest.stored_bytes(),
             chunks,
+            errors,
             decision,
         })
     }
@@ -139,6 +140,8 @@ pub(crate) struct Prepared {
     pub casks: Vec<CaskRef>,
     pub content: BTreeMap<String, Digest>,
     pub chunks: BTreeMap<String, u64>,
+    /// Errors of all that was rounded.
+    pub errors: Option<crate::ErrorReport>,
     pub decision: Decision,
     /// Of the oldest of the casks.
     pub age: Age,

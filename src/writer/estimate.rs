@@ -9,6 +9,7 @@ use crate::Result;
 use crate::chain::Estimate;
 use crate::codec::{Chunk, estimate_chunk};
 use crate::plan::ChunkGrid;
+use crate::precision::Rounded;
 
 /// Chunks that are looked at, whatever the size of the state.
 const SAMPLES: u64 = 48;
@@ -17,20 +18,22 @@ const SAMPLES: u64 = 48;
 pub(super) async fn estimate(saver: &Saver, layout: &StateLayout<'_>, parent: &Parent) -> Result<Estimate> {
     let jobs = sample(layout, parent)?;
     let bases = saver.bases(&jobs, layout, Some(parent)).await?;
+    let rounded = jobs.par_iter().zip(&bases).map(|(job, base)| saver.rounded(*job, layout, base.as_deref()));
+    let rounded: Vec<Rounded<'_>> = rounded.collect::<Result<_>>()?;
     let partners = saver.partners(&jobs, layout, Some(parent)).await?;
     let registry = saver.store.registry();
     let sizes: Vec<[u64; 3]> = jobs
         .par_iter()
-        .zip(&bases)
-        .zip(&partners)
-        .map(|((job, base), partners)| {
-            let partners = borrowed(partners);
-            let chunk = chunk_to_encode(&layout.tensors[job.tensor], *job, None, &partners)?;
-            let absolute = estimate_chunk(registry, &chunk);
+        .zip(&rounded)
+        .zip(bases.par_iter().zip(&partners))
+        .map(|((job, rounded), (base, partners))| {
+            let (partners, given) = (borrowed(partners), rounded.given.as_ref());
+            let chunk = chunk_to_encode(&layout.tensors[job.tensor], *job, &rounded.data, None, &partners)?;
+            let absolute = estimate_chunk(registry, &chunk, given.filter(|given| !given.encoded.uses_base));
             let rows = saver.changed_rows(*job, layout, Some(parent))?;
             let delta = match (base, rows) {
-                (Some(base), _) => estimate_chunk(registry, &Chunk { base: Some(base), ..chunk }),
-                (None, Some(rows)) => estimate_chunk(registry, &Chunk { changed_rows: Some(&rows), ..chunk }),
+                (Some(base), _) => estimate_chunk(registry, &Chunk { base: Some(base), ..chunk }, given),
+                (None, Some(rows)) => estimate_chunk(registry, &Chunk { changed_rows: Some(&rows), ..chunk }, given),
                 (None, None) => absolute,
             };
             Ok([chunk.data.len() as u64, absolute, delta])

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::tensor::{Rect, element_count, tiles};
-use crate::wire::{Directory, DirectoryShard, DirectoryTensor};
+use crate::wire::{Directory, DirectoryShard, DirectoryTensor, ErrorsFile};
 use crate::{Blob, Error, Limits, Result, TensorView};
 
 /// Slot of role `model` and of all other roles, for one rank.
@@ -30,6 +30,8 @@ pub(super) struct StateLayout<'a> {
     /// Ascending by rank and name.
     pub blobs: Vec<&'a Blob<'a>>,
     pub tensor_bytes: u64,
+    /// The rank whose tensors they are.
+    pub rank: u32,
     /// Stored tensors by role and param; none where several share both.
     by_param: HashMap<(String, String), Option<usize>>,
 }
@@ -85,6 +87,9 @@ impl<'a> StateLayout<'a> {
             return Err(Error::invalid(format!("two blobs of rank {} have this name", twice.rank)).tensor(&twice.name));
         }
         for blob in &blobs {
+            if blob.name == ErrorsFile::BLOB {
+                return Err(Error::invalid("this name is that of the receipt of rounded tensors").tensor(&blob.name));
+            }
             if rank.is_some_and(|rank| rank != blob.rank) {
                 return Err(Error::invalid(format!("a blob of rank {} among those of another rank", blob.rank)).tensor(&blob.name));
             }
@@ -103,7 +108,7 @@ impl<'a> StateLayout<'a> {
             let key = (tensor.description.role.clone(), tensor.description.param.clone());
             by_param.entry(key).and_modify(|other| *other = None).or_insert(Some(number));
         }
-        Ok(Self { tensors, blobs, tensor_bytes, by_param })
+        Ok(Self { tensors, blobs, tensor_bytes, rank: rank.unwrap_or(0), by_param })
     }
 
     /// The tensor of another role that belongs to the parameter of a tensor, and its shard of a rectangle, by number. As readers find

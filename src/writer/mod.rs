@@ -23,7 +23,7 @@ use crate::chain::{Decision, Policy};
 use crate::codec::Objective;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
-use crate::{Error, ErrorKind, Result, Store};
+use crate::{Error, ErrorKind, ErrorReport, Precision, Result, Store};
 
 /// What a writer says of a snapshot besides its tensors.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -35,7 +35,7 @@ pub struct Metadata {
 }
 
 /// How a writer works.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct WriterOptions {
     /// When to write a base, and what deltas are made against.
     pub policy: Policy,
@@ -43,6 +43,8 @@ pub struct WriterOptions {
     pub base_cache: BaseKeeping,
     /// What codecs are chosen for.
     pub objective: Objective,
+    /// Which tensors are rounded before they are stored, and how far. By default none is.
+    pub precision: Precision,
     /// Whether each chunk is decoded again before it goes up.
     pub verify_after_encode: bool,
     /// Pages begin at multiples of two to the power of this: 6 to 12.
@@ -58,6 +60,7 @@ impl Default for WriterOptions {
             policy: Policy::default(),
             base_cache: BaseKeeping::default(),
             objective: Objective::default(),
+            precision: Precision::default(),
             verify_after_encode: true,
             alignment_exponent: 6,
             age_floor: DEFAULT_AGE_FLOOR,
@@ -82,7 +85,7 @@ pub enum BaseKeeping {
 }
 
 /// What a save made.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Saved {
     /// The snapshot's id.
     pub id: Id,
@@ -100,6 +103,8 @@ pub struct Saved {
     pub stored_bytes: u64,
     /// Chunks by what became of them: codec id, or `unchanged`.
     pub chunks: BTreeMap<String, u64>,
+    /// Errors of all that was rounded; none where nothing was.
+    pub errors: Option<ErrorReport>,
     /// Why it became a base or a delta.
     pub decision: Decision,
 }

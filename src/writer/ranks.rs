@@ -212,7 +212,8 @@ impl Writer {
             let crc = merged.crcs.get(shard).and_then(|crcs| crcs.get(usize::try_from(chunk).ok()?));
             crc.copied().ok_or_else(|| Error::invalid("a receipt has too few checksums for its shards"))
         })?;
-        let prepared = Prepared { directory, tensor_bytes: merged.tensor_bytes, casks, content, chunks: BTreeMap::new(), decision, age };
+        let prepared =
+            Prepared { directory, tensor_bytes: merged.tensor_bytes, casks, content, chunks: BTreeMap::new(), errors: None, decision, age };
         self.commit(step, parent.as_ref(), prepared, metadata).await
     }
 

@@ -12,15 +12,16 @@ use super::hints::Hints;
 use super::layout::{LayoutTensor, StateLayout};
 use super::*;
 use crate::chain::{Reason, content_digests};
-use crate::codec::{Chunk, ChunkKind, CodecRef, EncodedChunk, Objective, Partner, Registry, encode_chunk};
+use crate::codec::{Chunk, ChunkKind, CodecRef, EncodedChunk, Objective, Partner, Registry, encode_given};
 use crate::commit::Age;
 use crate::container::CaskEncoder;
 use crate::limits::zeroed;
 use crate::plan::ChunkGrid;
+use crate::precision::{Bounded, Given, Rounded, round};
 use crate::reader::ChunkItem;
 use crate::store::Upload;
-use crate::wire::{CaskRef, Directory};
-use crate::{Blob, Dtype, TensorView};
+use crate::wire::{CaskRef, ChunkErrors, Directory, ErrorsFile, ShardErrors};
+use crate::{Blob, Dtype, Setting, TensorView};
 
 /// Bytes of tensors that are encoded at once, unless one chunk is larger.
 const WINDOW_BYTES: u64 = 32 << 20;
@@ -54,9 +55,31 @@ pub(super) struct Written {
     pub kept: Option<NextBase>,
     /// Roles of tensors whose bases others need, too.
     held_roles: BTreeSet<&'static str>,
+    /// Errors of the shards that were rounded.
+    errors: Vec<ShardErrors>,
+    /// The same, summed up.
+    pub total_errors: Option<ErrorReport>,
 }
 
 impl Written {
+    /// Takes down how far a chunk is from what was saved.
+    fn note_errors(&mut self, setting: Setting, job: Job, view: &TensorView<'_>, grid: ChunkGrid, rounded: &Rounded<'_>) {
+        let Some(errors) = rounded.errors else { return };
+        let rect = view.rect();
+        let is_open =
+            self.errors.last().is_some_and(|last| last.tensor == view.name() && last.offset == rect.offset && last.shape == rect.shape);
+        if !is_open {
+            let (offset, shape) = (rect.offset.clone(), rect.shape.clone());
+            self.errors.push(ShardErrors { tensor: view.name().to_owned(), offset, shape, setting: setting.to_string(), chunks: vec![] });
+        }
+        if let Some(shard) = self.errors.last_mut() {
+            shard.chunks.push(ChunkErrors { chunk: job.chunk, ..errors });
+        }
+        let elements = grid.elements(job.chunk);
+        let report = errors.report(elements.end.saturating_sub(elements.start));
+        self.total_errors = Some(self.total_errors.unwrap_or_default().and(report));
+    }
+
     /// Content digests of a layout that is whole.
     fn content(&self, directory: &[u8], store: &Store) -> Result<BTreeMap<String, Digest>> {
         let digest = Digest::of(directory);
@@ -116,6 +139,7 @@ impl Writer {
                         casks: written.casks,
                         tensor_bytes: layout.tensor_bytes,
                         chunks: written.chunks,
+                        errors: written.total_errors,
                         decision,
                         age,
                     };
@@ -177,6 +201,10 @@ impl Saver {
     /// Rows of a job's chunk that may differ from its base, where the caller said so.
     pub(super) fn changed_rows(&self, job: Job, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<Option<Vec<u64>>> {
         let (Some(_), Some(parent)) = (job.base, parent) else { return Ok(None) };
+        // Rounded by what else is in the chunk, rows that did not change may differ from the base all the same.
+        if !self.bounded(&layout.tensors[job.tensor]).setting.is_elementwise() {
+            return Ok(None);
+        }
         self.hints.of_chunk(parent.snapshot.record().id, layout.tensors[job.tensor].shards[job.shard], job.chunk)
     }
 
@@ -187,8 +215,12 @@ impl Saver {
         let roles: BTreeSet<&str> = layout.tensors.iter().map(|tensor| tensor.description.role.as_str()).collect();
         let needs = roles.into_iter().flat_map(|role| self.store.registry().partner_roles(role));
         let held_roles = needs.filter(|need| need.base).map(|need| need.role).collect();
-        let mut written = Written { casks: vec![], chunks: BTreeMap::new(), crcs, kept, held_roles };
-        for slot in layout.slots() {
+        let mut written = Written { casks: vec![], chunks: BTreeMap::new(), crcs, kept, held_roles, errors: vec![], total_errors: None };
+        let mut slots = layout.slots();
+        if layout.tensors.iter().any(|tensor| self.bounded(tensor).setting != Setting::Lossless) {
+            slots.insert(blob_slot(layout.rank));
+        }
+        for slot in slots {
             let mut encoder = CaskEncoder::new(Id::random()?, self.options.alignment_exponent)?.with_limits(self.store.limits().clone());
             let tensors = layout.tensors.iter().filter(|t| t.slot == slot).flat_map(|t| &t.shards).map(|s| s.data().len() as u64);
             let blobs = layout.blobs.iter().filter(|blob| blob_slot(blob.rank) == slot).map(|blob| blob.data.len() as u64);
@@ -245,11 +277,20 @@ impl Saver {
             }
         }
         self.encode_window(&jobs, layout, parent, encoder, upload, written).await?;
-        for blob in &layout.blobs {
-            if blob_slot(blob.rank) == slot {
-                encoder.blob(blob.rank, &blob.name, bytes::Bytes::copy_from_slice(&blob.data))?;
-                upload.push(encoder.take_output()).await?;
-            }
+        let mut blobs: Vec<(u32, &str, bytes::Bytes)> = Vec::new();
+        for blob in layout.blobs.iter().filter(|blob| blob_slot(blob.rank) == slot) {
+            blobs.push((blob.rank, &blob.name, bytes::Bytes::copy_from_slice(&blob.data)));
+        }
+        // The receipt of what was rounded; all other tensors of the rank come before.
+        if blob_slot(layout.rank) == slot && !written.errors.is_empty() {
+            let mut shards = std::mem::take(&mut written.errors);
+            shards.sort_by(|a, b| (&a.tensor, &a.offset, &a.shape).cmp(&(&b.tensor, &b.offset, &b.shape)));
+            blobs.push((layout.rank, ErrorsFile::BLOB, ErrorsFile::new(shards).encode()?.into()));
+            blobs.sort_by_key(|(rank, name, _)| (*rank, *name));
+        }
+        for (rank, name, bytes) in blobs {
+            encoder.blob(rank, name, bytes)?;
+            upload.push(encoder.take_output()).await?;
         }
         Ok(())
     }
@@ -266,31 +307,43 @@ impl Saver {
         let (registry, objective) = (self.store.registry(), self.options.objective);
         let verify = self.options.verify_after_encode;
         let keep_encoded = written.kept.as_ref().is_some_and(NextBase::wants_encoded);
+        // A window is much work without a wait: whoever runs this beside something else, such as a look for Ctrl-C, gets a turn here.
+        tokio::task::yield_now().await;
         let bases = self.bases(jobs, layout, parent).await?;
+        let rounded: Vec<Rounded<'_>> =
+            jobs.par_iter().zip(&bases).map(|(job, base)| self.rounded(*job, layout, base.as_deref())).collect::<Result<_>>()?;
         let partners = self.partners(jobs, layout, parent).await?;
-        self.check_hints(jobs, &bases, layout, parent).await?;
+        self.check_hints(jobs, &rounded, &bases, layout, parent).await?;
         let encoded: Vec<(EncodedChunk, Option<EncodedChunk>)> = jobs
             .par_iter()
-            .zip(&bases)
-            .zip(&partners)
-            .map(|((job, base), partners)| {
+            .zip(&rounded)
+            .zip(bases.par_iter().zip(&partners))
+            .map(|((job, rounded), (base, partners))| {
                 let tensor = &layout.tensors[job.tensor];
                 let rows = if base.is_none() { self.changed_rows(*job, layout, parent)? } else { None };
-                let known = Known { base: base.as_deref(), changed_rows: rows.as_deref(), partners: &borrowed(partners) };
-                let encoded = encode_job(registry, objective, tensor, *job, known, verify)?;
+                let known = Known {
+                    base: base.as_deref(),
+                    changed_rows: rows.as_deref(),
+                    partners: &borrowed(partners),
+                    given: rounded.given.as_ref(),
+                };
+                let encode = |known: Known<'_>, verify| encode_job(registry, objective, tensor, *job, &rounded.data, known, verify);
+                let encoded = encode(known, verify)?;
                 let alone = |codec: &CodecRef| registry.needs(codec, &tensor.description.role).is_empty();
                 let kept = match keep_encoded {
                     false => None,
                     true if encoded.kind == ChunkKind::Absolute && encoded.codec.as_ref().is_some_and(alone) => Some(encoded.clone()),
-                    true => Some(encode_job(registry, objective, tensor, *job, Known::default(), false)?),
+                    true => Some(encode(Known::default(), false)?),
                 };
                 Ok((encoded, kept))
             })
             .collect::<Result<_>>()?;
         drop((bases, partners));
-        for (job, (chunk, kept)) in jobs.iter().zip(encoded) {
+        for ((job, rounded), (chunk, kept)) in jobs.iter().zip(&rounded).zip(encoded) {
             let tensor = &layout.tensors[job.tensor];
             let view = tensor.shards[job.shard];
+            let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
+            written.note_errors(self.bounded(tensor).setting, *job, view, grid, rounded);
             if job.chunk == 0 {
                 if job.shard == 0 {
                     encoder.tensor(view.name(), view.dtype(), view.shape())?;
@@ -303,16 +356,65 @@ impl Saver {
             shard_crcs.push(chunk.crc);
             encoder.chunk(chunk).map_err(|e| e.tensor(view.name()).chunk(job.chunk))?;
             let Some(next) = &mut written.kept else { continue };
-            kept.into_iter().for_each(|kept| next.chunk(kept));
-            let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
+            next.chunk(view.data().len(), &rounded.data, kept)?;
             if job.chunk + 1 == grid.chunk_count() {
                 if !written.held_roles.contains(tensor.description.role.as_str()) {
                     self.base.release(&(view.name().to_owned(), view.rect().clone()));
                 }
-                next.shard(view, shard_crcs.clone())?;
+                next.shard(view, shard_crcs.clone());
             }
         }
         upload.push(encoder.take_output()).await
+    }
+
+    /// What is asked of the precision of a tensor.
+    fn bounded(&self, tensor: &LayoutTensor<'_>) -> Bounded {
+        self.options.precision.of(&tensor.description.role, &tensor.description.name)
+    }
+
+    /// A job's chunk as it will be stored.
+    pub(super) fn rounded<'s>(&self, job: Job, layout: &'s StateLayout<'_>, base: Option<&[u8]>) -> Result<Rounded<'s>> {
+        let tensor = &layout.tensors[job.tensor];
+        let view = tensor.shards[job.shard];
+        let bounded = self.bounded(tensor);
+        let data = chunk_of(tensor, job)?;
+        if bounded.setting == Setting::Lossless {
+            return Ok(Rounded::lossless(data));
+        }
+        let locate = |e: Error| e.tensor(view.name()).chunk(job.chunk);
+        let of_partner = |role: &str| {
+            let (number, shard) = layout.partner(job.tensor, role, view.rect())?;
+            Some((&layout.tensors[number], Job { tensor: number, shard, chunk: job.chunk, base: None }))
+        };
+        // A master lies beside its model weight as that will be stored.
+        let model = match (bounded.setting, of_partner("model")) {
+            (Setting::Remainder { .. }, Some((model, job))) if model.description.role != tensor.description.role => {
+                Some((model.description.dtype, self.rounded_alone(job, layout)?))
+            }
+            _ => None,
+        };
+        let model = model.as_ref().map(|(dtype, rounded)| Partner { role: "model", dtype: *dtype, data: &rounded.data, base: None });
+        let chunk = Chunk { base, partners: model.as_slice(), ..chunk_to_encode(tensor, job, data, None, &[])? };
+        let mut rounded = round(bounded, &chunk).map_err(locate)?;
+        let first =
+            of_partner("exp_avg").filter(|(first, _)| tensor.description.role == "exp_avg_sq" && first.description.dtype == Dtype::F32);
+        if let (Some(errors), Some((first, job))) = (&mut rounded.errors, first) {
+            let stored = self.rounded_alone(job, layout)?;
+            errors.update = crate::kernels::errors::updates([chunk_of(first, job)?, &stored.data], [data, &rounded.data]);
+        }
+        let Rounded { data: stored, given, errors } = rounded;
+        let data = match stored {
+            Cow::Owned(stored) => Cow::Owned(stored),
+            Cow::Borrowed(_) => Cow::Borrowed(data),
+        };
+        Ok(Rounded { data, given, errors })
+    }
+
+    /// A chunk as it will be stored, of a tensor whose rounding needs no other.
+    fn rounded_alone<'s>(&self, job: Job, layout: &'s StateLayout<'_>) -> Result<Rounded<'s>> {
+        let tensor = &layout.tensors[job.tensor];
+        let chunk = chunk_to_encode(tensor, job, chunk_of(tensor, job)?, None, &[])?;
+        round(self.bounded(tensor), &chunk).map_err(|e| e.tensor(&tensor.description.name).chunk(job.chunk))
     }
 
     /// For each job the chunks of its partners, as far as the state has them and some codec can use them.
@@ -332,6 +434,11 @@ impl Saver {
                 let rect = tensor.shards[job.shard].rect();
                 let Some((number, shard)) = layout.partner(job.tensor, need.role, rect) else { continue };
                 let partner = &layout.tensors[number];
+                let is_rounded = self.bounded(partner).setting != Setting::Lossless;
+                if is_rounded && need.base {
+                    // What is predicted of rounded moments is not worth its work.
+                    continue;
+                }
                 let base = match (need.base, job.base, parent) {
                     (true, Some(ours), Some(parent)) => {
                         let theirs = parent.find(partner.shards[shard]);
@@ -343,7 +450,8 @@ impl Saver {
                 if base.is_some() {
                     wanted.push((at, partners.len(), job));
                 }
-                partners.push(OwnPartner { role: need.role, dtype: partner.description.dtype, data: chunk_of(partner, job)?, base: None });
+                let data = if is_rounded { self.rounded_alone(job, layout)?.data } else { Cow::Borrowed(chunk_of(partner, job)?) };
+                partners.push(OwnPartner { role: need.role, dtype: partner.description.dtype, data, base: None });
             }
             found.push(partners);
         }
@@ -397,18 +505,19 @@ impl Saver {
     async fn check_hints(
         &self,
         jobs: &[Job],
+        rounded: &[Rounded<'_>],
         bases: &[Option<Cow<'_, [u8]>>],
         layout: &StateLayout<'_>,
         parent: Option<&Parent>,
     ) -> Result<()> {
         let mut unchanged = Vec::new();
-        for (job, base) in jobs.iter().zip(bases) {
+        for ((job, rounded), base) in jobs.iter().zip(rounded).zip(bases) {
             let (Some(number), tensor) = (job.base, &layout.tensors[job.tensor]) else { continue };
             let view = tensor.shards[job.shard];
             let Some(rows) = self.changed_rows(*job, layout, parent)? else { continue };
             match base {
                 Some(base) => {
-                    let chunk = chunk_to_encode(tensor, *job, Some(base), &[])?;
+                    let chunk = chunk_to_encode(tensor, *job, &rounded.data, Some(base), &[])?;
                     let Some((row_bytes, _)) = chunk.rows() else { continue };
                     let pairs = chunk.data.chunks_exact(row_bytes).zip(base.chunks_exact(row_bytes)).zip(0u64..);
                     let mut changed = pairs.filter(|((ours, theirs), _)| ours != theirs).map(|(_, row)| row);
@@ -416,17 +525,16 @@ impl Saver {
                         return Err(left_out(&format!("row {row}"), view, job.chunk));
                     }
                 }
-                None if rows.is_empty() => unchanged.push((job, (number, view.rect().clone(), job.chunk))),
+                None if rows.is_empty() => unchanged.push((job, rounded, (number, view.rect().clone(), job.chunk))),
                 None => {}
             }
         }
         let (Some(parent), false) = (parent, unchanged.is_empty()) else { return Ok(()) };
-        let wanted: Vec<_> = unchanged.iter().map(|(_, wanted)| wanted.clone()).collect();
+        let wanted: Vec<_> = unchanged.iter().map(|(_, _, wanted)| wanted.clone()).collect();
         let crcs = parent.snapshot.chunk_crcs(&wanted).await?;
-        for ((job, _), crc) in unchanged.into_iter().zip(crcs) {
-            let tensor = &layout.tensors[job.tensor];
-            if crc32fast::hash(chunk_of(tensor, *job)?) != crc {
-                return Err(left_out("a row", tensor.shards[job.shard], job.chunk));
+        for ((job, rounded, _), crc) in unchanged.into_iter().zip(crcs) {
+            if crc32fast::hash(&rounded.data) != crc {
+                return Err(left_out("a row", layout.tensors[job.tensor].shards[job.shard], job.chunk));
             }
         }
         Ok(())
@@ -444,7 +552,7 @@ fn left_out(row: &str, view: &TensorView<'_>, chunk: u64) -> Error {
 pub(super) struct OwnPartner<'a> {
     role: &'static str,
     dtype: Dtype,
-    data: &'a [u8],
+    data: Cow<'a, [u8]>,
     base: Option<Cow<'a, [u8]>>,
 }
 
@@ -452,7 +560,7 @@ pub(super) fn borrowed<'a>(partners: &'a [OwnPartner<'_>]) -> Vec<Partner<'a>> {
     let borrow = |partner: &'a OwnPartner<'_>| Partner {
         role: partner.role,
         dtype: partner.dtype,
-        data: partner.data,
+        data: &partner.data,
         base: partner.base.as_deref(),
     };
     partners.iter().map(borrow).collect()
@@ -465,10 +573,11 @@ fn chunk_of<'a>(tensor: &LayoutTensor<'a>, job: Job) -> Result<&'a [u8]> {
     view.data().get(range.start as usize..range.end as usize).ok_or_else(|| Error::invalid("a chunk outside its shard").tensor(view.name()))
 }
 
-/// A job's chunk, as codecs take it.
+/// A job's chunk with this content, as codecs take it.
 pub(super) fn chunk_to_encode<'a>(
-    tensor: &'a LayoutTensor<'a>,
+    tensor: &'a LayoutTensor<'_>,
     job: Job,
+    data: &'a [u8],
     base: Option<&'a [u8]>,
     partners: &'a [Partner<'a>],
 ) -> Result<Chunk<'a>> {
@@ -480,7 +589,7 @@ pub(super) fn chunk_to_encode<'a>(
         base,
         partners,
         row_elements: grid.row_elements(),
-        ..Chunk::new(view.dtype(), elements.end - elements.start, chunk_of(tensor, job)?)
+        ..Chunk::new(view.dtype(), elements.end - elements.start, data)
     })
 }
 
@@ -490,6 +599,7 @@ struct Known<'a> {
     base: Option<&'a [u8]>,
     changed_rows: Option<&'a [u64]>,
     partners: &'a [Partner<'a>],
+    given: Option<&'a Given>,
 }
 
 fn encode_job(
@@ -497,13 +607,14 @@ fn encode_job(
     objective: Objective,
     tensor: &LayoutTensor<'_>,
     job: Job,
-    Known { base, changed_rows, partners }: Known<'_>,
+    data: &[u8],
+    Known { base, changed_rows, partners, given }: Known<'_>,
     verify: bool,
 ) -> Result<EncodedChunk> {
     let view = tensor.shards[job.shard];
     let locate = |e: Error| e.tensor(view.name()).chunk(job.chunk);
-    let chunk = Chunk { changed_rows, ..chunk_to_encode(tensor, job, base, partners).map_err(locate)? };
-    let encoded = encode_chunk(registry, objective, &chunk, verify).map_err(locate)?;
+    let chunk = Chunk { changed_rows, ..chunk_to_encode(tensor, job, data, base, partners).map_err(locate)? };
+    let encoded = encode_given(registry, objective, &chunk, given, verify).map_err(locate)?;
     // Without a base, nothing can be unchanged or a delta, unless the caller knows what changed.
     if base.is_none() && changed_rows.is_none() && encoded.kind != ChunkKind::Absolute {
         return Err(locate(Error::invalid("a codec made a delta without a base")));

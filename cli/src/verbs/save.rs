@@ -10,9 +10,10 @@ use serde_json::{Map, Value};
 use tensorcask::blocking::Store;
 use tensorcask::codec::Objective;
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{BaseKeeping, Blob, Error, Metadata, Policy, Result, Saved, TensorView, WriterOptions};
+use tensorcask::{BaseKeeping, Blob, Error, Metadata, Policy, Precision, Result, Saved, TensorView, WriterOptions};
 
 use crate::decision::DecisionJson;
+use crate::errors::ErrorsJson;
 use crate::output::{Outcome, complain};
 use crate::parse;
 use crate::progress::Progress;
@@ -23,7 +24,8 @@ use crate::text::{Text, human_bytes, human_ratio, ratio};
 if it is not there. Saving takes the store over: a job that was writing to it is told so, and stops.
 
 Example:
-  tensorcask save runs/a --step 1000 --policy intermittent --every 8 --user loss=2.31 model.safetensors optimizer.safetensors")]
+  tensorcask save runs/a --step 1000 --policy intermittent --every 8 --user loss=2.31 model.safetensors optimizer.safetensors
+  tensorcask save runs/a --step 2000 --precision near --precision 'exp_avg_sq=loguniform:8<=0.05' state.safetensors")]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
@@ -46,6 +48,11 @@ pub(crate) struct Args {
     /// What codecs are chosen for: smallest, balanced, fastest, or three weights of size, speed and precision
     #[arg(long, value_name = "NAME|W1,W2,W3", default_value = "balanced", value_parser = parse::objective)]
     objective: Objective,
+    /// How exactly tensors are stored: lossless, near, compact, or PATTERN=SETTING, with a role or a glob of names, and one of loguniform:STEPS,
+    /// remainder:BITS, cluster, kmeans, blockwise8, lossless; `<=X` behind it bounds the relative error. May be given again: the last that
+    /// fits a tensor counts
+    #[arg(long, value_name = "PROFILE|PATTERN=SETTING", value_parser = parse::precision)]
+    precision: Vec<String>,
     /// What tensors with such names are to training (model, master, exp_avg, ...), instead of what their names tell; the last that
     /// fits counts
     #[arg(long, value_name = "GLOB=ROLE", value_parser = parse::role)]
@@ -70,6 +77,8 @@ struct Report {
     ratio: Option<f64>,
     chunks: BTreeMap<String, u64>,
     decision: DecisionJson,
+    /// Of what was rounded.
+    errors: Option<ErrorsJson>,
     seconds: f64,
 }
 
@@ -110,6 +119,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         // This process saves once: a base in memory would serve nobody.
         base_cache: BaseKeeping::None,
         objective: args.objective,
+        precision: Precision::parse(args.precision.iter().map(String::as_str))?,
         verify_after_encode: !args.no_verify_after_encode,
         ..WriterOptions::default()
     })?;
@@ -127,6 +137,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         ratio: ratio(saved.tensor_bytes, saved.stored_bytes),
         chunks: saved.chunks,
         decision: DecisionJson::of(&saved.decision),
+        errors: saved.errors.as_ref().map(ErrorsJson::of),
         seconds: begun.elapsed().as_secs_f64(),
     };
     let text = describe(&report);
@@ -152,6 +163,7 @@ fn describe(report: &Report) -> Text {
         None => report.kind.to_owned(),
     };
     let chunks: Vec<String> = report.chunks.iter().map(|(codec, count)| format!("{codec} {count}")).collect();
+    let errors = report.errors.as_ref().map_or_else(|| "none: lossless".to_owned(), ErrorsJson::line);
     let mut text = Text::default();
     text.fields(&[
         ("step", report.step.to_string()),
@@ -161,6 +173,7 @@ fn describe(report: &Report) -> Text {
         ("stored", human_bytes(report.stored_bytes)),
         ("ratio", human_ratio(report.ratio)),
         ("chunks", chunks.join(", ")),
+        ("errors", errors),
         ("seconds", format!("{:.2}", report.seconds)),
     ]);
     text

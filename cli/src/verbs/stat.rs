@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::wire::SnapshotKind;
-use tensorcask::{Result, Slice, Status};
+use tensorcask::{ErrorReport, Result, Slice, Status};
 
 use crate::cask::{self, CodecCounts};
 use crate::decision::DecisionJson;
+use crate::errors::ErrorsJson;
 use crate::output::Outcome;
 use crate::progress::Progress;
 use crate::text::{Text, human_bytes, human_ratio, ratio};
@@ -41,6 +42,10 @@ struct Report<'a> {
     kept_bytes: u64,
     codecs: BTreeMap<String, CodecCounts>,
     roles: BTreeMap<String, RoleCounts>,
+    /// How far roles that were rounded are from what was saved, over all snapshots.
+    errors: BTreeMap<String, ErrorsJson>,
+    #[serde(skip)]
+    error_reports: BTreeMap<String, ErrorReport>,
     /// Why the adaptive policy made a base or a delta of each step that it saved.
     decisions: Vec<DecisionRow>,
 }
@@ -72,6 +77,10 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             SnapshotKind::Delta => report.deltas += 1,
         }
         report.add(&store, &snapshot)?;
+        for tensor in snapshot.errors()? {
+            let of_role = report.error_reports.entry(tensor.role).or_default();
+            *of_role = of_role.and(tensor.total);
+        }
         if let Some(decision) = snapshot.decision() {
             report.decisions.push(DecisionRow {
                 step: snapshot.step(),
@@ -87,6 +96,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         }
     }
     report.ratio = ratio(report.tensor_bytes, report.stored_bytes);
+    report.errors = report.error_reports.iter().map(|(role, errors)| (role.clone(), ErrorsJson::of(errors))).collect();
     let pages = report.codecs.values().map(|codec| codec.stored_bytes).fold(report.blob_bytes, u64::saturating_add);
     report.overhead_bytes = report.stored_bytes.saturating_sub(pages);
     drop(progress);
@@ -156,6 +166,10 @@ impl Report<'_> {
         let roles: Vec<Vec<String>> = roles.collect();
         text.line("");
         text.table(&["role", ">tensors", ">stored"], &roles);
+        if !self.errors.is_empty() {
+            text.line("");
+            self.errors.iter().for_each(|(role, errors)| text.line(format!("{role}, rounded: {}", errors.line())));
+        }
         if !self.decisions.is_empty() {
             text.line("");
             let cells = |row: &DecisionRow| [row.step.to_string(), row.kind.to_owned()].into_iter().chain(row.decision.cells()).collect();

@@ -4,8 +4,9 @@ use std::time::Instant;
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
-use tensorcask::{Depth, ErrorKind, Result, VerifyOptions};
+use tensorcask::{Depth, ErrorKind, ErrorReport, Problem, Result, VerifyOptions, VerifyReport};
 
+use crate::errors::ErrorsJson;
 use crate::output::{ErrorJson, Outcome, code_of};
 use crate::parse;
 use crate::progress::Progress;
@@ -33,6 +34,9 @@ pub(crate) struct Args {
     /// Only the i-th of n parts of the casks and snapshots, i from 0 on; the log is checked by each
     #[arg(long, value_name = "I/N", value_parser = parse::part)]
     shard: Option<(u64, u64)>,
+    /// The greatest relative error that tensors may have got when they were rounded; more is a problem
+    #[arg(long, value_name = "X")]
+    max_error: Option<f64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -46,6 +50,8 @@ struct Report {
     casks: u64,
     cask_bytes: u64,
     chunks: u64,
+    /// How far tensors that were rounded are from what was saved, in all snapshots that were checked.
+    errors: Option<ErrorsJson>,
     problems: Vec<ProblemRow>,
     seconds: f64,
 }
@@ -62,8 +68,9 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     let options = VerifyOptions { depth: Depth::from_name(&args.depth)?, step: args.step, shard: args.shard };
     let progress = Progress::start(&store, "verifying");
-    let found = store.verify(&options)?;
+    let mut found = store.verify(&options)?;
     drop(progress);
+    let errors = receipts(&store, args, &mut found)?;
 
     let mut text = Text::default();
     let mut problems = Vec::new();
@@ -91,6 +98,9 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         human_bytes(found.cask_bytes),
         found.chunks
     ));
+    if let Some(errors) = &errors {
+        text.line(format!("tensors were rounded: {}", ErrorsJson::of(errors).line()));
+    }
     let report = Report {
         clean: found.is_clean(),
         depth: options.depth.name(),
@@ -101,8 +111,29 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         casks: found.casks,
         cask_bytes: found.cask_bytes,
         chunks: found.chunks,
+        errors: errors.as_ref().map(ErrorsJson::of),
         problems,
         seconds: begun.elapsed().as_secs_f64(),
     };
     Ok(Outcome::new(&report, text)?.with_code(code))
+}
+
+/// What snapshots say of their errors, summed up; what is above the bound, or cannot be read, is a problem.
+fn receipts(store: &Store, args: &Args, found: &mut VerifyReport) -> Result<Option<ErrorReport>> {
+    let Ok(snapshots) = store.snapshots() else { return Ok(None) };
+    let mut total: Option<ErrorReport> = None;
+    for step in snapshots.iter().map(|info| info.record.step).filter(|step| args.step.is_none_or(|only| only == *step)) {
+        // One that cannot be opened has been told already.
+        let Ok(snapshot) = store.snapshot(step) else { continue };
+        let problem = match (snapshot.errors(), args.max_error) {
+            (Ok(tensors), bound) => {
+                total = tensors.iter().fold(total, |sum, tensor| Some(sum.unwrap_or_default().and(tensor.total)));
+                bound.and_then(|bound| snapshot.check_errors(bound).err())
+            }
+            (Err(error), _) if found.is_clean() => Some(error),
+            (Err(_), _) => None,
+        };
+        found.problems.extend(problem.map(|error| Problem { step: Some(step), error }));
+    }
+    Ok(total)
 }

@@ -150,18 +150,23 @@ fn memory_does_not_grow_with_the_number_of_saves() {
     let mut engine = Engine::start(EngineOptions { keep: 2, ..host.options() }).unwrap();
     let mut most = 0;
     let state = |step: u64| State::new(step, 64 << 10);
-    for step in 1..=300 {
-        state(step).save(&mut engine).unwrap();
-        if step % 20 == 0 {
-            assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-            most = most.max(host.status().runs[0].memory_bytes);
+    let key = {
+        state(1).save(&mut engine).unwrap();
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+        host.status().runs[0].key.clone()
+    };
+    let first = host.engine_folder().join(key).join("memory-0");
+    // How many entries a save makes depends on how many snapshots are given up at once: on a busy machine, fewer.
+    let mut step = 1;
+    while first.exists() {
+        for _ in 0..20 {
+            step += 1;
+            state(step).save(&mut engine).unwrap();
         }
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+        most = most.max(host.status().runs[0].memory_bytes);
+        assert!(step < 1200, "the log in memory was never cut off");
     }
-    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    let key = host.status().runs[0].key.clone();
-    let folders: Vec<String> =
-        std::fs::read_dir(host.engine_folder().join(key)).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    assert!(!folders.contains(&"memory-0".to_owned()), "{folders:?}");
     assert!(most < 16 << 20, "{most} bytes of memory");
-    assert_eq!(host.stored_steps().len(), 300);
+    assert_eq!(host.stored_steps().len(), step as usize);
 }

@@ -1,6 +1,6 @@
 //! The engine with real processes: trainers and agents are killed, stores go away, memory runs out.
 #![cfg(target_os = "linux")]
-#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::little_endian_bytes, reason = "tests")]
 
 mod agents;
 mod faults;

@@ -5,6 +5,7 @@ use std::process::Command;
 use rustix::process::Signal;
 use tensorcask::Latest;
 use tensorcask::blocking::Store;
+use tensorcask::{Dtype, Metadata, Precision, TensorView};
 use tensorcask_engine::{Engine, EngineOptions, Source, Until};
 
 use super::host::*;
@@ -123,4 +124,31 @@ fn the_second_tier_may_be_s3() {
     let found = engine.restore(Latest).unwrap();
     assert_eq!((found.step, &found.source), (3, &Source::Tier(1, far)));
     check(&found, SMALL);
+}
+
+#[test]
+fn what_is_rounded_has_its_receipt_in_every_tier() {
+    let host = Host::new();
+    let options = EngineOptions { precision: Precision::near(), ..options(&host) };
+    let mut engine = Engine::start(options.clone()).unwrap();
+    let numbers: Vec<u8> = (1..=10_000).flat_map(|i| (1.0 / i as f32).to_le_bytes()).collect();
+    let tensors = [TensorView::new("optimizer.exp_avg.w", Dtype::F32, &[100, 100], &numbers).unwrap()];
+    for step in 1..=3 {
+        engine.save(step, &tensors, &[], &Metadata::default()).unwrap();
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    settled(&host);
+    for store in [host.store(), Store::open(&far(&host)).unwrap()] {
+        for step in 1..=3 {
+            let errors = store.snapshot(step).unwrap().errors().unwrap();
+            assert_eq!((errors.len(), errors[0].setting.as_str()), (1, "loguniform:16"), "step {step}");
+        }
+    }
+    // What a trainer gets back it may save again: the receipt is not its own.
+    drop(engine);
+    let engine = Engine::start(options).unwrap();
+    for step in [1u64, 3] {
+        let restored = engine.restore(step).unwrap();
+        assert!(restored.blobs.is_empty(), "step {step}: {:?}", restored.blobs);
+    }
 }

@@ -8,6 +8,7 @@ import numpy as np
 from .dtypes import DTYPES, Dtype
 from .entropy import decode_plane
 from .errors import corrupt, unsupported
+from .quantized import blockwise8, cluster, kmeans, loguniform
 
 Bytes = np.ndarray
 Column = tuple[str, Bytes]
@@ -270,6 +271,14 @@ CODECS: dict[tuple[str, int], Codec] = {
         frozenset({"delta"}), ("step", "tokens", "bits"), _predict, other_columns=("moment", "tokens", "bits"),
         needs={"master": ("exp_avg", "exp_avg_sq"), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
     ),
+    ("tc.loguniform", 1): Codec(
+        frozenset({"absolute", "delta"}), ("grid", "rows", "columns", "codes", "signs", "escapes"), loguniform, dtypes=frozenset({"f32"}),
+    ),
+    ("tc.cluster", 1): Codec(
+        frozenset({"absolute"}), ("labels", "codes", "scale", "offset", "options"), cluster, dtypes=frozenset({"f32"}),
+    ),
+    ("tc.kmeans", 1): Codec(frozenset({"absolute", "delta"}), ("levels", "codes", "protected"), kmeans, dtypes=frozenset({"f32"})),
+    ("tc.blockwise8", 1): Codec(frozenset({"absolute"}), ("map", "absmax", "codes"), blockwise8, dtypes=frozenset({"f32"})),
 }
 
 

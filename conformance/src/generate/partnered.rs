@@ -1,4 +1,4 @@
-//! Codecs that need a base, other tensors of the parameter, or neither: a case for each vector of `spec/vectors`.
+//! Codecs of whole chunks, with a base, other tensors of the parameter, or neither: a case for each vector of `spec/vectors`.
 
 use toml::{Table, Value};
 
@@ -9,10 +9,26 @@ use super::writer::{Entry, State, Store};
 use super::{Outcome, Sketch};
 use crate::Failure;
 
-const VECTORS: &str = include_str!("vectors/partnered-1.0.toml");
+const VECTORS: [&str; 2] = [include_str!("vectors/partnered-1.0.toml"), include_str!("vectors/quantized-1.0.toml")];
 
 /// Texts that vectors hold; they have no others.
-const KNOWN: [&str; 27] = [
+const KNOWN: [&str; 43] = [
+    "tc.loguniform",
+    "tc.blockwise8",
+    "tc.cluster",
+    "tc.kmeans",
+    "grid",
+    "codes",
+    "signs",
+    "escapes",
+    "map",
+    "absmax",
+    "labels",
+    "scale",
+    "offset",
+    "options",
+    "levels",
+    "protected",
     "tc.rows",
     "tc.factored",
     "tc.rounded",
@@ -131,10 +147,10 @@ fn store_of(vector: &Vector) -> Result<Store, Failure> {
 }
 
 pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
-    let table: Table = VECTORS.parse()?;
+    let tables: Vec<Table> = VECTORS.iter().map(|text| text.parse()).collect::<Result<_, _>>()?;
     let mut cases = Vec::new();
     for (kind, is_valid) in [("chunk", true), ("chunk_decode", true), ("chunk_invalid", false)] {
-        for (at, row) in rows(&table, kind).enumerate() {
+        for (at, row) in tables.iter().flat_map(|table| rows(table, kind).enumerate()) {
             let vector = vector(row)?;
             let why = row
                 .get("name")

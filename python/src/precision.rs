@@ -1,0 +1,108 @@
+//! Errors of tensors that were rounded, and the search for the setting of one.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use tensorcask::{Dtype, Result, TensorView, search};
+
+use crate::buffer::Source;
+use crate::errors::raise;
+
+/// How far elements are from what was saved.
+#[pyclass(module = "tensorcask", frozen, get_all)]
+#[derive(Clone, Copy)]
+pub(crate) struct ErrorReport {
+    /// Elements that have a relative error: those that were finite and not zero.
+    elements: u64,
+    /// The greatest relative error.
+    max_relative: f64,
+    /// The mean of relative errors.
+    mean_relative: f64,
+    /// The mean squared error of all elements.
+    mean_squared: f64,
+    /// Elements whose sign changed.
+    sign_flips: u64,
+    /// Error of Adam's update, root mean square, relative to that of the update; None where it is not known.
+    update_error: Option<f64>,
+}
+
+impl ErrorReport {
+    pub(crate) fn of(report: &tensorcask::ErrorReport) -> Self {
+        Self {
+            elements: report.elements,
+            max_relative: report.max_relative,
+            mean_relative: report.mean_relative(),
+            mean_squared: report.mean_squared(),
+            sign_flips: report.sign_flips,
+            update_error: report.update_error(),
+        }
+    }
+}
+
+#[pymethods]
+impl ErrorReport {
+    fn __repr__(&self) -> String {
+        format!("ErrorReport(elements={}, max_relative={:.3e}, mean_relative={:.3e})", self.elements, self.max_relative, self.mean_relative)
+    }
+}
+
+/// The setting that a search found.
+#[pyclass(module = "tensorcask", frozen, get_all)]
+pub(crate) struct Found {
+    /// The setting, as rules take it.
+    setting: String,
+    /// Bytes that the tensor takes.
+    stored_bytes: u64,
+    /// The error.
+    errors: ErrorReport,
+}
+
+#[pymethods]
+impl Found {
+    fn __repr__(&self) -> String {
+        format!("Found(setting='{}', stored_bytes={})", self.setting, self.stored_bytes)
+    }
+}
+
+/// The setting with which a tensor takes the fewest bytes, of those for which `evaluate` returns true.
+#[pyfunction]
+pub(crate) fn search_precision(
+    py: Python<'_>,
+    dtype: &str,
+    shape: Vec<u64>,
+    data: &Bound<'_, PyAny>,
+    role: String,
+    evaluate: &Bound<'_, PyAny>,
+) -> PyResult<Found> {
+    if !evaluate.is_callable() {
+        return Err(PyValueError::new_err("evaluate: give a function of a setting and its errors"));
+    }
+    let dtype = Dtype::from_name(dtype).map_err(|e| raise(&e))?;
+    let source = Source::new(data)?;
+    let evaluate = evaluate.clone().unbind();
+    py.detach(|| {
+        let mut raised = None;
+        let mut accepts = |setting: &tensorcask::Setting, errors: &tensorcask::ErrorReport| {
+            let answer = Python::attach(|py| evaluate.bind(py).call1((setting.to_string(), ErrorReport::of(errors)))?.is_truthy());
+            // What was raised ends the search.
+            answer.unwrap_or_else(|error| {
+                raised = Some(error);
+                true
+            })
+        };
+        let found = view(dtype, &shape, source.bytes(), role).and_then(|view| search(&view, &mut accepts));
+        match raised {
+            Some(error) => Err(error),
+            None => found.map(Found::of).map_err(|e| raise(&e)),
+        }
+    })
+}
+
+impl Found {
+    fn of(found: tensorcask::Found) -> Self {
+        Self { setting: found.setting.to_string(), stored_bytes: found.stored_bytes, errors: ErrorReport::of(&found.errors) }
+    }
+}
+
+fn view<'a>(dtype: Dtype, shape: &[u64], data: &'a [u8], role: String) -> Result<TensorView<'a>> {
+    Ok(TensorView::new("tensor", dtype, shape, data)?.with_role(role, "tensor"))
+}

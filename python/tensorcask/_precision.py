@@ -1,0 +1,62 @@
+"""Tensors that are rounded on purpose: how far they are from what was saved, and what a tensor of yours bears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import _frameworks, _native
+from ._native import ErrorReport, Found
+
+
+@dataclass(frozen=True)
+class TensorErrors:
+    """How far a tensor that was rounded is from what was saved.
+
+    ``elements`` are those that have a relative error: finite, and not zero. ``mean_squared`` is over all. ``update_error`` is
+    known for second moments beside their first: the error of Adam's update, root mean square, relative to the update's.
+    """
+
+    name: str
+    role: str
+    setting: str
+    elements: int
+    max_relative: float
+    mean_relative: float
+    mean_squared: float
+    sign_flips: int
+    update_error: float | None
+
+    @classmethod
+    def of(cls, name: str, role: str, setting: str, errors: ErrorReport) -> TensorErrors:
+        """From what the library says."""
+        means = (errors.max_relative, errors.mean_relative, errors.mean_squared)
+        return cls(name, role, setting, errors.elements, *means, errors.sign_flips, errors.update_error)
+
+
+def search_precision(tensor: Any, evaluate: Callable[[str, ErrorReport], object], *, role: str = "exp_avg") -> Found:
+    """The setting with which a tensor of f32 takes the fewest bytes, of those that ``evaluate`` accepts.
+
+    ``evaluate`` gets settings in text, as rules of ``precision=`` take them, and their errors, the cheapest first, and returns
+    whether it will do: it may compare errors with a budget, or try what the rounded state does to a model. What it raises
+    ends the search. ``lossless`` is found where nothing else is accepted.
+
+    >>> import array
+    >>> from tensorcask import RawTensor
+    >>> moments = RawTensor("f32", (1000,), bytearray(array.array("f", (1 / n for n in range(1, 1001)))))
+    >>> found = search_precision(moments, lambda setting, errors: errors.max_relative <= 0.05)
+    >>> found.errors.max_relative <= 0.05, found.stored_bytes < 2000
+    (True, True)
+    >>> search_precision(moments, lambda setting, errors: False).setting
+    'lossless'
+    """
+    lent = _frameworks.lend(tensor, "tensor")
+    if lent.dtype != "f32":
+        raise ValueError(f"a tensor of {lent.dtype}: only f32 is rounded")
+    return _native.search_precision(lent.dtype, lent.shape, lent.buffer, role, evaluate)
+
+
+def words(precision: str | Sequence[str]) -> tuple[str, ...]:
+    """A word, or several, as writers take them."""
+    return (precision,) if isinstance(precision, str) else tuple(precision)

@@ -1,0 +1,135 @@
+//! Clusters of f32, each with a scale and an offset. Spec: spec/codecs/cluster.md.
+
+use super::floats::{floats, unit};
+
+/// The most clusters.
+pub(crate) const MAX_CLUSTERS: usize = 16;
+
+super::for_every_level! {
+    /// For each number, how many edges are below it or equal.
+    pub(crate) fn labels / labels_at(edges: &[f32], data: &[u8], out: &mut [u8]) = labels_any;
+}
+
+super::for_every_level! {
+    /// `offset + scale * map[code]` of each element, by its label.
+    pub(crate) fn join / join_at(labels: &[u8], codes: &[u8], tables: &Tables<'_>, out: &mut [u8]) = join_any;
+}
+
+super::for_every_level! {
+    /// The code of each number on a linear map: the nearest, where the offset is the least of its cluster.
+    pub(crate) fn linear_codes / linear_codes_at(labels: &[u8], data: &[u8], tables: &Tables<'_>, out: &mut [u8]) = linear_codes_any;
+}
+
+/// Scales and offsets by label, and what codes stand for.
+#[derive(Debug, Clone)]
+pub(crate) struct Tables<'a> {
+    pub scale: [f32; MAX_CLUSTERS],
+    pub offset: [f32; MAX_CLUSTERS],
+    pub map: &'a [f32; 256],
+}
+
+/// The number that a code of a cluster stands for.
+#[inline(always)]
+pub(crate) fn number(scale: f32, offset: f32, mapped: f32) -> f32 {
+    let product = scale * mapped;
+    offset + product
+}
+
+/// Numbers that are looked at side by side.
+const LANES: usize = 16;
+
+#[inline(always)]
+fn labels_any(edges: &[f32], data: &[u8], out: &mut [u8]) {
+    // All edges at once: those that are not there are above every number.
+    let mut all = [f32::NAN; MAX_CLUSTERS - 1];
+    for (slot, edge) in all.iter_mut().zip(edges) {
+        *slot = *edge;
+    }
+    for (data, out) in data.chunks(LANES * 4).zip(out.chunks_mut(LANES)) {
+        let (mut numbers, mut counts) = ([0f32; LANES], [0u32; LANES]);
+        for (number, x) in numbers.iter_mut().zip(floats(data)) {
+            *number = x;
+        }
+        for edge in all {
+            for (count, x) in counts.iter_mut().zip(numbers) {
+                *count += u32::from(x >= edge);
+            }
+        }
+        for (label, count) in out.iter_mut().zip(counts) {
+            *label = count as u8;
+        }
+    }
+}
+
+#[inline(always)]
+fn linear_codes_any(labels: &[u8], data: &[u8], tables: &Tables<'_>, out: &mut [u8]) {
+    let inverse: [f32; MAX_CLUSTERS] = std::array::from_fn(|at| if tables.scale[at] > 0.0 { 1.0 / tables.scale[at] } else { 0.0 });
+    for ((x, &label), out) in floats(data).zip(labels).zip(out) {
+        let at = usize::from(label) % MAX_CLUSTERS;
+        *out = ((x - tables.offset[at]) * inverse[at] + 0.5).clamp(0.0, 255.0) as u8;
+    }
+}
+
+#[inline(always)]
+fn join_any(labels: &[u8], codes: &[u8], tables: &Tables<'_>, out: &mut [u8]) {
+    for ((&label, &code), out) in labels.iter().zip(codes).zip(out.as_chunks_mut::<4>().0) {
+        let at = usize::from(label) % MAX_CLUSTERS;
+        *out = unit(number(tables.scale[at], tables.offset[at], tables.map[usize::from(code)]));
+    }
+}
+
+/// Least and greatest number of each label; the least above the greatest where a label has none.
+pub(crate) fn ranges(labels: &[u8], data: &[u8]) -> [(f32, f32); MAX_CLUSTERS] {
+    // Several tables, so that one number need not wait for the one before.
+    const TABLES: usize = 8;
+    let mut found = [[(f32::INFINITY, f32::NEG_INFINITY); MAX_CLUSTERS]; TABLES];
+    for (data, labels) in data.chunks(TABLES * 4).zip(labels.chunks(TABLES)) {
+        for ((x, &label), table) in floats(data).zip(labels).zip(&mut found) {
+            let (least, greatest) = &mut table[usize::from(label) % MAX_CLUSTERS];
+            *least = if x < *least { x } else { *least };
+            *greatest = if x > *greatest { x } else { *greatest };
+        }
+    }
+    std::array::from_fn(|at| {
+        let all = found.iter().map(|table| table[at]);
+        all.fold((f32::INFINITY, f32::NEG_INFINITY), |a, b| (a.0.min(b.0), a.1.max(b.1)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::Level;
+    use crate::kernels::floats::to_bytes;
+
+    #[test]
+    fn all_levels_agree() {
+        let numbers: Vec<f32> = (0..2051).map(|i| (i as f32 * 0.37).sin() * 3.0).collect();
+        let data = to_bytes(&numbers);
+        let map: [f32; 256] = std::array::from_fn(|k| k as f32);
+        let edges = [-2.0, -0.5, 0.25, 1.0];
+        let mut expected = vec![0; numbers.len()];
+        labels_at(Level::Scalar, &edges, &data, &mut expected);
+        for (x, &label) in numbers.iter().zip(&expected) {
+            assert_eq!(usize::from(label), edges.iter().filter(|edge| *edge <= x).count());
+        }
+        let mut tables = Tables { scale: [0.0; MAX_CLUSTERS], offset: [0.0; MAX_CLUSTERS], map: &map };
+        for (at, (least, greatest)) in ranges(&expected, &data).into_iter().enumerate().take(5) {
+            (tables.offset[at], tables.scale[at]) = (least, (greatest - least) / 255.0);
+        }
+        let mut codes = vec![0; numbers.len()];
+        linear_codes_at(Level::Scalar, &expected, &data, &tables, &mut codes);
+        let mut joined = vec![0; data.len()];
+        join_at(Level::Scalar, &expected, &codes, &tables, &mut joined);
+        for (x, y) in numbers.iter().zip(floats(&joined)) {
+            assert!((x - y).abs() < 0.01);
+        }
+        for level in Level::available() {
+            let (mut labels, mut other_codes, mut out) = (vec![0; numbers.len()], vec![0; numbers.len()], vec![0; data.len()]);
+            labels_at(level, &edges, &data, &mut labels);
+            linear_codes_at(level, &labels, &data, &tables, &mut other_codes);
+            join_at(level, &labels, &other_codes, &tables, &mut out);
+            assert!(labels == expected && other_codes == codes && out == joined, "{level:?}");
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Rounds a chunk as a setting asks, within a bound.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use super::{Bounded, Setting};
+use crate::codec::{Chunk, Codec, Columns, Encoded};
+use crate::kernels::errors::measure;
+use crate::kernels::loguniform::{Grid, quantize as to_grid};
+use crate::kernels::remainder;
+use crate::limits::zeroed;
+use crate::wire::ChunkErrors;
+use crate::{Dtype, ErrorReport, Result};
+
+/// A chunk in the one codec that knows how it was rounded.
+#[derive(Debug, Clone)]
+pub(crate) struct Given {
+    pub codec: Arc<dyn Codec>,
+    pub encoded: Encoded,
+}
+
+impl Given {
+    /// What it decodes to.
+    pub(crate) fn decode(&self, chunk: &Chunk<'_>, out: &mut [u8]) -> Result<()> {
+        let column = |(name, bytes): &(&'static str, Vec<u8>)| (*name, bytes::Bytes::copy_from_slice(bytes));
+        let columns: Vec<(&str, bytes::Bytes)> = self.encoded.columns.iter().map(column).collect();
+        let base = chunk.base.filter(|_| self.encoded.uses_base);
+        let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: &[] };
+        self.codec.decode(&input, out)
+    }
+}
+
+/// A chunk as it will be stored, and as every reader will get it.
+#[derive(Debug)]
+pub(crate) struct Rounded<'a> {
+    pub data: Cow<'a, [u8]>,
+    pub given: Option<Given>,
+    /// How far it is from what was saved; none where nothing was rounded.
+    pub errors: Option<ChunkErrors>,
+}
+
+impl<'a> Rounded<'a> {
+    pub(crate) fn lossless(data: &'a [u8]) -> Self {
+        Self { data: Cow::Borrowed(data), given: None, errors: None }
+    }
+}
+
+/// Rounds a chunk. With a bound, settings become finer until it is kept. The partner of role `model`, if there is one, is as it will be stored.
+pub(crate) fn round<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<Rounded<'a>> {
+    let mut setting = bounded.setting;
+    loop {
+        let Some((data, given)) = apply(setting, chunk)? else { return Ok(Rounded::lossless(chunk.data)) };
+        let errors = ChunkErrors::new(measure(chunk.data, &data));
+        if bounded.bound.is_none_or(|bound| errors.max_relative <= bound) {
+            return Ok(Rounded { data: Cow::Owned(data), given, errors: Some(errors) });
+        }
+        setting = setting.finer();
+    }
+}
+
+/// A chunk as a writer would store it.
+///
+/// ```
+/// use tensorcask::{Bounded, Dtype, Setting, codec::Chunk, round_chunk};
+/// let data: Vec<u8> = [1.0f32, 1.1, -3.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+/// let bounded = Bounded { setting: Setting::LogUniform { steps: 4 }, bound: Some(0.1) };
+/// let rounded = round_chunk(bounded, &Chunk::new(Dtype::F32, 3, &data))?;
+/// assert_ne!(rounded.data, data);
+/// assert!(rounded.errors.is_some_and(|errors| errors.max_relative < 0.1));
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+pub fn round_chunk<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<RoundedChunk<'a>> {
+    let Rounded { data, given, errors } = round(bounded, chunk)?;
+    Ok(RoundedChunk { data, encoded: given.map(|given| given.encoded), errors: errors.map(|errors| errors.report(chunk.element_count)) })
+}
+
+/// A chunk after rounding.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RoundedChunk<'a> {
+    /// Its bytes, as every reader gets them.
+    pub data: Cow<'a, [u8]>,
+    /// What the codec that rounded it made of it, where the setting is that of one codec.
+    pub encoded: Option<Encoded>,
+    /// How far it is from what was given; none where nothing was rounded.
+    pub errors: Option<ErrorReport>,
+}
+
+/// The rounded chunk; none where the setting leaves it as it is.
+fn apply(setting: Setting, chunk: &Chunk<'_>) -> Result<Option<(Vec<u8>, Option<Given>)>> {
+    if chunk.dtype != Dtype::F32 || chunk.data.is_empty() {
+        return Ok(None);
+    }
+    let mut out = zeroed(chunk.data.len(), "a rounded chunk")?;
+    match setting {
+        Setting::Lossless | Setting::Remainder { bits: 16.. } => return Ok(None),
+        Setting::LogUniform { steps } => to_grid(&Grid::new(steps.trailing_zeros()), chunk.data, &mut out),
+        Setting::Remainder { bits } => to_bits(bits, chunk, &mut out)?,
+        Setting::Cluster(_) | Setting::KMeans(_) | Setting::Blockwise8 => {
+            let Some(codec) = setting.codec() else { return Ok(None) };
+            let Some(encoded) = codec.estimate(chunk).map(|_| codec.encode(chunk)).transpose()? else { return Ok(None) };
+            let given = Given { codec, encoded };
+            given.decode(chunk, &mut out)?;
+            return Ok(Some((out, Some(given))));
+        }
+    }
+    Ok(Some((out, None)))
+}
+
+/// Keeps so many bits of what each number has beyond its 16-bit rounding.
+fn to_bits(bits: u8, chunk: &Chunk<'_>, out: &mut [u8]) -> Result<()> {
+    let partner = chunk.partner("model").and_then(|partner| match partner.dtype {
+        Dtype::Bf16 => Some((partner.data, false)),
+        Dtype::F16 => Some((partner.data, true)),
+        _ => None,
+    });
+    match partner {
+        Some((partner, f16)) => remainder::keep_bits(chunk.data, partner, f16, bits, out),
+        None => {
+            let mut own = zeroed(chunk.data.len() / 2, "roundings")?;
+            remainder::round(chunk.data, &mut own);
+            remainder::keep_bits(chunk.data, &own, false, bits, out);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,67 @@
+//! Finds the setting that takes the fewest bytes within a budget of error.
+
+use super::{Bounded, ErrorReport, Setting, round};
+use crate::codec::{Chunk, Cluster, KMeans, Objective, Registry, encode_chunk};
+use crate::plan::ChunkGrid;
+use crate::{Result, TensorView};
+
+/// A setting that was tried on a tensor.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Found {
+    /// The setting.
+    pub setting: Setting,
+    /// Bytes that the tensor takes.
+    pub stored_bytes: u64,
+    /// The error.
+    pub errors: ErrorReport,
+}
+
+/// Settings that are tried, coarse and fine.
+fn candidates() -> Vec<Setting> {
+    let steps = [1u8, 2, 4, 8, 16, 32, 64, 128].map(|steps| Setting::LogUniform { steps });
+    let bits = [0u8, 2, 4, 6, 8, 10, 12].map(|bits| Setting::Remainder { bits });
+    let levels = [4u16, 16, 64, 256].map(|levels| Setting::KMeans(KMeans { levels, ..KMeans::default() }));
+    let others = [Setting::Cluster(Cluster::default()), Setting::Blockwise8, Setting::Lossless];
+    steps.into_iter().chain(bits).chain(levels).chain(others).collect()
+}
+
+/// The setting with which a tensor takes the fewest bytes, of those that `evaluate` accepts; `Lossless` where it accepts none. `evaluate` gets a
+/// setting and its error, the cheapest first: it may compare the error with a budget, or try what the rounded state does to a model.
+///
+/// ```
+/// use tensorcask::{Dtype, Setting, TensorView, search};
+/// let values: Vec<u8> = (1..4000).flat_map(|i| (1.0 / i as f32).to_le_bytes()).collect();
+/// let tensor = TensorView::new("exp_avg.w", Dtype::F32, &[3999], &values)?;
+/// let found = search(&tensor, |_, errors| errors.max_relative <= 0.05)?;
+/// assert_ne!(found.setting, Setting::Lossless);
+/// assert!(found.errors.max_relative <= 0.05 && found.stored_bytes < 8000);
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+pub fn search(tensor: &TensorView<'_>, mut evaluate: impl FnMut(&Setting, &ErrorReport) -> bool) -> Result<Found> {
+    let mut tried = candidates().into_iter().map(|setting| tried(tensor, setting)).collect::<Result<Vec<Found>>>()?;
+    tried.sort_by_key(|found| found.stored_bytes);
+    let lossless = tried.iter().find(|found| found.setting == Setting::Lossless).copied();
+    let accepted = tried.into_iter().find(|found| found.setting == Setting::Lossless || evaluate(&found.setting, &found.errors));
+    accepted.or(lossless).ok_or_else(|| crate::Error::invalid("no setting was tried"))
+}
+
+fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<Found> {
+    let registry = Registry::default();
+    let grid = ChunkGrid::new(tensor.dtype(), &tensor.rect().shape)?;
+    let mut found = Found { setting, stored_bytes: 0, errors: ErrorReport::default() };
+    for number in 0..grid.chunk_count() {
+        let (bytes, elements) = (grid.bytes(number), grid.elements(number));
+        let data = tensor.data().get(bytes.start as usize..bytes.end as usize).unwrap_or_default();
+        let count = elements.end.saturating_sub(elements.start);
+        let chunk = Chunk { role: tensor.role(), row_elements: grid.row_elements(), ..Chunk::new(tensor.dtype(), count, data) };
+        let rounded = round(Bounded { setting, bound: None }, &chunk)?;
+        let encoded = encode_chunk(&registry, Objective::SMALLEST, &Chunk { data: &rounded.data, ..chunk }, false)?;
+        let lossless: u64 = encoded.columns.iter().map(|(_, column)| column.len() as u64).sum();
+        let own = rounded.given.map(|given| given.encoded.columns.iter().map(|(_, column)| column.len() as u64).sum::<u64>());
+        found.stored_bytes += own.map_or(lossless, |own| own.min(lossless));
+        if let Some(errors) = rounded.errors {
+            found.errors = found.errors.and(errors.report(count));
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,161 @@
+//! One way to round a tensor, and its name in text.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use crate::codec::{Blockwise8, Cluster, CodeMap, Codec, Edges, KMeans};
+use crate::{Error, Result};
+
+/// How the numbers of a tensor of f32 are rounded before they are stored. Tensors of other types are stored as they are.
+///
+/// In text: `lossless`; `loguniform:STEPS`, steps an octave, a power of two; `remainder:BITS`; `cluster[:CLUSTERS][:normal|sample][:linear|dynamic]`;
+/// `kmeans[:LEVELS][:pruned=N][:protected=N][:absolute|relative]`, of a thousand numbers; `blockwise8`.
+///
+/// ```
+/// use tensorcask::{Setting, codec::Cluster};
+/// assert_eq!("loguniform:16".parse::<Setting>()?, Setting::LogUniform { steps: 16 });
+/// assert_eq!("cluster".parse::<Setting>()?, Setting::Cluster(Cluster::default()));
+/// for text in ["remainder:8", "cluster:16:normal:dynamic", "kmeans:64:pruned=10:protected=5:relative", "blockwise8"] {
+///     assert_eq!(text.parse::<Setting>()?.to_string(), text);
+/// }
+/// assert!("loguniform:15".parse::<Setting>().is_err());
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Setting {
+    /// Not at all.
+    #[default]
+    Lossless,
+    /// To the nearest of a logarithmic grid of so many steps an octave: 1, 2, 4, to 128. The relative error is at most
+    /// (2^(1/steps) - 1) / (2^(1/steps) + 1); zeros, denormals and what is not finite stay as they are.
+    LogUniform {
+        /// Steps in an octave.
+        steps: u8,
+    },
+    /// To so many bits, 0 to 16, beyond the 16-bit rounding: of a master, beyond its model weight, where the state has it in bf16 or f16.
+    Remainder {
+        /// Bits beyond the rounding.
+        bits: u8,
+    },
+    /// BitSnap's clusters.
+    Cluster(Cluster),
+    /// DynaQuant's pruned, quantized and protected numbers.
+    KMeans(KMeans),
+    /// Dynamic 8-bit numbers in blocks, as 8-bit optimizers have them.
+    Blockwise8,
+}
+
+impl Setting {
+    /// The forms in text, for errors.
+    pub(crate) const FORMS: &str = "lossless, loguniform:STEPS, remainder:BITS, cluster[:CLUSTERS][:normal|sample][:linear|dynamic], \
+                                    kmeans[:LEVELS][:pruned=N][:protected=N][:absolute|relative], blockwise8";
+
+    pub(crate) fn check(&self) -> Result<()> {
+        let good = match self {
+            Self::Lossless | Self::Blockwise8 => true,
+            Self::LogUniform { steps } => steps.is_power_of_two(),
+            Self::Remainder { bits } => *bits <= 16,
+            Self::Cluster(cluster) => (1..=16).contains(&cluster.clusters),
+            Self::KMeans(kmeans) => (2..=256).contains(&kmeans.levels) && kmeans.pruned <= 1000 && kmeans.protected <= 1000,
+        };
+        if good { Ok(()) } else { Err(Error::invalid(format!("`{self}` is out of range; use one of {}", Self::FORMS))) }
+    }
+
+    /// The codec that rounds as this setting asks, if that is what one codec does.
+    pub fn codec(&self) -> Option<Arc<dyn Codec>> {
+        match *self {
+            Self::Cluster(cluster) => Some(Arc::new(cluster)),
+            Self::KMeans(kmeans) => Some(Arc::new(kmeans)),
+            Self::Blockwise8 => Some(Arc::new(Blockwise8)),
+            Self::Lossless | Self::LogUniform { .. } | Self::Remainder { .. } => None,
+        }
+    }
+
+    /// Whether each number is rounded by itself, so that equal numbers stay equal whatever else is in the chunk.
+    pub(crate) fn is_elementwise(&self) -> bool {
+        self.codec().is_none()
+    }
+
+    /// The next finer one.
+    pub(crate) fn finer(&self) -> Self {
+        match *self {
+            Self::LogUniform { steps } if steps < 128 => Self::LogUniform { steps: steps * 2 },
+            Self::Remainder { bits } if bits < 15 => Self::Remainder { bits: bits + 1 },
+            Self::KMeans(kmeans) if kmeans.levels < 256 => Self::KMeans(KMeans { levels: (kmeans.levels * 2).min(256), ..kmeans }),
+            _ => Self::Lossless,
+        }
+    }
+}
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Lossless => f.write_str("lossless"),
+            Self::LogUniform { steps } => write!(f, "loguniform:{steps}"),
+            Self::Remainder { bits } => write!(f, "remainder:{bits}"),
+            Self::Cluster(Cluster { clusters, edges, map }) => {
+                let edges = if *edges == Edges::Normal { "normal" } else { "sample" };
+                let map = if *map == CodeMap::Linear { "linear" } else { "dynamic" };
+                write!(f, "cluster:{clusters}:{edges}:{map}")
+            }
+            Self::KMeans(KMeans { levels, pruned, protected, relative }) => {
+                let errors = if *relative { "relative" } else { "absolute" };
+                write!(f, "kmeans:{levels}:pruned={pruned}:protected={protected}:{errors}")
+            }
+            Self::Blockwise8 => f.write_str("blockwise8"),
+        }
+    }
+}
+
+impl FromStr for Setting {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let unknown = || Error::invalid(format!("`{}` is no setting; use one of {}", text.escape_debug(), Self::FORMS));
+        let mut words = text.split(':');
+        let name = words.next().unwrap_or_default();
+        let number = |word: Option<&str>| word.and_then(|word| word.parse().ok()).ok_or_else(unknown);
+        let setting = match name {
+            "lossless" => Self::Lossless,
+            "blockwise8" => Self::Blockwise8,
+            "loguniform" => Self::LogUniform { steps: number(words.next())? },
+            "remainder" => Self::Remainder { bits: number(words.next())? },
+            "cluster" => {
+                let mut cluster = Cluster::default();
+                for word in words.by_ref() {
+                    match word {
+                        "normal" => cluster.edges = Edges::Normal,
+                        "sample" => cluster.edges = Edges::Sample,
+                        "linear" => cluster.map = CodeMap::Linear,
+                        "dynamic" => cluster.map = CodeMap::Dynamic,
+                        clusters => cluster.clusters = number(Some(clusters))?,
+                    }
+                }
+                Self::Cluster(cluster)
+            }
+            "kmeans" => {
+                let mut kmeans = KMeans::default();
+                for word in words.by_ref() {
+                    let of_thousand = |n: &str| n.parse().map_err(|_| unknown());
+                    match word.split_once('=') {
+                        Some(("pruned", n)) => kmeans.pruned = of_thousand(n)?,
+                        Some(("protected", n)) => kmeans.protected = of_thousand(n)?,
+                        Some(_) => return Err(unknown()),
+                        None if word == "relative" => kmeans.relative = true,
+                        None if word == "absolute" => kmeans.relative = false,
+                        None => kmeans.levels = of_thousand(word)?,
+                    }
+                }
+                Self::KMeans(kmeans)
+            }
+            _ => return Err(unknown()),
+        };
+        if words.next().is_some() {
+            return Err(unknown());
+        }
+        setting.check()?;
+        Ok(setting)
+    }
+}
