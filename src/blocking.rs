@@ -57,6 +57,9 @@ pub struct Snapshot {
     runtime: Arc<Runtime>,
 }
 
+/// Threads that read and write local files: more would be no faster, and each keeps memory of the allocator's.
+const MAX_BLOCKING: usize = 16;
+
 impl Store {
     /// See [`Store::open`](crate::Store::open).
     pub fn open(url: &str) -> Result<Self> {
@@ -65,7 +68,12 @@ impl Store {
 
     /// Wraps a store.
     pub fn with(inner: crate::Store) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).thread_name("tensorcask-io").enable_all().build();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .max_blocking_threads(MAX_BLOCKING)
+            .thread_name("tensorcask-io")
+            .enable_all()
+            .build();
         let runtime = runtime.map_err(|e| Error::new(ErrorKind::Storage, format!("no runtime: {e}")).source(e))?;
         Ok(Self { inner, runtime: Arc::new(runtime) })
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use tensorcask::{Blob, Error, ErrorKind, Metadata, Result, TensorView};
 use tokio::runtime::Runtime;
 
+use crate::MAX_BLOCKING;
 use crate::agent::Seen;
 use crate::agreement::agree;
 use crate::arena::Arena;
@@ -73,6 +74,7 @@ pub struct Engine {
     progress: Progress,
     /// Failures up to this generation have been told.
     told: u64,
+    interruption: Interruption,
     /// Last: a successor may begin when all else is gone.
     _lock: Lock,
 }
@@ -139,7 +141,12 @@ impl Engine {
         })?;
         let threads = rayon::ThreadPoolBuilder::new().num_threads(options.copy_threads).thread_name(|n| format!("tensorcask-copy-{n}"));
         let pool = threads.build().map_err(|e| Error::new(ErrorKind::Storage, format!("no threads: {e}")))?;
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).thread_name("tensorcask-engine").enable_all().build();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .max_blocking_threads(MAX_BLOCKING)
+            .thread_name("tensorcask-engine")
+            .enable_all()
+            .build();
         let runtime = runtime.map_err(|e| Error::new(ErrorKind::Storage, format!("no runtime: {e}")).source(e))?;
         let starter = Starter::new(&options.agent, options.agent_idle_exit);
         let mut engine = Self {
@@ -159,10 +166,17 @@ impl Engine {
             inline: None,
             progress: Progress::default(),
             told: 0,
+            interruption: Interruption(None),
             _lock: lock,
         };
         engine.take_stock()?;
         Ok(engine)
+    }
+
+    /// Has this asked now and then while a save waits for a slot: an error of it ends the save, and nothing is saved. For interpreters, whose
+    /// signal handlers run only when they are asked to.
+    pub fn interrupt_with(&mut self, ask: impl FnMut() -> Result<()> + Send + Sync + 'static) {
+        self.interruption = Interruption(Some(Box::new(ask)));
     }
 
     /// Looks at what a predecessor left, decides whether it counts, and attaches.
@@ -313,6 +327,7 @@ impl Engine {
                 self.ask_about_run(Request::Wait { key: self.spec.key.clone(), generation: 0, durable: false, timeout_ms: 0 })?;
                 asked = Instant::now();
             }
+            self.interruption.ask()?;
             std::thread::sleep(POLL);
         }
     }
@@ -331,6 +346,7 @@ impl Engine {
                 self.ask_about_run(Request::Wait { key: self.spec.key.clone(), generation: 0, durable: false, timeout_ms: 0 })?;
                 asked = Instant::now();
             }
+            self.interruption.ask()?;
             std::thread::sleep(POLL);
         }
         // Its memory is needed for the new one.
@@ -538,6 +554,21 @@ impl Engine {
 
 fn gone() -> Error {
     Error::new(ErrorKind::Storage, "the agent is gone")
+}
+
+/// What may end a wait.
+struct Interruption(Option<Box<dyn FnMut() -> Result<()> + Send + Sync>>);
+
+impl Interruption {
+    fn ask(&mut self) -> Result<()> {
+        self.0.as_mut().map_or(Ok(()), |ask| ask())
+    }
+}
+
+impl std::fmt::Debug for Interruption {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Interruption({})", self.0.is_some())
+    }
 }
 
 /// A state that was copied.

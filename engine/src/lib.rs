@@ -43,8 +43,11 @@ pub use options::{BackPressure, Encode, EngineOptions, OnAgentLoss};
 pub use place::FOLDER_VARIABLE;
 pub use places::{SnapshotPlace, places_beside};
 pub use protocol::Failure;
-pub use restore::{Loadable, PassedOver, Restored, RestoredTensor, Source};
+pub use restore::{Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
 pub use status::{AgentStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
+
+/// Threads of a runtime that read and write files. Each keeps some megabytes of the allocator's, and there would be hundreds.
+const MAX_BLOCKING: usize = 16;
 
 /// Milliseconds since 1970.
 fn now_ms() -> u64 {

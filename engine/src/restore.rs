@@ -1,11 +1,14 @@
 //! Where a state comes back from: the nearest place that has it whole.
 
 use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use tensorcask::wire::Id;
-use tensorcask::{At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store, TensorErrors};
+use tensorcask::wire::{DirectoryTensor, Id};
+use tensorcask::{
+    At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store, TensorErrors, TensorView,
+};
 
 use crate::agent::Seen;
 use crate::engine::Engine;
@@ -83,6 +86,15 @@ pub struct Restored<'a> {
     pub seconds: f64,
 }
 
+/// What is wanted of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// The tensor's shape.
+    pub shape: Vec<u64>,
+    /// What of it.
+    pub rect: Rect,
+}
+
 /// A step that can be restored here, and from where.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loadable {
@@ -99,9 +111,20 @@ impl Engine {
     /// From the arena, tensors are borrowed: they are this rank's own, and last until the next save. Several ranks agree on a step
     /// first ([`agree`](crate::agree)).
     pub fn restore(&self, at: impl Into<At>) -> Result<Restored<'_>> {
-        let (at, begun) = (at.into(), Instant::now());
+        self.restore_wanted(at.into(), Wanted::Everything)
+    }
+
+    /// As [`restore`](Self::restore), of these tensors alone, by name, and of each this part: what a job on another number of ranks needs.
+    /// A raw state that does not have exactly these parts is passed over; of a snapshot, only what is needed is read. `InvalidArgument` if a
+    /// tensor has another shape.
+    pub fn restore_parts(&self, at: impl Into<At>, parts: &BTreeMap<String, Part>) -> Result<Restored<'_>> {
+        self.restore_wanted(at.into(), Wanted::Parts(parts))
+    }
+
+    fn restore_wanted(&self, at: At, wanted: Wanted<'_>) -> Result<Restored<'_>> {
+        let begun = Instant::now();
         let mut passed = Vec::new();
-        let found = self.pool.install(|| self.runtime.block_on(self.find(at, &mut passed)));
+        let found = self.pool.install(|| self.runtime.block_on(self.find(at, wanted, &mut passed)));
         for passed in &passed {
             tracing::warn!(run = self.spec.run, from = %passed.source, step = passed.step, error = %passed.error, "could not be restored");
         }
@@ -111,26 +134,26 @@ impl Engine {
         Ok(restored)
     }
 
-    async fn find(&self, at: At, passed: &mut Vec<PassedOver>) -> Result<Restored<'_>> {
+    async fn find(&self, at: At, parts: Wanted<'_>, passed: &mut Vec<PassedOver>) -> Result<Restored<'_>> {
         let encoded = self.arena.as_ref().map(|arena| arena.encoded()).transpose()?.unwrap_or(0);
         if !self.stale {
-            if let Some(found) = self.newest_slot(at, |generation| generation >= encoded, passed)? {
+            if let Some(found) = self.newest_slot(at, parts, |generation| generation >= encoded, passed)? {
                 return Ok(found);
             }
             for epoch in self.run.epochs()?.into_iter().rev() {
                 let store = open_epoch(&self.run, epoch)?;
-                if let Some(found) = from_store(&store, at, Source::Memory, passed).await {
+                if let Some(found) = from_store(&store, at, parts, Source::Memory, passed).await {
                     return Ok(found);
                 }
             }
             // Older than what is encoded, but whole.
-            if let Some(found) = self.newest_slot(at, |generation| generation < encoded, passed)? {
+            if let Some(found) = self.newest_slot(at, parts, |generation| generation < encoded, passed)? {
                 return Ok(found);
             }
         }
         for (tier, store) in self.spec.stores()?.iter().enumerate() {
             let source = Source::Tier(tier, store.url().to_owned());
-            if let Some(found) = from_store(store, at, source, passed).await {
+            if let Some(found) = from_store(store, at, parts, source, passed).await {
                 return Ok(found);
             }
         }
@@ -144,7 +167,13 @@ impl Engine {
     }
 
     /// The newest raw state that is wanted and whole.
-    fn newest_slot(&self, at: At, wanted: impl Fn(u64) -> bool, passed: &mut Vec<PassedOver>) -> Result<Option<Restored<'_>>> {
+    fn newest_slot(
+        &self,
+        at: At,
+        parts: Wanted<'_>,
+        wanted: impl Fn(u64) -> bool,
+        passed: &mut Vec<PassedOver>,
+    ) -> Result<Option<Restored<'_>>> {
         let Some(arena) = &self.arena else { return Ok(None) };
         for (slot, _) in arena.whole()?.into_iter().filter(|(_, word)| wanted(word.generation)) {
             let read = || -> Result<Option<Restored<'_>>> {
@@ -153,7 +182,7 @@ impl Engine {
                     return Ok(None);
                 }
                 stored.verify()?;
-                let tensors = stored.tensors()?.into_iter().map(|view| RestoredTensor {
+                let tensors = parts.of_slot(stored.tensors()?)?.into_iter().map(|view| RestoredTensor {
                     name: view.name().to_owned(),
                     dtype: view.dtype(),
                     shape: view.shape().to_vec(),
@@ -220,8 +249,60 @@ fn restored<'a>(step: u64, source: Source, tensors: Vec<RestoredTensor<'a>>, blo
     Restored { step, source, passed_over: Vec::new(), tensors, blobs, metadata, seconds: 0.0 }
 }
 
+/// What is to be restored of a state.
+#[derive(Debug, Clone, Copy)]
+enum Wanted<'w> {
+    /// All that is there.
+    Everything,
+    /// These tensors, of each a rectangle.
+    Parts(&'w BTreeMap<String, Part>),
+}
+
+impl Wanted<'_> {
+    /// Those of a raw state; an error if it has not exactly these.
+    fn of_slot<'a>(&self, tensors: Vec<TensorView<'a>>) -> Result<Vec<TensorView<'a>>> {
+        let Self::Parts(parts) = self else { return Ok(tensors) };
+        let is_part = |tensor: &TensorView<'_>, part: &Part| (tensor.shape(), tensor.rect()) == (&part.shape, &part.rect);
+        let found: Vec<_> =
+            tensors.into_iter().filter(|tensor| parts.get(tensor.name()).is_some_and(|part| is_part(tensor, part))).collect();
+        if found.len() == parts.len() {
+            return Ok(found);
+        }
+        match parts.iter().find(|(name, _)| !found.iter().any(|tensor| tensor.name() == name.as_str())) {
+            Some((name, Part { shape, rect })) => {
+                let message =
+                    format!("the raw state of this rank does not hold {:?} from {:?} on of shape {shape:?}", rect.shape, rect.offset);
+                Err(Error::not_found(message).tensor(name))
+            }
+            None => Ok(found),
+        }
+    }
+
+    /// Those of a snapshot, with what of each.
+    fn of_snapshot(&self, tensors: Vec<DirectoryTensor>) -> Result<Vec<(DirectoryTensor, Rect)>> {
+        let whole = |tensor: DirectoryTensor| {
+            let rect = Rect::whole(&tensor.shape);
+            (tensor, rect)
+        };
+        let Self::Parts(parts) = self else { return Ok(tensors.into_iter().map(whole).collect()) };
+        let mut by_name: HashMap<_, _> = tensors.into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect();
+        let part = |(name, Part { shape, rect }): (&String, &Part)| {
+            let tensor = by_name.remove(name).ok_or_else(|| Error::not_found("the snapshot has no such tensor").tensor(name))?;
+            if *shape != tensor.shape || !rect.fits(shape) {
+                let message = format!(
+                    "the snapshot has shape {:?}; wanted is {:?} from {:?} on of shape {shape:?}",
+                    tensor.shape, rect.shape, rect.offset
+                );
+                return Err(Error::invalid(message).tensor(name));
+            }
+            Ok((tensor, rect.clone()))
+        };
+        parts.iter().map(part).collect()
+    }
+}
+
 /// The wanted snapshot of a store, or the newest that is whole; why not, to `passed`.
-async fn from_store<'a>(store: &Store, at: At, source: Source, passed: &mut Vec<PassedOver>) -> Option<Restored<'a>> {
+async fn from_store<'a>(store: &Store, at: At, parts: Wanted<'_>, source: Source, passed: &mut Vec<PassedOver>) -> Option<Restored<'a>> {
     let mut excluded: Vec<Id> = Vec::new();
     loop {
         let opened = match at {
@@ -235,7 +316,7 @@ async fn from_store<'a>(store: &Store, at: At, source: Source, passed: &mut Vec<
             }),
         };
         let (step, id, error) = match opened {
-            Ok(snapshot) => match read_all(&snapshot, source.clone()).await {
+            Ok(snapshot) => match read_all(&snapshot, parts, source.clone()).await {
                 Ok(found) => return Some(found),
                 Err(error) => (Some(snapshot.step()), Some(snapshot.record().id), error),
             },
@@ -252,22 +333,24 @@ async fn from_store<'a>(store: &Store, at: At, source: Source, passed: &mut Vec<
     }
 }
 
-/// All tensors and blobs of a snapshot.
-async fn read_all<'a>(snapshot: &Snapshot, source: Source) -> Result<Restored<'a>> {
-    let tensors = snapshot.tensors();
+/// The wanted tensors of a snapshot, and all its blobs.
+async fn read_all<'a>(snapshot: &Snapshot, parts: Wanted<'_>, source: Source) -> Result<Restored<'a>> {
+    let tensors = parts.of_snapshot(snapshot.tensors())?;
     let mut data = Vec::with_capacity(tensors.len());
-    for tensor in &tensors {
-        let bytes =
-            tensorcask_bytes(tensor.dtype, &tensor.shape).ok_or_else(|| Error::limit("a tensor of this size").tensor(&tensor.name))?;
+    for (tensor, rect) in &tensors {
+        let bytes = byte_count(tensor.dtype, rect).ok_or_else(|| Error::limit("a tensor of this size").tensor(&tensor.name))?;
         let mut buffer = Vec::new();
         buffer.try_reserve_exact(bytes).map_err(|e| Error::limit(format!("no memory for {bytes} bytes")).tensor(&tensor.name).source(e))?;
         buffer.resize(bytes, 0u8);
         data.push(buffer);
     }
-    let requests = tensors.iter().zip(&mut data).map(|(tensor, buffer)| (tensor.name.as_str(), Slice::all(), buffer.as_mut_slice()));
+    let requests = tensors.iter().zip(&mut data).map(|((tensor, rect), buffer)| {
+        let ranges: Vec<_> = rect.offset.iter().zip(&rect.shape).map(|(&start, &extent)| start..start.saturating_add(extent)).collect();
+        (tensor.name.as_str(), Slice::ranges(ranges), buffer.as_mut_slice())
+    });
     snapshot.read_many_into(requests.collect()).await?;
-    let tensors = tensors.into_iter().zip(data).map(|(tensor, data)| RestoredTensor {
-        rect: Rect::whole(&tensor.shape),
+    let tensors = tensors.into_iter().zip(data).map(|((tensor, rect), data)| RestoredTensor {
+        rect,
         name: tensor.name,
         dtype: tensor.dtype,
         shape: tensor.shape,
@@ -287,9 +370,8 @@ async fn read_all<'a>(snapshot: &Snapshot, source: Source) -> Result<Restored<'a
     Ok(restored(snapshot.step(), source, tensors.collect(), blobs, metadata))
 }
 
-fn tensorcask_bytes(dtype: Dtype, shape: &[u64]) -> Option<usize> {
-    let bytes = Rect::whole(shape).element_count().and_then(|count| dtype.byte_count(count))?;
-    usize::try_from(bytes).ok()
+fn byte_count(dtype: Dtype, rect: &Rect) -> Option<usize> {
+    usize::try_from(dtype.byte_count(rect.element_count()?)?).ok()
 }
 
 /// What this host's memory is worth.

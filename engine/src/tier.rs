@@ -4,13 +4,15 @@
 //! host as they are; and that a snapshot moves to the next tier byte by byte. What it gives up (sync, a long log) it can afford: it
 //! goes with the host. Once its log is long, a new store takes its place, which begins with a base.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use tensorcask::wire::Id;
 use tensorcask::{
-    Blob, Error, ErrorKind, GcOptions, Metadata, Rank, RankWriter, Result, Saved, SnapshotRecord, Status, Store, StoreOptions, TensorView,
-    Writer, WriterOptions,
+    Blob, Error, ErrorKind, GcOptions, Metadata, Rank, RankWriter, Rect, Result, Saved, SnapshotRecord, Status, Store, StoreOptions,
+    TensorView, Writer, WriterOptions,
 };
 
 use crate::image::Stored;
@@ -19,8 +21,23 @@ use crate::place::{RunPlace, remove_folder};
 /// Log entries of one store, at about three for each save: giving up old snapshots reads them all.
 const MAX_ENTRIES: u64 = 128;
 
+/// So many that no more is to be added before the next tier has all: a trainer that saves without a pause would never let that happen by
+/// itself, and each save would take longer than the one before.
+const OVERDUE_ENTRIES: u64 = 2 * MAX_ENTRIES;
+
 /// Snapshots of a chain in memory: all of them stay for as long as the last one does.
 const MAX_CHAIN: usize = 16;
+
+/// What became of the log in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Log {
+    /// It is short enough.
+    Short,
+    /// A new one took its place.
+    Renewed,
+    /// It is long, and the next tier does not have all of it yet.
+    Overdue,
+}
 
 /// The store in memory that is written to.
 #[derive(Debug)]
@@ -106,12 +123,13 @@ impl MemoryTier {
         self.writer.save(step, tensors, blobs, metadata).await
     }
 
-    /// Encodes what all ranks have in their slots, by rank, and commits it as one snapshot.
+    /// Encodes what all ranks have in their slots, by rank, and commits it as one snapshot. What several ranks have is stored once.
     pub(crate) async fn save_ranks(&mut self, step: u64, states: &[Stored<'_>]) -> Result<Saved> {
         let parent = self.writer.next_parent(step).await?;
         let mut receipts = Vec::with_capacity(states.len());
-        for (writer, state) in self.ranks.iter_mut().zip(states) {
-            receipts.push(writer.save_on(step, parent, &state.tensors()?, &state.blobs()).await?);
+        let tensors = states.iter().map(Stored::tensors).collect::<Result<Vec<_>>>()?;
+        for ((writer, state), own) in self.ranks.iter_mut().zip(states).zip(without_replicas(tensors)?) {
+            receipts.push(writer.save_on(step, parent, &own, &state.blobs()).await?);
         }
         let metadata = states.first().map(Stored::metadata).unwrap_or_default();
         self.writer.commit_receipts(step, &receipts, &metadata).await
@@ -156,18 +174,21 @@ impl MemoryTier {
         Ok(())
     }
 
-    /// Begins a new store if the log of this one is long, and the next tier has all that is in it; whether it did.
-    pub(crate) async fn renew(&mut self, uploaded: u64) -> Result<bool> {
+    /// Begins a new store if the log of this one is long, and the next tier has all that is in it.
+    pub(crate) async fn renew(&mut self, uploaded: u64) -> Result<Log> {
         let last = self.store.records().await?.last().map_or(0, |record| record.sequence);
-        if last < MAX_ENTRIES || last > uploaded {
-            return Ok(false);
+        match last {
+            ..MAX_ENTRIES => return Ok(Log::Short),
+            _ if last <= uploaded => {}
+            ..OVERDUE_ENTRIES => return Ok(Log::Short),
+            _ => return Ok(Log::Overdue),
         }
         let epoch = self.epoch.saturating_add(1);
         let store = open_epoch(&self.place, epoch)?;
         store.create_beside(&self.store).await?;
         let world = self.ranks.len() as u32;
         *self = Self::writing(&self.place, epoch, store, self.options.clone(), world).await?;
-        Ok(true)
+        Ok(Log::Renewed)
     }
 }
 
@@ -188,6 +209,33 @@ fn chain_of(records: &[SnapshotRecord], newest: Option<Id>) -> Vec<Id> {
 /// Removes all stores in memory.
 pub(crate) fn clear(place: &RunPlace) -> Result<()> {
     place.epochs()?.into_iter().try_for_each(|epoch| remove_folder(&place.memory(epoch)))
+}
+
+/// Each rank's tensors without those that a rank before it has: a part of the same place, which has to be the same byte for byte.
+fn without_replicas(ranks: Vec<Vec<TensorView<'_>>>) -> Result<Vec<Vec<TensorView<'_>>>> {
+    let mut first: HashMap<(String, Rect), (usize, &[u8])> = HashMap::new();
+    let mut kept = Vec::with_capacity(ranks.len());
+    for (rank, tensors) in ranks.into_iter().enumerate() {
+        let mut own = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            match first.entry((tensor.name().to_owned(), tensor.rect().clone())) {
+                Entry::Vacant(place) => {
+                    place.insert((rank, tensor.data()));
+                    own.push(tensor);
+                }
+                Entry::Occupied(found) if found.get().1 == tensor.data() => {}
+                Entry::Occupied(found) => {
+                    let message = format!(
+                        "rank {rank} has other values than rank {}; what each rank has of its own needs a name of its own",
+                        found.get().0
+                    );
+                    return Err(Error::invalid(message).tensor(tensor.name()));
+                }
+            }
+        }
+        kept.push(own);
+    }
+    Ok(kept)
 }
 
 /// Bytes that the files of a folder take, in whole pages as memory has them.

@@ -1,7 +1,9 @@
 //! Several ranks on one host: one snapshot of all, or none; and the newest step that all can load.
 
-use tensorcask::{Blob, Dtype, Metadata, Rect, Slice, TensorView, VerifyOptions};
-use tensorcask_engine::{Engine, EngineOptions, Source, Until, agree};
+use std::collections::BTreeMap;
+
+use tensorcask::{Blob, Dtype, ErrorKind, Metadata, Rect, Slice, TensorView, VerifyOptions};
+use tensorcask_engine::{Engine, EngineOptions, Part, Source, Until, agree};
 
 use super::host::*;
 
@@ -79,4 +81,56 @@ fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
     assert!(host.store().snapshot(6).unwrap().read("w", &Slice::all()).unwrap().data == data(6));
     let report = host.store().verify(&VerifyOptions::default()).unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
+}
+
+#[test]
+fn what_several_ranks_have_is_stored_once_and_any_part_is_restored() {
+    let host = Host::new();
+    let (mut first, mut second) = (start(&host, 0), start(&host, 1));
+    let (all, shared) = (data(1), vec![7u8; 1000]);
+    for (rank, engine) in [(0, &mut first), (1, &mut second)] {
+        let rows = rows(rank);
+        let shard = &all[(rows.start * ROW_BYTES) as usize..(rows.end * ROW_BYTES) as usize];
+        let rect = Rect { offset: vec![rows.start, 0], shape: vec![rows.end - rows.start, ROW_BYTES] };
+        let tensors = [
+            TensorView::shard("w", Dtype::U8, &[ROWS, ROW_BYTES], rect, shard).unwrap(),
+            TensorView::new("shared", Dtype::U8, &[1000], &shared).unwrap(),
+        ];
+        engine.save(1, &tensors, &[], &Metadata::default()).unwrap();
+    }
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    let snapshot = host.store().snapshot(1).unwrap();
+    assert!(snapshot.read("shared", &Slice::all()).unwrap().data == shared);
+    // The raw state of a rank has its own part, and the replica.
+    let part = |shape: [u64; 2], offset: [u64; 2], extent: [u64; 2]| Part {
+        shape: shape.to_vec(),
+        rect: Rect { offset: offset.to_vec(), shape: extent.to_vec() },
+    };
+    let own = part([ROWS, ROW_BYTES], [ROWS / 2, 0], [ROWS / 2, ROW_BYTES]);
+    let replica = Part { shape: vec![1000], rect: Rect::whole(&[1000]) };
+    let wanted = |part: Part| BTreeMap::from([("w".to_owned(), part), ("shared".to_owned(), replica.clone())]);
+    let found = second.restore_parts(1, &wanted(own)).unwrap();
+    assert_eq!(found.source, Source::Slot);
+    assert!(found.tensors.iter().any(|tensor| tensor.name == "shared" && *tensor.data == shared));
+    // Any other part comes out of a snapshot.
+    let found = second.restore_parts(1, &wanted(part([ROWS, ROW_BYTES], [1, 5], [4, 10]))).unwrap();
+    assert_eq!(found.source, Source::Memory);
+    let tensor = found.tensors.iter().find(|tensor| tensor.name == "w").unwrap();
+    let expected: Vec<u8> = (1..5).flat_map(|row| all[(row * ROW_BYTES + 5) as usize..][..10].to_vec()).collect();
+    assert!(*tensor.data == expected);
+    // A tensor of another shape is none.
+    let refused = second.restore_parts(1, &wanted(part([ROWS, ROW_BYTES - 1], [0, 0], [1, 10]))).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{refused}");
+    assert!(refused.to_string().contains("wanted is"), "{refused}");
+    drop(found);
+    // Replicas that differ are told of, and nothing of the step is stored.
+    for (rank, engine) in [(0, &mut first), (1, &mut second)] {
+        let mine = [rank; 4];
+        engine.save(2, &[TensorView::new("shared", Dtype::U8, &[4], &mine).unwrap()], &[], &Metadata::default()).unwrap();
+    }
+    until("the failure is told", || {
+        let waited = first.wait(Until::Durable, LONG).unwrap();
+        waited.failures.iter().any(|failure| failure.message.contains("rank 1 has other values than rank 0"))
+    });
+    assert_eq!(host.stored_steps(), [1]);
 }

@@ -11,7 +11,7 @@ use super::run::{Run, Seen};
 use crate::arena::{Arena, Taken};
 use crate::image::Stored;
 use crate::slot::State;
-use crate::tier::{MemoryTier, clear};
+use crate::tier::{Log, MemoryTier, clear};
 
 /// Waits after a failure: the first, which doubles up to the last.
 pub(super) const WAITS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(20));
@@ -63,9 +63,10 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
         }
     };
     loop {
-        let full = make_room(run, tier).await?;
+        let has_room = make_room(run, tier).await?;
         note_memory(run, tier).await?;
-        if full.is_some() || run.stopped() || !encode_next(run, tier).await? {
+        if !has_room || run.stopped() || !encode_next(run, tier).await? {
+            let full = no_room(run, tier)?;
             if run.progress().problem != full {
                 run.problem(full);
             }
@@ -92,22 +93,34 @@ async fn note_memory(run: &Run, memory: &MemoryTier) -> Result<()> {
     Ok(())
 }
 
-/// Gives up old snapshots; says so where memory is full of what the store does not have yet, and a state waits.
-async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<Option<String>> {
+/// Gives up old snapshots; whether there is room for one more.
+async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
     let uploaded = run.memory().uploaded;
     if !run.is_restoring() {
         memory.prune(run.spec.keep, uploaded).await?;
-        if memory.renew(uploaded).await? {
-            note_memory(run, memory).await?;
+        match memory.renew(uploaded).await? {
+            Log::Short => {}
+            Log::Renewed => note_memory(run, memory).await?,
+            // Not while the store is away: memory takes what it can then.
+            Log::Overdue if run.uploads_go_on() => return Ok(false),
+            Log::Overdue => {}
         }
         // Better few snapshots in memory than none that is new.
         if memory.bytes()? >= run.cap {
             memory.prune(1, uploaded).await?;
         }
     }
+    Ok(memory.bytes()? < run.cap)
+}
+
+/// What to tell while memory is full of what the store does not have yet: something if a state waits.
+fn no_room(run: &Run, memory: &MemoryTier) -> Result<Option<String>> {
     let bytes = memory.bytes()?;
+    if bytes < run.cap {
+        return Ok(None);
+    }
     let waits = |arena: &Arc<Arena>| arena.words().is_ok_and(|words| words.iter().any(|word| word.state == State::Full));
-    if bytes < run.cap || !run.arenas().is_some_and(|arenas| arenas.iter().any(waits)) {
+    if !run.arenas().is_some_and(|arenas| arenas.iter().any(waits)) {
         return Ok(None);
     }
     Ok(Some(format!(

@@ -21,6 +21,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+use crate::MAX_BLOCKING;
 use crate::options::RunSpec;
 use crate::place::{Lock, Place, remove_file};
 use crate::protocol::{Mode, Reply, Request, receive_async, send_async};
@@ -75,7 +76,12 @@ pub fn run_agent(options: &AgentOptions) -> Result<Ended> {
     if let Err(error) = rustix::process::nice(options.nice) {
         tracing::debug!(%error, "the agent's priority stays what it is");
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(4).thread_name("tensorcask-agent").enable_all().build();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(4)
+        .max_blocking_threads(MAX_BLOCKING)
+        .thread_name("tensorcask-agent")
+        .enable_all()
+        .build();
     let runtime = runtime.map_err(|e| Error::new(ErrorKind::Storage, format!("no runtime: {e}")).source(e))?;
     let ended = runtime.block_on(Agent::serve(place, options));
     // A store that hangs must not keep the process.

@@ -358,6 +358,13 @@ impl Run {
                 tier.problem = problem;
             }
         });
+        // Encoding may have waited for it.
+        self.encode.notify_one();
+    }
+
+    /// Whether the first tier takes what comes.
+    pub(super) fn uploads_go_on(&self) -> bool {
+        !self.stopped() && self.facts().tiers.first().is_some_and(|tier| tier.problem.is_none())
     }
 
     /// A tier has all snapshots that its source had.
@@ -394,10 +401,8 @@ impl Run {
             Some(next) if copied > 0 => next.notify_one(),
             _ => {}
         }
-        if copied > 0 {
-            // There may be room again.
-            self.encode.notify_one();
-        }
+        // There may be room again.
+        self.encode.notify_one();
     }
 
     pub(super) fn pending(&self, tier: usize) -> u64 {
