@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use tensorcask::blocking::Store;
 use tensorcask::codec::{BaseUse, ChunkKind, Columns, Registry};
 use tensorcask::container::{CaskIndex, IndexDecoder, PageEntry, Progress};
-use tensorcask::wire::{HEADER_BYTES, Header};
+use tensorcask::wire::{HEADER_BYTES, Header, Tree, TreeNode};
 use tensorcask::{At, Error, ErrorKind, Limits, Result, Slice, VerifyOptions};
 
 use crate::Failure;
@@ -67,11 +67,17 @@ fn read_store(path: &str) -> Result<Value> {
                 }),
             );
         }
-        let mut blobs = Vec::new();
-        for (rank, name) in snapshot.blobs()? {
+        let (mut blobs, mut trees) = (Vec::new(), Vec::new());
+        let names = snapshot.blobs()?;
+        for (rank, name) in names.iter().cloned() {
             let data = snapshot.read_blob(rank, &name)?;
+            if name == Tree::BLOB {
+                trees.push((rank, Tree::decode(&data, &Limits::default())?));
+            }
             blobs.push(json!({ "rank": rank, "name": name, "sha256": hex(&Sha256::digest(data)) }));
         }
+        trees.iter().try_for_each(|(rank, tree)| names_lead_somewhere(tree, *rank, &tensors, &names))?;
+        snapshot.errors()?;
         steps.insert(
             snapshot.step().to_string(),
             json!({ "tensors": tensors, "blobs": blobs, "metadata": snapshot.metadata(), "user": snapshot.user() }),
@@ -84,6 +90,23 @@ fn read_store(path: &str) -> Result<Value> {
         Err(e) => return Err(e),
     };
     Ok(json!({ "latest": latest, "steps": steps }))
+}
+
+/// Whether a snapshot has the tensors and blobs that a tree names.
+fn names_lead_somewhere(tree: &Tree, rank: u32, tensors: &Map<String, Value>, blobs: &[(u32, String)]) -> Result<()> {
+    for node in tree.nodes() {
+        let (is_there, name) = match node {
+            TreeNode::Tensor(name, _) => (tensors.contains_key(name), name),
+            TreeNode::Bytes(name) | TreeNode::File(name) => (blobs.iter().any(|(of, blob)| (*of, blob) == (rank, name)), name),
+            _ => continue,
+        };
+        if !is_there {
+            return Err(Error::corrupt(format!("names `{}`, which is not there", name.escape_debug()))
+                .object(Tree::BLOB)
+                .clause("tree 2.7"));
+        }
+    }
+    Ok(())
 }
 
 /// Every byte of one file.

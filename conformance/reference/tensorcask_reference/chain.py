@@ -17,6 +17,7 @@ from .dtypes import chunk_count, elements
 from .errors import LIMITS, corrupt
 from .log import Record
 from .manifest import Directory, read_directory, read_manifest
+from .reserved import check_reserved
 from .sealed import inside
 
 
@@ -260,8 +261,12 @@ def read_step(snapshot: Snapshot) -> dict[str, Any]:
         for data in tensor_bytes(snapshot, row):
             digest.update(data)
         tensors[tensor.name.decode()] = facts | {"sha256": digest.hexdigest()}
-    blobs = []
+    blobs: list[dict[str, Any]] = []
+    reserved: dict[tuple[int, str], bytes] = {}
     for cask in (snapshot.casks[slot] for slot in sorted(snapshot.casks)):
         for rank, name, page in cask.blobs:
-            blobs.append({"rank": rank, "name": name.decode(), "sha256": sha256(cask.page(page)).hexdigest()})
+            data = bytes(cask.page(page))
+            blobs.append({"rank": rank, "name": name.decode(), "sha256": sha256(data).hexdigest()})
+            reserved[rank, name.decode()] = data
+    check_reserved(reserved, set(tensors))
     return {"tensors": tensors, "blobs": blobs, "metadata": snapshot.manifest["metadata"], "user": snapshot.manifest["user"]}

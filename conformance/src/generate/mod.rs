@@ -10,6 +10,7 @@ mod lenient;
 mod maintained;
 mod partnered;
 mod released;
+mod reserved;
 mod stores;
 mod writer;
 
@@ -108,6 +109,7 @@ fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
     sketches.extend(stores::cases()?);
     sketches.extend(maintained::cases()?);
     sketches.extend(gaps::cases()?);
+    sketches.extend(reserved::cases()?);
     sketches.extend(invalid_casks::cases());
     sketches.extend(invalid_stores::cases()?);
     for Sketch { name, clause, why, input, outcome } in sketches {

@@ -1,0 +1,149 @@
+"""The blobs `tc.tree` (spec/tree.md) and `tc.errors` (spec/errors.md)."""
+
+import json
+import re
+from math import isfinite
+from typing import Any
+
+from .errors import LIMITS, corrupt
+from .sealed import COMMON, check_fields, is_number, is_text, unseal
+
+TREE, ERRORS = "tc.tree", "tc.errors"
+MAX_DEPTH = 512
+INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+FLOAT = re.compile(r"[0-9a-f]{16}")
+Blobs = dict[tuple[int, str], bytes]
+
+
+def check_reserved(blobs: Blobs, tensors: set[str]) -> None:
+    """Checks all such blobs of a snapshot, and that the trees of its ranks are parts of one state."""
+    merged = None
+    for (rank, name), data in sorted(blobs.items()):
+        if name == TREE:
+            tree = read_tree(data, rank, blobs, tensors)
+            merged = tree if merged is None else merge(merged, tree)
+        elif name == ERRORS:
+            check_errors(data)
+    if merged is not None:
+        check_lists(merged)
+
+
+def read_tree(data: bytes, rank: int, blobs: Blobs, tensors: set[str]) -> Any:
+    """The state that a tree tells of (tree 1, 2): containers as `(kind, {key: value})`, the rest as nodes."""
+    LIMITS.check("max_blob_bytes", len(data))
+    value, _ = unseal(data, "tensorcask-tree")
+    check_fields(value, COMMON | {"nodes": lambda nodes: isinstance(nodes, list)}, "tree")
+    top: dict[Any, Any] = {}
+    open_containers: list[tuple[str, Any, dict[Any, Any]]] = [("top", [None], top)]
+    for node in value["nodes"]:
+        kind, keys, leaf = read_node(node)
+        if kind == "tensor" and leaf[0] not in tensors:
+            raise corrupt("tree 2.7", f"no tensor {leaf[0]!r}")
+        if kind in ("bytes", "file") and (rank, leaf) not in blobs:
+            raise corrupt("tree 2.7", f"no blob {leaf!r} of rank {rank}")
+        while open_containers and len(open_containers[-1][1]) == len(open_containers[-1][2]):
+            open_containers.pop()
+        if not open_containers:
+            raise corrupt("tree 2.2", "nodes after the last that is due")
+        _, due, values = open_containers[-1]
+        found = (kind, {} if keys is not None else leaf)
+        values[due[len(values)]] = found
+        if keys:
+            open_containers.append((kind, keys, found[1]))
+        if len(open_containers) > MAX_DEPTH:
+            raise corrupt("tree 2.6", f"nests deeper than {MAX_DEPTH}")
+    if any(len(due) != len(values) for _, due, values in open_containers):
+        raise corrupt("tree 2.2", "ends before the last node that is due")
+    form = {name: value[name] for name in ("format", "version", "must_understand", "may_ignore", "nodes")}
+    if json.dumps(form, ensure_ascii=False, separators=(",", ":")).encode() != data[:-73]:
+        raise corrupt("tree 1.2", "not the one form of its content")
+    return top[None]
+
+
+def read_node(node: Any) -> tuple[str, Any, Any]:
+    """Kind of a node; keys of a container; what else stands in it."""
+    if node == "none":
+        return "none", None, None
+    if not isinstance(node, dict) or len(node) != 1:
+        raise corrupt("tree 2", f"a node {node!r:.50}")
+    ((kind, value),) = node.items()
+    if kind == "dict" and isinstance(value, list):
+        keys = [read_key(key) for key in value]
+        if len(set(keys)) != len(keys):
+            raise corrupt("tree 2.3", "a key stands twice")
+        return kind, keys, None
+    if kind == "part" and isinstance(value, list) and all(map(is_number, value)):
+        if any(a >= b for a, b in zip(value, value[1:], strict=False)):
+            raise corrupt("tree 3.1", "positions do not ascend")
+        return kind, value, None
+    if kind in ("list", "tuple") and is_number(value):
+        # More than Python counts to is more than there are nodes, too.
+        return kind, range(min(value, 1 << 62)), None
+    if kind == "int" and is_text(value) and not INTEGER.fullmatch(value):
+        raise corrupt("tree 2.4", f"an integer {value:.50}")
+    if kind == "float" and is_text(value) and not FLOAT.fullmatch(value):
+        raise corrupt("tree 2.5", f"a float {value:.50}")
+    if kind in ("str", "int", "float", "bytes", "file") and is_text(value):
+        return kind, None, value
+    if kind == "bool" and isinstance(value, bool):
+        return kind, None, value
+    if kind == "tensor" and isinstance(value, list) and len(value) == 2 and all(map(is_text, value)):
+        return kind, None, value
+    raise corrupt("tree 2", f"a node {kind!r:.50}")
+
+
+def read_key(key: Any) -> tuple[str, str]:
+    if not isinstance(key, dict) or len(key) != 1:
+        raise corrupt("tree 2.1", "a key")
+    ((kind, text),) = key.items()
+    if kind not in ("str", "int") or not is_text(text):
+        raise corrupt("tree 2.1", "a key")
+    if kind == "int" and not INTEGER.fullmatch(text):
+        raise corrupt("tree 2.4", f"an integer {text:.50}")
+    return kind, text
+
+
+def merge(one: Any, other: Any) -> Any:
+    """One state from the trees of two ranks (tree 3)."""
+    if one[0] == other[0] and one[0] in ("dict", "part"):
+        merged = dict(one[1])
+        for key, value in other[1].items():
+            merged[key] = merge(merged[key], value) if key in merged else value
+        return one[0], merged
+    if one != other:
+        raise corrupt("tree 3.2", "ranks disagree")
+    return one
+
+
+def check_lists(tree: Any) -> None:
+    """Each part of a list is whole once all are merged (tree 3.3)."""
+    rest = [tree]
+    while rest:
+        kind, value = rest.pop()
+        if kind == "part" and sorted(value) != list(range(len(value))):
+            raise corrupt("tree 3.3", "a list with a gap")
+        if kind in ("dict", "list", "tuple", "part"):
+            rest.extend(value.values())
+
+
+def check_errors(data: bytes) -> None:
+    """A receipt of what was rounded (errors 1 to 3)."""
+    LIMITS.check("max_blob_bytes", len(data))
+    value, _ = unseal(data, "tensorcask-errors")
+    check_fields(value, COMMON | {"shards": lambda shards: isinstance(shards, list)}, "receipt")
+    places = []
+    for shard in value["shards"]:
+        is_numbers = lambda numbers: isinstance(numbers, list) and all(map(is_number, numbers))  # noqa: E731
+        is_list = lambda chunks: isinstance(chunks, list)  # noqa: E731
+        check_fields(shard, {"tensor": is_text, "offset": is_numbers, "shape": is_numbers, "setting": is_text, "chunks": is_list}, "shard")
+        places.append((shard["tensor"].encode(), shard["offset"], shard["shape"]))
+        for chunk in shard["chunks"]:
+            if not isinstance(chunk, list) or len(chunk) != 8 or not all(is_number(chunk[at]) for at in (0, 1, 5)):
+                raise corrupt("errors 3", "a chunk")
+            if not all(type(x) in (int, float) and isfinite(x) and x >= 0 for x in chunk):
+                raise corrupt("errors 3.3", "an error that is no number, or negative")
+        numbers = [chunk[0] for chunk in shard["chunks"]]
+        if any(a >= b for a, b in zip(numbers, numbers[1:], strict=False)):
+            raise corrupt("errors 2", "chunks are not in order")
+    if any(a >= b for a, b in zip(places, places[1:], strict=False)):
+        raise corrupt("errors 1", "shards are not in order")

@@ -1,0 +1,189 @@
+//! The blobs whose names begin with `tc.`. A reader that only wants tensors never looks at them: one that does refuses what it cannot follow.
+
+use serde_json::{Value, json};
+
+use super::forge::Blob;
+use super::stores::small;
+use super::writer::{Store, seal};
+use super::{Outcome, Sketch};
+use crate::Failure;
+
+const CORRUPT: &str = "corrupt";
+
+/// A store with one snapshot, and besides the blob `rng` those of each rank.
+fn with_blobs(ranks: Vec<Vec<Blob>>) -> Result<Store, Failure> {
+    let mut store = Store::new()?;
+    let mut state = small(10);
+    let rng = std::mem::take(&mut state.blobs);
+    for (rank, mut blobs) in (0u32..).zip(ranks) {
+        if rank == 0 {
+            blobs.extend(rng.iter().flat_map(|(_, blobs)| blobs.clone()));
+            blobs.sort_by(|a, b| a.name.cmp(&b.name));
+        }
+        state.blobs.push((2 * rank + 1, blobs));
+    }
+    store.save(state, None)?;
+    Ok(store)
+}
+
+fn accept(name: &str, clause: &str, why: &str, store: Store) -> Sketch {
+    let outcome = Outcome::Accept(store.expected());
+    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome }
+}
+
+fn either(name: &str, clause: &str, why: &str, kind: &'static str, store: Store) -> Sketch {
+    let outcome = Outcome::Either(store.expected(), kind);
+    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome }
+}
+
+pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
+    let mut cases = trees()?;
+    cases.extend(receipts()?);
+    Ok(cases)
+}
+
+fn tree_of(nodes: &str) -> String {
+    format!(r#"{{"format":"tensorcask-tree","version":"1.0","must_understand":[],"may_ignore":[],"nodes":[{nodes}]}}"#)
+}
+
+fn trees() -> Result<Vec<Sketch>, Failure> {
+    let tree = |json: &str| with_blobs(vec![vec![Blob::new(0, "tc.tree", &seal(json))]]);
+    let mut cases = Vec::new();
+
+    let nested = concat!(
+        r#"{"dict":[{"str":"w"},{"int":"-3"},{"str":"1"},{"int":"1"},{"str":"\u0007 \"\\ é"}]},{"tensor":["m.w","torch"]},{"list":4},{"bytes":"rng"},"#,
+        r#"{"file":"rng"},{"tuple":0},"none",{"float":"fff8000000000001"},{"int":"123456789012345678901234567890"},{"tuple":2},{"bool":true},"#,
+        r#"{"str":""}"#
+    );
+    cases.push(accept("tree/nested", "tree 2", "every kind of node; keys that differ in their kind alone", tree(&tree_of(nested))?));
+
+    let deep = |containers: usize| tree_of(&format!(r#"{}"none""#, r#"{"list":1},"#.repeat(containers)));
+    cases.push(accept("tree/deep", "tree 2.6", "511 lists within each other, and the list of nodes", tree(&deep(511))?));
+
+    let of_rank = |rank: u32, nodes: &str| vec![Blob::new(rank, "tc.tree", &seal(&tree_of(nodes)))];
+    let ranks = |first: &str, second: &str| with_blobs(vec![of_rank(0, first), of_rank(1, second)]);
+    let parts = (
+        r#"{"dict":[{"str":"l"},{"str":"s"}]},{"part":[1]},{"int":"1"},"none""#,
+        r#"{"dict":[{"str":"l"}]},{"part":[0,2]},{"int":"0"},{"int":"2"}"#,
+    );
+    cases.push(accept("tree/parts-of-a-list", "tree 3", "two ranks that have parts of one list", ranks(parts.0, parts.1)?));
+
+    let list = r#"{"list":2},"none","none""#;
+    let faults: &[(&str, &str, &str, &str)] = &[
+        ("ends-early", "tree 2.2", "a list of two with one value", r#"{"list":2},"none""#),
+        ("goes-on", "tree 2.2", "two nodes at the top", r#""none","none""#),
+        ("no-nodes", "tree 2.2", "no node at the top", ""),
+        ("key-twice", "tree 2.3", "a mapping with a key twice", r#"{"dict":[{"str":"a"},{"str":"a"}]},"none","none""#),
+        ("key-of-another-kind", "tree 2.1", "a key that is a truth value", r#"{"dict":[{"bool":true}]},"none""#),
+        ("zero-before-an-integer", "tree 2.4", "an integer that begins with 0", r#"{"int":"07"}"#),
+        ("minus-zero", "tree 2.4", "an integer of minus zero", r#"{"int":"-0"}"#),
+        ("upper-case-float", "tree 2.5", "upper-case digits of a float", r#"{"float":"7FF8000000000000"}"#),
+        ("short-float", "tree 2.5", "15 digits of a float", r#"{"float":"7ff800000000000"}"#),
+        ("unknown-node", "tree 2", "a node of a kind that is not there", r#"{"set":[]}"#),
+        ("node-of-two-kinds", "tree 2", "a node that is text and an integer", r#"{"str":"a","int":"1"}"#),
+        ("negative-count", "tree 2", "a list of minus one values", r#"{"list":-1}"#),
+        ("tensor-missing", "tree 2.7", "a tensor that the snapshot does not have", r#"{"tensor":["m.v","torch"]}"#),
+        ("blob-missing", "tree 2.7", "a blob that the snapshot does not have", r#"{"bytes":"notes"}"#),
+        ("blob-of-another-rank", "tree 2", "a blob that another rank has", ""),
+        ("positions-descend", "tree 3.1", "positions of a part that do not ascend", r#"{"part":[1,0]},"none","none""#),
+    ];
+    for (name, clause, why, nodes) in faults {
+        let store = match *name {
+            "blob-of-another-rank" => with_blobs(vec![vec![], of_rank(1, r#"{"bytes":"rng"}"#)])?,
+            _ => tree(&tree_of(nodes))?,
+        };
+        cases.push(either(&format!("tree/{name}"), clause, why, CORRUPT, store));
+    }
+    cases.push(either("tree/too-deep", "tree 2.6", "512 lists within each other, and the list of nodes", CORRUPT, tree(&deep(512))?));
+
+    let edited = |from: &str, to: &str| tree(&tree_of(list).replacen(from, to, 1));
+    let other_forms: &[(&str, &str, &str, &str, &str)] = &[
+        ("space", "tree 1.2", "a space in the JSON", r#""nodes":"#, r#""nodes": "#),
+        ("escape", "tree 1.2", "a letter written as an escape", "none", r"n\u006fne"),
+        (
+            "fields-in-another-order",
+            "tree 1.2",
+            "two fields changed places",
+            r#""must_understand":[],"may_ignore":[]"#,
+            r#""may_ignore":[],"must_understand":[]"#,
+        ),
+        ("another-format", "tree 1", "the format of another object", "tensorcask-tree", "tensorcask-log"),
+        ("unknown-field", "tree 1", "a field that is not there", r#""may_ignore":[]"#, r#""may_ignore":[],"note":1"#),
+    ];
+    for (name, clause, why, from, to) in other_forms {
+        cases.push(either(&format!("tree/{name}"), clause, why, CORRUPT, edited(from, to)?));
+    }
+    let feature = edited(r#""must_understand":[]"#, r#""must_understand":["sets"]"#)?;
+    cases.push(either("tree/unknown-feature", "tree 1", "a feature that must be understood", "unsupported", feature));
+    let ignorable = edited(r#""may_ignore":[]"#, r#""may_ignore":["colours"]"#)?;
+    cases.push(accept("tree/feature-to-ignore", "tree 1", "a feature that may be ignored", ignorable));
+
+    let mut bytes = seal(&tree_of(list));
+    bytes[40] ^= 1;
+    cases.push(either(
+        "tree/seal",
+        "tree 1",
+        "a bit that the seal does not fit",
+        CORRUPT,
+        with_blobs(vec![vec![Blob::new(0, "tc.tree", &bytes)]])?,
+    ));
+
+    let differ = ranks(r#"{"dict":[{"str":"a"}]},{"int":"1"}"#, r#"{"dict":[{"str":"a"}]},{"int":"2"}"#)?;
+    cases.push(either("tree/ranks-disagree", "tree 3.2", "two ranks with another number in one place", CORRUPT, differ));
+    let gap = ranks(r#"{"part":[0]},"none""#, r#"{"part":[2]},"none""#)?;
+    cases.push(either("tree/list-with-a-gap", "tree 3.3", "parts of a list whose second element no rank has", CORRUPT, gap));
+    Ok(cases)
+}
+
+/// A receipt of these shards.
+fn receipt(shards: &Value) -> String {
+    // With the fields in their order, whatever the JSON library does.
+    format!(r#"{{"format":"tensorcask-errors","version":"1.0","must_understand":[],"may_ignore":[],"shards":{shards}}}"#)
+}
+
+fn receipts() -> Result<Vec<Sketch>, Failure> {
+    let shard = |tensor: &str, offset: u64, chunks: &str| {
+        format!(r#"{{"tensor":"{tensor}","offset":[{offset}],"shape":[1],"setting":"loguniform:16","chunks":[{chunks}]}}"#)
+    };
+    let with = |shards: &[String]| {
+        let json = format!(
+            r#"{{"format":"tensorcask-errors","version":"1.0","must_understand":[],"may_ignore":[],"shards":[{}]}}"#,
+            shards.join(",")
+        );
+        with_blobs(vec![vec![Blob::new(0, "tc.errors", &seal(&json))]])
+    };
+    let chunk = "[0,1,0.0152587890625,0.0152587890625,1e-9,0,0.0,0.0]";
+    let whole =
+        r#"{"tensor":"o.exp_avg","offset":[0],"shape":[2],"setting":"loguniform:16","chunks":[[0,2,0.02,0.03,1e-9,0,0,0]]}"#.to_owned();
+    let mut cases = vec![
+        accept("errors/receipt", "errors 1", "the errors of a tensor that was rounded", with(&[whole.clone()])?),
+        accept("errors/nothing-was-rounded", "errors 1", "a receipt of no shard", with(&[])?),
+        accept(
+            "errors/tensor-that-is-gone",
+            "errors 1.1",
+            "errors of a tensor that the directory does not have",
+            with(&[shard("a", 0, chunk), whole])?,
+        ),
+    ];
+    let faults = [
+        ("out-of-order", "errors 1", "shards that do not ascend", with(&[shard("o.exp_avg", 1, chunk), shard("o.exp_avg", 0, chunk)])?),
+        ("shard-twice", "errors 1", "a shard that stands twice", with(&[shard("o.exp_avg", 0, chunk), shard("o.exp_avg", 0, chunk)])?),
+        ("chunk-twice", "errors 2", "a chunk that stands twice", with(&[shard("o.exp_avg", 0, &format!("{chunk},{chunk}"))])?),
+        ("negative", "errors 3", "a negative error", with(&[shard("o.exp_avg", 0, "[0,1,-0.5,0,0,0,0,0]")])?),
+        ("beyond-binary64", "errors 3.3", "an error beyond binary64", with(&[shard("o.exp_avg", 0, "[0,1,1e999,0,0,0,0,0]")])?),
+        ("seven-numbers", "errors 3", "a chunk of seven numbers", with(&[shard("o.exp_avg", 0, "[0,1,0,0,0,0,0]")])?),
+        ("half-an-element", "errors 3", "half a sign that changed", with(&[shard("o.exp_avg", 0, "[0,1,0,0,0,0.5,0,0]")])?),
+        ("unknown-field", "errors 1", "a field that is not there", {
+            let json = receipt(&json!([])).replacen(r#""may_ignore":[]"#, r#""may_ignore":[],"note":1"#, 1);
+            with_blobs(vec![vec![Blob::new(0, "tc.errors", &seal(&json))]])?
+        }),
+        ("no-seal", "errors 1", "JSON without a seal", with_blobs(vec![vec![Blob::new(0, "tc.errors", receipt(&json!([])).as_bytes())]])?),
+    ];
+    for (name, clause, why, store) in faults {
+        cases.push(either(&format!("errors/{name}"), clause, why, CORRUPT, store));
+    }
+    let json = receipt(&json!([])).replacen("1.0", "2.0", 1);
+    let newer = with_blobs(vec![vec![Blob::new(0, "tc.errors", &seal(&json))]])?;
+    cases.push(either("errors/of-a-newer-version", "errors 1", "a receipt of a major version that is not known", "unsupported", newer));
+    Ok(cases)
+}
