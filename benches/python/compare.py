@@ -14,6 +14,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,6 +30,10 @@ ROWS = [
     ("save one step later: **tensorcask**, delta, base in memory", "delta-tensorcask"),
     ("stall of the second `async_save`: DCP", "stall-dcp"),
     ("stall of the second `async_save`: **tensorcask**", "stall-tensorcask"),
+    ("stall of the second save: **tensorcask.Engine**", "engine-second"),
+    ("stall of a save while the agent encodes the one before: **tensorcask.Engine**", "engine-busy"),
+    ("after a kill, into the caller's tensors: **tensorcask.Engine**, raw slot", "engine-slot"),
+    ("after a kill, into the caller's tensors: **tensorcask.Engine**, encoded memory, a delta", "engine-memory"),
     ("load into the caller's tensors, warm: torch.load", "load-torch"),
     ("load into the caller's tensors, warm: safetensors", "load-safetensors"),
     ("load into the caller's tensors, warm: DCP", "load-dcp"),
@@ -168,16 +173,52 @@ def measure(mode, gigabytes, folder, repeat_of=None):
         def work():
             start(1001)
 
+    elif what == "engine":
+        import tensorcask
+
+        shared = tempfile.mkdtemp(dir="/dev/shm")
+        engine = tensorcask.Engine(path, folder=shared, policy="consecutive")
+        agent = int(Path(shared, "agent.lock").read_text())
+        engine.save(state, step=1000)
+        # The base comes first, and the agent is idle again.
+        assert engine.wait().reached
+        next_state = make_state(gigabytes, 1001)
+        if by == "busy":
+            engine.save(next_state, step=1001)
+        elif by in ("slot", "memory"):
+            engine.save(next_state, step=1001)
+            assert engine.wait().reached
+            state, out = next_state, {name: torch.zeros_like(tensor) for name, tensor in next_state.items()}
+            if by == "memory":
+                # As when `/dev/shm` keeps the encoded snapshots alone.
+                engine.close()
+                next(Path(shared).glob("*/rank-0/arena")).unlink()
+                engine = tensorcask.Engine(path, folder=shared, policy="consecutive")
+
+        def work():
+            if by in ("second", "busy"):
+                engine.save(state if by == "busy" else next_state, step=1002)
+            else:
+                found = engine.restore(out=out)
+                assert found.source == by, found.source
+
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     begun = time.perf_counter()
     work()
     seconds = time.perf_counter() - begun
     extra = status("VmHWM") - before
-    if what == "load":
+    if what == "load" or by in ("slot", "memory"):
         assert all(torch.equal(out[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)) for name, tensor in state.items())
     if what == "stall":
         [future.result() for future in futures]
+    if what == "engine":
+        engine.wait()
+        engine.finish()
+        tensorcask.engine.stop_agent(shared)
+        while Path(f"/proc/{agent}").exists() and os.waitpid(agent, os.WNOHANG) == (0, 0):
+            time.sleep(0.01)
+        shutil.rmtree(shared)
     stored = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     if what == "delta" and by == "tensorcask":
         import tensorcask

@@ -72,6 +72,14 @@ fn whole(object: &Bound<'_, PyAny>) -> PyResult<PyBuffer<u8>> {
 /// Pieces in which copies are shared among threads.
 const PIECE_BYTES: usize = 4 << 20;
 
+/// A copy in pieces, for threads to share.
+pub(crate) fn pieces<'t, 's>(target: &'t mut [u8], source: &'s [u8]) -> PyResult<impl Iterator<Item = (&'t mut [u8], &'s [u8])>> {
+    match target.len() == source.len() {
+        true => Ok(target.chunks_mut(PIECE_BYTES).zip(source.chunks(PIECE_BYTES))),
+        false => Err(PyValueError::new_err("a buffer to copy into has another size")),
+    }
+}
+
 /// Copies buffers into others of the same size, on the library's threads.
 #[pyfunction]
 pub(crate) fn copy_all(py: Python<'_>, pairs: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>)>) -> PyResult<()> {
@@ -84,10 +92,7 @@ pub(crate) fn copy_all(py: Python<'_>, pairs: Vec<(Bound<'_, PyAny>, Bound<'_, P
     let targets = writable(&mut targets)?;
     let mut pieces = Vec::new();
     for (target, source) in targets.into_iter().zip(&sources) {
-        if target.len() != source.bytes().len() {
-            return Err(PyValueError::new_err("a buffer to copy into has another size"));
-        }
-        pieces.extend(target.chunks_mut(PIECE_BYTES).zip(source.bytes().chunks(PIECE_BYTES)));
+        pieces.extend(self::pieces(target, source.bytes())?);
     }
     py.detach(|| pieces.into_par_iter().for_each(|(target, source)| target.copy_from_slice(source)));
     Ok(())

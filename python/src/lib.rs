@@ -7,6 +7,8 @@ mod buffer;
 mod catalog;
 mod codec;
 mod elements;
+#[cfg(target_os = "linux")]
+mod engine;
 mod errors;
 mod logging;
 mod precision;
@@ -30,6 +32,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<writer::Writer>()?;
     module.add_class::<writer::RankWriter>()?;
     module.add_class::<writer::Saved>()?;
+    #[cfg(target_os = "linux")]
+    engine::add(module)?;
     module.add_class::<precision::ErrorReport>()?;
     module.add_class::<precision::Found>()?;
     module.add_class::<catalog::Catalog>()?;

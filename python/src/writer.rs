@@ -54,9 +54,9 @@ pub(crate) struct Saved {
 }
 
 /// Name, dtype, global shape, first index and extent per dimension, bytes.
-type Shard<'py> = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
+pub(crate) type Shard<'py> = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 /// Name and bytes.
-type NamedBytes<'py> = (String, Bound<'py, PyAny>);
+pub(crate) type NamedBytes<'py> = (String, Bound<'py, PyAny>);
 
 impl Writer {
     pub(crate) fn new(store: blocking::Store, inner: tensorcask::Writer) -> Self {
@@ -192,13 +192,13 @@ impl Saved {
 }
 
 /// Buffers of a save, borrowed until it is over.
-struct Lent {
+pub(crate) struct Lent {
     tensors: Vec<(String, Dtype, Vec<u64>, Rect, Source)>,
     blobs: Vec<(String, Source)>,
 }
 
 impl Lent {
-    fn new(py: Python<'_>, tensors: Vec<Shard<'_>>, blobs: Vec<NamedBytes<'_>>) -> PyResult<Self> {
+    pub(crate) fn new(py: Python<'_>, tensors: Vec<Shard<'_>>, blobs: Vec<NamedBytes<'_>>) -> PyResult<Self> {
         let source = |name: &str, buffer: &Bound<'_, PyAny>| {
             Source::new(buffer).map_err(|e| PyErr::from_type(e.get_type(py), format!("`{}`: {}", name.escape_debug(), e.value(py))))
         };
@@ -215,7 +215,7 @@ impl Lent {
         Ok(lent)
     }
 
-    fn views(&self, rank: u32) -> Result<(Vec<TensorView<'_>>, Vec<Blob<'_>>)> {
+    pub(crate) fn views(&self, rank: u32) -> Result<(Vec<TensorView<'_>>, Vec<Blob<'_>>)> {
         let mut views = Vec::with_capacity(self.tensors.len());
         for (name, dtype, shape, rect, source) in &self.tensors {
             views.push(TensorView::shard(name.as_str(), *dtype, shape, rect.clone(), source.bytes())?);
@@ -225,7 +225,7 @@ impl Lent {
     }
 }
 
-fn metadata_of(user: &str, file: BTreeMap<String, String>) -> PyResult<Metadata> {
+pub(crate) fn metadata_of(user: &str, file: BTreeMap<String, String>) -> PyResult<Metadata> {
     let user: Map<String, Value> = serde_json::from_str(user).map_err(|e| raise(&Error::invalid(format!("user metadata: {e}"))))?;
     Ok(Metadata { user, file })
 }
@@ -241,6 +241,6 @@ pub(crate) fn keeping(text: &str) -> PyResult<BaseKeeping> {
     }
 }
 
-fn poisoned() -> PyErr {
+pub(crate) fn poisoned() -> PyErr {
     raise(&Error::new(tensorcask::ErrorKind::Storage, "an earlier save ended in a crash; open the store again"))
 }

@@ -30,11 +30,13 @@ from ._native import (
 )
 from ._precision import TensorErrors, search_precision
 from ._store import Snapshot, SnapshotInfo, Store, TensorInfo, VerifyReport, load, save
+from .engine import Engine
 
 __all__ = [
     "Catalog",
     "ConflictError",
     "CorruptionError",
+    "Engine",
     "Error",
     "ErrorReport",
     "FencedError",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -64,13 +64,23 @@ class RawTensor:
 
 @dataclass(frozen=True)
 class Lent:
-    """An array of a framework, lent as bytes. ``keep`` owns the memory."""
+    """An array of a framework, lent as bytes. ``keep`` owns the memory.
+
+    ``whole`` and ``offset``: of a shard, the shape of the tensor that it is a part of, and its first index.
+    """
 
     framework: str
     dtype: str
     shape: tuple[int, ...]
     buffer: Any
     keep: Any
+    whole: tuple[int, ...] | None = None
+    offset: tuple[int, ...] | None = None
+
+    @property
+    def is_empty_shard(self) -> bool:
+        """A part with no elements of a tensor that has some."""
+        return self.whole is not None and 0 in self.shape and 0 not in self.whole
 
 
 @dataclass(frozen=True)
@@ -125,12 +135,16 @@ def _import(framework: str) -> Any:
         ) from error
 
 
-def lend(value: Any, path: str, contiguous: dict[Any, Any] | None = None) -> Lent:
+def lend(value: Any, path: str, contiguous: dict[Any, Any] | None = None, sharded: bool = False) -> Lent:
     """The bytes of an array, without a copy where it is contiguous and on the CPU.
 
-    ``contiguous`` remembers copies, so that tensors which share memory still do.
+    ``contiguous`` remembers copies, so that tensors which share memory still do. ``sharded``: of a DTensor, its local part.
     """
     framework = framework_of(value)
+    if sharded and is_dtensor(value):
+        local, whole, offset = local_part(value, path)
+        lent = lend(local, path, contiguous)
+        return replace(lent, whole=whole, offset=offset)
     if framework == "torch":
         return _lend_torch(value, path, {} if contiguous is None else contiguous)
     if framework == "numpy":
@@ -144,6 +158,50 @@ def lend(value: Any, path: str, contiguous: dict[Any, Any] | None = None) -> Len
             raise Unsupported(f"{path}: {len(value.data)} bytes do not hold {value.dtype} of shape {list(value.shape)}")
         return Lent("bytes", value.dtype, tuple(value.shape), value.data, value)
     raise Unsupported(f"{path}: {type(value).__qualname__} is no tensor")
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a tensor is spread over ranks."""
+    return hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")
+
+
+def local_part(value: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    """What this rank has of a DTensor, its shape as a whole, and the first index of the part; in elements of the store."""
+    compute = import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
+    for placement in value.placements:
+        if type(placement).__name__ not in ("Shard", "Replicate"):
+            raise Unsupported(f"{path}: a DTensor placed as {placement}; Shard and Replicate can be stored")
+    local = value.to_local().detach()
+    shape, offset = compute(value.shape, value.device_mesh, value.placements)
+    if tuple(shape) != tuple(local.shape):
+        raise Unsupported(f"{path}: a DTensor whose part has shape {list(local.shape)}, not {list(shape)} as its placements say")
+    dtype = check_torch(local, path)
+    whole = torch_shape_in_store(dtype, tuple(value.shape), path)
+    first = [int(at) for at in offset]
+    if whole != tuple(value.shape):
+        first[-1] *= 2
+    return local, whole, tuple(first)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Memory of the caller's to fill, the shape of its tensor, the first index of what it holds of that, and the extent."""
+
+    memory: Any
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
+def wanted_part(value: Any, path: str) -> Wanted | None:
+    """What a tensor of the caller's holds; None for a shard without elements."""
+    local, whole, offset = local_part(value, path) if is_dtensor(value) else (value, None, None)
+    extent = tuple(local.shape)
+    if framework_of(local) == "torch":
+        extent = torch_shape_in_store(check_torch(local, path), extent, path)
+    if whole is None or offset is None:
+        return Wanted(local, extent, (0,) * len(extent), extent)
+    return None if 0 in extent and 0 not in whole else Wanted(local, whole, offset, extent)
 
 
 def torch_dtype_name(dtype: Any) -> str:

@@ -10,6 +10,7 @@ __all__ = [
     "ConflictError",
     "CorruptionError",
     "Encoded",
+    "Engine",
     "Error",
     "ErrorReport",
     "FencedError",
@@ -33,8 +34,12 @@ __all__ = [
     "dtypes",
     "encode_tree",
     "matching",
+    "newest_common_step",
     "pack",
     "search_precision",
+    "serve",
+    "status",
+    "stop",
     "unpack",
 ]
 
@@ -162,6 +167,39 @@ class RankWriter:
     def save(
         self, rank: int, step: int, parent: str | None, tensors: Sequence[_Shard], blobs: Sequence[tuple[str, Buffer]]
     ) -> bytes: ...
+
+# A source (`slot`, `memory` or `tier`), and the URL of a tier.
+_Place = tuple[str, str | None]
+
+@final
+class Engine:
+    def __new__(cls, store: str, options: dict[str, Any]) -> Engine: ...
+    def save(
+        self,
+        step: int,
+        rank: int,
+        tensors: Sequence[_Shard],
+        blobs: Sequence[tuple[str, Buffer]],
+        user: str,
+        metadata: Mapping[str, str],
+    ) -> dict[str, Any]: ...
+    def restore(
+        self,
+        step: int | None,
+        parts: Sequence[tuple[str, Sequence[int], Sequence[int], Sequence[int]]] | None,
+        places: Callable[[int, list[Any], list[tuple[int, str, bytes]]], list[Any]],
+    ) -> dict[str, Any]: ...
+    def loadable(self) -> list[tuple[int, _Place]]: ...
+    def wait(self, durable: bool, timeout: float | None) -> tuple[bool, list[tuple[int, str]], str | None]: ...
+    def agree_by_store(self, round: str, timeout: float) -> int | None: ...
+    def discard_after(self, step: int) -> int: ...
+    def finish(self) -> None: ...
+    def close(self) -> None: ...
+
+def newest_common_step(ranks: Sequence[Sequence[int]]) -> int | None: ...
+def serve(folder: str | None, idle_exit: float, drain: float, nice: int, detach: bool) -> int: ...
+def status(folder: str | None) -> str: ...
+def stop(folder: str | None) -> None: ...
 
 @final
 class Store:

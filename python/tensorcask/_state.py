@@ -40,18 +40,19 @@ class Flat:
     blobs: dict[str, Any] = field(default_factory=dict)
 
 
-def flatten(state: Any, on_unsupported: OnUnsupported = None) -> Flat:
-    """Takes a state apart. Names are the keys on the way to a tensor, joined by points."""
+def flatten(state: Any, on_unsupported: OnUnsupported = None, *, sharded: bool = False) -> Flat:
+    """Takes a state apart. Names are the keys on the way to a tensor, joined by points. ``sharded``: of a DTensor, its local part."""
     if isinstance(on_unsupported, str) and on_unsupported not in ("error", "skip"):
         raise ValueError(f"on_unsupported={on_unsupported!r}: use 'error', 'skip' or a function of path and value")
-    flattener = _Flattener(on_unsupported)
+    flattener = _Flattener(on_unsupported, sharded)
     flattener.add(state, (), True)
     return flattener.flat
 
 
 class _Flattener:
-    def __init__(self, on_unsupported: OnUnsupported) -> None:
+    def __init__(self, on_unsupported: OnUnsupported, sharded: bool = False) -> None:
         self.flat = Flat()
+        self.sharded = sharded
         self.on_unsupported = on_unsupported
         self.contiguous: dict[Any, Any] = {}
 
@@ -73,7 +74,7 @@ class _Flattener:
         try:
             framework = _frameworks.framework_of(value)
             if framework is not None:
-                lent = _frameworks.lend(value, _text(path), self.contiguous)
+                lent = _frameworks.lend(value, _text(path), self.contiguous, self.sharded)
                 name = self.name(path, self.flat.tensors)
                 self.flat.tensors[name] = lent
                 nodes.append(("tensor", (name, framework)))

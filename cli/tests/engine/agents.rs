@@ -165,3 +165,21 @@ fn memory_does_not_grow_with_the_number_of_saves() {
     assert!(threads < 64, "{threads} threads");
     assert_eq!(host.stored_steps().len() as u64, SAVES);
 }
+
+/// Whoever waits for the end of a trainer's pipe does not wait for the agent.
+#[test]
+fn an_agent_keeps_nothing_open_of_its_trainer() {
+    let host = Host::new();
+    let (mut reader, writer) = std::io::pipe().unwrap();
+    // As programs pass pipes on to those that they start.
+    rustix::io::fcntl_setfd(&writer, rustix::io::FdFlags::empty()).unwrap();
+    let mut engine = host.engine();
+    rustix::io::fcntl_setfd(&writer, rustix::io::FdFlags::CLOEXEC).unwrap();
+    State::new(1, SMALL).save(&mut engine).unwrap();
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    drop(writer);
+    let (ended, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || ended.send(reader.read_to_end(&mut Vec::new())));
+    assert_eq!(told.recv_timeout(LONG).unwrap().unwrap(), 0);
+    assert!(host.agent().is_some());
+}

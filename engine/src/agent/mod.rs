@@ -4,6 +4,7 @@
 //! Whatever fails is tried again; what cannot be kept is told to the trainer at its next save.
 
 mod encode;
+mod inherited;
 mod ranks;
 mod run;
 mod upload;
@@ -40,7 +41,8 @@ pub struct AgentOptions {
     pub drain: Duration,
     /// By how much the agent gives way to other processes: 0 to 19.
     pub nice: i32,
-    /// Leaves the session of the process that started it, so that it outlives that.
+    /// Leaves the session of the process that started it, so that it outlives that, and closes what it got open from that, standard streams
+    /// excepted. For a process that does nothing else.
     pub detach: bool,
 }
 
@@ -63,6 +65,9 @@ pub enum Ended {
 
 /// Runs an agent until it is told to end: by SIGTERM, SIGINT, a `stop` request, or for lack of work.
 pub fn run_agent(options: &AgentOptions) -> Result<Ended> {
+    if options.detach {
+        inherited::close_inherited();
+    }
     let place = Place::open(options.folder.as_deref())?;
     let lock = match Lock::acquire(&place.agent_lock()) {
         Ok(lock) => lock,

@@ -1,0 +1,349 @@
+//! `Engine`: a trainer's side of the asynchronous engine, and the agent's process.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
+use pyo3::types::{PyBytes, PyDict};
+use rayon::prelude::*;
+use tensorcask::codec::Objective;
+use tensorcask::{At, Error, ErrorKind, Policy, Precision, Rect};
+use tensorcask_engine::{
+    AgentOptions, BackPressure, Encode, Ended, EngineOptions, OnAgentLoss, Part, Restored, Source, Until, agent_status, agree, run_agent,
+    stop_agent,
+};
+
+use crate::buffer::{self, Target, writable};
+use crate::errors::raise;
+use crate::writer::{Lent, NamedBytes, Shard, metadata_of, poisoned};
+
+/// How often signals are looked for.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Engine>()?;
+    module.add_function(wrap_pyfunction!(newest_common_step, module)?)?;
+    module.add_function(wrap_pyfunction!(serve, module)?)?;
+    module.add_function(wrap_pyfunction!(status, module)?)?;
+    module.add_function(wrap_pyfunction!(stop, module)?)
+}
+
+/// A trainer's engine, as the package above uses it.
+#[pyclass(module = "tensorcask._native", frozen)]
+pub(crate) struct Engine {
+    inner: Mutex<Option<tensorcask_engine::Engine>>,
+    /// The process that it belongs to.
+    pid: u32,
+    /// What a signal handler raised while a save waited.
+    raised: Arc<Mutex<Option<PyErr>>>,
+}
+
+/// Where something is: `slot`, `memory` or `tier`, and the URL of a tier.
+type Place = (&'static str, Option<String>);
+/// Name, global shape, first index and extent per dimension.
+type NamedPart = (String, Vec<u64>, Vec<u64>, Vec<u64>);
+
+#[pymethods]
+impl Engine {
+    /// Begins; `options` are named as those of the Rust library.
+    #[new]
+    fn new(py: Python<'_>, store: &str, options: &Bound<'_, PyDict>) -> PyResult<Self> {
+        let options = options_of(store, options)?;
+        let raised = Arc::new(Mutex::new(None));
+        let slot = Arc::clone(&raised);
+        let mut asked = Instant::now();
+        let ask = move || {
+            if asked.elapsed() < INTERVAL {
+                return Ok(());
+            }
+            asked = Instant::now();
+            Python::attach(|py| py.check_signals()).map_err(|error| {
+                if let Ok(mut slot) = slot.lock() {
+                    *slot = Some(error);
+                }
+                Error::new(ErrorKind::Conflict, "interrupted; nothing was saved")
+            })
+        };
+        let mut engine = py.detach(|| tensorcask_engine::Engine::start(options)).map_err(|e| raise(&e))?;
+        engine.interrupt_with(ask);
+        Ok(Self { inner: Mutex::new(Some(engine)), pid: std::process::id(), raised })
+    }
+
+    /// Copies a state into shared memory; facts of the save.
+    fn save<'py>(
+        &self,
+        py: Python<'py>,
+        step: u64,
+        rank: u32,
+        tensors: Vec<Shard<'_>>,
+        blobs: Vec<NamedBytes<'_>>,
+        user: &str,
+        metadata: BTreeMap<String, String>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let lent = Lent::new(py, tensors, blobs)?;
+        let metadata = metadata_of(user, metadata)?;
+        let mut engine = self.lock(py)?;
+        let engine = opened(&mut engine)?;
+        let saved = py.detach(|| {
+            let (views, blobs) = lent.views(rank)?;
+            engine.save(step, &views, &blobs, &metadata)
+        });
+        let saved = saved.map_err(|error| match self.raised.lock() {
+            Ok(mut raised) => raised.take().unwrap_or_else(|| raise(&error)),
+            Err(_) => raise(&error),
+        })?;
+        let facts = PyDict::new(py);
+        facts.set_item("step", saved.step)?;
+        facts.set_item("saved", saved.generation.is_some())?;
+        facts.set_item("stall", saved.stall.as_secs_f64())?;
+        facts.set_item("copy", saved.copy.as_secs_f64())?;
+        facts.set_item("dropped", saved.dropped)?;
+        facts.set_item("failures", saved.failures.iter().map(|failure| (failure.step, failure.message.as_str())).collect::<Vec<_>>())?;
+        facts.set_item("problem", saved.problem)?;
+        facts.set_item("queue_depth", saved.queue_depth)?;
+        Ok(facts)
+    }
+
+    /// Restores a step, or the newest; of some tensors a part, if `parts` names them. `places` is called with what was found, a row for
+    /// each tensor (name, dtype, global shape, first index, extent) and one for each blob (rank, name, bytes), and gives a buffer for each
+    /// tensor, or None. Facts of what was found.
+    fn restore<'py>(
+        &self,
+        py: Python<'py>,
+        step: Option<u64>,
+        parts: Option<Vec<NamedPart>>,
+        places: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let at = step.map_or(At::Latest, At::Step);
+        let part = |(name, shape, offset, extent): NamedPart| (name, Part { shape, rect: Rect { offset, shape: extent } });
+        let parts: Option<BTreeMap<String, Part>> = parts.map(|parts| parts.into_iter().map(part).collect());
+        let mut engine = self.lock(py)?;
+        let engine = &*opened(&mut engine)?;
+        let found = py.detach(|| match &parts {
+            Some(parts) => engine.restore_parts(at, parts),
+            None => engine.restore(at),
+        });
+        let found = found.map_err(|e| raise(&e))?;
+        fill(py, &found, places)?;
+        let facts = PyDict::new(py);
+        facts.set_item("step", found.step)?;
+        facts.set_item("source", place_of(&found.source))?;
+        facts.set_item("seconds", found.seconds)?;
+        facts.set_item("user", serde_json::Value::Object(found.metadata.user.clone()).to_string())?;
+        facts.set_item("metadata", found.metadata.file.clone())?;
+        let passed = found.passed_over.iter().map(|passed| (place_of(&passed.source), passed.step, passed.error.to_string()));
+        facts.set_item("passed_over", passed.collect::<Vec<_>>())?;
+        Ok(facts)
+    }
+
+    /// Steps that can be restored here, newest first, and from where.
+    fn loadable(&self, py: Python<'_>) -> PyResult<Vec<(u64, Place)>> {
+        let mut engine = self.lock(py)?;
+        let engine = &*opened(&mut engine)?;
+        let found = py.detach(|| engine.loadable()).map_err(|e| raise(&e))?;
+        Ok(found.iter().map(|found| (found.step, place_of(&found.source))).collect())
+    }
+
+    /// Waits until the last save is encoded, or durable; whether it is, what failed, and what stands in the way.
+    fn wait(&self, py: Python<'_>, durable: bool, timeout: Option<f64>) -> PyResult<(bool, Vec<(u64, String)>, Option<String>)> {
+        let until = if durable { Until::Durable } else { Until::Encoded };
+        let timeout = timeout.map(|seconds| duration("timeout", seconds)).transpose()?;
+        let begun = Instant::now();
+        loop {
+            let left = timeout.map_or(INTERVAL, |timeout| timeout.saturating_sub(begun.elapsed()).min(INTERVAL));
+            let waited = {
+                let mut engine = self.lock(py)?;
+                let engine = opened(&mut engine)?;
+                py.detach(|| engine.wait(until, left)).map_err(|e| raise(&e))?
+            };
+            let over = timeout.is_some_and(|timeout| begun.elapsed() >= timeout);
+            let failed = !waited.failures.is_empty();
+            if waited.reached || over || failed {
+                let failures = waited.failures.into_iter().map(|failure| (failure.step, failure.message)).collect();
+                return Ok((waited.reached, failures, waited.problem));
+            }
+            py.check_signals()?;
+        }
+    }
+
+    /// The newest step that all ranks can load, agreed on through the store.
+    fn agree_by_store(&self, py: Python<'_>, round: &str, timeout: f64) -> PyResult<Option<u64>> {
+        let timeout = duration("timeout", timeout)?;
+        let mut engine = self.lock(py)?;
+        let engine = opened(&mut engine)?;
+        py.detach(|| engine.agree_by_store(round, timeout)).map_err(|e| raise(&e))
+    }
+
+    /// Gives up raw states of later steps; how many.
+    fn discard_after(&self, py: Python<'_>, step: u64) -> PyResult<u64> {
+        let mut engine = self.lock(py)?;
+        let engine = opened(&mut engine)?;
+        py.detach(|| engine.discard_after(step)).map_err(|e| raise(&e))
+    }
+
+    /// Ends a run that is over: everything is in the first tier, and memory is freed.
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(engine) = self.lock(py)?.take() else { return Ok(()) };
+        py.detach(|| engine.finish()).map_err(|e| raise(&e))
+    }
+
+    /// Lets go: what is in memory stays there.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let engine = self.lock(py)?.take();
+        py.detach(|| drop(engine));
+        Ok(())
+    }
+}
+
+impl Engine {
+    fn lock<'s>(&'s self, py: Python<'_>) -> PyResult<MutexGuard<'s, Option<tensorcask_engine::Engine>>> {
+        if self.pid != std::process::id() {
+            return Err(raise(&Error::invalid("this engine belongs to the process that this one was forked from; make another")));
+        }
+        self.inner.lock_py_attached(py).map_err(|_| poisoned())
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let Ok(inner) = self.inner.get_mut() else { return };
+        let Some(engine) = inner.take() else { return };
+        if self.pid == std::process::id() {
+            Python::attach(|py| py.detach(|| drop(engine)));
+        } else {
+            // Its threads are the parent's, and so is the run.
+            std::mem::forget(engine);
+        }
+    }
+}
+
+fn opened(engine: &mut Option<tensorcask_engine::Engine>) -> PyResult<&mut tensorcask_engine::Engine> {
+    engine.as_mut().ok_or_else(|| PyValueError::new_err("the engine is closed"))
+}
+
+fn place_of(source: &Source) -> Place {
+    match source {
+        Source::Slot => ("slot", None),
+        Source::Memory => ("memory", None),
+        Source::Tier(_, url) => ("tier", Some(url.clone())),
+    }
+}
+
+/// Copies what was restored to where Python wants it.
+fn fill(py: Python<'_>, found: &Restored<'_>, places: &Bound<'_, PyAny>) -> PyResult<()> {
+    let rows: Vec<_> = found
+        .tensors
+        .iter()
+        .map(|tensor| (&tensor.name, tensor.dtype.name(), &tensor.shape, &tensor.rect.offset, &tensor.rect.shape))
+        .collect();
+    let blobs: Vec<_> = found.blobs.iter().map(|blob| (blob.rank, &blob.name, PyBytes::new(py, &blob.data))).collect();
+    let buffers: Vec<Option<Bound<'_, PyAny>>> = places.call1((found.step, rows, blobs))?.extract()?;
+    if buffers.len() != found.tensors.len() {
+        return Err(PyValueError::new_err("not one place for each tensor"));
+    }
+    let mut targets = Vec::new();
+    let mut sources = Vec::new();
+    for (buffer, tensor) in buffers.iter().zip(&found.tensors) {
+        let Some(buffer) = buffer else { continue };
+        targets.push(Target::new(buffer)?);
+        sources.push(&*tensor.data);
+    }
+    let mut pieces = Vec::new();
+    for (target, source) in writable(&mut targets)?.into_iter().zip(sources) {
+        pieces.extend(buffer::pieces(target, source)?);
+    }
+    py.detach(|| pieces.into_par_iter().for_each(|(target, source)| target.copy_from_slice(source)));
+    Ok(())
+}
+
+fn duration(name: &str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds).map_err(|e| PyValueError::new_err(format!("{name}={seconds}: {e}")))
+}
+
+/// Options by their names.
+fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions> {
+    let mut options = EngineOptions::new(store);
+    let (mut policy, mut every) = (None::<String>, None);
+    for (name, value) in given {
+        let (name, name_of): (String, _) = (name.extract()?, |e: Error| raise(&e));
+        let text = || value.extract::<String>();
+        match name.as_str() {
+            "next_tiers" => options.next_tiers = value.extract()?,
+            "config" => options.config = value.extract()?,
+            "fsync" => options.fsync = value.extract()?,
+            "run" => options.run = value.extract()?,
+            "rank" => options.rank = value.extract()?,
+            "world" => options.world = value.extract()?,
+            "slots" => options.slots = value.extract()?,
+            "keep" => options.keep = value.extract()?,
+            "memory_cap" => options.memory_cap = value.extract()?,
+            "policy" => policy = Some(text()?),
+            "every" => every = value.extract()?,
+            "objective" => options.objective = Objective::from_name(&text()?).map_err(name_of)?,
+            "precision" => {
+                let words: Vec<String> = value.extract()?;
+                options.precision = Precision::parse(words.iter().map(String::as_str)).map_err(name_of)?;
+            }
+            "keep_base_decoded" => options.keep_base_decoded = value.extract()?,
+            "back_pressure" => options.back_pressure = BackPressure::from_name(&text()?).map_err(name_of)?,
+            "on_agent_loss" => {
+                options.on_agent_loss = match text()?.as_str() {
+                    "restart" => OnAgentLoss::Restart,
+                    "fail" => OnAgentLoss::Fail,
+                    other => return Err(PyValueError::new_err(format!("on_agent_loss={other:?}: use 'restart' or 'fail'"))),
+                }
+            }
+            "encode" => {
+                options.encode = match text()?.as_str() {
+                    "agent" => Encode::Agent,
+                    "inline" => Encode::Inline,
+                    other => return Err(PyValueError::new_err(format!("encode={other:?}: use 'agent' or 'inline'"))),
+                }
+            }
+            "copy_threads" => options.copy_threads = value.extract()?,
+            "agent" => options.agent = value.extract()?,
+            "agent_idle_exit" => options.agent_idle_exit = duration("agent_idle_exit", value.extract()?)?,
+            "folder" => options.folder = value.extract::<Option<PathBuf>>()?,
+            "store_timeout" => options.store_timeout = duration("store_timeout", value.extract()?)?,
+            _ => return Err(PyValueError::new_err(format!("the engine has no option {name}"))),
+        }
+    }
+    if let Some(policy) = policy {
+        options.policy = Policy::from_name(&policy, every).map_err(|e| raise(&e))?;
+    }
+    Ok(options)
+}
+
+/// The newest step that is in all of these lists.
+#[pyfunction]
+fn newest_common_step(ranks: Vec<Vec<u64>>) -> Option<u64> {
+    agree(&ranks).step
+}
+
+/// Runs an agent in this process until it is told to end; states that still wait in shared memory then.
+#[pyfunction]
+fn serve(py: Python<'_>, folder: Option<PathBuf>, idle_exit: f64, drain: f64, nice: i32, detach: bool) -> PyResult<u64> {
+    let idle_exit = Some(duration("idle_exit", idle_exit)?).filter(|idle| !idle.is_zero());
+    let options = AgentOptions { folder, idle_exit, drain: duration("drain", drain)?, nice, detach };
+    match py.detach(|| run_agent(&options)).map_err(|e| raise(&e))? {
+        Ended::AnotherRuns | Ended::Drained => Ok(0),
+        Ended::Waiting(waiting) => Ok(waiting),
+    }
+}
+
+/// How the agent of a folder is doing, as JSON.
+#[pyfunction]
+fn status(py: Python<'_>, folder: Option<PathBuf>) -> PyResult<String> {
+    let status = py.detach(|| agent_status(folder.as_deref())).map_err(|e| raise(&e))?;
+    serde_json::to_string(&status).map_err(|e| PyValueError::new_err(e.to_string()))
+}
+
+/// Tells the agent of a folder to finish what waits, and to end.
+#[pyfunction]
+fn stop(py: Python<'_>, folder: Option<PathBuf>) -> PyResult<()> {
+    py.detach(|| stop_agent(folder.as_deref())).map(|_| ()).map_err(|e| raise(&e))
+}

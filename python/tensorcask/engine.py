@@ -1,0 +1,323 @@
+"""Asynchronous saves through shared memory, and restores out of it. Linux.
+
+    with tensorcask.Engine("s3://bucket/run42") as engine:
+        try:
+            state = engine.restore(out=state).state
+        except tensorcask.NotFoundError:
+            pass
+        for step in ...:
+            engine.save(state, step=step)      # returns after one copy
+        engine.finish()                        # everything is in the store; memory is freed
+
+A save costs one copy into shared memory. An *agent*, a process of its own that outlives this one, encodes it, keeps the last
+snapshots in memory and commits them to the store. A trainer that was killed restores from memory; ``docs/engine.md`` tells what
+survives what.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from . import _frameworks, _native, _precision, _state
+from ._state import OnUnsupported
+from ._store import _TREE, Store, _flat_arrays, check_step, parse_policy, user_json
+
+__all__ = ["Engine", "Loadable", "Outcome", "Restored", "Waited", "agent_status", "stop_agent"]
+
+_AGENT_VARIABLE = "TENSORCASK_AGENT"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a save did. The state is safe from the end of this process on; it is in the store when the agent has committed it.
+
+    ``saved`` is False where no slot was free and the save was skipped. ``stall``: seconds that the save took, of which ``copy``
+    were the copy. ``dropped``: the step that was given up for this one. ``failures``: step and reason of earlier saves that
+    failed for good since the last call. ``problem``: what keeps snapshots from the store at the moment; it is tried again.
+    """
+
+    step: int
+    saved: bool
+    stall: float
+    copy: float
+    dropped: int | None
+    failures: list[tuple[int, str]]
+    problem: str | None
+    queue_depth: int
+
+
+@dataclass(frozen=True)
+class Waited:
+    """Whether what was waited for was reached, which saves failed for good, and what stands in the way at the moment."""
+
+    reached: bool
+    failures: list[tuple[int, str]]
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Loadable:
+    """A step that can be restored here, from ``slot`` (raw), ``memory`` (encoded) or ``tier``, which has a ``url``."""
+
+    step: int
+    source: str
+    url: str | None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state that was restored, every byte compared with its checksum.
+
+    ``source`` is ``slot`` (raw in shared memory), ``memory`` (encoded there) or ``tier``, which has a ``url``. ``passed_over``:
+    source, step and reason of what was nearer or newer and could not be used.
+    """
+
+    state: Any
+    step: int
+    source: str
+    url: str | None
+    seconds: float
+    user: dict[str, Any]
+    metadata: dict[str, str]
+    passed_over: list[tuple[str, int | None, str]]
+
+
+class Engine:
+    """The trainer's side of the engine: one for each process and rank, for as long as it trains.
+
+    ``store``: where snapshots are committed first, a path or URL; ``next_tiers``: further stores, each filled from the one
+    before in the background. ``run`` names the run on this host (the URL, if nothing is said).
+
+    ``rank``, ``world``: of the processes on this host that save one state together. Each passes what it has: of a DTensor its
+    shard; what several ranks have (a replica, a number) has to be equal, and is stored once. All ranks have to be on one host.
+
+    ``slots``: raw states in shared memory. ``keep``: encoded snapshots there, besides those that the store does not have yet;
+    ``memory_cap``: bytes of these. ``back_pressure``: with no slot free, ``wait``, ``skip`` the save, or
+    ``drop_oldest_uncommitted``. ``on_agent_loss``: ``restart``, or ``fail``. ``encode``: ``agent``, or ``inline``, which encodes in
+    this process straight into memory. ``keep_base_decoded=False`` saves memory for time. ``policy``, ``objective``,
+    ``precision``: as in :meth:`tensorcask.Store.save`; what lies raw in memory is exact.
+
+    ``agent``: the agent's program and first arguments; this Python, if neither that nor ``$TENSORCASK_AGENT`` is set. It ends
+    after ``agent_idle_exit`` seconds without work. ``folder``: in shared memory; ``$TENSORCASK_ENGINE_DIR``, or
+    ``/dev/shm/tensorcask-<uid>``. ``store_timeout``: seconds to wait for the store to tell whether memory is up to date.
+
+    Making one takes the run over: a job elsewhere that was writing to the store finds out at its next save.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        next_tiers: Sequence[str | os.PathLike[str]] = (),
+        config: Mapping[str, str] | None = None,
+        fsync: bool = True,
+        run: str | None = None,
+        rank: int = 0,
+        world: int = 1,
+        slots: int = 2,
+        keep: int = 2,
+        memory_cap: int | None = None,
+        policy: str = "adaptive",
+        objective: str = "balanced",
+        precision: str | Sequence[str] = "lossless",
+        keep_base_decoded: bool = True,
+        back_pressure: str = "wait",
+        on_agent_loss: str = "restart",
+        encode: str = "agent",
+        copy_threads: int = 0,
+        agent: Sequence[str] | None = None,
+        agent_idle_exit: float = 900.0,
+        folder: str | os.PathLike[str] | None = None,
+        store_timeout: float = 5.0,
+    ) -> None:
+        if isinstance(store, Store):
+            raise TypeError("the engine opens the store by itself, in another process: pass its url, and config=")
+        if not hasattr(_native, "Engine"):
+            raise _native.UnsupportedError("the engine needs Linux; use tensorcask.save")
+        if agent is None:
+            agent = [] if os.environ.get(_AGENT_VARIABLE) else [sys.executable, "-P", "-m", "tensorcask.agent"]
+        name, every = parse_policy(policy)
+        self._rank, self._world = rank, world
+        self._native = _native.Engine(
+            os.fspath(store),
+            {
+                "next_tiers": [os.fspath(tier) for tier in next_tiers],
+                "config": dict(config or {}),
+                "fsync": fsync,
+                "run": run,
+                "rank": rank,
+                "world": world,
+                "slots": slots,
+                "keep": keep,
+                "memory_cap": memory_cap,
+                "policy": name,
+                "every": every,
+                "objective": objective,
+                "precision": list(_precision.words(precision)),
+                "keep_base_decoded": keep_base_decoded,
+                "back_pressure": back_pressure,
+                "on_agent_loss": on_agent_loss,
+                "encode": encode,
+                "copy_threads": copy_threads,
+                "agent": list(agent),
+                "agent_idle_exit": agent_idle_exit,
+                "folder": None if folder is None else os.fspath(folder),
+                "store_timeout": store_timeout,
+            },
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int,
+        user: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        on_unsupported: OnUnsupported = None,
+    ) -> Outcome:
+        """Copies a state into shared memory and returns; arguments as in :meth:`tensorcask.Store.save`.
+
+        Tensors may change as soon as it has returned. ``FencedError`` once another job has taken the store over.
+        """
+        flat = _state.flatten(state, on_unsupported, sharded=True)
+        tensors = [
+            (name, lent.dtype, lent.whole or lent.shape, lent.offset or [0] * len(lent.shape), lent.shape, lent.buffer)
+            for name, lent in flat.tensors.items()
+            if not lent.is_empty_shard
+        ]
+        blobs = [*flat.blobs.items(), (_TREE, _native.encode_tree(flat.nodes))]
+        arguments = (check_step(step), self._rank, tensors, blobs, user_json(user), dict(metadata or {}))
+        return Outcome(**self._native.save(*arguments))
+
+    def restore(self, step: int | str = "latest", *, out: Any = None, framework: str | None = None) -> Restored:
+        """Restores a step, or the newest, from the nearest place that has it whole: raw memory, encoded memory, then the tiers.
+
+        What is damaged is passed over, for the newest also in favour of an older step, and told of. ``NotFoundError`` where
+        there is nothing. ``out``, a state like the one that was saved, gives the memory: its tensors are filled in place, a
+        DTensor with what its placements say, and stand in the result; a job on another number of ranks restores so. Ranks
+        :meth:`agree` on a step first. ``framework`` as in :func:`tensorcask.load`.
+        """
+        targets = {} if out is None else dict(_flat_arrays(out))
+        wanted = {name: _frameworks.wanted_part(target, f"out, `{name}`") for name, target in targets.items()}
+        parts = None if out is None else [(name, part.whole, part.offset, part.extent) for name, part in wanted.items() if part]
+        finished: dict[str, _frameworks.Place] = {}
+        trees: list[tuple[int, list[_state.Node]]] = []
+        blobs: dict[tuple[int, str], bytes] = {}
+
+        def places(step: int, rows: list[Any], found_blobs: list[tuple[int, str, bytes]]) -> list[Any]:
+            blobs.update({(rank, name): data for rank, name, data in found_blobs})
+            own = [rank for rank, name in blobs if name == _TREE and rank == self._rank]
+            ranks = own or sorted(rank for rank, name in blobs if name == _TREE)
+            trees.extend((rank, _native.decode_tree(blobs[(rank, _TREE)])) for rank in ranks)
+            nodes = [value for _, tree in trees for kind, value in tree if kind == "tensor"]
+            saved_as = {value[0]: value[1] for value in nodes}
+            buffers: list[Any] = []
+            for name, dtype, shape, _, extent in rows:
+                if out is None and list(shape) != list(extent):
+                    raise ValueError(f"tensor `{name}`: this rank holds a part of it; pass out= to say where it goes")
+                if out is None and trees and name not in saved_as:
+                    # Another rank's own.
+                    buffers.append(None)
+                    continue
+                part = wanted.get(name)
+                if part is not None:
+                    place = _frameworks.place_in(part.memory, dtype, extent, name)
+                else:
+                    kind = framework or saved_as.get(name) or _frameworks.default_framework()
+                    place = _frameworks.place(kind, dtype, extent, name)
+                finished[name] = place
+                buffers.append(place.buffer)
+            return buffers
+
+        facts = self._native.restore(None if step == "latest" else check_step(step), parts, places)
+        loaded: dict[str, Any] = {name: place.finish() for name, place in finished.items()}
+        loaded.update(targets)
+        state = _state.merge([_state.build(tree, _leaf(rank, loaded, blobs)) for rank, tree in trees]) if trees else loaded
+        source, url = facts.pop("source")
+        passed_over = [(place[1] or place[0], step, why) for place, step, why in facts.pop("passed_over")]
+        user = json.loads(facts.pop("user"))
+        return Restored(state=state, source=source, url=url, user=user, passed_over=passed_over, **facts)
+
+    def loadable(self) -> list[Loadable]:
+        """Steps that can be restored here, newest first, each from the nearest place that has it. Reads no tensor."""
+        return [Loadable(step, source, url) for step, (source, url) in self._native.loadable()]
+
+    def agree(self, group: Any = None) -> int | None:
+        """The newest step that all ranks can load, agreed on with ``torch.distributed``; None if there is none.
+
+        Call it on all ranks of the group, before :meth:`restore`. Newer raw states, which some rank lacks, are given up.
+        """
+        import torch.distributed as dist
+
+        steps = [found.step for found in self.loadable()]
+        ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(ranks, steps, group=group)
+        step = _native.newest_common_step(ranks)
+        if step is not None:
+            self.discard_after(step)
+        return step
+
+    def agree_by_store(self, round: str, timeout: float = 300.0) -> int | None:
+        """As :meth:`agree`, for ranks without a collective: each leaves a list in the first tier. ``round`` names this start of
+        the job alone, such as an attempt's number: lists of another start must not be mixed with these."""
+        return self._native.agree_by_store(round, timeout)
+
+    def discard_after(self, step: int) -> int:
+        """Gives up raw states of later steps, which other ranks do not have; how many."""
+        return self._native.discard_after(check_step(step))
+
+    def wait(self, until: str = "durable", timeout: float | None = None) -> Waited:
+        """Waits until the last save is ``encoded``, in memory, or ``durable``, in the first tier; or has failed."""
+        if until not in ("encoded", "durable"):
+            raise ValueError(f"until={until!r}: use 'encoded' or 'durable'")
+        return Waited(*self._native.wait(until == "durable", timeout))
+
+    def finish(self) -> None:
+        """Ends a run that is over: waits until everything is in the first tier, and frees its shared memory."""
+        self.wait("durable")
+        self._native.finish()
+
+    def close(self) -> None:
+        """Lets go of the run. What is in shared memory stays, and the agent goes on with it."""
+        self._native.close()
+
+
+def _leaf(rank: int, tensors: Mapping[str, Any], blobs: Mapping[tuple[int, str], bytes]) -> Any:
+    def leaf(kind: str, value: Any) -> Any:
+        if kind == "tensor":
+            if value[0] not in tensors:
+                raise _native.NotFoundError(f"tensor `{value[0]}` of the state is not in out")
+            return tensors[value[0]]
+        data = blobs.get((rank, value))
+        if data is None:
+            raise _native.CorruptionError(f"tc.tree: blob `{value}` of rank {rank} is not there [spec: tree 2.7]")
+        if kind == "bytes":
+            return data
+        import io
+
+        return io.BytesIO(data)
+
+    return leaf
+
+
+def agent_status(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """How runs, saves and tiers are doing, as ``tensorcask agent status --json`` shows it."""
+    found: dict[str, Any] = json.loads(_native.status(None if folder is None else os.fspath(folder)))
+    return found
+
+
+def stop_agent(folder: str | os.PathLike[str] | None = None) -> None:
+    """Tells the agent to finish what waits, and to end."""
+    _native.stop(None if folder is None else os.fspath(folder))

@@ -1,0 +1,308 @@
+"""The asynchronous engine from Python: real agents, killed trainers, ranks on gloo."""
+
+import datetime
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorcask
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tensorcask.engine import agent_status, stop_agent
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
+
+
+@pytest.fixture
+def folder():
+    """A folder in shared memory; its agent ends with the test."""
+    made = tempfile.mkdtemp(dir="/dev/shm")
+    yield made
+    lock = Path(made, "agent.lock")
+    if lock.exists():
+        stop(int(lock.read_text()))
+    shutil.rmtree(made)
+
+
+def stop(pid):
+    """Ends an agent of this test's, which may be gone already."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    gone = time.monotonic() + 30
+    while time.monotonic() < gone:
+        try:
+            if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                return
+        except ChildProcessError:
+            # Another process's child.
+            if not Path(f"/proc/{pid}").exists():
+                return
+        time.sleep(0.01)
+
+
+def state_of(step):
+    return {
+        "model": {"w": torch.arange(50_000, dtype=torch.float32).reshape(100, 500) * step, "half": torch.full((7,), step).bfloat16()},
+        "numpy": np.full((3, 2), step, np.int64),
+        "step": step,
+        "notes": ["text", None, 0.5, (1, 2)],
+        "rng": bytes([step]),
+    }
+
+
+def check(state, step):
+    expected = state_of(step)
+    assert torch.equal(state["model"]["w"], expected["model"]["w"])
+    assert torch.equal(state["model"]["half"], expected["model"]["half"])
+    assert (state["numpy"] == step).all() and isinstance(state["numpy"], np.ndarray)
+    assert (state["step"], state["notes"], state["rng"]) == (step, expected["notes"], bytes([step]))
+
+
+def test_a_state_comes_back_from_memory_and_from_the_store(url, folder):
+    with tensorcask.Engine(url, folder=folder) as engine:
+        with pytest.raises(tensorcask.NotFoundError):
+            engine.restore()
+        for step in (1, 2, 3):
+            saved = engine.save(state_of(step), step=step, user={"loss": 0.5 * step}, metadata={"format": "pt"})
+            assert saved.saved and saved.stall >= saved.copy > 0 and saved.failures == []
+        raw = engine.restore()
+        assert (raw.step, raw.source, raw.url) == (3, "slot", None)
+        assert raw.user == {"loss": 1.5} and raw.metadata == {"format": "pt"} and raw.passed_over == []
+        check(raw.state, 3)
+        assert engine.wait("encoded", 60).reached and engine.wait("durable", 60).reached
+        assert [found.step for found in engine.loadable()] == [3, 2, 1]
+        first = engine.restore(1)
+        assert first.source in ("memory", "tier")
+        check(first.state, 1)
+        with pytest.raises(tensorcask.NotFoundError, match="step 7"):
+            engine.restore(7)
+        (run,) = agent_status(folder)["runs"]
+        assert run["last_commit_step"] == 3 and run["failed_saves"] == 0
+        engine.finish()
+    check(tensorcask.load(url), 3)
+    with tensorcask.Engine(url, folder=folder) as engine:
+        found = engine.restore()
+        assert (found.source, found.url) == ("tier", url)
+        check(found.state, 3)
+    with pytest.raises(ValueError, match="closed"):
+        engine.loadable()
+    stop_agent(folder)
+
+
+def test_restored_into_the_memory_of_the_caller(url, folder):
+    out = {"model": {"w": torch.zeros(100, 500), "half": torch.zeros(7).bfloat16()}, "numpy": np.zeros((3, 2), np.int64)}
+    with tensorcask.Engine(url, folder=folder) as engine:
+        engine.save(state_of(4), step=4)
+        found = engine.restore(out=out)
+        assert found.state["model"]["w"] is out["model"]["w"] and found.state["numpy"] is out["numpy"]
+        check(found.state, 4)
+        engine.wait()
+        out["model"]["w"] = torch.zeros(100, 499)
+        with pytest.raises(tensorcask.InvalidArgumentError, match=r"model.w.*\[100, 500\].*\[100, 499\]"):
+            engine.restore(out=out)
+        out["model"]["w"] = torch.zeros(100, 500).bfloat16()
+        with pytest.raises(ValueError, match="model.w"):
+            engine.restore(out=out)
+        del out["model"]["w"]
+        with pytest.raises(tensorcask.NotFoundError, match="model.w"):
+            engine.restore(out=out)
+        engine.finish()
+
+
+def test_a_killed_trainer_goes_on_from_memory(url, folder):
+    trainer = textwrap.dedent(
+        f"""
+        import os, signal, sys
+        import numpy as np, tensorcask
+        engine = tensorcask.Engine({url!r}, folder={folder!r})
+        for step in range(1, 100):
+            engine.save({{"w": np.full(100_000, step, np.int32)}}, step=step)
+            if step == int(sys.argv[1]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    killed = subprocess.run([sys.executable, "-c", trainer, "5"], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    with tensorcask.Engine(url, folder=folder) as engine:
+        found = engine.restore()
+        assert (found.step, found.source) == (5, "slot") and (found.state["w"] == 5).all()
+    # The agent as well: what is in shared memory is enough, and the next agent brings it to the store.
+    stop(int(Path(folder, "agent.lock").read_text()))
+    with tensorcask.Engine(url, folder=folder) as engine:
+        assert engine.restore().source == "slot"
+        engine.save({"w": np.full(100_000, 6, np.int32)}, step=6)
+        assert engine.wait(timeout=60).reached
+        engine.finish()
+    assert [info.step for info in tensorcask.Store(url).snapshots()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_second_trainer_is_refused_and_a_forked_process_has_none(url, folder):
+    with tensorcask.Engine(url, folder=folder) as engine:
+        with pytest.raises(tensorcask.ConflictError, match="being trained by another process"):
+            tensorcask.Engine(url, folder=folder)
+        engine.save({"w": np.ones(10)}, step=1)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                engine.save({"w": np.ones(10)}, step=2)
+            except tensorcask.InvalidArgumentError as error:
+                code = 0 if "forked" in str(error) else 2
+            del engine
+            os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        engine.save({"w": np.ones(10)}, step=2)
+        assert engine.wait(timeout=60).reached
+
+
+def test_options_are_checked_and_told(url, folder):
+    for wrong in ({"back_pressure": "hurry"}, {"encode": "never"}, {"on_agent_loss": "cry"}, {"precision": "vague"}, {"rank": 2, "world": 2}):
+        with pytest.raises((ValueError, tensorcask.Error)):
+            tensorcask.Engine(url, folder=folder, **wrong)
+    with pytest.raises(TypeError, match="url"):
+        tensorcask.Engine(tensorcask.Store(url), folder=folder)
+    with pytest.raises(tensorcask.Error, match="could not be started"):
+        tensorcask.Engine(url, folder=folder, agent=["/no/such/program"])
+    with tensorcask.Engine(url, folder=folder, precision="near", policy="intermittent:4", back_pressure="skip") as engine:
+        engine.save({"exp_avg": {"w": torch.rand(1000)}}, step=1)
+        assert engine.wait(timeout=60).reached
+        assert [errors.setting for errors in tensorcask.Store(url).snapshot().errors()] == ["loguniform:16"]
+
+
+def test_a_save_that_waits_is_ended_by_a_signal(url, folder):
+    class Rang(Exception):
+        pass
+
+    def ring(*_):
+        raise Rang
+
+    with tensorcask.Engine(url, folder=folder) as engine:
+        state = {"w": np.zeros(1000, np.uint8)}
+        engine.save(state, step=1)
+        agent = int(Path(folder, "agent.lock").read_text())
+        assert engine.wait(timeout=60).reached
+        os.kill(agent, signal.SIGSTOP)
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            engine.save(state, step=2)
+            engine.save(state, step=3)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(Rang):
+                engine.save(state, step=4)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            os.kill(agent, signal.SIGCONT)
+        engine.save(state, step=5)
+        assert engine.wait(timeout=60).reached
+    assert [info.step for info in tensorcask.Store(url).snapshots()] == [1, 2, 3, 5]
+
+
+WHOLE = torch.arange(7 * 10, dtype=torch.float32).reshape(7, 10)
+
+
+def sharded(mesh, step):
+    return {
+        "w": distribute_tensor(WHOLE * step, mesh, [Shard(0)], src_data_rank=None),
+        "columns": distribute_tensor(WHOLE.bfloat16() * step, mesh, [Shard(1)], src_data_rank=None),
+        "copies": distribute_tensor(WHOLE + step, mesh, [Replicate()], src_data_rank=None),
+        "one_row": distribute_tensor(torch.full((1, 4), float(step)), mesh, [Shard(0)], src_data_rank=None),
+        "plain": torch.full((3,), float(step)),
+        f"rng-{dist.get_rank()}": torch.full((2,), dist.get_rank()),
+        "step": step,
+    }
+
+
+def check_sharded(state, step):
+    assert torch.equal(state["w"].full_tensor(), WHOLE * step)
+    assert torch.equal(state["columns"].full_tensor(), WHOLE.bfloat16() * step)
+    assert torch.equal(state["copies"].full_tensor(), WHOLE + step)
+    assert torch.equal(state["one_row"].full_tensor(), torch.full((1, 4), float(step)))
+    assert (state["plain"] == step).all() and state["step"] == step
+
+
+def ranks_save(url, folder, rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    with tensorcask.Engine(url, folder=folder, rank=rank, world=world) as engine:
+        assert engine.agree() is None
+        for step in (1, 2, 3):
+            engine.save(sharded(mesh, step), step=step)
+        assert engine.wait(timeout=60).reached
+        # A step that one rank alone has.
+        if rank == 0:
+            engine.save(sharded(mesh, 4), step=4)
+        step = engine.agree()
+        assert step == 3, step
+        found = engine.restore(step, out=sharded(mesh, 0))
+        assert found.source == "slot", found
+        check_sharded(found.state, 3)
+        assert (found.state[f"rng-{rank}"] == rank).all()
+        with pytest.raises(ValueError, match="pass out="):
+            engine.restore(step)
+        dist.barrier()
+
+
+def ranks_restore(url, folder, rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    out = sharded(mesh, 0)
+    del out[f"rng-{rank}"]
+    tree_of_two = {f"rng-{other}": torch.zeros(2, dtype=torch.int64) for other in range(2)}
+    with tensorcask.Engine(url, folder=folder, rank=rank, world=world, run="another number of ranks") as engine:
+        step = engine.agree()
+        assert step == 3, step
+        found = engine.restore(step, out={**out, **tree_of_two})
+        assert found.source == "tier", found
+        check_sharded({**out, **found.state}, 3)
+        dist.barrier()
+
+
+def differing(url, folder, rank, world):
+    with tensorcask.Engine(url, folder=folder, rank=rank, world=world) as engine:
+        engine.save({"mine": torch.full((2,), rank)}, step=1)
+        dist.barrier()
+        waited = engine.wait(timeout=60)
+        assert not waited.reached and "rank 1 has other values than rank 0" in waited.failures[0][1], waited
+        dist.barrier()
+
+
+def _main(rank, world, rendezvous, work, url, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), init_method=rendezvous, rank=rank, world_size=world)
+    try:
+        work(url, folder, rank, world)
+    finally:
+        dist.destroy_process_group()
+    # As in test_dcp: threads of gloo may abort the process while the interpreter ends.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def on_ranks(world, work, url, folder, tmp_path):
+    rendezvous = (tmp_path / f"{work.__name__}-{world}").as_uri()
+    mp.spawn(_main, args=(world, rendezvous, work, url, folder), nprocs=world)
+
+
+def test_ranks_save_one_state_agree_and_another_number_of_them_restores_it(url, folder, tmp_path):
+    on_ranks(2, ranks_save, url, folder, tmp_path)
+    whole = tensorcask.load(url)
+    assert torch.equal(whole["w"], WHOLE * 3) and torch.equal(whole["copies"], WHOLE + 3)
+    assert (whole["plain"] == 3).all() and whole["step"] == 3 and (whole["rng-1"] == 1).all()
+    on_ranks(3, ranks_restore, url, folder, tmp_path)
+
+
+def test_ranks_that_differ_in_what_should_be_one_tensor_are_told(url, folder, tmp_path):
+    on_ranks(2, differing, url, folder, tmp_path)
