@@ -177,11 +177,8 @@ impl MemoryTier {
     /// Begins a new store if the log of this one is long, and the next tier has all that is in it.
     pub(crate) async fn renew(&mut self, uploaded: u64) -> Result<Log> {
         let last = self.store.records().await?.last().map_or(0, |record| record.sequence);
-        match last {
-            ..MAX_ENTRIES => return Ok(Log::Short),
-            _ if last <= uploaded => {}
-            ..OVERDUE_ENTRIES => return Ok(Log::Short),
-            _ => return Ok(Log::Overdue),
+        if last < MAX_ENTRIES || last > uploaded {
+            return Ok(if last < OVERDUE_ENTRIES { Log::Short } else { Log::Overdue });
         }
         let epoch = self.epoch.saturating_add(1);
         let store = open_epoch(&self.place, epoch)?;

@@ -44,6 +44,8 @@ pub(crate) struct Engine {
 
 /// Where something is: `slot`, `memory` or `tier`, and the URL of a tier.
 type Place = (&'static str, Option<String>);
+/// Whether it was reached, step and reason of saves that failed, and what stands in the way.
+type Waited = (bool, Vec<(u64, String)>, Option<String>);
 /// Name, global shape, first index and extent per dimension.
 type NamedPart = (String, Vec<u64>, Vec<u64>, Vec<u64>);
 
@@ -74,6 +76,7 @@ impl Engine {
     }
 
     /// Copies a state into shared memory; facts of the save.
+    #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save<'py>(
         &self,
         py: Python<'py>,
@@ -149,7 +152,7 @@ impl Engine {
     }
 
     /// Waits until the last save is encoded, or durable; whether it is, what failed, and what stands in the way.
-    fn wait(&self, py: Python<'_>, durable: bool, timeout: Option<f64>) -> PyResult<(bool, Vec<(u64, String)>, Option<String>)> {
+    fn wait(&self, py: Python<'_>, durable: bool, timeout: Option<f64>) -> PyResult<Waited> {
         let until = if durable { Until::Durable } else { Until::Encoded };
         let timeout = timeout.map(|seconds| duration("timeout", seconds)).transpose()?;
         let begun = Instant::now();

@@ -156,7 +156,7 @@ fn receipts() -> Result<Vec<Sketch>, Failure> {
     let whole =
         r#"{"tensor":"o.exp_avg","offset":[0],"shape":[2],"setting":"loguniform:16","chunks":[[0,2,0.02,0.03,1e-9,0,0,0]]}"#.to_owned();
     let mut cases = vec![
-        accept("errors/receipt", "errors 1", "the errors of a tensor that was rounded", with(&[whole.clone()])?),
+        accept("errors/receipt", "errors 1", "the errors of a tensor that was rounded", with(std::slice::from_ref(&whole))?),
         accept("errors/nothing-was-rounded", "errors 1", "a receipt of no shard", with(&[])?),
         accept(
             "errors/tensor-that-is-gone",
