@@ -1,7 +1,5 @@
 //! The blobs whose names begin with `tc.`. A reader that only wants tensors never looks at them: one that does refuses what it cannot follow.
 
-use serde_json::{Value, json};
-
 use super::forge::Blob;
 use super::stores::small;
 use super::writer::{Store, seal};
@@ -136,22 +134,18 @@ fn trees() -> Result<Vec<Sketch>, Failure> {
 }
 
 /// A receipt of these shards.
-fn receipt(shards: &Value) -> String {
-    // With the fields in their order, whatever the JSON library does.
-    format!(r#"{{"format":"tensorcask-errors","version":"1.0","must_understand":[],"may_ignore":[],"shards":{shards}}}"#)
+fn receipt_of(shards: &[String]) -> String {
+    let shards = shards.join(",");
+    format!(r#"{{"format":"tensorcask-errors","version":"1.0","must_understand":[],"may_ignore":[],"shards":[{shards}]}}"#)
 }
 
 fn receipts() -> Result<Vec<Sketch>, Failure> {
     let shard = |tensor: &str, offset: u64, chunks: &str| {
         format!(r#"{{"tensor":"{tensor}","offset":[{offset}],"shape":[1],"setting":"loguniform:16","chunks":[{chunks}]}}"#)
     };
-    let with = |shards: &[String]| {
-        let json = format!(
-            r#"{{"format":"tensorcask-errors","version":"1.0","must_understand":[],"may_ignore":[],"shards":[{}]}}"#,
-            shards.join(",")
-        );
-        with_blobs(vec![vec![Blob::new(0, "tc.errors", &seal(&json))]])
-    };
+    let receipt = |bytes: &[u8]| with_blobs(vec![vec![Blob::new(0, "tc.errors", bytes)]]);
+    let with = |shards: &[String]| receipt(&seal(&receipt_of(shards)));
+    let edited = |from: &str, to: &str| receipt(&seal(&receipt_of(&[]).replacen(from, to, 1)));
     let chunk = "[0,1,0.0152587890625,0.0152587890625,1e-9,0,0.0,0.0]";
     let whole =
         r#"{"tensor":"o.exp_avg","offset":[0],"shape":[2],"setting":"loguniform:16","chunks":[[0,2,0.02,0.03,1e-9,0,0,0]]}"#.to_owned();
@@ -173,17 +167,13 @@ fn receipts() -> Result<Vec<Sketch>, Failure> {
         ("beyond-binary64", "errors 3.3", "an error beyond binary64", with(&[shard("o.exp_avg", 0, "[0,1,1e999,0,0,0,0,0]")])?),
         ("seven-numbers", "errors 3", "a chunk of seven numbers", with(&[shard("o.exp_avg", 0, "[0,1,0,0,0,0,0]")])?),
         ("half-an-element", "errors 3", "half a sign that changed", with(&[shard("o.exp_avg", 0, "[0,1,0,0,0,0.5,0,0]")])?),
-        ("unknown-field", "errors 1", "a field that is not there", {
-            let json = receipt(&json!([])).replacen(r#""may_ignore":[]"#, r#""may_ignore":[],"note":1"#, 1);
-            with_blobs(vec![vec![Blob::new(0, "tc.errors", &seal(&json))]])?
-        }),
-        ("no-seal", "errors 1", "JSON without a seal", with_blobs(vec![vec![Blob::new(0, "tc.errors", receipt(&json!([])).as_bytes())]])?),
+        ("unknown-field", "errors 1", "a field that is not there", edited(r#""may_ignore":[]"#, r#""may_ignore":[],"note":1"#)?),
+        ("no-seal", "errors 1", "JSON without a seal", receipt(receipt_of(&[]).as_bytes())?),
     ];
     for (name, clause, why, store) in faults {
         cases.push(either(&format!("errors/{name}"), clause, why, CORRUPT, store));
     }
-    let json = receipt(&json!([])).replacen("1.0", "2.0", 1);
-    let newer = with_blobs(vec![vec![Blob::new(0, "tc.errors", &seal(&json))]])?;
+    let newer = edited("1.0", "2.0")?;
     cases.push(either("errors/of-a-newer-version", "errors 1", "a receipt of a major version that is not known", "unsupported", newer));
     Ok(cases)
 }
