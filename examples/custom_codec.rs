@@ -1,7 +1,7 @@
 //! A codec of one's own: registered as a value, held to the library's contract, chosen where it saves bytes, and no trouble for
 //! readers that do not have it.
 //!
-//! `cargo run --release --example custom_codec`
+//! `cargo run --example custom_codec`
 
 #![allow(clippy::little_endian_bytes, reason = "tensors are little-endian")]
 

@@ -1,6 +1,6 @@
 //! Saves a few training steps, restores the newest, a slice of it, and an older one.
 //!
-//! `cargo run --release --example quickstart [STORE]`; the default store is in memory.
+//! `cargo run --example quickstart [STORE]`; the default store is in memory.
 
 use tensorcask::blocking::Store;
 use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Result, Slice, TensorView, VerifyOptions};

@@ -16,6 +16,7 @@
 //! ```
 
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -57,6 +58,14 @@ pub struct Snapshot {
     runtime: Arc<Runtime>,
 }
 
+/// Runs a future to its end, behind a pointer: what the runtime does around a future is then compiled once, and not for each of them.
+fn wait<F: Future>(runtime: &Runtime, future: F) -> F::Output {
+    let mut output = None;
+    let erased: Pin<Box<dyn Future<Output = ()> + '_>> = Box::pin(async { output = Some(future.await) });
+    runtime.block_on(erased);
+    output.unwrap_or_else(|| unreachable!("a future that has ended has left its output"))
+}
+
 /// Threads that read and write local files: more would be no faster, and each keeps memory of the allocator's.
 const MAX_BLOCKING: usize = 16;
 
@@ -85,7 +94,7 @@ impl Store {
 
     /// Runs a future of the async library to its end.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
-        self.runtime.block_on(future)
+        wait(&self.runtime, future)
     }
 
     /// See [`Store::writer`](crate::Store::writer).
@@ -203,12 +212,12 @@ impl Store {
 impl Writer {
     /// See [`Writer::save`](crate::Writer::save).
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
-        self.runtime.block_on(self.inner.save(step, tensors, blobs, metadata))
+        wait(&self.runtime, self.inner.save(step, tensors, blobs, metadata))
     }
 
     /// See [`Writer::commit_receipts`](crate::Writer::commit_receipts).
     pub fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
-        self.runtime.block_on(self.inner.commit_receipts(step, receipts, metadata))
+        wait(&self.runtime, self.inner.commit_receipts(step, receipts, metadata))
     }
 
     /// See [`Writer::base_cache_bytes`](crate::Writer::base_cache_bytes).
@@ -220,59 +229,59 @@ impl Writer {
 impl RankWriter {
     /// See [`RankWriter::save`](crate::RankWriter::save).
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
-        self.runtime.block_on(self.inner.save(step, tensors, blobs))
+        wait(&self.runtime, self.inner.save(step, tensors, blobs))
     }
 }
 
 impl Snapshot {
     /// See [`Snapshot::read`](crate::Snapshot::read).
     pub fn read(&self, name: &str, slice: &Slice) -> Result<Tensor> {
-        self.runtime.block_on(self.inner.read(name, slice))
+        wait(&self.runtime, self.inner.read(name, slice))
     }
 
     /// See [`Snapshot::read_into`](crate::Snapshot::read_into).
     pub fn read_into(&self, name: &str, slice: &Slice, out: &mut [u8]) -> Result<()> {
-        self.runtime.block_on(self.inner.read_into(name, slice, out))
+        wait(&self.runtime, self.inner.read_into(name, slice, out))
     }
 
     /// See [`Snapshot::update_into`](crate::Snapshot::update_into).
     pub fn update_into(&self, have: &Self, tensors: Vec<(&str, &mut [u8])>) -> Result<crate::Updated> {
-        self.runtime.block_on(self.inner.update_into(&have.inner, tensors))
+        wait(&self.runtime, self.inner.update_into(&have.inner, tensors))
     }
 
     /// See [`Snapshot::view`](crate::Snapshot::view).
     pub fn view(&self, name: &str) -> Result<Bytes> {
-        self.runtime.block_on(self.inner.view(name))
+        wait(&self.runtime, self.inner.view(name))
     }
 
     /// See [`Snapshot::blobs`](crate::Snapshot::blobs).
     pub fn blobs(&self) -> Result<Vec<(u32, String)>> {
-        self.runtime.block_on(self.inner.blobs())
+        wait(&self.runtime, self.inner.blobs())
     }
 
     /// See [`Snapshot::read_blob`](crate::Snapshot::read_blob).
     pub fn read_blob(&self, rank: u32, name: &str) -> Result<Vec<u8>> {
-        self.runtime.block_on(self.inner.read_blob(rank, name))
+        wait(&self.runtime, self.inner.read_blob(rank, name))
     }
 
     /// See [`Snapshot::errors`](crate::Snapshot::errors).
     pub fn errors(&self) -> Result<Vec<crate::TensorErrors>> {
-        self.runtime.block_on(self.inner.errors())
+        wait(&self.runtime, self.inner.errors())
     }
 
     /// See [`Snapshot::check_errors`](crate::Snapshot::check_errors).
     pub fn check_errors(&self, bound: f64) -> Result<()> {
-        self.runtime.block_on(self.inner.check_errors(bound))
+        wait(&self.runtime, self.inner.check_errors(bound))
     }
 
     /// See [`Snapshot::verify`](crate::Snapshot::verify).
     pub fn verify(&self) -> Result<()> {
-        self.runtime.block_on(self.inner.verify())
+        wait(&self.runtime, self.inner.verify())
     }
 
     /// See [`interchange::safetensors::write`](safetensors::write).
     pub fn write_safetensors(&self, selected: &[Selected], out: &mut (impl std::io::Write + Send)) -> Result<u64> {
-        self.runtime.block_on(safetensors::write(&self.inner, selected, out))
+        wait(&self.runtime, safetensors::write(&self.inner, selected, out))
     }
 }
 

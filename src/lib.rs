@@ -77,6 +77,10 @@ pub fn with_scalar_kernels<T>(run: impl FnOnce() -> T) -> T {
     kernels::with_scalar(run)
 }
 
+/// Makes an async function one that returns a boxed future. What awaits it then holds a pointer: its body is compiled here, once, and not
+/// again inside each caller, those in other crates included.
+pub(crate) use async_recursion::async_recursion as boxed;
+
 pub use chain::{Decision, Estimate, Policy, Reason};
 pub use commit::{Retention, SnapshotRecord, Status};
 pub use error::{Error, ErrorKind, Result};

@@ -1,7 +1,7 @@
 //! A trainer that saves a real checkpoint each second, and goes on where it was when it is started again.
 //!
 //! ```sh
-//! cargo run --release -p tensorcask-engine --example trainer -- STORE FOLDER-OF-step-*.safetensors [STEPS [SECONDS-PER-STEP]]
+//! cargo run -p tensorcask-engine --example trainer -- STORE FOLDER-OF-step-*.safetensors [STEPS [SECONDS-PER-STEP]]
 //! ```
 #![allow(missing_docs, reason = "an example")]
 

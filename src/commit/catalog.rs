@@ -19,7 +19,7 @@ use super::state::LastWriter;
 use super::{LogState, SnapshotRecord, Status, Summary};
 use crate::store::Store;
 use crate::wire::{Digest, Id, SnapshotKind};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, boxed};
 
 /// Entries between two catalogs.
 pub(crate) const CATALOG_INTERVAL: u64 = 64;
@@ -65,6 +65,7 @@ pub(crate) struct Catalog;
 
 impl Catalog {
     /// Paths of catalogs, newest first. Objects of other names are none.
+    #[boxed]
     pub(crate) async fn list(store: &Store) -> Result<Vec<String>> {
         let mut names: Vec<(u64, String)> =
             store.list("catalog").await?.into_iter().filter_map(|listed| Some((parse_name(&listed.path)?.0, listed.path))).collect();
@@ -78,6 +79,7 @@ impl Catalog {
     }
 
     /// The state that a catalog holds. Its bytes are compared with its name before anything looks into them.
+    #[boxed]
     pub(crate) async fn read(store: &Store, path: &str) -> Result<LogState> {
         let (sequence, digest) = parse_name(path).ok_or_else(|| Error::invalid("not the name of a catalog").object(path))?;
         let bytes = store.get(path, store.limits().max_catalog_bytes).await?;
@@ -96,6 +98,7 @@ impl Catalog {
     }
 
     /// Writes the catalog of a state, all of whose records are summarised.
+    #[boxed]
     pub(crate) async fn write(store: &Store, state: &LogState) -> Result<()> {
         let bytes = encode(state)?;
         crate::Limits::check(bytes.len() as u64, store.limits().max_catalog_bytes, "size of the catalog")?;

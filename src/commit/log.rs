@@ -8,7 +8,7 @@ use super::{CATALOG_INTERVAL, Catalog, LogState, Status, Summary, now_ms};
 use crate::error::ResultExt;
 use crate::store::{Created, Medium, Store, concurrently};
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest, StoreFile};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, Result, boxed};
 
 /// The log of a store, as far as it has been read.
 #[derive(Debug)]
@@ -36,6 +36,7 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 impl Log {
     /// Reads the newest catalog that is whole, and the entries after it.
+    #[boxed]
     pub(crate) async fn load(store: &Store) -> Result<Self> {
         let (store_file, catalogs) = tokio::join!(store.read_store_file(), Catalog::list(store));
         let mut log = Self { store: store.clone(), store_file: store_file?, state: LogState::default(), skipped: Vec::new() };
@@ -84,6 +85,7 @@ impl Log {
     }
 
     /// Asks for `batch` entries, then for twice as many, but never past the entry that a catalog follows.
+    #[boxed]
     async fn refresh_by(&mut self, mut batch: u64) -> Result<()> {
         loop {
             let first = self.state.next_sequence()?;
@@ -129,6 +131,7 @@ impl Log {
     }
 
     /// Fills in what listings tell of snapshots, reading the manifests that no catalog has summarised.
+    #[boxed]
     pub(crate) async fn summarise(&mut self) -> Result<()> {
         let missing: Vec<(usize, Digest, String)> = self
             .state
@@ -161,6 +164,7 @@ impl Log {
     }
 
     /// After every so many entries, writes a catalog. It only saves readers time: a failure is told, not returned.
+    #[boxed]
     pub(crate) async fn write_catalog_if_due(&mut self) {
         if self.state.sequence == 0 || !self.state.sequence.is_multiple_of(CATALOG_INTERVAL) {
             return;
@@ -175,6 +179,7 @@ impl Log {
     }
 
     /// Sends one entry until it is known whose it is. Never guesses, never deletes.
+    #[boxed]
     async fn write_entry(&self, sequence: u64, token: Id, bytes: Bytes) -> Result<Attempt> {
         let path = LogEntry::path_of(sequence);
         let local = matches!(self.store.medium(), Medium::Local(_));
@@ -226,6 +231,7 @@ fn to_next_catalog(first: u64) -> u64 {
 }
 
 /// `count` entries from number `first` on, all at once; none where there is none.
+#[boxed]
 async fn fetch_entries(store: &Store, first: u64, count: u64) -> Result<Vec<(u64, Option<Bytes>)>> {
     let fetch = |sequence| async move {
         let bytes = store.get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
@@ -268,6 +274,7 @@ pub(crate) fn refuse_features(may_ignore: &[String]) -> Result<()> {
 }
 
 /// A manifest, compared with the digest that the log names.
+#[boxed]
 pub(crate) async fn read_manifest(store: &Store, path: &str, digest: Digest) -> Result<Manifest> {
     let bytes = store.get(path, store.limits().max_manifest_bytes).await;
     let bytes = bytes.map_err(|e| match e.kind() {

@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use crate::kernels::map::map_file;
 use crate::limits::{to_usize, zeroed};
 use crate::wire::DirectoryTensor;
-use crate::{Dtype, Error, Result, Slice, Snapshot, TensorView};
+use crate::{Dtype, Error, Result, Slice, Snapshot, TensorView, boxed};
 
 /// Files that together hold one state, mapped into memory.
 #[derive(Debug)]
@@ -131,6 +131,7 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
 }
 
 /// Reads a group of slices into `buffer`, which is kept from group to group: fresh pages cost more than reading into them.
+#[boxed]
 async fn write_group(
     snapshot: &Snapshot,
     group: &[(&DirectoryTensor, Slice, u64)],

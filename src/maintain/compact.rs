@@ -18,7 +18,7 @@ use crate::store::Upload;
 use crate::tensor::{Rect, Run, copy_run, rects_of_run};
 use crate::wire::{CaskRef, Digest, Directory, Event, Id, Manifest, SnapshotKind};
 use crate::writer::blob_slot;
-use crate::{At, Error, ErrorKind, Result, Setting, Store};
+use crate::{At, Error, ErrorKind, Result, Setting, Store, boxed};
 
 /// How to compact.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -124,6 +124,7 @@ impl Store {
 }
 
 /// Writes the manifest that is to stand for a snapshot from now on; gives its path and digest.
+#[boxed]
 pub(super) async fn put_manifest(store: &Store, record: &SnapshotRecord, manifest: &Manifest) -> Result<(String, Digest)> {
     let (bytes, digest) = manifest.encode()?;
     Manifest::decode(&bytes, store.limits())
@@ -144,6 +145,7 @@ pub(super) fn check_unchanged(state: &LogState, before: &SnapshotRecord) -> Resu
 }
 
 /// Writes the shards of tensors whose role `keeps` wants, and all blobs, into casks of their own.
+#[boxed]
 pub(super) async fn write_base(
     store: &Store,
     snapshot: &Snapshot,
@@ -168,6 +170,7 @@ pub(super) async fn write_base(
 /// Writes shards (tensor by number, rectangle), ascending, and all blobs of a slot into a cask of a store. The rectangles are
 /// those of the snapshot's shards, or whole tensors; of partners, only roles that `keeps` wants will be there. Gives the checksums
 /// of the decoded chunks, too, in the order of the shards.
+#[boxed]
 pub(super) async fn write_cask(
     store: &Store,
     snapshot: &Snapshot,
@@ -239,6 +242,7 @@ impl<'a> BaseCask<'a> {
     }
 
     /// Takes a shard.
+    #[boxed]
     async fn shard(&mut self, tensor: usize, rect: &Rect, mut first_of_tensor: bool) -> Result<()> {
         let directory = self.snapshot.newest().directory.clone();
         let grid = ChunkGrid::new(directory.dtype(tensor), &rect.shape)?;
@@ -270,6 +274,7 @@ impl<'a> BaseCask<'a> {
     }
 
     /// Reads the chunks of the window through the chain, and encodes them anew.
+    #[boxed]
     async fn flush(&mut self) -> Result<()> {
         tokio::task::yield_now().await;
         let mut window = std::mem::take(&mut self.window);
@@ -357,6 +362,7 @@ fn again(codec: &Arc<dyn Codec>, chunk: &Chunk<'_>) -> Option<Given> {
 }
 
 /// Reads a chunk of a whole tensor from the shards that it lies in.
+#[boxed]
 async fn gather(snapshot: &Snapshot, moved: &mut Moved) -> Result<()> {
     let dtype = snapshot.newest().directory.dtype(moved.tensor);
     let elements = ChunkGrid::new(dtype, &moved.rect.shape)?.elements(moved.chunk);

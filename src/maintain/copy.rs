@@ -9,7 +9,7 @@ use crate::error::ResultExt;
 use crate::reader::STORE_FILE;
 use crate::store::{Created, Listed, Upload};
 use crate::wire::{CaskRef, Event, Id, Manifest};
-use crate::{Error, ErrorKind, Result, Store};
+use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// What to copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,6 +79,7 @@ pub struct Copier {
 }
 
 impl Copier {
+    #[boxed]
     async fn new(source: &Store, destination: &Store, resume: Option<Id>, options: CopyOptions) -> Result<Self> {
         let log = open(source, destination).await?;
         let writer = resume.map_or_else(Id::random, Ok)?;
@@ -102,6 +103,7 @@ impl Copier {
         Ok(self.add_missing(source).await?.1)
     }
 
+    #[boxed]
     async fn add_missing(&mut self, source: &Store) -> Result<(Vec<SnapshotRecord>, CopyReport)> {
         let from = Log::load(source).await?;
         let wanted = wanted(source, from.state(), self.options.step)?;
@@ -118,6 +120,7 @@ impl Copier {
     }
 
     /// Says in the log that this copier writes from now on, once.
+    #[boxed]
     async fn take_over(&mut self) -> Result<()> {
         if !self.opened {
             self.log.append(self.writer, |_| Ok(Event::Opened {})).await?;
@@ -150,6 +153,7 @@ fn wanted(store: &Store, state: &LogState, step: Option<u64>) -> Result<Vec<Snap
 }
 
 /// Opens the destination, or creates it with the run id of the source.
+#[boxed]
 async fn open(source: &Store, destination: &Store) -> Result<Log> {
     let file = source.read_store_file().await?;
     refuse_features(file.may_ignore())?;
@@ -186,6 +190,7 @@ fn check_order(source: &LogState, destination: &LogState, missing: &[&SnapshotRe
     }
 }
 
+#[boxed]
 async fn copy_snapshot(
     source: &Store,
     destination: &Store,
@@ -254,6 +259,7 @@ async fn copy_snapshot(
 }
 
 /// Does at the destination what was done at the source: reduces, forgets, pins.
+#[boxed]
 async fn settle(source: &Store, destination: &Store, log: &mut Log, writer: Id, wanted: &[SnapshotRecord]) -> Result<()> {
     for record in wanted {
         let Some(roles) = &record.roles else { continue };
@@ -292,6 +298,7 @@ async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>
     }
 }
 
+#[boxed]
 async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef) -> Result<()> {
     let path = cask.path();
     let mut upload = Upload::new(destination, path.clone(), cask.bytes);

@@ -8,7 +8,7 @@ use super::mark::{History, Marks};
 use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, refuse_features};
 use crate::store::{Listed, concurrently};
 use crate::wire::{Event, Id};
-use crate::{Result, Store};
+use crate::{Result, Store, boxed};
 
 /// How to collect.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -133,6 +133,7 @@ impl Store {
         Ok(report)
     }
 
+    #[boxed]
     async fn list_all(&self) -> Result<Vec<Listed>> {
         let mut all = Vec::new();
         for folder in FOLDERS {
@@ -166,6 +167,7 @@ fn is_root(record: &SnapshotRecord) -> bool {
 }
 
 /// Commits what nothing needs; on another writer's commit it is looked up anew.
+#[boxed]
 async fn give_up(log: &mut Log) -> Result<Vec<SnapshotRecord>> {
     let writer = Id::random()?;
     let mut given_up: Vec<Id> = Vec::new();

@@ -9,7 +9,7 @@ use crate::error::ResultExt;
 use crate::reader::read_directory;
 use crate::store::concurrently;
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest};
-use crate::{Error, ErrorKind, Result, Store};
+use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Objects read at once.
 const CONCURRENT_REQUESTS: usize = 16;
@@ -45,6 +45,7 @@ pub(super) struct History {
 
 impl History {
     /// Reads the log up to the last entry that was committed at `threshold_ms` by the clock of the storage, then the rest.
+    #[boxed]
     pub(super) async fn load(store: &Store, threshold_ms: u64) -> Result<Self> {
         let mut times: BTreeMap<String, u64> =
             store.list("log").await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
@@ -73,6 +74,7 @@ impl History {
     }
 
     /// Takes in what has been committed since.
+    #[boxed]
     pub(super) async fn refresh(&mut self, store: &Store) -> Result<()> {
         self.replay(store, None).await
     }
@@ -88,6 +90,7 @@ impl History {
     }
 
     /// Applies entries before `end`, or up to the last.
+    #[boxed]
     async fn replay(&mut self, store: &Store, end: Option<u64>) -> Result<()> {
         const BATCH: u64 = 32;
         loop {
@@ -133,6 +136,7 @@ impl Marks {
 
     /// Adds what manifests name. One that cannot be read hides what it needs: nothing may be deleted then. Only one that the newest
     /// state does not need may be gone: then a collection with a shorter age floor has deleted it, after its casks.
+    #[boxed]
     pub(super) async fn add(&mut self, store: &Store, named: &BTreeSet<Named>, needed: &BTreeSet<Named>) -> Result<()> {
         let read = |named: Named| async move {
             let manifest = match read_manifest(store, &named.path(), named.digest).await {

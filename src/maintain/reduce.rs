@@ -9,7 +9,7 @@ use crate::error::ResultExt;
 use crate::reader::Snapshot;
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind};
 use crate::writer::blob_slot;
-use crate::{CompactOptions, Error, ErrorKind, Result, Retention, Store};
+use crate::{CompactOptions, Error, ErrorKind, Result, Retention, Store, boxed};
 
 /// A snapshot that was reduced to some roles, or was not.
 #[derive(Debug, Clone, PartialEq)]
@@ -44,6 +44,7 @@ impl Store {
         self.reduce_all(log, records, roles, options).await
     }
 
+    #[boxed]
     async fn reduce_all(
         &self,
         mut log: Log,
@@ -66,6 +67,7 @@ impl Store {
         Ok(reduced)
     }
 
+    #[boxed]
     async fn reduce(&self, log: &mut Log, record: SnapshotRecord, roles: &BTreeSet<String>, options: &CompactOptions) -> Result<Reduced> {
         let age = Age::start();
         if let Some(reason) = reason_to_hold(log.state(), &record, roles) {
@@ -138,6 +140,7 @@ fn reason_to_hold(state: &LogState, record: &SnapshotRecord, roles: &BTreeSet<St
 }
 
 /// The snapshot's own casks without the roles that go; `None` if one of them holds both, or may not be readable without them.
+#[boxed]
 async fn remaining_casks(
     store: &Store,
     snapshot: &Snapshot,

@@ -6,6 +6,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::*;
+use crate::boxed;
 use crate::chain::{Aim, content_digests, decode_recipe};
 use crate::plan::ChunkGrid;
 use crate::plan::read::{ShardPlan, Step};
@@ -109,7 +110,8 @@ type JobPages = Vec<Pages>;
 
 impl Snapshot {
     /// Reads rectangles of tensors into their buffers.
-    pub(crate) async fn read_items(&self, items: Vec<ReadItem<'_>>) -> Result<()> {
+    #[boxed]
+    pub(crate) async fn read_items<'i>(&'i self, items: Vec<ReadItem<'i>>) -> Result<()> {
         let directory = self.newest().directory.clone();
         let mut shards = Vec::new();
         let mut wanted = Vec::new();
@@ -201,7 +203,8 @@ impl Snapshot {
     }
 
     /// Reads whole chunks of shards into their buffers.
-    pub(crate) async fn read_chunks(&self, items: Vec<ChunkItem<'_>>) -> Result<()> {
+    #[boxed]
+    pub(crate) async fn read_chunks<'i>(&'i self, items: Vec<ChunkItem<'i>>) -> Result<()> {
         let directory = &self.newest().directory;
         let mut shards: Vec<ShardPlan> = Vec::new();
         let mut wanted = Vec::with_capacity(items.len());
@@ -262,6 +265,7 @@ impl Snapshot {
             .clause("manifest 4"))
     }
 
+    #[boxed]
     async fn content(&self) -> Result<BTreeMap<String, Digest>> {
         let directory = self.newest().directory.clone();
         let mut shards = Vec::new();
@@ -276,6 +280,7 @@ impl Snapshot {
     }
 
     /// CRC-32 of the decoded bytes of chunks, given by tensor, rectangle and number. Reads indexes, and no page.
+    #[boxed]
     pub(crate) async fn chunk_crcs(&self, wanted: &[(usize, Rect, u64)]) -> Result<Vec<u32>> {
         let directory = self.newest().directory.clone();
         let mut shards = Vec::with_capacity(wanted.len());
@@ -290,6 +295,7 @@ impl Snapshot {
 
     /// Plans of shards and of the partners that their chunks need, with indexes and parts read: in two rounds, and two more for
     /// each step from partner to partner.
+    #[boxed]
     async fn load_family_plans(&self, shards: Vec<ShardPlan>) -> Result<Plans> {
         let mut plans = Plans::of(shards);
         let mut done = 0;
@@ -306,6 +312,7 @@ impl Snapshot {
     }
 
     /// Reads indexes and parts that the shards need; gives the rows of each shard.
+    #[boxed]
     pub(super) async fn load_plans(&self, shards: &[ShardPlan]) -> Result<Vec<Rows>> {
         let casks: Vec<(usize, usize)> = shards.iter().flat_map(|shard| shard.candidates().iter().copied()).collect();
         self.load_indexes(&casks).await?;
@@ -439,6 +446,7 @@ fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
 }
 
 /// The pages of a batch, job by job, op by op.
+#[boxed]
 async fn fetch_jobs(store: Store, wanted: Vec<Vec<(String, Vec<Range<u64>>)>>) -> Result<Vec<JobPages>> {
     let flat: Vec<(String, Vec<Range<u64>>)> = wanted.iter().flatten().cloned().collect();
     let mut pages = fetch_groups(&store, flat).await?.into_iter();
@@ -446,6 +454,7 @@ async fn fetch_jobs(store: Store, wanted: Vec<Vec<(String, Vec<Range<u64>>)>>) -
 }
 
 /// The bytes of groups of ranges: all groups of one object in one go, several objects at once.
+#[boxed]
 pub(super) async fn fetch_groups(store: &Store, groups: Vec<(String, Vec<Range<u64>>)>) -> Result<Vec<Vec<Bytes>>> {
     let mut objects: BTreeMap<String, Vec<Range<u64>>> = BTreeMap::new();
     for (path, ranges) in &groups {

@@ -32,7 +32,7 @@ use crate::limits::{to_usize, zeroed};
 use crate::tensor::Rect;
 use crate::wire::{DirectoryTensor, ErrorsFile, Manifest, ShardErrors, SnapshotKind};
 use crate::writer::blob_slot;
-use crate::{Error, ErrorReport, Result, Slice, Store, Tensor, TensorErrors};
+use crate::{Error, ErrorReport, Result, Slice, Store, Tensor, TensorErrors, boxed};
 
 /// A committed state at one step, with the chain that rebuilds it.
 ///
@@ -246,6 +246,7 @@ impl Snapshot {
     }
 
     /// What the ranks say of the errors of their shards.
+    #[boxed]
     pub(crate) async fn shard_errors(&self) -> Result<Vec<ShardErrors>> {
         let mut shards = Vec::new();
         for (rank, name) in self.blobs().await?.into_iter().filter(|(_, name)| name == ErrorsFile::BLOB) {
@@ -285,6 +286,7 @@ impl Snapshot {
     }
 
     /// Path of the cask, rank, name and page of each blob.
+    #[boxed]
     async fn blob_pages(&self) -> Result<Vec<(String, u32, String, crate::container::PageEntry)>> {
         let link = self.newest();
         let all: Vec<(usize, usize)> = (0..link.manifest.casks.len()).map(|cask| (0, cask)).collect();

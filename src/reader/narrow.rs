@@ -8,7 +8,7 @@ use crate::codec::{ChunkKind, Columns, Rounded};
 use crate::plan::read::{ShardPlan, Step};
 use crate::store::concurrently;
 use crate::tensor::{Run, contiguous_runs, copy_run};
-use crate::{Dtype, Error};
+use crate::{Dtype, Error, boxed};
 
 /// Decoded bytes of a batch, at most, unless one chunk is larger.
 const BATCH_BYTES: u64 = 16 << 20;
@@ -63,6 +63,7 @@ impl Snapshot {
         concurrently(CONCURRENT_TENSORS, wanted).await.map(drop)
     }
 
+    #[boxed]
     async fn read_roundings(&self, tensor: usize, rect: &Rect, out: &mut [u8]) -> Result<()> {
         let shards = self.shards_in(tensor, rect)?;
         let rows = self.load_plans(&shards).await?;
@@ -87,6 +88,7 @@ impl Snapshot {
         self.round_batch(tensor, &shards, batch, rect, out).await
     }
 
+    #[boxed]
     async fn round_batch(&self, tensor: usize, shards: &[ShardPlan], batch: Vec<Wanted>, rect: &Rect, out: &mut [u8]) -> Result<()> {
         let elements = |wanted: &Wanted| shards[wanted.shard].grid.elements(wanted.chunk);
         let mut whole = Vec::new();

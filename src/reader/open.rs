@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::*;
+use crate::boxed;
 use crate::chain::{chain_of, check_link};
 use crate::commit::{Catalog, Log, LogState, read_manifest};
 use crate::container::{IndexDecoder, Progress};
@@ -105,6 +106,7 @@ impl Store {
 
 impl Snapshot {
     /// Opens the chain of snapshot `id`.
+    #[boxed]
     pub(crate) async fn load(store: &Store, state: &LogState, id: Id) -> Result<Self> {
         let records = chain_of(state, id, store.limits().max_chain_depth)?;
         let read = |record: SnapshotRecord| async move { read_manifest(store, &record.manifest_path(), record.manifest).await };
@@ -141,6 +143,7 @@ impl Snapshot {
     }
 
     /// The same; those that the store's handle remembers count only if `remembered`.
+    #[boxed]
     pub(crate) async fn load_indexes_from(&self, casks: &[(usize, usize)], remembered: bool) -> Result<()> {
         let mut missing: Vec<(usize, usize)> =
             casks.iter().copied().filter(|&(link, cask)| self.links[link].0.index(cask).is_none()).collect();
@@ -165,6 +168,7 @@ impl Snapshot {
     }
 
     /// Reads parts (link, cask, part, range), all at once.
+    #[boxed]
     pub(crate) async fn load_parts(&self, mut parts: Vec<(usize, usize, usize, Range<u64>)>) -> Result<()> {
         parts.sort_unstable_by_key(|part| (part.0, part.1, part.2));
         parts.dedup();
@@ -196,6 +200,7 @@ impl Snapshot {
     }
 }
 
+#[boxed]
 pub(crate) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<Directory>> {
     if let Some(directory) = store.cached_directory(digest) {
         return Ok(directory);
@@ -213,6 +218,7 @@ pub(crate) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<
 }
 
 /// The index of a cask, compared with what the manifest says of it.
+#[boxed]
 pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskIndex> {
     let path = cask.path();
     let read = async {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::ErrorKind;
+use crate::boxed;
 use crate::commit::Log;
 use crate::wire::Id;
 
@@ -62,6 +63,7 @@ impl Store {
 
 impl Snapshot {
     /// Reads the index of every cask of every link, and compares what they hold with the content digests.
+    #[boxed]
     async fn load_whole_chain(&self) -> Result<()> {
         let casks: Vec<(usize, usize)> = self
             .links

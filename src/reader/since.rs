@@ -2,6 +2,7 @@
 
 use super::execute::{ChunkItem, fetch_groups};
 use super::*;
+use crate::boxed;
 use crate::codec::Columns;
 use crate::plan::read::{ChunkPlan, ShardPlan, Step};
 use crate::tensor::{Run, contiguous_runs, copy_run};
@@ -124,6 +125,7 @@ impl Snapshot {
         }
     }
 
+    #[boxed]
     async fn update_batch(
         &self,
         shards: &[ShardPlan],

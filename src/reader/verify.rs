@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::open::{read_directory, read_index};
 use super::*;
+use crate::boxed;
 use crate::chain::{chain_of, check_link};
 use crate::commit::{Catalog, LogState, read_manifest};
 use crate::container::{PageEntry, padding_is_zero};
@@ -192,6 +193,7 @@ impl Store {
     }
 
     /// Reads all entries from the first, and compares catalogs with them. What follows a broken entry cannot be trusted.
+    #[boxed]
     async fn verify_log(&self, report: &mut VerifyReport) -> Result<LogState> {
         let mut state = LogState::default();
         // Catalogs first: a commit in between adds to the log what no catalog names, not the reverse.
@@ -235,6 +237,7 @@ impl Store {
     }
 
     /// Compares a catalog with the state of the log at its entry.
+    #[boxed]
     async fn verify_catalog(&self, path: &str, state: &LogState) -> Result<()> {
         let catalog = Catalog::read(self, path).await?;
         let fail = |message: String| Err(Error::corrupt(message).object(path).clause("log 6.4"));
@@ -254,6 +257,7 @@ impl Store {
     }
 
     /// A manifest with its directory, and what is wrong with the casks that it names.
+    #[boxed]
     async fn verify_manifest(
         &self,
         record: &SnapshotRecord,
@@ -279,6 +283,7 @@ impl Store {
     }
 
     /// Every byte of a cask.
+    #[boxed]
     pub(crate) async fn verify_cask(&self, cask: &CaskRef) -> Result<()> {
         let path = cask.path();
         let index = read_index(self, cask).await?;
@@ -325,6 +330,7 @@ impl Store {
         padding_is_zero(&padding, end)
     }
 
+    #[boxed]
     pub(crate) async fn read_store_file(&self) -> Result<crate::wire::StoreFile> {
         let bytes = self.get(STORE_FILE, self.limits().max_entry_bytes).await.map_err(|e| match e.kind() {
             crate::ErrorKind::NotFound => Error::not_found("no store here; the first save creates one").object(self.url()),

@@ -7,6 +7,7 @@ use std::future::Future;
 use futures::{StreamExt, TryStreamExt};
 
 use super::*;
+use crate::boxed;
 use crate::plan::coalesce::Coalesce;
 
 /// Requests of one fetch that are under way at once.
@@ -21,12 +22,14 @@ pub(crate) async fn concurrently<T, F: Future<Output = Result<T>>>(limit: usize,
 
 impl Store {
     /// The bytes of one range.
+    #[boxed]
     pub(crate) async fn get_range(&self, object: &str, range: Range<u64>) -> Result<Bytes> {
         let bytes = self.get_ranges(object, std::slice::from_ref(&range)).await?.pop();
         bytes.ok_or_else(|| Error::corrupt("a requested range did not arrive").object(object).offset(range.start))
     }
 
     /// The bytes of `ranges`, in their order. Every length is checked: some object stores answer short.
+    #[boxed]
     pub(crate) async fn get_ranges(&self, object: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let requests = Coalesce::default().requests(ranges.iter().cloned());
         let path = self.path(object);

@@ -3,6 +3,7 @@
 use futures::TryStreamExt;
 
 use super::*;
+use crate::boxed;
 
 /// What became of a put-if-absent.
 #[derive(Debug)]
@@ -25,6 +26,7 @@ pub(crate) struct Listed {
 
 impl Store {
     /// A whole object of at most `max_bytes`.
+    #[boxed]
     pub(crate) async fn get(&self, object: &str, max_bytes: u64) -> Result<Bytes> {
         self.count(1, 0, 0);
         let result = self.objects()?.get(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
@@ -39,6 +41,7 @@ impl Store {
     }
 
     /// A whole object, or `None` where there is none.
+    #[boxed]
     pub(crate) async fn get_if_present(&self, object: &str, max_bytes: u64) -> Result<Option<Bytes>> {
         match self.get(object, max_bytes).await {
             Ok(bytes) => Ok(Some(bytes)),
@@ -48,6 +51,7 @@ impl Store {
     }
 
     /// Writes an object that must not be there yet.
+    #[boxed]
     pub(crate) async fn create(&self, object: &str, bytes: Bytes) -> Result<Created, object_store::Error> {
         self.count(1, 0, bytes.len() as u64);
         let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
@@ -60,6 +64,7 @@ impl Store {
     }
 
     /// Writes an object whose name no other can have. A lost answer may leave it there: our own bytes, so all is well.
+    #[boxed]
     pub(crate) async fn create_unique(&self, object: &str, bytes: Bytes) -> Result<()> {
         // A server may answer *conflict* to the loser of a race that nobody won; then nothing is there.
         for _ in 0..3 {
@@ -81,6 +86,7 @@ impl Store {
     ///
     /// On local disk it is written in any case, over the same bytes: one that an earlier, failed attempt left may not be
     /// durable, and reading it back would prove nothing.
+    #[boxed]
     pub(crate) async fn put_content_addressed(&self, object: &str, bytes: Bytes) -> Result<()> {
         if *self.medium() != (Medium::Remote) {
             return self.overwrite(object, bytes).await;
@@ -99,6 +105,7 @@ impl Store {
     }
 
     /// Writes an object, over whatever is there. A server that answers *conflict* to that means: not now.
+    #[boxed]
     pub(crate) async fn put_whole(&self, object: &str, payload: PutPayload) -> Result<()> {
         let mut attempts = 0;
         loop {
@@ -113,6 +120,7 @@ impl Store {
     }
 
     /// Objects below a folder, by name.
+    #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         self.count(1, 0, 0);
         let root = self.inner.root.clone();
@@ -135,6 +143,7 @@ impl Store {
     }
 
     /// Size and time of an object.
+    #[boxed]
     pub(crate) async fn head(&self, object: &str) -> Result<Listed> {
         self.count(1, 0, 0);
         let meta = self.objects()?.head(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
@@ -142,6 +151,7 @@ impl Store {
     }
 
     /// The time by the clock of the storage, in milliseconds since 1970: that of a scratch object, which is removed again.
+    #[boxed]
     pub(crate) async fn clock_ms(&self) -> Result<u64> {
         let object = format!("probe/{}", crate::wire::Id::random()?);
         self.create_unique(&object, Bytes::from_static(b"clock")).await?;
@@ -151,6 +161,7 @@ impl Store {
     }
 
     /// Deletes an object; that it is gone already is no error.
+    #[boxed]
     pub(crate) async fn delete(&self, object: &str) -> Result<()> {
         self.count(1, 0, 0);
         match self.objects()?.delete(&self.path(object)).await {

@@ -1,6 +1,7 @@
 //! Proves that a storage keeps the one promise that commits need: of several creates of a name, exactly one wins.
 
 use super::*;
+use crate::boxed;
 use crate::wire::Id;
 
 /// Rounds of racing creates. A storage that ignores the condition fails the first; one that checks it without a lock
@@ -36,6 +37,7 @@ impl Store {
     }
 
     /// Whether one of the racers knows that it won.
+    #[boxed]
     async fn probe_round(&self, object: &str) -> Result<bool> {
         let tokens = [Id::random()?, Id::random()?, Id::random()?];
         let body = |token: Id| Bytes::from(token.to_hex());

@@ -5,6 +5,7 @@ use tokio::task::JoinSet;
 
 use super::io::unconditional;
 use super::*;
+use crate::boxed;
 
 /// Objects below this go up in one request; no part is smaller.
 const MIN_PART_BYTES: u64 = 8 << 20;
@@ -41,6 +42,7 @@ impl Upload {
     }
 
     /// Takes the next bytes; waits while too many parts are under way.
+    #[boxed]
     pub(crate) async fn push(&mut self, bytes: Vec<Bytes>) -> Result<()> {
         for piece in bytes {
             self.pending_bytes += piece.len() as u64;
@@ -55,6 +57,7 @@ impl Upload {
     }
 
     /// Sends the rest and publishes the object.
+    #[boxed]
     pub(crate) async fn finish(mut self) -> Result<()> {
         let rest = std::mem::take(&mut self.pending);
         if self.multipart.is_none() {
@@ -92,6 +95,7 @@ impl Upload {
     }
 
     /// Gives up; leaves nothing behind where the storage allows it.
+    #[boxed]
     pub(crate) async fn abort(&mut self) {
         self.running.shutdown().await;
         if let Some(mut multipart) = self.multipart.take()

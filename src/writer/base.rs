@@ -14,7 +14,7 @@ use crate::plan::ChunkGrid;
 use crate::reader::{ChunkItem, Snapshot};
 use crate::tensor::Rect;
 use crate::wire::Id;
-use crate::{Error, Result, TensorView};
+use crate::{Error, Result, TensorView, boxed};
 
 /// Name of the tensor and position of the shard.
 pub(super) type ShardKey = (String, Rect);
@@ -263,7 +263,8 @@ impl Parent {
     }
 
     /// Reads chunks back from the store.
-    pub(super) async fn read(&self, wanted: Vec<ChunkItem<'_>>) -> Result<()> {
+    #[boxed]
+    pub(super) async fn read<'i>(&'i self, wanted: Vec<ChunkItem<'i>>) -> Result<()> {
         self.snapshot.read_chunks(wanted).await.map_err(|e| {
             let step = self.snapshot.step();
             Error::new(e.kind(), format!("the base at step {step} cannot be read back, so no delta can be made: {e}")).source(e)

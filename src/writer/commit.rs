@@ -2,6 +2,7 @@
 
 use super::base::Parent;
 use super::*;
+use crate::boxed;
 use crate::chain::{Reason, chain_of};
 use crate::commit::{Age, LogState, Summary, now_ms, refuse_features};
 use crate::error::ResultExt;
@@ -10,6 +11,7 @@ use crate::store::Created;
 use crate::wire::{CaskRef, Digest, Event, Manifest, ParentRef, StoreFile};
 
 /// Creates the store if it is not there, proves that the storage keeps its promises, and takes over.
+#[boxed]
 pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer> {
     store.ensure_root()?;
     match store.read_store_file().await {
@@ -53,6 +55,7 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
 
 impl Writer {
     /// What a snapshot of `step` is made against, opened; none for a base.
+    #[boxed]
     pub(super) async fn parent(&mut self, step: u64) -> Result<(Option<Parent>, Decision)> {
         self.log.refresh().await?;
         check_fence(self.log.state(), self.id)?;
@@ -67,6 +70,7 @@ impl Writer {
     }
 
     /// Writes directory and manifest, then commits the entry that makes them exist.
+    #[boxed]
     pub(crate) async fn commit(&mut self, step: u64, parent: Option<&Parent>, prepared: Prepared, metadata: &Metadata) -> Result<Saved> {
         let Prepared { directory, tensor_bytes, casks, content, chunks, errors, decision, age } = prepared;
         let store = self.saver.store.clone();
@@ -148,6 +152,7 @@ pub(crate) struct Prepared {
 }
 
 /// The parent of a delta, opened. One that cannot be read is no reason to lose the snapshot at hand: none, loudly.
+#[boxed]
 pub(super) async fn open_parent(store: &Store, state: &LogState, id: Id) -> Result<Option<Parent>> {
     let snapshot = match Snapshot::load(store, state, id).await {
         Ok(snapshot) => snapshot,

@@ -6,6 +6,7 @@ use super::base::Parent;
 use super::layout::StateLayout;
 use super::save::{Job, Saver, borrowed, chunk_to_encode};
 use crate::Result;
+use crate::boxed;
 use crate::chain::Estimate;
 use crate::codec::{Chunk, estimate_chunk};
 use crate::plan::ChunkGrid;
@@ -15,6 +16,7 @@ use crate::precision::Rounded;
 const SAMPLES: u64 = 48;
 
 /// Estimates a save from chunks that lie at equal distances in the state: the same for the same bytes.
+#[boxed]
 pub(super) async fn estimate(saver: &Saver, layout: &StateLayout<'_>, parent: &Parent) -> Result<Estimate> {
     let jobs = sample(layout, parent)?;
     let bases = saver.bases(&jobs, layout, Some(parent)).await?;

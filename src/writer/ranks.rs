@@ -15,7 +15,7 @@ use crate::error::ResultExt;
 use crate::store::concurrently;
 use crate::tensor::{Rect, element_count};
 use crate::wire::{CaskRef, Directory, DirectoryShard, DirectoryTensor, ParentRef, RankSave, Receipt, ReceiptShard, ReceiptTensor};
-use crate::{Blob, Limits, TensorView};
+use crate::{Blob, Limits, TensorView, boxed};
 
 /// Casks looked at, and receipts read, at once.
 const CONCURRENT_REQUESTS: usize = 32;
@@ -91,6 +91,7 @@ impl RankWriter {
         self.upload(step, parent, tensors, blobs).await
     }
 
+    #[boxed]
     async fn upload(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
         refuse_features(&self.log.state().may_ignore)?;
         let store = self.saver.store.clone();
@@ -169,6 +170,7 @@ impl Writer {
         saved
     }
 
+    #[boxed]
     async fn commit_all(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
         check_ranks(step, receipts)?;
         self.log.refresh().await?;
@@ -218,6 +220,7 @@ impl Writer {
     }
 
     /// What the deltas of all ranks are made against, opened. A rank that wrote everything whole agrees with all others.
+    #[boxed]
     async fn common_parent(&self, receipts: &[Receipt]) -> Result<Option<Parent>> {
         let mut parents = receipts.iter().filter_map(|receipt| receipt.parent.as_ref());
         let Some(first) = parents.next() else { return Ok(None) };

@@ -21,7 +21,7 @@ use crate::precision::{Bounded, Given, Rounded, round};
 use crate::reader::ChunkItem;
 use crate::store::Upload;
 use crate::wire::{CaskRef, ChunkErrors, Directory, ErrorsFile, ShardErrors};
-use crate::{Blob, Dtype, Setting, TensorView};
+use crate::{Blob, Dtype, Setting, TensorView, boxed};
 
 /// Bytes of tensors that are encoded at once, unless one chunk is larger.
 const WINDOW_BYTES: u64 = 32 << 20;
@@ -107,6 +107,7 @@ impl Writer {
         saved
     }
 
+    #[boxed]
     async fn save_layout(&mut self, step: u64, layout: &StateLayout<'_>, metadata: &Metadata) -> Result<Saved> {
         self.saver.hints.note(layout);
         let (mut parent, mut decision) = self.parent(step).await?;
@@ -209,6 +210,7 @@ impl Saver {
     }
 
     /// Encodes and uploads all casks.
+    #[boxed]
     pub(super) async fn write_casks(&mut self, layout: &StateLayout<'_>, parent: Option<&Parent>, keep: bool) -> Result<Written> {
         let kept = keep.then(|| NextBase::new(self.options.base_cache.clone()));
         let crcs = layout.tensors.iter().map(|t| t.shards.iter().map(|_| Vec::new()).collect()).collect();
@@ -240,6 +242,7 @@ impl Saver {
         Ok(written)
     }
 
+    #[boxed]
     async fn encode_slot(
         &mut self,
         slot: u32,
@@ -295,6 +298,7 @@ impl Saver {
         Ok(())
     }
 
+    #[boxed]
     async fn encode_window(
         &mut self,
         jobs: &[Job],
@@ -418,6 +422,7 @@ impl Saver {
     }
 
     /// For each job the chunks of its partners, as far as the state has them and some codec can use them.
+    #[boxed]
     pub(super) async fn partners<'s>(
         &'s self,
         jobs: &[Job],
@@ -502,6 +507,7 @@ impl Saver {
 
     /// Compares what the caller says of changed rows with what is known: the base where it is kept, else the checksums of chunks in
     /// which nothing shall have changed. A row left out would make a snapshot that cannot be read.
+    #[boxed]
     async fn check_hints(
         &self,
         jobs: &[Job],

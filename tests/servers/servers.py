@@ -17,7 +17,7 @@ BUCKET = "tensorcask-test"
 S3_KEYS = {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "SECRET1"}
 # The public key of the emulator account, the same in every installation.
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-TESTS = ["cargo", "test", "--release", "--workspace", "--test", "object_stores"]
+TESTS = ["cargo", "test", "--workspace", "--test", "it", "object_stores::"]
 READY_SECONDS = 90
 
 

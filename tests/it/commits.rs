@@ -1,0 +1,449 @@
+//! Commits: races, fencing, unknown outcomes, retention beside a running writer.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::common::{SmallState, wrap};
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use tensorcask::testing::fault::{Fault, FaultStore, Operation};
+use tensorcask::wire::{Digest, Event, Id, LogEntry};
+use tensorcask::{
+    BaseKeeping, Dtype, ErrorKind, Latest, Limits, Metadata, Policy, Slice, Store, StoreOptions, TensorView, VerifyOptions, Writer,
+    WriterOptions,
+};
+
+async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::Saved> {
+    let state = SmallState::at(step);
+    writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
+}
+
+async fn assert_holds(store: &Store, step: u64) {
+    let snapshot = store.snapshot(step).await.unwrap();
+    for (name, bytes) in SmallState::at(step).expected() {
+        assert_eq!(snapshot.read(name, &Slice::all()).await.unwrap().data, bytes, "step {step}, {name}");
+    }
+}
+
+async fn assert_clean(store: &Store) {
+    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+}
+
+/// Local disk: the same contract as memory, with real files.
+#[tokio::test(flavor = "multi_thread")]
+async fn local_disk_keeps_the_contract() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::open(folder.path().join("new/run").to_str().unwrap()).unwrap();
+    tensorcask::testing::store::run_all(&store).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_keeps_the_contract() {
+    tensorcask::testing::store::run_all(&Store::open("memory://").unwrap()).await.unwrap();
+}
+
+#[test]
+fn every_codec_keeps_the_contract() {
+    for codec in tensorcask::codec::Registry::default().iter() {
+        tensorcask::testing::codec::run_all(codec.as_ref()).unwrap();
+    }
+}
+
+/// Sixteen processes that open one store: each number of the log has one entry, and all writers but the last are fenced.
+#[tokio::test(flavor = "multi_thread")]
+async fn of_sixteen_racing_writers_one_wins_each_number() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().join("run").to_str().unwrap().to_owned();
+    let racers: Vec<_> = (0..16u64)
+        .map(|racer| {
+            let url = url.clone();
+            tokio::spawn(async move {
+                // A store of its own, as another process would have.
+                let store = Store::open(&url).unwrap();
+                let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+                (racer, save(&mut writer, racer).await)
+            })
+        })
+        .collect();
+    let mut saved = Vec::new();
+    for racer in racers {
+        match racer.await.unwrap() {
+            (racer, Ok(_)) => saved.push(racer),
+            (_, Err(e)) => assert_eq!(e.kind(), ErrorKind::Fenced, "{e}"),
+        }
+    }
+    assert!(!saved.is_empty(), "the writer that opened last has nobody to fence it");
+    let store = Store::open(&url).unwrap();
+    assert_clean(&store).await;
+    let mut live: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
+    live.sort_unstable();
+    saved.sort_unstable();
+    assert_eq!(live, saved, "exactly the acknowledged saves are there");
+    let entries = std::fs::read_dir(folder.path().join("run/log"))
+        .unwrap()
+        .filter(|e| !e.as_ref().unwrap().file_name().to_string_lossy().contains('#'))
+        .count();
+    assert_eq!(entries, 16 + saved.len(), "one entry per opening and per save");
+}
+
+#[tokio::test]
+async fn an_old_writer_loses_to_its_replacement_and_says_so() {
+    let store = Store::open("memory://").unwrap();
+    let mut old = store.writer(Policy::Consecutive).await.unwrap();
+    save(&mut old, 100).await.unwrap();
+    let mut new = store.writer(Policy::Consecutive).await.unwrap();
+    let error = save(&mut old, 101).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Fenced);
+    assert!(error.to_string().contains("another job took over at step 100"), "{error}");
+    save(&mut new, 80).await.unwrap();
+    assert_eq!(save(&mut old, 102).await.unwrap_err().kind(), ErrorKind::Fenced, "and stays stopped");
+    assert_eq!(store.snapshot(Latest).await.unwrap().step(), 80, "the newest by commit, not the highest step");
+    assert!(store.snapshot(101).await.is_err());
+    assert_clean(&store).await;
+}
+
+/// The old writer is past its check and about to commit when the new one opens.
+#[tokio::test]
+async fn a_writer_that_is_overtaken_in_the_middle_of_a_save_loses() {
+    let memory: Arc<InMemory> = Arc::new(InMemory::new());
+    let held = Arc::new(tokio::sync::Semaphore::new(0));
+    let reached = Arc::new(tokio::sync::Semaphore::new(0));
+    let (gate, signal) = (held.clone(), reached.clone());
+    let gated = FaultStore::new(memory.clone(), move |operation, path: &Path| {
+        if operation == Operation::Create && path.as_ref().starts_with("snapshots/7-") {
+            signal.add_permits(1);
+            // The manifest waits until the other writer has opened.
+            while gate.try_acquire().is_err() {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        }
+        Fault::None
+    });
+    let old_store = wrap(Arc::new(gated));
+    let mut old = old_store.writer(Policy::Full).await.unwrap();
+    let old = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+        runtime.block_on(save(&mut old, 7))
+    });
+    reached.acquire().await.unwrap().forget();
+    let store = wrap(memory);
+    let mut new = store.writer(Policy::Full).await.unwrap();
+    held.add_permits(1);
+    assert_eq!(old.join().unwrap().unwrap_err().kind(), ErrorKind::Fenced);
+    save(&mut new, 8).await.unwrap();
+    let steps: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
+    assert_eq!(steps, [8]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pin_and_forget_beside_a_hundred_saves_disturb_nothing() {
+    let store = Store::open("memory://").unwrap();
+    let mut writer = store.writer(Policy::Intermittent { every: 5 }).await.unwrap();
+    save(&mut writer, 0).await.unwrap();
+    let done = Arc::new(AtomicU64::new(0));
+    let other = {
+        let (store, done) = (store.clone(), done.clone());
+        tokio::spawn(async move {
+            let mut forgotten = Vec::new();
+            let mut next = 1;
+            while next < 100 {
+                if done.load(Ordering::SeqCst) < next {
+                    tokio::task::yield_now().await;
+                    continue;
+                }
+                store.pin(next, true).await.unwrap();
+                store.pin(next, false).await.unwrap();
+                store.forget(&[next]).await.unwrap();
+                forgotten.push(next);
+                next += 7;
+            }
+            forgotten
+        })
+    };
+    for step in 1..=100 {
+        save(&mut writer, step).await.unwrap();
+        done.store(step, Ordering::SeqCst);
+    }
+    let forgotten = other.await.unwrap();
+    assert_eq!(forgotten.len(), 15);
+    for step in 0..=100 {
+        if forgotten.contains(&step) {
+            assert_eq!(store.snapshot(step).await.unwrap_err().kind(), ErrorKind::NotFound);
+        } else {
+            assert_holds(&store, step).await;
+        }
+    }
+    assert_clean(&store).await;
+}
+
+#[tokio::test]
+async fn a_step_saved_again_supersedes_the_older() {
+    let store = Store::open("memory://").unwrap();
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    for (step, value) in [(1u64, 1u8), (2, 2), (3, 3), (2, 4), (3, 5)] {
+        let data = [value; 400];
+        let state = [TensorView::new("w", Dtype::U8, &[400], &data).unwrap()];
+        writer.save(step, &state, &[], &Metadata::default()).await.unwrap();
+    }
+    let read = async |step: u64| store.snapshot(step).await.unwrap().read("w", &Slice::all()).await.unwrap().data[0];
+    assert_eq!([read(1).await, read(2).await, read(3).await], [1, 4, 5]);
+    let steps: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
+    assert_eq!(steps, [1, 2, 3]);
+}
+
+/// A create of a log entry whose answer is lost, in each way in which real object stores lose it.
+#[tokio::test(start_paused = true)]
+async fn a_lost_answer_is_neither_a_conflict_nor_a_second_commit() {
+    for fault in [Fault::LostAnswer, Fault::LostThenExists, Fault::FailBefore] {
+        let memory = Arc::new(InMemory::new());
+        let count = AtomicU64::new(0);
+        let faulty = FaultStore::new(memory.clone(), move |operation, path| {
+            // Every second attempt at a log entry fails.
+            if operation == Operation::Create && path.as_ref().starts_with("log/") && count.fetch_add(1, Ordering::SeqCst).is_multiple_of(2)
+            {
+                fault
+            } else {
+                Fault::None
+            }
+        });
+        let store = wrap(Arc::new(faulty));
+        let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+        for step in 1..=6 {
+            save(&mut writer, step).await.unwrap_or_else(|e| panic!("{fault:?}: {e}"));
+        }
+        let clean = wrap(memory);
+        let steps: Vec<u64> = clean.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
+        assert_eq!(steps, [1, 2, 3, 4, 5, 6], "{fault:?}");
+        for step in 1..=6 {
+            assert_holds(&clean, step).await;
+        }
+        assert_clean(&clean).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outcome_that_stays_unknown_stops_the_writer_and_deletes_nothing() {
+    let memory = Arc::new(InMemory::new());
+    let sent = Arc::new(AtomicU64::new(0));
+    let count = sent.clone();
+    let faulty = FaultStore::new(memory.clone(), move |operation, path| match operation {
+        // Entry 3, the second save, arrives; no answer does, and it cannot be read back.
+        _ if !path.as_ref().ends_with("00003.json") => Fault::None,
+        Operation::Create => {
+            count.fetch_add(1, Ordering::SeqCst);
+            Fault::LostAnswer
+        }
+        Operation::Get if count.load(Ordering::SeqCst) > 0 => Fault::FailBefore,
+        _ => Fault::None,
+    });
+    let mut writer = wrap(Arc::new(faulty)).writer(Policy::Consecutive).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    assert_eq!(save(&mut writer, 2).await.unwrap_err().kind(), ErrorKind::OutcomeUnknown);
+    assert!(sent.load(Ordering::SeqCst) > 1, "the same create was sent again");
+    assert_eq!(save(&mut writer, 3).await.unwrap_err().kind(), ErrorKind::OutcomeUnknown, "the writer has stopped");
+    // Whoever opens the store finds the commit that did arrive, whole.
+    let store = wrap(memory);
+    assert_holds(&store, 2).await;
+    let mut next = store.writer(Policy::Consecutive).await.unwrap();
+    save(&mut next, 3).await.unwrap();
+    assert_clean(&store).await;
+}
+
+#[tokio::test]
+async fn a_store_that_ignores_conditional_puts_is_refused() {
+    let memory = Arc::new(InMemory::new());
+    let ignoring = FaultStore::new(memory.clone(), |operation, _| match operation {
+        Operation::Create => Fault::IgnoreCondition,
+        _ => Fault::None,
+    });
+    let store = wrap(Arc::new(ignoring));
+    let error = store.writer(Policy::Full).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::UnsafeStore);
+    assert!(error.to_string().contains("put-if-absent"), "{error}");
+    // Also where the store was created by a sound server and is now behind another.
+    let mut writer = wrap(memory.clone()).writer(Policy::Full).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    assert_eq!(store.writer(Policy::Full).await.unwrap_err().kind(), ErrorKind::UnsafeStore);
+    assert_holds(&wrap(memory), 1).await;
+}
+
+#[tokio::test]
+async fn short_answers_are_errors_not_values() {
+    let memory = Arc::new(InMemory::new());
+    let mut writer = wrap(memory.clone()).writer(Policy::Full).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    let short = FaultStore::new(memory, |operation, path| match operation {
+        Operation::Get if path.as_ref().starts_with("casks/") => Fault::ShortAnswer,
+        _ => Fault::None,
+    });
+    let snapshot = wrap(Arc::new(short)).snapshot(1).await.unwrap();
+    for (name, _) in SmallState::at(1).expected().into_iter().filter(|(_, bytes)| !bytes.is_empty()) {
+        assert!(snapshot.read(name, &Slice::all()).await.is_err(), "{name}");
+    }
+}
+
+#[tokio::test]
+async fn a_failed_save_leaves_store_and_writer_usable() {
+    let memory = Arc::new(InMemory::new());
+    let fail = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let switch = fail.clone();
+    let faulty = FaultStore::new(memory.clone(), move |operation, path| match operation {
+        Operation::Put | Operation::Create if switch.load(Ordering::SeqCst) && path.as_ref().starts_with("casks/") => Fault::FailBefore,
+        _ => Fault::None,
+    });
+    let store = wrap(Arc::new(faulty));
+    let options = WriterOptions { policy: Policy::Consecutive, ..WriterOptions::default() };
+    let mut writer = store.writer_with(options).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    fail.store(true, Ordering::SeqCst);
+    assert_eq!(save(&mut writer, 2).await.unwrap_err().kind(), ErrorKind::Storage);
+    fail.store(false, Ordering::SeqCst);
+    assert_eq!(store.snapshot(Latest).await.unwrap().step(), 1);
+    let saved = save(&mut writer, 3).await.unwrap();
+    assert_eq!(saved.kind.name(), "delta", "the base was read back");
+    assert_holds(&store, 3).await;
+    assert_clean(&store).await;
+}
+
+fn damage(objects: &InMemory, folder: &str) -> usize {
+    futures::executor::block_on(async {
+        use futures::TryStreamExt;
+        use object_store::{ObjectStore, ObjectStoreExt};
+        let found: Vec<_> = objects.list(Some(&folder.into())).try_collect().await.unwrap();
+        for meta in &found {
+            let mut bytes = objects.get(&meta.location).await.unwrap().bytes().await.unwrap().to_vec();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            objects.put(&meta.location, bytes.into()).await.unwrap();
+        }
+        found.len()
+    })
+}
+
+/// What the next delta needs is damaged or too deep: the state at hand is saved as a base.
+#[tokio::test]
+async fn a_damaged_parent_costs_a_base_not_the_checkpoint() {
+    for base_cache in [BaseKeeping::Memory, BaseKeeping::None] {
+        for folder in ["snapshots", "directories", "casks"] {
+            let memory = Arc::new(InMemory::new());
+            let options =
+                WriterOptions { policy: Policy::Intermittent { every: 8 }, base_cache: base_cache.clone(), ..WriterOptions::default() };
+            let mut writer = wrap(memory.clone()).writer_with(options.clone()).await.unwrap();
+            save(&mut writer, 1).await.unwrap();
+            assert!(damage(&memory, folder) > 0);
+            // A restart, so that nothing of the parent is known.
+            let store = wrap(memory.clone());
+            let mut writer = store.writer_with(options).await.unwrap();
+            assert_eq!(save(&mut writer, 2).await.unwrap().kind.name(), "base", "{folder}");
+            assert_eq!(save(&mut writer, 3).await.unwrap().kind.name(), "delta", "{folder}");
+            assert_holds(&wrap(memory.clone()), 3).await;
+        }
+    }
+    let memory = Arc::new(InMemory::new());
+    let mut writer = wrap(memory.clone()).writer(Policy::Consecutive).await.unwrap();
+    for step in 1..=6 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let limits = Limits { max_chain_depth: 4, ..Limits::default() };
+    let shallow = Store::with_object_store(memory, Default::default(), StoreOptions { limits, ..StoreOptions::default() });
+    let mut writer = shallow.writer(Policy::Consecutive).await.unwrap();
+    assert_eq!(save(&mut writer, 7).await.unwrap().kind.name(), "base");
+    assert_holds(&shallow, 7).await;
+}
+
+#[tokio::test]
+async fn an_entry_that_nobody_could_read_is_not_committed() {
+    let limits = Limits { max_entry_bytes: 1000, ..Limits::default() };
+    let options = StoreOptions { limits, ..StoreOptions::default() };
+    let store = Store::with_object_store(Arc::new(InMemory::new()), Default::default(), options);
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    for step in 0..40 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let all: Vec<u64> = (0..40).collect();
+    assert_eq!(store.forget(&all).await.unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(store.snapshots().await.unwrap().len(), 40, "the store is as it was");
+    assert_eq!(store.forget(&[3, 3, 4, 3]).await.unwrap().len(), 2);
+    save(&mut writer, 41).await.unwrap();
+}
+
+/// Catalogs save requests; they change no answer.
+#[tokio::test]
+async fn user_metadata_is_the_same_with_and_without_a_catalog() {
+    let store = Store::open("memory://").unwrap();
+    let mut writer = store.writer(Policy::Intermittent { every: 100 }).await.unwrap();
+    let mut expected = Vec::new();
+    for step in 0..70u64 {
+        let mut metadata = Metadata::default();
+        let user = serde_json::json!({
+            "seed": 1_152_921_504_606_846_977u64, "nested": { "a": [1, 2.5, null] }, "none": null,
+            "mixed": if step % 2 == 0 { serde_json::json!(1.5) } else { serde_json::json!("text") }, "loss": 1.0 / (step as f64 + 3.0),
+        });
+        metadata.user = user.as_object().unwrap().clone();
+        expected.push(metadata.user.clone());
+        let state = SmallState::at(step);
+        writer.save(step, &state.tensors(), &[], &metadata).await.unwrap();
+    }
+    let found: Vec<_> = store.snapshots().await.unwrap().into_iter().map(|info| info.user).collect();
+    assert_eq!(found, expected);
+    assert_clean(&store).await;
+}
+
+/// A newer version may promise what this one would break.
+#[tokio::test]
+async fn a_store_with_unknown_features_is_read_but_not_written() {
+    let memory = Arc::new(InMemory::new());
+    let store = wrap(memory.clone());
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    let head = {
+        use object_store::ObjectStoreExt;
+        let bytes = memory.get(&LogEntry::path_of(2).as_str().into()).await.unwrap().bytes().await.unwrap();
+        LogEntry::decode(&bytes, 2, &Limits::default()).unwrap().1
+    };
+    let event = Event::Upgraded { must_understand: vec![], may_ignore: vec!["future.gc".into()] };
+    let (bytes, _) = LogEntry::new(3, Some(head), Id([1; 16]), Id([2; 16]), 0, event).encode().unwrap();
+    {
+        use object_store::ObjectStoreExt;
+        memory.put(&LogEntry::path_of(3).as_str().into(), bytes.into()).await.unwrap();
+    }
+    assert_holds(&store, 1).await;
+    for error in [
+        save(&mut writer, 2).await.unwrap_err(),
+        store.writer(Policy::Full).await.unwrap_err(),
+        store.pin(1, true).await.unwrap_err(),
+        store.forget(&[1]).await.unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.to_string().contains("future.gc"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_catalog_of_an_absurd_number_is_no_catalog() {
+    let memory = Arc::new(InMemory::new());
+    let mut writer = wrap(memory.clone()).writer(Policy::Full).await.unwrap();
+    save(&mut writer, 1).await.unwrap();
+    {
+        use object_store::ObjectStoreExt;
+        let name = format!("catalog/{}-{}.parquet", u64::MAX, Digest::of(b"x"));
+        memory.put(&name.as_str().into(), b"x".to_vec().into()).await.unwrap();
+    }
+    assert_holds(&wrap(memory), 1).await;
+}
+
+#[tokio::test]
+async fn a_reader_may_come_before_the_store() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().join("run").to_str().unwrap().to_owned();
+    let early = Store::open(&url).unwrap();
+    assert_eq!(early.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound);
+    let mut writer = Store::open(&url).unwrap().writer(Policy::Full).await.unwrap();
+    save(&mut writer, 5).await.unwrap();
+    assert_holds(&early, 5).await;
+    // Two runs must not share a root because a part of the URL is not seen.
+    for url in ["file:///x/run#1", "file:///x/run?1"] {
+        assert_eq!(Store::open(url).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+}

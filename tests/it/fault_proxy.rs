@@ -1,0 +1,215 @@
+//! A real S3 server behind a proxy that breaks connections: at every request of a save and a restore, in every way.
+//! `bash tests/servers/run moto -- cargo test --workspace --test it fault_proxy`, and `bash tests/run`, start the server.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tensorcask::wire::Event;
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Store, StoreOptions, TensorView, VerifyOptions, Writer};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Closed in peace, before the server saw the request, or after it did.
+    Fin,
+    FinAfter,
+    /// Reset, before or after.
+    Reset,
+    ResetAfter,
+    Status500,
+    Status409,
+    /// No answer, until the client gives up.
+    Hang,
+}
+
+const WAYS: [Way; 7] = [Way::Fin, Way::FinAfter, Way::Reset, Way::ResetAfter, Way::Status500, Way::Status409, Way::Hang];
+
+/// Longer than the client waits.
+const HANG: Duration = Duration::from_secs(3);
+
+/// Forwards one request per connection; the request whose number is in `at` is broken.
+struct Proxy {
+    address: String,
+    seen: AtomicU64,
+    at: AtomicU64,
+    way: std::sync::Mutex<Way>,
+}
+
+impl Proxy {
+    async fn start(upstream: String) -> Arc<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let proxy = Arc::new(Self { address, seen: AtomicU64::new(0), at: AtomicU64::new(u64::MAX), way: std::sync::Mutex::new(Way::Fin) });
+        let shared = proxy.clone();
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                let (shared, upstream) = (shared.clone(), upstream.clone());
+                tokio::spawn(async move {
+                    // The client's side of a broken connection is what the test is about.
+                    let _ = shared.serve(client, &upstream).await;
+                });
+            }
+        });
+        proxy
+    }
+
+    /// Breaks request number `at` from now on.
+    fn aim(&self, way: Way, at: u64) {
+        *self.way.lock().unwrap() = way;
+        self.seen.store(0, Ordering::SeqCst);
+        self.at.store(at, Ordering::SeqCst);
+    }
+
+    async fn serve(&self, mut client: TcpStream, upstream: &str) -> std::io::Result<()> {
+        let request = read_request(&mut client).await?;
+        let broken = self.seen.fetch_add(1, Ordering::SeqCst) == self.at.load(Ordering::SeqCst);
+        let way = *self.way.lock().unwrap();
+        let respond = |status: &str, code: &str| {
+            let body = format!("<Error><Code>{code}</Code><Message>made up</Message></Error>");
+            format!(
+                "HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+                body.len()
+            )
+        };
+        match (broken, way) {
+            (true, Way::Fin) => return Ok(()),
+            (true, Way::Reset) => return reset(&client),
+            (true, Way::Hang) => {
+                tokio::time::sleep(HANG).await;
+                return Ok(());
+            }
+            (true, Way::Status500) => return client.write_all(respond("500 Internal Server Error", "InternalError").as_bytes()).await,
+            // Servers say so of writes only.
+            (true, Way::Status409) if request.starts_with(b"PUT") => {
+                return client.write_all(respond("409 Conflict", "ConditionalRequestConflict").as_bytes()).await;
+            }
+            _ => {}
+        }
+        let mut server = TcpStream::connect(upstream).await?;
+        server.write_all(&request).await?;
+        let mut response = Vec::new();
+        server.read_to_end(&mut response).await?;
+        match (broken, way) {
+            (true, Way::FinAfter) => Ok(()),
+            (true, Way::ResetAfter) => reset(&client),
+            _ => client.write_all(&response).await,
+        }
+    }
+}
+
+#[allow(deprecated, reason = "a linger of zero never blocks, which the deprecation is about")]
+fn reset(client: &TcpStream) -> std::io::Result<()> {
+    client.set_linger(Some(Duration::ZERO))
+}
+
+/// A whole request, with `Connection: close`.
+async fn read_request(client: &mut TcpStream) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    loop {
+        let mut piece = [0; 16 << 10];
+        let count = client.read(&mut piece).await?;
+        if count == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        bytes.extend_from_slice(&piece[..count]);
+        let Some(end) = bytes.windows(4).position(|window| window == b"\r\n\r\n") else { continue };
+        let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
+        let header = |name: &str| head.lines().find_map(|line| line.split_once(':').filter(|(n, _)| n.eq_ignore_ascii_case(name)));
+        let length: usize = header("content-length").map_or(0, |(_, value)| value.trim().parse().unwrap());
+        while bytes.len() < end + 4 + length {
+            let count = client.read(&mut piece).await?;
+            if count == 0 {
+                return Err(std::io::ErrorKind::UnexpectedEof.into());
+            }
+            bytes.extend_from_slice(&piece[..count]);
+        }
+        let mut lines: Vec<&str> = head.split("\r\n").filter(|line| !line.to_ascii_lowercase().starts_with("connection:")).collect();
+        lines.push("Connection: close");
+        return Ok([lines.join("\r\n").as_bytes(), b"\r\n\r\n", &bytes[end + 4..]].concat());
+    }
+}
+
+fn state(step: u64) -> Vec<u8> {
+    let mut data: Vec<u8> = (0..8000usize).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
+    data[(step % 8000) as usize] ^= 0xff;
+    data
+}
+
+async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<()> {
+    let data = state(step);
+    writer.save(step, &[TensorView::new("w", Dtype::U8, &[8000], &data)?], &[], &Metadata::default()).await.map(|_| ())
+}
+
+fn honest(error: &tensorcask::Error, what: &str) {
+    assert!(matches!(error.kind(), ErrorKind::Storage | ErrorKind::OutcomeUnknown), "{what}: {error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_connection_is_no_conflict_and_no_loss() {
+    let found = std::env::var("TENSORCASK_TEST_STORE").ok().filter(|bucket| bucket.starts_with("s3://"));
+    let (Some(bucket), Ok(endpoint)) = (found, std::env::var("AWS_ENDPOINT")) else {
+        eprintln!("NOT RUN: the fault proxy needs an S3 server; use `bash tests/servers/run`");
+        return;
+    };
+    let proxy = Proxy::start(endpoint.trim_start_matches("http://").to_owned()).await;
+    let config = BTreeMap::from([("aws_endpoint".to_owned(), proxy.address.clone()), ("timeout".to_owned(), "1s".to_owned())]);
+    let url = format!("{bucket}/proxy/{}", tensorcask::wire::Id::random().unwrap());
+    let open = || StoreOptions { config: config.clone(), ..StoreOptions::default() }.open(&url).unwrap();
+    let mut writer = open().writer(Policy::Intermittent { every: 8 }).await.unwrap();
+    let (mut step, mut broken, mut told) = (0u64, 0u64, 0u64);
+    for (nth, way) in WAYS.into_iter().enumerate() {
+        for at in 0.. {
+            // The many log entries of an opening: some ways for each.
+            if at > 14 && !(at + nth as u64).is_multiple_of(4) {
+                if at > 90 {
+                    break;
+                }
+                continue;
+            }
+            step += 1;
+            let what = format!("{way:?} at request {at}, step {step}");
+            proxy.aim(way, at);
+            if let Err(e) = save(&mut writer, step).await {
+                honest(&e, &what);
+                told += 1;
+                if e.kind() == ErrorKind::OutcomeUnknown {
+                    writer = open().writer(Policy::Intermittent { every: 8 }).await.unwrap();
+                }
+                save(&mut writer, step).await.unwrap_or_else(|e| panic!("{what}: {e}"));
+            }
+            let restore = async || open().snapshot(step).await?.read("w", &Slice::all()).await;
+            let read = match restore().await {
+                Ok(read) => read,
+                Err(e) => {
+                    honest(&e, &what);
+                    told += 1;
+                    restore().await.unwrap_or_else(|e| panic!("{what}: {e}"))
+                }
+            };
+            assert!(read.data == state(step), "{what}");
+            if proxy.seen.load(Ordering::SeqCst) <= at {
+                break;
+            }
+            broken += 1;
+        }
+    }
+    proxy.aim(Way::Fin, u64::MAX);
+    assert!(broken > 100, "only {broken} requests were broken");
+    let store = Store::open(&url).unwrap();
+    let added: Vec<u64> = store
+        .log_entries()
+        .await
+        .unwrap()
+        .into_iter()
+        .filter_map(|entry| if let Event::Added { step, .. } = entry.event { Some(step) } else { None })
+        .collect();
+    let mut once = added.clone();
+    once.dedup();
+    // A save that was told to have failed, and had not, is committed again; no other is.
+    assert!(added.len() as u64 <= step + told && once.len() as u64 == step, "{} commits of {step} steps, {told} told", added.len());
+    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    eprintln!("{broken} requests broken, {told} of them told");
+}

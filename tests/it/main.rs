@@ -1,0 +1,35 @@
+//! All tests of the library's interface, in one program: each more would link and optimise the library again.
+
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stderr,
+    clippy::print_stdout,
+    clippy::little_endian_bytes,
+    reason = "tests"
+)]
+
+mod chains;
+mod codecs;
+mod commits;
+mod common;
+mod corruption;
+mod crash;
+#[cfg(feature = "aws")]
+mod fault_proxy;
+mod faults;
+mod maintenance;
+mod narrow;
+#[cfg(all(feature = "aws", feature = "azure"))]
+mod object_stores;
+mod opening;
+mod partners;
+mod precision;
+mod ranks;
+mod roundtrip;
+mod rows;
+mod spec;
+#[cfg(target_os = "linux")]
+mod storage;

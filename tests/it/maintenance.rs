@@ -1,0 +1,477 @@
+//! Retention, compaction and garbage collection, alone and beside writers and readers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::common::{SmallState, objects_of, wrap};
+use object_store::memory::InMemory;
+use tensorcask::{
+    BaseKeeping, CompactOptions, DoctorOptions, Dtype, ErrorKind, GcOptions, Latest, Policy, Rect, Retention, Slice, Snapshot, Status,
+    Store, StoreOptions, TensorView, VerifyOptions, Writer, WriterOptions,
+};
+
+const NOW: GcOptions = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
+
+async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::Saved> {
+    let state = SmallState::at(step);
+    writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
+}
+
+async fn check(snapshot: &Snapshot) -> tensorcask::Result<()> {
+    let state = SmallState::at(snapshot.step());
+    for (name, bytes) in state.expected() {
+        assert_eq!(snapshot.read(name, &Slice::all()).await?.data, bytes, "step {}, {name}", snapshot.step());
+    }
+    assert_eq!(snapshot.read_blob(0, "rng").await?, state.rng);
+    Ok(())
+}
+
+async fn assert_holds(store: &Store, steps: impl IntoIterator<Item = u64>) {
+    let steps: Vec<u64> = steps.into_iter().collect();
+    for &step in &steps {
+        check(&store.snapshot(step).await.unwrap()).await.unwrap();
+    }
+    let live: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
+    assert_eq!(live, steps);
+    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+}
+
+/// A store in memory with a consecutive chain of these steps.
+async fn chain(steps: impl IntoIterator<Item = u64>) -> (Store, Writer) {
+    let store = wrap(Arc::new(InMemory::new()));
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    for step in steps {
+        save(&mut writer, step).await.unwrap();
+    }
+    (store, writer)
+}
+
+#[tokio::test]
+async fn retention_keeps_the_last_every_nth_pins_and_the_newest() {
+    let (store, _writer) = chain(1..=9).await;
+    store.pin(2, true).await.unwrap();
+    let retention = Retention { keep_last: Some(2), keep_every: Some(4) };
+    let steps = |records: Vec<tensorcask::SnapshotRecord>| records.iter().map(|record| record.step).collect::<Vec<_>>();
+    assert_eq!(steps(store.retain(retention, false).await.unwrap()), [1, 3, 5, 6, 7]);
+    assert_eq!(store.snapshots().await.unwrap().len(), 9, "only told");
+    assert_eq!(steps(store.retain(retention, true).await.unwrap()), [1, 3, 5, 6, 7]);
+    assert_holds(&store, [2, 4, 8, 9]).await;
+    assert_eq!(steps(store.retain(Retention { keep_last: None, keep_every: Some(100) }, true).await.unwrap()), [4, 8]);
+    assert_holds(&store, [2, 9]).await;
+    for nothing in
+        [Retention::default(), Retention { keep_last: Some(0), keep_every: None }, Retention { keep_last: None, keep_every: Some(0) }]
+    {
+        assert_eq!(store.retain(nothing, true).await.unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+}
+
+#[tokio::test]
+async fn a_folded_chain_restores_bit_for_bit_and_deltas_on_it_stay() {
+    let (store, mut writer) = chain(1..=6).await;
+    let before = store.snapshot(6).await.unwrap();
+    assert_eq!(before.chain().len(), 6);
+    let compacted = store.compact(4, &CompactOptions::default()).await.unwrap();
+    assert_eq!((compacted.links, compacted.record.parent, compacted.record.step), (4, None, 4));
+    assert_holds(&store, 1..=6).await;
+    let after = store.snapshot(6).await.unwrap();
+    assert_eq!(after.chain().len(), 3, "6 and 5, on 4");
+    assert_eq!(after.manifest().content, before.manifest().content);
+    let folded = store.snapshot(4).await.unwrap();
+    assert_eq!((folded.manifest().id, folded.user()), (compacted.record.id, &SmallState::metadata(4).user));
+
+    // The writer goes on upon its own chain; what is a base already is left alone.
+    save(&mut writer, 7).await.unwrap();
+    let again = store.compact(4, &CompactOptions::default()).await.unwrap();
+    assert_eq!((again.sequence, again.links), (None, 1));
+    assert_eq!(store.compact(99, &CompactOptions::default()).await.unwrap_err().kind(), ErrorKind::NotFound);
+    store.compact(Latest, &CompactOptions::default()).await.unwrap();
+    assert_holds(&store, 1..=7).await;
+    // A newcomer builds upon it, without the state in memory.
+    let options = WriterOptions { policy: Policy::Consecutive, base_cache: BaseKeeping::None, ..WriterOptions::default() };
+    let saved = save(&mut store.writer_with(options).await.unwrap(), 8).await.unwrap();
+    assert_eq!(saved.parent, Some(store.snapshot(7).await.unwrap().record().id));
+    assert_holds(&store, 1..=8).await;
+}
+
+/// More than 64 entries, so that what follows is read from a catalog.
+#[tokio::test]
+async fn catalogs_know_what_was_compacted_and_collected() {
+    let (store, mut writer) = chain(1..=20).await;
+    store.compact(20, &CompactOptions::default()).await.unwrap();
+    store.retain(Retention { keep_last: Some(1), keep_every: None }, true).await.unwrap();
+    store.gc(&NOW).await.unwrap();
+    for step in 21..=63 {
+        save(&mut writer, step).await.unwrap();
+    }
+    assert_holds(&store, 20..=63).await;
+    store.compact(63, &CompactOptions::default()).await.unwrap();
+    store.gc(&NOW).await.unwrap();
+    assert_holds(&store, 20..=63).await;
+}
+
+#[tokio::test]
+async fn gc_frees_what_nothing_needs_and_only_when_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = StoreOptions { fsync: false, ..StoreOptions::default() }.open(folder.path().to_str().unwrap()).unwrap();
+    let mut writer = store.writer(Policy::Intermittent { every: 3 }).await.unwrap();
+    for step in 1..=6 {
+        save(&mut writer, step).await.unwrap();
+    }
+    store.forget(&[1, 2, 4]).await.unwrap();
+    let objects = objects_of(folder.path());
+
+    let told = store.gc(&GcOptions { apply: false, ..NOW }).await.unwrap();
+    let steps = |records: &[tensorcask::SnapshotRecord]| records.iter().map(|record| record.step).collect::<Vec<_>>();
+    assert_eq!((steps(&told.collected), steps(&told.held)), (vec![2], vec![1, 4]), "3, 5 and 6 need their bases");
+    assert!(told.collected_bytes > 0 && told.held_bytes > told.collected_bytes);
+    assert_eq!(objects_of(folder.path()), objects, "nothing was done");
+
+    // The floor counts from the entry that gives a snapshot up, however old its objects are.
+    let waits = GcOptions { age_floor: Duration::from_secs(3600), ..NOW };
+    let report = store.gc(&waits).await.unwrap();
+    assert_eq!((steps(&report.collected), report.deleted.len()), (vec![2], 0));
+    assert_eq!(report.waiting_bytes(), report.waiting.iter().map(|object| object.bytes).sum::<u64>());
+    assert_eq!(report.waiting.len(), 4, "three casks and a manifest: {:?}", report.waiting);
+    assert_holds(&store, [3, 5, 6]).await;
+
+    // An object that nothing names, young and old; others are none of gc's business.
+    std::fs::write(folder.path().join("casks/00000000000000000000000000000000.cask"), b"left over").unwrap();
+    std::fs::write(folder.path().join("notes.txt"), b"mine").unwrap();
+    assert!(store.gc(&waits).await.unwrap().deleted.is_empty());
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let report = store.gc(&NOW).await.unwrap();
+    assert_eq!(report.deleted.len(), 5, "{:?}", report.deleted);
+    assert_eq!(report.freed_bytes(), report.deleted.iter().map(|object| object.bytes).sum::<u64>());
+    assert_holds(&store, [3, 5, 6]).await;
+    assert!(folder.path().join("notes.txt").exists());
+    assert_eq!(store.gc(&NOW).await.unwrap().deleted, [], "nothing is left to do");
+
+    // Whoever believes in a longer floor finds that the manifest of 2 is gone, with all that it named.
+    assert_eq!(store.gc(&waits).await.unwrap().deleted, []);
+    assert!(store.doctor(&DoctorOptions::default()).await.unwrap().is_healthy());
+
+    // With the chain folded, nothing holds the old base.
+    store.compact(3, &CompactOptions::default()).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let report = store.gc(&NOW).await.unwrap();
+    assert_eq!(steps(&report.collected), [1]);
+    assert_holds(&store, [3, 5, 6]).await;
+    assert_eq!(store.snapshot(6).await.unwrap().chain()[1].record.status, Status::Forgotten, "4 is still held");
+}
+
+/// What a snapshot that was reduced to its model has to hold.
+async fn check_model(store: &Store, step: u64) {
+    let snapshot = store.snapshot(step).await.unwrap();
+    let state = SmallState::at(step);
+    let names: Vec<String> = snapshot.tensors().into_iter().map(|tensor| tensor.name).collect();
+    let expected: Vec<(&str, Vec<u8>)> = state.expected().into_iter().filter(|(name, _)| name.starts_with("model.")).collect();
+    assert_eq!(names, expected.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+    for (name, bytes) in expected {
+        assert_eq!(snapshot.read(name, &Slice::all()).await.unwrap().data, bytes, "step {step}, {name}");
+    }
+    assert_eq!(snapshot.read_blob(0, "rng").await.unwrap(), state.rng);
+    let error = snapshot.read("optimizer.step", &Slice::all()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+}
+
+#[tokio::test]
+async fn shards_of_many_ranks_become_whole_tensors() {
+    let (store, mut writer) = chain(1..=2).await;
+    let state = SmallState::at(3);
+    let wide: Vec<u8> = (0..4 * 6 * 70_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let left: Vec<u8> = wide.chunks(4 * 70_000).flat_map(|row| &row[..4 * 30_001]).copied().collect();
+    let right: Vec<u8> = wide.chunks(4 * 70_000).flat_map(|row| &row[4 * 30_001..]).copied().collect();
+    // Three times 35 elements of 4 bits: the shards end within a byte.
+    let packed: Vec<u8> = (0..53u8).map(|i| if i == 52 { 7 } else { i.wrapping_mul(37) }).collect();
+    let nibble = |i: usize| packed[i / 2] >> (4 * (i % 2)) & 15;
+    let pack = |range: std::ops::Range<usize>| -> Vec<u8> {
+        range.clone().step_by(2).map(|i| nibble(i) | if i + 1 < range.end { nibble(i + 1) << 4 } else { 0 }).collect()
+    };
+    let (first, second) = (pack(0..35), pack(35..105));
+    let shard = |name, dtype, shape: &[u64], offset: &[u64], extent: &[u64], data| {
+        TensorView::shard(name, dtype, shape, Rect { offset: offset.to_vec(), shape: extent.to_vec() }, data).unwrap()
+    };
+    let mut tensors = state.tensors();
+    tensors.push(shard("model.wide", Dtype::F32, &[6, 70_000], &[0, 0], &[6, 30_001], &left));
+    tensors.push(shard("model.wide", Dtype::F32, &[6, 70_000], &[0, 30_001], &[6, 39_999], &right));
+    tensors.push(shard("model.four", Dtype::Int4, &[3, 5, 7], &[0, 0, 0], &[1, 5, 7], &first));
+    tensors.push(shard("model.four", Dtype::Int4, &[3, 5, 7], &[1, 0, 0], &[2, 5, 7], &second));
+    writer.save(3, &tensors, &state.blobs(), &SmallState::metadata(3)).await.unwrap();
+
+    let archive = wrap(Arc::new(InMemory::new()));
+    let saved = store.consolidate_to(&archive, 3, &CompactOptions::default()).await.unwrap();
+    assert_eq!((saved.step, saved.parent), (3, None));
+    assert!(archive.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    let snapshot = archive.snapshot(Latest).await.unwrap();
+    check(&snapshot).await.unwrap();
+    assert_eq!(snapshot.read("model.wide", &Slice::all()).await.unwrap().data, wide);
+    assert_eq!(snapshot.read("model.four", &Slice::all()).await.unwrap().data, packed);
+    assert_eq!(snapshot.read_blob(1, "loader").await.unwrap(), [9; 5]);
+    assert_eq!(
+        (snapshot.user(), snapshot.metadata()),
+        (store.snapshot(3).await.unwrap().user(), store.snapshot(3).await.unwrap().metadata())
+    );
+    let before = store.snapshot(3).await.unwrap();
+    let described = |snapshot: &Snapshot| snapshot.tensors();
+    assert_eq!(described(&snapshot), described(&before));
+    let shards: usize = snapshot.indexes().await.unwrap().iter().map(|(_, index)| index.shard_count()).sum();
+    assert_eq!(shards, snapshot.tensors().iter().filter(|tensor| tensor.alias_of.is_none()).count(), "one each");
+    let again = store.consolidate_to(&archive, 2, &CompactOptions::default()).await.unwrap_err();
+    assert_eq!(again.kind(), ErrorKind::InvalidArgument);
+}
+
+#[tokio::test]
+async fn old_steps_keep_their_weights_and_lose_the_rest() {
+    let store = wrap(Arc::new(InMemory::new()));
+    let mut writer = store.writer(Policy::Intermittent { every: 3 }).await.unwrap();
+    for step in 1..=8 {
+        save(&mut writer, step).await.unwrap();
+    }
+    store.pin(2, true).await.unwrap();
+    let model = ["model".to_owned()];
+    let keep = Retention { keep_last: Some(2), keep_every: None };
+    let reduced = store.retain_roles(keep, &model, &CompactOptions::default()).await.unwrap();
+    let held: Vec<(u64, bool)> = reduced.iter().map(|one| (one.record.step, one.held.is_some())).collect();
+    // 7 and 8 stay, and so does what they and the pinned 2 need: 7 is a base, and 1 the base of 2.
+    assert_eq!(held, [(6, false), (5, false), (4, false), (3, false), (1, true)]);
+    assert!(reduced.iter().filter(|one| one.held.is_none()).all(|one| one.stored_bytes < one.stored_bytes_before), "{reduced:?}");
+    for step in 3..=6 {
+        check_model(&store, step).await;
+        assert_eq!(store.snapshot(step).await.unwrap().chain().len(), if step == 4 { 1 } else { 2 }, "deltas stay deltas");
+    }
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    assert!(store.gc(&NOW).await.unwrap().freed_bytes() > 0);
+    for step in 3..=6 {
+        check_model(&store, step).await;
+    }
+    for step in [1, 2, 7, 8] {
+        check(&store.snapshot(step).await.unwrap()).await.unwrap();
+    }
+    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+    let again = store.retain_roles(keep, &model, &CompactOptions::default()).await.unwrap();
+    assert!(again.iter().all(|one| one.held.is_some()), "{again:?}");
+    // Copies know what was reduced, too.
+    let copy = wrap(Arc::new(InMemory::new()));
+    store.copy_to(&copy, &Default::default()).await.unwrap();
+    check_model(&copy, 5).await;
+    let roles = copy.snapshots().await.unwrap().into_iter().map(|info| info.record.roles.is_some());
+    assert_eq!(roles.collect::<Vec<_>>(), [false, false, true, true, true, true, false, false]);
+    assert_eq!(store.copy_to(&copy, &Default::default()).await.unwrap().snapshots, 0);
+}
+
+#[tokio::test]
+async fn a_reduced_step_is_never_the_latest_nor_a_parent() {
+    let (store, mut writer) = chain(1..=3).await;
+    let model = ["model".to_owned()];
+    let held = store.keep_roles(&[1, 3], &model, &CompactOptions::default()).await.unwrap();
+    assert!(held.iter().all(|one| one.held.is_some()), "{held:?}");
+    // Mixed casks are written anew, as a base.
+    let roles = ["model".to_owned(), "step".to_owned()];
+    store.forget(&[3]).await.unwrap();
+    store.compact(2, &CompactOptions::default()).await.unwrap();
+    let reduced = store.keep_roles(&[1], &roles, &CompactOptions::default()).await.unwrap();
+    assert_eq!((&reduced[0].held, &reduced[0].record.roles), (&None, &Some(roles.to_vec())));
+    assert_eq!(store.snapshot(1).await.unwrap().read("optimizer.step", &Slice::all()).await.unwrap().data, SmallState::at(1).scalar);
+    store.forget(&[2]).await.unwrap();
+    assert_eq!(store.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(store.recover(&[]).await.unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(save(&mut writer, 4).await.unwrap().parent, None, "nothing whole is left to build upon");
+    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    assert!(report.is_clean(), "{:?}", report.problems);
+    assert_eq!(
+        store.keep_roles(&[1], &["optimizer".to_owned()], &CompactOptions::default()).await.unwrap()[0].held.as_deref(),
+        Some("it has none of these roles")
+    );
+}
+
+#[tokio::test]
+async fn pins_outlive_everything() {
+    let (store, mut writer) = chain(1..=2).await;
+    store.pin(2, true).await.unwrap();
+    save(&mut writer, 2).await.unwrap();
+    assert!(store.forget(&[1, 2]).await.is_ok(), "the second snapshot of step 2 is not pinned");
+    let report = store.gc(&NOW).await.unwrap();
+    assert_eq!(report.collected.len(), 1, "the pinned one and its parent are held: {report:?}");
+    assert_eq!(report.held.iter().map(|record| record.step).collect::<Vec<_>>(), [1], "the pinned one needs it");
+}
+
+/// The parent of a delta is given up while the delta is being saved: it becomes a base.
+/// A writer of consecutive deltas or deltas on the first base, with which another process meddles as the manifest of step 3 is
+/// about to be written, when its casks are up.
+async fn meddled<F: Future<Output = ()> + Send + 'static>(policy: Policy, meddle: fn(Store) -> F) -> (Store, Writer) {
+    use tensorcask::testing::fault::{Fault, FaultStore, Operation};
+    let memory: Arc<InMemory> = Arc::new(InMemory::new());
+    let plain = wrap(memory.clone());
+    let (armed, other) = (Arc::new(AtomicBool::new(true)), plain.clone());
+    let gated = FaultStore::new(memory, move |operation, path| {
+        if operation == Operation::Create && path.as_ref().starts_with("snapshots/3-") && armed.swap(false, Ordering::SeqCst) {
+            let meddling = meddle(other.clone());
+            let run = move || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(meddling);
+            std::thread::spawn(run).join().unwrap();
+        }
+        Fault::None
+    });
+    let writer = wrap(Arc::new(gated)).writer(policy).await.unwrap();
+    (plain, writer)
+}
+
+#[tokio::test]
+async fn no_delta_is_committed_on_a_snapshot_that_was_given_up() {
+    let meddle = |store: Store| async move {
+        store.forget(&[1, 2]).await.unwrap();
+        assert_eq!(store.gc(&NOW).await.unwrap().collected.len(), 2);
+    };
+    let (plain, mut writer) = meddled(Policy::Consecutive, meddle).await;
+    for step in 1..=2 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let saved = save(&mut writer, 3).await.unwrap();
+    assert_eq!(saved.parent, None);
+    assert_eq!(save(&mut writer, 4).await.unwrap().parent, Some(saved.id));
+    assert_holds(&plain, [3, 4]).await;
+}
+
+#[tokio::test]
+async fn no_delta_is_committed_on_a_snapshot_that_was_reduced() {
+    let meddle = |store: Store| async move {
+        store.compact(2, &CompactOptions::default()).await.unwrap();
+        let reduced = store.keep_roles(&[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap();
+        assert_eq!(reduced[0].held, None);
+    };
+    let (plain, mut writer) = meddled(Policy::OneShot, meddle).await;
+    for step in 1..=2 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let saved = save(&mut writer, 3).await.unwrap();
+    assert_eq!(saved.parent, None);
+    assert_eq!(save(&mut writer, 4).await.unwrap().parent, Some(saved.id));
+    check_model(&plain, 1).await;
+    for step in 2..=4 {
+        check(&plain.snapshot(step).await.unwrap()).await.unwrap();
+    }
+    assert!(plain.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+}
+
+#[tokio::test]
+async fn a_commit_that_took_too_long_is_refused() {
+    let store = wrap(Arc::new(InMemory::new()));
+    let slow = WriterOptions { age_floor: Duration::from_nanos(2), ..WriterOptions::default() };
+    let mut writer = store.writer_with(slow).await.unwrap();
+    let error = save(&mut writer, 1).await.unwrap_err();
+    assert!(error.to_string().contains("half the age floor"), "{error}");
+    assert!(store.snapshots().await.unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn unknown_features_and_unreadable_manifests_stop_gc() {
+    let (store, _writer) = chain(1..=3).await;
+    let folder = tempfile::tempdir().unwrap();
+    let on_disk = Store::open(folder.path().to_str().unwrap()).unwrap();
+    let mut writer = on_disk.writer(Policy::Full).await.unwrap();
+    for step in 1..=2 {
+        save(&mut writer, step).await.unwrap();
+    }
+    on_disk.forget(&[1]).await.unwrap();
+    let manifest = folder.path().join(on_disk.snapshot(2).await.unwrap().record().manifest_path());
+    let mut bytes = std::fs::read(&manifest).unwrap();
+    bytes[20] ^= 1;
+    std::fs::write(&manifest, bytes).unwrap();
+    let casks = std::fs::read_dir(folder.path().join("casks")).unwrap().count();
+    let error = on_disk.gc(&NOW).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert!(error.to_string().contains("nothing is deleted"), "{error}");
+    assert_eq!(std::fs::read_dir(folder.path().join("casks")).unwrap().count(), casks);
+    drop(store);
+}
+
+/// A writer, a compaction, a collection and readers at once, on a real disk, with a floor that they reach many times.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn writers_readers_compaction_and_gc_at_once() {
+    const FLOOR: Duration = Duration::from_millis(400);
+    const ROUNDS: u64 = 120;
+    let folder = tempfile::tempdir().unwrap();
+    let open = {
+        let url = folder.path().to_str().unwrap().to_owned();
+        move || StoreOptions { fsync: false, ..StoreOptions::default() }.open(&url).unwrap()
+    };
+    let options = WriterOptions { policy: Policy::Intermittent { every: 5 }, age_floor: FLOOR, ..WriterOptions::default() };
+    let mut writer = open().writer_with(options.clone()).await.unwrap();
+    save(&mut writer, 0).await.unwrap();
+    let done = Arc::new(AtomicBool::new(false));
+    let (reads, freed, folded) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+
+    let collector = tokio::spawn({
+        let (store, done, freed) = (open(), done.clone(), freed.clone());
+        async move {
+            while !done.load(Ordering::SeqCst) {
+                store.retain(Retention { keep_last: Some(6), keep_every: Some(25) }, true).await.unwrap();
+                let report = store.gc(&GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
+                freed.fetch_add(report.deleted.len() as u64, Ordering::SeqCst);
+            }
+        }
+    });
+    let compactor = tokio::spawn({
+        let (store, done, folded) = (open(), done.clone(), folded.clone());
+        async move {
+            let compact = CompactOptions { age_floor: FLOOR, ..CompactOptions::default() };
+            while !done.load(Ordering::SeqCst) {
+                let live = store.snapshots().await.unwrap();
+                for record in live.iter().rev().take(3).map(|info| &info.record) {
+                    let begun = Instant::now();
+                    match store.compact(record.step, &compact).await {
+                        Ok(compacted) => _ = folded.fetch_add(u64::from(compacted.sequence.is_some()), Ordering::SeqCst),
+                        // Forgotten meanwhile, or too slow: both are answers, not damage.
+                        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Conflict) => {}
+                        Err(e) => assert!(begun.elapsed() > FLOOR / 2, "{e}"),
+                    }
+                }
+            }
+        }
+    });
+    let readers: Vec<_> = (0..2)
+        .map(|_| {
+            let (store, done, reads) = (open(), done.clone(), reads.clone());
+            tokio::spawn(async move {
+                while !done.load(Ordering::SeqCst) {
+                    // What was live when the log was read stays readable for the floor.
+                    let begun = Instant::now();
+                    let read = async { check(&store.snapshot(Latest).await?).await };
+                    match read.await {
+                        Ok(()) => _ = reads.fetch_add(1, Ordering::SeqCst),
+                        Err(e) => assert!(begun.elapsed() > FLOOR, "after {:?}: {e}", begun.elapsed()),
+                    }
+                }
+            })
+        })
+        .collect();
+    let mut saved = 0;
+    for step in 1..=ROUNDS {
+        let begun = Instant::now();
+        match save(&mut writer, step).await {
+            Ok(_) => saved += 1,
+            Err(e) => assert!(begun.elapsed() > FLOOR / 2, "{e}"),
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    done.store(true, Ordering::SeqCst);
+    collector.await.unwrap();
+    compactor.await.unwrap();
+    for reader in readers {
+        reader.await.unwrap();
+    }
+    let store = open();
+    let live: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
+    assert_holds(&store, live).await;
+    let counts = [saved, reads.load(Ordering::SeqCst), freed.load(Ordering::SeqCst), folded.load(Ordering::SeqCst)];
+    println!("saved, read, freed, folded: {counts:?}");
+    assert!(counts.iter().all(|&count| count > 10), "all of them did something: {counts:?}");
+    // Afterwards nothing but what is needed is left.
+    tokio::time::sleep(2 * FLOOR).await;
+    store.gc(&GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
+    tokio::time::sleep(2 * FLOOR).await;
+    let last = store.gc(&GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
+    assert_eq!((last.collected.len(), last.waiting.len()), (0, 0), "{:?}", last.waiting);
+}

@@ -1,0 +1,158 @@
+//! How many requests, and how many one after the other, it takes to open a store and to read a slice.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::common::wrap;
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
+use tensorcask::testing::fault::{Fault, FaultStore, Operation};
+use tensorcask::{Dtype, Latest, Metadata, Policy, Rank, Rect, Slice, Store, TensorView, Writer, WriterOptions};
+
+const LATENCY: Duration = Duration::from_millis(50);
+
+async fn save(writer: &mut Writer, step: u64) {
+    let mut weights = [7u8; 256];
+    (weights[0], weights[1]) = (step as u8, (step >> 8) as u8);
+    let state = [TensorView::new("model.w", Dtype::F32, &[8, 8], &weights).unwrap()];
+    writer.save(step, &state, &[], &Metadata::default()).await.unwrap();
+}
+
+async fn requests_to_open(objects: &Arc<InMemory>, step: u64) -> u64 {
+    let store = wrap(objects.clone());
+    assert_eq!(store.snapshot(Latest).await.unwrap().step(), step);
+    store.io().requests
+}
+
+/// 63 entries after the newest catalog are the most that there can be.
+#[tokio::test]
+async fn a_store_of_ten_thousand_commits_opens_in_seventy_requests() {
+    let objects = Arc::new(InMemory::new());
+    let mut writer = wrap(objects.clone()).writer(Policy::Intermittent { every: 8 }).await.unwrap();
+    let mut most = 0;
+    for step in 0..10_046 {
+        save(&mut writer, step).await;
+        // The last round of catalogs, entry by entry; the first entry is the writer's `opened`.
+        if !(130..=9_980).contains(&step) {
+            most = most.max(requests_to_open(&objects, step).await);
+        }
+    }
+    assert_eq!((10_046 + 1) % 64, 63, "the worst case was among them");
+    assert!((60..=70).contains(&most), "{most} requests");
+}
+
+/// Catalogs are a help, not a condition.
+#[tokio::test]
+async fn a_store_without_some_catalogs_opens_all_the_same() {
+    let objects = Arc::new(InMemory::new());
+    let failing = FaultStore::new(objects.clone(), |operation, path: &Path| match operation {
+        Operation::Create if path.as_ref().starts_with("catalog/") => Fault::FailBefore,
+        _ => Fault::None,
+    });
+    let mut writer = wrap(Arc::new(failing)).writer(Policy::Intermittent { every: 8 }).await.unwrap();
+    for step in 0..200 {
+        save(&mut writer, step).await;
+    }
+    let requests = requests_to_open(&objects, 199).await;
+    assert!((201..201 + 70).contains(&requests), "{requests} requests for 201 entries");
+    // A writer that goes on makes the next one, and a damaged one is passed over.
+    let mut writer = wrap(objects.clone()).writer(Policy::Intermittent { every: 8 }).await.unwrap();
+    for step in 200..300 {
+        save(&mut writer, step).await;
+    }
+    assert!(requests_to_open(&objects, 299).await <= 70);
+    let catalogs = objects.list_with_delimiter(Some(&"catalog".into())).await.unwrap().objects;
+    objects.put(&catalogs.last().unwrap().location, b"damaged".to_vec().into()).await.unwrap();
+    requests_to_open(&objects, 299).await;
+}
+
+/// A save looks for one entry of another writer, not for many.
+#[tokio::test]
+async fn a_delta_takes_few_requests() {
+    let objects = Arc::new(InMemory::new());
+    let store = wrap(objects);
+    let mut writer = store.writer(Policy::Intermittent { every: 100 }).await.unwrap();
+    save(&mut writer, 1).await;
+    save(&mut writer, 2).await;
+    let before = store.io().requests;
+    save(&mut writer, 3).await;
+    // Look for entries, the parent's manifest, a cask, the manifest, the entry.
+    assert!(store.io().requests - before <= 6, "{} requests", store.io().requests - before);
+}
+
+/// Rounds of requests that wait for each other: the clock stands still but for the latency of requests.
+async fn rounds<T>(objects: &Arc<InMemory>, run: impl AsyncFnOnce(Store) -> T) -> (u64, u64, T) {
+    let slow = FaultStore::new(objects.clone(), |_, _| Fault::Slow(LATENCY));
+    let store = wrap(Arc::new(slow));
+    let begun = tokio::time::Instant::now();
+    let value = run(store.clone()).await;
+    (begun.elapsed().as_millis() as u64 / LATENCY.as_millis() as u64, store.io().requests, value)
+}
+
+/// From a URL to the rows of a tensor, on a base and on a delta, with one cask per snapshot and with 512.
+#[tokio::test(start_paused = true)]
+async fn the_first_rows_arrive_within_five_rounds() {
+    for (ranks, commits) in [(1u32, 2u64), (256, 2), (1, 70), (256, 70)] {
+        let objects = Arc::new(InMemory::new());
+        let store = wrap(objects.clone());
+        let options = WriterOptions { policy: Policy::Intermittent { every: 8 }, ..WriterOptions::default() };
+        let mut writer = store.writer_with(options.clone()).await.unwrap();
+        let shape = [u64::from(ranks) * 2, 16];
+        let row = |step: u64, row: u32| [(row as u8).wrapping_add(step as u8).wrapping_mul(3); 2 * 16 * 4];
+        let mut writers = Vec::new();
+        for rank in 0..ranks {
+            writers.push(store.rank_writer(Rank { rank, world: ranks, attempt: 0 }, options.clone()).await.unwrap());
+        }
+        let last = commits - 1;
+        // All ranks save from shortly before the catalog on, which follows entry 64.
+        let first = if commits > 64 { 61 } else { 0 };
+        for step in 0..first {
+            save(&mut writer, step).await;
+        }
+        for step in first..=last {
+            let mut receipts = Vec::new();
+            for (rank, writer) in writers.iter_mut().enumerate() {
+                let rank = rank as u32;
+                let data = row(step, rank);
+                let rect = Rect { offset: vec![u64::from(rank) * 2, 0], shape: vec![2, 16] };
+                let shard = |name: &str| TensorView::shard(name, Dtype::F32, &shape, rect.clone(), &data).unwrap();
+                let state = [shard("model.w"), shard("optimizer.exp_avg.w").with_role("exp_avg", "w")];
+                receipts.push(writer.save(step, &state, &[]).await.unwrap());
+            }
+            let saved = writer.commit_receipts(step, &receipts, &Metadata::default()).await.unwrap();
+            assert_eq!(store.snapshot(step).await.unwrap().manifest().casks.len(), ranks as usize * 2, "{saved:?}");
+        }
+        let (rounds, requests, rows) = rounds(&objects, async |store| {
+            let snapshot = store.snapshot(Latest).await.unwrap();
+            assert_eq!(snapshot.step(), last);
+            snapshot.read("model.w", &Slice::rows(0..1)).await.unwrap()
+        })
+        .await;
+        assert_eq!(rows.data, row(last, 0)[..64]);
+        assert!(rounds <= 5, "{rounds} rounds with {ranks} ranks and {commits} commits");
+        // store.json, two lists or a list and a catalog, entries, two manifests, a directory, an index and pages of each link.
+        assert!(requests <= 64 + 4 + 3 + 4, "{requests} requests with {ranks} ranks and {commits} commits");
+    }
+}
+
+/// The second read of a snapshot, and of the same casks through another, asks for pages only.
+#[tokio::test]
+async fn an_index_is_read_once() {
+    let objects = Arc::new(InMemory::new());
+    let mut writer = wrap(objects.clone()).writer(Policy::OneShot).await.unwrap();
+    save(&mut writer, 1).await;
+    save(&mut writer, 2).await;
+    let store = wrap(objects.clone());
+    let read = async |store: &Store| {
+        let snapshot = store.snapshot(2).await.unwrap();
+        let before = store.io().requests;
+        snapshot.read("model.w", &Slice::rows(0..1)).await.unwrap();
+        store.io().requests - before
+    };
+    assert_eq!(read(&store).await, 4, "an index and a page of each of two links");
+    assert_eq!(read(&store).await, 2, "pages only");
+    let options = tensorcask::StoreOptions { index_cache_bytes: 0, ..Default::default() };
+    let forgetful = Store::with_object_store(objects, Default::default(), options);
+    assert_eq!((read(&forgetful).await, read(&forgetful).await), (4, 4), "nothing is kept beyond the bound");
+}

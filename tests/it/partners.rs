@@ -1,0 +1,278 @@
+//! Tensors that are stored by what they differ by from others: whole, in slices, down chains, folded, and without what they need.
+
+use std::sync::Arc;
+
+use crate::common::{data, wrap};
+use object_store::memory::InMemory;
+use tensorcask::interchange::safetensors::Files;
+use tensorcask::{
+    BaseKeeping, Blob, CompactOptions, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, Rect, Saved, Slice, Snapshot, Store, TensorView,
+    VerifyOptions, Writer, WriterOptions,
+};
+
+fn memory() -> Store {
+    wrap(Arc::new(InMemory::new()))
+}
+
+async fn save_file(writer: &mut Writer, step: u64) -> Saved {
+    let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
+    writer.save(step, &input.tensors().unwrap(), &[], &Metadata::default()).await.unwrap()
+}
+
+/// All tensors, whole and each alone, and rows of each.
+async fn check_file(store: &Store, step: u64) {
+    let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
+    let snapshot = store.snapshot(step).await.unwrap();
+    let views = input.tensors().unwrap();
+    let mut buffers: Vec<Vec<u8>> = views.iter().map(|view| vec![0xaa; view.data().len()]).collect();
+    let wanted = views.iter().zip(&mut buffers).map(|(view, buffer)| (view.name(), Slice::all(), buffer.as_mut_slice()));
+    snapshot.read_many_into(wanted.collect()).await.unwrap();
+    for (view, buffer) in views.iter().zip(&buffers) {
+        assert!(view.data() == buffer, "step {step}, {}", view.name());
+        let row = view.data().len() / view.shape()[0] as usize;
+        let rows = view.shape()[0] / 3..view.shape()[0] / 2 + 1;
+        let read = snapshot.read(view.name(), &Slice::rows(rows.clone())).await.unwrap().data;
+        assert!(read == view.data()[rows.start as usize * row..rows.end as usize * row], "step {step}, rows of {}", view.name());
+    }
+    snapshot.verify().await.unwrap();
+}
+
+#[tokio::test]
+async fn masters_are_what_the_weights_lack() {
+    for policy in [Policy::Full, Policy::Consecutive, Policy::OneShot] {
+        for base_cache in [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::None] {
+            let store = memory();
+            let options = WriterOptions { policy, base_cache: base_cache.clone(), ..WriterOptions::default() };
+            let mut writer = store.writer_with(options).await.unwrap();
+            for step in [1000, 1001, 1010] {
+                let saved = save_file(&mut writer, step).await;
+                // One step ahead, Adam's own arithmetic tells both master and second moment.
+                let expected = if step == 1001 && policy != Policy::Full { "tc.predict" } else { "tc.remainder" };
+                assert!(saved.chunks.contains_key(expected), "{policy}, step {step}: {:?}", saved.chunks);
+            }
+            for step in [1000, 1001, 1010] {
+                check_file(&store, step).await;
+            }
+            assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_whole_state_takes_three_quarters_and_the_next_step_a_third() {
+    let store = memory();
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    for (step, most) in [(1000, 0.75), (1001, 0.34), (1010, 0.70)] {
+        let saved = save_file(&mut writer, step).await;
+        let ratio = saved.stored_bytes as f64 / saved.tensor_bytes as f64;
+        assert!(ratio < most, "step {step}: {ratio}");
+    }
+}
+
+#[tokio::test]
+async fn chains_of_masters_are_folded_reduced_and_made_whole() {
+    let store = memory();
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    for step in [1000, 1001, 1010] {
+        save_file(&mut writer, step).await;
+    }
+    store.compact(1010, &CompactOptions::default()).await.unwrap();
+    check_file(&store, 1010).await;
+    let archive = memory();
+    store.consolidate_to(&archive, 1010, &CompactOptions::default()).await.unwrap();
+    check_file(&archive, 1010).await;
+    let (ours, theirs) = (store.snapshots().await.unwrap(), archive.snapshots().await.unwrap());
+    assert!(ours.last().unwrap().stored_bytes as f64 / (ours[0].tensor_bytes as f64) < 0.75);
+    assert!(theirs.last().unwrap().stored_bytes as f64 / (ours[0].tensor_bytes as f64) < 0.75);
+
+    // Without the weights, the masters have to be there in full.
+    let reduced = store.keep_roles(&[1001], &["master".to_owned()], &CompactOptions::default()).await.unwrap();
+    assert_eq!(reduced[0].held, None);
+    let input = Files::open(&[data("step-1001.safetensors")]).unwrap();
+    let snapshot = store.snapshot(1001).await.unwrap();
+    assert!(!snapshot.tensors().is_empty());
+    for view in input.tensors().unwrap().iter().filter(|view| view.role() == "master") {
+        assert!(snapshot.read(view.name(), &Slice::all()).await.unwrap().data == view.data());
+    }
+    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+}
+
+/// Weights alone are read from the casks of role `model`.
+#[tokio::test]
+async fn weights_are_read_without_their_masters() {
+    let store = memory();
+    save_file(&mut store.writer(Policy::Full).await.unwrap(), 1000).await;
+    let snapshot = store.snapshot(Latest).await.unwrap();
+    let names: Vec<String> = snapshot.tensors().into_iter().filter(|tensor| tensor.role == "model").map(|tensor| tensor.name).collect();
+    let model_cask = snapshot.manifest().casks[0].bytes;
+    let before = store.io().bytes_read;
+    for name in &names {
+        snapshot.read(name, &Slice::all()).await.unwrap();
+    }
+    let read = store.io().bytes_read - before;
+    assert!(read < model_cask + 4096, "{read} of {model_cask}");
+}
+
+/// f32 values, and what they are rounded to.
+fn rounded(count: usize, dtype: Dtype, round: fn(f32) -> u16) -> (Vec<u8>, Vec<u8>) {
+    let mut x = 9u64;
+    let values: Vec<f32> = (0..count)
+        .map(|_| {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let unit = (x >> 40) as f32 / (1u64 << 24) as f32 - 0.5;
+            unit * if dtype == Dtype::F16 { 0.125 } else { 0.02 }
+        })
+        .collect();
+    (values.iter().flat_map(|v| v.to_le_bytes()).collect(), values.iter().flat_map(|&v| round(v).to_le_bytes()).collect())
+}
+
+#[tokio::test]
+async fn every_rounding_and_every_odd_value_comes_back() {
+    let nearest_even: fn(f32) -> u16 = |v| half::bf16::from_f32(v).to_bits();
+    let half_up: fn(f32) -> u16 = |v| ((v.to_bits() + 0x8000) >> 16) as u16;
+    let truncated: fn(f32) -> u16 = |v| (v.to_bits() >> 16) as u16;
+    let f16: fn(f32) -> u16 = |v| half::f16::from_f32(v).to_bits();
+    for (dtype, round) in [(Dtype::Bf16, nearest_even), (Dtype::Bf16, half_up), (Dtype::Bf16, truncated), (Dtype::F16, f16)] {
+        let (mut master, model) = rounded(100_000, dtype, round);
+        // Values that no rounding explains: zeros of the other sign, infinities, NaN, ties.
+        for (nth, bits) in [0x8000_0000u32, 0, 0x7f80_0000, 0xffc0_0001, 1, 0x3f80_8000, 0x3f81_8000].into_iter().enumerate() {
+            master[4 * 1000 * nth..][..4].copy_from_slice(&bits.to_le_bytes());
+        }
+        let store = memory();
+        let mut writer = store.writer(Policy::Full).await.unwrap();
+        let state = [
+            TensorView::new("model.w", dtype, &[1000, 100], &model).unwrap(),
+            TensorView::new("master.w", Dtype::F32, &[1000, 100], &master).unwrap(),
+        ];
+        let saved = writer.save(1, &state, &[], &Metadata::default()).await.unwrap();
+        assert_eq!(saved.chunks.get("tc.remainder"), Some(&1), "{dtype}: {:?}", saved.chunks);
+        let snapshot = store.snapshot(Latest).await.unwrap();
+        assert!(snapshot.read("master.w", &Slice::all()).await.unwrap().data == master);
+        assert!(snapshot.read("model.w", &Slice::all()).await.unwrap().data == model);
+    }
+}
+
+async fn assert_read(snapshot: &Snapshot, name: &str, bytes: &[u8]) {
+    assert!(snapshot.read(name, &Slice::all()).await.unwrap().data == bytes, "{name}");
+}
+
+/// Where the partner is not clear, there is none.
+#[tokio::test]
+async fn without_a_partner_masters_are_stored_alone() {
+    let (master, model) = rounded(30_000, Dtype::Bf16, |v| half::bf16::from_f32(v).to_bits());
+    let view = |name, dtype, data, role: &str, param: &str| TensorView::new(name, dtype, &[300, 100], data).unwrap().with_role(role, param);
+    let states = [
+        // Another parameter; two weights of one parameter; a weight in another role; another shape.
+        vec![view("a", Dtype::F32, &master, "master", "x"), view("b", Dtype::Bf16, &model, "model", "y")],
+        vec![
+            view("a", Dtype::F32, &master, "master", "x"),
+            view("b", Dtype::Bf16, &model, "model", "x"),
+            view("c", Dtype::Bf16, &model[..], "model", "x").with_role("model", "x"),
+        ],
+        vec![view("a", Dtype::F32, &master, "master", "x"), view("b", Dtype::Bf16, &model, "ema", "x")],
+        vec![
+            view("a", Dtype::F32, &master, "master", "x"),
+            TensorView::new("b", Dtype::Bf16, &[100, 300], &model).unwrap().with_role("model", "x"),
+        ],
+    ];
+    let other = model.clone();
+    for (nth, mut state) in states.into_iter().enumerate() {
+        if nth == 1 {
+            // Not tied: the same values in other memory.
+            state[2] = view("c", Dtype::Bf16, &other, "model", "x");
+        }
+        let store = memory();
+        let saved = store.writer(Policy::Full).await.unwrap().save(1, &state, &[], &Metadata::default()).await.unwrap();
+        assert_eq!(saved.chunks.get("tc.remainder"), None, "state {nth}: {:?}", saved.chunks);
+        assert_read(&store.snapshot(1).await.unwrap(), "a", &master).await;
+    }
+    // Tied weights are one tensor.
+    let store = memory();
+    let tied = [
+        view("a", Dtype::F32, &master, "master", "x"),
+        view("b", Dtype::Bf16, &model, "model", "x"),
+        view("c", Dtype::Bf16, &model, "model", "x"),
+    ];
+    let saved = store.writer(Policy::Full).await.unwrap().save(1, &tied, &[], &Metadata::default()).await.unwrap();
+    assert_eq!(saved.chunks.get("tc.remainder"), Some(&1));
+    let snapshot = store.snapshot(1).await.unwrap();
+    for (name, bytes) in [("a", &master), ("b", &model), ("c", &model)] {
+        assert_read(&snapshot, name, bytes).await;
+    }
+}
+
+/// The partner comes, goes and changes its type along the chain.
+#[tokio::test]
+async fn partners_may_change_between_snapshots() {
+    let store = memory();
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    let (master, model) = rounded(40_000, Dtype::Bf16, |v| half::bf16::from_f32(v).to_bits());
+    let (_, halves) = rounded(40_000, Dtype::Bf16, |v| half::f16::from_f32(v).to_bits());
+    let mut later = master.clone();
+    later[4] ^= 1;
+    let tensor = |name, dtype, data| TensorView::new(name, dtype, &[400, 100], data).unwrap();
+    let split = |offset: u64, rows: u64, data| {
+        TensorView::shard("model.w", Dtype::Bf16, &[400, 100], Rect { offset: vec![offset, 0], shape: vec![rows, 100] }, data).unwrap()
+    };
+    let states: Vec<(Vec<TensorView<'_>>, &[u8])> = vec![
+        (vec![tensor("master.w", Dtype::F32, &master), tensor("model.w", Dtype::Bf16, &model)], &master),
+        (vec![tensor("master.w", Dtype::F32, &master)], &master),
+        (vec![tensor("master.w", Dtype::F32, &later), tensor("model.w", Dtype::F16, &halves)], &later),
+        (vec![tensor("master.w", Dtype::F32, &later), split(0, 100, &model[..20_000]), split(100, 300, &model[20_000..])], &later),
+        (vec![tensor("master.w", Dtype::F32, &master), tensor("model.w", Dtype::Bf16, &model)], &master),
+    ];
+    for (step, (state, _)) in states.iter().enumerate() {
+        writer.save(step as u64, state, &[], &Metadata::default()).await.unwrap();
+    }
+    for (step, (state, expected)) in states.iter().enumerate() {
+        let snapshot = store.snapshot(step as u64).await.unwrap();
+        assert_read(&snapshot, "master.w", expected).await;
+        if state.len() == 2 {
+            assert_read(&snapshot, "model.w", state[1].data()).await;
+        }
+    }
+    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    let have = store.snapshot(0).await.unwrap();
+    for step in 1..states.len() as u64 {
+        let mut held = master.clone();
+        store.snapshot(step).await.unwrap().update_into(&have, vec![("master.w", &mut held)]).await.unwrap();
+        assert!(held == states[step as usize].1, "step {step}");
+    }
+}
+
+/// Two ranks, each with rows of both; and two names for one parameter, which no reader could tell apart.
+#[tokio::test]
+async fn ranks_pair_what_they_hold() {
+    let (master, model) = rounded(40_000, Dtype::Bf16, |v| half::bf16::from_f32(v).to_bits());
+    let store = memory();
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    let rows = |rank: usize| Rect { offset: vec![rank as u64 * 200, 0], shape: vec![200, 100] };
+    let mut receipts = Vec::new();
+    for rank in 0..2 {
+        let mut other = store.rank_writer(Rank { rank: rank as u32, world: 2, attempt: 0 }, WriterOptions::default()).await.unwrap();
+        let state = [
+            TensorView::shard("master.w", Dtype::F32, &[400, 100], rows(rank), &master[rank * 80_000..][..80_000]).unwrap(),
+            TensorView::shard("model.w", Dtype::Bf16, &[400, 100], rows(rank), &model[rank * 40_000..][..40_000]).unwrap(),
+        ];
+        receipts.push(other.save(1, &state, &[Blob { rank: rank as u32, name: "rng".into(), data: vec![1].into() }]).await.unwrap());
+    }
+    writer.commit_receipts(1, &receipts, &Metadata::default()).await.unwrap();
+    let snapshot = store.snapshot(1).await.unwrap();
+    assert_read(&snapshot, "master.w", &master).await;
+    let remainders =
+        snapshot.indexes().await.unwrap().iter().filter(|(_, index)| index.codecs().iter().any(|c| c.id == "tc.remainder")).count();
+    assert_eq!(remainders, 2);
+
+    let mut receipts = Vec::new();
+    for (rank, names) in [["master.w", "model.w"], ["master.v", "module.w"]].into_iter().enumerate() {
+        let mut other = store.rank_writer(Rank { rank: rank as u32, world: 2, attempt: 0 }, WriterOptions::default()).await.unwrap();
+        let state = [
+            TensorView::new(names[0], Dtype::F32, &[400, 100], &master).unwrap(),
+            TensorView::new(names[1], Dtype::Bf16, &[400, 100], &model).unwrap(),
+        ];
+        receipts.push(other.save(2, &state, &[]).await.unwrap());
+    }
+    let error = writer.commit_receipts(2, &receipts, &Metadata::default()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert!(error.to_string().contains("module.w"), "{error}");
+}

@@ -1,0 +1,158 @@
+//! Rows that change as a whole: found by comparison, or named by the caller, who then needs no base.
+
+use std::path::Path;
+
+use tensorcask::{BaseKeeping, Dtype, ErrorKind, Metadata, Policy, Saved, Slice, Store, TensorView, Writer, WriterOptions};
+
+const ROWS: u64 = 9000;
+const WIDTH: u64 = 48;
+
+/// Rows of an f16 embedding, each of its own, at some version.
+fn row(number: u64, version: u8) -> impl Iterator<Item = u8> {
+    (0..WIDTH).flat_map(move |column| {
+        half::f16::from_f32(((number * 31 + column * 7) % 101) as f32 / 50.0 + f32::from(version) / 64.0).to_le_bytes()
+    })
+}
+
+struct Embedding {
+    versions: Vec<u8>,
+    bytes: Vec<u8>,
+}
+
+impl Embedding {
+    fn new() -> Self {
+        Self { versions: vec![0; ROWS as usize], bytes: (0..ROWS).flat_map(|number| row(number, 0)).collect() }
+    }
+
+    fn change(&mut self, rows: &[u64]) {
+        for &number in rows {
+            self.versions[number as usize] += 1;
+            let at = (number * WIDTH * 2) as usize;
+            self.bytes.splice(at..at + WIDTH as usize * 2, row(number, self.versions[number as usize]));
+        }
+    }
+
+    fn view(&self) -> TensorView<'_> {
+        TensorView::new("wte.weight", Dtype::F16, &[ROWS, WIDTH], &self.bytes).unwrap()
+    }
+}
+
+async fn writer(folder: &Path, policy: Policy, base_cache: BaseKeeping) -> (Store, Writer) {
+    let store = Store::open(folder.to_str().unwrap()).unwrap();
+    let writer = store.writer_with(WriterOptions { policy, base_cache, ..WriterOptions::default() }).await.unwrap();
+    (store, writer)
+}
+
+async fn save(writer: &mut Writer, step: u64, view: TensorView<'_>) -> Result<Saved, tensorcask::Error> {
+    writer.save(step, &[view], &[], &Metadata::default()).await
+}
+
+async fn check(store: &Store, step: u64, expected: &Embedding) {
+    let snapshot = store.snapshot(step).await.unwrap();
+    assert!(snapshot.read("wte.weight", &Slice::all()).await.unwrap().data == expected.bytes, "step {step}");
+    let some = snapshot.read("wte.weight", &Slice::rows(5400..5500)).await.unwrap().data;
+    assert!(some == expected.bytes[5400 * WIDTH as usize * 2..5500 * WIDTH as usize * 2], "step {step}");
+    snapshot.verify().await.unwrap();
+}
+
+/// Hides all casks: what reads one of them fails.
+fn hide(folder: &Path, hidden: bool) {
+    let (from, to) = if hidden { ("casks", "hidden") } else { ("hidden", "casks") };
+    if hidden {
+        std::fs::rename(folder.join(from), folder.join(to)).unwrap();
+    } else {
+        for entry in std::fs::read_dir(folder.join(from)).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::rename(entry.path(), folder.join(to).join(entry.file_name())).unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn rows_that_changed_wholly_take_a_bit_each_for_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, mut writer) = writer(folder.path(), Policy::Consecutive, BaseKeeping::Memory).await;
+    let mut state = Embedding::new();
+    save(&mut writer, 1, state.view()).await.unwrap();
+    state.change(&(0..ROWS).filter(|n| n * n % 17 == 1).collect::<Vec<_>>());
+    let saved = save(&mut writer, 2, state.view()).await.unwrap();
+    assert!(saved.chunks.contains_key("tc.rows"), "{:?}", saved.chunks);
+    check(&store, 2, &state).await;
+}
+
+#[tokio::test]
+async fn named_rows_need_no_base() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, mut writer) = writer(folder.path(), Policy::OneShot, BaseKeeping::None).await;
+    let mut state = Embedding::new();
+    save(&mut writer, 1, state.view()).await.unwrap();
+    // Deltas of one shot are made against the first step: rows that changed before count, too.
+    let mut states = Vec::new();
+    for (step, rows) in [(2, vec![3, 700, 5432, 5433]), (3, vec![8999]), (4, vec![])] {
+        state.change(&rows);
+        // The chunks in which no row was named are compared by their checksums, which lie in the index; all pages are out of reach.
+        let saved = save(&mut writer, step, state.view().with_changed_rows(&rows).unwrap()).await.unwrap();
+        assert!(saved.parent.is_some() && saved.stored_bytes < 8000, "{saved:?}");
+        states.push((step, Embedding { versions: state.versions.clone(), bytes: state.bytes.clone() }));
+    }
+    for (step, state) in &states {
+        check(&store, *step, state).await;
+    }
+    // A save that does not say breaks the account: the base is read back.
+    state.change(&[1, 2, 3]);
+    save(&mut writer, 5, state.view()).await.unwrap();
+    state.change(&[4]);
+    save(&mut writer, 6, state.view().with_changed_rows(&[4]).unwrap()).await.unwrap();
+    check(&store, 6, &state).await;
+}
+
+#[tokio::test]
+async fn with_every_chunk_named_no_page_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, mut writer) = writer(folder.path(), Policy::Consecutive, BaseKeeping::None).await;
+    let mut state = Embedding::new();
+    save(&mut writer, 1, state.view()).await.unwrap();
+    let rows: Vec<u64> = (0..ROWS).step_by(100).collect();
+    state.change(&rows);
+    hide(folder.path(), true);
+    let saved = save(&mut writer, 2, state.view().with_changed_rows(&rows).unwrap()).await.unwrap();
+    assert!(saved.chunks.keys().eq(["tc.rows"]), "{:?}", saved.chunks);
+    hide(folder.path(), false);
+    check(&store, 2, &state).await;
+}
+
+#[tokio::test]
+async fn a_row_that_is_left_out_fails_the_save() {
+    for base_cache in [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::None] {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, mut writer) = writer(folder.path(), Policy::Consecutive, base_cache.clone()).await;
+        let mut state = Embedding::new();
+        save(&mut writer, 1, state.view()).await.unwrap();
+        state.change(&[10, 6000]);
+        let error = save(&mut writer, 2, state.view().with_changed_rows(&[10]).unwrap()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{base_cache:?}: {error}");
+        assert!(error.to_string().contains("changed_rows"), "{error}");
+        // The writer goes on, and the rows of the save that failed are not forgotten.
+        save(&mut writer, 3, state.view().with_changed_rows(&[6000]).unwrap()).await.unwrap();
+        check(&store, 3, &state).await;
+    }
+}
+
+#[tokio::test]
+async fn a_new_writer_takes_nothing_for_granted() {
+    let folder = tempfile::tempdir().unwrap();
+    let (_, mut first) = writer(folder.path(), Policy::Consecutive, BaseKeeping::None).await;
+    let mut state = Embedding::new();
+    save(&mut first, 1, state.view()).await.unwrap();
+    state.change(&[10, 6000]);
+    let (store, mut second) = writer(folder.path(), Policy::Consecutive, BaseKeeping::None).await;
+    save(&mut second, 2, state.view().with_changed_rows(&[10]).unwrap()).await.unwrap();
+    check(&store, 2, &state).await;
+}
+
+#[test]
+fn rows_beyond_the_tensor_are_refused() {
+    let state = Embedding::new();
+    assert!(state.view().with_changed_rows(&[ROWS]).is_err());
+    assert!(TensorView::new("scalar", Dtype::U8, &[], &[1]).unwrap().with_changed_rows(&[0]).is_err());
+}
