@@ -1,11 +1,7 @@
 """torch.distributed.checkpoint through a store: real ranks on gloo."""
 
-import datetime
 import io
-import itertools
-import os
 import pickle
-import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +11,7 @@ import tensorcask
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from tensorcask.torch import step_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -57,31 +53,6 @@ def check(state, step):
     assert state["step"] == step and state["lr"] == [0.1, "text", None]
     assert state["pair"][0] == 1 and (state["pair"][1] == step).all()
     assert state["list"][0] == step and state["list"][1] == 5 and state["extra"].read() == b"rng"
-
-
-_calls = itertools.count()
-
-
-def _main(rank, world, rendezvous, work, arguments):
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", timeout=timeout, init_method=rendezvous, rank=rank, world_size=world)
-    try:
-        work(*arguments)
-    finally:
-        dist.destroy_process_group()
-    # Threads of gloo may still hold Python objects, and abort the process while the interpreter ends: pytorch/pytorch#179291. All that
-    # a rank has to show is shown.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def on_ranks(world, folder, work, *arguments):
-    """Runs a function in as many processes."""
-    rendezvous = f"file://{folder}/rendezvous-{next(_calls)}"
-    mp.spawn(_main, (world, rendezvous, work, tuple(map(str, arguments))), nprocs=world)
 
 
 def save_steps(url, placement, first, count):

@@ -1,6 +1,5 @@
 """The asynchronous engine from Python: real agents, killed trainers, ranks on gloo."""
 
-import datetime
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ import pytest
 import tensorcask
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from tensorcask.engine import agent_status, stop_agent
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -233,7 +232,8 @@ def check_sharded(state, step):
     assert (state["plain"] == step).all() and state["step"] == step
 
 
-def ranks_save(url, folder, rank, world):
+def ranks_save(url, folder):
+    rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     with tensorcask.Engine(url, folder=folder, rank=rank, world=world) as engine:
         assert engine.agree() is None
@@ -254,7 +254,8 @@ def ranks_save(url, folder, rank, world):
         dist.barrier()
 
 
-def ranks_restore(url, folder, rank, world):
+def ranks_restore(url, folder):
+    rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     out = sharded(mesh, 0)
     del out[f"rng-{rank}"]
@@ -268,7 +269,8 @@ def ranks_restore(url, folder, rank, world):
         dist.barrier()
 
 
-def differing(url, folder, rank, world):
+def differing(url, folder):
+    rank, world = dist.get_rank(), dist.get_world_size()
     with tensorcask.Engine(url, folder=folder, rank=rank, world=world) as engine:
         engine.save({"mine": torch.full((2,), rank)}, step=1)
         dist.barrier()
@@ -277,32 +279,13 @@ def differing(url, folder, rank, world):
         dist.barrier()
 
 
-def _main(rank, world, rendezvous, work, url, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), init_method=rendezvous, rank=rank, world_size=world)
-    try:
-        work(url, folder, rank, world)
-    finally:
-        dist.destroy_process_group()
-    # As in test_dcp: threads of gloo may abort the process while the interpreter ends.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def on_ranks(world, work, url, folder, tmp_path):
-    rendezvous = (tmp_path / f"{work.__name__}-{world}").as_uri()
-    mp.spawn(_main, args=(world, rendezvous, work, url, folder), nprocs=world)
-
-
 def test_ranks_save_one_state_agree_and_another_number_of_them_restores_it(url, folder, tmp_path):
-    on_ranks(2, ranks_save, url, folder, tmp_path)
+    on_ranks(2, tmp_path, ranks_save, url, folder)
     whole = tensorcask.load(url)
     assert torch.equal(whole["w"], WHOLE * 3) and torch.equal(whole["copies"], WHOLE + 3)
     assert (whole["plain"] == 3).all() and whole["step"] == 3 and (whole["rng-1"] == 1).all()
-    on_ranks(3, ranks_restore, url, folder, tmp_path)
+    on_ranks(3, tmp_path, ranks_restore, url, folder)
 
 
 def test_ranks_that_differ_in_what_should_be_one_tensor_are_told(url, folder, tmp_path):
-    on_ranks(2, differing, url, folder, tmp_path)
+    on_ranks(2, tmp_path, differing, url, folder)

@@ -1,5 +1,6 @@
 //! Local disk that fails: full, read-only, not a folder. Needs root for a small file system of its own; elsewhere it says so.
 
+use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
@@ -90,11 +91,12 @@ fn a_disk_that_fills_at_any_point_leaves_the_store_as_it_was() {
     for pages in 0..40 {
         let _ = std::fs::remove_file(&filler);
         // Fill everything, then leave `pages` pages.
-        let mut size = 4u64 << 20;
-        while size > 0 && std::fs::write(&filler, vec![0; size as usize]).is_err() {
-            size -= 4096;
+        let mut file = std::fs::File::create(&filler).unwrap();
+        let mut size = 0u64;
+        while file.write_all(&[0; 4096]).is_ok() {
+            size += 4096;
         }
-        std::fs::write(&filler, vec![0; size.saturating_sub(pages * 4096) as usize]).unwrap();
+        file.set_len(size.saturating_sub(pages * 4096)).unwrap();
         let step = pages + 10;
         let result = store.writer(Policy::Full).and_then(|mut writer| save(&mut writer, step, 20_000));
         std::fs::remove_file(&filler).unwrap();

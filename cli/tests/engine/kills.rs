@@ -9,7 +9,7 @@ use tensorcask_engine::{Engine, EngineOptions, OnAgentLoss, Until};
 use super::host::*;
 
 const KILLS: u64 = 50;
-const BYTES: usize = 24 << 20;
+const BYTES: usize = 12 << 20;
 
 #[test]
 fn fifty_trainers_killed_while_they_save_lose_nothing() {
