@@ -28,7 +28,7 @@ enum Way {
 const WAYS: [Way; 7] = [Way::Fin, Way::FinAfter, Way::Reset, Way::ResetAfter, Way::Status500, Way::Status409, Way::Hang];
 
 /// Longer than the client waits.
-const HANG: Duration = Duration::from_secs(3);
+const HANG: Duration = Duration::from_secs(8);
 
 /// Forwards one request per connection; the request whose number is in `at` is broken.
 struct Proxy {
@@ -155,7 +155,7 @@ async fn a_broken_connection_is_no_conflict_and_no_loss() {
         return;
     };
     let proxy = Proxy::start(endpoint.trim_start_matches("http://").to_owned()).await;
-    let config = BTreeMap::from([("aws_endpoint".to_owned(), proxy.address.clone()), ("timeout".to_owned(), "1s".to_owned())]);
+    let config = BTreeMap::from([("aws_endpoint".to_owned(), proxy.address.clone()), ("timeout".to_owned(), "4s".to_owned())]);
     let url = format!("{bucket}/proxy/{}", tensorcask::wire::Id::random().unwrap());
     let open = || StoreOptions { config: config.clone(), ..StoreOptions::default() }.open(&url).unwrap();
     let mut writer = open().writer(Policy::Intermittent { every: 8 }).await.unwrap();
