@@ -77,7 +77,7 @@ pub(crate) fn release(list: &Path, version: &str) -> Result<(), Failure> {
     released::add(list, &files()?, version)
 }
 
-/// Whether the cases are what [`write`] would write, and what was released.
+/// Whether the cases are what [`write()`] would write, and what was released.
 pub(crate) fn check(cases: &Path, list: &Path) -> Result<bool, Failure> {
     let wanted = files()?;
     let found = files_of(cases)?;
