@@ -69,7 +69,8 @@ def make_bucket(environment):
 def moto(folder):
     port = free_port()
     environment = s3_environment(port)
-    return [str(VENV / "moto_server"), "-H", "127.0.0.1", "-p", str(port)], environment, lambda: make_bucket(environment)
+    command = [sys.executable, str(pathlib.Path(__file__).with_name("moto_server.py")), str(port)]
+    return command, environment, lambda: make_bucket(environment)
 
 
 def seaweedfs(folder):
