@@ -15,12 +15,12 @@ import io
 import json
 import os
 import pickle
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import _native
+from ._files import into_place
 from ._native import Saved
 from ._store import Snapshot, Store, WriterOptions, _open, check_step, parse_policy, user_json
 
@@ -76,7 +76,7 @@ def export(
         import torch
 
         state = snapshot.load(framework="torch")
-        _into_place(path, lambda temporary: torch.save(state, temporary))
+        into_place(path, lambda temporary: torch.save(state, temporary))
     elif kind == "dcp":
         import torch.distributed.checkpoint as dcp
 
@@ -127,21 +127,11 @@ def _write_shards(snapshot: Snapshot, folder: Path, limit: int) -> None:
         weights.update(dict.fromkeys(names, file))
     # Last, so that its being there means that all is there.
     index = {"metadata": {"total_size": total}, "weight_map": weights}
-    _into_place(folder / "model.safetensors.index.json", lambda temporary: temporary.write_text(json.dumps(index, indent=2)))
+    into_place(folder / "model.safetensors.index.json", lambda temporary: temporary.write_text(json.dumps(index, indent=2)))
 
 
 def _write_safetensors(snapshot: Snapshot, path: Path, names: list[str]) -> None:
-    _into_place(path, lambda temporary: snapshot.native.write_safetensors(str(temporary), names))
-
-
-def _into_place(path: Path, write: Any) -> None:
-    """The file appears whole, or not at all."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    into_place(path, lambda temporary: snapshot.native.write_safetensors(str(temporary), names))
 
 
 def _read_torch(path: Path) -> Any:

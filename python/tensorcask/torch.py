@@ -345,44 +345,54 @@ class Reader(StorageReader):  # type: ignore[misc]
             return future
         snapshot = self._open()
         infos = snapshot.tensors()
-        requests, filled, addresses = [], [], set()
+        wanted, filled = [], []
         for item in plan.items:
             fqn = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                _give(item, planner, self._resolved(self._values[fqn]))
+                _give(item, planner, resolve(snapshot, self._values[fqn], "torch"))
                 continue
-            info = infos[self._names[fqn]]
-            double = _doubled(info.dtype)
             target = planner.resolve_tensor(item)
-            plain = target.detach()
-            dtype = _frameworks.torch_dtype(torch, info.dtype, info.name)
-            # Tied tensors share memory: the second is read apart.
-            direct = plain.device.type == "cpu" and plain.is_contiguous() and plain.dtype == dtype
-            direct = direct and not plain.is_conj() and not plain.is_neg() and plain.data_ptr() not in addresses
-            staged = plain if direct else torch.empty(tuple(item.lengths), dtype=dtype)
-            if direct:
-                addresses.add(plain.data_ptr())
-            requests.append((info.name, double(item.storage_offsets), double(item.lengths), _frameworks.torch_bytes(torch, staged)))
-            filled.append((item, target, plain, staged))
-        snapshot.native.read_into(requests)
-        for item, target, plain, staged in filled:
-            if staged is not plain:
-                plain.copy_(staged)
+            wanted.append((infos[self._names[fqn]], item.storage_offsets, item.lengths, target))
+            filled.append((item, target))
+        read_tensors(snapshot, wanted)
+        for item, target in filled:
             planner.commit_tensor(item, target)
         future = Future()
         future.set_result(None)
         return future
 
-    def _resolved(self, value: Any) -> Any:
-        """A value, with the tensors that lie in it (a tuple of tensors is one value to DCP)."""
-        names: list[str] = []
-        _map(value, lambda leaf: names.append(leaf.name) if isinstance(leaf, TensorInfo) else None)
-        loaded = self._open().load(tensors=names, framework="torch") if names else {}
-        return _map(value, lambda leaf: loaded[leaf.name] if isinstance(leaf, TensorInfo) else leaf)
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(re.search(r"\d", os.fspath(checkpoint_id)))
+
+
+def read_tensors(snapshot: Snapshot, wanted: Sequence[tuple[TensorInfo, Sequence[int], Sequence[int], torch.Tensor]]) -> None:
+    """Reads rectangles, each an offset and a shape, into tensors of that shape, wherever they are."""
+    requests, elsewhere, addresses = [], [], set()
+    for info, offset, shape, target in wanted:
+        double = _doubled(info.dtype)
+        plain = target.detach()
+        dtype = _frameworks.torch_dtype(torch, info.dtype, info.name)
+        # Tied tensors share memory: the second is read apart.
+        direct = plain.device.type == "cpu" and plain.is_contiguous() and plain.dtype == dtype
+        direct = direct and not plain.is_conj() and not plain.is_neg() and plain.data_ptr() not in addresses
+        staged = plain if direct else torch.empty(tuple(shape), dtype=dtype)
+        if direct:
+            addresses.add(plain.data_ptr())
+        else:
+            elsewhere.append((plain, staged))
+        requests.append((info.name, double(offset), double(shape), _frameworks.torch_bytes(torch, staged)))
+    snapshot.native.read_into(requests)
+    for plain, staged in elsewhere:
+        plain.copy_(staged)
+
+
+def resolve(snapshot: Snapshot, value: Any, framework: str | None = None) -> Any:
+    """A value of :meth:`Snapshot.structure`, with the tensors that lie in it (a tuple of tensors is one value to DCP)."""
+    names: list[str] = []
+    _map(value, lambda leaf: names.append(leaf.name) if isinstance(leaf, TensorInfo) else None)
+    loaded = snapshot.load(tensors=names, framework=framework) if names else {}
+    return _map(value, lambda leaf: loaded[leaf.name] if isinstance(leaf, TensorInfo) else leaf)
 
 
 class _Placeholder(torch.Tensor):  # type: ignore[misc]

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 # Ranks are forked from a process that has imported these: importing PyTorch takes longer than most tests.
 multiprocessing.set_forkserver_preload(
     ["numpy", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor", "tensorcask.torch", "pytest"]
+    + ["megatron.core.dist_checkpointing"]
 )
 _calls = itertools.count()
 

@@ -1,0 +1,30 @@
+"""Small files that other tools look at."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+
+def into_place(path: Path, write: Callable[[Path], object]) -> None:
+    """The file appears whole, or not at all."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """The file appears whole, and is on disk before its name is."""
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    into_place(path, write)

@@ -1,0 +1,45 @@
+"""A small file in the folder of another tool's checkpoint, which names the snapshot that holds its tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from . import _native
+from ._files import write_whole
+from ._store import Snapshot, Store, _open
+
+NAME = "tensorcask.json"
+
+
+def store_for(given: Store | str | os.PathLike[str] | None, folder: Path, beside: Path) -> tuple[Store, str]:
+    """The store that was given, or the one ``beside``; and how a marker in ``folder`` names it: both may move together."""
+    if given is not None:
+        store = _open(given, None)
+        return store, store.url
+    return _open(beside.absolute(), None), os.path.relpath(beside.absolute(), folder.absolute())
+
+
+def write(folder: Path, address: str, step: int, snapshot: str) -> None:
+    """Names a snapshot in a folder."""
+    write_whole(folder / NAME, json.dumps({"store": address, "step": step, "snapshot": snapshot}))
+
+
+def snapshot_in(folder: Path, given: Store | str | os.PathLike[str] | None) -> Snapshot | None:
+    """The snapshot that a folder names, in the store that was given or the one that the marker names; None without a marker."""
+    marker = folder / NAME
+    try:
+        told = json.loads(marker.read_text())
+        address, step, snapshot_id = str(told["store"]), int(told["step"]), told["snapshot"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise _native.CorruptionError(f"{marker}: not the marker of a snapshot: {error}") from None
+    if given is None:
+        given = os.path.normpath(folder.absolute() / address) if address.startswith("..") else address
+    store = _open(given, None)
+    snapshot = store.snapshot(step)
+    if snapshot.id != snapshot_id:
+        raise _native.ConflictError(f"{marker} names snapshot {snapshot_id}, and step {step} of {store.url} was saved again since")
+    return snapshot

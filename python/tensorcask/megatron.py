@@ -1,0 +1,323 @@
+"""Megatron Core's distributed checkpoints in a tensorcask store.
+
+    from tensorcask import megatron
+
+    megatron.save(sharded_state_dict, "ckpt/iter_0000100")
+    state = megatron.load(sharded_state_dict, megatron.latest("ckpt"))
+
+or, where ``megatron.core.dist_checkpointing`` is called by other code, ``sharded_strategy=megatron.SaveStrategy()``; what was saved so is
+loaded without a word about it once this module is imported. Tensors and sharded objects go into the store, as one snapshot of all
+ranks; a parallel layout may change between save and load as with Megatron's own formats. Tried with Megatron Core 0.16.
+
+The step is the last number in the folder's name. The store is ``<parent of the folder>/tensorcask`` unless ``TENSORCASK_URL`` or an argument
+says otherwise. The folder holds what Megatron writes there (``metadata.json``, ``common.pt``) and a marker, ``tensorcask.json``, which
+names the snapshot; ``common.pt`` lies in the store as well, so that :func:`load` makes a folder anew that was lost.
+
+Values in sharded objects are stored without pickle (``spec/tree.md``): what is no tensor, array, container, number, text or bytes
+is refused by its path. Megatron itself writes and reads ``common.pt`` by ``torch.save`` and ``torch.load``.
+
+| variable | means |
+|---|---|
+| ``TENSORCASK_URL`` | the store |
+| ``TENSORCASK_POLICY`` | policy of :meth:`tensorcask.Store.save` |
+| ``TENSORCASK_EVERY`` | *n*: a base at every *n*-th save, deltas between; short for the policy ``intermittent:n`` |
+| ``TENSORCASK_OBJECTIVE`` | objective |
+| ``TENSORCASK_PRECISION`` | words of precision, with spaces between |
+
+Arguments go before variables. All ranks need the same.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    register_default_strategy,
+)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from . import _frameworks, _markers, _native
+from ._files import write_whole
+from ._store import Snapshot, Store, TensorInfo
+from .torch import Writer, read_tensors, resolve
+
+__all__ = ["BACKEND", "TRACKER", "LoadStrategy", "SaveStrategy", "latest", "load", "save"]
+
+BACKEND = "tensorcask"
+TRACKER = "latest_checkpointed_iteration.txt"
+_VERSION = 1
+_COMMON = "common.pt"
+_VARIABLES = {"policy": "TENSORCASK_POLICY", "objective": "TENSORCASK_OBJECTIVE"}
+
+
+def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: SaveStrategy | None = None, **options: Any) -> None:
+    """``dist_checkpointing.save`` into a store, and then the tracker file beside the folder. Call it on all ranks.
+
+    Keep ``strategy`` from save to save, or leave it out: it then is the one of this process. ``options`` are those of
+    ``dist_checkpointing.save``.
+    """
+    folder = Path(checkpoint_dir)
+    step = _step(folder)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=strategy or _default(), **options)
+    if dist.get_rank() == 0:
+        write_whole(folder.parent / TRACKER, str(step))
+    dist.barrier()
+
+
+def load(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: LoadStrategy | None = None, **options: Any) -> Any:
+    """``dist_checkpointing.load`` from a store. Call it on all ranks. A folder that is gone is made anew from the store."""
+    folder = Path(checkpoint_dir)
+    strategy = strategy or LoadStrategy()
+    told: list[Any] = [None]
+    if dist.get_rank() == 0 and maybe_load_config(str(folder)) is None:
+        try:
+            strategy.make_folder(folder)
+        except Exception as error:
+            told = [error]
+    dist.broadcast_object_list(told, 0)
+    if told[0] is not None:
+        raise told[0]
+    return dist_checkpointing.load(sharded_state_dict, str(folder), sharded_strategy=strategy, **options)
+
+
+def latest(root: str | os.PathLike[str]) -> Path:
+    """The folder of the iteration that the tracker file names."""
+    tracker = Path(root) / TRACKER
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise ValueError(f"{tracker}: {text!r} is no iteration")
+    return Path(root) / f"iter_{int(text):07}"
+
+
+class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
+    """A ``sharded_strategy`` for ``dist_checkpointing.save``; the same one from save to save, so that deltas find their base.
+
+    ``store``: a store or its URL. ``options``: those of :class:`tensorcask.torch.Writer`; they go before the variables. It saves
+    synchronously: ``async_sharded_save=True`` is refused by Megatron.
+    """
+
+    def __init__(self, store: Store | str | None = None, **options: Any) -> None:
+        super().__init__(BACKEND, _VERSION)
+        self._store = store
+        self._options = {**_from_environment(), **options}
+        self._writers: dict[str, Writer] = {}
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
+        folder = Path(checkpoint_dir)
+        step = _step(folder)
+        store, address = _store_of(self._store, folder)
+        if store.url not in self._writers:
+            self._writers[store.url] = store.writer(**self._options)
+        writer = self._writers[store.url]
+        state: dict[str, Any] = {}
+        shards: dict[str, list[ShardedTensor]] = {}
+        for value in nested_values(sharded_state_dict):
+            if not is_main_replica(value.replica_id):
+                continue
+            if isinstance(value, ShardedObject):
+                state[value.unique_key] = value.data
+                continue
+            if value.flattened_range is not None:
+                raise _native.UnsupportedError(f"`{value.key}`: flattened_range is an old form of Megatron; save the unflattened tensor")
+            if value.data is None:
+                raise ValueError(f"`{value.key}`: a shard without data")
+            shards.setdefault(value.key, []).append(value)
+        twice = next((key for key in shards if key in state), None)
+        if twice is not None:
+            raise ValueError(f"`{twice}` is the name of a tensor and of an object")
+        state.update({key: _Shards(found) for key, found in shards.items()})
+        if dist.get_rank() == 0 and (folder / _COMMON).exists():
+            state[_COMMON] = io.BytesIO((folder / _COMMON).read_bytes())
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=planner)
+        if writer.saved is not None:
+            _markers.write(folder, address, step, writer.saved.id)
+
+
+class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
+    """A ``sharded_strategy`` for ``dist_checkpointing.load``. Each rank reads what it needs, into the memory that it gives."""
+
+    def __init__(self, store: Store | str | None = None) -> None:
+        super().__init__()
+        self._store = store
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != BACKEND:
+            raise _native.UnsupportedError(f"a checkpoint of backend {loaded_backend!r}, not {BACKEND!r}")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version != _VERSION:
+            raise _native.UnsupportedError(f"version {loaded_version} of backend {BACKEND!r}; this package knows {_VERSION}")
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:
+        snapshot = self._snapshot(Path(checkpoint_dir))
+        stored = _stored(snapshot)
+        wanted = []
+        for value in nested_values(sharded_state_dict):
+            key = value.unique_key if isinstance(value, ShardedObject) else value.key
+            if key not in stored or isinstance(value, ShardedTensor) != isinstance(stored[key], TensorInfo):
+                raise _native.NotFoundError(f"step {snapshot.step} has no {type(value).__name__} `{key}`")
+            if isinstance(value, ShardedTensor):
+                wanted.append(_request(value, stored[key]))
+            else:
+                value.data = resolve(snapshot, stored[key])
+        read_tensors(snapshot, wanted)
+        loaded: Any = dict_list_map_inplace(lambda value: value.data, sharded_state_dict)
+        return loaded
+
+    def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+        return {key: value for key, value in self.load_sharded_metadata(checkpoint_dir).items() if isinstance(value, ShardedTensor)}
+
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in _stored(self._snapshot(Path(checkpoint_dir))).items():
+            if isinstance(value, TensorInfo):
+                empty = torch.empty(_shape(value), dtype=_frameworks.torch_dtype(torch, value.dtype, key), device="meta")
+                found[key] = ShardedTensor.from_rank_offsets(key, empty).without_data()
+            else:
+                found[key] = ShardedObject.empty_from_unique_key(key)
+        return found
+
+    def make_folder(self, folder: Path) -> None:
+        """What Megatron looks for in a folder, from the store."""
+        store, address = _store_of(self._store, folder)
+        snapshot = store.snapshot(_step(folder))
+        nested, _ = snapshot.structure()
+        common = nested.get(_COMMON) if isinstance(nested, dict) else None
+        if not isinstance(common, io.BytesIO):
+            raise _native.NotFoundError(f"{store.url}: step {snapshot.step} was not saved by Megatron: it has no {_COMMON}")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / _COMMON, common.getvalue())
+        _markers.write(folder, address, snapshot.step, snapshot.id)
+        save_config(CheckpointingConfig(BACKEND, _VERSION), str(folder))
+
+    def _snapshot(self, folder: Path) -> Snapshot:
+        return _markers.snapshot_in(folder, self._store) or _store_of(self._store, folder)[0].snapshot(_step(folder))
+
+
+# Megatron finds it by the backend that a checkpoint's metadata.json names.
+register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, _VERSION, LoadStrategy())
+
+
+class _Shards(torch.Tensor):  # type: ignore[misc]
+    """The shards of one tensor that a rank has, as PyTorch's planner asks for them."""
+
+    def __new__(cls, shards: Sequence[Any]) -> _Shards:
+        made: _Shards = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shards[0].global_shape), dtype=shards[0].dtype)
+        return made
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        self._shards = {torch.Size(shard.global_offset): _with_all_axes(shard) for shard in shards}
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        items = []
+        for offset, data in self._shards.items():
+            chunk = ChunkStorageMetadata(offsets=offset, sizes=data.shape)
+            described = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(data), size=self.shape)
+            items.append(WriteItem(index=MetadataIndex(fqn, offset), type=WriteItemType.SHARD, tensor_data=described))
+        return items
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._shards[index.offset]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of shards")
+
+
+def _with_all_axes(shard: Any) -> torch.Tensor:
+    """The data of a shard with the axes that Megatron puts before it."""
+    data: torch.Tensor = shard.data.detach()
+    return data.view((1,) * shard.prepend_axis_num + tuple(data.shape))
+
+
+def _request(shard: Any, info: TensorInfo) -> tuple[TensorInfo, list[int], list[int], torch.Tensor]:
+    """What to read for a shard, and where to."""
+    stored, wanted = list(_shape(info)), list(shard.global_shape)
+    if stored != wanted and not (shard.allow_shape_mismatch and len(stored) == len(wanted)):
+        raise _native.InvalidArgumentError(f"`{shard.key}`: shape {stored} is stored, {wanted} is asked for")
+    if shard.data is None:
+        shard.init_data("cpu")
+    target = _with_all_axes(shard)
+    offset, shape = list(shard.global_offset), list(target.shape)
+    if stored != wanted:
+        # As Megatron does: what is not stored is zero.
+        target.zero_()
+        shape = [max(min(end - start, length), 0) for start, length, end in zip(offset, shape, stored, strict=True)]
+        offset = [min(start, end) for start, end in zip(offset, stored, strict=True)]
+        for axis, length in enumerate(shape):
+            target = target.narrow(axis, 0, length)
+    return info, offset, shape, target
+
+
+def _stored(snapshot: Snapshot) -> dict[str, Any]:
+    """Tensors and objects by their keys."""
+    nested, _ = snapshot.structure()
+    return {key: value for key, value in nested.items() if key != _COMMON}
+
+
+def _shape(info: TensorInfo) -> tuple[int, ...]:
+    return tuple(_frameworks.torch_shape(info.dtype, info.shape, info.name))
+
+
+def _step(folder: Path) -> int:
+    numbers: list[str] = re.findall(r"\d+", folder.name)
+    if not numbers:
+        raise ValueError(f"{folder}: the folder's name has no number that could be the step; name it iter_0000100")
+    return int(numbers[-1])
+
+
+def _store_of(given: Store | str | None, folder: Path) -> tuple[Store, str]:
+    return _markers.store_for(given or os.environ.get("TENSORCASK_URL"), folder, folder.absolute().parent / "tensorcask")
+
+
+def _from_environment() -> dict[str, Any]:
+    found: dict[str, Any] = {option: os.environ[name] for option, name in _VARIABLES.items() if name in os.environ}
+    if "TENSORCASK_PRECISION" in os.environ:
+        found["precision"] = os.environ["TENSORCASK_PRECISION"].split()
+    every = os.environ.get("TENSORCASK_EVERY")
+    if every is not None:
+        if "policy" in found:
+            raise ValueError("TENSORCASK_EVERY and TENSORCASK_POLICY are both set; use one")
+        if not every.isdigit() or int(every) == 0:
+            raise ValueError(f"TENSORCASK_EVERY={every!r}: use a number from 1")
+        found["policy"] = f"intermittent:{every}"
+    return found
+
+
+_of_process: dict[Any, SaveStrategy] = {}
+
+
+def _default() -> SaveStrategy:
+    """The strategy of this process for what the environment says now."""
+    key = (os.getpid(), os.environ.get("TENSORCASK_URL"), json.dumps(_from_environment()))
+    return _of_process.setdefault(key, SaveStrategy())

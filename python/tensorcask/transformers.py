@@ -1,0 +1,96 @@
+"""The Trainer of Hugging Face Transformers, with its state in a tensorcask store every few steps.
+
+    from tensorcask.transformers import Callback, checkpoint
+
+    trainer = Trainer(..., callbacks=[Callback("s3://bucket/run42", every=50)])
+    trainer.train(resume_from_checkpoint=checkpoint("s3://bucket/run42", "resume"))      # "resume": a scratch folder
+
+Saved are the model, optimizer, scheduler, the Trainer's own state and those of random numbers: all that the Trainer needs to go on as
+if it had not stopped. Its own checkpoints are not needed (``save_strategy="no"``), and work beside. One process, or DDP, where the
+first saves; for FSDP use ``torch.distributed.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from . import _native
+from ._files import into_place, write_whole
+from ._store import Store, _open
+
+__all__ = ["Callback", "checkpoint"]
+
+_KEYS = ("model", "optimizer", "scheduler", "trainer_state", "rng")
+
+
+class Callback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Saves after every ``every`` steps, and at the end. ``options``: those of :meth:`tensorcask.Store.save`."""
+
+    def __init__(self, store: Store | str | os.PathLike[str], *, every: int, **options: Any) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: use 1 or more")
+        self._store, self._every, self._options = _open(store, None), every, options
+        self._saved: int | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self._every == 0:
+            self._save(state, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self._saved:
+            self._save(state, **kwargs)
+
+    def _save(self, state: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **kwargs: Any) -> None:
+        self._saved = state.global_step
+        if not state.is_world_process_zero:
+            return
+        rng = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+        if torch.cuda.is_available():
+            rng["cuda"] = torch.cuda.get_rng_state()
+        described = json.dumps(dataclasses.asdict(state), sort_keys=True)
+        parts = (model.state_dict(), optimizer.state_dict(), lr_scheduler.state_dict(), described, rng)
+        # The last one that was logged, which this step's is not yet.
+        logged = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
+        user = {} if logged is None else {"loss": logged["loss"], "loss_step": logged["step"]}
+        self._store.save(dict(zip(_KEYS, parts, strict=True)), step=state.global_step, user=user, **self._options)
+
+
+def checkpoint(store: Store | str | os.PathLike[str], folder: str | os.PathLike[str], step: int | str = "latest") -> str | None:
+    """A checkpoint as the Trainer reads it, in a folder ``checkpoint-<step>`` of ``folder``; None if the store has no snapshot."""
+    opened = _open(store, None)
+    try:
+        loaded = opened.load(step, framework="torch")
+    except _native.NotFoundError:
+        if step == "latest":
+            return None
+        raise
+    if not isinstance(loaded, dict) or not loaded.keys() >= set(_KEYS):
+        raise _native.UnsupportedError(f"{opened.url}: not saved by tensorcask.transformers")
+    described = json.loads(loaded["trainer_state"])
+    path = Path(folder) / f"checkpoint-{described['global_step']}"
+    path.mkdir(parents=True, exist_ok=True)
+    # The Trainer loads without those that are tied to others.
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    weights = {}
+    for name, tensor in loaded["model"].items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() == 0 or key not in seen:
+            weights[name] = tensor.contiguous()
+        seen.add(key)
+    rng = loaded["rng"]
+    rng["numpy"] = (rng["numpy"][0], np.asarray(rng["numpy"][1]), *rng["numpy"][2:])
+    into_place(path / "model.safetensors", lambda temporary: save_file(weights, temporary, metadata={"format": "pt"}))
+    for name, value in (("optimizer.pt", loaded["optimizer"]), ("scheduler.pt", loaded["scheduler"]), ("rng_state.pth", rng)):
+        into_place(path / name, lambda temporary, value=value: torch.save(value, temporary))  # type: ignore[misc]
+    write_whole(path / "trainer_state.json", json.dumps(described, indent=2, sort_keys=True))
+    return str(path)

@@ -1,0 +1,84 @@
+"""Lightning's trainer over a store: the real library."""
+
+import json
+import warnings
+
+import pytest
+import tensorcask
+import torch
+
+lightning = pytest.importorskip("lightning.pytorch")
+from tensorcask.lightning import CheckpointIO  # noqa: E402
+
+BATCHES = 6
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = torch.nn.Linear(8, 4)
+        self.losses = []
+
+    def training_step(self, batch, index):
+        loss = (self.layer(batch) ** 2).mean()
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(folder, store, epochs, resume=None):
+    data = torch.arange(BATCHES * 8, dtype=torch.float32).reshape(BATCHES, 8).div(50)
+    module = Module()
+    keep = lightning.callbacks.ModelCheckpoint(folder / "checkpoints", filename="{epoch}-{step}", monitor="loss", save_top_k=2, save_last=True)
+    trainer = lightning.Trainer(
+        default_root_dir=folder, max_epochs=epochs, accelerator="cpu", plugins=[CheckpointIO(store, policy="intermittent:4")], callbacks=[keep],
+        enable_progress_bar=False, enable_model_summary=False, logger=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=1), ckpt_path=resume)
+    return module, trainer
+
+
+def test_a_trainer_saves_deletes_and_resumes(tmp_path, url):
+    whole, _ = fit(tmp_path / "whole", str(tmp_path / "other"), 4)
+    fit(tmp_path / "run", url, 2)
+    resumed, _ = fit(tmp_path / "run", url, 4, resume=str(tmp_path / "run/checkpoints/last.ckpt"))
+    assert resumed.losses == whole.losses[2 * BATCHES :]
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+    store = tensorcask.Store(url)
+    files = {file.name: json.loads(file.read_text())["step"] for file in (tmp_path / "run/checkpoints").iterdir()}
+    assert {info.step for info in store.snapshots()} == set(files.values()), files
+    assert store.verify().is_clean
+    assert "delta" in {info.kind for info in store.snapshots()}
+
+
+def test_a_step_stays_while_a_file_names_it(tmp_path, url):
+    io = CheckpointIO(url)
+    for name in ("a.ckpt", "b.ckpt"):
+        io.save_checkpoint({"global_step": 5, "w": torch.ones(3)}, tmp_path / name)
+    io.save_checkpoint({"global_step": 6, "w": torch.zeros(3)}, tmp_path / "b.ckpt")
+    io.remove_checkpoint(tmp_path / "b.ckpt")
+    assert [info.step for info in tensorcask.Store(url).snapshots()] == [5]
+    assert torch.equal(io.load_checkpoint(tmp_path / "a.ckpt")["w"], torch.ones(3))
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    assert tensorcask.Store(url).snapshots() == [] and not (tmp_path / "a.ckpt").exists()
+
+
+def test_what_cannot_be_done_is_refused(tmp_path, url):
+    io = CheckpointIO(url)
+    with pytest.raises(ValueError, match="global_step"):
+        io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "a.ckpt")
+    with pytest.raises(TypeError, match=r"state\['hyper_parameters'\]\['model'\]"):
+        io.save_checkpoint({"global_step": 1, "hyper_parameters": {"model": object()}}, tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()
+    torch.save({"global_step": 1}, tmp_path / "other.ckpt")
+    with pytest.raises(tensorcask.UnsupportedError, match="not written by tensorcask"):
+        io.load_checkpoint(tmp_path / "other.ckpt")
+    io.remove_checkpoint(tmp_path / "other.ckpt")
+    assert (tmp_path / "other.ckpt").exists()

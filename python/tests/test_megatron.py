@@ -1,0 +1,161 @@
+"""Megatron Core's distributed checkpoints through a store: real ranks on gloo, the real library."""
+
+import io
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorcask
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+
+pytest.importorskip("megatron.core.dist_checkpointing")
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
+from tensorcask import megatron  # noqa: E402
+
+ROWS, COLUMNS, LAYERS = 12, 6, 2
+
+
+def expected(key, step):
+    values = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + len(key)
+    values[step % ROWS] += step
+    return values
+
+
+def random_states(rank):
+    random.seed(rank)
+    return {"python": random.getstate(), "numpy": np.random.RandomState(rank).get_state(), "torch": torch.arange(4, dtype=torch.uint8) + rank}
+
+
+def state_of(step, *, fill, with_objects=True):
+    """Tensors in shards of rows, of columns, in copies and by layers; objects of each rank; plain values."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def part(key, axis, dtype):
+        whole = expected(key, step).to(dtype)
+        data = whole.chunk(world, axis)[rank].clone() if fill else torch.full_like(whole.chunk(world, axis)[rank], -1)
+        return ShardedTensor.from_rank_offsets(key, data, (axis, rank, world))
+
+    layers = []
+    for layer in range(LAYERS):
+        data = (expected(f"layers.{layer}", step) if fill else torch.zeros(ROWS, COLUMNS)).chunk(world, 0)[rank].clone()
+        # All layers are one tensor with an axis more.
+        layers.append(ShardedTensor.from_rank_offsets("decoder.layers.w", data, (0, layer, LAYERS), (1, rank, world), prepend_axis_num=1))
+    copied = expected("norm", step)[0].clone() if fill else torch.zeros(COLUMNS)
+    state = {
+        "model": {"rows": part("rows", 0, torch.bfloat16), "columns": part("columns", 1, torch.float32), "layers": layers},
+        "norm": ShardedTensor.from_rank_offsets("norm", copied, replica_id=rank),
+        "optimizer": {"exp_avg": {"rows": part("optimizer.state.exp_avg.rows", 0, torch.float32)}},
+        "iteration": step,
+        "args": {"lr": 0.1},
+    }
+    if with_objects:
+        state["rng"] = ShardedObject("rng_state", random_states(rank) if fill else None, (world,), (rank,))
+        state["extra"] = ShardedObject("extra", io.BytesIO(b"state of a module") if fill else None, (1,), (0,), replica_id=rank)
+    return state
+
+
+def check(loaded, step, with_objects=True):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert torch.equal(loaded["model"]["rows"], expected("rows", step).bfloat16().chunk(world, 0)[rank])
+    assert torch.equal(loaded["model"]["columns"], expected("columns", step).chunk(world, 1)[rank])
+    for layer in range(LAYERS):
+        assert torch.equal(loaded["model"]["layers"][layer], expected(f"layers.{layer}", step).chunk(world, 0)[rank])
+    assert torch.equal(loaded["norm"], expected("norm", step)[0])
+    assert torch.equal(loaded["optimizer"]["exp_avg"]["rows"], expected("optimizer.state.exp_avg.rows", step).chunk(world, 0)[rank])
+    assert loaded["iteration"] == step and loaded["args"] == {"lr": 0.1}
+    if with_objects:
+        was = random_states(rank)
+        assert loaded["rng"]["python"] == was["python"] and torch.equal(loaded["rng"]["torch"], was["torch"])
+        assert all(np.array_equal(a, b) for a, b in zip(loaded["rng"]["numpy"], was["numpy"], strict=True))
+        assert loaded["extra"].read() == b"state of a module"
+
+
+def saves(folder):
+    for step in (10, 20, 30):
+        megatron.save(state_of(step, fill=True), f"{folder}/iter_{step:07}")
+        assert megatron.latest(folder).name == f"iter_{step:07}"
+
+
+def loads(folder, with_objects):
+    for step in (10, 30):
+        # By this module, and by Megatron itself, which finds the backend in metadata.json.
+        for load in (megatron.load, dist_checkpointing.load):
+            state = state_of(step, fill=False, with_objects=with_objects == "True")
+            check(load(state, f"{folder}/iter_{step:07}"), step, with_objects == "True")
+
+
+def test_layouts_may_change(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORCASK_EVERY", "2")
+    for saved in (1, 2):
+        on_ranks(saved, tmp_path, saves, tmp_path / f"of-{saved}")
+        for loaded in (1, 2, 3):
+            on_ranks(loaded, tmp_path, loads, tmp_path / f"of-{saved}", saved == loaded)
+    store = tensorcask.Store(tmp_path / "of-2" / "tensorcask")
+    assert [info.kind for info in store.snapshots()] == ["base", "delta", "base"]
+    assert store.verify().is_clean
+    whole = store.load(step=20)
+    assert np.array_equal(whole["decoder.layers.w"][1], expected("layers.1", 20))
+    roles = {name: info.role for name, info in store.snapshot(20).tensors().items()}
+    assert roles["rows"] == "model" and roles["optimizer.state.exp_avg.rows"] == "exp_avg"
+
+
+def loads_elsewhere(folder, url):
+    megatron.load(state_of(20, fill=False), f"{folder}/iter_0000020", strategy=megatron.LoadStrategy(url))
+    with pytest.raises(tensorcask.NotFoundError, match="step 25"):
+        megatron.load(state_of(25, fill=False), f"{folder}/iter_0000025", strategy=megatron.LoadStrategy(url))
+    # Once made anew, Megatron reads the folder as ever.
+    check(dist_checkpointing.load(state_of(20, fill=False), f"{folder}/iter_0000020"), 20)
+
+
+def test_a_lost_folder_is_made_anew(tmp_path):
+    on_ranks(2, tmp_path, saves, tmp_path / "run")
+    store = shutil.move(tmp_path / "run" / "tensorcask", tmp_path / "kept")
+    shutil.rmtree(tmp_path / "run")
+    on_ranks(2, tmp_path, loads_elsewhere, tmp_path / "run", store)
+
+
+def refusals(folder):
+    state = {"rows": ShardedTensor.from_rank_offsets("rows", torch.ones(4, 2))}
+    with pytest.raises(ValueError, match="no number that could be the step"):
+        megatron.save(dict(state), f"{folder}/final")
+    with pytest.raises(CheckpointException, match="thing.*object cannot be stored"):
+        megatron.save({"thing": ShardedObject("thing", object(), (1,), (0,)), **state}, f"{folder}/iter_1")
+    assert not (Path(folder) / "iter_1" / "metadata.json").exists() and not (Path(folder) / megatron.TRACKER).exists()
+    megatron.save(dict(state), f"{folder}/iter_1")
+    with pytest.raises(Exception, match="missing|`other`"):
+        megatron.load({"other": ShardedTensor.from_rank_offsets("other", torch.ones(4, 2))}, f"{folder}/iter_1")
+    with pytest.raises(tensorcask.InvalidArgumentError, match=r"`rows`: shape \[4, 2\] is stored, \[6, 2\] is asked for"):
+        megatron.load({"rows": ShardedTensor.from_rank_offsets("rows", torch.ones(6, 2))}, f"{folder}/iter_1")
+    padded = ShardedTensor.from_rank_offsets("rows", torch.full((6, 2), 9.0), allow_shape_mismatch=True)
+    loaded = megatron.load({"rows": padded}, f"{folder}/iter_1")["rows"]
+    assert torch.equal(loaded, torch.cat([torch.ones(4, 2), torch.zeros(2, 2)]))
+    assert torch.equal(dist_checkpointing.load_plain_tensors(f"{folder}/iter_1")["rows"], torch.ones(4, 2))
+    # The same step again: the older folder's marker names a snapshot that is gone.
+    marker = (Path(folder) / "iter_1" / "tensorcask.json").read_text()
+    megatron.save(dict(state), f"{folder}/iter_1")
+    (Path(folder) / "iter_1" / "tensorcask.json").write_text(marker)
+    with pytest.raises(tensorcask.ConflictError, match="saved again since"):
+        megatron.load(dict(state), f"{folder}/iter_1")
+    (Path(folder) / "iter_1" / "tensorcask.json").write_text("{}")
+    with pytest.raises(tensorcask.CorruptionError, match="not the marker"):
+        megatron.load(dict(state), f"{folder}/iter_1")
+
+
+def test_what_cannot_be_done_is_refused(tmp_path):
+    on_ranks(1, tmp_path, refusals, tmp_path / "run")
+
+
+def test_variables_are_checked(monkeypatch):
+    monkeypatch.setenv("TENSORCASK_EVERY", "0")
+    with pytest.raises(ValueError, match="use a number from 1"):
+        megatron.SaveStrategy()
+    monkeypatch.setenv("TENSORCASK_EVERY", "4")
+    monkeypatch.setenv("TENSORCASK_POLICY", "full")
+    with pytest.raises(ValueError, match="use one"):
+        megatron.SaveStrategy()
