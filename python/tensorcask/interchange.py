@@ -42,7 +42,7 @@ def import_(
     kind = format or _format_of(paths[0], paths[0].is_dir())
     if kind == "safetensors":
         options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
-        files = [str(file) for path in paths for file in _shards(path)]
+        files = [str(file) for path in paths for file in shards_of(path)]
         arguments = (check_step(step), files, user_json(user))
         return store.with_writer(options, lambda writer: writer.save_safetensors(*arguments))
     if len(paths) != 1:
@@ -95,7 +95,7 @@ def _format_of(path: Path, is_folder: bool) -> str:
     raise ValueError(f"{path}: cannot tell the format by its name; pass format='safetensors', 'torch' or 'dcp'")
 
 
-def _shards(path: Path) -> list[Path]:
+def shards_of(path: Path) -> list[Path]:
     """The files that an index names, all in its own folder."""
     if not path.name.endswith(".json"):
         return [path]

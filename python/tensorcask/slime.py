@@ -1,0 +1,302 @@
+"""Folders of weight deltas as slime publishes them and SGLang applies them, into a store and out of one.
+
+    steps = tensorcask.slime.import_deltas("shared/delta-updates", "s3://bucket/run42", base="hf-checkpoint", base_step=0)
+    tensorcask.slime.export_deltas("s3://bucket/run42", "shared/delta-updates", tensors="model.*", strip="model.")
+
+A folder has one of ``weight_v000001``, ``weight_v000002``, ... for each version: either a checkpoint of safetensors with an index, or
+one whose tensors are compressed differences (zstd) to the version before: ``xor``, or ``overwrite`` (count and positions of changed
+bytes as u32, little-endian, and their new values). Each changed tensor has a checksum of its new bytes, and a version says on which it
+builds; both are checked, and what does not fit is refused. The layout is described in slime's ``docs/en/advanced/delta-weight-sync.md``,
+tried as of August 2026. Needs ``pip install 'tensorcask[slime]'``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import zstandard
+from safetensors.numpy import save_file
+
+from . import _frameworks, _native
+from ._files import into_place, write_whole
+from ._store import RawTensor, Store, WriterOptions, _open, check_step, parse_policy, user_json
+from .interchange import import_, shards_of
+
+__all__ = ["export_deltas", "import_deltas"]
+
+_INDEX = "model.safetensors.index.json"
+_STEP = "tensorcask_step"
+_LEVEL = 1
+
+
+@dataclass(frozen=True)
+class _Version:
+    """What the index of a version says."""
+
+    folder: Path
+    number: int
+    step: int
+    base: int | None
+    encoding: str
+    checksum: str
+    files: dict[str, str]
+
+
+def import_deltas(
+    folder: str | os.PathLike[str],
+    url: str | os.PathLike[str] | Store,
+    *,
+    base: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    base_step: int = 0,
+    policy: str = "adaptive",
+) -> list[int]:
+    """Saves each version of a folder as a snapshot; gives the steps: the versions' numbers, or the steps that were exported.
+
+    ``base``: the checkpoint that the first delta builds on (safetensors: files, or an index), saved as ``base_step``; it is not
+    needed where the first version is whole. Versions that are in the store already are passed over, so that a
+    growing folder can be imported again and again.
+    """
+    store = _open(url, None)
+    options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
+    live = _live(store)
+    if base is not None and check_step(base_step) not in live:
+        import_(base, store, step=base_step, format="safetensors", policy=policy)
+        live.add(base_step)
+    number, step, state = 0, base_step, None
+    saved = []
+    for version in _versions(Path(folder)):
+        if version.base is None:
+            if version.step not in live:
+                import_(version.folder / _INDEX, store, step=version.step, policy=policy)
+                saved.append(version.step)
+            state = None
+        else:
+            if version.base != number:
+                raise _native.InvalidArgumentError(f"{version.folder}: builds on version {version.base}; the one before is {number}")
+            if version.step not in live:
+                if state is None:
+                    state = _bytes_of(store, step)
+                _apply(version, state)
+                tensors = [(name, raw.dtype, raw.shape, [0] * len(raw.shape), raw.shape, raw.data) for name, raw in state.items()]
+                save = functools.partial(
+                    _native.Writer.save,
+                    step=version.step,
+                    tensors=tensors,
+                    blobs=[],
+                    user=user_json({"weight_version": version.number}),
+                    metadata={},
+                )
+                store.with_writer(options, save)
+                saved.append(version.step)
+            else:
+                state = None
+        number, step = version.number, version.step
+    return saved
+
+
+def export_deltas(
+    url: str | os.PathLike[str] | Store,
+    folder: str | os.PathLike[str],
+    *,
+    steps: Sequence[int] | None = None,
+    tensors: str | Sequence[str] | None = None,
+    strip: str = "",
+    encoding: str = "xor",
+    checksum: str = "xxh3-128",
+    first_version: int = 0,
+) -> list[Path]:
+    """Writes snapshots as versions, the first whole, the others as deltas; gives their folders. None may be there already.
+
+    ``steps``: which, in this order; all live ones otherwise, in that of their steps. ``tensors``: names, with ``*`` for any characters.
+    ``strip``: a prefix that names lose. ``checksum``: ``xxh3-128``, ``blake3`` or ``adler32``.
+    """
+    if encoding not in ("xor", "overwrite"):
+        raise ValueError(f"encoding {encoding!r}: use 'xor' or 'overwrite'")
+    _checksum(checksum, b"")
+    store = _open(url, None)
+    wanted = sorted(info.step for info in store.snapshots()) if steps is None else [check_step(step) for step in steps]
+    root = Path(folder)
+    written: list[Path] = []
+    before: dict[str, RawTensor] | None = None
+    for number, step in enumerate(wanted, first_version):
+        state = {_stripped(name, strip): raw for name, raw in _bytes_of(store, step, tensors).items()}
+        path = root / f"weight_v{number:06}"
+        if path.exists():
+            raise FileExistsError(f"{path} is there already")
+        path.mkdir(parents=True)
+        index: dict[str, Any] = {_STEP: str(step)}
+        file = "model-00000-of-00001.safetensors"
+        names: Sequence[str] = list(state)
+        if before is None:
+            _write_whole(path / file, state)
+        else:
+            content, sums = _differences(before, state, encoding, checksum, step)
+            names = list(content)
+            if content:
+                into_place(path / file, functools.partial(save_file, content, metadata=sums))
+            index |= {
+                "version": f"{number:06}",
+                "base_version": f"{number - 1:06}",
+                "delta_encoding": encoding,
+                "compression_format": "zstd",
+                "checksum_format": checksum,
+            }
+        # Last, so that its being there means that all is there.
+        write_whole(path / _INDEX, json.dumps({"metadata": index, "weight_map": dict.fromkeys(names, file)}))
+        written.append(path)
+        before = state
+    return written
+
+
+def _live(store: Store) -> set[int]:
+    try:
+        return {info.step for info in store.snapshots()}
+    except _native.NotFoundError:
+        return set()
+
+
+def _versions(folder: Path) -> Iterator[_Version]:
+    """The versions that are whole, by number."""
+    found = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"weight_v(\d+)", path.name))}
+    for number, path in sorted(found.items()):
+        try:
+            text = (path / _INDEX).read_text()
+        except FileNotFoundError:
+            # Being written, and so are all after it.
+            return
+        try:
+            index = json.loads(text)
+            told = index.get("metadata") or {}
+            files = {str(name): str(file) for name, file in index["weight_map"].items()}
+            is_delta = "delta_encoding" in told
+            base = int(told["base_version"]) if is_delta else None
+            if is_delta and (int(told["version"]) != number or told["compression_format"] != "zstd"):
+                raise ValueError(f"version {told['version']}, compression {told['compression_format']}")
+            step = int(told.get(_STEP, number))
+            yield _Version(path, number, step, base, str(told.get("delta_encoding", "")), str(told.get("checksum_format", "")), files)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _native.CorruptionError(f"{path / _INDEX}: not an index of weights: {error!r}") from None
+
+
+def _bytes_of(store: Store, step: int, tensors: str | Sequence[str] | None = None) -> dict[str, RawTensor]:
+    snapshot = store.snapshot(step)
+    names = list(snapshot.tensors()) if tensors is None else tensors
+    found: dict[str, RawTensor] = snapshot.load(tensors=names, framework="bytes") if names else {}
+    return found
+
+
+def _apply(version: _Version, state: dict[str, RawTensor]) -> None:
+    """Changes tensors to those of a version. After an error they are of neither."""
+    for path in shards_of(version.folder / _INDEX) if version.files else []:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            sums = file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118
+                where = f"{path}, tensor `{name}`"
+                if name not in state:
+                    raise _native.CorruptionError(f"{where}: the version before has no such tensor")
+                data = np.frombuffer(state[name].data, dtype=np.uint8)
+                compressed = file.get_tensor(name)
+                if compressed.dtype != np.uint8 or compressed.ndim != 1:
+                    raise _native.CorruptionError(f"{where}: a difference of dtype {compressed.dtype}, not bytes")
+                _change(data, _decompress(compressed.tobytes(), 4 + 5 * data.size, where), version.encoding, where)
+                if name not in sums:
+                    raise _native.CorruptionError(f"{where}: without a checksum")
+                if _checksum(version.checksum, data) != sums[name]:
+                    raise _native.CorruptionError(f"{where}: not the bytes that were published. Is this delta applied to its base?")
+
+
+def _change(data: Any, difference: bytes, encoding: str, where: str) -> None:
+    found = np.frombuffer(difference, dtype=np.uint8)
+    if encoding == "xor":
+        if found.size != data.size:
+            raise _native.CorruptionError(f"{where}: a difference of {found.size} bytes, for {data.size}")
+        np.bitwise_xor(data, found, out=data)
+        return
+    if encoding != "overwrite":
+        raise _native.UnsupportedError(f"{where}: encoding {encoding!r}; known are 'xor' and 'overwrite'")
+    count = int(found[:4].view("<u4")[0]) if found.size >= 4 else -1
+    if found.size != 4 + 5 * count:
+        raise _native.CorruptionError(f"{where}: {found.size} bytes, with a count of {count}")
+    positions = found[4 : 4 + 4 * count].view("<u4")
+    if count and int(positions.max()) >= data.size:
+        raise _native.CorruptionError(f"{where}: position {int(positions.max())} of {data.size} bytes")
+    data[positions] = found[4 + 4 * count :]
+
+
+def _decompress(data: bytes, limit: int, where: str) -> bytes:
+    try:
+        declared = zstandard.frame_content_size(data)
+        if declared > limit:
+            raise _native.CorruptionError(f"{where}: a difference of {declared} bytes; at most {limit} could be right")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=limit)
+    except zstandard.ZstdError as error:
+        raise _native.CorruptionError(f"{where}: {error}") from None
+
+
+def _differences(
+    before: dict[str, RawTensor], after: dict[str, RawTensor], encoding: str, checksum: str, step: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Compressed differences of the tensors that changed, and checksums of what they are now."""
+    shape = {name: (raw.dtype, raw.shape) for name, raw in before.items()}
+    other = next((name for name in {**before, **after} if name not in after or shape.get(name) != (after[name].dtype, after[name].shape)), None)
+    if other is not None:
+        raise _native.UnsupportedError(f"step {step}: `{other}` came, went or changed its shape; start anew with this step")
+    found, sums = {}, {}
+    for name, raw in after.items():
+        old, new = (np.frombuffer(tensor.data, dtype=np.uint8) for tensor in (before[name], raw))
+        changed = new != old
+        if not changed.any():
+            continue
+        if encoding == "xor":
+            difference = (new ^ old).tobytes()
+        else:
+            if new.size > 1 << 32:
+                raise _native.UnsupportedError(f"step {step}: `{name}` is too large for positions of 32 bits; use 'xor'")
+            positions = np.flatnonzero(changed).astype("<u4")
+            difference = np.array([positions.size], "<u4").tobytes() + positions.tobytes() + new[changed].tobytes()
+        found[name] = np.frombuffer(zstandard.ZstdCompressor(level=_LEVEL).compress(difference), dtype=np.uint8)
+        sums[name] = _checksum(checksum, new)
+    return found, sums
+
+
+def _checksum(algorithm: str, data: Any) -> str:
+    if algorithm == "adler32":
+        return f"{zlib.adler32(data):08x}"
+    if algorithm == "xxh3-128":
+        import xxhash
+
+        return xxhash.xxh3_128_hexdigest(data)
+    if algorithm == "blake3":
+        import blake3
+
+        return str(blake3.blake3(data).hexdigest())
+    raise _native.UnsupportedError(f"checksum {algorithm!r}; known are 'xxh3-128', 'blake3' and 'adler32'")
+
+
+def _stripped(name: str, prefix: str) -> str:
+    if not name.startswith(prefix):
+        raise ValueError(f"`{name}` does not begin with {prefix!r}; choose with tensors=")
+    return name[len(prefix) :]
+
+
+def _write_whole(path: Path, tensors: dict[str, RawTensor]) -> None:
+    import torch
+    from safetensors.torch import save_file as save_tensors
+
+    def tensor(name: str, raw: RawTensor) -> Any:
+        dtype = _frameworks.torch_dtype(torch, raw.dtype, name)
+        flat = torch.frombuffer(raw.data, dtype=torch.uint8) if raw.data else torch.empty(0, dtype=torch.uint8)
+        return flat.view(dtype).reshape(_frameworks.torch_shape(raw.dtype, raw.shape, name))
+
+    made = {name: tensor(name, raw) for name, raw in tensors.items()}
+    into_place(path, lambda temporary: save_tensors(made, temporary, metadata={"format": "pt"}))
