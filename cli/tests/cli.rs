@@ -612,6 +612,32 @@ fn the_annotated_dump_of_the_spec_is_ours() {
 }
 
 #[test]
+fn a_sharded_model_is_imported_by_its_index() {
+    let place = Place::new();
+    place.write("model-1.safetensors", &[("a", Dtype::U8, &[2], &[1, 2])]);
+    place.write("model-2.safetensors", &[("b", Dtype::U8, &[3], &[3, 4, 5])]);
+    place.write("both.safetensors", &[("a", Dtype::U8, &[2], &[1, 2]), ("b", Dtype::U8, &[3], &[3, 4, 5])]);
+    let index =
+        |map: Value| std::fs::write(place.path("model.safetensors.index.json"), json!({ "metadata": {}, "weight_map": map }).to_string());
+    index(json!({ "a": "model-1.safetensors", "b": "model-2.safetensors" })).unwrap();
+    place.json("import @run --step 1 @model.safetensors.index.json");
+    place.json("export @run -o @out.safetensors");
+    assert_eq!(content(&place.path("out.safetensors")), content(&place.path("both.safetensors")));
+
+    let refused = |map: Value, words: &str| {
+        index(map).unwrap();
+        let (_, said) = place.error("import @run --step 2 @model.safetensors.index.json");
+        assert!(said.to_string().contains(words), "{said}");
+    };
+    refused(json!({ "a": "model-1.safetensors", "c": "model-2.safetensors" }), "is named by the index, and no file has it");
+    refused(json!({ "a": "../model-1.safetensors" }), "outside of its folder");
+    refused(json!({ "a": "" }), "outside of its folder");
+    refused(json!({ "a": "model-3.safetensors" }), "model-3.safetensors");
+    refused(json!(["a"]), "not the index of a sharded model");
+    assert_eq!(place.json("ls @run")["snapshots"].as_array().unwrap().len(), 1);
+}
+
+#[test]
 fn blobs_with_hostile_names_stay_in_their_folder() {
     let place = Place::new();
     place.write("a.safetensors", &[("w", Dtype::U8, &[1], &[1])]);

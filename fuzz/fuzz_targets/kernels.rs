@@ -1,4 +1,5 @@
-//! Codecs with the kernels of this machine against the scalar ones: the same columns, the same estimate, and they decode to the chunk.
+//! Codecs with the kernels of this machine against the scalar ones: the same columns, the same estimate, and they decode alike: to the chunk,
+//! where the codec is lossless.
 #![no_main]
 
 use bytes::Bytes;
@@ -26,9 +27,9 @@ fuzz_target!(|data: &[u8]| {
         let columns = Columns { dtype, element_count, columns: &columns, base, partners: &partners };
         let mut out = vec![0; data.len()];
         codec.decode(&columns, &mut out).unwrap();
-        assert_eq!(out, data, "{}", codec.id());
-        out.fill(0);
-        tensorcask::with_scalar_kernels(|| codec.decode(&columns, &mut out)).unwrap();
-        assert_eq!(out, data, "{}", codec.id());
+        assert!(!codec.is_lossless() || out == data, "{}", codec.id());
+        let mut scalar = vec![0; data.len()];
+        tensorcask::with_scalar_kernels(|| codec.decode(&columns, &mut scalar)).unwrap();
+        assert_eq!(out, scalar, "{}", codec.id());
     }
 });

@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _frameworks, _native, _precision, _state
+from . import _frameworks, _native, _precision, _source, _state
 from ._native import Catalog, Saved
 from ._precision import TensorErrors
+from ._progress import Progress, watching
+from ._source import CredentialProvider
 from ._state import OnUnsupported
 
 if TYPE_CHECKING:
@@ -76,8 +78,11 @@ class VerifyReport:
 class Store:
     """The snapshots of one training run, below one URL.
 
-    ``url``: a path, ``file://``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``memory://name``. Nothing is read or created
-    yet. ``config`` overrides settings that the environment gives (``aws_region``, ``aws_endpoint``, ...). ``fsync=False`` gives
+    ``url``: a path, ``file://``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``memory://name``, or a store of obstore (local, S3,
+    GCS, Azure), whose settings are taken over. Nothing is read or created
+    yet. ``config`` overrides settings that the environment gives (``aws_region``, ``aws_endpoint``, ...). ``credential_provider``, for
+    S3 and Azure: a function that returns credentials as obstore's providers do (``access_key_id``, ``secret_access_key``, ``token``,
+    ``expires_at``), or a ``boto3.Session``; it is asked again before they expire, for what is opened from then on. ``fsync=False`` gives
     up durability on local disk for speed.
 
     >>> store = Store("memory://store-example")
@@ -91,22 +96,35 @@ class Store:
     True
     """
 
-    def __init__(self, url: str | os.PathLike[str], config: Mapping[str, str] | None = None, *, fsync: bool = True) -> None:
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Any,
+        config: Mapping[str, str] | None = None,
+        *,
+        credential_provider: CredentialProvider | None = None,
+        fsync: bool = True,
+    ) -> None:
+        if _source.is_obstore(url):
+            url, theirs, provider = _source.of_obstore(url)
+            config, credential_provider = {**theirs, **(config or {})}, credential_provider or provider
         self._url = os.fspath(url)
         self._config = dict(config) if config else None
+        self._provider = credential_provider
+        self._credentials = None if credential_provider is None else _source.Credentials(self._url, credential_provider)
         self._fsync = fsync
-        self._lock = threading.Lock()
-        self._native = _native.Store(self._url, self._config, fsync)
+        self._lock = threading.RLock()
+        self._native = self._opened()
         self._pid = os.getpid()
         self._writer: tuple[WriterOptions, _native.Writer] | None = None
 
     @property
     def key(self) -> Any:
         """Equal for stores that were opened alike in this process."""
-        return (os.getpid(), self._url, tuple(sorted((self._config or {}).items())), self._fsync)
+        provider = None if self._provider is None else id(self._provider)
+        return (os.getpid(), self._url, tuple(sorted((self._config or {}).items())), self._fsync, provider)
 
     def __reduce__(self) -> Any:
-        return (_store_again, (self._url, self._config, self._fsync))
+        return (_store_again, (self._url, self._config, self._fsync, self._provider))
 
     def __repr__(self) -> str:
         return f"Store({self._url!r})"
@@ -119,11 +137,19 @@ class Store:
     def native(self) -> _native.Store:
         """The store below; opened again in a process that was forked, which has none of its parent's threads."""
         if self._pid != os.getpid():
-            self._lock = threading.Lock()
+            self._lock = threading.RLock()
             # Never dropped: it would wait for threads that this process does not have.
             _of_parents.append((self._native, self._writer))
-            self._native, self._writer, self._pid = _native.Store(self._url, self._config, self._fsync), None, os.getpid()
+            self._native, self._writer, self._pid = self._opened(), None, os.getpid()
+        elif self._credentials is not None and self._credentials.are_old:
+            with self._lock:
+                if self._credentials.are_old:
+                    self._native, self._writer = self._opened(), None
         return self._native
+
+    def _opened(self) -> _native.Store:
+        settings = {} if self._credentials is None else self._credentials.ask()
+        return _native.Store(self._url, {**settings, **(self._config or {})} or None, self._fsync)
 
     def save(
         self,
@@ -139,6 +165,7 @@ class Store:
         objective: str = "balanced",
         precision: str | Sequence[str] = "lossless",
         changed_rows: Mapping[str, Sequence[int]] | None = None,
+        progress: Progress = None,
     ) -> Saved:
         """Saves a state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None.
 
@@ -171,6 +198,9 @@ class Store:
         store object saved the tensor last; all others are taken to be equal. With ``base_cache="none"`` no base is read back
         for them then. A row that changed and is left out fails the save, or makes that part of the snapshot unreadable.
 
+        ``progress``: a function that is called a few times a second, from another thread, with the bytes read and written so far; or
+        True, for a bar of tqdm.
+
         >>> store = Store("memory://rows-example")
         >>> table = bytearray(number * number % 251 for number in range(64 * 1024))
         >>> _ = store.save({"table": RawTensor("u8", (1024, 64), table)}, step=1, base_cache="none")
@@ -184,7 +214,8 @@ class Store:
         options = (*parse_policy(policy), base_cache, verify_after_encode, objective, _precision.words(precision))
         rows = {name: [int(row) for row in indices] for name, indices in (changed_rows or {}).items()}
         arguments = (check_step(step), tensors, blobs, user_json(user), dict(metadata or {}), rows)
-        return self.with_writer(options, lambda writer: writer.save(*arguments))
+        with watching(self.native(), progress, f"save step {arguments[0]}"):
+            return self.with_writer(options, lambda writer: writer.save(*arguments))
 
     def with_writer(self, options: WriterOptions, use: Callable[[_native.Writer], _T]) -> _T:
         """Uses the writer of this store, which stays open from call to call."""
@@ -214,9 +245,25 @@ class Store:
         dtype: Any = None,
         have: int | None = None,
         max_error: float | None = None,
+        progress: Progress = None,
     ) -> Any:
         """Loads a state, or a part of it; see :func:`load`."""
+        with watching(self.native(), progress, f"load step {step}"):
+            return self._load(step, tensors, slices, out, device, framework, strict, dtype, have, max_error)
 
+    def _load(
+        self,
+        step: int | str,
+        tensors: str | Sequence[str] | None,
+        slices: Slices | None,
+        out: Any,
+        device: Any,
+        framework: str | None,
+        strict: bool,
+        dtype: Any,
+        have: int | None,
+        max_error: float | None,
+    ) -> Any:
         def load(snapshot: Snapshot) -> Any:
             return snapshot.load(
                 tensors=tensors,
@@ -263,9 +310,10 @@ class Store:
         """All snapshots as a table that reads as an Arrow stream: ``pyarrow.table(store.catalog())``, polars, DuckDB."""
         return self.native().catalog()
 
-    def verify(self, depth: str = "full", *, step: int | None = None) -> VerifyReport:
+    def verify(self, depth: str = "full", *, step: int | None = None, progress: Progress = None) -> VerifyReport:
         """Checks the store: its ``log``, also every byte (``pages``), also every chunk decoded (``full``)."""
-        return VerifyReport(**self.native().verify(depth, step))
+        with watching(self.native(), progress, "verify"):
+            return VerifyReport(**self.native().verify(depth, step))
 
     def pin(self, step: int, pinned: bool = True) -> None:
         """Protects a step from being forgotten, or no longer."""
@@ -542,6 +590,7 @@ def load(
     dtype: Any = None,
     have: int | None = None,
     max_error: float | None = None,
+    progress: Progress = None,
     config: Mapping[str, str] | None = None,
 ) -> Any:
     """Loads a state as it was saved: ``step``, or the newest that can be rebuilt (``strict``: the newest, or an error).
@@ -552,7 +601,7 @@ def load(
     the state of that step, and reads only what lies between. ``framework``: ``torch``, ``numpy``, ``jax`` or ``bytes``;
     otherwise each tensor comes back as it was saved. ``dtype`` converts floating-point tensors (f32 read as ``"bf16"``: where they were stored so that their roundings
     are enough, only those are read), ``device`` moves tensors. ``max_error`` refuses a snapshot in which some tensor was rounded
-    by more than this relative error.
+    by more than this relative error. ``progress`` is that of :meth:`Store.save`.
 
     >>> _ = save({"w": RawTensor("u8", (4, 2), bytearray(range(8)))}, "memory://load-example", step=3)
     >>> load("memory://load-example", slices={"w": slice(1, 3)}, framework="bytes")["w"].data
@@ -569,6 +618,7 @@ def load(
         dtype=dtype,
         have=have,
         max_error=max_error,
+        progress=progress,
     )
 
 
@@ -584,18 +634,23 @@ def _open(url: str | os.PathLike[str] | Store, config: Mapping[str, str] | None)
         if config is not None:
             raise ValueError("config= belongs to a URL; this store is open")
         return url
+    provider = None
+    if _source.is_obstore(url):
+        url, theirs, provider = _source.of_obstore(url)
+        config = {**theirs, **(config or {})}
     text = os.fspath(url)
-    key = (text if "://" in text else os.path.abspath(text), tuple(sorted((config or {}).items())))
+    # A store holds its provider: no other can have its id meanwhile.
+    key = (text if "://" in text else os.path.abspath(text), tuple(sorted((config or {}).items())), id(provider))
     with _stores_lock:
-        store = _stores.pop(key, None) or Store(key[0], config)
+        store = _stores.pop(key, None) or Store(key[0], config, credential_provider=provider)
         _stores[key] = store
         while len(_stores) > _OPEN_STORES:
             _stores.popitem(last=False)
     return store
 
 
-def _store_again(url: str, config: dict[str, str] | None, fsync: bool) -> Store:
-    return Store(url, config, fsync=fsync)
+def _store_again(url: str, config: dict[str, str] | None, fsync: bool, provider: CredentialProvider | None) -> Store:
+    return Store(url, config, fsync=fsync, credential_provider=provider)
 
 
 def check_step(step: Any) -> int:

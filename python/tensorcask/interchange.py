@@ -42,8 +42,7 @@ def import_(
     kind = format or _format_of(paths[0], paths[0].is_dir())
     if kind == "safetensors":
         options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
-        files = [str(file) for path in paths for file in shards_of(path)]
-        arguments = (check_step(step), files, user_json(user))
+        arguments = (check_step(step), [str(path) for path in paths], user_json(user))
         return store.with_writer(options, lambda writer: writer.save_safetensors(*arguments))
     if len(paths) != 1:
         raise ValueError(f"format {kind!r}: give one file or folder")
@@ -93,18 +92,6 @@ def _format_of(path: Path, is_folder: bool) -> str:
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         return "torch"
     raise ValueError(f"{path}: cannot tell the format by its name; pass format='safetensors', 'torch' or 'dcp'")
-
-
-def shards_of(path: Path) -> list[Path]:
-    """The files that an index names, all in its own folder."""
-    if not path.name.endswith(".json"):
-        return [path]
-    weights = json.loads(path.read_text())["weight_map"]
-    names = sorted(set(weights.values()))
-    outside = next((name for name in names if Path(name).name != name), None)
-    if outside is not None:
-        raise ValueError(f"{path}: names a file outside of its folder: {outside!r}")
-    return [path.parent / name for name in names]
 
 
 def _write_shards(snapshot: Snapshot, folder: Path, limit: int) -> None:

@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 from . import _frameworks, _native
 from ._files import into_place, write_whole
 from ._store import RawTensor, Store, WriterOptions, _open, check_step, parse_policy, user_json
-from .interchange import import_, shards_of
+from .interchange import import_
 
 __all__ = ["export_deltas", "import_deltas"]
 
@@ -197,7 +197,10 @@ def _bytes_of(store: Store, step: int, tensors: str | Sequence[str] | None = Non
 
 def _apply(version: _Version, state: dict[str, RawTensor]) -> None:
     """Changes tensors to those of a version. After an error they are of neither."""
-    for path in shards_of(version.folder / _INDEX) if version.files else []:
+    for name in sorted(set(version.files.values())):
+        path = version.folder / name
+        if path.parent != version.folder:
+            raise _native.CorruptionError(f"{version.folder / _INDEX}: names a file outside of its folder: {name!r}")
         with safetensors.safe_open(path, framework="numpy") as file:
             sums = file.metadata() or {}
             for name in file.keys():  # noqa: SIM118

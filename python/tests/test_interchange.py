@@ -53,7 +53,7 @@ def test_sharded_safetensors(tensors, tmp_path, url):
     same(tensorcask.load(url, 2, framework="torch"), tensors)
     index = tmp_path / "model" / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00001", "../model-00001"))
-    with pytest.raises(ValueError, match="outside"):
+    with pytest.raises(tensorcask.InvalidArgumentError, match="outside"):
         import_(index, url, step=3)
 
 

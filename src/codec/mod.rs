@@ -251,7 +251,7 @@ pub struct Cost {
 /// One way to store a chunk.
 ///
 /// The contract, which [`testing::codec::run_all`](crate::testing::codec::run_all) checks:
-/// `decode(encode(chunk)) == chunk` for a lossless codec; encoding what was decoded is exact for every codec; any bytes
+/// `decode(encode(chunk)) == chunk` for a lossless codec; what a codec made, decoded, it encodes exactly again; any bytes
 /// given to `decode` end in an error or in a full buffer, in time linear in columns and buffer.
 pub trait Codec: Send + Sync + Debug {
     /// The id in the dictionary of a cask. `tc.` is reserved; others use a prefix of their own.

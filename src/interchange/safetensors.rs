@@ -1,14 +1,15 @@
-//! safetensors: one file or several as a state; a snapshot as one file.
+//! safetensors: one file or several, or the index of a sharded model, as a state; a snapshot as one file.
 //!
 //! The `safetensors` crate parses and checks headers. Writing streams tensor by tensor, which its writer cannot do, so the
 //! header is written here: eight bytes of length, JSON padded with spaces to eight bytes, then the data.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::Path;
 
 use ::safetensors::SafeTensors;
 use bytes::Bytes;
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::kernels::map::map_file;
@@ -16,20 +17,64 @@ use crate::limits::{to_usize, zeroed};
 use crate::wire::DirectoryTensor;
 use crate::{Dtype, Error, Result, Slice, Snapshot, TensorView, boxed};
 
+/// Bytes of the largest index of a sharded model that is read; one of a million tensors has some 100 MB.
+const MAX_INDEX_BYTES: usize = 256 << 20;
+
+/// The index of a sharded model.
+#[derive(Deserialize)]
+struct Index {
+    /// The file of each tensor.
+    weight_map: BTreeMap<String, String>,
+}
+
 /// Files that together hold one state, mapped into memory.
 #[derive(Debug)]
 pub struct Files {
     files: Vec<(String, Bytes)>,
+    /// Names of tensors that an index promises, with the index.
+    promised: Vec<(String, String)>,
 }
 
 impl Files {
-    /// Maps files. They must not change while the value is in use.
+    /// Maps files. They must not change while the value is in use. A path that ends with `.index.json` is the index of a sharded
+    /// model, as Hugging Face writes it, and stands for the files that it names, all in its own folder.
     pub fn open(paths: &[impl AsRef<Path>]) -> Result<Self> {
-        let map = |path: &Path| Ok((path.display().to_string(), map_file(path)?));
-        Ok(Self { files: paths.iter().map(|path| map(path.as_ref())).collect::<Result<_>>()? })
+        let mut found = Self { files: Vec::new(), promised: Vec::new() };
+        for path in paths.iter().map(AsRef::as_ref) {
+            if path.to_string_lossy().ends_with(".index.json") {
+                found.open_index(path)?;
+            } else {
+                found.files.push((path.display().to_string(), map_file(path)?));
+            }
+        }
+        Ok(found)
     }
 
-    /// The tensors of all files. A name that two files hold is an error.
+    fn open_index(&mut self, path: &Path) -> Result<()> {
+        let index = path.display().to_string();
+        let bytes = map_file(path)?;
+        if bytes.len() > MAX_INDEX_BYTES {
+            return Err(Error::limit(format!(
+                "{} bytes are too many for an index of weights, of which {MAX_INDEX_BYTES} are read",
+                bytes.len()
+            ))
+            .object(index));
+        }
+        let Index { weight_map } =
+            serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("not the index of a sharded model: {e}")).object(&index))?;
+        let names: BTreeSet<&String> = weight_map.values().collect();
+        for name in names {
+            if Path::new(name).file_name().is_none_or(|file| file != name.as_str()) {
+                return Err(Error::invalid(format!("names a file outside of its folder: `{}`", name.escape_debug())).object(index));
+            }
+            let shard = path.with_file_name(name);
+            self.files.push((shard.display().to_string(), map_file(&shard)?));
+        }
+        self.promised.extend(weight_map.into_keys().map(|tensor| (tensor, index.clone())));
+        Ok(())
+    }
+
+    /// The tensors of all files. A name that two files hold is an error, and so is one that an index names and no file holds.
     pub fn tensors(&self) -> Result<Vec<TensorView<'_>>> {
         let mut views = Vec::new();
         let mut seen: BTreeMap<String, &str> = BTreeMap::new();
@@ -44,7 +89,10 @@ impl Files {
                 views.push(TensorView::new(name, dtype, &shape, view.data()).map_err(|e| e.object(path))?);
             }
         }
-        Ok(views)
+        match self.promised.iter().find(|(name, _)| !seen.contains_key(name)) {
+            Some((name, index)) => Err(Error::corrupt("is named by the index, and no file has it").object(index).tensor(name)),
+            None => Ok(views),
+        }
     }
 
     /// `__metadata__` of all files. A key that two files hold with different values is an error.

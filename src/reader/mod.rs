@@ -252,7 +252,7 @@ impl Snapshot {
         for (rank, name) in self.blobs().await?.into_iter().filter(|(_, name)| name == ErrorsFile::BLOB) {
             let bytes = self.read_blob(rank, &name).await?;
             let file = ErrorsFile::decode(&bytes, self.store.limits());
-            shards.extend(file.map_err(|e| e.tensor(format!("blob `{name}` of rank {rank}")))?.shards);
+            shards.extend(file.map_err(|e| e.object(format!("blob `{name}` of rank {rank}, step {}", self.step())))?.shards);
         }
         Ok(shards)
     }

@@ -28,9 +28,11 @@ use crate::output::Outcome;
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
-    /// Save a state, held in one or several safetensors files, as a snapshot
+    /// Save a state, held in safetensors files or a sharded model with its index, as a snapshot
+    #[command(visible_alias = "import")]
     Save(save::Args),
     /// Restore a snapshot, or some tensors and slices of it, into a safetensors file
+    #[command(visible_alias = "export")]
     Restore(restore::Args),
     /// Check the log, every stored byte, and every decoded chunk
     Verify(verify::Args),

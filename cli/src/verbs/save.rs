@@ -60,7 +60,7 @@ pub(crate) struct Args {
     /// Do not decode each chunk again before it is stored
     #[arg(long)]
     no_verify_after_encode: bool,
-    /// The state
+    /// The state: safetensors files, or `*.index.json` of a sharded model
     #[arg(required = true, value_name = "FILE.safetensors")]
     files: Vec<PathBuf>,
 }

@@ -46,7 +46,8 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
         file = pq.ParquetFile(io.BytesIO(data))
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         LIMITS.check("max_catalog_bytes", sum(group.total_byte_size for group in groups))
-        table = file.read()
+        # One thread: those of pyarrow may outlive the interpreter, which then aborts.
+        table = file.read(use_threads=False)
         keys = {key: (file.metadata.metadata or {})[b"tensorcask." + key.encode()].decode() for key in ("sequence", "entry", "state")}
         state = parse(keys["state"].encode())
     except (Reject, KeyError, ValueError, OSError, pa.ArrowException):
@@ -70,11 +71,10 @@ def expected_rows(state: State, snapshots: Snapshots) -> list[dict[str, Any]]:
         names = ("sequence", "revision", "step", "parent", "manifest", "status", "pinned", "time_ms")
         facts = {name: getattr(record, name) for name in names} | {"roles": record.roles}
         facts |= {"snapshot": record.id, "kind": "base" if record.parent is None else "delta"}
-        if snapshot := snapshots.by_id.get(record.id):
+        if (snapshot := snapshots.by_id.get(record.id)) and snapshot.record.revision == record.revision:
             manifest = snapshot.manifest
             facts |= {"tensor_bytes": manifest["tensor_bytes"], "user": manifest["user"]}
-            if snapshot.record.revision == record.revision:
-                facts["stored_bytes"] = sum(cask["bytes"] for cask in manifest["casks"])
+            facts["stored_bytes"] = sum(cask["bytes"] for cask in manifest["casks"])
         rows.append(facts)
     return rows
 

@@ -1,6 +1,7 @@
 //! Writes the cases, always the same bytes: ids and times are fixed, and nothing is asked of the library.
 
 mod casks;
+mod catalogs;
 mod coded;
 mod forge;
 mod gaps;
@@ -107,6 +108,7 @@ fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
     sketches.extend(coded::cases()?);
     sketches.extend(partnered::cases()?);
     sketches.extend(stores::cases()?);
+    sketches.extend(catalogs::cases()?);
     sketches.extend(maintained::cases()?);
     sketches.extend(gaps::cases()?);
     sketches.extend(reserved::cases()?);

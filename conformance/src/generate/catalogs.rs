@@ -1,0 +1,93 @@
+//! Stores with catalogs. Their bytes were made once by `conformance/catalogs.py`, with a Parquet library that is not the project's, for the
+//! store of the case `catalog/none`; they are kept in `vectors/catalogs`, each named after what is special about it.
+
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use super::forge::id;
+use super::stores::small;
+use super::writer::Store;
+use super::{Outcome, Sketch};
+use crate::Failure;
+use crate::case::hex;
+
+/// Entries of every kind that changes what a catalog says; nine of them.
+fn store() -> Result<Store, Failure> {
+    let mut store = Store::new()?;
+    let with = |step: u64, user: serde_json::Value| {
+        let mut state = small(step);
+        state.user = user.as_object().cloned().unwrap_or_default();
+        state
+    };
+    store.save(with(10, json!({ "loss": 2.5, "note": "warm-up", "odd": 1 })), None)?;
+    store.save(with(20, json!({ "loss": 2, "odd": "text" })), Some(10))?;
+    let mut again = with(21, json!({ "loss": 1.5, "note": "again" }));
+    (again.step, again.id) = (20, id(0x22));
+    store.save(again, Some(10))?;
+    store.save(with(30, json!({})), None)?;
+    store.append(json!({ "kind": "pinned", "snapshot": store.id_of(30), "pinned": true }))?;
+    store.append(json!({ "kind": "upgraded", "must_understand": [], "may_ignore": ["another"] }))?;
+    store.reduce(30, &["model"])?;
+    store.forget(&[10], 20)?;
+    Ok(store)
+}
+
+/// The store with a catalog of entry `sequence`, whose digest is right.
+fn with(sequence: u64, catalog: &[u8]) -> Result<Store, Failure> {
+    let mut store = store()?;
+    store.objects.insert(format!("catalog/{sequence:020}-{}.parquet", hex(&Sha256::digest(catalog))), catalog.to_vec());
+    Ok(store)
+}
+
+macro_rules! catalog {
+    ($name:literal) => {
+        include_bytes!(concat!("vectors/catalogs/", $name, ".parquet"))
+    };
+}
+
+pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
+    let sketch = |name: &str, clause: &str, why: &str, store: Store, outcome: Outcome| Sketch {
+        name: format!("catalog/{name}"),
+        clause: clause.into(),
+        why: why.into(),
+        input: store.input(),
+        outcome,
+    };
+    let accept = |name: &str, clause: &str, why: &str, store: Store| {
+        let outcome = Outcome::Accept(store.expected());
+        sketch(name, clause, why, store, outcome)
+    };
+    let reject = |name: &str, clause: &str, why: &str, store: Store| sketch(name, clause, why, store, Outcome::Reject("corrupt"));
+    Ok(vec![
+        accept("none", "log 6", "the store of the other cases of this folder, without a catalog", store()?),
+        accept("newest", "log 6.3", "a catalog of the newest entry", with(9, catalog!("newest"))?),
+        accept("older", "log 4.5", "a catalog with entries after it that change what its rows say", with(5, catalog!("older"))?),
+        accept(
+            "other-forms",
+            "log 6.3",
+            "row groups, no compression, no dictionaries, more columns and keys, a directory's digest that is wrong",
+            {
+                let mut store = with(9, catalog!("other-forms"))?;
+                let older = catalog!("older");
+                store.objects.insert(format!("catalog/{:020}-{}.parquet", 5, hex(&Sha256::digest(older))), older.to_vec());
+                store
+            },
+        ),
+        accept("damaged-then-older", "log 6.2", "the newest is damaged, the one before it is whole", {
+            let mut store = with(5, catalog!("older"))?;
+            let mut damaged = catalog!("newest").to_vec();
+            damaged.truncate(damaged.len() / 2);
+            store.objects.insert(format!("catalog/{:020}-{}.parquet", 9, hex(&Sha256::digest(&damaged))), damaged);
+            store
+        }),
+        accept("wrong-type", "log 6.3", "`step` is i64: damaged, and skipped", with(9, catalog!("wrong-type"))?),
+        accept("null-status", "log 6.3", "a null where none is allowed: damaged, and skipped", with(9, catalog!("null-status"))?),
+        accept("missing-column", "log 6.3", "no column `pinned`: damaged, and skipped", with(9, catalog!("missing-column"))?),
+        reject("wrong-entry", "log 6.4", "`tensorcask.entry` is not the digest of the entry", with(9, catalog!("wrong-entry"))?),
+        reject("wrong-status", "log 6.4", "a forgotten snapshot is said to be live", with(9, catalog!("wrong-status"))?),
+        reject("wrong-roles", "log 6.4", "a reduced snapshot is said to be whole", with(9, catalog!("wrong-roles"))?),
+        reject("wrong-writer", "log 6.4", "another author of the last `added` entry", with(9, catalog!("wrong-writer"))?),
+        reject("missing-row", "log 6.4", "a snapshot of the log is not there", with(9, catalog!("missing-row"))?),
+        reject("of-another-entry", "log 6.4", "right for entry 5, and named after entry 6", with(6, catalog!("of-another-entry"))?),
+    ])
+}

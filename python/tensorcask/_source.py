@@ -1,0 +1,98 @@
+"""Where a store lies: URLs, stores of obstore, and credentials that are asked for when they are needed."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import _native
+
+# A function without arguments, as obstore defines it, or a `boto3.Session`.
+CredentialProvider = Callable[[], Mapping[str, Any]] | Any
+
+# What a provider names, and what the object store calls it.
+_NAMES = {
+    "s3": {"access_key_id": "aws_access_key_id", "secret_access_key": "aws_secret_access_key", "token": "aws_session_token"},
+    "az": {
+        "account_name": "azure_storage_account_name",
+        "account_key": "azure_storage_account_key",
+        "sas_token": "azure_storage_sas_key",
+        "token": "azure_storage_token",
+    },
+}
+_SCHEMES = {"s3": "s3", "s3a": "s3", "az": "az", "abfs": "az", "abfss": "az", "azure": "az", "adl": "az"}
+_LASTS_SECONDS = 600
+_EARLY_SECONDS = 300
+
+
+def of_obstore(store: Any) -> tuple[str, dict[str, str], CredentialProvider | None]:
+    """URL, configuration and provider of a store of obstore."""
+    kind = type(store).__name__
+    config = {**(getattr(store, "config", None) or {}), **(getattr(store, "client_options", None) or {})}
+    prefix = getattr(store, "prefix", None)
+    if kind == "LocalStore":
+        if prefix is None:
+            raise _native.InvalidArgumentError("a LocalStore without a folder; give it the one of the run")
+        return str(prefix), {}, None
+    schemes = {"S3Store": ("s3", "bucket"), "GCSStore": ("gs", "bucket"), "AzureStore": ("az", "container_name")}
+    if kind not in schemes:
+        raise _native.UnsupportedError(f"obstore's {kind}: use a LocalStore, S3Store, GCSStore or AzureStore, or a URL")
+    scheme, key = schemes[kind]
+    plain = {name: str(value) for name, value in config.items() if name != key}
+    url = f"{scheme}://{config[key]}" + (f"/{str(prefix).strip('/')}" if prefix else "")
+    return url, plain, getattr(store, "credential_provider", None)
+
+
+def is_obstore(value: Any) -> bool:
+    """Whether a value is a store of obstore, which need not be installed."""
+    return any(base.__module__.split(".")[0] == "obstore" for base in type(value).__mro__)
+
+
+class Credentials:
+    """What a provider gave, and until when it is used."""
+
+    def __init__(self, url: str, provider: CredentialProvider) -> None:
+        scheme = url.partition("://")[0] if "://" in url else "file"
+        if scheme not in _SCHEMES:
+            raise _native.UnsupportedError(f"credential_provider for {scheme}://: known for s3:// and az://. Use the environment or config=")
+        self._names = _NAMES[_SCHEMES[scheme]]
+        self._provider = provider
+        self._until = 0.0
+
+    @property
+    def are_old(self) -> bool:
+        """Whether it is time to ask again."""
+        return time.time() >= self._until
+
+    def ask(self) -> dict[str, str]:
+        """Settings of the object store, from the provider."""
+        if hasattr(self._provider, "get_credentials"):
+            found = self._provider.get_credentials()
+            if found is None:
+                raise _native.InvalidArgumentError(f"{self._provider!r} has no credentials")
+            frozen = found.get_frozen_credentials()
+            told: Mapping[str, Any] = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
+        else:
+            told = self._provider()
+        if inspect.isawaitable(told):
+            getattr(told, "close", lambda: None)()
+            raise TypeError("credential_provider is asynchronous; use one that returns credentials")
+        if not isinstance(told, Mapping):
+            raise TypeError(f"credential_provider returned {type(told).__name__}, not a mapping")
+        expires = told.get("expires_at")
+        now = time.time()
+        if isinstance(expires, datetime.datetime):
+            # Soon enough before the end, and not at every use.
+            left = expires.timestamp() - now
+            self._until = now + max(left - _EARLY_SECONDS, left / 2, 1.0)
+        else:
+            self._until = now + _LASTS_SECONDS
+        settings = {self._names[name]: str(value) for name, value in told.items() if name in self._names and value is not None}
+        if not settings:
+            raise _native.InvalidArgumentError(f"credential_provider returned none of {', '.join(self._names)}")
+        return settings
+
+
