@@ -115,6 +115,13 @@ def framework_of(value: Any) -> str | None:
     return None
 
 
+def inner_tensors(value: Any) -> dict[str, Any] | None:
+    """The tensors that a subclass of torch's is made of, by attribute; None for any other value, a DTensor included."""
+    if framework_of(value) != "torch" or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
+        return None
+    return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
+
+
 def default_framework() -> str:
     """What tensors become that no tree tells the framework of."""
     if "torch" in sys.modules:

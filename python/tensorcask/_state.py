@@ -73,7 +73,10 @@ class _Flattener:
         nodes = self.flat.nodes
         try:
             framework = _frameworks.framework_of(value)
-            if framework is not None:
+            inner = _frameworks.inner_tensors(value)
+            if inner is not None:
+                self.container("dict", list(inner.items()), path)
+            elif framework is not None:
                 lent = _frameworks.lend(value, _text(path), self.contiguous, self.sharded)
                 name = self.name(path, self.flat.tensors)
                 self.flat.tensors[name] = lent

@@ -171,7 +171,8 @@ class Store:
 
         When it returns, the snapshot is durable. The first call takes the store over: a job that was writing to it is told so
         and stops. Tensors that share memory are stored once; a subclass of dict, list, tuple, int, float or str comes back as
-        what it is a subclass of, a numpy scalar as an array without dimensions.
+        what it is a subclass of, a numpy scalar as an array without dimensions. A subclass of a torch tensor that is made of others
+        (quantized weights, for example) is a dict of these; ``load(out=...)`` fills those of the one that is given.
 
         ``policy``: ``adaptive``, ``full``, ``one_shot``, ``consecutive``, ``intermittent`` or ``intermittent:8``.
         ``user``: facts of the step (loss, tokens), columns of the catalog. ``metadata``: strings that a safetensors export
@@ -694,7 +695,10 @@ def _flat_arrays(out: Any) -> list[tuple[str, Any]]:
     flattener = _state._Flattener("skip")
 
     def walk(value: Any, path: tuple[str | int, ...]) -> None:
-        if _frameworks.framework_of(value) is not None:
+        inner = _frameworks.inner_tensors(value)
+        if inner is not None:
+            walk(inner, path)
+        elif _frameworks.framework_of(value) is not None:
             found[flattener.name(path, found)] = value
         elif isinstance(value, Mapping):
             for key, item in value.items():

@@ -359,3 +359,18 @@ def test_named_rows_need_no_base(tmp_path):
         store.save({"model": {"table": table}}, step=4, changed_rows={"table": [1]}, **options)
     with pytest.raises(tensorcask.InvalidArgumentError, match="5000 rows"):
         store.save({"model": {"table": table}}, step=4, changed_rows={"model.table": [5000]}, **options)
+
+
+def test_a_tensor_made_of_others_is_stored_as_these(memory):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def weights(value):
+        return {"w": TwoTensor(torch.full((3, 2), value), torch.full((3, 2), 2 * value)), "b": torch.full((2,), value)}
+
+    tensorcask.save(weights(1.5), memory, step=1)
+    loaded = tensorcask.load(memory)
+    assert torch.equal(loaded["w"]["a"], torch.full((3, 2), 1.5)) and torch.equal(loaded["w"]["b"], torch.full((3, 2), 3.0))
+    out = weights(0.0)
+    tensorcask.load(memory, out=out)
+    assert torch.equal(out["w"].a, torch.full((3, 2), 1.5)) and torch.equal(out["w"].b, torch.full((3, 2), 3.0))
+    assert torch.equal(out["b"], torch.full((2,), 1.5))
