@@ -92,9 +92,9 @@ def loads(folder, with_objects):
 
 def test_layouts_may_change(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORCASK_EVERY", "2")
-    for saved in (1, 2):
+    for saved, others in ((1, [2]), (2, [1, 2, 3])):
         on_ranks(saved, tmp_path, saves, tmp_path / f"of-{saved}")
-        for loaded in (1, 2, 3):
+        for loaded in others:
             on_ranks(loaded, tmp_path, loads, tmp_path / f"of-{saved}", saved == loaded)
     store = tensorcask.Store(tmp_path / "of-2" / "tensorcask")
     assert [info.kind for info in store.snapshots()] == ["base", "delta", "base"]
