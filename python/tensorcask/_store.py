@@ -134,6 +134,10 @@ class Store:
         """Where it lies."""
         return self._url
 
+    def at(self, url: str) -> Store:
+        """Another store, with the settings and credentials of this one."""
+        return Store(url, self._config, credential_provider=self._provider, fsync=self._fsync)
+
     def native(self) -> _native.Store:
         """The store below; opened again in a process that was forked, which has none of its parent's threads."""
         if self._pid != os.getpid():

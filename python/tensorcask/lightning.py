@@ -1,23 +1,26 @@
 """Checkpoints of Lightning in a tensorcask store.
 
-    from lightning.pytorch import Trainer
-    from tensorcask.lightning import CheckpointIO
+    import tensorcask.lightning
 
-    trainer = Trainer(plugins=[CheckpointIO("s3://bucket/run42")])
+    trainer = Trainer(plugins=[tensorcask.lightning.CheckpointIO("s3://bucket/run42")])
     trainer.fit(model, ckpt_path="checkpoints/epoch=3-step=400.ckpt")
 
 The state goes into the store as the snapshot of its ``global_step``, small where it is a delta. At the path that Lightning chose a small
-file says which: callbacks that list, link, move and delete checkpoints work as ever. A file that is deleted takes its snapshot with
-it, unless another file that this store knows of names the same step.
+file names it: callbacks that list, link, move and delete checkpoints work as ever. A file that is deleted or written anew takes its
+snapshot with it. A second file for one step (weights alone; ``save_last=True``, where ``save_last="link"`` would do) goes into a store
+beside the first, ``s3://bucket/run42-2`` and so on.
 
 What is no tensor, container, number, text or bytes is refused by its path (``on_unsupported``): ``save_hyperparameters`` with plain values
-works, with objects it does not. Loading runs no code.
+works, with objects it does not. Loading runs no code. ``LightningModule.load_from_checkpoint`` does not ask a plugin, and cannot read
+the file: load the state by :func:`tensorcask.load`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +33,27 @@ from ._store import Snapshot, Store, _open, check_step
 
 __all__ = ["CheckpointIO"]
 
+_log = logging.getLogger("tensorcask")
 _FORMAT = "tensorcask"
+_MOST_STORES = 16
+
+
+@dataclass(frozen=True)
+class _Marker:
+    """What a file names."""
+
+    store: str
+    step: int
+    snapshot: str
 
 
 class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
     """A plugin for a ``Trainer`` or ``Fabric``. ``options``: those of :meth:`tensorcask.Store.save`, such as ``policy``."""
 
     def __init__(self, store: Store | str | os.PathLike[str], **options: Any) -> None:
-        self._store = _open(store, None)
+        first = _open(store, None)
+        self._stores = {first.url: first}
+        self._first = first
         self._options = options
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
@@ -47,50 +63,83 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
             raise ValueError(f"{path}: a checkpoint without global_step has no step to be saved as")
         step = check_step(checkpoint["global_step"])
         file = Path(path).absolute()
-        files = sorted({str(file), *self._files(step)})
-        saved = self._store.save(checkpoint, step=step, user={"files": files}, **self._options)
+        before = _read(file)
+        store = self._store_for(step, file)
+        saved = store.save(checkpoint, step=step, user={"file": str(file)}, **self._options)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"format": _FORMAT, "store": self._store.url, "step": step, "snapshot": saved.id}))
+        write_whole(file, json.dumps({"format": _FORMAT, "store": store.url, "step": step, "snapshot": saved.id}))
+        if before is not None and (before.store, before.step) != (store.url, step):
+            self._forget(before)
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """The state of the step that the file names. ``weights_only`` changes nothing: nothing here runs code."""
-        step = _step_in(Path(path))
-        if step is None:
+        """The state that the file names, or an error. ``weights_only`` changes nothing: nothing here runs code."""
+        if not Path(path).exists():
+            raise FileNotFoundError(f"{path} is not there")
+        marker = _read(Path(path))
+        if marker is None:
             raise _native.UnsupportedError(f"{path}: not written by tensorcask.lightning")
-        device = map_location if isinstance(map_location, (str, torch.device)) else None
-        found = self._store.load(step=step, device=device)
+        store = self._store_at(marker.store)
+        snapshot = store.snapshot(marker.step)
+        if snapshot.id != marker.snapshot:
+            raise _native.ConflictError(f"{path} names snapshot {marker.snapshot}, and step {marker.step} of {store.url} was saved again since")
+        found = snapshot.load(device=map_location if isinstance(map_location, (str, torch.device)) else None)
         if not isinstance(found, dict):
-            raise _native.CorruptionError(f"step {step} of {self._store.url} is no checkpoint of Lightning")
+            raise _native.CorruptionError(f"step {marker.step} of {store.url} is no checkpoint of Lightning")
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         file = Path(path).absolute()
-        step = _step_in(file)
-        if step is None:
+        marker = _read(file)
+        if marker is not None:
+            file.unlink(missing_ok=True)
+            self._forget(marker)
+
+    def _forget(self, marker: _Marker) -> None:
+        """Gives up what a file named, if it is of this run and not something else by now."""
+        if not self._is_ours(marker.store):
             return
-        others = [other for other in self._files(step) if other != str(file) and _step_in(Path(other)) == step]
-        file.unlink(missing_ok=True)
-        if not others and self._snapshot(step) is not None:
-            self._store.forget([step])
+        store = self._store_at(marker.store)
+        snapshot = _live(store, marker.step)
+        if snapshot is not None and snapshot.id == marker.snapshot:
+            try:
+                store.forget([marker.step])
+            except _native.Error as error:
+                _log.warning("step %d stays in %s: %s", marker.step, store.url, error)
 
-    def _snapshot(self, step: int) -> Snapshot | None:
-        try:
-            return self._store.snapshot(step)
-        except _native.NotFoundError:
-            return None
+    def _is_ours(self, url: str) -> bool:
+        rest = url.removeprefix(self._first.url)
+        return url == self._first.url + rest and (rest == "" or rest[0] == "-" and rest[1:].isdigit())
 
-    def _files(self, step: int) -> list[str]:
-        """The files that named the step when it was saved last."""
-        snapshot = self._snapshot(step)
-        return [] if snapshot is None else [str(file) for file in snapshot.user.get("files", [])]
+    def _store_at(self, url: str) -> Store:
+        if url not in self._stores:
+            self._stores[url] = self._first.at(url) if self._is_ours(url) else _open(url, None)
+        return self._stores[url]
+
+    def _store_for(self, step: int, file: Path) -> Store:
+        """The first store in which no other file names the step."""
+        for number in range(1, _MOST_STORES + 1):
+            store = self._store_at(self._first.url if number == 1 else f"{self._first.url}-{number}")
+            snapshot = _live(store, step)
+            if snapshot is None:
+                return store
+            other = Path(str(snapshot.user.get("file", "")))
+            if other == file or _read(other) != _Marker(store.url, step, snapshot.id):
+                return store
+        raise _native.ConflictError(f"step {step} is named by {_MOST_STORES} files; delete some")
 
 
-def _step_in(file: Path) -> int | None:
-    """The step that a file names, if it is one of these."""
+def _live(store: Store, step: int) -> Snapshot | None:
     try:
-        told = json.loads(file.read_bytes()[:4096])
-        return int(told["step"]) if told["format"] == _FORMAT else None
-    except FileNotFoundError:
+        return store.snapshot(step)
+    except _native.NotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, IsADirectoryError):
+
+
+def _read(file: Path) -> _Marker | None:
+    """What a file names, if it is one of these."""
+    try:
+        with open(file, "rb") as opened:
+            told = json.loads(opened.read(4096))
+        return _Marker(str(told["store"]), int(told["step"]), str(told["snapshot"])) if told["format"] == _FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None

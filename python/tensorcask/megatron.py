@@ -13,8 +13,8 @@ The step is the last number in the folder's name. The store is ``<parent of the 
 says otherwise. The folder holds what Megatron writes there (``metadata.json``, ``common.pt``) and a marker, ``tensorcask.json``, which
 names the snapshot; ``common.pt`` lies in the store as well, so that :func:`load` makes a folder anew that was lost.
 
-Values in sharded objects are stored without pickle (``spec/tree.md``): what is no tensor, array, container, number, text or bytes
-is refused by its path. Megatron itself writes and reads ``common.pt`` by ``torch.save`` and ``torch.load``.
+Values in sharded objects are stored without pickle (``spec/tree.md``): what is no tensor, array, container, dtype, number, text or
+bytes is refused by its path. Megatron itself writes and reads ``common.pt`` by ``torch.save`` and ``torch.load``.
 
 | variable | means |
 |---|---|
@@ -29,11 +29,12 @@ Arguments go before variables. All ranks need the same.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.base import (
@@ -78,6 +79,7 @@ def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, str
     step = _step(folder)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
+        _unmark(folder)
     dist.barrier()
     dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=strategy or _default(), **options)
     if dist.get_rank() == 0:
@@ -89,15 +91,13 @@ def load(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, str
     """``dist_checkpointing.load`` from a store. Call it on all ranks. A folder that is gone is made anew from the store."""
     folder = Path(checkpoint_dir)
     strategy = strategy or LoadStrategy()
-    told: list[Any] = [None]
-    if dist.get_rank() == 0 and maybe_load_config(str(folder)) is None:
-        try:
-            strategy.make_folder(folder)
-        except Exception as error:
-            told = [error]
-    dist.broadcast_object_list(told, 0)
-    if told[0] is not None:
-        raise told[0]
+    # One rank where all see the folder, else one of each host, or several, which does no harm.
+    for is_mine in (dist.get_rank() == 0, True):
+        failures: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, strategy.try_folder(folder) if is_mine else None)
+        failure = next((failure for failure in failures if failure is not None), None)
+        if failure is not None:
+            raise failure
     return dist_checkpointing.load(sharded_state_dict, str(folder), sharded_strategy=strategy, **options)
 
 
@@ -134,13 +134,16 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
         if store.url not in self._writers:
             self._writers[store.url] = store.writer(**self._options)
         writer = self._writers[store.url]
+        if dist.get_rank() == 0:
+            _unmark(folder)
         state: dict[str, Any] = {}
         shards: dict[str, list[ShardedTensor]] = {}
         for value in nested_values(sharded_state_dict):
             if not is_main_replica(value.replica_id):
                 continue
             if isinstance(value, ShardedObject):
-                state[value.unique_key] = value.data
+                # In a tuple, which is one value whatever lies in it: a tensor would be taken for one of the model's.
+                state[value.unique_key] = (_encoded(value.data),)
                 continue
             if value.flattened_range is not None:
                 raise _native.UnsupportedError(f"`{value.key}`: flattened_range is an old form of Megatron; save the unflattened tensor")
@@ -153,7 +156,7 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
         state.update({key: _Shards(found) for key, found in shards.items()})
         if dist.get_rank() == 0 and (folder / _COMMON).exists():
             state[_COMMON] = io.BytesIO((folder / _COMMON).read_bytes())
-        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=planner)
         if writer.saved is not None:
             _markers.write(folder, address, step, writer.saved.id)
@@ -179,8 +182,12 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
             raise _native.UnsupportedError(f"version {loaded_version} of backend {BACKEND!r}; this package knows {_VERSION}")
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:
-        snapshot = self._snapshot(Path(checkpoint_dir))
+        folder = Path(checkpoint_dir)
+        snapshot = self._snapshot(folder)
         stored = _stored(snapshot)
+        common = stored.pop(_COMMON, None)
+        if isinstance(common, io.BytesIO) and common.getvalue() != (folder / _COMMON).read_bytes():
+            raise _native.CorruptionError(f"{folder / _COMMON} is not the one that was saved with step {snapshot.step}. Remove the folder and load again")
         wanted = []
         for value in nested_values(sharded_state_dict):
             key = value.unique_key if isinstance(value, ShardedObject) else value.key
@@ -189,7 +196,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
             if isinstance(value, ShardedTensor):
                 wanted.append(_request(value, stored[key]))
             else:
-                value.data = resolve(snapshot, stored[key])
+                value.data = _decoded(resolve(snapshot, stored[key])[0])
         read_tensors(snapshot, wanted)
         loaded: Any = dict_list_map_inplace(lambda value: value.data, sharded_state_dict)
         return loaded
@@ -200,12 +207,23 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in _stored(self._snapshot(Path(checkpoint_dir))).items():
+            if key == _COMMON:
+                continue
             if isinstance(value, TensorInfo):
                 empty = torch.empty(_shape(value), dtype=_frameworks.torch_dtype(torch, value.dtype, key), device="meta")
                 found[key] = ShardedTensor.from_rank_offsets(key, empty).without_data()
             else:
                 found[key] = ShardedObject.empty_from_unique_key(key)
         return found
+
+    def try_folder(self, folder: Path) -> Exception | None:
+        """Makes a folder that is not whole anew; what went wrong."""
+        try:
+            if maybe_load_config(str(folder)) is None:
+                self.make_folder(folder)
+        except Exception as error:
+            return error
+        return None
 
     def make_folder(self, folder: Path) -> None:
         """What Megatron looks for in a folder, from the store."""
@@ -218,7 +236,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / _COMMON, common.getvalue())
         _markers.write(folder, address, snapshot.step, snapshot.id)
-        save_config(CheckpointingConfig(BACKEND, _VERSION), str(folder))
+        write_whole(folder / CONFIG_FNAME, json.dumps(dataclasses.asdict(CheckpointingConfig(BACKEND, _VERSION))))
 
     def _snapshot(self, folder: Path) -> Snapshot:
         return _markers.snapshot_in(folder, self._store) or _store_of(self._store, folder)[0].snapshot(_step(folder))
@@ -282,7 +300,45 @@ def _request(shard: Any, info: TensorInfo) -> tuple[TensorInfo, list[int], list[
 def _stored(snapshot: Snapshot) -> dict[str, Any]:
     """Tensors and objects by their keys."""
     nested, _ = snapshot.structure()
-    return {key: value for key, value in nested.items() if key != _COMMON}
+    return dict(nested)
+
+
+def _unmark(folder: Path) -> None:
+    """A folder that is being written is not whole: what is in it belongs to two saves."""
+    for name in (CONFIG_FNAME, _markers.NAME):
+        (folder / name).unlink(missing_ok=True)
+
+
+_PAIRS, _DTYPE = "#pairs", "#dtype"
+
+
+def _encoded(value: Any) -> Any:
+    """An object with dtypes, and with keys that are no text or integer, in forms that can be stored."""
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        items = [(key, _encoded(item)) for key, item in value.items()]
+        if all(type(key) in (str, int) and key not in (_PAIRS, _DTYPE) for key in value):
+            return dict(items)
+        return {_PAIRS: [(_encoded(key), item) for key, item in items]}
+    if isinstance(value, tuple):
+        return tuple(_encoded(item) for item in value)
+    return [_encoded(item) for item in value] if isinstance(value, list) else value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_DTYPE}:
+            found = getattr(torch, str(value[_DTYPE]), None)
+            if not isinstance(found, torch.dtype):
+                raise _native.CorruptionError(f"torch has no dtype {value[_DTYPE]!r}")
+            return found
+        if value.keys() == {_PAIRS}:
+            return {_decoded(key): _decoded(item) for key, item in value[_PAIRS]}
+        return {key: _decoded(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_decoded(item) for item in value)
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def _shape(info: TensorInfo) -> tuple[int, ...]:

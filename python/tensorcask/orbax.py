@@ -10,8 +10,8 @@ A save copies the arrays and returns; the manager waits for the rest as it does 
 (``jax.ShapeDtypeStruct`` is enough), and reads only the parts that this process holds. ``Restore()`` gives nested dicts of numpy arrays,
 with positions in lists and names of fields as keys, in text.
 
-One process: a tree with arrays of other processes is refused. A manager that deletes old steps leaves their snapshots;
-:func:`tidy` forgets them.
+Each item of a ``Composite`` has a store: ``tensorcask`` that of ``default``, ``tensorcask-<name>`` those of others. One process: a tree with
+arrays of other processes is refused. A manager that deletes old steps leaves their snapshots; :func:`tidy` forgets them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import concurrent.futures
 import dataclasses
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ from ._store import Snapshot, Store, TensorInfo, _open
 __all__ = ["Handler", "Restore", "Save", "tidy"]
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
+# What a snapshot says of itself: its item, and the step of the folder that names it.
+_ITEM, _FOLDER = "orbax_item", "orbax_step"
+_saving = threading.Lock()
 
 
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -46,12 +50,22 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     async def async_save(self, directory: Any, args: Save) -> list[Any]:
         folder = Path(os.fspath(directory))
-        step_folder, step = _step_of(folder, args.step)
+        step_folder, numbered = _step_of(folder, args.step)
+        step = numbered if args.step is None else args.step
+        item = "default" if step_folder == folder else folder.name.split(_TEMPORARY)[0]
         state = _nested(args.item)
-        store, address = _markers.store_for(args.store, folder, step_folder.parent / "tensorcask")
+        beside = "tensorcask" if item == "default" else f"tensorcask-{item}"
+        store, address = _markers.store_for(args.store, folder, step_folder.parent / beside)
+        options = dict(args.options)
+        options["user"] = {**(options.get("user") or {}), _ITEM: item, _FOLDER: numbered}
 
         def save() -> None:
-            saved = store.save(state, step=step, **args.options)
+            # Items have handlers and threads of their own, and may have one store by mistake.
+            with _saving:
+                other = _item_of(store, step)
+                if other not in (None, item):
+                    raise _native.ConflictError(f"{store.url}: step {step} holds item {other!r}; give {item!r} a store of its own")
+                saved = store.save(state, step=step, **options)
             _markers.write(folder, address, step, saved.id)
 
         return [self._worker.submit(save)]
@@ -100,13 +114,23 @@ class Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 
 def tidy(manager: Any, store: Store | str | None = None) -> list[int]:
-    """Forgets the snapshots of steps that a manager has deleted; gives those steps. The newest, and newer ones, stay."""
+    """Forgets the snapshots of steps that a manager has deleted; gives those steps. Those of its newest step and of newer ones stay, and
+    so does what was not saved by way of Orbax. ``store``: another than that of the item ``default``."""
     kept = set(manager.all_steps())
     found = _open(store if store is not None else Path(os.fspath(manager.directory)) / "tensorcask", None)
-    gone = [info.step for info in found.snapshots() if info.step not in kept and info.step < max(kept, default=0)]
+    numbered = [(info.step, info.user[_FOLDER]) for info in found.snapshots() if isinstance(info.user.get(_FOLDER), int) and not info.pinned]
+    gone = [step for step, folder in numbered if folder not in kept and folder < max(kept, default=0)]
     if gone:
         found.forget(gone)
     return gone
+
+
+def _item_of(store: Store, step: int) -> str | None:
+    """The item whose snapshot a store has at a step."""
+    try:
+        return store.snapshot(step).user.get(_ITEM)
+    except _native.NotFoundError:
+        return None
 
 
 def _keys(path: Sequence[Any]) -> tuple[str, ...]:
@@ -147,9 +171,12 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
         if not isinstance(found, dict) or key not in found:
             raise _native.NotFoundError(f"step {snapshot.step} has no `{name}`")
         found = found[key]
+    is_array = isinstance(like, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
+    if isinstance(found, dict) or is_array and not isinstance(found, TensorInfo):
+        raise _native.InvalidArgumentError(f"`{name}`: a {type(found).__name__} is stored, a {type(like).__name__} is asked for")
     if not isinstance(found, TensorInfo):
         return found
-    if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+    if not is_array:
         return snapshot.load(tensors=[found.name], framework="numpy")[found.name]
     if tuple(like.shape) != found.shape:
         raise _native.InvalidArgumentError(f"`{name}`: shape {list(found.shape)} is stored, {list(like.shape)} is asked for")
@@ -168,11 +195,15 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
 
 
 def _step_of(folder: Path, given: int | None) -> tuple[Path, int]:
-    """The folder of a step, which is this one or the one around it, and the step in its name."""
-    for candidate in (folder, folder.parent):
+    """The folder of a step, which is this one or the one around it, and the number in its name."""
+    # While a step is written, its folder's name says so, and so may that of an item in it.
+    candidates = [path for path in (folder.parent, folder) if _TEMPORARY in path.name]
+    parent = folder.parent.name
+    is_step = parent.isdigit() or re.fullmatch(r"[A-Za-z]+[-_]\d+", parent) and not re.search(r"\d$", folder.name)
+    for candidate in candidates[:1] or [folder.parent if is_step else folder]:
         numbers: list[str] = re.findall(r"\d+$", candidate.name.split(_TEMPORARY)[0])
         if numbers:
-            return candidate, int(numbers[0]) if given is None else given
+            return candidate, int(numbers[0])
     if given is None:
         raise ValueError(f"{folder}: no step in the folder's name; pass Save(..., step=)")
-    return folder, given
+    return (candidates or [folder])[0], given

@@ -13,6 +13,7 @@ tried as of August 2026. Needs ``pip install 'tensorcask[slime]'``.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -36,6 +37,8 @@ __all__ = ["export_deltas", "import_deltas"]
 
 _INDEX = "model.safetensors.index.json"
 _STEP = "tensorcask_step"
+# Of the files that a step was imported from.
+_DIGEST = "weight_digest"
 _LEVEL = 1
 
 
@@ -64,26 +67,43 @@ def import_deltas(
 
     ``base``: the checkpoint that the first delta builds on (safetensors: files, or an index), saved as ``base_step``; it is not
     needed where the first version is whole. Versions that are in the store already are passed over, so that a
-    growing folder can be imported again and again.
+    growing folder can be imported again and again; a step that holds anything else than the version of now is an error, as when a
+    training has begun anew. A version without an index counts as being written, and ends the import.
     """
     store = _open(url, None)
     options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
     live = _live(store)
-    if base is not None and check_step(base_step) not in live:
-        import_(base, store, step=base_step, format="safetensors", policy=policy)
-        live.add(base_step)
+    versions = list(_versions(Path(folder)))
+    steps = [*([check_step(base_step)] if base is not None else []), *(version.step for version in versions)]
+    twice = next((step for step in steps if steps.count(step) > 1), None)
+    if twice is not None:
+        raise _native.InvalidArgumentError(f"two versions, or one and the base, are of step {twice}; choose another base_step")
+
+    def is_there(step: int, digest: str, what: str) -> bool:
+        if step in live and live[step].get(_DIGEST) != digest:
+            raise _native.ConflictError(f"{store.url}: step {step} is something else than {what}. Import into a store of its own")
+        return step in live
+
+    if base is not None:
+        paths = [Path(base)] if isinstance(base, (str, os.PathLike)) else [Path(path) for path in base]
+        digest = _digest([file for path in paths for file in (_files_of(path) if path.name.endswith(".json") else [path])])
+        if not is_there(base_step, digest, "the base"):
+            import_(paths, store, step=base_step, format="safetensors", policy=policy, user={_DIGEST: digest})
     number, step, state = 0, base_step, None
     saved = []
-    for version in _versions(Path(folder)):
+    for version in versions:
+        digest = _digest(_files_of(version.folder / _INDEX))
+        found = is_there(version.step, digest, str(version.folder))
+        user = {_DIGEST: digest, "weight_version": version.number}
         if version.base is None:
-            if version.step not in live:
-                import_(version.folder / _INDEX, store, step=version.step, policy=policy)
+            if not found:
+                import_(version.folder / _INDEX, store, step=version.step, policy=policy, user=user)
                 saved.append(version.step)
             state = None
         else:
             if version.base != number:
                 raise _native.InvalidArgumentError(f"{version.folder}: builds on version {version.base}; the one before is {number}")
-            if version.step not in live:
+            if not found:
                 if state is None:
                     state = _bytes_of(store, step)
                 _apply(version, state)
@@ -93,7 +113,7 @@ def import_deltas(
                     step=version.step,
                     tensors=tensors,
                     blobs=[],
-                    user=user_json({"weight_version": version.number}),
+                    user=user_json(user),
                     metadata={},
                 )
                 store.with_writer(options, save)
@@ -158,11 +178,33 @@ def export_deltas(
     return written
 
 
-def _live(store: Store) -> set[int]:
+def _live(store: Store) -> dict[int, dict[str, Any]]:
+    """What was said of each live step."""
     try:
-        return {info.step for info in store.snapshots()}
+        return {info.step: info.user for info in store.snapshots()}
     except _native.NotFoundError:
-        return set()
+        return {}
+
+
+def _files_of(index: Path) -> list[Path]:
+    """An index and the files that it names, all in its own folder."""
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _native.CorruptionError(f"{index}: not an index of weights: {error!r}") from None
+    outside = next((name for name in names if Path(name).name != name), None)
+    if outside is not None:
+        raise _native.CorruptionError(f"{index}: names a file outside of its folder: {outside!r}")
+    return [index, *(index.parent / name for name in names)]
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """Of names and contents."""
+    found = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            found.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return found.hexdigest()
 
 
 def _versions(folder: Path) -> Iterator[_Version]:
@@ -192,17 +234,24 @@ def _bytes_of(store: Store, step: int, tensors: str | Sequence[str] | None = Non
     snapshot = store.snapshot(step)
     names = list(snapshot.tensors()) if tensors is None else tensors
     found: dict[str, RawTensor] = snapshot.load(tensors=names, framework="bytes") if names else {}
+    # Tied tensors are one; here each has bytes of its own, because a version may change one of them alone.
+    seen: set[int] = set()
+    for name, raw in found.items():
+        if id(raw) in seen:
+            found[name] = RawTensor(raw.dtype, raw.shape, bytearray(raw.data))
+        seen.add(id(raw))
     return found
 
 
 def _apply(version: _Version, state: dict[str, RawTensor]) -> None:
     """Changes tensors to those of a version. After an error they are of neither."""
-    for name in sorted(set(version.files.values())):
-        path = version.folder / name
-        if path.parent != version.folder:
-            raise _native.CorruptionError(f"{version.folder / _INDEX}: names a file outside of its folder: {name!r}")
+    for path in _files_of(version.folder / _INDEX)[1:]:
         with safetensors.safe_open(path, framework="numpy") as file:
             sums = file.metadata() or {}
+            promised = {name for name, file_name in version.files.items() if file_name == path.name}
+            if promised != set(file.keys()):
+                other = sorted(promised ^ set(file.keys()))[0]
+                raise _native.CorruptionError(f"{path}: index and file do not agree about tensor `{other}`")
             for name in file.keys():  # noqa: SIM118
                 where = f"{path}, tensor `{name}`"
                 if name not in state:

@@ -5,9 +5,10 @@
     trainer = Trainer(..., callbacks=[Callback("s3://bucket/run42", every=50)])
     trainer.train(resume_from_checkpoint=checkpoint("s3://bucket/run42", "resume"))      # "resume": a scratch folder
 
-Saved are the model, optimizer, scheduler, the Trainer's own state and those of random numbers: all that the Trainer needs to go on as
-if it had not stopped. Its own checkpoints are not needed (``save_strategy="no"``), and work beside. One process, or DDP, where the
-first saves; for FSDP use ``torch.distributed.checkpoint``.
+Saved are the model, optimizer, scheduler, the Trainer's own state and those of random numbers: a training of one process goes on as if it
+had not stopped. Its own checkpoints are not needed (``save_strategy="no"``), and work beside. With DDP the first process saves, and the
+states of random numbers are not taken up again. Not for FSDP and DeepSpeed (use ``torch.distributed.checkpoint``), and not for fp16, whose
+scaler a callback does not see: these are refused.
 """
 
 from __future__ import annotations
@@ -42,12 +43,18 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
         self._store, self._every, self._options = _open(store, None), every, options
         self._saved: int | None = None
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name in ("fsdp", "deepspeed", "fp16"):
+            if getattr(args, name, None):
+                raise _native.UnsupportedError(f"tensorcask.transformers with {name}: not all of the state would be saved")
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self._every == 0:
             self._save(state, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != self._saved:
+        # With load_best_model_at_end the model is an earlier one by now, the optimizer is not.
+        if state.global_step != self._saved and not args.load_best_model_at_end:
             self._save(state, **kwargs)
 
     def _save(self, state: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **kwargs: Any) -> None:

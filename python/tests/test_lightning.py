@@ -51,23 +51,45 @@ def test_a_trainer_saves_deletes_and_resumes(tmp_path, url):
     assert resumed.losses == whole.losses[2 * BATCHES :]
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
-    store = tensorcask.Store(url)
-    files = {file.name: json.loads(file.read_text())["step"] for file in (tmp_path / "run/checkpoints").iterdir()}
-    assert {info.step for info in store.snapshots()} == set(files.values()), files
-    assert store.verify().is_clean
-    assert "delta" in {info.kind for info in store.snapshots()}
+    named = [json.loads(file.read_text()) for file in (tmp_path / "run/checkpoints").iterdir()]
+    # `last` is a file of its own beside that of the same step; nothing else stays.
+    assert len(named) == 3 and {marker["store"] for marker in named} == {url, url + "-2"}
+    for found in (url, url + "-2"):
+        store = tensorcask.Store(found)
+        assert {info.step for info in store.snapshots()} == {marker["step"] for marker in named if marker["store"] == found}
+        assert store.verify().is_clean
+    assert "delta" in {info.kind for info in tensorcask.Store(url).snapshots()}
 
 
-def test_a_step_stays_while_a_file_names_it(tmp_path, url):
+def test_files_of_one_step_are_kept_apart(tmp_path, url):
     io = CheckpointIO(url)
-    for name in ("a.ckpt", "b.ckpt"):
-        io.save_checkpoint({"global_step": 5, "w": torch.ones(3)}, tmp_path / name)
-    io.save_checkpoint({"global_step": 6, "w": torch.zeros(3)}, tmp_path / "b.ckpt")
-    io.remove_checkpoint(tmp_path / "b.ckpt")
-    assert [info.step for info in tensorcask.Store(url).snapshots()] == [5]
-    assert torch.equal(io.load_checkpoint(tmp_path / "a.ckpt")["w"], torch.ones(3))
-    io.remove_checkpoint(tmp_path / "a.ckpt")
-    assert tensorcask.Store(url).snapshots() == [] and not (tmp_path / "a.ckpt").exists()
+    io.save_checkpoint({"global_step": 5, "w": torch.ones(3), "optimizer_states": [1]}, tmp_path / "whole.ckpt")
+    io.save_checkpoint({"global_step": 5, "w": torch.ones(3)}, tmp_path / "weights.ckpt")
+    assert io.load_checkpoint(tmp_path / "whole.ckpt")["optimizer_states"] == [1]
+    assert "optimizer_states" not in io.load_checkpoint(tmp_path / "weights.ckpt")
+    # By another object, after a restart; a file that is written anew gives up what it named.
+    io = CheckpointIO(url)
+    io.save_checkpoint({"global_step": 6, "w": torch.zeros(3)}, tmp_path / "weights.ckpt")
+    assert tensorcask.Store(url + "-2").snapshots() == []
+    assert [info.step for info in tensorcask.Store(url).snapshots()] == [5, 6]
+    io.remove_checkpoint(tmp_path / "whole.ckpt")
+    assert [info.step for info in tensorcask.Store(url).snapshots()] == [6]
+    tensorcask.Store(url).pin(6)
+    io.remove_checkpoint(tmp_path / "weights.ckpt")
+    assert [info.step for info in tensorcask.Store(url).snapshots()] == [6] and not (tmp_path / "weights.ckpt").exists()
+
+
+def test_a_file_of_another_run_is_that_runs(tmp_path, url):
+    for run, value in (("a", 1.0), ("b", 2.0)):
+        CheckpointIO(f"{url}-{run}").save_checkpoint({"global_step": 5, "w": torch.full((3,), value)}, tmp_path / run)
+    other = CheckpointIO(f"{url}-b")
+    assert torch.equal(other.load_checkpoint(tmp_path / "a")["w"], torch.ones(3))
+    other.remove_checkpoint(tmp_path / "a")
+    assert len(tensorcask.Store(f"{url}-a").snapshots()) == len(tensorcask.Store(f"{url}-b").snapshots()) == 1
+    # Saved again by somebody else: an error, not another state.
+    tensorcask.save({"w": torch.zeros(3)}, f"{url}-b", step=5)
+    with pytest.raises(tensorcask.ConflictError, match="saved again since"):
+        other.load_checkpoint(tmp_path / "b")
 
 
 def test_what_cannot_be_done_is_refused(tmp_path, url):

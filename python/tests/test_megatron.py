@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from tensorcask import megatron  # noqa: E402
 
 ROWS, COLUMNS, LAYERS = 12, 6, 2
+# Keys that are no text, and forms that stand for others in the store.
+ODD = {0: "a", "e": {}, (torch.bfloat16, torch.float32): [1, (torch.int8,)], "#pairs": {"#dtype": "x"}, "list": [{}, {2: None}]}
 
 
 def expected(key, step):
@@ -57,6 +59,8 @@ def state_of(step, *, fill, with_objects=True):
     if with_objects:
         state["rng"] = ShardedObject("rng_state", random_states(rank) if fill else None, (world,), (rank,))
         state["extra"] = ShardedObject("extra", io.BytesIO(b"state of a module") if fill else None, (1,), (0,), replica_id=rank)
+        state["plain"] = ShardedObject("plain", torch.arange(3, dtype=torch.uint8) if fill else None, (1,), (0,), replica_id=rank)
+        state["odd"] = ShardedObject("odd", ODD if fill else None, (1,), (0,), replica_id=rank)
     return state
 
 
@@ -74,6 +78,7 @@ def check(loaded, step, with_objects=True):
         assert loaded["rng"]["python"] == was["python"] and torch.equal(loaded["rng"]["torch"], was["torch"])
         assert all(np.array_equal(a, b) for a, b in zip(loaded["rng"]["numpy"], was["numpy"], strict=True))
         assert loaded["extra"].read() == b"state of a module"
+        assert torch.equal(loaded["plain"], torch.arange(3, dtype=torch.uint8)) and loaded["odd"] == ODD
 
 
 def saves(folder):
@@ -136,6 +141,15 @@ def refusals(folder):
     loaded = megatron.load({"rows": padded}, f"{folder}/iter_1")["rows"]
     assert torch.equal(loaded, torch.cat([torch.ones(4, 2), torch.zeros(2, 2)]))
     assert torch.equal(dist_checkpointing.load_plain_tensors(f"{folder}/iter_1")["rows"], torch.ones(4, 2))
+    # A save that fails on the way leaves nothing that looks whole, and the old snapshot stays.
+    with pytest.raises(CheckpointException):
+        megatron.save({"thing": ShardedObject("thing", object(), (1,), (0,)), "iteration": 2, **state}, f"{folder}/iter_1")
+    assert not (Path(folder) / "iter_1" / "metadata.json").exists()
+    loaded = megatron.load(dict(state), f"{folder}/iter_1")
+    assert torch.equal(loaded["rows"], torch.ones(4, 2)) and "iteration" not in loaded
+    (Path(folder) / "iter_1" / "common.pt").write_bytes(b"of another save")
+    with pytest.raises(Exception, match="common.pt|invalid|[Ll]oad"):
+        megatron.load(dict(state), f"{folder}/iter_1")
     # The same step again: the older folder's marker names a snapshot that is gone.
     marker = (Path(folder) / "iter_1" / "tensorcask.json").read_text()
     megatron.save(dict(state), f"{folder}/iter_1")

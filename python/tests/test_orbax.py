@@ -33,7 +33,10 @@ def test_a_manager_saves_and_restores(tmp_path, asynchronous):
         store = tensorcask.Store(tmp_path / "run" / "tensorcask")
         assert [info.kind for info in store.snapshots()] == ["base", "delta", "delta", "delta", "base"]
         assert tidy(manager) == [0, 1] and tidy(manager) == []
-        assert [info.step for info in store.snapshots()] == [2, 3, 4]
+        # Not one of the manager's.
+        store.save({"w": np.ones(2)}, step=1)
+        assert tidy(manager) == []
+        assert [info.step for info in store.snapshots()] == [2, 3, 4, 1]
     # By another manager, to abstract arrays, after the folder has moved.
     (tmp_path / "run").rename(tmp_path / "moved")
     with ocp.CheckpointManager(tmp_path / "moved") as manager:
@@ -55,6 +58,22 @@ def test_arrays_come_back_in_the_sharding_that_is_asked_for(tmp_path, monkeypatc
     assert (tmp_path / "elsewhere" / "store.json").exists() and not (tmp_path / "run" / "tensorcask").exists()
 
 
+def test_items_have_stores_of_their_own(tmp_path):
+    with ocp.CheckpointManager(tmp_path / "run", item_names=("params", "net2")) as manager:
+        for step in (5, 6):
+            items = {"params": Save({"w": jnp.full(3, step)}), "net2": Save({"w": jnp.full(3, -step)})}
+            manager.save(step, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+        for step in (5, 6):
+            found = manager.restore(step, args=ocp.args.Composite(params=Restore(), net2=Restore()))
+            assert (found["params"]["w"] == step).all() and (found["net2"]["w"] == -step).all()
+        assert [info.step for info in tensorcask.Store(tmp_path / "run" / "tensorcask-net2").snapshots()] == [5, 6]
+        same = {name: Save({"w": jnp.zeros(3)}, store=str(tmp_path / "one")) for name in ("params", "net2")}
+        with pytest.raises(Exception, match="give .* a store of its own"):
+            manager.save(7, args=ocp.args.Composite(**same))
+            manager.wait_until_finished()
+
+
 def test_what_cannot_be_done_is_refused(tmp_path):
     with ocp.CheckpointManager(tmp_path / "run", options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False)) as manager:
         with pytest.raises(TypeError, match="rng/key: .*key_data"):
@@ -64,3 +83,7 @@ def test_what_cannot_be_done_is_refused(tmp_path):
             manager.restore(2, args=Restore({"w": jnp.ones((3, 3))}))
         with pytest.raises(tensorcask.NotFoundError, match="step 2 has no `other`"):
             manager.restore(2, args=Restore({"other": jnp.ones((3, 3))}))
+        manager.save(3, args=Save({"deep": {"w": jnp.ones(2)}, "n": 1}))
+        for wrong in ({"deep": jnp.ones(2), "n": 1}, {"deep": {"w": jnp.ones(2)}, "n": jnp.ones(2)}):
+            with pytest.raises(tensorcask.InvalidArgumentError, match="is asked for"):
+                manager.restore(3, args=Restore(wrong))

@@ -87,6 +87,32 @@ def test_snapshots_become_versions_and_come_back(tmp_path, url, encoding, checks
         export_deltas(url, tmp_path / "out", tensors="model.*")
 
 
+def test_tied_tensors_may_part(tmp_path, url):
+    one = torch.arange(6, dtype=torch.float32)
+    tensorcask.save({"a": one, "b": one}, url, step=1)
+    tensorcask.save({"a": one + 1, "b": one.clone()}, url, step=2)
+    export_deltas(url, tmp_path / "out")
+    import_deltas(tmp_path / "out", tmp_path / "again")
+    for step in (1, 2):
+        wanted, found = (tensorcask.load(store, step, framework="torch") for store in (url, tmp_path / "again"))
+        assert all(torch.equal(wanted[name], found[name]) for name in ("a", "b"))
+
+
+def test_a_training_that_began_anew_is_not_mixed_with_the_old(tmp_path, url):
+    save_file(weights(0), tmp_path / "base.safetensors")
+    publish(tmp_path / "old", 1, "xor")
+    import_deltas(tmp_path / "old", url, base=tmp_path / "base.safetensors")
+    publish(tmp_path / "new", 1, "overwrite")
+    publish(tmp_path / "new", 2, "overwrite")
+    with pytest.raises(tensorcask.ConflictError, match="step 1 is something else than"):
+        import_deltas(tmp_path / "new", url, base=tmp_path / "base.safetensors")
+    save_file(weights(3), tmp_path / "base.safetensors")
+    with pytest.raises(tensorcask.ConflictError, match="step 0 is something else than the base"):
+        import_deltas(tmp_path / "old", url, base=tmp_path / "base.safetensors")
+    with pytest.raises(tensorcask.InvalidArgumentError, match="choose another base_step"):
+        import_deltas(tmp_path / "old", tmp_path / "third", base=tmp_path / "base.safetensors", base_step=1)
+
+
 def test_a_delta_that_does_not_fit_is_refused(tmp_path, url):
     save_file(weights(0), tmp_path / "base.safetensors")
 
@@ -114,5 +140,10 @@ def test_a_delta_that_does_not_fit_is_refused(tmp_path, url):
     refused("position 4294967295 of", encoding="overwrite", spoil=far)
     refused("builds on version 1; the one before is 0", tensorcask.InvalidArgumentError, step=2)
     refused("xxh64", tensorcask.UnsupportedError, algorithm="xxh64")
+    publish(tmp_path / "less", 1, "xor")
+    index = tmp_path / "less" / "weight_v000001" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"weight_map": {', '"weight_map": {"mask": "model-00000-of-00001.safetensors", '))
+    with pytest.raises(tensorcask.CorruptionError, match="do not agree about tensor `mask`"):
+        import_deltas(tmp_path / "less", tmp_path / "store-of-less", base=tmp_path / "base.safetensors")
     with pytest.raises(tensorcask.UnsupportedError, match="xxh64"):
         export_deltas(url, tmp_path / "out", checksum="xxh64")

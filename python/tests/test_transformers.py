@@ -70,3 +70,7 @@ def test_what_is_no_training_is_refused(tmp_path, memory):
         checkpoint(memory, tmp_path)
     with pytest.raises(ValueError, match="every=0"):
         Callback(memory, every=0)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    arguments.fp16 = True
+    with pytest.raises(tensorcask.UnsupportedError, match="with fp16"):
+        Callback(memory, every=1).on_train_begin(arguments, None, None)
