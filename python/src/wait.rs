@@ -26,9 +26,10 @@ pub(crate) fn until_done<T>(store: &Store, work: impl Future<Output = Result<T>>
 
 async fn interrupted() -> PyErr {
     loop {
-        tokio::time::sleep(INTERVAL).await;
+        // At once when the work waits for the first time: until then it may have kept this thread busy for long.
         if let Err(error) = Python::attach(|py| py.check_signals()) {
             return error;
         }
+        tokio::time::sleep(INTERVAL).await;
     }
 }
