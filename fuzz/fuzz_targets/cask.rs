@@ -43,7 +43,8 @@ fuzz_target!(|data: &[u8]| {
             let columns: Vec<(&str, Bytes)> = chunk.pages.iter().map(|page| (page.column.as_str(), slice(&page.range))).collect();
             let elements = grid.elements(number);
             let base = (chunk.kind == ChunkKind::Delta).then_some(base.as_slice());
-            let input = Columns { dtype: grid.dtype(), element_count: elements.end - elements.start, columns: &columns, base, partners: &[] };
+            let input =
+                Columns { dtype: grid.dtype(), element_count: elements.end - elements.start, columns: &columns, base, partners: &[] };
             let _ = codec.decode(&input, &mut out);
         }
     }

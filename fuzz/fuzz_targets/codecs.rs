@@ -50,7 +50,9 @@ fuzz_target!(|input: Input| {
     assert!(total <= codec.max_encoded_bytes(dtype, element_count), "{} takes {total} bytes", codec.id());
     let columns: Vec<(&str, Bytes)> = encoded.columns.into_iter().map(|(name, bytes)| (name, Bytes::from(bytes))).collect();
     let mut again = vec![0; length];
-    codec.decode(&Columns { dtype, element_count, columns: &columns, base: base.filter(|_| encoded.uses_base), partners: &[] }, &mut again).unwrap();
+    codec
+        .decode(&Columns { dtype, element_count, columns: &columns, base: base.filter(|_| encoded.uses_base), partners: &[] }, &mut again)
+        .unwrap();
     if codec.is_lossless() {
         assert_eq!(again, out, "{}", codec.id());
     }
