@@ -222,7 +222,7 @@ pub struct ChunkInput {
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
-const CODECS: [(&str, &[&str]); 15] = [
+const CODECS: [(&str, &[&str]); 16] = [
     ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
     ("tc.ordered", &["tokens", "bits"]),
     ("tc.bitmask", &["mask", "values"]),
@@ -238,6 +238,7 @@ const CODECS: [(&str, &[&str]); 15] = [
     ("tc.blockwise8", &["map", "absmax", "codes"]),
     ("tc.cluster", &["labels", "codes", "scale", "offset", "options"]),
     ("tc.kmeans", &["levels", "codes", "protected"]),
+    ("tc.magnitudes", &["rows", "columns", "magnitudes", "escapes", "signs", "fractions", "plane0", "plane1"]),
 ];
 
 impl ChunkInput {
@@ -248,7 +249,12 @@ impl ChunkInput {
         let dtype = Dtype::from_code(head[1] % 25 + 1)?;
         let element_count = read(head, 2, 2) + 1;
         let length = usize::try_from(dtype.byte_count(element_count)?).ok()?;
-        let names = if codec == "tc.planes" { &names[..dtype.unit_bytes()] } else { names };
+        let names = match codec {
+            "tc.planes" => &names[..dtype.unit_bytes()],
+            // As many for units of four bytes, fewer for smaller ones.
+            "tc.factored" | "tc.magnitudes" => &names[..names.len() - 4usize.saturating_sub(dtype.unit_bytes())],
+            _ => names,
+        };
         let lengths: Vec<usize> = names.iter().enumerate().map(|(i, _)| read(rest, 2 * i, 2) as usize).collect();
         rest = rest.get(2 * names.len()..).unwrap_or_default();
         let mut columns = Vec::new();

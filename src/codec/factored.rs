@@ -8,7 +8,7 @@
 //! Source: ours (codecs.md, idea 6); that second moments are nearly of rank one is Adafactor's (arXiv 1804.04235)
 
 use super::planes;
-use super::terms::{LEAST, mean, quarters};
+use super::terms::{LEAST, mean, term};
 use super::{Chunk, Codec, Columns, Cost, Encoded};
 use crate::entropy::{self, Histogram};
 use crate::kernels::{bytes, factored as kernel};
@@ -60,7 +60,7 @@ impl Terms {
         let center = mean(total(&sums), total(&counts)).clamp(0, 255);
         let of_column = |(&sum, &count): (&u32, &u32)| match count {
             0 => 0,
-            _ => quarters(mean(4 * i64::from(sum), i64::from(count)) - 4 * center),
+            _ => term(mean(4 * i64::from(sum), i64::from(count)) - 4 * center),
         };
         let columns: Vec<i8> = sums.iter().zip(&counts).map(of_column).collect();
         let rows = rows.map(|row| Self::of_row(center, &columns, row)).collect();
@@ -75,7 +75,7 @@ impl Terms {
             sum = sum.wrapping_add(used * (4 * i32::from(exponent) - i32::from(column)));
             count = count.wrapping_add(used);
         }
-        if count == 0 { 0 } else { quarters(mean(i64::from(sum), i64::from(count)) - 4 * center) }
+        if count == 0 { 0 } else { term(mean(i64::from(sum), i64::from(count)) - 4 * center) }
     }
 }
 

@@ -7,7 +7,7 @@
 //! Cost:   three passes and one plane; no transcendental function
 //! Source: ours (codecs.md, ideas 4 and 6)
 
-use super::terms::{LEAST, mean, quarters};
+use super::terms::{LEAST, mean, term};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, Histogram};
 use crate::kernels::bytes;
@@ -95,7 +95,7 @@ impl Terms {
         let center = mean(sum, count * steps).clamp(0, 255);
         let of_column = |(&sum, &count): (&i64, &i64)| match count {
             0 => 0,
-            _ => quarters(mean(4 * sum, count * steps) - 4 * center),
+            _ => term(mean(4 * sum, count * steps) - 4 * center),
         };
         let columns: Vec<i8> = if by_column { sums.iter().zip(&counts).map(of_column).collect() } else { vec![] };
         let rows = rows.map(|row| Self::of_row(grid, center, &columns, row)).collect();
@@ -113,7 +113,7 @@ impl Terms {
             terms += if code >= 0 { i64::from(term) } else { 0 };
         }
         let steps = 1i64 << grid.log2();
-        if count == 0 { 0 } else { quarters(mean(4 * sum - terms * steps, count * steps) - 4 * center) }
+        if count == 0 { 0 } else { term(mean(4 * sum - terms * steps, count * steps) - 4 * center) }
     }
 
     /// Fills in what is expected of all codes of a chunk.

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::{
-    Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Factored, KMeans, LogUniform, Need, Ordered, Planes, Predict, Raw, Remainder,
-    Rounded, Rows,
+    Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Factored, KMeans, LogUniform, Magnitudes, Need, Ordered, Planes, Predict, Raw,
+    Remainder, Rounded, Rows,
 };
 use crate::{Error, Result};
 
@@ -31,6 +31,7 @@ impl Default for Registry {
             Arc::new(Rows),
             Arc::new(Planes),
             Arc::new(Factored),
+            Arc::new(Magnitudes),
             Arc::new(Ordered),
             Arc::new(Rounded),
             Arc::new(LogUniform),

@@ -1,10 +1,10 @@
-//! Terms of rows and columns, in quarters of an octave: what `tc.factored` and `tc.loguniform` expect of a number.
+//! Terms of rows and columns, in parts of an octave: what `tc.factored`, `tc.magnitudes` and `tc.loguniform` expect of a number.
 
 /// Fewer rows or columns than this share too few terms.
 pub(super) const LEAST: usize = 16;
 
 /// A term, as it is stored.
-pub(super) fn quarters(value: i64) -> i8 {
+pub(super) fn term(value: i64) -> i8 {
     value.clamp(-127, 127) as i8
 }
 

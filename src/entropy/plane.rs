@@ -133,8 +133,10 @@ fn count_some(block: &[u8]) -> Histogram {
             *sum += n;
         }
     };
-    for stretch in block.chunks(SAMPLED * STRETCH) {
-        let some = stretch.get(..STRETCH).unwrap_or(stretch);
+    for (i, stretch) in block.chunks(SAMPLED * STRETCH).enumerate() {
+        // Not the same part of each: rows may be as long.
+        let from = i % SAMPLED * STRETCH;
+        let some = stretch.get(from..from + STRETCH).unwrap_or(&stretch[..stretch.len().min(STRETCH)]);
         if let Some(room) = buffer.get_mut(filled..filled + some.len()) {
             room.copy_from_slice(some);
             filled += some.len();
@@ -195,12 +197,13 @@ impl Writer {
         }
         let start = out.len();
         let known = self.put_huffman(block, self.shared_lengths.clone(), out);
-        if !known {
+        // What the sample did not tell may have taken more than the symbols themselves.
+        if !known || out.len() - start > block.len() {
             out.truncate(start);
             // The table that went with it is gone, too.
             self.huffman = None;
         }
-        known
+        known && out.len() > start
     }
 
     /// Appends a block in the fewest bytes.
@@ -406,6 +409,16 @@ mod tests {
         decode(&code, &mut out).unwrap();
         assert!(out == symbols, "{} symbols came back changed", symbols.len());
         code.len()
+    }
+
+    #[test]
+    fn symbols_that_a_sample_does_not_tell_stay_within_the_bound() {
+        // Of each 1024, the first 256 take 54 values, the others 60 more.
+        let symbol = |i: usize| match i % 1024 {
+            0..256 => (i % 54 * 255 / 53) as u8,
+            _ => (2 + i % 60 * 4) as u8 ^ 1,
+        };
+        round_trip(&(0..1 << 17).map(symbol).collect::<Vec<u8>>());
     }
 
     #[test]

@@ -125,6 +125,8 @@ pub(crate) mod floats;
 pub(crate) mod huffman;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod loguniform;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod magnitudes;
 #[allow(unsafe_code, reason = "mapping a file is unsafe; the safety argument stands at the call")]
 pub(crate) mod map;
 #[allow(unsafe_code, reason = "vector loads and stores within checked bounds")]

@@ -40,7 +40,8 @@ fn stored(codec: &str, step: u32, base: Option<u32>, role: &str) -> (usize, usiz
         let dtype = if tensor.dtype() == safetensors::Dtype::BF16 { Dtype::Bf16 } else { Dtype::F32 };
         let base = old.as_ref().map(|old| old.tensor(name).unwrap().data());
         let element_count = tensor.shape().iter().product::<usize>() as u64;
-        let chunk = Chunk { base, ..Chunk::new(dtype, element_count, tensor.data()) };
+        let row_elements = if tensor.shape().len() > 1 { tensor.shape().last().map_or(0, |&n| n as u64) } else { 0 };
+        let chunk = Chunk { base, row_elements, ..Chunk::new(dtype, element_count, tensor.data()) };
         sum.0 += bytes_of(codec.as_ref(), &chunk).unwrap();
         sum.1 += chunk.data.len();
     }
@@ -55,6 +56,12 @@ fn real_states_shrink_to_what_their_entropies_allow() {
     };
     let full = ratio("tc.planes", 1000, None, "model.");
     assert!(full < 0.68, "bf16 weights alone: {full}");
+    let magnitudes = ratio("tc.magnitudes", 1000, None, "model.");
+    assert!(magnitudes < full - 0.004, "bf16 weights alone: {magnitudes}, planes {full}");
+    for moment in ["optimizer.exp_avg.", "optimizer.exp_avg_sq."] {
+        let (planes, magnitudes) = (ratio("tc.planes", 1000, None, moment), ratio("tc.magnitudes", 1000, None, moment));
+        assert!(magnitudes < planes - 0.004, "{moment}: planes {planes}, magnitudes {magnitudes}");
+    }
     let (xor, ordered) = (ratio("tc.planes", 1001, Some(1000), "model."), ratio("tc.ordered", 1001, Some(1000), "model."));
     assert!(xor < 0.30 && ordered < 0.22, "one step: planes {xor}, ordered {ordered}");
     let (xor, ordered) = (ratio("tc.planes", 2401, Some(2400), "model."), ratio("tc.ordered", 2401, Some(2400), "model."));

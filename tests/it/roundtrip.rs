@@ -230,7 +230,11 @@ fn a_raw_tensor_is_one_mapped_slice() {
     let store = tensorcask::blocking::Store::open(folder.path().join("run").to_str().unwrap()).unwrap();
     let mut writer = store.writer(Policy::Consecutive).unwrap();
     // Rows of 1001 elements: chunks are no multiples of the alignment, and still adjacent.
-    let mut weights: Vec<u8> = (0..1000u64 * 1001 * 2).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 13) as u8).collect();
+    let noise = |i: u64| {
+        let x = i.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        ((x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 33) as u8
+    };
+    let mut weights: Vec<u8> = (0..1000u64 * 1001 * 2).map(noise).collect();
 
     writer.save(1, &[TensorView::new("w", Dtype::Bf16, &[1000, 1001], &weights).unwrap()], &[], &Metadata::default()).unwrap();
     assert_eq!(store.snapshot(1).unwrap().view("w").unwrap(), weights);

@@ -160,6 +160,36 @@ def _factored(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) ->
     return (t >> 1 | t << 8 * dtype.unit - 1).view(np.uint8)
 
 
+def _magnitudes(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
+    if columns[0].size < 2:
+        raise corrupt("magnitudes 2", "no floor")
+    rows, terms = columns[0][2:].view("i1").astype(int), columns[1].view("i1").astype(int)
+    height = rows.size or (n // terms.size if terms.size else 1)
+    width = terms.size or n // height
+    if height * width != n:
+        raise corrupt("magnitudes 2.1", f"terms of {rows.size} rows and {terms.size} columns for {n} elements")
+    floors = int(columns[0][:2].view("<i2")[0]) + (rows if rows.size else np.zeros(height, int))[:, None] + (terms if terms.size else np.zeros(width, int))
+    symbols = decode_plane(columns[2], n)
+    escaped = symbols == 0
+    magnitudes = floors.reshape(-1) + symbols
+    if ((magnitudes < 0) | (magnitudes > 2047))[~escaped].any():
+        raise corrupt("magnitudes 3", "a magnitude that is not 0 to 2047")
+    k = int(escaped.sum())
+    escapes = decode_plane(columns[3], 2 * k).astype(int)
+    if (escapes[k:] > 7).any():
+        raise corrupt("magnitudes 3.1", "an escape above 2047")
+    magnitudes[escaped] = escapes[:k] | escapes[k:] << 8
+    signs = np.unpackbits(decode_plane(columns[4], -(-n // 8)), bitorder="little").astype(int)
+    halves = decode_plane(columns[5], -(-n // 2)).astype(int)
+    fractions = np.stack([halves & 15, halves >> 4], 1).reshape(-1)
+    if signs[n:].any() or fractions[n:].any():
+        raise corrupt("magnitudes 4", "bits beyond the last element are set")
+    unit = signs[:n] << 15 | magnitudes << 4 | fractions[:n]
+    for plane in reversed(columns[6:]):
+        unit = unit << 8 | decode_plane(plane, n)
+    return unit.astype(f"<u{dtype.unit}").view(np.uint8)
+
+
 def _rounded(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
     bf16 = next(known for known in DTYPES.values() if known.name == "bf16")
     return _remainder(dtype, n, columns[2:], base, (bf16, _planes(bf16, n, columns[:2], None), None))
@@ -233,8 +263,8 @@ class Codec:
         if name == "tc.rows":
             inner = [CODECS[inner, 1] for inner, _ in INNER]
             lists = [("rows", *codec.columns_of(dtype)) for codec in inner if codec.dtypes is None or dtype.name in codec.dtypes]
-        elif name == "tc.factored":
-            lists = [self.columns[:2 + dtype.unit]]
+        elif name in ("tc.factored", "tc.magnitudes"):
+            lists = [self.columns[:len(self.columns) - 4 + dtype.unit]]
         if tuple(columns) not in lists:
             raise corrupt("codecs 4.1", f"columns {columns} of {name}")
 
@@ -260,6 +290,10 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.rows", 1): Codec(frozenset({"delta"}), ("rows",), _rows),
     ("tc.factored", 1): Codec(
         frozenset({"absolute"}), ("rows", "columns", "exponents", "plane0", "plane1", "plane2"), _factored, dtypes=frozenset({"bf16", "f32"}),
+    ),
+    ("tc.magnitudes", 1): Codec(
+        frozenset({"absolute"}), ("rows", "columns", "magnitudes", "escapes", "signs", "fractions", "plane0", "plane1"), _magnitudes,
+        dtypes=frozenset({"bf16", "f32"}),
     ),
     ("tc.rounded", 1): Codec(
         frozenset({"absolute"}), ("rounded0", "rounded1", "low", "high", "rounding"), _rounded, dtypes=frozenset({"f32"}),

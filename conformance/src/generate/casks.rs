@@ -55,13 +55,14 @@ pub(crate) fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
 }
 
 /// Codecs of the cases of single casks; any other is one that no reader knows.
-const KNOWN: [&str; 11] = [
+const KNOWN: [&str; 12] = [
     "tc.raw",
     "tc.constant",
     "tc.bitmask",
     "tc.planes",
     "tc.ordered",
     "tc.factored",
+    "tc.magnitudes",
     "tc.rounded",
     "tc.loguniform",
     "tc.blockwise8",

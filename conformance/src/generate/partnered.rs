@@ -9,10 +9,11 @@ use super::writer::{Entry, State, Store};
 use super::{Outcome, Sketch};
 use crate::Failure;
 
-const VECTORS: [&str; 2] = [include_str!("vectors/partnered-1.0.toml"), include_str!("vectors/quantized-1.0.toml")];
+const VECTORS: [&str; 3] =
+    [include_str!("vectors/partnered-1.0.toml"), include_str!("vectors/quantized-1.0.toml"), include_str!("vectors/magnitudes-1.0.toml")];
 
 /// Texts that vectors hold; they have no others.
-const KNOWN: [&str; 43] = [
+const KNOWN: [&str; 46] = [
     "tc.loguniform",
     "tc.blockwise8",
     "tc.cluster",
@@ -31,6 +32,7 @@ const KNOWN: [&str; 43] = [
     "protected",
     "tc.rows",
     "tc.factored",
+    "tc.magnitudes",
     "tc.rounded",
     "tc.remainder",
     "tc.predict",
@@ -49,6 +51,8 @@ const KNOWN: [&str; 43] = [
     "rows",
     "columns",
     "exponents",
+    "magnitudes",
+    "fractions",
     "plane0",
     "plane1",
     "plane2",

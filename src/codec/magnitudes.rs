@@ -1,0 +1,481 @@
+//! `tc.magnitudes`: exponents with the three bits after them, beside what row and column let expect; all other bits apart.
+//!
+//! Spec: spec/codecs/magnitudes.md
+//! Input:  n units of bf16 or f32
+//! Output: terms of rows and columns, as far as they pay; differences of magnitudes, signs, the next four bits and the other byte planes, each
+//!         coded by spec/entropy.md
+//! Errors: `Corrupt` if terms do not fit n elements, a plane does not decode, or a magnitude is above 2047
+//! Cost:   that of `tc.planes` with more symbols in use, and two passes over the magnitudes where there are rows
+//! Source: ours (codecs.md, idea 6); that the first bits of a mantissa are not noise follows from Benford's law
+
+use std::borrow::Cow;
+
+use super::terms::{LEAST, mean, term};
+use super::{Chunk, Codec, Columns, Cost, Encoded, sample};
+use crate::entropy::{self, Histogram};
+use crate::kernels::bytes;
+use crate::kernels::magnitudes::{self as kernel, ESCAPE};
+use crate::limits::reserve;
+use crate::spare::{self, Spare};
+use crate::{Dtype, Error, Result};
+
+/// Stores floats by their logarithms, to an eighth of an octave, where these are not noise; fewer bytes than `tc.planes` for weights and moments.
+///
+/// ```
+/// use tensorcask::{Dtype, codec::{Chunk, Codec, Magnitudes, Planes}};
+/// let matrix = (0..256 * 64).map(|i| 1.09f32.powi(i / 64 * 7 % 90) * 1.3f32.powi(i % 64 * 5 % 31));
+/// let data: Vec<u8> = matrix.flat_map(|x| [x.to_le_bytes()[2], x.to_le_bytes()[3]]).collect();
+/// let chunk = Chunk { row_elements: 64, ..Chunk::new(Dtype::Bf16, 256 * 64, &data) };
+/// let bytes = |codec: &dyn Codec| codec.encode(&chunk).map(|e| e.columns.iter().map(|(_, c)| c.len()).sum::<usize>());
+/// assert!(bytes(&Magnitudes)? * 3 < bytes(&Planes)? * 2);
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Magnitudes;
+
+const NAMES: [&str; 8] = ["rows", "columns", "magnitudes", "escapes", "signs", "fractions", "plane0", "plane1"];
+
+/// Columns by width of a unit.
+fn names(dtype: Dtype) -> Result<&'static [&'static str]> {
+    match dtype {
+        Dtype::Bf16 => Ok(NAMES.first_chunk::<6>().map_or(&NAMES, |names| names)),
+        Dtype::F32 => Ok(&NAMES),
+        _ => Err(Error::corrupt(format!("chunks of {dtype}")).clause("magnitudes 1")),
+    }
+}
+
+/// Units by their parts.
+struct Split<'a> {
+    /// The upper 16 bits of each.
+    tops: Cow<'a, [u8]>,
+    /// The other bytes, plane by plane.
+    rest: Vec<Spare>,
+}
+
+impl<'a> Split<'a> {
+    fn of(data: &'a [u8], dtype: Dtype) -> Result<Self> {
+        if dtype == Dtype::Bf16 {
+            return Ok(Self { tops: Cow::Borrowed(data), rest: vec![] });
+        }
+        let mut tops: Vec<u8> = reserve(data.len() / 2, "upper halves")?;
+        tops.resize(data.len() / 2, 0);
+        let (mut plane0, mut plane1) = (Spare::new(data.len() / 4, "byte planes")?, Spare::new(data.len() / 4, "byte planes")?);
+        kernel::split(data, &mut tops, &mut plane0, &mut plane1);
+        Ok(Self { tops: Cow::Owned(tops), rest: vec![plane0, plane1] })
+    }
+
+    fn units(&self) -> usize {
+        self.tops.len() / 2
+    }
+
+    /// The tops of each row of so many units.
+    fn rows(&self, columns: usize) -> impl Iterator<Item = &[u8]> + Clone {
+        self.tops.chunks(2 * columns.max(1))
+    }
+
+    /// Signs and fractions.
+    fn packed(&self) -> Result<(Spare, Spare)> {
+        let mut signs = Spare::new(self.units().div_ceil(8), "signs")?;
+        let mut fractions = Spare::new(self.units().div_ceil(2), "fractions")?;
+        kernel::pack(&self.tops, &mut signs, &mut fractions);
+        Ok((signs, fractions))
+    }
+}
+
+/// What is expected of a magnitude: the mean, and the terms of its row and its column.
+#[derive(Debug)]
+struct Terms {
+    /// Of all magnitudes that are not 0.
+    center: i16,
+    /// None, or one for each row.
+    rows: Vec<i8>,
+    /// None, or one for each column.
+    columns: Vec<i8>,
+}
+
+/// Which terms a chunk stores.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Shape {
+    rows: bool,
+    columns: bool,
+}
+
+impl Shape {
+    const ALL: [Self; 4] = [
+        Self { rows: false, columns: false },
+        Self { rows: true, columns: false },
+        Self { rows: false, columns: true },
+        Self { rows: true, columns: true },
+    ];
+}
+
+/// Zeros in place of terms that are not stored.
+fn zeros(count: usize) -> Result<Vec<i8>> {
+    let mut zeros = reserve(count, "terms")?;
+    zeros.resize(count, 0);
+    Ok(zeros)
+}
+
+impl Terms {
+    /// Of rows of so many units, given by their planes.
+    fn fit<'a>(shape: Shape, rows: impl Iterator<Item = &'a [u8]> + Clone, columns: usize) -> Result<Self> {
+        let mut terms = Self { center: 0, rows: vec![], columns: zeros(columns)? };
+        let (mut total, mut used) = (0i64, 0i64);
+        if shape.columns {
+            let mut sums: Vec<u32> = reserve(columns, "sums of columns")?;
+            sums.resize(columns, 0);
+            let mut counts = sums.clone();
+            for tops in rows.clone() {
+                kernel::add_to_columns(tops, &mut sums, &mut counts);
+            }
+            for (&sum, &count) in sums.iter().zip(&counts) {
+                total += i64::from(sum);
+                used += i64::from(count);
+            }
+            for ((column, &sum), &count) in terms.columns.iter_mut().zip(&sums).zip(&counts) {
+                if count > 0 {
+                    *column = term(mean(i64::from(sum), i64::from(count)) - mean(total, used));
+                }
+            }
+        } else {
+            for tops in rows.clone() {
+                let (sum, count) = kernel::sum_of_row(&terms.columns, tops);
+                total += sum;
+                used += i64::from(count);
+            }
+        }
+        terms.center = mean(total, used).clamp(0, i64::from(kernel::MOST)) as i16;
+        if shape.rows {
+            terms.rows = rows.map(|tops| terms.of_row(tops)).collect();
+        }
+        Ok(terms)
+    }
+
+    /// The term of a row, given those of the columns.
+    fn of_row(&self, tops: &[u8]) -> i8 {
+        let (sum, count) = kernel::sum_of_row(&self.columns, tops);
+        if count == 0 { 0 } else { term(mean(sum, i64::from(count)) - i64::from(self.center)) }
+    }
+
+    /// The symbols of a row, as wide as they can be: what is expected is [`MIDDLE`].
+    fn symbols_of_row(&self, row: i8, tops: &[u8], symbols: &mut [u8]) {
+        kernel::to_symbols(self.center + i16::from(row) - i16::from(MIDDLE), &self.columns, tops, symbols);
+    }
+}
+
+const MIDDLE: u8 = 128;
+
+/// Leaves symbols to the range that pays, from 1 up, and gives the first of it: each symbol takes room of the code, whose shortest share is
+/// 2^-11, however rare it is.
+fn narrow(symbols: &mut [u8]) -> u8 {
+    const STRETCH: usize = 1024;
+    // Some of many tell enough; an odd step meets all columns of rows of any power of 2.
+    let every = if symbols.len() < 64 * STRETCH { 1 } else { 5 };
+    let mut histogram = [0u32; 256];
+    for stretch in symbols.chunks(STRETCH).step_by(every) {
+        for (sum, n) in histogram.iter_mut().zip(bytes::histogram(stretch)) {
+            *sum += n;
+        }
+    }
+    let least = 1 + symbols.len() as u32 / (4096 * every as u32);
+    let kept = |symbol: &u8| *symbol > 0 && histogram.get(usize::from(*symbol)).is_some_and(|&n| n >= least);
+    let (first, last) = ((0..=255).find(kept).unwrap_or(1), (0..=255).rfind(kept).unwrap_or(1));
+    kernel::narrow(symbols, first, last);
+    first
+}
+
+/// Rows and columns of a chunk that terms can gain on.
+fn matrix(chunk: &Chunk<'_>) -> Option<(usize, usize)> {
+    let (bytes, rows) = chunk.rows()?;
+    let columns = bytes / chunk.dtype.unit_bytes();
+    (rows >= LEAST && columns >= LEAST).then_some((rows, columns))
+}
+
+/// The elements without a symbol, stretch by stretch.
+fn escapes(symbols: &[u8]) -> impl Iterator<Item = usize> {
+    const STRETCH: usize = 64;
+    let stretches = symbols.chunks(STRETCH).enumerate().filter(|(_, stretch)| stretch.contains(&ESCAPE));
+    stretches
+        .flat_map(|(at, stretch)| stretch.iter().enumerate().filter(|(_, symbol)| **symbol == ESCAPE).map(move |(i, _)| at * STRETCH + i))
+}
+
+/// The low bytes of magnitudes that have no symbol, then the high bytes.
+fn escaped<'a>(symbols: &[u8], rows: impl Iterator<Item = &'a [u8]>, columns: usize) -> Vec<u8> {
+    let (mut lows, mut highs) = (Vec::new(), Vec::new());
+    for (symbols, tops) in symbols.chunks(columns.max(1)).zip(rows) {
+        for at in escapes(symbols) {
+            let magnitude = kernel::magnitudes(tops.get(2 * at..2 * at + 2).unwrap_or_default()).next().unwrap_or(0);
+            lows.push(magnitude as u8);
+            highs.push((magnitude >> 8) as u8);
+        }
+    }
+    lows.append(&mut highs);
+    lows
+}
+
+/// Bytes of the symbols and of the escapes of so many units, judged by rows that did not make the terms of columns.
+fn judge<'a>(
+    shape: Shape,
+    fitted: impl Iterator<Item = &'a [u8]> + Clone,
+    judged: impl Iterator<Item = &'a [u8]> + Clone,
+    columns: usize,
+    units: u64,
+) -> Result<[u64; 2]> {
+    let terms = Terms::fit(Shape { rows: false, ..shape }, fitted, columns)?;
+    let mut symbols = Vec::new();
+    for tops in judged.clone() {
+        let row = if shape.rows { terms.of_row(tops) } else { 0 };
+        let at = symbols.len();
+        symbols.resize(at + tops.len() / 2, 0);
+        terms.symbols_of_row(row, tops, symbols.get_mut(at..).unwrap_or_default());
+    }
+    narrow(&mut symbols);
+    let escaped = escaped(&symbols, judged, columns);
+    let all_escaped = (escaped.len() as u64).saturating_mul(units) / (symbols.len() as u64).max(1);
+    let of = |plane: &[u8], units: u64| entropy::estimate(&bytes::histogram(plane) as &Histogram, units);
+    Ok([of(&symbols, units), if escaped.is_empty() { 0 } else { of(&escaped, all_escaped) }])
+}
+
+/// The terms that pay, and bytes of each column with them, from a sample.
+fn plan(chunk: &Chunk<'_>) -> Result<(Shape, Vec<u64>)> {
+    const SAMPLE: usize = 16_384;
+    const WIDEST: usize = SAMPLE / LEAST;
+    let names = names(chunk.dtype)?;
+    let width = chunk.dtype.unit_bytes();
+    let units = (chunk.data.len() / width) as u64;
+    let mut sampled = Vec::new();
+    let matrix = matrix(chunk);
+    match matrix {
+        Some((rows, columns)) => {
+            let some = columns.min(WIDEST);
+            let count = (SAMPLE / some).clamp(LEAST, rows);
+            for at in 0..count {
+                let start = (at * rows / count * columns + (columns - some) / 2) * width;
+                sampled.extend_from_slice(chunk.data.get(start..start + some * width).unwrap_or_default());
+            }
+        }
+        None => {
+            for range in sample(chunk.data.len(), width) {
+                sampled.extend_from_slice(chunk.data.get(range).unwrap_or_default());
+            }
+        }
+    }
+    let split = Split::of(&sampled, chunk.dtype)?;
+    let (rows, columns) = matrix.unwrap_or_default();
+    let some = if matrix.is_some() { columns.min(WIDEST) } else { split.units() };
+    let mut best: Option<(u64, Shape, [u64; 4])> = None;
+    for shape in Shape::ALL {
+        let [symbols, escapes] = match matrix {
+            Some(_) => judge(shape, split.rows(some).step_by(2), split.rows(some).skip(1).step_by(2), some, units)?,
+            None if shape == Shape::default() => judge(shape, split.rows(some), split.rows(some), some, units)?,
+            None => break,
+        };
+        let sizes = [2 + if shape.rows { rows as u64 } else { 0 }, if shape.columns { columns as u64 } else { 0 }, symbols, escapes];
+        let all = sizes.iter().sum();
+        if best.is_none_or(|(least, _, _)| all < least) {
+            best = Some((all, shape, sizes));
+        }
+    }
+    let (_, shape, sizes) = best.unwrap_or_default();
+    let mut sizes = sizes.to_vec();
+    let (signs, fractions) = split.packed()?;
+    let of = |plane: &[u8], symbols: u64| entropy::estimate(&bytes::histogram(plane) as &Histogram, symbols);
+    sizes.extend([of(&signs, units.div_ceil(8)), of(&fractions, units.div_ceil(2))]);
+    sizes.extend(split.rest.iter().map(|plane| of(plane, units)));
+    sizes.truncate(names.len());
+    Ok((shape, sizes))
+}
+
+fn bad(clause: &'static str, message: String) -> Error {
+    Error::corrupt(message).clause(clause)
+}
+
+/// A plane of so many symbols.
+fn plane(code: &[u8], symbols: usize, what: &str) -> Result<Spare> {
+    let mut plane = Spare::new(symbols, what)?;
+    entropy::decode(code, &mut plane)?;
+    Ok(plane)
+}
+
+impl Codec for Magnitudes {
+    fn id(&self) -> &str {
+        "tc.magnitudes"
+    }
+
+    fn cost(&self) -> Cost {
+        Cost { encode: 9.0, decode: 7.0 }
+    }
+
+    fn max_encoded_bytes(&self, _: Dtype, element_count: u64) -> u64 {
+        // Symbols, escapes, the bytes that signs and fractions share, two planes; and a term for each row and column: at most one more than elements.
+        let planes = entropy::max_encoded_bytes(element_count).saturating_mul(6);
+        planes.saturating_add(element_count).saturating_add(64)
+    }
+
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        Some(plan(chunk).ok()?.1)
+    }
+
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        let (shape, _) = plan(chunk)?;
+        let split = Split::of(chunk.data, chunk.dtype)?;
+        let columns = matrix(chunk).map_or(split.units(), |(_, columns)| columns);
+        let terms = Terms::fit(shape, split.rows(columns), columns)?;
+        let mut symbols = Spare::new(split.units(), "symbols")?;
+        for (at, (symbols, tops)) in symbols.chunks_mut(columns.max(1)).zip(split.rows(columns)).enumerate() {
+            terms.symbols_of_row(terms.rows.get(at).copied().unwrap_or(0), tops, symbols);
+        }
+        let floor = terms.center - i16::from(MIDDLE) + i16::from(narrow(&mut symbols)) - 1;
+        let escaped = escaped(&symbols, split.rows(columns), columns);
+        let (signs, fractions) = split.packed()?;
+        let mut rows = vec![floor as u8, (floor >> 8) as u8];
+        rows.extend(terms.rows.iter().map(|&term| term as u8));
+        let stored = terms.columns.iter().take(if shape.columns { columns } else { 0 });
+        let mut coded = vec![rows, stored.map(|&term| term as u8).collect()];
+        let planes: [&[u8]; 4] = [&symbols, &escaped, &signs, &fractions];
+        for plane in planes.into_iter().chain(split.rest.iter().map(|plane| plane.as_slice())) {
+            let mut code = spare::output(plane.len() + 64);
+            entropy::encode(plane, &mut code);
+            coded.push(code);
+        }
+        Ok(Encoded { uses_base: false, columns: names(chunk.dtype)?.iter().copied().zip(coded).collect() })
+    }
+
+    fn check_columns(&self, dtype: Dtype, found: &[&str]) -> Result<()> {
+        super::are_columns(found.iter().copied(), names(dtype)?)
+    }
+
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        super::are_columns(columns.columns.iter().map(|(name, _)| *name), names(columns.dtype)?)?;
+        let [(_, rows), (_, terms), (_, symbols), (_, escapes), (_, signs), (_, fractions), rest @ ..] = columns.columns else {
+            return Err(bad("codecs 4.1", "too few columns".into()));
+        };
+        let units = out.len() / columns.dtype.unit_bytes();
+        let Some((&[low, high], rows)) = rows.split_first_chunk::<2>() else {
+            return Err(bad("magnitudes 2", "no floor".into()));
+        };
+        let floor = (u16::from(high) << 8 | u16::from(low)) as i16;
+        let width = match (rows.len(), terms.len()) {
+            (0, 0) => Some(units),
+            (0, columns) => units.is_multiple_of(columns).then_some(columns),
+            (rows, 0) => units.is_multiple_of(rows).then(|| units / rows),
+            (rows, columns) => (rows.checked_mul(columns) == Some(units)).then_some(columns),
+        };
+        let width = width.ok_or_else(|| {
+            let (rows, columns) = (rows.len(), terms.len());
+            bad("magnitudes 2.1", format!("terms of {rows} rows and {columns} columns for {units} elements"))
+        })?;
+        let mut by_column = zeros(width)?;
+        for (slot, &term) in by_column.iter_mut().zip(terms.iter()) {
+            *slot = term as i8;
+        }
+
+        let signs = plane(signs, units.div_ceil(8), "signs")?;
+        let fractions = plane(fractions, units.div_ceil(2), "fractions")?;
+        let beyond = |last: Option<&u8>, bits: usize| last.is_some_and(|last| bits > 0 && last >> bits != 0);
+        if beyond(signs.last(), units % 8) || beyond(fractions.last(), units % 2 * 4) {
+            return Err(bad("magnitudes 4", "bits beyond the last element are set".into()));
+        }
+        let mut others = Spare::new(units, "signs and fractions")?;
+        kernel::unpack(&signs, &fractions, &mut others);
+
+        let symbols = plane(symbols, units, "symbols")?;
+        let rest = rest.iter().map(|(_, code)| plane(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
+        let decode_tops = |tops: &mut [u8]| {
+            let parts = symbols.chunks(width.max(1)).zip(others.chunks(width.max(1))).zip(tops.chunks_mut(2 * width.max(1)));
+            for (at, ((symbols, others), tops)) in parts.enumerate() {
+                // Sums that wrap are no magnitudes, either.
+                let row = floor.wrapping_add(i16::from(rows.get(at).map_or(0, |&term| term as i8)));
+                if !kernel::to_tops(row, &by_column, symbols, others, tops) {
+                    return Err(bad("magnitudes 3", format!("an element of row {at} has a magnitude that is not 0 to {}", kernel::MOST)));
+                }
+            }
+            put_escapes(escapes, &symbols, tops)
+        };
+        match rest.as_slice() {
+            [plane0, plane1] => {
+                let mut tops = Spare::new(2 * units, "upper halves")?;
+                decode_tops(&mut tops)?;
+                kernel::merge(&tops, plane0, plane1, out);
+                Ok(())
+            }
+            _ => decode_tops(out),
+        }
+    }
+}
+
+/// Gives the elements without a symbol their magnitudes.
+fn put_escapes(code: &[u8], symbols: &[u8], tops: &mut [u8]) -> Result<()> {
+    let count = kernel::count_escapes(symbols);
+    let both = plane(code, 2 * count, "escapes")?;
+    let (lows, highs) = both.split_at(count);
+    for (at, (&low, &high)) in escapes(symbols).zip(lows.iter().zip(highs)) {
+        if high > (kernel::MOST >> 8) as u8 {
+            return Err(bad("magnitudes 3.1", format!("an escape of {}", u16::from(high) << 8 | u16::from(low))));
+        }
+        if let Some([by_low, by_high]) = tops.get_mut(2 * at..2 * at + 2) {
+            *by_low |= low << 4;
+            *by_high |= high << 4 | low >> 4;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::little_endian_bytes, reason = "elements are little-endian")]
+mod tests {
+    use super::*;
+
+    fn round_trip(dtype: Dtype, row_elements: u64, data: &[u8]) -> Vec<usize> {
+        let elements = (data.len() / dtype.unit_bytes()) as u64;
+        let chunk = Chunk { row_elements, ..Chunk::new(dtype, elements, data) };
+        let encoded = Magnitudes.encode(&chunk).unwrap();
+        let stored = encoded.into_bytes();
+        let mut out = vec![0; data.len()];
+        let input = Columns { dtype, element_count: elements, columns: &stored, base: None, partners: &[] };
+        Magnitudes.decode(&input, &mut out).unwrap();
+        assert!(out == data);
+        stored.iter().map(|(_, bytes)| bytes.len()).collect()
+    }
+
+    #[test]
+    fn every_unit_of_16_bits_comes_back_with_and_without_rows() {
+        let data: Vec<u8> = (0..=u16::MAX).flat_map(|unit| unit.wrapping_mul(40_503).to_le_bytes()).collect();
+        for row_elements in [0, 1, 16, 256, 4096, 65536] {
+            round_trip(Dtype::Bf16, row_elements, &data);
+        }
+        round_trip(Dtype::Bf16, 0, &data[..2 * 65_533]);
+        round_trip(Dtype::Bf16, 0, &data[..2]);
+        round_trip(Dtype::F32, 64, &data);
+    }
+
+    #[test]
+    fn rows_of_zeros_and_of_all_magnitudes_come_back() {
+        let value = |row: usize, column: usize| match (row % 5, column % 7) {
+            (0, _) => 0.0,
+            (_, 0) => f32::NAN,
+            (r, 1) => -f32::MIN_POSITIVE / 2f32.powi(r as i32),
+            (r, c) => 2f32.powi((r * c * 9) as i32 - 100) * (1.0 + (row * column) as f32 / 1e4),
+        };
+        let data: Vec<u8> = (0..40 * 50).flat_map(|i| value(i / 50, i % 50).to_le_bytes()).collect();
+        round_trip(Dtype::F32, 50, &data);
+    }
+
+    #[test]
+    fn terms_are_stored_only_where_they_pay() {
+        let noise = |i: usize| 1.0 + (i.wrapping_mul(2_654_435_761) >> 7 & 0xffff) as f32 / 65_536.0;
+        let rows = |row: usize, _: usize| (row * 7 % 30) as f32 / 2.0;
+        let columns = |_: usize, column: usize| (column * 11 % 25) as f32 / 3.0;
+        let both = |row: usize, column: usize| rows(row, 0) + columns(0, column);
+        let neither = |_: usize, _: usize| 0.0;
+        let sizes = |exponent: &dyn Fn(usize, usize) -> f32| {
+            let value = |i: usize| noise(i) * exponent(i / 64, i % 64).exp2();
+            let data: Vec<u8> = (0..256 * 64).flat_map(|i| value(i).to_le_bytes()).collect();
+            round_trip(Dtype::F32, 64, &data)[..2].to_vec()
+        };
+        assert_eq!(sizes(&neither), [2, 0]);
+        assert_eq!(sizes(&rows), [2 + 256, 0]);
+        assert_eq!(sizes(&columns), [2, 64]);
+        assert_eq!(sizes(&both), [2 + 256, 64]);
+    }
+}
