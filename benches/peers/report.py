@@ -62,9 +62,9 @@ def targets(raw):
     times("bf16-k1", "tc.bitmask", "memcpy", (0.7, 0.85), "`tc.bitmask`, whole codec, 60 % changed: pack / expand against memcpy")
     times("bf16-low-k1", "tc.bitmask", "memcpy", (0.7, 0.85), "`tc.bitmask`, whole codec, 1.3 % changed: pack / expand against memcpy")
     times("plane", "tc.planes", HUFF0, (2.2, 1.4), "Huffman plane: encode / decode against zstd's huff0")
-    ratio("bf16-full", "tc.planes", 0.665, "bf16 in full: bytes / original")
-    speeds("bf16-full", "tc.planes", (4, 5), "bf16 in full: encode / decode")
-    times("bf16-full", "tc.planes", "ZipNN", (4, 2), "bf16 in full: encode / decode against ZipNN (instead of the line above)")
+    ratio("bf16-full", "tensorcask, balanced", 0.665, "bf16 in full, `balanced`: bytes / original")
+    speeds("bf16-full", "tensorcask, balanced", (4, 5), "bf16 in full, `balanced`: encode / decode")
+    times("bf16-full", "tensorcask, balanced", "ZipNN", (4, 2), "bf16 in full, `balanced`: encode / decode against ZipNN (instead of the line above)")
     for key in ("bf16-k1", "bf16-k5", "bf16-k10", "bf16-k50"):
         k = key.removeprefix("bf16-k")
         ours, bound = results.row(key, "tensorcask, balanced"), results.row(key, XOR_ENTROPY)
