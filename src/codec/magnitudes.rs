@@ -89,7 +89,7 @@ struct Terms {
     center: i16,
     /// None, or one for each row.
     rows: Vec<i8>,
-    /// None, or one for each column.
+    /// One for each column; zeros where they are not stored.
     columns: Vec<i8>,
 }
 
@@ -109,7 +109,7 @@ impl Shape {
     ];
 }
 
-/// Zeros in place of terms that are not stored.
+/// Terms that are not stored.
 fn zeros(count: usize) -> Result<Vec<i8>> {
     let mut zeros = reserve(count, "terms")?;
     zeros.resize(count, 0);
@@ -117,7 +117,7 @@ fn zeros(count: usize) -> Result<Vec<i8>> {
 }
 
 impl Terms {
-    /// Of rows of so many units, given by their planes.
+    /// Of rows of so many units, given by their tops.
     fn fit<'a>(shape: Shape, rows: impl Iterator<Item = &'a [u8]> + Clone, columns: usize) -> Result<Self> {
         let mut terms = Self { center: 0, rows: vec![], columns: zeros(columns)? };
         let (mut total, mut used) = (0i64, 0i64);
