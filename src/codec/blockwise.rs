@@ -10,7 +10,7 @@
 use super::{Chunk, Codec, Columns, Cost, Encoded, maps};
 use crate::entropy;
 use crate::kernels::floats::{floats, to_bytes, unit};
-use crate::spare::{self, Spare};
+use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores numbers in 8 bits each, rounded; exactly, where they are of that form.
@@ -110,8 +110,7 @@ impl Codec for Blockwise8 {
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let blocks = quantize(chunk.data).filter(|_| chunk.dtype == Dtype::F32);
         let blocks = blocks.ok_or_else(|| Error::invalid("needs finite f32"))?;
-        let mut codes = spare::output(blocks.codes.len() + 64);
-        entropy::encode(&blocks.codes, &mut codes);
+        let codes = entropy::coded(&blocks.codes);
         let stored = [vec![u8::from(!blocks.signed)], to_bytes(&blocks.absmax), codes];
         Ok(Encoded { uses_base: false, columns: COLUMNS.into_iter().zip(stored).collect() })
     }

@@ -13,7 +13,7 @@ use super::{Chunk, Codec, Columns, Cost, Encoded};
 use crate::entropy::{self, Histogram};
 use crate::kernels::{bytes, factored as kernel};
 use crate::limits::reserve;
-use crate::spare::{self, Spare};
+use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores matrices whose magnitudes follow their rows and columns, as optimizer moments do.
@@ -150,9 +150,7 @@ impl Codec for Factored {
         rows.extend(terms.rows.iter().map(|&term| term as u8));
         let mut coded = vec![rows, terms.columns.iter().map(|&term| term as u8).collect()];
         for plane in std::iter::once(&exponents).chain(&planes) {
-            let mut code = spare::output(plane.len() + 64);
-            entropy::encode(plane, &mut code);
-            coded.push(code);
+            coded.push(entropy::coded(plane));
         }
         Ok(Encoded { uses_base: false, columns: names(chunk.dtype)?.iter().copied().zip(coded).collect() })
     }

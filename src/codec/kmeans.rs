@@ -13,7 +13,7 @@ use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded};
 use crate::entropy;
 use crate::kernels::floats::{floats, to_bytes, unit};
 use crate::limits::reserve;
-use crate::spare::{self, Spare};
+use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
@@ -267,11 +267,7 @@ impl Codec for KMeans {
             return Err(Error::invalid(format!("needs f32, not {}", chunk.dtype)));
         }
         let Levels { levels, mut codes, protected } = self.quantize(chunk.data);
-        let coded = |plane: &[u8]| {
-            let mut code = spare::output(plane.len() + 64);
-            entropy::encode(plane, &mut code);
-            code
-        };
+        let coded = |plane: &[u8]| entropy::coded(plane);
         let mut best = (coded(&codes), false);
         if let Some(base) = chunk.whole_base() {
             let expected = expected_levels(&levels, base)?;

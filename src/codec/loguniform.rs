@@ -13,7 +13,7 @@ use crate::entropy::{self, Histogram};
 use crate::kernels::bytes;
 use crate::kernels::loguniform::{self as kernel, ESCAPE, Grid, MAX_LOG2};
 use crate::limits::reserve;
-use crate::spare::{self, Spare};
+use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores numbers that lie on a logarithmic grid. It loses nothing: to move numbers onto the grid is [`Setting::LogUniform`]'s.
@@ -291,11 +291,7 @@ impl Codec for LogUniform {
                 escapes.extend_from_slice(unit);
             }
         }
-        let coded = |plane: &[u8]| {
-            let mut code = spare::output(plane.len() + 64);
-            entropy::encode(plane, &mut code);
-            code
-        };
+        let coded = |plane: &[u8]| entropy::coded(plane);
         let stored = [vec![plan.log2 as u8], rows, columns, coded(&symbols), coded(&signs), escapes];
         Ok(Encoded { uses_base: base.is_some(), columns: COLUMNS.into_iter().zip(stored).collect() })
     }

@@ -16,7 +16,7 @@ use crate::entropy::{self, Histogram};
 use crate::kernels::bytes;
 use crate::kernels::magnitudes::{self as kernel, ESCAPE};
 use crate::limits::reserve;
-use crate::spare::{self, Spare};
+use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores floats by their logarithms, to an eighth of an octave, where these are not noise; fewer bytes than `tc.planes` for weights and moments.
@@ -334,9 +334,7 @@ impl Codec for Magnitudes {
         let mut coded = vec![rows, stored.map(|&term| term as u8).collect()];
         let planes: [&[u8]; 4] = [&symbols, &escaped, &signs, &fractions];
         for plane in planes.into_iter().chain(split.rest.iter().map(|plane| plane.as_slice())) {
-            let mut code = spare::output(plane.len() + 64);
-            entropy::encode(plane, &mut code);
-            coded.push(code);
+            coded.push(entropy::coded(plane));
         }
         Ok(Encoded { uses_base: false, columns: names(chunk.dtype)?.iter().copied().zip(coded).collect() })
     }

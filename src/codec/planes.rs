@@ -10,7 +10,7 @@
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, Histogram};
 use crate::kernels::{bytes, planes};
-use crate::spare::{self, Spare};
+use crate::spare::Spare;
 use crate::{Dtype, Result};
 
 /// Stores each byte of the elements apart from the others.
@@ -133,15 +133,7 @@ impl Codec for Planes {
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let (_, uses_base) = better(chunk);
         let split = split(chunk.data, chunk.base.filter(|_| uses_base), chunk.dtype)?;
-        let columns = NAMES
-            .into_iter()
-            .zip(&split)
-            .map(|(name, plane)| {
-                let mut code = spare::output(plane.len() + 64);
-                entropy::encode(plane, &mut code);
-                (name, code)
-            })
-            .collect();
+        let columns = NAMES.into_iter().zip(&split).map(|(name, plane)| (name, entropy::coded(plane))).collect();
         Ok(Encoded { uses_base, columns })
     }
 

@@ -10,7 +10,7 @@
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Partner, sample};
 use crate::entropy::{self, Histogram};
 use crate::kernels::{bytes, remainder};
-use crate::spare::{self, Spare};
+use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
@@ -103,11 +103,7 @@ pub(super) fn encode_beyond(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>;
         rounding.put_u32(unit as u32);
         rounding.extend_from_slice(data.get(4 * unit..4 * unit + 4).unwrap_or_default());
     }
-    let [low, high] = planes.map(|plane| {
-        let mut code = spare::output(plane.len() + 64);
-        entropy::encode(&plane, &mut code);
-        code
-    });
+    let [low, high] = planes.map(|plane| entropy::coded(&plane));
     [low, high, rounding]
 }
 

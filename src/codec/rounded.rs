@@ -11,7 +11,7 @@ use super::remainder::{decode_beyond, encode_beyond, estimate_beyond, max_beyond
 use super::{Chunk, Codec, Columns, Cost, Encoded, planes};
 use crate::entropy;
 use crate::kernels::{bytes, remainder as kernel};
-use crate::spare::{self, Spare};
+use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores f32 so that half of the columns are enough to read them as bf16.
@@ -105,9 +105,7 @@ impl Codec for Rounded {
         let rounded = round(chunk.data)?;
         let mut codes = Vec::with_capacity(COLUMNS.len());
         for plane in planes::split(&rounded, None, Dtype::Bf16)? {
-            let mut code = spare::output(plane.len() + 64);
-            entropy::encode(&plane, &mut code);
-            codes.push(code);
+            codes.push(entropy::coded(&plane));
         }
         codes.extend(encode_beyond(chunk.data, &rounded, false));
         Ok(Encoded { uses_base: false, columns: COLUMNS.into_iter().zip(codes).collect() })

@@ -11,4 +11,4 @@ mod runs;
 mod table;
 
 pub(crate) use histogram::{Histogram, entropy_bits};
-pub(crate) use plane::{PlaneReader, decode, encode, estimate, max_encoded_bytes};
+pub(crate) use plane::{PlaneReader, coded, decode, encode, estimate, max_encoded_bytes};

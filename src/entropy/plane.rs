@@ -6,7 +6,7 @@ use super::rans::{self, Frequencies};
 use super::runs;
 use super::table::Input;
 use crate::kernels::{huffman as huffman_kernel, rans as rans_kernel};
-use crate::{Error, Result};
+use crate::{Error, Result, spare};
 
 const RAW: u8 = 0;
 const CONSTANT: u8 = 1;
@@ -67,6 +67,13 @@ enum Choice {
     Runs,
     Huffman { own: bool },
     Rans { own: bool },
+}
+
+/// The code of `symbols`, as a column.
+pub(crate) fn coded(symbols: &[u8]) -> Vec<u8> {
+    let mut code = spare::output(symbols.len() + 64);
+    encode(symbols, &mut code);
+    code
 }
 
 /// Appends the code of `symbols`.
