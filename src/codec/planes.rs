@@ -45,6 +45,9 @@ pub(super) fn split(data: &[u8], base: Option<&[u8]>, dtype: Dtype) -> Result<Ve
 /// Decodes planes and makes units of them: block by block, so that what was decoded is in the cache when it is merged.
 pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8]) -> Result<()> {
     let width = dtype.unit_bytes();
+    if let ([code], None) = (codes, base) {
+        return entropy::decode(code, out);
+    }
     let units = out.len() / width;
     let mut readers = codes.iter().map(|code| entropy::PlaneReader::new(code, units)).collect::<Result<Vec<_>>>()?;
     let block = readers.first().map_or(0, entropy::PlaneReader::block);

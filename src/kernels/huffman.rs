@@ -88,8 +88,8 @@ mod x86 {
 
     /// Encodes whole groups of 64 symbols and returns the others, and whether all had codes.
     ///
-    /// Codes and lengths of 64 symbols come from byte permutes; shifts by variable counts then join neighbours, until
-    /// 16 groups of four symbols, at most 44 bits each, are left to append.
+    /// Codes and lengths of 64 symbols come from byte permutes; shifts by variable counts then join neighbours, until 8 groups of eight
+    /// symbols are left to append, or, where one takes more than 56 bits, 16 groups of four.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,avx2")]
     pub(super) fn encode<'a>(symbols: &'a [u8], codes: &Codes, writer: &mut BitWriter<'_>) -> (&'a [u8], bool) {
         let table = |bytes: &[u8; 256]| -> [__m512i; 4] {
@@ -138,6 +138,23 @@ mod x86 {
                 _mm512_srli_epi64::<32>(pair_a),
                 _mm512_sllv_epi64(_mm512_srli_epi64::<32>(pair_b), _mm512_srli_epi64::<32>(a_len)),
             );
+            // Octets, if all of them fit into what can be appended at once.
+            let (a_len, b_len) = (_mm512_and_si512(quad_len, half), _mm512_srli_epi64::<32>(quad_len));
+            let octet_len = _mm512_add_epi64(a_len, b_len);
+            let octet = _mm512_or_si512(quad_a, _mm512_sllv_epi64(quad_b, a_len));
+            if _mm512_cmpgt_epu64_mask(octet_len, _mm512_set1_epi64(56)) == 0 {
+                let mut octets = [0u64; 8];
+                let mut lengths = [0u64; 8];
+                // SAFETY: stores of 64 bytes into arrays of 64 bytes.
+                unsafe {
+                    _mm512_storeu_si512(octets.as_mut_ptr().cast(), octet);
+                    _mm512_storeu_si512(lengths.as_mut_ptr().cast(), octet_len);
+                }
+                for (octet, length) in octets.into_iter().zip(lengths) {
+                    writer.put(octet, length as u32);
+                }
+                continue;
+            }
             let mut a = [0u64; 8];
             let mut b = [0u64; 8];
             let mut lengths = [0u32; 16];
@@ -156,7 +173,8 @@ mod x86 {
     }
 }
 
-/// For each 11 bits: up to 6 symbols (48 bits), the bits that they take (8 bits), how many they are (8 bits).
+/// For each 11 bits, from the lowest: the bits that whole symbols in them take (8 bits), up to 6 such symbols (48 bits), how many they are
+/// (8 bits).
 #[derive(Debug, Clone)]
 pub(crate) struct Table {
     many: Box<[u64; 1 << MAX_BITS]>,
@@ -190,7 +208,7 @@ impl Table {
                 used += u32::from(length);
                 count += 1;
             }
-            *slot = symbols | u64::from(used) << 48 | u64::from(count) << 56;
+            *slot = u64::from(used) | symbols << 8 | u64::from(count) << 56;
         }
         Self { many, one }
     }
@@ -199,11 +217,9 @@ impl Table {
 /// One stream on its way.
 #[derive(Debug, Clone, Copy, Default)]
 struct Reader {
-    /// Bits not yet used, from the least significant.
-    bits: u64,
-    /// How many of them count; what lies above may be anything that the bytes at `at` will overwrite with the same.
-    count: u32,
+    /// The next bit of `streams`: its byte, and below 8 the bits of that byte that are used.
     at: usize,
+    used: u32,
     out: usize,
     end: usize,
 }
@@ -220,14 +236,16 @@ pub(crate) fn decode(streams: &[u8], sizes: &[usize; STREAMS], table: &Table, st
     let (mut at, mut from) = (0, 0);
     for (reader, size) in readers.iter_mut().zip(sizes) {
         let end = (from + step).min(out.len());
-        *reader = Reader { bits: 0, count: 0, at, out: from, end };
+        *reader = Reader { at, used: 0, out: from, end };
         at += size;
         from = end;
     }
     if at != streams.len() || from != out.len() {
         return false;
     }
-    bursts(streams, table, &mut readers, out);
+    bursts(Level::best(), streams, table, &mut readers, out);
+    // What is left of each: streams of equal symbols do not end together.
+    readers.iter_mut().for_each(|reader| bursts(Level::best(), streams, table, std::array::from_mut(reader), out));
     let mut end = 0;
     readers.iter_mut().zip(sizes).all(|(reader, size)| {
         let start = end;
@@ -236,42 +254,58 @@ pub(crate) fn decode(streams: &[u8], sizes: &[usize; STREAMS], table: &Table, st
     })
 }
 
-super::for_every_level! {
-    /// Runs all streams as long as a burst of each is safe.
-    fn bursts / bursts_at(streams: &[u8], table: &Table, readers: &mut [Reader; STREAMS], out: &mut [u8]) = bursts_any;
+/// Runs all streams as long as a burst of each is safe.
+fn bursts<const N: usize>(level: Level, streams: &[u8], table: &Table, readers: &mut [Reader; N], out: &mut [u8]) {
+    // Not compiled for vectors: four streams side by side look like one to the compiler, and its gathers take twice the time.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "bmi1,bmi2,lzcnt")]
+    fn bmi2<const N: usize>(streams: &[u8], table: &Table, readers: &mut [Reader; N], out: &mut [u8]) {
+        bursts_any(streams, table, readers, out);
+    }
+    match level {
+        Level::Scalar => bursts_any(streams, table, readers, out),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        _ => unsafe { bmi2(streams, table, readers, out) },
+    }
 }
 
 #[inline(always)]
 #[allow(clippy::little_endian_bytes, clippy::host_endian_bytes, reason = "a kernel: the order of the stream and of the table's symbols")]
-fn bursts_any(streams: &[u8], table: &Table, readers: &mut [Reader; STREAMS], out: &mut [u8]) {
+fn bursts_any<const N: usize>(streams: &[u8], table: &Table, readers: &mut [Reader; N], out: &mut [u8]) {
+    // What falls out of the word as its bits are used up counts them.
+    const SENTINEL: u64 = 1 << 63;
     let table: &[u64; 1 << MAX_BITS] = &table.many;
     let mut local = *readers;
-    'all: loop {
-        for reader in &local {
-            if reader.end - reader.out < BURST_OUT || streams.len() - reader.at < 8 {
-                break 'all;
-            }
+    loop {
+        // A burst takes 55 bits, and up to 7 are used before: 8 bytes are read, and at most 7 left behind.
+        let rounds = |reader: &Reader| {
+            let room = reader.end.saturating_sub(reader.out) / BURST_OUT;
+            room.min(streams.len().saturating_sub(reader.at) / 8)
+        };
+        let rounds = local.iter().map(rounds).min().unwrap_or(0);
+        if rounds == 0 {
+            break;
         }
-        for reader in &mut local {
-            // SAFETY: the check above leaves 8 bytes to read at `at`.
-            let word = u64::from_le(unsafe { streams.as_ptr().add(reader.at).cast::<u64>().read_unaligned() });
-            let mut bits = reader.bits | word << (reader.count & 63);
-            reader.at = reader.at.wrapping_add((63u32.wrapping_sub(reader.count) >> 3) as usize);
-            let mut count = reader.count | 56;
-            let mut to = reader.out;
-            for _ in 0..BURST {
-                let entry = table[(bits & ((1 << MAX_BITS) - 1)) as usize];
-                // SAFETY: a look-up writes 8 bytes and advances by 6 at most, so five stay within BURST_OUT bytes from
-                // `reader.out`, which the check above leaves before `end`, and `end` is within `out`.
-                unsafe { out.as_mut_ptr().add(to).cast::<[u8; 8]>().write_unaligned(entry.to_le_bytes()) };
-                let used = (entry >> 48) as u8;
-                bits >>= used & 63;
-                count = count.wrapping_sub(u32::from(used));
-                to = to.wrapping_add((entry >> 56) as usize);
+        for _ in 0..rounds {
+            for reader in &mut local {
+                // SAFETY: each of the rounds moves `at` by 7 bytes at most, and there were 8 times as many bytes as rounds.
+                let word = u64::from_le(unsafe { streams.as_ptr().add(reader.at).cast::<u64>().read_unaligned() });
+                let mut bits = (word | SENTINEL) >> (reader.used & 7);
+                let mut to = reader.out;
+                for _ in 0..BURST {
+                    let entry = table[(bits & ((1 << MAX_BITS) - 1)) as usize];
+                    // SAFETY: a look-up writes 8 bytes and advances by 6 at most, so five stay within BURST_OUT bytes from
+                    // `reader.out`; there is room for that in every round before `end`, and `end` is within `out`.
+                    unsafe { out.as_mut_ptr().add(to).cast::<[u8; 8]>().write_unaligned((entry >> 8).to_le_bytes()) };
+                    bits >>= entry & 63;
+                    to = to.wrapping_add((entry >> 56) as usize);
+                }
+                let gone = bits.leading_zeros();
+                reader.at = reader.at.wrapping_add((gone >> 3) as usize);
+                reader.used = gone & 7;
+                reader.out = to;
             }
-            reader.bits = bits;
-            reader.count = count;
-            reader.out = to;
         }
     }
     *readers = local;
@@ -279,8 +313,7 @@ fn bursts_any(streams: &[u8], table: &Table, readers: &mut [Reader; STREAMS], ou
 
 /// The rest of one stream, symbol by symbol, then its end.
 fn finish(streams: &[u8], start: usize, end: usize, table: &Table, reader: &mut Reader, out: &mut [u8]) -> bool {
-    // The bit position: whole bytes taken, less the bits still held.
-    let Some(mut position) = (8 * (reader.at - start)).checked_sub(reader.count as usize) else { return false };
+    let mut position = 8 * (reader.at - start) + reader.used as usize;
     let stream = &streams[start..end];
     let window = |position: usize| {
         let byte = |i: usize| stream.get(position / 8 + i).copied().map_or(0, usize::from);
