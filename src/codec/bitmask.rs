@@ -47,9 +47,8 @@ impl Codec for Bitmask {
         let (mut changed, mut sampled) = (0u64, 0u64);
         for range in sample(chunk.data.len(), width) {
             let (data, base) = (chunk.data.get(range.clone())?, base.get(range)?);
-            let pairs = data.chunks_exact(width).zip(base.chunks_exact(width));
-            sampled += pairs.len() as u64;
-            changed += pairs.filter(|(a, b)| a != b).count() as u64;
+            sampled += (data.len() / width) as u64;
+            changed += mask::count_changed(width, base, data) as u64;
         }
         let units = (chunk.data.len() / width) as u64;
         Some(vec![units.div_ceil(8), changed.saturating_mul(units).div_ceil(sampled.max(1)).saturating_mul(width as u64)])
@@ -78,7 +77,7 @@ impl Codec for Bitmask {
         if !units.is_multiple_of(8) && bits.last().is_some_and(|last| last >> (units % 8) != 0) {
             return bad("unused bits of the mask are not zero".into());
         }
-        let changed: usize = bits.iter().map(|byte| byte.count_ones() as usize).sum();
+        let changed = mask::count_ones(bits);
         if changed * width != values.len() {
             return bad(format!("{changed} bits set, but {} bytes of values of width {width}", values.len()));
         }

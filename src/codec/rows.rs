@@ -9,6 +9,7 @@
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Ordered, Planes, Raw};
 use crate::entropy;
+use crate::kernels::mask;
 use crate::limits::reserve;
 use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
@@ -130,7 +131,7 @@ fn parse(column: &[u8], dtype: Dtype, out_bytes: usize) -> Result<Header> {
     if (count..8 * bits.len()).any(|row| is_set(&row)) {
         return Err(bad("unused bits of `rows` are not zero".into(), "rows 4"));
     }
-    let mut rows = reserve(bits.iter().map(|byte| byte.count_ones() as usize).sum(), "changed rows")?;
+    let mut rows = reserve(mask::count_ones(&bits), "changed rows")?;
     rows.extend((0..count).filter(is_set));
     Ok(Header { codec, takes_base, row_bytes, changed: rows })
 }

@@ -8,7 +8,7 @@ pub(crate) fn pack(width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) 
 }
 
 fn pack_at(level: Level, width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) {
-    let mut mask = Vec::with_capacity((new.len() / width).div_ceil(8));
+    let mut mask = crate::spare::output((new.len() / width).div_ceil(8));
     // Room for all units, and for stores of whole vectors.
     let mut values = crate::spare::output(new.len() + 64);
     let done = match level {
@@ -58,6 +58,24 @@ fn expand_at(level: Level, width: usize, base: &[u8], mask: &[u8], values: &[u8]
     }
 }
 
+/// How many units are changed.
+pub(crate) fn count_changed(width: usize, base: &[u8], new: &[u8]) -> usize {
+    pack(width, base, new).1.len() / width
+}
+
+super::for_every_level! {
+    /// How many bits of a mask are set.
+    pub(crate) fn count_ones / count_ones_at(mask: &[u8]) -> usize = count_ones_any;
+}
+
+#[inline(always)]
+#[allow(clippy::host_endian_bytes, reason = "a kernel: bits are counted, in whichever order")]
+fn count_ones_any(mask: &[u8]) -> usize {
+    let (words, rest) = mask.as_chunks::<8>();
+    let of_words = words.iter().fold(0usize, |sum, word| sum.wrapping_add(u64::from_ne_bytes(*word).count_ones() as usize));
+    rest.iter().fold(of_words, |sum, byte| sum.wrapping_add(byte.count_ones() as usize))
+}
+
 fn pack_width<const W: usize>(base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) {
     let (base, new) = (base.as_chunks::<W>().0, new.as_chunks::<W>().0);
     for (base, new) in base.chunks(8).zip(new.chunks(8)) {
@@ -95,8 +113,18 @@ mod x86 {
 
     /// Packs whole vectors; gives the bytes that it has handled. `values` has room for all changed units and a vector more.
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi1,bmi2")]
-    #[allow(clippy::little_endian_bytes, reason = "a kernel: the mask is defined byte by byte, and this is its order")]
     pub(super) fn pack(width: usize, base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) -> usize {
+        match width {
+            1 => pack_width::<1>(base, new, mask, values),
+            2 => pack_width::<2>(base, new, mask, values),
+            4 => pack_width::<4>(base, new, mask, values),
+            _ => pack_width::<8>(base, new, mask, values),
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi1,bmi2")]
+    #[allow(clippy::little_endian_bytes, reason = "a kernel: the mask is defined byte by byte, and this is its order")]
+    fn pack_width<const W: usize>(base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) -> usize {
         let vectors = base.as_chunks::<VECTOR>().0.iter().zip(new.as_chunks::<VECTOR>().0);
         let count = vectors.len();
         let capacity = values.capacity();
@@ -108,7 +136,7 @@ mod x86 {
             }
             // SAFETY: loads of 64 bytes from arrays of 64.
             let (base, new) = unsafe { (_mm512_loadu_si512(base.as_ptr().cast()), _mm512_loadu_si512(new.as_ptr().cast())) };
-            let (bits, packed) = match width {
+            let (bits, packed) = match W {
                 1 => {
                     let bits = _mm512_cmpneq_epi8_mask(base, new);
                     (bits, _mm512_maskz_compress_epi8(bits, new))
@@ -126,10 +154,10 @@ mod x86 {
                     (u64::from(bits), _mm512_maskz_compress_epi64(bits, new))
                 }
             };
-            mask.extend_from_slice(bits.to_le_bytes().get(..VECTOR / width / 8).unwrap_or_default());
+            mask.extend_from_slice(bits.to_le_bytes().get(..VECTOR / W / 8).unwrap_or_default());
             // SAFETY: the check above leaves room for a vector at `at`, within the capacity.
             unsafe { _mm512_storeu_si512(values.as_mut_ptr().add(at).cast(), packed) };
-            at += width * bits.count_ones() as usize;
+            at += W * bits.count_ones() as usize;
         }
         // SAFETY: all bytes before `at` were written, and `at` is within the capacity.
         unsafe { values.set_len(at) };
@@ -139,7 +167,17 @@ mod x86 {
     /// Expands whole vectors while a vector of values can be read; gives the units and the bytes of values that it has handled.
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi1,bmi2")]
     pub(super) fn expand(width: usize, base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) -> (usize, usize) {
-        let per_vector = VECTOR / width;
+        match width {
+            1 => expand_width::<1>(base, mask, values, out),
+            2 => expand_width::<2>(base, mask, values, out),
+            4 => expand_width::<4>(base, mask, values, out),
+            _ => expand_width::<8>(base, mask, values, out),
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi1,bmi2")]
+    fn expand_width<const W: usize>(base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) -> (usize, usize) {
+        let per_vector = VECTOR / W;
         let masks = mask.chunks_exact(per_vector / 8);
         let vectors = base.as_chunks::<VECTOR>().0.iter().zip(out.as_chunks_mut::<VECTOR>().0).zip(masks);
         let (mut units, mut at) = (0, 0);
@@ -150,7 +188,7 @@ mod x86 {
             let bits = mask.iter().rev().fold(0u64, |bits, &byte| bits << 8 | u64::from(byte));
             // SAFETY: loads of 64 bytes: an array, and values of which as many are left.
             let (base, new) = unsafe { (_mm512_loadu_si512(base.as_ptr().cast()), _mm512_loadu_si512(values.as_ptr().add(at).cast())) };
-            let merged = match width {
+            let merged = match W {
                 1 => _mm512_mask_expand_epi8(base, bits, new),
                 2 => _mm512_mask_expand_epi16(base, bits as u32, new),
                 4 => _mm512_mask_expand_epi32(base, bits as u16, new),
@@ -158,7 +196,7 @@ mod x86 {
             };
             // SAFETY: a store of 64 bytes into an array of 64.
             unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), merged) };
-            at += width * bits.count_ones() as usize;
+            at += W * bits.count_ones() as usize;
             units += per_vector;
         }
         (units, at)
@@ -325,8 +363,10 @@ mod tests {
                 let scalar = pack_at(Level::Scalar, width, &base, &new);
                 let changed = base.chunks(width).zip(new.chunks(width)).filter(|(a, b)| a != b).count();
                 assert_eq!(scalar.1.len(), changed * width);
+                assert_eq!(count_changed(width, &base, &new), changed);
                 for level in Level::available() {
                     assert_eq!(pack_at(level, width, &base, &new), scalar, "{level:?}, {units} units of {width}");
+                    assert_eq!(count_ones_at(level, &scalar.0), changed);
                     let mut out = vec![0xaa; new.len()];
                     expand_at(level, width, &base, &scalar.0, &scalar.1, &mut out);
                     assert_eq!(out, new, "{level:?}, {units} units of {width}");
