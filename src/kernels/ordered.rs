@@ -2,6 +2,7 @@
 //!
 //! The sign-magnitude bits of a float map to an unsigned integer in the order of the numbers; neighbours differ by one.
 
+use super::Level;
 use super::bits::{BitReader, BitWriter};
 
 /// Where the exponent of a float lies.
@@ -37,15 +38,6 @@ super::for_every_level! {
     pub(crate) fn tokens / tokens_at(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) = tokens_any;
 }
 super::for_every_level! {
-    /// The extra bits of all differences, of which these are the tokens, as a stream.
-    pub(crate) fn put_extra / put_extra_at(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> = put_extra_any;
-}
-super::for_every_level! {
-    /// Units of `width` bytes from those of the base, tokens, and the stream of their extra bits; false if it does not end with the last of
-    /// them. Differences that do not fit the width are taken modulo it.
-    pub(crate) fn apply / apply_at(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool = apply_any;
-}
-super::for_every_level! {
     /// The exponent of each unit.
     pub(crate) fn exponents / exponents_at(width: usize, exponent: Exponent, units: &[u8], out: &mut [u8]) = exponents_any;
 }
@@ -53,13 +45,111 @@ super::for_every_level! {
     /// The class of each exponent: how many of `bounds`, 255 for none, lie below it. In place.
     pub(crate) fn classes / classes_at(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) = classes_any;
 }
-#[inline(always)]
-fn all_literal(tokens: &[u8]) -> bool {
-    u32::from(tokens.iter().copied().fold(0, u8::max)) < LITERALS
+/// A number for each unit of a block.
+type Block = [u32; BLOCK];
+
+/// The extra bits of all differences, of which these are the tokens, as a stream.
+pub(crate) fn put_extra(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
+    put_extra_at(Level::best(), width, base, data, tokens)
 }
 
-/// Differences of a block, and how long it is.
-type Block = [u32; BLOCK];
+fn put_extra_at(level: Level, width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
+    match (level, width) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        (Level::Avx2, _) => unsafe { x86::put_extra_avx2(width, base, data, tokens) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        (Level::Avx512, _) => unsafe { x86::put_extra_avx512(width, base, data, tokens) },
+        (_, 4) => put_extra_any(width, base, data, tokens, extract::<2>),
+        _ => put_extra_any(width, base, data, tokens, extract::<4>),
+    }
+}
+
+/// Units of `width` bytes from those of the base, tokens, and the stream of their extra bits; false if it does not end with the last of
+/// them. Differences that do not fit the width are taken modulo it.
+pub(crate) fn apply(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
+    apply_at(Level::best(), width, base, tokens, bits, out)
+}
+
+fn apply_at(level: Level, width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
+    match (level, width) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        (Level::Avx2, _) => unsafe { x86::apply_avx2(width, base, tokens, bits, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        (Level::Avx512, _) => unsafe { x86::apply_avx512(width, base, tokens, bits, out) },
+        (_, 4) => apply_any(width, base, tokens, bits, out, deposit::<2>),
+        _ => apply_any(width, base, tokens, bits, out, deposit::<4>),
+    }
+}
+
+/// The same bodies, with the instructions that take bits from under a mask and put them there.
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{_pdep_u64, _pext_u64};
+
+    use super::{apply_any, put_extra_any};
+
+    #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+    pub(super) fn put_extra_avx2(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
+        put_extra_any(width, base, data, tokens, |word, mask| _pext_u64(word, mask))
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
+    pub(super) fn put_extra_avx512(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
+        put_extra_any(width, base, data, tokens, |word, mask| _pext_u64(word, mask))
+    }
+
+    #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+    pub(super) fn apply_avx2(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
+        apply_any(width, base, tokens, bits, out, |word, mask| _pdep_u64(word, mask))
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
+    pub(super) fn apply_avx512(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
+        apply_any(width, base, tokens, bits, out, |word, mask| _pdep_u64(word, mask))
+    }
+}
+
+/// The bits of each of `N` lanes that lie under the mask's ones, the lowest of the lane, joined.
+#[inline(always)]
+fn extract<const N: usize>(word: u64, mask: u64) -> u64 {
+    let (mut bits, mut count) = (0, 0u32);
+    for lane in 0..N as u32 {
+        let at = 64 / N as u32 * lane;
+        let own = mask >> at & u64::MAX >> (64 - 64 / N);
+        bits |= (word >> at & own) << (count & 63);
+        count = count.wrapping_add(own.count_ones());
+    }
+    bits
+}
+
+/// The inverse of [`extract`].
+#[inline(always)]
+fn deposit<const N: usize>(mut bits: u64, mask: u64) -> u64 {
+    let mut word = 0;
+    for lane in 0..N as u32 {
+        let at = 64 / N as u32 * lane;
+        let own = mask >> at & u64::MAX >> (64 - 64 / N);
+        word |= (bits & own) << at;
+        bits >>= own.count_ones() & 63;
+    }
+    word
+}
+
+/// `N` numbers to a word.
+#[inline(always)]
+fn pack<const N: usize>(numbers: &[u32], words: &mut [u64]) {
+    for (word, numbers) in words.iter_mut().zip(numbers.as_chunks::<N>().0) {
+        let mut joined = 0;
+        for (lane, &number) in (0u32..).zip(numbers) {
+            joined |= u64::from(number) << (64 / N as u32).wrapping_mul(lane);
+        }
+        *word = joined;
+    }
+}
 
 #[inline(always)]
 fn tokens_any(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) {
@@ -73,22 +163,39 @@ fn tokens_any(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) {
 }
 
 #[inline(always)]
-fn put_extra_any(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
+fn all_literal(tokens: &[u8]) -> bool {
+    u32::from(tokens.iter().copied().fold(0, u8::max)) < LITERALS
+}
+
+#[inline(always)]
+fn put_extra_any(width: usize, base: &[u8], data: &[u8], tokens: &[u8], extract: impl Fn(u64, u64) -> u64) -> Vec<u8> {
     let of_block = |tokens: &[u8]| tokens.iter().map(|&token| extra_bits(token)).fold(0, u32::wrapping_add) as usize;
     let bits: usize = tokens.chunks(BLOCK).map(of_block).fold(0, usize::wrapping_add);
     let mut out = crate::spare::output(bits.div_ceil(8) + 8);
     out.resize(bits.div_ceil(8) + 8, 0);
     let mut writer = BitWriter::new(&mut out);
-    let mut block: Block = [0; BLOCK];
+    let (mut differences, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
+    let (mut words, mut under) = ([0u64; BLOCK / 2], [0u64; BLOCK / 2]);
     for (at, tokens) in tokens.chunks(BLOCK).enumerate() {
         if all_literal(tokens) {
             continue;
         }
-        let differences = &mut block[..tokens.len()];
         let range = at * BLOCK * width..(at * BLOCK + tokens.len()) * width;
-        differences_of(width, &base[range.clone()], &data[range], differences);
-        // As many as fit into 56 bits: 12 each of 16-bit units, 28 of 32-bit units.
-        if width == 4 { put_groups::<2>(differences, &mut writer) } else { put_groups::<4>(differences, &mut writer) }
+        differences_of(width, &base[range.clone()], &data[range], &mut differences[..tokens.len()]);
+        masks_of(tokens, &mut masks);
+        // As many numbers as fit into 56 bits: 12 each of 16-bit units, 28 of 32-bit units.
+        let used = if width == 4 {
+            pack::<2>(&differences, &mut words);
+            pack::<2>(&masks, &mut under);
+            tokens.len().div_ceil(2)
+        } else {
+            pack::<4>(&differences, &mut words);
+            pack::<4>(&masks, &mut under);
+            tokens.len().div_ceil(4)
+        };
+        for (&word, &mask) in words.iter().zip(&under).take(used) {
+            writer.put(extract(word, mask), mask.count_ones());
+        }
     }
     let bytes = writer.finish();
     out.truncate(bytes);
@@ -96,67 +203,54 @@ fn put_extra_any(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u
 }
 
 #[inline(always)]
-fn put_groups<const N: usize>(differences: &[u32], writer: &mut BitWriter<'_>) {
-    let (groups, rest) = differences.as_chunks::<N>();
-    for group in groups {
-        put_group(group, writer);
-    }
-    put_group(rest, writer);
-}
-
-#[inline(always)]
-fn put_group(group: &[u32], writer: &mut BitWriter<'_>) {
-    let (mut bits, mut count) = (0u64, 0u32);
-    for &z in group {
-        // The top bit and the three below stand in the token.
-        let own = 28u32.wrapping_sub((z | (LITERALS - 1)).leading_zeros());
-        bits |= u64::from(z & !(u32::MAX << (own & 31))) << (count & 63);
-        count = count.wrapping_add(own);
-    }
-    writer.put(bits, count);
-}
-
-#[inline(always)]
-fn apply_any(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
+fn apply_any(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8], deposit: impl Fn(u64, u64) -> u64) -> bool {
     let mut reader = BitReader::new(bits);
-    let mut block: Block = [0; BLOCK];
+    let (mut differences, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
+    let mut words = [0u64; BLOCK / 2];
     for (at, tokens) in tokens.chunks(BLOCK).enumerate() {
-        let differences = &mut block[..tokens.len()];
-        if all_literal(tokens) {
-            for (slot, &token) in differences.iter_mut().zip(tokens) {
-                *slot = u32::from(token);
+        for (slot, &token) in differences.iter_mut().zip(tokens) {
+            *slot = least(token);
+        }
+        if !all_literal(tokens) {
+            masks_of(tokens, &mut masks);
+            let (lanes, used) = if width == 4 {
+                pack::<2>(&masks, &mut words);
+                (2, tokens.len().div_ceil(2))
+            } else {
+                pack::<4>(&masks, &mut words);
+                (4, tokens.len().div_ceil(4))
+            };
+            for word in words.iter_mut().take(used) {
+                let mask = *word;
+                *word = deposit(reader.peek(), mask);
+                reader.skip(mask.count_ones());
             }
-        } else if width == 4 {
-            take_groups::<2>(tokens, &mut reader, differences);
-        } else {
-            take_groups::<4>(tokens, &mut reader, differences);
+            if lanes == 2 { add::<2>(&words, &mut differences) } else { add::<4>(&words, &mut differences) }
         }
         let range = at * BLOCK * width..(at * BLOCK + tokens.len()) * width;
-        apply_differences(width, &base[range.clone()], differences, &mut out[range]);
+        apply_differences(width, &base[range.clone()], &differences[..tokens.len()], &mut out[range]);
     }
     reader.is_at_end()
 }
 
+/// A mask of the extra bits of each token; none for what is left of the block.
 #[inline(always)]
-fn take_groups<const N: usize>(tokens: &[u8], reader: &mut BitReader<'_>, out: &mut [u32]) {
-    let (groups, rest) = tokens.as_chunks::<N>();
-    let (slots, last) = out.as_chunks_mut::<N>();
-    for (group, slots) in groups.iter().zip(slots) {
-        take_group(group, reader, slots);
+fn masks_of(tokens: &[u8], masks: &mut Block) {
+    for (mask, &token) in masks.iter_mut().zip(tokens) {
+        *mask = !(u32::MAX << (extra_bits(token) & 31));
     }
-    take_group(rest, reader, last);
+    masks[tokens.len()..].fill(0);
 }
 
+/// Adds the numbers of words of `N`.
 #[inline(always)]
-fn take_group(tokens: &[u8], reader: &mut BitReader<'_>, out: &mut [u32]) {
-    let (mut word, mut count) = (reader.peek(), 0u32);
-    for (slot, &token) in out.iter_mut().zip(tokens) {
-        let own = extra_bits(token) & 31;
-        *slot = least(token).wrapping_add(word as u32 & !(u32::MAX << own));
-        word >>= own;
-        count = count.wrapping_add(own);
+fn add<const N: usize>(words: &[u64], numbers: &mut Block) {
+    for (numbers, &word) in numbers.as_chunks_mut::<N>().0.iter_mut().zip(words) {
+        for (lane, number) in (0u32..).zip(numbers) {
+            let own = word >> (64 / N as u32).wrapping_mul(lane) & u64::MAX >> (64 - 64 / N);
+            *number = number.wrapping_add(own as u32);
+        }
     }
-    reader.skip(count);
 }
 
 trait Unit<const W: usize>: Copy {
@@ -289,7 +383,6 @@ pub(crate) fn least(token: u8) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::Level;
 
     #[test]
     fn tokens_cover_every_difference_once() {
