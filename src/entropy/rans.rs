@@ -3,6 +3,7 @@
 use super::histogram::Histogram;
 use super::table::{Input, put_u32, span};
 use crate::kernels::rans::{self as kernel, LANES, SCALE, SCALE_BITS};
+use crate::spare::Spare;
 use crate::{Error, Result};
 
 /// Frequencies by symbol, which add up to [`SCALE`].
@@ -104,14 +105,14 @@ pub(super) fn bits(frequencies: &Frequencies, histogram: &Histogram) -> u64 {
 }
 
 pub(super) fn encode(symbols: &[u8], encoder: &kernel::Encoder, out: &mut Vec<u8>) {
-    let (states, words) = kernel::encode(symbols, encoder);
-    put_u32(out, (2 * words.len()) as u32);
+    let mut room = Spare::default();
+    let (states, start) = kernel::encode(symbols, encoder, &mut room);
+    let words = room.get(start..).unwrap_or_default();
+    put_u32(out, words.len() as u32);
     for state in states {
         put_u32(out, state);
     }
-    for word in words.iter().rev() {
-        out.extend([*word as u8, (*word >> 8) as u8]);
-    }
+    out.extend_from_slice(words);
 }
 
 pub(super) fn decode(input: &mut Input<'_>, decoder: &kernel::Decoder, out: &mut [u8]) -> Result<()> {

@@ -111,6 +111,7 @@ macro_rules! for_every_level {
 pub(crate) use for_every_level;
 
 pub(crate) mod bits;
+#[allow(unsafe_code, reason = "vector loads and stores within checked bounds")]
 pub(crate) mod bytes;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod clusters;
@@ -139,6 +140,7 @@ pub(crate) mod part;
 pub(crate) mod planes;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod predict;
+#[allow(unsafe_code, reason = "vector loads, look-ups and stores within checked bounds")]
 pub(crate) mod rans;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod remainder;
