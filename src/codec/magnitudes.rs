@@ -14,7 +14,7 @@ use super::terms::{LEAST, mean, term};
 use super::{Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, Histogram};
 use crate::kernels::bytes;
-use crate::kernels::magnitudes::{self as kernel, ESCAPE};
+use crate::kernels::magnitudes as kernel;
 use crate::limits::reserve;
 use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
@@ -168,16 +168,8 @@ const MIDDLE: u8 = 128;
 /// Leaves symbols to the range that pays, from 1 up, and gives the first of it: each symbol takes room of the code, whose shortest share is
 /// 2^-11, however rare it is.
 fn narrow(symbols: &mut [u8]) -> u8 {
-    const STRETCH: usize = 1024;
-    // Some of many tell enough; an odd step meets all columns of rows of any power of 2.
-    let every = if symbols.len() < 64 * STRETCH { 1 } else { 5 };
-    let mut histogram = [0u32; 256];
-    for stretch in symbols.chunks(STRETCH).step_by(every) {
-        for (sum, n) in histogram.iter_mut().zip(bytes::histogram(stretch)) {
-            *sum += n;
-        }
-    }
-    let least = 1 + symbols.len() as u32 / (4096 * every as u32);
+    let histogram = entropy::count_about(symbols);
+    let least = 1 + symbols.len() as u32 / 4096;
     let kept = |symbol: &u8| *symbol > 0 && histogram.get(usize::from(*symbol)).is_some_and(|&n| n >= least);
     let (first, last) = ((0..=255).find(kept).unwrap_or(1), (0..=255).rfind(kept).unwrap_or(1));
     kernel::narrow(symbols, first, last);
@@ -191,23 +183,15 @@ fn matrix(chunk: &Chunk<'_>) -> Option<(usize, usize)> {
     (rows >= LEAST && columns >= LEAST).then_some((rows, columns))
 }
 
-/// The elements without a symbol, stretch by stretch.
-fn escapes(symbols: &[u8]) -> impl Iterator<Item = usize> {
-    const STRETCH: usize = 64;
-    let stretches = symbols.chunks(STRETCH).enumerate().filter(|(_, stretch)| stretch.contains(&ESCAPE));
-    stretches
-        .flat_map(|(at, stretch)| stretch.iter().enumerate().filter(|(_, symbol)| **symbol == ESCAPE).map(move |(i, _)| at * STRETCH + i))
-}
-
 /// The low bytes of magnitudes that have no symbol, then the high bytes.
 fn escaped<'a>(symbols: &[u8], rows: impl Iterator<Item = &'a [u8]>, columns: usize) -> Vec<u8> {
     let (mut lows, mut highs) = (Vec::new(), Vec::new());
     for (symbols, tops) in symbols.chunks(columns.max(1)).zip(rows) {
-        for at in escapes(symbols) {
+        kernel::for_each_escape(symbols, |at| {
             let magnitude = kernel::magnitudes(tops.get(2 * at..2 * at + 2).unwrap_or_default()).next().unwrap_or(0);
             lows.push(magnitude as u8);
             highs.push((magnitude >> 8) as u8);
-        }
+        });
     }
     lows.append(&mut highs);
     lows
@@ -407,15 +391,16 @@ fn put_escapes(code: &[u8], symbols: &[u8], tops: &mut [u8]) -> Result<()> {
     let count = kernel::count_escapes(symbols);
     let both = plane(code, 2 * count, "escapes")?;
     let (lows, highs) = both.split_at(count);
-    for (at, (&low, &high)) in escapes(symbols).zip(lows.iter().zip(highs)) {
-        if high > (kernel::MOST >> 8) as u8 {
-            return Err(bad("magnitudes 3.1", format!("an escape of {}", u16::from(high) << 8 | u16::from(low))));
-        }
-        if let Some([by_low, by_high]) = tops.get_mut(2 * at..2 * at + 2) {
+    if let Some((low, high)) = lows.iter().zip(highs).find(|(_, high)| **high > (kernel::MOST >> 8) as u8) {
+        return Err(bad("magnitudes 3.1", format!("an escape of {}", u16::from(*high) << 8 | u16::from(*low))));
+    }
+    let mut escapes = lows.iter().zip(highs);
+    kernel::for_each_escape(symbols, |at| {
+        if let (Some((&low, &high)), Some([by_low, by_high])) = (escapes.next(), tops.get_mut(2 * at..2 * at + 2)) {
             *by_low |= low << 4;
             *by_high |= high << 4 | low >> 4;
         }
-    }
+    });
     Ok(())
 }
 

@@ -135,7 +135,7 @@ impl Codec for Ordered {
         kernel::tokens(width, base, chunk.data, &mut tokens);
         let mut classes = Spare::new(units, "classes")?;
         kernel::exponents(width, exponent, base, &mut classes);
-        let bounds = choose_bounds(&bytes::histogram(&classes));
+        let bounds = choose_bounds(&entropy::count_about(&classes));
         kernel::classes(&mut classes, &padded(&bounds));
         let mut parted = parted(&classes, bounds.len() + 1)?;
         parted.part(&classes, &tokens);

@@ -10,5 +10,5 @@ mod rans;
 mod runs;
 mod table;
 
-pub(crate) use histogram::{Histogram, entropy_bits};
+pub(crate) use histogram::{Histogram, count_about, entropy_bits};
 pub(crate) use plane::{PlaneReader, coded, decode, encode, estimate, max_encoded_bytes};

@@ -3,7 +3,7 @@
 //! All is about the *tops* of units: their upper 16 bits, in two bytes. A magnitude is the exponent and the three bits after it: bits 4 to 14.
 
 /// The symbol of a magnitude that has none of its own.
-pub(crate) const ESCAPE: u8 = 0;
+const ESCAPE: u8 = 0;
 
 /// The greatest magnitude.
 pub(crate) const MOST: u16 = 2047;
@@ -194,6 +194,25 @@ fn count_escapes_any(symbols: &[u8]) -> usize {
     symbols.chunks(255).map(|some| usize::from(some.iter().fold(0u8, |sum, &symbol| sum.wrapping_add(u8::from(symbol == ESCAPE))))).sum()
 }
 
+/// The places of all escapes, in order.
+#[allow(clippy::little_endian_bytes, reason = "a kernel: element 0 is the lowest byte of a word")]
+pub(crate) fn for_each_escape(symbols: &[u8], mut each: impl FnMut(usize)) {
+    const LOW: u64 = 0x7f7f_7f7f_7f7f_7f7f;
+    let (words, rest) = symbols.as_chunks::<8>();
+    for (at, word) in words.iter().enumerate() {
+        let word = u64::from_le_bytes(*word);
+        // The highest bit of each byte that is zero.
+        let mut zeros = !((word & LOW).wrapping_add(LOW) | word | LOW);
+        while zeros != 0 {
+            each(8 * at + zeros.trailing_zeros() as usize / 8);
+            zeros &= zeros - 1;
+        }
+    }
+    for (at, _) in rest.iter().enumerate().filter(|(_, symbol)| **symbol == ESCAPE) {
+        each(8 * words.len() + at);
+    }
+}
+
 #[inline(always)]
 fn add_to_columns_any(tops: &[u8], sums: &mut [u32], counts: &mut [u32]) {
     for ((magnitude, sum), count) in magnitudes(tops).zip(sums).zip(counts) {
@@ -223,6 +242,18 @@ fn sum_of_row_any(columns: &[i8], tops: &[u8]) -> (i64, u32) {
 mod tests {
     use super::*;
     use crate::kernels::Level;
+
+    #[test]
+    fn every_escape_is_found_where_it_is() {
+        let symbols: Vec<u8> = (0..1003u32).map(|i| [0, 1, 0x80, 255, 0, 7, 0x7f][(i * i % 97 % 7) as usize]).collect();
+        for count in [0, 1, 7, 8, 9, 1003] {
+            let mut found = vec![];
+            for_each_escape(&symbols[..count], |at| found.push(at));
+            let expected: Vec<usize> = (0..count).filter(|&at| symbols[at] == ESCAPE).collect();
+            assert_eq!(found, expected);
+            assert_eq!(count_escapes(&symbols[..count]), found.len());
+        }
+    }
 
     fn bytes(tops: &[u16]) -> Vec<u8> {
         tops.iter().flat_map(|top| top.to_le_bytes()).collect()

@@ -19,14 +19,30 @@ pub(crate) struct Parted {
 /// Bytes of a vector.
 const VECTOR: usize = 64;
 
+/// How many symbols are of each of the first `count` classes.
+fn members_at(level: Level, classes: &[u8], count: usize) -> [usize; MAX_CLASSES] {
+    let mut members = [0usize; MAX_CLASSES];
+    let done = match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        Level::Avx512 => unsafe { x86::members(classes, count, &mut members) },
+        _ => 0,
+    };
+    let rest = super::bytes::histogram(classes.get(done..).unwrap_or_default());
+    for (sum, &n) in members.iter_mut().zip(&rest).take(count) {
+        *sum = sum.wrapping_add(n as usize);
+    }
+    members
+}
+
 impl Parted {
     /// Room for as many symbols as there are `classes` (each below `count`), or `None` without memory for it.
     pub(crate) fn new(classes: &[u8], count: usize) -> Option<Self> {
-        let histogram = super::bytes::histogram(classes);
-        let (mut starts, mut counts, mut at) = ([0; MAX_CLASSES], [0; MAX_CLASSES], 0);
-        for (class, &members) in histogram.iter().enumerate().take(count.min(MAX_CLASSES)) {
-            (starts[class], counts[class]) = (at, members as usize);
-            at += members as usize + VECTOR;
+        let counts = members_at(Level::best(), classes, count);
+        let (mut starts, mut at) = ([0; MAX_CLASSES], 0);
+        for (start, &members) in starts.iter_mut().zip(&counts).take(count) {
+            *start = at;
+            at += members + VECTOR;
         }
         let symbols = Spare::new(at, "symbols by class").ok()?;
         Some(Self { symbols, starts, counts, classes: count.min(MAX_CLASSES) })
@@ -90,6 +106,20 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::{MAX_CLASSES, VECTOR};
+
+    /// Counts the members of classes in whole vectors; gives how many symbols these were.
+    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
+    pub(super) fn members(classes: &[u8], count: usize, members: &mut [usize; MAX_CLASSES]) -> usize {
+        let vectors = classes.as_chunks::<VECTOR>().0;
+        for vector in vectors {
+            // SAFETY: a load of 64 bytes from an array of 64.
+            let vector = unsafe { _mm512_loadu_si512(vector.as_ptr().cast()) };
+            for (class, sum) in (0i8..).zip(members.iter_mut().take(count)) {
+                *sum = sum.wrapping_add(_mm512_cmpeq_epi8_mask(vector, _mm512_set1_epi8(class)).count_ones() as usize);
+            }
+        }
+        vectors.len() * VECTOR
+    }
 
     /// Parts whole vectors; how many symbols that were.
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
