@@ -101,12 +101,8 @@ struct Shape {
 }
 
 impl Shape {
-    const ALL: [Self; 4] = [
-        Self { rows: false, columns: false },
-        Self { rows: true, columns: false },
-        Self { rows: false, columns: true },
-        Self { rows: true, columns: true },
-    ];
+    const BOTH: Self = Self { rows: true, columns: true };
+    const ONE: [Self; 2] = [Self { rows: true, columns: false }, Self { rows: false, columns: true }];
 }
 
 /// Terms that are not stored.
@@ -247,20 +243,23 @@ fn plan(chunk: &Chunk<'_>) -> Result<(Shape, Vec<u64>)> {
     let split = Split::of(&sampled, chunk.dtype)?;
     let (rows, columns) = matrix.unwrap_or_default();
     let some = if matrix.is_some() { columns.min(WIDEST) } else { split.units() };
-    let mut best: Option<(u64, Shape, [u64; 4])> = None;
-    for shape in Shape::ALL {
+    let with = |shape: Shape| -> Result<(Shape, [u64; 4])> {
         let [symbols, escapes] = match matrix {
             Some(_) => judge(shape, split.rows(some).step_by(2), split.rows(some).skip(1).step_by(2), some, units)?,
-            None if shape == Shape::default() => judge(shape, split.rows(some), split.rows(some), some, units)?,
-            None => break,
+            None => judge(shape, split.rows(some), split.rows(some), some, units)?,
         };
-        let sizes = [2 + if shape.rows { rows as u64 } else { 0 }, if shape.columns { columns as u64 } else { 0 }, symbols, escapes];
-        let all = sizes.iter().sum();
-        if best.is_none_or(|(least, _, _)| all < least) {
-            best = Some((all, shape, sizes));
+        Ok((shape, [2 + if shape.rows { rows as u64 } else { 0 }, if shape.columns { columns as u64 } else { 0 }, symbols, escapes]))
+    };
+    let mut found = vec![with(Shape::default())?];
+    if matrix.is_some() {
+        found.push(with(Shape::BOTH)?);
+        // Without a gain of both, whatever the terms take, there is none of one.
+        let coded = |(_, [.., symbols, escapes]): &(Shape, [u64; 4])| symbols + escapes;
+        if coded(&found[1]) < coded(&found[0]) {
+            found.extend(Shape::ONE.into_iter().map(with).collect::<Result<Vec<_>>>()?);
         }
     }
-    let (_, shape, sizes) = best.unwrap_or_default();
+    let (shape, sizes) = found.into_iter().min_by_key(|(_, sizes)| sizes.iter().sum::<u64>()).unwrap_or_default();
     let mut sizes = sizes.to_vec();
     let (signs, fractions) = split.packed()?;
     let of = |plane: &[u8], symbols: u64| entropy::estimate(&bytes::histogram(plane) as &Histogram, symbols);

@@ -8,7 +8,7 @@
 //! Source: none needed
 
 use super::{Chunk, Codec, Columns, Cost, Encoded};
-use crate::{Dtype, Error, Result};
+use crate::{Dtype, Error, Result, spare};
 
 /// Stores the elements as they are.
 ///
@@ -44,7 +44,9 @@ impl Codec for Raw {
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
-        Ok(Encoded { uses_base: false, columns: vec![("values", chunk.data.to_vec())] })
+        let mut values = spare::output(chunk.data.len());
+        values.extend_from_slice(chunk.data);
+        Ok(Encoded { uses_base: false, columns: vec![("values", values)] })
     }
 
     fn check_columns(&self, _: Dtype, names: &[&str]) -> Result<()> {
