@@ -202,6 +202,19 @@ def machine():
     return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
 
 
+def busy():
+    """Seconds of processor time that the machine has spent on anything, and this process."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9] if Path("/proc/stat").exists() else []
+    idle = {3, 4}
+    machine = sum(int(field) for at, field in enumerate(fields) if at not in idle) / os.sysconf("SC_CLK_TCK")
+    return machine, sum(os.times()[:4])
+
+
+def additions():
+    """Seconds of a million additions in Python: how fast the processor is, apart from the memory."""
+    return timed(lambda: sum(at + 1 for at in range(1_000_000)), 5)[0]
+
+
 def versions():
     names = ("numpy", "zipnn", "z4ai", "zstandard", "blosc2", "pcodec", "lz4", "tensorcask")
     found = {"python": platform.python_version()}
@@ -236,13 +249,14 @@ def main():
         "own_data": Path(arguments.data).resolve() != (ROOT / "tests" / "data").resolve(),
         "mib": arguments.mib,
         "rounds": arguments.rounds,
-        "load": os.getloadavg()[0],
+        "additions_s": additions(),
         "missing": missing,
         "left_out": [],
         "cases": [],
         "scaling": [],
         "buffers": [],
     }
+    before, started = busy(), time.perf_counter()
     for key, title, case in states.cases(arguments.data, arguments.mib, arguments.only):
         if isinstance(case, str):
             results["left_out"].append({"title": title, "why": case})
@@ -254,6 +268,8 @@ def main():
             results["buffers"] += [{"title": name, "rows": buffer_sizes(case, how, arguments.rounds)} for name, of, how in BUFFERS if of == key]
         gc.collect()
         print(f"{title}: {case.bytes / 1e6:.0f} MB, {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+    spent = [after - then for after, then in zip(busy(), before, strict=True)]
+    results["others"] = max(0.0, (spent[0] - spent[1]) / (time.perf_counter() - started))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     render(results, arguments.out, papers=arguments.out == HERE and not arguments.only)
