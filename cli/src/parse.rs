@@ -66,11 +66,42 @@ pub(crate) fn precision(text: &str) -> Result<String, String> {
     Precision::parse([text]).map(|_| text.to_owned()).map_err(|e| e.message().to_owned())
 }
 
-/// `GLOB=ROLE`.
-pub(crate) fn role(text: &str) -> Result<(GlobMatcher, String), String> {
-    let (glob, role) = text.rsplit_once('=').filter(|(glob, role)| !glob.is_empty() && !role.is_empty()).ok_or("write GLOB=ROLE")?;
-    let glob = GlobBuilder::new(glob).build().map_err(|e| e.to_string())?;
-    Ok((glob.compile_matcher(), role.to_owned()))
+/// Which tensors have a role, and of which parameter they are.
+#[derive(Debug, Clone)]
+pub(crate) struct RoleRule {
+    names: GlobMatcher,
+    role: String,
+    param: Option<String>,
+}
+
+impl RoleRule {
+    /// Role and param that it gives a name; the param is the guessed one, if the rule names none.
+    pub(crate) fn give(&self, name: &str, guessed: &str) -> Option<(String, String)> {
+        if !self.names.is_match(name) {
+            return None;
+        }
+        let Some(param) = &self.param else { return Some((self.role.clone(), guessed.to_owned())) };
+        // The words of the glob before and after its star.
+        let (before, after) = self.names.glob().glob().split_once('*').unwrap_or_default();
+        let star = name.strip_prefix(before).and_then(|rest| rest.strip_suffix(after)).unwrap_or(name);
+        Some((self.role.clone(), param.replace('*', star)))
+    }
+}
+
+/// `GLOB=ROLE` or `GLOB=ROLE:PARAM`.
+pub(crate) fn role(text: &str) -> Result<RoleRule, String> {
+    let (words, given) = text.rsplit_once('=').filter(|(glob, role)| !glob.is_empty() && !role.is_empty()).ok_or("write GLOB=ROLE")?;
+    let names = GlobBuilder::new(words).build().map_err(|e| e.to_string())?.compile_matcher();
+    let (role, param) = match given.split_once(':') {
+        None => (given, None),
+        Some((role, param)) if role.is_empty() || param.is_empty() => return Err(format!("`{given}`: write ROLE:PARAM")),
+        Some((role, param)) => (role, Some(param.to_owned())),
+    };
+    let stars = words.matches('*').count();
+    if param.as_ref().is_some_and(|param| param.contains('*')) && (stars != 1 || words.contains(['?', '[', '{', '\\'])) {
+        return Err(format!("a `*` in PARAM stands for what the one `*` of the glob stands for; `{words}` is another kind of glob"));
+    }
+    Ok(RoleRule { names, role: role.to_owned(), param })
 }
 
 fn pair(text: &str) -> Result<(&str, &str), String> {

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use super::{Log, LogState, SnapshotRecord};
+use super::{Log, LogState, SnapshotRecord, Status};
 use crate::wire::{Event, Id};
-use crate::{Error, Result, Store};
+use crate::{Error, ErrorKind, Result, Store};
 
 impl Store {
     /// Protects a step from being forgotten, or ends that.
@@ -38,6 +38,35 @@ impl Store {
             log.write_catalog_if_due().await;
         }
         Ok(ids.iter().filter_map(|&id| log.state().by_id(id).cloned()).collect())
+    }
+}
+
+impl Store {
+    /// Says of snapshots by their ids that they are no longer wanted, where they still are: a step of theirs that was saved again meanwhile
+    /// stays. What is pinned stays, too.
+    pub async fn forget_snapshots(&self, snapshots: &[Id]) -> Result<Vec<SnapshotRecord>> {
+        let mut log = Log::load(self).await?;
+        let mut forgotten = Vec::new();
+        for some in snapshots.chunks(MAX_FORGOTTEN) {
+            let wanted = |state: &LogState| -> Vec<Id> {
+                let is_live = |id: &&Id| state.by_id(**id).is_some_and(|record| record.status == Status::Live && !record.pinned);
+                some.iter().filter(is_live).copied().collect()
+            };
+            let ids = wanted(log.state());
+            if ids.is_empty() {
+                continue;
+            }
+            log.append(Id::random()?, |state| match wanted(state) {
+                gone if gone.is_empty() => {
+                    Err(Error::new(ErrorKind::Conflict, "another has forgotten these snapshots meanwhile; ask again"))
+                }
+                snapshots => Ok(Event::Forgotten { snapshots }),
+            })
+            .await?;
+            forgotten.extend(ids.iter().filter_map(|&id| log.state().by_id(id).cloned()));
+            log.write_catalog_if_due().await;
+        }
+        Ok(forgotten)
     }
 }
 

@@ -117,6 +117,7 @@ pub(crate) mod bytes;
 pub(crate) mod clusters;
 #[allow(unsafe_code, reason = "reads and writes the floating-point control register")]
 mod environment;
+pub(crate) use environment::DefaultEnvironment;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod errors;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]

@@ -163,6 +163,17 @@ async fn remaining_casks(
             *some_go |= !stays;
         }
     }
+    let casks = snapshot.manifest().casks.iter().enumerate();
+    let kept: Vec<(usize, usize)> =
+        casks.filter(|(_, cask)| slots.get(&cask.slot).is_some_and(|slot| slot.0)).map(|(at, _)| (0, at)).collect();
+    snapshot.load_indexes(&kept).await?;
+    for &(_, at) in &kept {
+        let (cask, index) = (&snapshot.manifest().casks[at], snapshot.newest().index(at));
+        for codec in index.map(|index| index.codecs()).unwrap_or_default() {
+            // What it needs of other roles is not known either: what stays might not be readable without them.
+            store.registry().resolve(codec).map(|_| ()).in_object(cask.path())?;
+        }
+    }
     let blobs: BTreeSet<u32> = snapshot.blobs().await?.iter().map(|(rank, _)| blob_slot(*rank)).collect();
     let mut casks = Vec::new();
     for cask in &snapshot.manifest().casks {

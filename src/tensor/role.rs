@@ -28,7 +28,9 @@ pub struct RoleAndParam {
 /// assert_eq!(guess("_fsdp_wrapped_module.h.0._orig_mod.weight"), expected("model", "h.0.weight"));
 /// ```
 pub fn infer_role(name: &str) -> RoleAndParam {
-    let segments: Vec<&str> = name.split(['.', '/']).collect();
+    let mut segments: Vec<&str> = name.split(['.', '/']).collect();
+    let chained = segments.iter().take_while(|segment| is_chained(segment)).count();
+    segments.drain(..if chained < segments.len() { chained } else { 0 });
     let in_optimizer = segments.first().is_some_and(|first| OPTIMIZERS.contains(first));
     let role_of = |segment: &str| {
         let general = WORDS.iter().find(|(word, _)| *word == segment);
@@ -44,6 +46,11 @@ pub fn infer_role(name: &str) -> RoleAndParam {
         param = segments.iter().enumerate().filter(|&(i, _)| i != skip).map(|(_, segment)| *segment).collect();
     }
     RoleAndParam { role: role.to_owned(), param: param.join(".") }
+}
+
+/// Whether a segment is one of several optimizers that Megatron chains.
+fn is_chained(segment: &str) -> bool {
+    segment.strip_prefix("chained_").is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 /// First segments of an optimizer's state.
@@ -104,6 +111,8 @@ mod tests {
             ("dcp", "step", "optimizer.state.model.layers.0.mlp.weight.step"),
             ("megatron", "master", "optimizer.state.fp32_param.layers.0.mlp.weight"),
             ("megatron", "exp_avg", "optimizer.state.exp_avg.layers.0.mlp.weight"),
+            ("megatron, several optimizers", "master", "chained_0.optimizer.state.fp32_param.layers.0.mlp.weight"),
+            ("megatron, several optimizers", "exp_avg_sq", "chained_12.optimizer.state.exp_avg_sq.layers.0.mlp.weight"),
             ("deepspeed universal", "master", "zero/layers.0.mlp.weight/fp32"),
             ("deepspeed universal", "exp_avg_sq", "zero/layers.0.mlp.weight/exp_avg_sq"),
             ("optax", "exp_avg", "opt_state.mu.params.layers.0.mlp.weight"),
@@ -113,6 +122,20 @@ mod tests {
         for (framework, role, name) in names {
             let guess = infer_role(name);
             assert_eq!((guess.role.as_str(), guess.param.as_str()), (role, "layers.0.mlp.weight"), "{framework}: {name}");
+        }
+    }
+
+    #[test]
+    fn parameters_that_have_numbers_for_names_keep_them() {
+        for (framework, role, name, param) in [
+            ("torch", "exp_avg", "optimizer.state.0.exp_avg", "0"),
+            ("torch", "step", "optim.state.17.step", "17"),
+            ("deepspeed zero", "exp_avg_sq", "base_optimizer_state.state.0.exp_avg_sq", "0"),
+            ("deepspeed zero", "master", "single_partition_of_fp32_groups.0", "0"),
+            ("fsdp, flat", "model", "_fsdp_wrapped_module._flat_param", "_flat_param"),
+        ] {
+            let guess = infer_role(name);
+            assert_eq!((guess.role.as_str(), guess.param.as_str()), (role, param), "{framework}: {name}");
         }
     }
 

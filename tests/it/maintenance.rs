@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use crate::common::{SmallState, objects_of, wrap};
 use object_store::memory::InMemory;
 use tensorcask::{
-    BaseKeeping, CompactOptions, DoctorOptions, Dtype, ErrorKind, GcOptions, Latest, Policy, Rect, Retention, Slice, Snapshot, Status,
-    Store, StoreOptions, TensorView, VerifyOptions, Writer, WriterOptions,
+    BaseKeeping, CompactOptions, DoctorOptions, Dtype, ErrorKind, GcOptions, Latest, Metadata, Policy, Rect, Retention, Slice, Snapshot,
+    Status, Store, StoreOptions, TensorView, VerifyOptions, Writer, WriterOptions,
 };
 
 const NOW: GcOptions = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
@@ -285,6 +285,42 @@ async fn a_reduced_step_is_never_the_latest_nor_a_parent() {
         store.keep_roles(&[1], &["optimizer".to_owned()], &CompactOptions::default()).await.unwrap()[0].held.as_deref(),
         Some("it has none of these roles")
     );
+}
+
+#[tokio::test]
+async fn snapshots_are_forgotten_by_id_where_they_still_count() {
+    let (store, mut writer) = chain(1..=4).await;
+    let ids: Vec<_> = store.records().await.unwrap().iter().map(|record| record.id).collect();
+    store.pin(1, true).await.unwrap();
+    save(&mut writer, 3).await.unwrap();
+    // Pinned, wanted, saved again meanwhile, and one that never was.
+    let unknown = tensorcask::wire::Id::random().unwrap();
+    let forgotten = store.forget_snapshots(&[ids[0], ids[1], ids[2], unknown]).await.unwrap();
+    assert_eq!(forgotten.iter().map(|record| record.id).collect::<Vec<_>>(), [ids[1]]);
+    let live: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
+    assert_eq!(live, [1, 4, 3]);
+    let before = store.records().await.unwrap();
+    assert!(store.forget_snapshots(&ids[..3]).await.unwrap().is_empty());
+    assert_eq!(store.records().await.unwrap(), before);
+}
+
+/// What a codec needs of other tensors only those know who have it.
+#[tokio::test]
+async fn roles_are_not_dropped_from_under_a_codec_that_is_not_known() {
+    let objects = Arc::new(InMemory::new());
+    let store = wrap(objects.clone());
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    let weights: Vec<u8> = (0..40_000u32).flat_map(|i| ((i % 40) as f32).to_le_bytes()).collect();
+    for step in 1..=2 {
+        let tensors = ["model.w", "optimizer.exp_avg.w"].map(|name| TensorView::new(name, Dtype::F32, &[200, 200], &weights).unwrap());
+        writer.save(step, &tensors, &[], &Metadata::default()).await.unwrap();
+    }
+    let registry = tensorcask::codec::Registry::default().only("tc.raw").unwrap();
+    let poor = Store::with_object_store(objects, Default::default(), StoreOptions { registry, ..StoreOptions::default() });
+    let error = poor.keep_roles(&[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    assert!(error.to_string().contains("codec `tc.") && error.to_string().contains("casks/"), "{error}");
+    assert_eq!(store.keep_roles(&[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap()[0].held, None);
 }
 
 #[tokio::test]

@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Instant;
 
-use globset::GlobMatcher;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use tensorcask::blocking::Store;
@@ -15,7 +14,7 @@ use tensorcask::{BaseKeeping, Blob, Error, Metadata, Policy, Precision, Result, 
 use crate::decision::DecisionJson;
 use crate::errors::ErrorsJson;
 use crate::output::{Outcome, complain};
-use crate::parse;
+use crate::parse::{self, RoleRule};
 use crate::progress::Progress;
 use crate::text::{Text, human_bytes, human_ratio, ratio};
 
@@ -53,10 +52,11 @@ pub(crate) struct Args {
     /// fits a tensor counts
     #[arg(long, value_name = "PROFILE|PATTERN=SETTING", value_parser = parse::precision)]
     precision: Vec<String>,
-    /// What tensors with such names are to training (model, master, exp_avg, ...), instead of what their names tell; the last that
-    /// fits counts
-    #[arg(long, value_name = "GLOB=ROLE", value_parser = parse::role)]
-    role: Vec<(GlobMatcher, String)>,
+    /// What tensors with such names are to training (model, master, exp_avg, ...), instead of what their names tell, and of which parameter:
+    /// all that is kept of one parameter is stored together. A `*` in PARAM stands for what that of the glob stands for, as in
+    /// 'fp32copy.*=master:*'; the last that fits counts
+    #[arg(long, value_name = "GLOB=ROLE[:PARAM]", value_parser = parse::role)]
+    role: Vec<RoleRule>,
     /// Do not decode each chunk again before it is stored
     #[arg(long)]
     no_verify_after_encode: bool,
@@ -97,10 +97,9 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
     // All that can be wrong with the input is found before a store is created or taken over.
     let files = Files::open(&args.files)?;
     let tensors = files.tensors()?.into_iter().map(|tensor| {
-        let role = args.role.iter().rev().find(|(glob, _)| glob.is_match(tensor.name())).map(|(_, role)| role.clone());
-        let param = tensor.param().to_owned();
-        match role {
-            Some(role) => tensor.with_role(role, param),
+        let given = args.role.iter().rev().find_map(|rule| rule.give(tensor.name(), tensor.param()));
+        match given {
+            Some((role, param)) => tensor.with_role(role, param),
             None => tensor,
         }
     });
