@@ -18,6 +18,7 @@ use tensorcask::{Error, ErrorKind, Result};
 
 use crate::image::{Plan, Stored};
 use crate::memory::Shared;
+use crate::place::free_space;
 use crate::slot::{Move, State, Word, choose, next_generation, next_to_encode, whole};
 
 const PAGE: usize = 4096;
@@ -49,6 +50,8 @@ mod field {
 #[derive(Debug)]
 pub(crate) struct Arena {
     path: PathBuf,
+    /// Device and number of the file.
+    file: (u64, u64),
     shared: Shared,
     slots: usize,
     slot_bytes: usize,
@@ -68,8 +71,14 @@ impl Arena {
         let new = path.with_extension("new");
         let _ = std::fs::remove_file(&new);
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new).map_err(fail)?;
-        let made = reserve(&file, path, slots, bytes).and_then(|()| Shared::map(&file, path)).and_then(|shared| {
+        // Pages first: large ones come only of a mapping that asks for them.
+        let sized = match has_room(path, bytes) {
+            true => file.set_len(bytes as u64).map_err(fail),
+            false => Err(no_room(path, slots, bytes)),
+        };
+        let made = sized.and_then(|()| Shared::map(&file, path)).and_then(|shared| {
             shared.prefault();
+            reserve(&file, path, slots, bytes)?;
             for (offset, value) in
                 [(head::MAGIC, MAGIC), (head::VERSION, VERSION), (head::SLOTS, u64::from(slots)), (head::SLOT_BYTES, slot_bytes as u64)]
             {
@@ -79,10 +88,10 @@ impl Arena {
             (1..=slots as usize)
                 .try_for_each(|page| shared.word(PAGE * page + field::WORD).map(|word| word.store(empty, Ordering::Release)))?;
             std::fs::rename(&new, path).map_err(fail)?;
-            Ok(shared)
+            Ok((shared, identity(&file.metadata().map_err(fail)?)))
         });
         match made {
-            Ok(shared) => Ok(Self { path: path.to_owned(), shared, slots: slots as usize, slot_bytes }),
+            Ok((shared, file)) => Ok(Self { path: path.to_owned(), file, shared, slots: slots as usize, slot_bytes }),
             Err(e) => {
                 let _ = std::fs::remove_file(&new);
                 Err(e)
@@ -116,7 +125,12 @@ impl Arena {
         if bytes != Some(shared.len()) {
             return Err(corrupt("the size of the arena is not what it says"));
         }
-        Ok(Self { path: path.to_owned(), shared, slots, slot_bytes })
+        Ok(Self { path: path.to_owned(), file: identity(&meta), shared, slots, slot_bytes })
+    }
+
+    /// Whether the file is still the one that others find: a run that is over takes it away.
+    pub(crate) fn is_in_place(&self) -> bool {
+        std::fs::metadata(&self.path).is_ok_and(|found| identity(&found) == self.file)
     }
 
     /// Bytes of the file.
@@ -145,6 +159,11 @@ impl Arena {
             Ok((word, word.state.is_whole().then_some(step)))
         };
         self.words()?.into_iter().enumerate().map(step).collect()
+    }
+
+    /// Whether a state waits for the agent.
+    pub(crate) fn has_waiting(&self) -> bool {
+        self.words().is_ok_and(|words| words.iter().any(|word| word.state == State::Full))
     }
 
     /// Makes a move, if the slot still is as it was seen.
@@ -247,6 +266,13 @@ impl Arena {
         }
     }
 
+    /// States that the agent has released and not encoded: those that failed for good.
+    pub(crate) fn given_up(&self) -> Result<Vec<(Word, u64)>> {
+        let encoded = self.encoded()?;
+        let failed = |word: &Word| word.state == State::Released && word.generation > encoded;
+        Ok(self.steps()?.into_iter().filter_map(|(word, step)| Some((word, step?))).filter(|(word, _)| failed(word)).collect())
+    }
+
     /// The newest generation that the agent has encoded.
     pub(crate) fn encoded(&self) -> Result<u64> {
         Ok(self.shared.word(head::ENCODED)?.load(Ordering::Acquire))
@@ -265,6 +291,10 @@ impl Arena {
     fn start(&self, slot: usize) -> usize {
         PAGE * (1 + self.slots) + slot * self.slot_bytes
     }
+}
+
+fn identity(file: &std::fs::Metadata) -> (u64, u64) {
+    (file.dev(), file.ino())
 }
 
 /// A slot that is being filled; abandoned when it is dropped unpublished.
@@ -334,6 +364,11 @@ impl Taken<'_> {
         self.word.generation
     }
 
+    /// The step, which can be told of a state that cannot be read, too.
+    pub(crate) fn step(&self) -> Result<u64> {
+        Ok(self.arena.field(self.slot, field::STEP)?.load(Ordering::Relaxed))
+    }
+
     pub(crate) fn state(&self) -> Result<Stored<'_>> {
         self.arena.read(self.slot)
     }
@@ -353,25 +388,28 @@ impl Drop for Taken<'_> {
     }
 }
 
+/// Whether the file system says that it has so many bytes.
+fn has_room(path: &Path, bytes: usize) -> bool {
+    let limited = rustix::fs::statvfs(path.parent().unwrap_or(path)).ok().filter(|found| found.f_blocks > 0);
+    limited.is_none_or(|found| found.f_bavail.saturating_mul(found.f_frsize) >= bytes as u64)
+}
+
 /// Takes the memory of the file now, so that no copy finds none later.
 fn reserve(file: &File, path: &Path, slots: u32, bytes: usize) -> Result<()> {
-    let name = path.display().to_string();
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes as u64) {
         Ok(()) => Ok(()),
         Err(rustix::io::Errno::NOSPC) => {
             let _ = file.set_len(0);
-            let folder = path.parent().unwrap_or(path);
-            let free = rustix::fs::statvfs(folder).map_or(0, |found| found.f_bavail.saturating_mul(found.f_frsize));
-            let message = format!(
-                "no space: an arena of {slots} slots for this state needs {bytes} bytes of shared memory, and {} has {free} free. Make it \
-                 larger (mount -o remount,size=..., docker --shm-size, a larger emptyDir of medium Memory), or point TENSORCASK_ENGINE_DIR \
-                 to a folder with room",
-                folder.display()
-            );
-            Err(Error::new(ErrorKind::Storage, message).object(name))
+            Err(no_room(path, slots, bytes))
         }
-        Err(e) => Err(Error::io(name, e.into())),
+        Err(e) => Err(Error::io(path.display().to_string(), e.into())),
     }
+}
+
+fn no_room(path: &Path, slots: u32, bytes: usize) -> Error {
+    let free = free_space(path.parent().unwrap_or(path));
+    let message = format!("no space: an arena of {slots} slots for this state needs {bytes} bytes of shared memory, and {free}");
+    Error::new(ErrorKind::Storage, message).object(path.display().to_string())
 }
 
 #[cfg(test)]

@@ -114,13 +114,18 @@ impl Starter {
                 }
                 Err(_) => {}
             }
-            if let Ok(Some(status)) = child.try_wait()
-                && !status.success()
-            {
-                let message = format!("the agent ended at once, with {status}{}", last_words(&place.agent_log()));
-                return Err(Error::new(ErrorKind::Storage, message).object(self.command.join(" ")));
+            match child.try_wait() {
+                Ok(Some(status)) if !status.success() => {
+                    let message = format!("the agent ended at once, with {status}{}", last_words(&place.agent_log()));
+                    return Err(Error::new(ErrorKind::Storage, message).object(self.command.join(" ")));
+                }
+                // Another had the folder: it is about to listen, or was about to end.
+                Ok(Some(_)) => {
+                    std::thread::sleep(Duration::from_millis(100));
+                    child = self.start(place)?;
+                }
+                _ => std::thread::sleep(Duration::from_millis(5)),
             }
-            std::thread::sleep(Duration::from_millis(5));
         }
     }
 

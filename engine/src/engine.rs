@@ -6,8 +6,6 @@ use std::time::{Duration, Instant};
 use tensorcask::{Blob, Error, ErrorKind, Metadata, Result, TensorView};
 use tokio::runtime::Runtime;
 
-use crate::MAX_BLOCKING;
-use crate::agent::Seen;
 use crate::agreement::agree;
 use crate::arena::Arena;
 use crate::connection::{Connection, Starter};
@@ -17,15 +15,20 @@ use crate::options::{BackPressure, Encode, EngineOptions, OnAgentLoss, RunSpec};
 use crate::place::{Lock, Place, RankPlace, RunPlace, remove_file};
 use crate::protocol::{Failure, Mode, Progress, Reply, Request, SaveNote};
 use crate::restore::{Known, look};
+use crate::seen::Seen;
 use crate::slot::State;
 use crate::tier::{MemoryTier, clear};
+use crate::{MAX_BLOCKING, inline};
 
 /// Between looks at the arena, while all slots are taken.
 const POLL: Duration = Duration::from_millis(1);
 /// Between looks at the agent, meanwhile.
 const ASK: Duration = Duration::from_secs(1);
+/// How long a trainer waits for an agent that is about to end.
+const DRAIN: Duration = Duration::from_secs(60);
 
-/// The trainer's side: one per process and rank.
+/// The trainer's side: one per process and rank. It has a runtime of its own: within another's (`async fn`), it belongs into
+/// `spawn_blocking`, or a thread.
 ///
 /// ```no_run
 /// use tensorcask::{Dtype, Latest, Metadata, TensorView};
@@ -62,8 +65,10 @@ pub struct Engine {
     pub(crate) arena: Option<Arena>,
     /// What was in memory when this engine began is older than the store.
     pub(crate) stale: bool,
-    /// The last save, or what the agent knew when this engine began.
+    /// The last of any save of this rank: an arena that takes the place of another counts on from it.
     generation: u64,
+    /// The save that waiting is about: the last one, or what a predecessor left. 0 if there is none.
+    awaited: u64,
     starter: Starter,
     connection: Option<Connection>,
     child: Option<Child>,
@@ -114,7 +119,9 @@ pub enum Until {
 pub struct Waited {
     /// Whether it was reached in time.
     pub reached: bool,
-    /// Saves that failed for good.
+    /// Whether it never will be: the last save failed for good.
+    pub failed: bool,
+    /// Saves of this trainer that failed for good, that one or others.
     pub failures: Vec<Failure>,
     /// What stands in the way at the moment.
     pub problem: Option<String>,
@@ -158,6 +165,7 @@ impl Engine {
             arena: None,
             stale: false,
             generation: 0,
+            awaited: 0,
             starter,
             connection: None,
             child: None,
@@ -187,24 +195,42 @@ impl Engine {
         let known = self.runtime.block_on(look(&self.spec, &self.run, &seen, self.arena.is_some(), self.options.store_timeout))?;
         self.stale = known == Known::Stale;
         if self.stale {
-            tracing::warn!(run = self.spec.run, "the store has newer snapshots than this host's memory, which goes");
             let words = self.arena.take().map(|arena| arena.words()).transpose()?.unwrap_or_default();
             self.generation = words.iter().map(|word| word.generation).max().unwrap_or(0);
             remove_file(&self.rank.arena())?;
         }
-        if self.options.encode == Encode::Inline {
-            if self.stale {
-                clear(&self.run)?;
-            }
-            let stores = self.spec.stores()?;
-            let tier = MemoryTier::open(&self.run, &stores, self.spec.writer_options()?, 1);
-            self.inline = Some(self.runtime.block_on(tier)?);
+        let inline = self.options.encode == Encode::Inline;
+        if self.stale && inline {
+            // Before the agent looks: it would be uploaded.
+            clear(&self.run)?;
         }
         let progress = self.attach(if self.stale { Mode::TakeOverAfresh } else { Mode::TakeOver })?;
+        // From here on the agent frees no memory of this run: what it freed just now, because the run was over, was in the store.
+        if self.arena.as_ref().is_some_and(|arena| !arena.is_in_place()) {
+            self.arena = None;
+        }
+        if inline {
+            let stores = self.spec.stores()?;
+            let tier = MemoryTier::open(&self.run, &stores, self.spec.writer_options()?, 1);
+            let tier = self.runtime.block_on(tier)?;
+            let last = self.runtime.block_on(tier.last())?;
+            self.awaited = if last > 0 { inline::generation(tier.epoch(), last) } else { 0 };
+            self.inline = Some(tier);
+        }
         // A new arena goes on counting where an older one ended.
         self.generation = self.generation.max(progress.encoded).max(progress.durable);
+        if !self.stale {
+            self.awaited = self.newest_left()?.max(progress.encoded).max(self.awaited);
+        }
         self.told = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
         Ok(())
+    }
+
+    /// The newest state in the arena that is whole.
+    fn newest_left(&mut self) -> Result<u64> {
+        let words = self.arena.as_ref().map(Arena::words).transpose()?.unwrap_or_default();
+        self.generation = words.iter().map(|word| word.generation).max().unwrap_or(0).max(self.generation);
+        Ok(words.iter().filter(|word| word.state.is_whole()).map(|word| word.generation).max().unwrap_or(0))
     }
 
     fn open_arena(&self) -> Option<Arena> {
@@ -247,7 +273,7 @@ impl Engine {
         let Some(copied) = copied else {
             return Ok(self.outcome(Outcome { step, stall: begun.elapsed(), ..Outcome::default() }));
         };
-        self.generation = copied.generation;
+        (self.generation, self.awaited) = (copied.generation, copied.generation);
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
         let note = SaveNote {
             step,
@@ -313,7 +339,7 @@ impl Engine {
     /// Whether a slot is free, or can be made so; waits if that is the policy.
     fn wait_for_slot(&mut self) -> Result<bool> {
         let drop = self.options.back_pressure == BackPressure::DropOldestUncommitted;
-        let mut asked = Instant::now();
+        let mut pause = Pause::new();
         loop {
             let words = self.arena.as_ref().map(Arena::words).transpose()?.unwrap_or_default();
             if crate::slot::choose(&words, drop).is_some() {
@@ -322,32 +348,41 @@ impl Engine {
             if self.options.back_pressure == BackPressure::Skip {
                 return Ok(false);
             }
-            // The agent may be gone, or the run may be another's by now.
-            if asked.elapsed() >= ASK {
-                self.ask_about_run(Request::Wait { key: self.spec.key.clone(), generation: 0, durable: false, timeout_ms: 0 })?;
-                asked = Instant::now();
-            }
-            self.interruption.ask()?;
-            std::thread::sleep(POLL);
+            self.pause(&mut pause)?;
         }
+    }
+
+    /// A moment of a wait for the agent. Now and then it is asked: it may be gone, the run may be another's by now, or it may have a problem,
+    /// which is told.
+    fn pause(&mut self, pause: &mut Pause) -> Result<()> {
+        if pause.asked.elapsed() >= ASK {
+            let progress = self.ask_about_run(self.wait_request(0, false, 0))?;
+            if progress.problem.is_some() && progress.problem != pause.told {
+                tracing::warn!(run = self.spec.run, problem = progress.problem, "a save waits for shared memory");
+                pause.told = progress.problem;
+            }
+            pause.asked = Instant::now();
+        }
+        self.interruption.ask()?;
+        std::thread::sleep(POLL);
+        Ok(())
+    }
+
+    fn wait_request(&self, generation: u64, durable: bool, timeout_ms: u64) -> Request {
+        Request::Wait { key: self.spec.key.clone(), rank: self.options.rank, generation, durable, timeout_ms }
     }
 
     /// Makes an arena with slots of this size, once the agent has encoded what lies in the one before.
     fn make_arena(&mut self, slot_bytes: usize) -> Result<()> {
-        let mut asked = Instant::now();
+        let mut pause = Pause::new();
         while let Some(arena) = &self.arena {
             let words = arena.words()?;
             if !words.iter().any(|word| matches!(word.state, State::Full | State::Encoding)) {
-                self.generation = self.generation.max(words.iter().map(|word| word.generation).max().unwrap_or(0));
+                self.newest_left()?;
                 self.arena = None;
                 break;
             }
-            if asked.elapsed() >= ASK {
-                self.ask_about_run(Request::Wait { key: self.spec.key.clone(), generation: 0, durable: false, timeout_ms: 0 })?;
-                asked = Instant::now();
-            }
-            self.interruption.ask()?;
-            std::thread::sleep(POLL);
+            self.pause(&mut pause)?;
         }
         // Its memory is needed for the new one.
         remove_file(&self.rank.arena())?;
@@ -359,35 +394,37 @@ impl Engine {
 
     /// Encodes in this process, straight into the memory tier.
     fn encode_inline(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Option<Copied>> {
-        let progress = self.progress.clone();
+        let cap = self.spec.cap(&self.place)?;
+        let (keep, mut pause) = (self.spec.keep, Pause::new());
+        while !self.runtime.block_on(make_room_inline(self.inline.as_mut(), keep, cap, &self.progress))? {
+            // There is nothing that could be dropped: what is encoded, deltas need.
+            if self.options.back_pressure != BackPressure::Wait {
+                return Ok(None);
+            }
+            self.pause(&mut pause)?;
+        }
         let Some(tier) = self.inline.as_mut() else { return Err(Error::invalid("no memory tier")) };
         let begun = Instant::now();
-        let saved = self.runtime.block_on(async {
-            // Generations are places in the memory tier: the epoch, then the log entry.
-            let uploaded = if progress.durable >> EPOCH_SHIFT == tier.epoch() { progress.durable & ((1 << EPOCH_SHIFT) - 1) } else { 0 };
-            tier.prune(self.spec.keep, uploaded).await?;
-            tier.renew(uploaded).await?;
-            tier.save(step, tensors, blobs, metadata).await
-        })?;
+        let saved = self.runtime.block_on(tier.save(step, tensors, blobs, metadata))?;
         let bytes = tensors.iter().map(|tensor| tensor.data().len() as u64).sum();
-        let generation = tier.epoch() << EPOCH_SHIFT | saved.sequence;
+        let generation = inline::generation(tier.epoch(), saved.sequence);
         Ok(Some(Copied { generation, time: begun.elapsed(), bytes, dropped: None }))
     }
 
     /// Waits until the last save is encoded or durable, or failed, or until the time is over.
     pub fn wait(&mut self, until: Until, timeout: Duration) -> Result<Waited> {
-        let (generation, durable) = (self.generation, until == Until::Durable);
+        let (generation, durable) = (self.awaited, until == Until::Durable);
         let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX).min(MAX_WAIT_MS);
-        let progress = self.ask_about_run(Request::Wait { key: self.spec.key.clone(), generation, durable, timeout_ms })?;
-        let reached = if durable { progress.durable } else { progress.encoded } >= generation;
-        Ok(Waited { reached, failures: progress.failures, problem: progress.problem })
+        let progress = self.ask_about_run(self.wait_request(generation, durable, timeout_ms))?;
+        let (reached, failed) = (progress.has_reached(generation, durable), progress.has_failed(generation));
+        Ok(Waited { reached, failed, failures: progress.failures, problem: progress.problem })
     }
 
     /// Ends a run that is over: waits until everything is in the first tier, and frees the memory of this run on this host.
     pub fn finish(mut self) -> Result<()> {
-        while self.generation > 0 {
+        loop {
             let waited = self.wait(Until::Durable, ASK * 10)?;
-            if waited.reached || waited.failures.iter().any(|failure| failure.generation == self.generation) {
+            if waited.reached || waited.failed {
                 break;
             }
             if let Some(problem) = waited.problem {
@@ -433,27 +470,38 @@ impl Engine {
     /// Gives up raw states of steps after this one, which other ranks do not have: they are neither restored nor encoded.
     pub fn discard_after(&mut self, step: u64) -> Result<u64> {
         let Some(arena) = &self.arena else { return Ok(0) };
-        arena.discard(|found| found > step)
+        let discarded = arena.discard(|found| found > step)?;
+        if discarded > 0 {
+            self.awaited = self.newest_left()?.max(self.progress.encoded);
+        }
+        Ok(discarded)
     }
 
     fn attach(&mut self, mode: Mode) -> Result<Progress> {
         let request = Request::Attach { spec: self.spec.clone(), rank: self.options.rank, pid: std::process::id(), mode };
-        let mut last = None;
-        // An agent that is about to end may answer once more.
-        for attempt in 0..3u32 {
-            if attempt > 0 {
-                std::thread::sleep(Duration::from_millis(200));
-            }
-            match self.ask(&request, Duration::ZERO) {
+        let (begun, mut attempts) = (Instant::now(), 0);
+        loop {
+            let error = match self.ask(&request, Duration::ZERO) {
                 Ok(progress) => return Ok(progress),
-                Err(e) if matches!(e.kind(), ErrorKind::Storage | ErrorKind::Conflict) => {
-                    self.connection = None;
-                    last = Some(e);
-                }
-                Err(e) => return Err(e),
+                Err(e) => e,
+            };
+            self.connection = None;
+            attempts += 1;
+            let again = match error.kind() {
+                // It is about to end, once what waits is in the store; another follows.
+                ErrorKind::Conflict => begun.elapsed() < DRAIN,
+                ErrorKind::Storage => attempts < 3,
+                _ => false,
+            };
+            if !again {
+                return Err(error);
             }
+            if attempts == 1 {
+                tracing::warn!(run = self.spec.run, %error, "trying again");
+            }
+            self.interruption.ask()?;
+            std::thread::sleep(Duration::from_millis(200));
         }
-        Err(last.unwrap_or_else(|| Error::new(ErrorKind::Storage, "the agent cannot be reached")))
     }
 
     /// Asks the agent about the run it has attached; another agent, if that one is gone and the policy says so.
@@ -579,8 +627,26 @@ struct Copied {
     dropped: Option<u64>,
 }
 
-/// Inline, a generation is the epoch of the memory tier above so many bits of the log entry.
-const EPOCH_SHIFT: u32 = 32;
+/// Room in memory for a snapshot that this process encodes; whether there is.
+async fn make_room_inline(tier: Option<&mut MemoryTier>, keep: u32, cap: u64, progress: &Progress) -> Result<bool> {
+    let Some(tier) = tier else { return Ok(true) };
+    if progress.damaged_epoch == Some(tier.epoch()) {
+        tier.begin_epoch().await?;
+    }
+    tier.make_room(keep, cap, inline::entry_of(progress.durable, tier.epoch()), progress.problem.is_none()).await
+}
+
+/// A wait for the agent.
+struct Pause {
+    asked: Instant,
+    told: Option<String>,
+}
+
+impl Pause {
+    fn new() -> Self {
+        Self { asked: Instant::now(), told: None }
+    }
+}
 
 /// What one question may wait for.
 const MAX_WAIT_MS: u64 = 24 * 3600 * 1000;

@@ -188,6 +188,11 @@ impl<'a> Stored<'a> {
         self.image.step
     }
 
+    /// Bytes of all its tensors and blobs.
+    pub(crate) fn data_bytes(&self) -> u64 {
+        self.image.pieces.iter().map(|piece| piece.bytes as u64).sum()
+    }
+
     /// Compares all bytes with their checksums.
     pub(crate) fn verify(&self) -> Result<()> {
         let extents: Vec<Piece> = self.image.pieces.iter().flat_map(|piece| piece.extents()).collect();

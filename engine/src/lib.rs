@@ -22,7 +22,11 @@ mod image;
 
 mod arena;
 
+mod seen;
+
 mod tier;
+
+mod inline;
 
 mod protocol;
 mod status;

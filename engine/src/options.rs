@@ -10,6 +10,7 @@ use tensorcask::wire::Digest;
 use tensorcask::{BaseKeeping, Error, Policy, Precision, Result, StoreOptions, WriterOptions};
 
 use crate::arena::SLOTS;
+use crate::place::Place;
 
 /// What a save does when no slot of the arena is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -53,7 +54,8 @@ pub enum Encode {
     /// By the agent, from the raw copy in the arena: the least stall.
     #[default]
     Agent,
-    /// By the trainer, straight into memory in encoded form: no arena, for when memory is scarcer than time.
+    /// By the trainer, straight into memory in encoded form: no arena, for when memory is scarcer than time. With memory full of what the store
+    /// does not have yet, a save waits or is skipped; there is nothing to drop.
     Inline,
 }
 
@@ -79,8 +81,9 @@ pub struct EngineOptions {
     pub slots: u32,
     /// Snapshots that stay in memory in encoded form, 1 or more, besides those that are not in the store yet.
     pub keep: u32,
-    /// Bytes of shared memory that encoded snapshots may take; half of what the folder's file system has if nothing is said. Beyond it, states
-    /// wait in the arena.
+    /// Bytes of shared memory that encoded snapshots may take; half of what the folder's file system has if nothing is said. Beyond it,
+    /// everything that the store has is given up, also the chain that the next delta would need, and a base follows; while the store lacks
+    /// something, states wait in the arena. A snapshot that is larger than this by itself is kept alone.
     pub memory_cap: Option<u64>,
     /// When to write a base.
     pub policy: Policy,
@@ -198,10 +201,23 @@ pub(crate) struct RunSpec {
 }
 
 impl RunSpec {
+    /// The first option in which another description differs.
+    pub(crate) fn difference(&self, other: &Self) -> String {
+        let fields = |spec: &Self| serde_json::to_value(spec).ok().and_then(|value| value.as_object().cloned()).unwrap_or_default();
+        let (ours, theirs) = (fields(self), fields(other));
+        let differs = ours.iter().find(|(name, value)| theirs.get(*name) != Some(*value));
+        differs.map_or_else(|| "description".to_owned(), |(name, _)| format!("`{name}`"))
+    }
+
     /// The tiers, opened; no request is sent yet.
     pub(crate) fn stores(&self) -> Result<Vec<tensorcask::Store>> {
         let options = || StoreOptions { config: self.config.clone(), fsync: self.fsync, ..StoreOptions::default() };
         self.tiers.iter().map(|url| options().open(url)).collect()
+    }
+
+    /// Bytes of shared memory that encoded snapshots may take.
+    pub(crate) fn cap(&self, place: &Place) -> Result<u64> {
+        self.memory_cap.map_or_else(|| Ok(place.capacity()? / 2), Ok)
     }
 
     /// How states are encoded into memory.

@@ -4,7 +4,7 @@
 //! /dev/shm/tensorcask-<uid>/              0700
 //!   agent.sock agent.lock agent.log       one agent
 //!   <key>/                                one run
-//!     run.json seen.json                  what the agent has to know of it, and what it knows of the store
+//!     run.json seen.json seen.lock        what the agent has to know of it, and what is known of its tiers
 //!     memory-<n>/                         encoded snapshots: a store, of which the last is in use
 //!     rank-<r>/lock arena                 one trainer
 //! ```
@@ -103,9 +103,14 @@ impl RunPlace {
         self.root.join("run.json")
     }
 
-    /// What the agent knows of the run, besides.
+    /// What is known of the tiers.
     pub(crate) fn seen(&self) -> PathBuf {
         self.root.join("seen.json")
+    }
+
+    /// Held by whoever changes that.
+    pub(crate) fn seen_lock(&self) -> PathBuf {
+        self.root.join("seen.lock")
     }
 
     pub(crate) fn rank(&self, rank: u32) -> RankPlace {
@@ -159,6 +164,16 @@ impl RankPlace {
     }
 }
 
+/// Bytes that are free in the file system of a folder, and how to have more: the end of a sentence about too little.
+pub(crate) fn free_space(folder: &Path) -> String {
+    let free = rustix::fs::statvfs(folder).map_or(0, |found| found.f_bavail.saturating_mul(found.f_frsize));
+    format!(
+        "{} has {free} free. Make it larger (mount -o remount,size=..., docker --shm-size, a larger emptyDir of medium Memory), or point \
+         {FOLDER_VARIABLE} to a folder with room; folders of runs that are over can be removed",
+        folder.display()
+    )
+}
+
 /// Creates a folder for this user alone, or checks that what is there is one: names in `/dev/shm` are anybody's to take.
 fn private_folder(path: &Path) -> Result<()> {
     let fail = |e: std::io::Error| Error::io(path.display().to_string(), e);
@@ -200,6 +215,11 @@ fn numbered(root: &Path, prefix: &str) -> Result<Vec<u64>> {
     Ok(found)
 }
 
+/// Creates a folder that is not there.
+pub(crate) fn create_folder(path: &Path) -> Result<()> {
+    DirBuilder::new().mode(0o700).create(path).map_err(|e| Error::io(path.display().to_string(), e))
+}
+
 pub(crate) fn remove_folder(path: &Path) -> Result<()> {
     ignore_missing(path, std::fs::remove_dir_all(path))
 }
@@ -223,6 +243,14 @@ pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new).map_err(fail)?;
     file.write_all(bytes).map_err(fail)?;
     std::fs::rename(&new, path).map_err(fail)
+}
+
+/// Waits for the lock of a file, which ends with the value: between threads, too.
+pub(crate) fn lock_file(path: &Path) -> Result<File> {
+    let fail = |e: std::io::Error| Error::io(path.display().to_string(), e);
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path).map_err(fail)?;
+    rustix::fs::flock(&file, FlockOperation::LockExclusive).map_err(|e| fail(e.into()))?;
+    Ok(file)
 }
 
 /// A lock that this process holds until the value is dropped, or the process ends.

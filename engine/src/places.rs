@@ -23,7 +23,7 @@ pub struct SnapshotPlace {
 /// tiers that are known otherwise.
 pub async fn places_beside(folder: Option<&Path>, store: &str, tiers: &[String]) -> Result<Vec<SnapshotPlace>> {
     let mut places = Vec::new();
-    let mut urls: Vec<String> = tiers.to_vec();
+    let mut stores: Vec<Store> = tiers.iter().map(|url| StoreOptions::default().open(url)).collect::<Result<_>>()?;
     let first = absolute(store)?;
     let runs = Place::find(folder).map_or_else(|| Ok(Vec::new()), |place| place.runs())?;
     for run in runs {
@@ -34,19 +34,19 @@ pub async fn places_beside(folder: Option<&Path>, store: &str, tiers: &[String])
             snapshots.extend(live(&open_epoch(&run, epoch)?).await.unwrap_or_default());
         }
         places.push(SnapshotPlace { name: "memory".to_owned(), snapshots: Some(snapshots) });
-        urls.extend(spec.tiers.into_iter().skip(1));
+        stores.extend(spec.stores()?.into_iter().skip(1));
     }
     let mut known = BTreeSet::new();
-    for url in urls.into_iter().filter(|url| known.insert(url.clone())) {
-        let snapshots = match live(&StoreOptions::default().open(&url)?).await {
+    for store in stores.into_iter().filter(|store| known.insert(store.url().to_owned())) {
+        let snapshots = match live(&store).await {
             Ok(found) => Some(found),
             Err(e) if e.kind() == ErrorKind::NotFound => Some(BTreeSet::new()),
             Err(error) => {
-                tracing::warn!(tier = url, %error, "this tier cannot be asked what it has");
+                tracing::warn!(tier = store.url(), %error, "this tier cannot be asked what it has");
                 None
             }
         };
-        places.push(SnapshotPlace { name: url, snapshots });
+        places.push(SnapshotPlace { name: store.url().to_owned(), snapshots });
     }
     Ok(places)
 }

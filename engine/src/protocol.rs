@@ -14,7 +14,7 @@ use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWr
 use crate::options::RunSpec;
 use crate::status::AgentStatus;
 
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// Bytes of a message, at most.
 const MAX_BYTES: usize = 16 << 20;
@@ -37,8 +37,8 @@ pub(crate) enum Request {
     Attach { spec: RunSpec, rank: u32, pid: u32, mode: Mode },
     /// A state was published in the arena; or, where it is encoded inline, in memory.
     Saved { key: String, rank: u32, save: SaveNote },
-    /// Waits until a save is in memory or in the first tier, or failed.
-    Wait { key: String, generation: u64, durable: bool, timeout_ms: u64 },
+    /// Waits until a save of a rank is in memory or in the first tier, or failed.
+    Wait { key: String, rank: u32, generation: u64, durable: bool, timeout_ms: u64 },
     /// The trainer ends in good order. `clear`: what is in memory goes once it is in the store.
     Detach { key: String, rank: u32, clear: bool },
     /// How everything is.
@@ -75,7 +75,7 @@ pub(crate) struct SaveNote {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(crate) enum Reply {
-    /// To all requests about a run.
+    /// To all requests about a rank of a run.
     Progress(Progress),
     /// To `status`.
     Status(Box<AgentStatus>),
@@ -83,15 +83,17 @@ pub(crate) enum Reply {
     Failed { kind: String, message: String },
 }
 
-/// How far a run has come.
+/// How far the saves of a rank have come.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub(crate) struct Progress {
-    /// The newest generation that is encoded in memory, for good or not at all.
+    /// Its newest generation that is encoded in memory.
     pub encoded: u64,
-    /// The newest generation that is committed in the first tier.
+    /// Its newest generation that is committed in the first tier.
     pub durable: u64,
-    /// Saves that failed for good, the last of them.
+    /// Its saves that failed for good, the last of them: older generations among the above that are neither encoded nor durable.
     pub failures: Vec<Failure>,
+    /// The epoch of the memory tier that is damaged: another has to take its place.
+    pub damaged_epoch: Option<u64>,
     /// Why the run was given up.
     pub stopped: Option<String>,
     /// What goes wrong at the moment and is tried again.
@@ -109,6 +111,19 @@ pub struct Failure {
     pub generation: u64,
     /// Why.
     pub message: String,
+}
+
+impl Progress {
+    /// Whether a save failed for good.
+    pub(crate) fn has_failed(&self, generation: u64) -> bool {
+        self.failures.iter().any(|failure| failure.generation == generation)
+    }
+
+    /// Whether a save has come so far.
+    pub(crate) fn has_reached(&self, generation: u64, durable: bool) -> bool {
+        let newest = if durable { self.durable } else { self.encoded };
+        newest >= generation && !self.has_failed(generation)
+    }
 }
 
 impl Reply {
@@ -215,7 +230,7 @@ mod tests {
 
     #[test]
     fn messages_travel() {
-        let request = Request::Wait { key: "k".into(), generation: 7, durable: true, timeout_ms: 10 };
+        let request = Request::Wait { key: "k".into(), rank: 1, generation: 7, durable: true, timeout_ms: 10 };
         let mut bytes = Vec::new();
         send(&mut bytes, &request).unwrap();
         send(&mut bytes, &Request::Status {}).unwrap();
@@ -229,7 +244,7 @@ mod tests {
     fn garbage_is_an_error() {
         let mut other = Vec::new();
         send(&mut other, &Request::Status {}).unwrap();
-        let other = String::from_utf8(other).unwrap().replace("\"v\":1", "\"v\":2");
+        let other = String::from_utf8(other).unwrap().replace("\"v\":2", "\"v\":1");
         for (bytes, kind) in [
             (&b"12345678901234\n{}"[..], ErrorKind::Corrupt),
             (b"99999999\n{}", ErrorKind::Corrupt),

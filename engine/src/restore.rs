@@ -10,10 +10,10 @@ use tensorcask::{
     At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store, TensorErrors, TensorView,
 };
 
-use crate::agent::Seen;
 use crate::engine::Engine;
 use crate::options::RunSpec;
 use crate::place::RunPlace;
+use crate::seen::Seen;
 use crate::tier::open_epoch;
 
 /// What served a restore.
@@ -151,7 +151,9 @@ impl Engine {
                 return Ok(found);
             }
         }
-        for (tier, store) in self.spec.stores()?.iter().enumerate() {
+        let stores = self.spec.stores()?;
+        for tier in newest_first(&stores, self.options.store_timeout).await {
+            let Some(store) = stores.get(tier) else { continue };
             let source = Source::Tier(tier, store.url().to_owned());
             if let Some(found) = from_store(store, at, parts, source, passed).await {
                 return Ok(found);
@@ -226,10 +228,13 @@ impl Engine {
                 }
             }
             for (tier, store) in self.spec.stores()?.iter().enumerate() {
-                match live(store).await {
-                    Ok(records) => records.into_iter().for_each(|record| add(record.step, Source::Tier(tier, store.url().to_owned()))),
-                    Err(e) if e.kind() == ErrorKind::NotFound => {}
-                    Err(e) => return Err(e),
+                match asked(store, self.options.store_timeout).await {
+                    Some(Asked { latest: Some(_), mut records, .. }) => {
+                        records.retain(is_whole);
+                        records.iter().rev().for_each(|record| add(record.step, Source::Tier(tier, store.url().to_owned())));
+                    }
+                    Some(_) => {}
+                    None => tracing::warn!(run = self.spec.run, tier = store.url(), "what this tier has cannot be loaded now"),
                 }
             }
             Ok(found)
@@ -240,9 +245,14 @@ impl Engine {
 /// Live snapshots with all their roles, newest first.
 async fn live(store: &Store) -> Result<Vec<SnapshotRecord>> {
     let mut records = store.records().await?;
-    records.retain(|record| record.status == Status::Live && record.roles.is_none());
+    records.retain(is_whole);
     records.reverse();
     Ok(records)
+}
+
+/// Whether a snapshot can be restored as it was saved.
+fn is_whole(record: &SnapshotRecord) -> bool {
+    record.status == Status::Live && record.roles.is_none()
 }
 
 fn restored<'a>(step: u64, source: Source, tensors: Vec<RestoredTensor<'a>>, blobs: Vec<Blob<'a>>, metadata: Metadata) -> Restored<'a> {
@@ -377,54 +387,136 @@ fn byte_count(dtype: Dtype, rect: &Rect) -> Option<usize> {
 /// What this host's memory is worth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Known {
-    /// The store has nothing newer; or it cannot be asked.
+    /// No tier has anything newer; or it cannot be asked.
     Current,
-    /// The store has snapshots that were made elsewhere, or is another one.
+    /// A tier has snapshots that were made elsewhere, or is another run's.
     Stale,
 }
 
-/// Compares what this host has with what the first tier has now, and notes the latter.
-pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena: bool, timeout: Duration) -> Result<Known> {
-    let stores = spec.stores()?;
-    let Some(first) = stores.first() else { return Ok(Known::Current) };
-    let epochs = run.epochs()?;
-    let asked = tokio::time::timeout(timeout, async { (first.run().await, first.records().await) });
-    let (run_id, records) = match asked.await {
-        Ok((Ok(run_id), Ok(records))) => (Some(run_id), records),
-        Ok((Err(e), _)) if e.kind() == ErrorKind::NotFound => (None, Vec::new()),
+/// What a tier says of itself.
+struct Asked {
+    /// The run, if there is a store.
+    run: Option<Id>,
+    /// All that its log tells of.
+    records: Vec<SnapshotRecord>,
+    /// The newest that is whole.
+    latest: Option<SnapshotRecord>,
+}
+
+/// What a tier has; none if it cannot be asked.
+async fn asked(store: &Store, timeout: Duration) -> Option<Asked> {
+    match tokio::time::timeout(timeout, async { (store.run().await, store.records().await) }).await {
+        Ok((Ok(run), Ok(records))) => {
+            let latest = records.iter().rev().find(|record| is_whole(record)).cloned();
+            Some(Asked { run: Some(run), records, latest })
+        }
+        Ok((Err(e), _)) if e.kind() == ErrorKind::NotFound => Some(Asked { run: None, records: Vec::new(), latest: None }),
         Ok((Err(error), _) | (_, Err(error))) => {
-            tracing::warn!(store = first.url(), %error, "the store cannot be asked; trusting what is in memory");
-            return Ok(Known::Current);
+            tracing::warn!(store = store.url(), %error, "the store cannot be asked what it has");
+            None
         }
         Err(_) => {
-            tracing::warn!(store = first.url(), "the store does not answer; trusting what is in memory");
-            return Ok(Known::Current);
+            tracing::warn!(store = store.url(), "the store does not answer what it has");
+            None
         }
-    };
-    if run_id.is_none() && seen.latest.is_some() {
-        // Deleted, or a disk that is not mounted: memory may be all that is left.
-        tracing::warn!(store = first.url(), folder = %run.root().display(), "the store is gone; trusting what is in memory (to begin anew, remove the folder)");
-        return Ok(Known::Current);
     }
-    let latest = records.iter().rev().find(|record| record.status == Status::Live && record.roles.is_none()).map(|record| record.id);
-    let mut known = latest == seen.latest;
+}
+
+/// When a snapshot was saved, which copies of it tell alike; of what cannot be asked, when it was committed there.
+pub(crate) async fn saved_at(store: &Store, record: &SnapshotRecord, timeout: Duration) -> u64 {
+    let opened = tokio::time::timeout(timeout, store.snapshot(record.step)).await;
+    match opened {
+        Ok(Ok(snapshot)) if snapshot.record().id == record.id => snapshot.manifest().time_ms,
+        _ => record.time_ms,
+    }
+}
+
+/// The tiers in the order in which they are to be restored from: the nearest first, unless one further away has what was saved later, because
+/// the job ran elsewhere meanwhile.
+async fn newest_first(stores: &[Store], timeout: Duration) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..stores.len()).collect();
+    if stores.len() < 2 {
+        return order;
+    }
+    let mut best: Option<(usize, Asked, u64)> = None;
+    for (tier, store) in stores.iter().enumerate() {
+        let Some(found) = asked(store, timeout).await else { continue };
+        let Some(latest) = found.latest.clone() else { continue };
+        if best.as_ref().is_some_and(|(_, best, _)| best.records.iter().any(|record| record.id == latest.id)) {
+            continue;
+        }
+        let time = saved_at(store, &latest, timeout).await;
+        if best.as_ref().is_none_or(|(_, _, newest)| time > *newest) {
+            best = Some((tier, found, time));
+        }
+    }
+    if let Some((best, _, _)) = best.filter(|(best, _, _)| *best > 0) {
+        tracing::warn!(tier = stores.get(best).map(Store::url), "this tier has newer snapshots than those before it");
+        order.retain(|tier| *tier != best);
+        order.insert(0, best);
+    }
+    order
+}
+
+/// Compares what this host has with what the tiers have now, and notes the latter. Memory is stale if the first tier's newest snapshot was
+/// made elsewhere, or if that of another was, and later than anything here.
+pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena: bool, timeout: Duration) -> Result<Known> {
+    let stores = spec.stores()?;
+    let epochs = run.epochs()?;
+    let mut memory: Vec<(Store, Asked)> = Vec::new();
     for epoch in &epochs {
-        let memory = open_epoch(run, *epoch)?;
-        let same_run = match (memory.run().await, run_id) {
-            (Ok(ours), Some(theirs)) => ours == theirs,
-            _ => true,
-        };
-        let records = memory.records().await.unwrap_or_default();
-        known = same_run && (known || latest.is_some_and(|latest| records.iter().any(|record| record.id == latest)));
-        if !same_run {
-            break;
+        let store = open_epoch(run, *epoch)?;
+        if let Some(found) = asked(&store, timeout).await {
+            memory.push((store, found));
         }
     }
+    let in_memory = |id: Id| memory.iter().any(|(_, found)| found.records.iter().any(|record| record.id == id));
     let nothing_here = epochs.is_empty() && !has_arena;
-    // Not by other ranks: one of them may be behind the agent, which notes what it commits.
-    if known || nothing_here {
-        Seen::note_latest(run, latest)?;
-        return Ok(Known::Current);
+    let mut first: Option<Asked> = None;
+    // When the newest was saved that is known to be ours.
+    let mut newest_here = 0;
+    if let Some((store, Asked { latest: Some(latest), .. })) = memory.last() {
+        newest_here = saved_at(store, latest, timeout).await;
     }
-    Ok(Known::Stale)
+    let mut noted = Vec::new();
+    for (tier, store) in stores.iter().enumerate() {
+        // Trusting what is in memory.
+        let Some(found) = asked(store, timeout).await else { continue };
+        let known = seen.tier(store.url()).latest;
+        let latest = found.latest.as_ref().map(|latest| latest.id);
+        let elsewhere = match (tier, &found.latest) {
+            (0, _) if found.run.is_none() && known.is_some() => {
+                // Deleted, or a disk that is not mounted: memory may be all that is left.
+                tracing::warn!(store = store.url(), folder = %run.root().display(), "the store is gone; trusting what is in memory (to begin anew, remove the folder)");
+                continue;
+            }
+            (0, _) => {
+                let other_run =
+                    memory.iter().any(|(_, ours)| matches!((ours.run, found.run), (Some(ours), Some(theirs)) if ours != theirs));
+                other_run || !(latest == known || latest.is_some_and(in_memory))
+            }
+            (_, None) => false,
+            (_, Some(newest)) => {
+                let in_first = first.as_ref().is_some_and(|first| first.records.iter().any(|record| record.id == newest.id));
+                let ours = latest == known || in_memory(newest.id) || in_first;
+                !ours && saved_at(store, newest, timeout).await > newest_here
+            }
+        };
+        if elsewhere && !nothing_here {
+            tracing::warn!(run = spec.run, tier = store.url(), "the store has newer snapshots than this host's memory, which goes");
+            return Ok(Known::Stale);
+        }
+        if let (0, Some(latest)) = (tier, &found.latest) {
+            newest_here = newest_here.max(saved_at(store, latest, timeout).await);
+        }
+        if tier == 0 {
+            first = Some(found);
+        }
+        noted.push((store, latest));
+    }
+    // Only by one that goes on: the others may be behind the agent, which notes what it commits.
+    for (store, latest) in noted {
+        Seen::update(run, store.url(), |seen| seen.latest = latest)?;
+    }
+    Ok(Known::Current)
 }

@@ -16,7 +16,7 @@ use tensorcask::{
 };
 
 use crate::image::Stored;
-use crate::place::{RunPlace, remove_folder};
+use crate::place::{RunPlace, create_folder, remove_folder};
 
 /// Log entries of one store, at about three for each save: giving up old snapshots reads them all.
 const MAX_ENTRIES: u64 = 128;
@@ -30,7 +30,7 @@ const MAX_CHAIN: usize = 16;
 
 /// What became of the log in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Log {
+enum Log {
     /// It is short enough.
     Short,
     /// A new one took its place.
@@ -78,23 +78,30 @@ impl MemoryTier {
             }
         }
         let mut epoch = place.epochs()?.last().copied().unwrap_or(0);
-        let mut store = open_epoch(place, epoch)?;
-        match (store.run().await, known) {
+        let afresh = match (open_epoch(place, epoch)?.run().await, known) {
             (Ok(found), Some((tier, run))) if found != run => {
                 tracing::warn!(store = tier.url(), "the store was made anew: what was in memory is of another run, and goes");
                 clear(place)?;
-                epoch = epoch.saturating_add(1);
-                store = open_epoch(place, epoch)?;
-                store.create_beside(tier).await?;
+                epoch = place.epochs()?.last().copied().unwrap_or(0);
+                true
             }
-            (Ok(_), _) => {}
+            (Ok(_), _) => false,
             // A folder without its `store.json` never was one.
-            (Err(_), Some((tier, _))) => {
+            (Err(e), _) if e.kind() == ErrorKind::NotFound => {
                 remove_folder(&place.memory(epoch))?;
-                store = open_epoch(place, epoch)?;
-                store.create_beside(tier).await?;
+                true
             }
-            (Err(_), None) => remove_folder(&place.memory(epoch))?,
+            // What can be read of it still can, until newer snapshots take its place.
+            (Err(error), _) if error.kind() == ErrorKind::Corrupt => {
+                tracing::error!(folder = %place.memory(epoch).display(), %error, "encoded memory is damaged; another takes its place");
+                epoch = epoch.saturating_add(1);
+                true
+            }
+            (Err(error), _) => return Err(error),
+        };
+        let store = open_epoch(place, epoch)?;
+        if let (true, Some((tier, _))) = (afresh, known) {
+            store.create_beside(tier).await?;
         }
         Self::writing(place, epoch, store, options, world).await
     }
@@ -144,8 +151,7 @@ impl MemoryTier {
 
     /// Bytes of shared memory that all epochs take.
     pub(crate) fn bytes(&self) -> Result<u64> {
-        let folders = self.place.epochs()?.into_iter().map(|epoch| folder_bytes(self.place.memory(epoch)));
-        folders.sum()
+        memory_bytes(&self.place)
     }
 
     /// Gives up all but the last `keep` snapshots and those after log entry `uploaded`, which the next tier does not have yet; and what no
@@ -153,7 +159,7 @@ impl MemoryTier {
     ///
     /// The base of the newest chain stays, because a writer makes no delta on a chain whose base is not wanted; which is what a chain
     /// that has become long needs: the next snapshot is a base then.
-    pub(crate) async fn prune(&mut self, keep: u32, uploaded: u64) -> Result<()> {
+    async fn prune(&mut self, keep: u32, uploaded: u64) -> Result<()> {
         let records = self.store.records().await?;
         let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == Status::Live).collect();
         let chain = chain_of(&records, live.last().map(|newest| newest.id));
@@ -174,18 +180,61 @@ impl MemoryTier {
         Ok(())
     }
 
+    /// Makes room for one more snapshot in `cap` bytes, out of what the next tier has already (up to log entry `uploaded`): old snapshots
+    /// go, then the chain of the newest, whose place a base takes. Whether there is room; while uploads go on, a log that has become long
+    /// takes no more.
+    pub(crate) async fn make_room(&mut self, keep: u32, cap: u64, uploaded: u64, uploads_go_on: bool) -> Result<bool> {
+        self.prune(keep, uploaded).await?;
+        // Not while the store is away: memory takes what it can then.
+        if self.renew(uploaded).await? == Log::Overdue && uploads_go_on {
+            return Ok(false);
+        }
+        if self.bytes()? < cap {
+            return Ok(true);
+        }
+        // Better few snapshots in memory than none that is new.
+        self.prune(1, uploaded).await?;
+        if self.bytes()? < cap {
+            return Ok(true);
+        }
+        self.start_over(uploaded).await
+    }
+
+    /// Gives up everything in memory for an empty store, if the next tier has it all; whether it has.
+    pub(crate) async fn start_over(&mut self, uploaded: u64) -> Result<bool> {
+        if self.last().await? > uploaded {
+            return Ok(false);
+        }
+        self.begin_epoch().await?;
+        for old in self.place.epochs()?.into_iter().filter(|epoch| *epoch < self.epoch) {
+            remove_folder(&self.place.memory(old))?;
+        }
+        Ok(true)
+    }
+
+    /// The log entry of the last snapshot.
+    pub(crate) async fn last(&self) -> Result<u64> {
+        Ok(self.store.records().await?.last().map_or(0, |record| record.sequence))
+    }
+
     /// Begins a new store if the log of this one is long, and the next tier has all that is in it.
-    pub(crate) async fn renew(&mut self, uploaded: u64) -> Result<Log> {
-        let last = self.store.records().await?.last().map_or(0, |record| record.sequence);
+    async fn renew(&mut self, uploaded: u64) -> Result<Log> {
+        let last = self.last().await?;
         if last < MAX_ENTRIES || last > uploaded {
             return Ok(if last < OVERDUE_ENTRIES { Log::Short } else { Log::Overdue });
         }
+        self.begin_epoch().await?;
+        Ok(Log::Renewed)
+    }
+
+    /// Writes to a new store from now on, which begins with a base. The one before stays until newer snapshots take its place.
+    pub(crate) async fn begin_epoch(&mut self) -> Result<()> {
         let epoch = self.epoch.saturating_add(1);
         let store = open_epoch(&self.place, epoch)?;
         store.create_beside(&self.store).await?;
         let world = self.ranks.len() as u32;
         *self = Self::writing(&self.place, epoch, store, self.options.clone(), world).await?;
-        Ok(Log::Renewed)
+        Ok(())
     }
 }
 
@@ -203,9 +252,13 @@ fn chain_of(records: &[SnapshotRecord], newest: Option<Id>) -> Vec<Id> {
     chain
 }
 
-/// Removes all stores in memory.
+/// Removes all stores in memory. The next has another number: what an upload that is under way says of one must not be taken for the other.
 pub(crate) fn clear(place: &RunPlace) -> Result<()> {
-    place.epochs()?.into_iter().try_for_each(|epoch| remove_folder(&place.memory(epoch)))
+    let epochs = place.epochs()?;
+    if let Some(last) = epochs.last() {
+        create_folder(&place.memory(last.saturating_add(1)))?;
+    }
+    epochs.into_iter().try_for_each(|epoch| remove_folder(&place.memory(epoch)))
 }
 
 /// Each rank's tensors without those that a rank before it has: a part of the same place, which has to be the same byte for byte.
@@ -235,13 +288,22 @@ fn without_replicas(ranks: Vec<Vec<TensorView<'_>>>) -> Result<Vec<Vec<TensorVie
     Ok(kept)
 }
 
+/// Bytes of shared memory that all encoded snapshots of a run take.
+pub(crate) fn memory_bytes(place: &RunPlace) -> Result<u64> {
+    place.epochs()?.into_iter().map(|epoch| folder_bytes(place.memory(epoch))).sum()
+}
+
 /// Bytes that the files of a folder take, in whole pages as memory has them.
 fn folder_bytes(folder: PathBuf) -> Result<u64> {
     let fail = |path: &std::path::Path, e: std::io::Error| Error::io(path.display().to_string(), e);
     let mut bytes = 0u64;
     let mut folders = vec![folder];
     while let Some(next) = folders.pop() {
-        for entry in std::fs::read_dir(&next).map_err(|e| fail(&next, e))? {
+        let entries = match std::fs::read_dir(&next) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            entries => entries.map_err(|e| fail(&next, e))?,
+        };
+        for entry in entries {
             let entry = entry.map_err(|e| fail(&next, e))?;
             match entry.metadata() {
                 Ok(found) if found.is_dir() => folders.push(entry.path()),

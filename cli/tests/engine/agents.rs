@@ -183,3 +183,52 @@ fn an_agent_keeps_nothing_open_of_its_trainer() {
     assert_eq!(told.recv_timeout(LONG).unwrap().unwrap(), 0);
     assert!(host.agent().is_some());
 }
+
+#[test]
+fn an_agent_that_does_not_know_yet_what_waits_does_not_end_as_if_nothing_did() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
+    host.signal_agent(Signal::KILL);
+    drop(engine);
+    host.agent_is_gone();
+    let mut agent = host.start_agent(&["--idle-exit", "1s", "--drain", "1s"]);
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert!(agent.try_wait().unwrap().is_none(), "it is not idle");
+    host.signal_agent(Signal::TERM);
+    assert!(agent.wait().unwrap().success());
+    let mut said = String::new();
+    agent.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(said.contains("still wait"), "{said}");
+    away.back();
+    let mut agent = host.start_agent(&["--idle-exit", "1s"]);
+    assert!(agent.wait().unwrap().success());
+    assert_eq!(host.stored_steps(), [1, 2]);
+}
+
+#[test]
+fn a_new_trainer_waits_for_an_agent_that_is_about_to_end() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    save(&mut engine, 2);
+    drop(engine);
+    host.signal_agent(Signal::TERM);
+    let draining = host.agent();
+    let back = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        away.back();
+    });
+    let mut engine = host.engine();
+    back.join().unwrap();
+    assert_ne!(host.agent(), draining);
+    save(&mut engine, 3);
+    engine.finish().unwrap();
+    assert_eq!(host.stored_steps(), [1, 2, 3]);
+}

@@ -134,27 +134,148 @@ fn an_arena_grows_with_the_state() {
     check_stored(&host.store(), 2, 4 * SMALL);
 }
 
-/// Needs the right to mount; elsewhere it says so and does nothing.
+/// Caps that hold less than a base and a delta.
 #[test]
-fn too_little_shared_memory_is_an_error_with_the_number_that_is_needed() {
-    let folder = tempfile::tempdir().unwrap();
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "tmpfs"]).arg(folder.path()).status();
-    if !mounted.is_ok_and(|status| status.success()) {
-        eprintln!("skipped: mounting a tmpfs needs root");
-        return;
+fn a_memory_cap_that_a_chain_does_not_fit_into_stops_no_save() {
+    for cap in [1, 100 << 10, 220 << 10] {
+        let host = Host::new();
+        let mut engine = Engine::start(EngineOptions { memory_cap: Some(cap), ..host.options() }).unwrap();
+        for step in 1..=8 {
+            save(&mut engine, step);
+        }
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached, "cap {cap}");
+        assert_eq!(host.stored_steps(), (1..=8).collect::<Vec<_>>());
+        check_stored(&host.store(), 8, SMALL);
+        let run = host.status().runs.remove(0);
+        // The newest may be larger than the cap, but is alone then.
+        assert!(run.memory_bytes < cap + (200 << 10), "{run:?}");
     }
-    let host = Host::new();
-    let mut engine = Engine::start(EngineOptions { folder: Some(folder.path().join("e")), ..host.options() }).unwrap();
-    let result = State::new(1, 4 << 20).save(&mut engine);
+}
+
+/// A folder in shared memory of its own, of so many bytes; none where that needs rights that the test has not.
+fn mounted(size: &str) -> Option<tempfile::TempDir> {
+    let folder = tempfile::tempdir().unwrap();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(folder.path()).status();
+    if mounted.is_ok_and(|status| status.success()) {
+        return Some(folder);
+    }
+    eprintln!("NOT RUN: mounting a tmpfs needs root");
+    None
+}
+
+fn unmount(folder: &tempfile::TempDir) {
     let agent: i32 = std::fs::read_to_string(folder.path().join("e/agent.lock")).unwrap().parse().unwrap();
-    drop(engine);
     rustix::process::kill_process(rustix::process::Pid::from_raw(agent).unwrap(), Signal::KILL).unwrap();
     until("the folder is free", || Command::new("umount").arg(folder.path()).status().unwrap().success());
-    let error = result.unwrap_err();
+}
+
+#[test]
+fn too_little_shared_memory_is_an_error_with_the_number_that_is_needed() {
+    let Some(folder) = mounted("3m") else { return };
+    let host = Host::new();
+    let mut engine = Engine::start(EngineOptions { folder: Some(folder.path().join("e")), ..host.options() }).unwrap();
+    let error = State::new(1, 4 << 20).save(&mut engine).unwrap_err();
+    drop(engine);
+    unmount(&folder);
     assert_eq!(error.kind(), ErrorKind::Storage);
     let needed: Vec<u64> = error.message().split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
     assert!(needed.iter().any(|number| (8 << 20..10 << 20).contains(number)), "{error}");
     assert!(error.message().contains("--shm-size"), "{error}");
+}
+
+/// The arena fits, and what is encoded does not.
+#[test]
+fn too_little_shared_memory_for_what_is_encoded_fails_that_save_and_no_other() {
+    let Some(folder) = mounted("10m") else { return };
+    let host = Host::new();
+    let mut engine = Engine::start(EngineOptions { folder: Some(folder.path().join("e")), ..host.options() }).unwrap();
+    let mut x = 1u64;
+    let noise: Vec<u8> = (0..4_000_000)
+        .map(|_| {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (x >> 56) as u8
+        })
+        .collect();
+    let mut save = |step: u64, bytes: usize| {
+        let tensors = [tensorcask::TensorView::new("w", tensorcask::Dtype::U8, &[bytes as u64], &noise[..bytes]).unwrap()];
+        engine.save(step, &tensors, &[], &Default::default()).unwrap();
+        engine.wait(Until::Durable, LONG).unwrap()
+    };
+    let (first, second, third) = (save(1, 1_000_000), save(2, 4_000_000), save(3, 1_000_001));
+    drop(engine);
+    unmount(&folder);
+    assert!(first.reached && third.reached && !third.failed, "{first:?} {third:?}");
+    assert!(second.failed && !second.reached, "{second:?}");
+    assert!(second.failures[0].message.contains("step 2 needs up to 4000000 bytes"), "{second:?}");
+    assert_eq!(host.stored_steps(), [1, 3]);
+}
+
+#[test]
+fn a_snapshot_that_is_damaged_in_memory_before_it_is_stored_is_told_and_saving_goes_on() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    for step in 2..=3 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
+    }
+    damage_newest_cask(&host);
+    away.back();
+    let waited = engine.wait(Until::Durable, LONG).unwrap();
+    assert!(waited.failed && !waited.reached, "{waited:?}");
+    assert!(waited.failures[0].step == 3 && waited.failures[0].message.contains("damaged in memory"), "{waited:?}");
+    save(&mut engine, 4);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 4]);
+    check_stored(&host.store(), 4, SMALL);
+    // The state itself was whole all the time.
+    drop(engine);
+    assert_eq!(host.engine().restore(Latest).unwrap().step, 4);
+}
+
+#[test]
+fn a_base_that_is_damaged_in_memory_is_followed_by_another() {
+    let host = Host::new();
+    // The base is read back for each delta.
+    let mut engine = Engine::start(EngineOptions { keep_base_decoded: false, ..host.options() }).unwrap();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    damage_newest_cask(&host);
+    for step in 2..=3 {
+        save(&mut engine, step);
+        let waited = engine.wait(Until::Durable, LONG).unwrap();
+        assert!(waited.reached && waited.failures.is_empty(), "{waited:?}");
+    }
+    assert_eq!(host.stored_steps(), [1, 2, 3]);
+    (2..=3).for_each(|step| check_stored(&host.store(), step, SMALL));
+}
+
+#[test]
+fn memory_that_cannot_be_opened_is_kept_and_another_takes_its_place() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let folder = host.engine_folder().join(&host.status().runs[0].key);
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    std::fs::write(folder.join("memory-0/store.json"), b"damage").unwrap();
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert!(folder.join("memory-0/casks").exists() && folder.join("memory-1/casks").exists());
+    assert_eq!(host.stored_steps(), [1, 2]);
+}
+
+/// Writes over the middle of the largest of the newest casks in memory.
+fn damage_newest_cask(host: &Host) {
+    let folder = host.engine_folder().join(&host.status().runs[0].key);
+    let casks: Vec<_> = std::fs::read_dir(folder.join("memory-0/casks")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let facts = |path: &std::path::PathBuf| std::fs::metadata(path).unwrap();
+    let newest = casks.iter().max_by_key(|path| facts(path).modified().unwrap()).unwrap();
+    let cask = std::fs::OpenOptions::new().write(true).open(newest).unwrap();
+    cask.write_all_at(b"damage", facts(newest).len() / 2).unwrap();
 }
 
 #[test]
@@ -203,10 +324,7 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
     check(&found, SMALL);
     drop(engine);
     // The newest snapshot in memory, too: the one before it serves, from memory.
-    let casks = std::fs::read_dir(folder.join("memory-0/casks")).unwrap().map(|entry| entry.unwrap().path());
-    let newest = casks.max_by_key(|path| std::fs::metadata(path).unwrap().modified().unwrap()).unwrap();
-    let cask = std::fs::OpenOptions::new().write(true).open(&newest).unwrap();
-    cask.write_all_at(b"damage", std::fs::metadata(&newest).unwrap().len() / 2).unwrap();
+    damage_newest_cask(&host);
     let engine = host.engine();
     let found = engine.restore(Latest).unwrap();
     assert_eq!((found.step, &found.source), (2, &Source::Memory), "{:?}", found.passed_over);

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use rustix::process::Signal;
-use tensorcask::{ErrorKind, Latest, VerifyOptions};
-use tensorcask_engine::{Engine, EngineOptions, OnAgentLoss, Until};
+use tensorcask::{ErrorKind, Latest, Policy, VerifyOptions};
+use tensorcask_engine::{BackPressure, Encode, Engine, EngineOptions, OnAgentLoss, Until};
 
 use super::host::*;
 
@@ -147,4 +147,61 @@ fn a_trainer_that_encodes_inline_needs_no_arena() {
     until("all steps are in the store", || host.stored_steps() == (1..=8).collect::<Vec<_>>());
     check_stored(&host.store(), 8, SMALL);
     assert_eq!(host.status().runs[0].ranks[0].arena_bytes, 0);
+}
+
+#[test]
+fn inline_saves_are_durable_given_up_and_held_back_like_others() {
+    let host = Host::new();
+    let options = EngineOptions { encode: Encode::Inline, ..host.options() };
+    let mut engine = Engine::start(options.clone()).unwrap();
+    for step in 1..=6 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached, "step {step}");
+    }
+    save(&mut engine, 7);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    // The newest, the two before it, which it did not replace yet, and the base that they need.
+    assert_eq!(host.status().runs[0].memory_steps, [1, 5, 6, 7]);
+    // An agent that knows nothing yet.
+    save(&mut engine, 8);
+    host.signal_agent(Signal::KILL);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    engine.finish().unwrap();
+    assert_eq!(host.stored_steps(), (1..=8).collect::<Vec<_>>());
+    // A cap holds while the store is away.
+    let capped = EngineOptions { memory_cap: Some(400 << 10), back_pressure: BackPressure::Skip, policy: Policy::Full, ..options };
+    let mut engine = Engine::start(capped).unwrap();
+    save(&mut engine, 9);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    let mut step = 9;
+    until("a save is skipped", || {
+        step += 1;
+        save(&mut engine, step).generation.is_none()
+    });
+    away.back();
+    engine.finish().unwrap();
+    assert_eq!(host.stored_steps(), (1..step).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_run_ends_whatever_became_of_its_agents() {
+    // The agent that saw the last save is gone.
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    engine.finish().unwrap();
+    // A trainer that has nothing left to do finishes for one that was killed, with an agent that has seen neither.
+    let mut engine = host.engine();
+    save(&mut engine, 2);
+    host.signal_agent(Signal::KILL);
+    drop(engine);
+    host.agent_is_gone();
+    host.engine().finish().unwrap();
+    assert_eq!(host.stored_steps(), [1, 2]);
+    // And again, with nothing saved at all.
+    host.engine().finish().unwrap();
 }

@@ -134,3 +134,47 @@ fn what_several_ranks_have_is_stored_once_and_any_part_is_restored() {
     });
     assert_eq!(host.stored_steps(), [1]);
 }
+
+#[test]
+fn each_rank_is_told_of_its_own_saves() {
+    let host = Host::new();
+    let (mut first, mut second) = (start(&host, 0), start(&host, 1));
+    save_shard(&mut first, 0, 1);
+    save_shard(&mut second, 1, 1);
+    // Rank 0 tries twice: its arena is too small for what it says of step 2. From here on its saves have other numbers.
+    let mut metadata = Metadata::default();
+    metadata.user.insert("notes".into(), "x".repeat(8 << 20).into());
+    let own = [TensorView::new("own", Dtype::U8, &[4], &[1, 2, 3, 4]).unwrap()];
+    first.save(2, &own, &[], &metadata).unwrap();
+    second.save(2, &own, &[], &Metadata::default()).unwrap();
+    for engine in [&mut first, &mut second] {
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    let away = Away::take(&host.store_path());
+    save_shard(&mut first, 0, 3);
+    save_shard(&mut second, 1, 3);
+    for engine in [&mut first, &mut second] {
+        assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
+        assert!(!engine.wait(Until::Durable, std::time::Duration::from_millis(300)).unwrap().reached, "it is not in the store");
+    }
+    away.back();
+    second.finish().unwrap();
+    first.finish().unwrap();
+    assert_eq!(host.stored_steps(), [1, 2, 3]);
+}
+
+#[test]
+fn ranks_that_do_not_come_or_want_something_else_are_told_of() {
+    let host = Host::new();
+    let mut first = start(&host, 0);
+    save_shard(&mut first, 0, 1);
+    until("it is told who is missing", || host.status().runs[0].problem.as_ref().is_some_and(|problem| problem.ends_with("from rank 1")));
+    let other = EngineOptions { rank: 1, world: WORLD, memory_cap: Some(1 << 30), ..host.options() };
+    let refused = Engine::start(other).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    assert!(refused.message().contains("rank 0 has another `memory_cap`"), "{refused}");
+    let mut second = start(&host, 1);
+    save_shard(&mut second, 1, 1);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.status().runs[0].problem, None);
+}

@@ -152,3 +152,58 @@ fn what_is_rounded_has_its_receipt_in_every_tier() {
         assert!(restored.blobs.is_empty(), "step {step}: {:?}", restored.blobs);
     }
 }
+
+/// A host's own disk as the first tier, and a store that all hosts share as the second.
+#[test]
+fn a_job_that_went_on_elsewhere_is_followed_through_the_far_tier() {
+    let host = Host::new();
+    let mut engine = Engine::start(options(&host)).unwrap();
+    (1..=3).for_each(|step| _ = save(&mut engine, step));
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&host);
+    // Step 4 does not get beyond this host's disk before the host is lost.
+    let away = Away::take(far(&host).as_ref());
+    save(&mut engine, 4);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    drop(engine);
+    away.back();
+    let elsewhere = Host::new();
+    let mut other = Engine::start(EngineOptions { next_tiers: vec![far(&host)], ..elsewhere.options() }).unwrap();
+    assert_eq!(other.restore(Latest).unwrap().step, 3);
+    (4..=6).for_each(|step| _ = save(&mut other, step));
+    assert!(other.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&elsewhere);
+    drop(other);
+    // Back on the first host, whose memory and disk end with step 4.
+    let mut engine = Engine::start(options(&host)).unwrap();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, &found.source), (6, &Source::Tier(1, far(&host))));
+    check(&found, SMALL);
+    drop(found);
+    save(&mut engine, 7);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&host);
+    // The step 4 that the job did not go on with came after nothing.
+    let shared = Store::open(&far(&host)).unwrap();
+    let steps: Vec<u64> = shared.snapshots().unwrap().iter().map(|info| info.record.step).collect();
+    assert_eq!((steps, host.stored_steps()), (vec![1, 2, 3, 4, 5, 6, 7], vec![1, 2, 3, 7]));
+    assert_eq!(shared.snapshot(Latest).unwrap().step(), 7);
+    drop(engine);
+    assert_eq!(Engine::start(options(&host)).unwrap().restore(Latest).unwrap().source, Source::Slot);
+}
+
+#[test]
+fn what_memory_has_is_loadable_while_a_tier_is_down() {
+    let host = Host::new();
+    let mut engine = Engine::start(options(&host)).unwrap();
+    (1..=2).for_each(|step| _ = save(&mut engine, step));
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&host);
+    let _away = Away::take(far(&host).as_ref());
+    let steps = |engine: &Engine| engine.loadable().unwrap().iter().map(|found| found.step).collect::<Vec<_>>();
+    assert_eq!(steps(&engine), [2, 1]);
+    let _away = Away::take(&host.store_path());
+    assert_eq!(steps(&engine), [2, 1]);
+}

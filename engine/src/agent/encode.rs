@@ -7,11 +7,13 @@ use tensorcask::{Error, ErrorKind, Result, Saved};
 use tracing::Instrument;
 
 use super::ranks::{Held, Next, next};
-use super::run::{Run, Seen};
+use super::run::Run;
 use crate::arena::{Arena, Taken};
 use crate::image::Stored;
+use crate::place::free_space;
+use crate::seen::Seen;
 use crate::slot::State;
-use crate::tier::{Log, MemoryTier, clear};
+use crate::tier::{MemoryTier, clear};
 
 /// Waits after a failure: the first, which doubles up to the last.
 pub(super) const WAITS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(20));
@@ -45,7 +47,7 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
         if !run.spec.inline {
             clear(&run.place)?;
         }
-        Seen::update(&run.place, |seen| *seen = Seen::default())?;
+        Seen::clear(&run.place)?;
         run.is_fresh();
     }
     // A trainer that encodes inline has the memory tier itself.
@@ -66,10 +68,7 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
         let has_room = make_room(run, tier).await?;
         note_memory(run, tier).await?;
         if !has_room || run.stopped() || !encode_next(run, tier).await? {
-            let full = no_room(run, tier)?;
-            if run.progress().problem != full {
-                run.problem(full);
-            }
+            run.problem(what_is_missing(run, tier)?);
             return Ok(());
         }
     }
@@ -95,38 +94,38 @@ async fn note_memory(run: &Run, memory: &MemoryTier) -> Result<()> {
 
 /// Gives up old snapshots; whether there is room for one more.
 async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
-    let uploaded = run.memory().uploaded;
-    if !run.is_restoring() {
-        memory.prune(run.spec.keep, uploaded).await?;
-        match memory.renew(uploaded).await? {
-            Log::Short => {}
-            Log::Renewed => note_memory(run, memory).await?,
-            // Not while the store is away: memory takes what it can then.
-            Log::Overdue if run.uploads_go_on() => return Ok(false),
-            Log::Overdue => {}
-        }
-        // Better few snapshots in memory than none that is new.
-        if memory.bytes()? >= run.cap {
-            memory.prune(1, uploaded).await?;
-        }
+    if run.memory().damaged.contains(&memory.epoch()) {
+        memory.begin_epoch().await?;
+        note_memory(run, memory).await?;
     }
-    Ok(memory.bytes()? < run.cap)
+    // Nothing is given up that a trainer may be about to restore.
+    if run.is_restoring() {
+        return Ok(memory.bytes()? < run.cap);
+    }
+    let uploaded = run.uploaded_of(memory.epoch());
+    memory.make_room(run.spec.keep, run.cap, uploaded, run.uploads_go_on()).await
 }
 
-/// What to tell while memory is full of what the store does not have yet: something if a state waits.
-fn no_room(run: &Run, memory: &MemoryTier) -> Result<Option<String>> {
+/// What keeps states that wait from being encoded, as far as trying again does not help: memory full of what the store does not have
+/// yet, or ranks that have not come.
+fn what_is_missing(run: &Run, memory: &MemoryTier) -> Result<Option<String>> {
+    let missing = run.missing_ranks();
+    if !missing.is_empty() {
+        let ranks: Vec<String> = missing.iter().take(8).map(u32::to_string).collect();
+        return Ok(Some(format!(
+            "a step is committed when all {} ranks on this host have saved it; nothing has come from rank {}",
+            run.spec.world,
+            ranks.join(", ")
+        )));
+    }
     let bytes = memory.bytes()?;
-    if bytes < run.cap {
-        return Ok(None);
-    }
-    let waits = |arena: &Arc<Arena>| arena.words().is_ok_and(|words| words.iter().any(|word| word.state == State::Full));
-    if !run.arenas().is_some_and(|arenas| arenas.iter().any(waits)) {
-        return Ok(None);
-    }
-    Ok(Some(format!(
-        "encoded snapshots take {bytes} bytes of shared memory, over the cap of {}; states wait in the arena until the store has taken some",
-        run.cap
-    )))
+    let waits = || run.arenas().is_some_and(|arenas| arenas.iter().any(|arena| arena.has_waiting()));
+    Ok((bytes >= run.cap && waits()).then(|| {
+        format!(
+            "encoded snapshots take {bytes} bytes of shared memory, over the cap of {}; states wait in the arena until the store has taken some",
+            run.cap
+        )
+    }))
 }
 
 /// Encodes the next state; whether there was one.
@@ -142,7 +141,7 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
                     if let Some(taken) = several.get(rank).map(|arena| arena.take(|found| found == step)).transpose()?.flatten() {
                         let generation = taken.generation();
                         taken.release()?;
-                        run.failed(generation, step, &Error::not_found("not all ranks have saved this step"));
+                        run.failed(&[(rank as u32, generation)], step, &Error::not_found("not all ranks have saved this step"));
                     }
                 }
                 return Ok(true);
@@ -157,23 +156,60 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
             None => return Ok(false),
         }
     }
-    let Some(generation) = taken.first().map(Taken::generation) else { return Ok(false) };
-    let begun = Instant::now();
-    let span = tracing::info_span!("encode", run = run.spec.run, generation);
-    match encode(memory, &taken).instrument(span).await {
+    // A trainer that found the memory tier out of date may have saved since this was begun: its state does not belong there.
+    if run.is_out_of_date() {
+        return Ok(false);
+    }
+    let generations: Vec<u64> = taken.iter().map(Taken::generation).collect();
+    let Some(first) = taken.first() else { return Ok(false) };
+    let (begun, step) = (Instant::now(), first.step()?);
+    let span = tracing::info_span!("encode", run = run.spec.run, step, generation = first.generation());
+    // Memory may have been damaged since the copy.
+    let states: Result<Vec<Stored<'_>>> =
+        taken.iter().map(|taken| taken.state().and_then(|state| state.verify().map(|()| state))).collect();
+    let saved = match &states {
+        Ok(states) => encode(memory, states).instrument(span).await.map_err(|error| (true, error)),
+        Err(error) => Err((false, Error::new(error.kind(), error.to_string()))),
+    };
+    let error = match saved {
         Ok(saved) => {
             for (taken, arena) in taken.into_iter().zip(&arenas) {
                 arena.set_encoded(taken.generation())?;
                 taken.release()?;
             }
-            run.encoded(generation, &saved, begun.elapsed().as_secs_f64() * 1e3);
+            run.encoded(generations, &saved, begun.elapsed().as_secs_f64() * 1e3);
+            return Ok(true);
         }
-        Err((step, error)) if is_final(&error) => {
-            taken.into_iter().try_for_each(Taken::release)?;
-            run.failed(generation, step, &error);
+        // Its base, or what it says of itself.
+        Err((true, error)) if error.kind() == ErrorKind::Corrupt && !memory.live().await?.is_empty() => {
+            tracing::error!(run = run.spec.run, %error, "encoded memory is damaged; another takes its place, which begins with a base");
+            memory.begin_epoch().await?;
+            return Ok(true);
         }
-        Err((_, error)) => return Err(error),
-    }
+        Err((_, error)) => error,
+    };
+    let error = match is_full(&error) {
+        true => {
+            let bytes: u64 = states.iter().flatten().map(Stored::data_bytes).sum();
+            let message =
+                format!("no space: encoded, step {step} needs up to {bytes} bytes of shared memory, and {}", free_space(run.place.root()));
+            let error = Error::new(ErrorKind::Storage, message).source(error);
+            if run.is_restoring() {
+                return Err(error);
+            }
+            // Whether there was anything to give up for it.
+            let was_empty = memory.live().await?.is_empty();
+            match memory.start_over(run.uploaded_of(memory.epoch())).await? {
+                false => return Err(error),
+                true if !was_empty => return Ok(true),
+                true => error,
+            }
+        }
+        false if is_final(&error) => error,
+        false => return Err(error),
+    };
+    taken.into_iter().try_for_each(Taken::release)?;
+    run.failed(&(0..).zip(generations).collect::<Vec<_>>(), step, &error);
     Ok(true)
 }
 
@@ -183,18 +219,24 @@ fn held(arena: &Arena) -> Result<Vec<Held>> {
     Ok(steps.filter_map(|(word, step)| Some(Held { step: step?, generation: word.generation, waits: word.state == State::Full })).collect())
 }
 
-async fn encode(memory: &mut MemoryTier, taken: &[Taken<'_>]) -> Result<Saved, (u64, Error)> {
-    let states: Vec<Stored<'_>> = taken.iter().map(Taken::state).collect::<Result<_>>().map_err(|error| (0, error))?;
-    let step = states.first().map_or(0, Stored::step);
-    let saved = async {
-        // Memory may have been damaged since the copy.
-        states.iter().try_for_each(Stored::verify)?;
-        match states.as_slice() {
-            [state] => memory.save(state.step(), &state.tensors()?, &state.blobs(), &state.metadata()).await,
-            several => memory.save_ranks(step, several).await,
+async fn encode(memory: &mut MemoryTier, states: &[Stored<'_>]) -> Result<Saved> {
+    match states {
+        [state] => memory.save(state.step(), &state.tensors()?, &state.blobs(), &state.metadata()).await,
+        several => memory.save_ranks(several.first().map_or(0, Stored::step), several).await,
+    }
+}
+
+/// Whether there was no space for files.
+fn is_full(error: &Error) -> bool {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        let io = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+        if matches!(io, Some(std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)) {
+            return true;
         }
-    };
-    saved.await.map_err(|error| (step, error))
+        next = error.source();
+    }
+    false
 }
 
 /// Whether trying again cannot help: the state itself is at fault.

@@ -12,7 +12,7 @@ mod upload;
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorcask::{Error, ErrorKind, Result};
@@ -23,12 +23,11 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::MAX_BLOCKING;
-use crate::options::RunSpec;
+use crate::options::{RunSpec, run_key};
 use crate::place::{Lock, Place, remove_file};
 use crate::protocol::{Mode, Reply, Request, receive_async, send_async};
 use crate::status::AgentStatus;
 use run::Run;
-pub(crate) use run::Seen;
 
 /// How an agent works.
 #[derive(Debug, Clone)]
@@ -102,6 +101,8 @@ struct Agent {
     place: Place,
     started: Instant,
     runs: Mutex<BTreeMap<String, Begun>>,
+    /// Held while a run is begun: one at a time.
+    beginning: tokio::sync::Mutex<()>,
     stop: watch::Sender<bool>,
 }
 
@@ -116,8 +117,14 @@ impl Agent {
         let mut terminate = signal(SignalKind::terminate()).map_err(fail)?;
         let mut interrupt = signal(SignalKind::interrupt()).map_err(fail)?;
         let mut hangup = signal(SignalKind::hangup()).map_err(fail)?;
-        let agent = Arc::new(Self { place, started: Instant::now(), runs: Mutex::default(), stop: watch::Sender::new(false) });
-        agent.adopt();
+        let agent = Arc::new(Self {
+            place,
+            started: Instant::now(),
+            runs: Mutex::default(),
+            beginning: tokio::sync::Mutex::default(),
+            stop: watch::Sender::new(false),
+        });
+        agent.adopt().await;
         let mut stop = agent.stop.subscribe();
         let mut busy = Instant::now();
         let mut tick = tokio::time::interval(Duration::from_millis(500));
@@ -168,48 +175,62 @@ impl Agent {
     }
 
     fn runs(&self) -> Vec<Arc<Run>> {
-        self.runs.lock().unwrap_or_else(PoisonError::into_inner).values().map(|(run, _)| run.clone()).collect()
+        self.locked().values().map(|(run, _)| run.clone()).collect()
     }
 
     fn find(&self, key: &str) -> Result<Arc<Run>> {
-        let runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = runs.get(key).map(|(run, _)| run.clone());
+        let found = self.locked().get(key).map(|(run, _)| run.clone());
         found.ok_or_else(|| Error::not_found("the agent does not know this run; attach first"))
     }
 
     /// Goes on with runs that an earlier agent left. Their stores are not taken over: a job elsewhere may have them by now.
-    fn adopt(&self) {
+    async fn adopt(&self) {
         let left = self.place.runs().unwrap_or_default();
         for place in left {
             let spec = std::fs::read(place.spec()).ok().and_then(|json| serde_json::from_slice::<RunSpec>(&json).ok());
-            let adopted = spec.ok_or_else(|| Error::corrupt("no description of a run")).and_then(|spec| {
-                let run = self.run(spec)?;
-                for rank in run.place.ranks()? {
-                    run.attach(rank, None, Mode::GoOn)?;
-                }
-                Ok(())
-            });
-            if let Err(error) = adopted {
+            let adopted = async {
+                let spec = spec.ok_or_else(|| Error::corrupt("no description of a run"))?;
+                let run = self.run(spec, None).await?;
+                run.place.ranks()?.into_iter().try_for_each(|rank| run.attach(rank, None, Mode::GoOn).map(|_| ()))
+            };
+            if let Err(error) = adopted.await {
                 tracing::warn!(folder = %place.root().display(), %error, "what an earlier agent left cannot be used");
             }
         }
     }
 
-    /// The run of a description; begun, or begun anew if another description was known.
-    fn run(&self, spec: RunSpec) -> Result<Arc<Run>> {
-        let mut runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((run, _)) = runs.get(&spec.key).filter(|(run, _)| run.spec == spec) {
-            return Ok(run.clone());
+    fn locked(&self) -> MutexGuard<'_, BTreeMap<String, Begun>> {
+        self.runs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The run of a description; begun, or begun anew if another description was known: not while other ranks than this one go by that.
+    async fn run(&self, spec: RunSpec, rank: Option<u32>) -> Result<Arc<Run>> {
+        // It becomes the name of a folder.
+        if spec.key != run_key(&spec.run) {
+            return Err(Error::invalid("the key of a run is not that of its name"));
         }
-        if let Some((_, tasks)) = runs.remove(&spec.key) {
-            // Whatever they were at is done again: nothing counts before it is committed.
-            tasks.iter().for_each(JoinHandle::abort);
+        let _one_at_a_time = self.beginning.lock().await;
+        let known = self.locked().get(&spec.key).map(|(run, _)| run.clone());
+        if let Some(run) = known {
+            if run.spec == spec {
+                return Ok(run);
+            }
+            if let Some(other) = run.others_attached(rank.unwrap_or(0)).first() {
+                let message = format!("all ranks of a run need the same options: rank {other} has another {}", run.spec.difference(&spec));
+                return Err(Error::invalid(message).object(&spec.run));
+            }
+            let begun = self.locked().remove(&spec.key);
+            for task in begun.map(|(_, tasks)| tasks).unwrap_or_default() {
+                // Whatever it was at is done again, but not beside it: nothing counts before it is committed.
+                task.abort();
+                let _ = task.await;
+            }
         }
         let key = spec.key.clone();
         let run = Arc::new(Run::new(spec, &self.place)?);
         let mut tasks = vec![tokio::spawn(encode::encode_loop(run.clone()))];
         tasks.extend((0..run.tiers.len()).map(|tier| tokio::spawn(upload::upload_loop(run.clone(), tier))));
-        runs.insert(key, (run.clone(), tasks));
+        self.locked().insert(key, (run.clone(), tasks));
         Ok(run)
     }
 
@@ -277,22 +298,21 @@ impl Agent {
                 if rank >= spec.world {
                     return Err(Error::invalid(format!("rank {rank} of {}", spec.world)));
                 }
-                let run = self.run(spec)?;
+                let run = self.run(spec, Some(rank)).await?;
                 let number = run.attach(rank, Some(pid), mode)?;
                 attached.retain(|(_, known, _)| *known != rank);
                 attached.push((run.clone(), rank, number));
-                Ok(Reply::Progress(run.progress()))
+                Ok(Reply::Progress(run.progress(rank)))
             }
             Request::Saved { key, rank, save } => Ok(Reply::Progress(self.find(&key)?.saved(rank, &save))),
-            Request::Wait { key, generation, durable, timeout_ms } => {
+            Request::Wait { key, rank, generation, durable, timeout_ms } => {
                 let run = self.find(&key)?;
                 let mut ticks = run.ticks();
                 let deadline = tokio::time::Instant::now() + Duration::from_millis(timeout_ms);
                 loop {
-                    let progress = run.progress();
-                    let reached = if durable { progress.durable } else { progress.encoded };
-                    let failed = progress.failures.iter().any(|failure| failure.generation == generation);
-                    if reached >= generation || failed || progress.stopped.is_some() {
+                    let progress = run.progress(rank);
+                    let over = progress.has_reached(generation, durable) || progress.has_failed(generation);
+                    if over || progress.stopped.is_some() {
                         return Ok(Reply::Progress(progress));
                     }
                     if tokio::time::timeout_at(deadline, ticks.changed()).await.is_err() {
@@ -312,7 +332,7 @@ impl Agent {
                 if clear {
                     run.clear_when_quiet();
                 }
-                let progress = run.progress();
+                let progress = run.progress(rank);
                 self.clear_quiet();
                 Ok(Reply::Progress(progress))
             }
@@ -326,8 +346,7 @@ impl Agent {
 
     /// Ends runs that are over, and frees their memory.
     fn clear_quiet(&self) {
-        let mut runs = self.runs.lock().unwrap_or_else(PoisonError::into_inner);
-        runs.retain(|_, (run, tasks)| {
+        self.locked().retain(|_, (run, tasks)| {
             let over = run.is_over();
             if over {
                 tasks.iter().for_each(JoinHandle::abort);

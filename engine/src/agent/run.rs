@@ -1,21 +1,20 @@
 //! A run as the agent knows it: its arenas, how far each save has come, and what there is to do.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
-use serde::{Deserialize, Serialize};
-use tensorcask::wire::Id;
-use tensorcask::{Error, Result, Saved, Store};
+use tensorcask::{Error, Result, Saved, SnapshotRecord, Status, Store};
 use tokio::sync::{Notify, watch};
 
 use crate::arena::Arena;
+use crate::inline;
 use crate::now_ms;
 use crate::options::RunSpec;
 use crate::place::{Place, RunPlace, remove_file, replace_file};
 use crate::protocol::{Failure, Mode, Progress, SaveNote};
 use crate::slot::State;
 use crate::status::{RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
+use crate::tier::memory_bytes;
 
 /// Saves that a status tells of.
 const SAVES: usize = 64;
@@ -45,28 +44,39 @@ struct Facts {
     afresh: bool,
     memory: MemoryFacts,
     tiers: Vec<TierFacts>,
-    encoded: u64,
-    durable: u64,
-    failures: VecDeque<Failure>,
     failed: u64,
     stopped: Option<String>,
     problem: Option<String>,
     saves: VecDeque<SaveStatus>,
     /// When the calls of those saves began.
     begun_ms: BTreeMap<u64, u64>,
-    last_commit: Option<(u64, Instant)>,
+    /// Step and time of the newest commit in the first tier.
+    last_commit: Option<(u64, u64)>,
     /// A trainer restores, or may: nothing in memory is given up.
     restoring: bool,
     /// The run is over: its memory goes once the tiers have everything.
     clear: bool,
 }
 
-#[derive(Debug)]
+/// A rank. Its generations are its own: it may have been killed, or have skipped a save, where others were not.
+#[derive(Debug, Default)]
 struct Member {
     arena: Option<Arc<Arena>>,
     trainer: Option<u32>,
     /// Counts attachments, so that the end of an old connection does not detach a new one.
     attached: u64,
+    encoded: u64,
+    durable: u64,
+    failures: VecDeque<Failure>,
+}
+
+impl Member {
+    fn fail(&mut self, failure: Failure) {
+        self.failures.push_back(failure);
+        while self.failures.len() > FAILURES {
+            self.failures.pop_front();
+        }
+    }
 }
 
 #[derive(Debug, Default, Clone)]
@@ -75,15 +85,27 @@ pub(super) struct MemoryFacts {
     pub steps: Vec<u64>,
     pub bytes: u64,
     pub chain_depth: u64,
-    /// Snapshots by commit: generation and log entry.
-    pub committed: VecDeque<(u64, u64)>,
+    /// Snapshots by commit that the next tier may not have yet.
+    pub committed: VecDeque<Committed>,
     /// The next tier has everything up to this log entry.
     pub uploaded: u64,
+    /// Epochs that cannot be uploaded any more.
+    pub damaged: BTreeSet<u64>,
+}
+
+/// A snapshot in memory.
+#[derive(Debug, Clone)]
+pub(super) struct Committed {
+    /// Of each rank.
+    pub generations: Vec<u64>,
+    pub sequence: u64,
 }
 
 /// What an upload did.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Uploaded {
+    /// What each rank had in memory before it.
+    pub encoded: BTreeMap<u32, u64>,
     /// Of the store in memory that it came from.
     pub epoch: u64,
     /// The last log entry of the source, before the upload.
@@ -99,43 +121,12 @@ pub(super) struct Uploaded {
 
 #[derive(Debug, Default)]
 struct TierFacts {
+    /// It had all that its source had, once: since then, `pending` tells.
+    known: bool,
     take_over: bool,
     last_step: Option<u64>,
     pending: u64,
     problem: Option<String>,
-}
-
-/// What of a run outlives the agent, besides what it is and what is in memory.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Seen {
-    /// The newest snapshot that the first tier had when it was last looked at: another one there was made elsewhere.
-    pub latest: Option<Id>,
-    /// As whom the agent writes to each tier.
-    pub writers: Vec<Option<Id>>,
-}
-
-impl Seen {
-    pub(crate) fn read(place: &RunPlace) -> Self {
-        let found = std::fs::read(place.seen()).ok().and_then(|json| serde_json::from_slice(&json).ok());
-        found.unwrap_or_default()
-    }
-
-    /// Notes the newest snapshot of the first tier.
-    pub(crate) fn note_latest(place: &RunPlace, latest: Option<Id>) -> Result<()> {
-        Self::update(place, |seen| seen.latest = latest)
-    }
-
-    pub(super) fn update(place: &RunPlace, change: impl FnOnce(&mut Self)) -> Result<()> {
-        let mut seen = Self::read(place);
-        let before = seen.clone();
-        change(&mut seen);
-        if seen == before {
-            return Ok(());
-        }
-        let json = serde_json::to_vec(&seen).map_err(|e| Error::invalid(format!("what is known of a run: {e}")))?;
-        replace_file(&place.seen(), &json)
-    }
 }
 
 impl Run {
@@ -145,10 +136,7 @@ impl Run {
         let json = serde_json::to_vec(&spec).map_err(|e| Error::invalid(format!("a run: {e}")))?;
         replace_file(&run.spec(), &json)?;
         let tiers = spec.stores()?;
-        let cap = match spec.memory_cap {
-            Some(cap) => cap,
-            None => place.capacity()? / 2,
-        };
+        let cap = spec.cap(place)?;
         let facts = Facts { tiers: tiers.iter().map(|_| TierFacts::default()).collect(), restoring: true, ..Facts::default() };
         let upload = tiers.iter().map(|_| Notify::new()).collect();
         Ok(Self { place: run, tiers, cap, facts: Mutex::new(facts), encode: Notify::new(), upload, tick: watch::Sender::new(0), spec })
@@ -173,20 +161,34 @@ impl Run {
             false => None,
         };
         let attached = self.change(|facts| -> Result<u64> {
-            let known = facts.ranks.get(&rank);
-            // The first to open the arena since this agent began: what is being encoded was being encoded by another, who is gone.
-            if let (Some(arena), true) = (&arena, known.is_none_or(|member| member.arena.is_none())) {
-                arena.give_back_taken()?;
+            let member = facts.ranks.entry(rank).or_default();
+            let given_up = arena.as_ref().map(|arena| arena.given_up()).transpose()?.unwrap_or_default();
+            if mode != Mode::GoOn {
+                // A new trainer is told of what it may still wait for alone.
+                member.failures.retain(|failure| given_up.iter().any(|(word, _)| word.generation == failure.generation));
             }
-            let attached = known.map_or(0, |member| member.attached) + 1;
+            for (word, step) in given_up {
+                let generation = word.generation;
+                if !member.failures.iter().any(|failure| failure.generation == generation) {
+                    let message = "an agent that is gone could not encode it; its log may say why".to_owned();
+                    member.fail(Failure { step, generation, message });
+                }
+            }
             if let Some(arena) = &arena {
-                facts.encoded = facts.encoded.max(arena.encoded()?);
+                // The first to open the arena since this agent began: what is being encoded was being encoded by another, who is gone.
+                if member.arena.is_none() {
+                    arena.give_back_taken()?;
+                }
+                member.encoded = member.encoded.max(arena.encoded()?);
             }
-            facts.ranks.insert(rank, Member { arena, trainer, attached });
+            (member.arena, member.trainer) = (arena, trainer);
+            member.attached += 1;
+            let attached = member.attached;
             // One rank speaks for all.
             if mode != Mode::GoOn && rank == 0 {
                 if mode == Mode::TakeOverAfresh {
-                    for (other, member) in facts.ranks.iter_mut().filter(|(other, _)| **other != 0) {
+                    // Those of ranks that are here already are new.
+                    for (other, member) in facts.ranks.iter_mut().filter(|(other, member)| **other != 0 && member.trainer.is_none()) {
                         remove_file(&self.place.rank(*other).arena())?;
                         member.arena = None;
                     }
@@ -216,6 +218,18 @@ impl Run {
         let queue_depth = self.queue_depth();
         self.change(|facts| {
             facts.restoring = false;
+            if self.spec.inline {
+                // It is in memory already.
+                let member = facts.ranks.entry(rank).or_default();
+                member.encoded = member.encoded.max(note.generation);
+                facts
+                    .memory
+                    .committed
+                    .push_back(Committed { generations: vec![note.generation], sequence: inline::entry(note.generation) });
+                if let Some(tier) = facts.tiers.first_mut() {
+                    tier.pending += 1;
+                }
+            }
             if rank == 0 {
                 facts.begun_ms.insert(note.generation, note.time_ms);
                 facts.saves.push_back(SaveStatus {
@@ -234,17 +248,20 @@ impl Run {
         });
         self.encode.notify_one();
         self.upload.iter().for_each(Notify::notify_one);
-        self.progress()
+        self.progress(rank)
     }
 
-    pub(super) fn progress(&self) -> Progress {
+    /// How far the saves of a rank have come.
+    pub(super) fn progress(&self, rank: u32) -> Progress {
         let queue_depth = self.queue_depth();
         let facts = self.facts();
         let tiers = facts.tiers.iter().find_map(|tier| tier.problem.clone());
+        let member = facts.ranks.get(&rank);
         Progress {
-            encoded: facts.encoded,
-            durable: facts.durable,
-            failures: facts.failures.iter().cloned().collect(),
+            encoded: member.map_or(0, |member| member.encoded),
+            durable: member.map_or(0, |member| member.durable),
+            failures: member.map_or_else(Vec::new, |member| member.failures.iter().cloned().collect()),
+            damaged_epoch: facts.memory.damaged.last().copied(),
             stopped: facts.stopped.clone(),
             problem: facts.problem.clone().or(tiers),
             queue_depth,
@@ -261,9 +278,34 @@ impl Run {
         (0..self.spec.world).map(|rank| facts.ranks.get(&rank)?.arena.clone()).collect()
     }
 
+    /// Ranks that have no arena yet, while another has a state that waits for theirs.
+    pub(super) fn missing_ranks(&self) -> Vec<u32> {
+        let facts = self.facts();
+        let waits = |member: &Member| member.arena.as_ref().is_some_and(|arena| arena.has_waiting());
+        if !facts.ranks.values().any(waits) {
+            return Vec::new();
+        }
+        (0..self.spec.world).filter(|rank| facts.ranks.get(rank).is_none_or(|member| member.arena.is_none())).collect()
+    }
+
+    /// Ranks whose trainers are connected, but for one.
+    pub(super) fn others_attached(&self, rank: u32) -> Vec<u32> {
+        self.facts().ranks.iter().filter(|(other, member)| **other != rank && member.trainer.is_some()).map(|(other, _)| *other).collect()
+    }
+
+    /// What each rank has in memory.
+    pub(super) fn encoded_by_rank(&self) -> BTreeMap<u32, u64> {
+        self.facts().ranks.iter().map(|(rank, member)| (*rank, member.encoded)).collect()
+    }
+
     /// The memory tier that was out of date is gone.
     pub(super) fn is_fresh(&self) {
-        self.change(|facts| (facts.afresh, facts.memory) = (false, MemoryFacts::default()));
+        self.change(|facts| {
+            (facts.afresh, facts.memory) = (false, MemoryFacts::default());
+            if let Some(first) = facts.tiers.first_mut() {
+                first.pending = 0;
+            }
+        });
         self.upload.iter().for_each(Notify::notify_one);
     }
 
@@ -277,11 +319,17 @@ impl Run {
         self.facts().tiers.get(tier).is_some_and(|tier| tier.take_over)
     }
 
-    /// The tier was taken over.
-    pub(super) fn taken_over(&self, tier: usize) {
-        if let Some(tier) = self.facts().tiers.get_mut(tier) {
-            tier.take_over = false;
-        }
+    /// The tier was taken over; its newest snapshot.
+    pub(super) fn taken_over(&self, tier: usize, latest: Option<&SnapshotRecord>) {
+        self.change(|facts| {
+            if let Some(known) = facts.tiers.get_mut(tier) {
+                known.take_over = false;
+                known.last_step = known.last_step.or(latest.map(|latest| latest.step));
+            }
+            if let (0, Some(latest)) = (tier, latest) {
+                facts.last_commit.get_or_insert((latest.step, latest.time_ms));
+            }
+        });
     }
 
     pub(super) fn stopped(&self) -> bool {
@@ -296,16 +344,26 @@ impl Run {
         self.facts().memory.clone()
     }
 
+    /// Log entry of an epoch up to which the next tier has everything.
+    pub(super) fn uploaded_of(&self, epoch: u64) -> u64 {
+        let facts = self.facts();
+        if facts.memory.epoch == epoch { facts.memory.uploaded } else { 0 }
+    }
+
     pub(super) fn set_memory(&self, change: impl FnOnce(&mut MemoryFacts)) {
         self.change(|facts| change(&mut facts.memory));
     }
 
-    /// A save is encoded in memory.
-    pub(super) fn encoded(&self, generation: u64, saved: &Saved, encode_ms: f64) {
+    /// A save is encoded in memory; its generation on each rank.
+    pub(super) fn encoded(&self, generations: Vec<u64>, saved: &Saved, encode_ms: f64) {
         self.change(|facts| {
-            facts.encoded = facts.encoded.max(generation);
+            for (rank, generation) in (0..).zip(&generations) {
+                let member = facts.ranks.entry(rank).or_default();
+                member.encoded = member.encoded.max(*generation);
+            }
             facts.problem = None;
-            facts.memory.committed.push_back((generation, saved.sequence));
+            let generation = generations.first().copied().unwrap_or(0);
+            facts.memory.committed.push_back(Committed { generations, sequence: saved.sequence });
             if let Some(tier) = facts.tiers.first_mut() {
                 tier.pending += 1;
             }
@@ -319,24 +377,48 @@ impl Run {
         }
     }
 
-    /// A save failed for good.
-    pub(super) fn failed(&self, generation: u64, step: u64, error: &Error) {
+    /// A save failed for good: these generations of ranks.
+    pub(super) fn failed(&self, generations: &[(u32, u64)], step: u64, error: &Error) {
         tracing::error!(run = self.spec.run, step, %error, "a save failed");
         self.change(|facts| {
-            facts.encoded = facts.encoded.max(generation);
             facts.failed += 1;
-            facts.failures.push_back(Failure { step, generation, message: error.to_string() });
-            while facts.failures.len() > FAILURES {
-                facts.failures.pop_front();
-            }
-            if let Some(save) = facts.saves.iter_mut().rfind(|save| save.generation == generation) {
-                save.error = Some(error.to_string());
+            for &(rank, generation) in generations {
+                let member = facts.ranks.entry(rank).or_default();
+                member.fail(Failure { step, generation, message: error.to_string() });
+                if let (0, Some(save)) = (rank, facts.saves.iter_mut().rfind(|save| save.generation == generation)) {
+                    save.error = Some(error.to_string());
+                }
             }
         });
     }
 
+    /// What is in memory and not yet in the first tier cannot get there: these steps, by log entry. Another store takes its place.
+    pub(super) fn memory_is_damaged(&self, epoch: u64, lost: &[(u64, u64)], error: &Error) {
+        for &(sequence, step) in lost {
+            let known = self.memory().committed.iter().find(|committed| committed.sequence == sequence).cloned();
+            let generations = match known {
+                Some(known) => (0..).zip(known.generations).collect(),
+                // Of an agent before this one.
+                None => self.encoded_by_rank().into_iter().collect::<Vec<_>>(),
+            };
+            let message = format!("was damaged in memory before it was in the store: {}", error.message());
+            self.failed(&generations, step, &Error::corrupt(message));
+        }
+        self.change(|facts| {
+            facts.memory.damaged.insert(epoch);
+            facts.memory.committed.clear();
+            if let Some(tier) = facts.tiers.first_mut() {
+                tier.pending = 0;
+            }
+        });
+        self.encode.notify_one();
+    }
+
     /// Something does not work at the moment.
     pub(super) fn problem(&self, problem: Option<String>) {
+        if self.facts().problem == problem {
+            return;
+        }
         if let Some(problem) = &problem {
             tracing::warn!(run = self.spec.run, problem, "trying again");
         }
@@ -372,29 +454,38 @@ impl Run {
         let Uploaded { copied, sequence: uploaded, .. } = *done;
         self.change(|facts| {
             let Some(known) = facts.tiers.get_mut(tier) else { return };
+            known.known = true;
             known.pending = known.pending.saturating_sub(done.pending_before);
             (known.problem, known.last_step) = (None, done.step.or(known.last_step));
             if let (1.., Some(next)) = (copied, facts.tiers.get_mut(tier + 1)) {
                 next.pending += copied;
             }
-            if tier != 0 || done.epoch != facts.memory.epoch {
+            if tier != 0 || done.epoch != facts.memory.epoch || facts.memory.damaged.contains(&done.epoch) {
                 return;
             }
             facts.memory.uploaded = uploaded;
-            while let Some(&(generation, _)) = facts.memory.committed.front().filter(|(_, sequence)| *sequence <= uploaded) {
+            for (rank, encoded) in &done.encoded {
+                let member = facts.ranks.entry(*rank).or_default();
+                member.durable = member.durable.max(*encoded);
+                if self.spec.inline {
+                    // An agent that has just begun knows of no saves, but sees them in memory.
+                    member.durable = member.durable.max(inline::generation(done.epoch, uploaded));
+                    member.encoded = member.encoded.max(member.durable);
+                }
+            }
+            while let Some(committed) = facts.memory.committed.front().filter(|committed| committed.sequence <= uploaded).cloned() {
                 facts.memory.committed.pop_front();
-                facts.durable = facts.durable.max(generation);
+                let generation = committed.generations.first().copied().unwrap_or(0);
                 let begun = facts.begun_ms.remove(&generation);
                 let Some(save) = facts.saves.iter_mut().rfind(|save| save.generation == generation) else { continue };
-                facts.last_commit = Some((save.step, Instant::now()));
                 save.upload_ms = Some(done.upload_ms);
                 save.commit_ms = begun.map(|begun| now_ms().saturating_sub(begun) as f64);
             }
             // Saves that never came to memory.
-            let durable = facts.durable;
+            let durable = facts.ranks.get(&0).map_or(0, |member| member.durable);
             facts.begun_ms.retain(|generation, _| *generation > durable);
             if let (1.., Some(step)) = (copied, done.step) {
-                facts.last_commit = Some((step, Instant::now()));
+                facts.last_commit = Some((step, now_ms()));
             }
         });
         match self.upload.get(tier + 1) {
@@ -403,6 +494,22 @@ impl Run {
         }
         // There may be room again.
         self.encode.notify_one();
+    }
+
+    /// What is in memory that the trainer itself writes.
+    pub(super) fn note_inline(&self, epoch: u64, records: &[SnapshotRecord]) -> Result<()> {
+        let bytes = memory_bytes(&self.place)?;
+        let live = records.iter().filter(|record| record.status == Status::Live);
+        let steps = live.map(|record| record.step).collect();
+        self.set_memory(|facts| (facts.epoch, facts.steps, facts.bytes) = (epoch, steps, bytes));
+        Ok(())
+    }
+
+    /// There is nothing that a tier could lack.
+    pub(super) fn nothing_to_upload(&self, tier: usize) {
+        if let Some(tier) = self.facts().tiers.get_mut(tier) {
+            tier.known = true;
+        }
     }
 
     pub(super) fn pending(&self, tier: usize) -> u64 {
@@ -427,7 +534,7 @@ impl Run {
 
     /// Whether nothing is left to do; a run that was given up has nothing.
     pub(super) fn is_quiet(&self) -> bool {
-        self.stopped() || (self.queue_depth() == 0 && self.facts().tiers.iter().all(|tier| tier.pending == 0))
+        self.stopped() || (self.queue_depth() == 0 && self.facts().tiers.iter().all(|tier| tier.known && tier.pending == 0))
     }
 
     /// The run is over for its trainer.
@@ -467,7 +574,7 @@ impl Run {
             ranks: facts.ranks.iter().map(rank).collect(),
             queue_depth,
             last_commit_step: facts.last_commit.map(|(step, _)| step),
-            seconds_since_commit: facts.last_commit.map(|(_, at)| at.elapsed().as_secs_f64()),
+            seconds_since_commit: facts.last_commit.map(|(_, at)| now_ms().saturating_sub(at) as f64 / 1e3),
             chain_depth: facts.memory.chain_depth,
             failed_saves: facts.failed,
             memory_steps: facts.memory.steps.clone(),

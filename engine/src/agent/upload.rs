@@ -1,14 +1,21 @@
 //! From memory to the first tier, and from each tier to the next: byte by byte, as a commit of each snapshot.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use tensorcask::{Copier, CopyOptions, ErrorKind, Result, Store};
+use tensorcask::wire::Id;
+use tensorcask::{Copier, CopyOptions, Depth, Error, ErrorKind, Result, SnapshotRecord, Status, Store, VerifyOptions};
 use tracing::Instrument;
 
 use super::encode::WAITS;
-use super::run::{Run, Seen, Uploaded};
+use super::run::{Run, Uploaded};
+use crate::restore::saved_at;
+use crate::seen::Seen;
 use crate::tier::open_epoch;
+
+/// How long one snapshot may take to say when it was saved.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Fills a tier from the one before, for as long as the agent lives.
 pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
@@ -43,63 +50,136 @@ async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>) -> Result<(
     // What is out of date must not go up.
     let idle = run.stopped() || run.is_out_of_date();
     let (Some(destination), false) = (run.tiers.get(tier), idle) else { return Ok(()) };
-    let Some((source, epoch)) = source(run, tier).await? else { return Ok(()) };
+    // Before the sources are looked at: all of it is in them.
+    let encoded = run.encoded_by_rank();
+    let sources = sources(run, tier).await?;
+    let Some(((newest, epoch), _)) = sources.split_last() else {
+        run.nothing_to_upload(tier);
+        return Ok(());
+    };
     let takes_over = run.takes_over(tier);
     if takes_over {
         *copier = None;
     }
     if copier.is_none() {
-        let resume = Seen::read(&run.place).writers.get(tier).copied().flatten().filter(|_| !takes_over);
-        let opened = source.copier(destination, CopyOptions::default(), resume).await?;
-        Seen::update(&run.place, |seen| {
-            seen.writers.resize(run.tiers.len(), None);
-            if let Some(writer) = seen.writers.get_mut(tier) {
-                *writer = Some(opened.id());
-            }
+        let resume = Seen::read(&run.place).tier(destination.url()).writer.filter(|_| !takes_over);
+        let opened = newest.copier(destination, CopyOptions::default(), resume).await?;
+        Seen::update(&run.place, destination.url(), |seen| {
+            seen.writer = Some(opened.id());
             // Whoever resumes may find that another has written there: that is not what this run knows.
-            if tier == 0 && resume.is_none() {
+            if resume.is_none() {
                 seen.latest = opened.latest().map(|latest| latest.id);
             }
         })?;
-        run.taken_over(tier);
+        if tier > 0 && resume.is_none() {
+            forget_abandoned(run, newest, destination, opened.latest()).await?;
+        }
+        run.taken_over(tier, opened.latest());
         *copier = Some(opened);
     }
     let Some(copier) = copier.as_mut() else { return Ok(()) };
-    let pending = run.pending(tier);
-    let (records, begun) = (source.records().await?, Instant::now());
-    let report = copier.copy_new(&source).await?;
+    let (pending, begun, mut copied) = (run.pending(tier), Instant::now(), 0);
+    let mut records = Vec::new();
+    for (source, of) in &sources {
+        records = source.records().await?;
+        match copier.copy_new(source).await {
+            Ok(report) => copied += report.snapshots,
+            Err(error) if tier == 0 && error.kind() == ErrorKind::Corrupt && is_damaged(source).await? => {
+                give_up(run, source, *of, destination, &error).await?;
+            }
+            Err(error) => return Err(error),
+        }
+    }
     let upload_ms = begun.elapsed().as_secs_f64() * 1e3;
-    if tier == 0 && report.snapshots > 0 {
-        Seen::update(&run.place, |seen| seen.latest = copier.latest().map(|latest| latest.id))?;
+    if copied > 0 {
+        Seen::update(&run.place, destination.url(), |seen| seen.latest = copier.latest().map(|latest| latest.id))?;
+    }
+    if run.spec.inline && tier == 0 {
+        run.note_inline(*epoch, &records)?;
     }
     let newest = records.last();
     let uploaded = Uploaded {
-        epoch,
+        encoded,
+        epoch: *epoch,
         sequence: newest.map_or(0, |record| record.sequence),
         step: newest.map(|record| record.step),
         pending_before: pending,
-        copied: report.snapshots,
+        copied,
         upload_ms,
     };
     run.uploaded(tier, &uploaded);
     Ok(())
 }
 
-/// Where the snapshots of a tier come from, if there is anything yet, and its epoch if that is memory.
-async fn source(run: &Run, tier: usize) -> Result<Option<(Store, u64)>> {
-    let source = match tier.checked_sub(1) {
-        None => match run.place.epochs()?.last() {
-            Some(epoch) => (open_epoch(&run.place, *epoch)?, *epoch),
-            None => return Ok(None),
-        },
-        Some(before) => match run.tiers.get(before) {
-            Some(store) => (store.clone(), 0),
-            None => return Ok(None),
-        },
+/// Where the snapshots of a tier come from, if there is anything yet: stores in memory with their epochs, the newest last, or the tier before.
+async fn sources(run: &Run, tier: usize) -> Result<Vec<(Store, u64)>> {
+    let candidates = match tier.checked_sub(1) {
+        None => {
+            let damaged = run.memory().damaged;
+            let epochs = run.place.epochs()?.into_iter().filter(|epoch| !damaged.contains(epoch));
+            epochs.map(|epoch| Ok((open_epoch(&run.place, epoch)?, epoch))).collect::<Result<Vec<_>>>()?
+        }
+        Some(before) => run.tiers.get(before).map(|store| (store.clone(), 0)).into_iter().collect(),
     };
-    match source.0.run().await {
-        Ok(_) => Ok(Some(source)),
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(e),
+    let mut sources = Vec::with_capacity(candidates.len());
+    for (store, epoch) in candidates {
+        match store.run().await {
+            Ok(_) => sources.push((store, epoch)),
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            // Another has taken its place, or will.
+            Err(e) if tier == 0 && e.kind() == ErrorKind::Corrupt => {}
+            Err(e) => return Err(e),
+        }
     }
+    Ok(sources)
+}
+
+/// Whether it is the store in memory that is damaged, and not the one that it is copied to.
+async fn is_damaged(source: &Store) -> Result<bool> {
+    let report = source.verify(&VerifyOptions { depth: Depth::Pages, ..VerifyOptions::default() }).await;
+    Ok(report.map_or_else(|error| error.kind() == ErrorKind::Corrupt, |report| !report.is_clean()))
+}
+
+/// Snapshots of a damaged store that did not get to the tier are lost: their trainers are told, and memory begins anew.
+async fn give_up(run: &Run, source: &Store, epoch: u64, destination: &Store, error: &Error) -> Result<()> {
+    let has = ids(destination).await?;
+    let records = source.records().await?.into_iter().filter(|record| record.status == Status::Live && !has.contains(&record.id));
+    let lost: Vec<(u64, u64)> = records.map(|record| (record.sequence, record.step)).collect();
+    run.memory_is_damaged(epoch, &lost, error);
+    Ok(())
+}
+
+/// All that a store has ever had, and tells of.
+async fn ids(store: &Store) -> Result<BTreeSet<Id>> {
+    Ok(store.records().await?.into_iter().map(|record| record.id).collect())
+}
+
+/// A job that went on elsewhere, from a tier further away, has left a nearer one behind. What that one has, and the other does not, and was
+/// saved before, is of a line that the job did not go on with: it must not come after what it went on to, and is forgotten.
+async fn forget_abandoned(run: &Run, source: &Store, destination: &Store, latest: Option<&SnapshotRecord>) -> Result<()> {
+    let (Some(latest), records) = (latest, source.records().await?) else { return Ok(()) };
+    if records.iter().any(|record| record.id == latest.id) {
+        return Ok(());
+    }
+    let (has, newest) = (ids(destination).await?, saved_at(destination, latest, PATIENCE).await);
+    let mut abandoned = Vec::new();
+    for record in records.iter().filter(|record| record.status == Status::Live && !has.contains(&record.id)) {
+        if saved_at(source, record, PATIENCE).await > newest {
+            // The job has come back.
+            break;
+        }
+        abandoned.push(record);
+    }
+    if !abandoned.is_empty() {
+        let steps: Vec<u64> = abandoned.iter().map(|record| record.step).collect();
+        tracing::warn!(
+            run = run.spec.run,
+            store = source.url(),
+            ?steps,
+            "the job went on from {} without these steps; they are forgotten, and stay until they are collected",
+            destination.url()
+        );
+        source.forget_snapshots(&abandoned.iter().map(|record| record.id).collect::<Vec<_>>()).await?;
+    }
+    Ok(())
 }

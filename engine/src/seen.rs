@@ -1,0 +1,85 @@
+//! What this host knows of the tiers of a run: what of the run outlives the agent, besides what it is and what is in memory.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use tensorcask::wire::Id;
+use tensorcask::{Error, Result};
+
+use crate::place::{RunPlace, lock_file, replace_file};
+
+/// By tier, of which the URL is the name.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Seen {
+    tiers: BTreeMap<String, SeenTier>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SeenTier {
+    /// The newest snapshot that it had when this host last looked: another one there was made elsewhere.
+    pub latest: Option<Id>,
+    /// As whom the agent writes there.
+    pub writer: Option<Id>,
+}
+
+impl Seen {
+    pub(crate) fn read(place: &RunPlace) -> Self {
+        let found = std::fs::read(place.seen()).ok().and_then(|json| serde_json::from_slice(&json).ok());
+        found.unwrap_or_default()
+    }
+
+    /// Of a tier.
+    pub(crate) fn tier(&self, url: &str) -> SeenTier {
+        self.tiers.get(url).copied().unwrap_or_default()
+    }
+
+    /// Notes something of a tier. Trainers and the agent may do so at once.
+    pub(crate) fn update(place: &RunPlace, url: &str, change: impl FnOnce(&mut SeenTier)) -> Result<()> {
+        let _held = lock_file(&place.seen_lock())?;
+        let mut seen = Self::read(place);
+        let before = seen.clone();
+        change(seen.tiers.entry(url.to_owned()).or_default());
+        if seen == before {
+            return Ok(());
+        }
+        let json = serde_json::to_vec(&seen).map_err(|e| Error::invalid(format!("what is known of a run: {e}")))?;
+        replace_file(&place.seen(), &json)
+    }
+
+    /// Forgets what is known.
+    pub(crate) fn clear(place: &RunPlace) -> Result<()> {
+        let _held = lock_file(&place.seen_lock())?;
+        crate::place::remove_file(&place.seen())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::place::Place;
+
+    #[test]
+    fn what_several_note_at_once_is_all_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = Place::open(Some(&folder.path().join("e"))).unwrap().run("0");
+        place.create().unwrap();
+        let ids: Vec<Id> = (0..4).map(|_| Id::random().unwrap()).collect();
+        std::thread::scope(|scope| {
+            for (tier, id) in ids.iter().enumerate() {
+                let place = &place;
+                scope.spawn(move || {
+                    for _ in 0..50 {
+                        Seen::update(place, &format!("tier-{tier}"), |seen| seen.latest = None).unwrap();
+                        Seen::update(place, &format!("tier-{tier}"), |seen| seen.latest = Some(*id)).unwrap();
+                    }
+                });
+            }
+        });
+        let seen = Seen::read(&place);
+        assert!(ids.iter().enumerate().all(|(tier, id)| seen.tier(&format!("tier-{tier}")).latest == Some(*id)), "{seen:?}");
+        Seen::clear(&place).unwrap();
+        assert_eq!(Seen::read(&place), Seen::default());
+    }
+}
