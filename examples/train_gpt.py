@@ -177,7 +177,12 @@ def main():
 
     def finish():
         if saving is not None:
-            saving.result()
+            try:
+                saving.result()
+            except Exception as error:
+                # A save that failed does not end the training: `async_save` raises once `max_failed_saves` have failed in a row.
+                print(f"  a save failed: {error}", flush=True)
+                return
             saved = writer.saved
             print(
                 f"  step {saved.step}: saved a {saved.kind}, {saved.stored_bytes:,} of {saved.tensor_bytes:,} bytes, "

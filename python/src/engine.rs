@@ -164,7 +164,7 @@ impl Engine {
                 py.detach(|| engine.wait(until, left)).map_err(|e| raise(&e))?
             };
             let over = timeout.is_some_and(|timeout| begun.elapsed() >= timeout);
-            let failed = !waited.failures.is_empty();
+            let failed = waited.failed;
             if waited.reached || over || failed {
                 let failures = waited.failures.into_iter().map(|failure| (failure.step, failure.message)).collect();
                 return Ok((waited.reached, failures, waited.problem));

@@ -159,6 +159,9 @@ def lend(value: Any, path: str, contiguous: dict[Any, Any] | None = None, sharde
     if framework == "jax":
         if not value.is_fully_addressable:
             raise Unsupported(f"{path}: a jax array whose shards lie on other processes")
+        jax = import_module("jax")
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            raise Unsupported(f"{path}: typed keys of jax.random; store jax.random.key_data() of it, and wrap_key_data() what is loaded")
         return _lend_numpy(import_module("numpy").asarray(value), path, "jax", {} if contiguous is None else contiguous)
     if framework == "bytes":
         if len(value.data) != byte_count(value.dtype, value.shape):
@@ -383,6 +386,14 @@ def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
         return Place(fresh.buffer, copy)
     if framework == "numpy" and hasattr(out, "flags"):
         np = sys.modules["numpy"]
+        if isinstance(out, np.generic):
+            # A number, which is replaced as those of Python are.
+            if DTYPES.get(out.dtype.name) != dtype or shape:
+                refuse(f"is a number of type {out.dtype}")
+            number = place("numpy", dtype, shape, name)
+            if BITS[dtype] >= 8:
+                number.buffer[:] = np.frombuffer(out.tobytes(), np.uint8)
+            return Place(number.buffer, lambda: number.finish()[()])
         if DTYPES.get(out.dtype.name) != dtype or tuple(out.shape) != tuple(shape):
             refuse(f"is {out.dtype} of shape {list(out.shape)}")
         if not out.flags.writeable:
@@ -414,7 +425,7 @@ def convert(value: Any, dtype: Any, device: Any) -> Any:
     framework = framework_of(value)
     if framework == "torch":
         torch = sys.modules["torch"]
-        if dtype is not None and (value.is_floating_point() or value.is_complex()):
+        if dtype is not None and value.is_floating_point():
             value = value.to(_wanted_torch(torch, dtype))
         return value if device is None else value.to(device)
     if framework in ("numpy", "jax"):

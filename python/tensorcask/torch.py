@@ -77,7 +77,10 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     What an asynchronous save stores is the state as it was staged: tensors may change as soon as ``async_save`` has returned. A
     save that failed in the background is a warning when the next is staged; after ``max_failed_saves`` in a row it is raised
-    there. The result of the last save is ``saved``, on the coordinator.
+    there. In a job of several ranks it stays a warning, on the ranks that know of it, because one that raised alone would leave
+    the others waiting for it; and a save in a process of its own (``AsyncCheckpointerType.PROCESS``) cannot tell the writer. In
+    both, look at what ``async_save`` returns: its ``result()`` raises on every rank. The result of the last save is ``saved``, on
+    the coordinator, but for a process of its own.
     """
 
     _synchronize_after_execute: bool = False
@@ -108,6 +111,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self.saved: _native.Saved | None = None
         self._is_coordinator = False
+        self._world = 1
         self._failures: list[BaseException] = []
         self._arenas: list[_Arena] = []
 
@@ -143,12 +147,14 @@ class Writer(StorageWriter):  # type: ignore[misc]
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        step = self._step()
+        step, self._world = self._step(), len(plans)
         parent = self._noting(lambda: _shared(self._store).with_writer(self._options, lambda writer: writer.next_parent(step)))
         tasks = [_Task(step, parent, rank, len(plans)) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if isinstance(plan.storage_data, _Task):
+            self._world = plan.storage_data.world
         receipt = self._noting(lambda: self._upload(plan, planner))
         if not self._is_coordinator:
             self._failures.clear()
@@ -224,7 +230,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         """A copy of the state, in memory that is used again and again."""
         if self._failures:
             last = self._failures[-1]
-            if len(self._failures) >= self._max_failed_saves:
+            if self._world == 1 and len(self._failures) >= self._max_failed_saves:
                 failures, self._failures = len(self._failures), []
                 raise RuntimeError(f"{failures} saves in a row have failed; the last with: {last}") from last
             _log.warning("a save in the background has failed: %s", last)
@@ -513,13 +519,16 @@ class _Stager:
     def __init__(self, state: Any) -> None:
         self._state = state
         self._sources: dict[Any, torch.Tensor] = {}
-        _map(state, self._note)
+        self._note(state, "state")
         self.sizes = tuple(source.numel() * source.element_size() for source in self._sources.values())
 
-    def _note(self, value: Any) -> None:
+    def _note(self, value: Any, path: str) -> None:
         if isinstance(value, torch.Tensor):
-            local = _local(value)
+            local = _local(value, path)
             self._sources.setdefault(_key(local), local)
+        elif isinstance(value, (dict, list, tuple)):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                self._note(item, f"{path}[{key!r}]")
 
     def copy_into(self, arena: _Arena) -> Any:
         copies: dict[Any, torch.Tensor] = {}
@@ -535,7 +544,7 @@ class _Stager:
         def staged(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
-            copied = copies[_key(_local(value))]
+            copied = copies[_key(_local(value, "state"))]
             if isinstance(value, DTensor):
                 return DTensor.from_local(
                     copied, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
@@ -545,10 +554,10 @@ class _Stager:
         return _map(self._state, staged)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: torch.Tensor, path: str) -> torch.Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local = local.detach()
-    _frameworks.check_torch(local, "a tensor of the state")
+    _frameworks.check_torch(local, path)
     return local
 
 

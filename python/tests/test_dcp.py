@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import re
 import threading
 from pathlib import Path
 
@@ -188,6 +189,27 @@ def test_a_failed_rank_commits_nothing(tmp_path):
     assert tensorcask.Store(tmp_path / "store").verify().is_clean
 
 
+def fail_in_the_background(url):
+    writer = tensorcask.Store(url).writer(max_failed_saves=2)
+    good = {"w": torch.ones(2)}
+    for step in range(1, 5):
+        # A set cannot be stored; one rank alone finds out.
+        state = good | ({"bad": {1}} if dist.get_rank() == 1 else {})
+        future = dcp.async_save(state, checkpoint_id=str(step), storage_writer=writer)
+        try:
+            future.result()
+        except BaseException as error:
+            assert "bad" in str(error)
+        else:
+            raise AssertionError("no error")
+    dcp.async_save(good, checkpoint_id="5", storage_writer=writer).result()
+
+
+def test_a_rank_that_fails_again_and_again_does_not_leave_the_others_waiting(tmp_path):
+    on_ranks(2, tmp_path, fail_in_the_background, tmp_path / "store")
+    assert [info.step for info in tensorcask.Store(tmp_path / "store").snapshots()] == [5]
+
+
 def pipeline(url):
     """Each rank has tensors and values that no other has."""
     rank = dist.get_rank()
@@ -287,6 +309,12 @@ def test_failed_saves_in_the_background_are_told(url, caplog):
         dcp.async_save(bad, checkpoint_id="3", storage_writer=writer)
     dcp.async_save({"w": torch.ones(2)}, checkpoint_id="4", storage_writer=writer).result()
     assert [info.step for info in store.snapshots()] == [4]
+
+
+@pytest.mark.parametrize(("value", "says"), [(torch.empty(3, device="meta"), "meta tensor"), (torch.ones(3).to_sparse(), "layout torch.sparse_coo")])
+def test_what_cannot_be_staged_is_named(url, value, says):
+    with pytest.raises(TypeError, match=re.escape("state['outer'][1]['bad']") + f".*{says}"):
+        dcp.async_save({"outer": [0, {"bad": value}]}, checkpoint_id="1", storage_writer=tensorcask.Store(url).writer())
 
 
 def test_states_of_either_way_are_read_by_the_other(url):

@@ -27,6 +27,16 @@ def test_what_jax_would_narrow_is_an_error(memory):
     assert tensorcask.load(memory, framework="numpy")["w"].dtype == np.int64
 
 
+def test_typed_keys_are_refused_by_name(memory):
+    state = {"rng": [jax.random.key(0)]}
+    with pytest.raises(TypeError, match=r"state\['rng'\]\[0\]: typed keys of jax.random; store jax.random.key_data"):
+        tensorcask.save(state, memory, step=1)
+    key_data = lambda path, value: jax.random.key_data(value)
+    tensorcask.save(state, memory, step=1, on_unsupported=key_data)
+    again = jax.random.wrap_key_data(tensorcask.load(memory)["rng"][0])
+    assert (jax.random.bits(again) == jax.random.bits(state["rng"][0])).all()
+
+
 def test_a_device_is_chosen(memory):
     device = jax.devices("cpu")[0]
     tensorcask.save({"w": jnp.ones(3)}, memory, step=1)

@@ -257,6 +257,18 @@ def test_out_is_filled_in_place(memory):
         tensorcask.load(memory, out={"model": {"absent": torch.empty(1)}})
 
 
+def test_a_number_of_numpy_is_replaced(memory):
+    state = {"loss": np.float32(0.5), "n": np.int64(7), "w": torch.ones(3)}
+    tensorcask.save(state, memory, step=1)
+    state = {"loss": np.float32(0), "n": np.int64(0), "w": torch.zeros(3)}
+    loaded = tensorcask.load(memory, out=state)
+    assert (loaded["loss"], loaded["n"]) == (0.5, 7) and isinstance(loaded["loss"], np.float32) and torch.equal(state["w"], torch.ones(3))
+    tensorcask.save({"loss": np.float32(0.25), "n": np.int64(7), "w": torch.ones(3)}, memory, step=2)
+    assert tensorcask.load(memory, out=loaded, have=1)["loss"] == 0.25
+    with pytest.raises(ValueError, match="float64"):
+        tensorcask.load(memory, out={"loss": np.float64(0)})
+
+
 def test_have_reads_only_what_lies_between(memory):
     w = torch.randn(2_000, 500)
     states = []
@@ -292,7 +304,7 @@ def test_parts_are_selected(memory):
 
 
 def test_frameworks_and_types_are_converted(memory):
-    state = {"w": torch.randn(8, dtype=torch.bfloat16), "i": torch.arange(3)}
+    state = {"w": torch.randn(8, dtype=torch.bfloat16), "i": torch.arange(3), "c": torch.complex(torch.ones(2), torch.ones(2))}
     tensorcask.save(state, memory, step=1)
     as_numpy = tensorcask.load(memory, framework="numpy")
     assert as_numpy["w"].dtype == ml_dtypes.bfloat16 and as_numpy["w"].tobytes() == torch_bytes(state["w"])
@@ -301,6 +313,7 @@ def test_frameworks_and_types_are_converted(memory):
     for dtype in (torch.float32, "f32", "float32"):
         wide = tensorcask.load(memory, dtype=dtype)
         assert torch.equal(wide["w"], state["w"].float()) and wide["i"].dtype == torch.int64
+        assert torch.equal(wide["c"], state["c"]), "half of a complex number is another number"
     assert tensorcask.load(memory, device="cpu")["w"].device.type == "cpu"
     with pytest.raises(ValueError, match="framework 'tensorflow'"):
         tensorcask.load(memory, framework="tensorflow")

@@ -233,7 +233,8 @@ def test_the_lock_is_released_while_saving(url):
 
 def test_files_of_the_command_line_are_read(tmp_path, url):
     """What was saved without a tree comes back flat."""
-    binary = Path(__file__).parents[2] / "target" / "release" / "tensorcask"
+    target = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target"))
+    binary = next((path for profile in ("debug", "release") if (path := target / profile / "tensorcask").exists()), target / "absent")
     data = Path(__file__).parents[2] / "tests" / "data" / "step-2400.safetensors"
     if not binary.exists():
         pytest.skip("the command line is not built")
