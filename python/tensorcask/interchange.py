@@ -2,11 +2,12 @@
 
 | format | read from | written as |
 |---|---|---|
-| ``safetensors`` | a file, or the index of a sharded model (``*.index.json``) | a file, or shards with an index |
+| ``safetensors`` | a file, the index of a sharded model (``*.index.json``), or a model's folder | a file, or shards with an index |
 | ``torch`` | what ``torch.save`` wrote, loaded with ``weights_only=True`` | the same |
 | ``dcp`` | a folder of ``torch.distributed.checkpoint`` | the same |
 
-safetensors hold tensors alone: values of the state that are none stay behind. Nothing that is read here can run code.
+safetensors hold tensors alone: values of the state that are none stay behind. Nothing that is read here can run code. Folders of
+weight deltas: :mod:`tensorcask.slime`. All of it is a command, too: ``python -m tensorcask import --help``, and ``export``.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ def import_(
     """Saves a checkpoint of another format as a snapshot. Several safetensors files together are one state."""
     store = _open(url, None)
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
-    kind = format or _format_of(paths[0], paths[0].is_dir())
+    kind = format or (_format_of_folder(paths[0]) if paths[0].is_dir() else _format_of(paths[0], False))
     if kind == "safetensors":
+        paths = [_files_of_model(path) if path.is_dir() else path for path in paths]
         options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
         arguments = (check_step(step), [str(path) for path in paths], user_json(user))
         return store.with_writer(options, lambda writer: writer.save_safetensors(*arguments))
     if len(paths) != 1:
         raise ValueError(f"format {kind!r}: give one file or folder")
+    if kind not in ("torch", "dcp"):
+        raise ValueError(f"format {kind!r}: use 'safetensors', 'torch' or 'dcp'; for weight deltas, tensorcask.slime.import_deltas()")
     state = _read_torch(paths[0]) if kind == "torch" else _read_dcp(paths[0])
     return store.save(state, step=step, policy=policy, user=user)
 
@@ -92,6 +96,27 @@ def _format_of(path: Path, is_folder: bool) -> str:
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         return "torch"
     raise ValueError(f"{path}: cannot tell the format by its name; pass format='safetensors', 'torch' or 'dcp'")
+
+
+def _format_of_folder(path: Path) -> str:
+    if (path / ".metadata").exists():
+        return "dcp"
+    if any(path.glob("weight_v*")):
+        return "slime"
+    if any(path.glob("*.safetensors")):
+        return "safetensors"
+    raise ValueError(f"{path}: holds no checkpoint of a known format (DCP, a model of safetensors, weight deltas); pass format=")
+
+
+def _files_of_model(folder: Path) -> Path:
+    """The index of a model's folder, or its only file."""
+    for pattern in ("*.safetensors.index.json", "*.safetensors"):
+        found = sorted(folder.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ValueError(f"{folder}: has {len(found)} of {pattern}; name the files")
+    raise FileNotFoundError(f"{folder}: holds no safetensors")
 
 
 def _write_shards(snapshot: Snapshot, folder: Path, limit: int) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,41 @@ def test_folders_of_dcp(tensors, tmp_path, url):
     with pytest.raises(BaseException, match="no need of"):
         import_(tmp_path / "a", url, step=2)
     assert not (tmp_path / "trapped").exists()
+
+
+def test_folders_are_told_by_what_they_hold(tensors, tmp_path, url):
+    state = {"model": tensors}
+    tensorcask.save(state, url, step=1)
+    export(url, tmp_path / "sharded", max_shard_bytes=100)
+    (tmp_path / "one").mkdir()
+    export(url, tmp_path / "one" / "model.safetensors")
+    for step, folder in enumerate(("sharded", "one"), 2):
+        import_(tmp_path / folder, url, step=step)
+        same({name.removeprefix("model."): tensor for name, tensor in tensorcask.load(url, step=step).items()}, tensors)
+    (tmp_path / "one" / "more.safetensors").write_bytes((tmp_path / "one" / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="2 of"):
+        import_(tmp_path / "one", url, step=9)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no checkpoint"):
+        import_(tmp_path / "empty", url, step=9)
+
+
+def test_from_the_command_line(tensors, tmp_path, url):
+    def run(*words):
+        return subprocess.run([sys.executable, "-m", "tensorcask", *map(str, words)], capture_output=True, text=True)
+
+    state = {"model": tensors, "step": 5}
+    tensorcask.save(state, url, step=5)
+    for number, target in enumerate(("a.safetensors", "b.pt", "c"), 6):
+        assert run("export", url, tmp_path / target, "--step", 5).returncode == 0
+        done = run("import", tmp_path / target, url, "--step", number)
+        assert done.returncode == 0 and f"step {number}: a " in done.stdout, done.stderr
+    same(tensorcask.load(url)["model"], tensors)
+    assert run("export", url, tmp_path / "shards", "--max-shard-bytes", 100).returncode == 0
+    assert run("import", tmp_path / "shards", url, "--step", 9).returncode == 0
+    failed = run("export", url, tmp_path / "a.safetensors")
+    assert failed.returncode == 1 and failed.stderr.startswith("error: ") and "there already" in failed.stderr
+    assert run("import", tmp_path / "a.safetensors", url).returncode == 2
 
 
 def test_formats_are_told_by_name(url, tmp_path):
