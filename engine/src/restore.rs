@@ -473,9 +473,9 @@ pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena:
     let in_memory = |id: Id| memory.iter().any(|(_, found)| found.records.iter().any(|record| record.id == id));
     let nothing_here = epochs.is_empty() && !has_arena;
     let mut first: Option<Asked> = None;
-    // When the newest was saved that is known to be ours.
-    let mut newest_here = 0;
-    if let Some((store, Asked { latest: Some(latest), .. })) = memory.last() {
+    // When the newest was saved that is known to be ours; further tiers are compared with it.
+    let (mut newest_here, has_further) = (0, stores.len() > 1);
+    if let (true, Some((store, Asked { latest: Some(latest), .. }))) = (has_further, memory.last()) {
         newest_here = saved_at(store, latest, timeout).await;
     }
     let mut noted = Vec::new();
@@ -506,7 +506,7 @@ pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena:
             tracing::warn!(run = spec.run, tier = store.url(), "the store has newer snapshots than this host's memory, which goes");
             return Ok(Known::Stale);
         }
-        if let (0, Some(latest)) = (tier, &found.latest) {
+        if let (true, 0, Some(latest)) = (has_further, tier, &found.latest) {
             newest_here = newest_here.max(saved_at(store, latest, timeout).await);
         }
         if tier == 0 {
