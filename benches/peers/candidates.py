@@ -260,6 +260,24 @@ class Deflate(OfBytes):
         return zlib.decompress(encoded, wbits=-15, bufsize=len(self.input))
 
 
+@candidate("gzip -6, byte planes", "peer")
+class GzipPlanes(OfPlanes):
+    def encode_plane(self, plane):
+        return gzip.compress(plane, 6, mtime=0)
+
+    def decode_plane(self, code):
+        return gzip.decompress(code)
+
+
+@candidate("DEFLATE (zlib -1), byte planes", "peer")
+class DeflatePlanes(OfPlanes):
+    def encode_plane(self, plane):
+        return zlib.compress(plane, 1, wbits=-15)
+
+    def decode_plane(self, code):
+        return zlib.decompress(code, wbits=-15, bufsize=len(self.input) // self.width)
+
+
 class OfChanges:
     """Positions of changed elements, and their new values."""
 

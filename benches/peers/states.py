@@ -52,10 +52,13 @@ CASES = [
     ("bf16-k5", "bf16 weights, k = 5, learning rate 5e-4", 1000, 1005, "model"),
     ("bf16-k10", "bf16 weights, k = 10, learning rate 5e-4", 1000, 1010, "model"),
     ("bf16-k50", "bf16 weights, k = 50, learning rate 5e-4", 1000, 1050, "model"),
+    ("bf16-k100", "bf16 weights, k = 100, learning rate 5e-4", 1000, 1100, "model"),
+    ("bf16-k1000", "bf16 weights, k = 1000, learning rate 5e-4 to 1e-4", 1000, 2000, "model"),
     ("bf16-mid-k1", "bf16 weights, k = 1, learning rate 1e-4", 2000, 2001, "model"),
     ("bf16-mid-k10", "bf16 weights, k = 10, learning rate 1e-4", 2000, 2010, "model"),
     ("bf16-low-k1", "bf16 weights, k = 1, learning rate 2e-6", 2400, 2401, "model"),
     ("bf16-low-k10", "bf16 weights, k = 10, learning rate 2e-6", 2400, 2410, "model"),
+    ("rows-k1", "bf16 embedding of which a batch touches 18 % of the rows, k = 1, learning rate 5e-4", 1000, 1001, "rows"),
     ("master-full", "f32 masters, full", None, 1000, "master"),
     ("master-k1", "f32 masters, k = 1", 1000, 1001, "master"),
     ("master-k10", "f32 masters, k = 10", 1000, 1010, "master"),
@@ -102,6 +105,13 @@ def _tile(array, param, copies):
     return np.ascontiguousarray(np.concatenate(tiles))
 
 
+def _some_rows(data, base, rows):
+    """Elements of the base, but in 18 % of the rows: those of an embedding that a batch of a fine-tune touches. The real run ties its embedding to its
+    output layer, so that each step changes every row."""
+    touched = np.random.default_rng(rows).random(rows) < 0.18
+    return np.where(touched[:, None], data.reshape(rows, -1), base.reshape(rows, -1)).reshape(-1)
+
+
 def _flat(array):
     return array.reshape(-1).view(np.uint8)
 
@@ -124,9 +134,9 @@ def cases(folder, mib, only):
         if missing:
             yield key, title, f"no file of step {' and '.join(missing)} in the data"
             continue
-        wanted = {"exponents": ("model",), None: ROLES}.get(role, (role,))
+        wanted = {"exponents": ("model",), "rows": ("model",), None: ROLES}.get(role, (role,))
         new, old = step(now), step(before) if before is not None else None
-        names = [name for name in new if name[0] in wanted and (old is None or name in old)]
+        names = [name for name in new if name[0] in wanted and (old is None or name in old) and (role != "rows" or "wte" in name[1])]
         if not names or {name[0] for name in names} != set(wanted):
             yield key, title, "the files hold no such tensors"
             continue
@@ -147,6 +157,8 @@ def cases(folder, mib, only):
             dtype, array = new[name]
             shape = (array.shape[0] * copies, array.shape[1])
             data, base = elements(new, name), None if old is None else elements(old, name)
+            if role == "rows":
+                data = _some_rows(data, base, shape[0])
             if role == "exponents":
                 data = (data.view(np.uint16) >> 7 & 0xFF).astype(np.uint8)
                 tensors.append(Tensor(param, kind, "u8", shape, data, None))

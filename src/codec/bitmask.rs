@@ -44,12 +44,8 @@ impl Codec for Bitmask {
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         let base = chunk.base.filter(|base| base.len() == chunk.data.len())?;
         let width = chunk.dtype.unit_bytes();
-        let (mut changed, mut sampled) = (0u64, 0u64);
-        for range in sample(chunk.data.len(), width) {
-            let (data, base) = (chunk.data.get(range.clone())?, base.get(range)?);
-            sampled += (data.len() / width) as u64;
-            changed += mask::count_changed(width, base, data) as u64;
-        }
+        let data = sample(chunk.data, width);
+        let (changed, sampled) = (mask::count_changed(width, &sample(base, width), &data) as u64, (data.len() / width) as u64);
         let units = (chunk.data.len() / width) as u64;
         Some(vec![units.div_ceil(8), changed.saturating_mul(units).div_ceil(sampled.max(1)).saturating_mul(width as u64)])
     }

@@ -108,7 +108,7 @@ impl Codec for Factored {
     }
 
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
-        const SAMPLE: usize = 16_384;
+        const SAMPLE: usize = 8192;
         let (rows, columns) = matrix(chunk)?;
         let width = chunk.dtype.unit_bytes();
         let sampled = (SAMPLE / columns).clamp(LEAST, rows);

@@ -47,16 +47,14 @@ fn grid_of(data: &[u8]) -> Option<u32> {
     const GLANCE: usize = 64;
     let mut needs = [0usize; MAX_LOG2 as usize + 1];
     let (mut seen, mut off) = (0, 0);
-    for range in sample(data.len(), 4) {
-        for needed in data.get(range)?.as_chunks::<4>().0.iter().filter_map(|unit| kernel::coarsest(*unit)) {
-            seen += 1;
-            match needed.and_then(|log2| needs.get_mut(log2 as usize)) {
-                Some(count) => *count += 1,
-                None => off += 1,
-            }
-            if seen == GLANCE && off > GLANCE / 2 {
-                return None;
-            }
+    for needed in sample(data, 4).as_chunks::<4>().0.iter().filter_map(|unit| kernel::coarsest(*unit)) {
+        seen += 1;
+        match needed.and_then(|log2| needs.get_mut(log2 as usize)) {
+            Some(count) => *count += 1,
+            None => off += 1,
+        }
+        if seen == GLANCE && off > GLANCE / 2 {
+            return None;
         }
     }
     if seen == 0 || off > seen / FEW {
@@ -156,12 +154,10 @@ fn plan(chunk: &Chunk<'_>) -> Option<Plan> {
     let absolute = absolute_sizes(chunk, &grid, rows, columns, is_matrix)?;
     let Some(base) = chunk.whole_base() else { return Some(Plan { log2, delta: false, sizes: absolute }) };
     let mut found = Found::default();
-    for range in sample(chunk.data.len(), 4) {
-        let (data, base) = (chunk.data.get(range.clone())?, base.get(range)?);
-        let mut near = int16s(data.len() / 4).ok()?;
-        kernel::expected(&grid, base, &mut near);
-        found.add(&grid, data, Some(base), &near)?;
-    }
+    let (data, base) = (sample(chunk.data, 4), sample(base, 4));
+    let mut near = int16s(data.len() / 4).ok()?;
+    kernel::expected(&grid, &base, &mut near);
+    found.add(&grid, &data, Some(&base), &near)?;
     let delta = found.sizes(chunk.element_count, 0, 0);
     let is_less = delta.iter().sum::<u64>() < absolute.iter().sum::<u64>();
     Some(Plan { log2, delta: is_less, sizes: if is_less { delta } else { absolute } })
@@ -208,14 +204,12 @@ fn absolute_sizes(chunk: &Chunk<'_>, grid: &Grid, rows: usize, columns: usize, i
     const SAMPLE: usize = 16_384;
     let mut found = Found::default();
     if !is_matrix {
-        for range in sample(chunk.data.len(), 4) {
-            let data = chunk.data.get(range)?;
-            let mut codes = int16s(data.len() / 4).ok()?;
-            kernel::codes(grid, data, &mut codes);
-            let terms = Terms::fit(grid, std::iter::once(codes.as_slice()), codes.len(), false);
-            Terms::expect(terms.center, &terms.rows, &[], grid, &mut codes);
-            found.add(grid, data, None, &codes)?;
-        }
+        let data = sample(chunk.data, 4);
+        let mut codes = int16s(data.len() / 4).ok()?;
+        kernel::codes(grid, &data, &mut codes);
+        let terms = Terms::fit(grid, std::iter::once(codes.as_slice()), codes.len(), false);
+        Terms::expect(terms.center, &terms.rows, &[], grid, &mut codes);
+        found.add(grid, &data, None, &codes)?;
         return Some(found.sizes(chunk.element_count, 2, 0));
     }
     let sampled = (SAMPLE / columns).clamp(LEAST, rows);

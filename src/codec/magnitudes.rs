@@ -218,7 +218,7 @@ fn judge<'a>(
 
 /// The terms that pay, and bytes of each column with them, from a sample.
 fn plan(chunk: &Chunk<'_>) -> Result<(Shape, Vec<u64>)> {
-    const SAMPLE: usize = 16_384;
+    const SAMPLE: usize = 8192;
     const WIDEST: usize = SAMPLE / LEAST;
     let names = names(chunk.dtype)?;
     let width = chunk.dtype.unit_bytes();
@@ -234,11 +234,7 @@ fn plan(chunk: &Chunk<'_>) -> Result<(Shape, Vec<u64>)> {
                 sampled.extend_from_slice(chunk.data.get(start..start + some * width).unwrap_or_default());
             }
         }
-        None => {
-            for range in sample(chunk.data.len(), width) {
-                sampled.extend_from_slice(chunk.data.get(range).unwrap_or_default());
-            }
-        }
+        None => sampled.extend_from_slice(&sample(chunk.data, width)),
     }
     let split = Split::of(&sampled, chunk.dtype)?;
     let (rows, columns) = matrix.unwrap_or_default();

@@ -24,6 +24,7 @@ mod rounded;
 mod rows;
 mod terms;
 
+use std::borrow::Cow;
 use std::fmt::Debug;
 
 use bytes::Bytes;
@@ -53,13 +54,21 @@ use crate::wire::index::CodecRef as WireCodecRef;
 pub use crate::wire::part::ChunkKind;
 use crate::{Dtype, Error, Result};
 
-/// Byte ranges of whole units that stand for a chunk in an estimate: all of a small one, four stretches of a large one.
-pub(crate) fn sample(bytes: usize, width: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
-    const UNITS: usize = 2048;
-    let units = bytes / width;
-    let (stretches, length) = if units <= 8 * UNITS { (1, units) } else { (4, UNITS) };
-    let step = (units - length) / (stretches.max(2) - 1);
-    (0..stretches).map(move |i| i * step * width..(i * step + length) * width)
+/// Whole units that stand for a chunk in an estimate: all of a small one; of a large one short stretches at equal distances, because rows
+/// differ from one another more than the elements of one (an embedding changes in some rows only). The same units for every width.
+pub(crate) fn sample(data: &[u8], width: usize) -> Cow<'_, [u8]> {
+    const STRETCHES: usize = 128;
+    const LENGTH: usize = 64;
+    let units = data.len() / width;
+    if units <= 2 * STRETCHES * LENGTH {
+        return Cow::Borrowed(data);
+    }
+    let step = (units - LENGTH) / (STRETCHES - 1);
+    let mut sampled = Vec::with_capacity(STRETCHES * LENGTH * width);
+    for start in (0..STRETCHES).map(|i| i * step * width) {
+        sampled.extend_from_slice(data.get(start..start + LENGTH * width).unwrap_or_default());
+    }
+    Cow::Owned(sampled)
 }
 
 /// A codec's id and format version, as a cask names it.

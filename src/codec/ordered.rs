@@ -99,20 +99,16 @@ impl Codec for Ordered {
         let base = chunk.base.filter(|base| base.len() == chunk.data.len())?;
         let width = chunk.dtype.unit_bytes();
         let units = (chunk.data.len() / width) as u64;
-        let (mut tokens, mut exponents) = (Vec::new(), Vec::new());
-        for range in sample(chunk.data.len(), width) {
-            let (data, base) = (chunk.data.get(range.clone())?, base.get(range)?);
-            let at = tokens.len();
-            tokens.resize(at + data.len() / width, 0);
-            kernel::tokens(width, base, data, tokens.get_mut(at..)?);
-            exponents.resize(at + data.len() / width, 0);
-            kernel::exponents(width, exponent, base, exponents.get_mut(at..)?);
-        }
+        let (data, base) = (sample(chunk.data, width), sample(base, width));
+        let mut tokens = Spare::new(data.len() / width, "tokens").ok()?;
+        let mut exponents = Spare::new(data.len() / width, "classes").ok()?;
+        kernel::tokens(width, &base, &data, &mut tokens);
+        kernel::exponents(width, exponent, &base, &mut exponents);
         let bounds = choose_bounds(&bytes::histogram(&exponents));
         kernel::classes(&mut exponents, &padded(&bounds));
         let mut histograms = vec![[0u32; 256]; bounds.len() + 1];
         let mut extra = 0u64;
-        for (&token, &class) in tokens.iter().zip(&exponents) {
+        for (&token, &class) in tokens.iter().zip(exponents.iter()) {
             if let Some(slot) = histograms.get_mut(usize::from(class)) {
                 slot[usize::from(token)] += 1;
             }

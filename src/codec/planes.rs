@@ -8,7 +8,7 @@
 //! Source: LMC (byte grouping, run-length, block-adaptive Huffman), ZipNN (exponents alone compress)
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
-use crate::entropy::{self, Histogram};
+use crate::entropy;
 use crate::kernels::{bytes, planes};
 use crate::spare::Spare;
 use crate::{Dtype, Result};
@@ -89,17 +89,11 @@ pub(super) fn merge(all: &[u8], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8
 fn planes_of(chunk: &Chunk<'_>, base: Option<&[u8]>) -> Vec<u64> {
     let width = chunk.dtype.unit_bytes();
     let units = (chunk.data.len() / width) as u64;
-    let mut histograms = vec![[0u32; 256] as Histogram; width];
-    for range in sample(chunk.data.len(), width) {
-        let data = chunk.data.get(range.clone()).unwrap_or_default();
-        let Ok(split) = split(data, base.and_then(|base| base.get(range)), chunk.dtype) else { continue };
-        for (histogram, plane) in histograms.iter_mut().zip(&split) {
-            for (sum, n) in histogram.iter_mut().zip(bytes::histogram(plane)) {
-                *sum += n;
-            }
-        }
+    let base = base.map(|base| sample(base, width));
+    match split(&sample(chunk.data, width), base.as_deref(), chunk.dtype) {
+        Ok(planes) => planes.iter().map(|plane| entropy::estimate(&bytes::histogram(plane), units)).collect(),
+        Err(_) => vec![units; width],
     }
-    histograms.iter().map(|histogram| entropy::estimate(histogram, units)).collect()
 }
 
 /// The estimate, and whether it is of the exclusive or.
@@ -134,7 +128,7 @@ impl Codec for Planes {
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
-        let (_, uses_base) = better(chunk);
+        let uses_base = chunk.base.is_some() && better(chunk).1;
         let split = split(chunk.data, chunk.base.filter(|_| uses_base), chunk.dtype)?;
         let columns = NAMES.into_iter().zip(&split).map(|(name, plane)| (name, entropy::coded(plane))).collect();
         Ok(Encoded { uses_base, columns })

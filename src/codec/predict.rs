@@ -86,16 +86,23 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// The same of a range of bytes.
-    fn part(&self, range: &std::ops::Range<usize>) -> Self {
-        let part = |moments: Moments<'a>| Moments {
-            before: moments.before.get(range.clone()).unwrap_or_default(),
-            now: moments.now.get(range.clone()).unwrap_or_default(),
-        };
+    /// What [`Self::predict`] gives for a sample.
+    fn predict_sample(&self, base: &[u8], by: [f64; 4]) -> Vec<u8> {
+        let sampled = |moments: Moments<'a>| [sample(moments.before, 4), sample(moments.now, 4)];
+        let base = sample(base, 4);
+        let mut out = vec![0; base.len()];
         match *self {
-            Self::Step { first, second } => Self::Step { first: part(first), second: part(second) },
-            Self::Moment { first } => Self::Moment { first: part(first) },
+            Self::Step { first, second } => {
+                let ([before, now], [before2, now2]) = (sampled(first), sampled(second));
+                let (first, second) = (Moments { before: &before, now: &now }, Moments { before: &before2, now: &now2 });
+                Model::Step { first, second }.predict(&base, by, &mut out);
+            }
+            Self::Moment { first } => {
+                let [before, now] = sampled(first);
+                Model::Moment { first: Moments { before: &before, now: &now } }.predict(&base, by, &mut out);
+            }
         }
+        out
     }
 }
 
@@ -311,14 +318,7 @@ impl Codec for Predict {
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         let (model, base) = Model::of(chunk)?;
         let by = glance(model, base, chunk.data)?;
-        let (mut data, mut predicted) = (Vec::new(), Vec::new());
-        for range in sample(chunk.data.len(), 4) {
-            let (new, old, model) = (chunk.data.get(range.clone())?, base.get(range.clone())?, model.part(&range));
-            let at = predicted.len();
-            predicted.resize(at + new.len(), 0);
-            model.predict(old, by, predicted.get_mut(at..)?);
-            data.extend_from_slice(new);
-        }
+        let (data, predicted) = (sample(chunk.data, 4), model.predict_sample(base, by));
         let seen = (data.len() / 4) as u64;
         let small = Chunk { element_count: seen, data: &data, base: Some(&predicted), partners: &[], ..*chunk };
         let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / seen.max(1);

@@ -8,7 +8,7 @@
 //! Source: ours (codecs.md, idea 1); the pair of 16-bit weight and remainder is that of Kahan-compensated and split-float optimizers
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Partner, sample};
-use crate::entropy::{self, Histogram};
+use crate::entropy;
 use crate::kernels::{bytes, remainder};
 use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
@@ -144,29 +144,13 @@ pub(super) fn max_beyond_bytes(element_count: u64) -> u64 {
     entropy::max_encoded_bytes(element_count).saturating_mul(2).saturating_add(exceptions).saturating_add(1)
 }
 
-/// Sizes of the columns of [`encode_beyond`], from a sample of the f32, of which `partner_at` gives the roundings.
-pub(super) fn estimate_beyond<'a>(
-    data: &[u8],
-    f16: bool,
-    partner_at: impl Fn(std::ops::Range<usize>) -> Option<std::borrow::Cow<'a, [u8]>>,
-) -> Option<[u64; 3]> {
-    let units = (data.len() / 4) as u64;
-    let mut histograms = [[0u32; 256] as Histogram; 2];
-    let (mut odd, mut seen) = (0, 0);
-    for range in sample(data.len(), 4) {
-        let (data, theirs) = (data.get(range.clone())?, partner_at(range)?);
-        let planes = split(data, &theirs, f16);
-        odd += best_mode(data, &theirs, f16, &planes).1.len() as u64;
-        seen += (data.len() / 4) as u64;
-        for (histogram, plane) in histograms.iter_mut().zip(&planes) {
-            for (sum, n) in histogram.iter_mut().zip(bytes::histogram(plane)) {
-                *sum += n;
-            }
-        }
-    }
-    let odd = odd.saturating_mul(units) / seen.max(1);
-    let [low, high] = histograms.map(|histogram| entropy::estimate(&histogram, units));
-    Some([low, high, odd.saturating_mul(EXCEPTION_BYTES as u64).saturating_add(1)])
+/// Sizes of the columns of [`encode_beyond`] for so many units, from a sample of the f32 and of their roundings.
+pub(super) fn estimate_beyond(data: &[u8], partner: &[u8], f16: bool, units: u64) -> [u64; 3] {
+    let planes = split(data, partner, f16);
+    let odd = best_mode(data, partner, f16, &planes).1.len() as u64;
+    let odd = odd.saturating_mul(units) / (data.len() as u64 / 4).max(1);
+    let [low, high] = planes.map(|plane| entropy::estimate(&bytes::histogram(&plane), units));
+    [low, high, odd.saturating_mul(EXCEPTION_BYTES as u64).saturating_add(1)]
 }
 
 impl Codec for Remainder {
@@ -200,8 +184,11 @@ impl Codec for Remainder {
         }
         let partner = chunk.partner("model")?;
         let f16 = is_f16(partner)?;
-        let theirs = |range: std::ops::Range<usize>| partner.data.get(range.start / 2..range.end / 2).map(Into::into);
-        estimate_beyond(chunk.data, f16, theirs).map(Vec::from)
+        if partner.data.len() != chunk.data.len() / 2 {
+            return None;
+        }
+        let units = (chunk.data.len() / 4) as u64;
+        Some(estimate_beyond(&sample(chunk.data, 4), &sample(partner.data, 2), f16, units).into())
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {

@@ -85,14 +85,11 @@ impl Codec for Rounded {
         if chunk.dtype != Dtype::F32 || !ROLES.contains(&chunk.role) {
             return None;
         }
-        let beyond = estimate_beyond(chunk.data, false, |range| Some(round(chunk.data.get(range)?).ok()?.to_vec().into()))?;
-        // The sample alone is rounded: the others are not looked at.
-        let mut sampled = Vec::new();
-        for range in super::sample(chunk.data.len(), 4) {
-            sampled.extend_from_slice(&round(chunk.data.get(range)?).ok()?);
-        }
+        let data = super::sample(chunk.data, 4);
+        let rounded = round(&data).ok()?;
         let units = (chunk.data.len() / 4) as u64;
-        let planes = planes::split(&sampled, None, Dtype::Bf16).ok()?;
+        let beyond = estimate_beyond(&data, &rounded, false, units);
+        let planes = planes::split(&rounded, None, Dtype::Bf16).ok()?;
         let mut sizes: Vec<u64> = planes.iter().map(|plane| entropy::estimate(&bytes::histogram(plane), units)).collect();
         sizes.extend(beyond);
         Some(sizes)

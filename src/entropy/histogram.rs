@@ -12,7 +12,7 @@ pub(crate) fn count(symbols: &[u8]) -> Histogram {
 pub(crate) fn count_about(symbols: &[u8]) -> Histogram {
     const STRETCH: usize = 1024;
     // An odd step meets all columns of rows of any power of 2.
-    let every = if symbols.len() < 64 * STRETCH { 1 } else { 5 };
+    let every = if symbols.len() < 64 * STRETCH { 1 } else { 13 };
     let mut histogram = [0u32; 256];
     for stretch in symbols.chunks(STRETCH).step_by(every) {
         for (sum, n) in histogram.iter_mut().zip(count(stretch)) {

@@ -127,7 +127,7 @@ struct Writer {
 }
 
 /// A symbol of so many is counted where a sample is enough.
-const SAMPLED: usize = 8;
+const SAMPLED: usize = 16;
 /// Stretches that are counted together: whole lines of the cache.
 const STRETCH: usize = 256;
 
