@@ -41,6 +41,9 @@ pub(crate) struct Description {
     pub kind: Option<String>,
     /// Of the input: of the file, or of the listing of the folder.
     pub sha256: String,
+    /// Whether the input is too large to be kept, and is made when it is needed.
+    #[serde(default)]
+    pub made: bool,
 }
 
 /// A case.
@@ -49,26 +52,35 @@ pub(crate) struct Case {
     /// `valid/<area>/<case>`, `invalid/<area>/<case>` or `either/<area>/<case>`.
     pub name: String,
     pub description: Description,
-    /// `input.cask` or `input/`.
+    /// `input.cask` or `input/`, of the case or made.
     pub input: PathBuf,
     /// `expected.json`, of one that may be accepted.
     pub expected: Option<serde_json::Value>,
 }
 
-/// All cases below a folder, by name.
-pub(crate) fn load_all(cases: &Path) -> Result<Vec<Case>, Failure> {
+/// The cases below a folder whose name contains a text, by name. Inputs that are not kept with them are made below another folder.
+pub(crate) fn load_all(cases: &Path, only: &str, made: &Path) -> Result<Vec<Case>, Failure> {
     let mut folders: BTreeMap<String, PathBuf> = BTreeMap::new();
     for (path, _) in files_of(cases)? {
-        if let Some(name) = path.strip_suffix("/case.toml") {
+        if let Some(name) = path.strip_suffix("/case.toml").filter(|name| name.contains(only)) {
             folders.insert(name.to_owned(), cases.join(name));
         }
     }
-    folders.into_iter().map(|(name, folder)| load(&name, &folder).map_err(|e| format!("{name}: {e}").into())).collect()
+    folders.into_iter().map(|(name, folder)| load(&name, &folder, made).map_err(|e| format!("{name}: {e}").into())).collect()
 }
 
-fn load(name: &str, folder: &Path) -> Result<Case, Failure> {
+fn load(name: &str, folder: &Path, made: &Path) -> Result<Case, Failure> {
     let description: Description = toml::from_str(&std::fs::read_to_string(folder.join("case.toml"))?)?;
-    let input = ["input.cask", "input"].map(|name| folder.join(name)).into_iter().find(|path| path.exists()).ok_or("has no input")?;
+    let kept = ["input.cask", "input"].map(|name| folder.join(name)).into_iter().find(|path| path.exists());
+    let input = match (kept, description.made) {
+        (Some(input), false) => input,
+        (None, true) => {
+            crate::generate::make(name, &made.join(name))?;
+            made.join(name)
+        }
+        (Some(_), true) => return Err("has an input, although that is made".into()),
+        (None, false) => return Err("has no input".into()),
+    };
     let expected = match description.expect {
         Expect::Accept | Expect::Either => Some(parse(&std::fs::read(folder.join("expected.json"))?)?),
         Expect::Reject => None,

@@ -56,6 +56,13 @@ enum Command {
         #[arg(long, conflicts_with = "check")]
         release: Option<String>,
     },
+    /// Write the input of a case that is not kept with it, because it is too large
+    Make {
+        /// The case, as `run` names it
+        case: String,
+        /// The folder of the store, which must not exist
+        folder: PathBuf,
+    },
     /// The reader of this project, for `run`: a cask file, or the folder of a store
     Read {
         /// The file or folder
@@ -71,6 +78,7 @@ fn main() -> ExitCode {
         Command::Generate { release, .. } => generate::write(&cases)
             .and_then(|()| release.map_or(Ok(()), |version| generate::release(Path::new(RELEASED), &version)))
             .map(|()| true),
+        Command::Make { case, folder } => generate::make(&case, &folder).map(|()| true),
         Command::Read { path } => read::read(&path),
     };
     match done {

@@ -38,7 +38,14 @@ fn rejections_name_the_clause_of_the_case() {
             let case = case.unwrap().path();
             let description: toml::Table = std::fs::read_to_string(case.join("case.toml")).unwrap().parse().unwrap();
             let clause = description["clause"].as_str().unwrap();
-            let input = ["input.cask", "input"].map(|name| case.join(name)).into_iter().find(|path| path.exists()).unwrap();
+            let mut input = ["input.cask", "input"].map(|name| case.join(name)).into_iter().find(|path| path.exists());
+            let folder = tempfile::tempdir().unwrap();
+            if description.contains_key("made") {
+                let name = case.strip_prefix(cases.parent().unwrap()).unwrap();
+                input = Some(folder.path().join("input"));
+                assert!(run(&["make", name.to_str().unwrap(), input.as_ref().unwrap().to_str().unwrap()]).status.success());
+            }
+            let input = input.unwrap();
             let output = run(&["read", input.to_str().unwrap()]);
             let said: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
             let named = said["clause"].as_str().unwrap_or("none");

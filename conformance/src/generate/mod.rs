@@ -7,6 +7,7 @@ mod forge;
 mod gaps;
 mod invalid_casks;
 mod invalid_stores;
+mod large;
 mod lenient;
 mod maintained;
 mod partnered;
@@ -29,6 +30,8 @@ pub(crate) enum Input {
     Cask(Vec<u8>),
     /// Objects by path.
     Store(BTreeMap<String, Vec<u8>>),
+    /// A store that is too large to be kept: [`make()`] writes it when it is needed.
+    Large(BTreeMap<String, Vec<u8>>),
 }
 
 /// What must become of it.
@@ -68,6 +71,20 @@ pub(crate) fn write(cases: &Path) -> Result<(), Failure> {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder)?;
         }
+        std::fs::write(path, bytes)?;
+    }
+    Ok(())
+}
+
+/// Writes the store of a case that is too large to be kept.
+pub(crate) fn make(case: &str, folder: &Path) -> Result<(), Failure> {
+    let objects = large::objects(case.split_once('/').map_or("", |(_, name)| name))?;
+    if folder.exists() {
+        return Err(format!("{} exists", folder.display()).into());
+    }
+    for (path, bytes) in objects {
+        let path = folder.join(path);
+        std::fs::create_dir_all(path.parent().unwrap_or(folder))?;
         std::fs::write(path, bytes)?;
     }
     Ok(())
@@ -114,6 +131,7 @@ fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
     sketches.extend(reserved::cases()?);
     sketches.extend(invalid_casks::cases());
     sketches.extend(invalid_stores::cases()?);
+    sketches.extend(large::cases()?);
     for Sketch { name, clause, why, input, outcome } in sketches {
         let (folder, expect, kind) = match &outcome {
             Outcome::Accept(_) => ("valid", Expect::Accept, None),
@@ -123,10 +141,12 @@ fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
         let folder = format!("{folder}/{name}");
         let digest = match &input {
             Input::Cask(bytes) => hex(&Sha256::digest(bytes)),
-            Input::Store(objects) => digest_of_folder(objects),
+            Input::Store(objects) | Input::Large(objects) => digest_of_folder(objects),
         };
+        let made = if matches!(input, Input::Large(_)) { "made = true\n" } else { "" };
         let kind = kind.map(|kind| format!("kind = \"{kind}\"\n")).unwrap_or_default();
-        let description = format!("clause = \"{clause}\"\nwhy = \"{why}\"\nexpect = \"{}\"\n{kind}sha256 = \"{digest}\"\n", expect.name());
+        let description =
+            format!("clause = \"{clause}\"\nwhy = \"{why}\"\nexpect = \"{}\"\n{kind}sha256 = \"{digest}\"\n{made}", expect.name());
         let mut add = |path: String, bytes: Vec<u8>| match files.insert(format!("{folder}/{path}"), bytes) {
             None => Ok(()),
             Some(_) => Err(format!("two cases write {folder}/{path}")),
@@ -138,6 +158,7 @@ fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
         match input {
             Input::Cask(bytes) => add("input.cask".into(), bytes)?,
             Input::Store(objects) => objects.into_iter().try_for_each(|(path, bytes)| add(format!("input/{path}"), bytes))?,
+            Input::Large(_) => {}
         }
     }
     Ok(files)
