@@ -45,9 +45,6 @@ super::for_every_level! {
     /// The class of each exponent: how many of `bounds`, 255 for none, lie below it. In place.
     pub(crate) fn classes / classes_at(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) = classes_any;
 }
-/// A number for each unit of a block.
-type Block = [u32; BLOCK];
-
 /// The extra bits of all differences, of which these are the tokens, as a stream.
 pub(crate) fn put_extra(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
     put_extra_at(Level::best(), width, base, data, tokens)
@@ -139,26 +136,12 @@ fn deposit<const N: usize>(mut bits: u64, mask: u64) -> u64 {
     word
 }
 
-/// `N` numbers to a word.
-#[inline(always)]
-fn pack<const N: usize>(numbers: &[u32], words: &mut [u64]) {
-    for (word, numbers) in words.iter_mut().zip(numbers.as_chunks::<N>().0) {
-        let mut joined = 0;
-        for (lane, &number) in (0u32..).zip(numbers) {
-            joined |= u64::from(number) << (64 / N as u32).wrapping_mul(lane);
-        }
-        *word = joined;
-    }
-}
-
 #[inline(always)]
 fn tokens_any(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) {
-    let mut block: Block = [0; BLOCK];
-    for (at, out) in out.chunks_mut(BLOCK).enumerate() {
-        let differences = &mut block[..out.len()];
-        let range = at * BLOCK * width..(at * BLOCK + out.len()) * width;
-        differences_of(width, &base[range.clone()], &data[range], differences);
-        tokens_of(differences, out);
+    match width {
+        1 => narrow::tokens::<u8, 1>(base, data, out),
+        2 => narrow::tokens::<u16, 2>(base, data, out),
+        _ => wide::tokens::<u32, 4>(base, data, out),
     }
 }
 
@@ -174,28 +157,10 @@ fn put_extra_any(width: usize, base: &[u8], data: &[u8], tokens: &[u8], extract:
     let mut out = crate::spare::output(bits.div_ceil(8) + 8);
     out.resize(bits.div_ceil(8) + 8, 0);
     let mut writer = BitWriter::new(&mut out);
-    let (mut differences, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
-    let (mut words, mut under) = ([0u64; BLOCK / 2], [0u64; BLOCK / 2]);
-    for (at, tokens) in tokens.chunks(BLOCK).enumerate() {
-        if all_literal(tokens) {
-            continue;
-        }
-        let range = at * BLOCK * width..(at * BLOCK + tokens.len()) * width;
-        differences_of(width, &base[range.clone()], &data[range], &mut differences[..tokens.len()]);
-        masks_of(tokens, &mut masks);
-        // As many numbers as fit into 56 bits: 12 each of 16-bit units, 28 of 32-bit units.
-        let used = if width == 4 {
-            pack::<2>(&differences, &mut words);
-            pack::<2>(&masks, &mut under);
-            tokens.len().div_ceil(2)
-        } else {
-            pack::<4>(&differences, &mut words);
-            pack::<4>(&masks, &mut under);
-            tokens.len().div_ceil(4)
-        };
-        for (&word, &mask) in words.iter().zip(&under).take(used) {
-            writer.put(extract(word, mask), mask.count_ones());
-        }
+    match width {
+        1 => narrow::put_extra::<u8, 1>(base, data, tokens, extract, &mut writer),
+        2 => narrow::put_extra::<u16, 2>(base, data, tokens, extract, &mut writer),
+        _ => wide::put_extra::<u32, 4>(base, data, tokens, extract, &mut writer),
     }
     let bytes = writer.finish();
     out.truncate(bytes);
@@ -205,54 +170,15 @@ fn put_extra_any(width: usize, base: &[u8], data: &[u8], tokens: &[u8], extract:
 #[inline(always)]
 fn apply_any(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8], deposit: impl Fn(u64, u64) -> u64) -> bool {
     let mut reader = BitReader::new(bits);
-    let (mut differences, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
-    let mut words = [0u64; BLOCK / 2];
-    for (at, tokens) in tokens.chunks(BLOCK).enumerate() {
-        for (slot, &token) in differences.iter_mut().zip(tokens) {
-            *slot = least(token);
-        }
-        if !all_literal(tokens) {
-            masks_of(tokens, &mut masks);
-            let (lanes, used) = if width == 4 {
-                pack::<2>(&masks, &mut words);
-                (2, tokens.len().div_ceil(2))
-            } else {
-                pack::<4>(&masks, &mut words);
-                (4, tokens.len().div_ceil(4))
-            };
-            for word in words.iter_mut().take(used) {
-                let mask = *word;
-                *word = deposit(reader.peek(), mask);
-                reader.skip(mask.count_ones());
-            }
-            if lanes == 2 { add::<2>(&words, &mut differences) } else { add::<4>(&words, &mut differences) }
-        }
-        let range = at * BLOCK * width..(at * BLOCK + tokens.len()) * width;
-        apply_differences(width, &base[range.clone()], &differences[..tokens.len()], &mut out[range]);
+    match width {
+        1 => narrow::apply::<u8, 1>(base, tokens, &mut reader, out, deposit),
+        2 => narrow::apply::<u16, 2>(base, tokens, &mut reader, out, deposit),
+        _ => wide::apply::<u32, 4>(base, tokens, &mut reader, out, deposit),
     }
     reader.is_at_end()
 }
 
-/// A mask of the extra bits of each token; none for what is left of the block.
-#[inline(always)]
-fn masks_of(tokens: &[u8], masks: &mut Block) {
-    for (mask, &token) in masks.iter_mut().zip(tokens) {
-        *mask = !(u32::MAX << (extra_bits(token) & 31));
-    }
-    masks[tokens.len()..].fill(0);
-}
-
-/// Adds the numbers of words of `N`.
-#[inline(always)]
-fn add<const N: usize>(words: &[u64], numbers: &mut Block) {
-    for (numbers, &word) in numbers.as_chunks_mut::<N>().0.iter_mut().zip(words) {
-        for (lane, number) in (0u32..).zip(numbers) {
-            let own = word >> (64 / N as u32).wrapping_mul(lane) & u64::MAX >> (64 - 64 / N);
-            *number = number.wrapping_add(own as u32);
-        }
-    }
-}
-
+/// An unsigned integer of `W` bytes, as elements are stored.
 trait Unit<const W: usize>: Copy {
     fn get(bytes: [u8; W]) -> u32;
     fn put(value: u32) -> [u8; W];
@@ -276,64 +202,153 @@ unit!(u8, 1);
 unit!(u16, 2);
 unit!(u32, 4);
 
-/// The ordered integer in the upper bits of 32, so that all widths wrap alike.
-#[inline(always)]
-fn order<const W: usize>(x: u32) -> u32 {
-    let x = x << (32 - 8 * W as u32);
-    let negative = ((x as i32) >> 31) as u32;
-    x ^ (negative | 1 << 31)
-}
+/// Differences block by block, each in a lane of the narrowest type that holds it: twice as many to a vector in 16 bits as in 32.
+macro_rules! lanes {
+    ($name:ident, $lane:ty, $signed:ty) => {
+        mod $name {
+            use super::{BLOCK, BitReader, BitWriter, LITERALS, Unit, all_literal, extra_bits};
 
-#[inline(always)]
-fn unorder<const W: usize>(x: u32) -> u32 {
-    let positive = ((x as i32) >> 31) as u32;
-    (x ^ (!positive | 1 << 31)) >> (32 - 8 * W as u32)
-}
+            const BITS: u32 = <$lane>::BITS;
+            /// Lanes of a word.
+            const LANES: usize = 64 / BITS as usize;
+            type Block = [$lane; BLOCK];
+            type Words = [u64; BLOCK / LANES];
 
-#[inline(always)]
-fn differences_of(width: usize, base: &[u8], data: &[u8], out: &mut [u32]) {
-    match width {
-        1 => differences_width::<u8, 1>(base, data, out),
-        2 => differences_width::<u16, 2>(base, data, out),
-        _ => differences_width::<u32, 4>(base, data, out),
-    }
-}
+            /// The ordered integer in the upper bits of a lane, so that all widths wrap alike; zeros below.
+            #[inline(always)]
+            fn order<const W: usize>(unit: u32) -> $lane {
+                let x = (unit as $lane) << (BITS - 8 * W as u32);
+                let negative = ((x as $signed) >> (BITS - 1)) as $lane;
+                // Ones below a negative number's bits come from the complement: cut them off.
+                (x ^ (negative | 1 << (BITS - 1))) & <$lane>::MAX << (BITS - 8 * W as u32)
+            }
 
-#[inline(always)]
-fn differences_width<U: Unit<W>, const W: usize>(base: &[u8], data: &[u8], out: &mut [u32]) {
-    let bits = 8 * W as u32;
-    let keep = u32::MAX << (32 - bits);
-    for ((slot, base), new) in out.iter_mut().zip(base.as_chunks::<W>().0).zip(data.as_chunks::<W>().0) {
-        // Ones below a negative number's bits come from the complement: cut them off.
-        let difference = (order::<W>(U::get(*new)) & keep).wrapping_sub(order::<W>(U::get(*base)) & keep) as i32 >> (32 - bits);
-        *slot = (difference as u32) << 1 ^ (difference >> 31) as u32;
-    }
-    if W < 4 {
-        for slot in out.iter_mut() {
-            *slot &= (1u32 << (bits & 31)).wrapping_sub(1);
+            #[inline(always)]
+            fn unorder<const W: usize>(x: $lane) -> u32 {
+                let positive = ((x as $signed) >> (BITS - 1)) as $lane;
+                u32::from((x ^ (!positive | 1 << (BITS - 1))) >> (BITS - 8 * W as u32))
+            }
+
+            #[inline(always)]
+            pub(super) fn differences<U: Unit<W>, const W: usize>(base: &[u8], data: &[u8], out: &mut [$lane]) {
+                for ((slot, base), new) in out.iter_mut().zip(base.as_chunks::<W>().0).zip(data.as_chunks::<W>().0) {
+                    let difference = order::<W>(U::get(*new)).wrapping_sub(order::<W>(U::get(*base))) as $signed >> (BITS - 8 * W as u32);
+                    let zigzag = (difference as $lane) << 1 ^ (difference >> (BITS - 1)) as $lane;
+                    *slot = zigzag & <$lane>::MAX >> (BITS - 8 * W as u32);
+                }
+            }
+
+            /// The smallest difference of a token.
+            #[inline(always)]
+            pub(super) fn least(token: u8) -> $lane {
+                let buckets = <$lane>::from(8 | token & 7) << (extra_bits(token) & (BITS - 1));
+                if token < 8 { <$lane>::from(token) } else { buckets }
+            }
+
+            /// A mask of the extra bits of each token; none for what is left of the block.
+            #[inline(always)]
+            fn masks_of(tokens: &[u8], masks: &mut Block) {
+                for (mask, &token) in masks.iter_mut().zip(tokens) {
+                    *mask = !(<$lane>::MAX << (extra_bits(token) & (BITS - 1)));
+                }
+                masks[tokens.len()..].fill(0);
+            }
+
+            #[inline(always)]
+            fn join(numbers: &Block, words: &mut Words) {
+                for (word, numbers) in words.iter_mut().zip(numbers.as_chunks::<LANES>().0) {
+                    let mut joined = 0;
+                    for (lane, &number) in (0u32..).zip(numbers) {
+                        joined |= u64::from(number) << BITS.wrapping_mul(lane);
+                    }
+                    *word = joined;
+                }
+            }
+
+            #[inline(always)]
+            pub(super) fn tokens<U: Unit<W>, const W: usize>(base: &[u8], data: &[u8], out: &mut [u8]) {
+                let mut block: Block = [0; BLOCK];
+                let inputs = base.chunks(BLOCK * W).zip(data.chunks(BLOCK * W));
+                for (out, (base, data)) in out.chunks_mut(BLOCK).zip(inputs) {
+                    differences::<U, W>(base, data, &mut block);
+                    for (slot, &z) in out.iter_mut().zip(&block) {
+                        let z = u32::from(z);
+                        // Of a difference of 16 or more: its top bit and the three below.
+                        let e = 31u32.wrapping_sub((z | LITERALS).leading_zeros());
+                        let top = (z >> (e.wrapping_sub(3) & 31)) & 7;
+                        let bucket = LITERALS.wrapping_add(e.wrapping_sub(4).wrapping_mul(8)).wrapping_add(top);
+                        *slot = if z < LITERALS { z } else { bucket } as u8;
+                    }
+                }
+            }
+
+            #[inline(always)]
+            pub(super) fn put_extra<U: Unit<W>, const W: usize>(
+                base: &[u8],
+                data: &[u8],
+                tokens: &[u8],
+                extract: impl Fn(u64, u64) -> u64,
+                writer: &mut BitWriter<'_>,
+            ) {
+                let (mut block, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
+                let (mut words, mut under): (Words, Words) = ([0; BLOCK / LANES], [0; BLOCK / LANES]);
+                let inputs = base.chunks(BLOCK * W).zip(data.chunks(BLOCK * W));
+                for (tokens, (base, data)) in tokens.chunks(BLOCK).zip(inputs) {
+                    if all_literal(tokens) {
+                        continue;
+                    }
+                    differences::<U, W>(base, data, &mut block);
+                    masks_of(tokens, &mut masks);
+                    join(&block, &mut words);
+                    join(&masks, &mut under);
+                    // As many numbers as fit into 56 bits: 12 each of 16-bit units, 28 of 32-bit units.
+                    for (&word, &mask) in words.iter().zip(&under).take(tokens.len().div_ceil(LANES)) {
+                        writer.put(extract(word, mask), mask.count_ones());
+                    }
+                }
+            }
+
+            #[inline(always)]
+            pub(super) fn apply<U: Unit<W>, const W: usize>(
+                base: &[u8],
+                tokens: &[u8],
+                reader: &mut BitReader<'_>,
+                out: &mut [u8],
+                deposit: impl Fn(u64, u64) -> u64,
+            ) {
+                let (mut block, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
+                let mut words: Words = [0; BLOCK / LANES];
+                let outputs = base.chunks(BLOCK * W).zip(out.chunks_mut(BLOCK * W));
+                for (tokens, (base, out)) in tokens.chunks(BLOCK).zip(outputs) {
+                    for (slot, &token) in block.iter_mut().zip(tokens) {
+                        *slot = least(token);
+                    }
+                    if !all_literal(tokens) {
+                        masks_of(tokens, &mut masks);
+                        join(&masks, &mut words);
+                        for word in words.iter_mut().take(tokens.len().div_ceil(LANES)) {
+                            let mask = *word;
+                            *word = deposit(reader.peek(), mask);
+                            reader.skip(mask.count_ones());
+                        }
+                        for (numbers, &word) in block.as_chunks_mut::<LANES>().0.iter_mut().zip(&words) {
+                            for (lane, number) in (0u32..).zip(numbers) {
+                                *number = number.wrapping_add((word >> BITS.wrapping_mul(lane)) as $lane);
+                            }
+                        }
+                    }
+                    for ((unit, base), &z) in out.as_chunks_mut::<W>().0.iter_mut().zip(base.as_chunks::<W>().0).zip(&block) {
+                        let difference = (z >> 1) ^ (z & 1).wrapping_neg();
+                        let sum = order::<W>(U::get(*base)).wrapping_add(difference << (BITS - 8 * W as u32));
+                        *unit = U::put(unorder::<W>(sum));
+                    }
+                }
+            }
         }
-    }
+    };
 }
-
-#[inline(always)]
-fn apply_differences(width: usize, base: &[u8], differences: &[u32], out: &mut [u8]) {
-    match width {
-        1 => apply_width::<u8, 1>(base, differences, out),
-        2 => apply_width::<u16, 2>(base, differences, out),
-        _ => apply_width::<u32, 4>(base, differences, out),
-    }
-}
-
-#[inline(always)]
-fn apply_width<U: Unit<W>, const W: usize>(base: &[u8], differences: &[u32], out: &mut [u8]) {
-    let bits = 8 * W as u32;
-    let keep = u32::MAX << (32 - bits);
-    for ((unit, base), &z) in out.as_chunks_mut::<W>().0.iter_mut().zip(base.as_chunks::<W>().0).zip(differences) {
-        let difference = (z >> 1) ^ (z & 1).wrapping_neg();
-        let sum = (order::<W>(U::get(*base)) & keep).wrapping_add(difference << (32 - bits));
-        *unit = U::put(unorder::<W>(sum));
-    }
-}
+lanes!(narrow, u16, i16);
+lanes!(wide, u32, i32);
 
 #[inline(always)]
 fn exponents_any(width: usize, exponent: Exponent, units: &[u8], out: &mut [u8]) {
@@ -362,24 +377,6 @@ fn classes_any(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) {
     }
 }
 
-#[inline(always)]
-fn tokens_of(differences: &[u32], out: &mut [u8]) {
-    for (slot, &z) in out.iter_mut().zip(differences) {
-        // Of a difference of 16 or more: its top bit and the three below.
-        let e = 31u32.wrapping_sub((z | LITERALS).leading_zeros());
-        let top = (z >> (e.wrapping_sub(3) & 31)) & 7;
-        let bucket = LITERALS.wrapping_add(e.wrapping_sub(4).wrapping_mul(8)).wrapping_add(top);
-        *slot = if z < LITERALS { z } else { bucket } as u8;
-    }
-}
-
-/// The smallest difference of a token.
-#[inline(always)]
-pub(crate) fn least(token: u8) -> u32 {
-    let buckets = (8 | u32::from(token) & 7) << (extra_bits(token) & 31);
-    if token < 8 { u32::from(token) } else { buckets }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -388,7 +385,8 @@ mod tests {
     fn tokens_cover_every_difference_once() {
         let mut next = 0u64;
         for token in 0..=max_token(4) {
-            assert_eq!(u64::from(least(token)), next, "token {token}");
+            assert_eq!(u64::from(wide::least(token)), next, "token {token}");
+            assert!(token > max_token(2) || u64::from(narrow::least(token)) == next, "token {token}");
             next += 1u64 << extra_bits(token);
         }
         assert_eq!(next, 1 << 32);
@@ -407,7 +405,7 @@ mod tests {
             [(1.0f32, 1.0f32.next_up(), 2), (1.0, 1.0f32.next_down(), 1), (-0.0, 0.0, 2), (0.0, -0.0, 1), (-1.0, (-1.0f32).next_up(), 2)];
         for (base, new, z) in pairs {
             let mut out = [9];
-            differences_of(4, &base.to_bits().to_le_bytes(), &new.to_bits().to_le_bytes(), &mut out);
+            wide::differences::<u32, 4>(&base.to_bits().to_le_bytes(), &new.to_bits().to_le_bytes(), &mut out);
             assert_eq!(out, [z], "{base} to {new}");
         }
     }
@@ -430,8 +428,15 @@ mod tests {
                 let exponent = Exponent { shift: 2, mask: 0x1f };
                 let mut bounds = [255; MAX_CLASSES - 1];
                 bounds[..3].copy_from_slice(&[3, 7, 20]);
-                let mut z = vec![0; units];
-                differences_of(width, &base, &data, &mut z);
+                let (mut z, mut z16) = (vec![0; units], vec![0; units]);
+                match width {
+                    1 => narrow::differences::<u8, 1>(&base, &data, &mut z16),
+                    2 => narrow::differences::<u16, 2>(&base, &data, &mut z16),
+                    _ => wide::differences::<u32, 4>(&base, &data, &mut z),
+                }
+                if width < 4 {
+                    z = z16.into_iter().map(u32::from).collect();
+                }
                 let all = |level| {
                     let (mut t, mut c) = (vec![0; units], vec![0; units]);
                     tokens_at(level, width, &base, &data, &mut t);
@@ -444,7 +449,7 @@ mod tests {
                     let longer = [bits.as_slice(), &[0]].concat();
                     assert!(!apply_at(level, width, &base, &t, &longer, &mut out), "a byte too many");
                     for (&t, &z) in t.iter().zip(&z) {
-                        assert!(t <= max_token(width) && z >= least(t) && z - least(t) < 1 << extra_bits(t));
+                        assert!(t <= max_token(width) && z >= wide::least(t) && z - wide::least(t) < 1 << extra_bits(t));
                     }
                     (t, c, bits)
                 };
