@@ -198,18 +198,25 @@ fn count_escapes_any(symbols: &[u8]) -> usize {
 #[allow(clippy::little_endian_bytes, reason = "a kernel: element 0 is the lowest byte of a word")]
 pub(crate) fn for_each_escape(symbols: &[u8], mut each: impl FnMut(usize)) {
     const LOW: u64 = 0x7f7f_7f7f_7f7f_7f7f;
-    let (words, rest) = symbols.as_chunks::<8>();
-    for (at, word) in words.iter().enumerate() {
-        let word = u64::from_le_bytes(*word);
-        // The highest bit of each byte that is zero.
-        let mut zeros = !((word & LOW).wrapping_add(LOW) | word | LOW);
-        while zeros != 0 {
-            each(8 * at + zeros.trailing_zeros() as usize / 8);
-            zeros &= zeros - 1;
+    const GROUP: usize = 64;
+    for (group, symbols) in symbols.chunks(GROUP).enumerate() {
+        // Most groups have none: the least of their symbols tells.
+        if symbols.iter().copied().fold(u8::MAX, u8::min) != ESCAPE {
+            continue;
         }
-    }
-    for (at, _) in rest.iter().enumerate().filter(|(_, symbol)| **symbol == ESCAPE) {
-        each(8 * words.len() + at);
+        let (words, rest) = symbols.as_chunks::<8>();
+        for (at, word) in words.iter().enumerate() {
+            let word = u64::from_le_bytes(*word);
+            // The highest bit of each byte that is zero.
+            let mut zeros = !((word & LOW).wrapping_add(LOW) | word | LOW);
+            while zeros != 0 {
+                each(GROUP * group + 8 * at + zeros.trailing_zeros() as usize / 8);
+                zeros &= zeros - 1;
+            }
+        }
+        for (at, _) in rest.iter().enumerate().filter(|(_, symbol)| **symbol == ESCAPE) {
+            each(GROUP * group + 8 * words.len() + at);
+        }
     }
 }
 

@@ -95,24 +95,42 @@ fn put(group: &[u8], encoder: &Encoder, states: &mut [u32; LANES], room: &mut [u
     }
 }
 
-/// Symbol, frequency - 1, and distance from the symbol's first slot, for each slot.
+/// What decoding takes.
 #[derive(Debug, Clone)]
-pub(crate) struct Decoder([u32; SCALE as usize]);
+pub(crate) struct Decoder {
+    /// Symbol, frequency - 1, and distance from the symbol's first slot, for each slot.
+    slots: [u32; SCALE as usize],
+    /// A symbol that nearly all slots belong to.
+    most: Option<Most>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Most {
+    symbol: u8,
+    /// Its first slot, and how many there are.
+    start: u32,
+    frequency: u32,
+}
 
 impl Decoder {
     /// From frequencies that add up to [`SCALE`].
     pub(crate) fn new(frequencies: &[u16; 256]) -> Box<Self> {
-        let mut slots = Box::new(Self([0; SCALE as usize]));
-        let mut at = 0usize;
-        for (symbol, &frequency) in (0u32..).zip(frequencies) {
-            for i in 0..u32::from(frequency) {
-                if let Some(slot) = slots.0.get_mut(at) {
-                    *slot = symbol | (u32::from(frequency) - 1) << 8 | i << 20;
-                }
-                at += 1;
+        let mut decoder = Box::new(Self { slots: [0; SCALE as usize], most: None });
+        let mut at = 0u32;
+        for (symbol, &frequency) in (0u8..=255).zip(frequencies) {
+            let frequency = u32::from(frequency);
+            // Eight symbols, then, are all this one seven times in eight.
+            if frequency > SCALE - SCALE / 64 {
+                decoder.most = Some(Most { symbol, start: at, frequency });
             }
+            for i in 0..frequency {
+                if let Some(slot) = decoder.slots.get_mut(at.wrapping_add(i) as usize) {
+                    *slot = u32::from(symbol) | (frequency - 1) << 8 | i << 20;
+                }
+            }
+            at = at.wrapping_add(frequency);
         }
-        slots
+        decoder
     }
 }
 
@@ -160,7 +178,7 @@ fn take(words: &[[u8; 2]], at: &mut usize, states: &mut [u32; LANES], decoder: &
     };
     let mut taken = 0usize;
     for (state, out) in states.iter_mut().zip(group) {
-        let slot = decoder.0[(*state & (SCALE - 1)) as usize];
+        let slot = decoder.slots[(*state & (SCALE - 1)) as usize];
         *out = slot as u8;
         let frequency = (slot >> 8 & (SCALE - 1)) + 1;
         let x = frequency.wrapping_mul(*state >> SCALE_BITS).wrapping_add(slot >> 20);
@@ -178,7 +196,7 @@ fn take(words: &[[u8; 2]], at: &mut usize, states: &mut [u32; LANES], decoder: &
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{BIAS_AT, BIAS_MASK, Decoder, Encoder, FREQUENCY_MASK, LANES, LEAST, SCALE, SCALE_BITS, SHIFT_AT};
+    use super::{BIAS_AT, BIAS_MASK, Decoder, Encoder, FREQUENCY_MASK, LANES, LEAST, Most, SCALE, SCALE_BITS, SHIFT_AT};
 
     /// Symbols of a short table.
     const SHORT: usize = 4 * LANES;
@@ -244,6 +262,8 @@ mod x86 {
         // SAFETY: loads of 32 bytes from 8 states each.
         let mut halves = unsafe { [_mm256_loadu_si256(low.as_ptr().cast()), _mm256_loadu_si256(high.as_ptr().cast())] };
         let (mut done, mut at) = (0, 0usize);
+        // Without such a symbol: one of no slots.
+        let most = decoder.most.unwrap_or(Most { symbol: 0, start: 0, frequency: 0 });
         for group in groups {
             if words.len().saturating_sub(at) < LANES {
                 break;
@@ -251,14 +271,21 @@ mod x86 {
             for (half, out) in halves.iter_mut().zip(group.as_chunks_mut::<{ LANES / 2 }>().0) {
                 let x = *half;
                 let index = _mm256_and_si256(x, _mm256_set1_epi32(SCALE as i32 - 1));
-                // SAFETY: indices are below `SCALE`, as many as the table has entries.
-                let slot = unsafe { _mm256_i32gather_epi32::<4>(decoder.0.as_ptr().cast(), index) };
-                // SAFETY: a store of 8 bytes into an array of 8.
-                unsafe { _mm_storeu_si64(out.as_mut_ptr().cast(), _mm256_cvtepi32_epi8(slot)) };
-                let frequency = _mm256_and_si256(_mm256_srli_epi32::<8>(slot), _mm256_set1_epi32(SCALE as i32 - 1));
-                let frequency = _mm256_add_epi32(frequency, _mm256_set1_epi32(1));
-                let product = _mm256_mullo_epi32(frequency, _mm256_srli_epi32::<{ SCALE_BITS as i32 }>(x));
-                let x = _mm256_add_epi32(product, _mm256_srli_epi32::<20>(slot));
+                let upper = _mm256_srli_epi32::<{ SCALE_BITS as i32 }>(x);
+                // Without a look at the table where all eight are the symbol that nearly all are.
+                let from_start = _mm256_sub_epi32(index, _mm256_set1_epi32(most.start as i32));
+                let x = if _mm256_cmplt_epu32_mask(from_start, _mm256_set1_epi32(most.frequency as i32)) == 0xff {
+                    *out = [most.symbol; LANES / 2];
+                    _mm256_add_epi32(_mm256_mullo_epi32(_mm256_set1_epi32(most.frequency as i32), upper), from_start)
+                } else {
+                    // SAFETY: indices are below `SCALE`, as many as the table has entries.
+                    let slot = unsafe { _mm256_i32gather_epi32::<4>(decoder.slots.as_ptr().cast(), index) };
+                    // SAFETY: a store of 8 bytes into an array of 8.
+                    unsafe { _mm_storeu_si64(out.as_mut_ptr().cast(), _mm256_cvtepi32_epi8(slot)) };
+                    let frequency = _mm256_and_si256(_mm256_srli_epi32::<8>(slot), _mm256_set1_epi32(SCALE as i32 - 1));
+                    let frequency = _mm256_add_epi32(frequency, _mm256_set1_epi32(1));
+                    _mm256_add_epi32(_mm256_mullo_epi32(frequency, upper), _mm256_srli_epi32::<20>(slot))
+                };
                 let few = _mm256_cmplt_epu32_mask(x, _mm256_set1_epi32(LEAST as i32));
                 // SAFETY: 16 words were there for the group, of which the first half took 8 at most.
                 let next = _mm256_cvtepu16_epi32(unsafe { _mm_loadu_si128(words.as_ptr().add(at).cast()) });

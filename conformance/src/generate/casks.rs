@@ -44,10 +44,31 @@ pub(crate) const BF16: u8 = 11;
 pub(crate) const F32: u8 = 12;
 pub(crate) const C64: u8 = 14;
 pub(crate) const C128: u8 = 15;
+pub(crate) const F6_E2M3: u8 = 21;
 pub(crate) const INT4: u8 = 24;
 
-/// Elements per chunk, unless the last dimension divides otherwise.
+/// The most elements of a chunk.
 const CHUNK: usize = 1 << 18;
+
+/// Elements of a whole chunk of a shard (container 6.2).
+pub(crate) fn chunk_elements(dtype: u8, shape: &[u64]) -> usize {
+    let row = shape.last().map_or(1, |&last| last as usize);
+    let bits = DTYPES[usize::from(dtype) - 1].1;
+    // The least common multiple with 8.
+    let unit = if bits >= 8 { row } else { row * 8 / (1 << row.trailing_zeros().min(3)) };
+    if (1..=CHUNK).contains(&unit) { CHUNK / unit * unit } else { CHUNK }
+}
+
+/// Chunks of a shard, each of one byte again and again: 1, 2 and so on.
+fn counted_chunks(dtype: u8, shape: &[u64]) -> Vec<Chunk> {
+    let (each, total) = (chunk_elements(dtype, shape), shape.iter().product::<u64>() as usize);
+    let (bits, unit) = (DTYPES[usize::from(dtype) - 1].1, super::writer::unit(dtype));
+    let chunk = |(number, at): (usize, usize)| {
+        let bytes = (each.min(total - at) * bits).div_ceil(8);
+        Chunk::constant(&[number as u8 + 1].repeat(unit), bytes)
+    };
+    (0..total).step_by(each).enumerate().map(chunk).collect()
+}
 
 /// Bytes that differ from each other.
 pub(crate) fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
@@ -189,6 +210,30 @@ pub(crate) fn cases() -> Vec<Sketch> {
         Blob::new(1, "a", b"rank 1"),
         Blob::new(4_294_967_295, "rng", b""),
     ]);
+    let counted = |name: &str, dtype: u8, shape: &[u64]| Tensor::whole(name, dtype, shape, counted_chunks(dtype, shape));
+    let columns =
+        |from: u64, count: u64| Shard { offset: vec![0, from], shape: vec![300, count], chunks: counted_chunks(U8, &[300, count]) };
+    let of_rows = Cask::new(
+        id(11),
+        vec![
+            counted("f6, rows of 5", F6_E2M3, &[52_430, 5]),
+            counted("int4, rows of 262143", INT4, &[3, 262_143]),
+            counted("int4, rows of 3", INT4, &[87_382, 3]),
+            counted("int4, rows of 4", INT4, &[65_537, 4]),
+            counted("no matrix", U8, &[300_000]),
+            counted("rows of 1000", U8, &[263, 1000]),
+            counted("rows of 1000 in blocks", F32, &[3, 100, 1000]),
+            counted("rows of 2", U16, &[131_073, 2]),
+            counted("rows of 262144", U8, &[2, 1 << 18]),
+            counted("rows of 262145", U8, &[2, (1 << 18) + 1]),
+            Tensor {
+                name: "split by columns".into(),
+                dtype: U8,
+                shape: vec![300, 1500],
+                shards: vec![columns(0, 1000), columns(1000, 500)],
+            },
+        ],
+    );
     let at_limits = Cask::new(
         id(10),
         vec![Tensor::whole(&"n".repeat(4096), U8, &[1], vec![Chunk::raw(&[1])]), Tensor::whole("o", U8, &[1; 64], vec![Chunk::raw(&[2])])],
@@ -202,6 +247,12 @@ pub(crate) fn cases() -> Vec<Sketch> {
         accept("dtypes/scalars-and-empties", "container 6.1", "scalars, empty tensors, and names that are no paths", &scalars),
         accept("pages/raw-run", "container 4.1", "raw chunks of a shard lie back to back", &raw_run),
         accept("pages/raw-after-constant", "container 4.1", "a raw chunk after another codec's begins at the alignment", &broken_run),
+        accept(
+            "container/chunks-of-rows",
+            "container 6.2",
+            "a chunk holds whole rows of its shard, where one fits; packed ones whole bytes, too",
+            &of_rows,
+        ),
         accept("index/two-parts", "index 4.1", "a part ends after the shard with which it has 1024 chunks", &two_parts),
         accept("codecs/constants", "constant 3", "a unit is an element, half a complex number, or a byte of packed elements", &constants),
         accept("codecs/unknown-codec", "codecs 2", "an unknown codec spoils its own tensor only", &unknown_codec),

@@ -64,6 +64,16 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     store.save(State::new(30, with_b), Some(20))?;
     accept("chain/three-links", "chain 3", "each chunk takes its own way down: absolute, delta, unchanged, new", store);
 
+    // 262 rows to a chunk, then one.
+    let rows = |row_262: &[u8]| {
+        let data = [[1; 262_000].as_slice(), row_262].concat();
+        vec![Entry::whole("w", U8, &[263, 1000], "model", &data)]
+    };
+    let mut store = Store::new()?;
+    store.save(State::new(1, rows(&[2; 1000])), None)?;
+    store.save(State::new(2, rows(&[[7; 10].as_slice(), &[2; 990]].concat())), Some(1))?;
+    accept("chain/chunks-of-rows", "container 6.2", "a matrix whose chunks are of 262 rows and of one", store);
+
     let mut store = Store::new()?;
     let bits = |bytes: &[u8]| {
         vec![Entry::whole("bits", F32, &[3], "model", bytes), Entry::whole("packed", INT4, &[3], "model", &[0x21, bytes[3] & 3])]

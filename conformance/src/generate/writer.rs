@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::casks::DTYPES;
+use super::casks::{DTYPES, chunk_elements};
 use super::forge::{self, Blob, Cask, Chunk, Draft, Listed, Shard, Table, digest_of_cask, id};
 use super::{Input, sorted};
 use crate::Failure;
@@ -136,10 +136,10 @@ impl State {
     }
 }
 
-/// The chunks of a shard. These states have one-dimensional shards where there is more than one.
+/// The chunks of a shard.
 fn chunks_of(dtype: u8, part: &Part) -> impl Iterator<Item = &[u8]> {
     let bits = DTYPES[usize::from(dtype) - 1].1;
-    part.data.chunks((1 << 18) * bits / 8)
+    part.data.chunks(chunk_elements(dtype, &part.shape) * bits / 8)
 }
 
 /// Bytes of the unit that codecs compare.
