@@ -142,5 +142,5 @@ fn decode_op(
         base: op.base.map(value).transpose()?,
         partners: &partners,
     };
-    codec.decode(&input, out)
+    crate::codec::decode(codec.as_ref(), &input, out)
 }

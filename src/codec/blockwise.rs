@@ -146,3 +146,21 @@ impl Codec for Blockwise8 {
         Ok(())
     }
 }
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_environment_of_the_program_does_not_matter_to_what_is_decoded() {
+        let data: Vec<u8> = (0..2000u32).flat_map(|i| unit(i as f32 * 1e-41)).collect();
+        let chunk = Chunk::new(Dtype::F32, 2000, &data);
+        let stored = Blockwise8.encode(&chunk).unwrap().into_bytes();
+        let input = Columns { dtype: Dtype::F32, element_count: 2000, columns: &stored, base: None, partners: &[] };
+        let (mut out, mut other) = (vec![0; 8000], vec![0; 8000]);
+        super::super::decode(&Blockwise8, &input, &mut out).unwrap();
+        crate::kernels::with_odd_environment(|| super::super::decode(&Blockwise8, &input, &mut other)).unwrap();
+        assert!(out.iter().any(|byte| *byte != 0));
+        assert_eq!(out, other);
+    }
+}

@@ -54,6 +54,12 @@ use crate::wire::index::CodecRef as WireCodecRef;
 pub use crate::wire::part::ChunkKind;
 use crate::{Dtype, Error, Result};
 
+/// Decodes a chunk, whatever floating-point environment the program has set for its threads.
+pub(crate) fn decode(codec: &dyn Codec, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+    let _environment = crate::kernels::DefaultEnvironment::enter();
+    codec.decode(columns, out)
+}
+
 /// Whole units that stand for a chunk in an estimate: all of a small one; of a large one short stretches at equal distances, because rows
 /// differ from one another more than the elements of one (an embedding changes in some rows only). The same units for every width.
 pub(crate) fn sample(data: &[u8], width: usize) -> Cow<'_, [u8]> {

@@ -360,6 +360,9 @@ impl Codec for Predict {
             }
             _ => {
                 let [by, _, _] = columns.exactly(COLUMNS_OF_MOMENT)?;
+                if columns.partner(SECOND).is_ok() {
+                    return Err(Error::corrupt("the columns of a second moment in a chunk of another role").clause("predict 2"));
+                }
                 (by, Model::Moment { first: of(FIRST)? })
             }
         };

@@ -118,6 +118,8 @@ pub(crate) mod clusters;
 #[allow(unsafe_code, reason = "reads and writes the floating-point control register")]
 mod environment;
 pub(crate) use environment::DefaultEnvironment;
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(crate) use environment::with_odd_environment;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod errors;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]

@@ -127,7 +127,7 @@ mod tests {
         let odd = |x: f32| std::hint::black_box(x) * std::hint::black_box(0.5f32);
         let subnormal = f32::from_bits(1 << 10);
         let expected = run();
-        let (flushed, found) = crate::kernels::environment::with_odd_environment(|| (odd(subnormal), run()));
+        let (flushed, found) = crate::kernels::with_odd_environment(|| (odd(subnormal), run()));
         assert_eq!(flushed.to_bits(), 0, "the environment was odd");
         assert_ne!(odd(subnormal), 0.0);
         assert!(found == expected);

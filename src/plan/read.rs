@@ -11,7 +11,6 @@ use crate::{Dtype, Error, Result};
 #[derive(Debug)]
 pub(crate) struct ShardPlan {
     pub name: String,
-    pub role: String,
     pub dtype: Dtype,
     pub shape: Vec<u64>,
     pub rect: Rect,
@@ -48,7 +47,7 @@ impl ShardPlan {
     /// The same, by the directory of link `at`.
     pub(crate) fn at(links: &[impl AsRef<Link>], at: usize, tensor: usize, shard: usize) -> Result<Self> {
         let directory = links.get(at).map(|link| &link.as_ref().directory).ok_or_else(|| Error::invalid("no such link"))?;
-        let (name, dtype, role) = (directory.name(tensor), directory.dtype(tensor), directory.role(tensor));
+        let (name, dtype) = (directory.name(tensor), directory.dtype(tensor));
         let rect = directory.shard(shard).rect;
         let shape = directory.shape(tensor);
         let (mut candidates, mut absent) = (Vec::new(), Vec::new());
@@ -60,7 +59,13 @@ impl ShardPlan {
             }
         }
         let grid = ChunkGrid::new(dtype, &rect.shape)?;
-        Ok(Self { name: name.to_owned(), role: role.to_owned(), dtype, shape, grid, rect, candidates, absent })
+        Ok(Self { name: name.to_owned(), dtype, shape, grid, rect, candidates, absent })
+    }
+
+    /// The role of its tensor in a link: another link may have given it another.
+    pub(crate) fn role<'a>(&self, links: &'a [impl AsRef<Link>], link: usize) -> &'a str {
+        let directory = links.get(link).map(|link| &link.as_ref().directory);
+        directory.and_then(|directory| Some(directory.role(directory.find(&self.name)?))).unwrap_or_default()
     }
 
     /// Links and casks whose index it needs.

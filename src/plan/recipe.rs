@@ -1,7 +1,7 @@
 //! From a chunk to all that its decoding takes: its own steps down the chain, and those of the partners that codecs need. A loop,
 //! never recursion. Spec: `spec/chain.md`, clause 3, and `spec/codecs.md`, clause 5.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::read::{ShardPlan, Step};
 use crate::chain::Link;
@@ -100,13 +100,16 @@ impl Plans {
     /// Adds plans of the partners that a shard's chunks may need, by what its casks name.
     pub(crate) fn add_partners(&mut self, links: &[impl AsRef<Link>], registry: &Registry, shard: usize) -> Result<()> {
         let Some(plan) = self.shards.get(shard) else { return Ok(()) };
-        let needs = registry.partner_roles(&plan.role);
+        // A tensor may have had another role in a link before; and a delta looks for its partners in the link before, too.
+        let roles: BTreeSet<&str> = (0..links.len()).map(|link| plan.role(links, link)).collect();
+        let needs: BTreeSet<&'static str> = roles.iter().flat_map(|role| registry.partner_roles(role)).map(|need| need.role).collect();
         if needs.is_empty() {
             return Ok(());
         }
         let names = |link: usize, cask: usize| {
             let index = links.get(link).and_then(|link| link.as_ref().index(cask));
-            index.is_some_and(|index| index.codecs().iter().any(|codec| !registry.needs(codec, &plan.role).is_empty()))
+            let role = plan.role(links, link);
+            index.is_some_and(|index| index.codecs().iter().any(|codec| !registry.needs(codec, role).is_empty()))
         };
         if !plan.candidates().iter().any(|&(link, cask)| names(link, cask)) {
             return Ok(());
@@ -115,11 +118,11 @@ impl Plans {
         for (at, link) in links.iter().enumerate() {
             let directory = &link.as_ref().directory;
             let Some(tensor) = directory.find(&name) else { continue };
-            for need in &needs {
-                if self.partners.contains_key(&(shard, at, need.role)) {
+            for &role in &needs {
+                if self.partners.contains_key(&(shard, at, role)) {
                     continue;
                 }
-                let found = directory.partner(tensor, need.role).and_then(|partner| Some((partner, directory.find_shard(partner, &rect)?)));
+                let found = directory.partner(tensor, role).and_then(|partner| Some((partner, directory.find_shard(partner, &rect)?)));
                 let known = found.and_then(|(partner, _)| {
                     let same = |plan: &ShardPlan| {
                         plan.rect == rect && plan.dtype == directory.dtype(partner) && plan.shape == directory.shape(partner)
@@ -138,7 +141,7 @@ impl Plans {
                         Some(number)
                     }
                 };
-                self.partners.insert((shard, at, need.role), number);
+                self.partners.insert((shard, at, role), number);
                 if let Some(number) = number {
                     self.join(shard, number);
                 }
@@ -180,7 +183,7 @@ impl Plans {
                     if step.entry.kind == ChunkKind::Delta {
                         wanted.push((shard, step.link + 1));
                     }
-                    let partners = self.partners_of(registry, shard, chunk, &step)?;
+                    let partners = self.partners_of(links, registry, shard, chunk, &step)?;
                     for &(partner, base, _) in &partners {
                         wanted.push((partner, step.link));
                         wanted.extend(base.map(|base| (base, step.link + 1)));
@@ -229,7 +232,7 @@ impl Plans {
         }
         for (nth, step) in steps.into_iter().rev().enumerate() {
             // A codec that needs a partner where there is none.
-            self.partners_of(registry, shard, chunk, &step)?;
+            self.partners_of(links, registry, shard, chunk, &step)?;
             let base = (nth > 0).then(|| recipe.ops.len() - 1);
             recipe.ops.push(Op { shard, step, base, partners: vec![] });
         }
@@ -237,10 +240,17 @@ impl Plans {
     }
 
     /// The plans of the partners that a stored form needs: now, and in the parent; and their roles.
-    fn partners_of(&self, registry: &Registry, shard: usize, chunk: u64, step: &Step) -> Result<Vec<PartnerPlans>> {
+    fn partners_of(
+        &self,
+        links: &[impl AsRef<Link>],
+        registry: &Registry,
+        shard: usize,
+        chunk: u64,
+        step: &Step,
+    ) -> Result<Vec<PartnerPlans>> {
         let (Some(codec), Some(plan)) = (&step.entry.codec, self.shards.get(shard)) else { return Ok(vec![]) };
         let mut found = Vec::new();
-        for need in registry.needs(codec, &plan.role) {
+        for need in registry.needs(codec, plan.role(links, step.link)) {
             let at = |link: usize| {
                 let known = self.partners.get(&(shard, link, need.role)).copied().flatten();
                 known.ok_or_else(|| {

@@ -26,7 +26,7 @@ impl Given {
         let columns: Vec<(&str, bytes::Bytes)> = self.encoded.columns.iter().map(column).collect();
         let base = chunk.base.filter(|_| self.encoded.uses_base);
         let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: &[] };
-        self.codec.decode(&input, out)
+        crate::codec::decode(self.codec.as_ref(), &input, out)
     }
 }
 

@@ -82,7 +82,7 @@ impl Snapshot {
                 };
                 let crc = wanted.crc;
                 let held_crc = known.as_ref().map(|known| known.crc);
-                let way = self.way(&plan.role, wanted, have, known);
+                let way = self.way(plan, wanted, have, known);
                 let bytes = plan.grid.bytes(chunk);
                 batch_bytes = batch_bytes.saturating_add(bytes.end - bytes.start);
                 batch.push(Work { item: owners[at].0, shard: at, chunk, held_crc, crc, way });
@@ -108,7 +108,7 @@ impl Snapshot {
     }
 
     /// Deltas between, if the older steps of the chunk are those of the held one.
-    fn way(&self, role: &str, wanted: ChunkPlan, have: &Snapshot, known: Option<ChunkPlan>) -> Way {
+    fn way(&self, plan: &ShardPlan, wanted: ChunkPlan, have: &Snapshot, known: Option<ChunkPlan>) -> Way {
         let Some(known) = known else { return Way::Rebuild };
         let Some(between) = wanted.steps.len().checked_sub(known.steps.len()) else { return Way::Rebuild };
         let same = |(ours, theirs): (&Step, &Step)| self.path_of(ours) == have.path_of(theirs) && ours.entry == theirs.entry;
@@ -117,7 +117,10 @@ impl Snapshot {
         }
         // A delta that needs partners is made with them, from the whole chain.
         let registry = self.store.registry();
-        let alone = |step: &Step| step.entry.codec.as_ref().is_none_or(|codec| registry.needs(codec, role).is_empty());
+        let alone = |step: &Step| {
+            let role = plan.role(&self.links, step.link);
+            step.entry.codec.as_ref().is_none_or(|codec| registry.needs(codec, role).is_empty())
+        };
         match between {
             0 => Way::Same,
             _ if !wanted.steps.iter().take(between).all(alone) => Way::Rebuild,
@@ -210,7 +213,7 @@ impl Snapshot {
                 base: Some(held),
                 partners: &[],
             };
-            codec.decode(&input, &mut out).map_err(locate)?;
+            crate::codec::decode(codec.as_ref(), &input, &mut out).map_err(locate)?;
             *held = out;
         }
         if crc32fast::hash(held) == work.crc {

@@ -241,7 +241,9 @@ impl Store {
     async fn verify_catalog(&self, path: &str, state: &LogState) -> Result<()> {
         let catalog = Catalog::read(self, path).await?;
         let fail = |message: String| Err(Error::corrupt(message).object(path).clause("log 6.4"));
-        let features = |state: &LogState| (state.must_understand.clone(), state.may_ignore.clone());
+        // Sets, in whatever order.
+        let set = |names: &[String]| names.iter().cloned().collect::<BTreeSet<String>>();
+        let features = |state: &LogState| (set(&state.must_understand), set(&state.may_ignore));
         if catalog.head != state.head || catalog.last_writer != state.last_writer || features(&catalog) != features(state) {
             return fail("was made from another log".into());
         }

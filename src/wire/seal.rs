@@ -49,6 +49,11 @@ pub(super) fn parse<T: DeserializeOwned>(json: &[u8]) -> Result<T> {
 struct Preamble {
     format: String,
     version: String,
+}
+
+/// What a version that is understood may still demand.
+#[derive(serde::Deserialize)]
+struct Features {
     #[serde(default)]
     must_understand: Vec<String>,
 }
@@ -60,5 +65,5 @@ pub(super) fn check_preamble(json: &[u8], format: &str) -> Result<()> {
         return Err(Error::corrupt(format!("is a `{}`, not a `{format}`", preamble.format.escape_debug())).clause("log 1.4"));
     }
     crate::version::FormatVersion::parse(&preamble.version)?.check()?;
-    crate::version::check_feature_names(&preamble.must_understand)
+    crate::version::check_feature_names(&parse::<Features>(json)?.must_understand)
 }

@@ -142,10 +142,8 @@ impl KeptShard {
                 let elements = wanted.grid.elements(wanted.chunk);
                 let element_count = elements.end.saturating_sub(elements.start);
                 let mut out = zeroed(length, "a base chunk")?;
-                codec.decode(
-                    &Columns { dtype: wanted.grid.dtype(), element_count, columns: &columns, base: None, partners: &[] },
-                    &mut out,
-                )?;
+                let input = Columns { dtype: wanted.grid.dtype(), element_count, columns: &columns, base: None, partners: &[] };
+                crate::codec::decode(codec.as_ref(), &input, &mut out)?;
                 Ok(Cow::Owned(out))
             }
             Form::File { file, offset } => {

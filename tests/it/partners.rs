@@ -201,6 +201,36 @@ async fn without_a_partner_masters_are_stored_alone() {
     }
 }
 
+/// A tensor that does not change is not stored again, whatever role it has got: its chunks are decoded with the partners of the role that
+/// it had when they were stored.
+#[tokio::test]
+async fn roles_may_change_between_snapshots() {
+    let (master, model) = rounded(3000, Dtype::Bf16, |x| (x.to_bits() >> 16) as u16);
+    let other: Vec<u8> = master.iter().map(|byte| byte ^ 1).collect();
+    for (roles, changed) in
+        [(["master", "shadow"], false), (["master", "exp_avg_sq"], false), (["master", "shadow"], true), (["other", "master"], true)]
+    {
+        let store = memory();
+        let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+        for (step, role) in (1..).zip([roles[0], roles[1], roles[0]]) {
+            let data = if changed && step == 2 { &other } else { &master };
+            let tensors = [
+                TensorView::new("master.p", Dtype::F32, &[3000], data).unwrap().with_role(role, "p"),
+                TensorView::new("model.p", Dtype::Bf16, &[3000], &model).unwrap().with_role("model", "p"),
+            ];
+            let saved = writer.save(step, &tensors, &[], &Metadata::default()).await.unwrap();
+            let is_stored = step == 1 || changed;
+            assert_eq!(saved.chunks.keys().any(|codec| codec.starts_with("tc.")), is_stored, "{:?}", saved.chunks);
+        }
+        for step in [1, 2, 3] {
+            let snapshot = store.snapshot(step).await.unwrap();
+            assert_read(&snapshot, "master.p", if changed && step == 2 { &other } else { &master }).await;
+        }
+        let report = store.verify(&VerifyOptions::default()).await.unwrap();
+        assert!(report.is_clean(), "{roles:?}: {report:?}");
+    }
+}
+
 /// The partner comes, goes and changes its type along the chain.
 #[tokio::test]
 async fn partners_may_change_between_snapshots() {

@@ -192,7 +192,13 @@ def _magnitudes(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) 
 
 def _rounded(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> Bytes:
     bf16 = next(known for known in DTYPES.values() if known.name == "bf16")
-    return _remainder(dtype, n, columns[2:], base, (bf16, _planes(bf16, n, columns[:2], None), None))
+    rounded = _planes(bf16, n, columns[:2], None)
+    chunk = _remainder(dtype, n, columns[2:], base, (bf16, rounded, None))
+    u = chunk.view("<u4").astype(np.int64)
+    nearest = np.where(u & (1 << 31) - 1 > 255 << 23, u >> 16 | 1 << 6, u + (1 << 15) - 1 + (u >> 16 & 1) >> 16)
+    if (nearest != rounded.view("<u2")).any():
+        raise corrupt("rounded 4", "a rounding is not the nearest of its element")
+    return chunk
 
 
 def _remainder(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, model: Partner) -> Bytes:

@@ -9,8 +9,13 @@ use super::writer::{Entry, State, Store};
 use super::{Outcome, Sketch};
 use crate::Failure;
 
-const VECTORS: [&str; 3] =
-    [include_str!("vectors/partnered-1.0.toml"), include_str!("vectors/quantized-1.0.toml"), include_str!("vectors/magnitudes-1.0.toml")];
+const VECTORS: [&str; 4] = [
+    include_str!("vectors/partnered-1.0.toml"),
+    include_str!("vectors/quantized-1.0.toml"),
+    include_str!("vectors/magnitudes-1.0.toml"),
+    // Made by the reference reader, without the check in question.
+    include_str!("vectors/unchecked-1.0.toml"),
+];
 
 /// Texts that vectors hold; they have no others.
 const KNOWN: [&str; 46] = [
@@ -90,7 +95,7 @@ fn named(row: &Table, size: usize) -> Result<Named, Failure> {
     let base = row.get("base").map(bytes).transpose()?;
     let data = match row.get("data") {
         Some(data) => bytes(data)?,
-        // Of an invalid one nothing is ever decoded; it differs from the base, or the chunk would be left out.
+        // Of an invalid one nothing is ever decoded, unless it is said what comes out; it differs from the base, or the chunk would be left out.
         None => base.clone().map_or_else(|| vec![0; size], |base| base.iter().map(|byte| !byte).collect()),
     };
     let role = known(row.get("role").and_then(Value::as_str).unwrap_or("model"))?;

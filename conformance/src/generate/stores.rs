@@ -64,6 +64,27 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     store.save(State::new(30, with_b), Some(20))?;
     accept("chain/three-links", "chain 3", "each chunk takes its own way down: absolute, delta, unchanged, new", store);
 
+    // A master beyond its weight, as remainder 6 has it; then a link that gives it another role, and stores nothing.
+    let weight = [0x80, 0x3f, 0x80, 0x3f, 0x80, 0xbf, 0x00, 0x40];
+    let master = [[0, 0, 0x80, 0x3f], [0, 0, 0x80, 0x3f], [0, 0, 0x80, 0xbf], [0, 0, 0, 0x40]].concat();
+    let with_role = |step: u64, role: &'static str| {
+        let master = Entry { param: Some("p"), ..Entry::whole("master", F32, &[4], role, &master) };
+        State::new(step, vec![master, Entry { param: Some("p"), ..Entry::whole("weight", BF16, &[4], "model", &weight) }])
+    };
+    let mut store = Store::new()?;
+    let mut snapshot = store.draft(with_role(1, "master"), None);
+    let tensors = snapshot.casks.iter_mut().flat_map(|(_, cask)| &mut cask.tensors);
+    for tensor in tensors.filter(|tensor| tensor.name == "master") {
+        let chunk = &mut tensor.shards[0].chunks[0];
+        // Planes of one symbol, and no exception.
+        let plane = vec![16, 1, 0];
+        (chunk.codec, chunk.columns) = ("tc.remainder", vec![("low", plane.clone()), ("high", plane), ("rounding", vec![0])]);
+    }
+    store.commit(snapshot.seal())?;
+    store.save(with_role(2, "ema"), Some(1))?;
+    store.save(with_role(3, "master"), Some(2))?;
+    accept("chain/another-role", "codecs 5.1", "a chunk has the partners of the role that its tensor had when it was stored", store);
+
     // 262 rows to a chunk, then one.
     let rows = |row_262: &[u8]| {
         let data = [[1; 262_000].as_slice(), row_262].concat();
