@@ -346,6 +346,8 @@ impl Engine {
                 return Ok(true);
             }
             if self.options.back_pressure == BackPressure::Skip {
+                // The agent learns that this trainer saves: old snapshots may go for new ones.
+                self.ask_about_run(self.wait_request(0, false, 0))?;
                 return Ok(false);
             }
             self.pause(&mut pause)?;
@@ -420,11 +422,18 @@ impl Engine {
         Ok(Waited { reached, failed, failures: progress.failures, problem: progress.problem })
     }
 
-    /// Ends a run that is over: waits until everything is in the first tier, and frees the memory of this run on this host.
+    /// Ends a run that is over: waits until everything is in the first tier, and frees the memory of this run on this host. An error, and
+    /// nothing is freed, if the last save has failed for good: its raw state may be all that there is.
     pub fn finish(mut self) -> Result<()> {
         loop {
             let waited = self.wait(Until::Durable, ASK * 10)?;
-            if waited.reached || waited.failed {
+            if waited.failed {
+                let failure = waited.failures.iter().rfind(|failure| failure.generation == self.awaited);
+                let why = failure.map_or_else(String::new, |failure| format!("step {}: {}; ", failure.step, failure.message));
+                let message = format!("the last save is not in the store: {why}what is in shared memory stays, as after a crash");
+                return Err(Error::new(ErrorKind::Storage, message).object(&self.spec.run));
+            }
+            if waited.reached {
                 break;
             }
             if let Some(problem) = waited.problem {

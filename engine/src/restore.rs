@@ -227,7 +227,10 @@ impl Engine {
                     }
                 }
             }
-            for (tier, store) in self.spec.stores()?.iter().enumerate() {
+            // In the order in which a restore asks them: a tier that the job went on without has steps that are not its own any more.
+            let stores = self.spec.stores()?;
+            for tier in newest_first(&stores, self.options.store_timeout).await {
+                let Some(store) = stores.get(tier) else { continue };
                 match asked(store, self.options.store_timeout).await {
                     Some(Asked { latest: Some(_), mut records, .. }) => {
                         records.retain(is_whole);

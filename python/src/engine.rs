@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyValueError;
@@ -40,6 +41,8 @@ pub(crate) struct Engine {
     pid: u32,
     /// What a signal handler raised while a save waited.
     raised: Arc<Mutex<Option<PyErr>>>,
+    /// The thread in which handlers of signals run while an operation waits.
+    asking: Arc<Mutex<Option<ThreadId>>>,
 }
 
 /// Where something is: `slot`, `memory` or `tier`, and the URL of a tier.
@@ -57,13 +60,23 @@ impl Engine {
         let options = options_of(store, options)?;
         let raised = Arc::new(Mutex::new(None));
         let slot = Arc::clone(&raised);
+        let asking = Arc::new(Mutex::new(None));
+        let thread = Arc::clone(&asking);
         let mut asked = Instant::now();
         let ask = move || {
             if asked.elapsed() < INTERVAL {
                 return Ok(());
             }
             asked = Instant::now();
-            Python::attach(|py| py.check_signals()).map_err(|error| {
+            let note = |id| {
+                if let Ok(mut thread) = thread.lock() {
+                    *thread = id;
+                }
+            };
+            note(Some(std::thread::current().id()));
+            let checked = Python::attach(|py| py.check_signals());
+            note(None);
+            checked.map_err(|error| {
                 if let Ok(mut slot) = slot.lock() {
                     *slot = Some(error);
                 }
@@ -72,7 +85,7 @@ impl Engine {
         };
         let mut engine = py.detach(|| tensorcask_engine::Engine::start(options)).map_err(|e| raise(&e))?;
         engine.interrupt_with(ask);
-        Ok(Self { inner: Mutex::new(Some(engine)), pid: std::process::id(), raised })
+        Ok(Self { inner: Mutex::new(Some(engine)), pid: std::process::id(), raised, asking })
     }
 
     /// Copies a state into shared memory; facts of the save.
@@ -206,6 +219,10 @@ impl Engine {
     fn lock<'s>(&'s self, py: Python<'_>) -> PyResult<MutexGuard<'s, Option<tensorcask_engine::Engine>>> {
         if self.pid != std::process::id() {
             return Err(raise(&Error::invalid("this engine belongs to the process that this one was forked from; make another")));
+        }
+        if self.asking.lock().is_ok_and(|asking| *asking == Some(std::thread::current().id())) {
+            let message = "this engine is in use: a handler of a signal cannot use it while a save waits; raise an exception instead";
+            return Err(raise(&Error::new(ErrorKind::Conflict, message)));
         }
         self.inner.lock_py_attached(py).map_err(|_| poisoned())
     }

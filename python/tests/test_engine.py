@@ -209,6 +209,37 @@ def test_a_save_that_waits_is_ended_by_a_signal(url, folder):
     assert [info.step for info in tensorcask.Store(url).snapshots()] == [1, 2, 3, 5]
 
 
+def test_a_handler_of_a_signal_cannot_use_an_engine_that_waits(url, folder):
+    told = []
+
+    with tensorcask.Engine(url, folder=folder) as engine:
+        state = {"w": np.zeros(1000, np.uint8)}
+
+        def ring(*_):
+            try:
+                engine.save(state, step=9)
+            except tensorcask.ConflictError as error:
+                told.append(str(error))
+            os.kill(agent, signal.SIGCONT)
+
+        engine.save(state, step=1)
+        agent = int(Path(folder, "agent.lock").read_text())
+        assert engine.wait(timeout=60).reached
+        os.kill(agent, signal.SIGSTOP)
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            engine.save(state, step=2)
+            engine.save(state, step=3)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            engine.save(state, step=4)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            os.kill(agent, signal.SIGCONT)
+        assert engine.wait(timeout=60).reached
+    assert len(told) == 1 and "in use" in told[0]
+    assert [info.step for info in tensorcask.Store(url).snapshots()] == [1, 2, 3, 4]
+
+
 WHOLE = torch.arange(7 * 10, dtype=torch.float32).reshape(7, 10)
 
 

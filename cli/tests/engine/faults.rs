@@ -235,6 +235,54 @@ fn a_snapshot_that_is_damaged_in_memory_before_it_is_stored_is_told_and_saving_g
     assert_eq!(host.engine().restore(Latest).unwrap().step, 4);
 }
 
+/// The end of a run that has lost its last save is no success, and frees nothing: the raw state is whole.
+#[test]
+fn a_run_whose_last_save_failed_is_not_finished() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
+    damage_newest_cask(&host);
+    away.back();
+    let error = engine.finish().unwrap_err();
+    assert!(error.message().contains("step 2: ") && error.message().contains("damaged in memory"), "{error}");
+    let engine = host.engine();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, &found.source), (2, &Source::Slot));
+    check(&found, SMALL);
+}
+
+/// A trainer that comes back while memory is at its cap goes on once the store takes what there is: nothing waits for it to save first.
+#[test]
+fn memory_at_its_cap_is_freed_for_a_trainer_that_comes_back() {
+    let host = Host::new();
+    let options =
+        || EngineOptions { memory_cap: Some(300 << 10), back_pressure: BackPressure::Skip, policy: Policy::Full, ..host.options() };
+    let mut engine = Engine::start(options()).unwrap();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    let mut step = 1;
+    let mut save_next = |engine: &mut Engine| {
+        step += 1;
+        std::thread::sleep(Duration::from_millis(20));
+        save(engine, step).generation.is_some()
+    };
+    until("the agent tells of the cap", || {
+        save_next(&mut engine);
+        host.status().runs[0].problem.as_ref().is_some_and(|problem| problem.contains("over the cap"))
+    });
+    until("a save is skipped", || !save_next(&mut engine));
+    drop(engine);
+    let mut engine = Engine::start(options()).unwrap();
+    away.back();
+    until("a state is saved again", || save_next(&mut engine));
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+}
+
 #[test]
 fn a_base_that_is_damaged_in_memory_is_followed_by_another() {
     let host = Host::new();

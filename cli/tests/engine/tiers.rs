@@ -182,6 +182,9 @@ fn a_job_that_went_on_elsewhere_is_followed_through_the_far_tier() {
     assert_eq!((found.step, &found.source), (6, &Source::Tier(1, far(&host))));
     check(&found, SMALL);
     drop(found);
+    // What ranks agree on is what each would restore.
+    let loadable = engine.loadable().unwrap();
+    assert_eq!(loadable.first().map(|found| found.step), Some(6), "{loadable:?}");
     save(&mut engine, 7);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     settled(&host);

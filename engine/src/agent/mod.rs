@@ -307,6 +307,7 @@ impl Agent {
             Request::Saved { key, rank, save } => Ok(Reply::Progress(self.find(&key)?.saved(rank, &save))),
             Request::Wait { key, rank, generation, durable, timeout_ms } => {
                 let run = self.find(&key)?;
+                run.goes_on();
                 let mut ticks = run.ticks();
                 let deadline = tokio::time::Instant::now() + Duration::from_millis(timeout_ms);
                 loop {

@@ -336,6 +336,14 @@ impl Run {
         self.facts().stopped.is_some()
     }
 
+    /// A trainer waits for saves: it restores no more, and old snapshots may go for new ones.
+    pub(super) fn goes_on(&self) {
+        if self.is_restoring() {
+            self.change(|facts| facts.restoring = false);
+            self.encode.notify_one();
+        }
+    }
+
     pub(super) fn is_restoring(&self) -> bool {
         self.facts().restoring
     }
