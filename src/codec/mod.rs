@@ -320,6 +320,12 @@ pub trait Codec: Send + Sync + Debug {
         Ok(())
     }
 
+    /// Whether a tensor of a role may have these columns, of a codec whose partners differ by role ([`Codec::needs`]).
+    fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
+        let _ = (role, names);
+        Ok(())
+    }
+
     /// Fills `out`, which has exactly the chunk's size.
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()>;
 }

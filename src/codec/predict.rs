@@ -346,6 +346,16 @@ impl Codec for Predict {
         super::are_columns(names.iter().copied(), &columns)
     }
 
+    fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
+        let other = if role == "master" { COLUMNS_OF_MOMENT[0] } else { COLUMNS_OF_STEP[0] };
+        match names.first() {
+            Some(first) if *first == other => {
+                Err(Error::corrupt(format!("columns {} in a chunk of role `{role}`", names.join(", "))).clause("predict 2"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         check_dtype(columns.dtype)?;
         let base = columns.base(out.len())?;
@@ -360,9 +370,6 @@ impl Codec for Predict {
             }
             _ => {
                 let [by, _, _] = columns.exactly(COLUMNS_OF_MOMENT)?;
-                if columns.partner(SECOND).is_ok() {
-                    return Err(Error::corrupt("the columns of a second moment in a chunk of another role").clause("predict 2"));
-                }
                 (by, Model::Moment { first: of(FIRST)? })
             }
         };

@@ -207,10 +207,12 @@ async fn copy_snapshot(
     let age = Age::start();
     for cask in &manifest.casks {
         match present(destination, &cask.path(), cask.bytes).await? {
-            Some(found) if destination.verify_cask(cask).await.is_ok() => oldest_ms = oldest_ms.min(found.modified_ms),
+            Some(found) if destination.verify_cask(cask, record.parent.is_none()).await.is_ok() => {
+                oldest_ms = oldest_ms.min(found.modified_ms)
+            }
             _ => {
                 copy_cask(source, destination, cask).await?;
-                destination.verify_cask(cask).await.in_object(cask.path())?;
+                destination.verify_cask(cask, record.parent.is_none()).await.in_object(cask.path())?;
                 report.objects += 1;
                 report.bytes += cask.bytes;
             }

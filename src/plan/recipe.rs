@@ -250,7 +250,13 @@ impl Plans {
     ) -> Result<Vec<PartnerPlans>> {
         let (Some(codec), Some(plan)) = (&step.entry.codec, self.shards.get(shard)) else { return Ok(vec![]) };
         let mut found = Vec::new();
-        for need in registry.needs(codec, plan.role(links, step.link)) {
+        let role = plan.role(links, step.link);
+        let needs = registry.needs(codec, role);
+        if !needs.is_empty() {
+            let names: Vec<&str> = step.entry.pages.iter().map(|page| page.column.as_str()).collect();
+            registry.resolve(codec)?.check_role(role, &names).map_err(|e| e.tensor(&plan.name).chunk(chunk))?;
+        }
+        for need in needs {
             let at = |link: usize| {
                 let known = self.partners.get(&(shard, link, need.role)).copied().flatten();
                 known.ok_or_else(|| {

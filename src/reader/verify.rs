@@ -7,6 +7,7 @@ use super::open::{read_directory, read_index};
 use super::*;
 use crate::boxed;
 use crate::chain::{chain_of, check_link};
+use crate::codec::ChunkKind;
 use crate::commit::{Catalog, LogState, read_manifest};
 use crate::container::{PageEntry, padding_is_zero};
 use crate::error::ResultExt;
@@ -123,7 +124,7 @@ impl Store {
 
         // Every snapshot that a wanted one needs, each once.
         let mut manifests: BTreeMap<Id, Option<Manifest>> = BTreeMap::new();
-        let mut casks: BTreeMap<Id, (u64, CaskRef)> = BTreeMap::new();
+        let mut casks: BTreeMap<Id, (u64, bool, CaskRef)> = BTreeMap::new();
         let sizes: BTreeMap<String, u64> = self.list("casks").await?.into_iter().map(|listed| (listed.path, listed.bytes)).collect();
         for record in &wanted {
             let chain = match chain_of(&state, record.id, self.limits().max_chain_depth) {
@@ -141,7 +142,7 @@ impl Store {
                 let manifest = self.verify_manifest(link, parent, &sizes).await;
                 match manifest {
                     Ok((manifest, problems)) => {
-                        casks.extend(manifest.casks.iter().map(|cask| (cask.id, (link.step, cask.clone()))));
+                        casks.extend(manifest.casks.iter().map(|cask| (cask.id, (link.step, link.parent.is_none(), cask.clone()))));
                         problems.into_iter().for_each(|e| report.note(Some(link.step), Err(e)));
                         manifests.insert(link.id, Some(manifest));
                     }
@@ -157,12 +158,12 @@ impl Store {
             return Ok(report);
         }
 
-        for (id, (step, cask)) in &casks {
+        for (id, (step, of_base, cask)) in &casks {
             // Sizes were compared before; a cask that is not there cannot be read.
             if !mine(u64::from(id.0[0])) || sizes.get(&cask.path()) != Some(&cask.bytes) {
                 continue;
             }
-            let checked = self.verify_cask(cask).await.in_object(cask.path());
+            let checked = self.verify_cask(cask, *of_base).await.in_object(cask.path());
             report.casks += 1;
             report.cask_bytes += cask.bytes;
             report.note(Some(*step), checked);
@@ -284,9 +285,9 @@ impl Store {
         Ok((manifest, problems))
     }
 
-    /// Every byte of a cask.
+    /// Every byte of a cask, be it of a base or of a delta.
     #[boxed]
-    pub(crate) async fn verify_cask(&self, cask: &CaskRef) -> Result<()> {
+    pub(crate) async fn verify_cask(&self, cask: &CaskRef, of_base: bool) -> Result<()> {
         let path = cask.path();
         let index = read_index(self, cask).await?;
         for (part, range) in index.missing_parts() {
@@ -301,7 +302,12 @@ impl Store {
         for shard in 0..index.shard_count() {
             let name = index.tensor(index.tensor_of(shard)).0;
             for chunk in 0..index.grid(shard)?.chunk_count() {
-                pages.extend(index.chunk(shard, chunk)?.pages.into_iter().map(|page| (name.to_owned(), chunk, page)));
+                let entry = index.chunk(shard, chunk)?;
+                if of_base && entry.kind != ChunkKind::Absolute {
+                    let message = format!("a base holds a chunk that is {}", entry.kind.name());
+                    return Err(Error::corrupt(message).tensor(name).chunk(chunk).clause("chain 3.3"));
+                }
+                pages.extend(entry.pages.into_iter().map(|page| (name.to_owned(), chunk, page)));
             }
         }
         pages.extend(index.blobs().map(|(_, name, page)| (name.to_owned(), 0, page)));

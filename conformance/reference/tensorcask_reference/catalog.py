@@ -46,6 +46,8 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
         file = pq.ParquetFile(io.BytesIO(data))
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         LIMITS.check("max_catalog_bytes", sum(group.total_byte_size for group in groups))
+        if {group.column(i).compression for group in groups for i in range(group.num_columns)} - {"UNCOMPRESSED", "SNAPPY"}:
+            return None
         # One thread: those of pyarrow may outlive the interpreter, which then aborts.
         table = file.read(use_threads=False)
         keys = {key: (file.metadata.metadata or {})[b"tensorcask." + key.encode()].decode() for key in ("sequence", "entry", "state")}

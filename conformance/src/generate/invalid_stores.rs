@@ -355,6 +355,18 @@ fn chain(cases: &mut Cases) -> Result<(), Failure> {
         store.commit(snapshot.seal())?;
         store
     });
+    add("chain/unchanged-in-a-base-that-no-walk-meets", "chain 3.3", CORRUPT, "a base with an unchanged chunk, below a whole one", {
+        let mut store = Store::new()?;
+        let mut snapshot = store.draft(State::new(1, w(&old)), None);
+        let chunk = &mut snapshot.casks[0].1.tensors[0].shards[0].chunks[0];
+        (chunk.kind, chunk.codec, chunk.columns) = (UNCHANGED, "", vec![]);
+        store.commit(snapshot.seal())?;
+        let mut snapshot = store.draft(State::new(2, w(&new)), Some(1));
+        snapshot.casks[0].1.tensors[0].shards[0].chunks[0] = Chunk::raw(&new);
+        store.commit(snapshot.seal())?;
+        store.forget(&[1], 2)?;
+        store
+    });
     add(
         "chain/no-absolute-chunk",
         "chain 3.1",
