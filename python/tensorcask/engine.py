@@ -285,7 +285,8 @@ class Engine:
         return Waited(*self._native.wait(until == "durable", timeout))
 
     def finish(self) -> None:
-        """Ends a run that is over: waits until everything is in the first tier, and frees its shared memory."""
+        """Ends a run that is over: waits until everything is in the first tier, and frees its shared memory. Raises, and frees nothing, if the
+        last save has failed for good."""
         self.wait("durable")
         self._native.finish()
 
