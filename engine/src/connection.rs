@@ -61,6 +61,11 @@ impl Connection {
         Ok(())
     }
 
+    /// Whether all that was told has been answered, as far as [`news`](Self::news) has seen.
+    pub(crate) fn has_answered(&self) -> bool {
+        self.unread == 0
+    }
+
     /// The newest reply that has come so far; waits for none.
     pub(crate) fn news(&mut self) -> std::io::Result<Option<Result<Reply>>> {
         let mut newest = None;

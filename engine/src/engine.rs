@@ -346,8 +346,10 @@ impl Engine {
                 return Ok(true);
             }
             if self.options.back_pressure == BackPressure::Skip {
-                // The agent learns that this trainer saves: old snapshots may go for new ones.
-                self.ask_about_run(self.wait_request(0, false, 0))?;
+                // The agent learns that this trainer saves: old snapshots may go for new ones. One that stands still is not waited for.
+                if self.connection.as_ref().is_none_or(Connection::has_answered) {
+                    self.tell(self.wait_request(0, false, 0))?;
+                }
                 return Ok(false);
             }
             self.pause(&mut pause)?;
