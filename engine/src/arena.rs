@@ -1,8 +1,8 @@
 //! The arena: a file in shared memory with two or more slots, each of which holds a raw state.
 //!
 //! ```text
-//! page 0        magic, version, slots, bytes of a slot, newest generation that is encoded
-//! page 1 + n    slot n: word (state and generation), step, place, size and CRC-32 of the description
+//! page 0        magic, version, slots, bytes of a slot, newest generation that is encoded, session
+//! page 1 + n    slot n: word (state and generation), step, place, size and CRC-32 of the description, session, ranks
 //! then          the bytes of slot 0, slot 1, ...: tensors, each at a line of the cache, then the description
 //! ```
 //!
@@ -11,7 +11,7 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use rustix::fs::FallocateFlags;
 use tensorcask::{Error, ErrorKind, Result};
@@ -19,12 +19,12 @@ use tensorcask::{Error, ErrorKind, Result};
 use crate::image::{Plan, Stored};
 use crate::memory::Shared;
 use crate::place::free_space;
-use crate::slot::{Move, State, Word, choose, next_generation, next_to_encode, whole};
+use crate::slot::{Move, State, Word, choose, next_generation, next_to_encode};
 
 const PAGE: usize = 4096;
 /// "TCARENA" and a number, as one word.
 const MAGIC: u64 = 0x5443_4152_454e_4131;
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 /// Slots of an arena.
 pub(crate) const SLOTS: std::ops::RangeInclusive<u32> = 2..=16;
 
@@ -35,6 +35,7 @@ mod head {
     pub(super) const SLOTS: usize = 16;
     pub(super) const SLOT_BYTES: usize = 24;
     pub(super) const ENCODED: usize = 32;
+    pub(super) const SESSION: usize = 40;
 }
 
 /// Words of a slot's page.
@@ -44,6 +45,19 @@ mod field {
     pub(super) const DESCRIPTION_AT: usize = 16;
     pub(super) const DESCRIPTION_BYTES: usize = 24;
     pub(super) const DESCRIPTION_CRC: usize = 32;
+    pub(super) const SESSION: usize = 40;
+    pub(super) const WORLD: usize = 48;
+}
+
+/// What a whole slot says of its state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Kept {
+    pub word: Word,
+    pub step: u64,
+    /// The start of the job that it was saved in: states of several ranks belong together if their steps and their sessions are the same.
+    pub session: u64,
+    /// How many ranks that had.
+    pub world: u32,
 }
 
 /// A mapped arena.
@@ -152,13 +166,24 @@ impl Arena {
         (0..self.slots).map(word).collect()
     }
 
-    /// Step of each slot that is whole, with its word.
-    pub(crate) fn steps(&self) -> Result<Vec<(Word, Option<u64>)>> {
-        let step = |(slot, word): (usize, Word)| {
-            let step = self.field(slot, field::STEP)?.load(Ordering::Relaxed);
-            Ok((word, word.state.is_whole().then_some(step)))
+    /// The word of each slot, and what it says of its state if that is whole.
+    pub(crate) fn kept(&self) -> Result<Vec<(Word, Option<Kept>)>> {
+        let kept = |(slot, mut word): (usize, Word)| loop {
+            let kept = self.kept_in(slot, word)?;
+            // What was read is of this word, if that is still the same.
+            fence(Ordering::Acquire);
+            match self.words()?.get(slot) {
+                Some(now) if *now != word => word = *now,
+                _ => return Ok((word, word.state.is_whole().then_some(kept))),
+            }
         };
-        self.words()?.into_iter().enumerate().map(step).collect()
+        self.words()?.into_iter().enumerate().map(kept).collect()
+    }
+
+    pub(crate) fn kept_in(&self, slot: usize, word: Word) -> Result<Kept> {
+        let load = |name| self.field(slot, name).map(|word| word.load(Ordering::Relaxed));
+        let world = u32::try_from(load(field::WORLD)?).unwrap_or(u32::MAX);
+        Ok(Kept { word, step: load(field::STEP)?, session: load(field::SESSION)?, world })
     }
 
     /// Whether a state waits for the agent.
@@ -192,18 +217,19 @@ impl Arena {
 
     /// Abandons what a trainer that died left torn. Only the trainer that holds the arena's lock may.
     pub(crate) fn abandon_torn(&self) -> Result<u64> {
-        self.move_all(State::Filling, Move::Abandon)
+        self.move_all(State::Filling, |_| Move::Abandon)
     }
 
-    /// Gives back what an agent that died was encoding. Only the agent that holds the folder's lock may.
+    /// Gives back what an agent that died was encoding, or releases what it had encoded. Only the agent that holds the folder's lock may.
     pub(crate) fn give_back_taken(&self) -> Result<u64> {
-        self.move_all(State::Encoding, Move::GiveBack)
+        let encoded = self.encoded()?;
+        self.move_all(State::Encoding, |word| if word.generation <= encoded { Move::Release } else { Move::GiveBack })
     }
 
-    fn move_all(&self, from: State, step: Move) -> Result<u64> {
+    fn move_all(&self, from: State, step: impl Fn(Word) -> Move) -> Result<u64> {
         let mut moved = 0;
         for (slot, word) in self.words()?.into_iter().enumerate().filter(|(_, word)| word.state == from) {
-            moved += u64::from(self.advance(slot, word, step)?);
+            moved += u64::from(self.advance(slot, word, step(word))?);
         }
         Ok(moved)
     }
@@ -211,9 +237,9 @@ impl Arena {
     /// Gives up whole states by their steps; how many. One that the agent is encoding stays.
     pub(crate) fn discard(&self, unwanted: impl Fn(u64) -> bool) -> Result<u64> {
         let mut discarded = 0;
-        for (slot, (word, step)) in self.steps()?.into_iter().enumerate() {
+        for (slot, (word, kept)) in self.kept()?.into_iter().enumerate() {
             let claim = Move::Claim { generation: word.generation };
-            if step.is_some_and(&unwanted) && word.state != State::Encoding && self.advance(slot, word, claim)? {
+            if kept.is_some_and(|kept| unwanted(kept.step)) && word.state != State::Encoding && self.advance(slot, word, claim)? {
                 let filling = Word { state: State::Filling, ..word };
                 discarded += u64::from(self.advance(slot, filling, Move::Abandon)?);
             }
@@ -221,12 +247,12 @@ impl Arena {
         Ok(discarded)
     }
 
-    /// Takes the oldest full slot that `wanted` accepts by its step, to encode it.
-    pub(crate) fn take(&self, wanted: impl Fn(u64) -> bool) -> Result<Option<Taken<'_>>> {
+    /// Takes the oldest full slot that `wanted` accepts, to encode it.
+    pub(crate) fn take(&self, wanted: impl Fn(&Kept) -> bool) -> Result<Option<Taken<'_>>> {
         loop {
             let mut words = self.words()?;
             for (slot, word) in words.iter_mut().enumerate() {
-                if !wanted(self.field(slot, field::STEP)?.load(Ordering::Relaxed)) {
+                if !wanted(&self.kept_in(slot, *word)?) {
                     word.state = State::Empty;
                 }
             }
@@ -237,12 +263,6 @@ impl Arena {
                 return Ok(Some(Taken { arena: self, slot, word, done: false }));
             }
         }
-    }
-
-    /// Whole slots, newest first: number and word.
-    pub(crate) fn whole(&self) -> Result<Vec<(usize, Word)>> {
-        let words = self.words()?;
-        Ok(whole(&words).into_iter().filter_map(|slot| Some((slot, *words.get(slot)?))).collect())
     }
 
     /// The state in a slot that is whole, whose checksums have not been compared yet.
@@ -267,10 +287,21 @@ impl Arena {
     }
 
     /// States that the agent has released and not encoded: those that failed for good.
-    pub(crate) fn given_up(&self) -> Result<Vec<(Word, u64)>> {
+    pub(crate) fn given_up(&self) -> Result<Vec<Kept>> {
         let encoded = self.encoded()?;
-        let failed = |word: &Word| word.state == State::Released && word.generation > encoded;
-        Ok(self.steps()?.into_iter().filter_map(|(word, step)| Some((word, step?))).filter(|(word, _)| failed(word)).collect())
+        let failed = |kept: &Kept| kept.word.state == State::Released && kept.word.generation > encoded;
+        Ok(self.kept()?.into_iter().filter_map(|(_, kept)| kept).filter(failed).collect())
+    }
+
+    /// The session that saves belong to.
+    pub(crate) fn session(&self) -> Result<u64> {
+        Ok(self.shared.word(head::SESSION)?.load(Ordering::Acquire))
+    }
+
+    /// From here on, saves belong to this session, or a later one.
+    pub(crate) fn set_session(&self, session: u64) -> Result<()> {
+        self.shared.word(head::SESSION)?.fetch_max(session, Ordering::AcqRel);
+        Ok(())
     }
 
     /// The newest generation that the agent has encoded.
@@ -309,9 +340,10 @@ pub(crate) struct Claimed<'a> {
 }
 
 impl Claimed<'_> {
-    /// Copies a state, and publishes it; its generation. `NoRoom` in the form of `LimitExceeded` where the description does not fit.
-    pub(crate) fn fill(mut self, plan: Plan<'_>, step: u64) -> Result<u64> {
-        let (arena, at) = (self.arena, plan.data_bytes);
+    /// Copies the state of one of `world` ranks, and publishes it; its generation. `NoRoom` in the form of `LimitExceeded` where the
+    /// description does not fit.
+    pub(crate) fn fill(mut self, plan: Plan<'_>, step: u64, world: u32) -> Result<u64> {
+        let (arena, at, session) = (self.arena, plan.data_bytes, self.arena.session()?);
         let start = arena.start(self.slot);
         if !arena.holds(at) {
             return Err(too_small(arena, at));
@@ -326,6 +358,8 @@ impl Claimed<'_> {
             (field::DESCRIPTION_AT, at as u64),
             (field::DESCRIPTION_BYTES, description.len() as u64),
             (field::DESCRIPTION_CRC, u64::from(crc32fast::hash(&description))),
+            (field::SESSION, session),
+            (field::WORLD, u64::from(world)),
         ] {
             arena.field(self.slot, name)?.store(value, Ordering::Relaxed);
         }
@@ -432,7 +466,7 @@ mod tests {
         ];
         let blobs = [Blob::new("rng", &b"seed"[..])];
         let Some(claimed) = arena.claim(drop)? else { return Ok(None) };
-        claimed.fill(Plan::new(step, &tensors, &blobs, &Metadata::default())?, step).map(Some)
+        claimed.fill(Plan::new(step, &tensors, &blobs, &Metadata::default())?, step, 1).map(Some)
     }
 
     fn check(arena: &Arena, slot: usize, step: u64) {
@@ -460,7 +494,9 @@ mod tests {
         check(&agent, 0, 12);
         check(&agent, 1, 11);
         assert_eq!(save(&trainer, 13, true).unwrap(), Some(4), "the oldest that the agent has not begun with is dropped");
-        assert_eq!(agent.whole().unwrap().iter().map(|(slot, _)| agent.read(*slot).unwrap().step()).collect::<Vec<_>>(), [13, 12]);
+        let kept = agent.kept().unwrap().into_iter().map(|(_, kept)| kept.unwrap());
+        assert_eq!(kept.map(|kept| (kept.step, kept.word.generation)).collect::<Vec<_>>(), [(12, 3), (13, 4)]);
+        check(&agent, 1, 13);
     }
 
     #[test]
@@ -486,8 +522,8 @@ mod tests {
         assert_eq!(arena.words().unwrap()[0], Word { state: State::Empty, generation: 1 });
         save(&arena, 10, false).unwrap();
         drop(arena.take(|_| true).unwrap());
-        assert_eq!(arena.whole().unwrap(), [(1, Word { state: State::Full, generation: 2 })]);
-        assert!(arena.take(|step| step != 10).unwrap().is_none());
+        assert_eq!(arena.words().unwrap()[1], Word { state: State::Full, generation: 2 });
+        assert!(arena.take(|kept| kept.step != 10).unwrap().is_none());
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use tensorcask::{Error, ErrorKind, Result};
 
 use crate::place::Place;
@@ -30,6 +31,11 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
+    /// The agent's process.
+    fn agent(&self) -> std::io::Result<Pid> {
+        Ok(rustix::net::sockopt::socket_peercred(self.stream.get_ref())?.pid)
+    }
+
     /// Connects to the agent that listens.
     pub(crate) fn open(place: &Place) -> std::io::Result<Self> {
         let stream = UnixStream::connect(place.socket())?;
@@ -190,9 +196,18 @@ pub fn agent_status(folder: Option<&Path>) -> Result<AgentStatus> {
     ask(folder, &Request::Status {})
 }
 
-/// Tells the agent to finish what waits, and to end. Gives its status as it was.
+/// Tells the agent to finish what waits, and to end. Gives its status as it was; of an agent of another version, the process id alone.
 pub fn stop_agent(folder: Option<&Path>) -> Result<AgentStatus> {
-    ask(folder, &Request::Stop {})
+    match ask(folder, &Request::Stop {}) {
+        Err(e) if e.kind() == ErrorKind::Unsupported => {
+            // A signal says the same in every version.
+            let fail = |e: std::io::Error| Error::io("the agent's process", e);
+            let agent = connect(folder)?.agent().map_err(fail)?;
+            kill_process(agent, Signal::TERM).map_err(|e| fail(e.into()))?;
+            Ok(AgentStatus { pid: agent.as_raw_nonzero().get().unsigned_abs(), draining: true, ..AgentStatus::default() })
+        }
+        answer => answer,
+    }
 }
 
 /// The agent's metrics, as Prometheus gets them from the socket by HTTP.

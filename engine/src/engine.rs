@@ -1,8 +1,10 @@
 //! What a trainer holds: saves states into the arena, and gets them back.
 
+use std::collections::BTreeMap;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
+use tensorcask::wire::Id;
 use tensorcask::{Blob, Error, ErrorKind, Metadata, Result, TensorView};
 use tokio::runtime::Runtime;
 
@@ -13,11 +15,11 @@ use crate::image::Plan;
 use crate::now_ms;
 use crate::options::{BackPressure, Encode, EngineOptions, OnAgentLoss, RunSpec};
 use crate::place::{Lock, Place, RankPlace, RunPlace, remove_file};
-use crate::protocol::{Failure, Mode, Progress, Reply, Request, SaveNote};
-use crate::restore::{Known, look};
+use crate::protocol::{Attach, Failure, Mode, Progress, Reply, Request, SaveNote};
+use crate::restore::{Known, Unasked, look};
 use crate::seen::Seen;
 use crate::slot::State;
-use crate::tier::{MemoryTier, clear};
+use crate::tier::{MemoryTier, Sent, clear, is_full};
 use crate::{MAX_BLOCKING, inline};
 
 /// Between looks at the arena, while all slots are taken.
@@ -65,6 +67,10 @@ pub struct Engine {
     pub(crate) arena: Option<Arena>,
     /// What was in memory when this engine began is older than the store.
     pub(crate) stale: bool,
+    /// Tiers that could not be asked whether it is.
+    pub(crate) unasked: Vec<Unasked>,
+    /// The newest snapshot of each tier then, if it was.
+    latest: BTreeMap<String, Option<Id>>,
     /// The last of any save of this rank: an arena that takes the place of another counts on from it.
     generation: u64,
     /// The save that waiting is about: the last one, or what a predecessor left. 0 if there is none.
@@ -164,6 +170,8 @@ impl Engine {
             rank,
             arena: None,
             stale: false,
+            unasked: Vec::new(),
+            latest: BTreeMap::new(),
             generation: 0,
             awaited: 0,
             starter,
@@ -191,10 +199,11 @@ impl Engine {
     fn take_stock(&mut self) -> Result<()> {
         // Before the arena: an agent that throws all arenas away does so before it notes what it has seen of the store.
         let seen = Seen::read(&self.run);
-        self.arena = self.open_arena();
-        let known = self.runtime.block_on(look(&self.spec, &self.run, &seen, self.arena.is_some(), self.options.store_timeout))?;
-        self.stale = known == Known::Stale;
-        if self.stale {
+        self.arena = self.open_arena()?;
+        let (has_arena, timeout) = (self.arena.is_some(), self.options.store_timeout);
+        let known = self.runtime.block_on(look(&self.spec, &self.run, &seen, has_arena, timeout, &mut self.unasked))?;
+        if let Known::Stale(latest) = known {
+            (self.stale, self.latest) = (true, latest);
             let words = self.arena.take().map(|arena| arena.words()).transpose()?.unwrap_or_default();
             self.generation = words.iter().map(|word| word.generation).max().unwrap_or(0);
             remove_file(&self.rank.arena())?;
@@ -233,10 +242,12 @@ impl Engine {
         Ok(words.iter().filter(|word| word.state.is_whole()).map(|word| word.generation).max().unwrap_or(0))
     }
 
-    fn open_arena(&self) -> Option<Arena> {
+    fn open_arena(&self) -> Result<Option<Arena>> {
+        // Of a trainer that died while it made one.
+        remove_file(&self.rank.new_arena())?;
         let path = self.rank.arena();
         if !path.exists() {
-            return None;
+            return Ok(None);
         }
         let opened = Arena::open(&path).and_then(|arena| {
             let torn = arena.abandon_torn()?;
@@ -246,10 +257,11 @@ impl Engine {
             Ok(arena)
         });
         match opened {
-            Ok(arena) => Some(arena),
+            Ok(arena) => Ok(Some(arena)),
             Err(error) => {
                 tracing::warn!(%error, "the arena that was left cannot be used; a new one takes its place");
-                None
+                remove_file(&path)?;
+                Ok(None)
             }
         }
     }
@@ -313,8 +325,9 @@ impl Engine {
         let mut grown = false;
         loop {
             let plan = Plan::new(step, tensors, blobs, metadata)?;
-            if !self.arena.as_ref().is_some_and(|arena| arena.holds(plan.data_bytes)) {
-                self.make_arena(plan.slot_bytes())?;
+            let holds = self.arena.as_ref().is_some_and(|arena| arena.holds(plan.data_bytes));
+            if !holds && !self.make_arena(plan.slot_bytes())? {
+                return Ok(None);
             }
             if !self.wait_for_slot()? {
                 return Ok(None);
@@ -324,12 +337,14 @@ impl Engine {
             // Nobody but this process takes free slots, but the agent may have taken the one that would have been dropped.
             let Some(claimed) = arena.claim(drop)? else { continue };
             let (dropped, bytes, needed, begun) = (claimed.dropped, plan.copied_bytes, plan.slot_bytes(), Instant::now());
-            match self.pool.install(|| claimed.fill(plan, step)) {
+            match self.pool.install(|| claimed.fill(plan, step, self.options.world)) {
                 Ok(generation) => return Ok(Some(Copied { generation, time: begun.elapsed(), bytes, dropped })),
                 // The description has grown.
                 Err(e) if e.kind() == ErrorKind::LimitExceeded && !grown => {
                     grown = true;
-                    self.make_arena(needed.saturating_mul(2))?;
+                    if !self.make_arena(needed.saturating_mul(2))? {
+                        return Ok(None);
+                    }
                 }
                 Err(e) => return Err(e),
             }
@@ -346,20 +361,27 @@ impl Engine {
                 return Ok(true);
             }
             if self.options.back_pressure == BackPressure::Skip {
-                // The agent learns that this trainer saves: old snapshots may go for new ones. One that stands still is not waited for.
-                if self.connection.as_ref().is_none_or(Connection::has_answered) {
-                    self.tell(self.wait_request(0, false, 0))?;
-                }
+                self.keep_going()?;
                 return Ok(false);
             }
             self.pause(&mut pause)?;
         }
     }
 
-    /// A moment of a wait for the agent. Now and then it is asked: it may be gone, the run may be another's by now, or it may have a problem,
-    /// which is told.
-    fn pause(&mut self, pause: &mut Pause) -> Result<()> {
-        if pause.asked.elapsed() >= ASK {
+    /// The agent learns that this trainer saves, though it skips this one: old snapshots may go for new ones. One that stands still is not
+    /// waited for.
+    fn keep_going(&mut self) -> Result<()> {
+        match self.connection.as_ref().is_none_or(Connection::has_answered) {
+            true => self.tell(self.wait_request(0, false, 0)),
+            false => Ok(()),
+        }
+    }
+
+    /// A moment of a wait for the agent. Now and then it is asked, which is returned: it may be gone, the run may be another's by now, or it may
+    /// have a problem, which is told.
+    fn pause(&mut self, pause: &mut Pause) -> Result<bool> {
+        let asks = pause.asked.elapsed() >= ASK;
+        if asks {
             let progress = self.ask_about_run(self.wait_request(0, false, 0))?;
             if progress.problem.is_some() && progress.problem != pause.told {
                 tracing::warn!(run = self.spec.run, problem = progress.problem, "a save waits for shared memory");
@@ -369,15 +391,16 @@ impl Engine {
         }
         self.interruption.ask()?;
         std::thread::sleep(POLL);
-        Ok(())
+        Ok(asks)
     }
 
     fn wait_request(&self, generation: u64, durable: bool, timeout_ms: u64) -> Request {
         Request::Wait { key: self.spec.key.clone(), rank: self.options.rank, generation, durable, timeout_ms }
     }
 
-    /// Makes an arena with slots of this size, once the agent has encoded what lies in the one before.
-    fn make_arena(&mut self, slot_bytes: usize) -> Result<()> {
+    /// Makes an arena with slots of this size, once the agent has encoded what lies in the one before; whether it is there: where saves are
+    /// skipped, nothing is waited for.
+    fn make_arena(&mut self, slot_bytes: usize) -> Result<bool> {
         let mut pause = Pause::new();
         while let Some(arena) = &self.arena {
             let words = arena.words()?;
@@ -386,33 +409,58 @@ impl Engine {
                 self.arena = None;
                 break;
             }
+            if self.options.back_pressure == BackPressure::Skip {
+                self.keep_going()?;
+                return Ok(false);
+            }
             self.pause(&mut pause)?;
         }
         // Its memory is needed for the new one.
         remove_file(&self.rank.arena())?;
         self.attach(Mode::GoOn)?;
-        self.arena = Some(Arena::create(&self.rank.arena(), self.options.slots, slot_bytes, self.generation)?);
+        let arena = Arena::create(&self.rank.arena(), self.options.slots, slot_bytes, self.generation)?;
+        arena.set_session(self.progress.session)?;
+        self.arena = Some(arena);
         self.attach(Mode::GoOn)?;
-        Ok(())
+        Ok(true)
     }
 
     /// Encodes in this process, straight into the memory tier.
     fn encode_inline(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Option<Copied>> {
         let cap = self.spec.cap(&self.place)?;
-        let (keep, mut pause) = (self.spec.keep, Pause::new());
-        while !self.runtime.block_on(make_room_inline(self.inline.as_mut(), keep, cap, &self.progress))? {
+        let (keep, mut pause, mut has_room) = (self.spec.keep, Pause::new(), true);
+        let (saved, epoch, time) = loop {
+            let Some(tier) = self.inline.as_mut() else { return Err(Error::invalid("no memory tier")) };
+            has_room = has_room && self.runtime.block_on(make_room_inline(tier, keep, cap, &self.progress))?;
+            if has_room {
+                let begun = Instant::now();
+                match self.runtime.block_on(tier.save(step, tensors, blobs, metadata)) {
+                    Ok(saved) => break (saved, tier.epoch(), begun.elapsed()),
+                    Err(e) if is_full(&e) => {
+                        // Whether there was anything to give up for it.
+                        let was_empty = self.runtime.block_on(tier.last())? == 0;
+                        let sent = sent_inline(tier, &self.progress);
+                        match self.runtime.block_on(tier.start_over(&sent))? {
+                            true if was_empty => return Err(e),
+                            true => continue,
+                            false => {}
+                        }
+                    }
+                    Err(e) => return Err(e),
+                }
+            }
             // There is nothing that could be dropped: what is encoded, deltas need.
             if self.options.back_pressure != BackPressure::Wait {
                 return Ok(None);
             }
-            self.pause(&mut pause)?;
+            has_room = self.pause(&mut pause)?;
+        };
+        if self.arena.take().is_some() {
+            // Of a time when the agent encoded: older than this.
+            remove_file(&self.rank.arena())?;
         }
-        let Some(tier) = self.inline.as_mut() else { return Err(Error::invalid("no memory tier")) };
-        let begun = Instant::now();
-        let saved = self.runtime.block_on(tier.save(step, tensors, blobs, metadata))?;
         let bytes = tensors.iter().map(|tensor| tensor.data().len() as u64).sum();
-        let generation = inline::generation(tier.epoch(), saved.sequence);
-        Ok(Some(Copied { generation, time: begun.elapsed(), bytes, dropped: None }))
+        Ok(Some(Copied { generation: inline::generation(epoch, saved.sequence), time, bytes, dropped: None }))
     }
 
     /// Waits until the last save is encoded or durable, or failed, or until the time is over.
@@ -489,11 +537,21 @@ impl Engine {
     }
 
     fn attach(&mut self, mode: Mode) -> Result<Progress> {
-        let request = Request::Attach { spec: self.spec.clone(), rank: self.options.rank, pid: std::process::id(), mode };
+        let request = Request::Attach(Box::new(Attach {
+            spec: self.spec.clone(),
+            rank: self.options.rank,
+            pid: std::process::id(),
+            mode,
+            session: self.progress.session,
+            latest: self.latest.clone(),
+        }));
         let (begun, mut attempts) = (Instant::now(), 0);
         loop {
             let error = match self.ask(&request, Duration::ZERO) {
-                Ok(progress) => return Ok(progress),
+                Ok(progress) => {
+                    self.progress.session = progress.session;
+                    return Ok(progress);
+                }
                 Err(e) => e,
             };
             self.connection = None;
@@ -639,12 +697,16 @@ struct Copied {
 }
 
 /// Room in memory for a snapshot that this process encodes; whether there is.
-async fn make_room_inline(tier: Option<&mut MemoryTier>, keep: u32, cap: u64, progress: &Progress) -> Result<bool> {
-    let Some(tier) = tier else { return Ok(true) };
+async fn make_room_inline(tier: &mut MemoryTier, keep: u32, cap: u64, progress: &Progress) -> Result<bool> {
     if progress.damaged_epoch == Some(tier.epoch()) {
         tier.begin_epoch().await?;
     }
-    tier.make_room(keep, cap, inline::entry_of(progress.durable, tier.epoch()), progress.problem.is_none()).await
+    let sent = sent_inline(tier, progress);
+    tier.make_room(keep, cap, &sent, progress.problem.is_none()).await
+}
+
+fn sent_inline(tier: &MemoryTier, progress: &Progress) -> Sent {
+    Sent { uploaded: inline::entry_of(progress.durable, tier.epoch()), damaged: progress.damaged_epoch.into_iter().collect() }
 }
 
 /// A wait for the agent.

@@ -8,6 +8,11 @@ pub(crate) fn generation(epoch: u64, sequence: u64) -> u64 {
     epoch << EPOCH_SHIFT | sequence
 }
 
+/// Its epoch.
+pub(crate) fn epoch(generation: u64) -> u64 {
+    generation >> EPOCH_SHIFT
+}
+
 /// Its log entry.
 pub(crate) fn entry(generation: u64) -> u64 {
     generation & ((1 << EPOCH_SHIFT) - 1)
@@ -15,5 +20,5 @@ pub(crate) fn entry(generation: u64) -> u64 {
 
 /// The log entry that a generation tells of, if it is one of this epoch; else none of it.
 pub(crate) fn entry_of(generation: u64, epoch: u64) -> u64 {
-    if generation >> EPOCH_SHIFT == epoch { entry(generation) } else { 0 }
+    if self::epoch(generation) == epoch { entry(generation) } else { 0 }
 }

@@ -5,6 +5,7 @@
 //!   agent.sock agent.lock agent.log       one agent
 //!   <key>/                                one run
 //!     run.json seen.json seen.lock        what the agent has to know of it, and what is known of its tiers
+//!     over                                is there once the run is over: what is in memory goes when it is in the store
 //!     memory-<n>/                         encoded snapshots: a store, of which the last is in use
 //!     rank-<r>/lock arena                 one trainer
 //! ```
@@ -113,6 +114,19 @@ impl RunPlace {
         self.root.join("seen.lock")
     }
 
+    /// Whether the run was said to be over.
+    pub(crate) fn is_over(&self) -> bool {
+        self.over().exists()
+    }
+
+    pub(crate) fn set_over(&self, over: bool) -> Result<()> {
+        if over { replace_file(&self.over(), b"") } else { remove_file(&self.over()) }
+    }
+
+    fn over(&self) -> PathBuf {
+        self.root.join("over")
+    }
+
     pub(crate) fn rank(&self, rank: u32) -> RankPlace {
         RankPlace { root: self.root.join(format!("rank-{rank}")) }
     }
@@ -138,9 +152,11 @@ impl RunPlace {
         }
         for rank in self.ranks()? {
             remove_file(&self.rank(rank).arena())?;
+            remove_file(&self.rank(rank).new_arena())?;
         }
         remove_file(&self.seen())?;
-        remove_file(&self.spec())
+        remove_file(&self.spec())?;
+        self.set_over(false)
     }
 }
 
@@ -161,6 +177,11 @@ impl RankPlace {
 
     pub(crate) fn arena(&self) -> PathBuf {
         self.root.join("arena")
+    }
+
+    /// An arena that is being made.
+    pub(crate) fn new_arena(&self) -> PathBuf {
+        self.arena().with_extension("new")
     }
 }
 

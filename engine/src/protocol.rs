@@ -4,17 +4,19 @@
 //! request that begins with `GET ` is HTTP and gets the metrics. The messages name runs, ranks and generations, never addresses of
 //! memory, so that a later version can carry them between hosts.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, Read, Write};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use tensorcask::wire::Id;
 use tensorcask::{Error, ErrorKind, Result};
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::options::RunSpec;
 use crate::status::AgentStatus;
 
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 /// Bytes of a message, at most.
 const MAX_BYTES: usize = 16 << 20;
@@ -34,7 +36,7 @@ pub(crate) struct Envelope<T> {
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(crate) enum Request {
     /// A trainer, which holds the lock of its rank, begins, or goes on with a new arena or agent.
-    Attach { spec: RunSpec, rank: u32, pid: u32, mode: Mode },
+    Attach(Box<Attach>),
     /// A state was published in the arena; or, where it is encoded inline, in memory.
     Saved { key: String, rank: u32, save: SaveNote },
     /// Waits until a save of a rank is in memory or in the first tier, or failed.
@@ -45,6 +47,19 @@ pub(crate) enum Request {
     Status {},
     /// Encodes and uploads what there is, then ends.
     Stop {},
+}
+
+/// A trainer that attaches.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Attach {
+    pub spec: RunSpec,
+    pub rank: u32,
+    pub pid: u32,
+    pub mode: Mode,
+    /// The newest session that it knows of.
+    pub session: u64,
+    /// The newest snapshot of each tier when it looked, by URL.
+    pub latest: BTreeMap<String, Option<Id>>,
 }
 
 /// How a trainer attaches.
@@ -92,6 +107,8 @@ pub(crate) struct Progress {
     pub durable: u64,
     /// Its saves that failed for good, the last of them: older generations among the above that are neither encoded nor durable.
     pub failures: Vec<Failure>,
+    /// The start of the job, counted: what ranks save in it belongs together.
+    pub session: u64,
     /// The epoch of the memory tier that is damaged: another has to take its place.
     pub damaged_epoch: Option<u64>,
     /// Why the run was given up.
@@ -244,7 +261,7 @@ mod tests {
     fn garbage_is_an_error() {
         let mut other = Vec::new();
         send(&mut other, &Request::Status {}).unwrap();
-        let other = String::from_utf8(other).unwrap().replace("\"v\":2", "\"v\":1");
+        let other = String::from_utf8(other).unwrap().replace("\"v\":3", "\"v\":1");
         for (bytes, kind) in [
             (&b"12345678901234\n{}"[..], ErrorKind::Corrupt),
             (b"99999999\n{}", ErrorKind::Corrupt),

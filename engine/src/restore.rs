@@ -1,6 +1,7 @@
 //! Where a state comes back from: the nearest place that has it whole.
 
 use std::borrow::Cow;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -10,6 +11,7 @@ use tensorcask::{
     At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store, TensorErrors, TensorView,
 };
 
+use crate::arena::{Arena, Kept};
 use crate::engine::Engine;
 use crate::options::RunSpec;
 use crate::place::RunPlace;
@@ -136,26 +138,41 @@ impl Engine {
 
     async fn find(&self, at: At, parts: Wanted<'_>, passed: &mut Vec<PassedOver>) -> Result<Restored<'_>> {
         let encoded = self.arena.as_ref().map(|arena| arena.encoded()).transpose()?.unwrap_or(0);
+        let stores = self.spec.stores()?;
         if !self.stale {
-            if let Some(found) = self.newest_slot(at, parts, |generation| generation >= encoded, passed)? {
+            for unasked in &self.unasked {
+                passed.push(unasked.passed_over());
+            }
+            if let Some(found) = self.newest_slot(at, parts, |kept| kept.word.generation >= encoded, passed)? {
                 return Ok(found);
             }
+            let mut is_readable = true;
             for epoch in self.run.epochs()?.into_iter().rev() {
                 let store = open_epoch(&self.run, epoch)?;
-                if let Some(found) = from_store(&store, at, parts, Source::Memory, passed).await {
+                if let Some(found) = self.read_store(&store, &stores, at, parts, Source::Memory, passed).await {
                     return Ok(found);
                 }
+                is_readable &= store.records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |_| true);
             }
-            // Older than what is encoded, but whole.
-            if let Some(found) = self.newest_slot(at, parts, |generation| generation < encoded, passed)? {
+            // Older than what is encoded, but whole; newer than what a tier has, if memory that is gone had more than that.
+            let newest = match is_readable || at != At::Latest {
+                true => None,
+                false => newest_step(&stores, self.options.store_timeout).await,
+            };
+            let is_newer = |kept: &Kept| kept.word.generation < encoded && newest.is_none_or(|newest| kept.step >= newest);
+            if let Some(found) = self.newest_slot(at, parts, is_newer, passed)? {
                 return Ok(found);
             }
         }
-        let stores = self.spec.stores()?;
         for tier in newest_first(&stores, self.options.store_timeout).await {
             let Some(store) = stores.get(tier) else { continue };
             let source = Source::Tier(tier, store.url().to_owned());
-            if let Some(found) = from_store(store, at, parts, source, passed).await {
+            if let Some(found) = self.read_store(store, &[], at, parts, source, passed).await {
+                if tier == 0 {
+                    // What it has is what this job goes on from.
+                    let latest = asked(store, self.options.store_timeout).await.ok().and_then(|asked| asked.latest);
+                    Seen::update(&self.run, store.url(), |seen| seen.latest = latest.map_or(seen.latest, |latest| Some(latest.id)))?;
+                }
                 return Ok(found);
             }
         }
@@ -173,16 +190,18 @@ impl Engine {
         &self,
         at: At,
         parts: Wanted<'_>,
-        wanted: impl Fn(u64) -> bool,
+        wanted: impl Fn(&Kept) -> bool,
         passed: &mut Vec<PassedOver>,
     ) -> Result<Option<Restored<'_>>> {
         let Some(arena) = &self.arena else { return Ok(None) };
-        for (slot, _) in arena.whole()?.into_iter().filter(|(_, word)| wanted(word.generation)) {
+        for (slot, kept) in self.complete()?.into_iter().filter(|(_, kept)| wanted(kept)) {
+            // Of another number of ranks, this one's share is not all that it wants.
+            let is_share = kept.world == self.options.world || matches!(parts, Wanted::Parts(_));
+            if matches!(at, At::Step(step) if step != kept.step) || !is_share {
+                continue;
+            }
             let read = || -> Result<Option<Restored<'_>>> {
                 let stored = arena.read(slot)?;
-                if matches!(at, At::Step(step) if step != stored.step()) {
-                    return Ok(None);
-                }
                 stored.verify()?;
                 let tensors = parts.of_slot(stored.tensors()?)?.into_iter().map(|view| RestoredTensor {
                     name: view.name().to_owned(),
@@ -198,10 +217,101 @@ impl Engine {
             match read() {
                 Ok(None) => {}
                 Ok(found) => return Ok(found),
-                Err(error) => passed.push(PassedOver { source: Source::Slot, step: None, error }),
+                Err(error) => passed.push(PassedOver { source: Source::Slot, step: Some(kept.step), error }),
             }
         }
         Ok(None)
+    }
+
+    /// Raw states that all ranks have, newest first, by slot: of one that some rank lacks, the others' parts are worth nothing.
+    fn complete(&self) -> Result<Vec<(usize, Kept)>> {
+        let Some(arena) = &self.arena else { return Ok(Vec::new()) };
+        let mut others: HashMap<u32, Vec<Kept>> = HashMap::new();
+        let mut others_have = |kept: &Kept| {
+            (0..kept.world).filter(|rank| *rank != self.options.rank).all(|rank| {
+                let theirs = others.entry(rank).or_insert_with(|| {
+                    let opened = Arena::open(&self.run.rank(rank).arena()).and_then(|arena| arena.kept());
+                    opened.map_or_else(|_| Vec::new(), |all| all.into_iter().filter_map(|(_, kept)| kept).collect())
+                });
+                theirs.iter().any(|theirs| (theirs.session, theirs.step, theirs.world) == (kept.session, kept.step, kept.world))
+            })
+        };
+        let kept = arena.kept()?.into_iter().map(|(_, kept)| kept);
+        let mut complete: Vec<(usize, Kept)> = kept.enumerate().filter_map(|(slot, kept)| Some((slot, kept?))).collect();
+        complete.retain(|(_, kept)| others_have(kept));
+        complete.sort_by_key(|(_, kept)| Reverse(kept.word.generation));
+        Ok(complete)
+    }
+
+    /// The wanted snapshot of a store, or the newest that is whole; why not, to `passed`. What is damaged there, and another tier has, comes
+    /// from that.
+    async fn read_store(
+        &self,
+        store: &Store,
+        tiers: &[Store],
+        at: At,
+        parts: Wanted<'_>,
+        source: Source,
+        passed: &mut Vec<PassedOver>,
+    ) -> Option<Restored<'static>> {
+        let mut excluded: Vec<Id> = Vec::new();
+        loop {
+            let before = excluded.len();
+            let opened = match at {
+                At::Step(_) => store.snapshot(at).await,
+                At::Latest => store.recover(&excluded).await.map(|recovered| {
+                    for skipped in recovered.skipped {
+                        excluded.push(skipped.snapshot);
+                        passed.push(PassedOver { source: source.clone(), step: Some(skipped.step), error: skipped.error });
+                    }
+                    recovered.snapshot
+                }),
+            };
+            // Newer than what was opened.
+            for id in excluded.iter().skip(before) {
+                if let Some(found) = self.same_elsewhere(*id, tiers, parts, passed).await {
+                    return Some(found);
+                }
+            }
+            let (step, id, error) = match opened {
+                Ok(snapshot) => match read_all(&snapshot, parts, source.clone()).await {
+                    Ok(found) => return Some(found),
+                    Err(error) => (Some(snapshot.step()), Some(snapshot.record().id), error),
+                },
+                // No store, or no such step: nothing is wrong.
+                Err(e) if e.kind() == ErrorKind::NotFound && excluded.is_empty() => return None,
+                Err(error) => (None, None, error),
+            };
+            let damaged = error.kind() == ErrorKind::Corrupt && at == At::Latest;
+            passed.push(PassedOver { source: source.clone(), step, error });
+            let id = id.filter(|_| damaged)?;
+            if let Some(found) = self.same_elsewhere(id, tiers, parts, passed).await {
+                return Some(found);
+            }
+            excluded.push(id);
+        }
+    }
+
+    /// A snapshot that is damaged in memory, out of the nearest tier that has it, too.
+    async fn same_elsewhere(&self, id: Id, tiers: &[Store], parts: Wanted<'_>, passed: &mut Vec<PassedOver>) -> Option<Restored<'static>> {
+        for (number, tier) in tiers.iter().enumerate() {
+            let source = Source::Tier(number, tier.url().to_owned());
+            let read = async {
+                let asked = asked(tier, self.options.store_timeout).await?;
+                let Some(record) = asked.records.iter().find(|record| record.id == id) else { return Ok(None) };
+                let snapshot = tier.snapshot(record.step).await?;
+                match snapshot.record().id == id {
+                    true => read_all(&snapshot, parts, source.clone()).await.map(Some),
+                    false => Ok(None),
+                }
+            };
+            match read.await {
+                Ok(None) => {}
+                Ok(found) => return found,
+                Err(error) => passed.push(PassedOver { source, step: None, error }),
+            }
+        }
+        None
     }
 
     /// Steps that can be restored here, newest first, each from the nearest place that has it. No byte of a tensor is read.
@@ -214,12 +324,8 @@ impl Engine {
                 }
             };
             if !self.stale {
-                if let Some(arena) = &self.arena {
-                    for (slot, _) in arena.whole()? {
-                        if let Ok(stored) = arena.read(slot) {
-                            add(stored.step(), Source::Slot);
-                        }
-                    }
+                for (_, kept) in self.complete()?.into_iter().filter(|(_, kept)| kept.world == self.options.world) {
+                    add(kept.step, Source::Slot);
                 }
                 for epoch in self.run.epochs()?.into_iter().rev() {
                     for record in live(&open_epoch(&self.run, epoch)?).await.unwrap_or_default() {
@@ -232,12 +338,14 @@ impl Engine {
             for tier in newest_first(&stores, self.options.store_timeout).await {
                 let Some(store) = stores.get(tier) else { continue };
                 match asked(store, self.options.store_timeout).await {
-                    Some(Asked { latest: Some(_), mut records, .. }) => {
+                    Ok(Asked { latest: Some(_), mut records, .. }) => {
                         records.retain(is_whole);
                         records.iter().rev().for_each(|record| add(record.step, Source::Tier(tier, store.url().to_owned())));
                     }
-                    Some(_) => {}
-                    None => tracing::warn!(run = self.spec.run, tier = store.url(), "what this tier has cannot be loaded now"),
+                    Ok(_) => {}
+                    Err(error) => {
+                        tracing::warn!(run = self.spec.run, tier = store.url(), %error, "what this tier has cannot be loaded now")
+                    }
                 }
             }
             Ok(found)
@@ -254,7 +362,7 @@ async fn live(store: &Store) -> Result<Vec<SnapshotRecord>> {
 }
 
 /// Whether a snapshot can be restored as it was saved.
-fn is_whole(record: &SnapshotRecord) -> bool {
+pub(crate) fn is_whole(record: &SnapshotRecord) -> bool {
     record.status == Status::Live && record.roles.is_none()
 }
 
@@ -314,38 +422,6 @@ impl Wanted<'_> {
     }
 }
 
-/// The wanted snapshot of a store, or the newest that is whole; why not, to `passed`.
-async fn from_store<'a>(store: &Store, at: At, parts: Wanted<'_>, source: Source, passed: &mut Vec<PassedOver>) -> Option<Restored<'a>> {
-    let mut excluded: Vec<Id> = Vec::new();
-    loop {
-        let opened = match at {
-            At::Step(_) => store.snapshot(at).await,
-            At::Latest => store.recover(&excluded).await.map(|recovered| {
-                for skipped in recovered.skipped {
-                    excluded.push(skipped.snapshot);
-                    passed.push(PassedOver { source: source.clone(), step: Some(skipped.step), error: skipped.error });
-                }
-                recovered.snapshot
-            }),
-        };
-        let (step, id, error) = match opened {
-            Ok(snapshot) => match read_all(&snapshot, parts, source.clone()).await {
-                Ok(found) => return Some(found),
-                Err(error) => (Some(snapshot.step()), Some(snapshot.record().id), error),
-            },
-            // No store, or no such step: nothing is wrong.
-            Err(e) if e.kind() == ErrorKind::NotFound && excluded.is_empty() => return None,
-            Err(error) => (None, None, error),
-        };
-        let damaged = error.kind() == ErrorKind::Corrupt && at == At::Latest;
-        passed.push(PassedOver { source: source.clone(), step, error });
-        match id.filter(|_| damaged) {
-            Some(id) => excluded.push(id),
-            None => return None,
-        }
-    }
-}
-
 /// The wanted tensors of a snapshot, and all its blobs.
 async fn read_all<'a>(snapshot: &Snapshot, parts: Wanted<'_>, source: Source) -> Result<Restored<'a>> {
     let tensors = parts.of_snapshot(snapshot.tensors())?;
@@ -388,12 +464,28 @@ fn byte_count(dtype: Dtype, rect: &Rect) -> Option<usize> {
 }
 
 /// What this host's memory is worth.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Known {
-    /// No tier has anything newer; or it cannot be asked.
+    /// No tier that could be asked has anything newer.
     Current,
-    /// A tier has snapshots that were made elsewhere, or is another run's.
-    Stale,
+    /// A tier has snapshots that were made elsewhere, or is another run's, or the newest in memory was forgotten. The newest of each tier now.
+    Stale(BTreeMap<String, Option<Id>>),
+}
+
+/// A tier that could not be asked what it has, while memory was trusted.
+#[derive(Debug)]
+pub(crate) struct Unasked {
+    tier: usize,
+    url: String,
+    error: Error,
+}
+
+impl Unasked {
+    fn passed_over(&self) -> PassedOver {
+        let message = format!("this tier could not be asked when the engine began; memory was trusted: {}", self.error.message());
+        let error = Error::new(self.error.kind(), message);
+        PassedOver { source: Source::Tier(self.tier, self.url.clone()), step: None, error }
+    }
 }
 
 /// What a tier says of itself.
@@ -406,23 +498,28 @@ struct Asked {
     latest: Option<SnapshotRecord>,
 }
 
-/// What a tier has; none if it cannot be asked.
-async fn asked(store: &Store, timeout: Duration) -> Option<Asked> {
-    match tokio::time::timeout(timeout, async { (store.run().await, store.records().await) }).await {
+/// What a tier has.
+async fn asked(store: &Store, timeout: Duration) -> Result<Asked> {
+    let answer = tokio::time::timeout(timeout, async { (store.run().await, store.records().await) }).await;
+    let found = match answer {
         Ok((Ok(run), Ok(records))) => {
             let latest = records.iter().rev().find(|record| is_whole(record)).cloned();
-            Some(Asked { run: Some(run), records, latest })
+            Ok(Asked { run: Some(run), records, latest })
         }
-        Ok((Err(e), _)) if e.kind() == ErrorKind::NotFound => Some(Asked { run: None, records: Vec::new(), latest: None }),
-        Ok((Err(error), _) | (_, Err(error))) => {
-            tracing::warn!(store = store.url(), %error, "the store cannot be asked what it has");
-            None
-        }
-        Err(_) => {
-            tracing::warn!(store = store.url(), "the store does not answer what it has");
-            None
-        }
+        Ok((Err(e), _)) if e.kind() == ErrorKind::NotFound => Ok(Asked { run: None, records: Vec::new(), latest: None }),
+        Ok((Err(error), _) | (_, Err(error))) => Err(error),
+        Err(_) => Err(Error::new(ErrorKind::Storage, format!("no answer within {timeout:?}")).object(store.url())),
+    };
+    if let Err(error) = &found {
+        tracing::warn!(store = store.url(), %error, "the store cannot be asked what it has");
     }
+    found
+}
+
+/// The newest step of all tiers that can be asked.
+async fn newest_step(stores: &[Store], timeout: Duration) -> Option<u64> {
+    let first = *newest_first(stores, timeout).await.first()?;
+    asked(stores.get(first)?, timeout).await.ok()?.latest.map(|latest| latest.step)
 }
 
 /// When a snapshot was saved, which copies of it tell alike; of what cannot be asked, when it was committed there.
@@ -443,7 +540,7 @@ async fn newest_first(stores: &[Store], timeout: Duration) -> Vec<usize> {
     }
     let mut best: Option<(usize, Asked, u64)> = None;
     for (tier, store) in stores.iter().enumerate() {
-        let Some(found) = asked(store, timeout).await else { continue };
+        let Ok(found) = asked(store, timeout).await else { continue };
         let Some(latest) = found.latest.clone() else { continue };
         if best.as_ref().is_some_and(|(_, best, _)| best.records.iter().any(|record| record.id == latest.id)) {
             continue;
@@ -462,14 +559,21 @@ async fn newest_first(stores: &[Store], timeout: Duration) -> Vec<usize> {
 }
 
 /// Compares what this host has with what the tiers have now, and notes the latter. Memory is stale if the first tier's newest snapshot was
-/// made elsewhere, or if that of another was, and later than anything here.
-pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena: bool, timeout: Duration) -> Result<Known> {
+/// made elsewhere, or if that of another was, and later than anything here; and if the newest in memory was forgotten in the first.
+pub(crate) async fn look(
+    spec: &RunSpec,
+    run: &RunPlace,
+    seen: &Seen,
+    has_arena: bool,
+    timeout: Duration,
+    unasked: &mut Vec<Unasked>,
+) -> Result<Known> {
     let stores = spec.stores()?;
     let epochs = run.epochs()?;
     let mut memory: Vec<(Store, Asked)> = Vec::new();
     for epoch in &epochs {
         let store = open_epoch(run, *epoch)?;
-        if let Some(found) = asked(&store, timeout).await {
+        if let Ok(found) = asked(&store, timeout).await {
             memory.push((store, found));
         }
     }
@@ -481,22 +585,32 @@ pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena:
     if let (true, Some((store, Asked { latest: Some(latest), .. }))) = (has_further, memory.last()) {
         newest_here = saved_at(store, latest, timeout).await;
     }
-    let mut noted = Vec::new();
+    let newest_in_memory = memory.iter().rev().find_map(|(_, found)| found.latest.as_ref()).map(|latest| latest.id);
+    let (mut latest_of, mut is_stale) = (BTreeMap::new(), false);
     for (tier, store) in stores.iter().enumerate() {
-        // Trusting what is in memory.
-        let Some(found) = asked(store, timeout).await else { continue };
+        let found = match asked(store, timeout).await {
+            Ok(found) => found,
+            Err(error) => {
+                // Trusting what is in memory.
+                unasked.push(Unasked { tier, url: store.url().to_owned(), error });
+                continue;
+            }
+        };
         let known = seen.tier(store.url()).latest;
         let latest = found.latest.as_ref().map(|latest| latest.id);
         let elsewhere = match (tier, &found.latest) {
             (0, _) if found.run.is_none() && known.is_some() => {
                 // Deleted, or a disk that is not mounted: memory may be all that is left.
                 tracing::warn!(store = store.url(), folder = %run.root().display(), "the store is gone; trusting what is in memory (to begin anew, remove the folder)");
+                let error = Error::not_found("the store is not there").object(store.url());
+                unasked.push(Unasked { tier, url: store.url().to_owned(), error });
                 continue;
             }
             (0, _) => {
                 let other_run =
                     memory.iter().any(|(_, ours)| matches!((ours.run, found.run), (Some(ours), Some(theirs)) if ours != theirs));
-                other_run || !(latest == known || latest.is_some_and(in_memory))
+                let is_forgotten = |record: &SnapshotRecord| Some(record.id) == newest_in_memory && record.status != Status::Live;
+                other_run || !(latest == known || latest.is_some_and(in_memory)) || found.records.iter().any(is_forgotten)
             }
             (_, None) => false,
             (_, Some(newest)) => {
@@ -506,8 +620,12 @@ pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena:
             }
         };
         if elsewhere && !nothing_here {
-            tracing::warn!(run = spec.run, tier = store.url(), "the store has newer snapshots than this host's memory, which goes");
-            return Ok(Known::Stale);
+            tracing::warn!(
+                run = spec.run,
+                tier = store.url(),
+                "the store has newer snapshots than this host's memory, or not its newest any more; memory goes"
+            );
+            is_stale = true;
         }
         if let (true, 0, Some(latest)) = (has_further, tier, &found.latest) {
             newest_here = newest_here.max(saved_at(store, latest, timeout).await);
@@ -515,11 +633,15 @@ pub(crate) async fn look(spec: &RunSpec, run: &RunPlace, seen: &Seen, has_arena:
         if tier == 0 {
             first = Some(found);
         }
-        noted.push((store, latest));
+        latest_of.insert(store.url().to_owned(), latest);
+    }
+    if is_stale {
+        // Noted when memory is gone.
+        return Ok(Known::Stale(latest_of));
     }
     // Only by one that goes on: the others may be behind the agent, which notes what it commits.
-    for (store, latest) in noted {
-        Seen::update(run, store.url(), |seen| seen.latest = latest)?;
+    for (url, latest) in latest_of {
+        Seen::update(run, &url, |seen| seen.latest = latest)?;
     }
     Ok(Known::Current)
 }

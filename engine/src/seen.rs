@@ -44,14 +44,19 @@ impl Seen {
         if seen == before {
             return Ok(());
         }
-        let json = serde_json::to_vec(&seen).map_err(|e| Error::invalid(format!("what is known of a run: {e}")))?;
-        replace_file(&place.seen(), &json)
+        seen.write(place)
     }
 
-    /// Forgets what is known.
-    pub(crate) fn clear(place: &RunPlace) -> Result<()> {
+    /// Forgets what was known, for the newest snapshot of each tier, by its URL.
+    pub(crate) fn replace(place: &RunPlace, latest: &BTreeMap<String, Option<Id>>) -> Result<()> {
         let _held = lock_file(&place.seen_lock())?;
-        crate::place::remove_file(&place.seen())
+        let tiers = latest.iter().map(|(url, latest)| (url.clone(), SeenTier { latest: *latest, writer: None }));
+        Self { tiers: tiers.collect() }.write(place)
+    }
+
+    fn write(&self, place: &RunPlace) -> Result<()> {
+        let json = serde_json::to_vec(self).map_err(|e| Error::invalid(format!("what is known of a run: {e}")))?;
+        replace_file(&place.seen(), &json)
     }
 }
 
@@ -79,7 +84,8 @@ mod tests {
         });
         let seen = Seen::read(&place);
         assert!(ids.iter().enumerate().all(|(tier, id)| seen.tier(&format!("tier-{tier}")).latest == Some(*id)), "{seen:?}");
-        Seen::clear(&place).unwrap();
-        assert_eq!(Seen::read(&place), Seen::default());
+        Seen::replace(&place, &BTreeMap::from([("tier-0".to_owned(), Some(ids[1]))])).unwrap();
+        assert_eq!(Seen::read(&place).tier("tier-0").latest, Some(ids[1]));
+        assert_eq!(Seen::read(&place).tier("tier-1"), SeenTier::default());
     }
 }

@@ -126,18 +126,18 @@ pub(crate) fn next_to_encode(words: &[Word]) -> Option<usize> {
     full.min_by_key(|(_, word)| word.generation).map(|(at, _)| at)
 }
 
-/// Whole slots, newest first.
-pub(crate) fn whole(words: &[Word]) -> Vec<usize> {
-    let mut found: Vec<usize> = words.iter().enumerate().filter(|(_, word)| word.state.is_whole()).map(|(at, _)| at).collect();
-    found.sort_by_key(|at| std::cmp::Reverse(words.get(*at).map(|word| word.generation)));
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
 
     use super::*;
+
+    /// Whole slots, newest first.
+    fn whole(words: &[Word]) -> Vec<usize> {
+        let mut found: Vec<usize> = words.iter().enumerate().filter(|(_, word)| word.state.is_whole()).map(|(at, _)| at).collect();
+        found.sort_by_key(|at| std::cmp::Reverse(words.get(*at).map(|word| word.generation)));
+        found
+    }
 
     #[test]
     fn words_survive_their_bits() {

@@ -4,8 +4,8 @@
 //! host as they are; and that a snapshot moves to the next tier byte by byte. What it gives up (sync, a long log) it can afford: it
 //! goes with the host. Once its log is long, a new store takes its place, which begins with a base.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -28,6 +28,15 @@ const OVERDUE_ENTRIES: u64 = 2 * MAX_ENTRIES;
 /// Snapshots of a chain in memory: all of them stay for as long as the last one does.
 const MAX_CHAIN: usize = 16;
 
+/// What the next tier has of memory.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Sent {
+    /// The log entry of the store that is written to up to which it has everything; with any, it has everything of the stores before.
+    pub uploaded: u64,
+    /// Epochs that cannot be sent any more.
+    pub damaged: BTreeSet<u64>,
+}
+
 /// What became of the log in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Log {
@@ -48,11 +57,25 @@ pub(crate) struct MemoryTier {
     writer: Writer,
     ranks: Vec<RankWriter>,
     options: WriterOptions,
+    /// Neither a tier nor memory told which run this is, and nothing has been saved.
+    is_unnamed: bool,
 }
 
 /// Opens the store of an epoch; it need not be there.
 pub(crate) fn open_epoch(place: &RunPlace, epoch: u64) -> Result<Store> {
     open_folder(&place.memory(epoch))
+}
+
+/// The nearest tier that is there, and the run that it is of.
+async fn named_by(tiers: &[Store]) -> Result<Option<(&Store, Id)>> {
+    for tier in tiers {
+        match tier.run().await {
+            Ok(run) => return Ok(Some((tier, run))),
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(None)
 }
 
 fn open_folder(folder: &std::path::Path) -> Result<Store> {
@@ -62,48 +85,49 @@ fn open_folder(folder: &std::path::Path) -> Result<Store> {
 
 impl MemoryTier {
     /// Opens the newest epoch, or creates the first: of the same run as the nearest tier that is there. Fails where that cannot be told
-    /// because a tier cannot be asked, and nothing is in memory yet.
+    /// because a tier cannot be asked, and nothing is in memory that tells it.
     pub(crate) async fn open(place: &RunPlace, tiers: &[Store], options: WriterOptions, world: u32) -> Result<Self> {
-        let mut known = None;
-        for tier in tiers {
-            match tier.run().await {
-                Ok(run) => {
-                    known = Some((tier, run));
-                    break;
-                }
-                Err(e) if e.kind() == ErrorKind::NotFound => {}
-                // What is in memory tells which run it is.
-                Err(e) if place.epochs()?.is_empty() => return Err(e),
-                Err(_) => break,
-            }
-        }
         let mut epoch = place.epochs()?.last().copied().unwrap_or(0);
-        let afresh = match (open_epoch(place, epoch)?.run().await, known) {
-            (Ok(found), Some((tier, run))) if found != run => {
+        let newest = open_epoch(place, epoch)?;
+        let ours = match newest.run().await {
+            Ok(run) => Some(run),
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => None,
+            Err(e) => return Err(e),
+        };
+        let known = match named_by(tiers).await {
+            Ok(known) => known,
+            Err(e) if ours.is_none() => return Err(e),
+            Err(_) => None,
+        };
+        // The store that tells which run it is, where a new one is to be made.
+        let model = match (newest.records().await, known) {
+            (Ok(_), Some((tier, run))) if ours.is_some_and(|ours| ours != run) => {
                 tracing::warn!(store = tier.url(), "the store was made anew: what was in memory is of another run, and goes");
                 clear(place)?;
                 epoch = place.epochs()?.last().copied().unwrap_or(0);
-                true
+                Some(tier)
             }
-            (Ok(_), _) => false,
+            (Ok(_), _) => None,
             // A folder without its `store.json` never was one.
             (Err(e), _) if e.kind() == ErrorKind::NotFound => {
                 remove_folder(&place.memory(epoch))?;
-                true
+                known.map(|(tier, _)| tier)
             }
             // What can be read of it still can, until newer snapshots take its place.
             (Err(error), _) if error.kind() == ErrorKind::Corrupt => {
                 tracing::error!(folder = %place.memory(epoch).display(), %error, "encoded memory is damaged; another takes its place");
                 epoch = epoch.saturating_add(1);
-                true
+                known.map(|(tier, _)| tier).or(ours.map(|_| &newest))
             }
             (Err(error), _) => return Err(error),
         };
         let store = open_epoch(place, epoch)?;
-        if let (true, Some((tier, _))) = (afresh, known) {
-            store.create_beside(tier).await?;
+        if let Some(model) = model {
+            store.create_beside(model).await?;
         }
-        Self::writing(place, epoch, store, options, world).await
+        let is_unnamed =
+            known.is_none() && store.records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |found| found.is_empty());
+        Ok(Self { is_unnamed, ..Self::writing(place, epoch, store, options, world).await? })
     }
 
     async fn writing(place: &RunPlace, epoch: u64, store: Store, options: WriterOptions, world: u32) -> Result<Self> {
@@ -114,7 +138,18 @@ impl MemoryTier {
                 ranks.push(store.rank_writer(Rank { rank, world, attempt: 0 }, options.clone()).await?);
             }
         }
-        Ok(Self { place: place.clone(), epoch, store, writer, ranks, options })
+        Ok(Self { place: place.clone(), epoch, store, writer, ranks, options, is_unnamed: false })
+    }
+
+    /// Whether a tier that was not there when this was opened is of another run, and nothing has been saved yet: this is to be opened anew.
+    pub(crate) async fn is_of_another_run(&self, tiers: &[Store]) -> Result<bool> {
+        if !self.is_unnamed {
+            return Ok(false);
+        }
+        Ok(match named_by(tiers).await? {
+            Some((_, run)) => run != self.store.run().await?,
+            None => false,
+        })
     }
 
     pub(crate) fn store(&self) -> &Store {
@@ -127,11 +162,13 @@ impl MemoryTier {
 
     /// Encodes a state that one process has whole.
     pub(crate) async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
+        self.is_unnamed = false;
         self.writer.save(step, tensors, blobs, metadata).await
     }
 
     /// Encodes what all ranks have in their slots, by rank, and commits it as one snapshot. What several ranks have is stored once.
     pub(crate) async fn save_ranks(&mut self, step: u64, states: &[Stored<'_>]) -> Result<Saved> {
+        self.is_unnamed = false;
         let parent = self.writer.next_parent(step).await?;
         let mut receipts = Vec::with_capacity(states.len());
         let tensors = states.iter().map(Stored::tensors).collect::<Result<Vec<_>>>()?;
@@ -154,61 +191,68 @@ impl MemoryTier {
         memory_bytes(&self.place)
     }
 
-    /// Gives up all but the last `keep` snapshots and those after log entry `uploaded`, which the next tier does not have yet; and what no
-    /// chain needs any more. Nothing else may write to the store meanwhile.
+    /// Gives up all but the last `keep` snapshots and those that the next tier does not have yet; and what no chain needs any more. Nothing
+    /// else may write to the store meanwhile.
     ///
     /// The base of the newest chain stays, because a writer makes no delta on a chain whose base is not wanted; which is what a chain
     /// that has become long needs: the next snapshot is a base then.
-    async fn prune(&mut self, keep: u32, uploaded: u64) -> Result<()> {
+    async fn prune(&mut self, keep: u32, sent: &Sent) -> Result<()> {
         let records = self.store.records().await?;
         let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == Status::Live).collect();
         let chain = chain_of(&records, live.last().map(|newest| newest.id));
         let base = chain.last().filter(|_| chain.len() < MAX_CHAIN).copied();
         let spare = live.iter().take(live.len().saturating_sub(keep as usize));
         let steps: Vec<u64> =
-            spare.filter(|record| record.sequence <= uploaded && Some(record.id) != base).map(|record| record.step).collect();
+            spare.filter(|record| record.sequence <= sent.uploaded && Some(record.id) != base).map(|record| record.step).collect();
         if !steps.is_empty() {
             self.store.forget(&steps).await?;
             let options = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
             self.store.gc(&options).await?;
         }
         if live.len() >= keep as usize {
-            for old in self.place.epochs()?.into_iter().filter(|epoch| *epoch < self.epoch) {
-                remove_folder(&self.place.memory(old))?;
-            }
+            self.remove_older(sent)?;
         }
         Ok(())
     }
 
-    /// Makes room for one more snapshot in `cap` bytes, out of what the next tier has already (up to log entry `uploaded`): old snapshots
-    /// go, then the chain of the newest, whose place a base takes. Whether there is room; while uploads go on, a log that has become long
+    /// Removes the stores before this one, as far as the next tier has them.
+    fn remove_older(&self, sent: &Sent) -> Result<()> {
+        let older = self.place.epochs()?.into_iter().filter(|epoch| *epoch < self.epoch);
+        older
+            .filter(|epoch| sent.uploaded > 0 || sent.damaged.contains(epoch))
+            .try_for_each(|epoch| remove_folder(&self.place.memory(epoch)))
+    }
+
+    /// Makes room for one more snapshot in `cap` bytes, out of what the next tier has already: old snapshots go, then the chain of the newest, whose place a base takes. Whether there is room; while uploads go on, a log that has become long
     /// takes no more.
-    pub(crate) async fn make_room(&mut self, keep: u32, cap: u64, uploaded: u64, uploads_go_on: bool) -> Result<bool> {
-        self.prune(keep, uploaded).await?;
+    pub(crate) async fn make_room(&mut self, keep: u32, cap: u64, sent: &Sent, uploads_go_on: bool) -> Result<bool> {
+        self.prune(keep, sent).await?;
         // Not while the store is away: memory takes what it can then.
-        if self.renew(uploaded).await? == Log::Overdue && uploads_go_on {
+        if self.renew(sent).await? == Log::Overdue && uploads_go_on {
             return Ok(false);
         }
         if self.bytes()? < cap {
             return Ok(true);
         }
         // Better few snapshots in memory than none that is new.
-        self.prune(1, uploaded).await?;
+        self.prune(1, sent).await?;
         if self.bytes()? < cap {
             return Ok(true);
         }
-        self.start_over(uploaded).await
+        self.start_over(sent).await
     }
 
     /// Gives up everything in memory for an empty store, if the next tier has it all; whether it has.
-    pub(crate) async fn start_over(&mut self, uploaded: u64) -> Result<bool> {
-        if self.last().await? > uploaded {
+    pub(crate) async fn start_over(&mut self, sent: &Sent) -> Result<bool> {
+        if self.last().await? > sent.uploaded {
+            return Ok(false);
+        }
+        self.remove_older(sent)?;
+        if self.place.epochs()?.iter().any(|epoch| *epoch < self.epoch) {
             return Ok(false);
         }
         self.begin_epoch().await?;
-        for old in self.place.epochs()?.into_iter().filter(|epoch| *epoch < self.epoch) {
-            remove_folder(&self.place.memory(old))?;
-        }
+        remove_folder(&self.place.memory(self.epoch.saturating_sub(1)))?;
         Ok(true)
     }
 
@@ -218,9 +262,9 @@ impl MemoryTier {
     }
 
     /// Begins a new store if the log of this one is long, and the next tier has all that is in it.
-    async fn renew(&mut self, uploaded: u64) -> Result<Log> {
+    async fn renew(&mut self, sent: &Sent) -> Result<Log> {
         let last = self.last().await?;
-        if last < MAX_ENTRIES || last > uploaded {
+        if last < MAX_ENTRIES || last > sent.uploaded {
             return Ok(if last < OVERDUE_ENTRIES { Log::Short } else { Log::Overdue });
         }
         self.begin_epoch().await?;
@@ -250,6 +294,19 @@ fn chain_of(records: &[SnapshotRecord], newest: Option<Id>) -> Vec<Id> {
         }
     }
     chain
+}
+
+/// Whether there was no space for files.
+pub(crate) fn is_full(error: &Error) -> bool {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        let io = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+        if matches!(io, Some(std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)) {
+            return true;
+        }
+        next = error.source();
+    }
+    false
 }
 
 /// Removes all stores in memory. The next has another number: what an upload that is under way says of one must not be taken for the other.

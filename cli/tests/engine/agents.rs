@@ -210,25 +210,34 @@ fn an_agent_that_does_not_know_yet_what_waits_does_not_end_as_if_nothing_did() {
     assert_eq!(host.stored_steps(), [1, 2]);
 }
 
+/// The agent of another version: it does not know the requests, and what ends it is a signal.
 #[test]
-fn a_new_trainer_waits_for_an_agent_that_is_about_to_end() {
+fn an_agent_of_another_version_can_be_ended() {
     let host = Host::new();
-    let mut engine = host.engine();
-    save(&mut engine, 1);
-    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    let away = Away::take(&host.store_path());
-    save(&mut engine, 2);
-    drop(engine);
-    host.signal_agent(Signal::TERM);
-    let draining = host.agent();
-    let back = std::thread::spawn(move || {
-        std::thread::sleep(std::time::Duration::from_secs(2));
-        away.back();
-    });
-    let mut engine = host.engine();
-    back.join().unwrap();
-    assert_ne!(host.agent(), draining);
-    save(&mut engine, 3);
-    engine.finish().unwrap();
-    assert_eq!(host.stored_steps(), [1, 2, 3]);
+    std::fs::create_dir(host.engine_folder()).unwrap();
+    std::fs::set_permissions(host.engine_folder(), std::fs::Permissions::from_mode(0o700)).unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["agents::agent_of_another_version", "--exact", "--nocapture"]).env("TEST_AGENT", host.engine_folder());
+    let mut agent = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    until("it listens", || host.engine_folder().join("agent.sock").exists());
+    let (code, said) = cli(&host, &["stop"]);
+    assert_eq!(code, 0, "{said}");
+    let ended = agent.wait().unwrap();
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&ended), Some(15), "{ended:?}");
+    assert_eq!(cli(&host, &["status"]).0, 10, "none is left");
+}
+
+/// The body of that agent's process: answers everything in version 99.
+#[test]
+fn agent_of_another_version() {
+    let Some(folder) = std::env::var_os("TEST_AGENT") else { return };
+    let listener = std::os::unix::net::UnixListener::bind(std::path::Path::new(&folder).join("agent.sock")).unwrap();
+    for stream in listener.incoming() {
+        let mut stream = stream.unwrap();
+        let mut request = [0; 8];
+        // The second connection sends nothing.
+        if stream.read(&mut request).unwrap_or(0) > 0 {
+            let _ = stream.write_all(b"8\n{\"v\":99}");
+        }
+    }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use tensorcask::{ErrorKind, Latest, Policy};
-use tensorcask_engine::{BackPressure, Engine, EngineOptions, Source, Until};
+use tensorcask_engine::{BackPressure, Encode, Engine, EngineOptions, Source, Until};
 
 use super::host::*;
 
@@ -210,6 +210,35 @@ fn too_little_shared_memory_for_what_is_encoded_fails_that_save_and_no_other() {
     assert_eq!(host.stored_steps(), [1, 3]);
 }
 
+/// A trainer that encodes itself gives up what the store has for what does not fit beside it.
+#[test]
+fn too_little_shared_memory_for_another_snapshot_gives_up_the_chain_inline_too() {
+    let Some(folder) = mounted("4m") else { return };
+    let host = Host::new();
+    let options = EngineOptions {
+        folder: Some(folder.path().join("e")),
+        encode: Encode::Inline,
+        keep: 8,
+        memory_cap: Some(1 << 30),
+        ..host.options()
+    };
+    let mut engine = Engine::start(options).unwrap();
+    let mut reached = Vec::new();
+    for step in 1..=8u64 {
+        // Other noise each time: a base and a delta are as large as the state.
+        let noise: Vec<u8> =
+            State::new(step, 0).noise().iter().cycle().zip(0u32..).map(|(byte, at)| byte ^ (at / 40_000) as u8).take(1_000_000).collect();
+        let tensors = [tensorcask::TensorView::new("w", tensorcask::Dtype::U8, &[1_000_000], &noise).unwrap()];
+        let saved = engine.save(step, &tensors, &[], &Default::default());
+        reached.push(saved.map(|saved| saved.generation.is_some()).map_err(|e| e.to_string()));
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    drop(engine);
+    unmount(&folder);
+    assert!(reached.iter().all(|saved| *saved == Ok(true)), "{reached:?}");
+    assert_eq!(host.stored_steps(), (1..=8).collect::<Vec<_>>());
+}
+
 #[test]
 fn a_snapshot_that_is_damaged_in_memory_before_it_is_stored_is_told_and_saving_goes_on() {
     let host = Host::new();
@@ -316,14 +345,26 @@ fn memory_that_cannot_be_opened_is_kept_and_another_takes_its_place() {
     assert_eq!(host.stored_steps(), [1, 2]);
 }
 
-/// Writes over the middle of the largest of the newest casks in memory.
+/// Writes over the middle of the newest cask in memory.
 fn damage_newest_cask(host: &Host) {
+    damage(casks(host).last().unwrap());
+}
+
+fn damage_oldest_cask(host: &Host) {
+    damage(casks(host).first().unwrap());
+}
+
+/// Those of the first store in memory, oldest first.
+fn casks(host: &Host) -> Vec<std::path::PathBuf> {
     let folder = host.engine_folder().join(&host.status().runs[0].key);
-    let casks: Vec<_> = std::fs::read_dir(folder.join("memory-0/casks")).unwrap().map(|entry| entry.unwrap().path()).collect();
-    let facts = |path: &std::path::PathBuf| std::fs::metadata(path).unwrap();
-    let newest = casks.iter().max_by_key(|path| facts(path).modified().unwrap()).unwrap();
-    let cask = std::fs::OpenOptions::new().write(true).open(newest).unwrap();
-    cask.write_all_at(b"damage", facts(newest).len() / 2).unwrap();
+    let mut casks: Vec<_> = std::fs::read_dir(folder.join("memory-0/casks")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    casks.sort_by_key(|path| std::fs::metadata(path).unwrap().modified().unwrap());
+    casks
+}
+
+fn damage(cask: &std::path::Path) {
+    let cask = std::fs::OpenOptions::new().write(true).open(cask).unwrap();
+    cask.write_all_at(b"damage", cask.metadata().unwrap().len() / 2).unwrap();
 }
 
 #[test]
@@ -371,17 +412,99 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
     assert_eq!((found.step, &found.source, found.passed_over.len()), (3, &Source::Memory, 1));
     check(&found, SMALL);
     drop(engine);
-    // The newest snapshot in memory, too: the one before it serves, from memory.
+    // The newest snapshot in memory, too: the store has the same one.
     damage_newest_cask(&host);
+    let engine = host.engine();
+    for found in [engine.restore(Latest).unwrap(), engine.restore(3).unwrap()] {
+        assert!(found.step == 3 && matches!(found.source, Source::Tier(0, _)), "{:?}", found.source);
+        check(&found, SMALL);
+    }
+    drop(engine);
+    // Where that cannot be asked, the one before it serves, from memory; and it is told what was passed over, and who was not asked.
+    let _away = Away::take(&host.store_path());
     let engine = host.engine();
     let found = engine.restore(Latest).unwrap();
     assert_eq!((found.step, &found.source), (2, &Source::Memory), "{:?}", found.passed_over);
     check(&found, SMALL);
-    drop(found);
-    // A step that is asked for by number comes from wherever it is whole.
-    let found = engine.restore(3).unwrap();
-    assert!(matches!(found.source, Source::Tier(0, _)), "{:?}", found.source);
-    check(&found, SMALL);
+    let passed: Vec<_> = found.passed_over.iter().map(|passed| (passed.source.clone(), passed.step)).collect();
+    assert!(passed.contains(&(Source::Slot, Some(3))) && passed.contains(&(Source::Memory, Some(3))), "{passed:?}");
+    let unasked = found.passed_over.iter().find(|passed| matches!(passed.source, Source::Tier(0, _))).unwrap();
+    assert!(unasked.error.message().contains("could not be asked when the engine began"), "{unasked:?}");
+}
+
+/// The log of the store in memory: nothing of it can be read then.
+#[test]
+fn a_log_that_is_damaged_in_memory_stops_no_save() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    for step in 1..=2 {
+        save(&mut engine, step);
+    }
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let memory = host.engine_folder().join(&host.status().runs[0].key);
+    damage_log(&memory.join("memory-0"));
+    save(&mut engine, 3);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    // What the store does not have yet is told as lost, and the trainer has its last state still.
+    let away = Away::take(&host.store_path());
+    save(&mut engine, 4);
+    assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
+    damage_log(&memory.join("memory-1"));
+    away.back();
+    let waited = engine.wait(Until::Durable, LONG).unwrap();
+    assert!(waited.failed && waited.failures.iter().any(|failure| failure.step == 4), "{waited:?}");
+    assert_eq!(engine.restore(Latest).unwrap().step, 4);
+    save(&mut engine, 5);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3, 5]);
+    check_stored(&host.store(), 5, SMALL);
+}
+
+/// Writes over the newest entry of a store's log.
+fn damage_log(store: &std::path::Path) {
+    let entries = std::fs::read_dir(store.join("log")).unwrap().map(|entry| entry.unwrap().path());
+    let newest = entries.filter(|path| path.is_file()).max().unwrap();
+    std::fs::write(newest, b"damage").unwrap();
+}
+
+/// Memory is at its end, and a snapshot that waits for the store is not given up for the next one.
+#[test]
+fn an_older_store_in_memory_stays_until_it_is_sent() {
+    let host = Host::new();
+    let mut engine = Engine::start(EngineOptions { keep_base_decoded: false, ..host.options() }).unwrap();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
+    // The base: what follows begins with another, in another store, and step 2 can still be copied.
+    damage_oldest_cask(&host);
+    for step in 3..=8 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Encoded, LONG).unwrap().reached, "step {step}");
+    }
+    away.back();
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), (1..=8).collect::<Vec<_>>());
+    (1..=8).for_each(|step| check_stored(&host.store(), step, SMALL));
+}
+
+#[test]
+fn an_arena_that_cannot_be_used_is_replaced() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    drop(engine);
+    let rank = host.engine_folder().join(&host.status().runs[0].key).join("rank-0");
+    std::fs::write(rank.join("arena"), b"damage").unwrap();
+    std::fs::write(rank.join("arena.new"), b"left by a trainer that died").unwrap();
+    let mut engine = host.engine();
+    assert!(!rank.join("arena.new").exists());
+    assert_eq!(engine.restore(Latest).unwrap().source, Source::Memory);
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2]);
 }
 
 #[test]

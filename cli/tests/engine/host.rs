@@ -178,6 +178,10 @@ impl State {
         ]
     }
 
+    pub(crate) fn noise(&self) -> &[u8] {
+        &self.noise
+    }
+
     pub(crate) fn blobs(&self) -> Vec<Blob<'static>> {
         vec![Blob::new("rng", self.step.to_string().into_bytes())]
     }

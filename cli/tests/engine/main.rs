@@ -3,6 +3,7 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::little_endian_bytes, reason = "tests")]
 
 mod agents;
+mod comebacks;
 mod faults;
 mod host;
 mod kills;

@@ -56,15 +56,13 @@ fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
     save_shard(&mut first, 0, 5);
     drop((first, second));
     let (mut first, mut second) = (start(&host, 0), start(&host, 1));
-    assert_eq!((steps(&first)[0], steps(&second)[0]), (5, 4));
-    let agreed = agree(&[steps(&first), steps(&second)]);
-    assert_eq!((agreed.step, &agreed.pruned[0]), (Some(4), &vec![5]));
+    assert_eq!((steps(&first)[0], steps(&second)[0]), (4, 4), "what rank 1 lacks is worth nothing to rank 0");
+    assert_eq!(agree(&[steps(&first), steps(&second)]).step, Some(4));
     // The same through the store, from two processes' threads.
     let other = std::thread::spawn(move || (second.agree_by_store("start-2", LONG).unwrap(), second));
     assert_eq!(first.agree_by_store("start-2", LONG).unwrap(), Some(4));
     let (found, mut second) = other.join().unwrap();
     assert_eq!(found, Some(4));
-    assert_eq!(steps(&first)[0], 4, "the broken newer step is pruned");
     for (rank, engine) in [(0, &first), (1, &second)] {
         let restored = engine.restore(4).unwrap();
         assert_eq!(restored.source, Source::Slot);

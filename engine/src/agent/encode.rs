@@ -6,14 +6,13 @@ use std::time::{Duration, Instant};
 use tensorcask::{Error, ErrorKind, Result, Saved};
 use tracing::Instrument;
 
-use super::ranks::{Held, Next, next};
+use super::ranks::{Name, Next};
 use super::run::Run;
-use crate::arena::{Arena, Taken};
+use crate::arena::Taken;
 use crate::image::Stored;
 use crate::place::free_space;
 use crate::seen::Seen;
-use crate::slot::State;
-use crate::tier::{MemoryTier, clear};
+use crate::tier::{MemoryTier, clear, is_full};
 
 /// Waits after a failure: the first, which doubles up to the last.
 pub(super) const WAITS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(20));
@@ -41,13 +40,13 @@ pub(super) async fn encode_loop(run: Arc<Run>) {
 }
 
 async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
-    if run.is_out_of_date() {
+    if let Some(latest) = run.found_instead() {
         *memory = None;
         // One that encodes inline has done so itself.
         if !run.spec.inline {
             clear(&run.place)?;
         }
-        Seen::clear(&run.place)?;
+        Seen::replace(&run.place, &latest)?;
         run.is_fresh();
     }
     // A trainer that encodes inline has the memory tier itself.
@@ -67,9 +66,18 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
     loop {
         let has_room = make_room(run, tier).await?;
         note_memory(run, tier).await?;
-        if !has_room || run.stopped() || !encode_next(run, tier).await? {
-            run.problem(what_is_missing(run, tier)?);
-            return Ok(());
+        let turn = if has_room && !run.stopped() { encode_next(run, tier).await? } else { Turn::Idle };
+        match turn {
+            Turn::Done => {}
+            Turn::Idle => {
+                run.problem(what_is_missing(run, tier)?);
+                return Ok(());
+            }
+            Turn::Reopen => {
+                *memory = None;
+                run.encode.notify_one();
+                return Ok(());
+            }
         }
     }
 }
@@ -84,7 +92,6 @@ async fn note_memory(run: &Run, memory: &MemoryTier) -> Result<()> {
     run.set_memory(|facts| {
         if facts.epoch != memory.epoch() {
             (facts.epoch, facts.uploaded) = (memory.epoch(), 0);
-            facts.committed.clear();
         }
         facts.steps = live.iter().map(|record| record.step).collect();
         (facts.bytes, facts.chain_depth) = (bytes, depth);
@@ -102,8 +109,7 @@ async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
     if run.is_restoring() {
         return Ok(memory.bytes()? < run.cap);
     }
-    let uploaded = run.uploaded_of(memory.epoch());
-    memory.make_room(run.spec.keep, run.cap, uploaded, run.uploads_go_on()).await
+    memory.make_room(run.spec.keep, run.cap, &run.sent(memory.epoch()), run.uploads_go_on()).await
 }
 
 /// What keeps states that wait from being encoded, as far as trying again does not help: memory full of what the store does not have
@@ -128,40 +134,49 @@ fn what_is_missing(run: &Run, memory: &MemoryTier) -> Result<Option<String>> {
     }))
 }
 
-/// Encodes the next state; whether there was one.
-async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
-    let Some(arenas) = run.arenas() else { return Ok(false) };
-    let step = match arenas.as_slice() {
-        [_] => None,
-        several => match next(&several.iter().map(|arena| held(arena)).collect::<Result<Vec<_>>>()?) {
-            Next::Wait => return Ok(false),
-            Next::Encode(step) => Some(step),
-            Next::Drop(all) => {
-                for (rank, step) in all {
-                    if let Some(taken) = several.get(rank).map(|arena| arena.take(|found| found == step)).transpose()?.flatten() {
-                        let generation = taken.generation();
-                        taken.release()?;
-                        run.failed(&[(rank as u32, generation)], step, &Error::not_found("not all ranks have saved this step"));
-                    }
+/// What became of the next state.
+enum Turn {
+    /// There is none, for now.
+    Idle,
+    /// It is encoded, or failed.
+    Done,
+    /// Memory has to be opened anew for it.
+    Reopen,
+}
+
+/// Encodes the next state, if there is one.
+async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
+    let Some(arenas) = run.arenas() else { return Ok(Turn::Idle) };
+    let name = match run.next(&arenas)? {
+        Next::Wait => return Ok(Turn::Idle),
+        Next::Encode(_) if memory.is_of_another_run(&run.tiers).await? => return Ok(Turn::Reopen),
+        Next::Encode(name) => name,
+        Next::Drop(all) => {
+            for (rank, name) in all {
+                if let Some(taken) = arenas.get(rank).map(|arena| arena.take(|kept| Name::of(kept) == name)).transpose()?.flatten() {
+                    let generation = taken.generation();
+                    taken.release()?;
+                    let error = Error::not_found("not all ranks have saved this step, in the same start of the job");
+                    run.failed(&[(rank as u32, generation)], name.step, &error);
                 }
-                return Ok(true);
             }
-        },
+            return Ok(Turn::Done);
+        }
     };
     let mut taken = Vec::with_capacity(arenas.len());
     for arena in &arenas {
-        match arena.take(|found| step.is_none_or(|step| step == found))? {
+        match arena.take(|kept| Name::of(kept) == name)? {
             Some(found) => taken.push(found),
             // Dropped by its trainer meanwhile; the others are given back.
-            None => return Ok(false),
+            None => return Ok(Turn::Idle),
         }
     }
     // A trainer that found the memory tier out of date may have saved since this was begun: its state does not belong there.
     if run.is_out_of_date() {
-        return Ok(false);
+        return Ok(Turn::Idle);
     }
     let generations: Vec<u64> = taken.iter().map(Taken::generation).collect();
-    let Some(first) = taken.first() else { return Ok(false) };
+    let Some(first) = taken.first() else { return Ok(Turn::Idle) };
     let (begun, step) = (Instant::now(), first.step()?);
     let span = tracing::info_span!("encode", run = run.spec.run, step, generation = first.generation());
     // Memory may have been damaged since the copy.
@@ -173,18 +188,17 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
     };
     let error = match saved {
         Ok(saved) => {
-            for (taken, arena) in taken.into_iter().zip(&arenas) {
-                arena.set_encoded(taken.generation())?;
-                taken.release()?;
-            }
-            run.encoded(generations, &saved, begun.elapsed().as_secs_f64() * 1e3);
-            return Ok(true);
+            // All of them first: an agent that goes on releases them, and does not wait for ranks that have it behind them.
+            taken.iter().zip(&arenas).try_for_each(|(taken, arena)| arena.set_encoded(taken.generation()))?;
+            taken.into_iter().try_for_each(Taken::release)?;
+            run.encoded(generations, memory.epoch(), &saved, begun.elapsed().as_secs_f64() * 1e3);
+            return Ok(Turn::Done);
         }
         // Its base, or what it says of itself.
         Err((true, error)) if error.kind() == ErrorKind::Corrupt && !memory.live().await?.is_empty() => {
             tracing::error!(run = run.spec.run, %error, "encoded memory is damaged; another takes its place, which begins with a base");
             memory.begin_epoch().await?;
-            return Ok(true);
+            return Ok(Turn::Done);
         }
         Err((_, error)) => error,
     };
@@ -199,9 +213,9 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
             }
             // Whether there was anything to give up for it.
             let was_empty = memory.live().await?.is_empty();
-            match memory.start_over(run.uploaded_of(memory.epoch())).await? {
+            match memory.start_over(&run.sent(memory.epoch())).await? {
                 false => return Err(error),
-                true if !was_empty => return Ok(true),
+                true if !was_empty => return Ok(Turn::Done),
                 true => error,
             }
         }
@@ -210,13 +224,7 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
     };
     taken.into_iter().try_for_each(Taken::release)?;
     run.failed(&(0..).zip(generations).collect::<Vec<_>>(), step, &error);
-    Ok(true)
-}
-
-/// What a rank holds.
-fn held(arena: &Arena) -> Result<Vec<Held>> {
-    let steps = arena.steps()?.into_iter();
-    Ok(steps.filter_map(|(word, step)| Some(Held { step: step?, generation: word.generation, waits: word.state == State::Full })).collect())
+    Ok(Turn::Done)
 }
 
 async fn encode(memory: &mut MemoryTier, states: &[Stored<'_>]) -> Result<Saved> {
@@ -224,19 +232,6 @@ async fn encode(memory: &mut MemoryTier, states: &[Stored<'_>]) -> Result<Saved>
         [state] => memory.save(state.step(), &state.tensors()?, &state.blobs(), &state.metadata()).await,
         several => memory.save_ranks(several.first().map_or(0, Stored::step), several).await,
     }
-}
-
-/// Whether there was no space for files.
-fn is_full(error: &Error) -> bool {
-    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(error) = next {
-        let io = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-        if matches!(io, Some(std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)) {
-            return true;
-        }
-        next = error.source();
-    }
-    false
 }
 
 /// Whether trying again cannot help: the state itself is at fault.

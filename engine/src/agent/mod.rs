@@ -19,7 +19,7 @@ use tensorcask::{Error, ErrorKind, Result};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 
 use crate::MAX_BLOCKING;
@@ -94,6 +94,11 @@ pub fn run_agent(options: &AgentOptions) -> Result<Ended> {
     ended
 }
 
+/// How long a trainer waits until memory that is out of date is gone, before it asks again.
+const CLEARING: Duration = Duration::from_secs(10);
+/// How long a trainer with other options waits for what was saved with those before.
+const LEAVING: Duration = Duration::from_secs(30);
+
 /// A run, and the tasks that work for it.
 type Begun = (Arc<Run>, Vec<JoinHandle<()>>);
 
@@ -104,6 +109,8 @@ struct Agent {
     /// Held while a run is begun: one at a time.
     beginning: tokio::sync::Mutex<()>,
     stop: watch::Sender<bool>,
+    /// A trainer needs an agent that does not end.
+    hurry: Notify,
 }
 
 impl Agent {
@@ -123,6 +130,7 @@ impl Agent {
             runs: Mutex::default(),
             beginning: tokio::sync::Mutex::default(),
             stop: watch::Sender::new(false),
+            hurry: Notify::new(),
         });
         agent.adopt().await;
         let mut stop = agent.stop.subscribe();
@@ -165,6 +173,7 @@ impl Agent {
         });
         let waiting = tokio::select! {
             waiting = agent.drain(options.drain) => waiting,
+            _ = agent.hurry.notified() => agent.waiting(),
             _ = terminate.recv() => agent.waiting(),
             _ = interrupt.recv() => agent.waiting(),
         };
@@ -191,7 +200,16 @@ impl Agent {
             let adopted = async {
                 let spec = spec.ok_or_else(|| Error::corrupt("no description of a run"))?;
                 let run = self.run(spec, None).await?;
-                run.place.ranks()?.into_iter().try_for_each(|rank| run.attach(rank, None, Mode::GoOn).map(|_| ()))
+                for rank in run.place.ranks()? {
+                    // One that cannot be used is none; its trainer makes another.
+                    if let Err(error) = run.adopt(rank) {
+                        tracing::warn!(run = run.spec.run, rank, %error, "what an earlier trainer left cannot be used");
+                    }
+                }
+                if run.place.is_over() {
+                    run.clear_when_quiet();
+                }
+                Ok::<_, Error>(())
             };
             if let Err(error) = adopted.await {
                 tracing::warn!(folder = %place.root().display(), %error, "what an earlier agent left cannot be used");
@@ -218,6 +236,12 @@ impl Agent {
             if let Some(other) = run.others_attached(rank.unwrap_or(0)).first() {
                 let message = format!("all ranks of a run need the same options: rank {other} has another {}", run.spec.difference(&spec));
                 return Err(Error::invalid(message).object(&spec.run));
+            }
+            // What all ranks have is made a snapshot by what it was saved for: another number of ranks could not.
+            if run.leaving_for() < LEAVING && run.has_to_encode() {
+                return Err(
+                    Error::new(ErrorKind::Conflict, "states that were saved with other options are being encoded").object(&spec.run)
+                );
             }
             let begun = self.locked().remove(&spec.key);
             for task in begun.map(|(_, tasks)| tasks).unwrap_or_default() {
@@ -291,17 +315,28 @@ impl Agent {
 
     async fn answer(&self, request: Request, attached: &mut Vec<(Arc<Run>, u32, u64)>) -> Result<Reply> {
         match request {
-            Request::Attach { spec, rank, pid, mode } => {
+            Request::Attach(request) => {
+                let rank = request.rank;
                 if *self.stop.borrow() {
+                    // What waits does so in shared memory, for the next agent.
+                    self.hurry.notify_one();
                     return Err(Error::new(ErrorKind::Conflict, "the agent is about to end"));
                 }
-                if rank >= spec.world {
-                    return Err(Error::invalid(format!("rank {rank} of {}", spec.world)));
+                if rank >= request.spec.world {
+                    return Err(Error::invalid(format!("rank {rank} of {}", request.spec.world)));
                 }
-                let run = self.run(spec, Some(rank)).await?;
-                let number = run.attach(rank, Some(pid), mode)?;
+                let run = self.run(request.spec.clone(), Some(rank)).await?;
+                let number = run.attach(&request)?;
                 attached.retain(|(_, known, _)| *known != rank);
                 attached.push((run.clone(), rank, number));
+                // Nothing is saved beside memory that is out of date: whoever came next would take it for the same.
+                let mut ticks = run.ticks();
+                let deadline = tokio::time::Instant::now() + CLEARING;
+                while request.mode == Mode::TakeOverAfresh && run.is_out_of_date() {
+                    if tokio::time::timeout_at(deadline, ticks.changed()).await.is_err() {
+                        return Err(Error::new(ErrorKind::Conflict, "memory that is out of date is still in use"));
+                    }
+                }
                 Ok(Reply::Progress(run.progress(rank)))
             }
             Request::Saved { key, rank, save } => Ok(Reply::Progress(self.find(&key)?.saved(rank, &save))),

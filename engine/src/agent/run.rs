@@ -1,20 +1,23 @@
 //! A run as the agent knows it: its arenas, how far each save has come, and what there is to do.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
+use tensorcask::wire::Id;
 use tensorcask::{Error, Result, Saved, SnapshotRecord, Status, Store};
 use tokio::sync::{Notify, watch};
 
-use crate::arena::Arena;
+use super::ranks::{Held, Next, next};
+use crate::arena::{Arena, Kept};
 use crate::inline;
 use crate::now_ms;
 use crate::options::RunSpec;
 use crate::place::{Place, RunPlace, remove_file, replace_file};
-use crate::protocol::{Failure, Mode, Progress, SaveNote};
-use crate::slot::State;
+use crate::protocol::{Attach, Failure, Mode, Progress, SaveNote};
+use crate::slot::{State, Word};
 use crate::status::{RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
-use crate::tier::memory_bytes;
+use crate::tier::{Sent, memory_bytes};
 
 /// Saves that a status tells of.
 const SAVES: usize = 64;
@@ -34,14 +37,18 @@ pub(super) struct Run {
     pub upload: Vec<Notify>,
     /// Ticks whenever something a trainer may wait for has happened.
     tick: watch::Sender<u64>,
+    /// When a trainer first came with other options.
+    leaves: OnceLock<Instant>,
 }
 
 /// What changes.
 #[derive(Debug, Default)]
 struct Facts {
     ranks: BTreeMap<u32, Member>,
-    /// The memory tier is out of date: it goes before anything is encoded.
-    afresh: bool,
+    /// The start of the job, counted over its restarts: states of several ranks are joined if they were saved in the same one.
+    session: u64,
+    /// The memory tier is out of date: it goes before anything is encoded. The newest snapshot of each tier, by URL, when that was found.
+    afresh: Option<BTreeMap<String, Option<Id>>>,
     memory: MemoryFacts,
     tiers: Vec<TierFacts>,
     failed: u64,
@@ -65,9 +72,20 @@ struct Member {
     trainer: Option<u32>,
     /// Counts attachments, so that the end of an old connection does not detach a new one.
     attached: u64,
+    /// The last session that its trainer was in.
+    session: u64,
     encoded: u64,
     durable: u64,
     failures: VecDeque<Failure>,
+}
+
+impl Facts {
+    /// Whether a rank that begins belongs to the session that is under way: others are in it, and this one was not before.
+    fn may_join(&self, rank: u32) -> bool {
+        let is_in = |member: &Member| member.session == self.session;
+        let others = self.ranks.iter().any(|(other, member)| *other != rank && member.trainer.is_some() && is_in(member));
+        others && !self.ranks.get(&rank).is_some_and(is_in)
+    }
 }
 
 impl Member {
@@ -96,6 +114,7 @@ pub(super) struct MemoryFacts {
 /// A snapshot in memory.
 #[derive(Debug, Clone)]
 pub(super) struct Committed {
+    pub epoch: u64,
     /// Of each rank.
     pub generations: Vec<u64>,
     pub sequence: u64,
@@ -139,7 +158,17 @@ impl Run {
         let cap = spec.cap(place)?;
         let facts = Facts { tiers: tiers.iter().map(|_| TierFacts::default()).collect(), restoring: true, ..Facts::default() };
         let upload = tiers.iter().map(|_| Notify::new()).collect();
-        Ok(Self { place: run, tiers, cap, facts: Mutex::new(facts), encode: Notify::new(), upload, tick: watch::Sender::new(0), spec })
+        Ok(Self {
+            place: run,
+            tiers,
+            cap,
+            facts: Mutex::new(facts),
+            encode: Notify::new(),
+            upload,
+            tick: watch::Sender::new(0),
+            leaves: OnceLock::new(),
+            spec,
+        })
     }
 
     fn facts(&self) -> MutexGuard<'_, Facts> {
@@ -153,35 +182,48 @@ impl Run {
         result
     }
 
-    /// A trainer begins, or goes on; its attachment's number. Without one, the agent found the arena of a trainer that is gone.
-    pub(super) fn attach(&self, rank: u32, trainer: Option<u32>, mode: Mode) -> Result<u64> {
-        let place = self.place.rank(rank);
-        let arena = match place.arena().exists() {
-            true => Some(Arc::new(Arena::open(&place.arena())?)),
-            false => None,
-        };
+    /// A rank whose trainer is gone, or not back yet: what it left in its arena.
+    pub(super) fn adopt(&self, rank: u32) -> Result<()> {
+        self.change(|facts| {
+            let arena = self.enter(facts, rank)?;
+            facts.session = facts.session.max(arena.map_or(Ok(0), |arena| arena.session())?);
+            Ok::<_, Error>(())
+        })?;
+        self.encode.notify_one();
+        Ok(())
+    }
+
+    /// A trainer begins, or goes on; its attachment's number.
+    pub(super) fn attach(&self, request: &Attach) -> Result<u64> {
+        let Attach { rank, mode, .. } = *request;
         let attached = self.change(|facts| -> Result<u64> {
+            let arena = self.enter(facts, rank)?;
+            let left = arena.as_ref().map_or(Ok(0), |arena| arena.session())?;
+            facts.session = facts.session.max(left).max(request.session);
+            if mode != Mode::GoOn && !facts.may_join(rank) {
+                facts.session += 1;
+                let session = facts.session;
+                for member in facts.ranks.values_mut().filter(|member| member.trainer.is_some()) {
+                    member.session = session;
+                    member.arena.as_ref().map_or(Ok(()), |arena| arena.set_session(session))?;
+                }
+            }
+            let session = facts.session;
+            arena.as_ref().map_or(Ok(()), |arena| arena.set_session(session))?;
+            let given_up = arena.map_or_else(|| Ok(Vec::new()), |arena| arena.given_up())?;
             let member = facts.ranks.entry(rank).or_default();
-            let given_up = arena.as_ref().map(|arena| arena.given_up()).transpose()?.unwrap_or_default();
+            (member.trainer, member.session) = (Some(request.pid), session);
             if mode != Mode::GoOn {
                 // A new trainer is told of what it may still wait for alone.
-                member.failures.retain(|failure| given_up.iter().any(|(word, _)| word.generation == failure.generation));
+                member.failures.retain(|failure| given_up.iter().any(|kept| kept.word.generation == failure.generation));
             }
-            for (word, step) in given_up {
+            for Kept { word, step, .. } in given_up {
                 let generation = word.generation;
                 if !member.failures.iter().any(|failure| failure.generation == generation) {
                     let message = "an agent that is gone could not encode it; its log may say why".to_owned();
                     member.fail(Failure { step, generation, message });
                 }
             }
-            if let Some(arena) = &arena {
-                // The first to open the arena since this agent began: what is being encoded was being encoded by another, who is gone.
-                if member.arena.is_none() {
-                    arena.give_back_taken()?;
-                }
-                member.encoded = member.encoded.max(arena.encoded()?);
-            }
-            (member.arena, member.trainer) = (arena, trainer);
             member.attached += 1;
             let attached = member.attached;
             // One rank speaks for all.
@@ -194,14 +236,41 @@ impl Run {
                     }
                 }
                 facts.tiers.iter_mut().for_each(|tier| tier.take_over = true);
+                self.place.set_over(false)?;
                 (facts.stopped, facts.restoring, facts.clear) = (None, true, false);
-                facts.afresh |= mode == Mode::TakeOverAfresh;
+                if mode == Mode::TakeOverAfresh {
+                    facts.afresh = Some(request.latest.clone());
+                }
             }
             Ok(attached)
         })?;
         self.encode.notify_one();
         self.upload.iter().for_each(Notify::notify_one);
         Ok(attached)
+    }
+
+    /// Opens the arena of a rank, if it has one.
+    fn enter(&self, facts: &mut Facts, rank: u32) -> Result<Option<Arc<Arena>>> {
+        let path = self.place.rank(rank).arena();
+        let arena = match path.exists() {
+            true => Some(Arc::new(Arena::open(&path)?)),
+            false => None,
+        };
+        let member = facts.ranks.entry(rank).or_default();
+        if let Some(arena) = &arena {
+            // The first to open the arena since this agent began: what is being encoded was being encoded by another, who is gone.
+            if member.arena.is_none() {
+                arena.give_back_taken()?;
+            }
+            member.encoded = member.encoded.max(arena.encoded()?);
+        }
+        member.arena.clone_from(&arena);
+        Ok(arena)
+    }
+
+    /// For how long a trainer with other options has waited.
+    pub(super) fn leaving_for(&self) -> Duration {
+        self.leaves.get_or_init(Instant::now).elapsed()
     }
 
     /// A trainer's connection has ended.
@@ -222,10 +291,11 @@ impl Run {
                 // It is in memory already.
                 let member = facts.ranks.entry(rank).or_default();
                 member.encoded = member.encoded.max(note.generation);
-                facts
-                    .memory
-                    .committed
-                    .push_back(Committed { generations: vec![note.generation], sequence: inline::entry(note.generation) });
+                facts.memory.committed.push_back(Committed {
+                    epoch: inline::epoch(note.generation),
+                    generations: vec![note.generation],
+                    sequence: inline::entry(note.generation),
+                });
                 if let Some(tier) = facts.tiers.first_mut() {
                     tier.pending += 1;
                 }
@@ -261,6 +331,7 @@ impl Run {
             encoded: member.map_or(0, |member| member.encoded),
             durable: member.map_or(0, |member| member.durable),
             failures: member.map_or_else(Vec::new, |member| member.failures.iter().cloned().collect()),
+            session: facts.session,
             damaged_epoch: facts.memory.damaged.last().copied(),
             stopped: facts.stopped.clone(),
             problem: facts.problem.clone().or(tiers),
@@ -301,7 +372,7 @@ impl Run {
     /// The memory tier that was out of date is gone.
     pub(super) fn is_fresh(&self) {
         self.change(|facts| {
-            (facts.afresh, facts.memory) = (false, MemoryFacts::default());
+            (facts.afresh, facts.memory) = (None, MemoryFacts::default());
             if let Some(first) = facts.tiers.first_mut() {
                 first.pending = 0;
             }
@@ -311,7 +382,31 @@ impl Run {
 
     /// Whether the memory tier is out of date, and still there.
     pub(super) fn is_out_of_date(&self) -> bool {
-        self.facts().afresh
+        self.facts().afresh.is_some()
+    }
+
+    /// The newest snapshot of each tier when the memory tier was found to be out of date.
+    pub(super) fn found_instead(&self) -> Option<BTreeMap<String, Option<Id>>> {
+        self.facts().afresh.clone()
+    }
+
+    /// What all ranks have, once all are known, and what to do with it.
+    pub(super) fn next(&self, arenas: &[Arc<Arena>]) -> Result<Next> {
+        let held = |arena: &Arc<Arena>| {
+            Ok(Held { kept: arena.kept()?.into_iter().filter_map(|(_, kept)| kept).collect(), encoded: arena.encoded()? })
+        };
+        let session = self.facts().session;
+        Ok(next(&arenas.iter().map(held).collect::<Result<Vec<_>>>()?, session))
+    }
+
+    /// Whether a state that all ranks have still waits to be encoded.
+    pub(super) fn has_to_encode(&self) -> bool {
+        if self.stopped() || self.is_out_of_date() || self.spec.inline {
+            return false;
+        }
+        let Some(arenas) = self.arenas() else { return false };
+        let encodes = |arena: &Arc<Arena>| arena.words().is_ok_and(|words| words.iter().any(|word| word.state == State::Encoding));
+        matches!(self.next(&arenas), Ok(Next::Encode(_))) || arenas.iter().any(encodes)
     }
 
     /// Whether the copier of a tier has to take it over.
@@ -352,10 +447,11 @@ impl Run {
         self.facts().memory.clone()
     }
 
-    /// Log entry of an epoch up to which the next tier has everything.
-    pub(super) fn uploaded_of(&self, epoch: u64) -> u64 {
+    /// What of memory may go, while this epoch is written to.
+    pub(super) fn sent(&self, epoch: u64) -> Sent {
         let facts = self.facts();
-        if facts.memory.epoch == epoch { facts.memory.uploaded } else { 0 }
+        let uploaded = if facts.memory.epoch == epoch { facts.memory.uploaded } else { 0 };
+        Sent { uploaded, damaged: facts.memory.damaged.clone() }
     }
 
     pub(super) fn set_memory(&self, change: impl FnOnce(&mut MemoryFacts)) {
@@ -363,7 +459,7 @@ impl Run {
     }
 
     /// A save is encoded in memory; its generation on each rank.
-    pub(super) fn encoded(&self, generations: Vec<u64>, saved: &Saved, encode_ms: f64) {
+    pub(super) fn encoded(&self, generations: Vec<u64>, epoch: u64, saved: &Saved, encode_ms: f64) {
         self.change(|facts| {
             for (rank, generation) in (0..).zip(&generations) {
                 let member = facts.ranks.entry(rank).or_default();
@@ -371,7 +467,7 @@ impl Run {
             }
             facts.problem = None;
             let generation = generations.first().copied().unwrap_or(0);
-            facts.memory.committed.push_back(Committed { generations, sequence: saved.sequence });
+            facts.memory.committed.push_back(Committed { epoch, generations, sequence: saved.sequence });
             if let Some(tier) = facts.tiers.first_mut() {
                 tier.pending += 1;
             }
@@ -400,23 +496,33 @@ impl Run {
         });
     }
 
-    /// What is in memory and not yet in the first tier cannot get there: these steps, by log entry. Another store takes its place.
-    pub(super) fn memory_is_damaged(&self, epoch: u64, lost: &[(u64, u64)], error: &Error) {
-        for &(sequence, step) in lost {
-            let known = self.memory().committed.iter().find(|committed| committed.sequence == sequence).cloned();
-            let generations = match known {
-                Some(known) => (0..).zip(known.generations).collect(),
-                // Of an agent before this one.
-                None => self.encoded_by_rank().into_iter().collect::<Vec<_>>(),
-            };
+    /// What is in memory and not yet in the first tier cannot get there: these steps, by log entry; what was committed to that epoch, if
+    /// that cannot be told any more. Another store takes its place.
+    pub(super) fn memory_is_damaged(&self, epoch: u64, lost: Option<&[(u64, u64)]>, error: &Error) {
+        let committed: Vec<Committed> = self.memory().committed.into_iter().filter(|committed| committed.epoch == epoch).collect();
+        let by_rank = |committed: &Committed| (0..).zip(committed.generations.iter().copied()).collect::<Vec<(u32, u64)>>();
+        let step_of = |generation: u64| self.facts().saves.iter().rfind(|save| save.generation == generation).map_or(0, |save| save.step);
+        let lost: Vec<(Vec<(u32, u64)>, u64)> = match lost {
+            Some(lost) => {
+                let of = |&(sequence, step): &(u64, u64)| match committed.iter().find(|committed| committed.sequence == sequence) {
+                    Some(known) => (by_rank(known), step),
+                    // Of an agent before this one.
+                    None => (self.encoded_by_rank().into_iter().collect(), step),
+                };
+                lost.iter().map(of).collect()
+            }
+            None => committed.iter().map(|known| (by_rank(known), step_of(known.generations.first().copied().unwrap_or(0)))).collect(),
+        };
+        for (generations, step) in lost {
             let message = format!("was damaged in memory before it was in the store: {}", error.message());
             self.failed(&generations, step, &Error::corrupt(message));
         }
         self.change(|facts| {
             facts.memory.damaged.insert(epoch);
-            facts.memory.committed.clear();
+            facts.memory.committed.retain(|committed| committed.epoch != epoch);
+            let pending = facts.memory.committed.len() as u64;
             if let Some(tier) = facts.tiers.first_mut() {
-                tier.pending = 0;
+                tier.pending = pending;
             }
         });
         self.encode.notify_one();
@@ -481,7 +587,9 @@ impl Run {
                     member.encoded = member.encoded.max(member.durable);
                 }
             }
-            while let Some(committed) = facts.memory.committed.front().filter(|committed| committed.sequence <= uploaded).cloned() {
+            // All epochs before the newest went up, too.
+            let is_up = |committed: &&Committed| (committed.epoch, committed.sequence) <= (done.epoch, uploaded);
+            while let Some(committed) = facts.memory.committed.front().filter(is_up).cloned() {
                 facts.memory.committed.pop_front();
                 let generation = committed.generations.first().copied().unwrap_or(0);
                 let begun = facts.begun_ms.remove(&generation);
@@ -520,6 +628,18 @@ impl Run {
         }
     }
 
+    /// An upload to a tier ended with an error: what it has done, and what the tier after it lacks, is not known.
+    pub(super) fn upload_failed(&self, tier: usize) {
+        self.change(|facts| {
+            if let Some(next) = facts.tiers.get_mut(tier + 1) {
+                next.known = false;
+            }
+        });
+        if let Some(next) = self.upload.get(tier + 1) {
+            next.notify_one();
+        }
+    }
+
     pub(super) fn pending(&self, tier: usize) -> u64 {
         self.facts().tiers.get(tier).map_or(0, |tier| tier.pending)
     }
@@ -545,8 +665,11 @@ impl Run {
         self.stopped() || (self.queue_depth() == 0 && self.facts().tiers.iter().all(|tier| tier.known && tier.pending == 0))
     }
 
-    /// The run is over for its trainer.
+    /// The run is over for its trainer. An agent after this one finds that out, too.
     pub(super) fn clear_when_quiet(&self) {
+        if let Err(error) = self.place.set_over(true) {
+            tracing::warn!(run = self.spec.run, %error, "that the run is over could not be noted");
+        }
         self.change(|facts| facts.clear = true);
     }
 
@@ -560,8 +683,9 @@ impl Run {
         let queue_depth = self.queue_depth();
         let facts = self.facts();
         let slots = |arena: &Arena| {
-            let slot = |(word, step): (crate::slot::Word, Option<u64>)| SlotStatus { state: word.state.name().to_owned(), step };
-            arena.steps().map_or_else(|_| Vec::new(), |steps| steps.into_iter().map(slot).collect())
+            let slot =
+                |(word, kept): (Word, Option<Kept>)| SlotStatus { state: word.state.name().to_owned(), step: kept.map(|kept| kept.step) };
+            arena.kept().map_or_else(|_| Vec::new(), |all| all.into_iter().map(slot).collect())
         };
         let rank = |(rank, member): (&u32, &Member)| RankStatus {
             rank: *rank,

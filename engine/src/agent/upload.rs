@@ -10,7 +10,7 @@ use tracing::Instrument;
 
 use super::encode::WAITS;
 use super::run::{Run, Uploaded};
-use crate::restore::saved_at;
+use crate::restore::{is_whole, saved_at};
 use crate::seen::Seen;
 use crate::tier::open_epoch;
 
@@ -35,6 +35,7 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
                 notify.notified().await;
             }
             Err(error) => {
+                run.upload_failed(tier);
                 // What the copier knows of the log may be old.
                 copier = None;
                 run.tier_problem(tier, Some(error.to_string()));
@@ -60,6 +61,9 @@ async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>) -> Result<(
     let takes_over = run.takes_over(tier);
     if takes_over {
         *copier = None;
+        if tier == 0 {
+            was_left_alone(run, &sources, destination).await?;
+        }
     }
     if copier.is_none() {
         let resume = Seen::read(&run.place).tier(destination.url()).writer.filter(|_| !takes_over);
@@ -81,8 +85,11 @@ async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>) -> Result<(
     let (pending, begun, mut copied) = (run.pending(tier), Instant::now(), 0);
     let mut records = Vec::new();
     for (source, of) in &sources {
-        records = source.records().await?;
-        match copier.copy_new(source).await {
+        let copy = async {
+            records = source.records().await?;
+            copier.copy_new(source).await
+        };
+        match copy.await {
             Ok(report) => copied += report.snapshots,
             Err(error) if tier == 0 && error.kind() == ErrorKind::Corrupt && is_damaged(source).await? => {
                 give_up(run, source, *of, destination, &error).await?;
@@ -127,7 +134,7 @@ async fn sources(run: &Run, tier: usize) -> Result<Vec<(Store, u64)>> {
             Ok(_) => sources.push((store, epoch)),
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             // Another has taken its place, or will.
-            Err(e) if tier == 0 && e.kind() == ErrorKind::Corrupt => {}
+            Err(e) if tier == 0 && e.kind() == ErrorKind::Corrupt => run.memory_is_damaged(epoch, None, &e),
             Err(e) => return Err(e),
         }
     }
@@ -143,10 +150,46 @@ async fn is_damaged(source: &Store) -> Result<bool> {
 /// Snapshots of a damaged store that did not get to the tier are lost: their trainers are told, and memory begins anew.
 async fn give_up(run: &Run, source: &Store, epoch: u64, destination: &Store, error: &Error) -> Result<()> {
     let has = ids(destination).await?;
-    let records = source.records().await?.into_iter().filter(|record| record.status == Status::Live && !has.contains(&record.id));
-    let lost: Vec<(u64, u64)> = records.map(|record| (record.sequence, record.step)).collect();
-    run.memory_is_damaged(epoch, &lost, error);
+    let lost = match source.records().await {
+        Ok(records) => {
+            let records = records.into_iter().filter(|record| record.status == Status::Live && !has.contains(&record.id));
+            Some(records.map(|record| (record.sequence, record.step)).collect::<Vec<_>>())
+        }
+        Err(e) if e.kind() == ErrorKind::Corrupt => None,
+        Err(e) => return Err(e),
+    };
+    run.memory_is_damaged(epoch, lost.as_deref(), error);
     Ok(())
+}
+
+/// That nobody has written to the first tier since this host last saw it, as far as can be told: a job that went on elsewhere while the tier could
+/// not be asked must not be fenced by what was left here.
+async fn was_left_alone(run: &Run, sources: &[(Store, u64)], destination: &Store) -> Result<()> {
+    let records = match destination.records().await {
+        Ok(records) => records,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(e),
+    };
+    let Some(latest) = records.iter().rev().find(|record| is_whole(record)) else { return Ok(()) };
+    if Seen::read(&run.place).tier(destination.url()).latest == Some(latest.id) {
+        return Ok(());
+    }
+    let mut has_anything = false;
+    for (source, _) in sources {
+        let ours = source.records().await.unwrap_or_default();
+        if ours.iter().any(|record| record.id == latest.id) {
+            return Ok(());
+        }
+        has_anything |= !ours.is_empty();
+    }
+    if !has_anything {
+        return Ok(());
+    }
+    let message = format!(
+        "step {} was saved there by another job, while this host could not ask; what this run has saved since is given up. Start it anew, and it goes on from there",
+        latest.step
+    );
+    Err(Error::new(ErrorKind::Fenced, message).object(destination.url()))
 }
 
 /// All that a store has ever had, and tells of.
