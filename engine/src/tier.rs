@@ -373,3 +373,62 @@ fn folder_bytes(folder: PathBuf) -> Result<u64> {
     }
     Ok(bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use tensorcask::Dtype;
+
+    use super::*;
+    use crate::place::Place;
+
+    /// A tier of one process in a folder of its own.
+    async fn tier(folder: &tempfile::TempDir) -> (RunPlace, MemoryTier) {
+        let place = Place::open(Some(&folder.path().join("e"))).unwrap().run("0");
+        place.create().unwrap();
+        let tier = MemoryTier::open(&place, &[], WriterOptions::default(), 1).await.unwrap();
+        (place, tier)
+    }
+
+    async fn save(tier: &mut MemoryTier, step: u64) -> u64 {
+        let state = [TensorView::new("w", Dtype::U8, &[3], &[1, 2, 3]).unwrap()];
+        tier.save(step, &state, &[], &Metadata::default()).await.unwrap().sequence
+    }
+
+    #[tokio::test]
+    async fn an_older_store_stays_until_it_is_sent_or_cannot_be() {
+        for is_damaged in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let (place, mut tier) = tier(&folder).await;
+            save(&mut tier, 1).await;
+            tier.begin_epoch().await.unwrap();
+            // Full, with nothing in the newer store that could go for more.
+            assert!(!tier.make_room(1, 0, &Sent::default(), true).await.unwrap());
+            let mut sequence = 0;
+            for step in 2..=4 {
+                sequence = save(&mut tier, step).await;
+                assert!(tier.make_room(1, u64::MAX, &Sent::default(), true).await.unwrap());
+            }
+            assert_eq!(place.epochs().unwrap(), [0, 1], "nobody has said that step 1 is in the store");
+            let sent = match is_damaged {
+                true => Sent { damaged: BTreeSet::from([0]), ..Sent::default() },
+                false => Sent { uploaded: sequence, ..Sent::default() },
+            };
+            assert!(tier.make_room(1, u64::MAX, &sent, true).await.unwrap());
+            assert_eq!(place.epochs().unwrap(), [1]);
+        }
+    }
+
+    #[tokio::test]
+    async fn memory_whose_log_is_damaged_is_followed_by_another_of_the_same_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let (place, mut tier) = tier(&folder).await;
+        save(&mut tier, 1).await;
+        let run = tier.store().run().await.unwrap();
+        let log = place.memory(0).join("log");
+        let newest = std::fs::read_dir(&log).unwrap().map(|entry| entry.unwrap().path()).max().unwrap();
+        std::fs::write(newest, b"damage").unwrap();
+        let mut next = MemoryTier::open(&place, &[], WriterOptions::default(), 1).await.unwrap();
+        assert_eq!((next.epoch(), next.store().run().await.unwrap()), (1, run));
+        save(&mut next, 2).await;
+    }
+}

@@ -320,11 +320,16 @@ fn a_base_that_is_damaged_in_memory_is_followed_by_another() {
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     damage_newest_cask(&host);
+    // Another agent has not read it yet.
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
     for step in 2..=3 {
         save(&mut engine, step);
         let waited = engine.wait(Until::Durable, LONG).unwrap();
         assert!(waited.reached && waited.failures.is_empty(), "{waited:?}");
     }
+    let kinds: Vec<_> = host.status().runs[0].saves.iter().map(|save| (save.step, save.kind.clone().unwrap_or_default())).collect();
+    assert_eq!(kinds, [(2, "base".to_owned()), (3, "delta".to_owned())]);
     assert_eq!(host.stored_steps(), [1, 2, 3]);
     (2..=3).for_each(|step| check_stored(&host.store(), step, SMALL));
 }
@@ -348,10 +353,6 @@ fn memory_that_cannot_be_opened_is_kept_and_another_takes_its_place() {
 /// Writes over the middle of the newest cask in memory.
 fn damage_newest_cask(host: &Host) {
     damage(casks(host).last().unwrap());
-}
-
-fn damage_oldest_cask(host: &Host) {
-    damage(casks(host).first().unwrap());
 }
 
 /// Those of the first store in memory, oldest first.
@@ -465,28 +466,6 @@ fn damage_log(store: &std::path::Path) {
     let entries = std::fs::read_dir(store.join("log")).unwrap().map(|entry| entry.unwrap().path());
     let newest = entries.filter(|path| path.is_file()).max().unwrap();
     std::fs::write(newest, b"damage").unwrap();
-}
-
-/// Memory is at its end, and a snapshot that waits for the store is not given up for the next one.
-#[test]
-fn an_older_store_in_memory_stays_until_it_is_sent() {
-    let host = Host::new();
-    let mut engine = Engine::start(EngineOptions { keep_base_decoded: false, ..host.options() }).unwrap();
-    save(&mut engine, 1);
-    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    let away = Away::take(&host.store_path());
-    save(&mut engine, 2);
-    assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
-    // The base: what follows begins with another, in another store, and step 2 can still be copied.
-    damage_oldest_cask(&host);
-    for step in 3..=8 {
-        save(&mut engine, step);
-        assert!(engine.wait(Until::Encoded, LONG).unwrap().reached, "step {step}");
-    }
-    away.back();
-    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    assert_eq!(host.stored_steps(), (1..=8).collect::<Vec<_>>());
-    (1..=8).for_each(|step| check_stored(&host.store(), step, SMALL));
 }
 
 #[test]
