@@ -22,6 +22,8 @@ pub(crate) struct SeenTier {
     pub latest: Option<Id>,
     /// As whom the agent writes there.
     pub writer: Option<Id>,
+    /// As whom it is about to take it over, or has just done so.
+    pub taking_over: Option<Id>,
 }
 
 impl Seen {
@@ -50,7 +52,7 @@ impl Seen {
     /// Forgets what was known, for the newest snapshot of each tier, by its URL.
     pub(crate) fn replace(place: &RunPlace, latest: &BTreeMap<String, Option<Id>>) -> Result<()> {
         let _held = lock_file(&place.seen_lock())?;
-        let tiers = latest.iter().map(|(url, latest)| (url.clone(), SeenTier { latest: *latest, writer: None }));
+        let tiers = latest.iter().map(|(url, latest)| (url.clone(), SeenTier { latest: *latest, ..SeenTier::default() }));
         Self { tiers: tiers.collect() }.write(place)
     }
 

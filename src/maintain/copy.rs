@@ -48,7 +48,7 @@ impl Store {
     /// the order of the source, then `forgotten` for those that are not live there, then pins. Each cask is checked at the
     /// destination, byte by byte, before it is committed. A copy that was interrupted is resumed by copying again.
     pub async fn copy_to(&self, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
-        let mut copier = Copier::new(self, destination, None, options.clone()).await?;
+        let mut copier = Copier::new(self, destination, Id::random()?, options.clone()).await?;
         let (wanted, report) = copier.add_missing(self).await?;
         settle(self, destination, &mut copier.log, copier.writer, &wanted).await?;
         Ok(report)
@@ -59,10 +59,25 @@ impl Store {
         open(source, self).await.map(|_| ())
     }
 
-    /// A copier that takes over `destination`, which is created if it is not there: whoever was writing there is fenced. With the
-    /// writer id of an earlier copier (`resume`), it goes on in the place of that one and takes nothing over.
-    pub async fn copier(&self, destination: &Store, options: CopyOptions, resume: Option<Id>) -> Result<Copier> {
-        let mut copier = Copier::new(self, destination, resume, options).await?;
+    /// A copier that takes over `destination`, which is created if it is not there, as the writer `id`, a new one: whoever was writing there
+    /// is fenced. Who wants to go on after a crash ([`resume_copier`](Self::resume_copier)) notes the id before.
+    pub async fn copier(&self, destination: &Store, options: CopyOptions, id: Id) -> Result<Copier> {
+        let mut copier = Copier::new(self, destination, id, options).await?;
+        copier.take_over().await?;
+        Ok(copier)
+    }
+
+    /// A copier that goes on in the place of an earlier one, and takes nothing over: as whichever of these wrote last. `Fenced` if that was
+    /// another.
+    pub async fn resume_copier(&self, destination: &Store, options: CopyOptions, ids: &[Id]) -> Result<Copier> {
+        let Some(first) = ids.first() else { return Err(Error::invalid("no writer to go on as")) };
+        let mut copier = Copier::new(self, destination, *first, options).await?;
+        if let Some(last) = copier.log.state().last_writer {
+            if !ids.contains(&last.writer) {
+                return Err(fenced().object(destination.url()));
+            }
+            (copier.writer, copier.opened) = (last.writer, true);
+        }
         copier.take_over().await?;
         Ok(copier)
     }
@@ -80,10 +95,9 @@ pub struct Copier {
 
 impl Copier {
     #[boxed]
-    async fn new(source: &Store, destination: &Store, resume: Option<Id>, options: CopyOptions) -> Result<Self> {
+    async fn new(source: &Store, destination: &Store, writer: Id, options: CopyOptions) -> Result<Self> {
         let log = open(source, destination).await?;
-        let writer = resume.map_or_else(Id::random, Ok)?;
-        Ok(Self { destination: destination.clone(), log, writer, opened: resume.is_some(), options })
+        Ok(Self { destination: destination.clone(), log, writer, opened: false, options })
     }
 
     /// The id, which the log of the destination names with each commit.
@@ -129,6 +143,10 @@ impl Copier {
         }
         Ok(())
     }
+}
+
+fn fenced() -> Error {
+    Error::new(ErrorKind::Fenced, "another job writes to the destination").clause("log 5")
 }
 
 /// Live snapshots and their chains, by commit.
@@ -246,7 +264,7 @@ async fn copy_snapshot(
             Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
         })?;
         if state.last_writer.is_some_and(|last| last.writer != writer) {
-            return Err(Error::new(ErrorKind::Fenced, "another job writes to the destination").clause("log 5"));
+            return Err(fenced());
         }
         if let Some(parent) = record.parent {
             chain_of(state, parent, destination.limits().max_chain_depth)?;

@@ -53,6 +53,10 @@ impl Host {
         agent_status(Some(&self.engine_folder())).unwrap()
     }
 
+    pub(crate) fn agent_log(&self) -> String {
+        std::fs::read_to_string(self.engine_folder().join("agent.log")).unwrap_or_default()
+    }
+
     /// The agent's process id.
     pub(crate) fn agent(&self) -> Option<Pid> {
         let pid = std::fs::read_to_string(self.engine_folder().join("agent.lock")).ok()?;

@@ -205,3 +205,33 @@ fn a_run_ends_whatever_became_of_its_agents() {
     // And again, with nothing saved at all.
     host.engine().finish().unwrap();
 }
+
+/// Wherever it is while it takes the store over, the next one goes on: it was not another job.
+#[test]
+fn an_agent_killed_while_it_takes_the_store_over_is_followed_by_another() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    for step in 2..=60 {
+        drop(engine);
+        engine = host.engine();
+        std::thread::sleep(Duration::from_micros(100 * step));
+        host.signal_agent(Signal::KILL);
+        host.agent_is_gone();
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached, "step {step}");
+    }
+    // Right between the entry in the log, and the note that it is there.
+    let key = host.status().runs[0].key.clone();
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    let path = host.engine_folder().join(key).join("seen.json");
+    let mut seen: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let tier = seen["tiers"].as_object_mut().unwrap().values_mut().next().unwrap();
+    tier["taking_over"] = std::mem::replace(&mut tier["writer"], "00112233445566778899aabbccddeeff".into());
+    std::fs::write(&path, seen.to_string()).unwrap();
+    save(&mut engine, 61);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), (1..=61).collect::<Vec<_>>());
+}

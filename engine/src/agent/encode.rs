@@ -191,7 +191,7 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
             // All of them first: an agent that goes on releases them, and does not wait for ranks that have it behind them.
             taken.iter().zip(&arenas).try_for_each(|(taken, arena)| arena.set_encoded(taken.generation()))?;
             taken.into_iter().try_for_each(Taken::release)?;
-            run.encoded(generations, memory.epoch(), &saved, begun.elapsed().as_secs_f64() * 1e3);
+            run.encoded(step, generations, memory.epoch(), &saved, begun.elapsed().as_secs_f64() * 1e3);
             return Ok(Turn::Done);
         }
         // Its base, or what it says of itself.

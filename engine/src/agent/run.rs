@@ -80,6 +80,31 @@ struct Member {
 }
 
 impl Facts {
+    /// A snapshot is in memory, and is to go to the first tier; one that came into a store whose damage was found meanwhile will not.
+    fn commit(&mut self, committed: Committed, step: u64) {
+        if self.memory.damaged.contains(&committed.epoch) {
+            self.fail(&committed.by_rank(), step, "was saved in encoded memory that is damaged");
+            return;
+        }
+        self.memory.committed.push_back(committed);
+        if let Some(tier) = self.tiers.first_mut() {
+            tier.pending += 1;
+        }
+    }
+
+    /// A save failed for good: these generations of ranks.
+    fn fail(&mut self, generations: &[(u32, u64)], step: u64, why: &str) {
+        tracing::error!(step, why, "a save failed");
+        self.failed += 1;
+        for &(rank, generation) in generations {
+            let member = self.ranks.entry(rank).or_default();
+            member.fail(Failure { step, generation, message: why.to_owned() });
+            if let (0, Some(save)) = (rank, self.saves.iter_mut().rfind(|save| save.generation == generation)) {
+                save.error = Some(why.to_owned());
+            }
+        }
+    }
+
     /// Whether a rank that begins belongs to the session that is under way: others are in it, and this one was not before.
     fn may_join(&self, rank: u32) -> bool {
         let is_in = |member: &Member| member.session == self.session;
@@ -118,6 +143,12 @@ pub(super) struct Committed {
     /// Of each rank.
     pub generations: Vec<u64>,
     pub sequence: u64,
+}
+
+impl Committed {
+    fn by_rank(&self) -> Vec<(u32, u64)> {
+        (0..).zip(self.generations.iter().copied()).collect()
+    }
 }
 
 /// What an upload did.
@@ -291,14 +322,8 @@ impl Run {
                 // It is in memory already.
                 let member = facts.ranks.entry(rank).or_default();
                 member.encoded = member.encoded.max(note.generation);
-                facts.memory.committed.push_back(Committed {
-                    epoch: inline::epoch(note.generation),
-                    generations: vec![note.generation],
-                    sequence: inline::entry(note.generation),
-                });
-                if let Some(tier) = facts.tiers.first_mut() {
-                    tier.pending += 1;
-                }
+                let (epoch, sequence) = (inline::epoch(note.generation), inline::entry(note.generation));
+                facts.commit(Committed { epoch, generations: vec![note.generation], sequence }, note.step);
             }
             if rank == 0 {
                 facts.begun_ms.insert(note.generation, note.time_ms);
@@ -459,7 +484,7 @@ impl Run {
     }
 
     /// A save is encoded in memory; its generation on each rank.
-    pub(super) fn encoded(&self, generations: Vec<u64>, epoch: u64, saved: &Saved, encode_ms: f64) {
+    pub(super) fn encoded(&self, step: u64, generations: Vec<u64>, epoch: u64, saved: &Saved, encode_ms: f64) {
         self.change(|facts| {
             for (rank, generation) in (0..).zip(&generations) {
                 let member = facts.ranks.entry(rank).or_default();
@@ -467,10 +492,7 @@ impl Run {
             }
             facts.problem = None;
             let generation = generations.first().copied().unwrap_or(0);
-            facts.memory.committed.push_back(Committed { epoch, generations, sequence: saved.sequence });
-            if let Some(tier) = facts.tiers.first_mut() {
-                tier.pending += 1;
-            }
+            facts.commit(Committed { epoch, generations, sequence: saved.sequence }, step);
             if let Some(save) = facts.saves.iter_mut().rfind(|save| save.generation == generation) {
                 (save.encode_ms, save.bytes_out) = (Some(encode_ms), Some(saved.stored_bytes));
                 save.kind = Some(saved.kind.name().to_owned());
@@ -483,35 +505,24 @@ impl Run {
 
     /// A save failed for good: these generations of ranks.
     pub(super) fn failed(&self, generations: &[(u32, u64)], step: u64, error: &Error) {
-        tracing::error!(run = self.spec.run, step, %error, "a save failed");
-        self.change(|facts| {
-            facts.failed += 1;
-            for &(rank, generation) in generations {
-                let member = facts.ranks.entry(rank).or_default();
-                member.fail(Failure { step, generation, message: error.to_string() });
-                if let (0, Some(save)) = (rank, facts.saves.iter_mut().rfind(|save| save.generation == generation)) {
-                    save.error = Some(error.to_string());
-                }
-            }
-        });
+        self.change(|facts| facts.fail(generations, step, &error.to_string()));
     }
 
     /// What is in memory and not yet in the first tier cannot get there: these steps, by log entry; what was committed to that epoch, if
     /// that cannot be told any more. Another store takes its place.
     pub(super) fn memory_is_damaged(&self, epoch: u64, lost: Option<&[(u64, u64)]>, error: &Error) {
         let committed: Vec<Committed> = self.memory().committed.into_iter().filter(|committed| committed.epoch == epoch).collect();
-        let by_rank = |committed: &Committed| (0..).zip(committed.generations.iter().copied()).collect::<Vec<(u32, u64)>>();
         let step_of = |generation: u64| self.facts().saves.iter().rfind(|save| save.generation == generation).map_or(0, |save| save.step);
         let lost: Vec<(Vec<(u32, u64)>, u64)> = match lost {
             Some(lost) => {
                 let of = |&(sequence, step): &(u64, u64)| match committed.iter().find(|committed| committed.sequence == sequence) {
-                    Some(known) => (by_rank(known), step),
+                    Some(known) => (known.by_rank(), step),
                     // Of an agent before this one.
                     None => (self.encoded_by_rank().into_iter().collect(), step),
                 };
                 lost.iter().map(of).collect()
             }
-            None => committed.iter().map(|known| (by_rank(known), step_of(known.generations.first().copied().unwrap_or(0)))).collect(),
+            None => committed.iter().map(|known| (known.by_rank(), step_of(known.generations.first().copied().unwrap_or(0)))).collect(),
         };
         for (generations, step) in lost {
             let message = format!("was damaged in memory before it was in the store: {}", error.message());

@@ -11,7 +11,7 @@ use tracing::Instrument;
 use super::encode::WAITS;
 use super::run::{Run, Uploaded};
 use crate::restore::{is_whole, saved_at};
-use crate::seen::Seen;
+use crate::seen::{Seen, SeenTier};
 use crate::tier::open_epoch;
 
 /// How long one snapshot may take to say when it was saved.
@@ -66,18 +66,24 @@ async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>) -> Result<(
         }
     }
     if copier.is_none() {
-        let resume = Seen::read(&run.place).tier(destination.url()).writer.filter(|_| !takes_over);
-        let opened = newest.copier(destination, CopyOptions::default(), resume).await?;
-        Seen::update(&run.place, destination.url(), |seen| {
-            seen.writer = Some(opened.id());
-            // Whoever resumes may find that another has written there: that is not what this run knows.
-            if resume.is_none() {
-                seen.latest = opened.latest().map(|latest| latest.id);
+        let (url, options) = (destination.url(), CopyOptions::default());
+        let known = Seen::read(&run.place).tier(url);
+        let earlier: Vec<Id> = known.taking_over.into_iter().chain(known.writer).collect();
+        let opened = if takes_over || earlier.is_empty() {
+            let id = known.taking_over.map_or_else(Id::random, Ok)?;
+            // Before it does: an agent after this one has to know itself, whatever came of it.
+            Seen::update(&run.place, url, |seen| seen.taking_over = Some(id))?;
+            let opened = newest.copier(destination, options, id).await?;
+            let latest = opened.latest().map(|latest| latest.id);
+            Seen::update(&run.place, url, |seen| *seen = SeenTier { latest, writer: Some(id), taking_over: None })?;
+            if tier > 0 {
+                forget_abandoned(run, newest, destination, opened.latest()).await?;
             }
-        })?;
-        if tier > 0 && resume.is_none() {
-            forget_abandoned(run, newest, destination, opened.latest()).await?;
-        }
+            opened
+        } else {
+            // Another may have written there: that is not what this run knows.
+            newest.resume_copier(destination, options, &earlier).await?
+        };
         run.taken_over(tier, opened.latest());
         *copier = Some(opened);
     }
