@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use tensorcask::wire::Id;
 use tensorcask::{Blob, Error, ErrorKind, Metadata, Result, TensorView};
 use tokio::runtime::Runtime;
+use tracing::field::Empty;
 
 use crate::agreement::agree;
 use crate::arena::Arena;
@@ -271,7 +272,16 @@ impl Engine {
     /// `Fenced` once another job has taken the store over; `Storage` if there is no shared memory for the arena, with the number that it
     /// needs, or, with [`OnAgentLoss::Fail`], if the agent is gone.
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Outcome> {
-        let span = tracing::info_span!("save", run = self.spec.run, step);
+        let span = tracing::info_span!(
+            "save",
+            run = self.spec.run,
+            step,
+            generation = Empty,
+            stall_ms = Empty,
+            copy_ms = Empty,
+            bytes_in = Empty,
+            queue_depth = Empty
+        );
         let _entered = span.enter();
         let (begun, time_ms) = (Instant::now(), now_ms());
         if let Some(key) = metadata.user.keys().find(|key| key.starts_with("tc.")) {
@@ -300,6 +310,8 @@ impl Engine {
             ErrorKind::Fenced => e,
             _ => Error::new(e.kind(), format!("step {step} is in shared memory, but the agent cannot be told: {}", e.message())).source(e),
         })?;
+        span.record("generation", copied.generation).record("bytes_in", copied.bytes).record("copy_ms", millis(copied.time));
+        span.record("stall_ms", millis(begun.elapsed())).record("queue_depth", self.progress.queue_depth);
         let outcome = Outcome {
             step,
             generation: Some(copied.generation),

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
-use tensorcask_engine::{Engine, EngineOptions, Until, agent_metrics};
+use tensorcask_engine::{AgentOptions, Engine, EngineOptions, Until, agent_metrics, run_agent};
 
 use super::host::*;
 
@@ -240,4 +240,90 @@ fn agent_of_another_version() {
             let _ = stream.write_all(b"8\n{\"v\":99}");
         }
     }
+}
+
+/// What a subscriber of `tracing` sees of a save, in the trainer and in the agent.
+#[test]
+fn spans_tell_what_each_stage_of_a_save_took() {
+    let host = Host::new();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["agents::observed_process", "--exact", "--nocapture"]);
+    command.env("TEST_OBSERVED", host.engine_folder()).env("TEST_STORE", host.store_path());
+    let output = command.output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{said}");
+    for (name, fields) in [
+        ("save", &["run", "step", "generation", "stall_ms", "copy_ms", "bytes_in", "queue_depth"][..]),
+        ("encode", &["run", "step", "generation", "encode_ms", "bytes_out", "kind"]),
+        ("upload", &["run", "tier", "step", "snapshots", "upload_ms"]),
+        ("committed", &["step", "stall_ms", "copy_ms", "encode_ms", "upload_ms", "commit_ms", "bytes_in", "bytes_out"]),
+    ] {
+        let lines = said.lines().filter_map(|line| line.split_once(&format!("SEEN {name} ")).map(|(_, fields)| fields));
+        let is_whole = |line: &str| fields.iter().all(|field| line.split(' ').any(|word| word.split('=').next() == Some(field)));
+        assert!(lines.clone().any(is_whole), "{name}: {said}");
+    }
+}
+
+/// The body of that process: an agent and a trainer, and a subscriber that prints what it sees.
+#[test]
+fn observed_process() {
+    let Some(folder) = std::env::var_os("TEST_OBSERVED").map(std::path::PathBuf::from) else { return };
+    tracing::subscriber::set_global_default(Seen::default()).unwrap();
+    let options =
+        AgentOptions { folder: Some(folder.clone()), idle_exit: Some(std::time::Duration::from_secs(2)), ..AgentOptions::default() };
+    let agent = std::thread::spawn(move || run_agent(&options).unwrap());
+    until("the agent listens", || agent_metrics(Some(&folder)).is_ok());
+    let options = EngineOptions { folder: Some(folder.clone()), ..EngineOptions::new(std::env::var("TEST_STORE").unwrap()) };
+    let mut engine = Engine::start(options).unwrap();
+    save(&mut engine, 1);
+    engine.finish().unwrap();
+    agent.join().unwrap();
+}
+
+/// Fields of spans, by their ids, which are places in the list.
+#[derive(Default)]
+struct Seen(std::sync::Mutex<Vec<(&'static str, Fields)>>);
+
+#[derive(Default, Clone)]
+struct Fields(String);
+
+impl tracing::field::Visit for Fields {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        self.0.push_str(&format!(" {}={value:?}", field.name()));
+    }
+}
+
+impl tracing::Subscriber for Seen {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target().starts_with("tensorcask_engine")
+    }
+
+    fn new_span(&self, span: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        let mut fields = Fields::default();
+        span.record(&mut fields);
+        let mut spans = self.0.lock().unwrap();
+        spans.push((span.metadata().name(), fields));
+        tracing::span::Id::from_u64(spans.len() as u64)
+    }
+
+    fn record(&self, span: &tracing::span::Id, values: &tracing::span::Record<'_>) {
+        let mut spans = self.0.lock().unwrap();
+        let (name, fields) = &mut spans[span.into_u64() as usize - 1];
+        values.record(fields);
+        println!("SEEN {name} {}", fields.0);
+    }
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        if let Some((_, rest)) = fields.0.split_once("message=committed") {
+            println!("SEEN committed {rest}");
+        }
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
 }

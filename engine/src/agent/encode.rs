@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use tensorcask::{Error, ErrorKind, Result, Saved};
 use tracing::Instrument;
+use tracing::field::Empty;
 
 use super::ranks::{Name, Next};
 use super::run::Run;
@@ -178,12 +179,13 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
     let generations: Vec<u64> = taken.iter().map(Taken::generation).collect();
     let Some(first) = taken.first() else { return Ok(Turn::Idle) };
     let (begun, step) = (Instant::now(), first.step()?);
-    let span = tracing::info_span!("encode", run = run.spec.run, step, generation = first.generation());
+    let generation = first.generation();
+    let span = tracing::info_span!("encode", run = run.spec.run, step, generation, encode_ms = Empty, bytes_out = Empty, kind = Empty);
     // Memory may have been damaged since the copy.
     let states: Result<Vec<Stored<'_>>> =
         taken.iter().map(|taken| taken.state().and_then(|state| state.verify().map(|()| state))).collect();
     let saved = match &states {
-        Ok(states) => encode(memory, states).instrument(span).await.map_err(|error| (true, error)),
+        Ok(states) => encode(memory, states).instrument(span.clone()).await.map_err(|error| (true, error)),
         Err(error) => Err((false, Error::new(error.kind(), error.to_string()))),
     };
     let error = match saved {
@@ -191,7 +193,9 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
             // All of them first: an agent that goes on releases them, and does not wait for ranks that have it behind them.
             taken.iter().zip(&arenas).try_for_each(|(taken, arena)| arena.set_encoded(taken.generation()))?;
             taken.into_iter().try_for_each(Taken::release)?;
-            run.encoded(step, generations, memory.epoch(), &saved, begun.elapsed().as_secs_f64() * 1e3);
+            let encode_ms = begun.elapsed().as_secs_f64() * 1e3;
+            span.record("encode_ms", encode_ms).record("bytes_out", saved.stored_bytes).record("kind", saved.kind.name());
+            run.encoded(step, generations, memory.epoch(), &saved, encode_ms);
             return Ok(Turn::Done);
         }
         // Its base, or what it says of itself.

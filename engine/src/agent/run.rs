@@ -607,6 +607,9 @@ impl Run {
                 let Some(save) = facts.saves.iter_mut().rfind(|save| save.generation == generation) else { continue };
                 save.upload_ms = Some(done.upload_ms);
                 save.commit_ms = begun.map(|begun| now_ms().saturating_sub(begun) as f64);
+                let SaveStatus { step, generation, stall_ms, copy_ms, encode_ms, upload_ms, commit_ms, bytes_in, bytes_out, .. } = *save;
+                let run = &self.spec.run;
+                tracing::info!(run, step, generation, stall_ms, copy_ms, encode_ms, upload_ms, commit_ms, bytes_in, bytes_out, "committed");
             }
             // Saves that never came to memory.
             let durable = facts.ranks.get(&0).map_or(0, |member| member.durable);

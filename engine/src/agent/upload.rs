@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use tensorcask::wire::Id;
 use tensorcask::{Copier, CopyOptions, Depth, Error, ErrorKind, Result, SnapshotRecord, Status, Store, VerifyOptions};
-use tracing::Instrument;
+use tracing::field::Empty;
+use tracing::{Instrument, Span};
 
 use super::encode::WAITS;
 use super::run::{Run, Uploaded};
@@ -23,8 +24,8 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
     let mut copier = None;
     let mut wait = WAITS.0;
     loop {
-        let span = tracing::info_span!("upload", run = run.spec.run, tier);
-        match upload(&run, tier, &mut copier).instrument(span).await {
+        let span = tracing::info_span!("upload", run = run.spec.run, tier, snapshots = Empty, step = Empty, upload_ms = Empty);
+        match upload(&run, tier, &mut copier, &span).instrument(span.clone()).await {
             Ok(()) => {
                 wait = WAITS.0;
                 notify.notified().await;
@@ -47,7 +48,7 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
     }
 }
 
-async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>) -> Result<()> {
+async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>, span: &Span) -> Result<()> {
     // What is out of date must not go up.
     let idle = run.stopped() || run.is_out_of_date();
     let (Some(destination), false) = (run.tiers.get(tier), idle) else { return Ok(()) };
@@ -111,6 +112,9 @@ async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>) -> Result<(
         run.note_inline(*epoch, &records)?;
     }
     let newest = records.last();
+    if copied > 0 {
+        span.record("snapshots", copied).record("step", newest.map(|record| record.step)).record("upload_ms", upload_ms);
+    }
     let uploaded = Uploaded {
         encoded,
         epoch: *epoch,
