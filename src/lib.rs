@@ -94,7 +94,7 @@ pub use reader::{
     At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,
     Watch,
 };
-pub use store::{IoCounts, ProbeReport, Store, StoreOptions};
+pub use store::{Ahead, IoCounts, ProbeReport, Store, StoreOptions};
 pub use tensor::{Blob, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
 pub use writer::{BaseKeeping, Metadata, Rank, RankWriter, Saved, Writer, WriterOptions};

@@ -22,8 +22,17 @@ pub(crate) struct SeenTier {
     pub latest: Option<Id>,
     /// As whom the agent writes there.
     pub writer: Option<Id>,
-    /// As whom it is about to take it over, or has just done so.
-    pub taking_over: Option<Id>,
+    /// That it is about to take it over, or has just done so.
+    pub taking_over: Option<TakingOver>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct TakingOver {
+    /// As whom.
+    pub id: Id,
+    /// From whom: who had written there last.
+    pub from: Option<Id>,
 }
 
 impl Seen {

@@ -106,6 +106,8 @@ pub struct SaveStatus {
     pub encode_ms: Option<f64>,
     /// From memory to the first tier, the commit included.
     pub upload_ms: Option<f64>,
+    /// Bytes that had gone to the first tier before, while the state was being encoded.
+    pub ahead_bytes: Option<u64>,
     /// From the trainer's call to the commit in the first tier.
     pub commit_ms: Option<f64>,
     /// Bytes of the state.

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tensorcask::wire::Id;
 use tensorcask::{
-    Blob, Error, ErrorKind, GcOptions, Metadata, Rank, RankWriter, Rect, Result, Saved, SnapshotRecord, Status, Store, StoreOptions,
+    Ahead, Blob, Error, ErrorKind, GcOptions, Metadata, Rank, RankWriter, Rect, Result, Saved, SnapshotRecord, Status, Store, StoreOptions,
     TensorView, Writer, WriterOptions,
 };
 
@@ -158,6 +158,12 @@ impl MemoryTier {
 
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch
+    }
+
+    /// Has the casks of the next snapshot go to the next tier, too, while they are being encoded.
+    pub(crate) fn send_ahead(&mut self, ahead: Option<&Ahead>) {
+        self.writer.send_ahead(ahead.cloned());
+        self.ranks.iter_mut().for_each(|rank| rank.send_ahead(ahead.cloned()));
     }
 
     /// Encodes a state that one process has whole.

@@ -7,7 +7,7 @@ use crate::chain::chain_of;
 use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, read_manifest, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::STORE_FILE;
-use crate::store::{Created, Listed, Upload};
+use crate::store::{Ahead, Created, Listed, Upload};
 use crate::wire::{CaskRef, Event, Id, Manifest};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
@@ -37,6 +37,8 @@ pub struct CopyReport {
     pub objects: u64,
     /// Bytes of them.
     pub bytes: u64,
+    /// Of these, bytes that had been sent ahead.
+    pub ahead_bytes: u64,
 }
 
 /// Bytes of a cask that are copied at once.
@@ -59,27 +61,10 @@ impl Store {
         open(source, self).await.map(|_| ())
     }
 
-    /// A copier that takes over `destination`, which is created if it is not there, as the writer `id`, a new one: whoever was writing there
-    /// is fenced. Who wants to go on after a crash ([`resume_copier`](Self::resume_copier)) notes the id before.
+    /// A copier that writes to `destination`, which is created if it is not there, as the writer `id`. It begins with
+    /// [`take_over`](Copier::take_over), or goes on in the place of an earlier one with [`go_on_as`](Copier::go_on_as).
     pub async fn copier(&self, destination: &Store, options: CopyOptions, id: Id) -> Result<Copier> {
-        let mut copier = Copier::new(self, destination, id, options).await?;
-        copier.take_over().await?;
-        Ok(copier)
-    }
-
-    /// A copier that goes on in the place of an earlier one, and takes nothing over: as whichever of these wrote last. `Fenced` if that was
-    /// another.
-    pub async fn resume_copier(&self, destination: &Store, options: CopyOptions, ids: &[Id]) -> Result<Copier> {
-        let Some(first) = ids.first() else { return Err(Error::invalid("no writer to go on as")) };
-        let mut copier = Copier::new(self, destination, *first, options).await?;
-        if let Some(last) = copier.log.state().last_writer {
-            if !ids.contains(&last.writer) {
-                return Err(fenced().object(destination.url()));
-            }
-            (copier.writer, copier.opened) = (last.writer, true);
-        }
-        copier.take_over().await?;
-        Ok(copier)
+        Copier::new(self, destination, id, options).await
     }
 }
 
@@ -91,13 +76,14 @@ pub struct Copier {
     writer: Id,
     opened: bool,
     options: CopyOptions,
+    ahead: Option<Ahead>,
 }
 
 impl Copier {
     #[boxed]
     async fn new(source: &Store, destination: &Store, writer: Id, options: CopyOptions) -> Result<Self> {
         let log = open(source, destination).await?;
-        Ok(Self { destination: destination.clone(), log, writer, opened: false, options })
+        Ok(Self { destination: destination.clone(), log, writer, opened: false, options, ahead: None })
     }
 
     /// The id, which the log of the destination names with each commit.
@@ -110,11 +96,18 @@ impl Copier {
         self.log.state().latest()
     }
 
+    /// Has the next copy go on from what was sent ahead, and give up the rest of it.
+    pub fn finish_ahead(&mut self, ahead: Option<Ahead>) {
+        self.ahead = ahead.filter(|ahead| ahead.destination().url() == self.destination.url());
+    }
+
     /// Adds the live snapshots of `source`, and what their chains need, that the destination has not had yet. What was forgotten or
     /// pinned at the source is not looked at: each store has a retention of its own. `Fenced` once another job writes there.
     pub async fn copy_new(&mut self, source: &Store) -> Result<CopyReport> {
         self.log.refresh().await?;
-        Ok(self.add_missing(source).await?.1)
+        let copied = self.add_missing(source).await;
+        self.ahead = None;
+        Ok(copied?.1)
     }
 
     #[boxed]
@@ -125,19 +118,112 @@ impl Copier {
         let mut report = CopyReport { present: (wanted.len() - missing.len()) as u64, ..CopyReport::default() };
         check_order(from.state(), self.log.state(), &missing)?;
         if !missing.is_empty() {
-            self.take_over().await?;
+            self.open(None).await?;
         }
         for record in missing {
-            copy_snapshot(source, &self.destination, &mut self.log, self.writer, record, &self.options, &mut report).await?;
+            self.copy_snapshot(source, record, &mut report).await?;
         }
         Ok((wanted, report))
     }
 
-    /// Says in the log that this copier writes from now on, once.
     #[boxed]
-    async fn take_over(&mut self) -> Result<()> {
+    async fn copy_snapshot(&mut self, source: &Store, record: &SnapshotRecord, report: &mut CopyReport) -> Result<()> {
+        let (destination, writer) = (&self.destination, self.writer);
+        let manifest = read_manifest(source, &record.manifest_path(), record.manifest).await?;
+        refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
+        let now = destination.clock_ms().await?;
+        let mut oldest_ms = now;
+        let age = Age::start();
+        for cask in &manifest.casks {
+            match present(destination, &cask.path(), cask.bytes).await? {
+                Some(found) if destination.verify_cask(cask, record.parent.is_none()).await.is_ok() => {
+                    oldest_ms = oldest_ms.min(found.modified_ms)
+                }
+                _ => {
+                    report.ahead_bytes += copy_cask(source, destination, cask, self.ahead.as_ref()).await?;
+                    destination.verify_cask(cask, record.parent.is_none()).await.in_object(cask.path())?;
+                    report.objects += 1;
+                    report.bytes += cask.bytes;
+                }
+            }
+        }
+        let directory = format!("directories/{}", manifest.directory);
+        let bytes = source.get(&directory, source.limits().max_directory_bytes).await?;
+        if present(destination, &directory, bytes.len() as u64).await?.is_none() {
+            report.objects += 1;
+            report.bytes += bytes.len() as u64;
+        }
+        destination.put_content_addressed(&directory, bytes).await?;
+        // The same bytes, under the name that an `added` entry gives them.
+        let bytes = source.get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
+        let path = Manifest::path_of(record.step, record.id);
+        match present(destination, &path, bytes.len() as u64).await? {
+            Some(found) => oldest_ms = oldest_ms.min(found.modified_ms),
+            None => {
+                report.objects += 1;
+                report.bytes += bytes.len() as u64;
+            }
+        }
+        destination.create_unique(&path, bytes).await?;
+        let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest_ms)));
+        let added = self.log.append(writer, |state| {
+            age.check(self.options.age_floor).map_err(|e| {
+                let advice = "; if an earlier copy left it, run `gc --apply` on the destination first";
+                Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
+            })?;
+            if state.last_writer.is_some_and(|last| last.writer != writer) {
+                return Err(fenced());
+            }
+            if let Some(parent) = record.parent {
+                chain_of(state, parent, destination.limits().max_chain_depth)?;
+            }
+            Ok(Event::Added { snapshot: record.id, step: record.step, parent: record.parent, manifest: record.manifest })
+        });
+        added.await.in_object(path)?;
+        report.snapshots += 1;
+        self.log.write_catalog_if_due().await;
+        Ok(())
+    }
+
+    /// Who wrote to the destination last, as far as its log has been read.
+    pub fn last_writer(&self) -> Option<Id> {
+        self.log.state().last_writer.map(|last| last.writer)
+    }
+
+    /// Says in the log that this copier writes from now on, once: whoever was writing there is fenced. Who wants to go on after a crash notes
+    /// id and [`last_writer`](Self::last_writer) before.
+    #[boxed]
+    pub async fn take_over(&mut self) -> Result<()> {
+        self.open(None).await
+    }
+
+    /// As [`take_over`](Self::take_over); `Fenced` if another than `last` has written there since.
+    #[boxed]
+    pub async fn take_over_from(&mut self, last: Option<Id>) -> Result<()> {
+        self.open(Some(last)).await
+    }
+
+    /// Goes on in the place of an earlier copier, and takes nothing over: as whichever of these wrote last. `Fenced` if that was another.
+    #[boxed]
+    pub async fn go_on_as(&mut self, ids: &[Id]) -> Result<()> {
+        match self.last_writer() {
+            Some(last) if ids.contains(&last) => {
+                (self.writer, self.opened) = (last, true);
+                Ok(())
+            }
+            Some(_) => Err(fenced().object(self.destination.url())),
+            None => self.open(None).await,
+        }
+    }
+
+    async fn open(&mut self, only_from: Option<Option<Id>>) -> Result<()> {
         if !self.opened {
-            self.log.append(self.writer, |_| Ok(Event::Opened {})).await?;
+            let url = self.destination.url().to_owned();
+            let opened = self.log.append(self.writer, |state| match only_from {
+                Some(last) if state.last_writer.map(|last| last.writer) != last => Err(fenced().object(&url)),
+                _ => Ok(Event::Opened {}),
+            });
+            opened.await?;
             self.opened = true;
             self.log.write_catalog_if_due().await;
         }
@@ -208,76 +294,6 @@ fn check_order(source: &LogState, destination: &LogState, missing: &[&SnapshotRe
     }
 }
 
-#[boxed]
-async fn copy_snapshot(
-    source: &Store,
-    destination: &Store,
-    log: &mut Log,
-    writer: Id,
-    record: &SnapshotRecord,
-    options: &CopyOptions,
-    report: &mut CopyReport,
-) -> Result<()> {
-    let manifest = read_manifest(source, &record.manifest_path(), record.manifest).await?;
-    refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
-    let now = destination.clock_ms().await?;
-    let mut oldest_ms = now;
-    let age = Age::start();
-    for cask in &manifest.casks {
-        match present(destination, &cask.path(), cask.bytes).await? {
-            Some(found) if destination.verify_cask(cask, record.parent.is_none()).await.is_ok() => {
-                oldest_ms = oldest_ms.min(found.modified_ms)
-            }
-            _ => {
-                copy_cask(source, destination, cask).await?;
-                destination.verify_cask(cask, record.parent.is_none()).await.in_object(cask.path())?;
-                report.objects += 1;
-                report.bytes += cask.bytes;
-            }
-        }
-    }
-    let directory = format!("directories/{}", manifest.directory);
-    let bytes = source.get(&directory, source.limits().max_directory_bytes).await?;
-    match present(destination, &directory, bytes.len() as u64).await? {
-        Some(_) => {}
-        None => {
-            report.objects += 1;
-            report.bytes += bytes.len() as u64;
-        }
-    }
-    destination.put_content_addressed(&directory, bytes).await?;
-    // The same bytes, under the name that an `added` entry gives them.
-    let bytes = source.get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
-    let path = Manifest::path_of(record.step, record.id);
-    match present(destination, &path, bytes.len() as u64).await? {
-        Some(found) => oldest_ms = oldest_ms.min(found.modified_ms),
-        None => {
-            report.objects += 1;
-            report.bytes += bytes.len() as u64;
-        }
-    }
-    destination.create_unique(&path, bytes).await?;
-    let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest_ms)));
-    log.append(writer, |state| {
-        age.check(options.age_floor).map_err(|e| {
-            let advice = "; if an earlier copy left it, run `gc --apply` on the destination first";
-            Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
-        })?;
-        if state.last_writer.is_some_and(|last| last.writer != writer) {
-            return Err(fenced());
-        }
-        if let Some(parent) = record.parent {
-            chain_of(state, parent, destination.limits().max_chain_depth)?;
-        }
-        Ok(Event::Added { snapshot: record.id, step: record.step, parent: record.parent, manifest: record.manifest })
-    })
-    .await
-    .in_object(path)?;
-    report.snapshots += 1;
-    log.write_catalog_if_due().await;
-    Ok(())
-}
-
 /// Does at the destination what was done at the source: reduces, forgets, pins.
 #[boxed]
 async fn settle(source: &Store, destination: &Store, log: &mut Log, writer: Id, wanted: &[SnapshotRecord]) -> Result<()> {
@@ -318,15 +334,23 @@ async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>
     }
 }
 
+/// Copies a cask, or what has not been sent ahead of it; bytes that had been.
 #[boxed]
-async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef) -> Result<()> {
+async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef, ahead: Option<&Ahead>) -> Result<u64> {
     let path = cask.path();
-    let mut upload = Upload::new(destination, path.clone(), cask.bytes);
-    let mut start = 0;
+    let begun = match ahead {
+        Some(ahead) => ahead.take(&path).await,
+        None => None,
+    };
+    let (mut upload, mut start, sent) = match begun {
+        Some(begun) => (begun.upload, begun.bytes, begun.sent_bytes),
+        None => (Upload::new(destination, path.clone(), cask.bytes), 0, 0),
+    };
     while start < cask.bytes {
         let end = cask.bytes.min(start + WINDOW_BYTES);
         upload.push(vec![source.get_range(&path, start..end).await?]).await?;
         start = end;
     }
-    upload.finish().await
+    upload.finish().await?;
+    Ok(sent)
 }

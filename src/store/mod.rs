@@ -2,6 +2,7 @@
 //!
 //! This module opens URLs and moves bytes; what the bytes mean is decided elsewhere.
 
+mod ahead;
 mod cache;
 mod fetch;
 mod io;
@@ -16,6 +17,8 @@ use bytes::Bytes;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
+pub use ahead::Ahead;
+use ahead::Tee;
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed};
 pub(crate) use open::FOLDERS;

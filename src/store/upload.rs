@@ -24,6 +24,13 @@ pub(crate) struct Upload {
     total_bytes: u64,
     multipart: Option<Box<dyn MultipartUpload>>,
     running: JoinSet<Result<(), object_store::Error>>,
+    tee: Option<Tee>,
+}
+
+impl std::fmt::Debug for Upload {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Upload({}, {} bytes)", self.object, self.total_bytes)
+    }
 }
 
 impl Upload {
@@ -38,12 +45,27 @@ impl Upload {
             total_bytes: 0,
             multipart: None,
             running: JoinSet::new(),
+            tee: None,
         }
+    }
+
+    /// Has the same bytes go to another store, too.
+    pub(crate) fn sent_ahead(mut self, ahead: Option<&Ahead>, expected_bytes: u64) -> Self {
+        self.tee = ahead.map(|ahead| ahead.begin(&self.object, expected_bytes));
+        self
+    }
+
+    /// Bytes that have left.
+    pub(super) fn sent_bytes(&self) -> u64 {
+        self.total_bytes - self.pending_bytes
     }
 
     /// Takes the next bytes; waits while too many parts are under way.
     #[boxed]
     pub(crate) async fn push(&mut self, bytes: Vec<Bytes>) -> Result<()> {
+        if let Some(tee) = &mut self.tee {
+            tee.push(&bytes);
+        }
         for piece in bytes {
             self.pending_bytes += piece.len() as u64;
             self.total_bytes += piece.len() as u64;

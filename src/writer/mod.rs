@@ -23,7 +23,7 @@ use crate::chain::{Decision, Policy};
 use crate::codec::Objective;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
-use crate::{Error, ErrorKind, ErrorReport, Precision, Result, Store};
+use crate::{Ahead, Error, ErrorKind, ErrorReport, Precision, Result, Store};
 
 /// What a writer says of a snapshot besides its tensors.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -150,6 +150,11 @@ impl Writer {
     /// Bytes of memory that the kept base takes.
     pub fn base_cache_bytes(&self) -> u64 {
         self.saver.base.memory_bytes()
+    }
+
+    /// Has the casks of the next saves go to another store, too, while they are being written.
+    pub fn send_ahead(&mut self, ahead: Option<Ahead>) {
+        self.saver.ahead = ahead;
     }
 
     fn check_usable(&self) -> Result<()> {

@@ -12,7 +12,7 @@ use crate::codec::Registry;
 use crate::commit::Age;
 use crate::commit::refuse_features;
 use crate::error::ResultExt;
-use crate::store::concurrently;
+use crate::store::{Ahead, concurrently};
 use crate::tensor::{Rect, element_count};
 use crate::wire::{CaskRef, Directory, DirectoryShard, DirectoryTensor, ParentRef, RankSave, Receipt, ReceiptShard, ReceiptTensor};
 use crate::{Blob, Limits, TensorView, boxed};
@@ -83,6 +83,11 @@ impl RankWriter {
         self.log.refresh().await?;
         let (parent, _) = self.saver.options.policy.decide(self.log.state(), step, self.saver.store.limits().max_chain_depth);
         self.upload(step, parent, tensors, blobs).await
+    }
+
+    /// As [`Writer::send_ahead`], for the casks of this rank.
+    pub fn send_ahead(&mut self, ahead: Option<Ahead>) {
+        self.saver.ahead = ahead;
     }
 
     /// The same against a parent that the coordinator has chosen for all ranks: [`Writer::next_parent`].

@@ -19,7 +19,7 @@ use crate::limits::zeroed;
 use crate::plan::ChunkGrid;
 use crate::precision::{Bounded, Given, Rounded, round};
 use crate::reader::ChunkItem;
-use crate::store::Upload;
+use crate::store::{Ahead, Upload};
 use crate::wire::{CaskRef, ChunkErrors, Directory, ErrorsFile, ShardErrors};
 use crate::{Blob, Dtype, Setting, TensorView, boxed};
 
@@ -43,6 +43,8 @@ pub(super) struct Saver {
     pub options: WriterOptions,
     pub base: BaseCache,
     pub hints: Hints,
+    /// Where casks go, too.
+    pub ahead: Option<Ahead>,
 }
 
 /// What the save knows when all casks are up.
@@ -181,7 +183,7 @@ impl Writer {
 
 impl Saver {
     pub(super) fn new(store: &Store, options: WriterOptions) -> Self {
-        Self { store: store.clone(), options, base: BaseCache::default(), hints: Hints::default() }
+        Self { store: store.clone(), options, base: BaseCache::default(), hints: Hints::default(), ahead: None }
     }
 
     /// Whether what is being saved is to be kept.
@@ -228,7 +230,7 @@ impl Saver {
             let blobs = layout.blobs.iter().filter(|blob| blob_slot(blob.rank) == slot).map(|blob| blob.data.len() as u64);
             let expected = tensors.chain(blobs).sum();
             let path = format!("casks/{}.cask", encoder.id());
-            let mut upload = Upload::new(&self.store, path, expected);
+            let mut upload = Upload::new(&self.store, path, expected).sent_ahead(self.ahead.as_ref(), expected);
             self.encode_slot(slot, layout, parent, &mut encoder, &mut upload, &mut written).await?;
             // A delta in which nothing of this slot changed has no cask for it.
             if encoder.is_empty() && parent.is_some() {

@@ -11,6 +11,7 @@
     reason = "tests"
 )]
 
+mod ahead;
 mod chains;
 mod codecs;
 mod commits;

@@ -256,7 +256,7 @@ fn spans_tell_what_each_stage_of_a_save_took() {
         ("save", &["run", "step", "generation", "stall_ms", "copy_ms", "bytes_in", "queue_depth"][..]),
         ("encode", &["run", "step", "generation", "encode_ms", "bytes_out", "kind"]),
         ("upload", &["run", "tier", "step", "snapshots", "upload_ms"]),
-        ("committed", &["step", "stall_ms", "copy_ms", "encode_ms", "upload_ms", "commit_ms", "bytes_in", "bytes_out"]),
+        ("committed", &["step", "stall_ms", "copy_ms", "encode_ms", "upload_ms", "commit_ms", "bytes_in", "bytes_out", "ahead_bytes"]),
     ] {
         let lines = said.lines().filter_map(|line| line.split_once(&format!("SEEN {name} ")).map(|(_, fields)| fields));
         let is_whole = |line: &str| fields.iter().all(|field| line.split(' ').any(|word| word.split('=').next() == Some(field)));

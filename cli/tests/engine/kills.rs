@@ -229,9 +229,23 @@ fn an_agent_killed_while_it_takes_the_store_over_is_followed_by_another() {
     let path = host.engine_folder().join(key).join("seen.json");
     let mut seen: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let tier = seen["tiers"].as_object_mut().unwrap().values_mut().next().unwrap();
-    tier["taking_over"] = std::mem::replace(&mut tier["writer"], "00112233445566778899aabbccddeeff".into());
+    let (new, other) = ("00112233445566778899aabbccddeeff", "ffeeddccbbaa99887766554433221100");
+    let written = tier["writer"].clone();
+    *tier = serde_json::json!({ "latest": tier["latest"], "writer": new, "taking_over": { "id": written, "from": other } });
     std::fs::write(&path, seen.to_string()).unwrap();
     save(&mut engine, 61);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    assert_eq!(host.stored_steps(), (1..=61).collect::<Vec<_>>());
+    // Between the note that it is about to, and the entry, on a host that has never written there before: it is done now. Unless somebody
+    // else has come since.
+    for (step, id, from, expected) in [(62, new, &written, Ok(true)), (63, other, &other.into(), Err(ErrorKind::Fenced))] {
+        host.signal_agent(Signal::KILL);
+        host.agent_is_gone();
+        let mut seen: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let tier = seen["tiers"].as_object_mut().unwrap().values_mut().next().unwrap();
+        *tier = serde_json::json!({ "latest": tier["latest"], "writer": null, "taking_over": { "id": id, "from": from } });
+        std::fs::write(&path, seen.to_string()).unwrap();
+        let waited = State::new(step, SMALL).save(&mut engine).and_then(|_| engine.wait(Until::Durable, LONG));
+        assert_eq!(waited.map(|waited| waited.reached).map_err(|error| error.kind()), expected);
+    }
+    assert_eq!(host.stored_steps(), (1..=62).collect::<Vec<_>>());
 }

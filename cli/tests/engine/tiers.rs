@@ -1,11 +1,12 @@
 //! Several tiers: commit on the first, the others in the background; restore from the nearest that is whole.
 
 use std::process::Command;
+use std::time::Duration;
 
 use rustix::process::Signal;
 use tensorcask::Latest;
 use tensorcask::blocking::Store;
-use tensorcask::{Dtype, Metadata, Precision, TensorView};
+use tensorcask::{Dtype, Metadata, Policy, Precision, TensorView};
 use tensorcask_engine::{Engine, EngineOptions, Source, Until};
 
 use super::host::*;
@@ -31,6 +32,52 @@ fn places(host: &Host) -> Vec<(u64, Vec<String>)> {
     let places =
         |row: &serde_json::Value| row["places"].as_array().unwrap().iter().map(|place| place.as_str().unwrap().to_owned()).collect();
     report["snapshots"].as_array().unwrap().iter().map(|row| (row["step"].as_u64().unwrap(), places(row))).collect()
+}
+
+#[test]
+fn a_snapshot_is_on_its_way_to_the_store_while_it_is_encoded() {
+    let host = Host::new();
+    let mut engine = Engine::start(EngineOptions { policy: Policy::Full, ..options(&host) }).unwrap();
+    let save = |engine: &mut Engine, step: u64| {
+        let data = noise(step, 24 << 20);
+        let tensors = [TensorView::new("w", Dtype::U8, &[data.len() as u64], &data).unwrap()];
+        engine.save(step, &tensors, &[], &Metadata::default()).unwrap();
+    };
+    for step in 1..=3 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    let ahead: Vec<u64> = host.status().runs[0].saves.iter().map(|save| save.ahead_bytes.unwrap()).collect();
+    assert!(ahead[1..].iter().all(|bytes| *bytes >= 8 << 20), "{ahead:?}");
+    // Wherever an agent is with it when it dies.
+    for step in 4..=7 {
+        save(&mut engine, step);
+        std::thread::sleep(Duration::from_millis(30 * (step - 4)));
+        host.signal_agent(Signal::KILL);
+        host.agent_is_gone();
+    }
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    settled(&host);
+    for url in [host.store_path().to_str().unwrap().to_owned(), far(&host)] {
+        let store = Store::open(&url).unwrap();
+        assert!(store.verify(&Default::default()).unwrap().is_clean());
+        for step in 1..=7 {
+            let stored = store.snapshot(step).unwrap().read("w", &Default::default()).unwrap();
+            assert!(stored.data == noise(step, 24 << 20), "{url}: step {step}");
+        }
+    }
+}
+
+/// Bytes of a step that do not get smaller.
+fn noise(step: u64, bytes: usize) -> Vec<u8> {
+    let mut x = step.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let word = |_| {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x.to_ne_bytes()
+    };
+    (0..bytes / 8).flat_map(word).collect()
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{Error, ErrorKind, Result, Saved};
+use tensorcask::{Ahead, Error, ErrorKind, Result, Saved};
 use tracing::Instrument;
 use tracing::field::Empty;
 
@@ -184,10 +184,13 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
     // Memory may have been damaged since the copy.
     let states: Result<Vec<Stored<'_>>> =
         taken.iter().map(|taken| taken.state().and_then(|state| state.verify().map(|()| state))).collect();
+    let ahead = run.sends_ahead().map(Ahead::new);
+    memory.send_ahead(ahead.as_ref());
     let saved = match &states {
         Ok(states) => encode(memory, states).instrument(span.clone()).await.map_err(|error| (true, error)),
         Err(error) => Err((false, Error::new(error.kind(), error.to_string()))),
     };
+    memory.send_ahead(None);
     let error = match saved {
         Ok(saved) => {
             // All of them first: an agent that goes on releases them, and does not wait for ranks that have it behind them.
@@ -195,7 +198,7 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
             taken.into_iter().try_for_each(Taken::release)?;
             let encode_ms = begun.elapsed().as_secs_f64() * 1e3;
             span.record("encode_ms", encode_ms).record("bytes_out", saved.stored_bytes).record("kind", saved.kind.name());
-            run.encoded(step, generations, memory.epoch(), &saved, encode_ms);
+            run.encoded(step, generations, memory.epoch(), &saved, encode_ms, ahead);
             return Ok(Turn::Done);
         }
         // Its base, or what it says of itself.

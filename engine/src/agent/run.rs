@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorcask::wire::Id;
-use tensorcask::{Error, Result, Saved, SnapshotRecord, Status, Store};
+use tensorcask::{Ahead, Error, Result, Saved, SnapshotRecord, Status, Store};
 use tokio::sync::{Notify, watch};
 
 use super::ranks::{Held, Next, next};
@@ -59,6 +59,8 @@ struct Facts {
     begun_ms: BTreeMap<u64, u64>,
     /// Step and time of the newest commit in the first tier.
     last_commit: Option<(u64, u64)>,
+    /// What of the last snapshot went to the first tier while it was being encoded.
+    ahead: Option<Ahead>,
     /// A trainer restores, or may: nothing in memory is given up.
     restoring: bool,
     /// The run is over: its memory goes once the tiers have everything.
@@ -166,6 +168,8 @@ pub(super) struct Uploaded {
     pub pending_before: u64,
     /// Snapshots that came now.
     pub copied: u64,
+    /// Bytes of them that had been sent while they were being encoded.
+    pub ahead_bytes: u64,
     pub upload_ms: f64,
 }
 
@@ -173,10 +177,19 @@ pub(super) struct Uploaded {
 struct TierFacts {
     /// It had all that its source had, once: since then, `pending` tells.
     known: bool,
-    take_over: bool,
+    orders: Orders,
     last_step: Option<u64>,
     pending: u64,
     problem: Option<String>,
+}
+
+/// What trainers want of a tier.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Orders {
+    /// That it is taken over, whoever writes there.
+    pub take_over: bool,
+    /// How often they have wanted that.
+    pub count: u64,
 }
 
 impl Run {
@@ -266,7 +279,9 @@ impl Run {
                         member.arena = None;
                     }
                 }
-                facts.tiers.iter_mut().for_each(|tier| tier.take_over = true);
+                for tier in &mut facts.tiers {
+                    tier.orders = Orders { take_over: true, count: tier.orders.count + 1 };
+                }
                 self.place.set_over(false)?;
                 (facts.stopped, facts.restoring, facts.clear) = (None, true, false);
                 if mode == Mode::TakeOverAfresh {
@@ -397,7 +412,7 @@ impl Run {
     /// The memory tier that was out of date is gone.
     pub(super) fn is_fresh(&self) {
         self.change(|facts| {
-            (facts.afresh, facts.memory) = (None, MemoryFacts::default());
+            (facts.afresh, facts.memory, facts.ahead) = (None, MemoryFacts::default(), None);
             if let Some(first) = facts.tiers.first_mut() {
                 first.pending = 0;
             }
@@ -434,16 +449,16 @@ impl Run {
         matches!(self.next(&arenas), Ok(Next::Encode(_))) || arenas.iter().any(encodes)
     }
 
-    /// Whether the copier of a tier has to take it over.
-    pub(super) fn takes_over(&self, tier: usize) -> bool {
-        self.facts().tiers.get(tier).is_some_and(|tier| tier.take_over)
+    /// What the copier of a tier has to do.
+    pub(super) fn orders(&self, tier: usize) -> Orders {
+        self.facts().tiers.get(tier).map_or_else(Orders::default, |tier| tier.orders)
     }
 
-    /// The tier was taken over; its newest snapshot.
-    pub(super) fn taken_over(&self, tier: usize, latest: Option<&SnapshotRecord>) {
+    /// The tier was taken over, as these orders said, which others may have followed; its newest snapshot.
+    pub(super) fn taken_over(&self, tier: usize, orders: Orders, latest: Option<&SnapshotRecord>) {
         self.change(|facts| {
             if let Some(known) = facts.tiers.get_mut(tier) {
-                known.take_over = false;
+                known.orders.take_over &= known.orders.count != orders.count;
                 known.last_step = known.last_step.or(latest.map(|latest| latest.step));
             }
             if let (0, Some(latest)) = (tier, latest) {
@@ -484,8 +499,9 @@ impl Run {
     }
 
     /// A save is encoded in memory; its generation on each rank.
-    pub(super) fn encoded(&self, step: u64, generations: Vec<u64>, epoch: u64, saved: &Saved, encode_ms: f64) {
+    pub(super) fn encoded(&self, step: u64, generations: Vec<u64>, epoch: u64, saved: &Saved, encode_ms: f64, ahead: Option<Ahead>) {
         self.change(|facts| {
+            facts.ahead = ahead;
             for (rank, generation) in (0..).zip(&generations) {
                 let member = facts.ranks.entry(rank).or_default();
                 member.encoded = member.encoded.max(*generation);
@@ -501,6 +517,20 @@ impl Run {
         if let Some(first) = self.upload.first() {
             first.notify_one();
         }
+    }
+
+    /// The first tier, if it has all there is and takes what comes: a snapshot may go there while it is being encoded. If it is behind, what it
+    /// lacks goes first.
+    pub(super) fn sends_ahead(&self) -> Option<&Store> {
+        let facts = self.facts();
+        let takes = |tier: &&TierFacts| tier.known && !tier.orders.take_over && tier.pending == 0 && tier.problem.is_none();
+        facts.tiers.first().filter(takes).filter(|_| facts.stopped.is_none())?;
+        self.tiers.first()
+    }
+
+    /// What went ahead to a tier.
+    pub(super) fn take_ahead(&self, tier: usize) -> Option<Ahead> {
+        if tier == 0 { self.facts().ahead.take() } else { None }
     }
 
     /// A save failed for good: these generations of ranks.
@@ -550,10 +580,16 @@ impl Run {
         self.change(|facts| facts.problem = problem);
     }
 
-    /// Another job has the store: this run writes no more.
-    pub(super) fn stop(&self, why: String) {
-        tracing::error!(run = self.spec.run, why, "this run was given up");
-        self.change(|facts| facts.stopped = Some(why));
+    /// Another job has the store: this run writes no more. Not if a trainer has ordered something else since; whether it was stopped.
+    pub(super) fn stop(&self, why: String, orders: Orders) -> bool {
+        self.change(|facts| {
+            if facts.tiers.first().is_some_and(|first| first.orders.count != orders.count) {
+                return false;
+            }
+            tracing::error!(run = self.spec.run, why, "this run was given up");
+            (facts.stopped, facts.ahead) = (Some(why), None);
+            true
+        })
     }
 
     pub(super) fn tier_problem(&self, tier: usize, problem: Option<String>) {
@@ -606,10 +642,36 @@ impl Run {
                 let begun = facts.begun_ms.remove(&generation);
                 let Some(save) = facts.saves.iter_mut().rfind(|save| save.generation == generation) else { continue };
                 save.upload_ms = Some(done.upload_ms);
+                save.ahead_bytes = Some(done.ahead_bytes);
                 save.commit_ms = begun.map(|begun| now_ms().saturating_sub(begun) as f64);
-                let SaveStatus { step, generation, stall_ms, copy_ms, encode_ms, upload_ms, commit_ms, bytes_in, bytes_out, .. } = *save;
+                let SaveStatus {
+                    step,
+                    generation,
+                    stall_ms,
+                    copy_ms,
+                    encode_ms,
+                    upload_ms,
+                    commit_ms,
+                    bytes_in,
+                    bytes_out,
+                    ahead_bytes,
+                    ..
+                } = *save;
                 let run = &self.spec.run;
-                tracing::info!(run, step, generation, stall_ms, copy_ms, encode_ms, upload_ms, commit_ms, bytes_in, bytes_out, "committed");
+                tracing::info!(
+                    run,
+                    step,
+                    generation,
+                    stall_ms,
+                    copy_ms,
+                    encode_ms,
+                    upload_ms,
+                    commit_ms,
+                    bytes_in,
+                    bytes_out,
+                    ahead_bytes,
+                    "committed"
+                );
             }
             // Saves that never came to memory.
             let durable = facts.ranks.get(&0).map_or(0, |member| member.durable);
@@ -730,5 +792,28 @@ impl Run {
             stopped: facts.stopped.clone(),
             saves: facts.saves.iter().cloned().collect(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::EngineOptions;
+
+    #[test]
+    fn what_came_of_earlier_orders_does_not_count_once_a_trainer_has_come() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = Place::open(Some(&folder.path().join("e"))).unwrap();
+        let spec = EngineOptions::new(folder.path().join("run").to_str().unwrap()).spec().unwrap();
+        let run = Run::new(spec.clone(), &place).unwrap();
+        let earlier = run.orders(0);
+        run.attach(&Attach { spec, rank: 0, pid: 1, mode: Mode::TakeOver, session: 0, latest: BTreeMap::new() }).unwrap();
+        assert!(!run.stop("fenced".into(), earlier) && !run.stopped());
+        run.taken_over(0, earlier, None);
+        let orders = run.orders(0);
+        assert!(orders.take_over, "the trainer's order stands");
+        run.taken_over(0, orders, None);
+        assert!(!run.orders(0).take_over);
+        assert!(run.stop("fenced".into(), orders) && run.stopped());
     }
 }

@@ -10,9 +10,9 @@ use tracing::field::Empty;
 use tracing::{Instrument, Span};
 
 use super::encode::WAITS;
-use super::run::{Run, Uploaded};
+use super::run::{Orders, Run, Uploaded};
 use crate::restore::{is_whole, saved_at};
-use crate::seen::{Seen, SeenTier};
+use crate::seen::{Seen, SeenTier, TakingOver};
 use crate::tier::open_epoch;
 
 /// How long one snapshot may take to say when it was saved.
@@ -25,15 +25,18 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
     let mut wait = WAITS.0;
     loop {
         let span = tracing::info_span!("upload", run = run.spec.run, tier, snapshots = Empty, step = Empty, upload_ms = Empty);
-        match upload(&run, tier, &mut copier, &span).instrument(span.clone()).await {
+        let orders = run.orders(tier);
+        match upload(&run, tier, orders, &mut copier, &span).instrument(span.clone()).await {
             Ok(()) => {
                 wait = WAITS.0;
                 notify.notified().await;
             }
             Err(error) if error.kind() == ErrorKind::Fenced && tier == 0 => {
                 copier = None;
-                run.stop(error.to_string());
-                notify.notified().await;
+                // Unless a trainer has come meanwhile, who takes the store over.
+                if run.stop(error.to_string(), orders) {
+                    notify.notified().await;
+                }
             }
             Err(error) => {
                 run.upload_failed(tier);
@@ -48,7 +51,7 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
     }
 }
 
-async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>, span: &Span) -> Result<()> {
+async fn upload(run: &Run, tier: usize, orders: Orders, copier: &mut Option<Copier>, span: &Span) -> Result<()> {
     // What is out of date must not go up.
     let idle = run.stopped() || run.is_out_of_date();
     let (Some(destination), false) = (run.tiers.get(tier), idle) else { return Ok(()) };
@@ -59,8 +62,7 @@ async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>, span: &Span
         run.nothing_to_upload(tier);
         return Ok(());
     };
-    let takes_over = run.takes_over(tier);
-    if takes_over {
+    if orders.take_over {
         *copier = None;
         if tier == 0 {
             was_left_alone(run, &sources, destination).await?;
@@ -69,35 +71,47 @@ async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>, span: &Span
     if copier.is_none() {
         let (url, options) = (destination.url(), CopyOptions::default());
         let known = Seen::read(&run.place).tier(url);
-        let earlier: Vec<Id> = known.taking_over.into_iter().chain(known.writer).collect();
-        let opened = if takes_over || earlier.is_empty() {
-            let id = known.taking_over.map_or_else(Id::random, Ok)?;
+        let id = known.taking_over.map_or_else(Id::random, |taking_over| Ok(taking_over.id))?;
+        let mut opened = newest.copier(destination, options, id).await?;
+        let from = opened.last_writer();
+        // An agent before this one was about to, and did not come to it.
+        let was_about_to = known.taking_over.is_some_and(|taking_over| taking_over.from == from);
+        if orders.take_over || was_about_to || (known.taking_over, known.writer) == (None, None) {
             // Before it does: an agent after this one has to know itself, whatever came of it.
-            Seen::update(&run.place, url, |seen| seen.taking_over = Some(id))?;
-            let opened = newest.copier(destination, options, id).await?;
+            Seen::update(&run.place, url, |seen| seen.taking_over = Some(TakingOver { id, from }))?;
+            match orders.take_over {
+                true => opened.take_over().await?,
+                false => opened.take_over_from(from).await?,
+            }
             let latest = opened.latest().map(|latest| latest.id);
             Seen::update(&run.place, url, |seen| *seen = SeenTier { latest, writer: Some(id), taking_over: None })?;
             if tier > 0 {
                 forget_abandoned(run, newest, destination, opened.latest()).await?;
             }
-            opened
         } else {
             // Another may have written there: that is not what this run knows.
-            newest.resume_copier(destination, options, &earlier).await?
-        };
-        run.taken_over(tier, opened.latest());
+            let earlier: Vec<Id> = known.taking_over.map(|taking_over| taking_over.id).into_iter().chain(known.writer).collect();
+            opened.go_on_as(&earlier).await?;
+        }
+        run.taken_over(tier, orders, opened.latest());
         *copier = Some(opened);
     }
     let Some(copier) = copier.as_mut() else { return Ok(()) };
-    let (pending, begun, mut copied) = (run.pending(tier), Instant::now(), 0);
+    let (pending, begun) = (run.pending(tier), Instant::now());
+    let (mut copied, mut ahead_bytes) = (0, 0);
+    let ahead = run.take_ahead(tier);
     let mut records = Vec::new();
     for (source, of) in &sources {
         let copy = async {
             records = source.records().await?;
+            copier.finish_ahead(ahead.clone());
             copier.copy_new(source).await
         };
         match copy.await {
-            Ok(report) => copied += report.snapshots,
+            Ok(report) => {
+                copied += report.snapshots;
+                ahead_bytes += report.ahead_bytes;
+            }
             Err(error) if tier == 0 && error.kind() == ErrorKind::Corrupt && is_damaged(source).await? => {
                 give_up(run, source, *of, destination, &error).await?;
             }
@@ -122,6 +136,7 @@ async fn upload(run: &Run, tier: usize, copier: &mut Option<Copier>, span: &Span
         step: newest.map(|record| record.step),
         pending_before: pending,
         copied,
+        ahead_bytes,
         upload_ms,
     };
     run.uploaded(tier, &uploaded);

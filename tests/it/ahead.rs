@@ -1,0 +1,126 @@
+//! Casks that go to a second store while they are being written to the first.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use tensorcask::testing::fault::{Fault, FaultStore, Operation};
+use tensorcask::wire::Id;
+use tensorcask::{Ahead, Copier, CopyReport, Dtype, Metadata, Policy, Slice, Store, TensorView, VerifyOptions, Writer};
+
+use crate::common::wrap;
+
+/// Bytes that do not get smaller; several parts of an upload.
+fn noise(bytes: usize, seed: u64) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let word = |_| {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x.to_ne_bytes()
+    };
+    (0..bytes / 8).flat_map(word).collect()
+}
+
+async fn save(writer: &mut Writer, step: u64, data: &[u8]) {
+    let tensors = [TensorView::new("w", Dtype::U8, &[data.len() as u64], data).unwrap()];
+    writer.save(step, &tensors, &[], &Metadata::default()).await.unwrap();
+}
+
+/// A store, its writer, and a copier from there to a destination that has all that was saved so far.
+async fn pair(destination: &Store) -> (Store, Writer, Copier) {
+    let source = wrap(Arc::new(InMemory::new()));
+    let mut writer = source.writer(Policy::Full).await.unwrap();
+    save(&mut writer, 1, &noise(1000, 1)).await;
+    let mut copier = source.copier(destination, Default::default(), Id::random().unwrap()).await.unwrap();
+    copier.take_over().await.unwrap();
+    assert_eq!(copier.copy_new(&source).await.unwrap().snapshots, 1);
+    (source, writer, copier)
+}
+
+/// Saves step 2 ahead, and copies it; what the copy did.
+async fn save_ahead(destination: &Store, data: &[u8]) -> CopyReport {
+    let (source, mut writer, mut copier) = pair(destination).await;
+    let ahead = Ahead::new(destination);
+    writer.send_ahead(Some(ahead.clone()));
+    save(&mut writer, 2, data).await;
+    assert!(destination.snapshot(2).await.is_err(), "nothing is there before it is committed");
+    copier.finish_ahead(Some(ahead));
+    let report = copier.copy_new(&source).await.unwrap();
+    assert_eq!(report.snapshots, 1);
+    assert!(destination.snapshot(2).await.unwrap().read("w", &Slice::all()).await.unwrap().data == data);
+    let verified = destination.verify(&VerifyOptions::default()).await.unwrap();
+    assert!(verified.is_clean(), "{:?}", verified.problems);
+    report
+}
+
+#[tokio::test]
+async fn the_copier_goes_on_where_the_writer_has_got_to() {
+    let parts = Arc::new(AtomicU64::new(0));
+    let counted = parts.clone();
+    let store = FaultStore::new(Arc::new(InMemory::new()), move |operation, _| {
+        counted.fetch_add(u64::from(operation == Operation::Part), Ordering::Relaxed);
+        Fault::None
+    });
+    let report = save_ahead(&wrap(Arc::new(store)), &noise(50 << 20, 2)).await;
+    assert!(report.ahead_bytes >= 24 << 20 && report.ahead_bytes <= report.bytes, "{report:?}");
+    assert_eq!(parts.load(Ordering::Relaxed), 7, "each part goes once");
+}
+
+#[tokio::test]
+async fn what_cannot_be_sent_ahead_is_copied_whole() {
+    for operation in [Operation::StartMultipart, Operation::Part] {
+        let broken = Arc::new(AtomicU64::new(1));
+        let store = FaultStore::new(Arc::new(InMemory::new()), move |now, _: &Path| match now == operation {
+            true if broken.swap(0, Ordering::Relaxed) == 1 => Fault::FailBefore,
+            _ => Fault::None,
+        });
+        let report = save_ahead(&wrap(Arc::new(store)), &noise(50 << 20, 3)).await;
+        assert_eq!(report.ahead_bytes, 0, "{operation:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_store_does_not_hold_the_writer_up() {
+    const SLOW: Duration = Duration::from_secs(600);
+    let store = FaultStore::new(Arc::new(InMemory::new()), |operation, _| match operation {
+        Operation::Part => Fault::Slow(SLOW),
+        _ => Fault::None,
+    });
+    let destination = wrap(Arc::new(store));
+    let (source, mut writer, mut copier) = pair(&destination).await;
+    let (begun, data) = (tokio::time::Instant::now(), noise(200 << 20, 4));
+    let ahead = Ahead::new(&destination);
+    writer.send_ahead(Some(ahead.clone()));
+    save(&mut writer, 2, &data).await;
+    assert!(begun.elapsed() < SLOW);
+    copier.finish_ahead(Some(ahead));
+    let report = copier.copy_new(&source).await.unwrap();
+    assert!(report.ahead_bytes > 0 && report.ahead_bytes < 150 << 20, "what waits is bounded: {report:?}");
+    assert!(destination.snapshot(2).await.unwrap().read("w", &Slice::all()).await.unwrap().data == data);
+}
+
+#[tokio::test]
+async fn what_nobody_goes_on_with_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let destination = Store::open(folder.path().to_str().unwrap()).unwrap();
+    let (source, mut writer, mut copier) = pair(&destination).await;
+    let before = crate::common::objects_of(folder.path());
+    let ahead = Ahead::new(&destination);
+    writer.send_ahead(Some(ahead.clone()));
+    save(&mut writer, 2, &noise(50 << 20, 5)).await;
+    assert!(crate::common::objects_of(folder.path()).len() > before.len(), "parts of it are there");
+    writer.send_ahead(None);
+    drop(ahead);
+    for _ in 0..500 {
+        if crate::common::objects_of(folder.path()) == before {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert!(crate::common::objects_of(folder.path()) == before, "an upload was left behind");
+    assert_eq!(copier.copy_new(&source).await.unwrap().ahead_bytes, 0);
+    assert!(destination.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+}
