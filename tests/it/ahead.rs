@@ -10,19 +10,7 @@ use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
 use tensorcask::{Ahead, Copier, CopyReport, Dtype, Metadata, Policy, Slice, Store, TensorView, VerifyOptions, Writer};
 
-use crate::common::wrap;
-
-/// Bytes that do not get smaller; several parts of an upload.
-fn noise(bytes: usize, seed: u64) -> Vec<u8> {
-    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let word = |_| {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        x.to_ne_bytes()
-    };
-    (0..bytes / 8).flat_map(word).collect()
-}
+use crate::common::{noise, wrap};
 
 async fn save(writer: &mut Writer, step: u64, data: &[u8]) {
     let tensors = [TensorView::new("w", Dtype::U8, &[data.len() as u64], data).unwrap()];
@@ -33,7 +21,7 @@ async fn save(writer: &mut Writer, step: u64, data: &[u8]) {
 async fn pair(destination: &Store) -> (Store, Writer, Copier) {
     let source = wrap(Arc::new(InMemory::new()));
     let mut writer = source.writer(Policy::Full).await.unwrap();
-    save(&mut writer, 1, &noise(1000, 1)).await;
+    save(&mut writer, 1, &noise(1, 1000)).await;
     let mut copier = source.copier(destination, Default::default(), Id::random().unwrap()).await.unwrap();
     copier.take_over().await.unwrap();
     assert_eq!(copier.copy_new(&source).await.unwrap().snapshots, 1);
@@ -64,7 +52,7 @@ async fn the_copier_goes_on_where_the_writer_has_got_to() {
         counted.fetch_add(u64::from(operation == Operation::Part), Ordering::Relaxed);
         Fault::None
     });
-    let report = save_ahead(&wrap(Arc::new(store)), &noise(50 << 20, 2)).await;
+    let report = save_ahead(&wrap(Arc::new(store)), &noise(2, 50 << 20)).await;
     assert!(report.ahead_bytes >= 24 << 20 && report.ahead_bytes <= report.bytes, "{report:?}");
     assert_eq!(parts.load(Ordering::Relaxed), 7, "each part goes once");
 }
@@ -77,7 +65,7 @@ async fn what_cannot_be_sent_ahead_is_copied_whole() {
             true if broken.swap(0, Ordering::Relaxed) == 1 => Fault::FailBefore,
             _ => Fault::None,
         });
-        let report = save_ahead(&wrap(Arc::new(store)), &noise(50 << 20, 3)).await;
+        let report = save_ahead(&wrap(Arc::new(store)), &noise(3, 50 << 20)).await;
         assert_eq!(report.ahead_bytes, 0, "{operation:?}");
     }
 }
@@ -91,7 +79,7 @@ async fn a_slow_store_does_not_hold_the_writer_up() {
     });
     let destination = wrap(Arc::new(store));
     let (source, mut writer, mut copier) = pair(&destination).await;
-    let (begun, data) = (tokio::time::Instant::now(), noise(200 << 20, 4));
+    let (begun, data) = (tokio::time::Instant::now(), noise(4, 200 << 20));
     let ahead = Ahead::new(&destination);
     writer.send_ahead(Some(ahead.clone()));
     save(&mut writer, 2, &data).await;
@@ -110,7 +98,7 @@ async fn what_nobody_goes_on_with_leaves_nothing() {
     let before = crate::common::objects_of(folder.path());
     let ahead = Ahead::new(&destination);
     writer.send_ahead(Some(ahead.clone()));
-    save(&mut writer, 2, &noise(50 << 20, 5)).await;
+    save(&mut writer, 2, &noise(5, 50 << 20)).await;
     assert!(crate::common::objects_of(folder.path()).len() > before.len(), "parts of it are there");
     writer.send_ahead(None);
     drop(ahead);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::{SmallState, data, objects_of, wrap};
+use crate::common::{SmallState, data, noise, objects_of, wrap};
 use object_store::memory::InMemory;
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::{
@@ -11,15 +11,6 @@ use tensorcask::{
 };
 
 const ELEMENTS: usize = 3 << 18;
-
-fn noise(seed: u64, bytes: usize) -> Vec<u8> {
-    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let next = |_| {
-        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (x >> 56) as u8
-    };
-    (0..bytes).map(next).collect()
-}
 
 async fn save(writer: &mut Writer, step: u64, weights: &[u8]) -> tensorcask::Saved {
     let state = [TensorView::new("model.w", Dtype::Bf16, &[weights.len() as u64 / 2], weights).unwrap()];

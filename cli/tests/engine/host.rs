@@ -155,6 +155,16 @@ impl Drop for Trainer {
     }
 }
 
+/// Bytes of a step that do not get smaller.
+pub(crate) fn noise(step: u64, bytes: usize) -> Vec<u8> {
+    let mut x = step.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let byte = |_| {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (x >> 56) as u8
+    };
+    (0..bytes).map(byte).collect()
+}
+
 /// The state of a step: as much as `bytes`, each word of which tells the step, and real noise beside it.
 pub(crate) struct State {
     step: u64,
@@ -164,14 +174,9 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn new(step: u64, bytes: usize) -> Self {
-        let mut x = step.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        let mut random = || {
-            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (x >> 56) as u8
-        };
         // Two bytes of the step, over and over: a torn copy shows anywhere.
         let filled = [step as u8, (step >> 8) as u8].repeat(bytes / 2);
-        Self { step, filled, noise: (0..40_000).map(|_| random()).collect() }
+        Self { step, filled, noise: noise(step, 40_000) }
     }
 
     pub(crate) fn tensors(&self) -> Vec<TensorView<'_>> {

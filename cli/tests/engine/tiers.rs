@@ -68,18 +68,6 @@ fn a_snapshot_is_on_its_way_to_the_store_while_it_is_encoded() {
     }
 }
 
-/// Bytes of a step that do not get smaller.
-fn noise(step: u64, bytes: usize) -> Vec<u8> {
-    let mut x = step.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let word = |_| {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        x.to_ne_bytes()
-    };
-    (0..bytes / 8).flat_map(word).collect()
-}
-
 #[test]
 fn the_first_tier_commits_and_the_second_follows() {
     let host = Host::new();

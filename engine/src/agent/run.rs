@@ -644,32 +644,18 @@ impl Run {
                 save.upload_ms = Some(done.upload_ms);
                 save.ahead_bytes = Some(done.ahead_bytes);
                 save.commit_ms = begun.map(|begun| now_ms().saturating_sub(begun) as f64);
-                let SaveStatus {
-                    step,
-                    generation,
-                    stall_ms,
-                    copy_ms,
-                    encode_ms,
-                    upload_ms,
-                    commit_ms,
-                    bytes_in,
-                    bytes_out,
-                    ahead_bytes,
-                    ..
-                } = *save;
-                let run = &self.spec.run;
                 tracing::info!(
-                    run,
-                    step,
+                    run = self.spec.run,
+                    step = save.step,
                     generation,
-                    stall_ms,
-                    copy_ms,
-                    encode_ms,
-                    upload_ms,
-                    commit_ms,
-                    bytes_in,
-                    bytes_out,
-                    ahead_bytes,
+                    stall_ms = save.stall_ms,
+                    copy_ms = save.copy_ms,
+                    encode_ms = save.encode_ms,
+                    upload_ms = save.upload_ms,
+                    commit_ms = save.commit_ms,
+                    bytes_in = save.bytes_in,
+                    bytes_out = save.bytes_out,
+                    ahead_bytes = save.ahead_bytes,
                     "committed"
                 );
             }

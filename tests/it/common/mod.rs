@@ -46,6 +46,16 @@ pub fn store_of(objects: &[(String, Vec<u8>)]) -> Store {
     wrap(Arc::new(memory))
 }
 
+/// Bytes that do not get smaller.
+pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let next = |_| {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (x >> 56) as u8
+    };
+    (0..bytes).map(next).collect()
+}
+
 pub fn wrap(objects: Arc<dyn ObjectStore>) -> Store {
     Store::with_object_store(objects, Default::default(), StoreOptions::default())
 }
