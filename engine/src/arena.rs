@@ -11,12 +11,13 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use rustix::fs::FallocateFlags;
 use tensorcask::{Error, ErrorKind, Result};
 
-use crate::image::{Plan, Stored};
+use crate::image::{Copied, Plan, Stored};
 use crate::memory::Shared;
 use crate::place::free_space;
 use crate::slot::{Move, State, Word, choose, next_generation, next_to_encode};
@@ -157,6 +158,11 @@ impl Arena {
         bytes <= self.slot_bytes
     }
 
+    /// Where it is mapped, and its bytes.
+    pub(crate) fn span(&self) -> (*const u8, usize) {
+        self.shared.span()
+    }
+
     /// State and generation of each slot.
     pub(crate) fn words(&self) -> Result<Vec<Word>> {
         let word = |slot| {
@@ -201,7 +207,7 @@ impl Arena {
     }
 
     /// Claims a slot for the next save, if one is free; with `drop`, also one that the agent has not begun with.
-    pub(crate) fn claim(&self, drop: bool) -> Result<Option<Claimed<'_>>> {
+    pub(crate) fn claim(self: &Arc<Self>, drop: bool) -> Result<Option<Claimed>> {
         loop {
             let words = self.words()?;
             let Some(slot) = choose(&words, drop) else { return Ok(None) };
@@ -210,7 +216,7 @@ impl Arena {
             if self.advance(slot, seen, step)? {
                 let dropped = (seen.state == State::Full).then_some(self.field(slot, field::STEP)?.load(Ordering::Relaxed));
                 let Some(word) = seen.after(step) else { return Ok(None) };
-                return Ok(Some(Claimed { arena: self, slot, word, dropped, done: false }));
+                return Ok(Some(Claimed { arena: self.clone(), slot, word, dropped, done: false }));
             }
         }
     }
@@ -330,8 +336,8 @@ fn identity(file: &std::fs::Metadata) -> (u64, u64) {
 
 /// A slot that is being filled; abandoned when it is dropped unpublished.
 #[derive(Debug)]
-pub(crate) struct Claimed<'a> {
-    arena: &'a Arena,
+pub(crate) struct Claimed {
+    arena: Arc<Arena>,
     slot: usize,
     word: Word,
     /// The step that was given up for it.
@@ -339,33 +345,72 @@ pub(crate) struct Claimed<'a> {
     done: bool,
 }
 
-impl Claimed<'_> {
-    /// Copies the state of one of `world` ranks, and publishes it; its generation. `NoRoom` in the form of `LimitExceeded` where the
-    /// description does not fit.
-    pub(crate) fn fill(mut self, plan: Plan<'_>, step: u64, world: u32) -> Result<u64> {
-        let (arena, at, session) = (self.arena, plan.data_bytes, self.arena.session()?);
+impl Claimed {
+    /// Copies a state. `LimitExceeded` where it, or its description, does not fit.
+    pub(crate) fn fill(self, plan: Plan<'_>) -> Result<Filled> {
+        let (arena, session) = (&*self.arena, self.arena.session()?);
         let start = arena.start(self.slot);
-        if !arena.holds(at) {
-            return Err(too_small(arena, at));
+        if !arena.holds(plan.data_bytes) {
+            return Err(too_small(arena, plan.data_bytes));
         }
-        let description = plan.copy(|at, bytes| arena.shared.write(start + at, bytes))?;
+        let copied = plan.copy(|at, bytes| arena.shared.write(start + at, bytes))?;
+        let end = copied.data_bytes.saturating_add(copied.description.len());
+        if !arena.holds(end) {
+            return Err(too_small(arena, end));
+        }
+        Ok(Filled { claimed: self, copied, session })
+    }
+}
+
+/// A slot that has been filled, but for what a device writes into it.
+#[derive(Debug)]
+pub(crate) struct Filled {
+    claimed: Claimed,
+    copied: Copied,
+    session: u64,
+}
+
+impl Filled {
+    /// Where tensors go that come later, in their order, those that are tied to others left out.
+    pub(crate) fn deferred(&mut self) -> Result<Vec<&mut [u8]>> {
+        let start = self.claimed.arena.start(self.claimed.slot);
+        let parts: Vec<_> = self.copied.deferred().map(|(at, bytes)| (start + at, bytes)).collect();
+        self.claimed.arena.shared.writable(&parts)
+    }
+
+    pub(crate) fn arena(&self) -> &Arc<Arena> {
+        &self.claimed.arena
+    }
+
+    /// The step that was given up for this one.
+    pub(crate) fn dropped(&self) -> Option<u64> {
+        self.claimed.dropped
+    }
+
+    /// Publishes the state of one of `world` ranks; its generation.
+    pub(crate) fn publish(mut self, step: u64, world: u32) -> Result<u64> {
+        let (arena, slot, at) = (&*self.claimed.arena, self.claimed.slot, self.copied.data_bytes);
+        let start = arena.start(slot);
+        self.copied.complete(|at, bytes| arena.shared.bytes(start + at, bytes))?;
+        let description = &self.copied.description;
         if !arena.holds(at.saturating_add(description.len())) {
             return Err(too_small(arena, at.saturating_add(description.len())));
         }
-        arena.shared.write(start + at, &description)?;
+        arena.shared.write(start + at, description)?;
         for (name, value) in [
             (field::STEP, step),
             (field::DESCRIPTION_AT, at as u64),
             (field::DESCRIPTION_BYTES, description.len() as u64),
-            (field::DESCRIPTION_CRC, u64::from(crc32fast::hash(&description))),
-            (field::SESSION, session),
+            (field::DESCRIPTION_CRC, u64::from(crc32fast::hash(description))),
+            (field::SESSION, self.session),
             (field::WORLD, u64::from(world)),
         ] {
-            arena.field(self.slot, name)?.store(value, Ordering::Relaxed);
+            arena.field(slot, name)?.store(value, Ordering::Relaxed);
         }
-        self.done = arena.advance(self.slot, self.word, Move::Publish)?;
-        match self.done {
-            true => Ok(self.word.generation),
+        let done = arena.advance(slot, self.claimed.word, Move::Publish)?;
+        self.claimed.done = done;
+        match done {
+            true => Ok(self.claimed.word.generation),
             false => Err(Error::new(ErrorKind::Conflict, "another process wrote to the arena while a state was copied into it")),
         }
     }
@@ -375,7 +420,7 @@ fn too_small(arena: &Arena, bytes: usize) -> Error {
     Error::limit(format!("the state takes {bytes} bytes, a slot of the arena has {}", arena.slot_bytes))
 }
 
-impl Drop for Claimed<'_> {
+impl Drop for Claimed {
     fn drop(&mut self) {
         if !self.done {
             // What stays behind is torn, and known to be.
@@ -452,12 +497,12 @@ mod tests {
 
     use super::*;
 
-    fn arena(folder: &tempfile::TempDir) -> Arena {
-        Arena::create(&folder.path().join("arena"), 2, 3 << 20, 0).unwrap()
+    fn arena(folder: &tempfile::TempDir) -> Arc<Arena> {
+        Arc::new(Arena::create(&folder.path().join("arena"), 2, 3 << 20, 0).unwrap())
     }
 
     /// A state of a step, larger than an extent, with tied tensors and a blob.
-    fn save(arena: &Arena, step: u64, drop: bool) -> Result<Option<u64>> {
+    fn save(arena: &Arc<Arena>, step: u64, drop: bool) -> Result<Option<u64>> {
         let large: Vec<u8> = (0..2_500_000u32).map(|i| (i * 7 + step as u32) as u8).collect();
         let tensors = [
             TensorView::new("w", Dtype::U8, &[2_500_000], &large)?,
@@ -466,7 +511,7 @@ mod tests {
         ];
         let blobs = [Blob::new("rng", &b"seed"[..])];
         let Some(claimed) = arena.claim(drop)? else { return Ok(None) };
-        claimed.fill(Plan::new(step, &tensors, &blobs, &Metadata::default())?, step, 1).map(Some)
+        claimed.fill(Plan::new(step, &tensors, &[], &blobs, &Metadata::default())?)?.publish(step, 1).map(Some)
     }
 
     fn check(arena: &Arena, slot: usize, step: u64) {

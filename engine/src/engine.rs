@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::process::Child;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use tensorcask::wire::Id;
@@ -10,9 +11,9 @@ use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
 use crate::agreement::agree;
-use crate::arena::Arena;
+use crate::arena::{Arena, Filled};
 use crate::connection::{Connection, Starter};
-use crate::image::Plan;
+use crate::image::{Deferred, Plan};
 use crate::now_ms;
 use crate::options::{BackPressure, Encode, EngineOptions, OnAgentLoss, RunSpec};
 use crate::place::{Lock, Place, RankPlace, RunPlace, remove_file};
@@ -65,7 +66,7 @@ pub struct Engine {
     place: Place,
     pub(crate) run: RunPlace,
     rank: RankPlace,
-    pub(crate) arena: Option<Arena>,
+    pub(crate) arena: Option<Arc<Arena>>,
     /// What was in memory when this engine began is older than the store.
     pub(crate) stale: bool,
     /// Tiers that could not be asked whether it is.
@@ -87,6 +88,8 @@ pub struct Engine {
     /// Failures up to this generation have been told.
     told: u64,
     interruption: Interruption,
+    /// A save that has begun and is not finished.
+    outstanding: Weak<()>,
     /// Last: a successor may begin when all else is gone.
     _lock: Lock,
 }
@@ -184,6 +187,7 @@ impl Engine {
             progress: Progress::default(),
             told: 0,
             interruption: Interruption(None),
+            outstanding: Weak::new(),
             _lock: lock,
         };
         engine.take_stock()?;
@@ -238,12 +242,12 @@ impl Engine {
 
     /// The newest state in the arena that is whole.
     fn newest_left(&mut self) -> Result<u64> {
-        let words = self.arena.as_ref().map(Arena::words).transpose()?.unwrap_or_default();
+        let words = self.arena.as_ref().map(|arena| arena.words()).transpose()?.unwrap_or_default();
         self.generation = words.iter().map(|word| word.generation).max().unwrap_or(0).max(self.generation);
         Ok(words.iter().filter(|word| word.state.is_whole()).map(|word| word.generation).max().unwrap_or(0))
     }
 
-    fn open_arena(&self) -> Result<Option<Arena>> {
+    fn open_arena(&self) -> Result<Option<Arc<Arena>>> {
         // Of a trainer that died while it made one.
         remove_file(&self.rank.new_arena())?;
         let path = self.rank.arena();
@@ -258,7 +262,7 @@ impl Engine {
             Ok(arena)
         });
         match opened {
-            Ok(arena) => Ok(Some(arena)),
+            Ok(arena) => Ok(Some(Arc::new(arena))),
             Err(error) => {
                 tracing::warn!(%error, "the arena that was left cannot be used; a new one takes its place");
                 remove_file(&path)?;
@@ -272,7 +276,85 @@ impl Engine {
     /// `Fenced` once another job has taken the store over; `Storage` if there is no shared memory for the arena, with the number that it
     /// needs, or, with [`OnAgentLoss::Fail`], if the agent is gone.
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Outcome> {
-        let span = tracing::info_span!(
+        let span = self.save_span(step);
+        let _entered = span.enter();
+        match self.options.encode {
+            Encode::Agent => {
+                let saving = self.begin_save(step, tensors, &[], blobs, metadata)?;
+                self.publish(saving, &span)
+            }
+            Encode::Inline => {
+                let begun = Begun::new(step);
+                self.prepare(metadata)?;
+                let copied = self.encode_inline(step, tensors, blobs, metadata)?;
+                self.tell_saved(begun, copied, &span)
+            }
+        }
+    }
+
+    /// Begins a save of which some tensors come later, out of a device's memory: it copies the others into shared memory, and says where these
+    /// go ([`Saving::buffers`]). [`finish_save`](Self::finish_save) makes a state of it. One at a time; not with [`Encode::Inline`].
+    ///
+    /// ```no_run
+    /// # use tensorcask::{Dtype, Metadata, Rect};
+    /// # use tensorcask_engine::{Deferred, Engine, EngineOptions};
+    /// # fn copy_from_device(to: &mut [u8]) {}
+    /// # fn wait_for_device() {}
+    /// # let mut engine = Engine::start(EngineOptions::new("s3://bucket/run42"))?;
+    /// let weights = Deferred::new("model.w", Dtype::F32, &[1024, 1024], Rect::whole(&[1024, 1024]))?;
+    /// let mut saving = engine.begin_save(100, &[], &[weights], &[], &Metadata::default())?;
+    /// for buffer in saving.buffers()? {
+    ///     copy_from_device(buffer); // on a stream of its own
+    /// }
+    /// // forward and backward go on; before the optimizer changes anything:
+    /// wait_for_device();
+    /// engine.finish_save(saving)?;
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn begin_save(
+        &mut self,
+        step: u64,
+        tensors: &[TensorView<'_>],
+        deferred: &[Deferred],
+        blobs: &[Blob<'_>],
+        metadata: &Metadata,
+    ) -> Result<Saving> {
+        let begun = Begun::new(step);
+        if self.options.encode == Encode::Inline {
+            return Err(Error::unsupported("inline encoding needs all tensors in the trainer's memory: use `save`"));
+        }
+        self.prepare(metadata)?;
+        let filled = self.copy(step, tensors, deferred, blobs, metadata)?;
+        let token = Arc::new(());
+        self.outstanding = Arc::downgrade(&token);
+        Ok(Saving { begun: Begun { stall: begun.at.elapsed(), ..begun }, filled, token })
+    }
+
+    /// Makes a state of a save that was begun, once all its buffers are written.
+    pub fn finish_save(&mut self, saving: Saving) -> Result<Outcome> {
+        let span = self.save_span(saving.begun.step);
+        let _entered = span.enter();
+        if !self.outstanding.upgrade().is_some_and(|token| Arc::ptr_eq(&token, &saving.token)) {
+            return Err(Error::invalid("this save was begun by another engine"));
+        }
+        let begun = Begun { at: Instant::now(), ..saving.begun };
+        self.publish(Saving { begun, ..saving }, &span)
+    }
+
+    fn publish(&mut self, saving: Saving, span: &tracing::Span) -> Result<Outcome> {
+        let Saving { begun, filled, token } = saving;
+        let publish = |filled: Filling| -> Result<Copied> {
+            let (published, dropped) = (Instant::now(), filled.filled.dropped());
+            let generation = self.pool.install(|| filled.filled.publish(begun.step, self.options.world))?;
+            Ok(Copied { generation, time: filled.time + published.elapsed(), bytes: filled.bytes, dropped })
+        };
+        let copied = filled.map(publish).transpose()?;
+        drop(token);
+        self.tell_saved(begun, copied, span)
+    }
+
+    fn save_span(&self, step: u64) -> tracing::Span {
+        tracing::info_span!(
             "save",
             run = self.spec.run,
             step,
@@ -281,46 +363,51 @@ impl Engine {
             copy_ms = Empty,
             bytes_in = Empty,
             queue_depth = Empty
-        );
-        let _entered = span.enter();
-        let (begun, time_ms) = (Instant::now(), now_ms());
+        )
+    }
+
+    /// Before a save: that it may be, and what the agent has said meanwhile.
+    fn prepare(&mut self, metadata: &Metadata) -> Result<()> {
+        self.check_finished()?;
         if let Some(key) = metadata.user.keys().find(|key| key.starts_with("tc.")) {
             return Err(Error::invalid(format!("user metadata `{}`: names that start with `tc.` are reserved", key.escape_debug())));
         }
-        self.hear()?;
-        let copied = match self.options.encode {
-            Encode::Agent => self.copy(step, tensors, blobs, metadata)?,
-            Encode::Inline => self.encode_inline(step, tensors, blobs, metadata)?,
-        };
+        self.hear()
+    }
+
+    fn check_finished(&self) -> Result<()> {
+        match self.outstanding.upgrade() {
+            None => Ok(()),
+            Some(_) => Err(Error::new(ErrorKind::Conflict, "a save has begun and is not finished: finish it, or drop it, first")),
+        }
+    }
+
+    /// Tells the agent of a state in shared memory; none if it was skipped.
+    fn tell_saved(&mut self, begun: Begun, copied: Option<Copied>, span: &tracing::Span) -> Result<Outcome> {
+        let step = begun.step;
         let Some(copied) = copied else {
-            return Ok(self.outcome(Outcome { step, stall: begun.elapsed(), ..Outcome::default() }));
+            return Ok(self.outcome(Outcome { step, stall: begun.stall(), ..Outcome::default() }));
         };
         (self.generation, self.awaited) = (copied.generation, copied.generation);
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
         let note = SaveNote {
             step,
             generation: copied.generation,
-            stall_ms: millis(begun.elapsed()),
+            stall_ms: millis(begun.stall()),
             copy_ms: millis(copied.time),
             bytes: copied.bytes,
-            time_ms,
+            time_ms: begun.time_ms,
         };
         let told = self.tell(Request::Saved { key: self.spec.key.clone(), rank: self.options.rank, save: note });
         told.map_err(|e| match e.kind() {
             ErrorKind::Fenced => e,
             _ => Error::new(e.kind(), format!("step {step} is in shared memory, but the agent cannot be told: {}", e.message())).source(e),
         })?;
+        let stall = begun.stall();
         span.record("generation", copied.generation).record("bytes_in", copied.bytes).record("copy_ms", millis(copied.time));
-        span.record("stall_ms", millis(begun.elapsed())).record("queue_depth", self.progress.queue_depth);
-        let outcome = Outcome {
-            step,
-            generation: Some(copied.generation),
-            stall: begun.elapsed(),
-            copy: copied.time,
-            dropped: copied.dropped,
-            ..Outcome::default()
-        };
-        Ok(self.outcome(outcome))
+        span.record("stall_ms", millis(stall)).record("queue_depth", self.progress.queue_depth);
+        let Copied { generation, time: copy, dropped, .. } = copied;
+        Ok(self.outcome(Outcome { step, generation: Some(generation), stall, copy, dropped, ..Outcome::default() }))
     }
 
     fn outcome(&mut self, outcome: Outcome) -> Outcome {
@@ -333,10 +420,17 @@ impl Engine {
     }
 
     /// Copies into a slot; none if it is to be skipped.
-    fn copy(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Option<Copied>> {
+    fn copy(
+        &mut self,
+        step: u64,
+        tensors: &[TensorView<'_>],
+        deferred: &[Deferred],
+        blobs: &[Blob<'_>],
+        metadata: &Metadata,
+    ) -> Result<Option<Filling>> {
         let mut grown = false;
         loop {
-            let plan = Plan::new(step, tensors, blobs, metadata)?;
+            let plan = Plan::new(step, tensors, deferred, blobs, metadata)?;
             let holds = self.arena.as_ref().is_some_and(|arena| arena.holds(plan.data_bytes));
             if !holds && !self.make_arena(plan.slot_bytes())? {
                 return Ok(None);
@@ -348,9 +442,9 @@ impl Engine {
             let drop = self.options.back_pressure == BackPressure::DropOldestUncommitted;
             // Nobody but this process takes free slots, but the agent may have taken the one that would have been dropped.
             let Some(claimed) = arena.claim(drop)? else { continue };
-            let (dropped, bytes, needed, begun) = (claimed.dropped, plan.copied_bytes, plan.slot_bytes(), Instant::now());
-            match self.pool.install(|| claimed.fill(plan, step, self.options.world)) {
-                Ok(generation) => return Ok(Some(Copied { generation, time: begun.elapsed(), bytes, dropped })),
+            let (bytes, needed, begun) = (plan.copied_bytes, plan.slot_bytes(), Instant::now());
+            match self.pool.install(|| claimed.fill(plan)) {
+                Ok(filled) => return Ok(Some(Filling { filled, time: begun.elapsed(), bytes })),
                 // The description has grown.
                 Err(e) if e.kind() == ErrorKind::LimitExceeded && !grown => {
                     grown = true;
@@ -368,7 +462,7 @@ impl Engine {
         let drop = self.options.back_pressure == BackPressure::DropOldestUncommitted;
         let mut pause = Pause::new();
         loop {
-            let words = self.arena.as_ref().map(Arena::words).transpose()?.unwrap_or_default();
+            let words = self.arena.as_ref().map(|arena| arena.words()).transpose()?.unwrap_or_default();
             if crate::slot::choose(&words, drop).is_some() {
                 return Ok(true);
             }
@@ -432,7 +526,7 @@ impl Engine {
         self.attach(Mode::GoOn)?;
         let arena = Arena::create(&self.rank.arena(), self.options.slots, slot_bytes, self.generation)?;
         arena.set_session(self.progress.session)?;
-        self.arena = Some(arena);
+        self.arena = Some(Arc::new(arena));
         self.attach(Mode::GoOn)?;
         Ok(true)
     }
@@ -487,6 +581,7 @@ impl Engine {
     /// Ends a run that is over: waits until everything is in the first tier, and frees the memory of this run on this host. An error, and
     /// nothing is freed, if the last save has failed for good: its raw state may be all that there is.
     pub fn finish(mut self) -> Result<()> {
+        self.check_finished()?;
         loop {
             let waited = self.wait(Until::Durable, ASK * 10)?;
             if waited.failed {
@@ -698,6 +793,77 @@ impl std::fmt::Debug for Interruption {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Interruption({})", self.0.is_some())
     }
+}
+
+/// The call of a save.
+#[derive(Debug, Clone, Copy)]
+struct Begun {
+    step: u64,
+    at: Instant,
+    time_ms: u64,
+    /// How long the trainer stood still before `at`.
+    stall: Duration,
+}
+
+impl Begun {
+    fn new(step: u64) -> Self {
+        Self { step, at: Instant::now(), time_ms: now_ms(), stall: Duration::ZERO }
+    }
+
+    /// How long it has stood still so far.
+    fn stall(&self) -> Duration {
+        self.stall + self.at.elapsed()
+    }
+}
+
+/// A save that has begun, of which a device copies a part. Dropped, it is given up: nobody may be writing into its buffers then.
+#[derive(Debug)]
+pub struct Saving {
+    begun: Begun,
+    filled: Option<Filling>,
+    token: Arc<()>,
+}
+
+impl Saving {
+    /// Whether it is skipped because no slot was free: it has no buffers, and finishing it saves nothing.
+    pub fn is_skipped(&self) -> bool {
+        self.filled.is_none()
+    }
+
+    /// Memory in the arena for each tensor that comes later, in their order, those left out that are tied to others.
+    pub fn buffers(&mut self) -> Result<Vec<&mut [u8]>> {
+        self.filled.as_mut().map_or_else(|| Ok(Vec::new()), |filling| filling.filled.deferred())
+    }
+
+    /// The arena that they are in.
+    pub fn mapping(&self) -> Option<Mapping> {
+        self.filled.as_ref().map(|filling| Mapping(filling.filled.arena().clone()))
+    }
+}
+
+/// The memory of an arena, for a device that has to be told of it (`cudaHostRegister`). It stays mapped for as long as this lives.
+#[derive(Debug, Clone)]
+pub struct Mapping(Arc<Arena>);
+
+impl Mapping {
+    /// Where it begins.
+    pub fn address(&self) -> *const u8 {
+        self.0.span().0
+    }
+
+    /// Bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.span().1
+    }
+}
+
+/// A slot that has been filled, but for what comes later.
+#[derive(Debug)]
+struct Filling {
+    filled: Filled,
+    /// How long that took.
+    time: Duration,
+    bytes: u64,
 }
 
 /// A state that was copied.

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use tensorcask::{Blob, Dtype, Error, Metadata, Rect, Result, TensorView};
+use tensorcask::{Blob, Dtype, Error, Metadata, Rect, Result, RoleAndParam, TensorView, infer_role};
 
 use crate::memory::LINE;
 
@@ -69,11 +69,45 @@ impl Piece {
     }
 }
 
+/// A tensor, or a shard of one, whose bytes come later: [`Engine::begin_save`](crate::Engine::begin_save) says where they go.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Deferred {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<u64>,
+    rect: Rect,
+    bytes: usize,
+    same_as: Option<usize>,
+}
+
+impl Deferred {
+    /// Of a tensor of this shape, the part that `rect` says. What it is to training follows from its name
+    /// ([`infer_role`](tensorcask::infer_role)).
+    pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[u64], rect: Rect) -> Result<Self> {
+        let (name, shape) = (name.into(), shape.to_vec());
+        let bytes = rect.element_count().and_then(|count| dtype.byte_count(count)).and_then(|bytes| usize::try_from(bytes).ok());
+        match bytes.filter(|_| rect.fits(&shape)) {
+            Some(bytes) => Ok(Self { name, dtype, shape, rect, bytes, same_as: None }),
+            None => {
+                let message = format!("{:?} from {:?} on is no part of shape {shape:?}", rect.shape, rect.offset);
+                Err(Error::invalid(message).tensor(name))
+            }
+        }
+    }
+
+    /// It has the same bytes as another, by its place in the list of those that come later: tied tensors are copied once.
+    #[must_use]
+    pub fn tied_to(self, other: usize) -> Self {
+        Self { same_as: Some(other), ..self }
+    }
+}
+
 /// A save that is about to be copied: where each byte of the caller's memory goes.
 #[derive(Debug)]
 pub(crate) struct Plan<'a> {
     image: Image,
-    sources: Vec<&'a [u8]>,
+    /// What each piece is copied from; none for what comes later.
+    sources: Vec<Option<&'a [u8]>>,
     /// Bytes of all pieces, gaps between them included.
     pub data_bytes: usize,
     /// Bytes that are copied.
@@ -81,12 +115,18 @@ pub(crate) struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    pub(crate) fn new(step: u64, tensors: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], metadata: &Metadata) -> Result<Self> {
+    pub(crate) fn new(
+        step: u64,
+        tensors: &'a [TensorView<'a>],
+        deferred: &[Deferred],
+        blobs: &'a [Blob<'a>],
+        metadata: &Metadata,
+    ) -> Result<Self> {
         let mut plan = Self {
             image: Image {
                 step,
                 time_ms: crate::now_ms(),
-                tensors: Vec::with_capacity(tensors.len()),
+                tensors: Vec::with_capacity(tensors.len() + deferred.len()),
                 blobs: Vec::with_capacity(blobs.len()),
                 user: metadata.user.clone(),
                 file: metadata.file.clone(),
@@ -99,7 +139,7 @@ impl<'a> Plan<'a> {
         };
         let mut known: HashMap<(*const u8, usize), usize> = HashMap::new();
         for view in tensors {
-            let piece = plan.piece(view.data(), &mut known)?;
+            let piece = plan.shared_piece(view.data(), &mut known)?;
             plan.image.tensors.push(ImageTensor {
                 name: view.name().to_owned(),
                 dtype: view.dtype().name().to_owned(),
@@ -111,27 +151,50 @@ impl<'a> Plan<'a> {
                 piece,
             });
         }
+        let mut pieces = Vec::with_capacity(deferred.len());
+        for Deferred { name, dtype, shape, rect, bytes, same_as } in deferred {
+            let piece = match same_as {
+                None => plan.piece(*bytes, None)?,
+                Some(other) => {
+                    let piece = pieces.get(*other).copied().filter(|piece| plan.bytes_of(*piece) == Some(*bytes));
+                    piece.ok_or_else(|| Error::invalid("is tied to what comes after it, or has another size").tensor(name))?
+                }
+            };
+            pieces.push(piece);
+            let RoleAndParam { role, param, .. } = infer_role(name);
+            let (offset, extent) = (rect.offset.clone(), rect.shape.clone());
+            let (name, dtype, shape) = (name.clone(), dtype.name().to_owned(), shape.clone());
+            plan.image.tensors.push(ImageTensor { name, dtype, shape, offset, extent, role, param, piece });
+        }
         for blob in blobs {
-            let piece = plan.piece(&blob.data, &mut known)?;
+            let piece = plan.shared_piece(&blob.data, &mut known)?;
             plan.image.blobs.push(ImageBlob { rank: blob.rank, name: blob.name.clone(), piece });
         }
         Ok(plan)
     }
 
     /// The piece that holds these bytes; those that tensors share are copied once.
-    fn piece(&mut self, source: &'a [u8], known: &mut HashMap<(*const u8, usize), usize>) -> Result<usize> {
+    fn shared_piece(&mut self, source: &'a [u8], known: &mut HashMap<(*const u8, usize), usize>) -> Result<usize> {
         if let Some(piece) = known.get(&(source.as_ptr(), source.len())) {
             return Ok(*piece);
         }
-        let number = self.sources.len();
-        known.insert((source.as_ptr(), source.len()), number);
-        let at = self.data_bytes;
-        let end = at.checked_add(source.len()).and_then(|end| end.checked_next_multiple_of(LINE));
+        let piece = self.piece(source.len(), Some(source))?;
+        known.insert((source.as_ptr(), source.len()), piece);
+        Ok(piece)
+    }
+
+    fn piece(&mut self, bytes: usize, source: Option<&'a [u8]>) -> Result<usize> {
+        let (number, at) = (self.sources.len(), self.data_bytes);
+        let end = at.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(LINE));
         self.data_bytes = end.ok_or_else(|| Error::limit("a state of more bytes than this machine can address"))?;
-        self.copied_bytes += source.len() as u64;
-        self.image.pieces.push(Piece { at, bytes: source.len() });
+        self.copied_bytes += bytes as u64;
+        self.image.pieces.push(Piece { at, bytes });
         self.sources.push(source);
         Ok(number)
+    }
+
+    fn bytes_of(&self, piece: usize) -> Option<usize> {
+        self.image.pieces.get(piece).map(|piece| piece.bytes)
     }
 
     /// Bytes that a slot should have for states like this one: some more, for metadata that grows.
@@ -142,17 +205,20 @@ impl<'a> Plan<'a> {
         self.data_bytes + described + 100 * self.image.blobs.len() + crcs + 2 * user + (64 << 10)
     }
 
-    /// Copies everything through `write` (place in the slot, bytes), in parallel, with checksums on the way; then the description.
-    pub(crate) fn copy(mut self, write: impl Fn(usize, &[u8]) -> Result<()> + Sync) -> Result<Vec<u8>> {
+    /// Copies everything that is there through `write` (place in the slot, bytes), in parallel, with checksums on the way; then describes it.
+    pub(crate) fn copy(mut self, write: impl Fn(usize, &[u8]) -> Result<()> + Sync) -> Result<Copied> {
         let pieces = self.image.pieces.iter().zip(&self.sources);
-        let extents: Vec<(Piece, &[u8])> = pieces
+        let extents: Vec<(Piece, Option<&[u8]>)> = pieces
             .flat_map(|(piece, source)| {
-                piece
-                    .extents()
-                    .map(|extent| (extent, source.get(extent.at - piece.at..extent.at - piece.at + extent.bytes).unwrap_or_default()))
+                piece.extents().map(move |extent| {
+                    let at = extent.at - piece.at;
+                    (extent, source.map(|source| source.get(at..at + extent.bytes).unwrap_or_default()))
+                })
             })
             .collect();
-        let copy = |(extent, source): &(Piece, &[u8])| -> Result<u32> {
+        let copy = |(extent, source): &(Piece, Option<&[u8]>)| -> Result<u32> {
+            // As long as any: what is described now takes no fewer bytes than what will be.
+            let Some(source) = source else { return Ok(u32::MAX) };
             let mut crc = crc32fast::Hasher::new();
             for (nth, bytes) in source.chunks(CACHED_BYTES).enumerate() {
                 crc.update(bytes);
@@ -161,7 +227,55 @@ impl<'a> Plan<'a> {
             Ok(crc.finalize())
         };
         self.image.crcs = extents.par_iter().map(copy).collect::<Result<_>>()?;
-        serde_json::to_vec(&self.image).map_err(|e| Error::invalid(format!("the state cannot be described in JSON: {e}")))
+        let deferred = self.sources.iter().enumerate().filter(|(_, source)| source.is_none()).map(|(number, _)| number).collect();
+        let description = self.image.describe()?;
+        Ok(Copied { image: self.image, data_bytes: self.data_bytes, description, deferred })
+    }
+}
+
+impl Image {
+    fn describe(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(self).map_err(|e| Error::invalid(format!("the state cannot be described in JSON: {e}")))
+    }
+}
+
+/// A save that has been copied, but for what comes later.
+#[derive(Debug)]
+pub(crate) struct Copied {
+    image: Image,
+    /// Bytes of all pieces, gaps between them included.
+    pub data_bytes: usize,
+    /// What is to lie behind them; if something comes later, at least as long as that will be.
+    pub description: Vec<u8>,
+    /// Pieces that come later.
+    deferred: Vec<usize>,
+}
+
+impl Copied {
+    /// Place and bytes of each tensor that comes later, those that are tied to others left out.
+    pub(crate) fn deferred(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.deferred.iter().filter_map(|number| self.image.pieces.get(*number)).map(|piece| (piece.at, piece.bytes))
+    }
+
+    /// What came later is there, and is read through `read` (place in the slot, bytes): describes it all anew.
+    pub(crate) fn complete<'s>(&mut self, read: impl Fn(usize, usize) -> Result<&'s [u8]> + Sync) -> Result<()> {
+        if self.deferred.is_empty() {
+            return Ok(());
+        }
+        let extents: Vec<Option<Piece>> = (0..)
+            .zip(&self.image.pieces)
+            .flat_map(|(number, piece)| {
+                let comes_later = self.deferred.binary_search(&number).is_ok();
+                piece.extents().map(move |extent| comes_later.then_some(extent))
+            })
+            .collect();
+        let crc = |(extent, known): (&Option<Piece>, &u32)| match extent {
+            Some(extent) => read(extent.at, extent.bytes).map(crc32fast::hash),
+            None => Ok(*known),
+        };
+        self.image.crcs = extents.par_iter().zip(&self.image.crcs).map(crc).collect::<Result<_>>()?;
+        self.description = self.image.describe()?;
+        Ok(())
     }
 }
 

@@ -42,12 +42,13 @@ mod restore;
 pub use agent::{AgentOptions, Ended, run_agent};
 pub use agreement::{Agreement, agree};
 pub use connection::{agent_metrics, agent_status, stop_agent};
-pub use engine::{Engine, Outcome, Until, Waited};
+pub use engine::{Engine, Mapping, Outcome, Saving, Until, Waited};
+pub use image::Deferred;
 pub use options::{BackPressure, Encode, EngineOptions, OnAgentLoss};
 pub use place::FOLDER_VARIABLE;
 pub use places::{SnapshotPlace, places_beside};
 pub use protocol::Failure;
-pub use restore::{Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
+pub use restore::{Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
 pub use status::{AgentStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
 
 /// Threads of a runtime that read and write files. Each keeps some megabytes of the allocator's, and there would be hundreds.

@@ -71,6 +71,30 @@ impl Shared {
         Ok(())
     }
 
+    /// Bytes to be written by somebody else, a device: place and number of each, which must not overlap.
+    ///
+    /// The caller is the only writer of these bytes: by the protocol, it is filling the slot, and nobody reads it meanwhile. It asks for them
+    /// once at a time.
+    #[allow(clippy::mut_from_ref, reason = "shared memory: the protocol says who may write")]
+    pub(crate) fn writable(&self, parts: &[(usize, usize)]) -> Result<Vec<&mut [u8]>> {
+        let mut order = parts.to_vec();
+        order.sort_unstable();
+        if order.iter().zip(order.iter().skip(1)).any(|(a, b)| a.0.saturating_add(a.1) > b.0) {
+            return Err(Error::invalid("parts of the arena overlap"));
+        }
+        let part = |&(offset, length): &(usize, usize)| {
+            self.check(offset, length)?;
+            // SAFETY: in bounds; no two of these overlap, and nobody else has references to bytes of a slot that is being filled.
+            Ok(unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(offset), length) })
+        };
+        parts.iter().map(part).collect()
+    }
+
+    /// Where it begins, and its bytes: for a device that has to be told of memory.
+    pub(crate) fn span(&self) -> (*const u8, usize) {
+        (self.map.as_ptr(), self.map.len())
+    }
+
     fn check(&self, offset: usize, length: usize) -> Result<()> {
         match offset.checked_add(length) {
             Some(end) if end <= self.len() => Ok(()),

@@ -1,9 +1,10 @@
 //! Where a state comes back from: the nearest place that has it whole.
 
-use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tensorcask::wire::{DirectoryTensor, Id};
@@ -65,8 +66,28 @@ pub struct RestoredTensor<'a> {
     pub role: String,
     /// The parameter it belongs to.
     pub param: String,
-    /// The elements: borrowed from the arena, or read.
-    pub data: Cow<'a, [u8]>,
+    /// The elements, which tensors that are tied to each other share.
+    pub data: Elements<'a>,
+}
+
+/// Bytes of a tensor that was restored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Elements<'a> {
+    /// In the arena.
+    Borrowed(&'a [u8]),
+    /// Read.
+    Owned(Arc<Vec<u8>>),
+}
+
+impl Deref for Elements<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Borrowed(bytes) => bytes,
+            Self::Owned(bytes) => bytes,
+        }
+    }
 }
 
 /// A state that was restored; every byte has been compared with its checksum.
@@ -210,7 +231,7 @@ impl Engine {
                     rect: view.rect().clone(),
                     role: view.role().to_owned(),
                     param: view.param().to_owned(),
-                    data: Cow::Borrowed(view.data()),
+                    data: Elements::Borrowed(view.data()),
                 });
                 Ok(Some(restored(stored.step(), Source::Slot, tensors.collect(), stored.blobs(), stored.metadata())))
             };
@@ -399,16 +420,17 @@ impl Wanted<'_> {
         }
     }
 
-    /// Those of a snapshot, with what of each.
-    fn of_snapshot(&self, tensors: Vec<DirectoryTensor>) -> Result<Vec<(DirectoryTensor, Rect)>> {
-        let whole = |tensor: DirectoryTensor| {
+    /// Those of a snapshot, with the number of the one that is stored for each, and what of it.
+    fn of_snapshot(&self, tensors: Vec<DirectoryTensor>) -> Result<Vec<(DirectoryTensor, usize, Rect)>> {
+        let numbered = tensors.into_iter().enumerate().map(|(number, tensor)| (tensor.alias_of.unwrap_or(number), tensor));
+        let whole = |(stored, tensor): (usize, DirectoryTensor)| {
             let rect = Rect::whole(&tensor.shape);
-            (tensor, rect)
+            (tensor, stored, rect)
         };
-        let Self::Parts(parts) = self else { return Ok(tensors.into_iter().map(whole).collect()) };
-        let mut by_name: HashMap<_, _> = tensors.into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect();
+        let Self::Parts(parts) = self else { return Ok(numbered.map(whole).collect()) };
+        let mut by_name: HashMap<_, _> = numbered.map(|(stored, tensor)| (tensor.name.clone(), (stored, tensor))).collect();
         let part = |(name, Part { shape, rect }): (&String, &Part)| {
-            let tensor = by_name.remove(name).ok_or_else(|| Error::not_found("the snapshot has no such tensor").tensor(name))?;
+            let (stored, tensor) = by_name.remove(name).ok_or_else(|| Error::not_found("the snapshot has no such tensor").tensor(name))?;
             if *shape != tensor.shape || !rect.fits(shape) {
                 let message = format!(
                     "the snapshot has shape {:?}; wanted is {:?} from {:?} on of shape {shape:?}",
@@ -416,7 +438,7 @@ impl Wanted<'_> {
                 );
                 return Err(Error::invalid(message).tensor(name));
             }
-            Ok((tensor, rect.clone()))
+            Ok((tensor, stored, rect.clone()))
         };
         parts.iter().map(part).collect()
     }
@@ -425,27 +447,36 @@ impl Wanted<'_> {
 /// The wanted tensors of a snapshot, and all its blobs.
 async fn read_all<'a>(snapshot: &Snapshot, parts: Wanted<'_>, source: Source) -> Result<Restored<'a>> {
     let tensors = parts.of_snapshot(snapshot.tensors())?;
-    let mut data = Vec::with_capacity(tensors.len());
-    for (tensor, rect) in &tensors {
+    // Tied tensors are read once.
+    let mut numbers: HashMap<(usize, &Rect), usize> = HashMap::new();
+    let (mut places, mut requests, mut data) = (Vec::with_capacity(tensors.len()), Vec::new(), Vec::new());
+    for (tensor, stored, rect) in &tensors {
+        let number = *numbers.entry((*stored, rect)).or_insert(data.len());
+        places.push(number);
+        if number < data.len() {
+            continue;
+        }
         let bytes = byte_count(tensor.dtype, rect).ok_or_else(|| Error::limit("a tensor of this size").tensor(&tensor.name))?;
         let mut buffer = Vec::new();
         buffer.try_reserve_exact(bytes).map_err(|e| Error::limit(format!("no memory for {bytes} bytes")).tensor(&tensor.name).source(e))?;
         buffer.resize(bytes, 0u8);
         data.push(buffer);
+        let ranges = rect.offset.iter().zip(&rect.shape).map(|(&start, &extent)| start..start.saturating_add(extent));
+        requests.push((tensor.name.as_str(), Slice::ranges(ranges.collect::<Vec<_>>())));
     }
-    let requests = tensors.iter().zip(&mut data).map(|((tensor, rect), buffer)| {
-        let ranges: Vec<_> = rect.offset.iter().zip(&rect.shape).map(|(&start, &extent)| start..start.saturating_add(extent)).collect();
-        (tensor.name.as_str(), Slice::ranges(ranges), buffer.as_mut_slice())
-    });
+    let requests = requests.into_iter().zip(&mut data).map(|((name, slice), buffer)| (name, slice, buffer.as_mut_slice()));
     snapshot.read_many_into(requests.collect()).await?;
-    let tensors = tensors.into_iter().zip(data).map(|((tensor, rect), data)| RestoredTensor {
-        rect,
-        name: tensor.name,
-        dtype: tensor.dtype,
-        shape: tensor.shape,
-        role: tensor.role,
-        param: tensor.param,
-        data: Cow::Owned(data),
+    let data: Vec<Arc<Vec<u8>>> = data.into_iter().map(Arc::new).collect();
+    let tensors = tensors.iter().zip(places).filter_map(|((tensor, _, rect), place)| {
+        Some(RestoredTensor {
+            rect: rect.clone(),
+            name: tensor.name.clone(),
+            dtype: tensor.dtype,
+            shape: tensor.shape.clone(),
+            role: tensor.role.clone(),
+            param: tensor.param.clone(),
+            data: Elements::Owned(data.get(place)?.clone()),
+        })
     });
     let mut blobs = Vec::new();
     // The receipt of what was rounded is the writer's, and no part of the state.

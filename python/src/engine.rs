@@ -1,6 +1,6 @@
 //! `Engine`: a trainer's side of the asynchronous engine, and the agent's process.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::ThreadId;
@@ -12,10 +12,10 @@ use pyo3::sync::MutexExt;
 use pyo3::types::{PyBytes, PyDict};
 use rayon::prelude::*;
 use tensorcask::codec::Objective;
-use tensorcask::{At, Error, ErrorKind, Policy, Precision, Rect};
+use tensorcask::{At, Dtype, Error, ErrorKind, Policy, Precision, Rect};
 use tensorcask_engine::{
-    AgentOptions, BackPressure, Encode, Ended, EngineOptions, OnAgentLoss, Part, Restored, Source, Until, agent_status, agree, run_agent,
-    stop_agent,
+    AgentOptions, BackPressure, Deferred, Encode, Ended, EngineOptions, Mapping, OnAgentLoss, Outcome, Part, Restored, RestoredTensor,
+    Source, Until, agent_status, agree, run_agent, stop_agent,
 };
 
 use crate::buffer::{self, Target, writable};
@@ -27,6 +27,8 @@ const INTERVAL: Duration = Duration::from_millis(100);
 
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()?;
+    module.add_class::<Saving>()?;
+    module.add_class::<ArenaMapping>()?;
     module.add_function(wrap_pyfunction!(newest_common_step, module)?)?;
     module.add_function(wrap_pyfunction!(serve, module)?)?;
     module.add_function(wrap_pyfunction!(status, module)?)?;
@@ -49,6 +51,8 @@ pub(crate) struct Engine {
 type Place = (&'static str, Option<String>);
 /// Whether it was reached, step and reason of saves that failed, and what stands in the way.
 type Waited = (bool, Vec<(u64, String)>, Option<String>);
+/// Name, dtype, global shape, first index and extent per dimension, and the place of another that has the same bytes.
+type DeferredRow = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, Option<usize>);
 /// Name, global shape, first index and extent per dimension.
 type NamedPart = (String, Vec<u64>, Vec<u64>, Vec<u64>);
 
@@ -108,24 +112,54 @@ impl Engine {
             let (views, blobs) = lent.views(rank)?;
             engine.save(step, &views, &blobs, &metadata)
         });
-        let saved = saved.map_err(|error| match self.raised.lock() {
-            Ok(mut raised) => raised.take().unwrap_or_else(|| raise(&error)),
-            Err(_) => raise(&error),
-        })?;
-        let facts = PyDict::new(py);
-        facts.set_item("step", saved.step)?;
-        facts.set_item("saved", saved.generation.is_some())?;
-        facts.set_item("stall", saved.stall.as_secs_f64())?;
-        facts.set_item("copy", saved.copy.as_secs_f64())?;
-        facts.set_item("dropped", saved.dropped)?;
-        facts.set_item("failures", saved.failures.iter().map(|failure| (failure.step, failure.message.as_str())).collect::<Vec<_>>())?;
-        facts.set_item("problem", saved.problem)?;
-        facts.set_item("queue_depth", saved.queue_depth)?;
-        Ok(facts)
+        facts_of(py, &saved.map_err(|error| self.told(&error))?)
+    }
+
+    /// Begins a save of which some tensors come later: rows of name, dtype, global shape, first index, extent, and the place in this list of
+    /// another that has the same bytes.
+    #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
+    fn begin_save(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        rank: u32,
+        tensors: Vec<Shard<'_>>,
+        blobs: Vec<NamedBytes<'_>>,
+        user: &str,
+        metadata: BTreeMap<String, String>,
+        deferred: Vec<DeferredRow>,
+    ) -> PyResult<Saving> {
+        let lent = Lent::new(py, tensors, blobs)?;
+        let metadata = metadata_of(user, metadata)?;
+        let row = |(name, dtype, shape, offset, extent, tied): DeferredRow| {
+            let dtype = Dtype::from_name(&dtype).map_err(|e| e.tensor(name.as_str()))?;
+            let deferred = Deferred::new(name, dtype, &shape, Rect { offset, shape: extent })?;
+            Ok(match tied {
+                None => deferred,
+                Some(other) => deferred.tied_to(other),
+            })
+        };
+        let deferred: Vec<Deferred> = deferred.into_iter().map(row).collect::<tensorcask::Result<_>>().map_err(|e| raise(&e))?;
+        let mut engine = self.lock(py)?;
+        let engine = opened(&mut engine)?;
+        let begun = py.detach(|| {
+            let (views, blobs) = lent.views(rank)?;
+            engine.begin_save(step, &views, &deferred, &blobs, &metadata)
+        });
+        Ok(Saving { inner: Mutex::new(Some(begun.map_err(|error| self.told(&error))?)) })
+    }
+
+    /// Ends a save whose buffers have all been written; facts of it.
+    fn finish_save<'py>(&self, py: Python<'py>, saving: &Saving) -> PyResult<Bound<'py, PyDict>> {
+        let saving = saving.inner.lock_py_attached(py).map_err(|_| poisoned())?.take();
+        let saving = saving.ok_or_else(|| PyValueError::new_err("this save has ended"))?;
+        let mut engine = self.lock(py)?;
+        let engine = opened(&mut engine)?;
+        facts_of(py, &py.detach(|| engine.finish_save(saving)).map_err(|error| self.told(&error))?)
     }
 
     /// Restores a step, or the newest; of some tensors a part, if `parts` names them. `places` is called with what was found, a row for
-    /// each tensor (name, dtype, global shape, first index, extent) and one for each blob (rank, name, bytes), and gives a buffer for each
+    /// each tensor (name, dtype, global shape, first index, extent, the name of one before it that it is tied to) and one for each blob (rank, name, bytes), and gives a buffer for each
     /// tensor, or None. Facts of what was found.
     fn restore<'py>(
         &self,
@@ -216,6 +250,14 @@ impl Engine {
 }
 
 impl Engine {
+    /// An error, or what a signal's handler raised instead.
+    fn told(&self, error: &Error) -> PyErr {
+        match self.raised.lock() {
+            Ok(mut raised) => raised.take().unwrap_or_else(|| raise(error)),
+            Err(_) => raise(error),
+        }
+    }
+
     fn lock<'s>(&'s self, py: Python<'_>) -> PyResult<MutexGuard<'s, Option<tensorcask_engine::Engine>>> {
         if self.pid != std::process::id() {
             return Err(raise(&Error::invalid("this engine belongs to the process that this one was forked from; make another")));
@@ -241,6 +283,70 @@ impl Drop for Engine {
     }
 }
 
+/// What a save did, by name.
+fn facts_of<'py>(py: Python<'py>, saved: &Outcome) -> PyResult<Bound<'py, PyDict>> {
+    let facts = PyDict::new(py);
+    facts.set_item("step", saved.step)?;
+    facts.set_item("saved", saved.generation.is_some())?;
+    facts.set_item("stall", saved.stall.as_secs_f64())?;
+    facts.set_item("copy", saved.copy.as_secs_f64())?;
+    facts.set_item("dropped", saved.dropped)?;
+    facts.set_item("failures", saved.failures.iter().map(|failure| (failure.step, failure.message.as_str())).collect::<Vec<_>>())?;
+    facts.set_item("problem", &saved.problem)?;
+    facts.set_item("queue_depth", saved.queue_depth)?;
+    Ok(facts)
+}
+
+/// A save that has begun. Nobody may be writing into its buffers when it goes.
+#[pyclass(module = "tensorcask._native", frozen)]
+pub(crate) struct Saving {
+    inner: Mutex<Option<tensorcask_engine::Saving>>,
+}
+
+#[pymethods]
+impl Saving {
+    /// Whether no slot was free for it.
+    #[getter]
+    fn is_skipped(&self, py: Python<'_>) -> PyResult<bool> {
+        self.with(py, |saving| Ok(saving.is_skipped()))
+    }
+
+    /// Address and bytes of the memory for each tensor that comes later, those that are tied to others left out.
+    fn buffers(&self, py: Python<'_>) -> PyResult<Vec<(usize, usize)>> {
+        self.with(py, |saving| Ok(saving.buffers()?.into_iter().map(|buffer| (buffer.as_mut_ptr() as usize, buffer.len())).collect()))
+    }
+
+    /// The arena that these are in.
+    fn mapping(&self, py: Python<'_>) -> PyResult<Option<ArenaMapping>> {
+        self.with(py, |saving| Ok(saving.mapping().map(ArenaMapping)))
+    }
+}
+
+impl Saving {
+    fn with<T>(&self, py: Python<'_>, ask: impl FnOnce(&mut tensorcask_engine::Saving) -> tensorcask::Result<T>) -> PyResult<T> {
+        let mut saving = self.inner.lock_py_attached(py).map_err(|_| poisoned())?;
+        let saving = saving.as_mut().ok_or_else(|| PyValueError::new_err("this save has ended"))?;
+        ask(saving).map_err(|e| raise(&e))
+    }
+}
+
+/// The memory of an arena; it stays mapped for as long as this lives.
+#[pyclass(module = "tensorcask._native", frozen)]
+pub(crate) struct ArenaMapping(Mapping);
+
+#[pymethods]
+impl ArenaMapping {
+    #[getter]
+    fn address(&self) -> usize {
+        self.0.address() as usize
+    }
+
+    #[getter]
+    fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+}
+
 fn opened(engine: &mut Option<tensorcask_engine::Engine>) -> PyResult<&mut tensorcask_engine::Engine> {
     engine.as_mut().ok_or_else(|| PyValueError::new_err("the engine is closed"))
 }
@@ -254,12 +360,14 @@ fn place_of(source: &Source) -> Place {
 }
 
 /// Copies what was restored to where Python wants it.
-fn fill(py: Python<'_>, found: &Restored<'_>, places: &Bound<'_, PyAny>) -> PyResult<()> {
-    let rows: Vec<_> = found
-        .tensors
-        .iter()
-        .map(|tensor| (&tensor.name, tensor.dtype.name(), &tensor.shape, &tensor.rect.offset, &tensor.rect.shape))
-        .collect();
+fn fill<'a>(py: Python<'_>, found: &'a Restored<'_>, places: &Bound<'_, PyAny>) -> PyResult<()> {
+    let mut first: HashMap<(*const u8, usize), &str> = HashMap::new();
+    let row = |tensor: &'a RestoredTensor<'_>| {
+        let tied = *first.entry((tensor.data.as_ptr(), tensor.data.len())).or_insert(&tensor.name);
+        let tied = (tied != tensor.name && !tensor.data.is_empty()).then_some(tied);
+        (&tensor.name, tensor.dtype.name(), &tensor.shape, &tensor.rect.offset, &tensor.rect.shape, tied)
+    };
+    let rows: Vec<_> = found.tensors.iter().map(row).collect();
     let blobs: Vec<_> = found.blobs.iter().map(|blob| (blob.rank, &blob.name, PyBytes::new(py, &blob.data))).collect();
     let buffers: Vec<Option<Bound<'_, PyAny>>> = places.call1((found.step, rows, blobs))?.extract()?;
     if buffers.len() != found.tensors.len() {

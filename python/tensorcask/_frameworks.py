@@ -64,7 +64,7 @@ class RawTensor:
 
 @dataclass(frozen=True)
 class Lent:
-    """An array of a framework, lent as bytes. ``keep`` owns the memory.
+    """An array of a framework, lent as bytes. ``keep`` owns the memory; without a buffer, the bytes are still to be fetched from it.
 
     ``whole`` and ``offset``: of a shard, the shape of the tensor that it is a part of, and its first index.
     """
@@ -142,18 +142,25 @@ def _import(framework: str) -> Any:
         ) from error
 
 
-def lend(value: Any, path: str, contiguous: dict[Any, Any] | None = None, sharded: bool = False) -> Lent:
+def lend(
+    value: Any,
+    path: str,
+    contiguous: dict[Any, Any] | None = None,
+    sharded: bool = False,
+    deferred: Callable[[Any], bool] | None = None,
+) -> Lent:
     """The bytes of an array, without a copy where it is contiguous and on the CPU.
 
     ``contiguous`` remembers copies, so that tensors which share memory still do. ``sharded``: of a DTensor, its local part.
+    ``deferred``: of which tensors of torch the bytes are not fetched; they have no buffer then, and ``keep`` is contiguous.
     """
     framework = framework_of(value)
     if sharded and is_dtensor(value):
         local, whole, offset = local_part(value, path)
-        lent = lend(local, path, contiguous)
+        lent = lend(local, path, contiguous, deferred=deferred)
         return replace(lent, whole=whole, offset=offset)
     if framework == "torch":
-        return _lend_torch(value, path, {} if contiguous is None else contiguous)
+        return _lend_torch(value, path, {} if contiguous is None else contiguous, deferred)
     if framework == "numpy":
         return _lend_numpy(value, path, "numpy", {} if contiguous is None else contiguous)
     if framework == "jax":
@@ -238,11 +245,17 @@ def check_torch(tensor: Any, path: str) -> str:
     return dtype
 
 
-def _lend_torch(tensor: Any, path: str, contiguous: dict[Any, Any]) -> Lent:
+def _lend_torch(tensor: Any, path: str, contiguous: dict[Any, Any], deferred: Callable[[Any], bool] | None) -> Lent:
     torch = sys.modules["torch"]
     dtype = check_torch(tensor, path)
     shape = torch_shape_in_store(dtype, tuple(tensor.shape), path)
-    key = None
+    key: tuple[Any, ...] | None = None
+    if deferred is not None and tensor.numel() and deferred(tensor):
+        key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        if key not in contiguous:
+            contiguous[key] = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            contiguous[(key, "owner")] = tensor
+        return Lent("torch", dtype, shape, None, contiguous[key])
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
     plain = contiguous.get(key) if key is not None else tensor.detach()

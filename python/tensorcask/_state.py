@@ -40,19 +40,27 @@ class Flat:
     blobs: dict[str, Any] = field(default_factory=dict)
 
 
-def flatten(state: Any, on_unsupported: OnUnsupported = None, *, sharded: bool = False) -> Flat:
-    """Takes a state apart. Names are the keys on the way to a tensor, joined by points. ``sharded``: of a DTensor, its local part."""
+def flatten(
+    state: Any,
+    on_unsupported: OnUnsupported = None,
+    *,
+    sharded: bool = False,
+    deferred: Callable[[Any], bool] | None = None,
+) -> Flat:
+    """Takes a state apart. Names are the keys on the way to a tensor, joined by points. ``sharded``: of a DTensor, its local part.
+    ``deferred``: of which tensors the bytes are not fetched."""
     if isinstance(on_unsupported, str) and on_unsupported not in ("error", "skip"):
         raise ValueError(f"on_unsupported={on_unsupported!r}: use 'error', 'skip' or a function of path and value")
-    flattener = _Flattener(on_unsupported, sharded)
+    flattener = _Flattener(on_unsupported, sharded, deferred)
     flattener.add(state, (), True)
     return flattener.flat
 
 
 class _Flattener:
-    def __init__(self, on_unsupported: OnUnsupported, sharded: bool = False) -> None:
+    def __init__(self, on_unsupported: OnUnsupported, sharded: bool = False, deferred: Callable[[Any], bool] | None = None) -> None:
         self.flat = Flat()
         self.sharded = sharded
+        self.deferred = deferred
         self.on_unsupported = on_unsupported
         self.contiguous: dict[Any, Any] = {}
 
@@ -77,7 +85,7 @@ class _Flattener:
             if inner is not None:
                 self.container("dict", list(inner.items()), path)
             elif framework is not None:
-                lent = _frameworks.lend(value, _text(path), self.contiguous, self.sharded)
+                lent = _frameworks.lend(value, _text(path), self.contiguous, self.sharded, self.deferred)
                 name = self.name(path, self.flat.tensors)
                 self.flat.tensors[name] = lent
                 nodes.append(("tensor", (name, framework)))

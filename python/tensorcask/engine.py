@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from . import _frameworks, _native, _precision, _state
+from . import _device, _frameworks, _native, _precision, _state
 from ._state import OnUnsupported
-from ._store import _TREE, Store, _flat_arrays, check_step, parse_policy, user_json
+from ._store import _TREE, Store, _address, _flat_arrays, check_step, parse_policy, user_json
 
-__all__ = ["Engine", "Loadable", "Outcome", "Restored", "Waited", "agent_status", "stop_agent"]
+__all__ = ["Engine", "Loadable", "Outcome", "Restored", "Saving", "Waited", "agent_status", "stop_agent"]
 
 _AGENT_VARIABLE = "TENSORCASK_AGENT"
 
@@ -143,7 +143,9 @@ class Engine:
         if agent is None:
             agent = [] if os.environ.get(_AGENT_VARIABLE) else [sys.executable, "-P", "-m", "tensorcask.agent"]
         name, every = parse_policy(policy)
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._inline = rank, world, encode == "inline"
+        self._arena = _device.Arena()
+        self._saving: Saving | None = None
         self._native = _native.Engine(
             os.fspath(store),
             {
@@ -191,15 +193,65 @@ class Engine:
 
         Tensors may change as soon as it has returned. ``FencedError`` once another job has taken the store over.
         """
-        flat = _state.flatten(state, on_unsupported, sharded=True)
-        tensors = [
-            (name, lent.dtype, lent.whole or lent.shape, lent.offset or [0] * len(lent.shape), lent.shape, lent.buffer)
-            for name, lent in flat.tensors.items()
-            if not lent.is_empty_shard
-        ]
+        return self.begin_save(state, step=step, user=user, metadata=metadata, on_unsupported=on_unsupported).wait()
+
+    def begin_save(
+        self,
+        state: Any,
+        *,
+        step: int,
+        user: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        on_unsupported: OnUnsupported = None,
+    ) -> Saving:
+        """As :meth:`save`, and returns while the tensors of a GPU are still being copied, on a stream of their own.
+
+        Forward and backward may go on; call :meth:`Saving.wait` before anything of the state changes::
+
+            saving = engine.begin_save(state, step=step)
+            loss = model(batch).sum()
+            loss.backward()
+            saving.wait()
+            optimizer.step()
+
+        Tensors of the CPU are copied before it returns. The next call of this engine waits, too.
+        """
+        self._settle()
+        flat = _state.flatten(state, on_unsupported, sharded=True, deferred=None if self._inline else _device.is_on_device)
+        tensors: list[Any] = []
+        deferred: list[Any] = []
+        sources: list[Any] = []
+        places: dict[int, int] = {}
+        for name, lent in flat.tensors.items():
+            if lent.is_empty_shard:
+                continue
+            row = (name, lent.dtype, lent.whole or lent.shape, lent.offset or [0] * len(lent.shape), lent.shape)
+            if lent.buffer is not None:
+                tensors.append((*row, lent.buffer))
+                continue
+            tied = places.setdefault(id(lent.keep), len(deferred))
+            if tied == len(deferred):
+                sources.append(lent.keep)
+            deferred.append((*row, None if tied == len(deferred) else tied))
         blobs = [*flat.blobs.items(), (_TREE, _native.encode_tree(flat.nodes))]
         arguments = (check_step(step), self._rank, tensors, blobs, user_json(user), dict(metadata or {}))
-        return Outcome(**self._native.save(*arguments))
+        if not deferred:
+            return Saving(self, None, None, Outcome(**self._native.save(*arguments)))
+        try:
+            native = self._native.begin_save(*arguments, deferred)
+        except _native.StorageError:
+            # Memory that CUDA knows stays until it is told otherwise, and may be what a larger arena lacks.
+            if not self._arena.forget():
+                raise
+            native = self._native.begin_save(*arguments, deferred)
+        copies = _device.Copies() if native.is_skipped else self._arena.copy(native, sources)
+        self._saving = saving = Saving(self, native, copies, None)
+        return saving
+
+    def _settle(self) -> None:
+        """Ends a save that has begun."""
+        if self._saving is not None:
+            self._saving.wait()
 
     def restore(self, step: int | str = "latest", *, out: Any = None, framework: str | None = None) -> Restored:
         """Restores a step, or the newest, from the nearest place that has it whole: raw memory, encoded memory, then the tiers.
@@ -209,12 +261,14 @@ class Engine:
         DTensor with what its placements say, and stand in the result; a job on another number of ranks restores so. Ranks
         :meth:`agree` on a step first. ``framework`` as in :func:`tensorcask.load`.
         """
+        self._settle()
         targets = {} if out is None else dict(_flat_arrays(out))
         wanted = {name: _frameworks.wanted_part(target, f"out, `{name}`") for name, target in targets.items()}
         parts = None if out is None else [(name, part.whole, part.offset, part.extent) for name, part in wanted.items() if part]
         finished: dict[str, _frameworks.Place] = {}
         trees: list[tuple[int, list[_state.Node]]] = []
         blobs: dict[tuple[int, str], bytes] = {}
+        tied: dict[str, str] = {}
 
         def places(step: int, rows: list[Any], found_blobs: list[tuple[int, str, bytes]]) -> list[Any]:
             blobs.update({(rank, name): data for rank, name, data in found_blobs})
@@ -224,7 +278,7 @@ class Engine:
             nodes = [value for _, tree in trees for kind, value in tree if kind == "tensor"]
             saved_as = {value[0]: value[1] for value in nodes}
             buffers: list[Any] = []
-            for name, dtype, shape, _, extent in rows:
+            for name, dtype, shape, _, extent, first in rows:
                 if out is None and list(shape) != list(extent):
                     raise ValueError(f"tensor `{name}`: this rank holds a part of it; pass out= to say where it goes")
                 if out is None and trees and name not in saved_as:
@@ -234,6 +288,15 @@ class Engine:
                 part = wanted.get(name)
                 if part is not None:
                     place = _frameworks.place_in(part.memory, dtype, extent, name)
+                    filled = finished.get(first)
+                    if filled is not None and _address(place.buffer) == _address(filled.buffer) != 0:
+                        # Tied in memory, too.
+                        buffers.append(None)
+                        continue
+                elif first in finished and saved_as.get(first) == saved_as.get(name):
+                    tied[name] = first
+                    buffers.append(None)
+                    continue
                 else:
                     kind = framework or saved_as.get(name) or _frameworks.default_framework()
                     place = _frameworks.place(kind, dtype, extent, name)
@@ -243,6 +306,7 @@ class Engine:
 
         facts = self._native.restore(None if step == "latest" else check_step(step), parts, places)
         loaded: dict[str, Any] = {name: place.finish() for name, place in finished.items()}
+        loaded.update({name: loaded[first] for name, first in tied.items()})
         loaded.update(targets)
         state = _state.merge([_state.build(tree, _leaf(rank, loaded, blobs)) for rank, tree in trees]) if trees else loaded
         source, url = facts.pop("source")
@@ -282,17 +346,44 @@ class Engine:
         """Waits until the last save is ``encoded``, in memory, or ``durable``, in the first tier; or has failed."""
         if until not in ("encoded", "durable"):
             raise ValueError(f"until={until!r}: use 'encoded' or 'durable'")
+        self._settle()
         return Waited(*self._native.wait(until == "durable", timeout))
 
     def finish(self) -> None:
         """Ends a run that is over: waits until everything is in the first tier, and frees its shared memory. Raises, and frees nothing, if the
         last save has failed for good."""
         self.wait("durable")
+        self._arena.forget()
         self._native.finish()
 
     def close(self) -> None:
         """Lets go of the run. What is in shared memory stays, and the agent goes on with it."""
-        self._native.close()
+        try:
+            self._settle()
+        finally:
+            self._arena.forget()
+            self._native.close()
+
+
+class Saving:
+    """A save that :meth:`Engine.begin_save` has begun."""
+
+    def __init__(
+        self, engine: Engine, native: _native.Saving | None, copies: _device.Copies | None, outcome: Outcome | None
+    ) -> None:
+        self._engine, self._native, self._copies, self._outcome = engine, native, copies, outcome
+
+    def wait(self) -> Outcome:
+        """Waits until all is copied: the state is safe then, and its tensors may change."""
+        if self._outcome is not None:
+            return self._outcome
+        native, self._native = self._native, None
+        if native is None or self._copies is None:
+            raise ValueError("this save has failed")
+        self._engine._saving = None
+        self._copies.wait()
+        self._outcome = Outcome(**self._engine._native.finish_save(native))
+        return self._outcome
 
 
 def _leaf(rank: int, tensors: Mapping[str, Any], blobs: Mapping[tuple[int, str], bytes]) -> Any:

@@ -121,6 +121,94 @@ def test_restored_into_the_memory_of_the_caller(url, folder):
         engine.finish()
 
 
+def of_model(model, step):
+    return {"model": model.state_dict(), "tied": model.weight, "late": model.weight.t(), "scalar": model.bias[0].clone(), "step": step}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))])
+def test_tensors_of_a_device_go_straight_into_shared_memory(url, folder, device, monkeypatch):
+    # Those of the CPU go the same way here, but for streams.
+    monkeypatch.setattr("tensorcask._device.is_on_device", lambda tensor: tensor.device.type == device)
+    model = torch.nn.Linear(700, 500, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with tensorcask.Engine(url, folder=folder) as engine:
+        expected = {}
+        for step in range(1, 6):
+            state = of_model(model, step)
+            expected[step] = {name: value.detach().cpu().clone() for name, value in {**state["model"], **state}.items() if hasattr(value, "cpu")}
+            saving = engine.begin_save(state, step=step)
+            optimizer.zero_grad()
+            model(torch.randn(64, 700, device=device)).square().sum().backward()
+            outcome = saving.wait()
+            assert (outcome.step, outcome.saved, saving.wait()) == (step, True, outcome)
+            optimizer.step()
+            assert not torch.equal(model.weight.detach().cpu(), expected[step]["weight"])
+        found = engine.restore()
+        assert (found.step, found.source) == (5, "slot")
+        assert engine.wait("durable", 60).reached
+        # The next call waits for it.
+        engine.begin_save(of_model(model, 6), step=6)
+        assert engine.restore().step == 6
+        assert found.state["tied"] is found.state["model"]["weight"]
+        out = of_model(torch.nn.Linear(700, 500, device=device), 0)
+        assert torch.equal(engine.restore(out=out).state["model"]["weight"].detach().cpu(), model.weight.detach().cpu())
+        assert out["model"]["weight"].device.type == device
+        engine.begin_save(of_model(model, 7), step=7)
+    store = tensorcask.Store(url)
+    with tensorcask.Engine(url, folder=folder) as engine:
+        engine.finish()
+    for step, tensors in expected.items():
+        loaded = store.load(step)
+        assert torch.equal(loaded["model"]["weight"], tensors["weight"]) and torch.equal(loaded["tied"], tensors["weight"])
+        assert torch.equal(loaded["late"], tensors["weight"].t()) and torch.equal(loaded["scalar"], tensors["bias"][0])
+    assert store.load(7)["step"] == 7
+    stop_agent(folder)
+
+
+def test_tied_tensors_are_one_again(url, folder):
+    w = torch.arange(10_000.0).reshape(100, 100)
+    state = {"a": w, "b": w, "c": w.t(), "d": w.t(), "alone": w.clone(), "n": np.ones(3)}
+    with tensorcask.Engine(url, folder=folder) as engine:
+        engine.save(state, step=1)
+        engine.save({**state, "b": w + 1}, step=2)
+        assert engine.wait("durable", 60).reached
+        for step in (1, 2):
+            out = {name: torch.zeros(100, 100) for name in "abcd"} | {"alone": torch.zeros(100, 100), "n": np.zeros(3)}
+            for restored in (engine.restore(step), engine.restore(step, out=out)):
+                for name, value in state.items():
+                    assert torch.equal(torch.as_tensor(restored.state[name]), torch.as_tensor(value) + (step == 2 and name == "b"))
+            loaded = engine.restore(step).state
+            assert (loaded["a"] is loaded["b"]) == (step == 1) and loaded["c"] is loaded["d"] and loaded["a"] is not loaded["alone"]
+            shared, turned = torch.zeros(100, 100), torch.zeros(100, 100)
+            out = {"a": shared, "b": shared, "c": turned, "d": turned, "alone": torch.zeros(100, 100), "n": np.zeros(3)}
+            if step == 2:
+                with pytest.raises(ValueError, match="share memory"):
+                    engine.restore(step, out=out)
+                continue
+            assert engine.restore(step, out=out).state["b"] is shared
+            assert torch.equal(shared, w) and torch.equal(turned, w.t())
+        engine.finish()
+    with tensorcask.Engine(url, folder=folder) as engine:
+        found = engine.restore(1)
+        assert found.source == "tier" and found.state["a"] is found.state["b"]
+        engine.finish()
+
+
+def test_a_save_that_fails_while_it_is_copied_leaves_nothing(url, folder, monkeypatch):
+    monkeypatch.setattr("tensorcask._device.is_on_device", lambda tensor: True)
+    with tensorcask.Engine(url, folder=folder) as engine:
+        engine.save(state_of(1), step=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "frombuffer", lambda *args, **named: torch.empty(1))
+            with pytest.raises(RuntimeError, match="shape"):
+                engine.save(state_of(2), step=2)
+        check(engine.restore().state, 1)
+        engine.save(state_of(3), step=3)
+        check(engine.restore().state, 3)
+        engine.finish()
+    assert [snapshot.step for snapshot in tensorcask.Store(url).snapshots()] == [1, 3]
+
+
 def test_a_killed_trainer_goes_on_from_memory(url, folder):
     trainer = textwrap.dedent(
         f"""

@@ -327,3 +327,39 @@ impl tracing::Subscriber for Seen {
 
     fn exit(&self, _: &tracing::span::Id) {}
 }
+
+/// The socket lets in whoever may open it, root among them; the agent looks at who it is.
+#[test]
+fn a_process_of_another_user_is_turned_away() {
+    use std::os::unix::fs::chown;
+    use std::os::unix::process::CommandExt;
+    const NOBODY: u32 = 65534;
+    if !rustix::process::getuid().is_root() {
+        eprintln!("not tried: only root can be two users");
+        return;
+    }
+    let host = Host::new();
+    // What that user can run, and write to.
+    let (program, folder) = (host.folder.path().join("tensorcask"), host.folder.path().join("theirs"));
+    std::fs::set_permissions(host.folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::copy(env!("CARGO_BIN_EXE_tensorcask"), &program).unwrap();
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o700)).unwrap();
+    chown(&folder, Some(NOBODY), Some(NOBODY)).unwrap();
+    let as_them = |verb: &[&str]| {
+        let mut command = Command::new(&program);
+        command.arg("agent").args(verb).arg("--folder").arg(&folder).uid(NOBODY).gid(NOBODY).current_dir("/");
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    let mut agent = as_them(&[]).spawn().unwrap();
+    until("their agent answers them", || as_them(&["status"]).status().unwrap().success());
+    let mut stream = UnixStream::connect(folder.join("agent.sock")).unwrap();
+    let mut answer = Vec::new();
+    // It may be closed before the question is read.
+    let _ = stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n");
+    let _ = stream.read_to_end(&mut answer);
+    assert!(answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
+    assert!(as_them(&["stop"]).status().unwrap().success());
+    agent.wait().unwrap();
+}

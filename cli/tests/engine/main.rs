@@ -4,6 +4,7 @@
 
 mod agents;
 mod comebacks;
+mod deferred;
 mod faults;
 mod host;
 mod kills;
