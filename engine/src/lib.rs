@@ -48,7 +48,7 @@ pub use options::{BackPressure, Encode, EngineOptions, OnAgentLoss};
 pub use place::FOLDER_VARIABLE;
 pub use places::{SnapshotPlace, places_beside};
 pub use protocol::Failure;
-pub use restore::{Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
+pub use restore::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
 pub use status::{AgentStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
 
 /// Threads of a runtime that read and write files. Each keeps some megabytes of the allocator's, and there would be hundreds.

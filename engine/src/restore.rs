@@ -1,12 +1,14 @@
 //! Where a state comes back from: the nearest place that has it whole.
 
 use std::cmp::Reverse;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rayon::prelude::*;
 use tensorcask::wire::{DirectoryTensor, Id};
 use tensorcask::{
     At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store, TensorErrors, TensorView,
@@ -14,6 +16,7 @@ use tensorcask::{
 
 use crate::arena::{Arena, Kept};
 use crate::engine::Engine;
+use crate::image::EXTENT_BYTES;
 use crate::options::RunSpec;
 use crate::place::RunPlace;
 use crate::seen::Seen;
@@ -66,6 +69,8 @@ pub struct RestoredTensor<'a> {
     pub role: String,
     /// The parameter it belongs to.
     pub param: String,
+    /// The first of this state that has the same bytes, by its place among the tensors: tied tensors are stored once.
+    pub tied_to: Option<usize>,
     /// The elements, which tensors that are tied to each other share.
     pub data: Elements<'a>,
 }
@@ -77,6 +82,8 @@ pub enum Elements<'a> {
     Borrowed(&'a [u8]),
     /// Read.
     Owned(Arc<Vec<u8>>),
+    /// Where the caller wanted them: [`Engine::restore_into`].
+    Placed,
 }
 
 impl Deref for Elements<'_> {
@@ -86,8 +93,19 @@ impl Deref for Elements<'_> {
         match self {
             Self::Borrowed(bytes) => bytes,
             Self::Owned(bytes) => bytes,
+            Self::Placed => &[],
         }
     }
+}
+
+/// The caller's memory, which a restore fills.
+pub trait Destination: Send {
+    /// Told of a state before it is read: its tensors, its blobs, and what was said of it. An error ends the restore. Told again, of another
+    /// state, if that one turns out to be damaged; what has been filled until then is worth nothing.
+    fn prepare(&mut self, found: &Restored<'_>) -> Result<()>;
+
+    /// Memory for each tensor of that state, in their order, of exactly its size; none for what is not wanted.
+    fn buffers(&mut self) -> Result<Vec<Option<&mut [u8]>>>;
 }
 
 /// A state that was restored; every byte has been compared with its checksum.
@@ -134,61 +152,97 @@ impl Engine {
     /// From the arena, tensors are borrowed: they are this rank's own, and last until the next save. Several ranks agree on a step
     /// first ([`agree`](crate::agree)).
     pub fn restore(&self, at: impl Into<At>) -> Result<Restored<'_>> {
-        self.restore_wanted(at.into(), Wanted::Everything)
+        self.search(Search::new(at.into(), Wanted::Everything))
     }
 
     /// As [`restore`](Self::restore), of these tensors alone, by name, and of each this part: what a job on another number of ranks needs.
     /// A raw state that does not have exactly these parts is passed over; of a snapshot, only what is needed is read. `InvalidArgument` if a
     /// tensor has another shape.
     pub fn restore_parts(&self, at: impl Into<At>, parts: &BTreeMap<String, Part>) -> Result<Restored<'_>> {
-        self.restore_wanted(at.into(), Wanted::Parts(parts))
+        self.search(Search::new(at.into(), Wanted::Parts(parts)))
     }
 
-    fn restore_wanted(&self, at: At, wanted: Wanted<'_>) -> Result<Restored<'_>> {
+    /// As [`restore`](Self::restore), or [`restore_parts`](Self::restore_parts), straight into the caller's memory, which says where each tensor
+    /// goes once it is known what there is. After an error, what that memory holds is worth nothing.
+    ///
+    /// ```no_run
+    /// # use tensorcask::{Latest, Result};
+    /// # use tensorcask_engine::{Destination, Engine, EngineOptions, Restored};
+    /// struct Model {
+    ///     weights: Vec<u8>,
+    ///     wanted: Vec<bool>,
+    /// }
+    ///
+    /// impl Destination for Model {
+    ///     fn prepare(&mut self, found: &Restored<'_>) -> Result<()> {
+    ///         self.wanted = found.tensors.iter().map(|tensor| tensor.name == "model.w").collect();
+    ///         Ok(())
+    ///     }
+    ///
+    ///     fn buffers(&mut self) -> Result<Vec<Option<&mut [u8]>>> {
+    ///         let mut weights = Some(self.weights.as_mut_slice());
+    ///         Ok(self.wanted.iter().map(|wanted| if *wanted { weights.take() } else { None }).collect())
+    ///     }
+    /// }
+    ///
+    /// # let engine = Engine::start(EngineOptions::new("s3://bucket/run42"))?;
+    /// let mut model = Model { weights: vec![0; 4 << 20], wanted: Vec::new() };
+    /// let found = engine.restore_into(Latest, None, &mut model)?;
+    /// println!("step {} from {}", found.step, found.source);
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn restore_into(
+        &self,
+        at: impl Into<At>,
+        parts: Option<&BTreeMap<String, Part>>,
+        destination: &mut dyn Destination,
+    ) -> Result<Restored<'_>> {
+        let wanted = parts.map_or(Wanted::Everything, Wanted::Parts);
+        self.search(Search { destination: Some(destination), ..Search::new(at.into(), wanted) })
+    }
+
+    fn search(&self, mut search: Search<'_>) -> Result<Restored<'_>> {
         let begun = Instant::now();
-        let mut passed = Vec::new();
-        let found = self.pool.install(|| self.runtime.block_on(self.find(at, wanted, &mut passed)));
-        for passed in &passed {
+        let found = self.pool.install(|| self.runtime.block_on(self.find(&mut search)));
+        for passed in &search.passed {
             tracing::warn!(run = self.spec.run, from = %passed.source, step = passed.step, error = %passed.error, "could not be restored");
         }
         let mut restored = found?;
-        (restored.passed_over, restored.seconds) = (passed, begun.elapsed().as_secs_f64());
+        (restored.passed_over, restored.seconds) = (search.passed, begun.elapsed().as_secs_f64());
         tracing::info!(run = self.spec.run, step = restored.step, from = %restored.source, seconds = restored.seconds, "restored");
         Ok(restored)
     }
 
-    async fn find(&self, at: At, parts: Wanted<'_>, passed: &mut Vec<PassedOver>) -> Result<Restored<'_>> {
+    async fn find(&self, search: &mut Search<'_>) -> Result<Restored<'_>> {
         let encoded = self.arena.as_ref().map(|arena| arena.encoded()).transpose()?.unwrap_or(0);
         let stores = self.spec.stores()?;
         if !self.stale {
-            for unasked in &self.unasked {
-                passed.push(unasked.passed_over());
-            }
-            if let Some(found) = self.newest_slot(at, parts, |kept| kept.word.generation >= encoded, passed)? {
+            search.passed.extend(self.unasked.iter().map(Unasked::passed_over));
+            if let Some(found) = self.newest_slot(search, |kept| kept.word.generation >= encoded)? {
                 return Ok(found);
             }
             let mut is_readable = true;
             for epoch in self.run.epochs()?.into_iter().rev() {
                 let store = open_epoch(&self.run, epoch)?;
-                if let Some(found) = self.read_store(&store, &stores, at, parts, Source::Memory, passed).await {
+                if let Some(found) = self.read_store(&store, &stores, Source::Memory, search).await? {
                     return Ok(found);
                 }
                 is_readable &= store.records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |_| true);
             }
             // Older than what is encoded, but whole; newer than what a tier has, if memory that is gone had more than that.
-            let newest = match is_readable || at != At::Latest {
+            let newest = match is_readable || search.at != At::Latest {
                 true => None,
                 false => newest_step(&stores, self.options.store_timeout).await,
             };
             let is_newer = |kept: &Kept| kept.word.generation < encoded && newest.is_none_or(|newest| kept.step >= newest);
-            if let Some(found) = self.newest_slot(at, parts, is_newer, passed)? {
+            if let Some(found) = self.newest_slot(search, is_newer)? {
                 return Ok(found);
             }
         }
         for tier in newest_first(&stores, self.options.store_timeout).await {
             let Some(store) = stores.get(tier) else { continue };
             let source = Source::Tier(tier, store.url().to_owned());
-            if let Some(found) = self.read_store(store, &[], at, parts, source, passed).await {
+            if let Some(found) = self.read_store(store, &[], source, search).await? {
                 if tier == 0 {
                     // What it has is what this job goes on from.
                     let latest = asked(store, self.options.store_timeout).await.ok().and_then(|asked| asked.latest);
@@ -198,8 +252,8 @@ impl Engine {
             }
         }
         // What went wrong says more than that nothing is left.
-        let worst = passed.iter().position(|passed| passed.error.kind() != ErrorKind::NotFound);
-        Err(match (worst.map(|at| passed.swap_remove(at).error), at) {
+        let worst = search.passed.iter().position(|passed| passed.error.kind() != ErrorKind::NotFound);
+        Err(match (worst.map(|at| search.passed.swap_remove(at).error), search.at) {
             (Some(error), _) => error,
             (None, At::Step(step)) => Error::not_found(format!("step {step} is neither in memory nor in a tier")).object(&self.spec.run),
             (None, At::Latest) => Error::not_found("nothing has been saved yet").object(&self.spec.run),
@@ -207,38 +261,17 @@ impl Engine {
     }
 
     /// The newest raw state that is wanted and whole.
-    fn newest_slot(
-        &self,
-        at: At,
-        parts: Wanted<'_>,
-        wanted: impl Fn(&Kept) -> bool,
-        passed: &mut Vec<PassedOver>,
-    ) -> Result<Option<Restored<'_>>> {
+    fn newest_slot(&self, search: &mut Search<'_>, wanted: impl Fn(&Kept) -> bool) -> Result<Option<Restored<'_>>> {
         let Some(arena) = &self.arena else { return Ok(None) };
         for (slot, kept) in self.complete()?.into_iter().filter(|(_, kept)| wanted(kept)) {
             // Of another number of ranks, this one's share is not all that it wants.
-            let is_share = kept.world == self.options.world || matches!(parts, Wanted::Parts(_));
-            if matches!(at, At::Step(step) if step != kept.step) || !is_share {
+            let is_share = kept.world == self.options.world || matches!(search.parts, Wanted::Parts(_));
+            if matches!(search.at, At::Step(step) if step != kept.step) || !is_share {
                 continue;
             }
-            let read = || -> Result<Option<Restored<'_>>> {
-                let stored = arena.read(slot)?;
-                stored.verify()?;
-                let tensors = parts.of_slot(stored.tensors()?)?.into_iter().map(|view| RestoredTensor {
-                    name: view.name().to_owned(),
-                    dtype: view.dtype(),
-                    shape: view.shape().to_vec(),
-                    rect: view.rect().clone(),
-                    role: view.role().to_owned(),
-                    param: view.param().to_owned(),
-                    data: Elements::Borrowed(view.data()),
-                });
-                Ok(Some(restored(stored.step(), Source::Slot, tensors.collect(), stored.blobs(), stored.metadata())))
-            };
-            match read() {
-                Ok(None) => {}
-                Ok(found) => return Ok(found),
-                Err(error) => passed.push(PassedOver { source: Source::Slot, step: Some(kept.step), error }),
+            match read_slot(arena, slot, search) {
+                Ok(found) => return Ok(Some(found)),
+                Err(error) => search.pass(Source::Slot, Some(kept.step), error)?,
             }
         }
         Ok(None)
@@ -264,57 +297,58 @@ impl Engine {
         Ok(complete)
     }
 
-    /// The wanted snapshot of a store, or the newest that is whole; why not, to `passed`. What is damaged there, and another tier has, comes
-    /// from that.
+    /// The wanted snapshot of a store, or the newest that is whole; why not, the search is told. What is damaged there, and another tier has,
+    /// comes from that.
     async fn read_store(
         &self,
         store: &Store,
         tiers: &[Store],
-        at: At,
-        parts: Wanted<'_>,
         source: Source,
-        passed: &mut Vec<PassedOver>,
-    ) -> Option<Restored<'static>> {
+        search: &mut Search<'_>,
+    ) -> Result<Option<Restored<'static>>> {
         let mut excluded: Vec<Id> = Vec::new();
         loop {
             let before = excluded.len();
-            let opened = match at {
-                At::Step(_) => store.snapshot(at).await,
-                At::Latest => store.recover(&excluded).await.map(|recovered| {
-                    for skipped in recovered.skipped {
-                        excluded.push(skipped.snapshot);
-                        passed.push(PassedOver { source: source.clone(), step: Some(skipped.step), error: skipped.error });
+            let opened = match search.at {
+                At::Step(_) => store.snapshot(search.at).await,
+                At::Latest => match store.recover(&excluded).await {
+                    Ok(recovered) => {
+                        for skipped in recovered.skipped {
+                            excluded.push(skipped.snapshot);
+                            search.pass(source.clone(), Some(skipped.step), skipped.error)?;
+                        }
+                        Ok(recovered.snapshot)
                     }
-                    recovered.snapshot
-                }),
+                    Err(error) => Err(error),
+                },
             };
             // Newer than what was opened.
             for id in excluded.iter().skip(before) {
-                if let Some(found) = self.same_elsewhere(*id, tiers, parts, passed).await {
-                    return Some(found);
+                if let Some(found) = self.same_elsewhere(*id, tiers, search).await? {
+                    return Ok(Some(found));
                 }
             }
             let (step, id, error) = match opened {
-                Ok(snapshot) => match read_all(&snapshot, parts, source.clone()).await {
-                    Ok(found) => return Some(found),
+                Ok(snapshot) => match read_all(&snapshot, source.clone(), search).await {
+                    Ok(found) => return Ok(Some(found)),
                     Err(error) => (Some(snapshot.step()), Some(snapshot.record().id), error),
                 },
                 // No store, or no such step: nothing is wrong.
-                Err(e) if e.kind() == ErrorKind::NotFound && excluded.is_empty() => return None,
+                Err(e) if e.kind() == ErrorKind::NotFound && excluded.is_empty() => return Ok(None),
                 Err(error) => (None, None, error),
             };
-            let damaged = error.kind() == ErrorKind::Corrupt && at == At::Latest;
-            passed.push(PassedOver { source: source.clone(), step, error });
-            let id = id.filter(|_| damaged)?;
-            if let Some(found) = self.same_elsewhere(id, tiers, parts, passed).await {
-                return Some(found);
+            let damaged = error.kind() == ErrorKind::Corrupt && search.at == At::Latest;
+            search.pass(source.clone(), step, error)?;
+            let Some(id) = id.filter(|_| damaged) else { return Ok(None) };
+            if let Some(found) = self.same_elsewhere(id, tiers, search).await? {
+                return Ok(Some(found));
             }
             excluded.push(id);
         }
     }
 
     /// A snapshot that is damaged in memory, out of the nearest tier that has it, too.
-    async fn same_elsewhere(&self, id: Id, tiers: &[Store], parts: Wanted<'_>, passed: &mut Vec<PassedOver>) -> Option<Restored<'static>> {
+    async fn same_elsewhere(&self, id: Id, tiers: &[Store], search: &mut Search<'_>) -> Result<Option<Restored<'static>>> {
         for (number, tier) in tiers.iter().enumerate() {
             let source = Source::Tier(number, tier.url().to_owned());
             let read = async {
@@ -322,17 +356,17 @@ impl Engine {
                 let Some(record) = asked.records.iter().find(|record| record.id == id) else { return Ok(None) };
                 let snapshot = tier.snapshot(record.step).await?;
                 match snapshot.record().id == id {
-                    true => read_all(&snapshot, parts, source.clone()).await.map(Some),
+                    true => read_all(&snapshot, source.clone(), search).await.map(Some),
                     false => Ok(None),
                 }
             };
             match read.await {
                 Ok(None) => {}
-                Ok(found) => return found,
-                Err(error) => passed.push(PassedOver { source, step: None, error }),
+                Ok(found) => return Ok(found),
+                Err(error) => search.pass(source, None, error)?,
             }
         }
-        None
+        Ok(None)
     }
 
     /// Steps that can be restored here, newest first, each from the nearest place that has it. No byte of a tensor is read.
@@ -444,40 +478,99 @@ impl Wanted<'_> {
     }
 }
 
-/// The wanted tensors of a snapshot, and all its blobs.
-async fn read_all<'a>(snapshot: &Snapshot, parts: Wanted<'_>, source: Source) -> Result<Restored<'a>> {
-    let tensors = parts.of_snapshot(snapshot.tensors())?;
-    // Tied tensors are read once.
-    let mut numbers: HashMap<(usize, &Rect), usize> = HashMap::new();
-    let (mut places, mut requests, mut data) = (Vec::with_capacity(tensors.len()), Vec::new(), Vec::new());
-    for (tensor, stored, rect) in &tensors {
-        let number = *numbers.entry((*stored, rect)).or_insert(data.len());
-        places.push(number);
-        if number < data.len() {
-            continue;
-        }
-        let bytes = byte_count(tensor.dtype, rect).ok_or_else(|| Error::limit("a tensor of this size").tensor(&tensor.name))?;
-        let mut buffer = Vec::new();
-        buffer.try_reserve_exact(bytes).map_err(|e| Error::limit(format!("no memory for {bytes} bytes")).tensor(&tensor.name).source(e))?;
-        buffer.resize(bytes, 0u8);
-        data.push(buffer);
-        let ranges = rect.offset.iter().zip(&rect.shape).map(|(&start, &extent)| start..start.saturating_add(extent));
-        requests.push((tensor.name.as_str(), Slice::ranges(ranges.collect::<Vec<_>>())));
+/// A restore under way.
+struct Search<'s> {
+    at: At,
+    parts: Wanted<'s>,
+    /// None: new memory.
+    destination: Option<&'s mut dyn Destination>,
+    /// The destination has ended it.
+    is_over: bool,
+    passed: Vec<PassedOver>,
+}
+
+impl<'s> Search<'s> {
+    fn new(at: At, parts: Wanted<'s>) -> Self {
+        Self { at, parts, destination: None, is_over: false, passed: Vec::new() }
     }
-    let requests = requests.into_iter().zip(&mut data).map(|((name, slice), buffer)| (name, slice, buffer.as_mut_slice()));
-    snapshot.read_many_into(requests.collect()).await?;
-    let data: Vec<Arc<Vec<u8>>> = data.into_iter().map(Arc::new).collect();
-    let tensors = tensors.iter().zip(places).filter_map(|((tensor, _, rect), place)| {
-        Some(RestoredTensor {
-            rect: rect.clone(),
-            name: tensor.name.clone(),
-            dtype: tensor.dtype,
-            shape: tensor.shape.clone(),
-            role: tensor.role.clone(),
-            param: tensor.param.clone(),
-            data: Elements::Owned(data.get(place)?.clone()),
-        })
+
+    /// Something could not be used; an error if nothing else can be, either.
+    fn pass(&mut self, source: Source, step: Option<u64>, error: Error) -> Result<()> {
+        if self.is_over {
+            return Err(error);
+        }
+        self.passed.push(PassedOver { source, step, error });
+        Ok(())
+    }
+
+    /// Memory of the caller's for each tensor of a state, if that is where it goes.
+    fn places(&mut self, found: &Restored<'_>) -> Result<Option<Vec<Option<&mut [u8]>>>> {
+        let Some(destination) = &mut self.destination else { return Ok(None) };
+        self.is_over = true;
+        destination.prepare(found)?;
+        let places = destination.buffers()?;
+        for (tensor, place) in found.tensors.iter().zip(&places) {
+            let wanted = byte_count(tensor.dtype, &tensor.rect);
+            if let Some(place) = place.as_ref().filter(|place| Some(place.len()) != wanted) {
+                let message = format!("{} bytes to restore into, for {} from {:?} on", place.len(), tensor.dtype, tensor.rect);
+                return Err(Error::invalid(message).tensor(&tensor.name));
+            }
+        }
+        if places.len() != found.tensors.len() {
+            return Err(Error::invalid(format!("{} places to restore {} tensors into", places.len(), found.tensors.len())));
+        }
+        self.is_over = false;
+        Ok(Some(places))
+    }
+}
+
+/// A raw state.
+fn read_slot<'a>(arena: &'a Arena, slot: usize, search: &mut Search<'_>) -> Result<Restored<'a>> {
+    let stored = arena.read(slot)?;
+    stored.verify()?;
+    let mut known: HashMap<(*const u8, usize), usize> = HashMap::new();
+    let views = search.parts.of_slot(stored.tensors()?)?;
+    let tensors = views.into_iter().enumerate().map(|(number, view)| {
+        let first = *known.entry((view.data().as_ptr(), view.data().len())).or_insert(number);
+        RestoredTensor {
+            name: view.name().to_owned(),
+            dtype: view.dtype(),
+            shape: view.shape().to_vec(),
+            rect: view.rect().clone(),
+            role: view.role().to_owned(),
+            param: view.param().to_owned(),
+            tied_to: (first != number && !view.data().is_empty()).then_some(first),
+            data: Elements::Borrowed(view.data()),
+        }
     });
+    let mut found = restored(stored.step(), Source::Slot, tensors.collect(), stored.blobs(), stored.metadata());
+    if let Some(places) = search.places(&found)? {
+        let pairs = places.into_iter().zip(&found.tensors).filter_map(|(place, tensor)| Some((place?, &*tensor.data)));
+        let pieces = pairs.flat_map(|(place, data)| place.chunks_mut(EXTENT_BYTES).zip(data.chunks(EXTENT_BYTES)));
+        pieces.collect::<Vec<_>>().into_par_iter().for_each(|(place, data)| place.copy_from_slice(data));
+        found.tensors.iter_mut().for_each(|tensor| tensor.data = Elements::Placed);
+    }
+    Ok(found)
+}
+
+/// The wanted tensors of a snapshot, and all its blobs.
+async fn read_all<'a>(snapshot: &Snapshot, source: Source, search: &mut Search<'_>) -> Result<Restored<'a>> {
+    let wanted = search.parts.of_snapshot(snapshot.tensors())?;
+    let mut known: HashMap<(usize, Rect), usize> = HashMap::new();
+    let tensors = wanted.into_iter().enumerate().map(|(number, (tensor, stored, rect))| {
+        let first = *known.entry((stored, rect.clone())).or_insert(number);
+        RestoredTensor {
+            rect,
+            name: tensor.name,
+            dtype: tensor.dtype,
+            shape: tensor.shape,
+            role: tensor.role,
+            param: tensor.param,
+            tied_to: (first != number).then_some(first),
+            data: Elements::Placed,
+        }
+    });
+    let tensors: Vec<_> = tensors.collect();
     let mut blobs = Vec::new();
     // The receipt of what was rounded is the writer's, and no part of the state.
     for (rank, name) in snapshot.blobs().await?.into_iter().filter(|(_, name)| name != TensorErrors::BLOB) {
@@ -487,7 +580,60 @@ async fn read_all<'a>(snapshot: &Snapshot, parts: Wanted<'_>, source: Source) ->
     let mut user = snapshot.user().clone();
     user.retain(|key, _| !key.starts_with("tc."));
     let metadata = Metadata { user, file: snapshot.metadata().clone() };
-    Ok(restored(snapshot.step(), source, tensors.collect(), blobs, metadata))
+    let mut found = restored(snapshot.step(), source, tensors, blobs, metadata);
+    if let Some(places) = search.places(&found)? {
+        read_into(snapshot, &found.tensors, places).await?;
+        return Ok(found);
+    }
+    // Tied tensors share memory.
+    let mut data: Vec<Vec<u8>> = Vec::with_capacity(found.tensors.len());
+    for tensor in &found.tensors {
+        let bytes = match tensor.tied_to {
+            Some(_) => 0,
+            None => byte_count(tensor.dtype, &tensor.rect).ok_or_else(|| Error::limit("a tensor of this size").tensor(&tensor.name))?,
+        };
+        let mut buffer = Vec::new();
+        buffer.try_reserve_exact(bytes).map_err(|e| Error::limit(format!("no memory for {bytes} bytes")).tensor(&tensor.name).source(e))?;
+        buffer.resize(bytes, 0u8);
+        data.push(buffer);
+    }
+    let places = data.iter_mut().zip(&found.tensors).map(|(buffer, tensor)| tensor.tied_to.is_none().then_some(buffer.as_mut_slice()));
+    read_into(snapshot, &found.tensors, places.collect()).await?;
+    let data: Vec<Arc<Vec<u8>>> = data.into_iter().map(Arc::new).collect();
+    for (number, tensor) in found.tensors.iter_mut().enumerate() {
+        if let Some(data) = data.get(tensor.tied_to.unwrap_or(number)) {
+            tensor.data = Elements::Owned(data.clone());
+        }
+    }
+    Ok(found)
+}
+
+/// Reads tensors to where they go; those that are tied to others once.
+async fn read_into(snapshot: &Snapshot, tensors: &[RestoredTensor<'_>], mut places: Vec<Option<&mut [u8]>>) -> Result<()> {
+    let first = |tensor: &RestoredTensor<'_>, number: usize| tensor.tied_to.unwrap_or(number);
+    // The first of those tied to each other that has a place.
+    let mut filled: HashMap<usize, usize> = HashMap::new();
+    let (mut requests, mut copies) = (Vec::new(), Vec::new());
+    for (number, (tensor, place)) in tensors.iter().zip(&mut places).enumerate() {
+        let Some(place) = place.as_deref_mut() else { continue };
+        match filled.entry(first(tensor, number)) {
+            Entry::Occupied(known) => copies.push((*known.get(), number)),
+            Entry::Vacant(entry) => {
+                entry.insert(number);
+                let rect = &tensor.rect;
+                let ranges = rect.offset.iter().zip(&rect.shape).map(|(&start, &extent)| start..start.saturating_add(extent));
+                requests.push((tensor.name.as_str(), Slice::ranges(ranges.collect::<Vec<_>>()), place));
+            }
+        }
+    }
+    snapshot.read_many_into(requests).await?;
+    for (from, to) in copies {
+        let (before, after) = places.split_at_mut(to);
+        if let (Some(Some(from)), Some(Some(to))) = (before.get(from), after.first_mut()) {
+            to.copy_from_slice(from);
+        }
+    }
+    Ok(())
 }
 
 fn byte_count(dtype: Dtype, rect: &Rect) -> Option<usize> {

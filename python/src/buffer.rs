@@ -43,13 +43,15 @@ impl Target {
 }
 
 /// The bytes of buffers to write into, which must not overlap.
-pub(crate) fn writable(targets: &mut [Target]) -> PyResult<Vec<&mut [u8]>> {
-    let mut order: Vec<(usize, usize)> = targets.iter().map(|t| (t.start(), t.0.len_bytes())).filter(|(_, length)| *length > 0).collect();
+pub(crate) fn writable_some<'t>(targets: impl Iterator<Item = Option<&'t mut Target>>) -> Result<Vec<Option<&'t mut [u8]>>, &'static str> {
+    let targets: Vec<Option<&mut Target>> = targets.collect();
+    let span = |target: &Target| (target.start(), target.0.len_bytes());
+    let mut order: Vec<(usize, usize)> = targets.iter().flatten().map(|target| span(target)).filter(|(_, length)| *length > 0).collect();
     order.sort_unstable();
     if order.iter().zip(order.iter().skip(1)).any(|(a, b)| a.0.saturating_add(a.1) > b.0) {
-        return Err(PyValueError::new_err("two of the buffers to read into share memory"));
+        return Err("two of the buffers to read into share memory");
     }
-    let slice = |target: &mut Target| {
+    let slice = |target: &'t mut Target| {
         let (pointer, length) = (target.0.buf_ptr().cast::<u8>(), target.0.len_bytes());
         if length == 0 {
             return <&mut [u8]>::default();
@@ -58,7 +60,13 @@ pub(crate) fn writable(targets: &mut [Target]) -> PyResult<Vec<&mut [u8]>> {
         // memory meanwhile is what the caller of a load promises.
         unsafe { std::slice::from_raw_parts_mut(pointer, length) }
     };
-    Ok(targets.iter_mut().map(slice).collect())
+    Ok(targets.into_iter().map(|target| target.map(slice)).collect())
+}
+
+/// The same, of all.
+pub(crate) fn writable(targets: &mut [Target]) -> PyResult<Vec<&mut [u8]>> {
+    let slices = writable_some(targets.iter_mut().map(Some)).map_err(PyValueError::new_err)?;
+    Ok(slices.into_iter().flatten().collect())
 }
 
 fn whole(object: &Bound<'_, PyAny>) -> PyResult<PyBuffer<u8>> {
@@ -72,14 +80,6 @@ fn whole(object: &Bound<'_, PyAny>) -> PyResult<PyBuffer<u8>> {
 /// Pieces in which copies are shared among threads.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// A copy in pieces, for threads to share.
-pub(crate) fn pieces<'t, 's>(target: &'t mut [u8], source: &'s [u8]) -> PyResult<impl Iterator<Item = (&'t mut [u8], &'s [u8])>> {
-    match target.len() == source.len() {
-        true => Ok(target.chunks_mut(PIECE_BYTES).zip(source.chunks(PIECE_BYTES))),
-        false => Err(PyValueError::new_err("a buffer to copy into has another size")),
-    }
-}
-
 /// Copies buffers into others of the same size, on the library's threads.
 #[pyfunction]
 pub(crate) fn copy_all(py: Python<'_>, pairs: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>)>) -> PyResult<()> {
@@ -92,7 +92,10 @@ pub(crate) fn copy_all(py: Python<'_>, pairs: Vec<(Bound<'_, PyAny>, Bound<'_, P
     let targets = writable(&mut targets)?;
     let mut pieces = Vec::new();
     for (target, source) in targets.into_iter().zip(&sources) {
-        pieces.extend(self::pieces(target, source.bytes())?);
+        match target.len() == source.bytes().len() {
+            true => pieces.extend(target.chunks_mut(PIECE_BYTES).zip(source.bytes().chunks(PIECE_BYTES))),
+            false => return Err(PyValueError::new_err("a buffer to copy into has another size")),
+        }
     }
     py.detach(|| pieces.into_par_iter().for_each(|(target, source)| target.copy_from_slice(source)));
     Ok(())

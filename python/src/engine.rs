@@ -1,7 +1,8 @@
 //! `Engine`: a trainer's side of the asynchronous engine, and the agent's process.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -10,15 +11,14 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyBytes, PyDict};
-use rayon::prelude::*;
 use tensorcask::codec::Objective;
 use tensorcask::{At, Dtype, Error, ErrorKind, Policy, Precision, Rect};
 use tensorcask_engine::{
-    AgentOptions, BackPressure, Deferred, Encode, Ended, EngineOptions, Mapping, OnAgentLoss, Outcome, Part, Restored, RestoredTensor,
-    Source, Until, agent_status, agree, run_agent, stop_agent,
+    AgentOptions, BackPressure, Deferred, Destination, Encode, Ended, EngineOptions, Mapping, OnAgentLoss, Outcome, Part, Restored,
+    RestoredTensor, Source, Until, agent_status, agree, run_agent, stop_agent,
 };
 
-use crate::buffer::{self, Target, writable};
+use crate::buffer::{Target, writable_some};
 use crate::errors::raise;
 use crate::writer::{Lent, NamedBytes, Shard, metadata_of, poisoned};
 
@@ -159,8 +159,8 @@ impl Engine {
     }
 
     /// Restores a step, or the newest; of some tensors a part, if `parts` names them. `places` is called with what was found, a row for
-    /// each tensor (name, dtype, global shape, first index, extent, the name of one before it that it is tied to) and one for each blob (rank, name, bytes), and gives a buffer for each
-    /// tensor, or None. Facts of what was found.
+    /// each tensor (name, dtype, global shape, first index, extent, the name of one before it that it is tied to) and one for each blob (rank,
+    /// name, bytes), and gives a buffer for each tensor, or None; again, if that turns out to be damaged. Facts of what was found.
     fn restore<'py>(
         &self,
         py: Python<'py>,
@@ -173,12 +173,27 @@ impl Engine {
         let parts: Option<BTreeMap<String, Part>> = parts.map(|parts| parts.into_iter().map(part).collect());
         let mut engine = self.lock(py)?;
         let engine = &*opened(&mut engine)?;
-        let found = py.detach(|| match &parts {
-            Some(parts) => engine.restore_parts(at, parts),
-            None => engine.restore(at),
+        let (ask, asked) = channel();
+        let (answer, answers) = channel();
+        let mut memory = Memory { ask, answers, targets: Vec::new() };
+        let places = places.clone().unbind();
+        let (found, refused) = py.detach(|| {
+            std::thread::scope(|scope| {
+                let restoring = scope.spawn(move || engine.restore_into(at, parts.as_ref(), &mut memory));
+                let mut refused = None;
+                // Python is asked in this thread: what it makes there may depend on that.
+                for question in asked {
+                    let targets = Python::attach(|py| targets_of(py, question, &places)).map_err(|error| refused = Some(error));
+                    // Whoever restores is waiting for it, or gone.
+                    let _ = answer.send(targets.ok());
+                }
+                (restoring.join(), refused)
+            })
         });
-        let found = found.map_err(|e| raise(&e))?;
-        fill(py, &found, places)?;
+        if let Some(error) = refused {
+            return Err(error);
+        }
+        let found = found.map_err(|_| raise(&Error::new(ErrorKind::Storage, "the restore ended in a crash")))?.map_err(|e| raise(&e))?;
         let facts = PyDict::new(py);
         facts.set_item("step", found.step)?;
         facts.set_item("source", place_of(&found.source))?;
@@ -359,33 +374,54 @@ fn place_of(source: &Source) -> Place {
     }
 }
 
-/// Copies what was restored to where Python wants it.
-fn fill<'a>(py: Python<'_>, found: &'a Restored<'_>, places: &Bound<'_, PyAny>) -> PyResult<()> {
-    let mut first: HashMap<(*const u8, usize), &str> = HashMap::new();
-    let row = |tensor: &'a RestoredTensor<'_>| {
-        let tied = *first.entry((tensor.data.as_ptr(), tensor.data.len())).or_insert(&tensor.name);
-        let tied = (tied != tensor.name && !tensor.data.is_empty()).then_some(tied);
-        (&tensor.name, tensor.dtype.name(), &tensor.shape, &tensor.rect.offset, &tensor.rect.shape, tied)
-    };
-    let rows: Vec<_> = found.tensors.iter().map(row).collect();
-    let blobs: Vec<_> = found.blobs.iter().map(|blob| (blob.rank, &blob.name, PyBytes::new(py, &blob.data))).collect();
-    let buffers: Vec<Option<Bound<'_, PyAny>>> = places.call1((found.step, rows, blobs))?.extract()?;
-    if buffers.len() != found.tensors.len() {
-        return Err(PyValueError::new_err("not one place for each tensor"));
+/// What is asked of Python when a state has been found: the step, a row for each tensor, and the blobs.
+struct Question {
+    step: u64,
+    rows: Vec<Row>,
+    blobs: Vec<(u32, String, Vec<u8>)>,
+}
+
+/// Name, dtype, global shape, first index and extent per dimension, and the name of one before it that it is tied to.
+type Row = (String, &'static str, Vec<u64>, Vec<u64>, Vec<u64>, Option<String>);
+
+/// Memory of Python's, which is asked for it when it is known what there is.
+struct Memory {
+    ask: Sender<Question>,
+    answers: Receiver<Option<Vec<Option<Target>>>>,
+    targets: Vec<Option<Target>>,
+}
+
+impl Destination for Memory {
+    fn prepare(&mut self, found: &Restored<'_>) -> tensorcask::Result<()> {
+        let row = |tensor: &RestoredTensor<'_>| {
+            let first = tensor.tied_to.and_then(|first| found.tensors.get(first)).map(|first| first.name.clone());
+            let (offset, extent) = (tensor.rect.offset.clone(), tensor.rect.shape.clone());
+            (tensor.name.clone(), tensor.dtype.name(), tensor.shape.clone(), offset, extent, first)
+        };
+        let question = Question {
+            step: found.step,
+            rows: found.tensors.iter().map(row).collect(),
+            blobs: found.blobs.iter().map(|blob| (blob.rank, blob.name.clone(), blob.data.to_vec())).collect(),
+        };
+        let refused = || Error::invalid("there is no place for what was found");
+        self.ask.send(question).map_err(|_| refused())?;
+        self.targets = self.answers.recv().ok().flatten().ok_or_else(refused)?;
+        Ok(())
     }
-    let mut targets = Vec::new();
-    let mut sources = Vec::new();
-    for (buffer, tensor) in buffers.iter().zip(&found.tensors) {
-        let Some(buffer) = buffer else { continue };
-        targets.push(Target::new(buffer)?);
-        sources.push(&*tensor.data);
+
+    fn buffers(&mut self) -> tensorcask::Result<Vec<Option<&mut [u8]>>> {
+        writable_some(self.targets.iter_mut().map(Option::as_mut)).map_err(Error::invalid)
     }
-    let mut pieces = Vec::new();
-    for (target, source) in writable(&mut targets)?.into_iter().zip(sources) {
-        pieces.extend(buffer::pieces(target, source)?);
-    }
-    py.detach(|| pieces.into_par_iter().for_each(|(target, source)| target.copy_from_slice(source)));
-    Ok(())
+}
+
+/// Asks Python where tensors go.
+fn targets_of(py: Python<'_>, question: Question, places: &Py<PyAny>) -> PyResult<Vec<Option<Target>>> {
+    let blobs: Vec<_> = question.blobs.iter().map(|(rank, name, data)| (rank, name, PyBytes::new(py, data))).collect();
+    let buffers: Vec<Option<Bound<'_, PyAny>>> = places.bind(py).call1((question.step, question.rows, blobs))?.extract()?;
+    let targets = buffers.iter().map(|buffer| buffer.as_ref().map(Target::new).transpose());
+    let mut targets: Vec<Option<Target>> = targets.collect::<PyResult<_>>()?;
+    writable_some(targets.iter_mut().map(Option::as_mut)).map_err(PyValueError::new_err)?;
+    Ok(targets)
 }
 
 fn duration(name: &str, seconds: f64) -> PyResult<Duration> {

@@ -271,6 +271,9 @@ class Engine:
         tied: dict[str, str] = {}
 
         def places(step: int, rows: list[Any], found_blobs: list[tuple[int, str, bytes]]) -> list[Any]:
+            # Of a state before, which turned out to be damaged.
+            for known in (finished, trees, blobs, tied):
+                known.clear()
             blobs.update({(rank, name): data for rank, name, data in found_blobs})
             own = [rank for rank, name in blobs if name == _TREE and rank == self._rank]
             ranks = own or sorted(rank for rank, name in blobs if name == _TREE)

@@ -165,6 +165,34 @@ def test_tensors_of_a_device_go_straight_into_shared_memory(url, folder, device,
     stop_agent(folder)
 
 
+def write_over(path, offset):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(b"damage")
+
+
+def test_what_was_begun_of_a_damaged_state_does_not_stay(url, folder):
+    noise = np.random.default_rng(7)
+    with tensorcask.Engine(url, folder=folder) as engine:
+        engine.save({"a": noise.random(300_000), "only": {"one": 1}}, step=1)
+        assert engine.wait("durable", 60).reached
+        engine.save({"a": noise.random(300_000), "only": {"two": noise.random(9)}, "bytes": b"2"}, step=2)
+        assert engine.wait("durable", 60).reached
+        expected = tensorcask.load(url, step=1)
+    (run,) = agent_status(folder)["runs"]
+    memory = Path(folder, run["key"])
+    newest = max((memory / "memory-0" / "casks").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    write_over(newest, newest.stat().st_size // 2)
+    (memory / "rank-0" / "arena").unlink()
+    os.rename(url, url + ".away")
+    with tensorcask.Engine(url, folder=folder) as engine:
+        found = engine.restore()
+        assert (found.step, found.source) == (1, "memory")
+        assert any(step == 2 and "checksum" in why for _, step, why in found.passed_over), found.passed_over
+        assert found.state.keys() == {"a", "only"} and found.state["only"] == {"one": 1}
+        assert (found.state["a"] == expected["a"]).all()
+
+
 def test_tied_tensors_are_one_again(url, folder):
     w = torch.arange(10_000.0).reshape(100, 100)
     state = {"a": w, "b": w, "c": w.t(), "d": w.t(), "alone": w.clone(), "n": np.ones(3)}

@@ -398,6 +398,7 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
         save(&mut engine, step);
         assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     }
+    check_into(&engine, 3, &Source::Slot);
     drop(engine);
     let run = host.status().runs.remove(0);
     let folder = host.engine_folder().join(&run.key);
@@ -412,6 +413,7 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
     let found = engine.restore(Latest).unwrap();
     assert_eq!((found.step, &found.source, found.passed_over.len()), (3, &Source::Memory, 1));
     check(&found, SMALL);
+    check_into(&engine, 3, &Source::Memory);
     drop(engine);
     // The newest snapshot in memory, too: the store has the same one.
     damage_newest_cask(&host);
@@ -420,6 +422,7 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
         assert!(found.step == 3 && matches!(found.source, Source::Tier(0, _)), "{:?}", found.source);
         check(&found, SMALL);
     }
+    check_into(&engine, 3, &Source::Tier(0, host.store_path().to_str().unwrap().to_owned()));
     drop(engine);
     // Where that cannot be asked, the one before it serves, from memory; and it is told what was passed over, and who was not asked.
     let _away = Away::take(&host.store_path());

@@ -1,5 +1,6 @@
 //! A host for tests: a folder in shared memory, a store, an agent, and trainers that are processes of their own.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Lines};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -7,8 +8,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use tensorcask::blocking::Store;
-use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Slice, TensorView};
-use tensorcask_engine::{AgentStatus, BackPressure, Encode, Engine, EngineOptions, OnAgentLoss, Restored, agent_status};
+use tensorcask::{Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Slice, TensorView};
+use tensorcask_engine::{
+    AgentStatus, BackPressure, Destination, Encode, Engine, EngineOptions, OnAgentLoss, Restored, RestoredTensor, Source, agent_status,
+};
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
@@ -225,6 +228,55 @@ pub(crate) fn check(restored: &Restored<'_>, bytes: usize) {
     }
     assert_eq!(restored.blobs, expected.blobs(), "step {}", restored.step);
     assert_eq!(restored.metadata.user, expected.metadata().user, "step {}", restored.step);
+}
+
+/// A trainer's own memory, by name.
+#[derive(Default)]
+struct Own {
+    memory: BTreeMap<String, Vec<u8>>,
+    order: Vec<String>,
+    asked: u64,
+    /// A tensor that is not wanted.
+    unwanted: &'static str,
+    refuses: bool,
+}
+
+impl Destination for Own {
+    fn prepare(&mut self, found: &Restored<'_>) -> tensorcask::Result<()> {
+        self.asked += 1;
+        self.order = found.tensors.iter().map(|tensor| tensor.name.clone()).collect();
+        let bytes = |tensor: &RestoredTensor<'_>| tensor.dtype.byte_count(tensor.rect.element_count().unwrap()).unwrap() as usize;
+        self.memory = found.tensors.iter().map(|tensor| (tensor.name.clone(), vec![0xee; bytes(tensor)])).collect();
+        self.memory.remove(self.unwanted);
+        let blobs = State::new(found.step, 0).blobs();
+        assert_eq!((&found.blobs, found.tensors[1].tied_to), (&blobs, Some(0)));
+        if self.refuses { Err(tensorcask::Error::invalid("no room for this")) } else { Ok(()) }
+    }
+
+    fn buffers(&mut self) -> tensorcask::Result<Vec<Option<&mut [u8]>>> {
+        let mut memory: BTreeMap<&str, &mut [u8]> =
+            self.memory.iter_mut().map(|(name, bytes)| (name.as_str(), bytes.as_mut_slice())).collect();
+        Ok(self.order.iter().map(|name| memory.remove(name.as_str())).collect())
+    }
+}
+
+/// The newest comes into the caller's memory as it comes otherwise.
+pub(crate) fn check_into(engine: &Engine, step: u64, source: &Source) {
+    let expected = State::new(step, SMALL);
+    for unwanted in ["", "model.filled", "model.tied", "optimizer.exp_avg.noise"] {
+        let mut own = Own { unwanted, ..Own::default() };
+        let found = engine.restore_into(Latest, None, &mut own).unwrap();
+        // What is not wanted may be damaged.
+        assert!(found.step == step && (found.source == *source || !unwanted.is_empty()), "{}: {:?}", found.step, found.source);
+        assert!(found.tensors.iter().all(|tensor| tensor.data.is_empty()));
+        for view in expected.tensors().iter().filter(|view| view.name() != unwanted) {
+            assert!(own.memory[view.name()] == view.data(), "step {step} without `{unwanted}`: {} holds other bytes", view.name());
+        }
+    }
+    // What refuses one state is not asked about others.
+    let mut own = Own { refuses: true, ..Own::default() };
+    let error = engine.restore_into(Latest, None, &mut own).unwrap_err();
+    assert_eq!((error.kind(), error.message(), own.asked), (ErrorKind::InvalidArgument, "no room for this", 1));
 }
 
 /// Every bit of a step in the store is right.
