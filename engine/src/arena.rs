@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! page 0        magic, version, slots, bytes of a slot, newest generation that is encoded, session
-//! page 1 + n    slot n: word (state and generation), step, place, size and CRC-32 of the description, session, ranks
+//! page 1 + n    slot n: word (state and generation), step, place, size and CRC-32 of the description, session, ranks, attempt
 //! then          the bytes of slot 0, slot 1, ...: tensors, each at a line of the cache, then the description
 //! ```
 //!
@@ -25,7 +25,7 @@ use crate::slot::{Move, State, Word, choose, next_generation, next_to_encode};
 const PAGE: usize = 4096;
 /// "TCARENA" and a number, as one word.
 const MAGIC: u64 = 0x5443_4152_454e_4131;
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 /// Slots of an arena.
 pub(crate) const SLOTS: std::ops::RangeInclusive<u32> = 2..=16;
 
@@ -48,6 +48,7 @@ mod field {
     pub(super) const DESCRIPTION_CRC: usize = 32;
     pub(super) const SESSION: usize = 40;
     pub(super) const WORLD: usize = 48;
+    pub(super) const ATTEMPT: usize = 56;
 }
 
 /// What a whole slot says of its state.
@@ -55,8 +56,11 @@ mod field {
 pub(crate) struct Kept {
     pub word: Word,
     pub step: u64,
-    /// The start of the job that it was saved in: states of several ranks belong together if their steps and their sessions are the same.
+    /// The start of the job that it was saved in.
     pub session: u64,
+    /// How often the job had returned to an older step in that: states of several ranks belong together if step, session and attempt are the
+    /// same.
+    pub attempt: u64,
     /// How many ranks that had.
     pub world: u32,
 }
@@ -189,7 +193,7 @@ impl Arena {
     pub(crate) fn kept_in(&self, slot: usize, word: Word) -> Result<Kept> {
         let load = |name| self.field(slot, name).map(|word| word.load(Ordering::Relaxed));
         let world = u32::try_from(load(field::WORLD)?).unwrap_or(u32::MAX);
-        Ok(Kept { word, step: load(field::STEP)?, session: load(field::SESSION)?, world })
+        Ok(Kept { word, step: load(field::STEP)?, session: load(field::SESSION)?, attempt: load(field::ATTEMPT)?, world })
     }
 
     /// Whether a state waits for the agent.
@@ -347,8 +351,8 @@ pub(crate) struct Claimed {
 
 impl Claimed {
     /// Copies a state. `LimitExceeded` where it, or its description, does not fit.
-    pub(crate) fn fill(self, plan: Plan<'_>) -> Result<Filled> {
-        let (arena, session) = (&*self.arena, self.arena.session()?);
+    pub(crate) fn fill(self, plan: Plan<'_>, session: u64, attempt: u64) -> Result<Filled> {
+        let arena = &*self.arena;
         let start = arena.start(self.slot);
         if !arena.holds(plan.data_bytes) {
             return Err(too_small(arena, plan.data_bytes));
@@ -358,7 +362,7 @@ impl Claimed {
         if !arena.holds(end) {
             return Err(too_small(arena, end));
         }
-        Ok(Filled { claimed: self, copied, session })
+        Ok(Filled { claimed: self, copied, session, attempt })
     }
 }
 
@@ -368,6 +372,7 @@ pub(crate) struct Filled {
     claimed: Claimed,
     copied: Copied,
     session: u64,
+    attempt: u64,
 }
 
 impl Filled {
@@ -403,6 +408,7 @@ impl Filled {
             (field::DESCRIPTION_BYTES, description.len() as u64),
             (field::DESCRIPTION_CRC, u64::from(crc32fast::hash(description))),
             (field::SESSION, self.session),
+            (field::ATTEMPT, self.attempt),
             (field::WORLD, u64::from(world)),
         ] {
             arena.field(slot, name)?.store(value, Ordering::Relaxed);
@@ -511,7 +517,7 @@ mod tests {
         ];
         let blobs = [Blob::new("rng", &b"seed"[..])];
         let Some(claimed) = arena.claim(drop)? else { return Ok(None) };
-        claimed.fill(Plan::new(step, &tensors, &[], &blobs, &Metadata::default())?)?.publish(step, 1).map(Some)
+        claimed.fill(Plan::new(step, &tensors, &[], &blobs, &Metadata::default())?, 0, 0)?.publish(step, 1).map(Some)
     }
 
     fn check(arena: &Arena, slot: usize, step: u64) {

@@ -90,6 +90,7 @@ pub struct Engine {
     interruption: Interruption,
     /// A save that has begun and is not finished.
     outstanding: Weak<()>,
+    attempts: Attempts,
     /// Last: a successor may begin when all else is gone.
     _lock: Lock,
 }
@@ -188,6 +189,7 @@ impl Engine {
             told: 0,
             interruption: Interruption(None),
             outstanding: Weak::new(),
+            attempts: Attempts::default(),
             _lock: lock,
         };
         engine.take_stock()?;
@@ -237,6 +239,8 @@ impl Engine {
             self.awaited = self.newest_left()?.max(progress.encoded).max(self.awaited);
         }
         self.told = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
+        // The agent has cleared memory before it answered. To other ranks it may have answered before that.
+        self.stale &= self.options.rank > 0;
         Ok(())
     }
 
@@ -324,10 +328,14 @@ impl Engine {
             return Err(Error::unsupported("inline encoding needs all tensors in the trainer's memory: use `save`"));
         }
         self.prepare(metadata)?;
-        let filled = self.copy(step, tensors, deferred, blobs, metadata)?;
+        let filled = self.copy(step, tensors, deferred, blobs, metadata);
+        // Also of one that is skipped, or fails: other ranks may have it.
+        let session = self.arena.as_ref().map_or(Ok(self.progress.session), |arena| arena.session())?;
+        self.attempts.note(session, step);
+        let filled = filled?;
         let token = Arc::new(());
         self.outstanding = Arc::downgrade(&token);
-        Ok(Saving { begun: Begun { stall: begun.at.elapsed(), ..begun }, filled, token })
+        Ok(Saving { begun: Begun { at: Instant::now(), stall: begun.stall(), ..begun }, filled, token })
     }
 
     /// Makes a state of a save that was begun, once all its buffers are written.
@@ -443,7 +451,9 @@ impl Engine {
             // Nobody but this process takes free slots, but the agent may have taken the one that would have been dropped.
             let Some(claimed) = arena.claim(drop)? else { continue };
             let (bytes, needed, begun) = (plan.copied_bytes, plan.slot_bytes(), Instant::now());
-            match self.pool.install(|| claimed.fill(plan)) {
+            let session = arena.session()?;
+            let attempt = self.attempts.of(session, step);
+            match self.pool.install(|| claimed.fill(plan, session, attempt)) {
                 Ok(filled) => return Ok(Some(Filling { filled, time: begun.elapsed(), bytes })),
                 // The description has grown.
                 Err(e) if e.kind() == ErrorKind::LimitExceeded && !grown => {
@@ -738,6 +748,8 @@ impl Engine {
 
     fn heard(&mut self, progress: Progress) -> Result<Progress> {
         self.progress = progress.clone();
+        // What it encodes comes into memory that is up to date.
+        self.stale &= self.awaited == 0 || progress.encoded < self.awaited;
         match &progress.stopped {
             None => Ok(progress),
             Some(why) => Err(Error::new(ErrorKind::Fenced, format!("this run was given up: {why}"))),
@@ -792,6 +804,29 @@ impl Interruption {
 impl std::fmt::Debug for Interruption {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Interruption({})", self.0.is_some())
+    }
+}
+
+/// How often this rank has returned to an older step in a session. All ranks count alike, because all save the same steps.
+#[derive(Debug, Default)]
+struct Attempts {
+    session: u64,
+    attempt: u64,
+    last: Option<u64>,
+}
+
+impl Attempts {
+    /// The attempt that a save belongs to.
+    fn of(&self, session: u64, step: u64) -> u64 {
+        match session == self.session {
+            true => self.attempt + u64::from(self.last.is_some_and(|last| step <= last)),
+            false => 0,
+        }
+    }
+
+    /// A step was saved.
+    fn note(&mut self, session: u64, step: u64) {
+        *self = Self { session, attempt: self.of(session, step), last: Some(step) };
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -224,11 +224,13 @@ impl Engine {
             let mut is_readable = true;
             for epoch in self.run.epochs()?.into_iter().rev() {
                 let store = open_epoch(&self.run, epoch)?;
-                if let Some(found) = self.read_store(&store, &stores, Source::Memory, search).await? {
+                let tiers: Vec<(usize, &Store)> = stores.iter().enumerate().collect();
+                if let Some(found) = self.read_store(&store, &tiers, Source::Memory, search).await? {
                     return Ok(found);
                 }
                 is_readable &= store.records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |_| true);
             }
+            is_readable &= !search.passed.iter().any(|passed| passed.source == Source::Memory && passed.error.kind() == ErrorKind::Corrupt);
             // Older than what is encoded, but whole; newer than what a tier has, if memory that is gone had more than that.
             let newest = match is_readable || search.at != At::Latest {
                 true => None,
@@ -239,10 +241,11 @@ impl Engine {
                 return Ok(found);
             }
         }
-        for tier in newest_first(&stores, self.options.store_timeout).await {
-            let Some(store) = stores.get(tier) else { continue };
+        let order = newest_first(&stores, self.options.store_timeout).await;
+        let mut tiers = order.into_iter().filter_map(|tier| Some((tier, stores.get(tier)?))).collect::<VecDeque<_>>();
+        while let Some((tier, store)) = tiers.pop_front() {
             let source = Source::Tier(tier, store.url().to_owned());
-            if let Some(found) = self.read_store(store, &[], source, search).await? {
+            if let Some(found) = self.read_store(store, tiers.make_contiguous(), source, search).await? {
                 if tier == 0 {
                     // What it has is what this job goes on from.
                     let latest = asked(store, self.options.store_timeout).await.ok().and_then(|asked| asked.latest);
@@ -287,7 +290,8 @@ impl Engine {
                     let opened = Arena::open(&self.run.rank(rank).arena()).and_then(|arena| arena.kept());
                     opened.map_or_else(|_| Vec::new(), |all| all.into_iter().filter_map(|(_, kept)| kept).collect())
                 });
-                theirs.iter().any(|theirs| (theirs.session, theirs.step, theirs.world) == (kept.session, kept.step, kept.world))
+                let name = |kept: &Kept| (kept.session, kept.attempt, kept.step, kept.world);
+                theirs.iter().any(|theirs| name(theirs) == name(kept))
             })
         };
         let kept = arena.kept()?.into_iter().map(|(_, kept)| kept);
@@ -302,7 +306,7 @@ impl Engine {
     async fn read_store(
         &self,
         store: &Store,
-        tiers: &[Store],
+        tiers: &[(usize, &Store)],
         source: Source,
         search: &mut Search<'_>,
     ) -> Result<Option<Restored<'static>>> {
@@ -318,6 +322,12 @@ impl Engine {
                             search.pass(source.clone(), Some(skipped.step), skipped.error)?;
                         }
                         Ok(recovered.snapshot)
+                    }
+                    // None of those that there are can be opened.
+                    Err(error) if error.kind() == ErrorKind::Corrupt => {
+                        let known = live(store).await.unwrap_or_default();
+                        excluded.extend(known.iter().map(|record| record.id).filter(|id| !excluded.contains(id)).collect::<Vec<_>>());
+                        Err(error)
                     }
                     Err(error) => Err(error),
                 },
@@ -347,10 +357,10 @@ impl Engine {
         }
     }
 
-    /// A snapshot that is damaged in memory, out of the nearest tier that has it, too.
-    async fn same_elsewhere(&self, id: Id, tiers: &[Store], search: &mut Search<'_>) -> Result<Option<Restored<'static>>> {
-        for (number, tier) in tiers.iter().enumerate() {
-            let source = Source::Tier(number, tier.url().to_owned());
+    /// A snapshot that is damaged, out of the nearest of these tiers that has it, too.
+    async fn same_elsewhere(&self, id: Id, tiers: &[(usize, &Store)], search: &mut Search<'_>) -> Result<Option<Restored<'static>>> {
+        for (number, tier) in tiers {
+            let source = Source::Tier(*number, tier.url().to_owned());
             let read = async {
                 let asked = asked(tier, self.options.store_timeout).await?;
                 let Some(record) = asked.records.iter().find(|record| record.id == id) else { return Ok(None) };

@@ -107,6 +107,114 @@ fn a_step_before_the_last_may_be_saved_again() {
     check_halves(&host, 100, 2);
 }
 
+/// One rank had saved the step again, and was killed before the other did.
+#[test]
+fn what_was_saved_before_a_return_and_after_it_never_comes_back_together() {
+    let host = Host::new();
+    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    for step in [90, 100] {
+        save_half(&mut first, 0, step, 1);
+        save_half(&mut second, 1, step, 1);
+        assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    save_half(&mut first, 0, 100, 2);
+    drop((first, second));
+    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    for (number, engine) in [&first, &second].into_iter().enumerate() {
+        let found = engine.restore(100).unwrap();
+        let (found, all) = (&found.tensors[0].data, data(100, 1));
+        let expected = if found.len() == HALF { &all[number * HALF..(number + 1) * HALF] } else { &all };
+        assert!(**found == *expected, "rank {number}: of the second attempt, or of both");
+    }
+    save_half(&mut first, 0, 101, 3);
+    save_half(&mut second, 1, 101, 3);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [90, 100, 101]);
+    check_halves(&host, 100, 1);
+}
+
+/// Another agent does not know which ranks were in the session; it finds it in their arenas.
+#[test]
+fn a_rank_that_comes_back_alone_to_another_agent_begins_a_session() {
+    let host = Host::new();
+    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    for step in 1..=2 {
+        save_half(&mut first, 0, step, 1);
+        save_half(&mut second, 1, step, 1);
+    }
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    save_half(&mut first, 0, 3, 1);
+    host.signal_agent(Signal::KILL);
+    drop(second);
+    host.agent_is_gone();
+    let _ = first.wait(Until::Encoded, Duration::from_millis(100)).unwrap();
+    let mut second = rank(&host, 1);
+    save_half(&mut second, 1, 3, 2);
+    save_half(&mut first, 0, 4, 2);
+    save_half(&mut second, 1, 4, 2);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 4], "step 3 is of two attempts");
+}
+
+/// A trainer that could not go on here, because the store was out of reach, and has gone; the job is elsewhere when the store is back.
+#[test]
+fn an_agent_without_a_trainer_fences_nobody_when_the_store_is_back() {
+    let host = Host::new();
+    let elsewhere = Host::new();
+    let mut other = Engine::start(EngineOptions { folder: Some(elsewhere.engine_folder()), ..host.options() }).unwrap();
+    save(&mut other, 1);
+    assert!(other.wait(Until::Durable, LONG).unwrap().reached);
+    let away = Away::take(&host.store_path());
+    let engine = host.engine();
+    assert!(engine.restore(Latest).is_err());
+    drop(engine);
+    std::thread::sleep(Duration::from_millis(500));
+    away.back();
+    // Long enough for it to try again.
+    std::thread::sleep(Duration::from_secs(3));
+    save(&mut other, 2);
+    assert!(other.wait(Until::Durable, LONG).unwrap().reached);
+    // Nor does the agent after that.
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    let mut agent = host.start_agent(&[]);
+    std::thread::sleep(Duration::from_millis(500));
+    save(&mut other, 3);
+    assert!(other.wait(Until::Durable, LONG).unwrap().reached);
+    host.signal_agent(Signal::KILL);
+    agent.wait().unwrap();
+    // With a trainer that goes on here, the job has come back.
+    host.agent_is_gone();
+    let mut engine = host.engine();
+    assert_eq!(engine.restore(Latest).unwrap().step, 3);
+    save(&mut engine, 4);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3, 4]);
+}
+
+#[test]
+fn a_job_of_fewer_ranks_leaves_nothing_of_those_that_are_no_more() {
+    let host = Host::new();
+    let (mut first, mut second) = (rank(&host, 0), rank(&host, 1));
+    save_half(&mut first, 0, 1, 1);
+    save_half(&mut second, 1, 1, 1);
+    assert!(first.wait(Until::Durable, LONG).unwrap().reached);
+    // Of one rank alone.
+    save_half(&mut second, 1, 2, 1);
+    drop((first, second));
+    let mut alone = host.engine();
+    save(&mut alone, 3);
+    assert!(alone.wait(Until::Durable, LONG).unwrap().reached);
+    let arena = host.engine_folder().join(&host.status().runs[0].key).join("rank-1/arena");
+    until("the arena of rank 1 is gone", || !arena.exists());
+    host.signal_agent(Signal::KILL);
+    host.agent_is_gone();
+    save(&mut alone, 4);
+    alone.finish().unwrap();
+    until("the run is over", || host.status().runs.is_empty());
+    assert_eq!(host.stored_steps(), [1, 3, 4]);
+}
+
 /// Raw states of two ranks, and a job of one that comes back.
 #[test]
 fn what_waits_is_encoded_before_a_job_of_another_size_goes_on() {

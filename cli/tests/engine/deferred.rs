@@ -53,11 +53,17 @@ fn what_comes_later_is_part_of_the_state_once_it_is_finished() {
     let host = Host::new();
     let mut engine = host.engine();
     for step in 1..=3 {
+        let began = std::time::Instant::now();
         let saving = begin(&mut engine, step).unwrap();
+        let began = began.elapsed();
         assert_eq!(step_of(&engine), step, "nothing is there before it is finished");
         assert_eq!(engine.save(9, &[], &[], &Metadata::default()).unwrap_err().kind(), ErrorKind::Conflict, "one at a time");
+        let (begun, computes) = (std::time::Instant::now(), std::time::Duration::from_millis(100));
+        std::thread::sleep(computes);
         let outcome = end(&mut engine, saving).unwrap();
         assert_eq!((outcome.step, outcome.generation), (step, Some(step)));
+        let finishing = begun.elapsed() - computes;
+        assert!(outcome.stall <= began + finishing, "what the trainer does meanwhile is no stall: {outcome:?}");
         check(&engine, step, &Source::Slot);
     }
     // Given up.

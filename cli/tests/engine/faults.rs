@@ -274,6 +274,7 @@ fn a_run_whose_last_save_failed_is_not_finished() {
     let away = Away::take(&host.store_path());
     save(&mut engine, 2);
     assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
+    until("the agent has tried to send it", || host.status().runs[0].tiers[0].problem.is_some());
     damage_newest_cask(&host);
     away.back();
     let error = engine.finish().unwrap_err();
@@ -363,11 +364,6 @@ fn casks(host: &Host) -> Vec<std::path::PathBuf> {
     casks
 }
 
-fn damage(cask: &std::path::Path) {
-    let cask = std::fs::OpenOptions::new().write(true).open(cask).unwrap();
-    cask.write_all_at(b"damage", cask.metadata().unwrap().len() / 2).unwrap();
-}
-
 #[test]
 fn the_second_trainer_of_a_run_is_refused_while_the_first_lives() {
     let host = Host::new();
@@ -424,6 +420,15 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
     }
     check_into(&engine, 3, &Source::Tier(0, host.store_path().to_str().unwrap().to_owned()));
     drop(engine);
+    // Also where nothing in memory can be opened; and before an older state that is raw.
+    let kept: Vec<_> = casks(&host).into_iter().map(|path| (std::fs::read(&path).unwrap(), path)).collect();
+    kept.iter().for_each(|(_, path)| std::fs::remove_file(path).unwrap());
+    let engine = host.engine();
+    let found = engine.restore(Latest).unwrap();
+    assert!(found.step == 3 && matches!(found.source, Source::Tier(0, _)), "{:?}", found.source);
+    drop(found);
+    drop(engine);
+    kept.iter().for_each(|(bytes, path)| std::fs::write(path, bytes).unwrap());
     // Where that cannot be asked, the one before it serves, from memory; and it is told what was passed over, and who was not asked.
     let _away = Away::take(&host.store_path());
     let engine = host.engine();
@@ -525,7 +530,14 @@ fn memory_that_the_store_has_overtaken_does_not_count() {
     assert!(matches!(found.source, Source::Tier(0, _)), "{:?}", found.source);
     check(&found, SMALL);
     drop(found);
+    // What it saves now is in memory that counts, while the store does not have it yet.
+    let away = Away::take(&host.store_path());
     save(&mut engine, 4);
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, &found.source), (4, &Source::Slot));
+    drop(found);
+    assert_eq!(engine.loadable().unwrap()[0].step, 4);
+    away.back();
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.stored_steps(), [1, 2, 3, 4]);
     drop(engine);

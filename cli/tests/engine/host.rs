@@ -10,7 +10,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use tensorcask::blocking::Store;
 use tensorcask::{Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Slice, TensorView};
 use tensorcask_engine::{
-    AgentStatus, BackPressure, Destination, Encode, Engine, EngineOptions, OnAgentLoss, Restored, RestoredTensor, Source, agent_status,
+    AgentStatus, BackPressure, Destination, Encode, Engine, EngineOptions, OnAgentLoss, Restored, RestoredTensor, Source, Until,
+    agent_status,
 };
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -205,7 +206,10 @@ impl State {
     }
 
     pub(crate) fn save(&self, engine: &mut Engine) -> tensorcask::Result<tensorcask_engine::Outcome> {
-        engine.save(self.step, &self.tensors(), &self.blobs(), &self.metadata())
+        let begun = Instant::now();
+        let outcome = engine.save(self.step, &self.tensors(), &self.blobs(), &self.metadata())?;
+        assert!(outcome.copy <= outcome.stall && outcome.stall <= begun.elapsed(), "{outcome:?}");
+        Ok(outcome)
     }
 }
 
@@ -333,8 +337,17 @@ fn trainer_process() {
         println!("TRAINER saved|{step}|{}", saved.stall.as_micros());
     }
     println!("TRAINER done");
+    if word("TEST_WAIT").is_some() {
+        let _ = engine.wait(Until::Durable, 60 * LONG);
+    }
     // Until it is killed, or told to end by the end of its input.
     let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+/// Writes over the middle of a cask.
+pub(crate) fn damage(cask: &Path) {
+    let cask = std::fs::OpenOptions::new().write(true).open(cask).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&cask, b"damage", cask.metadata().unwrap().len() / 2).unwrap();
 }
 
 /// Removes a folder, puts a file in its place, and back: a store that cannot be reached for a while.

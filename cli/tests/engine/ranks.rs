@@ -176,3 +176,49 @@ fn ranks_that_do_not_come_or_want_something_else_are_told_of() {
     assert!(first.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.status().runs[0].problem, None);
 }
+
+/// The others are told, and do not wait for ever.
+#[test]
+fn a_run_ends_though_its_last_step_is_not_on_all_ranks() {
+    let host = Host::new();
+    let start = |rank| Engine::start(EngineOptions { rank, world: 2, ..host.options() }).unwrap();
+    let (mut first, mut second) = (start(0), start(1));
+    let save = |engine: &mut Engine, rank: u64, step: u64| {
+        let (data, rect) = ([step as u8; 100], Rect { offset: vec![rank * 100], shape: vec![100] });
+        engine.save(step, &[TensorView::shard("w", Dtype::U8, &[200], rect, &data).unwrap()], &[], &Metadata::default()).unwrap();
+    };
+    for step in 1..=2 {
+        save(&mut first, 0, step);
+        save(&mut second, 1, step);
+    }
+    save(&mut first, 0, 3);
+    let (said, says) = std::sync::mpsc::channel();
+    for (rank, engine) in [(0, first), (1, second)] {
+        let said = said.clone();
+        std::thread::spawn(move || said.send((rank, engine.finish())));
+    }
+    let mut ended: Vec<_> = (0..2).map(|_| says.recv_timeout(LONG).expect("it waits for ever")).collect();
+    ended.sort_by_key(|(rank, _)| *rank);
+    let error = ended[0].1.as_ref().unwrap_err();
+    assert!(error.message().contains("step 3: ") && error.message().contains("not all ranks have saved this step"), "{error}");
+    assert!(ended[1].1.is_ok(), "{:?}", ended[1].1);
+    assert_eq!(host.stored_steps(), [1, 2]);
+}
+
+/// It is seen at once, however long it was to wait.
+#[test]
+fn a_trainer_that_dies_while_it_waits_is_gone() {
+    let host = Host::new();
+    let mut trainer = host.trainer(&[("TEST_STEPS", "1")]);
+    while trainer.says().is_some_and(|said| said[0] != "done") {}
+    until("step 1 is in the store", || host.stored_steps() == [1]);
+    trainer.kill();
+    let away = Away::take(&host.store_path());
+    let mut trainer = host.trainer(&[("TEST_STEPS", "2"), ("TEST_WAIT", "1")]);
+    while trainer.says().is_some_and(|said| said[0] != "done") {}
+    assert!(host.status().runs[0].ranks[0].trainer.is_some());
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    trainer.kill();
+    until("the agent has seen it", || host.status().runs[0].ranks[0].trainer.is_none());
+    away.back();
+}

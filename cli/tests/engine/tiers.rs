@@ -245,3 +245,24 @@ fn what_memory_has_is_loadable_while_a_tier_is_down() {
     let _away = Away::take(&host.store_path());
     assert_eq!(steps(&engine), [2, 1]);
 }
+
+/// A step that is damaged in the nearer tier comes from the other, before an older one does.
+#[test]
+fn what_is_damaged_in_the_first_tier_comes_from_the_second() {
+    let host = Host::new();
+    let mut engine = Engine::start(options(&host)).unwrap();
+    for step in 1..=3 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    settled(&host);
+    engine.finish().unwrap();
+    let mut casks: Vec<_> = std::fs::read_dir(host.store_path().join("casks")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    casks.sort_by_key(|path| std::fs::metadata(path).unwrap().modified().unwrap());
+    damage(casks.last().unwrap());
+    let engine = Engine::start(options(&host)).unwrap();
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, found.source.clone()), (3, Source::Tier(1, far(&host))));
+    assert!(found.passed_over.iter().any(|passed| matches!(passed.source, Source::Tier(0, _)) && passed.step == Some(3)));
+    check(&found, SMALL);
+}

@@ -198,6 +198,7 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
             taken.into_iter().try_for_each(Taken::release)?;
             let encode_ms = begun.elapsed().as_secs_f64() * 1e3;
             span.record("encode_ms", encode_ms).record("bytes_out", saved.stored_bytes).record("kind", saved.kind.name());
+            run.remove_former_ranks();
             run.encoded(step, generations, memory.epoch(), &saved, encode_ms, ahead);
             return Ok(Turn::Done);
         }

@@ -200,14 +200,14 @@ impl Agent {
             let adopted = async {
                 let spec = spec.ok_or_else(|| Error::corrupt("no description of a run"))?;
                 let run = self.run(spec, None).await?;
-                for rank in run.place.ranks()? {
+                for rank in run.place.ranks()?.into_iter().filter(|rank| *rank < run.spec.world) {
                     // One that cannot be used is none; its trainer makes another.
                     if let Err(error) = run.adopt(rank) {
                         tracing::warn!(run = run.spec.run, rank, %error, "what an earlier trainer left cannot be used");
                     }
                 }
                 if run.place.is_over() {
-                    run.clear_when_quiet();
+                    run.clear_when_quiet(None);
                 }
                 Ok::<_, Error>(())
             };
@@ -296,10 +296,21 @@ impl Agent {
         loop {
             let reply = match receive_async::<Request>(&mut read).await {
                 Ok(None) => break,
-                Ok(Some(request)) => match self.answer(request, &mut attached).await {
-                    Ok(reply) => reply,
-                    Err(error) => Reply::failed(&error),
-                },
+                Ok(Some(request)) => {
+                    let waits = matches!(request, Request::Wait { .. });
+                    let answer = self.answer(request, &mut attached);
+                    tokio::pin!(answer);
+                    let answered = tokio::select! {
+                        biased;
+                        answered = &mut answer => answered,
+                        // Whoever waits is gone; or has more to say, which comes next.
+                        more = read.fill_buf(), if waits => match more {
+                            Ok(bytes) if !bytes.is_empty() => answer.await,
+                            _ => break,
+                        },
+                    };
+                    answered.unwrap_or_else(|error| Reply::failed(&error))
+                }
                 Err(error) => {
                     // The stream cannot be followed any more.
                     let _ = send_async(&mut write, &Reply::failed(&error)).await;
@@ -366,7 +377,7 @@ impl Agent {
                     !ours
                 });
                 if clear {
-                    run.clear_when_quiet();
+                    run.clear_when_quiet(Some(rank));
                 }
                 let progress = run.progress(rank);
                 self.clear_quiet();

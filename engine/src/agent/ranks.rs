@@ -10,18 +10,21 @@ pub(super) struct Held {
     pub kept: Vec<Kept>,
     /// The newest generation that is encoded.
     pub encoded: u64,
+    /// Its trainer saves no more.
+    pub is_over: bool,
 }
 
 /// What all ranks save alike: states with the same name are parts of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Name {
     pub session: u64,
+    pub attempt: u64,
     pub step: u64,
 }
 
 impl Name {
     pub(super) fn of(kept: &Kept) -> Self {
-        Self { session: kept.session, step: kept.step }
+        Self { session: kept.session, attempt: kept.attempt, step: kept.step }
     }
 }
 
@@ -45,12 +48,12 @@ impl Held {
         self.waits().find(|kept| Name::of(kept) == name)
     }
 
-    /// Whether it has saved a later step in this session, and does not wait with this one.
+    /// Whether it has saved a later step in this session, or saves no more, and does not wait with this one.
     fn has_gone_on(&self, name: Name) -> bool {
         // What is encoded comes before all that waits: after a return to an older step, its number may be the greater one.
         let since = self.kept.iter().filter(|kept| kept.session == name.session && kept.word.generation > self.encoded);
         let newest = since.max_by_key(|kept| kept.word.generation);
-        newest.is_some_and(|newest| newest.step > name.step) && self.waiting(name).is_none()
+        (self.is_over || newest.is_some_and(|newest| Name::of(newest) > name)) && self.waiting(name).is_none()
     }
 }
 
@@ -91,18 +94,24 @@ mod tests {
 
     fn kept(session: u64, step: u64, generation: u64, waits: bool, world: usize) -> Kept {
         let state = if waits { State::Full } else { State::Released };
-        Kept { word: Word { state, generation }, step, session, world: world as u32 }
+        Kept { word: Word { state, generation }, step, session, attempt: 0, world: world as u32 }
     }
 
-    /// Of two ranks: steps of the session in the order in which they were saved, and whether each waits; what does not is encoded.
+    /// Of two ranks: steps of the session in the order in which they were saved, and whether each waits; what does not is encoded. Each that is
+    /// not later than the one before is another attempt.
     fn rank(steps: &[(u64, bool)]) -> Held {
-        let kept: Vec<Kept> = (1..).zip(steps).map(|(at, &(step, waits))| kept(SESSION, step, at, waits, 2)).collect();
+        let (mut attempt, mut last) = (0, 0);
+        let mut kept: Vec<Kept> = (1..).zip(steps).map(|(at, &(step, waits))| kept(SESSION, step, at, waits, 2)).collect();
+        for kept in &mut kept {
+            attempt += u64::from(kept.step <= last);
+            (kept.attempt, last) = (attempt, kept.step);
+        }
         let encoded = kept.iter().filter(|kept| kept.word.state == State::Released).map(|kept| kept.word.generation).max().unwrap_or(0);
-        Held { kept, encoded }
+        Held { kept, encoded, is_over: false }
     }
 
-    fn name(step: u64) -> Name {
-        Name { session: SESSION, step }
+    fn name(attempt: u64, step: u64) -> Name {
+        Name { session: SESSION, attempt, step }
     }
 
     fn next_of(ranks: &[Held]) -> Next {
@@ -112,36 +121,52 @@ mod tests {
     #[test]
     fn a_step_is_encoded_once_all_ranks_have_it() {
         assert_eq!(next_of(&[rank(&[(10, true)]), rank(&[])]), Next::Wait);
-        assert_eq!(next_of(&[rank(&[(10, true)]), rank(&[(10, true)])]), Next::Encode(name(10)));
-        assert_eq!(next_of(&[rank(&[(10, true), (11, true)]), rank(&[(10, true), (11, true)])]), Next::Encode(name(10)));
+        assert_eq!(next_of(&[rank(&[(10, true)]), rank(&[(10, true)])]), Next::Encode(name(0, 10)));
+        assert_eq!(next_of(&[rank(&[(10, true), (11, true)]), rank(&[(10, true), (11, true)])]), Next::Encode(name(0, 10)));
         assert_eq!(next_of(&[rank(&[(10, false), (11, true)]), rank(&[(10, false)])]), Next::Wait);
     }
 
     #[test]
     fn what_a_rank_skipped_is_dropped_by_the_others() {
-        assert_eq!(next_of(&[rank(&[(10, true), (11, true)]), rank(&[(11, true)])]), Next::Drop(vec![(0, name(10))]));
+        assert_eq!(next_of(&[rank(&[(10, true), (11, true)]), rank(&[(11, true)])]), Next::Drop(vec![(0, name(0, 10))]));
         // No step in common, and nobody may wait for ever.
         assert_eq!(
             next_of(&[rank(&[(10, true), (11, true)]), rank(&[(12, true), (13, true)])]),
-            Next::Drop(vec![(0, name(10)), (0, name(11))])
+            Next::Drop(vec![(0, name(0, 10)), (0, name(0, 11))])
         );
         // After a rollback, what was newer and never complete is behind.
-        assert_eq!(next_of(&[rank(&[(100, true), (90, true)]), rank(&[(90, true)])]), Next::Drop(vec![(0, name(100))]));
+        let behind = |held: Held| Held { kept: held.kept.into_iter().filter(|kept| kept.step == 90).collect(), ..held };
+        let both = rank(&[(100, true), (90, true)]);
+        assert_eq!(next_of(&[both.clone(), behind(both.clone())]), Next::Drop(vec![(0, name(0, 100))]));
+        assert_eq!(next_of(&[behind(both.clone()), behind(both.clone())]), Next::Encode(name(1, 90)));
+        // What was saved before it and what was saved after are never joined.
+        let (before, again) = (rank(&[(100, true)]), rank(&[(100, false), (90, false), (100, true)]));
+        assert_eq!(next_of(&[again.clone(), before.clone()]), Next::Drop(vec![(1, name(0, 100))]));
+        let late = rank(&[(100, true), (90, false), (100, true)]);
+        assert_eq!(next_of(&[again, late]), Next::Drop(vec![(1, name(0, 100))]));
         // After a rollback, what was newer and is encoded is no reason.
         assert_eq!(next_of(&[rank(&[(100, false), (90, true)]), rank(&[(100, false)])]), Next::Wait);
+    }
+
+    #[test]
+    fn what_a_rank_that_is_over_never_saved_is_dropped_by_the_others() {
+        let over = |steps| Held { is_over: true, ..rank(steps) };
+        assert_eq!(next_of(&[rank(&[(10, true)]), over(&[])]), Next::Drop(vec![(0, name(0, 10))]));
+        assert_eq!(next_of(&[rank(&[(10, true)]), over(&[(10, true)])]), Next::Encode(name(0, 10)));
+        assert_eq!(next_of(&[rank(&[]), over(&[(10, true)])]), Next::Wait, "the other still may");
     }
 
     #[test]
     fn states_of_two_starts_are_never_joined() {
         let old = |step, at, waits| kept(SESSION - 1, step, at, waits, 2);
         let new = |step, at| kept(SESSION, step, at, true, 2);
-        let held = |kept: &[Kept]| Held { kept: kept.to_vec(), encoded: 0 };
+        let held = |kept: &[Kept]| Held { kept: kept.to_vec(), ..Held::default() };
         // Rank 0 saved step 100 before all were killed; rank 1 saves it now.
         let ranks = [held(&[old(100, 1, true)]), held(&[new(100, 1)])];
-        assert_eq!(next_of(&ranks), Next::Drop(vec![(0, Name { session: SESSION - 1, step: 100 })]));
+        assert_eq!(next_of(&ranks), Next::Drop(vec![(0, Name { session: SESSION - 1, attempt: 0, step: 100 })]));
         // What was complete when they were killed is encoded first.
         let ranks = [held(&[old(99, 1, true), new(98, 2)]), held(&[old(99, 1, true)])];
-        assert_eq!(next_of(&ranks), Next::Encode(Name { session: SESSION - 1, step: 99 }));
+        assert_eq!(next_of(&ranks), Next::Encode(Name { session: SESSION - 1, attempt: 0, step: 99 }));
         let ranks = [held(&[old(99, 1, false), new(98, 2)]), held(&[old(99, 1, false)])];
         assert_eq!(next_of(&ranks), Next::Wait, "rank 1 still saves step 98");
         // Of more ranks than there are now.
@@ -203,7 +228,7 @@ mod tests {
                     }
                 }
             }
-            assert!(encoded.is_sorted() && encoded.last() == Some(&Name { session: 2, step: 11 }), "seed {seed}: {encoded:?}");
+            assert!(encoded.is_sorted() && encoded.last() == Some(&Name { session: 2, attempt: 0, step: 11 }), "seed {seed}: {encoded:?}");
         }
     }
 }

@@ -76,6 +76,8 @@ struct Member {
     attached: u64,
     /// The last session that its trainer was in.
     session: u64,
+    /// Its trainer has said that it saves no more.
+    is_over: bool,
     encoded: u64,
     durable: u64,
     failures: VecDeque<Failure>,
@@ -230,7 +232,10 @@ impl Run {
     pub(super) fn adopt(&self, rank: u32) -> Result<()> {
         self.change(|facts| {
             let arena = self.enter(facts, rank)?;
-            facts.session = facts.session.max(arena.map_or(Ok(0), |arena| arena.session())?);
+            let session = arena.map_or(Ok(0), |arena| arena.session())?;
+            facts.session = facts.session.max(session);
+            // The last that its trainer was in: if it comes back, it begins another.
+            facts.ranks.entry(rank).or_default().session = session;
             Ok::<_, Error>(())
         })?;
         self.encode.notify_one();
@@ -256,7 +261,7 @@ impl Run {
             arena.as_ref().map_or(Ok(()), |arena| arena.set_session(session))?;
             let given_up = arena.map_or_else(|| Ok(Vec::new()), |arena| arena.given_up())?;
             let member = facts.ranks.entry(rank).or_default();
-            (member.trainer, member.session) = (Some(request.pid), session);
+            (member.trainer, member.session, member.is_over) = (Some(request.pid), session, false);
             if mode != Mode::GoOn {
                 // A new trainer is told of what it may still wait for alone.
                 member.failures.retain(|failure| given_up.iter().any(|kept| kept.word.generation == failure.generation));
@@ -326,6 +331,8 @@ impl Run {
                 member.trainer = None;
             }
         });
+        // It may have died before it told of a state that it had published.
+        self.encode.notify_one();
     }
 
     /// A save was published.
@@ -432,11 +439,16 @@ impl Run {
 
     /// What all ranks have, once all are known, and what to do with it.
     pub(super) fn next(&self, arenas: &[Arc<Arena>]) -> Result<Next> {
-        let held = |arena: &Arc<Arena>| {
-            Ok(Held { kept: arena.kept()?.into_iter().filter_map(|(_, kept)| kept).collect(), encoded: arena.encoded()? })
+        let (session, over) = {
+            let facts = self.facts();
+            let over: BTreeSet<u32> = facts.ranks.iter().filter(|(_, member)| member.is_over).map(|(rank, _)| *rank).collect();
+            (facts.session, over)
         };
-        let session = self.facts().session;
-        Ok(next(&arenas.iter().map(held).collect::<Result<Vec<_>>>()?, session))
+        let held = |(rank, arena): (u32, &Arc<Arena>)| {
+            let kept = arena.kept()?.into_iter().filter_map(|(_, kept)| kept).collect();
+            Ok(Held { kept, encoded: arena.encoded()?, is_over: over.contains(&rank) })
+        };
+        Ok(next(&(0..).zip(arenas).map(held).collect::<Result<Vec<_>>>()?, session))
     }
 
     /// Whether a state that all ranks have still waits to be encoded.
@@ -686,7 +698,7 @@ impl Run {
     /// There is nothing that a tier could lack.
     pub(super) fn nothing_to_upload(&self, tier: usize) {
         if let Some(tier) = self.facts().tiers.get_mut(tier) {
-            tier.known = true;
+            (tier.known, tier.problem) = (true, None);
         }
     }
 
@@ -722,13 +734,33 @@ impl Run {
         self.facts().ranks.values().any(|member| member.trainer.is_some())
     }
 
+    /// Whether anything lies in memory that no tier may have: whole states, or what is encoded.
+    pub(super) fn holds_states(&self) -> bool {
+        let facts = self.facts();
+        let is_whole = |arena: &Arc<Arena>| arena.words().is_ok_and(|words| words.iter().any(|word| word.state.is_whole()));
+        facts.ranks.values().any(|member| member.arena.as_ref().is_some_and(is_whole))
+    }
+
+    /// Removes what ranks left that the job does not have any more; what they had in common with others is encoded, or lost.
+    pub(super) fn remove_former_ranks(&self) {
+        for rank in self.place.ranks().unwrap_or_default().into_iter().filter(|rank| *rank >= self.spec.world) {
+            if let Err(error) = remove_file(&self.place.rank(rank).arena()) {
+                tracing::warn!(run = self.spec.run, rank, %error, "the arena of a rank that is no more could not be removed");
+            }
+        }
+    }
+
     /// Whether nothing is left to do; a run that was given up has nothing.
     pub(super) fn is_quiet(&self) -> bool {
         self.stopped() || (self.queue_depth() == 0 && self.facts().tiers.iter().all(|tier| tier.known && tier.pending == 0))
     }
 
     /// The run is over for its trainer. An agent after this one finds that out, too.
-    pub(super) fn clear_when_quiet(&self) {
+    pub(super) fn clear_when_quiet(&self, rank: Option<u32>) {
+        if let Some(rank) = rank {
+            self.change(|facts| facts.ranks.entry(rank).or_default().is_over = true);
+            self.encode.notify_one();
+        }
         if let Err(error) = self.place.set_over(true) {
             tracing::warn!(run = self.spec.run, %error, "that the run is over could not be noted");
         }

@@ -64,19 +64,28 @@ async fn upload(run: &Run, tier: usize, orders: Orders, copier: &mut Option<Copi
     };
     if orders.take_over {
         *copier = None;
-        if tier == 0 {
+    }
+    let known = Seen::read(&run.place).tier(destination.url());
+    let is_unknown = copier.is_none() && (known.taking_over, known.writer) == (None, None);
+    if orders.take_over || is_unknown {
+        let holds = holds_anything(run, &sources).await;
+        if !run.is_attached() && !holds {
+            // Whoever wanted it is gone, and there is nothing to bring.
+            run.nothing_to_upload(tier);
+            return Ok(());
+        }
+        if holds && (tier == 0 || !run.is_attached()) {
             was_left_alone(run, &sources, destination).await?;
         }
     }
     if copier.is_none() {
         let (url, options) = (destination.url(), CopyOptions::default());
-        let known = Seen::read(&run.place).tier(url);
         let id = known.taking_over.map_or_else(Id::random, |taking_over| Ok(taking_over.id))?;
         let mut opened = newest.copier(destination, options, id).await?;
         let from = opened.last_writer();
         // An agent before this one was about to, and did not come to it.
         let was_about_to = known.taking_over.is_some_and(|taking_over| taking_over.from == from);
-        if orders.take_over || was_about_to || (known.taking_over, known.writer) == (None, None) {
+        if orders.take_over || was_about_to || is_unknown {
             // Before it does: an agent after this one has to know itself, whatever came of it.
             Seen::update(&run.place, url, |seen| seen.taking_over = Some(TakingOver { id, from }))?;
             match orders.take_over {
@@ -187,7 +196,17 @@ async fn give_up(run: &Run, source: &Store, epoch: u64, destination: &Store, err
     Ok(())
 }
 
-/// That nobody has written to the first tier since this host last saw it, as far as can be told: a job that went on elsewhere while the tier could
+/// Whether there is anything here that a tier may not have.
+async fn holds_anything(run: &Run, sources: &[(Store, u64)]) -> bool {
+    for (source, _) in sources {
+        if source.records().await.is_ok_and(|records| !records.is_empty()) {
+            return true;
+        }
+    }
+    run.holds_states()
+}
+
+/// That nobody has written to a tier since this host last saw it, as far as can be told: a job that went on elsewhere while the tier could
 /// not be asked must not be fenced by what was left here.
 async fn was_left_alone(run: &Run, sources: &[(Store, u64)], destination: &Store) -> Result<()> {
     let records = match destination.records().await {
@@ -199,16 +218,11 @@ async fn was_left_alone(run: &Run, sources: &[(Store, u64)], destination: &Store
     if Seen::read(&run.place).tier(destination.url()).latest == Some(latest.id) {
         return Ok(());
     }
-    let mut has_anything = false;
     for (source, _) in sources {
         let ours = source.records().await.unwrap_or_default();
         if ours.iter().any(|record| record.id == latest.id) {
             return Ok(());
         }
-        has_anything |= !ours.is_empty();
-    }
-    if !has_anything {
-        return Ok(());
     }
     let message = format!(
         "step {} was saved there by another job, while this host could not ask; what this run has saved since is given up. Start it anew, and it goes on from there",
