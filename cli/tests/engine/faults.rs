@@ -279,10 +279,18 @@ fn a_run_whose_last_save_failed_is_not_finished() {
     away.back();
     let error = engine.finish().unwrap_err();
     assert!(error.message().contains("step 2: ") && error.message().contains("damaged in memory"), "{error}");
-    let engine = host.engine();
+    // Nor by the trainer after that, before it has saved something.
+    let mut engine = host.engine();
+    assert!(engine.wait(Until::Durable, LONG).unwrap().failed);
+    assert!(engine.finish().unwrap_err().message().contains("step 2: "));
+    let mut engine = host.engine();
     let found = engine.restore(Latest).unwrap();
     assert_eq!((found.step, &found.source), (2, &Source::Slot));
     check(&found, SMALL);
+    drop(found);
+    save(&mut engine, 3);
+    engine.finish().unwrap();
+    assert_eq!(host.stored_steps(), [1, 3]);
 }
 
 /// A trainer that comes back while memory is at its cap goes on once the store takes what there is: nothing waits for it to save first.

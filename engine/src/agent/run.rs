@@ -264,7 +264,9 @@ impl Run {
             (member.trainer, member.session, member.is_over) = (Some(request.pid), session, false);
             if mode != Mode::GoOn {
                 // A new trainer is told of what it may still wait for alone.
-                member.failures.retain(|failure| given_up.iter().any(|kept| kept.word.generation == failure.generation));
+                let durable = member.durable;
+                let is_given_up = |generation: u64| given_up.iter().any(|kept| kept.word.generation == generation);
+                member.failures.retain(|failure| failure.generation > durable || is_given_up(failure.generation));
             }
             for Kept { word, step, .. } in given_up {
                 let generation = word.generation;
