@@ -5,6 +5,7 @@ from typing_extensions import Buffer
 
 __version__: str
 __all__ = [
+    "ArenaMapping",
     "Catalog",
     "Coder",
     "ConflictError",
@@ -21,6 +22,7 @@ __all__ = [
     "OutcomeUnknownError",
     "RankWriter",
     "Saved",
+    "Saving",
     "Snapshot",
     "StorageError",
     "Store",
