@@ -97,4 +97,4 @@ pub use reader::{
 pub use store::{Ahead, IoCounts, ProbeReport, Store, StoreOptions};
 pub use tensor::{Blob, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
-pub use writer::{BaseKeeping, Metadata, Rank, RankWriter, Saved, Writer, WriterOptions};
+pub use writer::{BaseKeeping, ExistingStep, Metadata, Rank, RankWriter, Saved, Writer, WriterOptions};

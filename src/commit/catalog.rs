@@ -97,13 +97,14 @@ impl Catalog {
         table(state)
     }
 
-    /// Writes the catalog of a state, all of whose records are summarised.
+    /// Writes the catalog of a state, all of whose records are summarised; its path.
     #[boxed]
-    pub(crate) async fn write(store: &Store, state: &LogState) -> Result<()> {
+    pub(crate) async fn write(store: &Store, state: &LogState) -> Result<String> {
         let bytes = encode(state)?;
         crate::Limits::check(bytes.len() as u64, store.limits().max_catalog_bytes, "size of the catalog")?;
         let path = format!("catalog/{:020}-{}.parquet", state.sequence, Digest::of(&bytes));
-        store.create_unique(&path, bytes).await
+        store.create_unique(&path, bytes).await?;
+        Ok(path)
     }
 }
 
@@ -232,6 +233,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     state.sequence = sequence;
     state.head = Some(Digest::from_hex(pair(ENTRY_KEY)?).map_err(|e| e.clause("log 6.3"))?);
     state.last_writer = note.writer.zip(note.writer_sequence).map(|(writer, sequence)| LastWriter { writer, sequence });
+    state.writers.extend(note.writer);
     state.must_understand = note.must_understand;
     state.may_ignore = note.may_ignore;
     state.directory = pairs.get(DIRECTORY_KEY).and_then(|digest| Digest::from_hex(digest).ok());

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::{CATALOG_INTERVAL, Catalog, LogState, Status, Summary, now_ms};
+use super::{CATALOG_INTERVAL, Catalog, LogState, Need, Stale, Standing, Status, Summary, now_ms};
 use crate::error::ResultExt;
 use crate::store::{Created, Medium, Store, concurrently};
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest, StoreFile};
@@ -13,9 +13,11 @@ use crate::{Error, ErrorKind, Result, boxed};
 /// The log of a store, as far as it has been read.
 #[derive(Debug)]
 pub(crate) struct Log {
-    store: Store,
-    store_file: StoreFile,
-    state: LogState,
+    pub(super) store: Store,
+    pub(super) store_file: StoreFile,
+    pub(super) state: LogState,
+    /// The newest catalog that was read or written: its last entry, and its path.
+    pub(super) catalog: Option<(u64, String)>,
     /// Catalogs that were damaged and therefore not used.
     pub(crate) skipped: Vec<Error>,
 }
@@ -24,6 +26,15 @@ pub(crate) struct Log {
 enum Attempt {
     Ours,
     Taken,
+}
+
+/// What became of an entry that relies on other objects.
+#[derive(Debug)]
+pub(crate) enum Appended {
+    /// Committed, under this number.
+    Committed(u64),
+    /// Nothing was committed: the store is not what this log says, or lacks an object that the entry needs.
+    Refused(Stale),
 }
 
 /// Manifests fetched at once.
@@ -39,7 +50,8 @@ impl Log {
     #[boxed]
     pub(crate) async fn load(store: &Store) -> Result<Self> {
         let (store_file, catalogs) = tokio::join!(store.read_store_file(), Catalog::list(store));
-        let mut log = Self { store: store.clone(), store_file: store_file?, state: LogState::default(), skipped: Vec::new() };
+        let (store_file, state) = (store_file?, LogState::default());
+        let mut log = Self { store: store.clone(), store_file, state, catalog: None, skipped: Vec::new() };
         let mut ahead = None;
         for name in catalogs? {
             // Its name says where it ends: what follows is asked for at the same time.
@@ -47,6 +59,7 @@ impl Log {
             let (catalog, entries) = tokio::join!(Catalog::read(store, &name), fetch_entries(store, first, to_next_catalog(first)));
             match catalog {
                 Ok(state) => {
+                    log.catalog = Some((state.sequence, name));
                     log.state = state;
                     ahead = Some(entries?);
                     break;
@@ -79,9 +92,35 @@ impl Log {
         &self.state
     }
 
-    /// Reads the entries that have been committed since: none, most of the time.
+    /// Reads the entries that have been committed since: none, most of the time. A `Conflict` if the store has been replaced.
     pub(crate) async fn refresh(&mut self) -> Result<()> {
-        self.refresh_by(1).await
+        match self.catch_up().await? {
+            Standing::Same => Ok(()),
+            Standing::Stale(stale) => Err(stale.error),
+        }
+    }
+
+    /// As [`refresh`](Self::refresh), and tells whether the last known entry is still there: its entry and the next are one request each,
+    /// sent together.
+    #[boxed]
+    pub(crate) async fn catch_up(&mut self) -> Result<Standing> {
+        let (next, known) = (self.state.next_sequence()?, self.state.sequence > 0);
+        let mut entries = fetch_entries(&self.store, if known { self.state.sequence } else { next }, 1 + u64::from(known)).await?;
+        if known {
+            let (_, last) = entries.remove(0);
+            if let Some(stale) = self.compare_last(last.as_ref())? {
+                return Ok(Standing::Stale(stale));
+            }
+        }
+        if self.apply(entries)? {
+            self.refresh_by(2).await?;
+        }
+        Ok(Standing::Same)
+    }
+
+    /// The last known entry, as the store has it now.
+    pub(super) async fn fetch_last(&self) -> Result<Option<Bytes>> {
+        self.store.get_if_present(&LogEntry::path_of(self.state.sequence), self.store.limits().max_entry_bytes).await
     }
 
     /// Asks for `batch` entries, then for twice as many, but never past the entry that a catalog follows.
@@ -107,8 +146,24 @@ impl Log {
         Ok(true)
     }
 
-    /// Commits the event that `decide` makes of the current state; again, on the new state, as long as others are faster.
-    pub(crate) async fn append(&mut self, writer: Id, mut decide: impl FnMut(&LogState) -> Result<Event>) -> Result<u64> {
+    /// Commits the event that `decide` makes of the current state; again, on the new state, as long as others are faster. A `Conflict` if
+    /// the store has been replaced.
+    pub(crate) async fn append(&mut self, writer: Id, decide: impl FnMut(&LogState) -> Result<Event>) -> Result<u64> {
+        match self.append_relying_on(&[], writer, decide).await? {
+            Appended::Committed(sequence) => Ok(sequence),
+            Appended::Refused(stale) => Err(stale.error),
+        }
+    }
+
+    /// As [`append`](Self::append), for an entry that relies on these objects. Before anything is created, the store is compared with what
+    /// is known of it ([`confirm`](Self::confirm)).
+    pub(crate) async fn append_relying_on(
+        &mut self,
+        needs: &[Need],
+        writer: Id,
+        mut decide: impl FnMut(&LogState) -> Result<Event>,
+    ) -> Result<Appended> {
+        let mut confirmed = false;
         loop {
             refuse_features(self.store_file.may_ignore())?;
             refuse_features(&self.state.may_ignore)?;
@@ -120,12 +175,20 @@ impl Log {
             // What readers would refuse must never be committed: it would close the store to everybody.
             LogEntry::decode(&bytes, sequence, self.store.limits())
                 .map_err(|e| Error::invalid(format!("the log entry would not be readable: {}", e.message())).source(e))?;
+            if !confirmed && let Standing::Stale(stale) = self.confirm(needs).await? {
+                return Ok(Appended::Refused(stale));
+            }
+            confirmed = true;
             match self.write_entry(sequence, token, bytes.into()).await? {
                 Attempt::Ours => {
                     self.state.apply(&entry, digest)?;
-                    return Ok(sequence);
+                    return Ok(Appended::Committed(sequence));
                 }
-                Attempt::Taken => self.refresh().await?,
+                Attempt::Taken => {
+                    if let Standing::Stale(stale) = self.catch_up().await? {
+                        return Ok(Appended::Refused(stale));
+                    }
+                }
             }
         }
     }
@@ -173,8 +236,9 @@ impl Log {
             Ok(()) => Catalog::write(&self.store, &self.state).await,
             Err(e) => Err(e),
         };
-        if let Err(e) = written {
-            tracing::warn!(error = %e, sequence = self.state.sequence, "no catalog written; readers will read more log entries");
+        match written {
+            Ok(path) => self.catalog = Some((self.state.sequence, path)),
+            Err(e) => tracing::warn!(error = %e, sequence = self.state.sequence, "no catalog written; readers will read more log entries"),
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod age;
 mod catalog;
+mod confirm;
 mod history;
 mod log;
 mod offers;
@@ -10,7 +11,8 @@ mod state;
 
 pub(crate) use age::{Age, DEFAULT_AGE_FLOOR};
 pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
-pub(crate) use log::{Log, read_manifest, refuse_features};
+pub(crate) use confirm::{Need, Stale, Standing};
+pub(crate) use log::{Appended, Log, read_manifest, refuse_features};
 pub use retention::Retention;
 pub(crate) use state::{LogState, Summary};
 pub use state::{SnapshotRecord, Status};

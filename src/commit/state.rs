@@ -1,6 +1,6 @@
 //! What the log says, entry by entry. No I/O.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use serde_json::{Map, Value};
 
@@ -112,6 +112,8 @@ pub(crate) struct LogState {
     pub sequence: u64,
     pub head: Option<Digest>,
     pub last_writer: Option<LastWriter>,
+    /// Ids of the writers of `opened` and `added` entries, as far as these were read: a catalog tells only the last.
+    pub writers: BTreeSet<Id>,
     pub must_understand: Vec<String>,
     pub may_ignore: Vec<String>,
     /// A directory that the newest snapshot probably has: a hint for reading ahead.
@@ -201,6 +203,7 @@ impl LogState {
         self.may_ignore.extend(entry.may_ignore().iter().cloned());
         if matches!(entry.event, Event::Opened {} | Event::Added { .. }) {
             self.last_writer = Some(LastWriter { writer: entry.writer, sequence: entry.sequence });
+            self.writers.insert(entry.writer);
         }
         self.sequence = entry.sequence;
         self.head = Some(digest);

@@ -327,11 +327,7 @@ async fn settle(source: &Store, destination: &Store, log: &mut Log, writer: Id, 
 
 /// An object of this size, if it is there.
 async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
-    match store.head(path).await {
-        Ok(found) => Ok((found.bytes == bytes).then_some(found)),
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(e),
-    }
+    Ok(store.head_if_present(path).await?.filter(|found| found.bytes == bytes))
 }
 
 /// Copies a cask, or what has not been sent ahead of it; bytes that had been.

@@ -32,7 +32,7 @@ use crate::limits::{to_usize, zeroed};
 use crate::tensor::Rect;
 use crate::wire::{DirectoryTensor, ErrorsFile, Manifest, ShardErrors, SnapshotKind};
 use crate::writer::blob_slot;
-use crate::{Error, ErrorReport, Result, Slice, Store, Tensor, TensorErrors, boxed};
+use crate::{Blob, Error, ErrorReport, Result, Slice, Store, Tensor, TensorErrors, boxed};
 
 /// A committed state at one step, with the chain that rebuilds it.
 ///
@@ -286,6 +286,32 @@ impl Snapshot {
     }
 
     /// Path of the cask, rank, name and page of each blob.
+    /// Whether these are the blobs, besides those that the library itself adds; byte for byte.
+    #[boxed]
+    pub(crate) async fn has_blobs(&self, wanted: &[&Blob<'_>]) -> Result<bool> {
+        let mut found = self.blob_pages().await?;
+        found.retain(|(_, _, name, _)| name != ErrorsFile::BLOB);
+        if found.len() != wanted.len() {
+            return Ok(false);
+        }
+        for blob in wanted {
+            let page = found.iter().find(|(_, rank, name, _)| *rank == blob.rank && *name == blob.name);
+            match page {
+                Some((.., page)) if page.range.end.saturating_sub(page.range.start) == blob.data.len() as u64 => {}
+                _ => return Ok(false),
+            }
+            if self.read_blob(blob.rank, &blob.name).await? != *blob.data {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The links of the chain, newest first.
+    pub(crate) fn links(&self) -> impl Iterator<Item = &Link> {
+        self.links.iter().map(AsRef::as_ref)
+    }
+
     #[boxed]
     async fn blob_pages(&self) -> Result<Vec<(String, u32, String, crate::container::PageEntry)>> {
         let link = self.newest();

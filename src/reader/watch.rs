@@ -8,7 +8,7 @@ use crate::commit::{Log, Status};
 /// How often the log is asked, if nothing else is said.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Waits for snapshots. One small request at each look, while there is nothing new.
+/// Waits for snapshots. Sends two small requests at each look while there is nothing new: for the last known log entry and the next.
 #[derive(Debug)]
 pub struct Watch {
     log: Log,
@@ -32,7 +32,7 @@ impl Watch {
     }
 
     /// The next snapshot, in the order of commits; waits until there is one. What has been superseded or forgotten by then is
-    /// passed over. After an error it may be called again.
+    /// passed over. After an error it may be called again. If the store was deleted or replaced, each call fails with `Conflict`.
     pub async fn next(&mut self) -> Result<SnapshotRecord> {
         loop {
             if let Some(record) = self.known() {

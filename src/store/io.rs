@@ -142,6 +142,47 @@ impl Store {
         Ok(found)
     }
 
+    /// Names of the objects of a folder that come after `after`, ascending. One request on an object store; on local disk the folder is
+    /// read without a look at its files, which is what a listing of `object_store` costs.
+    #[boxed]
+    pub(crate) async fn names_after(&self, folder: &str, after: &str) -> Result<Vec<String>> {
+        self.count(1, 0, 0);
+        let mut names: Vec<String> = match self.medium() {
+            Medium::Local(root) => {
+                let path = root.join(folder);
+                let read = tokio::task::spawn_blocking(move || -> std::io::Result<Vec<String>> {
+                    let entries = match std::fs::read_dir(&path) {
+                        Ok(entries) => entries,
+                        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+                        Err(e) => return Err(e),
+                    };
+                    entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+                });
+                let read =
+                    read.await.map_err(|e| Error::new(ErrorKind::Storage, format!("the folder was not read: {e}")).object(folder))?;
+                read.map_err(|e| Error::io(folder, e))?
+            }
+            Medium::Memory | Medium::Remote => {
+                let (prefix, offset) = (self.path(folder), self.path(&format!("{folder}/{after}")));
+                let listed = self.objects()?.list_with_offset(Some(&prefix), &offset);
+                let names = listed.map_ok(|meta| meta.location.filename().unwrap_or_default().to_owned());
+                names.try_collect().await.map_err(|e| Error::storage(folder, e))?
+            }
+        };
+        names.retain(|name| name.as_str() > after);
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    /// Size and time of an object, or `None` where there is none.
+    pub(crate) async fn head_if_present(&self, object: &str) -> Result<Option<Listed>> {
+        match self.head(object).await {
+            Ok(found) => Ok(Some(found)),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
     /// Size and time of an object.
     #[boxed]
     pub(crate) async fn head(&self, object: &str) -> Result<Listed> {

@@ -19,6 +19,22 @@ impl Store {
     /// Races creates on scratch objects, and refuses a storage on which a name can be created twice.
     pub async fn probe(&self) -> Result<ProbeReport> {
         let run = Id::random()?;
+        // It stays while the rounds go on: where it is gone, somebody deletes objects here, and a round proves nothing.
+        let marker = format!("probe/{run}");
+        self.create_unique(&marker, Bytes::from_static(b"probe")).await?;
+        let found = self.probe_rounds(run).await;
+        if found.as_ref().is_err_and(|e| e.kind() == ErrorKind::UnsafeStore) && self.head_if_present(&marker).await?.is_none() {
+            let message = "objects were removed while the storage was being tried: somebody deletes or replaces this store. Save again";
+            return Err(Error::new(ErrorKind::Conflict, message).object(self.url()));
+        }
+        if let Err(e) = self.delete(&marker).await {
+            tracing::debug!(object = marker, error = %e, "scratch object not removed");
+        }
+        found
+    }
+
+    #[boxed]
+    async fn probe_rounds(&self, run: Id) -> Result<ProbeReport> {
         for round in 0..ROUNDS {
             let object = format!("probe/{run}-{round}");
             let mut outcome = self.probe_round(&object).await;

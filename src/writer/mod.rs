@@ -8,7 +8,7 @@ mod layout;
 mod ranks;
 mod save;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use serde_json::{Map, Value};
@@ -49,6 +49,11 @@ pub struct WriterOptions {
     pub verify_after_encode: bool,
     /// Pages begin at multiples of two to the power of this: 6 to 12.
     pub alignment_exponent: u8,
+    /// What happens when a live step is saved again with another content.
+    pub existing_step: ExistingStep,
+    /// Id that the log names with each commit. Writers with the same id are one job: they do not fence each other. By default each writer
+    /// has an id of its own.
+    pub id: Option<Id>,
     /// The least age floor that garbage collection of this store is run with: a save that takes longer than half of it is
     /// refused, because its casks could be taken for leftovers.
     pub age_floor: Duration,
@@ -63,9 +68,21 @@ impl Default for WriterOptions {
             precision: Precision::default(),
             verify_after_encode: true,
             alignment_exponent: 6,
+            existing_step: ExistingStep::default(),
+            id: None,
             age_floor: DEFAULT_AGE_FLOOR,
         }
     }
+}
+
+/// What a save does about a live snapshot of the same step. Saving the same tensors and blobs again is never an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ExistingStep {
+    /// A save with another content fails with `Conflict`.
+    #[default]
+    Refuse,
+    /// The new snapshot supersedes the old one.
+    Replace,
 }
 
 /// Where the base that the next delta needs is kept.
@@ -111,17 +128,37 @@ pub struct Saved {
 
 /// Saves snapshots into a store.
 ///
-/// One writer at a time: opening another fences this one, which says so at its next save. A failed save leaves the store
-/// as it was, and the writer usable, unless the error is `Fenced` or `OutcomeUnknown`.
+/// One job at a time: a writer of another id that opens the store fences this one, which says so at its next save. A failed save leaves the
+/// store as it was, and the writer usable, unless the error is `OutcomeUnknown`.
+///
+/// A save that returns `Ok` was confirmed against the store as it is at that moment. If the store was deleted, moved away or replaced by an
+/// older copy since the last save, the writer begins anew with a base. If another job wrote to what lies there now, the save fails with
+/// `Fenced`. Objects that are removed after that confirmation are not noticed until the next save, or `verify`.
+///
+/// ```
+/// use tensorcask::{Dtype, Metadata, Policy, TensorView, blocking::Store};
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("run");
+/// # let url = path.to_str().unwrap();
+/// let mut writer = Store::open(url)?.writer(Policy::Consecutive)?;
+/// let state = [TensorView::new("w", Dtype::U8, &[4], &[1, 2, 3, 4])?];
+/// writer.save(1, &state, &[], &Metadata::default())?;
+/// std::fs::remove_dir_all(url).unwrap();
+/// assert_eq!(writer.save(2, &state, &[], &Metadata::default())?.kind.name(), "base");
+/// assert_eq!(Store::open(url)?.snapshot(2)?.read("w", &tensorcask::Slice::all())?.data, [1, 2, 3, 4]);
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Writer {
     saver: Saver,
     id: Id,
     log: Log,
+    /// Writers whose place this one took; they may come back with an older copy of the store, and are no other job.
+    predecessors: BTreeSet<Id>,
     /// The directory that this writer itself has made durable.
     durable_directory: Option<Digest>,
-    /// Why this writer may not go on.
-    stopped: Option<(ErrorKind, String)>,
+    /// Why this writer may not go on: the outcome of a commit is not known.
+    stopped: Option<String>,
 }
 
 impl Store {
@@ -157,19 +194,24 @@ impl Writer {
         self.saver.ahead = ahead;
     }
 
+    /// What the next saves do about a step that exists.
+    pub fn on_existing_step(&mut self, existing_step: ExistingStep) {
+        self.saver.options.existing_step = existing_step;
+    }
+
     fn check_usable(&self) -> Result<()> {
         match &self.stopped {
             None => Ok(()),
-            Some((kind, message)) => Err(Error::new(*kind, format!("this writer has stopped: {message}"))),
+            Some(message) => Err(Error::new(ErrorKind::OutcomeUnknown, format!("this writer has stopped: {message}"))),
         }
     }
 
-    /// A writer that was fenced, or whose commit has no known outcome, goes no further.
+    /// A writer whose commit has no known outcome goes no further. A fenced one asks the log again at each save.
     fn stop_if_final(&mut self, saved: &Result<Saved>) {
         if let Err(e) = saved
-            && matches!(e.kind(), ErrorKind::Fenced | ErrorKind::OutcomeUnknown)
+            && e.kind() == ErrorKind::OutcomeUnknown
         {
-            self.stopped = Some((e.kind(), e.message().to_owned()));
+            self.stopped = Some(e.message().to_owned());
         }
     }
 }

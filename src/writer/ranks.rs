@@ -3,14 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::base::{NextBase, Parent};
-use super::commit::{Prepared, check_fence, is_damage, open_parent};
+use super::commit::{Commit, Prepared, is_damage, open_parent};
 use super::layout::{MAX_RANK, StateLayout, check_tiles};
 use super::save::Saver;
 use super::*;
 use crate::chain::{Reason, content_digests};
 use crate::codec::Registry;
 use crate::commit::Age;
-use crate::commit::refuse_features;
+use crate::commit::{Standing, refuse_features};
 use crate::error::ResultExt;
 use crate::store::{Ahead, concurrently};
 use crate::tensor::{Rect, element_count};
@@ -40,6 +40,15 @@ pub struct RankWriter {
     log: Log,
     /// What becomes the base when a snapshot with these casks is committed.
     pending: Option<(Vec<CaskRef>, NextBase)>,
+}
+
+/// Whether a rank may build on the snapshots that it knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Known {
+    /// The log is that of the store as it is now.
+    Store,
+    /// The store was deleted: this rank's shards are saved whole.
+    Nothing,
 }
 
 impl Store {
@@ -80,9 +89,25 @@ impl RankWriter {
     /// Encodes and uploads this rank's shards and blobs. Nothing exists until the coordinator has committed the receipts of all
     /// ranks.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
-        self.log.refresh().await?;
+        let known = self.catch_up().await?;
         let (parent, _) = self.saver.options.policy.decide(self.log.state(), step, self.saver.store.limits().max_chain_depth);
-        self.upload(step, parent, tensors, blobs).await
+        self.upload(step, parent.filter(|_| known == Known::Store), tensors, blobs).await
+    }
+
+    /// Reads what has been committed since; reads the log anew where the store was deleted or replaced.
+    #[boxed]
+    async fn catch_up(&mut self) -> Result<Known> {
+        let Standing::Stale(stale) = self.log.catch_up().await? else { return Ok(Known::Store) };
+        tracing::warn!(error = %stale.error, rank = self.rank.rank, "reading the log anew");
+        self.saver.base.clear();
+        self.pending = None;
+        match Log::load(&self.saver.store).await {
+            Ok(log) => self.log = log,
+            // The coordinator creates it before it commits.
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Known::Nothing),
+            Err(e) => return Err(e),
+        }
+        Ok(Known::Store)
     }
 
     /// As [`Writer::send_ahead`], for the casks of this rank.
@@ -92,7 +117,8 @@ impl RankWriter {
 
     /// The same against a parent that the coordinator has chosen for all ranks: [`Writer::next_parent`].
     pub async fn save_on(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
-        self.log.refresh().await?;
+        self.catch_up().await?;
+        let parent = parent.filter(|id| self.log.state().by_id(*id).is_some());
         self.upload(step, parent, tensors, blobs).await
     }
 
@@ -160,9 +186,7 @@ impl Writer {
     /// What the deltas of a snapshot of `step` are to be made against, by the policy; none for a base.
     pub async fn next_parent(&mut self, step: u64) -> Result<Option<Id>> {
         self.check_usable()?;
-        self.log.refresh().await?;
-        check_fence(self.log.state(), self.id)?;
-        Ok(self.saver.options.policy.decide(self.log.state(), step, self.saver.store.limits().max_chain_depth).0)
+        Ok(self.decide(step).await?.0)
     }
 
     /// Commits one snapshot of what all ranks have uploaded, or nothing. All ranks must have given a receipt of this step and of
@@ -178,10 +202,8 @@ impl Writer {
     #[boxed]
     async fn commit_all(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
         check_ranks(step, receipts)?;
-        self.log.refresh().await?;
-        check_fence(self.log.state(), self.id)?;
         let store = self.saver.store.clone();
-        let (_, mut decision) = self.saver.options.policy.decide(self.log.state(), step, store.limits().max_chain_depth);
+        let (_, mut decision) = self.decide(step).await?;
         let parent = self.common_parent(receipts).await?;
         match (&parent, decision.reason) {
             (None, Reason::SmallDelta | Reason::Policy) if self.saver.options.policy != Policy::Full => {
@@ -219,9 +241,21 @@ impl Writer {
             let crc = merged.crcs.get(shard).and_then(|crcs| crcs.get(usize::try_from(chunk).ok()?));
             crc.copied().ok_or_else(|| Error::invalid("a receipt has too few checksums for its shards"))
         })?;
+        let tensor_bytes = merged.tensor_bytes;
         let prepared =
-            Prepared { directory, tensor_bytes: merged.tensor_bytes, casks, content, chunks: BTreeMap::new(), errors: None, decision, age };
-        self.commit(step, parent.as_ref(), prepared, metadata).await
+            Prepared { directory, tensor_bytes, casks, content, blobs: None, chunks: BTreeMap::new(), errors: None, decision, age };
+        match self.commit(step, parent.as_ref(), &prepared, metadata).await? {
+            // The log went between the two looks; a snapshot that stands alone needs no other.
+            Commit::Stale(stale) if stale.replaced && parent.is_none() => {
+                self.begin_anew(&stale.error).await?;
+                self.commit(step, None, &prepared, metadata).await?.done()
+            }
+            Commit::Stale(stale) => {
+                let message = format!("{}. Save the step again, on all ranks", stale.error.message());
+                Err(Error::new(ErrorKind::Conflict, message).object(store.url()).source(stale.error))
+            }
+            other => other.done(),
+        }
     }
 
     /// What the deltas of all ranks are made against, opened. A rank that wrote everything whole agrees with all others.

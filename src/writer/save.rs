@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use rayon::prelude::*;
 
 use super::base::{NextBase, Parent, ShardKey, Wanted};
-use super::commit::{Prepared, is_damage};
+use super::commit::{Commit, Prepared, is_damage};
 use super::estimate::estimate;
 use super::hints::Hints;
 use super::layout::{LayoutTensor, StateLayout};
@@ -25,6 +25,8 @@ use crate::{Blob, Dtype, Setting, TensorView, boxed};
 
 /// Bytes of tensors that are encoded at once, unless one chunk is larger.
 const WINDOW_BYTES: u64 = 32 << 20;
+/// How often a save begins again because the store was changed from outside.
+const ATTEMPTS: u32 = 3;
 
 /// A chunk to encode.
 #[derive(Debug, Clone, Copy)]
@@ -112,72 +114,95 @@ impl Writer {
     #[boxed]
     async fn save_layout(&mut self, step: u64, layout: &StateLayout<'_>, metadata: &Metadata) -> Result<Saved> {
         self.saver.hints.note(layout);
-        let (mut parent, mut decision) = self.parent(step).await?;
-        if self.saver.options.policy == Policy::Adaptive
-            && let Some(base) = &parent
-        {
-            match estimate(&self.saver, layout, base).await {
-                Ok(found) => {
-                    if found.is_too_large() {
-                        (parent, decision.reason) = (None, Reason::LargeDelta);
-                    }
-                    decision.estimate = Some(found);
-                }
-                Err(error) if is_damage(&error) => {
-                    tracing::warn!(%error, "no delta can be made; saving a base instead");
-                    (parent, decision.reason) = (None, Reason::BrokenParent);
-                }
-                Err(error) => return Err(error),
+        let mut refusal: Option<Error> = None;
+        for _ in 0..ATTEMPTS {
+            let (mut parent, mut decision) = self.parent(step).await?;
+            if refusal.is_some() && parent.is_some() {
+                (parent, decision.reason) = (None, Reason::BrokenParent);
             }
-        }
-        loop {
+            self.judge(layout, &mut parent, &mut decision).await?;
             let keep = self.saver.keeps(parent.is_none());
-            let age = Age::start();
-            let (error, as_base) = match self.saver.write_casks(layout, parent.as_ref(), keep).await {
-                Ok(written) => {
-                    let directory = layout.directory()?;
-                    let prepared = Prepared {
-                        content: written.content(&directory, &self.saver.store)?,
-                        directory,
-                        casks: written.casks,
-                        tensor_bytes: layout.tensor_bytes,
-                        chunks: written.chunks,
-                        errors: written.total_errors,
-                        decision,
-                        age,
-                    };
-                    match self.commit(step, parent.as_ref(), prepared, metadata).await {
-                        Ok(saved) => {
-                            if let Some(kept) = written.kept {
-                                self.saver.base.promote(saved.id, kept);
-                            }
-                            if self.saver.becomes_base(parent.is_none()) {
-                                self.saver.hints.start(saved.id, layout);
-                            }
-                            return Ok(saved);
-                        }
-                        // The parent was given up to garbage collection in the meantime.
-                        Err(error) => {
-                            let as_base = error.kind() == ErrorKind::Conflict;
-                            (error, as_base)
-                        }
-                    }
+            let error = match self.attempt(step, layout, parent.as_ref(), decision, keep, metadata).await {
+                Ok(Commit::Done(saved)) => return Ok(saved),
+                Ok(Commit::Stale(stale)) if stale.replaced => {
+                    self.begin_anew(&stale.error).await?;
+                    stale.error
                 }
+                Ok(Commit::Stale(stale)) => stale.error,
+                Ok(Commit::ParentLost(error)) => error,
+                Err(error) if parent.is_some() && is_damage(&error) => error,
                 Err(error) => {
-                    let as_base = is_damage(&error);
-                    (error, as_base)
+                    if keep {
+                        // Shards of the old base may have been released.
+                        self.saver.base.clear();
+                    }
+                    return Err(error);
                 }
             };
-            if keep {
-                // Shards of the old base may have been released.
-                self.saver.base.clear();
-            }
-            if parent.is_none() || !as_base {
-                return Err(error);
-            }
-            tracing::warn!(%error, "no delta can be made; saving a base instead");
-            (parent, decision.reason) = (None, Reason::BrokenParent);
+            self.saver.base.clear();
+            tracing::warn!(%error, "saving a base instead");
+            refusal = Some(error);
         }
+        let cause = refusal.unwrap_or_else(|| Error::invalid("no attempt was made"));
+        let message = format!("the store changed during each of {ATTEMPTS} attempts to save step {step}: {}", cause.message());
+        Err(Error::new(ErrorKind::Conflict, message).object(self.saver.store.url()).source(cause))
+    }
+
+    /// Gives up a delta that would save too little, or whose parent cannot be read.
+    #[boxed]
+    async fn judge(&self, layout: &StateLayout<'_>, parent: &mut Option<Parent>, decision: &mut Decision) -> Result<()> {
+        let (Policy::Adaptive, Some(base)) = (self.saver.options.policy, &parent) else { return Ok(()) };
+        match estimate(&self.saver, layout, base).await {
+            Ok(found) => {
+                if found.is_too_large() {
+                    (*parent, decision.reason) = (None, Reason::LargeDelta);
+                }
+                decision.estimate = Some(found);
+            }
+            Err(error) if is_damage(&error) => {
+                tracing::warn!(%error, "no delta can be made; saving a base instead");
+                (*parent, decision.reason) = (None, Reason::BrokenParent);
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// Encodes, uploads, and tries to commit.
+    #[boxed]
+    async fn attempt(
+        &mut self,
+        step: u64,
+        layout: &StateLayout<'_>,
+        parent: Option<&Parent>,
+        decision: Decision,
+        keep: bool,
+        metadata: &Metadata,
+    ) -> Result<Commit> {
+        let age = Age::start();
+        let written = self.saver.write_casks(layout, parent, keep).await?;
+        let directory = layout.directory()?;
+        let prepared = Prepared {
+            content: written.content(&directory, &self.saver.store)?,
+            directory,
+            casks: written.casks,
+            tensor_bytes: layout.tensor_bytes,
+            blobs: Some(&layout.blobs),
+            chunks: written.chunks,
+            errors: written.total_errors,
+            decision,
+            age,
+        };
+        let committed = self.commit(step, parent, &prepared, metadata).await?;
+        if let Commit::Done(saved) = &committed {
+            if let Some(kept) = written.kept {
+                self.saver.base.promote(saved.id, kept);
+            }
+            if self.saver.becomes_base(parent.is_none()) {
+                self.saver.hints.start(saved.id, layout);
+            }
+        }
+        Ok(committed)
     }
 }
 

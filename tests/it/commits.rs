@@ -9,8 +9,8 @@ use object_store::path::Path;
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::{Digest, Event, Id, LogEntry};
 use tensorcask::{
-    BaseKeeping, Dtype, ErrorKind, Latest, Limits, Metadata, Policy, Slice, Store, StoreOptions, TensorView, VerifyOptions, Writer,
-    WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, Slice, Store, StoreOptions, TensorView,
+    VerifyOptions, Writer, WriterOptions,
 };
 
 async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::Saved> {
@@ -178,18 +178,36 @@ async fn pin_and_forget_beside_a_hundred_saves_disturb_nothing() {
 }
 
 #[tokio::test]
-async fn a_step_saved_again_supersedes_the_older() {
+async fn a_step_saved_again_is_refused_unless_it_is_the_same_or_to_be_replaced() {
     let store = Store::open("memory://").unwrap();
     let mut writer = store.writer(Policy::Consecutive).await.unwrap();
-    for (step, value) in [(1u64, 1u8), (2, 2), (3, 3), (2, 4), (3, 5)] {
+    let save = async |writer: &mut Writer, step: u64, value: u8, blob: &str| {
         let data = [value; 400];
         let state = [TensorView::new("w", Dtype::U8, &[400], &data).unwrap()];
-        writer.save(step, &state, &[], &Metadata::default()).await.unwrap();
+        writer.save(step, &state, &[Blob::new("rng", blob.as_bytes())], &Metadata::default()).await
+    };
+    for step in 1..=3 {
+        save(&mut writer, step, step as u8, "a").await.unwrap();
     }
+    for (value, blob) in [(4, "a"), (2, "b"), (2, "")] {
+        let error = save(&mut writer, 2, value, blob).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Conflict);
+        assert!(error.to_string().contains("step 2 is saved already, with another content"), "{error}");
+    }
+    // The same again is what a job does that did not hear the first answer.
+    save(&mut writer, 3, 3, "a").await.unwrap();
+    writer.on_existing_step(ExistingStep::Replace);
+    save(&mut writer, 2, 4, "a").await.unwrap();
+    save(&mut writer, 3, 5, "a").await.unwrap();
     let read = async |step: u64| store.snapshot(step).await.unwrap().read("w", &Slice::all()).await.unwrap().data[0];
     assert_eq!([read(1).await, read(2).await, read(3).await], [1, 4, 5]);
     let steps: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
     assert_eq!(steps, [1, 2, 3]);
+    // A step that was given up is free.
+    store.forget(&[1]).await.unwrap();
+    writer.on_existing_step(ExistingStep::Refuse);
+    save(&mut writer, 1, 9, "a").await.unwrap();
+    assert_eq!(read(1).await, 9);
 }
 
 /// A create of a log entry whose answer is lost, in each way in which real object stores lose it.

@@ -29,6 +29,7 @@ mod opening;
 mod partners;
 mod precision;
 mod ranks;
+mod replaced;
 mod roundtrip;
 mod rows;
 mod spec;

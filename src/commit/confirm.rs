@@ -1,0 +1,222 @@
+//! Confirms, right before a commit, that the store is what the writer remembers. Spec: `spec/log.md`, clause 5.6.
+//!
+//! A writer may live for days. Meanwhile people delete the folder, move it away, put a backup in its place, or lose single objects. An
+//! entry that is created on top of such a store would be acknowledged, and no reader would ever find it. So a writer asks, at most one
+//! round trip before it creates the entry:
+//!
+//! - is `store.json` there, and of the same run?
+//! - is the last entry that the writer knows there, with the digest that the writer knows? Entries name the digests of those before them, so
+//!   this one comparison holds for the whole history;
+//! - are all entries there that a reader needs, from the newest catalog on?
+//! - is every object there, with its size, that the new snapshot needs?
+//!
+//! Listings may lag, and catalogs are optional. So a quick look that finds something missing decides nothing: the log is then opened as a
+//! new process would open it, and that is compared.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+
+use super::Log;
+use crate::error::ResultExt;
+use crate::reader::STORE_FILE;
+use crate::store::{Created, Store, concurrently};
+use crate::wire::LogEntry;
+use crate::{Error, ErrorKind, Result, boxed};
+
+/// Requests for objects under way at once.
+const CONCURRENT_REQUESTS: usize = 32;
+/// Above this many objects, one listing takes fewer requests than asking for each: a page of a listing has a thousand.
+const MAX_HEADS: usize = 1000;
+/// How often the end of a log is read again while others write to it.
+const MAX_LOOKS: u32 = 8;
+
+/// An object that a commit relies on.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Need {
+    /// Path below the root of the store.
+    pub path: String,
+    /// Size, if it is known.
+    pub bytes: Option<u64>,
+}
+
+/// Whether a store is what a log says of it.
+#[derive(Debug)]
+pub(crate) enum Standing {
+    /// The store has the whole log, and every object that was asked for.
+    Same,
+    /// The store was changed from outside.
+    Stale(Stale),
+}
+
+/// How a store differs from what is known of it.
+#[derive(Debug)]
+pub(crate) struct Stale {
+    /// What is missing or different; of kind `Conflict`.
+    pub error: Error,
+    /// Whether the log itself is gone or another; otherwise only objects are missing.
+    pub replaced: bool,
+}
+
+impl Stale {
+    fn replaced(what: impl std::fmt::Display, store: &Store) -> Self {
+        let message = format!("{what}: the store was deleted, moved or replaced while this process had it open. Nothing was committed");
+        Self { error: Error::new(ErrorKind::Conflict, message).object(store.url()).clause("log 5.6"), replaced: true }
+    }
+
+    fn missing(object: &str, what: &str) -> Self {
+        let message = format!("{what}, but the snapshot needs it: it was removed from the store. Nothing was committed");
+        Self { error: Error::new(ErrorKind::Conflict, message).object(object).clause("log 5.6"), replaced: false }
+    }
+}
+
+impl Log {
+    /// Reads the log as one does who is going to commit: an entry that is absent below one that is there is an error, because the commit
+    /// would take its number, and the entries after it would fit no more.
+    #[boxed]
+    pub(crate) async fn load_whole(store: &Store) -> Result<Self> {
+        let mut log = Self::load(store).await?;
+        log.check_end().await?;
+        Ok(log)
+    }
+
+    #[boxed]
+    async fn check_end(&mut self) -> Result<()> {
+        for _ in 0..MAX_LOOKS {
+            let later = self.entries_after(self.state.sequence).await?;
+            let (next, Some(last)) = (self.state.next_sequence()?, later.last()) else { return Ok(()) };
+            let before = self.state.sequence;
+            if let Standing::Stale(stale) = self.catch_up().await? {
+                return Err(stale.error);
+            }
+            if self.state.sequence == before && before < *last {
+                let message = format!(
+                    "is missing, although entry {last} is there: a part of the log was deleted. Put it back, or save to a new place"
+                );
+                return Err(Error::corrupt(message).object(LogEntry::path_of(next)).clause("log 5.8"));
+            }
+        }
+        // Others commit faster than this reads, and in order.
+        Ok(())
+    }
+
+    /// Numbers of the entries after `sequence`, as a listing shows them.
+    async fn entries_after(&self, sequence: u64) -> Result<Vec<u64>> {
+        let name = |sequence| LogEntry::path_of(sequence).trim_start_matches("log/").to_owned();
+        let names = self.store.names_after("log", &name(sequence)).await?;
+        let number = |found: String| found.strip_suffix(".json")?.parse().ok().filter(|&number| name(number) == found);
+        Ok(names.into_iter().filter_map(number).collect())
+    }
+
+    /// Whether the store still has this log and the objects that a commit relies on.
+    #[boxed]
+    pub(crate) async fn confirm(&mut self, needs: &[Need]) -> Result<Standing> {
+        let (whole, missing) = tokio::join!(self.looks_whole(), missing(&self.store, needs));
+        if !whole? && let Some(stale) = self.compare_anew().await? {
+            return Ok(Standing::Stale(stale));
+        }
+        Ok(missing?.map_or(Standing::Same, Standing::Stale))
+    }
+
+    /// Compares the entry that lies at the number of the last known one.
+    pub(super) fn compare_last(&self, found: Option<&Bytes>) -> Result<Option<Stale>> {
+        let path = LogEntry::path_of(self.state.sequence);
+        let Some(bytes) = found else {
+            return Ok(Some(Stale::replaced(format_args!("{path}, the last entry that this process knows, is gone"), &self.store)));
+        };
+        let (_, digest) = LogEntry::decode(bytes, self.state.sequence, self.store.limits()).in_object(path.as_str())?;
+        let differs = self.state.head != Some(digest);
+        Ok(differs.then(|| Stale::replaced(format_args!("{path} is not the entry that this process knows"), &self.store)))
+    }
+
+    /// A quick look, in one round trip: whether nothing seems to be missing.
+    async fn looks_whole(&self) -> Result<bool> {
+        let last = self.state.sequence;
+        let first = self.catalog.as_ref().map_or(0, |(sequence, _)| *sequence);
+        let catalog = async {
+            match &self.catalog {
+                Some((_, path)) => Ok(self.store.head_if_present(path).await?.is_some()),
+                None => Ok(true),
+            }
+        };
+        let entry = async { if last == 0 { Ok(None) } else { self.fetch_last().await } };
+        let (file, entry, catalog, entries) = tokio::join!(self.store.read_store_file(), entry, catalog, self.entries_after(first));
+        match file {
+            Ok(file) if file.run == self.store_file.run => {}
+            Ok(_) => return Ok(false),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
+            Err(e) => return Err(e),
+        }
+        let entry = entry?;
+        if last > 0 && self.compare_last(entry.as_ref())?.is_some() {
+            return Ok(false);
+        }
+        let entries = entries?;
+        let in_order = entries.iter().zip(first.saturating_add(1)..).all(|(found, expected)| *found == expected);
+        Ok(catalog? && in_order && entries.len() as u64 >= last.saturating_sub(first))
+    }
+
+    /// Opens the log as a new process would, and says how it differs. Where only `store.json` is gone, puts it back.
+    #[boxed]
+    async fn compare_anew(&mut self) -> Result<Option<Stale>> {
+        let mut loaded = Self::load_whole(&self.store).await;
+        if loaded.as_ref().is_err_and(|e| e.kind() == ErrorKind::NotFound) {
+            let last = if self.state.sequence == 0 { None } else { self.fetch_last().await? };
+            if self.compare_last(last.as_ref())?.is_some() {
+                return Ok(Some(Stale::replaced(format_args!("{STORE_FILE} is gone"), &self.store)));
+            }
+            tracing::warn!(store = self.store.url(), "store.json was removed; putting it back");
+            let created = self.store.create(STORE_FILE, self.store_file.encode()?.into()).await;
+            let (Created::Written | Created::Exists) = created.map_err(|e| Error::storage(STORE_FILE, e))?;
+            loaded = Self::load_whole(&self.store).await;
+        }
+        let fresh = loaded?;
+        if fresh.store_file.run != self.store_file.run {
+            let what = format!("{STORE_FILE} names run {}, and named run {}", fresh.store_file.run, self.store_file.run);
+            return Ok(Some(Stale::replaced(what, &self.store)));
+        }
+        let (ours, theirs) = (self.state.sequence, fresh.state.sequence);
+        let stale = match theirs.cmp(&ours) {
+            std::cmp::Ordering::Less => {
+                let what = format!("the log ends with entry {theirs}, and ended with entry {ours}");
+                Some(Stale::replaced(what, &self.store))
+            }
+            std::cmp::Ordering::Equal if fresh.state.head == self.state.head => None,
+            std::cmp::Ordering::Greater if ours == 0 => None,
+            _ => self.compare_last(self.fetch_last().await?.as_ref())?,
+        };
+        if stale.is_none() {
+            self.catalog = fresh.catalog;
+        }
+        Ok(stale)
+    }
+}
+
+/// The first of these objects that is not there, or has another size.
+#[boxed]
+async fn missing(store: &Store, needs: &[Need]) -> Result<Option<Stale>> {
+    let mut listed: BTreeMap<String, u64> = BTreeMap::new();
+    if needs.len() > MAX_HEADS {
+        for folder in ["casks", "directories", "snapshots"] {
+            listed.extend(store.list(folder).await?.into_iter().map(|found| (found.path, found.bytes)));
+        }
+    }
+    // Listings may lag: what they lack is asked for.
+    let fits = |need: &Need, bytes: u64| need.bytes.is_none_or(|wanted| wanted == bytes);
+    let doubtful = needs.iter().filter(|need| listed.get(&need.path).is_none_or(|&bytes| !fits(need, bytes)));
+    let look = |need: &Need| {
+        let need = need.clone();
+        async move {
+            Ok(match store.head_if_present(&need.path).await? {
+                None => Some(Stale::missing(&need.path, "is gone")),
+                Some(found) if !fits(&need, found.bytes) => {
+                    let what = format!("has {} bytes, {} were written", found.bytes, need.bytes.unwrap_or_default());
+                    Some(Stale::missing(&need.path, &what))
+                }
+                Some(_) => None,
+            })
+        }
+    };
+    let found: Vec<Option<Stale>> = concurrently(CONCURRENT_REQUESTS, doubtful.map(look)).await?;
+    Ok(found.into_iter().flatten().next())
+}

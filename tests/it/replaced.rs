@@ -1,0 +1,398 @@
+//! Stores that are deleted, moved, replaced, or lose objects between two saves: a save that returns `Ok` can be loaded by whoever comes
+//! next, or it fails and says why.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::common::{SmallState, wrap};
+use object_store::memory::InMemory;
+use object_store::{ObjectStore, ObjectStoreExt};
+use tensorcask::testing::fault::{Fault, FaultStore, Operation};
+use tensorcask::wire::Id;
+use tensorcask::{BaseKeeping, ErrorKind, Latest, Policy, Rank, Result, Saved, Slice, Store, VerifyOptions, Writer, WriterOptions};
+
+struct Run {
+    folder: tempfile::TempDir,
+}
+
+impl Run {
+    fn new() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("run")
+    }
+
+    fn beside(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A store as a new process opens it: with nothing in its caches.
+    fn store(&self) -> Store {
+        Store::open(self.path().to_str().unwrap()).unwrap()
+    }
+
+    async fn writer(&self) -> Writer {
+        self.store().writer(Policy::Consecutive).await.unwrap()
+    }
+
+    /// Objects of a folder of the store, ascending.
+    fn objects(&self, folder: &str) -> Vec<PathBuf> {
+        let mut found: Vec<_> = std::fs::read_dir(self.path().join(folder)).unwrap().map(|entry| entry.unwrap().path()).collect();
+        found.sort();
+        found
+    }
+
+    async fn assert_holds(&self, step: u64) {
+        let store = self.store();
+        assert_eq!(store.snapshot(Latest).await.unwrap().step(), step);
+        let snapshot = store.snapshot(step).await.unwrap();
+        for (name, bytes) in SmallState::at(step).expected() {
+            assert_eq!(snapshot.read(name, &Slice::all()).await.unwrap().data, bytes, "step {step}, {name}");
+        }
+    }
+
+    async fn assert_clean(&self) {
+        let report = self.store().verify(&VerifyOptions::default()).await.unwrap();
+        assert!(report.is_clean(), "{:?}", report.problems);
+    }
+}
+
+async fn save(writer: &mut Writer, step: u64) -> Result<Saved> {
+    let state = SmallState::at(step);
+    writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        match entry.path().is_dir() {
+            true => copy_folder(&entry.path(), &to.join(entry.file_name())),
+            false => _ = std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap(),
+        }
+    }
+}
+
+#[tokio::test]
+async fn after_the_folder_was_deleted_the_next_save_makes_a_store() {
+    let run = Run::new();
+    let mut writer = run.writer().await;
+    save(&mut writer, 1).await.unwrap();
+    let before = run.store().run().await.unwrap();
+    std::fs::remove_dir_all(run.path()).unwrap();
+    assert_eq!(save(&mut writer, 2).await.unwrap().kind.name(), "base");
+    run.assert_holds(2).await;
+    assert_ne!(run.store().run().await.unwrap(), before, "another run");
+    assert_eq!(save(&mut writer, 3).await.unwrap().kind.name(), "delta", "and goes on as ever");
+    run.assert_holds(3).await;
+    run.assert_clean().await;
+}
+
+#[tokio::test]
+async fn after_the_folder_was_moved_away_and_back_each_save_can_be_loaded() {
+    let run = Run::new();
+    let mut writer = run.writer().await;
+    save(&mut writer, 1).await.unwrap();
+    std::fs::rename(run.path(), run.beside("moved")).unwrap();
+    save(&mut writer, 2).await.unwrap();
+    run.assert_holds(2).await;
+    // The first one comes back in its place, as after an unmounted folder is mounted again.
+    std::fs::rename(run.path(), run.beside("second")).unwrap();
+    std::fs::rename(run.beside("moved"), run.path()).unwrap();
+    run.assert_holds(1).await;
+    save(&mut writer, 3).await.unwrap();
+    run.assert_holds(3).await;
+    run.assert_clean().await;
+}
+
+#[tokio::test]
+async fn an_older_copy_is_gone_on_with() {
+    let run = Run::new();
+    let mut writer = run.writer().await;
+    save(&mut writer, 1).await.unwrap();
+    copy_folder(&run.path(), &run.beside("backup"));
+    for step in 2..=5 {
+        save(&mut writer, step).await.unwrap();
+    }
+    std::fs::remove_dir_all(run.path()).unwrap();
+    copy_folder(&run.beside("backup"), &run.path());
+    assert_eq!(save(&mut writer, 6).await.unwrap().kind.name(), "base");
+    run.assert_holds(6).await;
+    let steps: Vec<u64> = run.store().snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
+    assert_eq!(steps, [1, 6]);
+    run.assert_clean().await;
+}
+
+/// A backup from before this writer: whom it took over from is no other job.
+#[tokio::test]
+async fn a_copy_from_before_the_writer_is_gone_on_with() {
+    let run = Run::new();
+    save(&mut run.writer().await, 1).await.unwrap();
+    copy_folder(&run.path(), &run.beside("backup"));
+    let mut writer = run.writer().await;
+    save(&mut writer, 2).await.unwrap();
+    std::fs::remove_dir_all(run.path()).unwrap();
+    copy_folder(&run.beside("backup"), &run.path());
+    save(&mut writer, 3).await.unwrap();
+    run.assert_holds(3).await;
+    run.assert_clean().await;
+}
+
+#[tokio::test]
+async fn a_job_that_made_a_new_store_in_the_place_of_the_old_is_not_disturbed() {
+    let run = Run::new();
+    let mut old = run.writer().await;
+    save(&mut old, 1).await.unwrap();
+    std::fs::remove_dir_all(run.path()).unwrap();
+    let mut new = run.writer().await;
+    save(&mut new, 10).await.unwrap();
+    for _ in 0..2 {
+        let error = save(&mut old, 2).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Fenced);
+        assert!(error.to_string().contains("deleted or replaced since this job last saved"), "{error}");
+    }
+    save(&mut new, 11).await.unwrap();
+    run.assert_holds(11).await;
+    run.assert_clean().await;
+}
+
+/// Each kind of object, alone: the save makes a base, or puts the object back, or says what is missing.
+#[tokio::test]
+async fn without_any_one_object_a_save_can_be_loaded_or_fails() {
+    for keeping in [BaseKeeping::Memory, BaseKeeping::None] {
+        let mut failures = Vec::new();
+        for (kind, nth) in
+            [("", 0), ("casks", 0), ("directories", 0), ("snapshots", 0), ("snapshots", 1), ("log", 0), ("log", 1), ("log", 2)]
+        {
+            let run = Run::new();
+            let options = WriterOptions { policy: Policy::Consecutive, base_cache: keeping.clone(), ..WriterOptions::default() };
+            let mut writer = run.store().writer_with(options).await.unwrap();
+            for step in 1..=2 {
+                save(&mut writer, step).await.unwrap();
+            }
+            let victim = if kind.is_empty() { run.path().join("store.json") } else { run.objects(kind)[nth].clone() };
+            std::fs::remove_file(&victim).unwrap();
+            match save(&mut writer, 3).await {
+                Ok(_) => run.assert_holds(3).await,
+                Err(error) => {
+                    assert!(error.to_string().contains("is missing, although entry"), "{error}");
+                    failures.push((kind, nth));
+                }
+            }
+            // A new process after it: the same.
+            match run.store().writer(Policy::Consecutive).await {
+                Ok(mut next) => {
+                    save(&mut next, 4).await.unwrap();
+                    run.assert_holds(4).await;
+                }
+                Err(error) => assert!(error.to_string().contains("is missing, although entry"), "{error}"),
+            }
+        }
+        // Of a log without its middle nobody can read the end.
+        assert_eq!(failures, [("log", 0), ("log", 1)]);
+    }
+}
+
+/// A new process would have filled the gap with its own entry, and closed the store to all.
+#[tokio::test]
+async fn nobody_commits_to_a_log_with_a_gap() {
+    let run = Run::new();
+    let mut writer = run.writer().await;
+    for step in 1..=4 {
+        save(&mut writer, step).await.unwrap();
+    }
+    let gap = run.objects("log")[2].clone();
+    std::fs::remove_file(&gap).unwrap();
+    let is_told = |error: tensorcask::Error| {
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        assert_eq!(error.object_name(), Some("log/00000000000000000003.json"));
+        assert!(error.to_string().contains("Put it back"), "{error}");
+    };
+    is_told(run.store().writer(Policy::Full).await.unwrap_err());
+    is_told(run.store().pin(1, true).await.unwrap_err());
+    is_told(save(&mut writer, 5).await.unwrap_err());
+    assert!(!gap.exists());
+}
+
+/// Readers need no entries before a catalog, so neither do writers; and without the catalog they need all.
+#[tokio::test]
+async fn a_catalog_stands_for_the_entries_before_it() {
+    for (victim, expected) in [("log/00000000000000000030.json", None), ("catalog", None), ("both", Some("is missing, although entry"))] {
+        let run = Run::new();
+        let mut writer = run.writer().await;
+        for step in 1..=70 {
+            save(&mut writer, step).await.unwrap();
+        }
+        if victim != "catalog" {
+            std::fs::remove_file(run.path().join("log/00000000000000000030.json")).unwrap();
+        }
+        if victim != "log/00000000000000000030.json" {
+            std::fs::remove_file(&run.objects("catalog")[0]).unwrap();
+        }
+        let saved = save(&mut writer, 71).await;
+        match expected {
+            None => {
+                saved.unwrap();
+                run.assert_holds(71).await;
+            }
+            Some(message) => assert!(saved.unwrap_err().to_string().contains(message)),
+        }
+    }
+}
+
+/// The store goes while the casks of a save are already up, right before its commit.
+#[tokio::test]
+async fn a_store_that_is_deleted_during_a_save_is_made_again_or_told() {
+    let memory = Arc::new(InMemory::new());
+    let armed = Arc::new(AtomicBool::new(false));
+    let (objects, switch) = (memory.clone(), armed.clone());
+    let deleting = FaultStore::new(memory.clone(), move |operation, path| {
+        if operation == Operation::Create && path.as_ref().starts_with("snapshots/") && switch.swap(false, Ordering::SeqCst) {
+            delete_all(&objects);
+        }
+        Fault::None
+    });
+    let mut writer = wrap(Arc::new(deleting)).writer(Policy::Consecutive).await.unwrap();
+    for step in 1..=4 {
+        armed.store(step % 2 == 0, Ordering::SeqCst);
+        let saved = save(&mut writer, step).await.unwrap();
+        assert_eq!(saved.kind.name(), if step == 1 || step % 2 == 0 { "base" } else { "delta" }, "step {step}");
+        let snapshot = wrap(memory.clone()).snapshot(Latest).await.unwrap();
+        assert_eq!(snapshot.step(), step);
+        snapshot.verify().await.unwrap();
+    }
+}
+
+/// Somebody who deletes again and again: an error after a bounded number of attempts.
+#[tokio::test]
+async fn a_store_that_never_stays_is_an_error() {
+    let memory = Arc::new(InMemory::new());
+    let armed = Arc::new(AtomicBool::new(false));
+    let (objects, switch) = (memory.clone(), armed.clone());
+    let deleting = FaultStore::new(memory.clone(), move |operation, path| {
+        if operation == Operation::Create && path.as_ref().starts_with("snapshots/") && switch.load(Ordering::SeqCst) {
+            let _ = futures::executor::block_on(objects.delete(&"store.json".into()));
+            let _ = futures::executor::block_on(objects.delete(&"log/00000000000000000001.json".into()));
+        }
+        Fault::None
+    });
+    let mut writer = wrap(Arc::new(deleting)).writer(Policy::Full).await.unwrap();
+    armed.store(true, Ordering::SeqCst);
+    let error = save(&mut writer, 1).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Conflict);
+    assert!(error.to_string().contains("attempts to save step 1"), "{error}");
+    armed.store(false, Ordering::SeqCst);
+    save(&mut writer, 2).await.unwrap();
+    assert_eq!(wrap(memory).snapshot(Latest).await.unwrap().step(), 2);
+}
+
+/// Between reading `store.json` and creating it again, somebody deletes it: that is no fault of the storage.
+#[tokio::test]
+async fn a_deletion_while_a_store_is_opened_does_not_blame_the_storage() {
+    let memory = Arc::new(InMemory::new());
+    save(&mut wrap(memory.clone()).writer(Policy::Full).await.unwrap(), 1).await.unwrap();
+    let armed = Arc::new(AtomicBool::new(true));
+    let (objects, switch) = (memory.clone(), armed.clone());
+    let deleting = FaultStore::new(memory.clone(), move |operation, path| {
+        if operation == Operation::Create && path.as_ref() == "store.json" && switch.swap(false, Ordering::SeqCst) {
+            futures::executor::block_on(objects.delete(&"store.json".into())).unwrap();
+        }
+        Fault::None
+    });
+    let mut writer = wrap(Arc::new(deleting)).writer(Policy::Full).await.unwrap();
+    save(&mut writer, 2).await.unwrap();
+    let store = wrap(memory);
+    assert_eq!(store.snapshot(Latest).await.unwrap().step(), 2);
+    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+}
+
+/// The same while a new store is being tried: the scratch objects go as soon as one is there.
+#[tokio::test]
+async fn a_deletion_while_a_store_is_created_does_not_blame_the_storage() {
+    let memory = Arc::new(InMemory::new());
+    let count = std::sync::atomic::AtomicU64::new(0);
+    let objects = memory.clone();
+    let deleting = FaultStore::new(memory.clone(), move |operation, path| {
+        let is_probe = operation == Operation::Create && path.as_ref().starts_with("probe/");
+        // The marker, the two that race, and before the third, which must not succeed.
+        if is_probe && count.fetch_add(1, Ordering::SeqCst) == 3 {
+            delete_all(&objects);
+        }
+        Fault::None
+    });
+    let store = wrap(Arc::new(deleting));
+    let error = store.writer(Policy::Full).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Conflict);
+    assert!(error.to_string().contains("somebody deletes or replaces this store"), "{error}");
+    save(&mut store.writer(Policy::Full).await.unwrap(), 1).await.unwrap();
+}
+
+fn delete_all(objects: &InMemory) {
+    use futures::TryStreamExt;
+    futures::executor::block_on(async {
+        let all: Vec<_> = objects.list(None).try_collect().await.unwrap();
+        for meta in all {
+            objects.delete(&meta.location).await.unwrap();
+        }
+    });
+}
+
+/// Two writers of one id are one job: neither fences the other, another id fences both.
+#[tokio::test]
+async fn writers_of_one_id_share_a_store() {
+    let run = Run::new();
+    let id = Id::random().unwrap();
+    let options = WriterOptions { policy: Policy::Consecutive, id: Some(id), ..WriterOptions::default() };
+    let mut first = run.store().writer_with(options.clone()).await.unwrap();
+    let mut second = run.store().writer_with(options).await.unwrap();
+    for step in (1..=6).step_by(2) {
+        save(&mut first, step).await.unwrap();
+        save(&mut second, step + 1).await.unwrap();
+        run.assert_holds(step + 1).await;
+    }
+    std::fs::remove_dir_all(run.path()).unwrap();
+    save(&mut second, 7).await.unwrap();
+    save(&mut first, 8).await.unwrap();
+    run.assert_holds(8).await;
+    let mut other = run.writer().await;
+    save(&mut other, 9).await.unwrap();
+    for writer in [&mut first, &mut second] {
+        assert_eq!(save(writer, 10).await.unwrap_err().kind(), ErrorKind::Fenced);
+    }
+    run.assert_clean().await;
+}
+
+#[tokio::test]
+async fn ranks_begin_anew_in_a_store_that_was_deleted() {
+    let run = Run::new();
+    let store = run.store();
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    let options = WriterOptions { policy: Policy::Consecutive, ..WriterOptions::default() };
+    let mut rank = store.rank_writer(Rank { rank: 0, world: 1, attempt: 0 }, options).await.unwrap();
+    for step in 1..=6 {
+        let kind = match step {
+            3 => {
+                std::fs::remove_dir_all(run.path()).unwrap();
+                "base"
+            }
+            5 => {
+                // This time the coordinator is asked first, as DCP does.
+                std::fs::remove_dir_all(run.path()).unwrap();
+                assert_eq!(writer.next_parent(step).await.unwrap(), None);
+                "base"
+            }
+            1 => "base",
+            _ => "delta",
+        };
+        let state = SmallState::at(step);
+        let blobs: Vec<_> = state.blobs().into_iter().filter(|blob| blob.rank == 0).collect();
+        let receipt = rank.save(step, &state.tensors(), &blobs).await.unwrap();
+        let saved = writer.commit_receipts(step, &[receipt], &SmallState::metadata(step)).await.unwrap();
+        assert_eq!(saved.kind.name(), kind, "step {step}");
+        run.assert_holds(step).await;
+    }
+    run.assert_clean().await;
+}
