@@ -25,8 +25,8 @@ use tokio::runtime::Runtime;
 use crate::interchange::safetensors::{self, Selected};
 use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
-    At, Blob, CompactOptions, Compacted, CopyOptions, CopyReport, DoctorOptions, DoctorReport, Error, ErrorKind, GcOptions, GcReport,
-    Metadata, Policy, Reduced, Result, Retention, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView,
+    At, Blob, CompactOptions, Compacted, CopyOptions, CopyReport, DoctorOptions, DoctorReport, Error, ErrorKind, ExistingStep, GcOptions,
+    GcReport, Metadata, Policy, Reduced, Result, Retention, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView,
     VerifyOptions, VerifyReport, WriterOptions,
 };
 
@@ -218,6 +218,11 @@ impl Writer {
     /// See [`Writer::commit_receipts`](crate::Writer::commit_receipts).
     pub fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
         wait(&self.runtime, self.inner.commit_receipts(step, receipts, metadata))
+    }
+
+    /// See [`Writer::on_existing_step`](crate::Writer::on_existing_step).
+    pub fn on_existing_step(&mut self, existing_step: ExistingStep) {
+        self.inner.on_existing_step(existing_step);
     }
 
     /// See [`Writer::base_cache_bytes`](crate::Writer::base_cache_bytes).

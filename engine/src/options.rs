@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tensorcask::codec::Objective;
 use tensorcask::wire::Digest;
-use tensorcask::{BaseKeeping, Error, Policy, Precision, Result, StoreOptions, WriterOptions};
+use tensorcask::{BaseKeeping, Error, ExistingStep, Policy, Precision, Result, StoreOptions, WriterOptions};
 
 use crate::arena::SLOTS;
 use crate::place::Place;
@@ -228,6 +228,8 @@ impl RunSpec {
             base_cache: if self.keep_base_decoded { BaseKeeping::Memory } else { BaseKeeping::None },
             objective: Objective { size, speed, precision },
             precision: Precision::parse(self.precision.iter().map(String::as_str))?,
+            // A trainer that resumes from an older step saves the steps after it again.
+            existing_step: ExistingStep::Replace,
             ..WriterOptions::default()
         })
     }

@@ -13,7 +13,7 @@ use object_store::memory::InMemory;
 use tensorcask::testing::fault::{Fault, FaultStore};
 use tensorcask::wire::{Id, StoreFile};
 use tensorcask::{
-    At, BaseKeeping, CompactOptions, Dtype, GcOptions, Metadata, Policy, Slice, Store, StoreOptions, TensorView, VerifyOptions,
+    At, BaseKeeping, CompactOptions, Dtype, ExistingStep, GcOptions, Metadata, Policy, Slice, Store, StoreOptions, TensorView, VerifyOptions,
     WriterOptions,
 };
 
@@ -58,7 +58,7 @@ async fn writer(store: &Store, policy: u8, keep: bool) -> Option<tensorcask::Wri
         _ => Policy::Intermittent { every: 2 },
     };
     let base_cache = if keep { BaseKeeping::Memory } else { BaseKeeping::None };
-    store.writer_with(WriterOptions { policy, base_cache, ..WriterOptions::default() }).await.ok()
+    store.writer_with(WriterOptions { policy, base_cache, existing_step: ExistingStep::Replace, ..WriterOptions::default() }).await.ok()
 }
 
 async fn run(input: Input) {

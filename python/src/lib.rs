@@ -28,6 +28,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     logging::install();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<store::Store>()?;
+    module.add_function(wrap_pyfunction!(store::job_id, module)?)?;
+    module.add_function(wrap_pyfunction!(store::join_job, module)?)?;
     module.add_class::<snapshot::Snapshot>()?;
     module.add_class::<writer::Writer>()?;
     module.add_class::<writer::RankWriter>()?;

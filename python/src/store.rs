@@ -1,6 +1,7 @@
 //! `Store`: opens snapshots and writers, lists and verifies.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -161,6 +162,28 @@ impl Store {
     }
 }
 
+/// Id that the log names with every commit of this process. A forked child has it, too; a store that is pickled brings it to another process.
+static JOB: OnceLock<Id> = OnceLock::new();
+
+/// The id of this process in the log of every store that it writes to; made at the first call.
+#[pyfunction]
+pub(crate) fn job_id() -> PyResult<String> {
+    Ok(job()?.to_hex())
+}
+
+/// Makes this process part of the job that another process is; without effect once it has an id.
+#[pyfunction]
+pub(crate) fn join_job(id: &str) -> PyResult<()> {
+    let id = Id::from_hex(id).map_err(|e| raise(&e))?;
+    JOB.get_or_init(|| id);
+    Ok(())
+}
+
+fn job() -> PyResult<Id> {
+    let new = Id::random().map_err(|e| raise(&e))?;
+    Ok(*JOB.get_or_init(|| new))
+}
+
 fn options(
     policy: &str,
     every: Option<u64>,
@@ -172,6 +195,7 @@ fn options(
     Ok(WriterOptions {
         policy: Policy::from_name(policy, every).map_err(|e| raise(&e))?,
         base_cache: writer::keeping(base_cache)?,
+        id: Some(job()?),
         verify_after_encode,
         objective: Objective::from_name(objective).map_err(|e| raise(&e))?,
         precision: Precision::parse(precision.iter().map(String::as_str)).map_err(|e| raise(&e))?,

@@ -1,7 +1,7 @@
 //! `Writer` and `RankWriter`: states out of borrowed buffers.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -9,7 +9,7 @@ use pyo3::types::PyBytes;
 use serde_json::{Map, Value};
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::wire::{Id, Receipt};
-use tensorcask::{BaseKeeping, Blob, Dtype, Error, Limits, Metadata, Rect, Result, TensorView, blocking};
+use tensorcask::{BaseKeeping, Blob, Dtype, Error, ExistingStep, Limits, Metadata, Rect, Result, TensorView, blocking};
 
 use crate::buffer::Source;
 use crate::errors::raise;
@@ -62,12 +62,20 @@ impl Writer {
     pub(crate) fn new(store: blocking::Store, inner: tensorcask::Writer) -> Self {
         Self { store, inner: Mutex::new(inner) }
     }
+
+    /// The writer, told what to do about a step that exists.
+    fn to_save(&self, overwrite: bool) -> PyResult<MutexGuard<'_, tensorcask::Writer>> {
+        let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+        writer.on_existing_step(if overwrite { ExistingStep::Replace } else { ExistingStep::Refuse });
+        Ok(writer)
+    }
 }
 
 #[pymethods]
 impl Writer {
-    /// Saves a state; `user` as JSON. `changed_rows`: of some tensors, the rows that may have changed since their last save.
-    #[pyo3(signature = (step, tensors, blobs, user, metadata, changed_rows=BTreeMap::new()))]
+    /// Saves a state; `user` as JSON. `changed_rows`: of some tensors, the rows that may have changed since their last save. `overwrite`:
+    /// whether a live step with another content is replaced.
+    #[pyo3(signature = (step, tensors, blobs, user, metadata, changed_rows=BTreeMap::new(), overwrite=false))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save(
         &self,
@@ -78,6 +86,7 @@ impl Writer {
         user: &str,
         metadata: BTreeMap<String, String>,
         changed_rows: BTreeMap<String, Vec<u64>>,
+        overwrite: bool,
     ) -> PyResult<Saved> {
         let lent = Lent::new(py, tensors, blobs)?;
         let metadata = metadata_of(user, metadata)?;
@@ -89,19 +98,20 @@ impl Writer {
                     view.ok_or_else(|| raise(&Error::not_found("changed_rows: the state has no tensor of this name").tensor(name)))?;
                 *view = view.clone().with_changed_rows(rows).map_err(|e| raise(&e))?;
             }
-            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            let mut writer = self.to_save(overwrite)?;
             until_done(&self.store, writer.save(step, &views, &blobs, &metadata)).map(Saved::of)
         })
     }
 
     /// Saves the state that safetensors files hold together; `user` as JSON.
-    fn save_safetensors(&self, py: Python<'_>, step: u64, files: Vec<std::path::PathBuf>, user: &str) -> PyResult<Saved> {
+    #[pyo3(signature = (step, files, user, overwrite=false))]
+    fn save_safetensors(&self, py: Python<'_>, step: u64, files: Vec<std::path::PathBuf>, user: &str, overwrite: bool) -> PyResult<Saved> {
         let mut metadata = metadata_of(user, BTreeMap::new())?;
         py.detach(|| {
             let files = Files::open(&files).map_err(|e| raise(&e))?;
             metadata.file = files.metadata().map_err(|e| raise(&e))?;
             let views = files.tensors().map_err(|e| raise(&e))?;
-            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            let mut writer = self.to_save(overwrite)?;
             until_done(&self.store, writer.save(step, &views, &[], &metadata)).map(Saved::of)
         })
     }
@@ -115,13 +125,22 @@ impl Writer {
     }
 
     /// Commits what all ranks have uploaded.
-    fn commit(&self, py: Python<'_>, step: u64, receipts: Vec<Vec<u8>>, user: &str, metadata: BTreeMap<String, String>) -> PyResult<Saved> {
+    #[pyo3(signature = (step, receipts, user, metadata, overwrite=false))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        receipts: Vec<Vec<u8>>,
+        user: &str,
+        metadata: BTreeMap<String, String>,
+        overwrite: bool,
+    ) -> PyResult<Saved> {
         let limits = Limits::default();
         let receipts: Vec<Receipt> =
             receipts.iter().map(|bytes| Receipt::decode(bytes, &limits)).collect::<Result<_>>().map_err(|e| raise(&e))?;
         let metadata = metadata_of(user, metadata)?;
         py.detach(|| {
-            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            let mut writer = self.to_save(overwrite)?;
             until_done(&self.store, writer.commit_receipts(step, &receipts, &metadata)).map(Saved::of)
         })
     }

@@ -124,7 +124,7 @@ class Store:
         return (os.getpid(), self._url, tuple(sorted((self._config or {}).items())), self._fsync, provider)
 
     def __reduce__(self) -> Any:
-        return (_store_again, (self._url, self._config, self._fsync, self._provider))
+        return (_store_again, (self._url, self._config, self._fsync, self._provider, _native.job_id()))
 
     def __repr__(self) -> str:
         return f"Store({self._url!r})"
@@ -169,12 +169,15 @@ class Store:
         objective: str = "balanced",
         precision: str | Sequence[str] = "lossless",
         changed_rows: Mapping[str, Sequence[int]] | None = None,
+        overwrite: bool = False,
         progress: Progress = None,
     ) -> Saved:
         """Saves a state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None.
 
-        When it returns, the snapshot is durable. The first call takes the store over: a job that was writing to it is told so
-        and stops. Tensors that share memory are stored once; a subclass of dict, list, tuple, int, float or str comes back as
+        When it returns, the snapshot is durable, and a new process can load it. The first call takes the store over: another job that was
+        writing to it is told so at its next save (``FencedError``). All stores of one process, its forked children, and processes that
+        were sent a pickled ``Store`` are one job. If the folder was deleted, moved or replaced since the last save, the save begins anew
+        with a base in what lies there now. Tensors that share memory are stored once; a subclass of dict, list, tuple, int, float or str comes back as
         what it is a subclass of, a numpy scalar as an array without dimensions. A subclass of a torch tensor that is made of others
         (quantized weights, for example) is a dict of these; ``load(out=...)`` fills those of the one that is given.
 
@@ -203,6 +206,9 @@ class Store:
         store object saved the tensor last; all others are taken to be equal. With ``base_cache="none"`` no base is read back
         for them then. A row that changed and is left out fails the save, or makes that part of the snapshot unreadable.
 
+        ``overwrite``: whether a step that is saved already is replaced. Without it, saving the step again with another content is a
+        ``ConflictError``; saving the same content again is not.
+
         ``progress``: a function that is called a few times a second, from another thread, with the bytes read and written so far; or
         True, for a bar of tqdm.
 
@@ -220,7 +226,7 @@ class Store:
         rows = {name: [int(row) for row in indices] for name, indices in (changed_rows or {}).items()}
         arguments = (check_step(step), tensors, blobs, user_json(user), dict(metadata or {}), rows)
         with watching(self.native(), progress, f"save step {arguments[0]}"):
-            return self.with_writer(options, lambda writer: writer.save(*arguments))
+            return self.with_writer(options, lambda writer: writer.save(*arguments, overwrite=overwrite))
 
     def with_writer(self, options: WriterOptions, use: Callable[[_native.Writer], _T]) -> _T:
         """Uses the writer of this store, which stays open from call to call."""
@@ -230,6 +236,10 @@ class Store:
                 self._writer = (options, native.writer(*options))
             try:
                 return use(self._writer[1])
+            except _native.OutcomeUnknownError:
+                # The next save opens the store anew, and finds out.
+                self._writer = None
+                raise
             except _native.Error:
                 raise
             except BaseException:
@@ -654,7 +664,9 @@ def _open(url: str | os.PathLike[str] | Store, config: Mapping[str, str] | None)
     return store
 
 
-def _store_again(url: str, config: dict[str, str] | None, fsync: bool, provider: CredentialProvider | None) -> Store:
+def _store_again(url: str, config: dict[str, str] | None, fsync: bool, provider: CredentialProvider | None, job: str) -> Store:
+    # Whoever was sent a store saves for the job that sent it.
+    _native.join_job(job)
     return Store(url, config, fsync=fsync, credential_provider=provider)
 
 

@@ -54,7 +54,8 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
         first = _open(store, None)
         self._stores = {first.url: first}
         self._first = first
-        self._options = options
+        # Lightning writes over files of the same name.
+        self._options = {"overwrite": True, **options}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
         if storage_options is not None:

@@ -120,7 +120,8 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
     def __init__(self, store: Store | str | None = None, **options: Any) -> None:
         super().__init__(BACKEND, _VERSION)
         self._store = store
-        self._options = {**_from_environment(), **options}
+        # Megatron writes over the folder of an iteration that it reaches again.
+        self._options = {"overwrite": True, **_from_environment(), **options}
         self._writers: dict[str, Writer] = {}
 
     @property

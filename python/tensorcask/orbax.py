@@ -56,7 +56,8 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         state = _nested(args.item)
         beside = "tensorcask" if item == "default" else f"tensorcask-{item}"
         store, address = _markers.store_for(args.store, folder, step_folder.parent / beside)
-        options = dict(args.options)
+        # Whether a step may be saved again is the manager's to say.
+        options = {"overwrite": True, **args.options}
         options["user"] = {**(options.get("user") or {}), _ITEM: item, _FOLDER: numbered}
 
         def save() -> None:

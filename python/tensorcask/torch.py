@@ -73,7 +73,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     The step is the last integer of ``checkpoint_id``; ``step`` overrides it. ``policy``, ``user``, ``metadata``, ``base_cache``,
     ``verify_after_encode``, ``objective`` and ``precision`` are those of :meth:`tensorcask.Store.save`; ``user`` may be a function
-    of the step.
+    of the step. ``overwrite``: whether a step that is saved already is replaced, as PyTorch's own writer does by default; without it, that is
+    a ``ConflictError``.
 
     What an asynchronous save stores is the state as it was staged: tensors may change as soon as ``async_save`` has returned. A
     save that failed in the background is a warning when the next is staged; after ``max_failed_saves`` in a row it is raised
@@ -97,6 +98,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         verify_after_encode: bool = True,
         objective: str = "balanced",
         precision: str | Sequence[str] = "lossless",
+        overwrite: bool = False,
         max_failed_saves: int = 3,
     ) -> None:
         self._store = store
@@ -104,6 +106,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._options: WriterOptions = (*parse_policy(policy), base_cache, verify_after_encode, objective, _precision.words(precision))
         self._user = user
         self._metadata = dict(metadata or {})
+        self._overwrite = overwrite
         self._max_failed_saves = max_failed_saves
         self._forget()
 
@@ -116,7 +119,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._arenas: list[_Arena] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_store", "_given_step", "_options", "_user", "_metadata", "_max_failed_saves", "checkpoint_id")
+        kept = ("_store", "_given_step", "_options", "_user", "_metadata", "_overwrite", "_max_failed_saves", "checkpoint_id")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,7 +171,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
         user = user_json(self._user(step) if callable(self._user) else self._user)
         store = _shared(self._store)
         self.saved = self._noting(
-            lambda: store.with_writer(self._options, lambda writer: writer.commit(step, receipts, user, self._metadata))
+            lambda: store.with_writer(
+                self._options, lambda writer: writer.commit(step, receipts, user, self._metadata, self._overwrite)
+            )
         )
         self._failures.clear()
 

@@ -40,7 +40,8 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self, store: Store | str | os.PathLike[str], *, every: int, **options: Any) -> None:
         if every < 1:
             raise ValueError(f"every={every}: use 1 or more")
-        self._store, self._every, self._options = _open(store, None), every, options
+        # A training that resumed from an earlier checkpoint saves the steps after it again, as with checkpoints of its own.
+        self._store, self._every, self._options = _open(store, None), every, {"overwrite": True, **options}
         self._saved: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ use super::Log;
 use crate::error::ResultExt;
 use crate::reader::STORE_FILE;
 use crate::store::{Created, Store, concurrently};
-use crate::wire::LogEntry;
+use crate::wire::{LogEntry, Manifest};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Requests for objects under way at once.
@@ -38,6 +38,20 @@ pub(crate) struct Need {
     pub path: String,
     /// Size, if it is known.
     pub bytes: Option<u64>,
+}
+
+impl Need {
+    /// The casks and the directory of a manifest.
+    pub(crate) fn of(manifest: &Manifest) -> impl Iterator<Item = Self> {
+        let directory = Self { path: format!("directories/{}", manifest.directory), bytes: None };
+        let casks = manifest.casks.iter().map(|cask| Self { path: cask.path(), bytes: Some(cask.bytes) });
+        casks.chain([directory])
+    }
+
+    /// The manifest, casks and directory of a snapshot whose manifest lies at `path`.
+    pub(crate) fn with_manifest(path: String, manifest: &Manifest) -> impl Iterator<Item = Self> {
+        [Self { path, bytes: None }].into_iter().chain(Self::of(manifest))
+    }
 }
 
 /// Whether a store is what a log says of it.

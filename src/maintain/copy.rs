@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::chain::chain_of;
-use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, read_manifest, refuse_features};
+use crate::commit::{Age, Appended, DEFAULT_AGE_FLOOR, Log, LogState, Need, SnapshotRecord, Status, read_manifest, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::STORE_FILE;
 use crate::store::{Ahead, Created, Listed, Upload};
@@ -121,14 +121,14 @@ impl Copier {
             self.open(None).await?;
         }
         for record in missing {
-            self.copy_snapshot(source, record, &mut report).await?;
+            self.copy_snapshot(source, from.state(), record, &mut report).await?;
         }
         Ok((wanted, report))
     }
 
     #[boxed]
-    async fn copy_snapshot(&mut self, source: &Store, record: &SnapshotRecord, report: &mut CopyReport) -> Result<()> {
-        let (destination, writer) = (&self.destination, self.writer);
+    async fn copy_snapshot(&mut self, source: &Store, state: &LogState, record: &SnapshotRecord, report: &mut CopyReport) -> Result<()> {
+        let (destination, writer) = (&self.destination.clone(), self.writer);
         let manifest = read_manifest(source, &record.manifest_path(), record.manifest).await?;
         refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
         let now = destination.clock_ms().await?;
@@ -166,22 +166,72 @@ impl Copier {
         }
         destination.create_unique(&path, bytes).await?;
         let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest_ms)));
-        let added = self.log.append(writer, |state| {
-            age.check(self.options.age_floor).map_err(|e| {
-                let advice = "; if an earlier copy left it, run `gc --apply` on the destination first";
-                Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
-            })?;
-            if state.last_writer.is_some_and(|last| last.writer != writer) {
-                return Err(fenced());
+        let mut needs: Vec<Need> = Need::with_manifest(path.clone(), &manifest).collect();
+        needs.extend(self.needs_of_chain(source, state, record.parent).await?);
+        let mut repaired = false;
+        loop {
+            let appended = self.log.append_relying_on(&needs, writer, |state| {
+                age.check(self.options.age_floor).map_err(|e| {
+                    let advice = "; if an earlier copy left it, run `gc --apply` on the destination first";
+                    Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
+                })?;
+                if state.last_writer.is_some_and(|last| last.writer != writer) {
+                    return Err(fenced());
+                }
+                if let Some(parent) = record.parent {
+                    chain_of(state, parent, destination.limits().max_chain_depth)?;
+                }
+                Ok(Event::Added { snapshot: record.id, step: record.step, parent: record.parent, manifest: record.manifest })
+            });
+            match appended.await.in_object(path.as_str())? {
+                Appended::Committed(_) => break,
+                Appended::Refused(stale) if stale.replaced || repaired => return Err(stale.error),
+                Appended::Refused(stale) => {
+                    tracing::warn!(error = %stale.error, "copying again what the destination has lost");
+                    self.repair(source, state, record.id, report).await?;
+                    repaired = true;
+                }
             }
-            if let Some(parent) = record.parent {
-                chain_of(state, parent, destination.limits().max_chain_depth)?;
-            }
-            Ok(Event::Added { snapshot: record.id, step: record.step, parent: record.parent, manifest: record.manifest })
-        });
-        added.await.in_object(path)?;
+        }
         report.snapshots += 1;
         self.log.write_catalog_if_due().await;
+        Ok(())
+    }
+
+    /// What the snapshots of a chain need at the destination, which may have compacted some of them.
+    #[boxed]
+    async fn needs_of_chain(&self, source: &Store, state: &LogState, parent: Option<Id>) -> Result<Vec<Need>> {
+        let Some(parent) = parent else { return Ok(Vec::new()) };
+        let mut needs = Vec::new();
+        for link in chain_of(self.log.state(), parent, self.destination.limits().max_chain_depth)? {
+            // The same manifest at the source is nearer.
+            let manifest = match state.by_id(link.id).filter(|ours| ours.manifest == link.manifest) {
+                Some(ours) => read_manifest(source, &ours.manifest_path(), ours.manifest).await?,
+                None => read_manifest(&self.destination, &link.manifest_path(), link.manifest).await?,
+            };
+            needs.extend(Need::with_manifest(link.manifest_path(), &manifest));
+        }
+        Ok(needs)
+    }
+
+    /// Copies what the destination lacks of a chain, as far as the source has it.
+    #[boxed]
+    async fn repair(&self, source: &Store, state: &LogState, newest: Id, report: &mut CopyReport) -> Result<()> {
+        for link in chain_of(state, newest, source.limits().max_chain_depth)? {
+            let manifest = read_manifest(source, &link.manifest_path(), link.manifest).await?;
+            for cask in &manifest.casks {
+                if present(&self.destination, &cask.path(), cask.bytes).await?.is_none() {
+                    copy_cask(source, &self.destination, cask, None).await?;
+                    self.destination.verify_cask(cask, link.parent.is_none()).await.in_object(cask.path())?;
+                    report.objects += 1;
+                    report.bytes += cask.bytes;
+                }
+            }
+            let directory = format!("directories/{}", manifest.directory);
+            self.destination.put_content_addressed(&directory, source.get(&directory, source.limits().max_directory_bytes).await?).await?;
+            let bytes = source.get(&link.manifest_path(), source.limits().max_manifest_bytes).await?;
+            self.destination.create_unique(&Manifest::path_of(link.step, link.id), bytes).await?;
+        }
         Ok(())
     }
 

@@ -271,15 +271,9 @@ impl Commit {
 
 /// The objects that a snapshot needs: its own casks and directory, and all of its parent's chain.
 fn needs_of(manifest: &Manifest, parent: Option<&Parent>) -> Vec<Need> {
-    let of = |manifest: &Manifest| {
-        let directory = Need { path: format!("directories/{}", manifest.directory), bytes: None };
-        let casks = manifest.casks.iter().map(|cask| Need { path: cask.path(), bytes: Some(cask.bytes) });
-        casks.chain([directory]).collect::<Vec<_>>()
-    };
-    let mut needs = of(manifest);
+    let mut needs: Vec<Need> = Need::of(manifest).collect();
     for link in parent.into_iter().flat_map(|parent| parent.snapshot.links()) {
-        needs.push(Need { path: link.record.manifest_path(), bytes: None });
-        needs.extend(of(&link.manifest));
+        needs.extend(Need::with_manifest(link.record.manifest_path(), &link.manifest));
     }
     needs.sort_unstable();
     needs.dedup();

@@ -10,7 +10,9 @@ use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
-use tensorcask::{BaseKeeping, ErrorKind, Latest, Policy, Rank, Result, Saved, Slice, Store, VerifyOptions, Writer, WriterOptions};
+use tensorcask::{
+    BaseKeeping, CopyOptions, ErrorKind, Latest, Policy, Rank, Result, Saved, Slice, Store, VerifyOptions, Writer, WriterOptions,
+};
 
 struct Run {
     folder: tempfile::TempDir,
@@ -395,4 +397,30 @@ async fn ranks_begin_anew_in_a_store_that_was_deleted() {
         run.assert_holds(step).await;
     }
     run.assert_clean().await;
+}
+
+/// A copier that stays open, as the engine's does: single objects that the copy has lost are copied again, a copy that is gone is told.
+#[tokio::test]
+async fn a_copy_that_lost_objects_gets_them_again() {
+    let (run, copy) = (Run::new(), Run::new());
+    let mut writer = run.writer().await;
+    save(&mut writer, 1).await.unwrap();
+    let mut copier = run.store().copier(&copy.store(), CopyOptions::default(), Id::random().unwrap()).await.unwrap();
+    copier.copy_new(&run.store()).await.unwrap();
+    for (step, folder) in [(2, "casks"), (3, "directories"), (4, "snapshots")] {
+        std::fs::remove_file(&copy.objects(folder)[0]).unwrap();
+        save(&mut writer, step).await.unwrap();
+        copier.copy_new(&run.store()).await.unwrap();
+        copy.assert_holds(step).await;
+        copy.assert_clean().await;
+    }
+    std::fs::remove_dir_all(copy.path()).unwrap();
+    save(&mut writer, 5).await.unwrap();
+    let error = copier.copy_new(&run.store()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Conflict);
+    assert!(error.to_string().contains("deleted, moved or replaced"), "{error}");
+    let mut copier = run.store().copier(&copy.store(), CopyOptions::default(), Id::random().unwrap()).await.unwrap();
+    copier.copy_new(&run.store()).await.unwrap();
+    copy.assert_holds(5).await;
+    copy.assert_clean().await;
 }

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use tensorcask::blocking::Store;
 use tensorcask::codec::Objective;
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{BaseKeeping, Blob, Error, Metadata, Policy, Precision, Result, Saved, TensorView, WriterOptions};
+use tensorcask::{BaseKeeping, Blob, Error, ExistingStep, Metadata, Policy, Precision, Result, Saved, TensorView, WriterOptions};
 
 use crate::decision::DecisionJson;
 use crate::errors::ErrorsJson;
@@ -57,6 +57,9 @@ pub(crate) struct Args {
     /// 'fp32copy.*=master:*'; the last that fits counts
     #[arg(long, value_name = "GLOB=ROLE[:PARAM]", value_parser = parse::role)]
     role: Vec<RoleRule>,
+    /// Replace the step if it is saved already with another content; without this, that is an error
+    #[arg(long)]
+    replace: bool,
     /// Do not decode each chunk again before it is stored
     #[arg(long)]
     no_verify_after_encode: bool,
@@ -120,6 +123,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         objective: args.objective,
         precision: Precision::parse(args.precision.iter().map(String::as_str))?,
         verify_after_encode: !args.no_verify_after_encode,
+        existing_step: if args.replace { ExistingStep::Replace } else { ExistingStep::Refuse },
         ..WriterOptions::default()
     })?;
     let saved = writer.save(args.step, &tensors, &blobs, &metadata)?;
