@@ -15,7 +15,7 @@ pub(crate) struct Seen {
     tiers: BTreeMap<String, SeenTier>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SeenTier {
     /// The newest snapshot that it had when this host last looked: another one there was made elsewhere.
@@ -24,6 +24,22 @@ pub(crate) struct SeenTier {
     pub writer: Option<Id>,
     /// That it is about to take it over, or has just done so.
     pub taking_over: Option<TakingOver>,
+    /// Writers from whom this run took the tier over, the last ones: they come back with an older copy of the store, and are no other job.
+    #[serde(default)]
+    pub predecessors: Vec<Id>,
+}
+
+/// Predecessors that are remembered, at most.
+const MAX_PREDECESSORS: usize = 64;
+
+impl SeenTier {
+    /// Notes that the tier was taken over.
+    pub(crate) fn taken_over(&mut self, latest: Option<Id>, id: Id, from: Option<Id>) {
+        self.predecessors.extend(self.writer.into_iter().chain(from).filter(|former| *former != id));
+        let old = self.predecessors.len().saturating_sub(MAX_PREDECESSORS);
+        self.predecessors.drain(..old);
+        (self.latest, self.writer, self.taking_over) = (latest, Some(id), None);
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,7 +59,7 @@ impl Seen {
 
     /// Of a tier.
     pub(crate) fn tier(&self, url: &str) -> SeenTier {
-        self.tiers.get(url).copied().unwrap_or_default()
+        self.tiers.get(url).cloned().unwrap_or_default()
     }
 
     /// Notes something of a tier. Trainers and the agent may do so at once.

@@ -8,5 +8,6 @@ mod deferred;
 mod faults;
 mod host;
 mod kills;
+mod lost_stores;
 mod ranks;
 mod tiers;

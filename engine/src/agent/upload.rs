@@ -12,7 +12,7 @@ use tracing::{Instrument, Span};
 use super::encode::WAITS;
 use super::run::{Orders, Run, Uploaded};
 use crate::restore::{is_whole, saved_at};
-use crate::seen::{Seen, SeenTier, TakingOver};
+use crate::seen::{Seen, TakingOver};
 use crate::tier::open_epoch;
 
 /// How long one snapshot may take to say when it was saved.
@@ -80,7 +80,9 @@ async fn upload(run: &Run, tier: usize, orders: Orders, copier: &mut Option<Copi
     }
     if copier.is_none() {
         let (url, options) = (destination.url(), CopyOptions::default());
-        let id = known.taking_over.map_or_else(Id::random, |taking_over| Ok(taking_over.id))?;
+        // The same id where a store is opened again, which may be another copy of it.
+        let same = known.taking_over.map(|taking_over| taking_over.id).or(known.writer.filter(|_| !orders.take_over));
+        let id = same.map_or_else(Id::random, Ok)?;
         let mut opened = newest.copier(destination, options, id).await?;
         let from = opened.last_writer();
         // An agent before this one was about to, and did not come to it.
@@ -93,14 +95,18 @@ async fn upload(run: &Run, tier: usize, orders: Orders, copier: &mut Option<Copi
                 false => opened.take_over_from(from).await?,
             }
             let latest = opened.latest().map(|latest| latest.id);
-            Seen::update(&run.place, url, |seen| *seen = SeenTier { latest, writer: Some(id), taking_over: None })?;
+            Seen::update(&run.place, url, |seen| seen.taken_over(latest, id, from))?;
             if tier > 0 {
                 forget_abandoned(run, newest, destination, opened.latest()).await?;
             }
         } else {
             // Another may have written there: that is not what this run knows.
             let earlier: Vec<Id> = known.taking_over.map(|taking_over| taking_over.id).into_iter().chain(known.writer).collect();
-            opened.go_on_as(&earlier).await?;
+            match from {
+                // An older copy of the store lies there now.
+                Some(former) if !earlier.contains(&former) && known.predecessors.contains(&former) => opened.take_over_from(from).await?,
+                _ => opened.go_on_as(&earlier).await?,
+            }
         }
         run.taken_over(tier, orders, opened.latest());
         *copier = Some(opened);
