@@ -64,6 +64,7 @@ mod maintain;
 
 pub mod blocking;
 pub mod interchange;
+pub mod parallel;
 pub mod testing;
 
 mod error;

@@ -97,6 +97,7 @@ pub(crate) fn copy_all(py: Python<'_>, pairs: Vec<(Bound<'_, PyAny>, Bound<'_, P
             false => return Err(PyValueError::new_err("a buffer to copy into has another size")),
         }
     }
-    py.detach(|| pieces.into_par_iter().for_each(|(target, source)| target.copy_from_slice(source)));
+    let copy = || pieces.into_par_iter().for_each(|(target, source)| target.copy_from_slice(source));
+    py.detach(|| tensorcask::parallel::run(copy));
     Ok(())
 }

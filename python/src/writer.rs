@@ -117,9 +117,10 @@ impl Writer {
     }
 
     /// Id of the snapshot that the deltas of all ranks are to be made against, by the policy.
-    fn next_parent(&self, py: Python<'_>, step: u64) -> PyResult<Option<String>> {
+    #[pyo3(signature = (step, overwrite=false))]
+    fn next_parent(&self, py: Python<'_>, step: u64, overwrite: bool) -> PyResult<Option<String>> {
         py.detach(|| {
-            let mut writer = self.inner.lock().map_err(|_| poisoned())?;
+            let mut writer = self.to_save(overwrite)?;
             Ok(until_done(&self.store, writer.next_parent(step))?.map(|id| id.to_hex()))
         })
     }

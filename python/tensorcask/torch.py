@@ -151,7 +151,10 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         step, self._world = self._step(), len(plans)
-        parent = self._noting(lambda: _shared(self._store).with_writer(self._options, lambda writer: writer.next_parent(step)))
+        store = _shared(self._store)
+        parent = self._noting(
+            lambda: store.with_writer(self._options, lambda writer: writer.next_parent(step, self._overwrite))
+        )
         tasks = [_Task(step, parent, rank, len(plans)) for rank in range(len(plans))]
         return [dataclasses.replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 

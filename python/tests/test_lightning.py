@@ -87,7 +87,7 @@ def test_a_file_of_another_run_is_that_runs(tmp_path, url):
     other.remove_checkpoint(tmp_path / "a")
     assert len(tensorcask.Store(f"{url}-a").snapshots()) == len(tensorcask.Store(f"{url}-b").snapshots()) == 1
     # Saved again by somebody else: an error, not another state.
-    tensorcask.save({"w": torch.zeros(3)}, f"{url}-b", step=5)
+    tensorcask.save({"w": torch.zeros(3)}, f"{url}-b", step=5, overwrite=True)
     with pytest.raises(tensorcask.ConflictError, match="saved again since"):
         other.load_checkpoint(tmp_path / "b")
 

@@ -11,6 +11,7 @@ use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Statu
 use crate::container::{CaskEncoder, CaskReceipt};
 use crate::error::ResultExt;
 use crate::limits::{to_usize, zeroed};
+use crate::parallel;
 use crate::plan::ChunkGrid;
 use crate::precision::Given;
 use crate::reader::{ChunkItem, ReadItem, Snapshot};
@@ -329,7 +330,7 @@ impl<'a> BaseCask<'a> {
             encode_given(registry, self.options.objective, &chunk, given.as_ref(), verify)
                 .map_err(|e| e.tensor(directory.name(moved.tensor)).chunk(moved.chunk))
         };
-        let encoded: Vec<EncodedChunk> = window.par_iter().enumerate().map(encode).collect::<Result<_>>()?;
+        let encoded: Vec<EncodedChunk> = parallel::run(|| window.par_iter().enumerate().map(encode).collect::<Result<_>>())?;
         for (moved, chunk) in window.iter().zip(encoded) {
             let name = directory.name(moved.tensor);
             if moved.first_of_tensor {

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::*;
 use crate::boxed;
 use crate::chain::{Aim, content_digests, decode_recipe};
+use crate::parallel;
 use crate::plan::ChunkGrid;
 use crate::plan::read::{ShardPlan, Step};
 use crate::plan::recipe::{Plans, Recipe, Rows};
@@ -337,8 +338,9 @@ impl Snapshot {
             let pages_of = batch.iter().flat_map(|job| &job.recipe.ops).flat_map(|op| &op.step.entry.pages);
             let (count, bytes) = pages_of.fold((0, 0), |(count, bytes), page| (count + 1, bytes + (page.range.end - page.range.start)));
             self.count(batch.iter().map(|job| job.wanted.len() as u64).sum(), count, bytes);
-            let decoded: Vec<Vec<Apart>> =
-                batch.into_par_iter().zip(pages).map(|(job, pages)| self.decode(shards, job, &pages)).collect::<Result<_>>()?;
+            let decoded: Vec<Vec<Apart>> = parallel::run(|| {
+                batch.into_par_iter().zip(pages).map(|(job, pages)| self.decode(shards, job, &pages)).collect::<Result<_>>()
+            })?;
             decoded.into_iter().flatten().for_each(&mut apart);
         }
         Ok(())

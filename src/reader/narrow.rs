@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use super::execute::{fetch_groups, touched};
 use super::*;
 use crate::codec::{ChunkKind, Columns, Rounded};
+use crate::parallel;
 use crate::plan::read::{ShardPlan, Step};
 use crate::store::concurrently;
 use crate::tensor::{Run, contiguous_runs, copy_run};
@@ -131,7 +132,7 @@ impl Snapshot {
             }
             Ok(rounded)
         };
-        let decoded: Vec<Vec<u8>> = batch.par_iter().zip(sources).map(decode).collect::<Result<_>>()?;
+        let decoded: Vec<Vec<u8>> = parallel::run(|| batch.par_iter().zip(sources).map(decode).collect::<Result<_>>())?;
         for (wanted, bytes) in batch.iter().zip(decoded) {
             let window = elements(wanted);
             let start = window.start;

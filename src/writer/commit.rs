@@ -106,7 +106,8 @@ impl Writer {
             Some(last) if last.writer != id && !predecessors.contains(&last.writer) => Err(Error::new(
                 ErrorKind::Fenced,
                 format!(
-                    "the store was deleted or replaced since this job last saved, and writer {} writes to what is there now (log entry {}).                      Stop one of the two jobs; to go on with this one, open the store again",
+                    "the store was deleted or replaced since this job last saved, and writer {} writes to what is there now (log entry {}). \
+                     Stop one of the two jobs; to go on with this one, open the store again",
                     last.writer, last.sequence
                 ),
             )
@@ -123,7 +124,12 @@ impl Writer {
 
     /// Refuses to replace a live step by another content, unless that was asked for; the snapshot that may be replaced, if there is one.
     #[boxed]
-    async fn replaceable(&self, step: u64, content: &BTreeMap<String, Digest>, blobs: Option<&[&Blob<'_>]>) -> Result<Option<Id>> {
+    pub(super) async fn replaceable(
+        &self,
+        step: u64,
+        content: &BTreeMap<String, Digest>,
+        blobs: Option<&[&Blob<'_>]>,
+    ) -> Result<Option<Id>> {
         let Some(existing) = self.log.state().at_step(step) else { return Ok(None) };
         if self.saver.options.existing_step == ExistingStep::Replace {
             return Ok(Some(existing.id));
@@ -140,7 +146,8 @@ impl Writer {
             Ok(false) => Err(Error::new(
                 ErrorKind::Conflict,
                 format!(
-                    "step {step} is saved already, with another content (log entry {}); nothing was committed. Save under another step, or ask                      for the step to be replaced: `overwrite=True` in Python, `--replace` on the command line, `ExistingStep::Replace` in Rust",
+                    "step {step} is saved already, with another content (log entry {}); nothing was committed. Save under another step, or \
+                     ask for the step to be replaced: `overwrite=True` in Python, `--replace` on the command line, `ExistingStep::Replace` in Rust",
                     existing.sequence
                 ),
             )

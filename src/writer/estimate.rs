@@ -9,6 +9,7 @@ use crate::Result;
 use crate::boxed;
 use crate::chain::Estimate;
 use crate::codec::{Chunk, estimate_chunk};
+use crate::parallel;
 use crate::plan::ChunkGrid;
 use crate::precision::Rounded;
 
@@ -21,26 +22,22 @@ pub(super) async fn estimate(saver: &Saver, layout: &StateLayout<'_>, parent: &P
     let jobs = sample(layout, parent)?;
     let bases = saver.bases(&jobs, layout, Some(parent)).await?;
     let rounded = jobs.par_iter().zip(&bases).map(|(job, base)| saver.rounded(*job, layout, base.as_deref()));
-    let rounded: Vec<Rounded<'_>> = rounded.collect::<Result<_>>()?;
+    let rounded: Vec<Rounded<'_>> = parallel::run(|| rounded.collect::<Result<_>>())?;
     let partners = saver.partners(&jobs, layout, Some(parent)).await?;
     let registry = saver.store.registry();
-    let sizes: Vec<[u64; 3]> = jobs
-        .par_iter()
-        .zip(&rounded)
-        .zip(bases.par_iter().zip(&partners))
-        .map(|((job, rounded), (base, partners))| {
-            let (partners, given) = (borrowed(partners), rounded.given.as_ref());
-            let chunk = chunk_to_encode(&layout.tensors[job.tensor], *job, &rounded.data, None, &partners)?;
-            let absolute = estimate_chunk(registry, &chunk, given.filter(|given| !given.encoded.uses_base));
-            let rows = saver.changed_rows(*job, layout, Some(parent))?;
-            let delta = match (base, rows) {
-                (Some(base), _) => estimate_chunk(registry, &Chunk { base: Some(base), ..chunk }, given),
-                (None, Some(rows)) => estimate_chunk(registry, &Chunk { changed_rows: Some(&rows), ..chunk }, given),
-                (None, None) => absolute,
-            };
-            Ok([chunk.data.len() as u64, absolute, delta])
-        })
-        .collect::<Result<_>>()?;
+    let sizes = jobs.par_iter().zip(&rounded).zip(bases.par_iter().zip(&partners)).map(|((job, rounded), (base, partners))| {
+        let (partners, given) = (borrowed(partners), rounded.given.as_ref());
+        let chunk = chunk_to_encode(&layout.tensors[job.tensor], *job, &rounded.data, None, &partners)?;
+        let absolute = estimate_chunk(registry, &chunk, given.filter(|given| !given.encoded.uses_base));
+        let rows = saver.changed_rows(*job, layout, Some(parent))?;
+        let delta = match (base, rows) {
+            (Some(base), _) => estimate_chunk(registry, &Chunk { base: Some(base), ..chunk }, given),
+            (None, Some(rows)) => estimate_chunk(registry, &Chunk { changed_rows: Some(&rows), ..chunk }, given),
+            (None, None) => absolute,
+        };
+        Ok([chunk.data.len() as u64, absolute, delta])
+    });
+    let sizes: Vec<[u64; 3]> = parallel::run(|| sizes.collect::<Result<_>>())?;
     let sum = |column: usize| sizes.iter().map(|row| u128::from(row[column])).sum::<u128>();
     let scale = |bytes: u128| u64::try_from(bytes * u128::from(layout.tensor_bytes) / sum(0).max(1)).unwrap_or(u64::MAX);
     Ok(Estimate { base_bytes: scale(sum(1)), delta_bytes: scale(sum(2)), sampled_chunks: jobs.len() as u64 })

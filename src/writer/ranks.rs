@@ -183,10 +183,13 @@ impl RankWriter {
 }
 
 impl Writer {
-    /// What the deltas of a snapshot of `step` are to be made against, by the policy; none for a base.
+    /// What the deltas of a snapshot of `step` are to be made against, by the policy; none for a base. `Conflict` if the step is saved
+    /// already and is not to be replaced: then no rank uploads anything.
     pub async fn next_parent(&mut self, step: u64) -> Result<Option<Id>> {
         self.check_usable()?;
-        Ok(self.decide(step).await?.0)
+        let (parent, _) = self.decide(step).await?;
+        self.replaceable(step, &BTreeMap::new(), None).await?;
+        Ok(parent)
     }
 
     /// Commits one snapshot of what all ranks have uploaded, or nothing. All ranks must have given a receipt of this step and of

@@ -16,6 +16,7 @@ use crate::codec::{Chunk, ChunkKind, CodecRef, EncodedChunk, Objective, Partner,
 use crate::commit::Age;
 use crate::container::CaskEncoder;
 use crate::limits::zeroed;
+use crate::parallel;
 use crate::plan::ChunkGrid;
 use crate::precision::{Bounded, Given, Rounded, round};
 use crate::reader::ChunkItem;
@@ -341,34 +342,30 @@ impl Saver {
         // A window is much work without a wait: whoever runs this beside something else, such as a look for Ctrl-C, gets a turn here.
         tokio::task::yield_now().await;
         let bases = self.bases(jobs, layout, parent).await?;
-        let rounded: Vec<Rounded<'_>> =
-            jobs.par_iter().zip(&bases).map(|(job, base)| self.rounded(*job, layout, base.as_deref())).collect::<Result<_>>()?;
+        let rounded = jobs.par_iter().zip(&bases).map(|(job, base)| self.rounded(*job, layout, base.as_deref()));
+        let rounded: Vec<Rounded<'_>> = parallel::run(|| rounded.collect::<Result<_>>())?;
         let partners = self.partners(jobs, layout, parent).await?;
         self.check_hints(jobs, &rounded, &bases, layout, parent).await?;
-        let encoded: Vec<(EncodedChunk, Option<EncodedChunk>)> = jobs
-            .par_iter()
-            .zip(&rounded)
-            .zip(bases.par_iter().zip(&partners))
-            .map(|((job, rounded), (base, partners))| {
-                let tensor = &layout.tensors[job.tensor];
-                let rows = if base.is_none() { self.changed_rows(*job, layout, parent)? } else { None };
-                let known = Known {
-                    base: base.as_deref(),
-                    changed_rows: rows.as_deref(),
-                    partners: &borrowed(partners),
-                    given: rounded.given.as_ref(),
-                };
-                let encode = |known: Known<'_>, verify| encode_job(registry, objective, tensor, *job, &rounded.data, known, verify);
-                let encoded = encode(known, verify)?;
-                let alone = |codec: &CodecRef| registry.needs(codec, &tensor.description.role).is_empty();
-                let kept = match keep_encoded {
-                    false => None,
-                    true if encoded.kind == ChunkKind::Absolute && encoded.codec.as_ref().is_some_and(alone) => Some(encoded.clone()),
-                    true => Some(encode(Known::default(), false)?),
-                };
-                Ok((encoded, kept))
-            })
-            .collect::<Result<_>>()?;
+        let encoded = jobs.par_iter().zip(&rounded).zip(bases.par_iter().zip(&partners)).map(|((job, rounded), (base, partners))| {
+            let tensor = &layout.tensors[job.tensor];
+            let rows = if base.is_none() { self.changed_rows(*job, layout, parent)? } else { None };
+            let known = Known {
+                base: base.as_deref(),
+                changed_rows: rows.as_deref(),
+                partners: &borrowed(partners),
+                given: rounded.given.as_ref(),
+            };
+            let encode = |known: Known<'_>, verify| encode_job(registry, objective, tensor, *job, &rounded.data, known, verify);
+            let encoded = encode(known, verify)?;
+            let alone = |codec: &CodecRef| registry.needs(codec, &tensor.description.role).is_empty();
+            let kept = match keep_encoded {
+                false => None,
+                true if encoded.kind == ChunkKind::Absolute && encoded.codec.as_ref().is_some_and(alone) => Some(encoded.clone()),
+                true => Some(encode(Known::default(), false)?),
+            };
+            Ok((encoded, kept))
+        });
+        let encoded: Vec<(EncodedChunk, Option<EncodedChunk>)> = parallel::run(|| encoded.collect::<Result<_>>())?;
         drop((bases, partners));
         for ((job, rounded), (chunk, kept)) in jobs.iter().zip(&rounded).zip(encoded) {
             let tensor = &layout.tensors[job.tensor];
@@ -512,7 +509,7 @@ impl Saver {
             let grid = ChunkGrid::new(view.dtype(), &view.rect().shape).ok()?;
             self.base.chunk(&Wanted { snapshot, key: &key, grid, chunk: job.chunk }, self.store.registry())
         };
-        let mut bases: Vec<Option<Cow<'_, [u8]>>> = jobs.par_iter().map(kept).collect();
+        let mut bases: Vec<Option<Cow<'_, [u8]>>> = parallel::run(|| jobs.par_iter().map(kept).collect());
         let mut items = Vec::new();
         for (job, base) in jobs.iter().zip(&mut bases) {
             let (Some(tensor), None) = (job.base, &base) else { continue };
