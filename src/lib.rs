@@ -34,43 +34,53 @@
 //! # Ok::<(), tensorcask::Error>(())
 //! ```
 
-// In the order in which data flows.
+// Modules in order of floors: each imports only from modules declared before it (tests/it/floors.rs). See ARCHITECTURE.md.
+
+// Ground: no I/O, no format.
+mod error;
+mod limits;
+pub mod parallel;
+mod spare;
+mod version;
+
 mod tensor;
-
-mod plan;
-
-pub mod codec;
-
-mod entropy;
 
 mod kernels;
 
-mod precision;
-
-mod chain;
-
+// Format: bytes only, no I/O.
 pub mod wire;
+
+mod entropy;
+
+pub mod codec;
+
+mod precision;
 
 pub mod container;
 
+// Store: requests, and the log that commits.
 mod store;
 
 mod commit;
 
+// State: which snapshots, chunks and ranges rebuild a tensor.
+mod chain;
+
+// Read and write: snapshots out, snapshots in.
 mod reader;
+
 mod writer;
 
+// Maintenance.
 mod maintain;
 
-pub mod blocking;
+// Doors for users.
 pub mod interchange;
-pub mod parallel;
-pub mod testing;
 
-mod error;
-mod limits;
-mod spare;
-mod version;
+pub mod blocking;
+
+// Contract tests for other implementations; may use any floor and is used by none.
+pub mod testing;
 
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -89,13 +99,12 @@ pub use limits::Limits;
 pub use maintain::{
     CompactOptions, Compacted, Copier, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, Reduced,
 };
-pub use plan::ChunkGrid;
 pub use precision::{Bounded, ErrorReport, Found, Precision, RoundedChunk, Setting, TensorErrors, round_chunk, search};
 pub use reader::{
     At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,
     Watch,
 };
 pub use store::{Ahead, IoCounts, ProbeReport, Store, StoreOptions};
-pub use tensor::{Blob, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
+pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
 pub use writer::{BaseKeeping, ExistingStep, Metadata, Rank, RankWriter, Saved, Writer, WriterOptions};

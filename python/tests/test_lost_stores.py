@@ -160,3 +160,12 @@ def test_dcp_in_a_process_of_its_own_shares_the_store(url):
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], input=pickle.dumps(store.writer()), check=True, timeout=120)
     store.save(state(3), step=3)
     assert loads(url, 3)
+
+
+def test_a_forked_child_lets_go_of_stores_that_its_parent_opened(tmp_path):
+    """A child has none of its parent's threads: dropping a store must not wait for them."""
+    for at in range(9):
+        tensorcask.save(state(at), tmp_path / str(at), step=1)
+    # More than a process keeps open: those of the parent are dropped.
+    in_child(lambda: [tensorcask.save(state(at), tmp_path / f"child-{at}", step=1) for at in range(9)])
+    assert loads(tmp_path / "child-8", 8)

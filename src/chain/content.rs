@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use sha2::{Digest as _, Sha256};
 
 use crate::Result;
-use crate::plan::ChunkGrid;
+use crate::tensor::ChunkGrid;
 use crate::wire::{Digest, Directory, Put};
 
 /// The digest of one role, tensor by tensor.

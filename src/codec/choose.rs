@@ -2,9 +2,8 @@
 
 use bytes::Bytes;
 
-use super::{Chunk, ChunkKind, Codec, CodecRef, Columns, EncodedChunk, Raw, Registry};
+use super::{Candidate, Chunk, ChunkKind, Codec, CodecRef, Columns, EncodedChunk, Raw, Registry};
 use crate::kernels::DefaultEnvironment;
-use crate::precision::Given;
 use crate::spare::Spare;
 use crate::{Error, ErrorKind, Result};
 
@@ -97,7 +96,7 @@ pub(crate) fn encode_given(
     registry: &Registry,
     objective: Objective,
     chunk: &Chunk<'_>,
-    given: Option<&Given>,
+    given: Option<&Candidate>,
     verify: bool,
 ) -> Result<EncodedChunk> {
     // What codecs fit and estimate must not depend on the caller's.
@@ -186,7 +185,7 @@ fn changed(what: &str) -> Error {
 }
 
 /// Stored bytes of a chunk, as far as a quick look can tell: of its best lossless codec or the given one, and never more than raw.
-pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Option<&Given>) -> u64 {
+pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Option<&Candidate>) -> u64 {
     if chunk.base.is_some_and(|base| base == chunk.data) || chunk.changed_rows.is_some_and(<[u64]>::is_empty) {
         return 0;
     }

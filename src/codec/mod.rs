@@ -6,6 +6,7 @@
 
 mod bitmask;
 mod blockwise;
+mod candidate;
 mod choose;
 mod cluster;
 mod constant;
@@ -46,6 +47,7 @@ pub use remainder::Remainder;
 pub use rounded::Rounded;
 pub use rows::Rows;
 
+pub(crate) use candidate::Candidate;
 pub use choose::{Objective, encode_chunk};
 pub(crate) use choose::{encode_given, estimate_chunk};
 

@@ -19,8 +19,8 @@ use bytes::Bytes;
 
 use super::Log;
 use crate::error::ResultExt;
-use crate::reader::STORE_FILE;
 use crate::store::{Created, Store, concurrently};
+use crate::wire::STORE_FILE;
 use crate::wire::{LogEntry, Manifest};
 use crate::{Error, ErrorKind, Result, boxed};
 

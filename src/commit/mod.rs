@@ -8,6 +8,7 @@ mod log;
 mod offers;
 mod retention;
 mod state;
+mod store_file;
 
 pub(crate) use age::{Age, DEFAULT_AGE_FLOOR};
 pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};

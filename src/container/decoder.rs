@@ -8,7 +8,7 @@ use bytes::Bytes;
 use super::PlaceOfPage;
 use crate::codec::{ChunkKind, CodecRef, Raw};
 use crate::limits::to_usize;
-use crate::plan::ChunkGrid;
+use crate::tensor::ChunkGrid;
 use crate::tensor::Rect;
 use crate::version::{Features, FormatVersion};
 use crate::wire::index::{IndexRoot, PartInfo, index_crc};

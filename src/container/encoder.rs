@@ -4,7 +4,7 @@ use bytes::Bytes;
 
 use super::PlaceOfPage;
 use crate::codec::{ChunkKind, CodecRef, EncodedChunk, Raw};
-use crate::plan::ChunkGrid;
+use crate::tensor::ChunkGrid;
 use crate::tensor::Rect;
 use crate::version::{Features, FormatVersion};
 use crate::wire::index::{BlobRow, PART_CHUNKS, PartRow, RootContent, index_crc};

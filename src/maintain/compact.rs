@@ -6,19 +6,18 @@ use std::time::Duration;
 
 use rayon::prelude::*;
 
-use crate::codec::{Chunk, Codec, EncodedChunk, Objective, Partner, Registry, encode_given};
+use crate::codec::{Candidate, Chunk, Codec, EncodedChunk, Objective, Partner, Registry, encode_given};
 use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, refuse_features};
 use crate::container::{CaskEncoder, CaskReceipt};
 use crate::error::ResultExt;
 use crate::limits::{to_usize, zeroed};
 use crate::parallel;
-use crate::plan::ChunkGrid;
-use crate::precision::Given;
 use crate::reader::{ChunkItem, ReadItem, Snapshot};
 use crate::store::Upload;
+use crate::tensor::ChunkGrid;
 use crate::tensor::{Rect, Run, copy_run, rects_of_run};
+use crate::wire::blob_slot;
 use crate::wire::{CaskRef, Digest, Directory, Event, Id, Manifest, SnapshotKind};
-use crate::writer::blob_slot;
 use crate::{At, Error, ErrorKind, Result, Setting, Store, boxed};
 
 /// How to compact.
@@ -355,8 +354,8 @@ impl<'a> BaseCask<'a> {
 }
 
 /// A chunk as the codec that rounded it stores it again, without a further loss.
-fn again(codec: &Arc<dyn Codec>, chunk: &Chunk<'_>) -> Option<Given> {
-    let given = Given { codec: codec.clone(), encoded: codec.estimate(chunk).and_then(|_| codec.encode(chunk).ok())? };
+fn again(codec: &Arc<dyn Codec>, chunk: &Chunk<'_>) -> Option<Candidate> {
+    let given = Candidate { codec: codec.clone(), encoded: codec.estimate(chunk).and_then(|_| codec.encode(chunk).ok())? };
     let mut decoded = zeroed(chunk.data.len(), "a chunk").ok()?;
     given.decode(chunk, &mut decoded).ok()?;
     (decoded == chunk.data).then_some(given)

@@ -7,7 +7,8 @@ use crate::chain::{Decision, Reason, content_digests};
 use crate::commit::{Age, refuse_features};
 use crate::tensor::Rect;
 use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor};
-use crate::writer::{Prepared, blob_slot, tensor_slot};
+use crate::wire::{blob_slot, tensor_slot};
+use crate::writer::Prepared;
 use crate::{At, CompactOptions, Error, Metadata, Policy, Result, Saved, Store, WriterOptions};
 
 impl Store {

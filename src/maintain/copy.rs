@@ -6,8 +6,8 @@ use std::time::Duration;
 use crate::chain::chain_of;
 use crate::commit::{Age, Appended, DEFAULT_AGE_FLOOR, Log, LogState, Need, SnapshotRecord, Status, read_manifest, refuse_features};
 use crate::error::ResultExt;
-use crate::reader::STORE_FILE;
 use crate::store::{Ahead, Created, Listed, Upload};
+use crate::wire::STORE_FILE;
 use crate::wire::{CaskRef, Event, Id, Manifest};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 

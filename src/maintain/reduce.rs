@@ -7,8 +7,8 @@ use crate::chain::chain_of;
 use crate::commit::{Age, Log, LogState, SnapshotRecord, Status, now_ms, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::Snapshot;
+use crate::wire::blob_slot;
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind};
-use crate::writer::blob_slot;
 use crate::{CompactOptions, Error, ErrorKind, Result, Retention, Store, boxed};
 
 /// A snapshot that was reduced to some roles, or was not.

@@ -11,7 +11,7 @@ mod setting;
 
 use globset::{Glob, GlobMatcher};
 
-pub(crate) use quantize::{Given, Rounded, round};
+pub(crate) use quantize::{Rounded, round};
 pub use quantize::{RoundedChunk, round_chunk};
 pub use report::{ErrorReport, TensorErrors};
 pub use search::{Found, search};

@@ -1,10 +1,9 @@
 //! Rounds a chunk as a setting asks, within a bound.
 
 use std::borrow::Cow;
-use std::sync::Arc;
 
 use super::{Bounded, Setting};
-use crate::codec::{Chunk, Codec, Columns, Encoded};
+use crate::codec::{Candidate, Chunk, Encoded};
 use crate::kernels::errors::measure;
 use crate::kernels::loguniform::{Grid, quantize as to_grid};
 use crate::kernels::remainder;
@@ -12,29 +11,11 @@ use crate::limits::zeroed;
 use crate::wire::ChunkErrors;
 use crate::{Dtype, ErrorReport, Result};
 
-/// A chunk in the one codec that knows how it was rounded.
-#[derive(Debug, Clone)]
-pub(crate) struct Given {
-    pub codec: Arc<dyn Codec>,
-    pub encoded: Encoded,
-}
-
-impl Given {
-    /// What it decodes to.
-    pub(crate) fn decode(&self, chunk: &Chunk<'_>, out: &mut [u8]) -> Result<()> {
-        let column = |(name, bytes): &(&'static str, Vec<u8>)| (*name, bytes::Bytes::copy_from_slice(bytes));
-        let columns: Vec<(&str, bytes::Bytes)> = self.encoded.columns.iter().map(column).collect();
-        let base = chunk.base.filter(|_| self.encoded.uses_base);
-        let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: &[] };
-        crate::codec::decode(self.codec.as_ref(), &input, out)
-    }
-}
-
 /// A chunk as it will be stored, and as every reader will get it.
 #[derive(Debug)]
 pub(crate) struct Rounded<'a> {
     pub data: Cow<'a, [u8]>,
-    pub given: Option<Given>,
+    pub given: Option<Candidate>,
     /// How far it is from what was saved; none where nothing was rounded.
     pub errors: Option<ChunkErrors>,
 }
@@ -71,7 +52,11 @@ pub(crate) fn round<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<Rounded<'
 /// ```
 pub fn round_chunk<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<RoundedChunk<'a>> {
     let Rounded { data, given, errors } = round(bounded, chunk)?;
-    Ok(RoundedChunk { data, encoded: given.map(|given| given.encoded), errors: errors.map(|errors| errors.report(chunk.element_count)) })
+    Ok(RoundedChunk {
+        data,
+        encoded: given.map(|given| given.encoded),
+        errors: errors.map(|errors| ErrorReport::of_chunk(&errors, chunk.element_count)),
+    })
 }
 
 /// A chunk after rounding.
@@ -86,7 +71,7 @@ pub struct RoundedChunk<'a> {
 }
 
 /// The rounded chunk; none where the setting leaves it as it is.
-fn apply(setting: Setting, chunk: &Chunk<'_>) -> Result<Option<(Vec<u8>, Option<Given>)>> {
+fn apply(setting: Setting, chunk: &Chunk<'_>) -> Result<Option<(Vec<u8>, Option<Candidate>)>> {
     if chunk.dtype != Dtype::F32 || chunk.data.is_empty() {
         return Ok(None);
     }
@@ -98,7 +83,7 @@ fn apply(setting: Setting, chunk: &Chunk<'_>) -> Result<Option<(Vec<u8>, Option<
         Setting::Cluster(_) | Setting::KMeans(_) | Setting::Blockwise8 => {
             let Some(codec) = setting.codec() else { return Ok(None) };
             let Some(encoded) = codec.estimate(chunk).map(|_| codec.encode(chunk)).transpose()? else { return Ok(None) };
-            let given = Given { codec, encoded };
+            let given = Candidate { codec, encoded };
             given.decode(chunk, &mut out)?;
             return Ok(Some((out, Some(given))));
         }

@@ -1,5 +1,7 @@
 //! How far what is stored is from what was saved.
 
+use crate::wire::{ChunkErrors, ErrorsFile};
+
 /// Errors of the elements of a chunk, of a tensor, or of many.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct ErrorReport {
@@ -20,6 +22,12 @@ pub struct ErrorReport {
 }
 
 impl ErrorReport {
+    /// Report of a chunk as its stored record has it. The record does not repeat the number of all elements.
+    pub(crate) fn of_chunk(record: &ChunkErrors, all_elements: u64) -> Self {
+        let &ChunkErrors { elements, max_relative, relative, squares, sign_flips, update, .. } = record;
+        Self { elements, all_elements, max_relative, relative, squares, sign_flips, update }
+    }
+
     /// The mean relative error.
     pub fn mean_relative(&self) -> f64 {
         if self.elements == 0 { 0.0 } else { self.relative / self.elements as f64 }
@@ -52,7 +60,7 @@ impl ErrorReport {
 
 impl TensorErrors {
     /// The blob that holds them, in each snapshot in which something was rounded: the writer's own, not to be saved again.
-    pub const BLOB: &str = "tc.errors";
+    pub const BLOB: &str = ErrorsFile::BLOB;
 }
 
 /// What a snapshot tells of the errors of a tensor.

@@ -2,7 +2,7 @@
 
 use super::{Bounded, ErrorReport, Setting, round};
 use crate::codec::{Chunk, Cluster, KMeans, Objective, Registry, encode_chunk};
-use crate::plan::ChunkGrid;
+use crate::tensor::ChunkGrid;
 use crate::{Result, TensorView};
 
 /// A setting that was tried on a tensor.
@@ -60,7 +60,7 @@ fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<Found> {
         let own = rounded.given.map(|given| given.encoded.columns.iter().map(|(_, column)| column.len() as u64).sum::<u64>());
         found.stored_bytes += own.map_or(lossless, |own| own.min(lossless));
         if let Some(errors) = rounded.errors {
-            found.errors = found.errors.and(errors.report(count));
+            found.errors = found.errors.and(ErrorReport::of_chunk(&errors, count));
         }
     }
     Ok(found)

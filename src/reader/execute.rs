@@ -8,11 +8,11 @@ use rayon::prelude::*;
 use super::*;
 use crate::boxed;
 use crate::chain::{Aim, content_digests, decode_recipe};
+use crate::chain::{Plans, Recipe, Rows};
+use crate::chain::{ShardPlan, Step};
 use crate::parallel;
-use crate::plan::ChunkGrid;
-use crate::plan::read::{ShardPlan, Step};
-use crate::plan::recipe::{Plans, Recipe, Rows};
 use crate::store::concurrently;
+use crate::tensor::ChunkGrid;
 use crate::tensor::{Run, contiguous_runs, copy_run, element_span};
 use crate::wire::{Digest, Directory};
 

@@ -21,7 +21,6 @@ pub(crate) use open::read_directory;
 pub use open::{At, Latest, SnapshotInfo};
 pub use recover::{Recovered, Skipped};
 pub use since::Updated;
-pub(crate) use verify::STORE_FILE;
 pub use verify::{Depth, Problem, VerifyOptions, VerifyReport};
 pub use watch::Watch;
 
@@ -30,8 +29,8 @@ use crate::commit::SnapshotRecord;
 use crate::container::CaskIndex;
 use crate::limits::{to_usize, zeroed};
 use crate::tensor::Rect;
+use crate::wire::blob_slot;
 use crate::wire::{DirectoryTensor, ErrorsFile, Manifest, ShardErrors, SnapshotKind};
-use crate::writer::blob_slot;
 use crate::{Blob, Error, ErrorReport, Result, Slice, Store, Tensor, TensorErrors, boxed};
 
 /// A committed state at one step, with the chain that rebuilds it.
@@ -218,13 +217,13 @@ impl Snapshot {
                 chunks: vec![],
             });
             let bad = |e: crate::Error| e.tensor(&shard.tensor).clause("errors 2");
-            let grid = crate::plan::ChunkGrid::new(dtype, &shard.shape).map_err(bad)?;
+            let grid = crate::tensor::ChunkGrid::new(dtype, &shard.shape).map_err(bad)?;
             for chunk in &shard.chunks {
                 if chunk.chunk >= grid.chunk_count() {
                     return Err(bad(Error::corrupt(format!("errors of chunk {} of {}", chunk.chunk, grid.chunk_count()))));
                 }
                 let elements = grid.elements(chunk.chunk);
-                let report = chunk.report(elements.end.saturating_sub(elements.start));
+                let report = ErrorReport::of_chunk(chunk, elements.end.saturating_sub(elements.start));
                 found.total = found.total.and(report);
                 found.chunks.push((shard.offset.clone(), chunk.chunk, report));
             }
@@ -338,11 +337,6 @@ impl Snapshot {
         self.counts.pages.fetch_add(pages, Ordering::Relaxed);
         self.counts.page_bytes.fetch_add(page_bytes, Ordering::Relaxed);
     }
-}
-
-/// A whole tensor, as a rectangle.
-pub(crate) fn whole(shape: &[u64]) -> Rect {
-    Rect::whole(shape)
 }
 
 /// Pages of one step, in column order.

@@ -4,9 +4,9 @@ use rayon::prelude::*;
 
 use super::execute::{fetch_groups, touched};
 use super::*;
+use crate::chain::{ShardPlan, Step};
 use crate::codec::{ChunkKind, Columns, Rounded};
 use crate::parallel;
-use crate::plan::read::{ShardPlan, Step};
 use crate::store::concurrently;
 use crate::tensor::{Run, contiguous_runs, copy_run};
 use crate::{Dtype, Error, boxed};

@@ -3,8 +3,8 @@
 use super::execute::{ChunkItem, fetch_groups};
 use super::*;
 use crate::boxed;
+use crate::chain::{ChunkPlan, ShardPlan, Step};
 use crate::codec::Columns;
-use crate::plan::read::{ChunkPlan, ShardPlan, Step};
 use crate::tensor::{Run, contiguous_runs, copy_run};
 
 /// Bytes of chunks that are looked at together, unless one chunk is larger.
@@ -53,7 +53,7 @@ impl Snapshot {
             let directory = &self.newest().directory;
             let tensor = self.find(name)?;
             let tensor = directory.alias_of(tensor).unwrap_or(tensor);
-            let whole = whole(&directory.shape(tensor));
+            let whole = Rect::whole(&directory.shape(tensor));
             let bytes = whole.element_count().and_then(|count| directory.dtype(tensor).byte_count(count));
             if bytes != Some(out.len() as u64) {
                 return Err(Error::invalid(format!("a buffer of {} bytes for a tensor of {}", out.len(), bytes.unwrap_or(0))).tensor(name));

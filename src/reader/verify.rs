@@ -337,19 +337,7 @@ impl Store {
         let padding = self.get_range(&path, end..index.index_offset()).await?;
         padding_is_zero(&padding, end)
     }
-
-    #[boxed]
-    pub(crate) async fn read_store_file(&self) -> Result<crate::wire::StoreFile> {
-        let bytes = self.get(STORE_FILE, self.limits().max_entry_bytes).await.map_err(|e| match e.kind() {
-            crate::ErrorKind::NotFound => Error::not_found("no store here; the first save creates one").object(self.url()),
-            _ => e,
-        })?;
-        crate::wire::StoreFile::decode(&bytes, self.limits()).in_object(STORE_FILE)
-    }
 }
-
-/// Says what a root is.
-pub(crate) const STORE_FILE: &str = "store.json";
 
 impl Snapshot {
     /// Decodes every chunk, compares it with its checksum, and compares the content digests.

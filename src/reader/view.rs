@@ -1,9 +1,9 @@
 //! A raw tensor in local storage, mapped: no copy, no decode.
 
 use super::*;
+use crate::chain::ShardPlan;
 use crate::codec::{ChunkKind, Raw};
 use crate::kernels::map::map_file;
-use crate::plan::read::ShardPlan;
 use crate::store::Medium;
 
 impl Snapshot {

@@ -6,9 +6,9 @@ use std::future::Future;
 
 use futures::{StreamExt, TryStreamExt};
 
+use super::coalesce::Coalesce;
 use super::*;
 use crate::boxed;
-use crate::plan::coalesce::Coalesce;
 
 /// Requests of one fetch that are under way at once.
 const CONCURRENT_REQUESTS: usize = 8;

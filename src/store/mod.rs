@@ -4,6 +4,7 @@
 
 mod ahead;
 mod cache;
+mod coalesce;
 mod fetch;
 mod io;
 mod open;

@@ -2,11 +2,13 @@
 
 mod bits;
 mod dtype;
+mod grid;
 mod role;
 mod shape;
 mod view;
 
 pub use dtype::Dtype;
+pub use grid::ChunkGrid;
 pub use role::{RoleAndParam, infer_role};
 pub use shape::{Rect, Slice};
 pub use view::{Blob, Tensor, TensorView};

@@ -6,7 +6,7 @@ use super::seal;
 use crate::kernels::errors::Sums;
 use crate::tensor::Rect;
 use crate::version::FormatVersion;
-use crate::{Error, ErrorReport, Limits, Result, TensorErrors};
+use crate::{Error, Limits, Result};
 
 const FORMAT: &str = "tensorcask-errors";
 
@@ -50,12 +50,6 @@ impl ChunkErrors {
         Self { chunk: 0, elements, max_relative, relative, squares, sign_flips: flips, update: [0.0; 2] }
     }
 
-    /// With the number of all elements, which the blob does not repeat.
-    pub(crate) fn report(&self, all_elements: u64) -> ErrorReport {
-        let &Self { elements, max_relative, relative, squares, sign_flips, update, .. } = self;
-        ErrorReport { elements, all_elements, max_relative, relative, squares, sign_flips, update }
-    }
-
     fn is_sane(&self) -> bool {
         let numbers = [self.max_relative, self.relative, self.squares, self.update[0], self.update[1]];
         numbers.iter().all(|x| x.is_finite() && *x >= 0.0)
@@ -92,7 +86,7 @@ pub(crate) struct ErrorsFile {
 
 impl ErrorsFile {
     /// Name of the blob.
-    pub(crate) const BLOB: &str = TensorErrors::BLOB;
+    pub(crate) const BLOB: &str = "tc.errors";
 
     /// Of shards in order.
     pub(crate) fn new(shards: Vec<ShardErrors>) -> Self {

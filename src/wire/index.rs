@@ -9,7 +9,7 @@ use super::layout::{Layout, LayoutCounts};
 use super::part::part_bytes;
 use super::{COLUMN_ALIGNMENT, Cursor, HEADER_BYTES, Id, Put, ShardRow, TensorRow, align_up};
 use crate::limits::reserve;
-use crate::plan::ChunkGrid;
+use crate::tensor::ChunkGrid;
 use crate::version::Features;
 use crate::{Error, Limits, Result};
 

@@ -18,6 +18,7 @@ pub(crate) mod part;
 mod postscript;
 mod receipt;
 mod seal;
+mod slots;
 mod store_file;
 mod tree;
 mod unique;
@@ -36,6 +37,8 @@ pub(crate) use cursor::{Cursor, Put};
 pub(crate) use errors::{ChunkErrors, ErrorsFile, ShardErrors};
 pub(crate) use layout::{ShardRow, TensorRow};
 pub(crate) use receipt::RankSave;
+pub(crate) use slots::{MAX_RANK, blob_slot, tensor_slot};
+pub(crate) use store_file::STORE_FILE;
 
 /// Alignment of index columns, in bytes: an Arrow buffer's.
 pub(crate) const COLUMN_ALIGNMENT: u64 = 64;

@@ -6,7 +6,7 @@ use super::columns::{Column, ColumnsReader, ColumnsWriter};
 use super::index::{IndexRoot, PartInfo};
 use super::{COLUMN_ALIGNMENT, align_up};
 use crate::limits::reserve;
-use crate::plan::ChunkGrid;
+use crate::tensor::ChunkGrid;
 use crate::{Error, Result};
 
 /// How a chunk is stored.

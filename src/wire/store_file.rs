@@ -6,6 +6,9 @@ use super::{Id, seal};
 use crate::version::FormatVersion;
 use crate::{Limits, Result};
 
+/// Path of the object, below the root.
+pub(crate) const STORE_FILE: &str = "store.json";
+
 const FORMAT: &str = "tensorcask-store";
 
 /// What a store's root holds.

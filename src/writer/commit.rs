@@ -6,8 +6,9 @@ use super::*;
 use crate::chain::{Reason, chain_of};
 use crate::commit::{Age, Appended, LogState, Need, Stale, Standing, Summary, now_ms, refuse_features};
 use crate::error::ResultExt;
-use crate::reader::{STORE_FILE, Snapshot};
+use crate::reader::Snapshot;
 use crate::store::Created;
+use crate::wire::STORE_FILE;
 use crate::wire::{CaskRef, Digest, Event, Manifest, ParentRef, StoreFile};
 use crate::{Blob, boxed};
 

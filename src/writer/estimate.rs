@@ -10,8 +10,8 @@ use crate::boxed;
 use crate::chain::Estimate;
 use crate::codec::{Chunk, estimate_chunk};
 use crate::parallel;
-use crate::plan::ChunkGrid;
 use crate::precision::Rounded;
+use crate::tensor::ChunkGrid;
 
 /// Chunks that are looked at, whatever the size of the state.
 const SAMPLES: u64 = 48;

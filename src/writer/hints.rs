@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::base::ShardKey;
 use super::layout::StateLayout;
-use crate::plan::ChunkGrid;
+use crate::tensor::ChunkGrid;
 use crate::wire::Id;
 use crate::{Result, TensorView};
 

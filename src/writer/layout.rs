@@ -3,25 +3,8 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::tensor::{Rect, element_count, tiles};
-use crate::wire::{Directory, DirectoryShard, DirectoryTensor, ErrorsFile};
+use crate::wire::{Directory, DirectoryShard, DirectoryTensor, ErrorsFile, MAX_RANK, blob_slot, tensor_slot};
 use crate::{Blob, Error, Limits, Result, TensorView};
-
-/// Slot of role `model` and of all other roles, for one rank.
-const MODEL_SLOT: u32 = 0;
-const OTHER_SLOT: u32 = 1;
-
-/// Slots of all ranks are numbers of 32 bits.
-pub(super) const MAX_RANK: u32 = (u32::MAX - 1) / 2;
-
-/// The slot of a rank's blobs.
-pub(crate) fn blob_slot(rank: u32) -> u32 {
-    rank.saturating_mul(2).saturating_add(OTHER_SLOT)
-}
-
-/// The slot of a rank's tensors of a role.
-pub(crate) fn tensor_slot(rank: u32, role: &str) -> u32 {
-    rank.saturating_mul(2).saturating_add(if role == "model" { MODEL_SLOT } else { OTHER_SLOT })
-}
 
 /// A state, ordered as casks and directory need it.
 pub(super) struct StateLayout<'a> {
@@ -158,7 +141,7 @@ fn check_group(group: &[&TensorView<'_>], limits: &Limits, whole_tensor: bool) -
             return fail("given twice, with another dtype, shape, role or param".into());
         }
     }
-    let whole = crate::reader::whole(first.shape());
+    let whole = Rect::whole(first.shape());
     if group.len() > 1 && group.iter().any(|view| *view.rect() == whole) {
         return fail("given twice: a name stands for one tensor".into());
     }

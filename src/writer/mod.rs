@@ -15,7 +15,6 @@ use serde_json::{Map, Value};
 
 use base::BaseCache;
 pub(crate) use commit::Prepared;
-pub(crate) use layout::{blob_slot, tensor_slot};
 pub use ranks::{Rank, RankWriter};
 use save::Saver;
 

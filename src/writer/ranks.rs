@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::base::{NextBase, Parent};
 use super::commit::{Commit, Prepared, is_damage, open_parent};
-use super::layout::{MAX_RANK, StateLayout, check_tiles};
+use super::layout::{StateLayout, check_tiles};
 use super::save::Saver;
 use super::*;
 use crate::chain::{Reason, content_digests};
@@ -14,7 +14,9 @@ use crate::commit::{Standing, refuse_features};
 use crate::error::ResultExt;
 use crate::store::{Ahead, concurrently};
 use crate::tensor::{Rect, element_count};
-use crate::wire::{CaskRef, Directory, DirectoryShard, DirectoryTensor, ParentRef, RankSave, Receipt, ReceiptShard, ReceiptTensor};
+use crate::wire::{
+    CaskRef, Directory, DirectoryShard, DirectoryTensor, MAX_RANK, ParentRef, RankSave, Receipt, ReceiptShard, ReceiptTensor, blob_slot,
+};
 use crate::{Blob, Limits, TensorView, boxed};
 
 /// Casks looked at, and receipts read, at once.

@@ -12,16 +12,16 @@ use super::hints::Hints;
 use super::layout::{LayoutTensor, StateLayout};
 use super::*;
 use crate::chain::{Reason, content_digests};
-use crate::codec::{Chunk, ChunkKind, CodecRef, EncodedChunk, Objective, Partner, Registry, encode_given};
+use crate::codec::{Candidate, Chunk, ChunkKind, CodecRef, EncodedChunk, Objective, Partner, Registry, encode_given};
 use crate::commit::Age;
 use crate::container::CaskEncoder;
 use crate::limits::zeroed;
 use crate::parallel;
-use crate::plan::ChunkGrid;
-use crate::precision::{Bounded, Given, Rounded, round};
+use crate::precision::{Bounded, Rounded, round};
 use crate::reader::ChunkItem;
 use crate::store::{Ahead, Upload};
-use crate::wire::{CaskRef, ChunkErrors, Directory, ErrorsFile, ShardErrors};
+use crate::tensor::ChunkGrid;
+use crate::wire::{CaskRef, ChunkErrors, Directory, ErrorsFile, ShardErrors, blob_slot};
 use crate::{Blob, Dtype, Setting, TensorView, boxed};
 
 /// Bytes of tensors that are encoded at once, unless one chunk is larger.
@@ -81,7 +81,7 @@ impl Written {
             shard.chunks.push(ChunkErrors { chunk: job.chunk, ..errors });
         }
         let elements = grid.elements(job.chunk);
-        let report = errors.report(elements.end.saturating_sub(elements.start));
+        let report = ErrorReport::of_chunk(&errors, elements.end.saturating_sub(elements.start));
         self.total_errors = Some(self.total_errors.unwrap_or_default().and(report));
     }
 
@@ -629,7 +629,7 @@ struct Known<'a> {
     base: Option<&'a [u8]>,
     changed_rows: Option<&'a [u64]>,
     partners: &'a [Partner<'a>],
-    given: Option<&'a Given>,
+    given: Option<&'a Candidate>,
 }
 
 fn encode_job(

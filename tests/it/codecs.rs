@@ -5,12 +5,23 @@ use std::path::Path;
 use bytes::Bytes;
 use safetensors::SafeTensors;
 use tensorcask::Dtype;
-use tensorcask::codec::{Chunk, Codec, Columns, Registry};
+use tensorcask::codec::{Chunk, Cluster, CodeMap, Codec, Columns, Edges, Registry};
 
 #[test]
 fn every_codec_of_the_registry_keeps_the_contract() {
     for codec in Registry::default().iter() {
         tensorcask::testing::codec::run_all(codec.as_ref()).unwrap();
+    }
+}
+
+#[test]
+fn clusters_keep_the_contract_with_every_option() {
+    for edges in [Edges::Normal, Edges::Sample] {
+        for map in [CodeMap::Linear, CodeMap::Dynamic] {
+            for clusters in [1, 2, 16] {
+                tensorcask::testing::codec::run_all(&Cluster { clusters, edges, map }).unwrap();
+            }
+        }
     }
 }
 

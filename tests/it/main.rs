@@ -21,6 +21,7 @@ mod crash;
 #[cfg(feature = "aws")]
 mod fault_proxy;
 mod faults;
+mod floors;
 mod maintenance;
 mod narrow;
 #[cfg(all(feature = "aws", feature = "azure"))]

@@ -15,59 +15,49 @@
 //! # Ok::<(), tensorcask::Error>(())
 //! ```
 
+mod runtime;
+
 use std::future::Future;
-use std::pin::Pin;
-use std::sync::Arc;
 
 use bytes::Bytes;
-use tokio::runtime::Runtime;
+
+use runtime::Runtime;
 
 use crate::interchange::safetensors::{self, Selected};
 use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
-    At, Blob, CompactOptions, Compacted, CopyOptions, CopyReport, DoctorOptions, DoctorReport, Error, ErrorKind, ExistingStep, GcOptions,
-    GcReport, Metadata, Policy, Reduced, Result, Retention, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView,
-    VerifyOptions, VerifyReport, WriterOptions,
+    At, Blob, CompactOptions, Compacted, CopyOptions, CopyReport, DoctorOptions, DoctorReport, ExistingStep, GcOptions, GcReport, Metadata,
+    Policy, Reduced, Result, Retention, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView, VerifyOptions,
+    VerifyReport, WriterOptions,
 };
 
 /// [`Store`](crate::Store), blocking. Not to be used from async code, where it would panic in the runtime it is called in.
 #[derive(Debug, Clone)]
 pub struct Store {
     inner: crate::Store,
-    runtime: Arc<Runtime>,
+    runtime: Runtime,
 }
 
 /// [`Writer`](crate::Writer), blocking.
 #[derive(Debug)]
 pub struct Writer {
     inner: crate::Writer,
-    runtime: Arc<Runtime>,
+    runtime: Runtime,
 }
 
 /// [`RankWriter`](crate::RankWriter), blocking.
 #[derive(Debug)]
 pub struct RankWriter {
     inner: crate::RankWriter,
-    runtime: Arc<Runtime>,
+    runtime: Runtime,
 }
 
 /// [`Snapshot`](crate::Snapshot), blocking. What needs no I/O is on the snapshot inside, to which this dereferences.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     inner: crate::Snapshot,
-    runtime: Arc<Runtime>,
+    runtime: Runtime,
 }
-
-/// Runs a future to its end, behind a pointer: what the runtime does around a future is then compiled once, and not for each of them.
-fn wait<F: Future>(runtime: &Runtime, future: F) -> F::Output {
-    let mut output = None;
-    let erased: Pin<Box<dyn Future<Output = ()> + '_>> = Box::pin(async { output = Some(future.await) });
-    runtime.block_on(erased);
-    output.unwrap_or_else(|| unreachable!("a future that has ended has left its output"))
-}
-
-/// Threads that read and write local files: more would be no faster, and each keeps memory of the allocator's.
-const MAX_BLOCKING: usize = 16;
 
 impl Store {
     /// See [`Store::open`](crate::Store::open).
@@ -77,14 +67,7 @@ impl Store {
 
     /// Wraps a store.
     pub fn with(inner: crate::Store) -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .max_blocking_threads(MAX_BLOCKING)
-            .thread_name("tensorcask-io")
-            .enable_all()
-            .build();
-        let runtime = runtime.map_err(|e| Error::new(ErrorKind::Storage, format!("no runtime: {e}")).source(e))?;
-        Ok(Self { inner, runtime: Arc::new(runtime) })
+        Ok(Self { inner, runtime: Runtime::start()? })
     }
 
     /// The store inside.
@@ -94,7 +77,7 @@ impl Store {
 
     /// Runs a future of the async library to its end.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
-        wait(&self.runtime, future)
+        self.runtime.wait(future)
     }
 
     /// See [`Store::writer`](crate::Store::writer).
@@ -212,12 +195,12 @@ impl Store {
 impl Writer {
     /// See [`Writer::save`](crate::Writer::save).
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
-        wait(&self.runtime, self.inner.save(step, tensors, blobs, metadata))
+        self.runtime.wait(self.inner.save(step, tensors, blobs, metadata))
     }
 
     /// See [`Writer::commit_receipts`](crate::Writer::commit_receipts).
     pub fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
-        wait(&self.runtime, self.inner.commit_receipts(step, receipts, metadata))
+        self.runtime.wait(self.inner.commit_receipts(step, receipts, metadata))
     }
 
     /// See [`Writer::on_existing_step`](crate::Writer::on_existing_step).
@@ -234,59 +217,59 @@ impl Writer {
 impl RankWriter {
     /// See [`RankWriter::save`](crate::RankWriter::save).
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
-        wait(&self.runtime, self.inner.save(step, tensors, blobs))
+        self.runtime.wait(self.inner.save(step, tensors, blobs))
     }
 }
 
 impl Snapshot {
     /// See [`Snapshot::read`](crate::Snapshot::read).
     pub fn read(&self, name: &str, slice: &Slice) -> Result<Tensor> {
-        wait(&self.runtime, self.inner.read(name, slice))
+        self.runtime.wait(self.inner.read(name, slice))
     }
 
     /// See [`Snapshot::read_into`](crate::Snapshot::read_into).
     pub fn read_into(&self, name: &str, slice: &Slice, out: &mut [u8]) -> Result<()> {
-        wait(&self.runtime, self.inner.read_into(name, slice, out))
+        self.runtime.wait(self.inner.read_into(name, slice, out))
     }
 
     /// See [`Snapshot::update_into`](crate::Snapshot::update_into).
     pub fn update_into(&self, have: &Self, tensors: Vec<(&str, &mut [u8])>) -> Result<crate::Updated> {
-        wait(&self.runtime, self.inner.update_into(&have.inner, tensors))
+        self.runtime.wait(self.inner.update_into(&have.inner, tensors))
     }
 
     /// See [`Snapshot::view`](crate::Snapshot::view).
     pub fn view(&self, name: &str) -> Result<Bytes> {
-        wait(&self.runtime, self.inner.view(name))
+        self.runtime.wait(self.inner.view(name))
     }
 
     /// See [`Snapshot::blobs`](crate::Snapshot::blobs).
     pub fn blobs(&self) -> Result<Vec<(u32, String)>> {
-        wait(&self.runtime, self.inner.blobs())
+        self.runtime.wait(self.inner.blobs())
     }
 
     /// See [`Snapshot::read_blob`](crate::Snapshot::read_blob).
     pub fn read_blob(&self, rank: u32, name: &str) -> Result<Vec<u8>> {
-        wait(&self.runtime, self.inner.read_blob(rank, name))
+        self.runtime.wait(self.inner.read_blob(rank, name))
     }
 
     /// See [`Snapshot::errors`](crate::Snapshot::errors).
     pub fn errors(&self) -> Result<Vec<crate::TensorErrors>> {
-        wait(&self.runtime, self.inner.errors())
+        self.runtime.wait(self.inner.errors())
     }
 
     /// See [`Snapshot::check_errors`](crate::Snapshot::check_errors).
     pub fn check_errors(&self, bound: f64) -> Result<()> {
-        wait(&self.runtime, self.inner.check_errors(bound))
+        self.runtime.wait(self.inner.check_errors(bound))
     }
 
     /// See [`Snapshot::verify`](crate::Snapshot::verify).
     pub fn verify(&self) -> Result<()> {
-        wait(&self.runtime, self.inner.verify())
+        self.runtime.wait(self.inner.verify())
     }
 
     /// See [`interchange::safetensors::write`](safetensors::write).
     pub fn write_safetensors(&self, selected: &[Selected], out: &mut (impl std::io::Write + Send)) -> Result<u64> {
-        wait(&self.runtime, safetensors::write(&self.inner, selected, out))
+        self.runtime.wait(safetensors::write(&self.inner, selected, out))
     }
 }
 

@@ -3,8 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::read::{ShardPlan, Step};
-use crate::chain::Link;
+use super::Link;
+use super::walk::{ShardPlan, Step};
 use crate::codec::{ChunkKind, Registry};
 use crate::{Error, Result};
 

@@ -1,9 +1,9 @@
 //! From a shard of a snapshot to the pages of its chain that rebuild a chunk. Spec: `spec/chain.md`, clause 3.
 
-use crate::chain::Link;
+use super::Link;
 use crate::codec::ChunkKind;
 use crate::container::ChunkEntry;
-use crate::plan::ChunkGrid;
+use crate::tensor::ChunkGrid;
 use crate::tensor::Rect;
 use crate::{Dtype, Error, Result};
 

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use crate::tensor::element_count;
-use crate::{Dtype, Error, Result};
+use super::{Dtype, element_count};
+use crate::{Error, Result};
 
 /// How a shard is cut into chunks.
 ///

@@ -2,10 +2,10 @@
 
 use bytes::Bytes;
 
+use super::recipe::{Op, Recipe};
+use super::walk::ShardPlan;
 use crate::codec::{ChunkKind, Columns, Partner, Registry};
 use crate::limits::{to_usize, zeroed};
-use crate::plan::read::ShardPlan;
-use crate::plan::recipe::{Op, Recipe};
 use crate::spare::Spare;
 use crate::{Error, Result};
 

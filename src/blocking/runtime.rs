@@ -1,0 +1,56 @@
+//! The tokio runtime of a blocking store.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use crate::{Error, ErrorKind, Result};
+
+/// Threads that read and write local files. More threads are no faster, and each keeps memory of the allocator.
+const MAX_BLOCKING_THREADS: usize = 16;
+
+/// A runtime that several handles share. The last handle stops its threads.
+///
+/// A forked child inherits the handles but none of the threads. Stopping the runtime would wait for them forever, so a child
+/// leaks the runtime instead.
+#[derive(Debug, Clone)]
+pub(super) struct Runtime(Arc<Owned>);
+
+#[derive(Debug)]
+struct Owned {
+    runtime: Option<tokio::runtime::Runtime>,
+    /// Process that started the threads.
+    process: u32,
+}
+
+impl Runtime {
+    /// Starts a runtime with two worker threads.
+    pub(super) fn start() -> Result<Self> {
+        let built = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .max_blocking_threads(MAX_BLOCKING_THREADS)
+            .thread_name("tensorcask-io")
+            .enable_all()
+            .build();
+        let runtime = built.map_err(|e| Error::new(ErrorKind::Storage, format!("cannot start threads for I/O: {e}")).source(e))?;
+        Ok(Self(Arc::new(Owned { runtime: Some(runtime), process: std::process::id() })))
+    }
+
+    /// Runs a future to its end. The future is behind a pointer, so that the runtime's code is compiled once and not for each future.
+    pub(super) fn wait<F: Future>(&self, future: F) -> F::Output {
+        let mut output = None;
+        if let Some(runtime) = &self.0.runtime {
+            let erased: Pin<Box<dyn Future<Output = ()> + '_>> = Box::pin(async { output = Some(future.await) });
+            runtime.block_on(erased);
+        }
+        output.unwrap_or_else(|| unreachable!("the runtime is only taken when it is dropped, and a finished future leaves its output"))
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            std::mem::forget(self.runtime.take());
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! Cask slots: the numbers that tell the casks of a snapshot apart. Spec: `spec/manifest.md`, clause 5.
+//!
+//! Each rank has two slots, so that a reader of weights opens one cask per rank: the tensors of role `model` are in the first,
+//! all other tensors and the blobs are in the second.
+
+const MODEL_SLOT: u32 = 0;
+const OTHER_SLOT: u32 = 1;
+
+/// Highest rank whose slots fit in 32 bits.
+pub(crate) const MAX_RANK: u32 = (u32::MAX - 1) / 2;
+
+/// Slot of a rank's blobs.
+pub(crate) fn blob_slot(rank: u32) -> u32 {
+    rank.saturating_mul(2).saturating_add(OTHER_SLOT)
+}
+
+/// Slot of a rank's tensors of a role.
+pub(crate) fn tensor_slot(rank: u32, role: &str) -> u32 {
+    rank.saturating_mul(2).saturating_add(if role == "model" { MODEL_SLOT } else { OTHER_SLOT })
+}
