@@ -270,13 +270,13 @@ impl Snapshot {
     }
 
     /// See [`Snapshot::errors`](crate::Snapshot::errors).
-    pub fn errors(&self) -> Result<Vec<crate::TensorErrors>> {
-        wait(&self.runtime, self.inner.errors())
+    pub fn rounding(&self) -> Result<Vec<crate::TensorRounding>> {
+        wait(&self.runtime, self.inner.rounding())
     }
 
-    /// See [`Snapshot::check_errors`](crate::Snapshot::check_errors).
-    pub fn check_errors(&self, bound: f64) -> Result<()> {
-        wait(&self.runtime, self.inner.check_errors(bound))
+    /// See [`Snapshot::check_rounding`](crate::Snapshot::check_rounding).
+    pub fn check_rounding(&self, bound: f64) -> Result<()> {
+        wait(&self.runtime, self.inner.check_rounding(bound))
     }
 
     /// See [`Snapshot::verify`](crate::Snapshot::verify).

@@ -10,7 +10,7 @@ use crate::kernels::loguniform::{Grid, quantize as to_grid};
 use crate::kernels::remainder;
 use crate::limits::zeroed;
 use crate::wire::ChunkErrors;
-use crate::{Dtype, ErrorReport, Result};
+use crate::{Dtype, Result, RoundingReport};
 
 /// A chunk in the one codec that knows how it was rounded.
 #[derive(Debug, Clone)]
@@ -66,12 +66,12 @@ pub(crate) fn round<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<Rounded<'
 /// let bounded = Bounded { setting: Setting::LogUniform { steps: 4 }, bound: Some(0.1) };
 /// let rounded = round_chunk(bounded, &Chunk::new(Dtype::F32, 3, &data))?;
 /// assert_ne!(rounded.data, data);
-/// assert!(rounded.errors.is_some_and(|errors| errors.max_relative < 0.1));
+/// assert!(rounded.rounding.is_some_and(|rounding| rounding.max_relative < 0.1));
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
 pub fn round_chunk<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<RoundedChunk<'a>> {
     let Rounded { data, given, errors } = round(bounded, chunk)?;
-    Ok(RoundedChunk { data, encoded: given.map(|given| given.encoded), errors: errors.map(|errors| errors.report(chunk.element_count)) })
+    Ok(RoundedChunk { data, encoded: given.map(|given| given.encoded), rounding: errors.map(|errors| errors.report(chunk.element_count)) })
 }
 
 /// A chunk after rounding.
@@ -82,7 +82,7 @@ pub struct RoundedChunk<'a> {
     /// What the codec that rounded it made of it, where the setting is that of one codec.
     pub encoded: Option<Encoded>,
     /// How far it is from what was given; none where nothing was rounded.
-    pub errors: Option<ErrorReport>,
+    pub rounding: Option<RoundingReport>,
 }
 
 /// The rounded chunk; none where the setting leaves it as it is.

@@ -2,7 +2,7 @@
 
 /// Errors of the elements of a chunk, of a tensor, or of many.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct ErrorReport {
+pub struct RoundingReport {
     /// Elements that were finite and not zero: those that have a relative error.
     pub elements: u64,
     /// All elements.
@@ -19,7 +19,7 @@ pub struct ErrorReport {
     pub update: [f64; 2],
 }
 
-impl ErrorReport {
+impl RoundingReport {
     /// The mean relative error.
     pub fn mean_relative(&self) -> f64 {
         if self.elements == 0 { 0.0 } else { self.relative / self.elements as f64 }
@@ -50,14 +50,14 @@ impl ErrorReport {
     }
 }
 
-impl TensorErrors {
+impl TensorRounding {
     /// The blob that holds them, in each snapshot in which something was rounded: the writer's own, not to be saved again.
     pub const BLOB: &str = "tc.errors";
 }
 
 /// What a snapshot tells of the errors of a tensor.
 #[derive(Debug, Clone, PartialEq)]
-pub struct TensorErrors {
+pub struct TensorRounding {
     /// The tensor's name.
     pub name: String,
     /// Its role.
@@ -65,7 +65,7 @@ pub struct TensorErrors {
     /// How it was rounded, as [`Setting`](crate::Setting) says it in text.
     pub setting: String,
     /// Errors of all its elements.
-    pub total: ErrorReport,
+    pub total: RoundingReport,
     /// Errors of each chunk: offset of the shard, number of the chunk in it.
-    pub chunks: Vec<(Vec<u64>, u64, ErrorReport)>,
+    pub chunks: Vec<(Vec<u64>, u64, RoundingReport)>,
 }

@@ -6,7 +6,7 @@ use super::seal;
 use crate::kernels::errors::Sums;
 use crate::tensor::Rect;
 use crate::version::FormatVersion;
-use crate::{Error, ErrorReport, Limits, Result, TensorErrors};
+use crate::{Error, Limits, Result, RoundingReport, TensorRounding};
 
 const FORMAT: &str = "tensorcask-errors";
 
@@ -51,9 +51,9 @@ impl ChunkErrors {
     }
 
     /// With the number of all elements, which the blob does not repeat.
-    pub(crate) fn report(&self, all_elements: u64) -> ErrorReport {
+    pub(crate) fn report(&self, all_elements: u64) -> RoundingReport {
         let &Self { elements, max_relative, relative, squares, sign_flips, update, .. } = self;
-        ErrorReport { elements, all_elements, max_relative, relative, squares, sign_flips, update }
+        RoundingReport { elements, all_elements, max_relative, relative, squares, sign_flips, update }
     }
 
     fn is_sane(&self) -> bool {
@@ -92,7 +92,7 @@ pub(crate) struct ErrorsFile {
 
 impl ErrorsFile {
     /// Name of the blob.
-    pub(crate) const BLOB: &str = TensorErrors::BLOB;
+    pub(crate) const BLOB: &str = TensorRounding::BLOB;
 
     /// Of shards in order.
     pub(crate) fn new(shards: Vec<ShardErrors>) -> Self {
