@@ -12,7 +12,7 @@ use serde_json::json;
 use tensorcask::blocking::Store;
 use tensorcask::codec::{Chunk, Columns, Encoded, Objective, Partner, Registry, encode_chunk};
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{Bounded, ErrorReport, Metadata, Policy, Precision, RoundedChunk, Setting, TensorView, WriterOptions, round_chunk};
+use tensorcask::{Bounded, Metadata, Policy, Precision, RoundedChunk, RoundingReport, Setting, TensorView, WriterOptions, round_chunk};
 
 const METHODS: [&str; 20] = [
     "lossless",
@@ -43,7 +43,7 @@ struct Made {
     elements: u64,
     bytes: u64,
     delta_bytes: u64,
-    errors: ErrorReport,
+    rounding: RoundingReport,
     round: f64,
     encode: f64,
     decode: f64,
@@ -86,7 +86,7 @@ fn measure(setting: Setting, now: &[TensorView<'_>], base: Option<&[TensorView<'
         let partners: Vec<Partner<'_>> =
             model.iter().map(|model| Partner { role: "model", dtype: model.dtype(), data: model.data(), base: None }).collect();
         let chunk = chunk_of(view, &partners);
-        let RoundedChunk { data, encoded: own, errors } = round_chunk(bounded, &chunk).unwrap();
+        let RoundedChunk { data, encoded: own, rounding } = round_chunk(bounded, &chunk).unwrap();
         let rounded = Chunk { data: &data, ..chunk };
         let chosen = encode_chunk(&registry, Objective::SMALLEST, &rounded, false).unwrap();
         let lossless: u64 = chosen.columns.iter().map(|(_, column)| column.len() as u64).sum();
@@ -108,8 +108,8 @@ fn measure(setting: Setting, now: &[TensorView<'_>], base: Option<&[TensorView<'
         made.elements += chunk.element_count;
         // The published form, as it is published; ours, the smallest.
         made.bytes += own.map_or(lossless, |own| size(&own));
-        if let Some(errors) = errors {
-            made.errors = made.errors.and(errors);
+        if let Some(rounding) = rounding {
+            made.rounding = made.rounding.and(rounding);
         }
         if let Some(before) = base.and_then(same) {
             let before_chunk = Chunk { data: &before, partners: &[], ..chunk };
@@ -184,15 +184,15 @@ fn main() {
                 "| {role} | {method} | {:.2} | {:.2} | {:.2e} | {:.2e} | {:.2e} | {} | {:.2} | {:.2} | {:.2} |",
                 bits(made.bytes),
                 bits(made.delta_bytes),
-                made.errors.mean_relative(),
-                made.errors.max_relative,
-                made.errors.mean_squared(),
-                made.errors.sign_flips,
+                made.rounding.mean_relative(),
+                made.rounding.max_relative,
+                made.rounding.mean_squared(),
+                made.rounding.sign_flips,
                 speed(made.round),
                 speed(made.encode),
                 speed(made.decode)
             );
-            out.insert(format!("{role} {method}"), json!({"bits": bits(made.bytes), "mre": made.errors.mean_relative()}));
+            out.insert(format!("{role} {method}"), json!({"bits": bits(made.bytes), "mre": made.rounding.mean_relative()}));
         }
     }
     println!("\n| method on both moments | bits of m + v | update error | without the embedding |");

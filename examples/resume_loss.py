@@ -90,7 +90,7 @@ def resumed_run(arguments, stage, name, precision, seed, store):
     if name == DATA:
         training.data.manual_seed(seed)
     by_role = {}
-    for errors in tensorcask.Store(rounded).snapshot().errors():
+    for errors in tensorcask.Store(rounded).snapshot().rounding():
         by_role[errors.role] = max(by_role.get(errors.role, 0.0), errors.mean_relative)
     losses = [training.one_step() for _ in range(arguments.steps)]
     return {"losses": losses, "stored_bytes": saved.stored_bytes, "tensor_bytes": saved.tensor_bytes, "worst_mean_relative": by_role}

@@ -99,7 +99,7 @@ pub use limits::Limits;
 pub use maintain::{
     CompactOptions, Compacted, Copier, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, Reduced,
 };
-pub use precision::{Bounded, ErrorReport, Found, Precision, RoundedChunk, Setting, TensorErrors, round_chunk, search};
+pub use precision::{Bounded, Found, Precision, RoundedChunk, RoundingReport, Setting, TensorRounding, round_chunk, search};
 pub use reader::{
     At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,
     Watch,

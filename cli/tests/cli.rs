@@ -394,19 +394,19 @@ fn what_is_rounded_is_told_by_every_verb() {
     let input = training_file(1000);
     let saved = place.json(&format!("save @run --step 1 --precision near --precision exp_avg_sq=loguniform:8<=0.044 {}", input.display()));
     conforms("save", &saved);
-    let greatest = saved["errors"]["max_relative"].as_f64().unwrap();
+    let greatest = saved["rounding"]["max_relative"].as_f64().unwrap();
     assert!((0.02..0.044).contains(&greatest), "{greatest}");
     let stat = place.json("stat @run");
     conforms("stat", &stat);
-    let roles: Vec<&String> = stat["errors"].as_object().unwrap().keys().collect();
+    let roles: Vec<&String> = stat["rounding"].as_object().unwrap().keys().collect();
     assert_eq!(roles, ["exp_avg", "exp_avg_sq", "master"]);
-    assert!(stat["errors"]["exp_avg_sq"]["update"].as_f64().unwrap() < 0.03);
+    assert!(stat["rounding"]["exp_avg_sq"]["update"].as_f64().unwrap() < 0.03);
     let inspected = place.json("inspect @run --tensor optimizer.exp_avg_sq.h.2.ln_1.bias");
     conforms("inspect", &inspected);
-    assert_eq!(inspected["errors"][0]["setting"], "loguniform:8");
+    assert_eq!(inspected["rounding"][0]["setting"], "loguniform:8");
     let verified = place.json("verify @run");
     conforms("verify", &verified);
-    assert_eq!(verified["errors"]["max_relative"], saved["errors"]["max_relative"]);
+    assert_eq!(verified["rounding"]["max_relative"], saved["rounding"]["max_relative"]);
     // A bound of the reader's own.
     assert_eq!(place.run("verify @run --max-error 0.05").status.code(), Some(0));
     let refused = place.run("verify @run --max-error 0.001");

@@ -77,7 +77,7 @@ fn read_store(path: &str) -> Result<Value> {
             blobs.push(json!({ "rank": rank, "name": name, "sha256": hex(&Sha256::digest(data)) }));
         }
         trees.iter().try_for_each(|(rank, tree)| names_lead_somewhere(tree, *rank, &tensors, &names))?;
-        snapshot.errors()?;
+        snapshot.rounding()?;
         steps.insert(
             snapshot.step().to_string(),
             json!({ "tensors": tensors, "blobs": blobs, "metadata": snapshot.metadata(), "user": snapshot.user() }),

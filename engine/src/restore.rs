@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 use tensorcask::wire::{DirectoryTensor, Id};
 use tensorcask::{
-    At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store, TensorErrors, TensorView,
+    At, Blob, Dtype, Error, ErrorKind, Metadata, Rect, Result, Slice, Snapshot, SnapshotRecord, Status, Store, TensorRounding, TensorView,
 };
 
 use crate::arena::{Arena, Kept};
@@ -583,7 +583,7 @@ async fn read_all<'a>(snapshot: &Snapshot, source: Source, search: &mut Search<'
     let tensors: Vec<_> = tensors.collect();
     let mut blobs = Vec::new();
     // The receipt of what was rounded is the writer's, and no part of the state.
-    for (rank, name) in snapshot.blobs().await?.into_iter().filter(|(_, name)| name != TensorErrors::BLOB) {
+    for (rank, name) in snapshot.blobs().await?.into_iter().filter(|(_, name)| name != TensorRounding::BLOB) {
         let data = snapshot.read_blob(rank, &name).await?.into();
         blobs.push(Blob { rank, name, data });
     }

@@ -36,7 +36,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<writer::Saved>()?;
     #[cfg(target_os = "linux")]
     engine::add(module)?;
-    module.add_class::<precision::ErrorReport>()?;
+    module.add_class::<precision::RoundingReport>()?;
     module.add_class::<precision::Found>()?;
     module.add_class::<catalog::Catalog>()?;
     module.add_class::<codec::Coder>()?;

@@ -10,7 +10,7 @@ use crate::errors::raise;
 /// How far elements are from what was saved.
 #[pyclass(module = "tensorcask", frozen, get_all)]
 #[derive(Clone, Copy)]
-pub(crate) struct ErrorReport {
+pub(crate) struct RoundingReport {
     /// Elements that have a relative error: those that were finite and not zero.
     elements: u64,
     /// The greatest relative error.
@@ -25,8 +25,8 @@ pub(crate) struct ErrorReport {
     update_error: Option<f64>,
 }
 
-impl ErrorReport {
-    pub(crate) fn of(report: &tensorcask::ErrorReport) -> Self {
+impl RoundingReport {
+    pub(crate) fn of(report: &tensorcask::RoundingReport) -> Self {
         Self {
             elements: report.elements,
             max_relative: report.max_relative,
@@ -39,9 +39,12 @@ impl ErrorReport {
 }
 
 #[pymethods]
-impl ErrorReport {
+impl RoundingReport {
     fn __repr__(&self) -> String {
-        format!("ErrorReport(elements={}, max_relative={:.3e}, mean_relative={:.3e})", self.elements, self.max_relative, self.mean_relative)
+        format!(
+            "RoundingReport(elements={}, max_relative={:.3e}, mean_relative={:.3e})",
+            self.elements, self.max_relative, self.mean_relative
+        )
     }
 }
 
@@ -53,7 +56,7 @@ pub(crate) struct Found {
     /// Bytes that the tensor takes.
     stored_bytes: u64,
     /// The error.
-    errors: ErrorReport,
+    rounding: RoundingReport,
 }
 
 #[pymethods]
@@ -74,15 +77,15 @@ pub(crate) fn search_precision(
     evaluate: &Bound<'_, PyAny>,
 ) -> PyResult<Found> {
     if !evaluate.is_callable() {
-        return Err(PyValueError::new_err("evaluate: give a function of a setting and its errors"));
+        return Err(PyValueError::new_err("evaluate: give a function of a setting and its rounding report"));
     }
     let dtype = Dtype::from_name(dtype).map_err(|e| raise(&e))?;
     let source = Source::new(data)?;
     let evaluate = evaluate.clone().unbind();
     py.detach(|| {
         let mut raised = None;
-        let mut accepts = |setting: &tensorcask::Setting, errors: &tensorcask::ErrorReport| {
-            let answer = Python::attach(|py| evaluate.bind(py).call1((setting.to_string(), ErrorReport::of(errors)))?.is_truthy());
+        let mut accepts = |setting: &tensorcask::Setting, errors: &tensorcask::RoundingReport| {
+            let answer = Python::attach(|py| evaluate.bind(py).call1((setting.to_string(), RoundingReport::of(errors)))?.is_truthy());
             // What was raised ends the search.
             answer.unwrap_or_else(|error| {
                 raised = Some(error);
@@ -99,7 +102,7 @@ pub(crate) fn search_precision(
 
 impl Found {
     fn of(found: tensorcask::Found) -> Self {
-        Self { setting: found.setting.to_string(), stored_bytes: found.stored_bytes, errors: ErrorReport::of(&found.errors) }
+        Self { setting: found.setting.to_string(), stored_bytes: found.stored_bytes, rounding: RoundingReport::of(&found.rounding) }
     }
 }
 

@@ -7,7 +7,7 @@ use tensorcask::{Slice, blocking};
 
 use crate::buffer::{Target, writable};
 use crate::errors::raise;
-use crate::precision::ErrorReport;
+use crate::precision::RoundingReport;
 use crate::wait::until_done;
 
 /// A snapshot, as the package above uses it.
@@ -119,15 +119,15 @@ impl Snapshot {
         py.detach(|| until_done(&self.store, self.inner.check_content()))
     }
 
-    /// Name, role, setting and errors of the tensors that were rounded. Reads no tensor.
-    fn errors(&self, py: Python<'_>) -> PyResult<Vec<(String, String, String, ErrorReport)>> {
-        let found = py.detach(|| until_done(&self.store, self.inner.errors()))?;
-        Ok(found.into_iter().map(|tensor| (tensor.name, tensor.role, tensor.setting, ErrorReport::of(&tensor.total))).collect())
+    /// Name, role, setting and rounding report of the tensors that were rounded. Reads no tensor.
+    fn rounding(&self, py: Python<'_>) -> PyResult<Vec<(String, String, String, RoundingReport)>> {
+        let found = py.detach(|| until_done(&self.store, self.inner.rounding()))?;
+        Ok(found.into_iter().map(|tensor| (tensor.name, tensor.role, tensor.setting, RoundingReport::of(&tensor.total))).collect())
     }
 
     /// Refuses a snapshot in which the relative error of some element is above this.
-    fn check_errors(&self, py: Python<'_>, bound: f64) -> PyResult<()> {
-        py.detach(|| until_done(&self.store, self.inner.check_errors(bound)))
+    fn check_rounding(&self, py: Python<'_>, bound: f64) -> PyResult<()> {
+        py.detach(|| until_done(&self.store, self.inner.check_rounding(bound)))
     }
 
     /// Decodes and checks everything.

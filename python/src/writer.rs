@@ -13,7 +13,7 @@ use tensorcask::{BaseKeeping, Blob, Dtype, Error, ExistingStep, Limits, Metadata
 
 use crate::buffer::Source;
 use crate::errors::raise;
-use crate::precision::ErrorReport;
+use crate::precision::RoundingReport;
 use crate::wait::until_done;
 
 /// Saves states into a store.
@@ -50,7 +50,7 @@ pub(crate) struct Saved {
     /// Chunks by what became of them: a codec, or `unchanged`.
     chunks: BTreeMap<String, u64>,
     /// Errors of all that was rounded; None where nothing was, or where ranks saved together.
-    errors: Option<ErrorReport>,
+    rounding: Option<RoundingReport>,
 }
 
 /// Name, dtype, global shape, first index and extent per dimension, bytes.
@@ -193,7 +193,7 @@ impl Saved {
             tensor_bytes: saved.tensor_bytes,
             stored_bytes: saved.stored_bytes,
             chunks: saved.chunks,
-            errors: saved.errors.as_ref().map(ErrorReport::of),
+            rounding: saved.rounding.as_ref().map(RoundingReport::of),
         }
     }
 }

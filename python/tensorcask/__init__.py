@@ -15,20 +15,20 @@ from ._native import (
     ConflictError,
     CorruptionError,
     Error,
-    ErrorReport,
     FencedError,
     Found,
     InvalidArgumentError,
     LimitExceededError,
     NotFoundError,
     OutcomeUnknownError,
+    RoundingReport,
     Saved,
     StorageError,
     UnsafeStoreError,
     UnsupportedError,
     __version__,
 )
-from ._precision import TensorErrors, search_precision
+from ._precision import TensorRounding, search_precision
 from ._store import Snapshot, SnapshotInfo, Store, TensorInfo, VerifyReport, load, save
 from .engine import Engine
 
@@ -38,7 +38,6 @@ __all__ = [
     "CorruptionError",
     "Engine",
     "Error",
-    "ErrorReport",
     "FencedError",
     "Found",
     "InvalidArgumentError",
@@ -46,13 +45,14 @@ __all__ = [
     "NotFoundError",
     "OutcomeUnknownError",
     "RawTensor",
+    "RoundingReport",
     "Saved",
     "Snapshot",
     "SnapshotInfo",
     "StorageError",
     "Store",
-    "TensorErrors",
     "TensorInfo",
+    "TensorRounding",
     "UnsafeStoreError",
     "UnsupportedError",
     "VerifyReport",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _frameworks, _native
-from ._native import ErrorReport, Found
+from ._native import Found, RoundingReport
 
 
 @dataclass(frozen=True)
-class TensorErrors:
+class TensorRounding:
     """How far a tensor that was rounded is from what was saved.
 
     ``elements`` are those that have a relative error: finite, and not zero. ``mean_squared`` is over all. ``update_error`` is
@@ -29,13 +29,13 @@ class TensorErrors:
     update_error: float | None
 
     @classmethod
-    def of(cls, name: str, role: str, setting: str, errors: ErrorReport) -> TensorErrors:
+    def of(cls, name: str, role: str, setting: str, errors: RoundingReport) -> TensorRounding:
         """From what the library says."""
         means = (errors.max_relative, errors.mean_relative, errors.mean_squared)
         return cls(name, role, setting, errors.elements, *means, errors.sign_flips, errors.update_error)
 
 
-def search_precision(tensor: Any, evaluate: Callable[[str, ErrorReport], object], *, role: str = "exp_avg") -> Found:
+def search_precision(tensor: Any, evaluate: Callable[[str, RoundingReport], object], *, role: str = "exp_avg") -> Found:
     """The setting with which a tensor of f32 takes the fewest bytes, of those that ``evaluate`` accepts.
 
     ``evaluate`` gets settings in text, as rules of ``precision=`` take them, and their errors, the cheapest first, and returns
@@ -46,7 +46,7 @@ def search_precision(tensor: Any, evaluate: Callable[[str, ErrorReport], object]
     >>> from tensorcask import RawTensor
     >>> moments = RawTensor("f32", (1000,), bytearray(array.array("f", (1 / n for n in range(1, 1001)))))
     >>> found = search_precision(moments, lambda setting, errors: errors.max_relative <= 0.05)
-    >>> found.errors.max_relative <= 0.05, found.stored_bytes < 2000
+    >>> found.rounding.max_relative <= 0.05, found.stored_bytes < 2000
     (True, True)
     >>> search_precision(moments, lambda setting, errors: False).setting
     'lossless'

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _frameworks, _native, _precision, _source, _state
 from ._native import Catalog, Saved
-from ._precision import TensorErrors
+from ._precision import TensorRounding
 from ._progress import Progress, watching
 from ._source import CredentialProvider
 from ._state import OnUnsupported
@@ -193,13 +193,13 @@ class Store:
         rules, ``"PATTERN=SETTING"`` or ``"PATTERN=SETTING<=BOUND"``, of which the last that fits a tensor counts. A pattern is a
         role (``master``, ``exp_avg``, ``exp_avg_sq``) or a glob of names; a setting is ``lossless``, ``loguniform:STEPS``,
         ``remainder:BITS``, ``cluster``, ``kmeans`` or ``blockwise8``; a bound is the greatest relative error.
-        :meth:`Snapshot.errors` tells what came of it.
+        :meth:`Snapshot.rounding` tells what came of it.
 
         >>> import struct
         >>> store = Store("memory://precision-example")
         >>> moments = {"w": RawTensor("f32", (4,), bytearray(struct.pack("<4f", 1.0, 1.1, -3.0, 0.0)))}
         >>> _ = store.save({"exp_avg": moments}, step=1, precision=["near", "exp_avg=loguniform:4"])
-        >>> [(errors.name, errors.setting, errors.elements) for errors in store.snapshot().errors()]
+        >>> [(errors.name, errors.setting, errors.elements) for errors in store.snapshot().rounding()]
         [('exp_avg.w', 'loguniform:4', 3)]
 
         ``changed_rows``: of some tensors, by name, the indices (first dimension) of the rows that may have changed since this
@@ -410,9 +410,9 @@ class Snapshot:
         """The bytes of a blob."""
         return self._native.read_blob(rank, name)
 
-    def errors(self) -> list[TensorErrors]:
+    def rounding(self) -> list[TensorRounding]:
         """How far the tensors that were rounded are from what was saved, by name; empty where nothing was lost. Reads no tensor."""
-        return [TensorErrors.of(*row) for row in self._native.errors()]
+        return [TensorRounding.of(*row) for row in self._native.rounding()]
 
     def verify(self) -> None:
         """Decodes and checks everything; an error if something is wrong."""
@@ -434,7 +434,7 @@ class Snapshot:
         if max_error is not None:
             if not max_error >= 0:
                 raise ValueError(f"max_error {max_error!r}: use a relative error, such as 0.05")
-            self._native.check_errors(max_error)
+            self._native.check_rounding(max_error)
         targets = {} if out is None else _targets(out)
         missing = [name for name in targets if name not in self._tensors]
         if missing:

@@ -294,7 +294,7 @@ def test_options_are_checked_and_told(url, folder):
     with tensorcask.Engine(url, folder=folder, precision="near", policy="intermittent:4", back_pressure="skip") as engine:
         engine.save({"exp_avg": {"w": torch.rand(1000)}}, step=1)
         assert engine.wait(timeout=60).reached
-        assert [errors.setting for errors in tensorcask.Store(url).snapshot().errors()] == ["loguniform:16"]
+        assert [errors.setting for errors in tensorcask.Store(url).snapshot().rounding()] == ["loguniform:16"]
 
 
 def test_a_save_that_waits_is_ended_by_a_signal(url, folder):

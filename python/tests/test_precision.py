@@ -41,7 +41,7 @@ def test_near_comes_back_within_its_bounds(url):
     state = training_state()
     exact = tensorcask.save(state, url, step=1, policy="full")
     saved = tensorcask.save(state, url, step=2, policy="full", precision="near")
-    assert exact.errors is None and saved.stored_bytes < 0.8 * exact.stored_bytes
+    assert exact.rounding is None and saved.stored_bytes < 0.8 * exact.stored_bytes
     before, after = flat(state), flat(tensorcask.load(url))
     assert after["model"].equal(before["model"]) and after["step"].equal(before["step"])
     for name, most in (("master", 3e-5), ("exp_avg", 0.022), ("exp_avg_sq", 0.022)):
@@ -55,7 +55,7 @@ def test_near_comes_back_within_its_bounds(url):
 def test_the_receipt_is_what_numpy_finds(url):
     state = training_state()
     saved = tensorcask.save(state, url, step=1, precision=["compact", "exp_avg=blockwise8"])
-    errors = {errors.role: errors for errors in tensorcask.Store(url).snapshot().errors()}
+    errors = {errors.role: errors for errors in tensorcask.Store(url).snapshot().rounding()}
     before, after = flat(state), flat(tensorcask.load(url))
     assert {role: found.setting for role, found in errors.items()} == {
         "master": "remainder:4",
@@ -71,8 +71,8 @@ def test_the_receipt_is_what_numpy_finds(url):
     update_error = np.sqrt(((updates[1] - updates[0]) ** 2).sum() / (updates[0] ** 2).sum())
     assert errors["exp_avg_sq"].update_error == pytest.approx(update_error, rel=1e-9)
     # Of the whole save: sums of these.
-    assert saved.errors.elements == sum(found.elements for found in errors.values())
-    assert saved.errors.max_relative == max(found.max_relative for found in errors.values())
+    assert saved.rounding.elements == sum(found.elements for found in errors.values())
+    assert saved.rounding.max_relative == max(found.max_relative for found in errors.values())
 
 
 def test_errors_do_not_grow_along_a_chain(url):
@@ -82,7 +82,7 @@ def test_errors_do_not_grow_along_a_chain(url):
         state["optimizer"]["w"]["exp_avg"] *= 0.9
         assert store.save(state, step=step, policy="consecutive", precision="near").kind == ("delta" if step else "base")
     before, after = flat(state), flat(store.load())
-    found = {errors.role: errors for errors in store.snapshot().errors()}
+    found = {errors.role: errors for errors in store.snapshot().rounding()}
     assert told(found["exp_avg"]) == pytest.approx(measured(before["exp_avg"], after["exp_avg"]), rel=1e-9)
     assert found["exp_avg"].max_relative < 0.022
 
@@ -91,13 +91,13 @@ def test_a_bound_is_kept_and_a_later_rule_counts(url):
     state = training_state()
     rules = ["exp_avg=loguniform:1<=0.1", "*exp_avg_sq=lossless"]
     tensorcask.save(state, url, step=1, precision=rules)
-    (errors,) = tensorcask.Store(url).snapshot().errors()
+    (errors,) = tensorcask.Store(url).snapshot().rounding()
     assert errors.role == "exp_avg" and errors.max_relative <= 0.1
 
 
 def test_a_snapshot_beyond_max_error_is_refused(url):
     tensorcask.save(training_state(), url, step=1)
-    assert tensorcask.Store(url).snapshot().errors() == []
+    assert tensorcask.Store(url).snapshot().rounding() == []
     tensorcask.load(url, max_error=0)
     tensorcask.save(training_state(), url, step=2, precision="exp_avg=loguniform:16")
     tensorcask.load(url, max_error=0.03)
@@ -127,11 +127,11 @@ def test_dcp_saves_rounded(url):
     store = tensorcask.Store(url)
     writer = store.writer(precision=["near", "exp_avg_sq=loguniform:32"])
     dcp.save(state, checkpoint_id="step-3", storage_writer=writer, no_dist=True)
-    assert {errors.setting for errors in store.snapshot(3).errors()} == {"remainder:8", "loguniform:16", "loguniform:32"}
+    assert {errors.setting for errors in store.snapshot(3).rounding()} == {"remainder:8", "loguniform:16", "loguniform:32"}
     loaded = training_state(seed=1)
     dcp.load(loaded, checkpoint_id="step-3", storage_reader=store.reader(), no_dist=True)
     before, after = flat(state), flat(loaded)
-    for errors in store.snapshot(3).errors():
+    for errors in store.snapshot(3).rounding():
         assert told(errors) == pytest.approx(measured(before[errors.role], after[errors.role]), rel=1e-9)
     assert after["model"].equal(before["model"])
 
@@ -142,7 +142,7 @@ def test_dcp_saves_rounded_in_the_background(url):
     writer = store.writer(precision="compact")
     for step in (1, 2):
         dcp.async_save(state, checkpoint_id=f"step-{step}", storage_writer=writer, no_dist=True).result()
-        assert {errors.role for errors in store.snapshot(step).errors()} == {"master", "exp_avg", "exp_avg_sq"}
+        assert {errors.role for errors in store.snapshot(step).rounding()} == {"master", "exp_avg", "exp_avg_sq"}
 
 
 def test_search_finds_what_is_accepted():
@@ -154,14 +154,14 @@ def test_search_finds_what_is_accepted():
         return errors.max_relative <= 0.03
 
     found = tensorcask.search_precision(moments, evaluate=accepts)
-    assert found.setting == seen[-1][0] and found.errors.max_relative <= 0.03
+    assert found.setting == seen[-1][0] and found.rounding.max_relative <= 0.03
     assert 0 < found.stored_bytes < 0.5 * moments.numel() * 4
     assert {elements for _, elements in seen} == {moments.count_nonzero().item()}
     # As a rule, it does what the search said.
     url = "memory://search"
     tensorcask.save({"exp_avg": {"w": moments}}, url, step=1, precision=f"exp_avg={found.setting}")
-    (errors,) = tensorcask.Store(url).snapshot().errors()
-    assert errors.max_relative == found.errors.max_relative
+    (errors,) = tensorcask.Store(url).snapshot().rounding()
+    assert errors.max_relative == found.rounding.max_relative
     assert tensorcask.search_precision(moments.numpy(), lambda *_: False).setting == "lossless"
 
 

@@ -253,13 +253,13 @@ impl Snapshot {
     }
 
     /// See [`Snapshot::errors`](crate::Snapshot::errors).
-    pub fn errors(&self) -> Result<Vec<crate::TensorErrors>> {
-        self.runtime.wait(self.inner.errors())
+    pub fn rounding(&self) -> Result<Vec<crate::TensorRounding>> {
+        self.runtime.wait(self.inner.rounding())
     }
 
-    /// See [`Snapshot::check_errors`](crate::Snapshot::check_errors).
-    pub fn check_errors(&self, bound: f64) -> Result<()> {
-        self.runtime.wait(self.inner.check_errors(bound))
+    /// See [`Snapshot::check_rounding`](crate::Snapshot::check_rounding).
+    pub fn check_rounding(&self, bound: f64) -> Result<()> {
+        self.runtime.wait(self.inner.check_rounding(bound))
     }
 
     /// See [`Snapshot::verify`](crate::Snapshot::verify).

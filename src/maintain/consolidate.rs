@@ -56,8 +56,8 @@ impl Store {
         })?;
         let decision = Decision { reason: Reason::Policy, since_base: 0, estimate: None };
         let tensor_bytes = directory.tensor_bytes();
-        let (chunks, errors) = (BTreeMap::new(), None);
-        let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunks, errors, decision, age };
+        let (chunks, rounding) = (BTreeMap::new(), None);
+        let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunks, rounding, decision, age };
         let mut user = snapshot.user().clone();
         user.remove(Decision::KEY);
         let metadata = Metadata { user, file: snapshot.metadata().clone() };

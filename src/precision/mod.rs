@@ -13,7 +13,7 @@ use globset::{Glob, GlobMatcher};
 
 pub(crate) use quantize::{Rounded, round};
 pub use quantize::{RoundedChunk, round_chunk};
-pub use report::{ErrorReport, TensorErrors};
+pub use report::{RoundingReport, TensorRounding};
 pub use search::{Found, search};
 pub use setting::Setting;
 

@@ -9,7 +9,7 @@ use crate::kernels::loguniform::{Grid, quantize as to_grid};
 use crate::kernels::remainder;
 use crate::limits::zeroed;
 use crate::wire::ChunkErrors;
-use crate::{Dtype, ErrorReport, Result};
+use crate::{Dtype, Result, RoundingReport};
 
 /// A chunk as it will be stored, and as every reader will get it.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ pub(crate) fn round<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<Rounded<'
 /// let bounded = Bounded { setting: Setting::LogUniform { steps: 4 }, bound: Some(0.1) };
 /// let rounded = round_chunk(bounded, &Chunk::new(Dtype::F32, 3, &data))?;
 /// assert_ne!(rounded.data, data);
-/// assert!(rounded.errors.is_some_and(|errors| errors.max_relative < 0.1));
+/// assert!(rounded.rounding.is_some_and(|rounding| rounding.max_relative < 0.1));
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
 pub fn round_chunk<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<RoundedChunk<'a>> {
@@ -55,7 +55,7 @@ pub fn round_chunk<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<RoundedChu
     Ok(RoundedChunk {
         data,
         encoded: given.map(|given| given.encoded),
-        errors: errors.map(|errors| ErrorReport::of_chunk(&errors, chunk.element_count)),
+        rounding: errors.map(|errors| RoundingReport::of_chunk(&errors, chunk.element_count)),
     })
 }
 
@@ -67,7 +67,7 @@ pub struct RoundedChunk<'a> {
     /// What the codec that rounded it made of it, where the setting is that of one codec.
     pub encoded: Option<Encoded>,
     /// How far it is from what was given; none where nothing was rounded.
-    pub errors: Option<ErrorReport>,
+    pub rounding: Option<RoundingReport>,
 }
 
 /// The rounded chunk; none where the setting leaves it as it is.

@@ -4,7 +4,7 @@ use crate::wire::{ChunkErrors, ErrorsFile};
 
 /// Errors of the elements of a chunk, of a tensor, or of many.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct ErrorReport {
+pub struct RoundingReport {
     /// Elements that were finite and not zero: those that have a relative error.
     pub elements: u64,
     /// All elements.
@@ -21,7 +21,7 @@ pub struct ErrorReport {
     pub update: [f64; 2],
 }
 
-impl ErrorReport {
+impl RoundingReport {
     /// Report of a chunk as its stored record has it. The record does not repeat the number of all elements.
     pub(crate) fn of_chunk(record: &ChunkErrors, all_elements: u64) -> Self {
         let &ChunkErrors { elements, max_relative, relative, squares, sign_flips, update, .. } = record;
@@ -58,14 +58,14 @@ impl ErrorReport {
     }
 }
 
-impl TensorErrors {
+impl TensorRounding {
     /// The blob that holds them, in each snapshot in which something was rounded: the writer's own, not to be saved again.
     pub const BLOB: &str = ErrorsFile::BLOB;
 }
 
 /// What a snapshot tells of the errors of a tensor.
 #[derive(Debug, Clone, PartialEq)]
-pub struct TensorErrors {
+pub struct TensorRounding {
     /// The tensor's name.
     pub name: String,
     /// Its role.
@@ -73,7 +73,7 @@ pub struct TensorErrors {
     /// How it was rounded, as [`Setting`](crate::Setting) says it in text.
     pub setting: String,
     /// Errors of all its elements.
-    pub total: ErrorReport,
+    pub total: RoundingReport,
     /// Errors of each chunk: offset of the shard, number of the chunk in it.
-    pub chunks: Vec<(Vec<u64>, u64, ErrorReport)>,
+    pub chunks: Vec<(Vec<u64>, u64, RoundingReport)>,
 }

@@ -1,6 +1,6 @@
 //! Finds the setting that takes the fewest bytes within a budget of error.
 
-use super::{Bounded, ErrorReport, Setting, round};
+use super::{Bounded, RoundingReport, Setting, round};
 use crate::codec::{Chunk, Cluster, KMeans, Objective, Registry, encode_chunk};
 use crate::tensor::ChunkGrid;
 use crate::{Result, TensorView};
@@ -13,7 +13,7 @@ pub struct Found {
     /// Bytes that the tensor takes.
     pub stored_bytes: u64,
     /// The error.
-    pub errors: ErrorReport,
+    pub rounding: RoundingReport,
 }
 
 /// Settings that are tried, coarse and fine.
@@ -34,21 +34,21 @@ fn candidates() -> Vec<Setting> {
 /// let tensor = TensorView::new("exp_avg.w", Dtype::F32, &[3999], &values)?;
 /// let found = search(&tensor, |_, errors| errors.max_relative <= 0.05)?;
 /// assert_ne!(found.setting, Setting::Lossless);
-/// assert!(found.errors.max_relative <= 0.05 && found.stored_bytes < 8000);
+/// assert!(found.rounding.max_relative <= 0.05 && found.stored_bytes < 8000);
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
-pub fn search(tensor: &TensorView<'_>, mut evaluate: impl FnMut(&Setting, &ErrorReport) -> bool) -> Result<Found> {
+pub fn search(tensor: &TensorView<'_>, mut evaluate: impl FnMut(&Setting, &RoundingReport) -> bool) -> Result<Found> {
     let mut tried = candidates().into_iter().map(|setting| tried(tensor, setting)).collect::<Result<Vec<Found>>>()?;
     tried.sort_by_key(|found| found.stored_bytes);
     let lossless = tried.iter().find(|found| found.setting == Setting::Lossless).copied();
-    let accepted = tried.into_iter().find(|found| found.setting == Setting::Lossless || evaluate(&found.setting, &found.errors));
+    let accepted = tried.into_iter().find(|found| found.setting == Setting::Lossless || evaluate(&found.setting, &found.rounding));
     accepted.or(lossless).ok_or_else(|| crate::Error::invalid("no setting was tried"))
 }
 
 fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<Found> {
     let registry = Registry::default();
     let grid = ChunkGrid::new(tensor.dtype(), &tensor.rect().shape)?;
-    let mut found = Found { setting, stored_bytes: 0, errors: ErrorReport::default() };
+    let mut found = Found { setting, stored_bytes: 0, rounding: RoundingReport::default() };
     for number in 0..grid.chunk_count() {
         let (bytes, elements) = (grid.bytes(number), grid.elements(number));
         let data = tensor.data().get(bytes.start as usize..bytes.end as usize).unwrap_or_default();
@@ -60,7 +60,7 @@ fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<Found> {
         let own = rounded.given.map(|given| given.encoded.columns.iter().map(|(_, column)| column.len() as u64).sum::<u64>());
         found.stored_bytes += own.map_or(lossless, |own| own.min(lossless));
         if let Some(errors) = rounded.errors {
-            found.errors = found.errors.and(ErrorReport::of_chunk(&errors, count));
+            found.rounding = found.rounding.and(RoundingReport::of_chunk(&errors, count));
         }
     }
     Ok(found)

@@ -31,7 +31,7 @@ use crate::limits::{to_usize, zeroed};
 use crate::tensor::Rect;
 use crate::wire::blob_slot;
 use crate::wire::{DirectoryTensor, ErrorsFile, Manifest, ShardErrors, SnapshotKind};
-use crate::{Blob, Error, ErrorReport, Result, Slice, Store, Tensor, TensorErrors, boxed};
+use crate::{Blob, Error, Result, RoundingReport, Slice, Store, Tensor, TensorRounding, boxed};
 
 /// A committed state at one step, with the chain that rebuilds it.
 ///
@@ -193,27 +193,27 @@ impl Snapshot {
     ///
     /// ```
     /// use tensorcask::{Dtype, Metadata, Policy, Precision, TensorView, WriterOptions, blocking::Store};
-    /// let store = Store::open("memory://errors-example")?;
+    /// let store = Store::open("memory://rounding-example")?;
     /// let options = WriterOptions { precision: Precision::near(), policy: Policy::Full, ..WriterOptions::default() };
     /// let values: Vec<u8> = (1..1000).flat_map(|i| (1.0 / i as f32).to_le_bytes()).collect();
     /// let state = [TensorView::new("optim.exp_avg.w", Dtype::F32, &[999], &values)?];
     /// store.writer_with(options)?.save(1, &state, &[], &Metadata::default())?;
-    /// let errors = store.snapshot(1)?.errors()?;
+    /// let errors = store.snapshot(1)?.rounding()?;
     /// assert_eq!((errors[0].name.as_str(), errors[0].setting.as_str()), ("optim.exp_avg.w", "loguniform:16"));
     /// assert!(errors[0].total.max_relative < 0.022);
     /// # Ok::<(), tensorcask::Error>(())
     /// ```
-    pub async fn errors(&self) -> Result<Vec<TensorErrors>> {
+    pub async fn rounding(&self) -> Result<Vec<TensorRounding>> {
         let directory = &self.newest().directory;
-        let mut tensors: BTreeMap<String, TensorErrors> = BTreeMap::new();
+        let mut tensors: BTreeMap<String, TensorRounding> = BTreeMap::new();
         for shard in self.shard_errors().await? {
             let Some(number) = directory.find(&shard.tensor) else { continue };
             let (dtype, role) = (directory.dtype(number), directory.role(number));
-            let found = tensors.entry(shard.tensor.clone()).or_insert_with(|| TensorErrors {
+            let found = tensors.entry(shard.tensor.clone()).or_insert_with(|| TensorRounding {
                 name: shard.tensor.clone(),
                 role: role.to_owned(),
                 setting: shard.setting.clone(),
-                total: ErrorReport::default(),
+                total: RoundingReport::default(),
                 chunks: vec![],
             });
             let bad = |e: crate::Error| e.tensor(&shard.tensor).clause("errors 2");
@@ -223,7 +223,7 @@ impl Snapshot {
                     return Err(bad(Error::corrupt(format!("errors of chunk {} of {}", chunk.chunk, grid.chunk_count()))));
                 }
                 let elements = grid.elements(chunk.chunk);
-                let report = ErrorReport::of_chunk(chunk, elements.end.saturating_sub(elements.start));
+                let report = RoundingReport::of_chunk(chunk, elements.end.saturating_sub(elements.start));
                 found.total = found.total.and(report);
                 found.chunks.push((shard.offset.clone(), chunk.chunk, report));
             }
@@ -232,10 +232,10 @@ impl Snapshot {
     }
 
     /// Refuses a snapshot in which some tensor that was rounded is further from what was saved than this, as a relative error.
-    pub async fn check_errors(&self, bound: f64) -> Result<()> {
-        match self.errors().await?.into_iter().find(|tensor| tensor.total.max_relative > bound) {
+    pub async fn check_rounding(&self, bound: f64) -> Result<()> {
+        match self.rounding().await?.into_iter().find(|tensor| tensor.total.max_relative > bound) {
             None => Ok(()),
-            Some(TensorErrors { name, setting, total, .. }) => Err(Error::invalid(format!(
+            Some(TensorRounding { name, setting, total, .. }) => Err(Error::invalid(format!(
                 "step {} was saved with {setting}: its greatest relative error is {:.2e}, above the bound of {bound}; take another step, or a higher bound",
                 self.step(),
                 total.max_relative

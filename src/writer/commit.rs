@@ -252,7 +252,7 @@ impl Writer {
             tensor_bytes: manifest.tensor_bytes,
             stored_bytes: manifest.stored_bytes(),
             chunks: prepared.chunks.clone(),
-            errors: prepared.errors,
+            rounding: prepared.rounding,
             decision: *decision,
         }))
     }
@@ -298,7 +298,7 @@ pub(crate) struct Prepared<'a> {
     pub blobs: Option<&'a [&'a Blob<'a>]>,
     pub chunks: BTreeMap<String, u64>,
     /// Errors of all that was rounded.
-    pub errors: Option<crate::ErrorReport>,
+    pub rounding: Option<crate::RoundingReport>,
     pub decision: Decision,
     /// Of the oldest of the casks.
     pub age: Age,

@@ -22,7 +22,7 @@ use crate::chain::{Decision, Policy};
 use crate::codec::Objective;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
-use crate::{Ahead, Error, ErrorKind, ErrorReport, Precision, Result, Store};
+use crate::{Ahead, Error, ErrorKind, Precision, Result, RoundingReport, Store};
 
 /// What a writer says of a snapshot besides its tensors.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -120,7 +120,7 @@ pub struct Saved {
     /// Chunks by what became of them: codec id, or `unchanged`.
     pub chunks: BTreeMap<String, u64>,
     /// Errors of all that was rounded; none where nothing was.
-    pub errors: Option<ErrorReport>,
+    pub rounding: Option<RoundingReport>,
     /// Why it became a base or a delta.
     pub decision: Decision,
 }

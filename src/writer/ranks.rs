@@ -248,7 +248,7 @@ impl Writer {
         })?;
         let tensor_bytes = merged.tensor_bytes;
         let prepared =
-            Prepared { directory, tensor_bytes, casks, content, blobs: None, chunks: BTreeMap::new(), errors: None, decision, age };
+            Prepared { directory, tensor_bytes, casks, content, blobs: None, chunks: BTreeMap::new(), rounding: None, decision, age };
         match self.commit(step, parent.as_ref(), &prepared, metadata).await? {
             // The log went between the two looks; a snapshot that stands alone needs no other.
             Commit::Stale(stale) if stale.replaced && parent.is_none() => {

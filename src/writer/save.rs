@@ -63,7 +63,7 @@ pub(super) struct Written {
     /// Errors of the shards that were rounded.
     errors: Vec<ShardErrors>,
     /// The same, summed up.
-    pub total_errors: Option<ErrorReport>,
+    pub rounding: Option<RoundingReport>,
 }
 
 impl Written {
@@ -81,8 +81,8 @@ impl Written {
             shard.chunks.push(ChunkErrors { chunk: job.chunk, ..errors });
         }
         let elements = grid.elements(job.chunk);
-        let report = ErrorReport::of_chunk(&errors, elements.end.saturating_sub(elements.start));
-        self.total_errors = Some(self.total_errors.unwrap_or_default().and(report));
+        let report = RoundingReport::of_chunk(&errors, elements.end.saturating_sub(elements.start));
+        self.rounding = Some(self.rounding.unwrap_or_default().and(report));
     }
 
     /// Content digests of a layout that is whole.
@@ -190,7 +190,7 @@ impl Writer {
             tensor_bytes: layout.tensor_bytes,
             blobs: Some(&layout.blobs),
             chunks: written.chunks,
-            errors: written.total_errors,
+            rounding: written.rounding,
             decision,
             age,
         };
@@ -245,7 +245,7 @@ impl Saver {
         let roles: BTreeSet<&str> = layout.tensors.iter().map(|tensor| tensor.description.role.as_str()).collect();
         let needs = roles.into_iter().flat_map(|role| self.store.registry().partner_roles(role));
         let held_roles = needs.filter(|need| need.base).map(|need| need.role).collect();
-        let mut written = Written { casks: vec![], chunks: BTreeMap::new(), crcs, kept, held_roles, errors: vec![], total_errors: None };
+        let mut written = Written { casks: vec![], chunks: BTreeMap::new(), crcs, kept, held_roles, errors: vec![], rounding: None };
         let mut slots = layout.slots();
         if layout.tensors.iter().any(|tensor| self.bounded(tensor).setting != Setting::Lossless) {
             slots.insert(blob_slot(layout.rank));

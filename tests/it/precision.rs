@@ -8,7 +8,7 @@ use object_store::memory::InMemory;
 use proptest::prelude::*;
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::{
-    BaseKeeping, Blob, CompactOptions, Dtype, ErrorKind, ErrorReport, Metadata, Policy, Precision, Rank, Rect, Saved, Setting, Slice,
+    BaseKeeping, Blob, CompactOptions, Dtype, ErrorKind, Metadata, Policy, Precision, Rank, Rect, RoundingReport, Saved, Setting, Slice,
     Snapshot, Store, TensorView, VerifyOptions, WriterOptions,
 };
 
@@ -53,7 +53,7 @@ fn relative(before: &[u8], after: &[u8]) -> Vec<f64> {
 /// The receipt says what comparing the states says.
 async fn check_receipt(snapshot: &Snapshot, before: &State) {
     let after = read(snapshot).await;
-    let errors = snapshot.errors().await.unwrap();
+    let errors = snapshot.rounding().await.unwrap();
     for (name, bytes) in before {
         let stored = &after[name];
         let Some(receipt) = errors.iter().find(|errors| errors.name == *name) else {
@@ -103,10 +103,10 @@ async fn profiles_store_real_states_in_few_bytes_with_small_errors() {
             for step in [1000, 1001, 1010] {
                 let snapshot = store.snapshot(step).await.unwrap();
                 check_receipt(&snapshot, &state_of(step).1).await;
-                let errors = snapshot.errors().await.unwrap();
+                let errors = snapshot.rounding().await.unwrap();
                 let of = |role: &str| {
                     let all = errors.iter().filter(|tensor| tensor.role == role).map(|tensor| tensor.total);
-                    all.fold(ErrorReport::default(), ErrorReport::and)
+                    all.fold(RoundingReport::default(), RoundingReport::and)
                 };
                 assert!(of("master").mean_relative() <= master, "{:?}", of("master"));
                 assert!(of("exp_avg_sq").update_error().unwrap() <= update, "{:?}", of("exp_avg_sq"));
@@ -137,7 +137,7 @@ async fn every_setting_gives_what_its_receipt_says_and_stays_through_compaction(
         let store = memory();
         let saves = save(&store, options(one(setting.parse().unwrap())), &[1000, 1001, 1010]).await;
         let lossless = ["lossless", "remainder:16"].contains(&setting);
-        assert_eq!(saves.iter().all(|saved| saved.errors.is_none()), lossless, "{setting}");
+        assert_eq!(saves.iter().all(|saved| saved.rounding.is_none()), lossless, "{setting}");
         let mut before = Vec::new();
         for step in [1000, 1001, 1010] {
             let snapshot = store.snapshot(step).await.unwrap();
@@ -259,7 +259,7 @@ async fn errors_do_not_grow_along_a_chain() {
         }
         let (start, end) = (store.snapshot(1).await.unwrap(), store.snapshot(50).await.unwrap());
         assert_eq!(end.chain().len(), 50);
-        for (first, last) in start.errors().await.unwrap().iter().zip(end.errors().await.unwrap()) {
+        for (first, last) in start.rounding().await.unwrap().iter().zip(end.rounding().await.unwrap()) {
             let (begun, ended) = (first.total.mean_relative(), last.total.mean_relative());
             assert!(ended <= begun * 1.25, "{setting}, {}: {begun} at step 1, {ended} at step 50", first.name);
             if setting == "loguniform:16" {
@@ -278,17 +278,17 @@ async fn rules_choose_by_role_and_name_and_the_last_counts() {
     let store = memory();
     save(&store, options(precision), &[1000]).await;
     let snapshot = store.snapshot(1000).await.unwrap();
-    let errors = snapshot.errors().await.unwrap();
+    let errors = snapshot.rounding().await.unwrap();
     assert!(!errors.is_empty());
     for tensor in &errors {
         assert!(!tensor.name.ends_with("attn_proj.bias") && tensor.role != "model", "{}", tensor.name);
         // The clusters cannot keep that bound: those chunks are stored without loss.
         assert!(tensor.role != "exp_avg" || tensor.total.max_relative <= 0.001, "{}", tensor.name);
     }
-    let refused = snapshot.check_errors(1e-6).await.unwrap_err();
+    let refused = snapshot.check_rounding(1e-6).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
     assert!(refused.to_string().contains("optimizer.exp_avg_sq"), "{refused}");
-    snapshot.check_errors(0.05).await.unwrap();
+    snapshot.check_rounding(0.05).await.unwrap();
     let rule = Precision::parse(["a=b*=kmeans:16:pruned=50:protected=5"]).unwrap();
     assert_ne!(rule.of("model", "a=b.weight").setting, Setting::Lossless, "an `=` in names and in settings");
     for wrong in [
@@ -351,7 +351,7 @@ async fn ranks_write_receipts_of_their_shards() {
     }
     coordinator.commit_receipts(7, &receipts, &Metadata::default()).await.unwrap();
     let snapshot = store.snapshot(7).await.unwrap();
-    let errors = snapshot.errors().await.unwrap();
+    let errors = snapshot.rounding().await.unwrap();
     assert_eq!(errors[0].chunks.iter().map(|(offset, chunk, _)| (offset[0], *chunk)).collect::<Vec<_>>(), [(0, 0), (32, 0)]);
     check_receipt(&snapshot, &State::from([("optim.exp_avg.w".to_owned(), whole)])).await;
 }

@@ -12,10 +12,10 @@ use tensorcask::wire::{DirectoryTensor, HEADER_BYTES, Header};
 use tensorcask::{At, Error, Limits, Result};
 
 use crate::cask::{self, CaskBlob, CaskTensor};
-use crate::errors::TensorErrorsRow;
 use crate::hex::{self, Region};
 use crate::output::Outcome;
 use crate::parse;
+use crate::rounding::TensorRoundingRow;
 use crate::text::{Text, human_bytes, human_shape};
 
 #[derive(Debug, clap::Args)]
@@ -59,7 +59,7 @@ struct StoreReport<'a> {
     kind: &'static str,
     tensors: Vec<TensorRow>,
     /// How far tensors that were rounded are from what was saved.
-    errors: Vec<TensorErrorsRow>,
+    rounding: Vec<TensorRoundingRow>,
     casks: Vec<CaskReport>,
 }
 
@@ -160,16 +160,16 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
         })
         .collect();
     text.table(&["tensor", "dtype", "shape", "role", "param", ""], &cells);
-    let mut errors = snapshot.errors()?;
-    errors.retain(|tensor| args.tensor.as_ref().is_none_or(|name| *name == tensor.name));
-    let errors: Vec<TensorErrorsRow> = errors.iter().map(|tensor| TensorErrorsRow::of(snapshot.step(), tensor)).collect();
-    if !errors.is_empty() {
+    let mut rounding = snapshot.rounding()?;
+    rounding.retain(|tensor| args.tensor.as_ref().is_none_or(|name| *name == tensor.name));
+    let rounding: Vec<TensorRoundingRow> = rounding.iter().map(|tensor| TensorRoundingRow::of(snapshot.step(), tensor)).collect();
+    if !rounding.is_empty() {
         text.line("");
-        text.table(&TensorErrorsRow::HEADINGS, &errors.iter().map(TensorErrorsRow::row).collect::<Vec<_>>());
+        text.table(&TensorRoundingRow::HEADINGS, &rounding.iter().map(TensorRoundingRow::row).collect::<Vec<_>>());
     }
     casks.iter().for_each(|cask| cask.describe(&mut text));
     let snapshot_id = snapshot.record().id.to_hex();
-    let report = StoreReport { store: &args.object, step: snapshot.step(), snapshot: snapshot_id, kind, tensors: rows, errors, casks };
+    let report = StoreReport { store: &args.object, step: snapshot.step(), snapshot: snapshot_id, kind, tensors: rows, rounding, casks };
     Outcome::new(&report, text)
 }
 

@@ -12,10 +12,10 @@ use tensorcask::interchange::safetensors::Files;
 use tensorcask::{BaseKeeping, Blob, Error, ExistingStep, Metadata, Policy, Precision, Result, Saved, TensorView, WriterOptions};
 
 use crate::decision::DecisionJson;
-use crate::errors::ErrorsJson;
 use crate::output::{Outcome, complain};
 use crate::parse::{self, RoleRule};
 use crate::progress::Progress;
+use crate::rounding::RoundingJson;
 use crate::text::{Text, human_bytes, human_ratio, ratio};
 
 #[derive(Debug, clap::Args)]
@@ -81,7 +81,7 @@ struct Report {
     chunks: BTreeMap<String, u64>,
     decision: DecisionJson,
     /// Of what was rounded.
-    errors: Option<ErrorsJson>,
+    rounding: Option<RoundingJson>,
     seconds: f64,
 }
 
@@ -140,7 +140,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         ratio: ratio(saved.tensor_bytes, saved.stored_bytes),
         chunks: saved.chunks,
         decision: DecisionJson::of(&saved.decision),
-        errors: saved.errors.as_ref().map(ErrorsJson::of),
+        rounding: saved.rounding.as_ref().map(RoundingJson::of),
         seconds: begun.elapsed().as_secs_f64(),
     };
     let text = describe(&report);
@@ -166,7 +166,7 @@ fn describe(report: &Report) -> Text {
         None => report.kind.to_owned(),
     };
     let chunks: Vec<String> = report.chunks.iter().map(|(codec, count)| format!("{codec} {count}")).collect();
-    let errors = report.errors.as_ref().map_or_else(|| "none: lossless".to_owned(), ErrorsJson::line);
+    let rounding = report.rounding.as_ref().map_or_else(|| "none (lossless)".to_owned(), RoundingJson::line);
     let mut text = Text::default();
     text.fields(&[
         ("step", report.step.to_string()),
@@ -176,7 +176,7 @@ fn describe(report: &Report) -> Text {
         ("stored", human_bytes(report.stored_bytes)),
         ("ratio", human_ratio(report.ratio)),
         ("chunks", chunks.join(", ")),
-        ("errors", errors),
+        ("rounding", rounding),
         ("seconds", format!("{:.2}", report.seconds)),
     ]);
     text

@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::wire::SnapshotKind;
-use tensorcask::{ErrorReport, Result, Slice, Status};
+use tensorcask::{Result, RoundingReport, Slice, Status};
 
 use crate::cask::{self, CodecCounts};
 use crate::decision::DecisionJson;
-use crate::errors::ErrorsJson;
 use crate::output::Outcome;
 use crate::progress::Progress;
+use crate::rounding::RoundingJson;
 use crate::text::{Text, human_bytes, human_ratio, ratio};
 
 #[derive(Debug, clap::Args)]
@@ -43,9 +43,9 @@ struct Report<'a> {
     codecs: BTreeMap<String, CodecCounts>,
     roles: BTreeMap<String, RoleCounts>,
     /// How far roles that were rounded are from what was saved, over all snapshots.
-    errors: BTreeMap<String, ErrorsJson>,
+    rounding: BTreeMap<String, RoundingJson>,
     #[serde(skip)]
-    error_reports: BTreeMap<String, ErrorReport>,
+    rounding_reports: BTreeMap<String, RoundingReport>,
     /// Why the adaptive policy made a base or a delta of each step that it saved.
     decisions: Vec<DecisionRow>,
 }
@@ -77,8 +77,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             SnapshotKind::Delta => report.deltas += 1,
         }
         report.add(&store, &snapshot)?;
-        for tensor in snapshot.errors()? {
-            let of_role = report.error_reports.entry(tensor.role).or_default();
+        for tensor in snapshot.rounding()? {
+            let of_role = report.rounding_reports.entry(tensor.role).or_default();
             *of_role = of_role.and(tensor.total);
         }
         if let Some(decision) = snapshot.decision() {
@@ -96,7 +96,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         }
     }
     report.ratio = ratio(report.tensor_bytes, report.stored_bytes);
-    report.errors = report.error_reports.iter().map(|(role, errors)| (role.clone(), ErrorsJson::of(errors))).collect();
+    report.rounding = report.rounding_reports.iter().map(|(role, rounding)| (role.clone(), RoundingJson::of(rounding))).collect();
     let pages = report.codecs.values().map(|codec| codec.stored_bytes).fold(report.blob_bytes, u64::saturating_add);
     report.overhead_bytes = report.stored_bytes.saturating_sub(pages);
     drop(progress);
@@ -166,9 +166,9 @@ impl Report<'_> {
         let roles: Vec<Vec<String>> = roles.collect();
         text.line("");
         text.table(&["role", ">tensors", ">stored"], &roles);
-        if !self.errors.is_empty() {
+        if !self.rounding.is_empty() {
             text.line("");
-            self.errors.iter().for_each(|(role, errors)| text.line(format!("{role}, rounded: {}", errors.line())));
+            self.rounding.iter().for_each(|(role, rounding)| text.line(format!("{role}, rounded: {}", rounding.line())));
         }
         if !self.decisions.is_empty() {
             text.line("");

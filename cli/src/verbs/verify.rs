@@ -4,12 +4,12 @@ use std::time::Instant;
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
-use tensorcask::{Depth, ErrorKind, ErrorReport, Problem, Result, VerifyOptions, VerifyReport};
+use tensorcask::{Depth, ErrorKind, Problem, Result, RoundingReport, VerifyOptions, VerifyReport};
 
-use crate::errors::ErrorsJson;
 use crate::output::{ErrorJson, Outcome, code_of};
 use crate::parse;
 use crate::progress::Progress;
+use crate::rounding::RoundingJson;
 use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
@@ -51,7 +51,7 @@ struct Report {
     cask_bytes: u64,
     chunks: u64,
     /// How far tensors that were rounded are from what was saved, in all snapshots that were checked.
-    errors: Option<ErrorsJson>,
+    rounding: Option<RoundingJson>,
     problems: Vec<ProblemRow>,
     seconds: f64,
 }
@@ -70,7 +70,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let progress = Progress::start(&store, "verifying");
     let mut found = store.verify(&options)?;
     drop(progress);
-    let errors = receipts(&store, args, &mut found)?;
+    let rounding = receipts(&store, args, &mut found)?;
 
     let mut text = Text::default();
     let mut problems = Vec::new();
@@ -98,8 +98,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         human_bytes(found.cask_bytes),
         found.chunks
     ));
-    if let Some(errors) = &errors {
-        text.line(format!("tensors were rounded: {}", ErrorsJson::of(errors).line()));
+    if let Some(rounding) = &rounding {
+        text.line(format!("tensors were rounded: {}", RoundingJson::of(rounding).line()));
     }
     let report = Report {
         clean: found.is_clean(),
@@ -111,24 +111,24 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         casks: found.casks,
         cask_bytes: found.cask_bytes,
         chunks: found.chunks,
-        errors: errors.as_ref().map(ErrorsJson::of),
+        rounding: rounding.as_ref().map(RoundingJson::of),
         problems,
         seconds: begun.elapsed().as_secs_f64(),
     };
     Ok(Outcome::new(&report, text)?.with_code(code))
 }
 
-/// What snapshots say of their errors, summed up; what is above the bound, or cannot be read, is a problem.
-fn receipts(store: &Store, args: &Args, found: &mut VerifyReport) -> Result<Option<ErrorReport>> {
+/// Sums up the rounding reports of the snapshots. A report above the bound, or an unreadable one, is a problem.
+fn receipts(store: &Store, args: &Args, found: &mut VerifyReport) -> Result<Option<RoundingReport>> {
     let Ok(snapshots) = store.snapshots() else { return Ok(None) };
-    let mut total: Option<ErrorReport> = None;
+    let mut total: Option<RoundingReport> = None;
     for step in snapshots.iter().map(|info| info.record.step).filter(|step| args.step.is_none_or(|only| only == *step)) {
         // One that cannot be opened has been told already.
         let Ok(snapshot) = store.snapshot(step) else { continue };
-        let problem = match (snapshot.errors(), args.max_error) {
+        let problem = match (snapshot.rounding(), args.max_error) {
             (Ok(tensors), bound) => {
                 total = tensors.iter().fold(total, |sum, tensor| Some(sum.unwrap_or_default().and(tensor.total)));
-                bound.and_then(|bound| snapshot.check_errors(bound).err())
+                bound.and_then(|bound| snapshot.check_rounding(bound).err())
             }
             (Err(error), _) if found.is_clean() => Some(error),
             (Err(_), _) => None,

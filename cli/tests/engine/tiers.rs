@@ -175,7 +175,7 @@ fn what_is_rounded_has_its_receipt_in_every_tier() {
     settled(&host);
     for store in [host.store(), Store::open(&far(&host)).unwrap()] {
         for step in 1..=3 {
-            let errors = store.snapshot(step).unwrap().errors().unwrap();
+            let errors = store.snapshot(step).unwrap().rounding().unwrap();
             assert_eq!((errors.len(), errors[0].setting.as_str()), (1, "loguniform:16"), "step {step}");
         }
     }

@@ -1,11 +1,11 @@
 //! How far rounded tensors are from what was saved, as verbs show it.
 
 use serde::Serialize;
-use tensorcask::{ErrorReport, TensorErrors};
+use tensorcask::{RoundingReport, TensorRounding};
 
 /// Errors of one tensor, or of many.
 #[derive(Debug, Clone, Serialize)]
-pub(crate) struct ErrorsJson {
+pub(crate) struct RoundingJson {
     elements: u64,
     max_relative: f64,
     mean_relative: f64,
@@ -17,17 +17,17 @@ pub(crate) struct ErrorsJson {
 
 /// Errors of a tensor of a snapshot.
 #[derive(Debug, Serialize)]
-pub(crate) struct TensorErrorsRow {
+pub(crate) struct TensorRoundingRow {
     pub step: u64,
     pub tensor: String,
     pub role: String,
     pub setting: String,
     #[serde(flatten)]
-    pub errors: ErrorsJson,
+    pub rounding: RoundingJson,
 }
 
-impl ErrorsJson {
-    pub(crate) fn of(report: &ErrorReport) -> Self {
+impl RoundingJson {
+    pub(crate) fn of(report: &RoundingReport) -> Self {
         Self {
             elements: report.elements,
             max_relative: report.max_relative,
@@ -53,7 +53,7 @@ impl ErrorsJson {
     }
 }
 
-impl TensorErrorsRow {
+impl TensorRoundingRow {
     pub(crate) const HEADINGS: [&str; 9] = [
         ">step",
         "tensor",
@@ -66,13 +66,13 @@ impl TensorErrorsRow {
         ">error of the update",
     ];
 
-    pub(crate) fn of(step: u64, tensor: &TensorErrors) -> Self {
-        let TensorErrors { name, role, setting, total, .. } = tensor;
-        Self { step, tensor: name.clone(), role: role.clone(), setting: setting.clone(), errors: ErrorsJson::of(total) }
+    pub(crate) fn of(step: u64, tensor: &TensorRounding) -> Self {
+        let TensorRounding { name, role, setting, total, .. } = tensor;
+        Self { step, tensor: name.clone(), role: role.clone(), setting: setting.clone(), rounding: RoundingJson::of(total) }
     }
 
     pub(crate) fn row(&self) -> Vec<String> {
         let names = [self.step.to_string(), self.tensor.clone(), self.role.clone(), self.setting.clone()];
-        names.into_iter().chain(self.errors.cells()).collect()
+        names.into_iter().chain(self.rounding.cells()).collect()
     }
 }
