@@ -6,27 +6,9 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
-use crate::Failure;
-
-/// What a reader has to do with the input.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Expect {
-    Accept,
-    Reject,
-    /// The spec leaves it to the reader; what it says has to be right all the same.
-    Either,
-}
-
-impl Expect {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Accept => "accept",
-            Self::Reject => "reject",
-            Self::Either => "either",
-        }
-    }
-}
+use crate::failure::Failure;
+use crate::files::{digest_of_folder, files_of, hex};
+use crate::verdict::Expect;
 
 /// `case.toml`.
 #[derive(Debug, Clone, Deserialize)]
@@ -96,34 +78,6 @@ fn load(name: &str, folder: &Path, made: &Path) -> Result<Case, Failure> {
         return Err("its input is damaged: the digest differs from that in case.toml".into());
     }
     Ok(Case { name: name.to_owned(), description, input, expected })
-}
-
-/// The files below a folder, by path with `/`.
-pub(crate) fn files_of(folder: &Path) -> Result<BTreeMap<String, Vec<u8>>, Failure> {
-    let mut found = BTreeMap::new();
-    let mut rest = vec![(String::new(), folder.to_path_buf())];
-    while let Some((prefix, next)) = rest.pop() {
-        for entry in std::fs::read_dir(&next).map_err(|e| format!("{}: {e}", next.display()))? {
-            let entry = entry?;
-            let name = entry.file_name().into_string().map_err(|name| format!("{name:?}: not UTF-8"))?;
-            let path = format!("{prefix}{name}");
-            match entry.file_type()?.is_dir() {
-                true => rest.push((format!("{path}/"), entry.path())),
-                false => _ = found.insert(path, std::fs::read(entry.path())?),
-            }
-        }
-    }
-    Ok(found)
-}
-
-/// The digest of a folder: SHA-256 of one line `<sha256>  <path>` for each file, by path, as `sha256sum` writes them.
-pub(crate) fn digest_of_folder(files: &BTreeMap<String, Vec<u8>>) -> String {
-    let lines: String = files.iter().map(|(path, bytes)| format!("{}  {path}\n", hex(&Sha256::digest(bytes)))).collect();
-    hex(&Sha256::digest(lines))
-}
-
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// One JSON value, however deep: what a reader says of nested values is nested deeper than they are.

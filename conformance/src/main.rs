@@ -1,7 +1,13 @@
 //! Conformance cases for tensorcask files and stores: a runner for any reader, a generator, and our own reader.
 
-mod case;
+// Each module imports only from modules declared before it.
+mod failure;
+mod files;
+mod verdict;
+
 mod generate;
+
+mod case;
 mod read;
 mod run;
 
@@ -11,14 +17,13 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 
+use failure::complain;
+
 /// Where the cases are in a checkout.
 const CASES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cases");
 
 /// The list of released cases in a checkout.
 const RELEASED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/released.txt");
-
-/// What makes a command fail: a sentence for the person who typed it.
-type Failure = Box<dyn std::error::Error>;
 
 #[derive(Parser)]
 #[command(version, about)]
@@ -89,10 +94,4 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
-}
-
-/// A line on stderr. That nobody reads it is no failure.
-fn complain(line: &str) {
-    use std::io::Write;
-    let _ = writeln!(std::io::stderr(), "{line}");
 }

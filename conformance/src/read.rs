@@ -12,8 +12,8 @@ use tensorcask::container::{CaskIndex, IndexDecoder, PageEntry, Progress};
 use tensorcask::wire::{HEADER_BYTES, Header, Tree, TreeNode};
 use tensorcask::{At, Error, ErrorKind, Limits, Result, Slice, VerifyOptions};
 
-use crate::Failure;
-use crate::case::hex;
+use crate::failure::Failure;
+use crate::files::hex;
 
 /// Reads a cask or a store wholly, and says what is in it; tells whether it is acceptable.
 pub(crate) fn read(path: &Path) -> std::result::Result<bool, Failure> {

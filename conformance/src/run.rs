@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::Failure;
-use crate::case::{Case, Description, Expect, load_all, parse};
+use crate::case::{Case, Description, load_all, parse};
+use crate::failure::Failure;
+use crate::verdict::Expect;
 
 /// What a reader did.
 struct Answer {

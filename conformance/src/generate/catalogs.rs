@@ -5,11 +5,11 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::forge::id;
+use super::sketch::{Outcome, Sketch};
 use super::stores::small;
 use super::writer::Store;
-use super::{Outcome, Sketch};
-use crate::Failure;
-use crate::case::hex;
+use crate::failure::Failure;
+use crate::files::hex;
 
 /// Entries of every kind that changes what a catalog says; nine of them.
 fn store() -> Result<Store, Failure> {

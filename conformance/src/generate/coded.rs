@@ -2,12 +2,14 @@
 
 use toml::{Table, Value};
 
-use super::casks::{self, DTYPES, U8};
+use super::casks;
+use super::dtypes::{DTYPES, U8, unit};
 use super::forge::{Cask, Chunk, DELTA, Tensor, id};
-use super::writer::{Entry, State, Store, unit};
-use super::{Input, Outcome, Sketch, lenient};
-use crate::Failure;
-use crate::case::hex;
+use super::lenient;
+use super::sketch::{Input, Outcome, Sketch};
+use super::writer::{Entry, State, Store};
+use crate::failure::Failure;
+use crate::files::hex;
 
 const ENTROPY: &str = include_str!("vectors/entropy-1.0.toml");
 const CODECS: &str = include_str!("vectors/codecs-1.0.toml");

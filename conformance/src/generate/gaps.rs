@@ -2,12 +2,13 @@
 
 use serde_json::{Value, json};
 
-use super::casks::{U8, U16, pattern};
+use super::casks::pattern;
+use super::dtypes::{U8, U16};
 use super::forge::{Blob, Cask, Chunk, DELTA, Shard, Tensor, id};
+use super::sketch::{Input, Outcome, Sketch, sorted};
 use super::stores::{base_and_delta, small};
 use super::writer::{Entry, Part, State, Store, seal};
-use super::{Input, Outcome, Sketch, sorted};
-use crate::Failure;
+use crate::failure::Failure;
 
 const CORRUPT: &str = "corrupt";
 const UNSUPPORTED: &str = "unsupported";
@@ -367,7 +368,7 @@ fn deltas_alone() -> Vec<Sketch> {
             "codecs/delta-columns-swapped",
             "codecs 4.1",
             "bits before tokens",
-            super::casks::BF16,
+            super::dtypes::BF16,
             delta("tc.ordered", vec![("bits", vec![]), ("tokens", vec![0, 3, 0, 0, 0, 0x10, 1, 0])]),
         ),
         cask(

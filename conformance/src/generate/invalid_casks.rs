@@ -1,8 +1,9 @@
 //! Casks that every reader has to reject. Each is the sample with one fault; all checksums but the one at fault are right.
 
-use super::casks::{BF16, F32, U8, pattern, sample};
+use super::casks::{pattern, sample};
+use super::dtypes::{BF16, F32, U8};
 use super::forge::{self, Blob, Cask, Chunk, DELTA, Draft, Shard, Tensor, fix_header, fix_index, fix_postscript, id};
-use super::{Input, Outcome, Sketch};
+use super::sketch::{Input, Outcome, Sketch};
 
 const CORRUPT: &str = "corrupt";
 const UNSUPPORTED: &str = "unsupported";

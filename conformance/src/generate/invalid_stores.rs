@@ -2,12 +2,13 @@
 
 use serde_json::{Value, json};
 
-use super::casks::{U8, pattern};
+use super::casks::pattern;
+use super::dtypes::U8;
 use super::forge::{Chunk, DELTA, UNCHANGED};
+use super::sketch::{Outcome, Sketch};
 use super::stores::small;
 use super::writer::{Entry, Sealed, State, Store, Unsealed, digest_of, seal};
-use super::{Outcome, Sketch};
-use crate::Failure;
+use crate::failure::Failure;
 
 const CORRUPT: &str = "corrupt";
 const UNSUPPORTED: &str = "unsupported";
@@ -160,7 +161,7 @@ fn log(cases: &mut Cases) -> Result<(), Failure> {
     );
     let mut store = base()?;
     let file = json!({ "format": "tensorcask-store", "version": "2.0", "must_understand": [], "may_ignore": [], "run": "40".repeat(16) });
-    store.objects.insert("store.json".into(), seal(&super::sorted(&file).to_string()));
+    store.objects.insert("store.json".into(), seal(&super::sketch::sorted(&file).to_string()));
     add("version/store-major-2", "README 3", UNSUPPORTED, "a store of a major version to come", store);
     Ok(())
 }
@@ -345,7 +346,7 @@ fn chain(cases: &mut Cases) -> Result<(), Failure> {
     add("chain/cask-dtype", "chain 3.2", CORRUPT, "another dtype in the cask than in the directory", {
         drafted(|snapshot| {
             snapshot.casks[0].1.tensors[0].dtype =
-                super::casks::DTYPES.iter().position(|(name, _)| *name == "f16").map_or(0, |i| i as u8 + 1)
+                super::dtypes::DTYPES.iter().position(|(name, _)| *name == "f16").map_or(0, |i| i as u8 + 1)
         })?
     });
     add("chain/delta-in-base", "chain 3.3", CORRUPT, "a base with a delta chunk", {

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use serde_json::json;
 
-use super::casks::U8;
+use super::dtypes::U8;
+use super::sketch::{Input, Outcome, Sketch};
 use super::stores::base_and_delta;
 use super::writer::{Entry, State, Store, seal};
-use super::{Input, Outcome, Sketch};
-use crate::Failure;
+use crate::failure::Failure;
 
 /// `max_chain_depth`, `max_entry_bytes` and `max_manifest_bytes` of limits.md.
 const CHAIN_DEPTH: u64 = 1024;

@@ -2,11 +2,11 @@
 
 use serde_json::{Value, json};
 
-use super::casks::{F32, U8};
+use super::dtypes::{F32, U8};
+use super::sketch::{Outcome, Sketch};
 use super::stores::{base_and_delta, small};
 use super::writer::{Entry, State, Store};
-use super::{Outcome, Sketch};
-use crate::Failure;
+use crate::failure::Failure;
 
 const MODEL: &[&str] = &["model"];
 

@@ -1,58 +1,40 @@
-//! Writes the cases, always the same bytes: ids and times are fixed, and nothing is asked of the library.
+//! Writes the cases. Their bytes are always the same: ids and times are fixed, and no code of the library takes part.
+//!
+//! Each module imports only from modules declared before it.
 
+// Parts of cases.
+mod dtypes;
+mod forge;
+mod sketch;
+
+mod writer;
+
+// Cases.
 mod casks;
+mod lenient;
+mod stores;
+
 mod catalogs;
 mod coded;
-mod forge;
 mod gaps;
 mod invalid_casks;
 mod invalid_stores;
 mod large;
-mod lenient;
 mod maintained;
 mod partnered;
 mod released;
 mod reserved;
-mod stores;
-mod writer;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::Failure;
-use crate::case::{Expect, digest_of_folder, files_of, hex};
+use sketch::{Input, Outcome, Sketch, sorted};
 
-/// The input of a case.
-pub(crate) enum Input {
-    Cask(Vec<u8>),
-    /// Objects by path.
-    Store(BTreeMap<String, Vec<u8>>),
-    /// A store that is too large to be kept: [`make()`] writes it when it is needed.
-    Large(BTreeMap<String, Vec<u8>>),
-}
-
-/// What must become of it.
-pub(crate) enum Outcome {
-    /// What a reader finds.
-    Accept(Value),
-    /// The kind of the error.
-    Reject(&'static str),
-    /// The spec leaves it to the reader: what one finds that accepts, the kind of the error of one that does not.
-    Either(Value, &'static str),
-}
-
-/// A case to write.
-pub(crate) struct Sketch {
-    /// `<area>/<case>`.
-    pub name: String,
-    pub clause: String,
-    pub why: String,
-    pub input: Input,
-    pub outcome: Outcome,
-}
+use crate::failure::{Failure, complain};
+use crate::files::{digest_of_folder, files_of, hex};
+use crate::verdict::Expect;
 
 /// Writes all cases, and removes what is left of others.
 pub(crate) fn write(cases: &Path) -> Result<(), Failure> {
@@ -108,11 +90,11 @@ pub(crate) fn check(cases: &Path, list: &Path) -> Result<bool, Failure> {
             (Some(_), None) => "is missing",
             _ => "belongs to no case",
         };
-        crate::complain(&format!("{path}: {message}"));
+        complain(&format!("{path}: {message}"));
         same = false;
     }
     for complaint in released::complaints(list, &wanted)? {
-        crate::complain(&complaint);
+        complain(&complaint);
         same = false;
     }
     Ok(same)
@@ -162,16 +144,4 @@ fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
         }
     }
     Ok(files)
-}
-
-/// With the keys of all objects in order, whether serde_json keeps the order of insertion or not.
-fn sorted(value: &Value) -> Value {
-    match value {
-        Value::Array(items) => items.iter().map(sorted).collect(),
-        Value::Object(fields) => {
-            let fields: BTreeMap<&String, Value> = fields.iter().map(|(key, value)| (key, sorted(value))).collect();
-            Value::Object(fields.into_iter().map(|(key, value)| (key.clone(), value)).collect())
-        }
-        other => other.clone(),
-    }
 }

@@ -2,12 +2,13 @@
 
 use toml::{Table, Value};
 
-use super::casks::{self, DTYPES};
+use super::casks;
 use super::coded::{bytes, integer, rows, slug, text};
+use super::dtypes::DTYPES;
 use super::forge::{Cask, Chunk, DELTA, Tensor, id};
+use super::sketch::{Outcome, Sketch};
 use super::writer::{Entry, State, Store};
-use super::{Outcome, Sketch};
-use crate::Failure;
+use crate::failure::Failure;
 
 const VECTORS: [&str; 4] = [
     include_str!("vectors/partnered-1.0.toml"),

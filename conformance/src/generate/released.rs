@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use crate::Failure;
-use crate::case::digest_of_folder;
+use crate::failure::Failure;
+use crate::files::digest_of_folder;
 
 const HEADER: &str = "# Released cases: version of the spec, digest of the case (as of a folder, README), name. Lines are only added:
 # tensorcask-conformance generate --release VERSION

@@ -1,10 +1,10 @@
 //! The blobs whose names begin with `tc.`. A reader that only wants tensors never looks at them: one that does refuses what it cannot follow.
 
 use super::forge::Blob;
+use super::sketch::{Outcome, Sketch};
 use super::stores::small;
 use super::writer::{Store, seal};
-use super::{Outcome, Sketch};
-use crate::Failure;
+use crate::failure::Failure;
 
 const CORRUPT: &str = "corrupt";
 

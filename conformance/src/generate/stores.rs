@@ -2,11 +2,12 @@
 
 use serde_json::json;
 
-use super::casks::{BF16, F32, I64, INT4, U8, U16, pattern};
+use super::casks::pattern;
+use super::dtypes::{BF16, F32, I64, INT4, U8, U16};
 use super::forge::{Blob, id};
+use super::sketch::{Outcome, Sketch};
 use super::writer::{Entry, Part, State, Store};
-use super::{Outcome, Sketch};
-use crate::Failure;
+use crate::failure::Failure;
 
 /// A model weight and two tensors of an optimizer; a few elements change with every step.
 pub(crate) fn small(step: u64) -> State {

@@ -6,11 +6,11 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::casks::{DTYPES, chunk_elements};
+use super::dtypes::{DTYPES, chunk_elements, unit};
 use super::forge::{self, Blob, Cask, Chunk, Draft, Listed, Shard, Table, digest_of_cask, id};
-use super::{Input, sorted};
-use crate::Failure;
-use crate::case::hex;
+use super::sketch::{Input, sorted};
+use crate::failure::Failure;
+use crate::files::hex;
 
 /// A shard of a state, of one chunk or several.
 #[derive(Debug, Clone)]
@@ -140,15 +140,6 @@ impl State {
 fn chunks_of(dtype: u8, part: &Part) -> impl Iterator<Item = &[u8]> {
     let bits = DTYPES[usize::from(dtype) - 1].1;
     part.data.chunks(chunk_elements(dtype, &part.shape) * bits / 8)
-}
-
-/// Bytes of the unit that codecs compare.
-pub(crate) fn unit(dtype: u8) -> usize {
-    match DTYPES[usize::from(dtype) - 1] {
-        ("c64", _) => 4,
-        ("c128", _) => 8,
-        (_, bits) => (bits / 8).max(1),
-    }
 }
 
 /// `snapshots/<step>-<id>.json`, with its fields in the order of the spec.
