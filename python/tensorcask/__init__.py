@@ -29,18 +29,22 @@ from ._native import (
     __version__,
 )
 from ._precision import TensorErrors, search_precision
-from ._store import Snapshot, SnapshotInfo, Store, TensorInfo, VerifyReport, load, save
+from ._reports import CompactReport, CopyReport, GcReport, SnapshotInfo, TensorInfo, VerifyReport
+from ._store import Snapshot, Store, load, save
 from .engine import Engine
 
 __all__ = [
     "Catalog",
+    "CompactReport",
     "ConflictError",
+    "CopyReport",
     "CorruptionError",
     "Engine",
     "Error",
     "ErrorReport",
     "FencedError",
     "Found",
+    "GcReport",
     "InvalidArgumentError",
     "LimitExceededError",
     "NotFoundError",
