@@ -55,11 +55,6 @@ pub(crate) fn print_usage_error(text: &str) {
     let _ = print_line(&serde_json::to_string(&ErrorReport { error }).unwrap_or_default());
 }
 
-/// Whether JSON was asked for, even where the other arguments cannot be read.
-pub(crate) fn wants_json() -> bool {
-    std::env::args_os().any(|argument| argument == "--json")
-}
-
 /// A line on stderr; 1, for an exit code.
 pub(crate) fn complain(line: &str) -> u8 {
     let _ = writeln!(std::io::stderr(), "{}", printable(line));

@@ -9,10 +9,19 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::output::complain;
 
-/// Shows warnings from now on.
-pub(crate) fn install() {
+/// Shows the library's warnings from now on, as lines on stderr.
+pub fn install() {
     // Fails only where another subscriber was set before: there is none.
     let _ = tracing::subscriber::set_global_default(Warnings);
+}
+
+/// Shows one warning, for a subscriber that is already installed. Other events are ignored.
+pub fn show(event: &Event<'_>) {
+    if *event.metadata().level() <= Level::WARN {
+        let mut line = Line::default();
+        event.record(&mut line);
+        complain(&format!("warning: {}{}", line.message, line.fields));
+    }
 }
 
 struct Warnings;
@@ -35,9 +44,7 @@ impl Subscriber for Warnings {
     fn record_follows_from(&self, _: &Id, _: &Id) {}
 
     fn event(&self, event: &Event<'_>) {
-        let mut line = Line::default();
-        event.record(&mut line);
-        complain(&format!("warning: {}{}", line.message, line.fields));
+        show(event);
     }
 
     fn enter(&self, _: &Id) {}

@@ -446,6 +446,24 @@ fn a_copy_holds_what_is_live_and_can_be_made_again() {
 }
 
 #[test]
+fn a_copy_of_some_steps_keeps_the_steps_it_has() {
+    let place = Place::with_training();
+    assert_eq!(place.json("copy @run @copy --step 1000")["snapshots"], 1);
+    let steps = |expected: &[u64]| {
+        let shown = place.json("ls @copy");
+        let mut steps: Vec<_> = shown["snapshots"].as_array().unwrap().iter().map(|row| row["step"].as_u64().unwrap()).collect();
+        steps.sort_unstable();
+        assert_eq!(steps, expected);
+    };
+    place.json("copy @run @copy --step 1010");
+    steps(&[1000, 1010]);
+    place.json("copy @run @two --step 1001,1010");
+    let shown = place.json("ls @two");
+    assert_eq!(shown["snapshots"].as_array().unwrap().len(), 2, "their base alone is no step of the copy");
+    assert_eq!(place.error("copy @run @copy --step 1010 9").0, 10);
+}
+
+#[test]
 fn the_doctor_finds_leftovers_and_broken_links() {
     let place = Place::with_training();
     std::fs::write(place.path("run/casks/00000000000000000000000000000000.cask"), b"left over").unwrap();
@@ -632,6 +650,18 @@ fn the_annotated_dump_of_the_spec_is_ours() {
 }
 
 #[test]
+fn import_and_export_name_the_python_package() {
+    let place = Place::new();
+    for (verb, instead) in [("import", "`tensorcask save`"), ("export", "`tensorcask restore`")] {
+        for rest in ["", "@model.pt @run --step 1", "--help"] {
+            let (code, said) = place.error(&format!("{verb} {rest}"));
+            let said = said.to_string();
+            assert!(code == 1 && said.contains("pip install tensorcask") && said.contains(instead), "{said}");
+        }
+    }
+}
+
+#[test]
 fn a_sharded_model_is_imported_by_its_index() {
     let place = Place::new();
     place.write("model-1.safetensors", &[("a", Dtype::U8, &[2], &[1, 2])]);
@@ -640,13 +670,13 @@ fn a_sharded_model_is_imported_by_its_index() {
     let index =
         |map: Value| std::fs::write(place.path("model.safetensors.index.json"), json!({ "metadata": {}, "weight_map": map }).to_string());
     index(json!({ "a": "model-1.safetensors", "b": "model-2.safetensors" })).unwrap();
-    place.json("import @run --step 1 @model.safetensors.index.json");
-    place.json("export @run -o @out.safetensors");
+    place.json("save @run --step 1 @model.safetensors.index.json");
+    place.json("restore @run -o @out.safetensors");
     assert_eq!(content(&place.path("out.safetensors")), content(&place.path("both.safetensors")));
 
     let refused = |map: Value, words: &str| {
         index(map).unwrap();
-        let (_, said) = place.error("import @run --step 2 @model.safetensors.index.json");
+        let (_, said) = place.error("save @run --step 2 @model.safetensors.index.json");
         assert!(said.to_string().contains(words), "{said}");
     };
     refused(json!({ "a": "model-1.safetensors", "c": "model-2.safetensors" }), "is named by the index, and no file has it");

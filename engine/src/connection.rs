@@ -153,7 +153,8 @@ impl Starter {
         command.current_dir("/").stdin(Stdio::null()).stdout(log).stderr(both);
         command.spawn().map_err(|e| {
             let message = format!(
-                "the agent could not be started: {e}; install the `tensorcask` command, or name it in {PROGRAM_VARIABLE}, or start `tensorcask agent`"
+                "the agent could not be started: {e}; install the `tensorcask` command (pip install tensorcask), or name it in \
+                 {PROGRAM_VARIABLE}, or start `tensorcask agent`"
             );
             Error::new(ErrorKind::NotFound, message).object(program.as_str()).source(e)
         })

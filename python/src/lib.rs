@@ -6,6 +6,7 @@
 mod buffer;
 mod catalog;
 mod codec;
+mod command;
 mod elements;
 #[cfg(target_os = "linux")]
 mod engine;
@@ -15,6 +16,7 @@ mod precision;
 mod snapshot;
 mod store;
 mod tree;
+mod upkeep;
 mod wait;
 mod writer;
 
@@ -30,6 +32,11 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<store::Store>()?;
     module.add_function(wrap_pyfunction!(store::job_id, module)?)?;
     module.add_function(wrap_pyfunction!(store::join_job, module)?)?;
+    module.add_function(wrap_pyfunction!(upkeep::gc, module)?)?;
+    module.add_function(wrap_pyfunction!(upkeep::compact, module)?)?;
+    module.add_function(wrap_pyfunction!(upkeep::copy_to, module)?)?;
+    module.add_function(wrap_pyfunction!(upkeep::retain, module)?)?;
+    module.add_function(wrap_pyfunction!(command::run_command, module)?)?;
     module.add_class::<snapshot::Snapshot>()?;
     module.add_class::<writer::Writer>()?;
     module.add_class::<writer::RankWriter>()?;

@@ -1,6 +1,8 @@
 //! What the library reports (a base that cannot be read, a step that was passed over) goes to Python's `logging`, logger `tensorcask`.
+//! While the command line runs, warnings are lines on stderr, as in the binary.
 
 use std::fmt::{Debug, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::prelude::*;
 use tracing::field::{Field, Visit};
@@ -13,6 +15,13 @@ pub(crate) fn install() {
     // Fails only where another subscriber was set before: there is none in this module.
     let _ = tracing::subscriber::set_global_default(ToPython);
 }
+
+/// Sends reports to stderr from now on: this process runs one command.
+pub(crate) fn show_on_stderr() {
+    IS_COMMAND.store(true, Ordering::Relaxed);
+}
+
+static IS_COMMAND: AtomicBool = AtomicBool::new(false);
 
 struct ToPython;
 
@@ -34,6 +43,9 @@ impl Subscriber for ToPython {
     fn record_follows_from(&self, _: &Id, _: &Id) {}
 
     fn event(&self, event: &Event<'_>) {
+        if IS_COMMAND.load(Ordering::Relaxed) {
+            return tensorcask_cli::show_warning(event);
+        }
         let mut line = Line::default();
         event.record(&mut line);
         let level = match *event.metadata().level() {

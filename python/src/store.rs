@@ -19,7 +19,7 @@ use crate::writer::{self, RankWriter, Writer};
 /// A store, as the package above uses it.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct Store {
-    inner: blocking::Store,
+    pub(crate) inner: blocking::Store,
 }
 
 /// Step, id, and what is wrong.

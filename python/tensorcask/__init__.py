@@ -29,17 +29,21 @@ from ._native import (
     __version__,
 )
 from ._precision import TensorRounding, search_precision
-from ._store import Snapshot, SnapshotInfo, Store, TensorInfo, VerifyReport, load, save
+from ._reports import CompactReport, CopyReport, GcReport, SnapshotInfo, TensorInfo, VerifyReport
+from ._store import Snapshot, Store, load, save
 from .engine import Engine
 
 __all__ = [
     "Catalog",
+    "CompactReport",
     "ConflictError",
+    "CopyReport",
     "CorruptionError",
     "Engine",
     "Error",
     "FencedError",
     "Found",
+    "GcReport",
     "InvalidArgumentError",
     "LimitExceededError",
     "NotFoundError",

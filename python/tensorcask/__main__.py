@@ -1,62 +1,165 @@
-"""Checkpoints of other formats from the command line: ``python -m tensorcask import SOURCE... STORE --step N``, and ``export``."""
+"""The ``tensorcask`` command, which is also ``python -m tensorcask``.
+
+It runs the same code as the ``tensorcask`` binary. ``import`` and ``export`` are added here, because they need Python's frameworks.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import pickle
+import signal
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from . import _native
-from .interchange import _format_of_folder, export, import_
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tensorcask", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    into = commands.add_parser("import", help="save a checkpoint of another format as a snapshot; of slime's, each version as one")
-    into.add_argument("sources", nargs="+", metavar="SOURCE", help="safetensors, an index, a .pt file, or a folder")
-    into.add_argument("store", metavar="STORE", help="path or URL")
-    into.add_argument("--step", type=int, help="the training step; of slime's folders, that of --base")
-    into.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="instead of what the source looks like")
-    into.add_argument("--policy", default="adaptive", help="when to write a base [adaptive]")
-    into.add_argument("--base", help="of slime's folders: the checkpoint that the first delta builds on")
-    out = commands.add_parser("export", help="write a snapshot in another format")
-    out.add_argument("store", metavar="STORE", help="path or URL")
-    out.add_argument("target", metavar="TARGET", help="a file, or a folder that is not there or empty")
-    out.add_argument("--step", type=int, help="[the newest]")
-    out.add_argument("--format", choices=["safetensors", "torch", "dcp"], help="instead of what the target's name says")
-    out.add_argument("--max-shard-bytes", type=int, metavar="N", help="split safetensors into shards with an index, in a folder")
-    given = parser.parse_args(arguments)
-    try:
-        if given.command == "export":
-            step = "latest" if given.step is None else given.step
-            export(given.store, given.target, step=step, format=given.format, max_shard_bytes=given.max_shard_bytes)
-            print(given.target)
-        else:
-            _import(parser, given)
-    except (_native.Error, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command in this process, and returns its exit code."""
+    _open_standard_files()
+    # Ends the process at once, as the binary: native code runs no signal handlers of Python. Leftovers of a killed command are harmless.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if len(words) == 2 and words[0] == "help":
+        words = [words[1], "--help"]
+    verb = next((word for word in words if word != "--json"), "")
+    if verb in _VERBS:
+        words.remove(verb)
+        return _run_here(verb, words)
+    return _native.run_command(["tensorcask", *words])
 
 
-def _import(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    from pathlib import Path
+def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    from .interchange import _format_of_folder, import_
 
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="safetensors, an index, a .pt file, or a folder")
+    parser.add_argument("store", metavar="STORE", help="path or URL")
+    parser.add_argument("--step", type=int, help="the training step; of slime's folders, that of --base")
+    parser.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="instead of what the source looks like")
+    parser.add_argument("--policy", default="adaptive", help="when to write a base [adaptive]")
+    parser.add_argument("--base", help="of slime's folders: the checkpoint that the first delta builds on")
+    given = parser.parse(words)
     first = Path(given.sources[0])
     kind = given.format or (_format_of_folder(first) if first.is_dir() else None)
+    report: dict[str, Any] = {"store": given.store, "steps": [], "kind": None, "tensor_bytes": None, "stored_bytes": None}
     if kind == "slime":
         from .slime import import_deltas
 
         if len(given.sources) != 1:
             parser.error("give one folder of weight deltas")
         steps = import_deltas(first, given.store, base=given.base, base_step=given.step or 0, policy=given.policy)
-        print(f"steps {', '.join(map(str, steps))}" if steps else "nothing new")
-        return
+        return {**report, "steps": steps}, f"steps {', '.join(map(str, steps))}" if steps else "nothing new"
     if given.step is None:
         parser.error("--step is needed: these formats do not tell it")
     saved = import_(given.sources, given.store, step=given.step, format=kind, policy=given.policy)
-    print(f"step {saved.step}: a {saved.kind}, {saved.stored_bytes} of {saved.tensor_bytes} bytes")
+    facts = {"steps": [saved.step], "kind": saved.kind, "tensor_bytes": saved.tensor_bytes, "stored_bytes": saved.stored_bytes}
+    return {**report, **facts}, f"step {saved.step}: a {saved.kind}, {saved.stored_bytes} of {saved.tensor_bytes} bytes"
+
+
+def _export(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    from .interchange import export
+
+    parser.add_argument("store", metavar="STORE", help="path or URL")
+    parser.add_argument("target", metavar="TARGET", help="a file, or a folder that is not there or empty")
+    parser.add_argument("--step", type=int, help="[the newest]")
+    parser.add_argument("--format", choices=["safetensors", "torch", "dcp"], help="instead of what the target's name says")
+    parser.add_argument("--max-shard-bytes", type=int, metavar="N", help="split safetensors into shards with an index, in a folder")
+    given = parser.parse(words)
+    step = "latest" if given.step is None else given.step
+    export(given.store, given.target, step=step, format=given.format, max_shard_bytes=given.max_shard_bytes)
+    return {"store": given.store, "target": given.target}, given.target
+
+
+_Verb = Callable[["_Parser", Sequence[str]], tuple[dict[str, Any], str]]
+_VERBS: dict[str, tuple[_Verb, str]] = {
+    "import": (_import, "Saves a checkpoint of another format as a snapshot; of slime's folders, each version as one."),
+    "export": (_export, "Writes a snapshot in another format."),
+}
+# As the binary's.
+_KINDS: list[tuple[type[BaseException], str, int]] = [
+    (_native.CorruptionError, "corrupt", 3),
+    (_native.NotFoundError, "not_found", 10),
+    (FileNotFoundError, "not_found", 10),
+    (_native.ConflictError, "conflict", 11),
+    (_native.FencedError, "fenced", 11),
+    (_native.StorageError, "storage", 1),
+    (OSError, "storage", 1),
+    (ImportError, "unsupported", 1),
+]
+# What torch raises for files that it cannot read.
+_OF_TORCH = (RuntimeError, EOFError, pickle.UnpicklingError)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Of one verb, with ``--json``, which its errors obey, too."""
+
+    json = False
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        self.json = "--json" in words
+        self.add_argument("--json", action="store_true", help="one JSON object on stdout instead of text, for errors too")
+        return self.parse_args(words)
+
+    def error(self, message: str) -> NoReturn:
+        if self.json:
+            _print_json_error("usage", message)
+        super().error(message)
+
+
+def _run_here(verb: str, words: list[str]) -> int:
+    """Runs a verb that is written in Python."""
+    import logging
+
+    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
+    run, description = _VERBS[verb]
+    try:
+        code = _outcome(run, _Parser(prog=f"tensorcask {verb}", description=description), words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever closed the pipe has seen enough. Python would write what is left at its end, and fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _outcome(run: _Verb, parser: _Parser, words: list[str]) -> int:
+    try:
+        report, line = run(parser, words)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    except (_native.Error, OSError, ValueError, ImportError, *_OF_TORCH) as error:
+        kind, code = next(((kind, code) for found, kind, code in _KINDS if isinstance(error, found)), ("invalid_argument", 1))
+        message = str(error)
+        if isinstance(error, ImportError) and error.name == "torch":
+            message = "this format needs PyTorch: pip install 'tensorcask[torch]'"
+        if parser.json:
+            _print_json_error(getattr(error, "kind", kind), message)
+        sys.stderr.write(f"error: {_printable(message)}\n")
+        return code
+    print(json.dumps(report) if parser.json else _printable(line))
+    return 0
+
+
+def _print_json_error(kind: str, message: str) -> None:
+    print(json.dumps({"error": {"kind": kind, "message": message, "object": None, "tensor": None, "clause": None}}))
+
+
+def _printable(text: str) -> str:
+    """Text without characters that a terminal may obey."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _open_standard_files() -> None:
+    """Opens /dev/null in place of stdin, stdout and stderr if closed: otherwise a cask could be opened there, and be printed into."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 if __name__ == "__main__":

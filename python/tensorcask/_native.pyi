@@ -1,4 +1,5 @@
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, final
 
 from typing_extensions import Buffer
@@ -31,15 +32,20 @@ __all__ = [
     "Writer",
     "__version__",
     "codecs",
+    "compact",
     "copy_all",
+    "copy_to",
     "decode_tree",
     "dtypes",
     "encode_tree",
+    "gc",
     "job_id",
     "join_job",
     "matching",
     "newest_common_step",
     "pack",
+    "retain",
+    "run_command",
     "search_precision",
     "serve",
     "status",
@@ -290,6 +296,11 @@ class Coder:
     def encode(self, checks: bool) -> Encoded: ...
     def decode_into(self, encoded: Encoded, out: Buffer) -> None: ...
 
+def gc(store: Store, age_floor: timedelta, apply: bool, directories: bool) -> dict[str, Any]: ...
+def compact(store: Store, step: int | None = None) -> dict[str, Any]: ...
+def copy_to(store: Store, destination: Store, steps: Sequence[int] | None = None) -> dict[str, Any]: ...
+def retain(store: Store, keep_last: int) -> list[int]: ...
+def run_command(arguments: Sequence[str]) -> int: ...
 def job_id() -> str: ...
 def join_job(id: str) -> None: ...
 def codecs() -> list[str]: ...

@@ -9,13 +9,17 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _frameworks, _native, _precision, _source, _state
 from ._native import Catalog, Saved
 from ._precision import TensorRounding
 from ._progress import Progress, watching
+from ._reports import CompactReport, CopyReport, GcReport
+from ._reports import SnapshotInfo as SnapshotInfo
+from ._reports import TensorInfo as TensorInfo
+from ._reports import VerifyReport as VerifyReport
 from ._source import CredentialProvider
 from ._state import OnUnsupported
 
@@ -29,50 +33,6 @@ Slices = Mapping[str, "slice | tuple[slice, ...]"]
 # Policy, its number, where the base is kept, whether chunks are decoded again, what codecs are chosen for, what is rounded.
 WriterOptions = tuple[str, "int | None", str, bool, str, tuple[str, ...]]
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class SnapshotInfo:
-    """A snapshot, as listings show it."""
-
-    step: int
-    id: str
-    kind: str
-    parent: str | None
-    sequence: int
-    pinned: bool
-    time_ms: int
-    tensor_bytes: int
-    stored_bytes: int
-    user: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor of a snapshot."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    role: str
-    param: str
-    alias_of: str | None
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What a verification looked at, and what is wrong: step, object and message of each problem."""
-
-    entries: int
-    snapshots: int
-    casks: int
-    chunks: int
-    problems: list[tuple[int | None, str | None, str]]
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
 
 
 class Store:
@@ -170,6 +130,7 @@ class Store:
         precision: str | Sequence[str] = "lossless",
         changed_rows: Mapping[str, Sequence[int]] | None = None,
         overwrite: bool = False,
+        keep_last: int | None = None,
         progress: Progress = None,
     ) -> Saved:
         """Saves a state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None.
@@ -209,6 +170,10 @@ class Store:
         ``overwrite``: whether a step that is saved already is replaced. Without it, saving the step again with another content is a
         ``ConflictError``; saving the same content again is not.
 
+        ``keep_last``: number of live steps to keep. After the commit, all older live steps are forgotten, except pinned ones, as
+        ``tensorcask forget --keep-last`` does. Forgetting deletes nothing: :meth:`gc` frees the disk. If forgetting fails, the step is
+        saved all the same: a warning is logged, and the next save with ``keep_last`` forgets those steps too.
+
         ``progress``: a function that is called a few times a second, from another thread, with the bytes read and written so far; or
         True, for a bar of tqdm.
 
@@ -219,6 +184,8 @@ class Store:
         >>> store.save({"table": RawTensor("u8", (1024, 64), table)}, step=2, base_cache="none", changed_rows={"table": [7]}).chunks
         {'tc.rows': 1}
         """
+        if keep_last is not None:
+            keep_last = check_count("keep_last", keep_last)
         flat = _state.flatten(state, on_unsupported)
         blobs = [*flat.blobs.items(), (_TREE, _native.encode_tree(flat.nodes))]
         tensors = [(name, t.dtype, t.shape, [0] * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
@@ -226,7 +193,10 @@ class Store:
         rows = {name: [int(row) for row in indices] for name, indices in (changed_rows or {}).items()}
         arguments = (check_step(step), tensors, blobs, user_json(user), dict(metadata or {}), rows)
         with watching(self.native(), progress, f"save step {arguments[0]}"):
-            return self.with_writer(options, lambda writer: writer.save(*arguments, overwrite=overwrite))
+            saved = self.with_writer(options, lambda writer: writer.save(*arguments, overwrite=overwrite))
+            if keep_last is not None:
+                self._retain(keep_last)
+            return saved
 
     def with_writer(self, options: WriterOptions, use: Callable[[_native.Writer], _T]) -> _T:
         """Uses the writer of this store, which stays open from call to call."""
@@ -337,6 +307,91 @@ class Store:
     def forget(self, steps: Sequence[int]) -> None:
         """Gives steps up."""
         self.native().forget([check_step(step) for step in steps])
+
+    @property
+    def steps(self) -> list[int]:
+        """All live steps, in the order of their commits: the last is ``latest``.
+
+        >>> store = Store("memory://steps-example")
+        >>> for step in (1, 2, 3):
+        ...     _ = store.save({"w": RawTensor("u8", (3,), bytearray(3))}, step=step, keep_last=2)
+        >>> store.steps, len(store)
+        ([2, 3], 2)
+        """
+        return [info.step for info in self.snapshots()]
+
+    def __len__(self) -> int:
+        """Number of live steps."""
+        return len(self.steps)
+
+    def __bool__(self) -> bool:
+        # A store without steps is still a store, and asking needs no request.
+        return True
+
+    def gc(
+        self,
+        *,
+        older_than: str | timedelta = "24h",
+        apply: bool = False,
+        directories: bool = False,
+        progress: Progress = None,
+    ) -> GcReport:
+        """Collects garbage: gives up forgotten steps that no chain needs, and deletes objects that nothing has needed for ``older_than``.
+
+        A dry run by default: ``apply=True`` does it. ``older_than``: ``"30m"``, ``"24h"``, ``"7d"`` or a ``timedelta``. The first call
+        gives steps up, and their objects stay for ``older_than``, so a later call deletes them. Writers rely on 24 hours: do not go below
+        while one runs. ``directories`` also deletes directories that nothing names; no writer may run meanwhile.
+
+        >>> store = Store("memory://gc-example")
+        >>> for step in (1, 2):
+        ...     _ = store.save({"w": RawTensor("u8", (3,), bytearray([step, 2, 3]))}, step=step, policy="full", keep_last=1)
+        >>> report = store.gc()
+        >>> report.applied, report.collected, report.freed_bytes
+        (False, [1], 0)
+        """
+        with watching(self.native(), progress, "gc"):
+            return GcReport(**_native.gc(self.native(), parse_duration(older_than), apply, directories))
+
+    def compact(self, step: int | str = "latest", *, progress: Progress = None) -> CompactReport:
+        """Folds the chain of a step into a base, which needs no other step. All steps restore to what they did before.
+
+        The old objects stay until :meth:`forget` and :meth:`gc` let go of them. Safe beside a running writer.
+
+        >>> store = Store("memory://compact-example")
+        >>> for step in (1, 2):
+        ...     _ = store.save({"w": RawTensor("u8", (4096,), bytearray([step, 2, 3, 4] * 1024))}, step=step, policy="consecutive")
+        >>> report = store.compact()
+        >>> report.step, report.changed, report.links, store.snapshot().kind
+        (2, True, 2, 'base')
+        """
+        with watching(self.native(), progress, f"compact step {step}"):
+            return CompactReport(**_native.compact(self.native(), None if step == "latest" else check_step(step)))
+
+    def copy_to(
+        self, destination: str | os.PathLike[str] | Store | Any, *, steps: Sequence[int] | None = None, progress: Progress = None
+    ) -> CopyReport:
+        """Copies all live steps, or only ``steps``, and what they are rebuilt from into another store.
+
+        ``destination``: a URL or an open store; an empty place, or an earlier copy. A URL takes its settings from the environment;
+        ``store.at(url)`` is a store with the settings of this one. Snapshots keep their ids and bytes, and every byte is checked at the
+        destination. Copying again adds what is new, and completes a copy that was interrupted.
+
+        >>> store = Store("memory://copy-example")
+        >>> for step in (1, 2):
+        ...     _ = store.save({"w": RawTensor("u8", (3,), bytearray([step, 2, 3]))}, step=step)
+        >>> store.copy_to("memory://copy-example-2").snapshots, Store("memory://copy-example-2").steps
+        (2, [1, 2])
+        """
+        into = _open(destination, None)
+        wanted = None if steps is None else [check_step(step) for step in steps]
+        with watching(self.native(), progress, "copy"):
+            return CopyReport(**_native.copy_to(self.native(), into.native(), wanted))
+
+    def _retain(self, keep_last: int) -> None:
+        try:
+            _native.retain(self.native(), keep_last)
+        except _native.Error as error:
+            _log.warning("the step is saved, but older steps could not be forgotten; the next save tries again: %s", error)
 
     def writer(self, **options: Any) -> Writer:
         """A ``storage_writer`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Writer`."""
@@ -678,6 +733,29 @@ def check_step(step: Any) -> int:
     if found < 0:
         raise ValueError(f"step {found}: use 0 or more")
     return found
+
+
+def check_count(name: str, count: Any) -> int:
+    """A number from 1 on, or an error that says what it is."""
+    if isinstance(count, bool) or not hasattr(count, "__index__"):
+        raise TypeError(f"{name}={count!r}: use an integer")
+    found = int(count.__index__())
+    if found < 1:
+        raise ValueError(f"{name}={found}: use 1 or more")
+    return found
+
+
+def parse_duration(duration: str | timedelta) -> timedelta:
+    """``30s``, ``5m``, ``24h``, ``7d`` as the command line reads them, or what it is already."""
+    if isinstance(duration, timedelta):
+        if duration < timedelta():
+            raise ValueError(f"{duration!r}: use a time of 0 or more")
+        return duration
+    units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+    number, unit = (duration[:-1], duration[-1:]) if duration != "0" else ("0", "s")
+    if unit not in units or not (number.isascii() and number.isdigit()):
+        raise ValueError(f"{duration!r}: write a number and s, m, h or d, such as '24h', or pass a timedelta")
+    return timedelta(**{units[unit]: int(number)})
 
 
 def parse_policy(policy: str) -> tuple[str, int | None]:

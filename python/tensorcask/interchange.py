@@ -7,7 +7,7 @@
 | ``dcp`` | a folder of ``torch.distributed.checkpoint`` | the same |
 
 safetensors hold tensors alone: values of the state that are none stay behind. Nothing that is read here can run code. Folders of
-weight deltas: :mod:`tensorcask.slime`. All of it is a command, too: ``python -m tensorcask import --help``, and ``export``.
+weight deltas: :mod:`tensorcask.slime`. The commands ``tensorcask import`` and ``tensorcask export`` do the same.
 """
 
 from __future__ import annotations
@@ -158,13 +158,15 @@ def _read_torch(path: Path) -> Any:
 def _read_dcp(path: Path) -> Any:
     import torch
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+    metadata = _MetadataUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
+
     class Reader(dcp.FileSystemReader):  # type: ignore[misc]
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            data = (path / ".metadata").read_bytes()
-            return _MetadataUnpickler(io.BytesIO(data)).load()
+            return metadata
 
     class Planner(_EmptyStateDictLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
@@ -174,7 +176,11 @@ def _read_dcp(path: Path) -> Any:
             set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
     state: dict[str, Any] = {}
-    _load_state_dict(state, storage_reader=Reader(path), planner=Planner(), no_dist=True)
+    try:
+        _load_state_dict(state, storage_reader=Reader(path), planner=Planner(), no_dist=True)
+    except CheckpointException as error:
+        # Not an `Exception`: DCP wraps what happened, by rank.
+        raise next(iter(error.failures.values()))[0] from error
     return state
 
 

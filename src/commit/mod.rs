@@ -15,6 +15,7 @@ pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
 pub(crate) use confirm::{Need, Stale, Standing};
 pub(crate) use log::{Appended, Log, read_manifest, refuse_features};
 pub use retention::Retention;
+pub(crate) use retention::live_step;
 pub(crate) use state::{LogState, Summary};
 pub use state::{SnapshotRecord, Status};
 

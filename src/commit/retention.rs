@@ -26,7 +26,7 @@ impl Store {
         }
         let wanted = |state: &LogState, steps: &[u64]| -> Result<Vec<Id>> {
             let forget = |&step: &u64| match live_step(state, step)? {
-                record if record.pinned => Err(Error::invalid(format!("step {step} is pinned; unpin it first"))),
+                record if record.pinned => Err(Error::invalid(format!("step {step} is pinned; unpin it first (`tensorcask pin --off`)"))),
                 record => Ok(record.id),
             };
             steps.iter().map(forget).collect()
@@ -123,6 +123,7 @@ impl Store {
 /// Snapshots that one entry forgets, at most: it stays well below the limit on entries.
 const MAX_FORGOTTEN: usize = 10_000;
 
-fn live_step(state: &LogState, step: u64) -> Result<&SnapshotRecord> {
-    state.at_step(step).ok_or_else(|| Error::not_found(format!("the store has no step {step}")))
+/// The live snapshot of a step.
+pub(crate) fn live_step(state: &LogState, step: u64) -> Result<&SnapshotRecord> {
+    state.at_step(step).ok_or_else(|| Error::not_found(format!("the store has no step {step}; `tensorcask ls` lists its steps")))
 }

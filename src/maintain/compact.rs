@@ -90,8 +90,9 @@ impl Store {
             At::Latest => log.state().latest(),
             At::Step(step) => log.state().at_step(step),
         };
-        let record =
-            record.cloned().ok_or_else(|| Error::not_found("the store has no such step; `ls` shows what it has").object(self.url()))?;
+        let record = record
+            .cloned()
+            .ok_or_else(|| Error::not_found("the store has no such step; `tensorcask ls` lists its steps").object(self.url()))?;
         let snapshot = Snapshot::load(self, log.state(), record.id).await?;
         let chain = snapshot.chain();
         let chain_bytes = chain.iter().fold(0u64, |sum, link| sum.saturating_add(link.stored_bytes));

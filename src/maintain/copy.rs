@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::chain::chain_of;
-use crate::commit::{Age, Appended, DEFAULT_AGE_FLOOR, Log, LogState, Need, SnapshotRecord, Status, read_manifest, refuse_features};
+use crate::commit::{
+    Age, Appended, DEFAULT_AGE_FLOOR, Log, LogState, Need, SnapshotRecord, Status, live_step, read_manifest, refuse_features,
+};
 use crate::error::ResultExt;
 use crate::store::{Ahead, Created, Listed, Upload};
 use crate::wire::STORE_FILE;
@@ -14,15 +16,15 @@ use crate::{Error, ErrorKind, Result, Store, boxed};
 /// What to copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CopyOptions {
-    /// Only the snapshot of this step, and its chain.
-    pub step: Option<u64>,
+    /// Only the snapshots of these steps, and their chains; `None` is all live snapshots.
+    pub steps: Option<Vec<u64>>,
     /// As [`WriterOptions::age_floor`](crate::WriterOptions::age_floor), for the destination.
     pub age_floor: Duration,
 }
 
 impl Default for CopyOptions {
     fn default() -> Self {
-        Self { step: None, age_floor: DEFAULT_AGE_FLOOR }
+        Self { steps: None, age_floor: DEFAULT_AGE_FLOOR }
     }
 }
 
@@ -113,7 +115,7 @@ impl Copier {
     #[boxed]
     async fn add_missing(&mut self, source: &Store) -> Result<(Vec<SnapshotRecord>, CopyReport)> {
         let from = Log::load(source).await?;
-        let wanted = wanted(source, from.state(), self.options.step)?;
+        let wanted = wanted(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
         let missing: Vec<&SnapshotRecord> = wanted.iter().filter(|record| self.log.state().by_id(record.id).is_none()).collect();
         let mut report = CopyReport { present: (wanted.len() - missing.len()) as u64, ..CopyReport::default() };
         check_order(from.state(), self.log.state(), &missing)?;
@@ -172,7 +174,7 @@ impl Copier {
         loop {
             let appended = self.log.append_relying_on(&needs, writer, |state| {
                 age.check(self.options.age_floor).map_err(|e| {
-                    let advice = "; if an earlier copy left it, run `gc --apply` on the destination first";
+                    let advice = "; if an earlier copy left it, run `tensorcask gc --apply` on the destination first";
                     Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
                 })?;
                 if state.last_writer.is_some_and(|last| last.writer != writer) {
@@ -285,19 +287,19 @@ fn fenced() -> Error {
     Error::new(ErrorKind::Fenced, "another job writes to the destination").clause("log 5")
 }
 
-/// Live snapshots and their chains, by commit.
-fn wanted(store: &Store, state: &LogState, step: Option<u64>) -> Result<Vec<SnapshotRecord>> {
-    let roots: Vec<&SnapshotRecord> = match step {
+/// Snapshots to copy and their chains, by commit. A link that nobody asked for is to be forgotten at the destination, unless the destination
+/// had it before.
+fn wanted(store: &Store, state: &LogState, destination: &LogState, steps: Option<&[u64]>) -> Result<Vec<SnapshotRecord>> {
+    let roots: Vec<&SnapshotRecord> = match steps {
         None => state.live().collect(),
-        Some(step) => {
-            vec![state.at_step(step).ok_or_else(|| Error::not_found(format!("the store has no step {step}")).object(store.url()))?]
-        }
+        Some([]) => return Err(Error::invalid("no step to copy")),
+        Some(steps) => steps.iter().map(|&step| live_step(state, step).in_object(store.url())).collect::<Result<_>>()?,
     };
+    let asked: BTreeSet<Id> = roots.iter().map(|root| root.id).collect();
     let mut wanted: BTreeMap<u64, SnapshotRecord> = BTreeMap::new();
     for root in roots {
         for mut link in chain_of(state, root.id, store.limits().max_chain_depth)? {
-            // Of a step alone, what it needs is not wanted for itself.
-            if step.is_some() && link.id != root.id {
+            if steps.is_some() && !asked.contains(&link.id) && destination.by_id(link.id).is_none() {
                 link.status = Status::Forgotten;
             }
             wanted.entry(link.sequence).or_insert(link);

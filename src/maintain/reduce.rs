@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::compact::{check_unchanged, put_manifest, write_base, write_cask};
 use crate::chain::chain_of;
-use crate::commit::{Age, Log, LogState, SnapshotRecord, Status, now_ms, refuse_features};
+use crate::commit::{Age, Log, LogState, SnapshotRecord, Status, live_step, now_ms, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::Snapshot;
 use crate::wire::blob_slot;
@@ -31,8 +31,7 @@ impl Store {
         let log = Log::load(self).await?;
         let mut records = Vec::new();
         for &step in steps.iter().collect::<BTreeSet<_>>() {
-            let found = log.state().at_step(step);
-            records.push(found.cloned().ok_or_else(|| Error::not_found(format!("the store has no step {step}")))?);
+            records.push(live_step(log.state(), step)?.clone());
         }
         self.reduce_all(log, records, roles, options).await
     }

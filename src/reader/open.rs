@@ -67,8 +67,8 @@ impl Store {
             At::Latest => (state.latest(), "snapshot".to_owned()),
             At::Step(step) => (state.at_step(step), format!("step {step}")),
         };
-        let record =
-            record.ok_or_else(|| Error::not_found(format!("the store has no {wanted}; `ls` shows what it has")).object(self.url()))?;
+        let record = record
+            .ok_or_else(|| Error::not_found(format!("the store has no {wanted}; `tensorcask ls` lists its steps")).object(self.url()))?;
         Snapshot::load(self, state, record.id).await
     }
 

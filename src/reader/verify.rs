@@ -8,7 +8,7 @@ use super::*;
 use crate::boxed;
 use crate::chain::{chain_of, check_link};
 use crate::codec::ChunkKind;
-use crate::commit::{Catalog, LogState, read_manifest};
+use crate::commit::{Catalog, LogState, live_step, read_manifest};
 use crate::container::{PageEntry, padding_is_zero};
 use crate::error::ResultExt;
 use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry};
@@ -119,7 +119,7 @@ impl Store {
         let state = self.verify_log(&mut report).await?;
         let wanted: Vec<&SnapshotRecord> = match options.step {
             None => state.live().collect(),
-            Some(step) => vec![state.at_step(step).ok_or_else(|| Error::not_found(format!("the store has no step {step}")))?],
+            Some(step) => vec![live_step(&state, step)?],
         };
 
         // Every snapshot that a wanted one needs, each once.

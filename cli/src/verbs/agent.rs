@@ -7,7 +7,7 @@ use serde::Serialize;
 use tensorcask::Result;
 use tensorcask_engine::{AgentOptions, AgentStatus, Ended, RunStatus, agent_metrics, agent_status, run_agent, stop_agent};
 
-use crate::output::{Outcome, wants_json};
+use crate::output::Outcome;
 use crate::parse;
 use crate::text::{Text, human_bytes};
 
@@ -60,14 +60,14 @@ struct Status {
     watch: bool,
 }
 
-pub(crate) fn run(args: &Args) -> Result<Outcome> {
+pub(crate) fn run(args: &Args, json: bool) -> Result<Outcome> {
     let folder = args.folder.as_deref();
     match &args.verb {
         None => serve(args),
         Some(AgentVerb::Status(Status { watch: false })) => show(&agent_status(folder)?),
         Some(AgentVerb::Status(Status { watch: true })) => loop {
             let shown = show(&agent_status(folder)?)?;
-            if shown.print(wants_json()) != 0 {
+            if shown.print(json) != 0 {
                 return Ok(shown);
             }
             std::thread::sleep(Duration::from_secs(1));

@@ -22,9 +22,9 @@ pub(crate) struct Args {
     source: String,
     /// Path or URL of the copy: an empty place, or an earlier copy
     destination: String,
-    /// Only this step, and what it is rebuilt from
-    #[arg(long, value_name = "N")]
-    step: Option<u64>,
+    /// Only these steps, and what they are rebuilt from
+    #[arg(long = "step", value_name = "N", num_args = 1.., value_delimiter = ',')]
+    steps: Vec<u64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -40,7 +40,8 @@ struct Report<'a> {
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let (source, destination) = (Store::open(&args.source)?, Store::open(&args.destination)?);
     let progress = Progress::start(&source, "copying");
-    let copied = source.copy_to(&destination, &CopyOptions { step: args.step, ..CopyOptions::default() })?;
+    let steps = Some(args.steps.clone()).filter(|steps| !steps.is_empty());
+    let copied = source.copy_to(&destination, &CopyOptions { steps, ..CopyOptions::default() })?;
     drop(progress);
     let mut text = Text::default();
     text.line(format!(

@@ -31,7 +31,7 @@ pub(crate) struct Args {
     #[arg(long)]
     apply: bool,
     /// How long nothing must have needed an object: 30m, 24h, 7d
-    #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse::duration)]
+    #[arg(long, visible_alias = "older-than", value_name = "TIME", default_value = "24h", value_parser = parse::duration)]
     age_floor: Duration,
     /// Directories that nothing names too; no writer, compaction or copy may run meanwhile
     #[arg(long)]
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     text.line(format!("{} in {} objects wait for the age floor", human_bytes(found.waiting_bytes()), found.waiting.len()));
     text.line(format!("{} in {} unwanted snapshots are held by chains of others", human_bytes(found.held_bytes), found.held.len()));
     if !found.held.is_empty() {
-        text.line("`compact` turns a step into a base, and lets go of its chain");
+        text.line("`tensorcask compact` turns a step into a base, and lets go of its chain");
     }
     if !args.apply {
         text.line("nothing was done; --apply does it");

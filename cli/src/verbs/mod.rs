@@ -14,6 +14,7 @@ mod gc;
 mod inspect;
 mod log;
 mod ls;
+mod package;
 mod pin;
 mod restore;
 mod save;
@@ -29,10 +30,8 @@ use crate::output::Outcome;
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
     /// Save a state, held in safetensors files or a sharded model with its index, as a snapshot
-    #[command(visible_alias = "import")]
     Save(save::Args),
     /// Restore a snapshot, or some tensors and slices of it, into a safetensors file
-    #[command(visible_alias = "export")]
     Restore(restore::Args),
     /// Check the log, every stored byte, and every decoded chunk
     Verify(verify::Args),
@@ -62,6 +61,10 @@ pub(crate) enum Verb {
     Copy(copy::Args),
     /// Write one step into a store of its own, with no tensor in shards
     Consolidate(consolidate::Args),
+    /// Save a checkpoint of another format: torch.save, DCP, sharded safetensors, slime (Python package only)
+    Import(package::Args),
+    /// Write a snapshot in another format: torch.save, DCP, sharded safetensors (Python package only)
+    Export(package::Args),
     /// Examine a store: broken links, an unsafe storage, leftovers
     Doctor(doctor::Args),
     /// Run the agent of the asynchronous engine, or show how it is doing
@@ -79,7 +82,12 @@ impl Verb {
         }
     }
 
-    pub(crate) fn run(self) -> Result<Outcome> {
+    /// Whether `--json` stands where only the verb can tell.
+    pub(crate) fn wants_json(&self) -> bool {
+        matches!(self, Self::Import(args) | Self::Export(args) if args.wants_json())
+    }
+
+    pub(crate) fn run(self, json: bool) -> Result<Outcome> {
         match self {
             Self::Save(args) => save::run(args),
             Self::Restore(args) => restore::run(&args),
@@ -97,9 +105,11 @@ impl Verb {
             Self::Gc(args) => gc::run(&args),
             Self::Copy(args) => copy::run(&args),
             Self::Consolidate(args) => consolidate::run(&args),
+            Self::Import(_) => package::refuse("import", "save"),
+            Self::Export(_) => package::refuse("export", "restore"),
             Self::Doctor(args) => doctor::run(&args),
             #[cfg(target_os = "linux")]
-            Self::Agent(args) => agent::run(&args),
+            Self::Agent(args) => agent::run(&args, json),
         }
     }
 }

@@ -1,0 +1,73 @@
+//! Upkeep of a store: garbage collection, compaction, copies, retention. Reports are dicts, of which the package above makes dataclasses.
+
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tensorcask::{At, CompactOptions, CopyOptions, Deletable, GcOptions, Retention, SnapshotRecord};
+
+use crate::store::Store;
+use crate::wait::until_done;
+
+/// Collects garbage, or reports what would be collected.
+#[pyfunction]
+#[pyo3(signature = (store, age_floor, apply, directories))]
+pub(crate) fn gc<'py>(py: Python<'py>, store: &Store, age_floor: Duration, apply: bool, directories: bool) -> PyResult<Bound<'py, PyDict>> {
+    let options = GcOptions { apply, age_floor, directories, ..GcOptions::default() };
+    let store = &store.inner;
+    let found = py.detach(|| until_done(store, store.inner().gc(&options)))?;
+    let steps = |records: &[SnapshotRecord]| records.iter().map(|record| record.step).collect::<Vec<u64>>();
+    let objects = |objects: &[Deletable]| objects.iter().map(|found| (found.path.clone(), found.bytes)).collect::<Vec<_>>();
+    let report = PyDict::new(py);
+    report.set_item("applied", found.applied)?;
+    report.set_item("collected", steps(&found.collected))?;
+    report.set_item("collected_bytes", found.collected_bytes)?;
+    report.set_item("deleted", objects(&found.deleted))?;
+    report.set_item("freed_bytes", found.freed_bytes())?;
+    report.set_item("waiting", objects(&found.waiting))?;
+    report.set_item("waiting_bytes", found.waiting_bytes())?;
+    report.set_item("held", steps(&found.held))?;
+    report.set_item("held_bytes", found.held_bytes)?;
+    Ok(report)
+}
+
+/// Folds the chain of a step, or of the newest, into a base.
+#[pyfunction]
+#[pyo3(signature = (store, step=None))]
+pub(crate) fn compact<'py>(py: Python<'py>, store: &Store, step: Option<u64>) -> PyResult<Bound<'py, PyDict>> {
+    let at = step.map_or(At::Latest, At::Step);
+    let store = &store.inner;
+    let made = py.detach(|| until_done(store, store.inner().compact(at, &CompactOptions::default())))?;
+    let report = PyDict::new(py);
+    report.set_item("step", made.record.step)?;
+    report.set_item("id", made.record.id.to_hex())?;
+    report.set_item("changed", made.sequence.is_some())?;
+    report.set_item("links", made.links)?;
+    report.set_item("chain_bytes", made.chain_bytes)?;
+    report.set_item("stored_bytes", made.stored_bytes)?;
+    Ok(report)
+}
+
+/// Copies all live snapshots, or those of some steps, into another store.
+#[pyfunction]
+#[pyo3(signature = (store, destination, steps=None))]
+pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, steps: Option<Vec<u64>>) -> PyResult<Bound<'py, PyDict>> {
+    let options = CopyOptions { steps, ..CopyOptions::default() };
+    let (store, destination) = (&store.inner, &destination.inner);
+    let copied = py.detach(|| until_done(store, store.inner().copy_to(destination.inner(), &options)))?;
+    let report = PyDict::new(py);
+    report.set_item("snapshots", copied.snapshots)?;
+    report.set_item("present", copied.present)?;
+    report.set_item("objects", copied.objects)?;
+    report.set_item("bytes", copied.bytes)?;
+    Ok(report)
+}
+
+/// Forgets all live steps but the last so many and those that are pinned; which.
+#[pyfunction]
+pub(crate) fn retain(py: Python<'_>, store: &Store, keep_last: u64) -> PyResult<Vec<u64>> {
+    let retention = Retention { keep_last: Some(keep_last), keep_every: None };
+    let store = &store.inner;
+    let forgotten = py.detach(|| until_done(store, store.inner().retain(retention, true)))?;
+    Ok(forgotten.iter().map(|record| record.step).collect())
+}

@@ -1,0 +1,99 @@
+"""Reports: what a store says of snapshots, tensors and upkeep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SnapshotInfo:
+    """A snapshot, as listings show it."""
+
+    step: int
+    id: str
+    kind: str
+    parent: str | None
+    sequence: int
+    pinned: bool
+    time_ms: int
+    tensor_bytes: int
+    stored_bytes: int
+    user: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a snapshot."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    param: str
+    alias_of: str | None
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification looked at, and what is wrong: step, object and message of each problem."""
+
+    entries: int
+    snapshots: int
+    casks: int
+    chunks: int
+    problems: list[tuple[int | None, str | None, str]]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """Result of :meth:`Store.gc`; of a dry run, what would be done. An object is a path below the store and its bytes.
+
+    ``collected``: steps given up in the log because no chain needs them. ``deleted``: objects deleted, ``freed_bytes`` in total.
+    ``waiting``: objects that nothing needs, but that are not old enough. ``held``: forgotten steps that chains of other steps need.
+    """
+
+    applied: bool
+    collected: list[int]
+    collected_bytes: int
+    deleted: list[tuple[str, int]]
+    freed_bytes: int
+    waiting: list[tuple[str, int]]
+    waiting_bytes: int
+    held: list[int]
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """Result of :meth:`Store.compact`.
+
+    ``changed``: whether the step was a delta. ``links``: snapshots in its chain before, with ``chain_bytes`` in total. ``stored_bytes``:
+    bytes of the step now.
+    """
+
+    step: int
+    id: str
+    changed: bool
+    links: int
+    chain_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """Result of :meth:`Store.copy_to`.
+
+    ``snapshots``: number of snapshots copied now. ``present``: number of snapshots that the destination had already. ``objects`` and
+    ``bytes``: objects written now.
+    """
+
+    snapshots: int
+    present: int
+    objects: int
+    bytes: int

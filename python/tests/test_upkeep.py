@@ -1,0 +1,236 @@
+"""Upkeep of stores on disk: retention, garbage collection, compaction, copies."""
+
+import datetime
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorcask
+
+
+def disk_bytes(url):
+    return sum(path.stat().st_size for path in Path(url).rglob("*") if path.is_file())
+
+
+def state_of(step):
+    return {"w": np.random.default_rng(step).integers(0, 255, 100_000, np.uint8), "step": step}
+
+
+def save(store, steps, **options):
+    for step in steps:
+        store.save(state_of(step), step=step, **{"policy": "full"} | options)
+
+
+def check(store, *steps):
+    assert store.steps == list(steps)
+    for step in steps:
+        assert (store.load(step)["w"] == state_of(step)["w"]).all()
+    assert store.verify().is_clean
+
+
+def collect(store, older_than="0s", apply=True):
+    """Collects until objects are deleted: their age is more than 0 once the clock has moved on."""
+    for _ in range(1000):
+        report = store.gc(apply=apply, older_than=older_than)
+        if report.deleted:
+            return report
+    raise AssertionError("nothing is old enough")
+
+
+def test_steps_and_length(url):
+    store = tensorcask.Store(url)
+    assert store, "true without a request"
+    with pytest.raises(tensorcask.NotFoundError):
+        len(store)
+    save(store, (3, 1, 2))
+    assert store.steps == [3, 1, 2] and len(store) == 3, "in the order of commits"
+    store.forget([1])
+    assert store.steps == [3, 2] and len(store) == 2
+    store.forget([3, 2])
+    assert store.steps == [] and len(store) == 0 and store
+
+
+def test_gc_is_a_dry_run_unless_applied(url):
+    store = tensorcask.Store(url)
+    save(store, range(4))
+    before = disk_bytes(url)
+    store.forget([0, 1, 2])
+    told = store.gc(older_than="0s")
+    assert (told.applied, told.collected, disk_bytes(url) <= before + 1000) == (False, [0, 1, 2], True)
+    assert told.collected_bytes > 300_000 and store.gc(older_than="0s").collected == [0, 1, 2], "nothing was done"
+    young = store.gc(apply=True)
+    assert (young.applied, young.collected, young.deleted) == (True, [0, 1, 2], []), "nothing is 24 hours old"
+    assert young.waiting_bytes >= 300_000 and young.waiting_bytes == sum(size for _, size in young.waiting)
+    freed = collect(store)
+    assert freed.freed_bytes == sum(size for _, size in freed.deleted) > 300_000
+    assert disk_bytes(url) < before - 300_000 + 10_000
+    check(store, 3)
+
+
+def test_gc_keeps_what_a_chain_needs_until_it_is_compacted(url):
+    store = tensorcask.Store(url)
+    w = state_of(0)["w"]
+    for step in range(3):
+        w[step] ^= 1
+        store.save({"w": w}, step=step, policy="consecutive")
+    store.forget([0, 1])
+    held = store.gc(older_than="0s")
+    assert (held.collected, held.held) == ([], [0, 1]) and held.held_bytes > 90_000
+    for step in ("latest", 2):
+        report = store.compact(step)
+        assert (report.step, report.id) == (2, store.snapshot().id)
+        assert report.changed == (step == "latest") and report.links == (3 if report.changed else 1)
+        assert report.stored_bytes > 90_000 and report.chain_bytes >= report.stored_bytes
+    assert store.snapshot().kind == "base" and (store.load()["w"] == w).all()
+    before = disk_bytes(url)
+    assert store.gc(apply=True).collected == [0, 1]
+    collect(store)
+    assert disk_bytes(url) < before - 90_000
+    assert (store.load()["w"] == w).all() and store.verify().is_clean
+    with pytest.raises(tensorcask.NotFoundError, match=r"tensorcask ls"):
+        store.compact(1)
+
+
+@pytest.mark.parametrize("wrong", ["", "24", "h", "-1h", "1.5h", "1w", "²h", datetime.timedelta(seconds=-1)])
+def test_gc_refuses_ages_it_cannot_read(url, wrong):
+    with pytest.raises(ValueError):
+        tensorcask.Store(url).gc(older_than=wrong)
+
+
+def test_gc_reads_ages(url):
+    store = tensorcask.Store(url)
+    save(store, (0, 1))
+    store.forget([0])
+    store.gc(apply=True)
+    for age in ("0", "0h", datetime.timedelta()):
+        assert collect(store, older_than=age, apply=False).freed_bytes > 90_000
+    for age in ("60s", "5m", "2h", "7d", datetime.timedelta(days=1)):
+        report = store.gc(older_than=age)
+        assert report.deleted == [] and report.waiting
+
+
+def test_keep_last_forgets_older_steps_but_no_pinned_one(url):
+    store = tensorcask.Store(url)
+    save(store, range(3))
+    store.pin(1)
+    before = disk_bytes(url)
+    save(store, (3, 4), keep_last=2)
+    check(store, 1, 3, 4)
+    assert disk_bytes(url) > before, "forgetting frees nothing"
+    assert store.gc(apply=True).collected == [0, 2]
+    before = disk_bytes(url)
+    collect(store)
+    assert disk_bytes(url) < before - 190_000
+    check(store, 1, 3, 4)
+    tensorcask.save(state_of(5), url, step=5, keep_last=1)
+    assert store.steps == [1, 5]
+
+
+def test_keep_last_counts_commits_and_not_step_numbers(url):
+    store = tensorcask.Store(url)
+    save(store, (10, 20, 5), keep_last=2)
+    assert store.steps == [20, 5]
+
+
+def test_keep_last_keeps_the_chain_of_a_delta(url):
+    store = tensorcask.Store(url)
+    w = state_of(0)["w"]
+    for step in range(6):
+        w[step] ^= 1
+        store.save({"w": w}, step=step, policy="intermittent:4", keep_last=1)
+        store.gc(apply=True, older_than="0s")
+        assert store.steps == [step] and (store.load()["w"] == w).all()
+    assert [kind for _, kind, _ in store.snapshot().chain] == ["delta", "base"] and store.verify().is_clean
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError), ("2", TypeError)])
+def test_keep_last_is_checked_before_anything_is_saved(url, wrong, error):
+    with pytest.raises(error, match="keep_last"):
+        tensorcask.save({"w": np.ones(3)}, url, step=1, keep_last=wrong)
+    assert not os.path.exists(url)
+
+
+def test_a_save_stands_if_older_steps_cannot_be_forgotten(url, caplog, monkeypatch):
+    store = tensorcask.Store(url)
+    save(store, (1, 2))
+
+    def fail(*_):
+        raise tensorcask.StorageError("the network is down")
+
+    monkeypatch.setattr("tensorcask._native.retain", fail)
+    with caplog.at_level(logging.WARNING, "tensorcask"):
+        save(store, [3], keep_last=1)
+    assert "the network is down" in caplog.text and store.steps == [1, 2, 3]
+    monkeypatch.undo()
+    save(store, [4], keep_last=1)
+    check(store, 4)
+
+
+def test_a_copy_is_whole_and_goes_on(url, tmp_path):
+    store = tensorcask.Store(url)
+    save(store, range(3))
+    store.pin(0)
+    copy = tmp_path / "copy"
+    report = store.copy_to(copy)
+    assert (report.snapshots, report.present) == (3, 0) and report.bytes > 300_000 and report.objects >= 6
+    assert disk_bytes(copy) > 300_000
+    save(store, [3])
+    again = store.copy_to(tensorcask.Store(copy))
+    assert (again.snapshots, again.present) == (1, 3) and 100_000 < again.bytes < 200_000
+    shutil.rmtree(url)
+    check(tensorcask.Store(copy), 0, 1, 2, 3)
+    assert [info.step for info in tensorcask.Store(copy).snapshots() if info.pinned] == [0]
+
+
+def test_a_copy_of_some_steps(url, tmp_path):
+    store = tensorcask.Store(url)
+    w = state_of(0)["w"]
+    for step in range(4):
+        w[step] ^= 1
+        store.save({"w": w}, step=step, policy="consecutive")
+    copy = tensorcask.Store(tmp_path / "copy")
+    assert store.copy_to(copy, steps=[1, 0]).snapshots == 2
+    assert copy.steps == [0, 1]
+    assert store.copy_to(copy, steps=[3]).snapshots == 2
+    assert copy.steps == [0, 1, 3], "what only the chain needs is not a step of the copy; what was a step stays one"
+    assert (copy.load(3)["w"] == w).all() and copy.verify().is_clean
+    with pytest.raises(tensorcask.NotFoundError, match="step 9"):
+        store.copy_to(tmp_path / "other", steps=[0, 9])
+    with pytest.raises(tensorcask.InvalidArgumentError, match="no step"):
+        store.copy_to(tmp_path / "other", steps=[])
+    with pytest.raises(tensorcask.InvalidArgumentError, match="another run"):
+        foreign = tensorcask.Store(tmp_path / "foreign")
+        save(foreign, [1])
+        store.copy_to(foreign)
+
+
+def test_progress(url, tmp_path):
+    store = tensorcask.Store(url)
+    save(store, range(2), policy="consecutive")
+    for work in (store.gc, store.compact, lambda progress: store.copy_to(tmp_path / "copy", progress=progress)):
+        told = []
+        work(progress=lambda read, written: told.append((read, written)))
+        assert told and told[-1][0] > 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("work", ["gc()", "compact()", "copy_to('memory://copy')", "save({}, step=1, keep_last=1)"])
+def test_ctrl_c_ends_upkeep(work):
+    """A server that never answers is waited for until the signal comes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        config = {"aws_endpoint": f"http://127.0.0.1:{server.getsockname()[1]}", "aws_allow_http": "true", "aws_region": "none"}
+        config |= {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+        code = f"import tensorcask; tensorcask.Store('s3://bucket/run', {config}).{work}"
+        run = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+        connection, _ = server.accept()
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+        connection.close()
+    assert "KeyboardInterrupt" in said and run.returncode == -signal.SIGINT
