@@ -32,7 +32,7 @@ struct Report {
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
-    let record = store.pin(args.step, !args.off)?;
+    let record = if args.off { store.unpin(args.step) } else { store.pin(args.step) }?;
     let mut text = Text::default();
     text.line(format!("step {} is {}", record.step, if record.pinned { "pinned" } else { "no longer pinned" }));
     Outcome::new(&Report { step: record.step, snapshot: record.id.to_hex(), pinned: record.pinned }, text)
