@@ -4,6 +4,8 @@
 
 mod ahead;
 mod cache;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+mod contact;
 mod fetch;
 mod io;
 mod open;
