@@ -25,6 +25,11 @@ impl AtomicFile {
         if std::fs::metadata(target).is_ok_and(|found| !found.is_file()) {
             return Err(Error::invalid("is there, and is no regular file").object(shown));
         }
+        let folder = folder_of(target);
+        if !folder.exists() {
+            let message = format!("the folder does not exist, so `{shown}` cannot be written; create the folder first");
+            return Err(Error::not_found(message).object(folder.display().to_string()));
+        }
         // Short, whatever the target's name is.
         let temporary = target.with_file_name(format!(".{:.16}.tmp", Id::random()?.to_hex()));
         let file = OpenOptions::new().write(true).create_new(true).open(&temporary).map_err(|e| Error::io(shown, e))?;
@@ -42,12 +47,16 @@ impl AtomicFile {
         std::fs::rename(&self.temporary, &self.target).map_err(fail)?;
         self.committed = true;
         if cfg!(unix) {
-            let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let folder = folder_of(&self.target);
             let fail = |e| Error::io(folder.display().to_string(), e);
             File::open(folder).and_then(|folder| folder.sync_all()).map_err(fail)?;
         }
         Ok(())
     }
+}
+
+fn folder_of(target: &Path) -> &Path {
+    target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 impl Drop for AtomicFile {

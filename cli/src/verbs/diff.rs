@@ -35,6 +35,9 @@ struct Report<'a> {
     store: &'a str,
     a: u64,
     b: u64,
+    /// Ids of the snapshots: a step that was saved again has another snapshot than before.
+    a_snapshot: String,
+    b_snapshot: String,
     elements: u64,
     changed: u64,
     changed_share: Option<f64>,
@@ -75,8 +78,18 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 
     let sum = |of: fn(&Row) -> Option<u64>| rows.iter().filter_map(of).fold(0, u64::saturating_add);
     let (elements, changed, nan_b) = (sum(|row| row.elements), sum(|row| row.changed), sum(|row| row.nan_b));
-    let (a, b) = (a.step(), b.step());
-    let report = Report { store: &args.store, a, b, elements, changed, changed_share: share(changed, elements), nan_b, tensors: rows };
+    let report = Report {
+        store: &args.store,
+        a: a.step(),
+        b: b.step(),
+        a_snapshot: a.record().id.to_hex(),
+        b_snapshot: b.record().id.to_hex(),
+        elements,
+        changed,
+        changed_share: share(changed, elements),
+        nan_b,
+        tensors: rows,
+    };
     let text = report.describe();
     Outcome::new(&report, text)
 }
@@ -116,7 +129,9 @@ impl Report<'_> {
             text.table(&["tensor", "status", "dtype", "shape", ">changed", ">ulps", ">NaN"], &cells);
         }
         let share = percent(self.changed_share);
-        text.line(format!("step {} to {}: {share} of {} elements changed; {same} tensors are the same", self.a, self.b, self.elements));
+        let side = |step: u64, snapshot: &str| format!("step {step} (snapshot {snapshot:.8})");
+        let (a, b) = (side(self.a, &self.a_snapshot), side(self.b, &self.b_snapshot));
+        text.line(format!("{a} to {b}: {share} of {} elements changed; {same} tensors are the same", self.elements));
         text
     }
 }

@@ -76,7 +76,11 @@ struct Report {
     kind: &'static str,
     parent_step: Option<u64>,
     tensor_bytes: u64,
+    /// Bytes of casks: encoded tensors and blobs.
     stored_bytes: u64,
+    /// Bytes of everything that the save wrote: casks, directory, manifest, log entry and, now and then, a catalog.
+    written_bytes: u64,
+    /// `tensor_bytes` over `stored_bytes`.
     ratio: Option<f64>,
     chunks: BTreeMap<String, u64>,
     decision: DecisionJson,
@@ -126,7 +130,9 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         existing_step: if args.replace { ExistingStep::Replace } else { ExistingStep::Refuse },
         ..WriterOptions::default()
     })?;
+    let before = store.inner().io().bytes_written;
     let saved = writer.save(args.step, &tensors, &blobs, &metadata)?;
+    let written_bytes = store.inner().io().bytes_written.saturating_sub(before);
     drop(progress);
 
     let report = Report {
@@ -137,6 +143,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         parent_step: parent_step(&store, &saved),
         tensor_bytes: saved.tensor_bytes,
         stored_bytes: saved.stored_bytes,
+        written_bytes,
         ratio: ratio(saved.tensor_bytes, saved.stored_bytes),
         chunks: saved.chunks,
         decision: DecisionJson::of(&saved.decision),
@@ -173,7 +180,7 @@ fn describe(report: &Report) -> Text {
         ("kind", kind),
         ("why", report.decision.line()),
         ("tensors", human_bytes(report.tensor_bytes)),
-        ("stored", human_bytes(report.stored_bytes)),
+        ("stored", format!("{} ({} with metadata)", human_bytes(report.stored_bytes), human_bytes(report.written_bytes))),
         ("ratio", human_ratio(report.ratio)),
         ("chunks", chunks.join(", ")),
         ("rounding", rounding),
