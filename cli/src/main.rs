@@ -1,4 +1,5 @@
-//! `tensorcask`: the command line of the checkpoint store. One module per verb; results on stdout, all else on stderr.
+//! `tensorcask`: the command line of the checkpoint store. One module per verb. Results go to stdout, everything else
+//! to stderr.
 
 mod analysis;
 mod atomic;
@@ -23,26 +24,34 @@ use clap::{CommandFactory, Parser};
 
 use verbs::Verb;
 
-/// Windows of chunks are allocated and dropped all the time. The system's allocator gives such blocks back to the kernel
-/// each time, and taking fresh pages costs more than reading and decoding: a restore took three times as long.
+/// mimalloc keeps freed blocks. The system allocator returns each freed window of chunks to the kernel, and mapping
+/// fresh pages costs more than reading and decoding: a restore took three times as long.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Small, fast, verifiable checkpoints of models in training.
+/// Stores training checkpoints: small deltas, every byte checked, every commit atomic
 #[derive(Debug, Parser)]
 #[command(name = "tensorcask", version, arg_required_else_help = true, after_help = AFTER_HELP)]
 struct Cli {
     #[command(subcommand)]
     verb: Verb,
 
-    /// One JSON object on stdout instead of text, for errors too
+    /// Print one JSON object on stdout instead of text, also for errors
     #[arg(long, global = true)]
     json: bool,
 }
 
 const AFTER_HELP: &str = "\
-STORE is a path or a URL: file://, s3://bucket/run, gs://, az://, http(s):// (reading only).
-Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*).
+STORE is a path or a URL:
+  runs/a, file:///path                            folder
+  s3://bucket/run, s3a://                         Amazon S3 and compatible servers
+  gs://bucket/run                                 Google Cloud Storage
+  az://container/run, azure://                    Azure; account in AZURE_STORAGE_ACCOUNT_NAME
+  abfss://container@account.dfs.core.windows.net/run, abfs://   Azure
+  http://host/run, https://                       web server, reading only
+
+Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*) or from the instance. The first request to a server is
+retried for TENSORCASK_CONTACT_TIMEOUT (5s), later requests for TENSORCASK_RETRY_TIMEOUT (3m) each.
 
 Exit codes: 0 ok, 1 error, 2 usage, 3 corruption, 10 not found, 11 conflict.
 
@@ -67,7 +76,7 @@ fn main() -> ExitCode {
             if json && e.use_stderr() {
                 output::print_usage_error(&e.to_string());
             }
-            // A closed pipe has no reader to tell.
+            // Ignore a closed pipe: nobody reads the message.
             let _ = e.print();
             u8::try_from(e.exit_code()).unwrap_or(1)
         }

@@ -32,7 +32,7 @@ impl Place {
         command().args(words).stdin(Stdio::null()).output().unwrap()
     }
 
-    /// What a command that must succeed prints with `--json`.
+    /// Returns the JSON of a command that must succeed.
     fn json(&self, arguments: &str) -> Value {
         let output = self.run(&format!("{arguments} --json"));
         assert_eq!(output.status.code(), Some(0), "{arguments}: {}", stderr(&output));

@@ -45,7 +45,8 @@ fn fifty_kills_lose_no_acknowledged_step() {
         step += 1;
         let before = count_files(&root);
         let mut child = save(&root, step, &files[step as usize % 3]).spawn().unwrap();
-        // Every third save dies at once; the others, when the store has gained so many files, which falls all over a save.
+        // Every third save dies at once; the others, when the store has gained so many files, which falls all over a
+        // save.
         let moment = if step % 3 == 0 { 0 } else { step as usize % MOMENTS };
         while count_files(&root) < before + moment && child.try_wait().unwrap().is_none() {
             std::thread::yield_now();

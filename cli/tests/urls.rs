@@ -1,4 +1,5 @@
-//! URLs of stores, run as a program: wrong forms, missing credentials, and servers that do not answer. All servers are on loopback.
+//! URLs of stores, run as a program: wrong forms, missing credentials, and servers that do not answer. All servers are
+//! on loopback.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use std::io::{BufRead, BufReader, Write};
@@ -219,7 +220,8 @@ fn an_endpoint_that_never_answers_is_given_up() {
 
 #[test]
 fn a_server_that_answered_is_retried() {
-    // Answers that it is busy, then closes a connection, then knows of no object. No contact timeout: patience is for known servers.
+    // Answers that it is busy, then closes a connection, then knows of no object. No contact timeout: patience is for
+    // known servers.
     let busy = Server::start(|number, head| match number {
         1 | 2 => response("503 Slow Down", ""),
         3 => None,

@@ -1,4 +1,4 @@
-//! `tensorcask diff`: two steps, tensor by tensor, in bounded memory.
+//! `tensorcask diff`: compares two steps tensor by tensor, in bounded memory.
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
@@ -13,8 +13,9 @@ use crate::text::{Text, human_shape, percent, share};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Elements are compared bit by bit. For floats, `ulps` is the largest distance in units in the last place, pairs with
-a NaN left out, and `NaN` counts those in B.
+    after_help = "Compares elements bit by bit. For floats, `ulps` is the largest distance in units in the last place, without pairs that
+contain a NaN. `NaN` is the number of NaNs in B. A step that was saved again is compared as it is now; the last line names
+the ids of both snapshots.
 
 Example:
   tensorcask diff runs/a 1000 1001"
@@ -22,10 +23,10 @@ Example:
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// A step, or `latest`
+    /// Step number or `latest`
     #[arg(value_parser = parse::at)]
     a: At,
-    /// The step to compare with it, or `latest`
+    /// Step to compare with A: a number or `latest`
     #[arg(value_parser = parse::at)]
     b: At,
 }
@@ -35,7 +36,7 @@ struct Report<'a> {
     store: &'a str,
     a: u64,
     b: u64,
-    /// Ids of the snapshots: a step that was saved again has another snapshot than before.
+    /// Id of the compared snapshot of step `a`. A step that was saved again has a new snapshot.
     a_snapshot: String,
     b_snapshot: String,
     elements: u64,
@@ -115,7 +116,7 @@ impl Row {
 impl Report<'_> {
     fn describe(&self) -> Text {
         let number = |value: Option<u64>| value.map_or("-".to_owned(), |value| value.to_string());
-        // A tensor that stayed as it was is of interest only if it is not sound.
+        // Show an unchanged tensor only if it contains NaNs.
         let shown = self.tensors.iter().filter(|row| row.status != "same" || row.nan_b.unwrap_or(0) > 0);
         let cells = shown.map(|row| {
             let (dtype, shape) = (row.dtype.to_owned(), human_shape(&row.shape));
