@@ -269,8 +269,24 @@ impl<T> ResultExt<T> for Result<T> {
     }
 }
 
+/// A complete sentence for the user. Somewhere in a chain of causes, it stands for the whole chain.
+#[derive(Debug)]
+pub(crate) struct Advice(pub String);
+
+impl fmt::Display for Advice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Advice {}
+
 /// The innermost message that a person can act on: object stores nest theirs several levels deep.
-fn root_cause(error: &dyn std::error::Error) -> String {
+fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    if let Some(Advice(sentence)) = causes.filter_map(|cause| cause.downcast_ref()).next() {
+        return sentence.clone();
+    }
     let mut message = error.to_string();
     let mut current = error.source();
     while let Some(inner) = current {

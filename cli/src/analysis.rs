@@ -1,8 +1,9 @@
-//! How two runs of elements differ, in the terms that decide what a codec can make of it: which bits flip, how uneven bytes are, how far
-//! floats move, which rows change at all.
+//! Measures how two runs of elements differ, in terms that decide how well a codec compresses the difference: flipped
+//! bits, entropy of bytes, distance of floats, changed rows.
 //!
-//! A *plane* holds one byte of every element (of every half of a complex number), lowest first; of elements below a byte, the
-//! elements. Its entropy is of order 0: what a coder that knows only how often each value occurs needs for a byte, in bits.
+//! A *plane* holds one byte of every element, lowest byte first. A complex number has two parts in the same planes.
+//! Elements smaller than a byte are a plane of their own. The entropy of a plane is of order 0: bits per byte for a
+//! coder that knows only the frequency of each value.
 
 use serde::Serialize;
 use tensorcask::Dtype;
@@ -12,51 +13,52 @@ use crate::text::share;
 
 type Histogram = [u64; 256];
 
-/// Counts of a tensor, or of several of one type.
+/// Counts of one tensor, or of several tensors of one type.
 #[derive(Debug, Clone)]
 pub(crate) struct Analysis {
     dtype: Dtype,
     elements: u64,
     changed: u64,
-    /// By plane: bytes of the second run, and of the exclusive or of both.
+    /// Histograms by plane: bytes of the second run, and of the XOR of both runs.
     full: Vec<Histogram>,
     xor: Vec<Histogram>,
-    /// By bits of the distance of ordered integers: 0, 1, 2 to 3, 4 to 7, ...
+    /// Histogram of the distances of ordered integers, in bins of powers of two: 0, 1, 2 to 3, 4 to 7, ...
     ulps: [u64; 65],
-    /// Parts without a distance: a NaN is among them.
+    /// Number of pairs without a distance, because one side is a NaN.
     nan_pairs: u64,
     row_length: Option<u64>,
     rows: u64,
     rows_changed: u64,
-    /// Within a row: elements seen of it, and whether one changed.
+    /// State of the current row: elements seen so far, and whether one of them changed.
     in_row: u64,
     row_changed: bool,
 }
 
-/// An analysis as it is reported. Shares of nothing are not there.
+/// Reported form of an analysis. A share of zero elements is `None`.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Figures {
     pub elements: u64,
     pub changed: u64,
     pub changed_share: Option<f64>,
-    /// Runs of the last dimension; none for tensors of fewer than two.
+    /// Number of rows (runs of the last dimension); `None` for tensors of fewer than two dimensions.
     pub rows: Option<u64>,
     pub rows_changed: Option<u64>,
     pub rows_changed_share: Option<f64>,
-    /// Bits of an element at the order-0 entropy of its planes: of the second run, and of the exclusive or.
+    /// Bits per element at the order-0 entropy of the planes of the second run; `bits_xor` is the same for the XOR of
+    /// both runs.
     pub bits_full: f64,
     pub bits_xor: f64,
-    /// The same for each plane, lowest byte first, in bits of a byte.
+    /// Bits per byte of each plane, lowest byte first.
     pub planes_full: Vec<f64>,
     pub planes_xor: Vec<f64>,
-    /// For each bit of an element, lowest first, the share of elements in which it flipped.
+    /// Share of elements in which each bit flipped, lowest bit first.
     pub flips: Vec<f64>,
-    /// How far floats moved; none for types that are no floats.
+    /// Histogram of the distances of floats; `None` for other types.
     pub ulps: Option<Vec<Bin>>,
     pub nan_pairs: u64,
 }
 
-/// Elements that moved by `from` to `to` representable numbers.
+/// Number of elements that moved by `from` to `to` representable numbers.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Bin {
     pub from: u64,
@@ -65,7 +67,7 @@ pub(crate) struct Bin {
 }
 
 impl Analysis {
-    /// Nothing seen yet, of tensors of this type and, if rows are to be counted, shape.
+    /// Creates an empty analysis for tensors of one type. Rows are counted only with a shape.
     pub(crate) fn new(dtype: Dtype, shape: &[u64]) -> Self {
         let planes = dtype.unit_bytes();
         Self {
@@ -84,7 +86,7 @@ impl Analysis {
         }
     }
 
-    /// Adds the next `elements` elements, row-major, little-endian; both runs have the same length.
+    /// Adds the next `elements` elements, row-major and little-endian. Both runs must have the same length.
     pub(crate) fn add(&mut self, elements: u64, a: &[u8], b: &[u8]) {
         let float = float_of(self.dtype);
         self.elements += elements;
@@ -159,7 +161,7 @@ impl Analysis {
         }
     }
 
-    /// The planes of the exclusive or tell which bits flipped.
+    /// Share of elements in which each bit flipped, from the planes of the XOR.
     fn flips(&self) -> Vec<f64> {
         let bits = self.dtype.bits().min(8 * self.xor.len() as u64) as usize;
         let flipped = |bit: usize| -> u64 {
@@ -170,7 +172,7 @@ impl Analysis {
         (0..bits).map(|bit| share(flipped(bit), seen).unwrap_or(0.0)).collect()
     }
 
-    /// Up to the last that is not empty.
+    /// Bins up to the last that is not empty.
     fn bins(&self) -> Vec<Bin> {
         let used = self.ulps.iter().rposition(|&n| n > 0).map_or(0, |last| last + 1);
         let bounds = |bits: usize| match bits {
@@ -185,7 +187,7 @@ impl Analysis {
     }
 }
 
-/// Order-0 entropy, in bits of a symbol.
+/// Order-0 entropy in bits per symbol.
 fn entropy(histogram: &Histogram) -> f64 {
     let total = histogram.iter().sum::<u64>() as f64;
     let bits = |&n: &u64| n as f64 / total * (total / n as f64).log2();
@@ -204,7 +206,8 @@ mod tests {
 
     #[test]
     fn bits_distances_and_rows_of_floats() {
-        // bf16, three rows of two: 1.0 stays, 1.0 moves by 1 and by 5; both zeros are the same number; a NaN has no distance.
+        // bf16, three rows of two: 1.0 stays, 1.0 moves by 1 and by 5; both zeros are the same number; a NaN has no
+        // distance.
         let bytes = |bits: [u16; 6]| bits.iter().flat_map(|bits| [*bits as u8, (*bits >> 8) as u8]).collect::<Vec<u8>>();
         let a = bytes([0x3f80, 0x3f80, 0x3f80, 0x0000, 0x4000, 0x4000]);
         let b = bytes([0x3f81, 0x3f85, 0x7fc0, 0x8000, 0x4000, 0x4000]);

@@ -1,4 +1,4 @@
-//! Output files that appear whole or not at all.
+//! Output files that appear whole or not at all: written to a temporary file, then renamed.
 
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use tensorcask::wire::Id;
 use tensorcask::{Error, Result};
 
-/// A file beside its target, which takes the target's place when it is committed; removed if that does not happen.
+/// Temporary file beside its target. `commit` renames it to the target; dropping it without `commit` removes it.
 #[derive(Debug)]
 pub(crate) struct AtomicFile {
     file: File,
@@ -19,13 +19,18 @@ impl AtomicFile {
     pub(crate) fn create(target: &Path) -> Result<Self> {
         let shown = target.display().to_string();
         if target.file_name().is_none() {
-            return Err(Error::invalid("is not the name of a file").object(shown));
+            return Err(Error::invalid("the path does not name a file").object(shown));
         }
-        // Replacing a device or a folder is never what was meant.
+        // Replacing a device or a folder is never intended.
         if std::fs::metadata(target).is_ok_and(|found| !found.is_file()) {
-            return Err(Error::invalid("is there, and is no regular file").object(shown));
+            return Err(Error::invalid("the path exists and is not a regular file; choose another").object(shown));
         }
-        // Short, whatever the target's name is.
+        let folder = folder_of(target);
+        if !folder.exists() {
+            let message = format!("the folder does not exist, so `{shown}` cannot be written; create the folder first");
+            return Err(Error::not_found(message).object(folder.display().to_string()));
+        }
+        // The temporary name is short even if the name of the target is at the limit.
         let temporary = target.with_file_name(format!(".{:.16}.tmp", Id::random()?.to_hex()));
         let file = OpenOptions::new().write(true).create_new(true).open(&temporary).map_err(|e| Error::io(shown, e))?;
         Ok(Self { file, temporary, target: target.to_owned(), committed: false })
@@ -35,14 +40,14 @@ impl AtomicFile {
         &self.file
     }
 
-    /// Puts the file, which reaches the disk first, in its place.
+    /// Syncs the file to disk, then renames it to the target.
     pub(crate) fn commit(mut self) -> Result<()> {
         let fail = |e| Error::io(self.target.display().to_string(), e);
         self.file.sync_all().map_err(fail)?;
         std::fs::rename(&self.temporary, &self.target).map_err(fail)?;
         self.committed = true;
         if cfg!(unix) {
-            let folder = self.target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let folder = folder_of(&self.target);
             let fail = |e| Error::io(folder.display().to_string(), e);
             File::open(folder).and_then(|folder| folder.sync_all()).map_err(fail)?;
         }
@@ -50,10 +55,14 @@ impl AtomicFile {
     }
 }
 
+fn folder_of(target: &Path) -> &Path {
+    target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
 impl Drop for AtomicFile {
     fn drop(&mut self) {
         if !self.committed {
-            // The error that brought us here matters more.
+            // The original error matters more than a failed clean-up.
             let _ = std::fs::remove_file(&self.temporary);
         }
     }

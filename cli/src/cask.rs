@@ -1,4 +1,4 @@
-//! What the index of a cask says of its tensors: chunks by kind and codec, and their bytes. Needs no page.
+//! Summary of the index of a cask: chunks by kind and codec, and their bytes. Reads no page.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use tensorcask::container::CaskIndex;
 
 use crate::text::human_bytes;
 
-/// Chunks by how they are stored.
+/// Number of chunks by storage kind.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(crate) struct KindCounts {
     unchanged: u64,
@@ -17,7 +17,7 @@ pub(crate) struct KindCounts {
     delta: u64,
 }
 
-/// What one codec stores.
+/// Chunks and bytes of one codec.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub(crate) struct CodecCounts {
     pub chunks: u64,
@@ -35,7 +35,7 @@ impl CodecCounts {
     }
 }
 
-/// A tensor, as a cask holds it.
+/// Tensor in a cask.
 #[derive(Debug, Serialize)]
 pub(crate) struct CaskTensor {
     pub name: String,
@@ -45,11 +45,11 @@ pub(crate) struct CaskTensor {
     pub decoded_bytes: u64,
     pub stored_bytes: u64,
     chunks: KindCounts,
-    /// By codec id; chunks that are unchanged under `unchanged`.
+    /// Counts by codec id. Unchanged chunks are under `unchanged`.
     pub codecs: BTreeMap<String, CodecCounts>,
 }
 
-/// A blob, as a cask holds it.
+/// Blob in a cask.
 #[derive(Debug, Serialize)]
 pub(crate) struct CaskBlob {
     rank: u32,
@@ -57,12 +57,12 @@ pub(crate) struct CaskBlob {
     pub bytes: u64,
 }
 
-/// The tensors of a cask, all parts of whose index are loaded.
+/// Tensors of a cask. All parts of the index must be loaded.
 pub(crate) fn tensors(index: &CaskIndex) -> Result<Vec<CaskTensor>> {
     (0..index.tensor_count()).map(|tensor| describe(index, tensor)).collect()
 }
 
-/// The blobs of a cask.
+/// Blobs of a cask.
 pub(crate) fn blobs(index: &CaskIndex) -> Vec<CaskBlob> {
     let blob = |(rank, name, page): (u32, &str, tensorcask::container::PageEntry)| CaskBlob {
         rank,
@@ -105,11 +105,11 @@ fn describe(index: &CaskIndex, tensor: usize) -> Result<CaskTensor> {
     })
 }
 
-/// Headings of the rows that [`CaskTensor::row`] gives.
+/// Headings for the rows of [`CaskTensor::row`].
 pub(crate) const HEADINGS: [&str; 7] = ["tensor", "dtype", "shape", ">shards", ">decoded", ">stored", "chunks by codec"];
 
 impl CaskTensor {
-    /// For a table.
+    /// Cells of a table row.
     pub(crate) fn row(&self) -> Vec<String> {
         let codecs: Vec<String> = self.codecs.iter().map(|(codec, counts)| format!("{codec} {}", counts.chunks)).collect();
         vec![
@@ -125,7 +125,7 @@ impl CaskTensor {
 }
 
 impl CaskBlob {
-    /// For a line of text.
+    /// One line of text.
     pub(crate) fn line(&self) -> String {
         format!("blob  rank {}  {}  {}", self.rank, self.name, human_bytes(self.bytes))
     }

@@ -1,4 +1,4 @@
-//! Bar charts in a PNG: pixels, a built-in font, and nothing of the system.
+//! Bar charts in a PNG, drawn with a built-in font and without system libraries.
 
 use std::convert::Infallible;
 use std::io::Write;
@@ -21,19 +21,19 @@ pub(crate) struct Band {
     pub charts: Vec<Chart>,
 }
 
-/// Bars of one or more series side by side, over the same places.
+/// Bar chart of one or more series side by side, over the same labels.
 #[derive(Debug)]
 pub(crate) struct Chart {
     pub title: String,
-    /// The value at the top, and how it is written.
+    /// Value at the top of the axis; `top_label` is its text.
     pub top: f64,
     pub top_label: String,
-    /// Below the places; an empty one is left out.
+    /// Labels of the x axis; an empty label is not drawn.
     pub labels: Vec<String>,
     pub series: Vec<Series>,
 }
 
-/// One colour of bars.
+/// Bars of one colour.
 #[derive(Debug)]
 pub(crate) struct Series {
     pub name: &'static str,
@@ -43,12 +43,12 @@ pub(crate) struct Series {
 const CHART: Size = Size::new(400, 190);
 const MARGIN: i32 = 16;
 const HEADING: i32 = 26;
-/// Beyond this many bands a picture is of no use, and large.
+/// Maximum number of bands: a picture with more is large and unreadable.
 pub(crate) const MAX_BANDS: usize = 24;
 const COLORS: [Rgb888; 2] = [Rgb888::new(0x9a, 0xa5, 0xb1), Rgb888::new(0xc1, 0x12, 0x1f)];
 const INK: Rgb888 = Rgb888::new(0x22, 0x22, 0x22);
 
-/// Draws bands below one another into a file, which appears whole or not at all.
+/// Draws bands below one another into a PNG file. The file appears whole or not at all.
 pub(crate) fn write(path: &Path, title: &str, bands: &[Band]) -> Result<()> {
     let bands = bands.get(..MAX_BANDS).unwrap_or(bands);
     let columns = bands.iter().map(|band| band.charts.len()).max().unwrap_or(0) as u32;
@@ -117,7 +117,7 @@ impl Canvas {
             for (nth, (series, color)) in chart.series.iter().zip(COLORS.iter().cycle().skip(2 - chart.series.len().min(2))).enumerate() {
                 let value = series.values.get(place).copied().unwrap_or(0.0);
                 let share = if chart.top > 0.0 { (value / chart.top).clamp(0.0, 1.0) } else { 0.0 };
-                // What is there is seen.
+                // A value above zero gets at least one pixel.
                 let tall = if value > 0.0 { (share * f64::from(height)).round().max(1.0) } else { 0.0 } as i32;
                 let x = (start + slot * 0.1 + bar_width * nth as f64) as i32;
                 self.bar(Point::new(x, base - tall), Size::new(bar_width as u32, tall as u32), *color);
@@ -144,7 +144,7 @@ impl DrawTarget for Canvas {
     type Color = Rgb888;
     type Error = Infallible;
 
-    /// What lies outside is not drawn.
+    /// Pixels outside the image are not drawn.
     fn draw_iter<I: IntoIterator<Item = Pixel<Rgb888>>>(&mut self, pixels: I) -> std::result::Result<(), Infallible> {
         for Pixel(at, color) in pixels {
             let (Ok(x), Ok(y)) = (u32::try_from(at.x), u32::try_from(at.y)) else { continue };

@@ -1,33 +1,34 @@
-//! Two runs of elements compared: how many differ in a bit, how far floats lie apart, how many are not a number.
+//! Comparison of two runs of elements: number of changed elements, largest distance of floats, number of NaNs.
 //!
-//! Floats are compared as ordered integers: the sign and the magnitude of their bits. One step of that integer is one unit
-//! in the last place; both zeros are 0. A pair with a NaN counts as changed if its bits differ, but has no distance.
+//! Floats are compared as ordered integers: the sign and the magnitude of their bits. One step of this integer is one
+//! unit in the last place (ulp). Both zeros are 0. A pair with a NaN counts as changed if its bits differ, but has no
+//! distance.
 
 use tensorcask::Dtype;
 
-/// What a comparison found.
+/// Result of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Difference {
     pub elements: u64,
     pub changed: u64,
-    /// None for types that are no floats.
+    /// Largest distance in ulps; `None` for types that are not floats.
     pub max_ulps: Option<u64>,
-    /// NaN in the second run; none for types that are no floats.
+    /// Number of NaNs in the second run; `None` for types that are not floats.
     pub nans: Option<u64>,
 }
 
-/// How the bits of a float are laid out, below the sign bit if it has one.
+/// Layout of the bits of a float, below the sign bit if the type has one.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Float {
     bits: u32,
     signed: bool,
-    /// The largest magnitude that is a number; beyond it are NaNs.
+    /// Largest magnitude that is a number; larger ones are NaNs.
     largest: u64,
     /// Whether the bits of negative zero are the NaN.
     nan_is_minus_zero: bool,
 }
 
-/// The layout of a float type's bits; none for types that are no floats.
+/// Layout of the bits of a float type; `None` for other types.
 pub(crate) fn float_of(dtype: Dtype) -> Option<Float> {
     let float = |bits, largest| Some(Float { bits, signed: true, largest, nan_is_minus_zero: false });
     match dtype {
@@ -46,34 +47,34 @@ pub(crate) fn float_of(dtype: Dtype) -> Option<Float> {
 }
 
 impl Float {
-    /// The ordered integer; none for NaN.
+    /// Ordered integer of a float; `None` for NaN.
     pub(crate) fn ordered(self, bits: u64) -> Option<i64> {
         let sign = if self.signed { 1 << (self.bits - 1) } else { 0 };
         let magnitude = bits & !sign;
         if magnitude > self.largest || (self.nan_is_minus_zero && bits == sign) {
             return None;
         }
-        // Below 2^63 by `largest`.
+        // `largest` keeps the magnitude below 2^63.
         let magnitude = magnitude as i64;
         Some(if bits & sign == 0 { magnitude } else { -magnitude })
     }
 }
 
 impl Difference {
-    /// Nothing compared yet.
+    /// Creates an empty comparison.
     pub(crate) fn new(dtype: Dtype) -> Self {
         let zero = float_of(dtype).map(|_| 0);
         Self { elements: 0, changed: 0, max_ulps: zero, nans: zero }
     }
 
-    /// Adds `elements` elements, row-major, little-endian; both runs have the same length.
+    /// Adds `elements` elements, row-major and little-endian. Both runs must have the same length.
     pub(crate) fn add(&mut self, dtype: Dtype, elements: u64, a: &[u8], b: &[u8]) {
         let float = float_of(dtype);
         self.elements += elements;
         each_element(dtype, elements, a, b, |parts| self.element(float, parts));
     }
 
-    /// One element, as the bits of its parts in both runs.
+    /// Adds one element, given as the bits of its parts in both runs.
     fn element(&mut self, float: Option<Float>, parts: &[(u64, u64)]) {
         let changed = parts.iter().any(|(a, b)| a != b);
         self.changed += u64::from(changed);
@@ -92,7 +93,8 @@ impl Difference {
     }
 }
 
-/// Calls `visit` with each element of two runs of the same length: the bits of its parts in both. A complex number has two parts.
+/// Calls `visit` for each element of two runs of the same length, with the bits of its parts in both. A complex number
+/// has two parts.
 pub(crate) fn each_element(dtype: Dtype, elements: u64, a: &[u8], b: &[u8], mut visit: impl FnMut(&[(u64, u64)])) {
     match (dtype.bits(), dtype.unit_bytes()) {
         (width @ 1..8, _) => (0..elements).for_each(|element| visit(&[(packed(a, element, width), packed(b, element, width))])),
@@ -118,12 +120,12 @@ fn complex<const WIDTH: usize>(a: &[u8], b: &[u8], mut visit: impl FnMut(&[(u64,
     }
 }
 
-/// The bits of a little-endian element.
+/// Bits of a little-endian element.
 fn bits<const WIDTH: usize>(bytes: &[u8; WIDTH]) -> u64 {
     bytes.iter().rev().fold(0, |bits, &byte| bits << 8 | u64::from(byte))
 }
 
-/// Element `element` of packed ones, low bits first.
+/// Bits of element `element` in a packed run, low bits first.
 fn packed(bytes: &[u8], element: u64, width: u64) -> u64 {
     let first = element * width;
     let byte = |at: u64| usize::try_from(at).ok().and_then(|at| bytes.get(at)).copied().map_or(0, u64::from);

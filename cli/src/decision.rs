@@ -1,11 +1,11 @@
-//! Why a snapshot became a base or a delta, for reports.
+//! Report of the reason why a snapshot became a base or a delta.
 
 use serde::Serialize;
 use tensorcask::Decision;
 
 use crate::text::human_bytes;
 
-/// A decision in JSON.
+/// Decision as JSON.
 #[derive(Debug, Serialize)]
 pub(crate) struct DecisionJson {
     reason: &'static str,
@@ -26,11 +26,11 @@ impl DecisionJson {
         }
     }
 
-    /// One line.
+    /// Decision as one line of text.
     pub(crate) fn line(&self) -> String {
         let sizes = self.estimated_delta_bytes.zip(self.estimated_base_bytes);
         let sizes = sizes.map(|(delta, base)| format!(": a delta would take {}, a base {}", human_bytes(delta), human_bytes(base)));
-        format!("{}{}; {} since the last base", self.reason, sizes.unwrap_or_default(), self.since_base)
+        format!("{}{}; {} snapshots since the last base", self.reason, sizes.unwrap_or_default(), self.since_base)
     }
 
     /// Cells of a table: reason, count, estimates.

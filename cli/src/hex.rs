@@ -1,4 +1,6 @@
-//! What each byte of a cask is: header, pages, blobs, padding, the columns of the index, postscript. Spec: `spec/container.md`, `spec/index.md`.
+//! Hex dump of a cask that names each byte: header, pages, blobs, padding, columns of the index, postscript.
+//!
+//! Spec: `spec/container.md`, `spec/index.md`.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -10,27 +12,27 @@ use tensorcask::wire::POSTSCRIPT_BYTES;
 
 use crate::text::{Text, printable};
 
-/// Bytes that belong together.
+/// Range of bytes with one meaning.
 #[derive(Debug, Serialize)]
 pub(crate) struct Region {
     pub offset: u64,
     pub bytes: u64,
-    /// The part of the file: `header`, `page`, `blob`, `padding`, `index part`, `index root`, `postscript`.
+    /// Part of the file: `header`, `page`, `blob`, `padding`, `index part`, `index root`, `postscript`.
     pub part: &'static str,
     pub what: String,
-    /// The first of its bytes.
+    /// First bytes of the region.
     #[serde(skip)]
     head: Vec<u8>,
 }
 
-/// Bytes of a region that are shown.
+/// Maximum number of bytes of a region in the dump.
 const SHOWN: u64 = 64;
-/// Rows of a column whose values are told.
+/// Maximum number of rows of a column whose values are printed.
 const TOLD: usize = 8;
 const LINE: usize = 16;
 const COLUMN_ALIGNMENT: u64 = 64;
 
-/// Reads a range of a file.
+/// Function that reads a range of a file.
 pub(crate) type Read<'a> = dyn FnMut(Range<u64>) -> Result<Vec<u8>> + 'a;
 
 struct Map<'a> {
@@ -39,14 +41,14 @@ struct Map<'a> {
     read: &'a mut Read<'a>,
 }
 
-/// A column of a table: how wide its rows are, and what they are.
+/// Content of a column of a table.
 enum Kind {
     Numbers(u64),
     Text,
     Opaque,
 }
 
-/// All regions of a cask, in order, without gaps.
+/// Returns all regions of a cask, in order and without gaps.
 pub(crate) fn regions<'a>(index: &CaskIndex, read: &'a mut Read<'a>) -> Result<Vec<Region>> {
     let mut map = Map { regions: Vec::new(), end: 0, read };
     for (bytes, what) in [(8, "magic"), (16, "id"), (4, "reserved"), (4, "CRC-32 of the 28 bytes before")] {
@@ -96,7 +98,7 @@ pub(crate) fn regions<'a>(index: &CaskIndex, read: &'a mut Read<'a>) -> Result<V
 }
 
 impl Map<'_> {
-    /// The next bytes; nothing, if there are none.
+    /// Adds a region of the next bytes; adds nothing for zero bytes.
     fn take(&mut self, part: &'static str, bytes: u64, what: impl Into<String>) -> Result<()> {
         if bytes > 0 {
             let head = (self.read)(self.end..self.end.saturating_add(bytes.min(SHOWN)))?;
@@ -110,7 +112,7 @@ impl Map<'_> {
         self.take("padding", offset.saturating_sub(self.end), "")
     }
 
-    /// A column and its padding. Tells the values of a short one, and gives them.
+    /// Adds a column and its padding. Prints and returns the values of a short column.
     fn column(&mut self, part: &'static str, name: &str, kind: &Kind, bytes: u64) -> Result<Vec<u64>> {
         let mut values = Vec::new();
         let mut what = name.to_owned();
@@ -139,7 +141,8 @@ impl Map<'_> {
         Ok(values)
     }
 
-    /// The parts and the root (index 2 to 4). The library has checked both: their columns are where the numbers of the head put them.
+    /// Adds the parts and the root (clauses index 2 to 4). The library has checked that their columns lie where the
+    /// head says.
     fn index(&mut self, index: &CaskIndex) -> Result<()> {
         const FIELDS: [&str; 13] = [
             "tensors",
@@ -177,7 +180,7 @@ impl Map<'_> {
         else {
             return Ok(());
         };
-        // A part has what the shards with which it reaches 1024 chunks have.
+        // A part ends with the shard that brings it to 1024 chunks.
         let mut open = (0u64, 0u64);
         let mut sizes = Vec::new();
         for shard in 0..index.shard_count() {
@@ -249,11 +252,11 @@ impl Map<'_> {
         for (nth, length) in lengths.into_iter().enumerate() {
             self.column("index root", &format!("extension {nth}"), &Kind::Opaque, length)?;
         }
-        // Extensions that are too many to be told one by one.
+        // There are too many extensions to list one by one.
         self.take("index root", index.file_bytes().saturating_sub(POSTSCRIPT_BYTES).saturating_sub(self.end), "extensions")
     }
 
-    /// A field of the head.
+    /// Adds a field of the head.
     fn column_of_head(&mut self, name: &str) -> Result<()> {
         let value = number(&(self.read)(self.end..self.end.saturating_add(8))?);
         self.take("index root", 8, format!("head: {name} = {value}"))
@@ -266,12 +269,12 @@ impl Kind {
     }
 }
 
-/// A number, the least significant byte first.
+/// Reads a little-endian number.
 fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte))
 }
 
-/// The dump: offset, bytes, and what they are; zeros that are only padding on one line.
+/// Prints the dump: offset, bytes and meaning. Zero padding takes one line.
 pub(crate) fn describe(regions: &[Region], text: &mut Text) {
     for region in regions {
         let what = if region.what.is_empty() { region.part.to_owned() } else { format!("{}: {}", region.part, region.what) };
@@ -289,7 +292,7 @@ pub(crate) fn describe(regions: &[Region], text: &mut Text) {
             text.line(format!("{:08x}  {:<47}  {what}", region.offset + (nth * LINE) as u64, bytes.join(" ")).trim_end());
         }
         if region.bytes > SHOWN {
-            text.line(format!("{:8}  {:<47}", "", format!("... {} bytes more", region.bytes - SHOWN)).trim_end());
+            text.line(format!("{:8}  {:<47}", "", format!("... {} more bytes", region.bytes - SHOWN)).trim_end());
         }
     }
 }

@@ -1,6 +1,8 @@
-//! `tensorcask`: the command line of the checkpoint store. One module per verb; results on stdout, all else on stderr.
+//! `tensorcask`: the command line of the checkpoint store. One module per verb. Results go to stdout, everything else
+//! to stderr.
 //!
-//! A library, because two programs run it: the binary `tensorcask`, and the command of the same name in the Python package.
+//! This is a library because two programs run it: the binary `tensorcask`, and the command of the same name in the
+//! Python package.
 
 mod analysis;
 mod atomic;
@@ -8,7 +10,6 @@ mod cask;
 mod chart;
 mod compare;
 mod decision;
-
 mod hex;
 mod output;
 mod pair;
@@ -27,21 +28,29 @@ use clap::{CommandFactory, Parser};
 use verbs::Verb;
 pub use warnings::{install as show_warnings, show as show_warning};
 
-/// Small, fast, verifiable checkpoints of models in training.
+/// Stores training checkpoints: small deltas, every byte checked, every commit atomic
 #[derive(Debug, Parser)]
 #[command(name = "tensorcask", version, arg_required_else_help = true, after_help = AFTER_HELP)]
 struct Cli {
     #[command(subcommand)]
     verb: Verb,
 
-    /// One JSON object on stdout instead of text, for errors too
+    /// Print one JSON object on stdout instead of text, also for errors
     #[arg(long, global = true)]
     json: bool,
 }
 
 const AFTER_HELP: &str = "\
-STORE is a path or a URL: file://, s3://bucket/run, gs://, az://, http(s):// (reading only).
-Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*).
+STORE is a path or a URL:
+  runs/a, file:///path                            folder
+  s3://bucket/run, s3a://                         Amazon S3 and compatible servers
+  gs://bucket/run                                 Google Cloud Storage
+  az://container/run, azure://                    Azure; account in AZURE_STORAGE_ACCOUNT_NAME
+  abfss://container@account.dfs.core.windows.net/run, abfs://   Azure
+  http://host/run, https://                       web server, reading only
+
+Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*) or from the instance. The first request to a server is
+retried for TENSORCASK_CONTACT_TIMEOUT (5s), later requests for TENSORCASK_RETRY_TIMEOUT (3m) each.
 
 Exit codes: 0 ok, 1 error, 2 usage, 3 corruption, 10 not found, 11 conflict.
 

@@ -1,4 +1,4 @@
-//! What goes to stdout and stderr: one report per run, as text or as JSON, and never a raw control character.
+//! Output to stdout and stderr: one report per run, as text or JSON, without raw control characters.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -8,7 +8,7 @@ use tensorcask::{Error, ErrorKind, Result};
 
 use crate::text::{Text, printable};
 
-/// What a verb has to say, and its exit code.
+/// Report of a verb, and its exit code.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     json: String,
@@ -18,7 +18,7 @@ pub(crate) struct Outcome {
 
 impl Outcome {
     pub(crate) fn new(report: &impl Serialize, text: Text) -> Result<Self> {
-        let json = serde_json::to_string(report).map_err(|e| Error::invalid(format!("the report cannot be written as JSON: {e}")))?;
+        let json = serde_json::to_string(report).map_err(|e| Error::invalid(format!("cannot write the report as JSON: {e}")))?;
         Ok(Self { json, text, code: 0 })
     }
 
@@ -27,18 +27,18 @@ impl Outcome {
         self
     }
 
-    /// Prints, and gives the exit code.
+    /// Prints the report and returns the exit code.
     pub(crate) fn print(&self, json: bool) -> u8 {
         let printed = if json { print_line(&self.json) } else { print_raw(self.text.as_str()) };
         match printed {
-            // Whoever closed the pipe has seen enough.
+            // A closed pipe is not an error: `tensorcask log | head` closes it.
             Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => complain(&format!("error: stdout: {e}")).max(self.code),
             _ => self.code,
         }
     }
 }
 
-/// Prints an error, and gives the exit code.
+/// Prints an error and returns the exit code.
 pub(crate) fn print_error(error: &Error, json: bool) -> u8 {
     if json {
         let report = ErrorReport { error: ErrorJson::of(error) };
@@ -48,20 +48,20 @@ pub(crate) fn print_error(error: &Error, json: bool) -> u8 {
     code_of(error.kind())
 }
 
-/// Prints the JSON of an error in the arguments; the text is clap's.
+/// Prints the JSON of a usage error. clap prints the text.
 pub(crate) fn print_usage_error(text: &str) {
     let message = text.trim().trim_start_matches("error: ").to_owned();
     let error = ErrorJson { kind: "usage", message, object: None, tensor: None, clause: None };
     let _ = print_line(&serde_json::to_string(&ErrorReport { error }).unwrap_or_default());
 }
 
-/// A line on stderr; 1, for an exit code.
+/// Prints a line on stderr. Returns 1, the exit code of an error.
 pub(crate) fn complain(line: &str) -> u8 {
     let _ = writeln!(std::io::stderr(), "{}", printable(line));
     1
 }
 
-/// The exit code of an error.
+/// Exit code of an error.
 pub(crate) fn code_of(kind: ErrorKind) -> u8 {
     match kind {
         ErrorKind::Corrupt => 3,
@@ -76,7 +76,7 @@ struct ErrorReport {
     error: ErrorJson,
 }
 
-/// An error in JSON.
+/// Error as JSON.
 #[derive(Debug, Serialize)]
 pub(crate) struct ErrorJson {
     kind: &'static str,
@@ -98,7 +98,7 @@ impl ErrorJson {
     }
 }
 
-/// JSON in which characters that a terminal may obey are escaped: they stand in strings only.
+/// Escapes the characters in JSON that a terminal may interpret. They occur only in strings.
 fn printable_json(json: &str) -> String {
     let mut out = String::with_capacity(json.len());
     for c in json.chars() {

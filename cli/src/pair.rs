@@ -1,4 +1,4 @@
-//! Two states side by side: which tensors both have, and their elements in bounded memory.
+//! Two states side by side: matches their tensors by name and reads their elements in bounded memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,16 +6,16 @@ use std::ops::Range;
 use tensorcask::blocking::Snapshot;
 use tensorcask::{Dtype, Error, Result, Slice, TensorView};
 
-/// Two states of a run.
+/// Two states to compare.
 #[derive(Debug)]
 pub(crate) enum Pair<'a> {
-    /// Of a store.
+    /// Snapshots of a store.
     Snapshots([&'a Snapshot; 2]),
-    /// Of files that are mapped into memory.
+    /// Tensors of memory-mapped files.
     Views([Vec<TensorView<'a>>; 2]),
 }
 
-/// A tensor, without its elements.
+/// Description of a tensor, without its elements.
 #[derive(Debug, Clone)]
 pub(crate) struct Described {
     pub name: String,
@@ -24,11 +24,12 @@ pub(crate) struct Described {
     pub shape: Vec<u64>,
 }
 
-/// Bytes of a tensor of a store that are compared at once.
+/// Maximum number of bytes of a tensor that are read at once.
 const WINDOW_BYTES: u64 = 64 << 20;
 
 impl Pair<'_> {
-    /// All tensors by name, as the second state has them if it does; and why one cannot be compared, if so.
+    /// Returns all tensors by name, described as in the second state if it has them. The text says why a tensor cannot
+    /// be compared.
     pub(crate) fn tensors(&self) -> Vec<(Described, Option<&'static str>)> {
         let mut sides: BTreeMap<String, [Option<Described>; 2]> = BTreeMap::new();
         for side in 0..2 {
@@ -66,9 +67,10 @@ impl Pair<'_> {
         }
     }
 
-    /// Calls `visit` with runs of elements of a tensor that both have, row-major, one after the other: how many, and their bytes in both.
+    /// Reads a tensor that both states have, in row-major windows. Calls `visit` with the number of elements and their
+    /// bytes in both states.
     pub(crate) fn each_window(&self, tensor: &Described, mut visit: impl FnMut(u64, &[u8], &[u8])) -> Result<()> {
-        let differ = || Error::invalid("two reads of one slice differ in length").tensor(&tensor.name);
+        let differ = || Error::invalid("the two states returned different lengths for one slice").tensor(&tensor.name);
         match self {
             Self::Snapshots([a, b]) => {
                 for ranges in windows(tensor.dtype, &tensor.shape) {
@@ -95,14 +97,15 @@ impl Pair<'_> {
     }
 }
 
-/// Boxes of at most about a window, which together cover a tensor, row-major.
+/// Splits a tensor into boxes of at most about a window, in row-major order.
 fn windows(dtype: Dtype, shape: &[u64]) -> Box<dyn Iterator<Item = Vec<Range<u64>>> + '_> {
     let window_elements = WINDOW_BYTES * 8 / dtype.bits();
     let elements = |extents: &[u64]| extents.iter().fold(1u64, |product, &extent| product.saturating_mul(extent));
     if shape.contains(&0) {
         return Box::new(std::iter::empty());
     }
-    // The first dimension of which one index fits; those before it go index by index.
+    // Cut at the first dimension of which one index fits into a window. Dimensions before it are visited index by
+    // index.
     let cut = (0..shape.len()).find(|&at| elements(&shape[at + 1..]) <= window_elements);
     let Some(cut) = cut else { return Box::new(std::iter::once(vec![])) };
     let step = (window_elements / elements(&shape[cut + 1..])).clamp(1, shape[cut]);

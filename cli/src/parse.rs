@@ -1,4 +1,4 @@
-//! Values of arguments that several verbs take.
+//! Parsers for values of arguments.
 
 use std::time::Duration;
 
@@ -7,15 +7,15 @@ use serde_json::Value;
 use tensorcask::codec::Objective;
 use tensorcask::{At, Precision, Result, Slice};
 
-/// `N` or `latest`.
+/// Parses `N` or `latest`.
 pub(crate) fn at(text: &str) -> Result<At, String> {
     match text {
         "latest" => Ok(At::Latest),
-        _ => text.parse().map(At::Step).map_err(|_| "a step is a number, or `latest`".to_owned()),
+        _ => text.parse().map(At::Step).map_err(|_| "write a step number or `latest`".to_owned()),
     }
 }
 
-/// `30s`, `5m`, `24h`, `7d`; `0` too.
+/// Parses `30s`, `5m`, `24h`, `7d` or `0`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let bad = || "write a number and s, m, h or d, such as 24h".to_owned();
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
@@ -32,13 +32,13 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(bad)
 }
 
-/// `i/n`.
+/// Parses `i/n`.
 pub(crate) fn part(text: &str) -> Result<(u64, u64), String> {
     let numbers = text.split_once('/').and_then(|(part, of)| Some((part.parse().ok()?, of.parse().ok()?)));
-    numbers.filter(|(part, of)| part < of).ok_or_else(|| "a part is i/n with i from 0 to n-1, such as 0/4".to_owned())
+    numbers.filter(|(part, of)| part < of).ok_or_else(|| "write i/n with i from 0 to n-1, such as 0/4".to_owned())
 }
 
-/// `KEY=VALUE`: a number, true or false where it reads as one, else text.
+/// Parses `KEY=VALUE`. The value is a number, true or false if it reads as one, otherwise text.
 pub(crate) fn user(text: &str) -> Result<(String, Value), String> {
     let (key, value) = pair(text)?;
     let parsed = serde_json::from_str(value).ok().filter(|parsed| match parsed {
@@ -50,23 +50,23 @@ pub(crate) fn user(text: &str) -> Result<(String, Value), String> {
     Ok((key.to_owned(), parsed.unwrap_or_else(|| Value::String(value.to_owned()))))
 }
 
-/// `NAME=FILE`.
+/// Parses `NAME=FILE`.
 pub(crate) fn blob(text: &str) -> Result<(String, String), String> {
     let (name, file) = pair(text)?;
     Ok((name.to_owned(), file.to_owned()))
 }
 
-/// `smallest`, `balanced`, `fastest`, or three weights.
+/// Parses `smallest`, `balanced`, `fastest` or three weights.
 pub(crate) fn objective(text: &str) -> Result<Objective, String> {
     Objective::from_name(text).map_err(|e| e.message().to_owned())
 }
 
-/// A profile, or `PATTERN=SETTING`.
+/// Checks a profile or `PATTERN=SETTING`.
 pub(crate) fn precision(text: &str) -> Result<String, String> {
     Precision::parse([text]).map(|_| text.to_owned()).map_err(|e| e.message().to_owned())
 }
 
-/// Which tensors have a role, and of which parameter they are.
+/// Rule that gives tensors a role and a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct RoleRule {
     names: GlobMatcher,
@@ -75,20 +75,20 @@ pub(crate) struct RoleRule {
 }
 
 impl RoleRule {
-    /// Role and param that it gives a name; the param is the guessed one, if the rule names none.
+    /// Returns role and parameter for a name that matches. Without a parameter in the rule, the guessed one stays.
     pub(crate) fn give(&self, name: &str, guessed: &str) -> Option<(String, String)> {
         if !self.names.is_match(name) {
             return None;
         }
         let Some(param) = &self.param else { return Some((self.role.clone(), guessed.to_owned())) };
-        // The words of the glob before and after its star.
+        // The text of the glob before and after its star.
         let (before, after) = self.names.glob().glob().split_once('*').unwrap_or_default();
         let star = name.strip_prefix(before).and_then(|rest| rest.strip_suffix(after)).unwrap_or(name);
         Some((self.role.clone(), param.replace('*', star)))
     }
 }
 
-/// `GLOB=ROLE` or `GLOB=ROLE:PARAM`.
+/// Parses `GLOB=ROLE` or `GLOB=ROLE:PARAM`.
 pub(crate) fn role(text: &str) -> Result<RoleRule, String> {
     let (words, given) = text.rsplit_once('=').filter(|(glob, role)| !glob.is_empty() && !role.is_empty()).ok_or("write GLOB=ROLE")?;
     let names = GlobBuilder::new(words).build().map_err(|e| e.to_string())?.compile_matcher();
@@ -99,7 +99,7 @@ pub(crate) fn role(text: &str) -> Result<RoleRule, String> {
     };
     let stars = words.matches('*').count();
     if param.as_ref().is_some_and(|param| param.contains('*')) && (stars != 1 || words.contains(['?', '[', '{', '\\'])) {
-        return Err(format!("a `*` in PARAM stands for what the one `*` of the glob stands for; `{words}` is another kind of glob"));
+        return Err(format!("a `*` in PARAM needs a glob with exactly one `*` and no other wildcard; `{words}` is not one"));
     }
     Ok(RoleRule { names, role: role.to_owned(), param })
 }
@@ -108,14 +108,14 @@ fn pair(text: &str) -> Result<(&str, &str), String> {
     text.split_once('=').filter(|(name, _)| !name.is_empty()).ok_or_else(|| "write NAME=VALUE".to_owned())
 }
 
-/// A slice of a tensor, whose ends may be open.
+/// Slice of a tensor with optional ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SliceArg {
     pub name: String,
     ranges: Vec<(Option<u64>, Option<u64>)>,
 }
 
-/// `NAME[a:b]`, `NAME[a:b,c:d]`; either end of a range may be left out.
+/// Parses `NAME[a:b]` or `NAME[a:b,c:d]`. Both ends of a range are optional.
 pub(crate) fn slice(text: &str) -> Result<SliceArg, String> {
     let bad = || "write NAME[a:b] or NAME[a:b,c:d], ends optional".to_owned();
     let parts = text.strip_suffix(']').and_then(|text| text.rsplit_once('['));
@@ -132,7 +132,7 @@ pub(crate) fn slice(text: &str) -> Result<SliceArg, String> {
 }
 
 impl SliceArg {
-    /// The slice, in a tensor of this shape. Whether it fits is the library's to say.
+    /// Slice of a tensor of this shape. The library checks the bounds.
     pub(crate) fn of(&self, shape: &[u64]) -> Slice {
         let extent = |dimension: usize| shape.get(dimension).copied().unwrap_or(0);
         let ranges = self.ranges.iter().enumerate();

@@ -1,4 +1,4 @@
-//! A spinner on stderr, with the bytes moved so far, where stderr is a terminal.
+//! Spinner on stderr with the bytes transferred so far. Shown only if stderr is a terminal.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -14,7 +14,7 @@ use crate::text::human_bytes;
 pub(crate) struct Progress(Option<ProgressBar>);
 
 impl Progress {
-    /// Begins a phase of work on a store.
+    /// Shows the spinner while a store is used.
     pub(crate) fn start(store: &Store, what: &'static str) -> Self {
         if !std::io::stderr().is_terminal() {
             return Self(None);

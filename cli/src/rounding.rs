@@ -1,9 +1,9 @@
-//! How far rounded tensors are from what was saved, as verbs show it.
+//! Rounding reports as text and JSON.
 
 use serde::Serialize;
 use tensorcask::{RoundingReport, TensorRounding};
 
-/// Errors of one tensor, or of many.
+/// Rounding report of one or more tensors.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct RoundingJson {
     elements: u64,
@@ -11,11 +11,11 @@ pub(crate) struct RoundingJson {
     mean_relative: f64,
     mean_squared: f64,
     sign_flips: u64,
-    /// Of Adam's update; null where it is not known.
+    /// Relative error of the update of Adam; null if unknown.
     update: Option<f64>,
 }
 
-/// Errors of a tensor of a snapshot.
+/// Rounding report of a tensor of a snapshot.
 #[derive(Debug, Serialize)]
 pub(crate) struct TensorRoundingRow {
     pub step: u64,
@@ -38,14 +38,14 @@ impl RoundingJson {
         }
     }
 
-    /// In a line.
+    /// Report as one line of text.
     pub(crate) fn line(&self) -> String {
         let [max, mean, _, flips, update] = self.cells();
-        let update = if update.is_empty() { update } else { format!(", of the update {update}") };
-        format!("relative {mean} on average, {max} at most{update}; {flips} signs changed")
+        let update = if update.is_empty() { update } else { format!(", update {update}") };
+        format!("relative error: mean {mean}, max {max}{update}; {flips} signs changed")
     }
 
-    /// For a table.
+    /// Cells of a table row.
     fn cells(&self) -> [String; 5] {
         let number = |x: f64| format!("{x:.2e}");
         let update = self.update.map_or(String::new(), number);
@@ -54,17 +54,8 @@ impl RoundingJson {
 }
 
 impl TensorRoundingRow {
-    pub(crate) const HEADINGS: [&str; 9] = [
-        ">step",
-        "tensor",
-        "role",
-        "setting",
-        ">greatest relative error",
-        ">mean",
-        ">mean squared error",
-        ">signs changed",
-        ">error of the update",
-    ];
+    pub(crate) const HEADINGS: [&str; 9] =
+        [">step", "tensor", "role", "setting", ">max relative error", ">mean", ">mean squared error", ">signs changed", ">update error"];
 
     pub(crate) fn of(step: u64, tensor: &TensorRounding) -> Self {
         let TensorRounding { name, role, setting, total, .. } = tensor;

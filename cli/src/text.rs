@@ -1,8 +1,8 @@
-//! Text for a person: lines, columns, sizes; and never a raw control character.
+//! Text for people: lines, tables and sizes, without raw control characters.
 
 use std::fmt::Write as _;
 
-/// Text for a person, line by line; what is not printable in a line is escaped.
+/// Text for people, line by line. Characters that are not printable are escaped.
 #[derive(Debug, Default)]
 pub(crate) struct Text(String);
 
@@ -16,7 +16,7 @@ impl Text {
         self.0.push('\n');
     }
 
-    /// Names and values, values in one column.
+    /// Adds names and values, with the values in one column.
     pub(crate) fn fields(&mut self, fields: &[(&str, String)]) {
         let width = fields.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
         for (name, value) in fields {
@@ -24,7 +24,7 @@ impl Text {
         }
     }
 
-    /// Columns below their headings; those whose heading starts with `>` are aligned to the right.
+    /// Adds a table. A column whose heading starts with `>` is aligned to the right.
     pub(crate) fn table(&mut self, headings: &[&str], rows: &[Vec<String>]) {
         let right: Vec<bool> = headings.iter().map(|heading| heading.starts_with('>')).collect();
         let first = headings.iter().map(|heading| heading.trim_start_matches('>').to_owned()).collect();
@@ -47,7 +47,7 @@ impl Text {
     }
 }
 
-/// Bytes for a person.
+/// Number of bytes with a unit.
 pub(crate) fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if bytes < 1024 {
@@ -62,22 +62,22 @@ pub(crate) fn human_bytes(bytes: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
-/// How many times smaller the stored bytes are; none where nothing is stored.
+/// Tensor bytes over stored bytes; `None` if nothing is stored.
 pub(crate) fn ratio(tensor_bytes: u64, stored_bytes: u64) -> Option<f64> {
     (stored_bytes > 0).then(|| (tensor_bytes as f64 / stored_bytes as f64 * 1000.0).round() / 1000.0)
 }
 
-/// A ratio for a person.
+/// Ratio as text.
 pub(crate) fn human_ratio(ratio: Option<f64>) -> String {
     ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}x"))
 }
 
-/// What part of the elements changed; none of none.
+/// Share of changed elements; `None` for zero elements.
 pub(crate) fn share(changed: u64, elements: u64) -> Option<f64> {
     (elements > 0).then(|| changed as f64 / elements as f64)
 }
 
-/// A share for a person.
+/// Share as a percentage.
 pub(crate) fn percent(share: Option<f64>) -> String {
     match share {
         None => "-".to_owned(),
@@ -86,13 +86,13 @@ pub(crate) fn percent(share: Option<f64>) -> String {
     }
 }
 
-/// A shape for a person.
+/// Shape as text.
 pub(crate) fn human_shape(shape: &[u64]) -> String {
     let extents: Vec<String> = shape.iter().map(u64::to_string).collect();
     format!("[{}]", extents.join(", "))
 }
 
-/// Text in which control, format and other invisible characters are escaped, newlines too.
+/// Escapes control, format and other invisible characters, including newlines.
 pub(crate) fn printable(text: &str) -> String {
     let escape = |c: char| match c {
         '\'' | '"' | '\\' => c.to_string(),

@@ -1,6 +1,6 @@
 //! Times as RFC 3339 in UTC.
 
-/// `2026-01-31T23:59:59.123Z` of milliseconds since 1970.
+/// Formats milliseconds since 1970 as `2026-01-31T23:59:59.123Z`.
 pub(crate) fn rfc3339(ms: u64) -> String {
     let (days, of_day) = (ms / 86_400_000, ms % 86_400_000);
     let (year, month, day) = civil(days);
@@ -9,12 +9,12 @@ pub(crate) fn rfc3339(ms: u64) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hours:02}:{minutes:02}:{seconds:02}.{millis:03}Z")
 }
 
-/// The same for a person: to the second.
+/// Formats milliseconds since 1970 to the second.
 pub(crate) fn human_time(ms: u64) -> String {
     rfc3339(ms / 1000 * 1000).replace(".000Z", "Z")
 }
 
-/// Year, month and day of a number of days since 1970 (Howard Hinnant's `civil_from_days`; its years begin in March).
+/// Year, month and day of a number of days since 1970. Howard Hinnant's `civil_from_days`; its years begin in March.
 fn civil(days: u64) -> (u64, u64, u64) {
     let since = days + 719_468;
     let (era, of_era) = (since / 146_097, since % 146_097);

@@ -1,4 +1,4 @@
-//! Warnings of the library, as lines on stderr.
+//! Prints warnings of the library on stderr.
 
 use std::fmt::{Debug, Write};
 
@@ -9,9 +9,9 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::output::complain;
 
-/// Shows the library's warnings from now on, as lines on stderr.
+/// Starts printing warnings of the library as lines on stderr.
 pub fn install() {
-    // Fails only where another subscriber was set before: there is none.
+    // Fails only if another subscriber is installed, and none is.
     let _ = tracing::subscriber::set_global_default(Warnings);
 }
 

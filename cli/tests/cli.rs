@@ -32,7 +32,7 @@ impl Place {
         command().args(words).stdin(Stdio::null()).output().unwrap()
     }
 
-    /// What a command that must succeed prints with `--json`.
+    /// Returns the JSON of a command that must succeed.
     fn json(&self, arguments: &str) -> Value {
         let output = self.run(&format!("{arguments} --json"));
         assert_eq!(output.status.code(), Some(0), "{arguments}: {}", stderr(&output));
@@ -78,6 +78,21 @@ impl Place {
         bytes[4096] ^= 0x10;
         std::fs::write(&cask, bytes).unwrap();
         cask
+    }
+
+    /// Makes all objects of the store an hour old.
+    fn age(&self) {
+        let hour_ago = std::time::SystemTime::now() - std::time::Duration::from_secs(3600);
+        let mut folders = vec![self.path("run")];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                match path.is_dir() {
+                    true => folders.push(path),
+                    false => std::fs::File::options().write(true).open(path).unwrap().set_modified(hour_ago).unwrap(),
+                }
+            }
+        }
     }
 
     fn names(&self) -> Vec<String> {
@@ -296,6 +311,53 @@ fn the_log_the_chain_and_the_totals() {
 }
 
 #[test]
+fn an_output_into_a_missing_folder_names_the_folder() {
+    let place = Place::with_training();
+    let (code, error) = place.error("restore @run -o @missing/out.safetensors");
+    let folder = place.path("missing").display().to_string();
+    assert_eq!((code, &error["kind"], &error["object"]), (10, &json!("not_found"), &json!(folder)));
+    assert!(error["message"].as_str().unwrap().contains("the folder does not exist"), "{error}");
+    assert!(!place.path("missing").exists());
+}
+
+#[test]
+fn an_unchanged_state_stores_metadata_only() {
+    let place = Place::with_training();
+    let input = training_file(1010);
+    let arguments = format!("save @run --step 1011 --policy consecutive {}", input.display());
+    let text = stdout(&place.run(&arguments));
+    let stored = text.lines().find(|line| line.starts_with("stored")).unwrap();
+    assert!(stored.contains(" 0 B (") && stored.ends_with(" with metadata)"), "{stored}");
+    assert!(text.contains("rounding  none (lossless)"), "{text}");
+    let saved = place.json(&arguments.replace("1011", "1012"));
+    assert_eq!(saved["stored_bytes"], 0);
+    assert!(saved["written_bytes"].as_u64() > Some(0), "{saved}");
+    let saved = place.json(&format!("save @run --step 1013 {}", training_file(1001).display()));
+    assert!(saved["written_bytes"].as_u64() > saved["stored_bytes"].as_u64(), "{saved}");
+}
+
+#[test]
+fn a_step_that_was_replaced_is_compared_as_it_is_now() {
+    let place = Place::with_training();
+    let ids = |place: &Place| {
+        let list = place.json("ls @run");
+        let rows = list["snapshots"].as_array().unwrap().iter();
+        rows.map(|row| (row["step"].as_u64().unwrap(), row["snapshot"].clone())).collect::<HashMap<_, _>>()
+    };
+    let before = ids(&place);
+    place.json(&format!("save @run --step 1001 --replace {}", training_file(1010).display()));
+    let after = ids(&place);
+    assert_ne!(before[&1001], after[&1001]);
+    let diff = place.json("diff @run 1001 1010");
+    assert_eq!((&diff["a_snapshot"], &diff["b_snapshot"]), (&after[&1001], &after[&1010]), "the live ones");
+    assert_eq!((&diff["changed"], diff["elements"].as_u64() > Some(0)), (&json!(0), true));
+    assert!(diff["tensors"].as_array().unwrap().iter().all(|row| row["status"] == "same"), "{diff}");
+    let text = stdout(&place.run("diff @run 1001 1010"));
+    let shown = &after[&1001].as_str().unwrap()[..8];
+    assert!(text.contains(&format!("step 1001 (snapshot {shown})")), "{text}");
+}
+
+#[test]
 fn pinned_steps_are_not_forgotten() {
     let place = Place::with_training();
     assert_eq!(place.json("pin @run --step 1001")["pinned"], true);
@@ -321,7 +383,7 @@ fn old_steps_are_folded_forgotten_and_collected() {
     let folded = place.json("compact @run");
     assert_eq!((&folded["compacted"][0]["links"], &folded["compacted"][0]["changed"]), (&json!(2), &json!(true)));
     assert_eq!(place.json("gc @run --apply")["freed_bytes"], 0, "not before the floor");
-    std::thread::sleep(std::time::Duration::from_millis(20));
+    place.age();
     let freed = place.json("gc @run --apply --age-floor 0");
     assert!(freed["freed_bytes"].as_u64() > Some(before), "all three steps were stored before");
     assert_eq!(place.casks().len(), 2);
@@ -337,7 +399,7 @@ fn old_steps_are_reduced_to_their_weights() {
     let reduced = place.json("forget @run --keep-last 1 --keep-role model");
     let steps: Vec<_> = reduced["reduced"].as_array().unwrap().iter().map(|row| (row["step"].as_u64(), &row["held"])).collect();
     assert_eq!(steps, [(Some(1001), &Value::Null), (Some(1000), &Value::Null)]);
-    std::thread::sleep(std::time::Duration::from_millis(20));
+    place.age();
     assert!(place.json("gc @run --apply --age-floor 0")["freed_bytes"].as_u64() > Some(0));
     assert_eq!(place.json("ls @run")["snapshots"][0]["roles"], json!(["model"]));
     place.json("restore @run --step 1001 -o @out");
@@ -473,7 +535,7 @@ fn the_doctor_finds_leftovers_and_broken_links() {
     };
     let young = place.json("doctor @run --apply");
     assert_eq!((names(&young, "orphans").len(), names(&young, "staging").len(), names(&young, "young").len()), (0, 0, 1));
-    std::thread::sleep(std::time::Duration::from_millis(20));
+    place.age();
     for arguments in ["doctor @run --age-floor 0", "doctor @run --age-floor 0 --apply"] {
         let found = place.json(arguments);
         assert_eq!(names(&found, "orphans"), ["casks/00000000000000000000000000000000.cask"]);

@@ -4,12 +4,13 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 use tensorcask::blocking::Store;
 use tensorcask::{Slice, VerifyOptions};
 
 const KILLS: u64 = 50;
+/// Files that a save adds, about: two log entries, two casks, a manifest, and their temporary files.
+const MOMENTS: usize = 8;
 
 fn data(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data").join(file)
@@ -22,6 +23,12 @@ fn save(store: &Path, step: u64, file: &Path) -> Command {
     command
 }
 
+/// Files below a folder. One that goes away meanwhile counts or does not.
+fn count_files(folder: &Path) -> usize {
+    let Ok(entries) = std::fs::read_dir(folder) else { return 0 };
+    entries.flatten().map(|entry| if entry.path().is_dir() { count_files(&entry.path()) } else { 1 }).sum()
+}
+
 #[test]
 fn fifty_kills_lose_no_acknowledged_step() {
     let folder = tempfile::tempdir().unwrap();
@@ -29,19 +36,21 @@ fn fifty_kills_lose_no_acknowledged_step() {
     let files = [data("step-1000.safetensors"), data("step-1001.safetensors"), data("step-1010.safetensors")];
     let inputs: Vec<Vec<u8>> = files.iter().map(|file| std::fs::read(file).unwrap()).collect();
 
-    // How long a save takes here, so that kills fall all over it.
-    let started = Instant::now();
     assert!(save(&root, 0, &files[0]).status().unwrap().success());
-    let whole = started.elapsed();
-
     let mut acknowledged = vec![0u64];
     let mut killed = 0;
     let mut step = 0;
     // Saves that finish before their kill do not count; they are bounded all the same.
     while killed < KILLS && step < 4 * KILLS {
         step += 1;
+        let before = count_files(&root);
         let mut child = save(&root, step, &files[step as usize % 3]).spawn().unwrap();
-        std::thread::sleep(whole.mul_f64((step * 37 % 100) as f64 / 100.0).min(Duration::from_secs(5)));
+        // Every third save dies at once; the others, when the store has gained so many files, which falls all over a
+        // save.
+        let moment = if step % 3 == 0 { 0 } else { step as usize % MOMENTS };
+        while count_files(&root) < before + moment && child.try_wait().unwrap().is_none() {
+            std::thread::yield_now();
+        }
         let _ = child.kill();
         if child.wait().unwrap().success() {
             acknowledged.push(step);

@@ -247,6 +247,8 @@ pub(crate) fn absolute(url: &str) -> Result<String> {
     if url.contains("://") {
         return Ok(url.to_owned());
     }
+    // Refuses a text that was meant as a URL, such as `s3:/bucket/run`.
+    StoreOptions::default().open(url)?;
     let path = std::path::absolute(url).map_err(|e| Error::io(url, e))?;
     path.to_str().map(str::to_owned).ok_or_else(|| Error::invalid("the path of a store has to be text").object(url))
 }

@@ -105,7 +105,8 @@ async fn run(input: Input) {
                     }
                 }
             }
-            Operation::Pin(step, pinned) => _ = store.pin(u64::from(step % STEPS), pinned).await,
+            Operation::Pin(step, true) => _ = store.pin(u64::from(step % STEPS)).await,
+            Operation::Pin(step, false) => _ = store.unpin(u64::from(step % STEPS)).await,
             Operation::Compact(step) => _ = store.compact(At::Step(u64::from(step % STEPS)), &CompactOptions::default()).await,
             Operation::Collect => _ = store.gc(&GcOptions { apply: true, ..GcOptions::default() }).await,
             Operation::Reopen { policy, keep } => current = writer(&store, policy, keep).await,

@@ -108,10 +108,16 @@ impl Store {
         Ok(facts)
     }
 
-    /// Protects a step, or no longer.
-    fn pin(&self, py: Python<'_>, step: u64, pinned: bool) -> PyResult<()> {
+    /// Protects a step.
+    fn pin(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         let store = &self.inner;
-        py.detach(|| until_done(store, store.inner().pin(step, pinned))).map(|_| ())
+        py.detach(|| until_done(store, store.inner().pin(step))).map(|_| ())
+    }
+
+    /// Ends the protection of a step.
+    fn unpin(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        let store = &self.inner;
+        py.detach(|| until_done(store, store.inner().unpin(step))).map(|_| ())
     }
 
     /// Gives steps up.

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from . import _native
+from . import _native, _source
 from ._files import write_whole
 from ._store import Snapshot, Store, _open
 
@@ -17,7 +17,7 @@ def store_for(given: Store | str | os.PathLike[str] | None, folder: Path, beside
     """The store that was given, or the one ``beside``; and how a marker in ``folder`` names it: both may move together."""
     if given is not None:
         store = _open(given, None)
-        return store, store.url if "://" in store.url else os.path.abspath(store.url)
+        return store, store.url if _source.is_url(store.url) else os.path.abspath(store.url)
     return _open(beside.absolute(), None), os.path.relpath(beside.absolute(), folder.absolute())
 
 

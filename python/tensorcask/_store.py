@@ -38,9 +38,11 @@ _T = TypeVar("_T")
 class Store:
     """The snapshots of one training run, below one URL.
 
-    ``url``: a path, ``file://``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``memory://name``, or a store of obstore (local, S3,
-    GCS, Azure), whose settings are taken over. Nothing is read or created
-    yet. ``config`` overrides settings that the environment gives (``aws_region``, ``aws_endpoint``, ...). ``credential_provider``, for
+    ``url``: a path, ``file:///path``, ``s3://bucket/prefix`` (or ``s3a://``), ``gs://``, ``az://`` (or
+    ``abfss://container@account.dfs.core.windows.net/prefix``), ``http(s)://`` or ``memory://name``; or a store of obstore (local, S3,
+    GCS, Azure), whose settings are taken over. Nothing is read or created yet. ``config`` overrides settings of the environment
+    (``aws_region``, ``aws_endpoint``, ...); its keys ``contact_timeout`` (``"5s"``) and ``retry_timeout`` (``"3m"``) say for how long
+    the first and later requests to a server are retried. ``credential_provider``, for
     S3 and Azure: a function that returns credentials as obstore's providers do (``access_key_id``, ``secret_access_key``, ``token``,
     ``expires_at``), or a ``boto3.Session``; it is asked again before they expire, for what is opened from then on. ``fsync=False`` gives
     up durability on local disk for speed.
@@ -300,9 +302,13 @@ class Store:
         with watching(self.native(), progress, "verify"):
             return VerifyReport(**self.native().verify(depth, step))
 
-    def pin(self, step: int, pinned: bool = True) -> None:
-        """Protects a step from being forgotten, or no longer."""
-        self.native().pin(check_step(step), pinned)
+    def pin(self, step: int) -> None:
+        """Protects a step: it cannot be forgotten until it is unpinned."""
+        self.native().pin(check_step(step))
+
+    def unpin(self, step: int) -> None:
+        """Ends the protection of a step."""
+        self.native().unpin(check_step(step))
 
     def forget(self, steps: Sequence[int]) -> None:
         """Gives steps up."""
@@ -710,7 +716,7 @@ def _open(url: str | os.PathLike[str] | Store, config: Mapping[str, str] | None)
         config = {**theirs, **(config or {})}
     text = os.fspath(url)
     # A store holds its provider: no other can have its id meanwhile.
-    key = (text if "://" in text else os.path.abspath(text), tuple(sorted((config or {}).items())), id(provider))
+    key = (text if _source.is_url(text) else os.path.abspath(text), tuple(sorted((config or {}).items())), id(provider))
     with _stores_lock:
         store = _stores.pop(key, None) or Store(key[0], config, credential_provider=provider)
         _stores[key] = store

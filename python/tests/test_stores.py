@@ -68,6 +68,10 @@ def test_errors_mirror_the_kinds_of_the_library(url):
     assert caught.value.kind == "not_found" and caught.value.clause is None
     with pytest.raises(tensorcask.InvalidArgumentError, match="not supported"):
         tensorcask.Store("ftp://x")
+    for wrong, right in (("s3:/bucket/run", "s3://bucket/run"), ("GS:/bucket/run", "gs://bucket/run"), ("file:/run", "file:///run")):
+        for call in (tensorcask.Store, tensorcask.load, lambda text: tensorcask.save({}, text, step=1)):
+            with pytest.raises(tensorcask.InvalidArgumentError, match=re.escape(f"write `{right}`")):
+                call(wrong)
     tensorcask.save({"w": torch.ones(1)}, url, step=1)
     with pytest.raises(tensorcask.NotFoundError):
         tensorcask.load(url, step=9)

@@ -117,8 +117,13 @@ impl Store {
     }
 
     /// See [`Store::pin`](crate::Store::pin).
-    pub fn pin(&self, step: u64, pinned: bool) -> Result<SnapshotRecord> {
-        self.block_on(self.inner.pin(step, pinned))
+    pub fn pin(&self, step: u64) -> Result<SnapshotRecord> {
+        self.block_on(self.inner.pin(step))
+    }
+
+    /// See [`Store::unpin`](crate::Store::unpin).
+    pub fn unpin(&self, step: u64) -> Result<SnapshotRecord> {
+        self.block_on(self.inner.unpin(step))
     }
 
     /// See [`Store::forget`](crate::Store::forget).

@@ -7,8 +7,17 @@ use crate::wire::{Event, Id};
 use crate::{Error, ErrorKind, Result, Store};
 
 impl Store {
-    /// Protects a step from being forgotten, or ends that.
-    pub async fn pin(&self, step: u64, pinned: bool) -> Result<SnapshotRecord> {
+    /// Protects a step: it cannot be forgotten until it is unpinned.
+    pub async fn pin(&self, step: u64) -> Result<SnapshotRecord> {
+        self.set_pinned(step, true).await
+    }
+
+    /// Ends the protection of a step. Unpinning a step that is not pinned changes nothing.
+    pub async fn unpin(&self, step: u64) -> Result<SnapshotRecord> {
+        self.set_pinned(step, false).await
+    }
+
+    async fn set_pinned(&self, step: u64, pinned: bool) -> Result<SnapshotRecord> {
         let mut log = Log::load(self).await?;
         log.append(Id::random()?, |state| Ok(Event::Pinned { snapshot: live_step(state, step)?.id, pinned })).await?;
         log.write_catalog_if_due().await;

@@ -5,6 +5,8 @@
 mod ahead;
 mod cache;
 mod coalesce;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+mod contact;
 mod fetch;
 mod io;
 mod open;

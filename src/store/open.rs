@@ -3,10 +3,14 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::LazyLock;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+use std::time::Duration;
 
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+use super::contact::{Cloud, Connector};
 use super::*;
 
 /// How a store is opened.
@@ -24,7 +28,18 @@ pub struct StoreOptions {
     pub limits: Limits,
     /// Codecs that readers know and writers choose from.
     pub registry: Registry,
-    /// Settings of the object store (`aws_region`, `azure_storage_account_name`, ...), which override the environment's.
+    /// Settings of the object store, which override those of the environment.
+    ///
+    /// Each cloud has its keys in [`object_store`]: `aws_region`, `aws_endpoint`, `azure_storage_account_name`, `google_service_account`,
+    /// `timeout` (of one request, 30 s) and so on. Two keys are ours, with values such as `500ms`, `30s` or `5m`:
+    ///
+    /// | key | environment | default | meaning |
+    /// |---|---|---|---|
+    /// | `contact_timeout` | `TENSORCASK_CONTACT_TIMEOUT` | `5s` | time for which the first request to a server is retried |
+    /// | `retry_timeout` | `TENSORCASK_RETRY_TIMEOUT` | `3m` | time for which later requests are retried, each; below 5 min |
+    ///
+    /// A server counts as contacted from its first answer on, whatever its status. A wrong endpoint and missing credentials are
+    /// reported soon, therefore, while a long run outlives a storage that is away for a moment.
     pub config: BTreeMap<String, String>,
     /// Whether files and folders on local disk reach the disk before a save is acknowledged. Without it a power cut loses
     /// acknowledged snapshots.
@@ -46,10 +61,19 @@ impl Default for StoreOptions {
 }
 
 impl Store {
-    /// Opens a store by URL with default options: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `http(s)://`
-    /// (reading only), `file:///path`, a plain path, or `memory://name` (shared within the process).
+    /// Opens a store by URL with default options.
     ///
-    /// Nothing is read or created yet. Credentials come from the environment (`AWS_*`, `GOOGLE_*`, `AZURE_*`).
+    /// | URL | storage |
+    /// |---|---|
+    /// | `s3://bucket/prefix`, `s3a://` | Amazon S3 and servers with its protocol |
+    /// | `gs://bucket/prefix` | Google Cloud Storage |
+    /// | `az://container/prefix`, `azure://` | Azure; the account is `AZURE_STORAGE_ACCOUNT_NAME` |
+    /// | `abfss://container@account.dfs.core.windows.net/prefix`, `abfs://` | Azure |
+    /// | `http://host/path`, `https://` | a web server; reading only |
+    /// | `file:///path`, or a plain path | a folder |
+    /// | `memory://name` | memory of this process, shared by name |
+    ///
+    /// Reads and creates nothing yet. Credentials come from the environment (`AWS_*`, `GOOGLE_*`, `AZURE_*`) or from the instance.
     pub fn open(url: &str) -> Result<Self> {
         StoreOptions::default().open(url)
     }
@@ -82,6 +106,9 @@ impl StoreOptions {
     /// Opens a store by URL with these options.
     pub fn open(self, url: &str) -> Result<Store> {
         let invalid = |message: String| Error::invalid(message).object(url);
+        if let Some(right) = right_form(url) {
+            return Err(invalid(format!("write `{right}`, or `./{url}` for a local folder of that name")));
+        }
         let Some((scheme, rest)) = url.split_once("://") else {
             return self.open_local(url, PathBuf::from(url));
         };
@@ -92,15 +119,20 @@ impl StoreOptions {
                 self.open_local(url, folder)
             }
             "memory" => Ok(Store::assemble(url.to_owned(), Medium::Memory, Some(shared_memory(rest)), Path::default(), self)),
-            "s3" | "s3a" | "gs" | "az" | "azure" | "abfs" | "abfss" | "http" | "https" => {
+            _ if SCHEMES.contains(&scheme) => {
                 let parsed = parse(url)?;
+                if parsed.host_str().unwrap_or_default().is_empty() {
+                    return Err(invalid(format!("the URL names no bucket, container or host; write `{scheme}://NAME/path`")));
+                }
                 let objects = self.cloud(scheme, url)?;
                 // For http the whole URL is the root already.
                 let root = if scheme.starts_with("http") { "" } else { parsed.path() };
                 let root = Path::from_url_path(root).map_err(|e| invalid(format!("its path cannot name objects: {e}")))?;
                 Ok(Store::assemble(url.to_owned(), Medium::Remote, Some(objects), root, self))
             }
-            _ => Err(invalid(format!("`{scheme}://` is not supported; use s3, gs, az, http, https, file or memory, or a plain path"))),
+            _ => Err(invalid(format!(
+                "`{scheme}://` is not supported; use s3 (or s3a), gs, az (or azure, abfs, abfss), http, https, file or memory, or a plain path"
+            ))),
         }
     }
 
@@ -120,31 +152,38 @@ impl StoreOptions {
             #[cfg(feature = "aws")]
             "s3" | "s3a" => {
                 let mut builder = object_store::aws::AmazonS3Builder::from_env().with_url(url);
-                for (key, value) in &self.config {
+                for (key, value) in self.cloud_config() {
                     builder = builder.with_config(config_key(key, url)?, value);
                 }
+                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Aws, url)?);
                 return Ok(Arc::new(builder.build().map_err(fail)?));
             }
             #[cfg(feature = "gcp")]
             "gs" => {
                 let mut builder = object_store::gcp::GoogleCloudStorageBuilder::from_env().with_url(url);
-                for (key, value) in &self.config {
+                for (key, value) in self.cloud_config() {
                     builder = builder.with_config(config_key(key, url)?, value);
                 }
+                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Gcp, url)?);
                 return Ok(Arc::new(builder.build().map_err(fail)?));
             }
             #[cfg(feature = "azure")]
             "az" | "azure" | "abfs" | "abfss" => {
                 let mut builder = object_store::azure::MicrosoftAzureBuilder::from_env().with_url(url);
-                for (key, value) in &self.config {
+                for (key, value) in self.cloud_config() {
                     builder = builder.with_config(config_key(key, url)?, value);
                 }
-                return Ok(Arc::new(builder.build().map_err(fail)?));
+                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Azure, url)?);
+                return Ok(Arc::new(builder.build().map_err(|e| match e.to_string().contains("Account must be specified") {
+                    true => Error::invalid(NO_AZURE_ACCOUNT).object(url),
+                    false => fail(e),
+                })?));
             }
             #[cfg(feature = "http")]
             "http" | "https" => {
                 let options = object_store::ClientOptions::new().with_allow_http(true);
                 let builder = object_store::http::HttpBuilder::new().with_url(url).with_client_options(options);
+                let builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Web, url)?);
                 return Ok(Arc::new(builder.build().map_err(fail)?));
             }
             _ => Err(Error::unsupported(format!(
@@ -153,6 +192,71 @@ impl StoreOptions {
             .object(url)),
         }
     }
+}
+
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+impl StoreOptions {
+    /// Settings that are not ours.
+    #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
+    fn cloud_config(&self) -> impl Iterator<Item = (&String, &String)> {
+        self.config.iter().filter(|(key, _)| ![CONTACT_TIMEOUT, RETRY_TIMEOUT].contains(&key.as_str()))
+    }
+
+    fn connector(&self, cloud: Cloud, url: &str) -> Result<Connector> {
+        let contact_timeout = self.time(CONTACT_TIMEOUT, "TENSORCASK_CONTACT_TIMEOUT", url)?;
+        Ok(Connector::new(cloud, contact_timeout.unwrap_or(Duration::from_secs(5))))
+    }
+
+    fn retry(&self, url: &str) -> Result<object_store::RetryConfig> {
+        let default = object_store::RetryConfig::default();
+        Ok(match self.time(RETRY_TIMEOUT, "TENSORCASK_RETRY_TIMEOUT", url)? {
+            // The time is the bound, then, not the number.
+            Some(retry_timeout) => object_store::RetryConfig { retry_timeout, max_retries: usize::MAX, ..default },
+            None => default,
+        })
+    }
+
+    fn time(&self, key: &str, variable: &str, url: &str) -> Result<Option<Duration>> {
+        let (name, value) = match (self.config.get(key), std::env::var(variable)) {
+            (Some(value), _) => (key, value.clone()),
+            (None, Ok(value)) => (variable, value),
+            (None, Err(_)) => return Ok(None),
+        };
+        let bad =
+            || Error::invalid(format!("`{name}` is `{}`: write a number and ms, s or m, such as 30s", value.escape_debug())).object(url);
+        let split = value.find(|c: char| !c.is_ascii_digit()).unwrap_or(value.len());
+        let (number, unit) = value.split_at(split);
+        let milliseconds = match unit {
+            "ms" => 1,
+            "s" => 1000,
+            "m" => 60_000,
+            _ => return Err(bad()),
+        };
+        let number: u64 = number.parse().map_err(|_| bad())?;
+        number.checked_mul(milliseconds).map(|time| Some(Duration::from_millis(time))).ok_or_else(bad)
+    }
+}
+
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+const CONTACT_TIMEOUT: &str = "contact_timeout";
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+const RETRY_TIMEOUT: &str = "retry_timeout";
+
+#[cfg(feature = "azure")]
+const NO_AZURE_ACCOUNT: &str = "no storage account for Azure: set AZURE_STORAGE_ACCOUNT_NAME (or `azure_storage_account_name` in the config of \
+    the store), or write abfss://container@account.dfs.core.windows.net/path";
+
+const SCHEMES: [&str; 11] = ["file", "memory", "s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "http", "https"];
+
+/// The URL that was meant, if this one begins with a scheme that we know and is none: `s3:/bucket`, `s3:bucket`, `S3://bucket`.
+fn right_form(url: &str) -> Option<String> {
+    let (given, rest) = url.split_once(':')?;
+    let scheme = SCHEMES.into_iter().find(|scheme| scheme.eq_ignore_ascii_case(given))?;
+    if given == scheme && rest.starts_with("//") {
+        return None;
+    }
+    let slashes = if scheme == "file" { "///" } else { "//" };
+    Some(format!("{scheme}:{slashes}{}", rest.trim_start_matches('/')))
 }
 
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]

@@ -19,12 +19,15 @@ impl Store {
     /// Races creates on scratch objects, and refuses a storage on which a name can be created twice.
     pub async fn probe(&self) -> Result<ProbeReport> {
         let run = Id::random()?;
-        // It stays while the rounds go on: where it is gone, somebody deletes objects here, and a round proves nothing.
+        // The marker stays while the rounds go on. If it is gone, another process deletes objects here, and a round proves nothing.
         let marker = format!("probe/{run}");
         self.create_unique(&marker, Bytes::from_static(b"probe")).await?;
         let found = self.probe_rounds(run).await;
         if found.as_ref().is_err_and(|e| e.kind() == ErrorKind::UnsafeStore) && self.head_if_present(&marker).await?.is_none() {
-            let message = "objects were removed while the storage was being tried: somebody deletes or replaces this store. Save again";
+            let message = format!(
+                "`{marker}`, which tensorcask had written to test the storage, was removed during the test. Another process deletes or \
+                 replaces this store; save again when it is done"
+            );
             return Err(Error::new(ErrorKind::Conflict, message).object(self.url()));
         }
         if let Err(e) = self.delete(&marker).await {

@@ -135,7 +135,7 @@ async fn cycle(store: &Store) -> Result<()> {
         ensure(rows.data == expected, format!("a slice of step {step} holds other bytes"))?;
         ensure(snapshot.read_blob(0, "rng").await? == step.to_string().into_bytes(), "a blob holds other bytes")?;
     }
-    store.pin(1, true).await?;
+    store.pin(1).await?;
     ensure(store.forget(&[1]).await.is_err(), "a pinned step was forgotten")?;
     store.forget(&[2]).await?;
     ensure(store.snapshot(2).await.is_err(), "a forgotten step is still there")?;

@@ -152,8 +152,8 @@ async fn pin_and_forget_beside_a_hundred_saves_disturb_nothing() {
                     tokio::task::yield_now().await;
                     continue;
                 }
-                store.pin(next, true).await.unwrap();
-                store.pin(next, false).await.unwrap();
+                store.pin(next).await.unwrap();
+                store.unpin(next).await.unwrap();
                 store.forget(&[next]).await.unwrap();
                 forgotten.push(next);
                 next += 7;
@@ -430,7 +430,7 @@ async fn a_store_with_unknown_features_is_read_but_not_written() {
     for error in [
         save(&mut writer, 2).await.unwrap_err(),
         store.writer(Policy::Full).await.unwrap_err(),
-        store.pin(1, true).await.unwrap_err(),
+        store.pin(1).await.unwrap_err(),
         store.forget(&[1]).await.unwrap_err(),
     ] {
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");

@@ -186,7 +186,7 @@ fn flips_and_cuts_of_a_catalog_are_detected_and_harmless() {
         writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).unwrap();
     }
     for i in 0..61 {
-        store.pin(1, i % 2 == 0).unwrap();
+        (if i % 2 == 0 { store.pin(1) } else { store.unpin(1) }).unwrap();
     }
     let objects = objects_of(&folder.path().join("run"));
     let at = below(&objects, "catalog/")[0];

@@ -51,7 +51,7 @@ async fn chain(steps: impl IntoIterator<Item = u64>) -> (Store, Writer) {
 #[tokio::test]
 async fn retention_keeps_the_last_every_nth_pins_and_the_newest() {
     let (store, _writer) = chain(1..=9).await;
-    store.pin(2, true).await.unwrap();
+    store.pin(2).await.unwrap();
     let retention = Retention { keep_last: Some(2), keep_every: Some(4) };
     let steps = |records: Vec<tensorcask::SnapshotRecord>| records.iter().map(|record| record.step).collect::<Vec<_>>();
     assert_eq!(steps(store.retain(retention, false).await.unwrap()), [1, 3, 5, 6, 7]);
@@ -229,7 +229,7 @@ async fn old_steps_keep_their_weights_and_lose_the_rest() {
     for step in 1..=8 {
         save(&mut writer, step).await.unwrap();
     }
-    store.pin(2, true).await.unwrap();
+    store.pin(2).await.unwrap();
     let model = ["model".to_owned()];
     let keep = Retention { keep_last: Some(2), keep_every: None };
     let reduced = store.retain_roles(keep, &model, &CompactOptions::default()).await.unwrap();
@@ -291,7 +291,10 @@ async fn a_reduced_step_is_never_the_latest_nor_a_parent() {
 async fn snapshots_are_forgotten_by_id_where_they_still_count() {
     let (store, mut writer) = chain(1..=4).await;
     let ids: Vec<_> = store.records().await.unwrap().iter().map(|record| record.id).collect();
-    store.pin(1, true).await.unwrap();
+    assert!(store.pin(1).await.unwrap().pinned);
+    assert!(!store.unpin(1).await.unwrap().pinned);
+    assert!(!store.unpin(1).await.unwrap().pinned, "again");
+    store.pin(1).await.unwrap();
     save(&mut writer, 3).await.unwrap();
     // Pinned, wanted, saved again meanwhile, and one that never was.
     let unknown = tensorcask::wire::Id::random().unwrap();
@@ -326,7 +329,7 @@ async fn roles_are_not_dropped_from_under_a_codec_that_is_not_known() {
 #[tokio::test]
 async fn pins_outlive_everything() {
     let (store, mut writer) = chain(1..=2).await;
-    store.pin(2, true).await.unwrap();
+    store.pin(2).await.unwrap();
     save(&mut writer, 2).await.unwrap();
     assert!(store.forget(&[1, 2]).await.is_ok(), "the second snapshot of step 2 is not pinned");
     let report = store.gc(&NOW).await.unwrap();

@@ -214,7 +214,7 @@ async fn nobody_commits_to_a_log_with_a_gap() {
         assert!(error.to_string().contains("Put it back"), "{error}");
     };
     is_told(run.store().writer(Policy::Full).await.unwrap_err());
-    is_told(run.store().pin(1, true).await.unwrap_err());
+    is_told(run.store().pin(1).await.unwrap_err());
     is_told(save(&mut writer, 5).await.unwrap_err());
     assert!(!gap.exists());
 }
@@ -328,7 +328,9 @@ async fn a_deletion_while_a_store_is_created_does_not_blame_the_storage() {
     let store = wrap(Arc::new(deleting));
     let error = store.writer(Policy::Full).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Conflict);
-    assert!(error.to_string().contains("somebody deletes or replaces this store"), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("`probe/") && text.contains("was removed during the test"), "says what was seen: {text}");
+    assert!(text.contains("Another process deletes or replaces this store; save again"), "{text}");
     save(&mut store.writer(Policy::Full).await.unwrap(), 1).await.unwrap();
 }
 

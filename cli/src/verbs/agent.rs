@@ -1,4 +1,4 @@
-//! `tensorcask agent`: the process that takes states out of shared memory; and how it is doing.
+//! `tensorcask agent`: runs the background process of the engine, or shows its status.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,9 +14,11 @@ use crate::text::{Text, human_bytes};
 #[derive(Debug, clap::Args)]
 #[command(
     args_conflicts_with_subcommands = true,
-    after_help = "A trainer that uses the engine starts an agent by itself; started by hand, it goes on with what an earlier one left in shared
-memory. It ends on SIGTERM, SIGINT or `agent stop`, after it has encoded and uploaded what waits; a second signal ends it at once,
-and what waits stays in shared memory for the next. Prometheus reads its metrics from the socket:
+    after_help = "The agent encodes, replicates and uploads the states that trainers put into shared memory. A trainer that uses the engine
+starts an agent automatically. An agent that you start yourself continues with the states in shared memory.
+
+The agent ends on SIGTERM, SIGINT or `agent stop`, after it has encoded and uploaded the waiting states. A second signal
+ends it at once; the waiting states stay in shared memory for the next agent. Prometheus reads metrics from the socket:
   curl --unix-socket /dev/shm/tensorcask-$UID/agent.sock http://agent/metrics
 
 Example:
@@ -26,36 +28,36 @@ Example:
 pub(crate) struct Args {
     #[command(subcommand)]
     verb: Option<AgentVerb>,
-    /// The engine's folder in shared memory [default: $TENSORCASK_ENGINE_DIR, else /dev/shm/tensorcask-UID]
+    /// Folder of the engine in shared memory [default: $TENSORCASK_ENGINE_DIR, else /dev/shm/tensorcask-UID]
     #[arg(long, value_name = "DIR", global = true)]
     folder: Option<PathBuf>,
-    /// End after so long without a trainer and without work, such as 15m; 0 is never
+    /// Exit after this time without a trainer and without work, such as 15m; 0 means never
     #[arg(long, value_name = "TIME", default_value = "0", value_parser = parse::duration)]
     idle_exit: Duration,
-    /// When told to end, go on for so long with what waits
+    /// Time for finishing the waiting states after a request to end
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse::duration)]
     drain: Duration,
-    /// By how much to give way to the trainer: 0 to 19
+    /// Scheduling priority (nice value): 0 to 19, higher gives way to the trainer
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(i32).range(0..20))]
     nice: i32,
-    /// Leave the session of the process that starts it
+    /// Detach from the session of the parent process
     #[arg(long)]
     detach: bool,
 }
 
 #[derive(Debug, clap::Subcommand)]
 enum AgentVerb {
-    /// Show how runs, saves and tiers are doing
+    /// Show the status of runs, saves and tiers
     Status(Status),
-    /// Tell the agent to finish what waits, and to end
+    /// Make the agent finish the waiting states and exit
     Stop,
-    /// Show the metrics that Prometheus reads
+    /// Print the Prometheus metrics
     Metrics,
 }
 
 #[derive(Debug, clap::Args)]
 struct Status {
-    /// Show it again each second, until the agent ends
+    /// Refresh every second until the agent exits
     #[arg(long)]
     watch: bool,
 }
@@ -75,7 +77,7 @@ pub(crate) fn run(args: &Args, json: bool) -> Result<Outcome> {
         Some(AgentVerb::Stop) => {
             let status = stop_agent(folder)?;
             let mut text = Text::default();
-            text.line(format!("agent {} finishes what waits, and ends", status.pid));
+            text.line(format!("agent {} finishes the waiting states and exits", status.pid));
             Outcome::new(&status, text)
         }
         Some(AgentVerb::Metrics) => {
@@ -102,9 +104,9 @@ fn serve(args: &Args) -> Result<Outcome> {
         detach: args.detach,
     };
     let (ended, waiting, line) = match run_agent(&options)? {
-        Ended::AnotherRuns => ("another_runs", 0, "another agent runs here".to_owned()),
-        Ended::Drained => ("drained", 0, "nothing waits".to_owned()),
-        Ended::Waiting(waiting) => ("waiting", waiting, format!("{waiting} states still wait in shared memory for the next agent")),
+        Ended::AnotherRuns => ("another_runs", 0, "another agent is running".to_owned()),
+        Ended::Drained => ("drained", 0, "no state is waiting".to_owned()),
+        Ended::Waiting(waiting) => ("waiting", waiting, format!("{waiting} states wait in shared memory for the next agent")),
     };
     let mut text = Text::default();
     text.line(line);

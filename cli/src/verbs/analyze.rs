@@ -1,4 +1,4 @@
-//! `tensorcask analyze`: how two states differ, in numbers that tell what codecs can make of it.
+//! `tensorcask analyze`: measures how two states differ, in numbers that predict compression.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -19,18 +19,23 @@ use crate::text::{Text, human_shape, percent};
 #[derive(Debug, clap::Args)]
 #[command(
     override_usage = "tensorcask analyze [OPTIONS] A.safetensors B.safetensors\n       tensorcask analyze [OPTIONS] STORE STEP STEP",
-    after_help = "Two safetensors files, or a store and two of its steps (a number, or `latest`). For every tensor that both have, and for all of one
-role and type together: the share of elements that changed, of rows that changed at all, of elements in which each bit flipped; the order-0
-entropy of the byte planes of B and of its exclusive or with A, in bits of an element; how many representable numbers floats moved by.
+    after_help = "Compares two safetensors files, or two steps of a store (a number, or `latest`). Reports for each tensor, and for each
+combination of role and type:
+  changed      share of elements that changed
+  rows         share of rows with a change
+  bits         order-0 entropy of the byte planes of B, in bits per element
+  bits of XOR  the same for the XOR of A and B
+  median ulps  number of representable floats by which the median element moved
+Also lists the share of elements in which each bit flipped.
 
 Example:
   tensorcask analyze step-1000.safetensors step-1001.safetensors --png difference.png"
 )]
 pub(crate) struct Args {
-    /// Two safetensors files; or a store and two steps
+    /// Two safetensors files, or a store and two steps
     #[arg(required = true, num_args = 2..=3, value_name = "INPUT")]
     inputs: Vec<String>,
-    /// Draw it into a file, too
+    /// Also draw the result as a PNG
     #[arg(long, value_name = "FILE.png")]
     png: Option<PathBuf>,
 }
@@ -47,7 +52,7 @@ struct Report {
     left_out: Vec<LeftOut>,
 }
 
-/// All tensors of a role and a type.
+/// Figures of all tensors of one role and type.
 #[derive(Debug, Serialize)]
 struct Group {
     role: String,
@@ -67,7 +72,7 @@ struct Row {
     figures: Figures,
 }
 
-/// A tensor that only one side has, or both in different types or shapes.
+/// Tensor that only one side has, or that has different types or shapes.
 #[derive(Debug, Serialize)]
 struct LeftOut {
     name: String,
@@ -103,7 +108,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     Outcome::new(&report, text)
 }
 
-/// The report, and what is drawn.
+/// Returns the report and the bands of the picture.
 fn analyze(pair: &Pair<'_>, a: String, b: String) -> Result<(Report, Vec<Band>)> {
     let mut report = Report { a, b, elements: 0, changed: 0, changed_share: None, groups: vec![], tensors: vec![], left_out: vec![] };
     let mut groups: BTreeMap<(String, Dtype), (u64, Analysis)> = BTreeMap::new();
@@ -164,7 +169,7 @@ impl Report {
             if let Some(bins) = &figures.ulps {
                 let total = bins.iter().map(|bin| bin.elements).sum::<u64>().max(1);
                 let of_all = |bin: &Bin| bin.elements as f64 / total as f64 * 100.0;
-                // A list of zeros tells nothing.
+                // Leave out bins that would print as 0.0.
                 let shown = bins.iter().filter(|bin| of_all(bin) >= 0.05).map(|bin| format!("{}: {:.1}", span(bin), of_all(bin)));
                 fields.push(("  moved by ulps, %", shown.collect::<Vec<_>>().join("  ")));
             }
@@ -172,14 +177,14 @@ impl Report {
         }
         text.line("");
         for left in &self.left_out {
-            text.line(format!("{} is left out: {}", left.name, left.status));
+            text.line(format!("{} was left out: {}", left.name, left.status));
         }
         text.line(format!("{} to {}: {} of {} elements changed", self.a, self.b, percent(self.changed_share), self.elements));
         text
     }
 }
 
-/// The numbers of a bin; from a power of two up to the next, where they are large.
+/// Range of a bin as text; large ranges as the power of two at which they begin.
 fn span(bin: &Bin) -> String {
     match bin {
         Bin { from, to, .. } if from == to => from.to_string(),
@@ -188,7 +193,7 @@ fn span(bin: &Bin) -> String {
     }
 }
 
-/// The bin in which the middle element lies.
+/// Bin of the median element.
 fn median(figures: &Figures) -> String {
     let Some(bins) = &figures.ulps else { return "-".to_owned() };
     let total: u64 = bins.iter().map(|bin| bin.elements).sum();
@@ -200,14 +205,14 @@ fn median(figures: &Figures) -> String {
     middle.map_or("-".to_owned(), span)
 }
 
-/// What is drawn of a group.
+/// Charts of a group.
 fn band(group: &Group) -> Band {
     let Group { role, dtype, tensors, figures } = group;
     let most = |values: &[f64]| values.iter().copied().fold(0.0, f64::max);
     let as_percent = |share: f64| format!("{:.1}%", share * 100.0);
     let every = |count: usize| if count > 16 { 4 } else { 1 };
     let numbered = |at: usize, count: usize| if at.is_multiple_of(every(count)) { at.to_string() } else { String::new() };
-    // Bits and planes stand as they are written, the highest first.
+    // Bits and planes are drawn as they are written: highest first.
     let flips: Vec<f64> = figures.flips.iter().rev().copied().collect();
     let count = flips.len();
     let mut charts = vec![

@@ -1,4 +1,4 @@
-//! `tensorcask chain`: what a step is rebuilt from.
+//! `tensorcask chain`: lists the snapshots from which a step is rebuilt.
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
@@ -10,14 +10,14 @@ use crate::text::{Text, human_bytes};
 use crate::time::{human_time, rfc3339};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "A base stands alone; a delta needs the snapshot below it.
+#[command(after_help = "A base is self-contained. A delta needs the snapshot on the next line.
 
 Example:
   tensorcask chain runs/a --step 1200")]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// The step, or `latest`
+    /// Step number or `latest`
     #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
     step: At,
 }

@@ -1,4 +1,4 @@
-//! `tensorcask compact`: folds chains into bases.
+//! `tensorcask compact`: rewrites the chain of a step as one base.
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
@@ -10,16 +10,17 @@ use crate::progress::Progress;
 use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "The step becomes a base that needs no other snapshot, with the same id and the same content; every step restores
-to what it did before, and deltas made against it stay as they are. The old casks stay until `forget` and `gc` let go of them.
-Safe beside a running writer.
+#[command(
+    after_help = "The step becomes a base that needs no other snapshot. Its id and its content stay the same, and so do the deltas that
+were made against it. The old casks stay until `forget` and `gc` release them. Safe while a writer runs.
 
 Example:
-  tensorcask compact runs/a --step 1200")]
+  tensorcask compact runs/a --step 1200"
+)]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// Steps, or `latest`
+    /// Step numbers or `latest`
     #[arg(long, value_name = "N", default_value = "latest", num_args = 1.., value_delimiter = ',', value_parser = parse::at)]
     step: Vec<At>,
 }

@@ -1,4 +1,4 @@
-//! `tensorcask consolidate`: one snapshot, without shards, in a store of its own.
+//! `tensorcask consolidate`: writes one snapshot, with its shards merged, into a new store.
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
@@ -11,8 +11,8 @@ use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Tensors that ranks hold in shards become whole ones; two casks hold all of them, apart from blobs. DST is created, and has to be
-empty.
+    after_help = "Merges the shards of all ranks into whole tensors. Two casks hold all tensors. DST must be empty; it is created if it does
+not exist.
 
 Example:
   tensorcask consolidate s3://bucket/run42 archive/run42-step-9000 --step 9000"
@@ -22,7 +22,7 @@ pub(crate) struct Args {
     store: String,
     /// Path or URL of the new store
     destination: String,
-    /// The step, or `latest`
+    /// Step number or `latest`
     #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
     step: At,
 }

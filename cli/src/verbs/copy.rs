@@ -10,9 +10,9 @@ use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Snapshots keep their ids, manifests and casks, byte by byte; the log of the copy is a new one, of the same run. What is
-forgotten and not needed stays behind. Every cask is checked at the destination before it is committed. A copy that was
-interrupted goes on where it was when it is started again; a later one adds what is new.
+    after_help = "Snapshots keep their ids, manifests and casks, byte for byte. The copy gets a new log of the same run. Forgotten snapshots
+that no copied snapshot needs are not copied. Every cask is checked at the destination before its snapshot is committed.
+Run the command again to resume an interrupted copy, or to add new snapshots to an earlier copy.
 
 Example:
   tensorcask copy runs/a s3://bucket/run42"
@@ -20,9 +20,9 @@ Example:
 pub(crate) struct Args {
     /// Path or URL of the store
     source: String,
-    /// Path or URL of the copy: an empty place, or an earlier copy
+    /// Path or URL of the copy: empty, or an earlier copy
     destination: String,
-    /// Only these steps, and what they are rebuilt from
+    /// Copy only these steps and the snapshots that they need
     #[arg(long = "step", value_name = "N", num_args = 1.., value_delimiter = ',')]
     steps: Vec<u64>,
 }

@@ -1,4 +1,4 @@
-//! `tensorcask diff`: two steps, tensor by tensor, in bounded memory.
+//! `tensorcask diff`: compares two steps tensor by tensor, in bounded memory.
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
@@ -13,8 +13,9 @@ use crate::text::{Text, human_shape, percent, share};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Elements are compared bit by bit. For floats, `ulps` is the largest distance in units in the last place, pairs with
-a NaN left out, and `NaN` counts those in B.
+    after_help = "Compares elements bit by bit. For floats, `ulps` is the largest distance in units in the last place, without pairs that
+contain a NaN. `NaN` is the number of NaNs in B. A step that was saved again is compared as it is now; the last line names
+the ids of both snapshots.
 
 Example:
   tensorcask diff runs/a 1000 1001"
@@ -22,10 +23,10 @@ Example:
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// A step, or `latest`
+    /// Step number or `latest`
     #[arg(value_parser = parse::at)]
     a: At,
-    /// The step to compare with it, or `latest`
+    /// Step to compare with A: a number or `latest`
     #[arg(value_parser = parse::at)]
     b: At,
 }
@@ -35,6 +36,9 @@ struct Report<'a> {
     store: &'a str,
     a: u64,
     b: u64,
+    /// Id of the compared snapshot of step `a`. A step that was saved again has a new snapshot.
+    a_snapshot: String,
+    b_snapshot: String,
     elements: u64,
     changed: u64,
     changed_share: Option<f64>,
@@ -75,8 +79,18 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 
     let sum = |of: fn(&Row) -> Option<u64>| rows.iter().filter_map(of).fold(0, u64::saturating_add);
     let (elements, changed, nan_b) = (sum(|row| row.elements), sum(|row| row.changed), sum(|row| row.nan_b));
-    let (a, b) = (a.step(), b.step());
-    let report = Report { store: &args.store, a, b, elements, changed, changed_share: share(changed, elements), nan_b, tensors: rows };
+    let report = Report {
+        store: &args.store,
+        a: a.step(),
+        b: b.step(),
+        a_snapshot: a.record().id.to_hex(),
+        b_snapshot: b.record().id.to_hex(),
+        elements,
+        changed,
+        changed_share: share(changed, elements),
+        nan_b,
+        tensors: rows,
+    };
     let text = report.describe();
     Outcome::new(&report, text)
 }
@@ -102,7 +116,7 @@ impl Row {
 impl Report<'_> {
     fn describe(&self) -> Text {
         let number = |value: Option<u64>| value.map_or("-".to_owned(), |value| value.to_string());
-        // A tensor that stayed as it was is of interest only if it is not sound.
+        // Show an unchanged tensor only if it contains NaNs.
         let shown = self.tensors.iter().filter(|row| row.status != "same" || row.nan_b.unwrap_or(0) > 0);
         let cells = shown.map(|row| {
             let (dtype, shape) = (row.dtype.to_owned(), human_shape(&row.shape));
@@ -116,7 +130,9 @@ impl Report<'_> {
             text.table(&["tensor", "status", "dtype", "shape", ">changed", ">ulps", ">NaN"], &cells);
         }
         let share = percent(self.changed_share);
-        text.line(format!("step {} to {}: {share} of {} elements changed; {same} tensors are the same", self.a, self.b, self.elements));
+        let side = |step: u64, snapshot: &str| format!("step {step} (snapshot {snapshot:.8})");
+        let (a, b) = (side(self.a, &self.a_snapshot), side(self.b, &self.b_snapshot));
+        text.line(format!("{a} to {b}: {share} of {} elements changed; {same} tensors are the same", self.elements));
         text
     }
 }

@@ -1,4 +1,4 @@
-//! `tensorcask doctor`: what is wrong with a store, and what lies about in it.
+//! `tensorcask doctor`: finds broken links, unsafe storage and leftovers.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Looks for broken links from log to casks (`verify` looks into casks), tries whether the storage keeps its promises (with
-scratch objects, which it removes), and finds leftovers: objects that nothing names, and files of uploads that ended in the
-middle. --apply deletes leftovers older than --age-floor, and nothing else. Ends with 3 if something stored is damaged.
+    after_help = "Checks the links from the log to the casks; `verify` also checks the content of casks. Tests with scratch objects whether
+the storage supports atomic commits. Finds leftovers: objects that no snapshot references, and files of interrupted
+uploads. --apply deletes leftovers older than --age-floor, and nothing else. Exits with 3 if stored data is damaged.
 
 Example:
   tensorcask doctor runs/a"
@@ -24,10 +24,10 @@ Example:
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// Delete leftovers; otherwise they are only told
+    /// Delete leftovers; without this option they are only listed
     #[arg(long)]
     apply: bool,
-    /// How old leftovers must be: 30m, 24h, 7d; see `gc --help`
+    /// Minimum age of leftovers to delete, such as 30m, 24h or 7d; see `gc --help`
     #[arg(long, value_name = "TIME", default_value = "24h", value_parser = parse::duration)]
     age_floor: Duration,
 }
@@ -60,16 +60,16 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         };
     }
     if let Some(probe) = found.probe {
-        text.line(format!("the storage keeps its promises: one winner in each of {} races", probe.rounds));
+        text.line(format!("the storage is safe: exactly one writer won each of {} races", probe.rounds));
     }
     let deletes = if args.apply { "deleted" } else { "would delete" };
-    for (what, objects) in [("that nothing names", &found.orphans), ("of uploads that ended in the middle", &found.staging)] {
+    for (what, objects) in [("unreferenced", &found.orphans), ("interrupted upload", &found.staging)] {
         for object in objects {
             text.line(format!("{deletes} {} ({}), {what}", object.path, human_bytes(object.bytes)));
         }
     }
     if !found.young.is_empty() {
-        text.line(format!("{} objects that nothing names are not old enough to be deleted", found.young.len()));
+        text.line(format!("{} unreferenced objects are younger than --age-floor and stay", found.young.len()));
     }
     for advice in &found.advice {
         text.line(format!("note: {advice}"));

@@ -1,4 +1,4 @@
-//! `tensorcask forget`: says that steps are no longer wanted.
+//! `tensorcask forget`: marks steps as no longer wanted.
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
@@ -9,12 +9,12 @@ use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Nothing is deleted: the bytes stay while a newer delta needs them, and until `gc --apply` collects them. Pinned steps
-and the newest step are kept by --keep-last and --keep-every; with both, a step stays that either of them keeps. All steps of
---step are forgotten in one commit, or none. Forgetting does not disturb a running writer.
+    after_help = "Deletes nothing: the bytes stay while a newer delta needs them, and until `gc --apply` deletes them. --keep-last and
+--keep-every always keep pinned steps and the newest step. With both options, a step stays if either keeps it. --step
+forgets all its steps in one commit, or none. Safe while a writer runs.
 
-With --keep-role, steps are not forgotten but reduced to the tensors of some roles: the bytes of the others go with the next gc. A step
-whose optimizer state a newer step needs stays whole. A reduced step is restored by its number, never as `latest`.
+--keep-role does not forget the steps. It reduces them to the tensors of the given roles; the next gc deletes the rest. A
+step stays whole if a newer step needs its other tensors. `latest` never means a reduced step; restore it by number.
 
 Example:
   tensorcask forget runs/a --step 1000 1100
@@ -25,19 +25,19 @@ Example:
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// These steps
+    /// Forget these steps
     #[arg(long = "step", value_name = "N", num_args = 1.., value_delimiter = ',', conflicts_with_all = ["keep_last", "keep_every"])]
     steps: Vec<u64>,
-    /// All but the last N steps, by commit
+    /// Forget all but the last N committed steps
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     keep_last: Option<u64>,
-    /// All but the steps that are multiples of N
+    /// Forget all steps that are not multiples of N
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     keep_every: Option<u64>,
-    /// Keep the tensors of these roles of the steps that would be forgotten
+    /// Keep the tensors of these roles and forget the others
     #[arg(long, value_name = "ROLE", num_args = 1.., value_delimiter = ',', conflicts_with = "dry_run")]
     keep_role: Vec<String>,
-    /// Only tell which
+    /// Only list the steps
     #[arg(long)]
     dry_run: bool,
 }

@@ -1,4 +1,4 @@
-//! `tensorcask gc`: gives up what nothing needs, and deletes what has been without need for long enough.
+//! `tensorcask gc`: collects snapshots that no other snapshot needs, and deletes their objects after a waiting time.
 
 use std::time::Duration;
 
@@ -13,27 +13,28 @@ use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Two phases. Forgotten and superseded snapshots that no other needs are given up in the log at once; their objects, and
-leftovers of saves that failed, are deleted when nothing has needed them for --age-floor, by the clock of the storage. So a
-first run frees nothing of what it gives up: run it again later. Safe beside writers, readers and compaction.
+    after_help = "Garbage collection has two phases. First, the log marks forgotten and replaced snapshots that no other snapshot needs as
+collected. Later, their objects and the leftovers of failed saves are deleted, once they have been unneeded for --age-floor
+by the clock of the storage. The first run therefore frees none of the snapshots that it collects: run it again later.
+Safe while writers, readers and compaction run.
 
-A writer refuses to commit what it began more than half the floor ago. Writers assume 24 h: do not go below it while any
-runs. Nothing is deleted while a manifest that is needed cannot be read.
+A writer refuses to commit a save that began more than half the age floor ago. Writers assume a floor of 24h: do not use a
+lower one while a writer runs. Nothing is deleted while a needed manifest is unreadable.
 
 Example:
-  tensorcask gc runs/a            # only tell
+  tensorcask gc runs/a            # only list
   tensorcask gc runs/a --apply"
 )]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// Do it; otherwise it is only told
+    /// Collect and delete; without this option both are only listed
     #[arg(long)]
     apply: bool,
-    /// How long nothing must have needed an object: 30m, 24h, 7d
+    /// Time for which an object must have been unneeded, such as 30m, 24h or 7d
     #[arg(long, visible_alias = "older-than", value_name = "TIME", default_value = "24h", value_parser = parse::duration)]
     age_floor: Duration,
-    /// Directories that nothing names too; no writer, compaction or copy may run meanwhile
+    /// Also delete unreferenced directories; no writer, compaction or copy may run meanwhile
     #[arg(long)]
     directories: bool,
 }
@@ -59,7 +60,7 @@ struct Row {
     status: &'static str,
 }
 
-/// An object in JSON.
+/// Object as JSON.
 #[derive(Debug, Serialize)]
 pub(crate) struct Object {
     object: String,
@@ -84,16 +85,16 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let found = store.gc(&options)?;
     drop(progress);
     let mut text = Text::default();
-    let (gives, frees) = if args.apply { ("gave up", "freed") } else { ("would give up", "would free") };
-    text.line(format!("{gives} {} snapshots ({}) that nothing needs", found.collected.len(), human_bytes(found.collected_bytes)));
+    let (gives, frees) = if args.apply { ("collected", "freed") } else { ("would collect", "would free") };
+    text.line(format!("{gives} {} unneeded snapshots ({})", found.collected.len(), human_bytes(found.collected_bytes)));
     text.line(format!("{frees} {} in {} objects", human_bytes(found.freed_bytes()), found.deleted.len()));
-    text.line(format!("{} in {} objects wait for the age floor", human_bytes(found.waiting_bytes()), found.waiting.len()));
-    text.line(format!("{} in {} unwanted snapshots are held by chains of others", human_bytes(found.held_bytes), found.held.len()));
+    text.line(format!("{} in {} objects are younger than the age floor and wait", human_bytes(found.waiting_bytes()), found.waiting.len()));
+    text.line(format!("{} in {} forgotten snapshots are still needed by newer deltas", human_bytes(found.held_bytes), found.held.len()));
     if !found.held.is_empty() {
-        text.line("`tensorcask compact` turns a step into a base, and lets go of its chain");
+        text.line("run `tensorcask compact` to turn a step into a base that no longer needs its chain");
     }
     if !args.apply {
-        text.line("nothing was done; --apply does it");
+        text.line("nothing was changed; use --apply to collect and delete");
     }
     let report = Report {
         store: &args.store,

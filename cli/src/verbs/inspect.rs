@@ -1,4 +1,4 @@
-//! `tensorcask inspect`: a snapshot or a cask file, from indexes alone.
+//! `tensorcask inspect`: describes a snapshot or a cask file from its indexes.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -19,7 +19,7 @@ use crate::rounding::TensorRoundingRow;
 use crate::text::{Text, human_bytes, human_shape};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Reads the header and the index of casks, never their tensors. A delta's casks hold only what changed.
+#[command(after_help = "Reads the headers and indexes of casks, not their tensors. The casks of a delta hold only what changed.
 
 Example:
   tensorcask inspect runs/a --step 1000 --tensor model.wte.weight
@@ -28,13 +28,13 @@ pub(crate) struct Args {
     /// Path or URL of a store, or path of a cask file
     #[arg(value_name = "STORE|FILE.cask")]
     object: String,
-    /// The step of a store, or `latest`
+    /// Step number or `latest`
     #[arg(long, value_name = "N", value_parser = parse::at)]
     step: Option<At>,
-    /// Only this tensor
+    /// Describe only this tensor
     #[arg(long, value_name = "NAME")]
     tensor: Option<String>,
-    /// Say of each byte of a cask file what it is
+    /// Print a hex dump of a cask file that names each byte
     #[arg(long, conflicts_with_all = ["step", "tensor"])]
     hex: bool,
 }
@@ -206,7 +206,7 @@ fn read_index(path: &Path) -> Result<CaskIndex> {
     let mut file = File::open(path).map_err(io)?;
     let file_bytes = file.metadata().map_err(io)?.len();
     if file_bytes < HEADER_BYTES {
-        return Err(Error::corrupt(format!("{file_bytes} bytes are too few for a cask")).clause("container 1"));
+        return Err(Error::corrupt(format!("the cask is truncated: {file_bytes} bytes are fewer than its header")).clause("container 1"));
     }
     let limits = Limits::default();
     let mut read = |range: Range<u64>| {

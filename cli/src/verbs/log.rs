@@ -1,4 +1,4 @@
-//! `tensorcask log`: the commits.
+//! `tensorcask log`: lists the commits.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use crate::text::Text;
 use crate::time::{human_time, rfc3339};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Every entry is checked against the one before. Times are those of the writers' clocks.
+#[command(after_help = "Checks each entry against the previous one. Times come from the clocks of the writers.
 
 Example:
   tensorcask log runs/a")]
@@ -87,15 +87,15 @@ fn describe(event: &Event, steps: &[u64], step_of: &HashMap<Id, u64>) -> String 
             Some(parent) => format!("step {steps}, a delta on step {parent}"),
             None => format!("step {steps}, a delta"),
         },
-        Event::Forgotten { .. } => format!("step {steps} is no longer wanted"),
-        Event::Pinned { pinned: true, .. } => format!("step {steps} is protected"),
-        Event::Pinned { pinned: false, .. } => format!("step {steps} is no longer protected"),
+        Event::Forgotten { .. } => format!("step {steps} was forgotten"),
+        Event::Pinned { pinned: true, .. } => format!("step {steps} was pinned"),
+        Event::Pinned { pinned: false, .. } => format!("step {steps} was unpinned"),
         Event::Compacted { roles: Some(roles), .. } => format!("step {steps} was reduced to {}", roles.join(", ")),
         Event::Compacted { parent: None, .. } => format!("step {steps} became a base"),
-        Event::Compacted { parent: Some(_), .. } => format!("step {steps} was stored anew"),
-        Event::Collecting { .. } => format!("step {steps} is given up; its bytes are deleted in time"),
+        Event::Compacted { parent: Some(_), .. } => format!("step {steps} was rewritten"),
+        Event::Collecting { .. } => format!("step {steps} was collected; gc deletes its bytes later"),
         Event::Upgraded { must_understand, may_ignore } => {
-            format!("readers must know [{}], writers also [{}]", must_understand.join(", "), may_ignore.join(", "))
+            format!("readers must support [{}], writers also [{}]", must_understand.join(", "), may_ignore.join(", "))
         }
         other => other.name().to_owned(),
     }

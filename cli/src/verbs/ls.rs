@@ -1,4 +1,4 @@
-//! `tensorcask ls`: the live snapshots.
+//! `tensorcask ls`: lists the live snapshots.
 
 use std::collections::BTreeSet;
 
@@ -13,15 +13,17 @@ use crate::text::{Text, human_bytes, human_ratio, ratio};
 use crate::time::{human_time, rfc3339};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "The order is that of the commits; the last is what `latest` means. The ratio is tensor bytes to stored bytes.
-Where the engine knows the store, or with --tier, each snapshot is shown with all places that have it: memory, and tiers.
+#[command(
+    after_help = "Lists snapshots in commit order. The last one is `latest`. The ratio is tensor bytes over stored bytes. If the engine
+uses the store, or with --tier, the list shows all places that hold a snapshot: memory and tiers.
 
 Example:
-  tensorcask ls s3://bucket/run42")]
+  tensorcask ls s3://bucket/run42"
+)]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// Path or URL of another tier of the run, to show what it has
+    /// Path or URL of another tier of the run to include
     #[arg(long, value_name = "STORE")]
     tier: Vec<String>,
 }
@@ -44,14 +46,14 @@ struct Row {
     stored_bytes: u64,
     ratio: Option<f64>,
     pinned: bool,
-    /// Roles that it was reduced to; null: all.
+    /// Roles to which the snapshot was reduced; null means all.
     roles: Option<Vec<String>>,
-    /// Where it is: the store, memory of this host, further tiers.
+    /// Places that hold the snapshot: the store, memory of this host, further tiers.
     places: Vec<String>,
     user: Map<String, Value>,
 }
 
-/// Names of places, and the snapshots of each.
+/// Names of places and their snapshots.
 type Places = Vec<(String, BTreeSet<Id>)>;
 
 #[cfg(target_os = "linux")]
@@ -68,7 +70,7 @@ fn places_beside(_: &Store, args: &Args) -> Result<Places> {
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
-    // An empty folder is no store.
+    // Report an empty folder as a missing store.
     store.run()?;
     let beside = places_beside(&store, args)?;
     let mut rows = Vec::new();

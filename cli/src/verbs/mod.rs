@@ -1,4 +1,4 @@
-//! The verbs: arguments, and what each does.
+//! One module per verb: its arguments and its work.
 
 #[cfg(target_os = "linux")]
 mod agent;
@@ -26,54 +26,54 @@ use tensorcask::Result;
 
 use crate::output::Outcome;
 
-/// What to do.
+/// Verb of the command line.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
-    /// Save a state, held in safetensors files or a sharded model with its index, as a snapshot
+    /// Save safetensors files, or a sharded model with its index, as a snapshot
     Save(save::Args),
-    /// Restore a snapshot, or some tensors and slices of it, into a safetensors file
+    /// Restore a snapshot, or some of its tensors and slices, into a safetensors file
     Restore(restore::Args),
-    /// Check the log, every stored byte, and every decoded chunk
+    /// Check the log, every stored byte and every decoded chunk
     Verify(verify::Args),
     /// List the snapshots that can be restored
     Ls(ls::Args),
-    /// Show which snapshots a step is rebuilt from, newest first
+    /// List the snapshots from which a step is rebuilt, newest first
     Chain(chain::Args),
-    /// Show every commit of the store
+    /// List every commit of the store
     Log(log::Args),
-    /// Describe a snapshot or a cask file, without reading tensors
+    /// Describe a snapshot or a cask file without reading tensors
     Inspect(inspect::Args),
-    /// Compare two steps, tensor by tensor
+    /// Compare two steps tensor by tensor
     Diff(diff::Args),
-    /// Measure how two states differ: flipped bits, entropies, distances, rows; as table, JSON and picture
+    /// Measure how two states differ: flipped bits, entropy, float distances and rows, as a table, JSON or a picture
     Analyze(analyze::Args),
-    /// Sum up what the store holds, by codec and by role, without reading tensors
+    /// Show totals of the store by codec and by role, without reading tensors
     Stat(stat::Args),
-    /// Protect a step from being forgotten, or end that
+    /// Pin a step so that it cannot be forgotten, or unpin it
     Pin(pin::Args),
-    /// Say that steps, or some roles of them, are no longer wanted
+    /// Forget steps, or some of their roles; gc deletes them later
     Forget(forget::Args),
-    /// Fold the chain of a step into a base, without changing what it restores to
+    /// Rewrite the chain of a step as one base with the same content
     Compact(compact::Args),
-    /// Give up snapshots that nothing needs, and delete what has been without need for long enough
+    /// Collect unneeded snapshots, and delete objects that have been unneeded long enough
     Gc(gc::Args),
     /// Copy snapshots into another store
     Copy(copy::Args),
-    /// Write one step into a store of its own, with no tensor in shards
+    /// Write one step into a new store, with the shards of all ranks merged
     Consolidate(consolidate::Args),
     /// Save a checkpoint of another format: torch.save, DCP, sharded safetensors, slime (Python package only)
     Import(package::Args),
     /// Write a snapshot in another format: torch.save, DCP, sharded safetensors (Python package only)
     Export(package::Args),
-    /// Examine a store: broken links, an unsafe storage, leftovers
+    /// Find broken links, unsafe storage and leftovers
     Doctor(doctor::Args),
-    /// Run the agent of the asynchronous engine, or show how it is doing
+    /// Run the agent of the asynchronous engine, or show its status
     #[cfg(target_os = "linux")]
     Agent(agent::Args),
 }
 
 impl Verb {
-    /// What is wrong with a combination of arguments, if anything is.
+    /// Checks combinations of arguments that clap cannot check.
     pub(crate) fn check(&self) -> Result<(), String> {
         match self {
             Self::Save(args) => args.check(),

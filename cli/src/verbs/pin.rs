@@ -1,4 +1,4 @@
-//! `tensorcask pin`: protects a step.
+//! `tensorcask pin`: pins or unpins a step.
 
 use serde::Serialize;
 use tensorcask::Result;
@@ -8,17 +8,17 @@ use crate::output::Outcome;
 use crate::text::Text;
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "A pinned step cannot be forgotten. Pinning does not disturb a running writer.
+#[command(after_help = "A pinned step cannot be forgotten. Safe while a writer runs.
 
 Example:
   tensorcask pin runs/a --step 1000")]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// The step
+    /// Step number
     #[arg(long, value_name = "N")]
     step: u64,
-    /// End the protection
+    /// Unpin the step
     #[arg(long)]
     off: bool,
 }
@@ -32,7 +32,7 @@ struct Report {
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
-    let record = store.pin(args.step, !args.off)?;
+    let record = if args.off { store.unpin(args.step) } else { store.pin(args.step) }?;
     let mut text = Text::default();
     text.line(format!("step {} is {}", record.step, if record.pinned { "pinned" } else { "no longer pinned" }));
     Outcome::new(&Report { step: record.step, snapshot: record.id.to_hex(), pinned: record.pinned }, text)

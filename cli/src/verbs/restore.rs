@@ -1,4 +1,4 @@
-//! `tensorcask restore`: a snapshot, or a part of it, becomes a safetensors file.
+//! `tensorcask restore`: writes a snapshot, or a part of it, to a safetensors file.
 
 use std::collections::BTreeMap;
 use std::io::BufWriter;
@@ -19,30 +19,33 @@ use crate::progress::Progress;
 use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "The file appears whole, or not at all. With --tensor or --slice it holds only what these name; a slice keeps the
-tensor's name. Only the chunks that are asked for are read.
+#[command(
+    after_help = "The output file appears whole or not at all. With --tensor or --slice it holds only the selected tensors. A slice keeps
+the name of its tensor. Only the needed chunks are read.
 
 Example:
-  tensorcask restore runs/a --step 1000 -o rows.safetensors --slice 'model.wte.weight[0:128]'")]
+  tensorcask restore runs/a --step 1000 -o rows.safetensors --slice 'model.wte.weight[0:128]'"
+)]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// The step, or `latest`
+    /// Step number or `latest`
     #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
     step: At,
-    /// The file to write
+    /// Output file; its folder must exist
     #[arg(short, long, value_name = "OUT.safetensors")]
     output: PathBuf,
-    /// Tensors whose name matches; `*` stands for any characters
+    /// Restore tensors whose names match; `*` matches any characters
     #[arg(long, value_name = "GLOB")]
     tensor: Vec<String>,
-    /// Part of a tensor: a range for each of the leading dimensions, ends optional
+    /// Restore part of a tensor: one range per leading dimension, ends optional
     #[arg(long, value_name = "NAME[a:b,c:d]", value_parser = parse::slice)]
     slice: Vec<SliceArg>,
-    /// Write every blob to `DIR/RANK-NAME`; unusual characters of a name as %XX
+    /// Write every blob to `DIR/RANK-NAME`; unusual characters of a name become %XX
     #[arg(long, value_name = "DIR")]
     blobs: Option<PathBuf>,
-    /// Fail if the newest step is damaged, instead of taking the newest that can be rebuilt; a step given by number always does
+    /// Fail if the newest step is damaged, instead of restoring the newest intact step. A step given by number never
+    /// falls back
     #[arg(long)]
     strict: bool,
 }
@@ -65,7 +68,7 @@ struct Report {
     skipped: Vec<Skipped>,
 }
 
-/// A newer step that is damaged.
+/// Newer step that is damaged.
 #[derive(Debug, Serialize)]
 struct Skipped {
     step: u64,
@@ -93,7 +96,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         let snapshot = if fall_back {
             let (snapshot, passed) = match store.recover(&excluded) {
                 Ok(found) => found,
-                // Nothing is left: what was wrong with the newest says most.
+                // No step is left. The error of the newest step is the most useful.
                 Err(error) => return Err(first_error.unwrap_or(error)),
             };
             excluded.extend(passed.iter().map(|passed| passed.snapshot));
@@ -103,7 +106,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             store.snapshot(args.step)?
         };
         match restore(args, &snapshot) {
-            // Its index is whole, its pages are not.
+            // The index of the step is intact, its pages are damaged.
             Err(error) if fall_back && error.kind() == ErrorKind::Corrupt => {
                 let id = snapshot.record().id;
                 skipped.push(Skipped::new(snapshot.step(), id, &error));
@@ -134,7 +137,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     Outcome::new(&report, text)
 }
 
-/// Writes the output of one snapshot; the file appears whole or not at all.
+/// Writes the output of one snapshot. The file appears whole or not at all.
 fn restore(args: &Args, snapshot: &Snapshot) -> Result<Report> {
     let selected = select(args, snapshot)?;
     let mut chunks_needed = 0u64;
@@ -147,7 +150,7 @@ fn restore(args: &Args, snapshot: &Snapshot) -> Result<Report> {
         Some(folder) => write_blobs(snapshot, folder)?,
         None => 0,
     };
-    // Last, so that its being there means that all is there.
+    // Commit last: if the output file exists, the blobs exist, too.
     output.commit()?;
     let counts = snapshot.read_counts();
     Ok(Report {
@@ -168,7 +171,7 @@ fn restore(args: &Args, snapshot: &Snapshot) -> Result<Report> {
     })
 }
 
-/// What is asked for, ascending by name.
+/// Selected tensors and slices, ascending by name.
 fn select(args: &Args, snapshot: &Snapshot) -> Result<Vec<Selected>> {
     let tensors = snapshot.tensors();
     let everything = args.tensor.is_empty() && args.slice.is_empty();
@@ -187,7 +190,7 @@ fn select(args: &Args, snapshot: &Snapshot) -> Result<Vec<Selected>> {
     for slice in &args.slice {
         let tensor = snapshot.tensor(&slice.name)?;
         if selected.insert(tensor.name.clone(), slice.of(&tensor.shape)).is_some() {
-            return Err(Error::invalid("is selected twice; a file holds one slice of a tensor").tensor(tensor.name));
+            return Err(Error::invalid("the tensor is selected twice; a file holds one slice per tensor").tensor(tensor.name));
         }
     }
     Ok(selected.into_iter().map(|(name, slice)| Selected { name, slice }).collect())
@@ -205,7 +208,7 @@ fn write_blobs(snapshot: &Snapshot, folder: &Path) -> Result<usize> {
     Ok(blobs.len())
 }
 
-/// A name is never a path: whatever is not plain is written as `%XX`, and the rank before it makes `..` a name like others.
+/// File name of a blob. Unusual characters become `%XX`, and the rank comes first, so the name is never a path.
 fn file_name(rank: u32, name: &str) -> String {
     let escape = |byte: u8| match byte {
         b'0'..=b'9' | b'A'..=b'Z' | b'a'..=b'z' | b'.' | b'_' | b'-' => char::from(byte).to_string(),

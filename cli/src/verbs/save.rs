@@ -1,4 +1,4 @@
-//! `tensorcask save`: a state, held in safetensors files, becomes a snapshot.
+//! `tensorcask save`: saves the state in safetensors files as a snapshot.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -19,51 +19,57 @@ use crate::rounding::RoundingJson;
 use crate::text::{Text, human_bytes, human_ratio, ratio};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "All files together are one state: a tensor name that stands in two of them is an error. The store is created
-if it is not there. Saving takes the store over: a job that was writing to it is told so, and stops.
+#[command(
+    after_help = "All files together are one state; a tensor name in two files is an error. The store is created if it does not exist.
+Saving takes over the store: another job that writes to it gets an error and stops.
+
+`stored` is the size of the encoded tensors and blobs, in parentheses with directory, manifest and log entry (`stored_bytes`
+and `written_bytes` in JSON). `rounding` is `none (lossless)` unless --precision rounds tensors.
 
 Example:
   tensorcask save runs/a --step 1000 --policy intermittent --every 8 --user loss=2.31 model.safetensors optimizer.safetensors
-  tensorcask save runs/a --step 2000 --precision near --precision 'exp_avg_sq=loguniform:8<=0.05' state.safetensors")]
+  tensorcask save runs/a --step 2000 --precision near --precision 'exp_avg_sq=loguniform:8<=0.05' state.safetensors"
+)]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// The training step
+    /// Training step
     #[arg(long, value_name = "N")]
     step: u64,
-    /// When to write a whole base; otherwise a delta is written, against the first base (one_shot), the last snapshot
-    /// (consecutive) or the last base (intermittent, adaptive; the latter writes a base when a delta would save little)
+    /// Policy for bases and deltas. `full` writes only bases. Others write deltas against the first base (one_shot),
+    /// the previous snapshot (consecutive) or the last base (intermittent, adaptive). `adaptive` writes a base when a
+    /// delta would save little
     #[arg(long, default_value = "adaptive", value_parser = ["adaptive", "full", "one_shot", "consecutive", "intermittent"])]
     policy: String,
-    /// Snapshots from one base to the next, for `intermittent` [default: 8]
+    /// Number of snapshots from one base to the next, for `intermittent` [default: 8]
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u64).range(1..))]
     every: Option<u64>,
-    /// A fact about the step: a number, true, false, or else text
+    /// Metadata of the step: a number, true, false, or text
     #[arg(long, value_name = "KEY=VALUE", value_parser = parse::user)]
     user: Vec<(String, Value)>,
-    /// A file to keep as opaque bytes beside the tensors
+    /// File to store as opaque bytes with the tensors
     #[arg(long, value_name = "NAME=FILE", value_parser = parse::blob)]
     blob: Vec<(String, String)>,
-    /// What codecs are chosen for: smallest, balanced, fastest, or three weights of size, speed and precision
+    /// Goal for choosing codecs: smallest, balanced, fastest, or three weights for size, speed and precision
     #[arg(long, value_name = "NAME|W1,W2,W3", default_value = "balanced", value_parser = parse::objective)]
     objective: Objective,
-    /// How exactly tensors are stored: lossless, near, compact, or PATTERN=SETTING, with a role or a glob of names, and one of loguniform:STEPS,
-    /// remainder:BITS, cluster, kmeans, blockwise8, lossless; `<=X` behind it bounds the relative error. May be given again: the last that
-    /// fits a tensor counts
+    /// Precision of stored tensors: a profile (lossless, near, compact) or PATTERN=SETTING. PATTERN is a role or a glob
+    /// of names. SETTING is loguniform:STEPS, remainder:BITS, cluster, kmeans, blockwise8 or lossless; append `<=X` to
+    /// bound the relative error. Repeatable; the last match wins
     #[arg(long, value_name = "PROFILE|PATTERN=SETTING", value_parser = parse::precision)]
     precision: Vec<String>,
-    /// What tensors with such names are to training (model, master, exp_avg, ...), instead of what their names tell, and of which parameter:
-    /// all that is kept of one parameter is stored together. A `*` in PARAM stands for what that of the glob stands for, as in
-    /// 'fp32copy.*=master:*'; the last that fits counts
+    /// Role (model, master, exp_avg, ...) and parameter of matching tensors, instead of those guessed from the names.
+    /// The tensors of one parameter are stored together. A `*` in PARAM is replaced by the match of the `*` in GLOB, as
+    /// in 'fp32copy.*=master:*'. Repeatable; the last match wins
     #[arg(long, value_name = "GLOB=ROLE[:PARAM]", value_parser = parse::role)]
     role: Vec<RoleRule>,
-    /// Replace the step if it is saved already with another content; without this, that is an error
+    /// Replace a step that was saved before with different content; without this option that is an error
     #[arg(long)]
     replace: bool,
-    /// Do not decode each chunk again before it is stored
+    /// Do not decode and check each chunk before storing it
     #[arg(long)]
     no_verify_after_encode: bool,
-    /// The state: safetensors files, or `*.index.json` of a sharded model
+    /// Safetensors files, or the `*.index.json` of a sharded model
     #[arg(required = true, value_name = "FILE.safetensors")]
     files: Vec<PathBuf>,
 }
@@ -76,11 +82,15 @@ struct Report {
     kind: &'static str,
     parent_step: Option<u64>,
     tensor_bytes: u64,
+    /// Bytes of casks: encoded tensors and blobs.
     stored_bytes: u64,
+    /// Bytes of everything that the save wrote: casks, directory, manifest, log entry and, now and then, a catalog.
+    written_bytes: u64,
+    /// `tensor_bytes` over `stored_bytes`.
     ratio: Option<f64>,
     chunks: BTreeMap<String, u64>,
     decision: DecisionJson,
-    /// Of what was rounded.
+    /// Rounding report; null if nothing was rounded.
     rounding: Option<RoundingJson>,
     seconds: f64,
 }
@@ -91,13 +101,13 @@ impl Args {
         let mut seen = BTreeSet::new();
         let names = self.user.iter().map(|(key, _)| ("--user", key)).chain(self.blob.iter().map(|(name, _)| ("--blob", name)));
         let mut twice = names.filter(|name| !seen.insert(*name));
-        twice.next().map_or(Ok(()), |(what, name)| Err(format!("{what} `{}` is given twice", name.escape_debug())))
+        twice.next().map_or(Ok(()), |(what, name)| Err(format!("{what} `{}` was given twice", name.escape_debug())))
     }
 }
 
 pub(crate) fn run(args: Args) -> Result<Outcome> {
     let begun = Instant::now();
-    // All that can be wrong with the input is found before a store is created or taken over.
+    // Check the whole input before creating or taking over a store.
     let files = Files::open(&args.files)?;
     let tensors = files.tensors()?.into_iter().map(|tensor| {
         let given = args.role.iter().rev().find_map(|rule| rule.give(tensor.name(), tensor.param()));
@@ -118,7 +128,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
     let progress = Progress::start(&store, "saving");
     let mut writer = store.writer_with(WriterOptions {
         policy: Policy::from_name(&args.policy, args.every)?,
-        // This process saves once: a base in memory would serve nobody.
+        // This process saves once and needs no base in memory.
         base_cache: BaseKeeping::None,
         objective: args.objective,
         precision: Precision::parse(args.precision.iter().map(String::as_str))?,
@@ -126,7 +136,9 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         existing_step: if args.replace { ExistingStep::Replace } else { ExistingStep::Refuse },
         ..WriterOptions::default()
     })?;
+    let before = store.inner().io().bytes_written;
     let saved = writer.save(args.step, &tensors, &blobs, &metadata)?;
+    let written_bytes = store.inner().io().bytes_written.saturating_sub(before);
     drop(progress);
 
     let report = Report {
@@ -137,6 +149,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         parent_step: parent_step(&store, &saved),
         tensor_bytes: saved.tensor_bytes,
         stored_bytes: saved.stored_bytes,
+        written_bytes,
         ratio: ratio(saved.tensor_bytes, saved.stored_bytes),
         chunks: saved.chunks,
         decision: DecisionJson::of(&saved.decision),
@@ -147,14 +160,14 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
     Outcome::new(&report, text)
 }
 
-/// The step of a delta's parent. The snapshot is committed: not to know this is no failure.
+/// Step of the parent of a delta. The snapshot is committed already, so a failure here is only a warning.
 fn parent_step(store: &Store, saved: &Saved) -> Option<u64> {
     saved.parent?;
     match store.snapshot(saved.step) {
         Ok(snapshot) if snapshot.record().id == saved.id => snapshot.chain().get(1).map(|parent| parent.record.step),
         Ok(_) => None,
         Err(e) => {
-            complain(&format!("warning: the step is saved, but it could not be opened to show its parent: {e}"));
+            complain(&format!("warning: the step was saved, but opening it to show its parent failed: {e}"));
             None
         }
     }
@@ -173,7 +186,7 @@ fn describe(report: &Report) -> Text {
         ("kind", kind),
         ("why", report.decision.line()),
         ("tensors", human_bytes(report.tensor_bytes)),
-        ("stored", human_bytes(report.stored_bytes)),
+        ("stored", format!("{} ({} with metadata)", human_bytes(report.stored_bytes), human_bytes(report.written_bytes))),
         ("ratio", human_ratio(report.ratio)),
         ("chunks", chunks.join(", ")),
         ("rounding", rounding),

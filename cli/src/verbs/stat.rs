@@ -1,4 +1,4 @@
-//! `tensorcask stat`: totals of a store, from indexes alone.
+//! `tensorcask stat`: shows totals of a store from its indexes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,11 +15,13 @@ use crate::rounding::RoundingJson;
 use crate::text::{Text, human_bytes, human_ratio, ratio};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Counts the snapshots that `ls` shows. What older ones hold, because a chain still needs it, is told apart as
-`kept`; what nothing needs any more is not counted.
+#[command(
+    after_help = "Counts the snapshots that `ls` lists. `kept` are the bytes of forgotten or replaced snapshots that newer deltas still
+need. Snapshots that nothing needs are not counted.
 
 Example:
-  tensorcask stat runs/a")]
+  tensorcask stat runs/a"
+)]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
@@ -34,19 +36,19 @@ struct Report<'a> {
     tensor_bytes: u64,
     stored_bytes: u64,
     ratio: Option<f64>,
-    /// Bytes of blobs, and of headers, indexes and padding; both are part of `stored_bytes`.
+    /// Bytes of blobs. Part of `stored_bytes`, as is `overhead_bytes`: headers, indexes and padding.
     blob_bytes: u64,
     overhead_bytes: u64,
-    /// Forgotten and superseded snapshots that chains need; not part of `stored_bytes`.
+    /// Number of forgotten and replaced snapshots that chains need. Not part of `stored_bytes`.
     kept_snapshots: u64,
     kept_bytes: u64,
     codecs: BTreeMap<String, CodecCounts>,
     roles: BTreeMap<String, RoleCounts>,
-    /// How far roles that were rounded are from what was saved, over all snapshots.
+    /// Rounding reports by role, over all snapshots.
     rounding: BTreeMap<String, RoundingJson>,
     #[serde(skip)]
     rounding_reports: BTreeMap<String, RoundingReport>,
-    /// Why the adaptive policy made a base or a delta of each step that it saved.
+    /// Decisions of the adaptive policy, by step.
     decisions: Vec<DecisionRow>,
 }
 
@@ -130,7 +132,7 @@ impl Report<'_> {
             let role = self.roles.entry(tensor.role.clone()).or_default();
             role.tensor_bytes = role.tensor_bytes.saturating_add(bytes);
             role.stored_bytes = role.stored_bytes.saturating_add(stored.get(&tensor.name).copied().unwrap_or(0));
-            // A shard of which nothing changed leaves no trace in a cask.
+            // An unchanged shard is in no cask.
             let (seen_chunks, seen_bytes) = found.get(&tensor.name).copied().unwrap_or_default();
             let chunks = snapshot.chunks_of(&tensor.name, &Slice::all())?.saturating_sub(seen_chunks);
             if chunks > 0 {

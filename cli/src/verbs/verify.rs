@@ -14,27 +14,27 @@ use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Depths:
-  log    log entries, catalogs, manifests, directories; every cask is there, with its size
-  pages  also every byte of every cask
-  full   also every chunk of every snapshot, decoded and compared with its checksum
+  log    check log entries, catalogs, manifests and directories, and that every cask exists with its size
+  pages  also check every byte of every cask
+  full   also decode every chunk of every snapshot and compare its checksum
 
-Ends with 3 if anything stored is damaged. For a fleet, run --shard 0/n to --shard n-1/n.
+Exits with 3 if stored data is damaged. To share the work among n machines, run --shard 0/n to --shard n-1/n.
 
 Example:
   tensorcask verify s3://bucket/run42 --depth pages --shard 0/8")]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// Only this step, and what it is rebuilt from
+    /// Check only this step and the snapshots that it needs
     #[arg(long, value_name = "N")]
     step: Option<u64>,
-    /// How much to check
+    /// Depth of the check
     #[arg(long, default_value = "full", value_parser = ["log", "pages", "full"])]
     depth: String,
-    /// Only the i-th of n parts of the casks and snapshots, i from 0 on; the log is checked by each
+    /// Check part i of n of the casks and snapshots, with i from 0; every part checks the log
     #[arg(long, value_name = "I/N", value_parser = parse::part)]
     shard: Option<(u64, u64)>,
-    /// The greatest relative error that tensors may have got when they were rounded; more is a problem
+    /// Maximum relative rounding error; a larger error is reported as a problem
     #[arg(long, value_name = "X")]
     max_error: Option<f64>,
 }
@@ -50,7 +50,7 @@ struct Report {
     casks: u64,
     cask_bytes: u64,
     chunks: u64,
-    /// How far tensors that were rounded are from what was saved, in all snapshots that were checked.
+    /// Rounding report over all checked snapshots.
     rounding: Option<RoundingJson>,
     problems: Vec<ProblemRow>,
     seconds: f64,
@@ -78,7 +78,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     for problem in &found.problems {
         let step = problem.step.map_or(String::new(), |step| format!("step {step}: "));
         text.line(format!("{step}{}", problem.error));
-        // Corruption is what a script must not miss.
+        // The exit code of corruption takes precedence: a script must not miss it.
         code = match problem.error.kind() {
             ErrorKind::Corrupt => code_of(ErrorKind::Corrupt),
             _ => code.max(1),
@@ -99,7 +99,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         found.chunks
     ));
     if let Some(rounding) = &rounding {
-        text.line(format!("tensors were rounded: {}", RoundingJson::of(rounding).line()));
+        text.line(format!("rounded tensors: {}", RoundingJson::of(rounding).line()));
     }
     let report = Report {
         clean: found.is_clean(),
@@ -123,7 +123,7 @@ fn receipts(store: &Store, args: &Args, found: &mut VerifyReport) -> Result<Opti
     let Ok(snapshots) = store.snapshots() else { return Ok(None) };
     let mut total: Option<RoundingReport> = None;
     for step in snapshots.iter().map(|info| info.record.step).filter(|step| args.step.is_none_or(|only| only == *step)) {
-        // One that cannot be opened has been told already.
+        // A snapshot that cannot be opened is reported already.
         let Ok(snapshot) = store.snapshot(step) else { continue };
         let problem = match (snapshot.rounding(), args.max_error) {
             (Ok(tensors), bound) => {

@@ -1,0 +1,239 @@
+//! URLs of stores, run as a program: wrong forms, missing credentials, and servers that do not answer. All servers are
+//! on loopback.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::{Arc, Mutex};
+
+/// A port of loopback on which nothing listens.
+fn refused() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
+/// Answers each connection by a function of its number and the head of its request; `None` closes the connection.
+struct Server {
+    address: String,
+    requests: Arc<Mutex<Vec<String>>>,
+}
+
+impl Server {
+    fn start(answer: impl Fn(usize, &str) -> Option<String> + Send + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let seen = requests.clone();
+        std::thread::spawn(move || {
+            for connection in listener.incoming() {
+                let mut connection = connection.unwrap();
+                let lines = BufReader::new(connection.try_clone().unwrap()).lines().map_while(Result::ok);
+                let head = lines.take_while(|line| !line.is_empty()).collect::<Vec<_>>().join("\n");
+                let number = {
+                    let mut seen = seen.lock().unwrap();
+                    seen.push(head.clone());
+                    seen.len()
+                };
+                if let Some(answer) = answer(number, &head) {
+                    // A client that has gone does not read the answer.
+                    let _ = connection.write_all(answer.as_bytes());
+                }
+            }
+        });
+        Self { address, requests }
+    }
+
+    fn requests(&self) -> Vec<String> {
+        self.requests.lock().unwrap().clone()
+    }
+}
+
+fn response(status: &str, body: &str) -> Option<String> {
+    Some(format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}", body.len()))
+}
+
+/// Runs the program with these variables and no others, in an empty folder, which must stay empty.
+fn run(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tensorcask"));
+    command.args(arguments).env_clear().envs(variables.iter().copied()).env("HOME", folder.path()).current_dir(folder.path());
+    let output = command.output().unwrap();
+    assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none(), "{arguments:?} created something");
+    output
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// The message of a command that fails with code 1.
+fn failure(arguments: &[&str], variables: &[(&str, &str)]) -> String {
+    let output = run(arguments, variables);
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {}", stderr(&output));
+    stderr(&output)
+}
+
+const INPUT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/step-1000.safetensors");
+
+#[test]
+fn a_scheme_without_its_slashes_is_no_local_folder() {
+    for (given, right) in [
+        ("s3:/bucket/run", "s3://bucket/run"),
+        ("s3:bucket/run", "s3://bucket/run"),
+        ("S3://bucket/run", "s3://bucket/run"),
+        ("S3:/bucket/run", "s3://bucket/run"),
+        ("s3a:/bucket/run", "s3a://bucket/run"),
+        ("gs:/bucket/run", "gs://bucket/run"),
+        ("az:/container/run", "az://container/run"),
+        ("azure:/container/run", "azure://container/run"),
+        ("abfs:/container/run", "abfs://container/run"),
+        ("abfss:/container@account/run", "abfss://container@account/run"),
+        ("http:/host/run", "http://host/run"),
+        ("Https:/host/run", "https://host/run"),
+        ("file:/tmp/run", "file:///tmp/run"),
+        ("FILE:///tmp/run", "file:///tmp/run"),
+        ("memory:/run", "memory://run"),
+    ] {
+        let message = failure(&["save", given, "--step", "1", INPUT], &[]);
+        assert!(message.contains(&format!("write `{right}`")), "{given}: {message}");
+    }
+    assert!(failure(&["ls", "s3:///bucket/run"], &[]).contains("write `s3://NAME/path`"));
+    assert!(failure(&["ls", "ftp://host/run"], &[]).contains("abfss"), "says which schemes there are");
+}
+
+#[test]
+fn a_path_with_a_colon_is_a_local_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["a:b", "s3.old:/run", "./s3:/bucket", "notes:s3:/x"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tensorcask"));
+        let output = command.args(["save", name, "--step", "1", INPUT]).current_dir(folder.path()).output().unwrap();
+        assert!(output.status.success(), "{name}: {}", stderr(&output));
+        assert!(Path::new(&folder.path().join(name)).join("log").is_dir(), "{name}");
+    }
+}
+
+#[test]
+fn without_credentials_the_error_says_what_to_set() {
+    let refused = refused();
+    let metadata = format!("http://{refused}");
+    let token = format!("http://{refused}/token");
+    let environment: [(&str, &str); 5] = [
+        ("AWS_METADATA_ENDPOINT", &metadata),
+        ("GCE_METADATA_HOST", &refused),
+        ("GCE_METADATA_IP", &refused),
+        ("IDENTITY_ENDPOINT", &token),
+        ("TENSORCASK_CONTACT_TIMEOUT", "200ms"),
+    ];
+    for (url, names) in [
+        ("s3://bucket/run", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_WEB_IDENTITY_TOKEN_FILE", "aws configure"]),
+        ("s3a://bucket/run", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ROLE_ARN", "AWS_CONTAINER_CREDENTIALS_"]),
+        (
+            "gs://bucket/run",
+            [
+                "GOOGLE_APPLICATION_CREDENTIALS",
+                "gcloud auth application-default login",
+                "GOOGLE_SERVICE_ACCOUNT",
+                "application_default_credentials.json",
+            ],
+        ),
+        (
+            "abfss://container@account.dfs.core.windows.net/run",
+            ["AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_SECRET", "az login"],
+        ),
+    ] {
+        for arguments in [vec!["ls", url], vec!["save", url, "--step", "1", INPUT]] {
+            let message = failure(&arguments, &environment);
+            names.iter().for_each(|name| assert!(message.contains(name), "{url}: {name} in {message}"));
+            assert!(message.contains("metadata service of the instance did not answer within 100ms"), "{message}");
+            assert!(!message.contains(&refused), "the address of the metadata service helps nobody: {message}");
+            assert_eq!(message.lines().count(), 1, "{message}");
+        }
+    }
+    assert!(failure(&["ls", "az://container/run"], &environment).contains("AZURE_STORAGE_ACCOUNT_NAME"));
+}
+
+#[test]
+fn a_machine_without_a_role_has_no_credentials() {
+    let imds = Server::start(|_, head| if head.starts_with("PUT") { response("200 OK", "token") } else { response("404 Not Found", "") });
+    let endpoint = format!("http://{}", imds.address);
+    let message = failure(&["ls", "s3://bucket/run"], &[("AWS_METADATA_ENDPOINT", &endpoint)]);
+    assert!(message.contains("AWS_ACCESS_KEY_ID") && message.contains("answered 404"), "{message}");
+    assert_eq!(imds.requests().len(), 2, "asked for a token and for a role, once");
+}
+
+#[test]
+fn credentials_of_the_instance_are_used() {
+    let imds = Server::start(|_, head| match head {
+        _ if head.starts_with("PUT") => response("200 OK", "token"),
+        _ if head.contains("security-credentials/ ") => response("200 OK", "role"),
+        _ => response(
+            "200 OK",
+            r#"{"AccessKeyId": "instance-key", "SecretAccessKey": "secret", "Token": "session", "Expiration": "2099-01-01T00:00:00Z"}"#,
+        ),
+    });
+    let storage = Server::start(|_, head| match head.contains("list-type=2") {
+        true => response("200 OK", "<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>"),
+        false => response("404 Not Found", ""),
+    });
+    let (metadata, endpoint) = (format!("http://{}", imds.address), format!("http://{}", storage.address));
+    let variables = [("AWS_METADATA_ENDPOINT", &*metadata), ("AWS_ENDPOINT", &*endpoint), ("AWS_ALLOW_HTTP", "true")];
+    let output = run(&["ls", "s3://bucket/run"], &variables);
+    assert_eq!(output.status.code(), Some(10), "no store there: {}", stderr(&output));
+    assert_eq!(imds.requests().len(), 3);
+    assert!(storage.requests().iter().all(|head| head.contains("Credential=instance-key")), "{:?}", storage.requests());
+}
+
+/// Variables of an S3 server on loopback.
+fn server_at(endpoint: &str) -> Vec<(&str, &str)> {
+    vec![("AWS_ENDPOINT", endpoint), ("AWS_ALLOW_HTTP", "true"), ("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")]
+}
+
+#[test]
+fn an_endpoint_that_never_answers_is_given_up() {
+    let silent = Server::start(|_, _| None);
+    let endpoint = format!("http://{}", silent.address);
+    let mut variables = server_at(&endpoint);
+    variables.push(("TENSORCASK_CONTACT_TIMEOUT", "0s"));
+    let message = failure(&["ls", "s3://bucket/run"], &variables);
+    assert!(message.contains(&format!("no answer from {} after 1 attempt", silent.address)), "{message}");
+    assert!(message.contains("TENSORCASK_CONTACT_TIMEOUT"), "says how to wait longer: {message}");
+    let first = silent.requests().len();
+
+    *variables.last_mut().unwrap() = ("TENSORCASK_CONTACT_TIMEOUT", "400ms");
+    let message = failure(&["ls", "s3://bucket/run"], &variables);
+    assert!(message.contains("(now 400ms)"), "{message}");
+    let attempts = silent.requests().len() - first;
+    assert!(message.contains(&format!("after {attempts} attempt")), "{attempts} were seen: {message}");
+
+    let refused = refused();
+    let endpoint = format!("http://{refused}");
+    let message = failure(&["save", "s3://bucket/run", "--step", "1", INPUT], &server_at(&endpoint));
+    assert!(message.contains(&format!("no answer from {refused} after")), "{message}");
+    assert!(message.contains("(now 5s)") && message.contains("refused"), "the default: {message}");
+
+    let mut variables = server_at(&endpoint);
+    variables.push(("TENSORCASK_CONTACT_TIMEOUT", "soon"));
+    assert!(failure(&["ls", "s3://bucket/run"], &variables).contains("such as 30s"));
+}
+
+#[test]
+fn a_server_that_answered_is_retried() {
+    // Answers that it is busy, then closes a connection, then knows of no object. No contact timeout: patience is for
+    // known servers.
+    let busy = Server::start(|number, head| match number {
+        1 | 2 => response("503 Slow Down", ""),
+        3 => None,
+        _ if head.contains("list-type=2") => {
+            response("200 OK", "<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>")
+        }
+        _ => response("404 Not Found", ""),
+    });
+    let endpoint = format!("http://{}", busy.address);
+    let mut variables = server_at(&endpoint);
+    variables.push(("TENSORCASK_CONTACT_TIMEOUT", "0s"));
+    let output = run(&["ls", "s3://bucket/run"], &variables);
+    assert_eq!(output.status.code(), Some(10), "{}", stderr(&output));
+    assert!(busy.requests().len() >= 4, "{:?}", busy.requests());
+}

@@ -1,0 +1,232 @@
+//! First contact with a server: gives up soon on one that never answered, and leaves the patience to later requests.
+//!
+//! `object_store` retries a request for three minutes. That is right in the middle of a training run, whose storage is
+//! away for a moment, and wrong for a first request, which fails for a typing error, a missing credential or a closed
+//! port. So requests go through [`Connector`]. It remembers which servers have answered. To a server that has not, it
+//! repeats a request for `contact_timeout` (5 s) and then reports what was tried; the report is final, because its kind
+//! is none that `object_store` retries. Once a server has answered, whatever the status, `object_store` decides alone.
+//!
+//! Requests for instance credentials (EC2, GCE, Azure VM) are recognized by the headers that the metadata services demand.
+//! `object_store` sends them if nothing else is configured, so their failure means that there are no credentials.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use object_store::ClientOptions;
+use object_store::client::{HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService, ReqwestConnector};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::error::Advice;
+
+/// Kind of the service behind a URL; decides how the error says what to configure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cloud {
+    #[cfg(feature = "aws")]
+    Aws,
+    #[cfg(feature = "gcp")]
+    Gcp,
+    #[cfg(feature = "azure")]
+    Azure,
+    #[cfg(feature = "http")]
+    Web,
+}
+
+/// Makes clients that give up early on servers that never answered.
+#[derive(Debug)]
+pub(super) struct Connector {
+    contacts: Arc<Contacts>,
+}
+
+impl Connector {
+    pub(super) fn new(cloud: Cloud, contact_timeout: Duration) -> Self {
+        Self { contacts: Arc::new(Contacts { cloud, contact_timeout, servers: Mutex::default() }) }
+    }
+}
+
+impl HttpConnector for Connector {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let mut options = options.clone();
+        if self.contacts.contact_timeout < CONNECT_TIMEOUT {
+            options = options.with_connect_timeout(self.contacts.contact_timeout.max(FIRST_PAUSE));
+        }
+        let inner = ReqwestConnector::default().connect(&options)?;
+        Ok(HttpClient::new(Client { inner, contacts: self.contacts.clone() }))
+    }
+}
+
+/// Servers that the clients of one store have sent requests to.
+#[derive(Debug)]
+struct Contacts {
+    cloud: Cloud,
+    contact_timeout: Duration,
+    servers: Mutex<BTreeMap<String, Server>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Server {
+    Answers,
+    /// Has answered before, and fails now.
+    Fails,
+}
+
+impl Contacts {
+    fn servers(&self) -> MutexGuard<'_, BTreeMap<String, Server>> {
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has_answered(&self, server: &str) -> bool {
+        self.servers().contains_key(server)
+    }
+
+    fn note_answer(&self, server: &str) {
+        self.servers().insert(server.to_owned(), Server::Answers);
+    }
+
+    fn note_failure(&self, server: &str, error: &HttpError) {
+        if self.servers().insert(server.to_owned(), Server::Fails) == Some(Server::Answers) {
+            tracing::warn!(server, error = %innermost(error), "the server has stopped answering; its requests are retried");
+        }
+    }
+
+    /// Google has a second address for its metadata service, which takes the other half of the time.
+    fn budget(&self, is_metadata: bool) -> Duration {
+        if is_metadata { self.contact_timeout / 2 } else { self.contact_timeout }
+    }
+
+    fn no_contact(&self, server: &str, attempts: u32, began: Instant, cause: &dyn std::error::Error) -> String {
+        let seconds = began.elapsed().as_secs_f64();
+        let attempts = if attempts == 1 { "1 attempt".to_owned() } else { format!("{attempts} attempts") };
+        format!(
+            "no answer from {server} after {attempts} in {seconds:.1} s ({}). Check the URL, the endpoint and the network; to wait longer, \
+             set `contact_timeout` (now {:?}) in the config of the store, or TENSORCASK_CONTACT_TIMEOUT",
+            innermost(cause),
+            self.contact_timeout
+        )
+    }
+}
+
+#[derive(Debug)]
+struct Client {
+    inner: HttpClient,
+    contacts: Arc<Contacts>,
+}
+
+#[async_trait::async_trait]
+impl HttpService for Client {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let server = request.uri().authority().map_or_else(String::new, |authority| authority.as_str().to_owned());
+        let is_metadata = METADATA_HEADERS.iter().any(|header| request.headers().contains_key(*header));
+        let response = match self.contacts.has_answered(&server) {
+            false => self.first_call(request, &server, is_metadata).await?,
+            true => self.inner.execute(request).await.inspect_err(|e| self.contacts.note_failure(&server, e))?,
+        };
+        self.contacts.note_answer(&server);
+        if is_metadata && REFUSALS.contains(&response.status().as_u16()) {
+            return Err(self.no_credentials(&format!("answered {}", response.status())));
+        }
+        Ok(response)
+    }
+}
+
+impl Client {
+    async fn first_call(&self, request: HttpRequest, server: &str, is_metadata: bool) -> Result<HttpResponse, HttpError> {
+        let (began, budget) = (Instant::now(), self.contacts.budget(is_metadata));
+        let is_repeatable = request.method().is_safe() || is_metadata;
+        let (mut attempts, mut pause) = (0, FIRST_PAUSE);
+        loop {
+            attempts += 1;
+            let sent = self.inner.execute(request.clone());
+            // The answer of a metadata service is short, so waiting for it has the same bound as connecting.
+            let outcome = match is_metadata {
+                true => timeout(budget.saturating_sub(began.elapsed()).max(FIRST_PAUSE), sent)
+                    .await
+                    .unwrap_or_else(|late| Err(HttpError::new(HttpErrorKind::Timeout, late))),
+                false => sent.await,
+            };
+            let error = match outcome {
+                Ok(response) => return Ok(response),
+                Err(error) => error,
+            };
+            let may_repeat = match error.kind() {
+                HttpErrorKind::Connect | HttpErrorKind::Request => true,
+                HttpErrorKind::Timeout | HttpErrorKind::Interrupted => is_repeatable,
+                _ => false,
+            };
+            if !may_repeat || began.elapsed() >= budget {
+                return Err(match is_metadata {
+                    true => self.no_credentials(&format!("did not answer within {budget:?}")),
+                    false => give_up(self.contacts.no_contact(server, attempts, began, &error)),
+                });
+            }
+            if attempts == 1 && !is_metadata {
+                tracing::warn!(server, error = %innermost(&error), "no answer yet; trying again for {budget:?}");
+            }
+            sleep(pause.min(budget.saturating_sub(began.elapsed()))).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    fn no_credentials(&self, metadata: &str) -> HttpError {
+        give_up(format!("{}{metadata}", self.contacts.cloud.missing_credentials()))
+    }
+}
+
+impl Cloud {
+    /// Which credentials were looked for; ends where the answer of the metadata service follows.
+    fn missing_credentials(self) -> &'static str {
+        match self {
+            #[cfg(feature = "aws")]
+            Self::Aws => AWS_CREDENTIALS,
+            #[cfg(feature = "gcp")]
+            Self::Gcp => GCP_CREDENTIALS,
+            #[cfg(feature = "azure")]
+            Self::Azure => AZURE_CREDENTIALS,
+            #[cfg(feature = "http")]
+            Self::Web => "the server ",
+        }
+    }
+}
+
+/// An error that `object_store` does not retry.
+fn give_up(message: String) -> HttpError {
+    HttpError::new(HttpErrorKind::Unknown, Advice(message))
+}
+
+fn innermost(error: &dyn std::error::Error) -> &dyn fmt::Display {
+    let mut current = error;
+    while let Some(inner) = current.source() {
+        current = inner;
+    }
+    current
+}
+
+/// Longest wait for a connection, which is `object_store`'s own.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Headers without which the metadata services of Amazon, Google and Azure do not answer; no other request has them.
+const METADATA_HEADERS: [&str; 4] = ["x-aws-ec2-metadata-token-ttl-seconds", "x-aws-ec2-metadata-token", "metadata-flavor", "metadata"];
+
+/// Statuses with which a metadata service says that this machine has no identity. 403 is none of them: it has `object_store` ask in an
+/// older way, where that is configured.
+const REFUSALS: [u16; 3] = [400, 401, 404];
+
+#[cfg(feature = "aws")]
+const AWS_CREDENTIALS: &str = "no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (a profile of ~/.aws is not read: \
+    run `eval \"$(aws configure export-credentials --format env)\"`), or AWS_SKIP_SIGNATURE=true for a public bucket; also looked for \
+    AWS_WEB_IDENTITY_TOKEN_FILE with AWS_ROLE_ARN and for AWS_CONTAINER_CREDENTIALS_*, and the metadata service of the instance ";
+
+#[cfg(feature = "gcp")]
+const GCP_CREDENTIALS: &str = "no credentials for Google Cloud Storage: set GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT to a \
+    key file, or run `gcloud auth application-default login`, or set GOOGLE_SKIP_SIGNATURE=true for a public bucket; also looked for \
+    GOOGLE_SERVICE_ACCOUNT_KEY and ~/.config/gcloud/application_default_credentials.json, and the metadata service of the instance ";
+
+#[cfg(feature = "azure")]
+const AZURE_CREDENTIALS: &str = "no credentials for Azure: set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY, or \
+    AZURE_USE_AZURE_CLI=true after `az login`, or AZURE_SKIP_SIGNATURE=true for a public container; also looked for \
+    AZURE_STORAGE_TOKEN, and AZURE_CLIENT_ID and AZURE_TENANT_ID with AZURE_CLIENT_SECRET or AZURE_FEDERATED_TOKEN_FILE, and the \
+    metadata service of the instance ";
