@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from . import _native
+from ._options import Step
 from .interchange import _format_of_folder, export, import_
 
 
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         if given.command == "export":
-            step = "latest" if given.step is None else given.step
+            step: Step = "latest" if given.step is None else given.step
             export(given.store, given.target, step=step, format=given.format, max_shard_bytes=given.max_shard_bytes)
             print(given.target)
         else:

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from . import _native
+from ._errors import InvalidTypeError, InvalidValueError
 
 # What numpy (with ml_dtypes) and torch call the element types of a store.
 DTYPES: dict[str, str] = {
@@ -91,7 +92,7 @@ class Place:
     finish: Callable[[], Any]
 
 
-class Unsupported(TypeError):
+class Unsupported(InvalidTypeError):
     """A value that cannot be stored."""
 
 
@@ -164,9 +165,13 @@ def lend(
     if framework == "numpy":
         return _lend_numpy(value, path, "numpy", {} if contiguous is None else contiguous)
     if framework == "jax":
+        jax = import_module("jax")
+        if isinstance(value, jax.core.Tracer):
+            raise Unsupported(f"{path}: an array that jax is tracing has no data; save outside of jax.jit, grad and vmap")
+        if value.is_deleted():
+            raise Unsupported(f"{path}: a jax array that was deleted, or donated to a function; save what the function returned")
         if not value.is_fully_addressable:
             raise Unsupported(f"{path}: a jax array whose shards lie on other processes")
-        jax = import_module("jax")
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             raise Unsupported(f"{path}: typed keys of jax.random; store jax.random.key_data() of it, and wrap_key_data() what is loaded")
         return _lend_numpy(import_module("numpy").asarray(value), path, "jax", {} if contiguous is None else contiguous)
@@ -227,6 +232,17 @@ def torch_dtype_name(dtype: Any) -> str:
 
 def check_torch(tensor: Any, path: str) -> str:
     """The dtype of a torch tensor that can be stored; otherwise an error that names it."""
+    torch = sys.modules["torch"]
+    if torch.nn.parameter.is_lazy(tensor):
+        raise Unsupported(f"{path}: an uninitialized parameter has no data; run the model once, or leave the parameter out of the state")
+    if hasattr(tensor, "fake_mode"):
+        raise Unsupported(f"{path}: a fake tensor has no data; save outside of FakeTensorMode, or leave the tensor out of the state")
+    if torch._is_functional_tensor(tensor):
+        raise Unsupported(f"{path}: a functional tensor, which torch is tracing; save outside of the traced function")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise Unsupported(f"{path}: a tensor inside torch.func.vmap or grad; save outside of the transformed function")
+    if tensor.is_nested:
+        raise Unsupported(f"{path}: a nested tensor; store the list that unbind() returns")
     if tensor.is_meta:
         raise Unsupported(f"{path}: a meta tensor has no data; materialise it, or leave it out of the state")
     if str(tensor.layout) != "torch.strided":
@@ -249,16 +265,22 @@ def _lend_torch(tensor: Any, path: str, contiguous: dict[Any, Any], deferred: Ca
     torch = sys.modules["torch"]
     dtype = check_torch(tensor, path)
     shape = torch_shape_in_store(dtype, tuple(tensor.shape), path)
-    key: tuple[Any, ...] | None = None
     if deferred is not None and tensor.numel() and deferred(tensor):
         key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         if key not in contiguous:
             contiguous[key] = tensor.detach().resolve_conj().resolve_neg().contiguous()
             contiguous[(key, "owner")] = tensor
         return Lent("torch", dtype, shape, None, contiguous[key])
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    plain = contiguous.get(key) if key is not None else tensor.detach()
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        try:
+            plain = tensor.detach()
+            return Lent("torch", dtype, shape, torch_bytes(torch, plain), plain)
+        except (AssertionError, RuntimeError) as error:
+            # Nothing was allocated, so that only the kind of tensor can be the reason.
+            reason = str(error).strip().partition("\n")[0]
+            raise Unsupported(f"{path}: the memory of this {type(tensor).__qualname__} cannot be read: {reason}") from error
+    key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    plain = contiguous.get(key)
     if plain is None:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         # The original stays alive too: its address is the key.
@@ -355,7 +377,7 @@ def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
     if framework == "bytes":
         raw = RawTensor(dtype, tuple(shape), bytearray(byte_count(dtype, shape)))
         return Place(raw.data, lambda: raw)
-    raise ValueError(f"framework {framework!r}: use 'torch', 'numpy', 'jax' or 'bytes'")
+    raise InvalidValueError(f"framework {framework!r}: use 'torch', 'numpy', 'jax' or 'bytes'")
 
 
 def _numpy_place(dtype: str, shape: Sequence[int], name: str, finish: Callable[[Any], Any]) -> Place:
@@ -380,7 +402,7 @@ def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
     framework = framework_of(out)
 
     def refuse(what: str) -> None:
-        raise ValueError(f"out, tensor `{name}`: {what}; the store has {dtype} of shape {list(shape)}")
+        raise InvalidValueError(f"out, tensor `{name}`: {what}; the store has {dtype} of shape {list(shape)}")
 
     if framework == "torch":
         torch = sys.modules["torch"]
@@ -424,39 +446,40 @@ def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
         if out.dtype != dtype or tuple(out.shape) != tuple(shape) or len(out.data) != byte_count(dtype, shape):
             refuse(f"is {out.dtype} of shape {list(out.shape)}, {len(out.data)} bytes")
         return Place(out.data, lambda: out)
-    raise TypeError(f"out, tensor `{name}`: {type(out).__qualname__} cannot be filled")
+    raise InvalidTypeError(f"out, tensor `{name}`: {type(out).__qualname__} cannot be filled")
 
 
-def is_bf16(dtype: Any) -> bool:
-    """Whether a dtype as users give it is bf16."""
-    names = {str(dtype), getattr(dtype, "name", None), getattr(dtype, "__name__", None)}
-    return dtype is not None and not names.isdisjoint({"bf16", "bfloat16", "torch.bfloat16"})
+def dtype_name(dtype: Any) -> str | None:
+    """What a store calls a dtype of any framework; None for anything else."""
+    if dtype is float:
+        return "f64"
+    names = [dtype] if isinstance(dtype, str) else [getattr(dtype, "name", None), getattr(dtype, "__name__", None), str(dtype)]
+    for name in names:
+        text = name.removeprefix("torch.") if isinstance(name, str) else ""
+        if text in BITS or text in DTYPES:
+            return text if text in BITS else DTYPES[text]
+    return None
 
 
-def convert(value: Any, dtype: Any, device: Any) -> Any:
-    """To another floating-point type, if it is one, and to a device."""
+def check_device(framework: str, device: Any) -> None:
+    """Refuses a device that tensors of a framework cannot be moved to."""
+    if framework == "torch":
+        try:
+            import_module("torch").device(device)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidValueError(f"device {device!r}: {str(error).strip().partition(chr(10))[0]}") from None
+    elif framework != "jax":
+        owner = "numpy arrays" if framework == "numpy" else "bytes"
+        raise InvalidValueError(f"device {device!r}: {owner} have no device; pass framework='torch' or framework='jax'")
+
+
+def convert(value: Any, dtype: str | None, device: Any) -> Any:
+    """Converts an array to another dtype, in the words of a store, and moves it to a device."""
     framework = framework_of(value)
     if framework == "torch":
-        torch = sys.modules["torch"]
-        if dtype is not None and value.is_floating_point():
-            value = value.to(_wanted_torch(torch, dtype))
+        if dtype is not None:
+            value = value.to(torch_dtype(sys.modules["torch"], dtype, "dtype="))
         return value if device is None else value.to(device)
-    if framework in ("numpy", "jax"):
-        np = sys.modules["numpy"]
-        floating = value.dtype.kind == "f" or "float" in value.dtype.name
-        if dtype is not None and floating:
-            value = value.astype(numpy_dtype(np, dtype, "dtype=") if dtype in BITS else np.dtype(dtype))
-        if device is not None:
-            if framework == "numpy":
-                raise ValueError("device=: numpy arrays have none")
-            value = import_module("jax").device_put(value, device)
-        return value
-    if dtype is not None or device is not None:
-        raise ValueError("dtype= and device= need a framework")
-    return value
-
-
-def _wanted_torch(torch: Any, dtype: Any) -> Any:
-    if not isinstance(dtype, str):
-        return dtype
-    return torch_dtype(torch, dtype, "dtype=") if dtype in BITS else getattr(torch, dtype)
+    if dtype is not None:
+        value = value.astype(numpy_dtype(sys.modules["numpy"], dtype, "dtype="))
+    return value if device is None else import_module("jax").device_put(value, device)

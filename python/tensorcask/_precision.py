@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _frameworks, _native
+from ._errors import InvalidTypeError, InvalidValueError
 from ._native import ErrorReport, Found
 
 
@@ -53,10 +54,14 @@ def search_precision(tensor: Any, evaluate: Callable[[str, ErrorReport], object]
     """
     lent = _frameworks.lend(tensor, "tensor")
     if lent.dtype != "f32":
-        raise ValueError(f"a tensor of {lent.dtype}: only f32 is rounded")
+        raise InvalidValueError(f"a tensor of {lent.dtype}: only f32 is rounded")
     return _native.search_precision(lent.dtype, lent.shape, lent.buffer, role, evaluate)
 
 
 def words(precision: str | Sequence[str]) -> tuple[str, ...]:
     """A word, or several, as writers take them."""
-    return (precision,) if isinstance(precision, str) else tuple(precision)
+    words = (precision,) if isinstance(precision, str) else tuple(precision) if isinstance(precision, Sequence) else (precision,)
+    wrong = next((word for word in words if not isinstance(word, str)), None)
+    if wrong is not None:
+        raise InvalidTypeError(f"precision: {wrong!r}; use a word such as 'near', or a list of words")
+    return words

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from . import _native
+from ._errors import InvalidTypeError
 
 # Called with the bytes read and the bytes written since the operation began; True: a bar of tqdm.
 Progress = Callable[[int, int], object] | bool | None
@@ -22,6 +23,8 @@ def watching(store: _native.Store, progress: Progress, what: str) -> Iterator[No
     if not progress:
         yield
         return
+    if progress is not True and not callable(progress):
+        raise InvalidTypeError(f"progress: {progress!r}; use True for a bar, or a function of the bytes read and written")
     report, close = _bar(what) if progress is True else (progress, None)
     _, read_before, written_before = store.io()
     done = threading.Event()

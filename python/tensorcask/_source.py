@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import _native
+from ._errors import InvalidTypeError
 
 # A function without arguments, as obstore defines it, or a `boto3.Session`.
 CredentialProvider = Callable[[], Mapping[str, Any]] | Any
@@ -51,6 +53,18 @@ def is_obstore(value: Any) -> bool:
     return any(base.__module__.split(".")[0] == "obstore" for base in type(value).__mro__)
 
 
+def check_url(url: Any) -> str:
+    """A path or URL as text; otherwise an error that says what the first argument of which function it may have been."""
+    if isinstance(url, (str, os.PathLike)):
+        text = os.fspath(url)
+        if isinstance(text, str):
+            return text
+    shown = repr(url) if isinstance(url, (int, float, bytes, type(None))) else f"a {type(url).__qualname__}"
+    raise InvalidTypeError(
+        f"url: {shown}; use a path, a URL or a Store. The order of arguments is save(state, url, step=...) and load(url, step)"
+    )
+
+
 class Credentials:
     """What a provider gave, and until when it is used."""
 
@@ -79,9 +93,9 @@ class Credentials:
             told = self._provider()
         if inspect.isawaitable(told):
             getattr(told, "close", lambda: None)()
-            raise TypeError("credential_provider is asynchronous; use one that returns credentials")
+            raise InvalidTypeError("credential_provider is asynchronous; use one that returns credentials")
         if not isinstance(told, Mapping):
-            raise TypeError(f"credential_provider returned {type(told).__name__}, not a mapping")
+            raise InvalidTypeError(f"credential_provider returned {type(told).__name__}, not a mapping")
         expires = told.get("expires_at")
         now = time.time()
         if isinstance(expires, datetime.datetime):

@@ -6,14 +6,15 @@ import enum
 import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from . import _frameworks
+from ._errors import InvalidTypeError, InvalidValueError
 from ._frameworks import Lent, Unsupported
 from ._native import CorruptionError
 
 Node = tuple[str, Any]
-OnUnsupported = str | Callable[[str, Any], Any] | None
+OnUnsupported = Literal["error", "skip"] | Callable[[str, Any], Any] | None
 
 _MAX_DEPTH = 400
 _SKIP = object()
@@ -50,7 +51,7 @@ def flatten(
     """Takes a state apart. Names are the keys on the way to a tensor, joined by points. ``sharded``: of a DTensor, its local part.
     ``deferred``: of which tensors the bytes are not fetched."""
     if isinstance(on_unsupported, str) and on_unsupported not in ("error", "skip"):
-        raise ValueError(f"on_unsupported={on_unsupported!r}: use 'error', 'skip' or a function of path and value")
+        raise InvalidValueError(f"on_unsupported={on_unsupported!r}: use 'error', 'skip' or a function of path and value")
     flattener = _Flattener(on_unsupported, sharded, deferred)
     flattener.add(state, (), True)
     return flattener.flat
@@ -77,7 +78,7 @@ class _Flattener:
 
     def add(self, value: Any, path: tuple[str | int, ...], may_ask: bool) -> None:
         if len(path) > _MAX_DEPTH:
-            raise ValueError(f"{_text(path[:4])}...: nests deeper than {_MAX_DEPTH}; does it contain itself?")
+            raise InvalidValueError(f"{_text(path[:4])}...: nests deeper than {_MAX_DEPTH}; does it contain itself?")
         nodes = self.flat.nodes
         try:
             framework = _frameworks.framework_of(value)
@@ -113,12 +114,12 @@ class _Flattener:
                     self.add(self.on_unsupported(_text(path), value), path, False)
                 except Unsupported as error:
                     # Not to be asked again for what lies around it.
-                    raise TypeError(f"{error}; it is what on_unsupported returned") from None
+                    raise InvalidTypeError(f"{error}; it is what on_unsupported returned") from None
 
     def key(self, key: Any, path: tuple[str | int, ...]) -> str | int:
-        if isinstance(key, enum.Enum) or isinstance(key, bool) or not isinstance(key, (str, int)):
+        if isinstance(key, bool) or not isinstance(key, (str, int)):
             raise Unsupported(f"{_text(path)}: a key is {key!r}; only strings and integers can be stored")
-        return _encodable(key, path) if isinstance(key, str) else key
+        return _encodable(str.__str__(key), path) if isinstance(key, str) else int.__int__(key)
 
     def container(self, kind: str, items: list[tuple[str | int, Any]], path: tuple[str | int, ...]) -> None:
         nodes = self.flat.nodes
@@ -147,14 +148,14 @@ def _scalar(value: Any, path: tuple[str | int, ...]) -> Node:
         return ("none", None)
     if isinstance(value, bool):
         return ("bool", value)
-    if not isinstance(value, enum.Enum):
-        if isinstance(value, int):
-            return ("int", int(value))
-        if isinstance(value, float):
-            return ("float", float(value))
-        if isinstance(value, str):
-            return ("str", _encodable(str(value), path))
-    hint = "; store its state_dict()" if hasattr(value, "state_dict") else ""
+    # Subclasses, enums among them, may write themselves differently: these are the methods of the plain types.
+    if isinstance(value, int):
+        return ("int", int.__int__(value))
+    if isinstance(value, float):
+        return ("float", float.__float__(value))
+    if isinstance(value, str):
+        return ("str", _encodable(str.__str__(value), path))
+    hint = "; store its state_dict()" if hasattr(value, "state_dict") else "; store its value" if isinstance(value, enum.Enum) else ""
     raise Unsupported(f"{_text(path)}: {type(value).__module__}.{type(value).__qualname__} cannot be stored{hint}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import threading
 from collections import OrderedDict
@@ -12,8 +11,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _frameworks, _native, _precision, _source, _state
+from . import _foreign, _frameworks, _native, _source, _state
+from ._errors import InvalidValueError
 from ._native import Catalog, Saved
+from ._options import (
+    BaseCache,
+    Device,
+    DType,
+    Framework,
+    LoadOptions,
+    Objective,
+    Policy,
+    Slices,
+    Step,
+    VerifyDepth,
+    WriterOptions,
+    changed_row_lists,
+    check_slices,
+    check_step,
+    parse_policy,
+    step_or_latest,
+    text_values,
+    user_json,
+    writer_options,
+)
 from ._precision import TensorErrors
 from ._progress import Progress, watching
 from ._source import CredentialProvider
@@ -25,9 +46,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tensorcask")
 
 _TREE = "tc.tree"
-Slices = Mapping[str, "slice | tuple[slice, ...]"]
-# Policy, its number, where the base is kept, whether chunks are decoded again, what codecs are chosen for, what is rounded.
-WriterOptions = tuple[str, "int | None", str, bool, str, tuple[str, ...]]
 _T = TypeVar("_T")
 
 
@@ -107,8 +125,8 @@ class Store:
         if _source.is_obstore(url):
             url, theirs, provider = _source.of_obstore(url)
             config, credential_provider = {**theirs, **(config or {})}, credential_provider or provider
-        self._url = os.fspath(url)
-        self._config = dict(config) if config else None
+        self._url = _source.check_url(url)
+        self._config = text_values(config, "config") or None
         self._provider = credential_provider
         self._credentials = None if credential_provider is None else _source.Credentials(self._url, credential_provider)
         self._fsync = fsync
@@ -160,40 +178,59 @@ class Store:
         state: Any,
         *,
         step: int,
-        policy: str = "adaptive",
+        policy: Policy = "adaptive",
         user: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         on_unsupported: OnUnsupported = None,
-        base_cache: str = "memory",
+        base_cache: BaseCache = "memory",
         verify_after_encode: bool = True,
-        objective: str = "balanced",
+        objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
         changed_rows: Mapping[str, Sequence[int]] | None = None,
         overwrite: bool = False,
         progress: Progress = None,
     ) -> Saved:
-        """Saves a state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None.
+        """Saves a state: nested dicts, lists and tuples of tensors, numbers, text, bytes and None.
 
-        When it returns, the snapshot is durable, and a new process can load it. The first call takes the store over: another job that was
-        writing to it is told so at its next save (``FencedError``). All stores of one process, its forked children, and processes that
-        were sent a pickled ``Store`` are one job. If the folder was deleted, moved or replaced since the last save, the save begins anew
-        with a base in what lies there now. Tensors that share memory are stored once; a subclass of dict, list, tuple, int, float or str comes back as
-        what it is a subclass of, a numpy scalar as an array without dimensions. A subclass of a torch tensor that is made of others
-        (quantized weights, for example) is a dict of these; ``load(out=...)`` fills those of the one that is given.
+        The snapshot is durable when this returns: a new process can load it. The first save takes the store over. Another job that
+        was writing to the store gets a ``FencedError`` at its next save. All stores of one process, its forked children, and
+        processes that received a pickled ``Store`` are one job. If the folder was deleted, moved or replaced since the last save,
+        the save starts again with a base.
 
-        ``policy``: ``adaptive``, ``full``, ``one_shot``, ``consecutive``, ``intermittent`` or ``intermittent:8``.
-        ``user``: facts of the step (loss, tokens), columns of the catalog. ``metadata``: strings that a safetensors export
-        carries. ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of
-        its path and the value that returns what to store instead. ``base_cache``: where the base of the next delta is kept:
-        ``memory``, ``encoded``, ``disk:FOLDER`` or ``none``. ``objective``: what codecs are chosen for: ``smallest``,
-        ``balanced``, ``fastest``, or the weights of size, speed and precision as ``"0.6,0.4,0"``.
+        A subclass of dict, list, tuple, int, float or str comes back as the type it is a subclass of; so do enums of int and str. A
+        numpy scalar comes back as an array without dimensions. A subclass of a torch tensor that is made of other tensors
+        (quantized weights, for example) is stored as a dict of these; ``load(out=...)`` fills the tensors of the given one.
 
-        ``precision``: which tensors of f32 are rounded before they are stored, one word or several: a profile, ``lossless``,
-        ``near`` (masters to 8 bits beyond their bf16 weights, moments to 2.2 %) or ``compact`` (4 bits, 4.3 %), and after it
-        rules, ``"PATTERN=SETTING"`` or ``"PATTERN=SETTING<=BOUND"``, of which the last that fits a tensor counts. A pattern is a
-        role (``master``, ``exp_avg``, ``exp_avg_sq``) or a glob of names; a setting is ``lossless``, ``loguniform:STEPS``,
-        ``remainder:BITS``, ``cluster``, ``kmeans`` or ``blockwise8``; a bound is the greatest relative error.
-        :meth:`Snapshot.errors` tells what came of it.
+        Tensors that are the same view of the same memory (tied weights) are stored once, and are one tensor again when they are
+        loaded together. Views that overlap but differ in offset, shape, strides or dtype are stored separately, and no longer share memory after
+        a load. ``torch.save`` keeps such sharing. To keep it here, save the whole tensor and make the views after the load.
+
+        Args:
+            step: Training step.
+            policy: When to write a base instead of a delta: ``adaptive``, ``full``, ``one_shot``, ``consecutive``, ``intermittent``, or
+                ``intermittent:8`` for a base at every eighth save.
+            user: Facts about the step, such as loss and tokens. They become columns of the catalog.
+            metadata: Text that an export to safetensors carries.
+            on_unsupported: What to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its path and the
+                value that returns a replacement.
+            base_cache: Where the base of the next delta is kept: ``memory``, ``encoded``, ``disk:FOLDER`` or ``none``.
+            verify_after_encode: Whether each encoded chunk is decoded again and compared before it is written.
+            objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, or weights of size, speed and precision, such
+                as ``"0.6,0.4,0"``.
+            precision: Which f32 tensors are rounded before they are stored; see below.
+            changed_rows: Indices (first dimension) of the rows that may have changed since this store object last saved the tensor, by
+                tensor name. All other rows are taken to be equal. With ``base_cache="none"`` these tensors then need no base. A row that
+                changed and is left out fails the save, or makes that part of the snapshot unreadable.
+            overwrite: Whether to replace a step that exists. Without it, saving other content for an existing step is a
+                ``ConflictError``; saving the same content again is not.
+            progress: A function of the bytes read and written so far, called a few times a second from another thread; or True for a
+                bar of tqdm.
+
+        ``precision`` is one word or a list: a profile, followed by rules. Profiles are ``lossless``, ``near`` (masters to 8 bits beyond
+        their bf16 weights, moments to 2.2 %) and ``compact`` (4 bits, 4.3 %). A rule is ``"PATTERN=SETTING"`` or
+        ``"PATTERN=SETTING<=BOUND"``; the last rule that matches a tensor wins. A pattern is a role (``master``, ``exp_avg``,
+        ``exp_avg_sq``) or a glob of names. A setting is ``lossless``, ``loguniform:STEPS``, ``remainder:BITS``, ``cluster``, ``kmeans`` or
+        ``blockwise8``. A bound is the greatest relative error. :meth:`Snapshot.errors` reports the rounding errors.
 
         >>> import struct
         >>> store = Store("memory://precision-example")
@@ -202,15 +239,7 @@ class Store:
         >>> [(errors.name, errors.setting, errors.elements) for errors in store.snapshot().errors()]
         [('exp_avg.w', 'loguniform:4', 3)]
 
-        ``changed_rows``: of some tensors, by name, the indices (first dimension) of the rows that may have changed since this
-        store object saved the tensor last; all others are taken to be equal. With ``base_cache="none"`` no base is read back
-        for them then. A row that changed and is left out fails the save, or makes that part of the snapshot unreadable.
-
-        ``overwrite``: whether a step that is saved already is replaced. Without it, saving the step again with another content is a
-        ``ConflictError``; saving the same content again is not.
-
-        ``progress``: a function that is called a few times a second, from another thread, with the bytes read and written so far; or
-        True, for a bar of tqdm.
+        With ``changed_rows``, one row of a table is stored:
 
         >>> store = Store("memory://rows-example")
         >>> table = bytearray(number * number % 251 for number in range(64 * 1024))
@@ -222,9 +251,9 @@ class Store:
         flat = _state.flatten(state, on_unsupported)
         blobs = [*flat.blobs.items(), (_TREE, _native.encode_tree(flat.nodes))]
         tensors = [(name, t.dtype, t.shape, [0] * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
-        options = (*parse_policy(policy), base_cache, verify_after_encode, objective, _precision.words(precision))
-        rows = {name: [int(row) for row in indices] for name, indices in (changed_rows or {}).items()}
-        arguments = (check_step(step), tensors, blobs, user_json(user), dict(metadata or {}), rows)
+        options = writer_options(policy, base_cache, verify_after_encode, objective, precision)
+        rows = changed_row_lists(changed_rows)
+        arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"), rows)
         with watching(self.native(), progress, f"save step {arguments[0]}"):
             return self.with_writer(options, lambda writer: writer.save(*arguments, overwrite=overwrite))
 
@@ -233,7 +262,8 @@ class Store:
         native = self.native()
         with self._lock:
             if self._writer is None or self._writer[0] != options:
-                self._writer = (options, native.writer(*options))
+                with _foreign.explained(self._url):
+                    self._writer = (options, native.writer(*options))
             try:
                 return use(self._writer[1])
             except _native.OutcomeUnknownError:
@@ -249,55 +279,34 @@ class Store:
 
     def load(
         self,
-        step: int | str = "latest",
+        step: Step = "latest",
         *,
         tensors: str | Sequence[str] | None = None,
         slices: Slices | None = None,
         out: Any = None,
-        device: Any = None,
-        framework: str | None = None,
+        device: Device | None = None,
+        framework: Framework | None = None,
         strict: bool = False,
-        dtype: Any = None,
+        dtype: DType | Mapping[str, DType] | None = None,
         have: int | None = None,
         max_error: float | None = None,
         progress: Progress = None,
     ) -> Any:
         """Loads a state, or a part of it; see :func:`load`."""
+        options = LoadOptions(tensors, slices, out, device, framework, dtype, have, max_error)
+        wanted = step_or_latest(step)
         with watching(self.native(), progress, f"load step {step}"):
-            return self._load(step, tensors, slices, out, device, framework, strict, dtype, have, max_error)
+            return self._load(wanted, strict, options)
 
-    def _load(
-        self,
-        step: int | str,
-        tensors: str | Sequence[str] | None,
-        slices: Slices | None,
-        out: Any,
-        device: Any,
-        framework: str | None,
-        strict: bool,
-        dtype: Any,
-        have: int | None,
-        max_error: float | None,
-    ) -> Any:
-        def load(snapshot: Snapshot) -> Any:
-            return snapshot.load(
-                tensors=tensors,
-                slices=slices,
-                out=out,
-                device=device,
-                framework=framework,
-                dtype=dtype,
-                have=have,
-                max_error=max_error,
-            )
-
-        if step != "latest" or strict:
-            return load(self.snapshot(step))
+    def _load(self, step: int | None, strict: bool, options: LoadOptions) -> Any:
+        if step is not None or strict:
+            return self.snapshot("latest" if step is None else step).load_with(options)
         passed_over: list[str] = []
         first: _native.CorruptionError | None = None
         while True:
             try:
-                native, skipped = self.native().recover(passed_over)
+                with _foreign.explained(self._url):
+                    native, skipped = self.native().recover(passed_over)
             except _native.Error:
                 if first is not None:
                     raise first from None
@@ -305,29 +314,33 @@ class Store:
             passed_over += [id for _, id, _ in skipped]
             snapshot = Snapshot(native, self.native())
             try:
-                return load(snapshot)
+                return snapshot.load_with(options)
             except _native.CorruptionError as error:
                 # Its indexes are whole, its pages are not.
                 _log.warning("step %d cannot be rebuilt; trying the one before: %s", snapshot.step, error)
                 first = first or error
                 passed_over.append(snapshot.id)
 
-    def snapshot(self, step: int | str = "latest") -> Snapshot:
+    def snapshot(self, step: Step = "latest") -> Snapshot:
         """Opens the snapshot of a step, or the newest by commit."""
         native = self.native()
-        return Snapshot(native.snapshot(None if step == "latest" else check_step(step)), native)
+        with _foreign.explained(self._url):
+            return Snapshot(native.snapshot(step_or_latest(step)), native)
 
     def snapshots(self) -> list[SnapshotInfo]:
         """All live snapshots, in the order of their commits."""
-        return [SnapshotInfo(**{**row, "user": json.loads(row["user"])}) for row in self.native().snapshots()]
+        with _foreign.explained(self._url):
+            rows = self.native().snapshots()
+        return [SnapshotInfo(**{**row, "user": json.loads(row["user"])}) for row in rows]
 
     def catalog(self) -> Catalog:
         """All snapshots as a table that reads as an Arrow stream: ``pyarrow.table(store.catalog())``, polars, DuckDB."""
-        return self.native().catalog()
+        with _foreign.explained(self._url):
+            return self.native().catalog()
 
-    def verify(self, depth: str = "full", *, step: int | None = None, progress: Progress = None) -> VerifyReport:
+    def verify(self, depth: VerifyDepth = "full", *, step: int | None = None, progress: Progress = None) -> VerifyReport:
         """Checks the store: its ``log``, also every byte (``pages``), also every chunk decoded (``full``)."""
-        with watching(self.native(), progress, "verify"):
+        with watching(self.native(), progress, "verify"), _foreign.explained(self._url):
             return VerifyReport(**self.native().verify(depth, step))
 
     def pin(self, step: int, pinned: bool = True) -> None:
@@ -338,17 +351,42 @@ class Store:
         """Gives steps up."""
         self.native().forget([check_step(step) for step in steps])
 
-    def writer(self, **options: Any) -> Writer:
-        """A ``storage_writer`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Writer`."""
+    def writer(
+        self,
+        *,
+        step: int | None = None,
+        policy: Policy = "adaptive",
+        user: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        base_cache: BaseCache = "memory",
+        verify_after_encode: bool = True,
+        objective: Objective = "balanced",
+        precision: str | Sequence[str] = "lossless",
+        overwrite: bool = False,
+        max_failed_saves: int = 3,
+    ) -> Writer:
+        """Makes a ``storage_writer`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Writer`."""
         from .torch import Writer
 
-        return Writer(self, **options)
+        return Writer(
+            self,
+            step=step,
+            policy=policy,
+            user=user,
+            metadata=metadata,
+            base_cache=base_cache,
+            verify_after_encode=verify_after_encode,
+            objective=objective,
+            precision=precision,
+            overwrite=overwrite,
+            max_failed_saves=max_failed_saves,
+        )
 
-    def reader(self, **options: Any) -> Reader:
-        """A ``storage_reader`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Reader`."""
+    def reader(self, *, step: Step | None = None, process_group: Any = None) -> Reader:
+        """Makes a ``storage_reader`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Reader`."""
         from .torch import Reader
 
-        return Reader(self, **options)
+        return Reader(self, step=step, process_group=process_group)
 
 
 class Snapshot:
@@ -424,28 +462,31 @@ class Snapshot:
         tensors: str | Sequence[str] | None = None,
         slices: Slices | None = None,
         out: Any = None,
-        device: Any = None,
-        framework: str | None = None,
-        dtype: Any = None,
+        device: Device | None = None,
+        framework: Framework | None = None,
+        dtype: DType | Mapping[str, DType] | None = None,
         have: int | None = None,
         max_error: float | None = None,
     ) -> Any:
         """Loads the state, or a part of it; see :func:`load`."""
-        if max_error is not None:
-            if not max_error >= 0:
-                raise ValueError(f"max_error {max_error!r}: use a relative error, such as 0.05")
-            self._native.check_errors(max_error)
+        return self.load_with(LoadOptions(tensors, slices, out, device, framework, dtype, have, max_error))
+
+    def load_with(self, options: LoadOptions) -> Any:
+        """Loads the state, or a part of it, by options that are checked."""
+        if options.max_error is not None:
+            self._native.check_errors(options.max_error)
+        out, framework, have, device = options.out, options.framework, options.have, options.device
         targets = {} if out is None else _targets(out)
         missing = [name for name in targets if name not in self._tensors]
         if missing:
             raise _native.NotFoundError(f"out: step {self.step} has no tensor `{missing[0]}`")
-        partial = tensors is not None or slices is not None
-        patterns = [tensors] if isinstance(tensors, str) else list(tensors or [])
-        wanted = self._matching(patterns) if partial else list(self._tensors)
-        rects = {name: self._rect(name, wanted_slice) for name, wanted_slice in (slices or {}).items()}
+        partial = options.is_partial
+        wanted = self._matching(options.patterns) if partial else list(self._tensors)
+        rects = {name: self._rect(name, check_slices(name, parts)) for name, parts in (options.slices or {}).items()}
+        dtypes = options.conversions(list(self._tensors.values()))
         twice = next((name for name in rects if name in targets), None)
         if twice is not None:
-            raise ValueError(f"`{twice}`: a slice cannot be read into out")
+            raise InvalidValueError(f"`{twice}`: a slice cannot be read into out")
 
         # A part needs the tree only for the frameworks of its tensors.
         trees = [] if partial and framework else self._trees()
@@ -462,10 +503,17 @@ class Snapshot:
         places: dict[str, _frameworks.Place] = {}
         requests: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
         rounded: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
-        as_bf16 = _frameworks.is_bf16(dtype)
 
         def is_rounded(name: str) -> bool:
-            return as_bf16 and self._tensors[name].dtype == "f32" and kind_of(name) != "bytes"
+            return dtypes.get(name) == "bf16" and self._tensors[name].dtype == "f32"
+
+        for name in [*wanted, *rects]:
+            if name in targets:
+                continue
+            if name in dtypes and kind_of(name) == "bytes":
+                raise InvalidValueError(f"dtype: `{name}` is loaded as bytes; pass framework='torch', 'numpy' or 'jax' to convert it")
+            if device is not None:
+                _frameworks.check_device(kind_of(name), device)
 
         held: list[tuple[str, Any]] = []
         tied: dict[str, str] = {}
@@ -477,7 +525,7 @@ class Snapshot:
             if name not in targets:
                 # Tied tensors were one, and are one again.
                 first = stored.setdefault(info.alias_of or name, name)
-                if first != name and kind_of(first) == kind_of(name):
+                if first != name and kind_of(first) == kind_of(name) and dtypes.get(first) == dtypes.get(name):
                     tied[name] = first
                     continue
                 if is_rounded(name):
@@ -496,17 +544,13 @@ class Snapshot:
             (rounded if is_rounded(name) else requests).append((name, offset, shape, places[name].buffer))
 
         if have is not None:
-            if out is None:
-                raise ValueError("have= says what `out` holds, and `out` is missing")
             self._native.update_into(self._store.snapshot(have), self._without_ties(held))
         self._native.read_into(self._without_ties(requests))
         if rounded:
             self._native.read_as_bf16_into(rounded)
         loaded = {name: place.finish() for name, place in places.items()}
-        if dtype is not None or device is not None:
-            loaded = {
-                name: value if name in targets else _frameworks.convert(value, dtype, device) for name, value in loaded.items()
-            }
+        for name in loaded.keys() - targets.keys() if dtypes or device is not None else ():
+            loaded[name] = _frameworks.convert(loaded[name], dtypes.get(name), device)
         loaded.update({name: loaded[first] for name, first in tied.items()})
         if partial or not trees:
             return loaded
@@ -558,11 +602,10 @@ class Snapshot:
             raise _native.NotFoundError(f"step {self.step} has no tensor that matches `{unused[0]}`")
         return [name for name, matched in zip(names, matches, strict=True) if matched]
 
-    def _rect(self, name: str, wanted: slice | tuple[slice, ...]) -> tuple[list[int], list[int]]:
+    def _rect(self, name: str, ranges: tuple[slice, ...]) -> tuple[list[int], list[int]]:
         info = self._tensors.get(name)
         if info is None:
             raise _native.NotFoundError(f"step {self.step} has no tensor `{name}`")
-        ranges = wanted if isinstance(wanted, tuple) else (wanted,)
         if len(ranges) > len(info.shape):
             raise _native.InvalidArgumentError(f"`{name}`: {len(ranges)} slices for shape {list(info.shape)}")
         offset, shape = [0] * len(info.shape), list(info.shape)
@@ -579,44 +622,97 @@ def trees_by_rank(trees: list[list[_state.Node]], ranks: list[int]) -> list[tupl
     return list(zip(ranks, trees, strict=True))
 
 
-def save(state: Any, url: str | os.PathLike[str] | Store, *, step: int, config: Mapping[str, str] | None = None, **options: Any) -> Saved:
-    """Saves a state into the store at a URL, which is created if it is not there; see :meth:`Store.save`.
+def save(
+    state: Any,
+    url: str | os.PathLike[str] | Store,
+    *,
+    step: int,
+    config: Mapping[str, str] | None = None,
+    policy: Policy = "adaptive",
+    user: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    on_unsupported: OnUnsupported = None,
+    base_cache: BaseCache = "memory",
+    verify_after_encode: bool = True,
+    objective: Objective = "balanced",
+    precision: str | Sequence[str] = "lossless",
+    changed_rows: Mapping[str, Sequence[int]] | None = None,
+    overwrite: bool = False,
+    progress: Progress = None,
+) -> Saved:
+    """Saves a state into the store at a URL. Creates the store if it does not exist.
 
-    The process keeps the store open: the second save of a training loop is a delta on the first.
+    The process keeps the store open: the second save of a training loop is a delta on the first. ``config`` overrides settings of
+    the environment, as for :class:`Store`. :meth:`Store.save` describes all other arguments.
 
     >>> save({"w": RawTensor("f32", (4,), bytearray(16)), "epoch": 1}, "memory://save-example", step=1).kind
     'base'
     >>> save({"w": RawTensor("f32", (4,), bytearray(16)), "epoch": 2}, "memory://save-example", step=2).kind
     'delta'
     """
-    return _open(url, config).save(state, step=step, **options)
+    return _open(url, config).save(
+        state,
+        step=step,
+        policy=policy,
+        user=user,
+        metadata=metadata,
+        on_unsupported=on_unsupported,
+        base_cache=base_cache,
+        verify_after_encode=verify_after_encode,
+        objective=objective,
+        precision=precision,
+        changed_rows=changed_rows,
+        overwrite=overwrite,
+        progress=progress,
+    )
 
 
 def load(
     url: str | os.PathLike[str] | Store,
-    step: int | str = "latest",
+    step: Step = "latest",
     *,
     tensors: str | Sequence[str] | None = None,
     slices: Slices | None = None,
     out: Any = None,
-    device: Any = None,
-    framework: str | None = None,
+    device: Device | None = None,
+    framework: Framework | None = None,
     strict: bool = False,
-    dtype: Any = None,
+    dtype: DType | Mapping[str, DType] | None = None,
     have: int | None = None,
     max_error: float | None = None,
     progress: Progress = None,
     config: Mapping[str, str] | None = None,
 ) -> Any:
-    """Loads a state as it was saved: ``step``, or the newest that can be rebuilt (``strict``: the newest, or an error).
+    """Loads a state as it was saved, or a part of it.
 
-    ``tensors`` (names, ``*`` for any characters) and ``slices`` (a slice, or one per leading dimension, by name) read only
-    what they name, and give a flat dict. ``out``, a state like the one that was saved, gives the memory: its tensors are
-    filled in place and stand in the result; after an error they hold parts of either state. ``have`` says that they hold
-    the state of that step, and reads only what lies between. ``framework``: ``torch``, ``numpy``, ``jax`` or ``bytes``;
-    otherwise each tensor comes back as it was saved. ``dtype`` converts floating-point tensors (f32 read as ``"bf16"``: where they were stored so that their roundings
-    are enough, only those are read), ``device`` moves tensors. ``max_error`` refuses a snapshot in which some tensor was rounded
-    by more than this relative error. ``progress`` is that of :meth:`Store.save`.
+    Returns the nested dicts, lists, tuples and values that were saved, with a tensor of its framework for each tensor. With
+    ``tensors`` or ``slices``, returns a flat dict of tensors by name.
+
+    Args:
+        url: Path, URL or open :class:`Store`.
+        step: Training step, or ``"latest"``: the newest step that can be rebuilt. A newer one that is damaged is passed over with a
+            warning.
+        tensors: Names or patterns (``*`` for any characters) of the tensors to read.
+        slices: For each tensor name a slice of the first dimension, or a tuple with one slice per leading dimension. Only these
+            parts are read.
+        out: A state like the saved one. Its tensors are filled in place and stand in the result. After an error they hold parts of
+            either state.
+        device: Device to move tensors to (torch), or device or sharding (jax). Tensors of ``out`` stay.
+        framework: ``torch``, ``numpy``, ``jax`` or ``bytes`` for all tensors, instead of the framework each was saved from.
+        strict: Whether a damaged newest step is an error instead of a reason to load an older one.
+        dtype: Floating-point dtype to convert to, or a mapping of patterns to dtypes; see below.
+        have: Step whose state the tensors of ``out`` hold now. Reads only the changes since then.
+        max_error: Greatest relative error: refuses a snapshot in which some tensor was rounded by more.
+        progress: A function of the bytes read and written so far, called a few times a second from another thread; or True for a bar
+            of tqdm.
+        config: Settings that override those of the environment, as for :class:`Store`.
+
+    ``dtype`` converts floating-point tensors: weights, masters, moments. These keep their dtype: tensors without dimensions, tensors
+    with the role ``step`` or whose last name is ``step`` (step counters), integers, complex numbers, elements smaller than a byte,
+    and tensors of ``out``. A dtype may be one of torch, numpy or jax, or a name: ``"bf16"``. A mapping chooses by role or name:
+    ``{"model": "bf16", "*.bias": None}``. The last pattern that matches a tensor wins; None leaves it as it was saved. A full name
+    converts also a tensor without dimensions and a step counter. If f32 weights were stored so that their bf16 roundings
+    can be read alone, ``"bf16"`` reads only those.
 
     >>> _ = save({"w": RawTensor("u8", (4, 2), bytearray(range(8)))}, "memory://load-example", step=3)
     >>> load("memory://load-example", slices={"w": slice(1, 3)}, framework="bytes")["w"].data
@@ -647,15 +743,15 @@ def _open(url: str | os.PathLike[str] | Store, config: Mapping[str, str] | None)
     """The store at a URL, open since the last call where it was there."""
     if isinstance(url, Store):
         if config is not None:
-            raise ValueError("config= belongs to a URL; this store is open")
+            raise InvalidValueError("config= belongs to a URL; this store is open")
         return url
     provider = None
     if _source.is_obstore(url):
         url, theirs, provider = _source.of_obstore(url)
         config = {**theirs, **(config or {})}
-    text = os.fspath(url)
+    text, config = _source.check_url(url), text_values(config, "config")
     # A store holds its provider: no other can have its id meanwhile.
-    key = (text if "://" in text else os.path.abspath(text), tuple(sorted((config or {}).items())), id(provider))
+    key = (text if "://" in text else os.path.abspath(text), tuple(sorted(config.items())), id(provider))
     with _stores_lock:
         store = _stores.pop(key, None) or Store(key[0], config, credential_provider=provider)
         _stores[key] = store
@@ -668,37 +764,6 @@ def _store_again(url: str, config: dict[str, str] | None, fsync: bool, provider:
     # Whoever was sent a store saves for the job that sent it.
     _native.join_job(job)
     return Store(url, config, fsync=fsync, credential_provider=provider)
-
-
-def check_step(step: Any) -> int:
-    """A step, or an error that says what it is."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step {step!r}: use an integer")
-    found = int(step.__index__())
-    if found < 0:
-        raise ValueError(f"step {found}: use 0 or more")
-    return found
-
-
-def parse_policy(policy: str) -> tuple[str, int | None]:
-    """``intermittent:8`` is a policy with its number."""
-    name, _, every = policy.partition(":")
-    return name, int(every) if every else None
-
-
-def user_json(user: Mapping[str, Any] | None) -> str:
-    """Facts of the user as JSON; numbers that JSON cannot say, as text."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): plain(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
-        if not isinstance(value, (str, int, float, bool, type(None))) and hasattr(value, "item"):
-            value = value.item()
-        return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(user or {}), allow_nan=False)
 
 
 def _targets(out: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _frameworks, _native
+from ._errors import InvalidValueError
 from ._native import Encoded
 
 __all__ = ["Coder", "Encoded", "codecs"]
@@ -55,7 +56,7 @@ class Coder:
         lent = _frameworks.lend(tensor, "tensor")
         old = None if base is None else _frameworks.lend(base, "base")
         if old is not None and (old.dtype, old.shape) != (lent.dtype, lent.shape):
-            raise ValueError(f"base: {old.dtype} of shape {list(old.shape)}; the tensor is {lent.dtype} of shape {list(lent.shape)}")
+            raise InvalidValueError(f"base: {old.dtype} of shape {list(old.shape)}; the tensor is {lent.dtype} of shape {list(lent.shape)}")
         others = []
         self._keep = [lent, old]
         for name, pair in (partners or {}).items():
@@ -64,7 +65,7 @@ class Coder:
             earlier = None if before is None else _frameworks.lend(before, f"base of partner {name}")
             for found in (theirs, earlier):
                 if found is not None and (found.dtype, found.shape) != (theirs.dtype, lent.shape):
-                    raise ValueError(f"partner {name}: {found.dtype} of shape {list(found.shape)}; the tensor is of shape {list(lent.shape)}")
+                    raise InvalidValueError(f"partner {name}: {found.dtype} of shape {list(found.shape)}; the tensor is of shape {list(lent.shape)}")
             self._keep += [theirs, earlier]
             others.append((name, theirs.dtype, theirs.buffer, None if earlier is None else earlier.buffer))
         self._coder = _native.Coder(

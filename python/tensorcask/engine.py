@@ -26,7 +26,8 @@ from typing import Any
 
 from . import _device, _frameworks, _native, _precision, _state
 from ._state import OnUnsupported
-from ._store import _TREE, Store, _address, _flat_arrays, check_step, parse_policy, user_json
+from ._options import check_step, parse_policy, user_json
+from ._store import _TREE, Store, _address, _flat_arrays
 
 __all__ = ["Engine", "Loadable", "Outcome", "Restored", "Saving", "Waited", "agent_status", "stop_agent"]
 

@@ -29,7 +29,8 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as _Checkpoin
 
 from . import _native
 from ._files import write_whole
-from ._store import Snapshot, Store, _open, check_step
+from ._options import check_step
+from ._store import Snapshot, Store, _open
 
 __all__ = ["CheckpointIO"]
 

@@ -30,7 +30,9 @@ from safetensors.numpy import save_file
 
 from . import _frameworks, _native
 from ._files import into_place, write_whole
-from ._store import RawTensor, Store, WriterOptions, _open, check_step, parse_policy, user_json
+from ._frameworks import RawTensor
+from ._options import WriterOptions, check_step, parse_policy, user_json
+from ._store import Store, _open
 from .interchange import import_
 
 __all__ = ["export_deltas", "import_deltas"]

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 from . import _native
 from ._files import into_place, write_whole
+from ._options import Step
 from ._store import Store, _open
 
 __all__ = ["Callback", "checkpoint"]
@@ -73,7 +74,7 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
         self._store.save(dict(zip(_KEYS, parts, strict=True)), step=state.global_step, user=user, **self._options)
 
 
-def checkpoint(store: Store | str | os.PathLike[str], folder: str | os.PathLike[str], step: int | str = "latest") -> str | None:
+def checkpoint(store: Store | str | os.PathLike[str], folder: str | os.PathLike[str], step: Step = "latest") -> str | None:
     """A checkpoint as the Trainer reads it, in a folder ``checkpoint-<step>`` of ``folder``; None if the store has no snapshot."""
     opened = _open(store, None)
     try:
