@@ -9,6 +9,11 @@
 True
 """
 
+# Modules, from the ground up; each imports only modules before it:
+# _native _errors _dtypes _frameworks _convert _files _device _progress _source _foreign | _precision _state _options _reports
+# _snapshot _handle | torch _store _save_load | _markers codec engine interchange slime lightning megatron orbax transformers
+# agent __main__
+
 from ._frameworks import RawTensor
 from ._native import (
     Catalog,
@@ -29,7 +34,10 @@ from ._native import (
     __version__,
 )
 from ._precision import TensorErrors, search_precision
-from ._store import Snapshot, SnapshotInfo, Store, TensorInfo, VerifyReport, load, save
+from ._reports import SnapshotInfo, TensorInfo, VerifyReport
+from ._save_load import load, save
+from ._snapshot import Snapshot
+from ._store import Store
 from .engine import Engine
 
 __all__ = [

@@ -9,45 +9,19 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from math import prod
 from typing import Any
 
 from . import _native
+from ._dtypes import BITS as BITS
+from ._dtypes import DTYPES as DTYPES
+from ._dtypes import TORCH, Unsupported, numpy_dtype
+from ._dtypes import byte_count as byte_count
+from ._dtypes import torch_dtype as torch_dtype
+from ._dtypes import torch_dtype_name as torch_dtype_name
+from ._dtypes import torch_shape as torch_shape
+from ._dtypes import torch_shape_in_store as torch_shape_in_store
 from ._errors import InvalidTypeError, InvalidValueError
 
-# What numpy (with ml_dtypes) and torch call the element types of a store.
-DTYPES: dict[str, str] = {
-    "bool": "bool",
-    "uint8": "u8",
-    "uint16": "u16",
-    "uint32": "u32",
-    "uint64": "u64",
-    "int8": "i8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float32": "f32",
-    "float64": "f64",
-    "complex64": "c64",
-    "complex128": "c128",
-    "float8_e4m3fn": "f8_e4m3",
-    "float8_e5m2": "f8_e5m2",
-    "float8_e4m3fnuz": "f8_e4m3fnuz",
-    "float8_e5m2fnuz": "f8_e5m2fnuz",
-    "float8_e8m0fnu": "f8_e8m0",
-    "float6_e2m3fn": "f6_e2m3",
-    "float6_e3m2fn": "f6_e3m2",
-    "float4_e2m1fn": "f4_e2m1",
-    "float4_e2m1fn_x2": "f4_e2m1",
-    "int4": "int4",
-    "uint4": "uint4",
-}
-BITS: dict[str, int] = dict(_native.dtypes())
-_NUMPY = {ours: theirs for theirs, ours in DTYPES.items() if not theirs.endswith("_x2")}
-# torch has no name that it can compute with for elements below a byte, and one type of two such in a byte.
-_TORCH = {ours: theirs for ours, theirs in _NUMPY.items() if BITS[ours] >= 8} | {"f4_e2m1": "float4_e2m1fn_x2"}
 _PLAIN_NUMPY_KINDS = "biufc"
 
 
@@ -90,14 +64,6 @@ class Place:
 
     buffer: Any
     finish: Callable[[], Any]
-
-
-class Unsupported(InvalidTypeError):
-    """A value that cannot be stored."""
-
-
-def byte_count(dtype: str, shape: Sequence[int]) -> int:
-    return (prod(shape) * BITS[dtype] + 7) // 8
 
 
 def framework_of(value: Any) -> str | None:
@@ -226,10 +192,6 @@ def wanted_part(value: Any, path: str) -> Wanted | None:
     return None if 0 in extent and 0 not in whole else Wanted(local, whole, offset, extent)
 
 
-def torch_dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def check_torch(tensor: Any, path: str) -> str:
     """The dtype of a torch tensor that can be stored; otherwise an error that names it."""
     torch = sys.modules["torch"]
@@ -256,7 +218,7 @@ def check_torch(tensor: Any, path: str) -> str:
         )
     name = torch_dtype_name(tensor.dtype)
     dtype = DTYPES.get(name)
-    if dtype is None or _TORCH.get(dtype) != name:
+    if dtype is None or TORCH.get(dtype) != name:
         raise Unsupported(f"{path}: dtype {tensor.dtype} cannot be stored")
     return dtype
 
@@ -296,31 +258,6 @@ def torch_bytes(torch: Any, tensor: Any) -> Any:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def torch_shape_in_store(dtype: str, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
-    """Elements, where torch counts bytes of two."""
-    if dtype != "f4_e2m1":
-        return shape
-    if not shape:
-        raise Unsupported(f"{path}: a float4_e2m1fn_x2 tensor without dimensions cannot be stored; reshape it to [1]")
-    return (*shape[:-1], shape[-1] * 2)
-
-
-def torch_shape(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:
-    if dtype != "f4_e2m1":
-        return tuple(shape)
-    if not shape or shape[-1] % 2:
-        raise _native.UnsupportedError(f"tensor `{name}`: torch holds f4_e2m1 in pairs, and its last extent is not even")
-    return (*shape[:-1], shape[-1] // 2)
-
-
-def torch_dtype(torch: Any, dtype: str, name: str) -> Any:
-    theirs = _TORCH.get(dtype)
-    found = getattr(torch, theirs, None) if theirs else None
-    if found is None:
-        raise _native.UnsupportedError(f"tensor `{name}`: torch has no {dtype}; pass framework='numpy' or framework='bytes'")
-    return found
-
-
 def _lend_numpy(array: Any, path: str, framework: str, contiguous: dict[Any, Any]) -> Lent:
     np = sys.modules["numpy"]
     if isinstance(array, np.ma.MaskedArray):
@@ -342,18 +279,6 @@ def _lend_numpy(array: Any, path: str, framework: str, contiguous: dict[Any, Any
     if BITS[dtype] < 8:
         buffer = _native.pack(dtype, buffer)
     return Lent(framework, dtype, shape, buffer, array)
-
-
-def numpy_dtype(np: Any, dtype: str, name: str) -> Any:
-    theirs = _NUMPY[dtype]
-    try:
-        return np.dtype(theirs)
-    except TypeError:
-        pass
-    try:
-        return np.dtype(getattr(import_module("ml_dtypes"), theirs))
-    except (ImportError, AttributeError) as error:
-        raise _native.UnsupportedError(f"tensor `{name}`: numpy has no {dtype} without a recent ml_dtypes; install it") from error
 
 
 def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
@@ -447,39 +372,3 @@ def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
             refuse(f"is {out.dtype} of shape {list(out.shape)}, {len(out.data)} bytes")
         return Place(out.data, lambda: out)
     raise InvalidTypeError(f"out, tensor `{name}`: {type(out).__qualname__} cannot be filled")
-
-
-def dtype_name(dtype: Any) -> str | None:
-    """What a store calls a dtype of any framework; None for anything else."""
-    if dtype is float:
-        return "f64"
-    names = [dtype] if isinstance(dtype, str) else [getattr(dtype, "name", None), getattr(dtype, "__name__", None), str(dtype)]
-    for name in names:
-        text = name.removeprefix("torch.") if isinstance(name, str) else ""
-        if text in BITS or text in DTYPES:
-            return text if text in BITS else DTYPES[text]
-    return None
-
-
-def check_device(framework: str, device: Any) -> None:
-    """Refuses a device that tensors of a framework cannot be moved to."""
-    if framework == "torch":
-        try:
-            import_module("torch").device(device)
-        except (RuntimeError, TypeError) as error:
-            raise InvalidValueError(f"device {device!r}: {str(error).strip().partition(chr(10))[0]}") from None
-    elif framework != "jax":
-        owner = "numpy arrays" if framework == "numpy" else "bytes"
-        raise InvalidValueError(f"device {device!r}: {owner} have no device; pass framework='torch' or framework='jax'")
-
-
-def convert(value: Any, dtype: str | None, device: Any) -> Any:
-    """Converts an array to another dtype, in the words of a store, and moves it to a device."""
-    framework = framework_of(value)
-    if framework == "torch":
-        if dtype is not None:
-            value = value.to(torch_dtype(sys.modules["torch"], dtype, "dtype="))
-        return value if device is None else value.to(device)
-    if dtype is not None:
-        value = value.astype(numpy_dtype(sys.modules["numpy"], dtype, "dtype="))
-    return value if device is None else import_module("jax").device_put(value, device)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from . import _native
 from ._files import write_whole
-from ._store import Snapshot, Store, _open
+from ._snapshot import Snapshot
+from ._store import Store, open_store
 
 NAME = "tensorcask.json"
 
@@ -16,9 +17,9 @@ NAME = "tensorcask.json"
 def store_for(given: Store | str | os.PathLike[str] | None, folder: Path, beside: Path) -> tuple[Store, str]:
     """The store that was given, or the one ``beside``; and how a marker in ``folder`` names it: both may move together."""
     if given is not None:
-        store = _open(given, None)
+        store = open_store(given, None)
         return store, store.url if "://" in store.url else os.path.abspath(store.url)
-    return _open(beside.absolute(), None), os.path.relpath(beside.absolute(), folder.absolute())
+    return open_store(beside.absolute(), None), os.path.relpath(beside.absolute(), folder.absolute())
 
 
 def write(folder: Path, address: str, step: int, snapshot: str) -> None:
@@ -38,7 +39,7 @@ def snapshot_in(folder: Path, given: Store | str | os.PathLike[str] | None) -> S
         raise _native.CorruptionError(f"{marker}: not the marker of a snapshot: {error}") from None
     if given is None:
         given = os.path.normpath(folder.absolute() / address) if address.startswith("..") else address
-    store = _open(given, None)
+    store = open_store(given, None)
     snapshot = store.snapshot(step)
     if snapshot.id != snapshot_id:
         raise _native.ConflictError(f"{marker} names snapshot {snapshot_id}, and step {step} of {store.url} was saved again since")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from . import _frameworks, _native, _precision
+from . import _dtypes, _native, _precision
 from ._errors import InvalidTypeError, InvalidValueError
 
 # A number of saves between two bases, as in `intermittent:8`, is why any text is a policy to a type checker.
@@ -114,7 +114,7 @@ class LoadOptions:
 
 def _is_float(dtype: str) -> bool:
     """Whether a dtype of a store is floating-point, with elements of a byte or more."""
-    return (dtype.startswith("f") or dtype == "bf16") and _frameworks.BITS[dtype] >= 8
+    return (dtype.startswith("f") or dtype == "bf16") and _dtypes.BITS[dtype] >= 8
 
 
 def _keeps_dtype(info: Any) -> bool:
@@ -124,9 +124,9 @@ def _keeps_dtype(info: Any) -> bool:
 
 def float_name(dtype: DType, argument: str) -> str:
     """The name that a store gives to a floating-point dtype of any framework."""
-    name = _frameworks.dtype_name(dtype)
+    name = _dtypes.dtype_name(dtype)
     if name is None or not _is_float(name):
-        known = ", ".join(sorted(name for name in _frameworks.BITS if _is_float(name)))
+        known = ", ".join(sorted(name for name in _dtypes.BITS if _is_float(name)))
         raise InvalidValueError(f"{argument} {dtype!r}: use a floating-point dtype of torch, numpy or jax, or one of {known}")
     return name
 

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import _frameworks
+from ._dtypes import Unsupported
 from ._errors import InvalidTypeError, InvalidValueError
-from ._frameworks import Lent, Unsupported
+from ._frameworks import Lent
 from ._native import CorruptionError
 
 Node = tuple[str, Any]
 OnUnsupported = Literal["error", "skip"] | Callable[[str, Any], Any] | None
 
+# Blob that holds the nodes of a state.
+TREE = "tc.tree"
 _MAX_DEPTH = 400
 _SKIP = object()
 
@@ -233,3 +236,25 @@ def _whole_lists(value: Any, path: tuple[str | int, ...]) -> Any:
             if isinstance(item, dict):
                 value[key] = _whole_lists(item, (*path, key))
     return value
+
+
+def flat_arrays(out: Any) -> dict[str, Any]:
+    """Tensors of a state by the names that saving gives them; other values do not matter."""
+    found: dict[str, Any] = {}
+    flattener = _Flattener("skip")
+
+    def walk(value: Any, path: tuple[str | int, ...]) -> None:
+        inner = _frameworks.inner_tensors(value)
+        if inner is not None:
+            walk(inner, path)
+        elif _frameworks.framework_of(value) is not None:
+            found[flattener.name(path, found)] = value
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(item, (*path, key))
+        elif isinstance(value, (list, tuple)):
+            for at, item in enumerate(value):
+                walk(item, (*path, at))
+
+    walk(out, ())
+    return found

@@ -24,7 +24,8 @@ from . import _native
 from ._files import into_place
 from ._native import Saved
 from ._options import Step, WriterOptions, check_step, parse_policy, user_json
-from ._store import Snapshot, Store, _open
+from ._snapshot import Snapshot
+from ._store import Store, open_store as _open
 
 __all__ = ["export", "import_"]
 

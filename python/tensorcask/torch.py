@@ -41,7 +41,9 @@ from torch.futures import Future
 
 from . import _frameworks, _native, _state
 from ._options import BaseCache, Framework, Objective, Policy, Step, WriterOptions, check_step, user_json, writer_options
-from ._store import Snapshot, Store, TensorInfo
+from ._handle import StoreHandle as Store
+from ._reports import TensorInfo
+from ._snapshot import Snapshot
 
 __all__ = ["Reader", "Writer"]
 

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from . import _native
 from ._files import into_place, write_whole
 from ._options import Step
-from ._store import Store, _open
+from ._store import Store, open_store
 
 __all__ = ["Callback", "checkpoint"]
 
@@ -42,7 +42,7 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
         if every < 1:
             raise ValueError(f"every={every}: use 1 or more")
         # A training that resumed from an earlier checkpoint saves the steps after it again, as with checkpoints of its own.
-        self._store, self._every, self._options = _open(store, None), every, {"overwrite": True, **options}
+        self._store, self._every, self._options = open_store(store, None), every, {"overwrite": True, **options}
         self._saved: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
 
 def checkpoint(store: Store | str | os.PathLike[str], folder: str | os.PathLike[str], step: Step = "latest") -> str | None:
     """A checkpoint as the Trainer reads it, in a folder ``checkpoint-<step>`` of ``folder``; None if the store has no snapshot."""
-    opened = _open(store, None)
+    opened = open_store(store, None)
     try:
         loaded = opened.load(step, framework="torch")
     except _native.NotFoundError:
