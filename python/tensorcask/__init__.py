@@ -1,4 +1,4 @@
-"""Storage for the state of a model in training: small deltas, every byte checked, every commit atomic.
+"""Storage for training checkpoints: small deltas, checksums over every byte, atomic commits.
 
 >>> import tensorcask
 >>> state = {"model": {"w": tensorcask.RawTensor("f32", (2, 2), bytearray(16))}, "lr": 0.5, "step": 7}
@@ -10,9 +10,9 @@ True
 """
 
 # Modules, from the ground up; each imports only modules before it:
-# _native _errors _dtypes _frameworks _convert _files _device _progress _source _foreign | _precision _state _options _reports
-# _snapshot _handle | torch _store _save_load | _markers codec engine interchange slime lightning megatron orbax transformers
-# agent __main__
+# _native _errors _dtypes _frameworks _convert _files _device _progress _source _foreign
+# _precision _state _options _reports _snapshot _handle | torch _store _save_load
+# _markers codec engine interchange slime lightning megatron orbax transformers agent __main__
 
 from ._frameworks import RawTensor
 from ._native import (

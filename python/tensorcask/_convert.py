@@ -1,4 +1,4 @@
-"""Loaded arrays in another dtype, or on another device."""
+"""Converts loaded arrays to another dtype, and moves them to a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_device(framework: str, device: Any) -> None:
 
 
 def convert(value: Any, dtype: str | None, device: Any) -> Any:
-    """Converts an array to another dtype, in the words of a store, and moves it to a device."""
+    """Converts an array to another dtype, named as in a store, and moves it to a device."""
     framework = framework_of(value)
     if framework == "torch":
         if dtype is not None:

@@ -1,4 +1,4 @@
-"""Element types: what a store calls them, and what torch, numpy and jax call them."""
+"""Dtypes: their names in a store, and in torch, numpy and jax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from . import _native
 from ._errors import InvalidTypeError
 
-# What numpy (with ml_dtypes) and torch call the element types of a store.
+# Names of dtypes: in numpy (with ml_dtypes) and torch, and in a store.
 DTYPES: dict[str, str] = {
     "bool": "bool",
     "uint8": "u8",
@@ -41,7 +41,7 @@ DTYPES: dict[str, str] = {
 }
 BITS: dict[str, int] = dict(_native.dtypes())
 _NUMPY = {ours: theirs for theirs, ours in DTYPES.items() if not theirs.endswith("_x2")}
-# torch has no name that it can compute with for elements below a byte, and one type of two such in a byte.
+# torch has no usable dtypes for elements smaller than a byte, except one that holds a pair of them.
 TORCH = {ours: theirs for ours, theirs in _NUMPY.items() if BITS[ours] >= 8} | {"f4_e2m1": "float4_e2m1fn_x2"}
 
 
@@ -50,11 +50,12 @@ class Unsupported(InvalidTypeError):
 
 
 def byte_count(dtype: str, shape: Sequence[int]) -> int:
+    """Returns the size of a tensor in bytes."""
     return (prod(shape) * BITS[dtype] + 7) // 8
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """What a store calls a dtype of any framework; None for anything else."""
+    """Returns the name in a store of a dtype of any framework; None for anything else."""
     if dtype is float:
         return "f64"
     names = [dtype] if isinstance(dtype, str) else [getattr(dtype, "name", None), getattr(dtype, "__name__", None), str(dtype)]
@@ -66,11 +67,12 @@ def dtype_name(dtype: Any) -> str | None:
 
 
 def torch_dtype_name(dtype: Any) -> str:
+    """Returns the name of a torch dtype without the module."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_shape_in_store(dtype: str, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
-    """Elements, where torch counts bytes of two."""
+    """Returns a shape in elements; torch counts pairs of f4 elements."""
     if dtype != "f4_e2m1":
         return shape
     if not shape:
@@ -79,14 +81,16 @@ def torch_shape_in_store(dtype: str, shape: tuple[int, ...], path: str) -> tuple
 
 
 def torch_shape(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:
+    """Returns the shape that torch gives to a stored tensor; torch counts pairs of f4 elements."""
     if dtype != "f4_e2m1":
         return tuple(shape)
     if not shape or shape[-1] % 2:
-        raise _native.UnsupportedError(f"tensor `{name}`: torch holds f4_e2m1 in pairs, and its last extent is not even")
+        raise _native.UnsupportedError(f"tensor `{name}`: torch holds f4_e2m1 in pairs, but the last extent is odd; pass framework='numpy'")
     return (*shape[:-1], shape[-1] // 2)
 
 
 def torch_dtype(torch: Any, dtype: str, name: str) -> Any:
+    """Returns the torch dtype for a dtype of a store."""
     theirs = TORCH.get(dtype)
     found = getattr(torch, theirs, None) if theirs else None
     if found is None:
@@ -95,6 +99,7 @@ def torch_dtype(torch: Any, dtype: str, name: str) -> Any:
 
 
 def numpy_dtype(np: Any, dtype: str, name: str) -> Any:
+    """Returns the numpy dtype for a dtype of a store."""
     theirs = _NUMPY[dtype]
     try:
         return np.dtype(theirs)
@@ -103,4 +108,4 @@ def numpy_dtype(np: Any, dtype: str, name: str) -> Any:
     try:
         return np.dtype(getattr(import_module("ml_dtypes"), theirs))
     except (ImportError, AttributeError) as error:
-        raise _native.UnsupportedError(f"tensor `{name}`: numpy has no {dtype} without a recent ml_dtypes; install it") from error
+        raise _native.UnsupportedError(f"tensor `{name}`: numpy has {dtype} only with a recent ml_dtypes; install ml_dtypes") from error

@@ -1,6 +1,7 @@
 """Errors about arguments.
 
-Each is an ``InvalidArgumentError``, as the library raises it, and also the built-in error that Python programmers expect.
+Each is an ``InvalidArgumentError``, as the library raises it, and also the built-in error that Python programmers
+expect.
 """
 
 from __future__ import annotations

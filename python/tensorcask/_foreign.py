@@ -1,6 +1,6 @@
-"""Paths that hold something other than a store: what it is, and what to do with it.
+"""Recognizes checkpoints of other tools at a path that is not a store, and says how to import them.
 
-Looked at only after the library found no store, so that loading from a store never pays for it.
+Runs only after the library found no store, so loading from a store never pays for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Says what lies at a path, if the block fails because it is no store."""
+    """Explains the error of the block, if the path holds a checkpoint of another tool instead of a store."""
     try:
         yield
     except (_native.NotFoundError, _native.StorageError) as error:
@@ -81,7 +81,7 @@ def _describe_folder(path: Path) -> str | None:
 
 
 def _describe_marker(path: Path) -> str | None:
-    """A folder that names the snapshot that holds its tensors."""
+    """Describes a folder with a marker that names a snapshot."""
     try:
         told = json.loads((path / _MARKER).read_text())
         address, step = str(told["store"]), int(told["step"])
@@ -96,7 +96,7 @@ def _to_import(path: Path, what: str, options: str = "", step: str = " --step N"
 
 
 def _local_path(url: str) -> Path | None:
-    """The path that a URL names on this machine."""
+    """Returns the local path of a URL; None for a remote URL."""
     if "://" not in url:
         return Path(url).absolute()
     parts = urlsplit(url)

@@ -1,6 +1,6 @@
-"""Arrays of frameworks as bytes with a dtype and a shape, and back.
+"""Borrows the memory of torch, numpy and jax arrays for saves, and allocates arrays for loads.
 
-No framework is imported before somebody uses it.
+Imports a framework only when one of its arrays is used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _PLAIN_NUMPY_KINDS = "biufc"
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor without a framework: what ``framework="bytes"`` gives.
+    """A tensor without a framework, as returned with ``framework="bytes"``.
 
-    ``data`` holds the elements in row-major order, little-endian; those below a byte are packed, low bits first.
+    ``data`` holds the elements in row-major order, little-endian. Elements smaller than a byte are packed, low bits
+    first.
     """
 
     dtype: str
@@ -39,9 +40,11 @@ class RawTensor:
 
 @dataclass(frozen=True)
 class Lent:
-    """An array of a framework, lent as bytes. ``keep`` owns the memory; without a buffer, the bytes are still to be fetched from it.
+    """The borrowed bytes of an array. ``keep`` owns the memory.
 
-    ``whole`` and ``offset``: of a shard, the shape of the tensor that it is a part of, and its first index.
+    Without a buffer, the bytes are still to be fetched from ``keep``.
+
+    For a shard, ``whole`` is the shape of the global tensor and ``offset`` the first index of the shard.
     """
 
     framework: str
@@ -54,20 +57,20 @@ class Lent:
 
     @property
     def is_empty_shard(self) -> bool:
-        """A part with no elements of a tensor that has some."""
+        """Whether this is a shard without elements of a tensor with elements."""
         return self.whole is not None and 0 in self.shape and 0 not in self.whole
 
 
 @dataclass(frozen=True)
 class Place:
-    """Memory to read a tensor into, and what to do when it is filled."""
+    """Memory to read a tensor into, and a function that returns the array when the memory is filled."""
 
     buffer: Any
     finish: Callable[[], Any]
 
 
 def framework_of(value: Any) -> str | None:
-    """The framework whose array a value is."""
+    """Returns the framework of an array; None for other values."""
     if isinstance(value, RawTensor):
         return "bytes"
     for framework, module, names in (
@@ -83,14 +86,14 @@ def framework_of(value: Any) -> str | None:
 
 
 def inner_tensors(value: Any) -> dict[str, Any] | None:
-    """The tensors that a subclass of torch's is made of, by attribute; None for any other value, a DTensor included."""
+    """Returns the inner tensors of a torch tensor subclass by attribute; None for other values and for a DTensor."""
     if framework_of(value) != "torch" or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
         return None
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
 
 
 def default_framework() -> str:
-    """What tensors become that no tree tells the framework of."""
+    """Returns the framework for tensors that were saved without one."""
     if "torch" in sys.modules:
         return "torch"
     try:
@@ -116,10 +119,11 @@ def lend(
     sharded: bool = False,
     deferred: Callable[[Any], bool] | None = None,
 ) -> Lent:
-    """The bytes of an array, without a copy where it is contiguous and on the CPU.
+    """Borrows the bytes of an array. Copies only if the array is not contiguous or not on the CPU.
 
-    ``contiguous`` remembers copies, so that tensors which share memory still do. ``sharded``: of a DTensor, its local part.
-    ``deferred``: of which tensors of torch the bytes are not fetched; they have no buffer then, and ``keep`` is contiguous.
+    ``contiguous`` keeps these copies, so that equal views stay one tensor. ``sharded``: takes the local part of a
+    DTensor. ``deferred`` chooses torch tensors whose bytes are fetched later: they get no buffer, and ``keep`` is
+    contiguous.
     """
     framework = framework_of(value)
     if sharded and is_dtensor(value):
@@ -137,32 +141,32 @@ def lend(
         if value.is_deleted():
             raise Unsupported(f"{path}: a jax array that was deleted, or donated to a function; save what the function returned")
         if not value.is_fully_addressable:
-            raise Unsupported(f"{path}: a jax array whose shards lie on other processes")
+            raise Unsupported(f"{path}: a jax array with shards on other processes; save the shards of each process, or use tensorcask.orbax")
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            raise Unsupported(f"{path}: typed keys of jax.random; store jax.random.key_data() of it, and wrap_key_data() what is loaded")
+            raise Unsupported(f"{path}: a key of jax.random; store jax.random.key_data(key), and call wrap_key_data() after the load")
         return _lend_numpy(import_module("numpy").asarray(value), path, "jax", {} if contiguous is None else contiguous)
     if framework == "bytes":
         if len(value.data) != byte_count(value.dtype, value.shape):
             raise Unsupported(f"{path}: {len(value.data)} bytes do not hold {value.dtype} of shape {list(value.shape)}")
         return Lent("bytes", value.dtype, tuple(value.shape), value.data, value)
-    raise Unsupported(f"{path}: {type(value).__qualname__} is no tensor")
+    raise Unsupported(f"{path}: {type(value).__qualname__} is not a tensor")
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a tensor is spread over ranks."""
+    """Whether a tensor is a DTensor."""
     return hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")
 
 
 def local_part(value: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """What this rank has of a DTensor, its shape as a whole, and the first index of the part; in elements of the store."""
+    """Returns the local part of a DTensor, and its global shape and first index in elements of the store."""
     compute = import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
     for placement in value.placements:
         if type(placement).__name__ not in ("Shard", "Replicate"):
-            raise Unsupported(f"{path}: a DTensor placed as {placement}; Shard and Replicate can be stored")
+            raise Unsupported(f"{path}: a DTensor with placement {placement}; only Shard and Replicate can be stored")
     local = value.to_local().detach()
     shape, offset = compute(value.shape, value.device_mesh, value.placements)
     if tuple(shape) != tuple(local.shape):
-        raise Unsupported(f"{path}: a DTensor whose part has shape {list(local.shape)}, not {list(shape)} as its placements say")
+        raise Unsupported(f"{path}: a DTensor whose local part has shape {list(local.shape)}; its placements give {list(shape)}")
     dtype = check_torch(local, path)
     whole = torch_shape_in_store(dtype, tuple(value.shape), path)
     first = [int(at) for at in offset]
@@ -173,7 +177,7 @@ def local_part(value: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Memory of the caller's to fill, the shape of its tensor, the first index of what it holds of that, and the extent."""
+    """Memory of the caller to fill: the global shape of its tensor, and the first index and extent of its part."""
 
     memory: Any
     whole: tuple[int, ...]
@@ -182,7 +186,7 @@ class Wanted:
 
 
 def wanted_part(value: Any, path: str) -> Wanted | None:
-    """What a tensor of the caller's holds; None for a shard without elements."""
+    """Describes the memory of a tensor of the caller; None for a shard without elements."""
     local, whole, offset = local_part(value, path) if is_dtensor(value) else (value, None, None)
     extent = tuple(local.shape)
     if framework_of(local) == "torch":
@@ -193,7 +197,7 @@ def wanted_part(value: Any, path: str) -> Wanted | None:
 
 
 def check_torch(tensor: Any, path: str) -> str:
-    """The dtype of a torch tensor that can be stored; otherwise an error that names it."""
+    """Returns the dtype in a store of a torch tensor. Refuses, by its path, a tensor that cannot be stored."""
     torch = sys.modules["torch"]
     if torch.nn.parameter.is_lazy(tensor):
         raise Unsupported(f"{path}: an uninitialized parameter has no data; run the model once, or leave the parameter out of the state")
@@ -206,14 +210,14 @@ def check_torch(tensor: Any, path: str) -> str:
     if tensor.is_nested:
         raise Unsupported(f"{path}: a nested tensor; store the list that unbind() returns")
     if tensor.is_meta:
-        raise Unsupported(f"{path}: a meta tensor has no data; materialise it, or leave it out of the state")
+        raise Unsupported(f"{path}: a meta tensor has no data; materialize it, or leave it out of the state")
     if str(tensor.layout) != "torch.strided":
         raise Unsupported(f"{path}: a tensor of layout {tensor.layout}; store to_dense(), or its values and indices")
     if tensor.is_quantized:
         raise Unsupported(f"{path}: a quantized tensor; store int_repr() and its scales")
     if hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "to_local") or hasattr(tensor, "local_shards"):
         raise Unsupported(
-            f"{path}: a {type(tensor).__qualname__} is more than one plain tensor; "
+            f"{path}: a {type(tensor).__qualname__} is distributed or made of several tensors; "
             "save distributed states with torch.distributed.checkpoint and Store.writer()"
         )
     name = torch_dtype_name(tensor.dtype)
@@ -238,21 +242,21 @@ def _lend_torch(tensor: Any, path: str, contiguous: dict[Any, Any], deferred: Ca
             plain = tensor.detach()
             return Lent("torch", dtype, shape, torch_bytes(torch, plain), plain)
         except (AssertionError, RuntimeError) as error:
-            # Nothing was allocated, so that only the kind of tensor can be the reason.
+            # Nothing was allocated: the reason is the kind of tensor, not a lack of memory.
             reason = str(error).strip().partition("\n")[0]
             raise Unsupported(f"{path}: the memory of this {type(tensor).__qualname__} cannot be read: {reason}") from error
     key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
     plain = contiguous.get(key)
     if plain is None:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # The original stays alive too: its address is the key.
+        # Keep the original alive too: its address is the key.
         contiguous[key] = plain
         contiguous[(key, "owner")] = tensor
     return Lent("torch", dtype, shape, torch_bytes(torch, plain), plain)
 
 
 def torch_bytes(torch: Any, tensor: Any) -> Any:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous tensor on the CPU."""
     if tensor.numel() == 0:
         return bytearray()
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
@@ -282,7 +286,7 @@ def _lend_numpy(array: Any, path: str, framework: str, contiguous: dict[Any, Any
 
 
 def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
-    """New memory of a framework for a tensor."""
+    """Allocates an array of a framework for a tensor."""
     if framework == "torch":
         torch = _import("torch")
         tensor = torch.empty(torch_shape(dtype, shape, name), dtype=torch_dtype(torch, dtype, name))
@@ -295,7 +299,7 @@ def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
         def to_jax(array: Any) -> Any:
             converted = jax_numpy.asarray(array)
             if converted.dtype != array.dtype:
-                raise _native.UnsupportedError(f"tensor `{name}`: jax holds {array.dtype} only with jax_enable_x64")
+                raise _native.UnsupportedError(f"tensor `{name}`: jax has {array.dtype} only with jax_enable_x64; enable it, or pass framework='numpy'")
             return converted
 
         return _numpy_place(dtype, shape, name, to_jax)
@@ -323,7 +327,7 @@ def _numpy_place(dtype: str, shape: Sequence[int], name: str, finish: Callable[[
 
 
 def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
-    """The memory of the caller's own array; where it cannot be filled directly, new memory that is copied into it."""
+    """Returns the memory of the caller's array, or new memory that is then copied into the array."""
     framework = framework_of(out)
 
     def refuse(what: str) -> None:
@@ -347,7 +351,7 @@ def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
     if framework == "numpy" and hasattr(out, "flags"):
         np = sys.modules["numpy"]
         if isinstance(out, np.generic):
-            # A number, which is replaced as those of Python are.
+            # A number is immutable: return a new one, as for numbers of Python.
             if DTYPES.get(out.dtype.name) != dtype or shape:
                 refuse(f"is a number of type {out.dtype}")
             number = place("numpy", dtype, shape, name)

@@ -43,7 +43,7 @@ class StoreHandle:
 
     @property
     def key(self) -> Any:
-        """Equal for stores that were opened alike in this process."""
+        """Key that is equal for stores opened in the same way in this process."""
         provider = None if self._provider is None else id(self._provider)
         return (os.getpid(), self._url, tuple(sorted((self._config or {}).items())), self._fsync, provider)
 
@@ -55,18 +55,18 @@ class StoreHandle:
 
     @property
     def url(self) -> str:
-        """Where it lies."""
+        """URL or path of the store."""
         return self._url
 
     def at(self, url: str) -> Self:
-        """Another store, with the settings and credentials of this one."""
+        """Opens another store with the settings and credentials of this store."""
         return type(self)(url, self._config, credential_provider=self._provider, fsync=self._fsync)
 
     def native(self) -> _native.Store:
-        """The store below; opened again in a process that was forked, which has none of its parent's threads."""
+        """Returns the native store. Opens it again in a forked process, which has none of its parent's threads."""
         if self._pid != os.getpid():
             self._lock = threading.RLock()
-            # Never dropped: it would wait for threads that this process does not have.
+            # Never dropped: dropping waits for threads that this process does not have.
             _of_parents.append((self._native, self._writer))
             self._native, self._writer, self._pid = self._opened(), None, os.getpid()
         elif self._credentials is not None and self._credentials.are_old:
@@ -80,7 +80,7 @@ class StoreHandle:
         return _native.Store(self._url, {**settings, **(self._config or {})} or None, self._fsync)
 
     def with_writer(self, options: WriterOptions, use: Callable[[_native.Writer], _T]) -> _T:
-        """Uses the writer of this store, which stays open from call to call."""
+        """Calls a function with the writer of this store. The writer stays open between calls."""
         native = self.native()
         with self._lock:
             if self._writer is None or self._writer[0] != options:
@@ -89,13 +89,13 @@ class StoreHandle:
             try:
                 return use(self._writer[1])
             except _native.OutcomeUnknownError:
-                # The next save opens the store anew, and finds out.
+                # The next save opens the store again, and sees whether the commit is there.
                 self._writer = None
                 raise
             except _native.Error:
                 raise
             except BaseException:
-                # Interrupted somewhere: what the writer remembers may not be what the store has.
+                # Interrupted at an unknown point: the writer's view of the store may be wrong.
                 self._writer = None
                 raise
 
@@ -109,6 +109,6 @@ class StoreHandle:
 def _open_again(
     kind: type[StoreHandle], url: str, config: dict[str, str] | None, fsync: bool, provider: CredentialProvider | None, job: str
 ) -> StoreHandle:
-    # Whoever was sent a store saves for the job that sent it.
+    # A process that receives a pickled store saves for the job of the sender.
     _native.join_job(job)
     return kind(url, config, fsync=fsync, credential_provider=provider)

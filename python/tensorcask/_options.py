@@ -1,4 +1,4 @@
-"""Options of saves and loads: their types, their checks, and the words that they take."""
+"""Options of saves and loads: types, accepted words and checks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, Literal, get_args
 from . import _dtypes, _native, _precision
 from ._errors import InvalidTypeError, InvalidValueError
 
-# A number of saves between two bases, as in `intermittent:8`, is why any text is a policy to a type checker.
+# Includes `intermittent:N`, which a type checker cannot describe.
 Policy = Literal["adaptive", "full", "one_shot", "consecutive", "intermittent"] | str
-# Other text: `disk:FOLDER`.
+# Includes `disk:FOLDER`.
 BaseCache = Literal["memory", "encoded", "none"] | str
-# Other text: weights of size, speed and precision, such as `0.6,0.4,0`.
+# Includes weights of size, speed and precision, such as `0.6,0.4,0`.
 Objective = Literal["smallest", "balanced", "fastest"] | str
 Framework = Literal["torch", "numpy", "jax", "bytes"]
 VerifyDepth = Literal["log", "pages", "full"]
-# A training step, or the newest.
+# A training step, or the newest step.
 Step = int | Literal["latest"]
-# Per tensor name: a slice of the first dimension, or one slice per leading dimension.
+# By tensor name: a slice of the first dimension, or one slice per leading dimension.
 Slices = Mapping[str, slice | tuple[slice, ...]]
 # A dtype of torch, numpy or jax, or its name: `torch.bfloat16`, `np.float16`, `"bf16"`.
 DType = Any
 # A device of torch, or a device or sharding of jax.
 Device = Any
-# Policy, its number, where the base is kept, whether chunks are decoded again, what codecs are chosen for, what is rounded.
+# Policy, number of the policy, base_cache, verify_after_encode, objective, precision.
 WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...]]
 
 _POLICIES = "adaptive, full, one_shot, consecutive, intermittent or intermittent:N, with N of 1 or more"
@@ -42,7 +42,7 @@ _JSON = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of :func:`tensorcask.load`, which describes them. Wrong types and words are refused here, before anything is read."""
+    """Options of :func:`tensorcask.load`, which describes them. Refuses wrong values before anything is read."""
 
     tensors: str | Sequence[str] | None = None
     slices: Slices | None = None
@@ -81,16 +81,16 @@ class LoadOptions:
 
     @property
     def is_partial(self) -> bool:
-        """Whether only some tensors are wanted, as a flat dict."""
+        """Whether only a part of the state is loaded, as a flat dict."""
         return self.tensors is not None or self.slices is not None
 
     @property
     def patterns(self) -> list[str]:
-        """Patterns of the tensors that are wanted."""
+        """Names and patterns of the tensors to load."""
         return [self.tensors] if isinstance(self.tensors, str) else list(self.tensors or [])
 
     def conversions(self, tensors: Sequence[Any]) -> dict[str, str]:
-        """The dtype to convert each tensor to, by name, in the words of a store. Takes the :class:`TensorInfo` of all tensors."""
+        """Returns the dtype of each tensor to convert, by name. ``tensors`` describes all tensors of the snapshot."""
         if self.dtype is None:
             return {}
         if not isinstance(self.dtype, Mapping):
@@ -113,17 +113,17 @@ class LoadOptions:
 
 
 def _is_float(dtype: str) -> bool:
-    """Whether a dtype of a store is floating-point, with elements of a byte or more."""
+    """Whether a dtype is floating-point with elements of at least a byte."""
     return (dtype.startswith("f") or dtype == "bf16") and _dtypes.BITS[dtype] >= 8
 
 
 def _keeps_dtype(info: Any) -> bool:
-    """Whether a tensor is a single number or a counter, whose value rounding would change."""
+    """Whether a tensor is a scalar or a step counter, whose value a rounding would change."""
     return bool(info.shape == () or info.role == _STEP or info.name.rpartition(".")[2] == _STEP)
 
 
 def float_name(dtype: DType, argument: str) -> str:
-    """The name that a store gives to a floating-point dtype of any framework."""
+    """Returns the name in a store of a floating-point dtype of any framework."""
     name = _dtypes.dtype_name(dtype)
     if name is None or not _is_float(name):
         known = ", ".join(sorted(name for name in _dtypes.BITS if _is_float(name)))
@@ -132,7 +132,7 @@ def float_name(dtype: DType, argument: str) -> str:
 
 
 def check_slices(name: str, wanted: Any) -> tuple[slice, ...]:
-    """The slices of one tensor, one per leading dimension."""
+    """Returns the slices of one tensor, one per leading dimension."""
     parts = wanted if isinstance(wanted, tuple) else (wanted,)
     bounds = [bound for part in parts if isinstance(part, slice) for bound in (part.start, part.stop, part.step)]
     if not all(isinstance(part, slice) for part in parts) or not all(bound is None or hasattr(bound, "__index__") for bound in bounds):
@@ -143,7 +143,7 @@ def check_slices(name: str, wanted: Any) -> tuple[slice, ...]:
 
 
 def check_step(step: Any, words: str = "") -> int:
-    """A training step; otherwise an error that names it. ``words``: what else is accepted, for the error."""
+    """Returns a training step as an integer. ``words`` names further accepted values in the error."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise InvalidTypeError(f"step {step!r}: use an integer{words}")
     found = int(step.__index__())
@@ -153,12 +153,12 @@ def check_step(step: Any, words: str = "") -> int:
 
 
 def step_or_latest(step: Any) -> int | None:
-    """A training step, or None for the newest."""
+    """Returns a training step as an integer; None for the newest."""
     return None if isinstance(step, str) and step == "latest" else check_step(step, " or 'latest'")
 
 
 def parse_policy(policy: Policy) -> tuple[str, int | None]:
-    """The name and the number of a policy: ``intermittent:8`` has both."""
+    """Returns the name and the number of a policy; only ``intermittent:N`` has a number."""
     if not isinstance(policy, str):
         raise InvalidTypeError(f"policy {policy!r}: use {_POLICIES}")
     name, colon, every = policy.partition(":")
@@ -172,7 +172,7 @@ def parse_policy(policy: Policy) -> tuple[str, int | None]:
 def writer_options(
     policy: Policy, base_cache: BaseCache, verify_after_encode: bool, objective: Objective, precision: str | Sequence[str]
 ) -> WriterOptions:
-    """Options of a writer, checked as far as the library does not check them itself."""
+    """Returns the options of a writer. Checks everything that the library does not check itself."""
     is_folder = isinstance(base_cache, str) and base_cache.startswith(_DISK) and base_cache != _DISK
     if base_cache not in _BASE_CACHES and not is_folder:
         raise InvalidValueError(f"base_cache {base_cache!r}: use memory, encoded, none or disk:FOLDER")
@@ -182,7 +182,7 @@ def writer_options(
 
 
 def text_values(mapping: Mapping[str, str] | None, argument: str) -> dict[str, str]:
-    """A mapping of text to text; otherwise an error that names the entry."""
+    """Returns a mapping of text to text. Refuses other entries by name."""
     if mapping is not None and not isinstance(mapping, Mapping):
         raise InvalidTypeError(f"{argument}: {mapping!r}; use a mapping of text to text")
     for key, value in (mapping or {}).items():
@@ -192,7 +192,7 @@ def text_values(mapping: Mapping[str, str] | None, argument: str) -> dict[str, s
 
 
 def changed_row_lists(changed_rows: Mapping[str, Sequence[int]] | None) -> dict[str, list[int]]:
-    """Indices of rows by tensor; otherwise an error that names the tensor."""
+    """Returns the indices of rows by tensor name. Refuses other values by tensor name."""
     found: dict[str, list[int]] = {}
     for name, rows in (changed_rows or {}).items():
         try:
@@ -201,12 +201,12 @@ def changed_row_lists(changed_rows: Mapping[str, Sequence[int]] | None) -> dict[
             raise InvalidTypeError(f"changed_rows[{name!r}]: {rows!r}; use a sequence of integers") from None
         lowest = min(found[name], default=0)
         if lowest < 0:
-            raise InvalidValueError(f"changed_rows[{name!r}]: row {lowest}; rows are counted from 0")
+            raise InvalidValueError(f"changed_rows[{name!r}]: row {lowest}; use 0 or more")
     return found
 
 
 def user_json(user: Mapping[str, Any] | None) -> str:
-    """The user's facts about a step as JSON. Numbers that JSON does not have, such as NaN, become text."""
+    """Returns the user's facts about a step as JSON. NaN and infinities, which JSON does not have, become text."""
     if user is not None and not isinstance(user, Mapping):
         raise InvalidTypeError(f"user: {user!r}; use a mapping, such as {{'loss': 0.5}}")
 

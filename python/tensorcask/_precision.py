@@ -1,4 +1,4 @@
-"""Tensors that are rounded on purpose: how far they are from what was saved, and what a tensor of yours bears."""
+"""Lossy storage: reports of rounding errors, and a search for the cheapest acceptable precision."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ._native import ErrorReport, Found
 class TensorErrors:
     """How far a tensor that was rounded is from what was saved.
 
-    ``elements`` are those that have a relative error: finite, and not zero. ``mean_squared`` is over all. ``update_error`` is
-    known for second moments beside their first: the error of Adam's update, root mean square, relative to the update's.
+    ``elements`` are those that have a relative error: finite, and not zero. ``mean_squared`` is over all.
+    ``update_error`` is known for second moments beside their first: the error of Adam's update, root mean square,
+    relative to the update's.
     """
 
     name: str
@@ -37,11 +38,12 @@ class TensorErrors:
 
 
 def search_precision(tensor: Any, evaluate: Callable[[str, ErrorReport], object], *, role: str = "exp_avg") -> Found:
-    """The setting with which a tensor of f32 takes the fewest bytes, of those that ``evaluate`` accepts.
+    """Finds the setting that stores an f32 tensor in the fewest bytes and that ``evaluate`` accepts.
 
-    ``evaluate`` gets settings in text, as rules of ``precision=`` take them, and their errors, the cheapest first, and returns
-    whether it will do: it may compare errors with a budget, or try what the rounded state does to a model. What it raises
-    ends the search. ``lossless`` is found where nothing else is accepted.
+    Calls ``evaluate`` with each setting, cheapest first, and its rounding errors. ``evaluate`` returns whether the
+    setting is good enough: it may compare the errors with a budget, or test a model with the rounded state. An
+    exception in it ends the search. If no setting is accepted, the result is ``lossless``. Settings are text, as in the
+    rules of ``precision=``.
 
     >>> import array
     >>> from tensorcask import RawTensor
@@ -59,7 +61,7 @@ def search_precision(tensor: Any, evaluate: Callable[[str, ErrorReport], object]
 
 
 def words(precision: str | Sequence[str]) -> tuple[str, ...]:
-    """A word, or several, as writers take them."""
+    """Returns one word or several as the tuple that writers take."""
     words = (precision,) if isinstance(precision, str) else tuple(precision) if isinstance(precision, Sequence) else (precision,)
     wrong = next((word for word in words if not isinstance(word, str)), None)
     if wrong is not None:

@@ -15,7 +15,7 @@ from ._state import TREE
 
 
 class Snapshot:
-    """A committed state at one step."""
+    """The committed state of one step."""
 
     def __init__(self, native: _native.Snapshot, store: _native.Store) -> None:
         self._native = native
@@ -27,38 +27,38 @@ class Snapshot:
 
     @property
     def native(self) -> _native.Snapshot:
-        """The snapshot below."""
+        """Native snapshot."""
         return self._native
 
     @property
     def step(self) -> int:
-        """The training step."""
+        """Training step."""
         return self._native.step
 
     @property
     def id(self) -> str:
-        """Its id in the log."""
+        """Id of the snapshot in the log."""
         return self._native.id
 
     @property
     def kind(self) -> str:
-        """``base`` or ``delta``."""
+        """Kind: ``base`` or ``delta``."""
         return self._native.kind
 
     @property
     def user(self) -> dict[str, Any]:
-        """What the user said of it."""
+        """Facts about the step that were passed to ``save(user=...)``."""
         found: dict[str, Any] = json.loads(self._native.user)
         return found
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata of the state as a safetensors file carries it."""
+        """Text that was passed to ``save(metadata=...)`` or read from a safetensors file."""
         return self._native.metadata
 
     @property
     def chain(self) -> list[tuple[int, str, int]]:
-        """Step, kind and stored bytes of each snapshot that it is rebuilt from, newest first."""
+        """Step, kind and stored bytes of each snapshot needed to rebuild this one, newest first."""
         return self._native.chain()
 
     def tensors(self) -> dict[str, TensorInfo]:
@@ -70,7 +70,7 @@ class Snapshot:
         return self._native.blobs()
 
     def blob(self, name: str, *, rank: int = 0) -> bytes:
-        """The bytes of a blob."""
+        """Reads the bytes of a blob."""
         return self._native.read_blob(rank, name)
 
     def errors(self) -> list[TensorErrors]:
@@ -78,7 +78,7 @@ class Snapshot:
         return [TensorErrors.of(*row) for row in self._native.errors()]
 
     def verify(self) -> None:
-        """Decodes and checks everything; an error if something is wrong."""
+        """Decodes and checks every chunk. Raises an error if something is wrong."""
         self._native.verify()
 
     def load(
@@ -97,7 +97,7 @@ class Snapshot:
         return self.load_with(LoadOptions(tensors, slices, out, device, framework, dtype, have, max_error))
 
     def load_with(self, options: LoadOptions) -> Any:
-        """Loads the state, or a part of it, by options that are checked."""
+        """Loads the state, or a part of it; see :func:`load`."""
         if options.max_error is not None:
             self._native.check_errors(options.max_error)
         out, framework, have, device = options.out, options.framework, options.have, options.device
@@ -111,14 +111,14 @@ class Snapshot:
         dtypes = options.conversions(list(self._tensors.values()))
         twice = next((name for name in rects if name in targets), None)
         if twice is not None:
-            raise InvalidValueError(f"`{twice}`: a slice cannot be read into out")
+            raise InvalidValueError(f"`{twice}`: a slice cannot be read into `out`")
 
-        # A part needs the tree only for the frameworks of its tensors.
+        # A part of the state needs the tree only for the frameworks of its tensors.
         trees = [] if partial and framework else self._trees()
         saved_as = {value[0]: value[1] for tree in trees for kind, value in tree if kind == "tensor"}
         unknown = next((name for name in saved_as if name not in self._tensors), None)
         if unknown is not None:
-            raise _native.CorruptionError(f"tc.tree: names tensor `{unknown}`, which is not there [spec: tree 2.7]")
+            raise _native.CorruptionError(f"tc.tree: names tensor `{unknown}`, which the snapshot does not have [spec: tree 2.7]")
         if not partial:
             self._native.check_content()
 
@@ -148,7 +148,7 @@ class Snapshot:
                 continue
             info = self._tensors[name]
             if name not in targets:
-                # Tied tensors were one, and are one again.
+                # Tied tensors are one tensor again.
                 first = stored.setdefault(info.alias_of or name, name)
                 if first != name and kind_of(first) == kind_of(name) and dtypes.get(first) == dtypes.get(name):
                     tied[name] = first
@@ -182,7 +182,7 @@ class Snapshot:
         return _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees_by_rank(trees, self._tree_ranks)])
 
     def structure(self) -> tuple[Any, list[str]]:
-        """The state with a :class:`TensorInfo` in place of each tensor. Reads no tensor."""
+        """Returns the state with a :class:`TensorInfo` for each tensor, and all names. Reads no tensor."""
         trees = self._trees()
         if not trees:
             return dict(self._tensors), list(self._tensors)
@@ -190,7 +190,7 @@ class Snapshot:
         return _state.merge(nested), list(self._tensors)
 
     def _without_ties(self, requests: list[Any]) -> list[Any]:
-        """Tied tensors that go into the same memory are read once."""
+        """Drops requests that read a tied tensor into the same memory again."""
         seen: set[tuple[str, int]] = set()
         kept = []
         for request in requests:
@@ -232,22 +232,22 @@ class Snapshot:
         if info is None:
             raise _native.NotFoundError(f"step {self.step} has no tensor `{name}`")
         if len(ranges) > len(info.shape):
-            raise _native.InvalidArgumentError(f"`{name}`: {len(ranges)} slices for shape {list(info.shape)}")
+            raise _native.InvalidArgumentError(f"slices[{name!r}]: {len(ranges)} slices, but the tensor has shape {list(info.shape)}")
         offset, shape = [0] * len(info.shape), list(info.shape)
         for dimension, part in enumerate(ranges):
             start, stop, stride = part.indices(info.shape[dimension])
             if stride != 1:
-                raise _native.InvalidArgumentError(f"`{name}`: a slice with step {stride}; only 1 can be read")
+                raise _native.InvalidArgumentError(f"slices[{name!r}]: a slice with step {stride}; only step 1 can be read")
             offset[dimension], shape[dimension] = start, max(stop - start, 0)
         return offset, shape
 
 
 def trees_by_rank(trees: list[list[_state.Node]], ranks: list[int]) -> list[tuple[int, list[_state.Node]]]:
-    """Each tree with the rank whose blob it was."""
+    """Pairs each tree with the rank that saved it."""
     return list(zip(ranks, trees, strict=True))
 
 
 def address_of(buffer: Any) -> int:
-    """Where a buffer lies; 0 for one that nobody else has."""
+    """Returns the address of a buffer; 0 for a buffer without an array interface, which nothing else shares."""
     interface = getattr(buffer, "__array_interface__", None)
     return int(interface["data"][0]) if interface else 0

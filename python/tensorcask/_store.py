@@ -1,4 +1,4 @@
-"""Stores: saving, loading and looking after the snapshots of one training run."""
+"""Stores: save, load, list and check the snapshots of one training run."""
 
 from __future__ import annotations
 
@@ -68,12 +68,16 @@ _log = logging.getLogger("tensorcask")
 class Store(StoreHandle):
     """The snapshots of one training run, below one URL.
 
-    ``url``: a path, ``file://``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``memory://name``, or a store of obstore (local, S3,
-    GCS, Azure), whose settings are taken over. Nothing is read or created
-    yet. ``config`` overrides settings that the environment gives (``aws_region``, ``aws_endpoint``, ...). ``credential_provider``, for
-    S3 and Azure: a function that returns credentials as obstore's providers do (``access_key_id``, ``secret_access_key``, ``token``,
-    ``expires_at``), or a ``boto3.Session``; it is asked again before they expire, for what is opened from then on. ``fsync=False`` gives
-    up durability on local disk for speed.
+    Opening a store reads and creates nothing.
+
+    Args:
+        url: Path, ``file://``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``memory://name``; or a store of obstore
+            (local, S3, GCS, Azure), whose settings are used.
+        config: Settings that override those of the environment, such as ``aws_region`` and ``aws_endpoint``.
+        credential_provider: For S3 and Azure, a ``boto3.Session``, or a function that returns credentials as providers
+            of obstore do (``access_key_id``, ``secret_access_key``, ``token``, ``expires_at``). It is asked again
+            before they expire.
+        fsync: Whether files on local disk are synced. False is faster, and a power loss may then lose snapshots.
 
     >>> store = Store("memory://store-example")
     >>> for step in (1, 2):
@@ -105,45 +109,50 @@ class Store(StoreHandle):
     ) -> Saved:
         """Saves a state: nested dicts, lists and tuples of tensors, numbers, text, bytes and None.
 
-        The snapshot is durable when this returns: a new process can load it. The first save takes the store over. Another job that
-        was writing to the store gets a ``FencedError`` at its next save. All stores of one process, its forked children, and
-        processes that received a pickled ``Store`` are one job. If the folder was deleted, moved or replaced since the last save,
-        the save starts again with a base.
+        The snapshot is durable when this returns: a new process can load it. The first save takes the store over.
+        Another job that was writing to the store gets a ``FencedError`` at its next save. All stores of one process,
+        its forked children, and processes that received a pickled ``Store`` are one job. If the folder was deleted,
+        moved or replaced since the last save, the save starts again with a base.
 
-        A subclass of dict, list, tuple, int, float or str comes back as the type it is a subclass of; so do enums of int and str. A
-        numpy scalar comes back as an array without dimensions. A subclass of a torch tensor that is made of other tensors
-        (quantized weights, for example) is stored as a dict of these; ``load(out=...)`` fills the tensors of the given one.
+        A subclass of dict, list, tuple, int, float or str comes back as the type it is a subclass of; so do enums of
+        int and str. A numpy scalar comes back as an array without dimensions. A subclass of a torch tensor that is made
+        of other tensors (quantized weights, for example) is stored as a dict of these; ``load(out=...)`` fills the
+        tensors of the given one.
 
-        Tensors that are the same view of the same memory (tied weights) are stored once, and are one tensor again when they are
-        loaded together. Views that overlap but differ in offset, shape, strides or dtype are stored separately, and no longer share memory after
-        a load. ``torch.save`` keeps such sharing. To keep it here, save the whole tensor and make the views after the load.
+        Tensors that are the same view of the same memory (tied weights) are stored once, and are one tensor again when
+        they are loaded together. Views that overlap but differ in offset, shape, strides or dtype are stored
+        separately, and no longer share memory after a load. ``torch.save`` keeps such sharing. To keep it here, save
+        the whole tensor and make the views after the load.
 
         Args:
+            state: State to save.
             step: Training step.
-            policy: When to write a base instead of a delta: ``adaptive``, ``full``, ``one_shot``, ``consecutive``, ``intermittent``, or
-                ``intermittent:8`` for a base at every eighth save.
+            policy: When to write a base instead of a delta: ``adaptive``, ``full``, ``one_shot``, ``consecutive``,
+                ``intermittent``, or ``intermittent:8`` for a base at every eighth save.
             user: Facts about the step, such as loss and tokens. They become columns of the catalog.
             metadata: Text that an export to safetensors carries.
-            on_unsupported: What to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its path and the
-                value that returns a replacement.
+            on_unsupported: What to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
+                path and the value that returns a replacement.
             base_cache: Where the base of the next delta is kept: ``memory``, ``encoded``, ``disk:FOLDER`` or ``none``.
             verify_after_encode: Whether each encoded chunk is decoded again and compared before it is written.
-            objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, or weights of size, speed and precision, such
-                as ``"0.6,0.4,0"``.
+            objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, or weights of size, speed
+                and precision, such as ``"0.6,0.4,0"``.
             precision: Which f32 tensors are rounded before they are stored; see below.
-            changed_rows: Indices (first dimension) of the rows that may have changed since this store object last saved the tensor, by
-                tensor name. All other rows are taken to be equal. With ``base_cache="none"`` these tensors then need no base. A row that
-                changed and is left out fails the save, or makes that part of the snapshot unreadable.
+            changed_rows: Indices (first dimension) of the rows that may have changed since this store object last saved
+                the tensor, by tensor name. All other rows are taken to be equal. With ``base_cache="none"`` these
+                tensors then need no base. A row that changed and is left out fails the save, or makes that part of the
+                snapshot unreadable.
             overwrite: Whether to replace a step that exists. Without it, saving other content for an existing step is a
                 ``ConflictError``; saving the same content again is not.
-            progress: A function of the bytes read and written so far, called a few times a second from another thread; or True for a
-                bar of tqdm.
+            progress: A function of the bytes read and written so far, called a few times a second from another thread;
+                or True for a bar of tqdm.
 
-        ``precision`` is one word or a list: a profile, followed by rules. Profiles are ``lossless``, ``near`` (masters to 8 bits beyond
-        their bf16 weights, moments to 2.2 %) and ``compact`` (4 bits, 4.3 %). A rule is ``"PATTERN=SETTING"`` or
-        ``"PATTERN=SETTING<=BOUND"``; the last rule that matches a tensor wins. A pattern is a role (``master``, ``exp_avg``,
-        ``exp_avg_sq``) or a glob of names. A setting is ``lossless``, ``loguniform:STEPS``, ``remainder:BITS``, ``cluster``, ``kmeans`` or
-        ``blockwise8``. A bound is the greatest relative error. :meth:`Snapshot.errors` reports the rounding errors.
+        ``precision`` is one word or a list: a profile, followed by rules. Profiles are ``lossless``, ``near`` (masters
+        to 8 bits beyond their bf16 weights, moments to 2.2 %) and ``compact`` (4 bits, 4.3 %). A rule is
+        ``"PATTERN=SETTING"`` or ``"PATTERN=SETTING<=BOUND"``; the last rule that matches a tensor wins. A pattern is a
+        role (``master``, ``exp_avg``, ``exp_avg_sq``) or a glob of names. A setting is ``lossless``,
+        ``loguniform:STEPS``, ``remainder:BITS``, ``cluster``, ``kmeans`` or ``blockwise8``. A bound is the greatest
+        relative error. :meth:`Snapshot.errors` reports the rounding errors.
 
         >>> import struct
         >>> store = Store("memory://precision-example")
@@ -209,33 +218,37 @@ class Store(StoreHandle):
             try:
                 return snapshot.load_with(options)
             except _native.CorruptionError as error:
-                # Its indexes are whole, its pages are not.
-                _log.warning("step %d cannot be rebuilt; trying the one before: %s", snapshot.step, error)
+                # Its indexes are intact, some pages are not.
+                _log.warning("step %d cannot be rebuilt; trying an older step: %s", snapshot.step, error)
                 first = first or error
                 passed_over.append(snapshot.id)
 
     def snapshots(self) -> list[SnapshotInfo]:
-        """All live snapshots, in the order of their commits."""
+        """Lists all live snapshots, in commit order."""
         with _foreign.explained(self._url):
             rows = self.native().snapshots()
         return [SnapshotInfo(**{**row, "user": json.loads(row["user"])}) for row in rows]
 
     def catalog(self) -> Catalog:
-        """All snapshots as a table that reads as an Arrow stream: ``pyarrow.table(store.catalog())``, polars, DuckDB."""
+        """Returns all snapshots as a table for Arrow: ``pyarrow.table(store.catalog())``, polars or DuckDB."""
         with _foreign.explained(self._url):
             return self.native().catalog()
 
     def verify(self, depth: VerifyDepth = "full", *, step: int | None = None, progress: Progress = None) -> VerifyReport:
-        """Checks the store: its ``log``, also every byte (``pages``), also every chunk decoded (``full``)."""
+        """Checks the store.
+
+        ``depth``: ``log`` checks the log only, ``pages`` also every checksum of a page, ``full`` also every decoded
+        chunk.
+        """
         with watching(self.native(), progress, "verify"), _foreign.explained(self._url):
             return VerifyReport(**self.native().verify(depth, step))
 
     def pin(self, step: int, pinned: bool = True) -> None:
-        """Protects a step from being forgotten, or no longer."""
+        """Protects a step from being forgotten; with ``pinned=False``, ends the protection."""
         self.native().pin(check_step(step), pinned)
 
     def forget(self, steps: Sequence[int]) -> None:
-        """Gives steps up."""
+        """Forgets steps: they can no longer be loaded."""
         self.native().forget([check_step(step) for step in steps])
 
     def writer(
@@ -282,17 +295,17 @@ _stores_lock = threading.Lock()
 
 
 def open_store(url: str | os.PathLike[str] | Store, config: Mapping[str, str] | None) -> Store:
-    """The store at a URL, open since the last call where it was there."""
+    """Returns the store at a URL, still open if it was used recently."""
     if isinstance(url, Store):
         if config is not None:
-            raise InvalidValueError("config= belongs to a URL; this store is open")
+            raise InvalidValueError("config= needs a URL; this Store is already open")
         return url
     provider = None
     if _source.is_obstore(url):
         url, theirs, provider = _source.of_obstore(url)
         config = {**theirs, **(config or {})}
     text, config = _source.check_url(url), text_values(config, "config")
-    # A store holds its provider: no other can have its id meanwhile.
+    # An open store keeps its provider alive, so that no other provider gets the same id.
     key = (text if "://" in text else os.path.abspath(text), tuple(sorted(config.items())), id(provider))
     with _stores_lock:
         store = _stores.pop(key, None) or Store(key[0], config, credential_provider=provider)
@@ -302,5 +315,5 @@ def open_store(url: str | os.PathLike[str] | Store, config: Mapping[str, str] | 
     return store
 
 
-# Names of before, for modules that import them from here.
+# Earlier names, for modules that import them from here.
 _open, _address, _flat_arrays, _TREE = open_store, address_of, flat_arrays, TREE

@@ -191,7 +191,7 @@ def test_tied_tensors_are_stored_once(memory):
         (lambda: torch.nn.Linear(1, 1), "store its state_dict"),
         (lambda: {True: 1}, "a key is True"),
         (lambda: {(1, 2): 1}, "a key is"),
-        (lambda: "\ud800", "not Unicode"),
+        (lambda: "\ud800", "not valid Unicode"),
     ],
 )
 def test_what_cannot_be_stored_is_named(value, says, memory):
