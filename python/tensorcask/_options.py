@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -54,10 +55,10 @@ class LoadOptions:
     max_error: float | None = None
 
     def __post_init__(self) -> None:
-        patterns = [] if self.tensors is None else [self.tensors] if isinstance(self.tensors, str) else self.tensors
-        if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-            wrong = next((item for item in patterns if not isinstance(item, str)), None) if isinstance(patterns, Sequence) else patterns
-            raise InvalidTypeError(f"tensors: {wrong!r}; use a name, a pattern such as 'model.*', or a list of these")
+        given: Any = self.tensors
+        for pattern in given if isinstance(given, Collection) else [given]:
+            if given is not None and not isinstance(pattern, str):
+                raise InvalidTypeError(f"tensors: {pattern!r}; use a name, a pattern such as 'model.*', or a list of these")
         if self.slices is not None and not isinstance(self.slices, Mapping):
             raise InvalidTypeError(f"slices: {self.slices!r}; use a mapping of tensor names to slices")
         for name, wanted in (self.slices or {}).items():
@@ -144,9 +145,12 @@ def check_slices(name: str, wanted: Any) -> tuple[slice, ...]:
 
 def check_step(step: Any, words: str = "") -> int:
     """Returns a training step as an integer. ``words`` names further accepted values in the error."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise InvalidTypeError(f"step {step!r}: use an integer{words}")
-    found = int(step.__index__())
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        found = operator.index(step)
+    except TypeError:
+        raise InvalidTypeError(f"step {step!r}: use an integer{words}") from None
     if not 0 <= found <= _MAX_STEP:
         raise InvalidValueError(f"step {found}: use 0 to {_MAX_STEP}")
     return found
@@ -196,8 +200,8 @@ def changed_row_lists(changed_rows: Mapping[str, Sequence[int]] | None) -> dict[
     found: dict[str, list[int]] = {}
     for name, rows in (changed_rows or {}).items():
         try:
-            found[name] = [row.__index__() for row in rows]
-        except (TypeError, AttributeError):
+            found[name] = [operator.index(row) for row in rows]
+        except TypeError:
             raise InvalidTypeError(f"changed_rows[{name!r}]: {rows!r}; use a sequence of integers") from None
         lowest = min(found[name], default=0)
         if lowest < 0:

@@ -141,6 +141,9 @@ def load(*arguments, **options):
         (save(step=-1), ValueError, "step -1"),
         (save(step=2**64), ValueError, "step 18446744073709551616"),
         (save(step=1.5), TypeError, "step 1.5"),
+        (save(step=np.array(1.5)), TypeError, r"step array\(1.5\)"),
+        (save(step=torch.tensor(1.5)), TypeError, r"step tensor\(1.5"),
+        (save(changed_rows={"w": [0.5]}), TypeError, r"changed_rows\['w'\]"),
         (save(step="x"), TypeError, "step 'x': use an integer$"),
         (save(progress="yes"), TypeError, "progress: 'yes'"),
     ],
@@ -152,6 +155,14 @@ def test_a_wrong_argument_is_named_with_what_is_accepted(call, builtin, says, me
     assert isinstance(caught.value, builtin)
     assert (caught.value.kind, caught.value.message) == ("invalid_argument", str(caught.value))
     assert caught.value.object is None and caught.value.clause is None
+
+
+def test_what_means_the_same_is_accepted(memory):
+    tensorcask.save({"w": W, "v": W}, memory, step=np.int64(1), changed_rows={"w": np.array([0])}, user={"loss": torch.tensor(0.5)})
+    tensorcask.save({"w": W, "v": W}, memory, step=torch.tensor(2))
+    assert tensorcask.load(memory, step=np.int64(1), tensors={"w": 1}.keys())["w"].shape == (4, 4)
+    assert tensorcask.load(memory, device=torch.device("cpu"), tensors=("w", "v")).keys() == {"w", "v"}
+    assert tensorcask.Store(memory).snapshot(1).user["loss"] == 0.5
 
 
 def test_swapped_arguments_are_told(memory):
