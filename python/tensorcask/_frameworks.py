@@ -141,7 +141,7 @@ def lend(
         if value.is_deleted():
             raise Unsupported(f"{path}: a jax array that was deleted, or donated to a function; save what the function returned")
         if not value.is_fully_addressable:
-            raise Unsupported(f"{path}: a jax array with shards on other processes; save the shards of each process, or use tensorcask.orbax")
+            raise Unsupported(f"{path}: a jax array with shards on other processes; gather it with process_allgather() first")
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             raise Unsupported(f"{path}: a key of jax.random; store jax.random.key_data(key), and call wrap_key_data() after the load")
         return _lend_numpy(import_module("numpy").asarray(value), path, "jax", {} if contiguous is None else contiguous)
@@ -299,7 +299,9 @@ def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
         def to_jax(array: Any) -> Any:
             converted = jax_numpy.asarray(array)
             if converted.dtype != array.dtype:
-                raise _native.UnsupportedError(f"tensor `{name}`: jax has {array.dtype} only with jax_enable_x64; enable it, or pass framework='numpy'")
+                raise _native.UnsupportedError(
+                    f"tensor `{name}`: jax has {array.dtype} only with jax_enable_x64; enable it, or pass framework='numpy'"
+                )
             return converted
 
         return _numpy_place(dtype, shape, name, to_jax)

@@ -41,7 +41,7 @@ _STEP = "step"
 _JSON = (str, int, float, bool, type(None))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """Options of :func:`tensorcask.load`, which describes them. Refuses wrong values before anything is read."""
 
@@ -138,7 +138,7 @@ def check_slices(name: str, wanted: Any) -> tuple[slice, ...]:
     bounds = [bound for part in parts if isinstance(part, slice) for bound in (part.start, part.stop, part.step)]
     if not all(isinstance(part, slice) for part in parts) or not all(bound is None or hasattr(bound, "__index__") for bound in bounds):
         raise InvalidTypeError(
-            f"slices[{name!r}]: {wanted!r}; use a slice, or a tuple with one slice per leading dimension, such as (slice(0, 2), slice(4, 8))"
+            f"slices[{name!r}]: {wanted!r}; use a slice, or one slice per leading dimension, such as (slice(0, 2), slice(4, 8))"
         )
     return parts
 

@@ -94,7 +94,17 @@ class Snapshot:
         max_error: float | None = None,
     ) -> Any:
         """Loads the state, or a part of it; see :func:`load`."""
-        return self.load_with(LoadOptions(tensors, slices, out, device, framework, dtype, have, max_error))
+        options = LoadOptions(
+            tensors=tensors,
+            slices=slices,
+            out=out,
+            device=device,
+            framework=framework,
+            dtype=dtype,
+            have=have,
+            max_error=max_error,
+        )
+        return self.load_with(options)
 
     def load_with(self, options: LoadOptions) -> Any:
         """Loads the state, or a part of it; see :func:`load`."""

@@ -71,7 +71,7 @@ class Credentials:
     def __init__(self, url: str, provider: CredentialProvider) -> None:
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in _SCHEMES:
-            raise _native.UnsupportedError(f"credential_provider works for s3:// and az://, not for {scheme}://. Use the environment or config=")
+            raise _native.UnsupportedError(f"credential_provider works for s3:// and az://, not for {scheme}://. Use config=")
         self._names = _NAMES[_SCHEMES[scheme]]
         self._provider = provider
         self._until = 0.0

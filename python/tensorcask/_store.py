@@ -195,7 +195,16 @@ class Store(StoreHandle):
         progress: Progress = None,
     ) -> Any:
         """Loads a state, or a part of it; see :func:`load`."""
-        options = LoadOptions(tensors, slices, out, device, framework, dtype, have, max_error)
+        options = LoadOptions(
+            tensors=tensors,
+            slices=slices,
+            out=out,
+            device=device,
+            framework=framework,
+            dtype=dtype,
+            have=have,
+            max_error=max_error,
+        )
         wanted = step_or_latest(step)
         with watching(self.native(), progress, f"load step {step}"):
             return self._load(wanted, strict, options)
