@@ -1,4 +1,4 @@
-"""Imports and exports checkpoints of other formats: ``python -m tensorcask import`` and ``export``."""
+"""Checkpoints of other formats from the command line: ``python -m tensorcask import SOURCE... STORE --step N``, and ``export``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .interchange import _format_of_folder, export, import_
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
+    """Runs one command; its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tensorcask", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    into = commands.add_parser("import", help="save a checkpoint of another format as a snapshot; of a slime folder, each version")
-    into.add_argument("sources", nargs="+", metavar="SOURCE", help="safetensors file or index, .pt file, or folder")
+    into = commands.add_parser("import", help="save a checkpoint of another format as a snapshot; of slime's, each version as one")
+    into.add_argument("sources", nargs="+", metavar="SOURCE", help="safetensors, an index, a .pt file, or a folder")
     into.add_argument("store", metavar="STORE", help="path or URL")
-    into.add_argument("--step", type=int, help="training step; for a slime folder, the step of --base")
-    into.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="format of the source [by its name and content]")
+    into.add_argument("--step", type=int, help="the training step; of slime's folders, that of --base")
+    into.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="instead of what the source looks like")
     into.add_argument("--policy", default="adaptive", help="when to write a base [adaptive]")
-    into.add_argument("--base", help="for a slime folder: checkpoint that the first delta builds on")
+    into.add_argument("--base", help="of slime's folders: the checkpoint that the first delta builds on")
     out = commands.add_parser("export", help="write a snapshot in another format")
     out.add_argument("store", metavar="STORE", help="path or URL")
-    out.add_argument("target", metavar="TARGET", help="file, or folder that does not exist or is empty")
+    out.add_argument("target", metavar="TARGET", help="a file, or a folder that is not there or empty")
     out.add_argument("--step", type=int, help="[the newest]")
-    out.add_argument("--format", choices=["safetensors", "torch", "dcp"], help="format of the target [by its name]")
+    out.add_argument("--format", choices=["safetensors", "torch", "dcp"], help="instead of what the target's name says")
     out.add_argument("--max-shard-bytes", type=int, metavar="N", help="split safetensors into shards with an index, in a folder")
     given = parser.parse_args(arguments)
     try:
@@ -55,7 +55,7 @@ def _import(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         print(f"steps {', '.join(map(str, steps))}" if steps else "nothing new")
         return
     if given.step is None:
-        parser.error("--step is required: this format does not contain the step")
+        parser.error("--step is needed: these formats do not tell it")
     saved = import_(given.sources, given.store, step=given.step, format=kind, policy=given.policy)
     print(f"step {saved.step}: a {saved.kind}, {saved.stored_bytes} of {saved.tensor_bytes} bytes")
 

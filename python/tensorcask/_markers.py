@@ -39,7 +39,7 @@ def snapshot_in(folder: Path, given: Store | str | os.PathLike[str] | None) -> S
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise _native.CorruptionError(f"{marker} is not a marker of a snapshot: {error}") from None
+        raise _native.CorruptionError(f"{marker} is not the marker of a snapshot: {error}") from None
     if given is None:
         given = os.path.normpath(folder.absolute() / address) if address.startswith("..") else address
     store = open_store(given, None)

@@ -1,19 +1,18 @@
-"""A Lightning ``CheckpointIO`` that saves into a tensorcask store.
+"""Checkpoints of Lightning in a tensorcask store.
 
     import tensorcask.lightning
 
     trainer = Trainer(plugins=[tensorcask.lightning.CheckpointIO("s3://bucket/run42")])
     trainer.fit(model, ckpt_path="checkpoints/epoch=3-step=400.ckpt")
 
-The state becomes the snapshot of its ``global_step``. At the path that Lightning chose, a small marker file names the
-snapshot, so that callbacks can list, link, move and delete checkpoints as usual. Deleting or overwriting a marker
-forgets its snapshot. A second file for one step goes into a second store, ``s3://bucket/run42-2`` and so on. Two files
-occur with weights-only checkpoints, and with ``save_last=True`` instead of ``save_last="link"``.
+The state goes into the store as the snapshot of its ``global_step``, small where it is a delta. At the path that Lightning chose a small
+file names it: callbacks that list, link, move and delete checkpoints work as ever. A file that is deleted or written anew takes its
+snapshot with it. A second file for one step (weights alone; ``save_last=True``, where ``save_last="link"`` would do) goes into a store
+beside the first, ``s3://bucket/run42-2`` and so on.
 
-Values other than tensors, containers, numbers, text and bytes are refused by their path; see ``on_unsupported``.
-``save_hyperparameters`` works with plain values, not with objects. Loading runs no code.
-``LightningModule.load_from_checkpoint`` does not call plugins and cannot read the marker: load the state with
-:func:`tensorcask.load`.
+What is no tensor, container, number, text or bytes is refused by its path (``on_unsupported``): ``save_hyperparameters`` with plain values
+works, with objects it does not. Loading runs no code. ``LightningModule.load_from_checkpoint`` does not ask a plugin, and cannot read
+the file: load the state by :func:`tensorcask.load`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MOST_STORES = 16
 
 @dataclass(frozen=True)
 class _Marker:
-    """Content of a marker file."""
+    """What a file names."""
 
     store: str
     step: int
@@ -51,20 +50,20 @@ class _Marker:
 
 
 class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
-    """A checkpoint plugin for a ``Trainer`` or ``Fabric``. ``options`` are passed to :meth:`tensorcask.Store.save`."""
+    """A plugin for a ``Trainer`` or ``Fabric``. ``options``: those of :meth:`tensorcask.Store.save`, such as ``policy``."""
 
     def __init__(self, store: Store | str | os.PathLike[str], **options: Any) -> None:
         first = open_store(store, None)
         self._stores = {first.url: first}
         self._first = first
-        # Lightning overwrites files of the same name.
+        # Lightning writes over files of the same name.
         self._options = {"overwrite": True, **options}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
         if storage_options is not None:
-            raise TypeError("storage_options is not supported; pass options to CheckpointIO")
+            raise TypeError("storage_options is not used; give options to CheckpointIO")
         if "global_step" not in checkpoint:
-            raise ValueError(f"{path}: the checkpoint has no global_step, which names its snapshot")
+            raise ValueError(f"{path}: a checkpoint without global_step has no step to be saved as")
         step = check_step(checkpoint["global_step"])
         file = Path(path).absolute()
         before = _read(file)
@@ -76,19 +75,19 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
             self._forget(before)
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads the state that the marker file names. Ignores ``weights_only``: loading never runs code."""
+        """The state that the file names, or an error. ``weights_only`` changes nothing: nothing here runs code."""
         if not Path(path).exists():
-            raise FileNotFoundError(f"{path} does not exist")
+            raise FileNotFoundError(f"{path} is not there")
         marker = _read(Path(path))
         if marker is None:
-            raise _native.UnsupportedError(f"{path}: not a marker file of tensorcask.lightning; load the file with the plugin that wrote it")
+            raise _native.UnsupportedError(f"{path}: not written by tensorcask.lightning")
         store = self._store_at(marker.store)
         snapshot = store.snapshot(marker.step)
         if snapshot.id != marker.snapshot:
-            raise _native.ConflictError(f"{path} names snapshot {marker.snapshot}, but step {marker.step} of {store.url} was saved again since then")
+            raise _native.ConflictError(f"{path} names snapshot {marker.snapshot}, and step {marker.step} of {store.url} was saved again since")
         found = snapshot.load(device=map_location if isinstance(map_location, (str, torch.device)) else None)
         if not isinstance(found, dict):
-            raise _native.CorruptionError(f"step {marker.step} of {store.url} is not a Lightning checkpoint")
+            raise _native.CorruptionError(f"step {marker.step} of {store.url} is no checkpoint of Lightning")
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -99,7 +98,7 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
             self._forget(marker)
 
     def _forget(self, marker: _Marker) -> None:
-        """Forgets the snapshot of a marker, if it is of this run and was not replaced since."""
+        """Gives up what a file named, if it is of this run and not something else by now."""
         if not self._is_ours(marker.store):
             return
         store = self._store_at(marker.store)
@@ -108,7 +107,7 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
             try:
                 store.forget([marker.step])
             except _native.Error as error:
-                _log.warning("could not forget step %d of %s: %s", marker.step, store.url, error)
+                _log.warning("step %d stays in %s: %s", marker.step, store.url, error)
 
     def _is_ours(self, url: str) -> bool:
         rest = url.removeprefix(self._first.url)
@@ -120,7 +119,7 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
         return self._stores[url]
 
     def _store_for(self, step: int, file: Path) -> Store:
-        """Returns the first store in which no other file names the step."""
+        """The first store in which no other file names the step."""
         for number in range(1, _MOST_STORES + 1):
             store = self._store_at(self._first.url if number == 1 else f"{self._first.url}-{number}")
             snapshot = _live(store, step)
@@ -140,7 +139,7 @@ def _live(store: Store, step: int) -> Snapshot | None:
 
 
 def _read(file: Path) -> _Marker | None:
-    """Reads a marker file; None for any other file."""
+    """What a file names, if it is one of these."""
     try:
         with open(file, "rb") as opened:
             told = json.loads(opened.read(4096))

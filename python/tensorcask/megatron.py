@@ -5,28 +5,26 @@
     megatron.save(sharded_state_dict, "ckpt/iter_0000100")
     state = megatron.load(sharded_state_dict, megatron.latest("ckpt"))
 
-Code that calls ``megatron.core.dist_checkpointing`` itself passes ``sharded_strategy=megatron.SaveStrategy()``. Loading
-needs no argument once this module is imported. All ranks save one snapshot with their tensors and sharded objects. The
-parallel layout may change between save and load, as with Megatron's own formats. Tested with Megatron Core 0.16.
+or, where ``megatron.core.dist_checkpointing`` is called by other code, ``sharded_strategy=megatron.SaveStrategy()``; what was saved so is
+loaded without a word about it once this module is imported. Tensors and sharded objects go into the store, as one snapshot of all
+ranks; a parallel layout may change between save and load as with Megatron's own formats. Tried with Megatron Core 0.16.
 
-The step is the last number in the folder's name. The store is ``<parent of the folder>/tensorcask``, unless
-``TENSORCASK_URL`` or an argument names another. The folder holds Megatron's own files (``metadata.json``,
-``common.pt``) and a marker, ``tensorcask.json``, which names the snapshot. The store holds ``common.pt`` too, so that
-:func:`load` can recreate a lost folder.
+The step is the last number in the folder's name. The store is ``<parent of the folder>/tensorcask`` unless ``TENSORCASK_URL`` or an argument
+says otherwise. The folder holds what Megatron writes there (``metadata.json``, ``common.pt``) and a marker, ``tensorcask.json``, which
+names the snapshot; ``common.pt`` lies in the store as well, so that :func:`load` makes a folder anew that was lost.
 
-Values in sharded objects are stored without pickle (``spec/tree.md``). Values other than tensors, arrays, containers,
-dtypes, numbers, text and bytes are refused by their path. Megatron itself writes and reads ``common.pt`` with
-``torch.save`` and ``torch.load``.
+Values in sharded objects are stored without pickle (``spec/tree.md``): what is no tensor, array, container, dtype, number, text or
+bytes is refused by its path. Megatron itself writes and reads ``common.pt`` by ``torch.save`` and ``torch.load``.
 
-| variable | meaning |
+| variable | means |
 |---|---|
 | ``TENSORCASK_URL`` | the store |
 | ``TENSORCASK_POLICY`` | policy of :meth:`tensorcask.Store.save` |
-| ``TENSORCASK_EVERY`` | *n*: a base at every *n*-th save, deltas between; same as the policy ``intermittent:n`` |
+| ``TENSORCASK_EVERY`` | *n*: a base at every *n*-th save, deltas between; short for the policy ``intermittent:n`` |
 | ``TENSORCASK_OBJECTIVE`` | objective |
-| ``TENSORCASK_PRECISION`` | words of precision, separated by spaces |
+| ``TENSORCASK_PRECISION`` | words of precision, with spaces between |
 
-Arguments override variables. All ranks need the same values.
+Arguments go before variables. All ranks need the same.
 """
 
 from __future__ import annotations
@@ -74,9 +72,9 @@ _VARIABLES = {"policy": "TENSORCASK_POLICY", "objective": "TENSORCASK_OBJECTIVE"
 
 
 def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: SaveStrategy | None = None, **options: Any) -> None:
-    """Calls ``dist_checkpointing.save`` into a store, then writes the tracker file. Call it on all ranks.
+    """``dist_checkpointing.save`` into a store, and then the tracker file beside the folder. Call it on all ranks.
 
-    Pass the same ``strategy`` to every save, or none: this process then keeps one. ``options`` are passed to
+    Keep ``strategy`` from save to save, or leave it out: it then is the one of this process. ``options`` are those of
     ``dist_checkpointing.save``.
     """
     folder = Path(checkpoint_dir)
@@ -92,10 +90,10 @@ def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, str
 
 
 def load(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: LoadStrategy | None = None, **options: Any) -> Any:
-    """Calls ``dist_checkpointing.load`` from a store. Call it on all ranks. Recreates a lost folder from the store."""
+    """``dist_checkpointing.load`` from a store. Call it on all ranks. A folder that is gone is made anew from the store."""
     folder = Path(checkpoint_dir)
     strategy = strategy or LoadStrategy()
-    # First one rank, in case all see the folder; then each rank, in case each host has its own folder.
+    # One rank where all see the folder, else one of each host, or several, which does no harm.
     for is_mine in (dist.get_rank() == 0, True):
         failures: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, strategy.try_folder(folder) if is_mine else None)
@@ -106,26 +104,25 @@ def load(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, str
 
 
 def latest(root: str | os.PathLike[str]) -> Path:
-    """Returns the folder of the iteration that the tracker file names."""
+    """The folder of the iteration that the tracker file names."""
     tracker = Path(root) / TRACKER
     text = tracker.read_text().strip()
     if not text.isdigit():
-        raise ValueError(f"{tracker}: {text!r} is not an iteration")
+        raise ValueError(f"{tracker}: {text!r} is no iteration")
     return Path(root) / f"iter_{int(text):07}"
 
 
 class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
-    """A ``sharded_strategy`` for ``dist_checkpointing.save``. Use one object for all saves: deltas need its base.
+    """A ``sharded_strategy`` for ``dist_checkpointing.save``; the same one from save to save, so that deltas find their base.
 
-    ``store``: a store or its URL. ``options`` are passed to :class:`tensorcask.torch.Writer` and override the
-    variables. Saves are
-    synchronous: Megatron refuses ``async_sharded_save=True``.
+    ``store``: a store or its URL. ``options``: those of :class:`tensorcask.torch.Writer`; they go before the variables. It saves
+    synchronously: ``async_sharded_save=True`` is refused by Megatron.
     """
 
     def __init__(self, store: Store | str | None = None, **options: Any) -> None:
         super().__init__(BACKEND, _VERSION)
         self._store = store
-        # Megatron overwrites the folder of an iteration that it reaches again.
+        # Megatron writes over the folder of an iteration that it reaches again.
         self._options = {"overwrite": True, **_from_environment(), **options}
         self._writers: dict[str, Writer] = {}
 
@@ -148,17 +145,17 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
             if not is_main_replica(value.replica_id):
                 continue
             if isinstance(value, ShardedObject):
-                # In a tuple, which DCP takes as one value: a bare tensor would be taken for a tensor of the model.
+                # In a tuple, which is one value whatever lies in it: a tensor would be taken for one of the model's.
                 state[value.unique_key] = (_encoded(value.data),)
                 continue
             if value.flattened_range is not None:
-                raise _native.UnsupportedError(f"`{value.key}`: flattened_range, of earlier Megatron versions, is not supported; save the unflattened tensor")
+                raise _native.UnsupportedError(f"`{value.key}`: flattened_range is an old form of Megatron; save the unflattened tensor")
             if value.data is None:
-                raise ValueError(f"`{value.key}`: the shard has no data")
+                raise ValueError(f"`{value.key}`: a shard without data")
             shards.setdefault(value.key, []).append(value)
         twice = next((key for key in shards if key in state), None)
         if twice is not None:
-            raise ValueError(f"`{twice}` names both a tensor and an object; rename one")
+            raise ValueError(f"`{twice}` is the name of a tensor and of an object")
         state.update({key: _Shards(found) for key, found in shards.items()})
         if dist.get_rank() == 0 and (folder / _COMMON).exists():
             state[_COMMON] = io.BytesIO((folder / _COMMON).read_bytes())
@@ -169,7 +166,7 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
 
 
 class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
-    """A ``sharded_strategy`` for ``dist_checkpointing.load``. Each rank reads only its shards, into its own memory."""
+    """A ``sharded_strategy`` for ``dist_checkpointing.load``. Each rank reads what it needs, into the memory that it gives."""
 
     def __init__(self, store: Store | str | None = None) -> None:
         super().__init__()
@@ -181,7 +178,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != BACKEND:
-            raise _native.UnsupportedError(f"the checkpoint has backend {loaded_backend!r}, not {BACKEND!r}")
+            raise _native.UnsupportedError(f"a checkpoint of backend {loaded_backend!r}, not {BACKEND!r}")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         if loaded_version != _VERSION:
@@ -193,7 +190,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         stored = _stored(snapshot)
         common = stored.pop(_COMMON, None)
         if isinstance(common, io.BytesIO) and common.getvalue() != (folder / _COMMON).read_bytes():
-            raise _native.CorruptionError(f"{folder / _COMMON} differs from the one saved with step {snapshot.step}. Remove the folder and load again")
+            raise _native.CorruptionError(f"{folder / _COMMON} is not the one that was saved with step {snapshot.step}. Remove the folder and load again")
         wanted = []
         for value in nested_values(sharded_state_dict):
             key = value.unique_key if isinstance(value, ShardedObject) else value.key
@@ -223,7 +220,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return found
 
     def try_folder(self, folder: Path) -> Exception | None:
-        """Recreates a folder that is incomplete. Returns the error, if any."""
+        """Makes a folder that is not whole anew; what went wrong."""
         try:
             if maybe_load_config(str(folder)) is None:
                 self.make_folder(folder)
@@ -232,7 +229,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return None
 
     def make_folder(self, folder: Path) -> None:
-        """Writes the files that Megatron expects in a folder, from the store."""
+        """What Megatron looks for in a folder, from the store."""
         store, address = _store_of(self._store, folder)
         snapshot = store.snapshot(_step(folder))
         nested, _ = snapshot.structure()
@@ -248,12 +245,12 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return _markers.snapshot_in(folder, self._store) or _store_of(self._store, folder)[0].snapshot(_step(folder))
 
 
-# Megatron finds this strategy by the backend in metadata.json.
+# Megatron finds it by the backend that a checkpoint's metadata.json names.
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, _VERSION, LoadStrategy())
 
 
 class _Shards(torch.Tensor):  # type: ignore[misc]
-    """Shards of one tensor on one rank, with the methods that PyTorch's planner calls."""
+    """The shards of one tensor that a rank has, as PyTorch's planner asks for them."""
 
     def __new__(cls, shards: Sequence[Any]) -> _Shards:
         made: _Shards = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shards[0].global_shape), dtype=shards[0].dtype)
@@ -279,22 +276,22 @@ class _Shards(torch.Tensor):  # type: ignore[misc]
 
 
 def _with_all_axes(shard: Any) -> torch.Tensor:
-    """Returns the data of a shard with the axes that Megatron prepends."""
+    """The data of a shard with the axes that Megatron puts before it."""
     data: torch.Tensor = shard.data.detach()
     return data.view((1,) * shard.prepend_axis_num + tuple(data.shape))
 
 
 def _request(shard: Any, info: TensorInfo) -> tuple[TensorInfo, list[int], list[int], torch.Tensor]:
-    """Returns the part to read for a shard, and the tensor to read it into."""
+    """What to read for a shard, and where to."""
     stored, wanted = list(_shape(info)), list(shard.global_shape)
     if stored != wanted and not (shard.allow_shape_mismatch and len(stored) == len(wanted)):
-        raise _native.InvalidArgumentError(f"`{shard.key}`: the stored shape is {stored}, the requested shape {wanted}")
+        raise _native.InvalidArgumentError(f"`{shard.key}`: shape {stored} is stored, {wanted} is asked for")
     if shard.data is None:
         shard.init_data("cpu")
     target = _with_all_axes(shard)
     offset, shape = list(shard.global_offset), list(target.shape)
     if stored != wanted:
-        # As in Megatron, elements that are not stored become zero.
+        # As Megatron does: what is not stored is zero.
         target.zero_()
         shape = [max(min(end - start, length), 0) for start, length, end in zip(offset, shape, stored, strict=True)]
         offset = [min(start, end) for start, end in zip(offset, stored, strict=True)]
@@ -304,13 +301,13 @@ def _request(shard: Any, info: TensorInfo) -> tuple[TensorInfo, list[int], list[
 
 
 def _stored(snapshot: Snapshot) -> dict[str, Any]:
-    """Returns tensors and objects by key."""
+    """Tensors and objects by their keys."""
     nested, _ = snapshot.structure()
     return dict(nested)
 
 
 def _unmark(folder: Path) -> None:
-    """Marks a folder as incomplete while it is written: its files may belong to two saves."""
+    """A folder that is being written is not whole: what is in it belongs to two saves."""
     for name in (CONFIG_FNAME, _markers.NAME):
         (folder / name).unlink(missing_ok=True)
 
@@ -319,7 +316,7 @@ _PAIRS, _DTYPE = "#pairs", "#dtype"
 
 
 def _encoded(value: Any) -> Any:
-    """Encodes dtypes, and keys other than text and integers, as values that can be stored."""
+    """An object with dtypes, and with keys that are no text or integer, in forms that can be stored."""
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
@@ -380,6 +377,6 @@ _of_process: dict[Any, SaveStrategy] = {}
 
 
 def _default() -> SaveStrategy:
-    """Returns the strategy of this process for the current environment."""
+    """The strategy of this process for what the environment says now."""
     key = (os.getpid(), os.environ.get("TENSORCASK_URL"), json.dumps(_from_environment()))
     return _of_process.setdefault(key, SaveStrategy())

@@ -1,18 +1,17 @@
-"""Saves and restores of an Orbax ``CheckpointManager`` (API v0) in a tensorcask store.
+"""Orbax checkpoints in a tensorcask store, for the ``CheckpointManager`` of its API v0.
 
     with orbax.checkpoint.CheckpointManager("/ckpt") as manager:
         manager.save(step, args=tensorcask.orbax.Save(tree))
         tree = manager.restore(step, args=tensorcask.orbax.Restore(tree))
 
-A save copies the arrays and returns; the manager waits for the upload, as for its own formats. The store is ``<folder
-of the manager>/tensorcask`` unless ``store`` names another. The folder of a step holds a marker that names the
-snapshot. ``Restore(tree)`` returns a tree of the same structure, with each array on the devices and in the sharding of
-its counterpart (``jax.ShapeDtypeStruct`` is enough). It reads only the parts that this process holds. ``Restore()``
-returns nested dicts of numpy arrays; positions in lists and names of fields become text keys.
+A save copies the arrays and returns; the manager waits for the rest as it does for its own formats. The store is
+``<folder of the manager>/tensorcask`` unless ``store`` says otherwise; in the folder of a step lies a marker that names the snapshot.
+``Restore(tree)`` gives a tree of that form, with each array on the devices and in the sharding of the one there
+(``jax.ShapeDtypeStruct`` is enough), and reads only the parts that this process holds. ``Restore()`` gives nested dicts of numpy arrays,
+with positions in lists and names of fields as keys, in text.
 
-Each item of a ``Composite`` has its own store: ``tensorcask`` for ``default``, ``tensorcask-<name>`` for others. Works
-with one process: a tree with arrays of other processes is refused. A manager that deletes old steps keeps their
-snapshots; :func:`tidy` forgets them.
+Each item of a ``Composite`` has a store: ``tensorcask`` that of ``default``, ``tensorcask-<name>`` those of others. One process: a tree with
+arrays of other processes is refused. A manager that deletes old steps leaves their snapshots; :func:`tidy` forgets them.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from ._store import Store, open_store
 __all__ = ["Handler", "Restore", "Save", "tidy"]
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
-# Facts in a snapshot: its item, and the step of the folder that names it.
+# What a snapshot says of itself: its item, and the step of the folder that names it.
 _ITEM, _FOLDER = "orbax_item", "orbax_step"
 _saving = threading.Lock()
 
 
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Checkpoint handler for :class:`Save` and :class:`Restore`."""
+    """What Orbax calls for :class:`Save` and :class:`Restore`."""
 
     def __init__(self) -> None:
-        # One save at a time: a delta needs the previous save.
+        # One at a time: a delta needs the save before it.
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "tensorcask-orbax")
 
     async def async_save(self, directory: Any, args: Save) -> list[Any]:
@@ -59,16 +58,16 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         state = _nested(args.item)
         beside = "tensorcask" if item == "default" else f"tensorcask-{item}"
         store, address = _markers.store_for(args.store, folder, step_folder.parent / beside)
-        # The manager decides whether a step may be saved again.
+        # Whether a step may be saved again is the manager's to say.
         options = {"overwrite": True, **args.options}
         options["user"] = {**(options.get("user") or {}), _ITEM: item, _FOLDER: numbered}
 
         def save() -> None:
-            # Each item has its own handler and thread, but two items may share a store by mistake.
+            # Items have handlers and threads of their own, and may have one store by mistake.
             with _saving:
                 other = _item_of(store, step)
                 if other not in (None, item):
-                    raise _native.ConflictError(f"{store.url}: step {step} holds item {other!r}; pass another store for {item!r}")
+                    raise _native.ConflictError(f"{store.url}: step {step} holds item {other!r}; give {item!r} a store of its own")
                 saved = store.save(state, step=step, **options)
             _markers.write(folder, address, step, saved.id)
 
@@ -84,14 +83,14 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         folder = Path(os.fspath(directory))
         snapshot = _markers.snapshot_in(folder, args.store)
         if snapshot is None:
-            raise _native.NotFoundError(f"{folder} has no {_markers.NAME}: not saved by tensorcask.orbax. Restore it with the handler that saved it")
+            raise _native.NotFoundError(f"{folder} has no {_markers.NAME}: not saved by tensorcask.orbax")
         nested, _ = snapshot.structure()
         if args.item is None:
             return snapshot.load(framework="numpy")
         return jax.tree_util.tree_map_with_path(lambda path, like: _leaf(snapshot, nested, _keys(path), like), args.item)
 
     def finalize(self, directory: Any) -> None:
-        """Does nothing: the snapshot is already committed."""
+        """Nothing: the snapshot is committed."""
 
     def close(self) -> None:
         self._worker.shutdown()
@@ -100,10 +99,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(Handler, for_save=True)
 @dataclasses.dataclass
 class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Saves a tree. ``options`` are passed to :meth:`tensorcask.Store.save`.
-
-    ``step`` is needed if the folder's name has none.
-    """
+    """Saves a tree. ``options``: those of :meth:`tensorcask.Store.save`. ``step``: where the folder's name has none."""
 
     item: Any
     store: Store | str | None = None
@@ -114,18 +110,15 @@ class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(Handler, for_restore=True)
 @dataclasses.dataclass
 class Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Restores a tree of the structure of ``item``, or the saved structure without ``item``."""
+    """Restores a tree like ``item``, or what there is."""
 
     item: Any = None
     store: Store | str | None = None
 
 
 def tidy(manager: Any, store: Store | str | None = None) -> list[int]:
-    """Forgets the snapshots of steps that a manager has deleted, and returns these steps.
-
-    Keeps snapshots of the newest step and of later ones, and all that were not saved through Orbax. ``store``: the
-    store, if not that of the item ``default``.
-    """
+    """Forgets the snapshots of steps that a manager has deleted; gives those steps. Those of its newest step and of newer ones stay, and
+    so does what was not saved by way of Orbax. ``store``: another than that of the item ``default``."""
     kept = set(manager.all_steps())
     found = open_store(store if store is not None else Path(os.fspath(manager.directory)) / "tensorcask", None)
     numbered = [(info.step, info.user[_FOLDER]) for info in found.snapshots() if isinstance(info.user.get(_FOLDER), int) and not info.pinned]
@@ -136,7 +129,7 @@ def tidy(manager: Any, store: Store | str | None = None) -> list[int]:
 
 
 def _item_of(store: Store, step: int) -> str | None:
-    """Returns the item that a store holds at a step."""
+    """The item whose snapshot a store has at a step."""
     try:
         return store.snapshot(step).user.get(_ITEM)
     except _native.NotFoundError:
@@ -144,12 +137,12 @@ def _item_of(store: Store, step: int) -> str | None:
 
 
 def _keys(path: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the path to a leaf as text."""
+    """The way to a leaf, in text."""
     return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def _nested(tree: Any) -> dict[str, Any]:
-    """Returns a tree as nested dicts with copied arrays: later training steps may reuse their memory."""
+    """A tree as nested dicts, its arrays copied: their memory may be given to a later step of the training."""
     state: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         keys = _keys(path)
@@ -157,7 +150,7 @@ def _nested(tree: Any) -> dict[str, Any]:
         for key in keys[:-1]:
             at = at.setdefault(key, {})
             if not isinstance(at, dict):
-                raise ValueError(f"{'/'.join(keys)}: a leaf is on the path to this leaf")
+                raise ValueError(f"{'/'.join(keys)}: the way to it leads through a leaf")
         if (keys or ("value",))[-1] in at:
             raise ValueError(f"{'/'.join(keys)}: two leaves have this name")
         at[(keys or ("value",))[-1]] = _copied(leaf, "/".join(keys))
@@ -168,9 +161,9 @@ def _copied(leaf: Any, name: str) -> Any:
     if not isinstance(leaf, jax.Array):
         return np.array(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
     if not leaf.is_fully_addressable:
-        raise _native.UnsupportedError(f"{name}: an array of several processes; only trees of one process can be saved")
+        raise _native.UnsupportedError(f"{name}: an array of several processes; one process at a time can save")
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise TypeError(f"{name}: dtype {leaf.dtype} cannot be stored; for random keys, save jax.random.key_data(key)")
+        raise TypeError(f"{name}: dtype {leaf.dtype} cannot be stored; for keys of random numbers, save jax.random.key_data(key)")
     return np.array(leaf)
 
 
@@ -183,13 +176,13 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
         found = found[key]
     is_array = isinstance(like, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
     if isinstance(found, dict) or is_array and not isinstance(found, TensorInfo):
-        raise _native.InvalidArgumentError(f"`{name}`: stored is a {type(found).__name__}, requested a {type(like).__name__}")
+        raise _native.InvalidArgumentError(f"`{name}`: a {type(found).__name__} is stored, a {type(like).__name__} is asked for")
     if not isinstance(found, TensorInfo):
         return found
     if not is_array:
         return snapshot.load(tensors=[found.name], framework="numpy")[found.name]
     if tuple(like.shape) != found.shape:
-        raise _native.InvalidArgumentError(f"`{name}`: the stored shape is {list(found.shape)}, the requested shape {list(like.shape)}")
+        raise _native.InvalidArgumentError(f"`{name}`: shape {list(found.shape)} is stored, {list(like.shape)} is asked for")
     pieces: dict[Any, Any] = {}
 
     def piece(index: tuple[slice, ...]) -> Any:
@@ -205,8 +198,8 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
 
 
 def _step_of(folder: Path, given: int | None) -> tuple[Path, int]:
-    """Returns the folder of a step, which is this folder or its parent, and the number in its name."""
-    # Folders of steps and items have temporary names while they are written.
+    """The folder of a step, which is this one or the one around it, and the number in its name."""
+    # While a step is written, its folder's name says so, and so may that of an item in it.
     candidates = [path for path in (folder.parent, folder) if _TEMPORARY in path.name]
     parent = folder.parent.name
     is_step = parent.isdigit() or re.fullmatch(r"[A-Za-z]+[-_]\d+", parent) and not re.search(r"\d$", folder.name)
@@ -215,5 +208,5 @@ def _step_of(folder: Path, given: int | None) -> tuple[Path, int]:
         if numbers:
             return candidate, int(numbers[0])
     if given is None:
-        raise ValueError(f"{folder}: the folder's name has no step; pass Save(..., step=N)")
+        raise ValueError(f"{folder}: no step in the folder's name; pass Save(..., step=)")
     return (candidates or [folder])[0], given

@@ -1,15 +1,13 @@
-"""Imports and exports folders of weight deltas, as slime publishes them and SGLang applies them.
+"""Folders of weight deltas as slime publishes them and SGLang applies them, into a store and out of one.
 
-    steps = tensorcask.slime.import_deltas("shared/delta-updates", "s3://bucket/run42", base="hf-checkpoint",
-    base_step=0) tensorcask.slime.export_deltas("s3://bucket/run42", "shared/delta-updates", tensors="model.*",
-    strip="model.")
+    steps = tensorcask.slime.import_deltas("shared/delta-updates", "s3://bucket/run42", base="hf-checkpoint", base_step=0)
+    tensorcask.slime.export_deltas("s3://bucket/run42", "shared/delta-updates", tensors="model.*", strip="model.")
 
-The folder has one subfolder per version: ``weight_v000001``, ``weight_v000002``, ... A version is a safetensors
-checkpoint with an index, or a delta: its tensors are compressed differences (zstd) to the previous version. A
-difference is ``xor``, or ``overwrite``: count and positions of the changed bytes as u32, little-endian, followed by the
-new bytes. Each changed tensor has a checksum of its new bytes, and each delta names its base version. Both are checked.
-slime's ``docs/en/advanced/delta-weight-sync.md`` describes the layout; tested with the layout of August 2026. Needs
-``pip install 'tensorcask[slime]'``.
+A folder has one of ``weight_v000001``, ``weight_v000002``, ... for each version: either a checkpoint of safetensors with an index, or
+one whose tensors are compressed differences (zstd) to the version before: ``xor``, or ``overwrite`` (count and positions of changed
+bytes as u32, little-endian, and their new values). Each changed tensor has a checksum of its new bytes, and a version says on which it
+builds; both are checked, and what does not fit is refused. The layout is described in slime's ``docs/en/advanced/delta-weight-sync.md``,
+tried as of August 2026. Needs ``pip install 'tensorcask[slime]'``.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ __all__ = ["export_deltas", "import_deltas"]
 
 _INDEX = "model.safetensors.index.json"
 _STEP = "tensorcask_step"
-# Digest of the files that a step was imported from.
+# Of the files that a step was imported from.
 _DIGEST = "weight_digest"
 _LEVEL = 1
 
 
 @dataclass(frozen=True)
 class _Version:
-    """Index of a version."""
+    """What the index of a version says."""
 
     folder: Path
     number: int
@@ -67,15 +65,12 @@ def import_deltas(
     base_step: int = 0,
     policy: str = "adaptive",
 ) -> list[int]:
-    """Saves each version of a folder as a snapshot, and returns the new steps.
+    """Saves each version of a folder as a snapshot; gives the steps: the versions' numbers, or the steps that were exported.
 
-    The step of a version is its number, or the step it was exported from. ``base`` is the checkpoint that the first
-    delta builds on (safetensors files, or an index); it is saved as ``base_step``. A folder whose first version is
-    complete needs no base.
-
-    Skips versions that are in the store already, so that a growing folder can be imported repeatedly. If a step in the
-    store has other content than the version, as after a restarted training, the import fails. A version without an
-    index is still being written, and ends the import.
+    ``base``: the checkpoint that the first delta builds on (safetensors: files, or an index), saved as ``base_step``; it is not
+    needed where the first version is whole. Versions that are in the store already are passed over, so that a
+    growing folder can be imported again and again; a step that holds anything else than the version of now is an error, as when a
+    training has begun anew. A version without an index counts as being written, and ends the import.
     """
     store = open_store(url, None)
     options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
@@ -84,11 +79,11 @@ def import_deltas(
     steps = [*([check_step(base_step)] if base is not None else []), *(version.step for version in versions)]
     twice = next((step for step in steps if steps.count(step) > 1), None)
     if twice is not None:
-        raise _native.InvalidArgumentError(f"two versions, or a version and the base, have step {twice}; choose another base_step")
+        raise _native.InvalidArgumentError(f"two versions, or one and the base, are of step {twice}; choose another base_step")
 
     def is_there(step: int, digest: str, what: str) -> bool:
         if step in live and live[step].get(_DIGEST) != digest:
-            raise _native.ConflictError(f"{store.url}: step {step} has other content than {what}. Import into another store")
+            raise _native.ConflictError(f"{store.url}: step {step} is something else than {what}. Import into a store of its own")
         return step in live
 
     if base is not None:
@@ -109,7 +104,7 @@ def import_deltas(
             state = None
         else:
             if version.base != number:
-                raise _native.InvalidArgumentError(f"{version.folder}: builds on version {version.base}, but the previous version is {number}")
+                raise _native.InvalidArgumentError(f"{version.folder}: builds on version {version.base}; the one before is {number}")
             if not found:
                 if state is None:
                     state = _bytes_of(store, step)
@@ -142,15 +137,10 @@ def export_deltas(
     checksum: str = "xxh3-128",
     first_version: int = 0,
 ) -> list[Path]:
-    """Writes snapshots as versions: the first complete, the others as deltas. Returns their folders, which must not exist.
+    """Writes snapshots as versions, the first whole, the others as deltas; gives their folders. None may be there already.
 
-    Args:
-        steps: Steps to write, in this order; otherwise all live steps in ascending order.
-        tensors: Names or patterns (``*`` for any characters) of the tensors to write.
-        strip: Prefix to remove from all names.
-        encoding: ``xor`` or ``overwrite``.
-        checksum: ``xxh3-128``, ``blake3`` or ``adler32``.
-        first_version: Number of the first version.
+    ``steps``: which, in this order; all live ones otherwise, in that of their steps. ``tensors``: names, with ``*`` for any characters.
+    ``strip``: a prefix that names lose. ``checksum``: ``xxh3-128``, ``blake3`` or ``adler32``.
     """
     if encoding not in ("xor", "overwrite"):
         raise ValueError(f"encoding {encoding!r}: use 'xor' or 'overwrite'")
@@ -164,7 +154,7 @@ def export_deltas(
         state = {_stripped(name, strip): raw for name, raw in _bytes_of(store, step, tensors).items()}
         path = root / f"weight_v{number:06}"
         if path.exists():
-            raise FileExistsError(f"{path} exists already; choose another folder or first_version")
+            raise FileExistsError(f"{path} is there already")
         path.mkdir(parents=True)
         index: dict[str, Any] = {_STEP: str(step)}
         file = "model-00000-of-00001.safetensors"
@@ -183,7 +173,7 @@ def export_deltas(
                 "compression_format": "zstd",
                 "checksum_format": checksum,
             }
-        # Written last: an index means that the version is complete.
+        # Last, so that its being there means that all is there.
         write_whole(path / _INDEX, json.dumps({"metadata": index, "weight_map": dict.fromkeys(names, file)}))
         written.append(path)
         before = state
@@ -191,7 +181,7 @@ def export_deltas(
 
 
 def _live(store: Store) -> dict[int, dict[str, Any]]:
-    """Facts about each live step."""
+    """What was said of each live step."""
     try:
         return {info.step: info.user for info in store.snapshots()}
     except _native.NotFoundError:
@@ -199,7 +189,7 @@ def _live(store: Store) -> dict[int, dict[str, Any]]:
 
 
 def _files_of(index: Path) -> list[Path]:
-    """Returns an index and the files that it names, all in the folder of the index."""
+    """An index and the files that it names, all in its own folder."""
     try:
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -211,7 +201,7 @@ def _files_of(index: Path) -> list[Path]:
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """Digest of names and contents."""
+    """Of names and contents."""
     found = hashlib.sha256()
     for path in files:
         with open(path, "rb") as file:
@@ -220,13 +210,13 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 def _versions(folder: Path) -> Iterator[_Version]:
-    """Lists the complete versions, by number."""
+    """The versions that are whole, by number."""
     found = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"weight_v(\d+)", path.name))}
     for number, path in sorted(found.items()):
         try:
             text = (path / _INDEX).read_text()
         except FileNotFoundError:
-            # Still being written, as are all later versions.
+            # Being written, and so are all after it.
             return
         try:
             index = json.loads(text)
@@ -246,7 +236,7 @@ def _bytes_of(store: Store, step: int, tensors: str | Sequence[str] | None = Non
     snapshot = store.snapshot(step)
     names = list(snapshot.tensors()) if tensors is None else tensors
     found: dict[str, RawTensor] = snapshot.load(tensors=names, framework="bytes") if names else {}
-    # Copy tied tensors: a version may change one of them alone.
+    # Tied tensors are one; here each has bytes of its own, because a version may change one of them alone.
     seen: set[int] = set()
     for name, raw in found.items():
         if id(raw) in seen:
@@ -256,7 +246,7 @@ def _bytes_of(store: Store, step: int, tensors: str | Sequence[str] | None = Non
 
 
 def _apply(version: _Version, state: dict[str, RawTensor]) -> None:
-    """Applies a version to tensors in place. After an error they belong to no version."""
+    """Changes tensors to those of a version. After an error they are of neither."""
     for path in _files_of(version.folder / _INDEX)[1:]:
         with safetensors.safe_open(path, framework="numpy") as file:
             sums = file.metadata() or {}
@@ -267,16 +257,16 @@ def _apply(version: _Version, state: dict[str, RawTensor]) -> None:
             for name in file.keys():  # noqa: SIM118
                 where = f"{path}, tensor `{name}`"
                 if name not in state:
-                    raise _native.CorruptionError(f"{where}: the previous version has no such tensor")
+                    raise _native.CorruptionError(f"{where}: the version before has no such tensor")
                 data = np.frombuffer(state[name].data, dtype=np.uint8)
                 compressed = file.get_tensor(name)
                 if compressed.dtype != np.uint8 or compressed.ndim != 1:
                     raise _native.CorruptionError(f"{where}: a difference of dtype {compressed.dtype}, not bytes")
                 _change(data, _decompress(compressed.tobytes(), 4 + 5 * data.size, where), version.encoding, where)
                 if name not in sums:
-                    raise _native.CorruptionError(f"{where}: has no checksum")
+                    raise _native.CorruptionError(f"{where}: without a checksum")
                 if _checksum(version.checksum, data) != sums[name]:
-                    raise _native.CorruptionError(f"{where}: checksum mismatch. Is this delta applied to its base?")
+                    raise _native.CorruptionError(f"{where}: not the bytes that were published. Is this delta applied to its base?")
 
 
 def _change(data: Any, difference: bytes, encoding: str, where: str) -> None:
@@ -287,7 +277,7 @@ def _change(data: Any, difference: bytes, encoding: str, where: str) -> None:
         np.bitwise_xor(data, found, out=data)
         return
     if encoding != "overwrite":
-        raise _native.UnsupportedError(f"{where}: encoding {encoding!r}; use 'xor' or 'overwrite'")
+        raise _native.UnsupportedError(f"{where}: encoding {encoding!r}; known are 'xor' and 'overwrite'")
     count = int(found[:4].view("<u4")[0]) if found.size >= 4 else -1
     if found.size != 4 + 5 * count:
         raise _native.CorruptionError(f"{where}: {found.size} bytes, with a count of {count}")
@@ -310,11 +300,11 @@ def _decompress(data: bytes, limit: int, where: str) -> bytes:
 def _differences(
     before: dict[str, RawTensor], after: dict[str, RawTensor], encoding: str, checksum: str, step: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns compressed differences of the changed tensors, and checksums of their new bytes."""
+    """Compressed differences of the tensors that changed, and checksums of what they are now."""
     shape = {name: (raw.dtype, raw.shape) for name, raw in before.items()}
     other = next((name for name in {**before, **after} if name not in after or shape.get(name) != (after[name].dtype, after[name].shape)), None)
     if other is not None:
-        raise _native.UnsupportedError(f"step {step}: `{other}` was added, removed or reshaped; start a new export at this step")
+        raise _native.UnsupportedError(f"step {step}: `{other}` came, went or changed its shape; start anew with this step")
     found, sums = {}, {}
     for name, raw in after.items():
         old, new = (np.frombuffer(tensor.data, dtype=np.uint8) for tensor in (before[name], raw))
@@ -344,12 +334,12 @@ def _checksum(algorithm: str, data: Any) -> str:
         import blake3
 
         return str(blake3.blake3(data).hexdigest())
-    raise _native.UnsupportedError(f"checksum {algorithm!r}; use 'xxh3-128', 'blake3' or 'adler32'")
+    raise _native.UnsupportedError(f"checksum {algorithm!r}; known are 'xxh3-128', 'blake3' and 'adler32'")
 
 
 def _stripped(name: str, prefix: str) -> str:
     if not name.startswith(prefix):
-        raise ValueError(f"`{name}` does not start with {prefix!r}; select names with tensors=")
+        raise ValueError(f"`{name}` does not begin with {prefix!r}; choose with tensors=")
     return name[len(prefix) :]
 
 

@@ -100,7 +100,7 @@ def test_what_cannot_be_done_is_refused(tmp_path, url):
         io.save_checkpoint({"global_step": 1, "hyper_parameters": {"model": object()}}, tmp_path / "a.ckpt")
     assert not (tmp_path / "a.ckpt").exists()
     torch.save({"global_step": 1}, tmp_path / "other.ckpt")
-    with pytest.raises(tensorcask.UnsupportedError, match="not a marker file of tensorcask"):
+    with pytest.raises(tensorcask.UnsupportedError, match="not written by tensorcask"):
         io.load_checkpoint(tmp_path / "other.ckpt")
     io.remove_checkpoint(tmp_path / "other.ckpt")
     assert (tmp_path / "other.ckpt").exists()

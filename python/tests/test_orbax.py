@@ -69,7 +69,7 @@ def test_items_have_stores_of_their_own(tmp_path):
             assert (found["params"]["w"] == step).all() and (found["net2"]["w"] == -step).all()
         assert [info.step for info in tensorcask.Store(tmp_path / "run" / "tensorcask-net2").snapshots()] == [5, 6]
         same = {name: Save({"w": jnp.zeros(3)}, store=str(tmp_path / "one")) for name in ("params", "net2")}
-        with pytest.raises(Exception, match="pass another store for"):
+        with pytest.raises(Exception, match="give .* a store of its own"):
             manager.save(7, args=ocp.args.Composite(**same))
             manager.wait_until_finished()
 
@@ -79,11 +79,11 @@ def test_what_cannot_be_done_is_refused(tmp_path):
         with pytest.raises(TypeError, match="rng/key: .*key_data"):
             manager.save(1, args=Save({"rng": {"key": jax.random.key(0)}}))
         manager.save(2, args=Save({"w": jnp.ones((2, 3))}))
-        with pytest.raises(tensorcask.InvalidArgumentError, match=r"`w`: the stored shape is \[2, 3\], the requested shape \[3, 3\]"):
+        with pytest.raises(tensorcask.InvalidArgumentError, match=r"`w`: shape \[2, 3\] is stored, \[3, 3\]"):
             manager.restore(2, args=Restore({"w": jnp.ones((3, 3))}))
         with pytest.raises(tensorcask.NotFoundError, match="step 2 has no `other`"):
             manager.restore(2, args=Restore({"other": jnp.ones((3, 3))}))
         manager.save(3, args=Save({"deep": {"w": jnp.ones(2)}, "n": 1}))
         for wrong in ({"deep": jnp.ones(2), "n": 1}, {"deep": {"w": jnp.ones(2)}, "n": jnp.ones(2)}):
-            with pytest.raises(tensorcask.InvalidArgumentError, match="requested a"):
+            with pytest.raises(tensorcask.InvalidArgumentError, match="is asked for"):
                 manager.restore(3, args=Restore(wrong))
