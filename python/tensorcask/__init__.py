@@ -1,4 +1,4 @@
-"""Storage for the state of a model in training: small deltas, every byte checked, every commit atomic.
+"""Storage for training checkpoints: small deltas, checksums over every byte, atomic commits.
 
 >>> import tensorcask
 >>> state = {"model": {"w": tensorcask.RawTensor("f32", (2, 2), bytearray(16))}, "lr": 0.5, "step": 7}
@@ -8,6 +8,11 @@
 >>> tensorcask.load("memory://readme") == state
 True
 """
+
+# Modules, from the ground up; each imports only modules before it:
+# _native _errors _dtypes _frameworks _convert _files _device _progress _source _foreign
+# _precision _state _options _reports _snapshot _handle _upkeep | torch _store _save_load
+# _markers codec engine interchange slime lightning megatron orbax transformers agent __main__
 
 from ._frameworks import RawTensor
 from ._native import (
@@ -30,7 +35,9 @@ from ._native import (
 )
 from ._precision import TensorRounding, search_precision
 from ._reports import CompactReport, CopyReport, GcReport, SnapshotInfo, TensorInfo, VerifyReport
-from ._store import Snapshot, Store, load, save
+from ._save_load import load, save
+from ._snapshot import Snapshot
+from ._store import Store
 from .engine import Engine
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Tensors on a device: copied straight into shared memory, by CUDA on a stream of its own."""
+"""Copies tensors from a device into shared memory, by CUDA on a separate stream."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from . import _native
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Whether a torch tensor's bytes are not in this process's memory."""
+    """Whether the bytes of a torch tensor are outside of host memory."""
     return bool(tensor.device.type != "cpu")
 
 
 class Arena:
-    """The shared memory of one engine, as CUDA knows it: pages that it knows are copied to without a detour, and while the host goes on."""
+    """Shared memory of one engine, registered with CUDA: copies to it are direct and asynchronous."""
 
     def __init__(self) -> None:
         self._known: _native.ArenaMapping | None = None
         self._streams: dict[Any, Any] = {}
 
     def forget(self) -> bool:
-        """Before the memory goes, or another takes its place; whether CUDA knew it. No copy may be under way."""
+        """Unregisters the memory before it is freed. Returns whether it was registered. No copy may be running."""
         known, self._known = self._known, None
         if known is None:
             return False
@@ -39,13 +39,13 @@ class Arena:
         self.forget()
         cudart = sys.modules["torch"].cuda.cudart()
         if code := int(cudart.cudaHostRegister(mapping.address, mapping.bytes, 0)):
-            # Copies to memory that CUDA does not know are right as well, but slower.
+            # Copies to unregistered memory are correct, but slower.
             warnings.warn(f"cudaHostRegister of {mapping.bytes} bytes: error {code}; copies are slower", RuntimeWarning, stacklevel=2)
             return
         self._known = mapping
 
     def copy(self, saving: _native.Saving, tensors: Iterable[Any]) -> Copies:
-        """Begins to copy contiguous tensors to where they go, in their order: as they are when the work that has been queued so far is done."""
+        """Starts to copy contiguous tensors into the buffers of a save, in order, after all work queued so far."""
         torch = sys.modules["torch"]
         copies = Copies()
         try:
@@ -71,14 +71,14 @@ class Arena:
 
 
 class Copies:
-    """Copies under way. What they read and write stays where it is until they are done."""
+    """Running copies. Keeps the memory that they read and write alive until they are done."""
 
     def __init__(self) -> None:
         self.streams: dict[Any, Any] = {}
         self.keep: list[Any] = []
 
     def wait(self) -> None:
-        """Until all are done."""
+        """Waits until all copies are done."""
         for stream in self.streams.values():
             stream.synchronize()
         self.streams.clear()

@@ -1,4 +1,4 @@
-"""Small files that other tools look at."""
+"""Small files that other tools read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def into_place(path: Path, write: Callable[[Path], object]) -> None:
-    """The file appears whole, or not at all."""
+    """Writes a file that appears complete or not at all."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         write(temporary)
@@ -19,7 +19,7 @@ def into_place(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """The file appears whole, and is on disk before its name is."""
+    """Writes a file that appears complete or not at all. Its content is on disk before its name appears."""
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:

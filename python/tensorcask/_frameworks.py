@@ -1,6 +1,6 @@
-"""Arrays of frameworks as bytes with a dtype and a shape, and back.
+"""Borrows the memory of torch, numpy and jax arrays for saves, and allocates arrays for loads.
 
-No framework is imported before somebody uses it.
+Imports a framework only when one of its arrays is used.
 """
 
 from __future__ import annotations
@@ -9,52 +9,28 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from math import prod
 from typing import Any
 
 from . import _native
+from ._dtypes import BITS as BITS
+from ._dtypes import DTYPES as DTYPES
+from ._dtypes import TORCH, Unsupported, numpy_dtype
+from ._dtypes import byte_count as byte_count
+from ._dtypes import torch_dtype as torch_dtype
+from ._dtypes import torch_dtype_name as torch_dtype_name
+from ._dtypes import torch_shape as torch_shape
+from ._dtypes import torch_shape_in_store as torch_shape_in_store
+from ._errors import InvalidTypeError, InvalidValueError
 
-# What numpy (with ml_dtypes) and torch call the element types of a store.
-DTYPES: dict[str, str] = {
-    "bool": "bool",
-    "uint8": "u8",
-    "uint16": "u16",
-    "uint32": "u32",
-    "uint64": "u64",
-    "int8": "i8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float32": "f32",
-    "float64": "f64",
-    "complex64": "c64",
-    "complex128": "c128",
-    "float8_e4m3fn": "f8_e4m3",
-    "float8_e5m2": "f8_e5m2",
-    "float8_e4m3fnuz": "f8_e4m3fnuz",
-    "float8_e5m2fnuz": "f8_e5m2fnuz",
-    "float8_e8m0fnu": "f8_e8m0",
-    "float6_e2m3fn": "f6_e2m3",
-    "float6_e3m2fn": "f6_e3m2",
-    "float4_e2m1fn": "f4_e2m1",
-    "float4_e2m1fn_x2": "f4_e2m1",
-    "int4": "int4",
-    "uint4": "uint4",
-}
-BITS: dict[str, int] = dict(_native.dtypes())
-_NUMPY = {ours: theirs for theirs, ours in DTYPES.items() if not theirs.endswith("_x2")}
-# torch has no name that it can compute with for elements below a byte, and one type of two such in a byte.
-_TORCH = {ours: theirs for ours, theirs in _NUMPY.items() if BITS[ours] >= 8} | {"f4_e2m1": "float4_e2m1fn_x2"}
 _PLAIN_NUMPY_KINDS = "biufc"
 
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor without a framework: what ``framework="bytes"`` gives.
+    """A tensor without a framework, as returned with ``framework="bytes"``.
 
-    ``data`` holds the elements in row-major order, little-endian; those below a byte are packed, low bits first.
+    ``data`` holds the elements in row-major order, little-endian. Elements smaller than a byte are packed, low bits
+    first.
     """
 
     dtype: str
@@ -64,9 +40,11 @@ class RawTensor:
 
 @dataclass(frozen=True)
 class Lent:
-    """An array of a framework, lent as bytes. ``keep`` owns the memory; without a buffer, the bytes are still to be fetched from it.
+    """The borrowed bytes of an array. ``keep`` owns the memory.
 
-    ``whole`` and ``offset``: of a shard, the shape of the tensor that it is a part of, and its first index.
+    Without a buffer, the bytes are still to be fetched from ``keep``.
+
+    For a shard, ``whole`` is the shape of the global tensor and ``offset`` the first index of the shard.
     """
 
     framework: str
@@ -79,28 +57,20 @@ class Lent:
 
     @property
     def is_empty_shard(self) -> bool:
-        """A part with no elements of a tensor that has some."""
+        """Whether this is a shard without elements of a tensor with elements."""
         return self.whole is not None and 0 in self.shape and 0 not in self.whole
 
 
 @dataclass(frozen=True)
 class Place:
-    """Memory to read a tensor into, and what to do when it is filled."""
+    """Memory to read a tensor into, and a function that returns the array when the memory is filled."""
 
     buffer: Any
     finish: Callable[[], Any]
 
 
-class Unsupported(TypeError):
-    """A value that cannot be stored."""
-
-
-def byte_count(dtype: str, shape: Sequence[int]) -> int:
-    return (prod(shape) * BITS[dtype] + 7) // 8
-
-
 def framework_of(value: Any) -> str | None:
-    """The framework whose array a value is."""
+    """Returns the framework of an array; None for other values."""
     if isinstance(value, RawTensor):
         return "bytes"
     for framework, module, names in (
@@ -116,14 +86,14 @@ def framework_of(value: Any) -> str | None:
 
 
 def inner_tensors(value: Any) -> dict[str, Any] | None:
-    """The tensors that a subclass of torch's is made of, by attribute; None for any other value, a DTensor included."""
+    """Returns the inner tensors of a torch tensor subclass by attribute; None for other values and for a DTensor."""
     if framework_of(value) != "torch" or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
         return None
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
 
 
 def default_framework() -> str:
-    """What tensors become that no tree tells the framework of."""
+    """Returns the framework for tensors that were saved without one."""
     if "torch" in sys.modules:
         return "torch"
     try:
@@ -149,10 +119,11 @@ def lend(
     sharded: bool = False,
     deferred: Callable[[Any], bool] | None = None,
 ) -> Lent:
-    """The bytes of an array, without a copy where it is contiguous and on the CPU.
+    """Borrows the bytes of an array. Copies only if the array is not contiguous or not on the CPU.
 
-    ``contiguous`` remembers copies, so that tensors which share memory still do. ``sharded``: of a DTensor, its local part.
-    ``deferred``: of which tensors of torch the bytes are not fetched; they have no buffer then, and ``keep`` is contiguous.
+    ``contiguous`` keeps these copies, so that equal views stay one tensor. ``sharded``: takes the local part of a
+    DTensor. ``deferred`` chooses torch tensors whose bytes are fetched later: they get no buffer, and ``keep`` is
+    contiguous.
     """
     framework = framework_of(value)
     if sharded and is_dtensor(value):
@@ -164,34 +135,38 @@ def lend(
     if framework == "numpy":
         return _lend_numpy(value, path, "numpy", {} if contiguous is None else contiguous)
     if framework == "jax":
-        if not value.is_fully_addressable:
-            raise Unsupported(f"{path}: a jax array whose shards lie on other processes")
         jax = import_module("jax")
+        if isinstance(value, jax.core.Tracer):
+            raise Unsupported(f"{path}: an array that jax is tracing has no data; save outside of jax.jit, grad and vmap")
+        if value.is_deleted():
+            raise Unsupported(f"{path}: a jax array that was deleted, or donated to a function; save what the function returned")
+        if not value.is_fully_addressable:
+            raise Unsupported(f"{path}: a jax array with shards on other processes; gather it with process_allgather() first")
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            raise Unsupported(f"{path}: typed keys of jax.random; store jax.random.key_data() of it, and wrap_key_data() what is loaded")
+            raise Unsupported(f"{path}: a key of jax.random; store jax.random.key_data(key), and call wrap_key_data() after the load")
         return _lend_numpy(import_module("numpy").asarray(value), path, "jax", {} if contiguous is None else contiguous)
     if framework == "bytes":
         if len(value.data) != byte_count(value.dtype, value.shape):
             raise Unsupported(f"{path}: {len(value.data)} bytes do not hold {value.dtype} of shape {list(value.shape)}")
         return Lent("bytes", value.dtype, tuple(value.shape), value.data, value)
-    raise Unsupported(f"{path}: {type(value).__qualname__} is no tensor")
+    raise Unsupported(f"{path}: {type(value).__qualname__} is not a tensor")
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a tensor is spread over ranks."""
+    """Whether a tensor is a DTensor."""
     return hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")
 
 
 def local_part(value: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """What this rank has of a DTensor, its shape as a whole, and the first index of the part; in elements of the store."""
+    """Returns the local part of a DTensor, and its global shape and first index in elements of the store."""
     compute = import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
     for placement in value.placements:
         if type(placement).__name__ not in ("Shard", "Replicate"):
-            raise Unsupported(f"{path}: a DTensor placed as {placement}; Shard and Replicate can be stored")
+            raise Unsupported(f"{path}: a DTensor with placement {placement}; only Shard and Replicate can be stored")
     local = value.to_local().detach()
     shape, offset = compute(value.shape, value.device_mesh, value.placements)
     if tuple(shape) != tuple(local.shape):
-        raise Unsupported(f"{path}: a DTensor whose part has shape {list(local.shape)}, not {list(shape)} as its placements say")
+        raise Unsupported(f"{path}: a DTensor whose local part has shape {list(local.shape)}; its placements give {list(shape)}")
     dtype = check_torch(local, path)
     whole = torch_shape_in_store(dtype, tuple(value.shape), path)
     first = [int(at) for at in offset]
@@ -202,7 +177,7 @@ def local_part(value: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Memory of the caller's to fill, the shape of its tensor, the first index of what it holds of that, and the extent."""
+    """Memory of the caller to fill: the global shape of its tensor, and the first index and extent of its part."""
 
     memory: Any
     whole: tuple[int, ...]
@@ -211,7 +186,7 @@ class Wanted:
 
 
 def wanted_part(value: Any, path: str) -> Wanted | None:
-    """What a tensor of the caller's holds; None for a shard without elements."""
+    """Describes the memory of a tensor of the caller; None for a shard without elements."""
     local, whole, offset = local_part(value, path) if is_dtensor(value) else (value, None, None)
     extent = tuple(local.shape)
     if framework_of(local) == "torch":
@@ -221,26 +196,33 @@ def wanted_part(value: Any, path: str) -> Wanted | None:
     return None if 0 in extent and 0 not in whole else Wanted(local, whole, offset, extent)
 
 
-def torch_dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def check_torch(tensor: Any, path: str) -> str:
-    """The dtype of a torch tensor that can be stored; otherwise an error that names it."""
+    """Returns the dtype in a store of a torch tensor. Refuses, by its path, a tensor that cannot be stored."""
+    torch = sys.modules["torch"]
+    if torch.nn.parameter.is_lazy(tensor):
+        raise Unsupported(f"{path}: an uninitialized parameter has no data; run the model once, or leave the parameter out of the state")
+    if hasattr(tensor, "fake_mode"):
+        raise Unsupported(f"{path}: a fake tensor has no data; save outside of FakeTensorMode, or leave the tensor out of the state")
+    if torch._is_functional_tensor(tensor):
+        raise Unsupported(f"{path}: a functional tensor, which torch is tracing; save outside of the traced function")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise Unsupported(f"{path}: a tensor inside torch.func.vmap or grad; save outside of the transformed function")
+    if tensor.is_nested:
+        raise Unsupported(f"{path}: a nested tensor; store the list that unbind() returns")
     if tensor.is_meta:
-        raise Unsupported(f"{path}: a meta tensor has no data; materialise it, or leave it out of the state")
+        raise Unsupported(f"{path}: a meta tensor has no data; materialize it, or leave it out of the state")
     if str(tensor.layout) != "torch.strided":
         raise Unsupported(f"{path}: a tensor of layout {tensor.layout}; store to_dense(), or its values and indices")
     if tensor.is_quantized:
         raise Unsupported(f"{path}: a quantized tensor; store int_repr() and its scales")
     if hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "to_local") or hasattr(tensor, "local_shards"):
         raise Unsupported(
-            f"{path}: a {type(tensor).__qualname__} is more than one plain tensor; "
+            f"{path}: a {type(tensor).__qualname__} is distributed or made of several tensors; "
             "save distributed states with torch.distributed.checkpoint and Store.writer()"
         )
     name = torch_dtype_name(tensor.dtype)
     dtype = DTYPES.get(name)
-    if dtype is None or _TORCH.get(dtype) != name:
+    if dtype is None or TORCH.get(dtype) != name:
         raise Unsupported(f"{path}: dtype {tensor.dtype} cannot be stored")
     return dtype
 
@@ -249,54 +231,35 @@ def _lend_torch(tensor: Any, path: str, contiguous: dict[Any, Any], deferred: Ca
     torch = sys.modules["torch"]
     dtype = check_torch(tensor, path)
     shape = torch_shape_in_store(dtype, tuple(tensor.shape), path)
-    key: tuple[Any, ...] | None = None
     if deferred is not None and tensor.numel() and deferred(tensor):
         key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         if key not in contiguous:
             contiguous[key] = tensor.detach().resolve_conj().resolve_neg().contiguous()
             contiguous[(key, "owner")] = tensor
         return Lent("torch", dtype, shape, None, contiguous[key])
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    plain = contiguous.get(key) if key is not None else tensor.detach()
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        try:
+            plain = tensor.detach()
+            return Lent("torch", dtype, shape, torch_bytes(torch, plain), plain)
+        except (AssertionError, RuntimeError) as error:
+            # Nothing was allocated: the reason is the kind of tensor, not a lack of memory.
+            reason = str(error).strip().partition("\n")[0]
+            raise Unsupported(f"{path}: the memory of this {type(tensor).__qualname__} cannot be read: {reason}") from error
+    key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    plain = contiguous.get(key)
     if plain is None:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # The original stays alive too: its address is the key.
+        # Keep the original alive too: its address is the key.
         contiguous[key] = plain
         contiguous[(key, "owner")] = tensor
     return Lent("torch", dtype, shape, torch_bytes(torch, plain), plain)
 
 
 def torch_bytes(torch: Any, tensor: Any) -> Any:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous tensor on the CPU."""
     if tensor.numel() == 0:
         return bytearray()
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-def torch_shape_in_store(dtype: str, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
-    """Elements, where torch counts bytes of two."""
-    if dtype != "f4_e2m1":
-        return shape
-    if not shape:
-        raise Unsupported(f"{path}: a float4_e2m1fn_x2 tensor without dimensions cannot be stored; reshape it to [1]")
-    return (*shape[:-1], shape[-1] * 2)
-
-
-def torch_shape(dtype: str, shape: Sequence[int], name: str) -> tuple[int, ...]:
-    if dtype != "f4_e2m1":
-        return tuple(shape)
-    if not shape or shape[-1] % 2:
-        raise _native.UnsupportedError(f"tensor `{name}`: torch holds f4_e2m1 in pairs, and its last extent is not even")
-    return (*shape[:-1], shape[-1] // 2)
-
-
-def torch_dtype(torch: Any, dtype: str, name: str) -> Any:
-    theirs = _TORCH.get(dtype)
-    found = getattr(torch, theirs, None) if theirs else None
-    if found is None:
-        raise _native.UnsupportedError(f"tensor `{name}`: torch has no {dtype}; pass framework='numpy' or framework='bytes'")
-    return found
 
 
 def _lend_numpy(array: Any, path: str, framework: str, contiguous: dict[Any, Any]) -> Lent:
@@ -322,20 +285,8 @@ def _lend_numpy(array: Any, path: str, framework: str, contiguous: dict[Any, Any
     return Lent(framework, dtype, shape, buffer, array)
 
 
-def numpy_dtype(np: Any, dtype: str, name: str) -> Any:
-    theirs = _NUMPY[dtype]
-    try:
-        return np.dtype(theirs)
-    except TypeError:
-        pass
-    try:
-        return np.dtype(getattr(import_module("ml_dtypes"), theirs))
-    except (ImportError, AttributeError) as error:
-        raise _native.UnsupportedError(f"tensor `{name}`: numpy has no {dtype} without a recent ml_dtypes; install it") from error
-
-
 def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
-    """New memory of a framework for a tensor."""
+    """Allocates an array of a framework for a tensor."""
     if framework == "torch":
         torch = _import("torch")
         tensor = torch.empty(torch_shape(dtype, shape, name), dtype=torch_dtype(torch, dtype, name))
@@ -348,14 +299,16 @@ def place(framework: str, dtype: str, shape: Sequence[int], name: str) -> Place:
         def to_jax(array: Any) -> Any:
             converted = jax_numpy.asarray(array)
             if converted.dtype != array.dtype:
-                raise _native.UnsupportedError(f"tensor `{name}`: jax holds {array.dtype} only with jax_enable_x64")
+                raise _native.UnsupportedError(
+                    f"tensor `{name}`: jax has {array.dtype} only with jax_enable_x64; enable it, or pass framework='numpy'"
+                )
             return converted
 
         return _numpy_place(dtype, shape, name, to_jax)
     if framework == "bytes":
         raw = RawTensor(dtype, tuple(shape), bytearray(byte_count(dtype, shape)))
         return Place(raw.data, lambda: raw)
-    raise ValueError(f"framework {framework!r}: use 'torch', 'numpy', 'jax' or 'bytes'")
+    raise InvalidValueError(f"framework {framework!r}: use 'torch', 'numpy', 'jax' or 'bytes'")
 
 
 def _numpy_place(dtype: str, shape: Sequence[int], name: str, finish: Callable[[Any], Any]) -> Place:
@@ -376,11 +329,11 @@ def _numpy_place(dtype: str, shape: Sequence[int], name: str, finish: Callable[[
 
 
 def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
-    """The memory of the caller's own array; where it cannot be filled directly, new memory that is copied into it."""
+    """Returns the memory of the caller's array, or new memory that is then copied into the array."""
     framework = framework_of(out)
 
     def refuse(what: str) -> None:
-        raise ValueError(f"out, tensor `{name}`: {what}; the store has {dtype} of shape {list(shape)}")
+        raise InvalidValueError(f"out, tensor `{name}`: {what}; the store has {dtype} of shape {list(shape)}")
 
     if framework == "torch":
         torch = sys.modules["torch"]
@@ -400,7 +353,7 @@ def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
     if framework == "numpy" and hasattr(out, "flags"):
         np = sys.modules["numpy"]
         if isinstance(out, np.generic):
-            # A number, which is replaced as those of Python are.
+            # A number is immutable: return a new one, as for numbers of Python.
             if DTYPES.get(out.dtype.name) != dtype or shape:
                 refuse(f"is a number of type {out.dtype}")
             number = place("numpy", dtype, shape, name)
@@ -424,39 +377,4 @@ def place_in(out: Any, dtype: str, shape: Sequence[int], name: str) -> Place:
         if out.dtype != dtype or tuple(out.shape) != tuple(shape) or len(out.data) != byte_count(dtype, shape):
             refuse(f"is {out.dtype} of shape {list(out.shape)}, {len(out.data)} bytes")
         return Place(out.data, lambda: out)
-    raise TypeError(f"out, tensor `{name}`: {type(out).__qualname__} cannot be filled")
-
-
-def is_bf16(dtype: Any) -> bool:
-    """Whether a dtype as users give it is bf16."""
-    names = {str(dtype), getattr(dtype, "name", None), getattr(dtype, "__name__", None)}
-    return dtype is not None and not names.isdisjoint({"bf16", "bfloat16", "torch.bfloat16"})
-
-
-def convert(value: Any, dtype: Any, device: Any) -> Any:
-    """To another floating-point type, if it is one, and to a device."""
-    framework = framework_of(value)
-    if framework == "torch":
-        torch = sys.modules["torch"]
-        if dtype is not None and value.is_floating_point():
-            value = value.to(_wanted_torch(torch, dtype))
-        return value if device is None else value.to(device)
-    if framework in ("numpy", "jax"):
-        np = sys.modules["numpy"]
-        floating = value.dtype.kind == "f" or "float" in value.dtype.name
-        if dtype is not None and floating:
-            value = value.astype(numpy_dtype(np, dtype, "dtype=") if dtype in BITS else np.dtype(dtype))
-        if device is not None:
-            if framework == "numpy":
-                raise ValueError("device=: numpy arrays have none")
-            value = import_module("jax").device_put(value, device)
-        return value
-    if dtype is not None or device is not None:
-        raise ValueError("dtype= and device= need a framework")
-    return value
-
-
-def _wanted_torch(torch: Any, dtype: Any) -> Any:
-    if not isinstance(dtype, str):
-        return dtype
-    return torch_dtype(torch, dtype, "dtype=") if dtype in BITS else getattr(torch, dtype)
+    raise InvalidTypeError(f"out, tensor `{name}`: {type(out).__qualname__} cannot be filled")

@@ -1,4 +1,4 @@
-"""A small file in the folder of another tool's checkpoint, which names the snapshot that holds its tensors."""
+"""Markers: small files in the checkpoint folders of other tools, each naming the snapshot that holds the tensors."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from pathlib import Path
 
 from . import _native, _source
 from ._files import write_whole
-from ._store import Snapshot, Store, _open
+from ._snapshot import Snapshot
+from ._store import Store, open_store
 
 NAME = "tensorcask.json"
 
 
 def store_for(given: Store | str | os.PathLike[str] | None, folder: Path, beside: Path) -> tuple[Store, str]:
-    """The store that was given, or the one ``beside``; and how a marker in ``folder`` names it: both may move together."""
+    """Opens the given store, or the store ``beside``, and returns its address for a marker in ``folder``.
+
+    The address of a store beside the folder is relative, so that both may be moved together.
+    """
     if given is not None:
-        store = _open(given, None)
+        store = open_store(given, None)
         return store, store.url if _source.is_url(store.url) else os.path.abspath(store.url)
-    return _open(beside.absolute(), None), os.path.relpath(beside.absolute(), folder.absolute())
+    return open_store(beside.absolute(), None), os.path.relpath(beside.absolute(), folder.absolute())
 
 
 def write(folder: Path, address: str, step: int, snapshot: str) -> None:
-    """Names a snapshot in a folder."""
+    """Writes a marker that names a snapshot into a folder."""
     write_whole(folder / NAME, json.dumps({"store": address, "step": step, "snapshot": snapshot}))
 
 
 def snapshot_in(folder: Path, given: Store | str | os.PathLike[str] | None) -> Snapshot | None:
-    """The snapshot that a folder names, in the store that was given or the one that the marker names; None without a marker."""
+    """Opens the snapshot that the marker of a folder names; None without a marker."""
     marker = folder / NAME
     try:
         told = json.loads(marker.read_text())
@@ -35,11 +39,11 @@ def snapshot_in(folder: Path, given: Store | str | os.PathLike[str] | None) -> S
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise _native.CorruptionError(f"{marker}: not the marker of a snapshot: {error}") from None
+        raise _native.CorruptionError(f"{marker} is not the marker of a snapshot: {error}") from None
     if given is None:
         given = os.path.normpath(folder.absolute() / address) if address.startswith("..") else address
-    store = _open(given, None)
+    store = open_store(given, None)
     snapshot = store.snapshot(step)
     if snapshot.id != snapshot_id:
-        raise _native.ConflictError(f"{marker} names snapshot {snapshot_id}, and step {step} of {store.url} was saved again since")
+        raise _native.ConflictError(f"{marker} names snapshot {snapshot_id}, but step {step} of {store.url} was saved again since then")
     return snapshot

@@ -181,7 +181,7 @@ class RankWriter:
         self, rank: int, step: int, parent: str | None, tensors: Sequence[_Shard], blobs: Sequence[tuple[str, Buffer]]
     ) -> bytes: ...
 
-# A source (`slot`, `memory` or `tier`), and the URL of a tier.
+# Source (`slot`, `memory` or `tier`), and the URL of a tier.
 _Place = tuple[str, str | None]
 
 @final

@@ -1,4 +1,4 @@
-"""Tensors that are rounded on purpose: how far they are from what was saved, and what a tensor of yours bears."""
+"""Lossy storage: reports of rounding errors, and a search for the cheapest acceptable precision."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _frameworks, _native
-from ._native import Found, RoundingReport
+from ._errors import InvalidTypeError, InvalidValueError
+from ._native import RoundingReport, Found
 
 
 @dataclass(frozen=True)
 class TensorRounding:
     """How far a tensor that was rounded is from what was saved.
 
-    ``elements`` are those that have a relative error: finite, and not zero. ``mean_squared`` is over all. ``update_error`` is
-    known for second moments beside their first: the error of Adam's update, root mean square, relative to the update's.
+    ``elements`` are those that have a relative error: finite, and not zero. ``mean_squared`` is over all.
+    ``update_error`` is known for second moments beside their first: the error of Adam's update, root mean square,
+    relative to the update's.
     """
 
     name: str
@@ -36,11 +38,12 @@ class TensorRounding:
 
 
 def search_precision(tensor: Any, evaluate: Callable[[str, RoundingReport], object], *, role: str = "exp_avg") -> Found:
-    """The setting with which a tensor of f32 takes the fewest bytes, of those that ``evaluate`` accepts.
+    """Finds the setting that stores an f32 tensor in the fewest bytes and that ``evaluate`` accepts.
 
-    ``evaluate`` gets settings in text, as rules of ``precision=`` take them, and their errors, the cheapest first, and returns
-    whether it will do: it may compare errors with a budget, or try what the rounded state does to a model. What it raises
-    ends the search. ``lossless`` is found where nothing else is accepted.
+    Calls ``evaluate`` with each setting, cheapest first, and its rounding errors. ``evaluate`` returns whether the
+    setting is good enough: it may compare the errors with a budget, or test a model with the rounded state. An
+    exception in it ends the search. If no setting is accepted, the result is ``lossless``. Settings are text, as in the
+    rules of ``precision=``.
 
     >>> import array
     >>> from tensorcask import RawTensor
@@ -53,10 +56,14 @@ def search_precision(tensor: Any, evaluate: Callable[[str, RoundingReport], obje
     """
     lent = _frameworks.lend(tensor, "tensor")
     if lent.dtype != "f32":
-        raise ValueError(f"a tensor of {lent.dtype}: only f32 is rounded")
+        raise InvalidValueError(f"a tensor of {lent.dtype}: only f32 is rounded")
     return _native.search_precision(lent.dtype, lent.shape, lent.buffer, role, evaluate)
 
 
 def words(precision: str | Sequence[str]) -> tuple[str, ...]:
-    """A word, or several, as writers take them."""
-    return (precision,) if isinstance(precision, str) else tuple(precision)
+    """Returns one word or several as the tuple that writers take."""
+    words = (precision,) if isinstance(precision, str) else tuple(precision) if isinstance(precision, Sequence) else (precision,)
+    wrong = next((word for word in words if not isinstance(word, str)), None)
+    if wrong is not None:
+        raise InvalidTypeError(f"precision: {wrong!r}; use a word such as 'near', or a list of words")
+    return words

@@ -1,4 +1,4 @@
-"""Reports: what a store says of snapshots, tensors and upkeep."""
+"""Reports about snapshots, tensors and upkeep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """A snapshot, as listings show it."""
+    """A snapshot, as listed by :meth:`Store.snapshots`."""
 
     step: int
     id: str
@@ -36,7 +36,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a verification looked at, and what is wrong: step, object and message of each problem."""
+    """Result of a verification: numbers of checked objects, and step, object and message of each problem."""
 
     entries: int
     snapshots: int
@@ -46,7 +46,7 @@ class VerifyReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
 

@@ -1,20 +1,22 @@
-"""Where a store lies: URLs, stores of obstore, and credentials that are asked for when they are needed."""
+"""Locations of stores: URLs, stores of obstore, and credentials that are fetched when they are needed."""
 
 from __future__ import annotations
 
 import datetime
 import inspect
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import _native
+from ._errors import InvalidTypeError
 
-# A function without arguments, as obstore defines it, or a `boto3.Session`.
+# A function without arguments that returns credentials, as obstore defines it, or a `boto3.Session`.
 CredentialProvider = Callable[[], Mapping[str, Any]] | Any
 
-# What a provider names, and what the object store calls it.
+# Names of credentials: those of a provider, and those of the object store.
 _NAMES = {
     "s3": {"access_key_id": "aws_access_key_id", "secret_access_key": "aws_secret_access_key", "token": "aws_session_token"},
     "az": {
@@ -30,13 +32,13 @@ _EARLY_SECONDS = 300
 
 
 def of_obstore(store: Any) -> tuple[str, dict[str, str], CredentialProvider | None]:
-    """URL, configuration and provider of a store of obstore."""
+    """Returns the URL, configuration and credential provider of a store of obstore."""
     kind = type(store).__name__
     config = {**(getattr(store, "config", None) or {}), **(getattr(store, "client_options", None) or {})}
     prefix = getattr(store, "prefix", None)
     if kind == "LocalStore":
         if prefix is None:
-            raise _native.InvalidArgumentError("a LocalStore without a folder; give it the one of the run")
+            raise _native.InvalidArgumentError("a LocalStore without a prefix; create it with the folder of the run: LocalStore(FOLDER)")
         return str(prefix), {}, None
     schemes = {"S3Store": ("s3", "bucket"), "GCSStore": ("gs", "bucket"), "AzureStore": ("az", "container_name")}
     if kind not in schemes:
@@ -57,24 +59,36 @@ def is_obstore(value: Any) -> bool:
     return any(base.__module__.split(".")[0] == "obstore" for base in type(value).__mro__)
 
 
+def check_url(url: Any) -> str:
+    """Returns a path or URL as text. The error for anything else shows the order of arguments, which may be swapped."""
+    if isinstance(url, (str, os.PathLike)):
+        text = os.fspath(url)
+        if isinstance(text, str):
+            return text
+    shown = repr(url) if isinstance(url, (int, float, bytes, type(None))) else f"a {type(url).__qualname__}"
+    raise InvalidTypeError(
+        f"url: {shown}; use a path, a URL or a Store. The order of arguments is save(state, url, step=...) and load(url, step)"
+    )
+
+
 class Credentials:
-    """What a provider gave, and until when it is used."""
+    """Credentials of a provider, and the time until which they are used."""
 
     def __init__(self, url: str, provider: CredentialProvider) -> None:
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in _SCHEMES:
-            raise _native.UnsupportedError(f"credential_provider for {scheme}://: known for s3:// and az://. Use the environment or config=")
+            raise _native.UnsupportedError(f"credential_provider works for s3:// and az://, not for {scheme}://. Use config=")
         self._names = _NAMES[_SCHEMES[scheme]]
         self._provider = provider
         self._until = 0.0
 
     @property
     def are_old(self) -> bool:
-        """Whether it is time to ask again."""
+        """Whether it is time to ask the provider again."""
         return time.time() >= self._until
 
     def ask(self) -> dict[str, str]:
-        """Settings of the object store, from the provider."""
+        """Asks the provider, and returns its credentials as settings of the object store."""
         if hasattr(self._provider, "get_credentials"):
             found = self._provider.get_credentials()
             if found is None:
@@ -85,20 +99,20 @@ class Credentials:
             told = self._provider()
         if inspect.isawaitable(told):
             getattr(told, "close", lambda: None)()
-            raise TypeError("credential_provider is asynchronous; use one that returns credentials")
+            raise InvalidTypeError("credential_provider is asynchronous; use a function that returns credentials")
         if not isinstance(told, Mapping):
-            raise TypeError(f"credential_provider returned {type(told).__name__}, not a mapping")
+            raise InvalidTypeError(f"credential_provider returned {type(told).__name__}, not a mapping")
         expires = told.get("expires_at")
         now = time.time()
         if isinstance(expires, datetime.datetime):
-            # Soon enough before the end, and not at every use.
+            # Early enough before they expire, but not at every use.
             left = expires.timestamp() - now
             self._until = now + max(left - _EARLY_SECONDS, left / 2, 1.0)
         else:
             self._until = now + _LASTS_SECONDS
         settings = {self._names[name]: str(value) for name, value in told.items() if name in self._names and value is not None}
         if not settings:
-            raise _native.InvalidArgumentError(f"credential_provider returned none of {', '.join(self._names)}")
+            raise _native.InvalidArgumentError(f"credential_provider returned no credentials; expected one of {', '.join(self._names)}")
         return settings
 
 

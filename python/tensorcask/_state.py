@@ -1,4 +1,4 @@
-"""States: nested mappings and lists of tensors and values, as flat tensors, blobs, and the nodes of a tree; and back."""
+"""Flattens a state of nested mappings and lists into tensors, blobs and tree nodes, and rebuilds it."""
 
 from __future__ import annotations
 
@@ -6,34 +6,38 @@ import enum
 import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from . import _frameworks
-from ._frameworks import Lent, Unsupported
+from ._dtypes import Unsupported
+from ._errors import InvalidTypeError, InvalidValueError
+from ._frameworks import Lent
 from ._native import CorruptionError
 
 Node = tuple[str, Any]
-OnUnsupported = str | Callable[[str, Any], Any] | None
+OnUnsupported = Literal["error", "skip"] | Callable[[str, Any], Any] | None
 
+# Blob that holds the nodes of a state.
+TREE = "tc.tree"
 _MAX_DEPTH = 400
 _SKIP = object()
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A tensor that is stored under this name by other means."""
+    """Stands for a tensor that is stored separately under this name."""
 
     name: str
     framework: str
 
 
 class Part(dict[int, Any]):
-    """The part of a list that one rank has, by position."""
+    """Elements of a list that one rank holds, by position."""
 
 
 @dataclass
 class Flat:
-    """A state, taken apart."""
+    """A flattened state."""
 
     nodes: list[Node] = field(default_factory=list)
     tensors: dict[str, Lent] = field(default_factory=dict)
@@ -47,10 +51,12 @@ def flatten(
     sharded: bool = False,
     deferred: Callable[[Any], bool] | None = None,
 ) -> Flat:
-    """Takes a state apart. Names are the keys on the way to a tensor, joined by points. ``sharded``: of a DTensor, its local part.
-    ``deferred``: of which tensors the bytes are not fetched."""
+    """Flattens a state. A tensor's name is its path of keys, joined by points.
+
+    ``sharded``: takes the local part of each DTensor. ``deferred``: chooses tensors whose bytes are fetched later.
+    """
     if isinstance(on_unsupported, str) and on_unsupported not in ("error", "skip"):
-        raise ValueError(f"on_unsupported={on_unsupported!r}: use 'error', 'skip' or a function of path and value")
+        raise InvalidValueError(f"on_unsupported={on_unsupported!r}: use 'error', 'skip', or a function of path and value")
     flattener = _Flattener(on_unsupported, sharded, deferred)
     flattener.add(state, (), True)
     return flattener.flat
@@ -65,7 +71,7 @@ class _Flattener:
         self.contiguous: dict[Any, Any] = {}
 
     def name(self, path: tuple[str | int, ...], taken: Mapping[str, Any]) -> str:
-        """The name of a tensor or blob: unique, and none of the reserved ones."""
+        """Chooses a unique name for a tensor or blob that is not reserved."""
         name = ".".join(map(str, path)) or "#"
         if name.startswith("tc."):
             name = "#" + name
@@ -77,7 +83,7 @@ class _Flattener:
 
     def add(self, value: Any, path: tuple[str | int, ...], may_ask: bool) -> None:
         if len(path) > _MAX_DEPTH:
-            raise ValueError(f"{_text(path[:4])}...: nests deeper than {_MAX_DEPTH}; does it contain itself?")
+            raise InvalidValueError(f"{_text(path[:4])}...: nested deeper than {_MAX_DEPTH} levels; does the state contain itself?")
         nodes = self.flat.nodes
         try:
             framework = _frameworks.framework_of(value)
@@ -112,13 +118,13 @@ class _Flattener:
                 try:
                     self.add(self.on_unsupported(_text(path), value), path, False)
                 except Unsupported as error:
-                    # Not to be asked again for what lies around it.
-                    raise TypeError(f"{error}; it is what on_unsupported returned") from None
+                    # A plain error, so that on_unsupported is not asked again about the containers around the value.
+                    raise InvalidTypeError(f"{error}; on_unsupported returned this value") from None
 
     def key(self, key: Any, path: tuple[str | int, ...]) -> str | int:
-        if isinstance(key, enum.Enum) or isinstance(key, bool) or not isinstance(key, (str, int)):
-            raise Unsupported(f"{_text(path)}: a key is {key!r}; only strings and integers can be stored")
-        return _encodable(key, path) if isinstance(key, str) else key
+        if isinstance(key, bool) or not isinstance(key, (str, int)):
+            raise Unsupported(f"{_text(path)}: a key is {key!r}; keys have to be strings or integers")
+        return _encodable(str.__str__(key), path) if isinstance(key, str) else int.__int__(key)
 
     def container(self, kind: str, items: list[tuple[str | int, Any]], path: tuple[str | int, ...]) -> None:
         nodes = self.flat.nodes
@@ -147,14 +153,14 @@ def _scalar(value: Any, path: tuple[str | int, ...]) -> Node:
         return ("none", None)
     if isinstance(value, bool):
         return ("bool", value)
-    if not isinstance(value, enum.Enum):
-        if isinstance(value, int):
-            return ("int", int(value))
-        if isinstance(value, float):
-            return ("float", float(value))
-        if isinstance(value, str):
-            return ("str", _encodable(str(value), path))
-    hint = "; store its state_dict()" if hasattr(value, "state_dict") else ""
+    # Subclasses such as enums may override conversions: call those of the plain types.
+    if isinstance(value, int):
+        return ("int", int.__int__(value))
+    if isinstance(value, float):
+        return ("float", float.__float__(value))
+    if isinstance(value, str):
+        return ("str", _encodable(str.__str__(value), path))
+    hint = "; store its state_dict()" if hasattr(value, "state_dict") else "; store its value" if isinstance(value, enum.Enum) else ""
     raise Unsupported(f"{_text(path)}: {type(value).__module__}.{type(value).__qualname__} cannot be stored{hint}")
 
 
@@ -162,7 +168,7 @@ def _encodable(text: str, path: tuple[str | int, ...]) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Unsupported(f"{_text(path)}: text that is not Unicode: {error}") from None
+        raise Unsupported(f"{_text(path)}: text that is not valid Unicode: {error}") from None
     return text
 
 
@@ -171,7 +177,7 @@ def _text(path: tuple[str | int, ...]) -> str:
 
 
 def build(nodes: Iterable[Node], leaf: Callable[[str, Any], Any]) -> Any:
-    """Puts a state together again. ``leaf`` gives tensors, bytes and files; nodes come from a decoded tree, whose counts fit."""
+    """Rebuilds a state from the nodes of a decoded tree. ``leaf`` returns its tensors, bytes and files."""
     open_containers: list[tuple[str, Any, int, list[Any]]] = []
     for kind, value in nodes:
         if kind in ("dict", "list", "part", "tuple"):
@@ -191,7 +197,7 @@ def build(nodes: Iterable[Node], leaf: Callable[[str, Any], Any]) -> Any:
             done = _container(kind, keys, values)
         else:
             return done
-    raise ValueError("the tree ends early")
+    raise ValueError("the tree has too few nodes")
 
 
 def _container(kind: str, keys: list[Any], values: list[Any]) -> Any:
@@ -203,8 +209,7 @@ def _container(kind: str, keys: list[Any], values: list[Any]) -> Any:
 
 
 def merge(trees: list[Any]) -> Any:
-    """The state of many ranks: mappings are merged key by key, parts of lists by position, and whatever else two ranks have must
-    be the same."""
+    """Merges the states of ranks: mappings by key, parts of lists by position. Other values have to be equal."""
     merged = trees[0]
     for tree in trees[1:]:
         merged = _merge(merged, tree, ())
@@ -227,8 +232,30 @@ def _whole_lists(value: Any, path: tuple[str | int, ...]) -> Any:
             raise CorruptionError(f"tc.tree: {_text(path)}: no rank has some elements of this list [spec: tree 3.3]")
         return [_whole_lists(value[at], (*path, at)) for at in range(len(value))]
     if isinstance(value, dict):
-        # Parts lie in mappings and in other parts only.
+        # Parts occur only in mappings and in other parts.
         for key, item in value.items():
             if isinstance(item, dict):
                 value[key] = _whole_lists(item, (*path, key))
     return value
+
+
+def flat_arrays(out: Any) -> dict[str, Any]:
+    """Returns the tensors of a state by the names under which they are saved. Ignores other values."""
+    found: dict[str, Any] = {}
+    flattener = _Flattener("skip")
+
+    def walk(value: Any, path: tuple[str | int, ...]) -> None:
+        inner = _frameworks.inner_tensors(value)
+        if inner is not None:
+            walk(inner, path)
+        elif _frameworks.framework_of(value) is not None:
+            found[flattener.name(path, found)] = value
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                walk(item, (*path, key))
+        elif isinstance(value, (list, tuple)):
+            for at, item in enumerate(value):
+                walk(item, (*path, at))
+
+    walk(out, ())
+    return found

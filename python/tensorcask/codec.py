@@ -1,7 +1,7 @@
-"""Codecs alone, without a store: what each makes of a tensor of yours, and how fast.
+"""Codecs without a store: measure the size and speed of each codec on your tensors.
 
-One thread, the calling one, without the interpreter lock. To keep a state, save it into a store: what is encoded here knows
-neither its name nor its place.
+Runs on the calling thread, without the interpreter lock. To keep a state, save it into a store: an encoded tensor here
+has neither a name nor a place.
 
 >>> from tensorcask import RawTensor
 >>> from tensorcask.codec import Coder
@@ -23,23 +23,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _frameworks, _native
+from ._errors import InvalidValueError
 from ._native import Encoded
 
 __all__ = ["Coder", "Encoded", "codecs"]
 
 
 def codecs() -> list[str]:
-    """Ids of the codecs."""
+    """Lists the ids of all codecs."""
     return _native.codecs()
 
 
 class Coder:
-    """A tensor, and what its codecs may look at.
+    """Encodes and decodes one tensor, with its base and partners.
 
-    ``base`` is the same tensor of the parent snapshot: without it there are no deltas. ``partners`` are other tensors of the parameter
-    by role (``model``, ``master``, ``exp_avg``, ``exp_avg_sq``), each alone or with its own base in a pair. ``codec`` names the one to
-    use, and must be able to store every chunk; without it each chunk gets the codec that ``objective`` asks for, as a writer chooses.
-    Arrays of torch, numpy and jax, and :class:`tensorcask.RawTensor`, are lent, not copied, where they are contiguous and on the CPU.
+    Borrows contiguous arrays on the CPU (torch, numpy, jax, :class:`tensorcask.RawTensor`) without a copy.
+
+    Args:
+        tensor: Tensor to encode.
+        base: The same tensor of the parent snapshot. Without a base there are no deltas.
+        role: Role of the tensor.
+        partners: Other tensors of the parameter by role (``model``, ``master``, ``exp_avg``, ``exp_avg_sq``), each
+            alone or in a pair with its own base.
+        codec: Id of the codec to use; it has to be able to store every chunk. Without it, ``objective`` chooses a codec
+            for each chunk, as in a save.
+        objective: As for :meth:`tensorcask.Store.save`.
     """
 
     def __init__(
@@ -55,7 +63,7 @@ class Coder:
         lent = _frameworks.lend(tensor, "tensor")
         old = None if base is None else _frameworks.lend(base, "base")
         if old is not None and (old.dtype, old.shape) != (lent.dtype, lent.shape):
-            raise ValueError(f"base: {old.dtype} of shape {list(old.shape)}; the tensor is {lent.dtype} of shape {list(lent.shape)}")
+            raise InvalidValueError(f"base: {old.dtype} of shape {list(old.shape)}; the tensor is {lent.dtype} of shape {list(lent.shape)}")
         others = []
         self._keep = [lent, old]
         for name, pair in (partners or {}).items():
@@ -64,7 +72,7 @@ class Coder:
             earlier = None if before is None else _frameworks.lend(before, f"base of partner {name}")
             for found in (theirs, earlier):
                 if found is not None and (found.dtype, found.shape) != (theirs.dtype, lent.shape):
-                    raise ValueError(f"partner {name}: {found.dtype} of shape {list(found.shape)}; the tensor is of shape {list(lent.shape)}")
+                    raise InvalidValueError(f"partner {name}: {found.dtype} of shape {list(found.shape)}; the tensor is of shape {list(lent.shape)}")
             self._keep += [theirs, earlier]
             others.append((name, theirs.dtype, theirs.buffer, None if earlier is None else earlier.buffer))
         self._coder = _native.Coder(
@@ -74,11 +82,12 @@ class Coder:
     def encode(self, checks: bool = True) -> Encoded:
         """Encodes all chunks.
 
-        With ``checks`` as a writer does it: checksums of what goes in and of every column, and each chunk is decoded again and compared.
-        Without, the codec alone. A codec that rounds (``tc.cluster``, ``tc.kmeans``, ``tc.blockwise8``) is used only where it is named.
+        With ``checks``, as in a save: computes checksums of the input and of every column, decodes each chunk again and
+        compares it. Without ``checks``, runs the codec alone. A lossy codec (``tc.cluster``, ``tc.kmeans``,
+        ``tc.blockwise8``) is used only if ``codec`` names it.
         """
         return self._coder.encode(checks)
 
     def decode_into(self, encoded: Encoded, out: Any) -> None:
-        """Decodes into a writable buffer of bytes, of the tensor's size; checksums are compared if it was encoded with ``checks``."""
+        """Decodes into a writable buffer of the tensor's size. Compares checksums if encoded with ``checks``."""
         self._coder.decode_into(encoded, out)

@@ -26,7 +26,10 @@ from typing import Any
 
 from . import _device, _frameworks, _native, _precision, _state
 from ._state import OnUnsupported
-from ._store import _TREE, Store, _address, _flat_arrays, check_step, parse_policy, user_json
+from ._options import check_step, parse_policy, user_json
+from ._snapshot import address_of as _address
+from ._state import TREE as _TREE, flat_arrays as _flat_arrays
+from ._store import Store
 
 __all__ = ["Engine", "Loadable", "Outcome", "Restored", "Saving", "Waited", "agent_status", "stop_agent"]
 

@@ -23,7 +23,9 @@ from typing import Any
 from . import _native
 from ._files import into_place
 from ._native import Saved
-from ._store import Snapshot, Store, WriterOptions, _open, check_step, parse_policy, user_json
+from ._options import Step, WriterOptions, check_step, parse_policy, user_json
+from ._snapshot import Snapshot
+from ._store import Store, open_store as _open
 
 __all__ = ["export", "import_"]
 
@@ -58,7 +60,7 @@ def export(
     url: str | os.PathLike[str] | Store,
     target: str | os.PathLike[str],
     *,
-    step: int | str = "latest",
+    step: Step = "latest",
     format: str | None = None,
     max_shard_bytes: int | None = None,
 ) -> None:

@@ -29,7 +29,9 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as _Checkpoin
 
 from . import _native
 from ._files import write_whole
-from ._store import Snapshot, Store, _open, check_step
+from ._options import check_step
+from ._snapshot import Snapshot
+from ._store import Store, open_store
 
 __all__ = ["CheckpointIO"]
 
@@ -51,7 +53,7 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
     """A plugin for a ``Trainer`` or ``Fabric``. ``options``: those of :meth:`tensorcask.Store.save`, such as ``policy``."""
 
     def __init__(self, store: Store | str | os.PathLike[str], **options: Any) -> None:
-        first = _open(store, None)
+        first = open_store(store, None)
         self._stores = {first.url: first}
         self._first = first
         # Lightning writes over files of the same name.
@@ -113,7 +115,7 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
 
     def _store_at(self, url: str) -> Store:
         if url not in self._stores:
-            self._stores[url] = self._first.at(url) if self._is_ours(url) else _open(url, None)
+            self._stores[url] = self._first.at(url) if self._is_ours(url) else open_store(url, None)
         return self._stores[url]
 
     def _store_for(self, step: int, file: Path) -> Store:

@@ -57,7 +57,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from . import _frameworks, _markers, _native
 from ._files import write_whole
-from ._store import Snapshot, Store, TensorInfo
+from ._reports import TensorInfo
+from ._snapshot import Snapshot
+from ._store import Store
 from .torch import Writer, read_tensors, resolve
 
 __all__ = ["BACKEND", "TRACKER", "LoadStrategy", "SaveStrategy", "latest", "load", "save"]

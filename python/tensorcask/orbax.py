@@ -31,7 +31,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from . import _markers, _native
-from ._store import Snapshot, Store, TensorInfo, _open
+from ._reports import TensorInfo
+from ._snapshot import Snapshot
+from ._store import Store, open_store
 
 __all__ = ["Handler", "Restore", "Save", "tidy"]
 
@@ -118,7 +120,7 @@ def tidy(manager: Any, store: Store | str | None = None) -> list[int]:
     """Forgets the snapshots of steps that a manager has deleted; gives those steps. Those of its newest step and of newer ones stay, and
     so does what was not saved by way of Orbax. ``store``: another than that of the item ``default``."""
     kept = set(manager.all_steps())
-    found = _open(store if store is not None else Path(os.fspath(manager.directory)) / "tensorcask", None)
+    found = open_store(store if store is not None else Path(os.fspath(manager.directory)) / "tensorcask", None)
     numbered = [(info.step, info.user[_FOLDER]) for info in found.snapshots() if isinstance(info.user.get(_FOLDER), int) and not info.pinned]
     gone = [step for step, folder in numbered if folder not in kept and folder < max(kept, default=0)]
     if gone:

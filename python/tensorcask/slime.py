@@ -30,7 +30,9 @@ from safetensors.numpy import save_file
 
 from . import _frameworks, _native
 from ._files import into_place, write_whole
-from ._store import RawTensor, Store, WriterOptions, _open, check_step, parse_policy, user_json
+from ._frameworks import RawTensor
+from ._options import WriterOptions, check_step, parse_policy, user_json
+from ._store import Store, open_store
 from .interchange import import_
 
 __all__ = ["export_deltas", "import_deltas"]
@@ -70,7 +72,7 @@ def import_deltas(
     growing folder can be imported again and again; a step that holds anything else than the version of now is an error, as when a
     training has begun anew. A version without an index counts as being written, and ends the import.
     """
-    store = _open(url, None)
+    store = open_store(url, None)
     options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
     live = _live(store)
     versions = list(_versions(Path(folder)))
@@ -143,7 +145,7 @@ def export_deltas(
     if encoding not in ("xor", "overwrite"):
         raise ValueError(f"encoding {encoding!r}: use 'xor' or 'overwrite'")
     _checksum(checksum, b"")
-    store = _open(url, None)
+    store = open_store(url, None)
     wanted = sorted(info.step for info in store.snapshots()) if steps is None else [check_step(step) for step in steps]
     root = Path(folder)
     written: list[Path] = []

@@ -39,8 +39,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from . import _frameworks, _native, _precision, _state
-from ._store import Snapshot, Store, TensorInfo, WriterOptions, check_step, parse_policy, user_json
+from . import _frameworks, _native, _state
+from ._options import BaseCache, Framework, Objective, Policy, Step, WriterOptions, check_step, user_json, writer_options
+from ._handle import StoreHandle as Store
+from ._reports import TensorInfo
+from ._snapshot import Snapshot
 
 __all__ = ["Reader", "Writer"]
 
@@ -91,19 +94,19 @@ class Writer(StorageWriter):  # type: ignore[misc]
         store: Store,
         *,
         step: int | None = None,
-        policy: str = "adaptive",
+        policy: Policy = "adaptive",
         user: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
         metadata: Mapping[str, str] | None = None,
-        base_cache: str = "memory",
+        base_cache: BaseCache = "memory",
         verify_after_encode: bool = True,
-        objective: str = "balanced",
+        objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
         overwrite: bool = False,
         max_failed_saves: int = 3,
     ) -> None:
         self._store = store
         self._given_step = None if step is None else check_step(step)
-        self._options: WriterOptions = (*parse_policy(policy), base_cache, verify_after_encode, objective, _precision.words(precision))
+        self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision)
         self._user = user
         self._metadata = dict(metadata or {})
         self._overwrite = overwrite
@@ -283,7 +286,7 @@ class Reader(StorageReader):  # type: ignore[misc]
     description of the state and tells the others; without it each reads it by itself.
     """
 
-    def __init__(self, store: Store, *, step: int | str | None = None, process_group: Any = None) -> None:
+    def __init__(self, store: Store, *, step: Step | None = None, process_group: Any = None) -> None:
         self._store = store
         self._given_step = step
         self._group = process_group
@@ -401,7 +404,7 @@ def read_tensors(snapshot: Snapshot, wanted: Sequence[tuple[TensorInfo, Sequence
         plain.copy_(staged)
 
 
-def resolve(snapshot: Snapshot, value: Any, framework: str | None = None) -> Any:
+def resolve(snapshot: Snapshot, value: Any, framework: Framework | None = None) -> Any:
     """A value of :meth:`Snapshot.structure`, with the tensors that lie in it (a tuple of tensors is one value to DCP)."""
     names: list[str] = []
     _map(value, lambda leaf: names.append(leaf.name) if isinstance(leaf, TensorInfo) else None)

@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 
 from . import _native
 from ._files import into_place, write_whole
-from ._store import Store, _open
+from ._options import Step
+from ._store import Store, open_store
 
 __all__ = ["Callback", "checkpoint"]
 
@@ -41,7 +42,7 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
         if every < 1:
             raise ValueError(f"every={every}: use 1 or more")
         # A training that resumed from an earlier checkpoint saves the steps after it again, as with checkpoints of its own.
-        self._store, self._every, self._options = _open(store, None), every, {"overwrite": True, **options}
+        self._store, self._every, self._options = open_store(store, None), every, {"overwrite": True, **options}
         self._saved: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -73,9 +74,9 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
         self._store.save(dict(zip(_KEYS, parts, strict=True)), step=state.global_step, user=user, **self._options)
 
 
-def checkpoint(store: Store | str | os.PathLike[str], folder: str | os.PathLike[str], step: int | str = "latest") -> str | None:
+def checkpoint(store: Store | str | os.PathLike[str], folder: str | os.PathLike[str], step: Step = "latest") -> str | None:
     """A checkpoint as the Trainer reads it, in a folder ``checkpoint-<step>`` of ``folder``; None if the store has no snapshot."""
-    opened = _open(store, None)
+    opened = open_store(store, None)
     try:
         loaded = opened.load(step, framework="torch")
     except _native.NotFoundError:

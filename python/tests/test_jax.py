@@ -29,7 +29,7 @@ def test_what_jax_would_narrow_is_an_error(memory):
 
 def test_typed_keys_are_refused_by_name(memory):
     state = {"rng": [jax.random.key(0)]}
-    with pytest.raises(TypeError, match=r"state\['rng'\]\[0\]: typed keys of jax.random; store jax.random.key_data"):
+    with pytest.raises(TypeError, match=r"state\['rng'\]\[0\]: a key of jax.random; store jax.random.key_data"):
         tensorcask.save(state, memory, step=1)
     key_data = lambda path, value: jax.random.key_data(value)
     tensorcask.save(state, memory, step=1, on_unsupported=key_data)

@@ -82,7 +82,7 @@ def test_credentials_are_asked_for_again():
 def test_providers_that_cannot_be_used():
     with pytest.raises(tensorcask.UnsupportedError, match="gs://"):
         tensorcask.Store("gs://bucket/run", credential_provider=Provider(10))
-    with pytest.raises(tensorcask.InvalidArgumentError, match="returned none of access_key_id"):
+    with pytest.raises(tensorcask.InvalidArgumentError, match="expected one of access_key_id"):
         tensorcask.Store("s3://bucket/run", credential_provider=lambda: {"user": "me"})
     with pytest.raises(TypeError, match="not a mapping"):
         tensorcask.Store("s3://bucket/run", credential_provider=lambda: "key")

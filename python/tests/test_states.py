@@ -1,6 +1,7 @@
 """States go in and come out as they were, bit for bit."""
 
 import collections
+import enum
 import io
 import math
 import struct
@@ -190,7 +191,7 @@ def test_tied_tensors_are_stored_once(memory):
         (lambda: torch.nn.Linear(1, 1), "store its state_dict"),
         (lambda: {True: 1}, "a key is True"),
         (lambda: {(1, 2): 1}, "a key is"),
-        (lambda: "\ud800", "not Unicode"),
+        (lambda: "\ud800", "not valid Unicode"),
     ],
 )
 def test_what_cannot_be_stored_is_named(value, says, memory):
@@ -218,6 +219,82 @@ def test_subclasses_come_back_as_what_they_subclass(memory):
     assert loaded["ordered"] == {"z": 1, "a": 2} and list(loaded["ordered"]) == ["z", "a"]
     assert loaded["pair"] == (1, 2) and loaded["size"] == (3, 4)
     assert torch.equal(loaded["parameter"], torch.ones(2)) and not loaded["parameter"].requires_grad
+
+
+def test_enums_of_integers_and_text_come_back_as_these(memory):
+    class Phase(enum.IntEnum):
+        WARMUP = 3
+
+    class Flags(enum.IntFlag):
+        A = 1
+        B = 2
+
+    class Mode(str, enum.Enum):
+        EVAL = "eval"
+
+    class Kind(enum.StrEnum):
+        LORA = "lora"
+
+    class Rate(float, enum.Enum):
+        LOW = 0.5
+
+    class Loud(str):
+        def __str__(self):
+            return "LOUD"
+
+    values = [Phase.WARMUP, Flags.A | Flags.B, Mode.EVAL, Kind.LORA, Rate.LOW, Loud("quiet")]
+    state = {"values": values, Mode.EVAL: 1, Phase.WARMUP: 2, Kind.LORA: torch.ones(2), Loud("quiet"): 4}
+    tensorcask.save(state, memory, step=1)
+    loaded = tensorcask.load(memory)
+    assert loaded["values"] == [3, 3, "eval", "lora", 0.5, "quiet"]
+    assert [type(value) for value in loaded["values"]] == [int, int, str, str, float, str]
+    assert {key: type(key) for key in loaded} == {"values": str, "eval": str, 3: int, "lora": str, "quiet": str}
+    assert (loaded["eval"], loaded[3], loaded["quiet"]) == (1, 2, 4) and torch.equal(loaded["lora"], torch.ones(2))
+
+    class Plain(enum.Enum):
+        X = 1
+
+    for bad in ({"x": Plain.X}, {Plain.X: 1}):
+        with pytest.raises(tensorcask.InvalidArgumentError, match="Plain"):
+            tensorcask.save(bad, memory, step=2)
+
+
+@pytest.mark.parametrize("as_numpy", [False, True])
+def test_equal_views_of_one_memory_are_stored_once(as_numpy, memory):
+    storage = torch.randn(3, 200, 100, generator=torch.Generator().manual_seed(0))
+    storage = storage.numpy() if as_numpy else storage
+
+    def turned(value):
+        return value.T if as_numpy else value.t()
+
+    def saved_bytes(step, state):
+        return tensorcask.save(state, memory, step=step, policy="full").stored_bytes
+
+    one = saved_bytes(1, {"a": storage[0]})
+    assert one > 60_000
+    # Views that were made one by one: of the same rows, the same columns, and the same turned matrix.
+    views = {"a": storage[0], "b": storage[0], "c": storage[0][:, ::2], "d": storage[0][:, ::2], "e": turned(storage[0]), "f": turned(storage[0])}
+    infos = {}
+    for step, names, most in ((2, "ab", 1.1), (3, "abcd", 1.6), (4, "abcdef", 2.7)):
+        assert saved_bytes(step, {name: views[name] for name in names}) < most * one
+        infos = tensorcask.Store(memory).snapshot(step).tensors()
+    assert [infos[name].alias_of for name in "abcdef"] == [None, "a", None, "c", None, "e"]
+    loaded = tensorcask.load(memory, 4)
+    assert loaded["a"] is loaded["b"] and loaded["c"] is loaded["d"] and loaded["e"] is loaded["f"]
+    for name, view in views.items():
+        assert (loaded[name] == view).all()
+
+
+def test_overlapping_views_are_stored_apart(memory):
+    """As documented: each comes back right, and they share no memory any more."""
+    storage = torch.randn(400, 100, generator=torch.Generator().manual_seed(0))
+    one = tensorcask.save({"whole": storage}, memory, step=1, policy="full").stored_bytes
+    state = {"whole": storage, "flat": storage.view(-1), "top": storage[:200]}
+    two = tensorcask.save(state, memory, step=2, policy="full").stored_bytes
+    assert 2.3 * one < two < 2.7 * one
+    loaded = tensorcask.load(memory)
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in loaded.values()}) == 3
 
 
 def test_a_state_that_contains_itself_is_refused(memory):

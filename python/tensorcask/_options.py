@@ -1,0 +1,256 @@
+"""Options of saves and loads: types, accepted words and checks."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from . import _dtypes, _native, _precision
+from ._errors import InvalidTypeError, InvalidValueError
+
+# Includes `intermittent:N`, which a type checker cannot describe.
+Policy = Literal["adaptive", "full", "one_shot", "consecutive", "intermittent"] | str
+# Includes `disk:FOLDER`.
+BaseCache = Literal["memory", "encoded", "none"] | str
+# Includes weights of size, speed and precision, such as `0.6,0.4,0`.
+Objective = Literal["smallest", "balanced", "fastest"] | str
+Framework = Literal["torch", "numpy", "jax", "bytes"]
+VerifyDepth = Literal["log", "pages", "full"]
+# A training step, or the newest step.
+Step = int | Literal["latest"]
+# By tensor name: a slice of the first dimension, or one slice per leading dimension.
+Slices = Mapping[str, slice | tuple[slice, ...]]
+# A dtype of torch, numpy or jax, or its name: `torch.bfloat16`, `np.float16`, `"bf16"`.
+DType = Any
+# A device of torch, or a device or sharding of jax.
+Device = Any
+# Policy, number of the policy, base_cache, verify_after_encode, objective, precision.
+WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...]]
+
+_POLICIES = "adaptive, full, one_shot, consecutive, intermittent or intermittent:N, with N of 1 or more"
+_BASE_CACHES = ("memory", "encoded", "none")
+_DISK = "disk:"
+_MAX_STEP = 2**64 - 1
+_ROLES = {"model", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "ema", "step"}
+_STEP = "step"
+# Values of JSON that hold no others.
+_JSON = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of :func:`tensorcask.load`, which describes them. Refuses wrong values before anything is read."""
+
+    tensors: str | Sequence[str] | None = None
+    slices: Slices | None = None
+    out: Any = None
+    device: Device | None = None
+    framework: Framework | None = None
+    dtype: DType | Mapping[str, DType] | None = None
+    have: int | None = None
+    max_error: float | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.tensors
+        for pattern in given if isinstance(given, Collection) else [given]:
+            if given is not None and not isinstance(pattern, str):
+                raise InvalidTypeError(f"tensors: {pattern!r}; use a name, a pattern such as 'model.*', or a list of these")
+        if self.slices is not None and not isinstance(self.slices, Mapping):
+            raise InvalidTypeError(f"slices: {self.slices!r}; use a mapping of tensor names to slices")
+        for name, wanted in (self.slices or {}).items():
+            check_slices(name, wanted)
+        if self.framework is not None and self.framework not in get_args(Framework):
+            raise InvalidValueError(f"framework {self.framework!r}: use 'torch', 'numpy', 'jax' or 'bytes'")
+        for argument, dtype in self._dtypes():
+            if dtype is not None:
+                float_name(dtype, argument)
+        if self.max_error is not None and not (isinstance(self.max_error, (int, float)) and self.max_error >= 0):
+            raise InvalidValueError(f"max_error {self.max_error!r}: use a relative error of 0 or more, such as 0.05")
+        if self.have is not None:
+            check_step(self.have)
+            if self.out is None:
+                raise InvalidValueError("have= says which step `out` holds, and `out` is missing")
+
+    def _dtypes(self) -> list[tuple[str, Any]]:
+        if isinstance(self.dtype, Mapping):
+            return [(f"dtype[{pattern!r}]", dtype) for pattern, dtype in self.dtype.items()]
+        return [("dtype", self.dtype)]
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether only a part of the state is loaded, as a flat dict."""
+        return self.tensors is not None or self.slices is not None
+
+    @property
+    def patterns(self) -> list[str]:
+        """Names and patterns of the tensors to load."""
+        return [self.tensors] if isinstance(self.tensors, str) else list(self.tensors or [])
+
+    def conversions(self, tensors: Sequence[Any]) -> dict[str, str]:
+        """Returns the dtype of each tensor to convert, by name. ``tensors`` describes all tensors of the snapshot."""
+        if self.dtype is None:
+            return {}
+        if not isinstance(self.dtype, Mapping):
+            wanted = float_name(self.dtype, "dtype")
+            return {info.name: wanted for info in tensors if _is_float(info.dtype) and not _keeps_dtype(info)}
+        found: dict[str, str | None] = {}
+        names = [info.name for info in tensors]
+        for pattern, dtype in self.dtype.items():
+            try:
+                matches, _ = _native.matching(names, [pattern])
+            except (TypeError, ValueError) as error:
+                raise InvalidValueError(f"dtype: {pattern!r} is neither a role nor a pattern of names: {error}") from None
+            fits = [info for info, matched in zip(tensors, matches, strict=True) if matched or info.role == pattern]
+            if not fits and pattern not in _ROLES:
+                raise _native.NotFoundError(f"dtype: no tensor matches `{pattern}`")
+            for info in fits:
+                if _is_float(info.dtype) and (info.name == pattern or not _keeps_dtype(info)):
+                    found[info.name] = None if dtype is None else float_name(dtype, "dtype")
+        return {name: wanted for name, wanted in found.items() if wanted is not None}
+
+
+def _is_float(dtype: str) -> bool:
+    """Whether a dtype is floating-point with elements of at least a byte."""
+    return (dtype.startswith("f") or dtype == "bf16") and _dtypes.BITS[dtype] >= 8
+
+
+def _keeps_dtype(info: Any) -> bool:
+    """Whether a tensor is a scalar or a step counter, whose value a rounding would change."""
+    return bool(info.shape == () or info.role == _STEP or info.name.rpartition(".")[2] == _STEP)
+
+
+def float_name(dtype: DType, argument: str) -> str:
+    """Returns the name in a store of a floating-point dtype of any framework."""
+    name = _dtypes.dtype_name(dtype)
+    if name is None or not _is_float(name):
+        known = ", ".join(sorted(name for name in _dtypes.BITS if _is_float(name)))
+        raise InvalidValueError(f"{argument} {dtype!r}: use a floating-point dtype of torch, numpy or jax, or one of {known}")
+    return name
+
+
+def check_slices(name: str, wanted: Any) -> tuple[slice, ...]:
+    """Returns the slices of one tensor, one per leading dimension."""
+    parts = wanted if isinstance(wanted, tuple) else (wanted,)
+    bounds = [bound for part in parts if isinstance(part, slice) for bound in (part.start, part.stop, part.step)]
+    if not all(isinstance(part, slice) for part in parts) or not all(bound is None or hasattr(bound, "__index__") for bound in bounds):
+        raise InvalidTypeError(
+            f"slices[{name!r}]: {wanted!r}; use a slice, or one slice per leading dimension, such as (slice(0, 2), slice(4, 8))"
+        )
+    return parts
+
+
+def check_step(step: Any, words: str = "") -> int:
+    """Returns a training step as an integer. ``words`` names further accepted values in the error."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        found = operator.index(step)
+    except TypeError:
+        raise InvalidTypeError(f"step {step!r}: use an integer{words}") from None
+    if not 0 <= found <= _MAX_STEP:
+        raise InvalidValueError(f"step {found}: use 0 to {_MAX_STEP}")
+    return found
+
+
+def step_or_latest(step: Any) -> int | None:
+    """Returns a training step as an integer; None for the newest."""
+    return None if isinstance(step, str) and step == "latest" else check_step(step, " or 'latest'")
+
+
+def check_count(name: str, count: Any) -> int:
+    """Returns a number of at least 1."""
+    if isinstance(count, bool) or not hasattr(count, "__index__"):
+        raise InvalidTypeError(f"{name}={count!r}: use an integer")
+    found = int(count.__index__())
+    if found < 1:
+        raise InvalidValueError(f"{name}={found}: use 1 or more")
+    return found
+
+
+def parse_duration(duration: str | timedelta) -> timedelta:
+    """Returns the time that ``30s``, ``5m``, ``24h`` or ``7d`` stands for, as on the command line."""
+    if isinstance(duration, timedelta):
+        if duration < timedelta():
+            raise InvalidValueError(f"{duration!r}: use a time of 0 or more")
+        return duration
+    units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+    number, unit = (duration[:-1], duration[-1:]) if duration != "0" else ("0", "s")
+    if unit not in units or not (number.isascii() and number.isdigit()):
+        raise InvalidValueError(f"{duration!r}: write a number and s, m, h or d, such as '24h', or pass a timedelta")
+    return timedelta(**{units[unit]: int(number)})
+
+
+def parse_policy(policy: Policy) -> tuple[str, int | None]:
+    """Returns the name and the number of a policy; only ``intermittent:N`` has a number."""
+    if not isinstance(policy, str):
+        raise InvalidTypeError(f"policy {policy!r}: use {_POLICIES}")
+    name, colon, every = policy.partition(":")
+    if not colon:
+        return name, None
+    if not (every.isascii() and every.isdigit()) or int(every) > _MAX_STEP:
+        raise InvalidValueError(f"policy {policy!r}: use {_POLICIES}")
+    return name, int(every)
+
+
+def writer_options(
+    policy: Policy, base_cache: BaseCache, verify_after_encode: bool, objective: Objective, precision: str | Sequence[str]
+) -> WriterOptions:
+    """Returns the options of a writer. Checks everything that the library does not check itself."""
+    is_folder = isinstance(base_cache, str) and base_cache.startswith(_DISK) and base_cache != _DISK
+    if base_cache not in _BASE_CACHES and not is_folder:
+        raise InvalidValueError(f"base_cache {base_cache!r}: use memory, encoded, none or disk:FOLDER")
+    if not isinstance(objective, str):
+        raise InvalidTypeError(f"objective {objective!r}: use smallest, balanced, fastest, or weights such as '0.6,0.4,0'")
+    return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, _precision.words(precision))
+
+
+def text_values(mapping: Mapping[str, str] | None, argument: str) -> dict[str, str]:
+    """Returns a mapping of text to text. Refuses other entries by name."""
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise InvalidTypeError(f"{argument}: {mapping!r}; use a mapping of text to text")
+    for key, value in (mapping or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidTypeError(f"{argument}[{key!r}]: {value!r}; keys and values have to be text")
+    return dict(mapping or {})
+
+
+def changed_row_lists(changed_rows: Mapping[str, Sequence[int]] | None) -> dict[str, list[int]]:
+    """Returns the indices of rows by tensor name. Refuses other values by tensor name."""
+    found: dict[str, list[int]] = {}
+    for name, rows in (changed_rows or {}).items():
+        try:
+            found[name] = [operator.index(row) for row in rows]
+        except TypeError:
+            raise InvalidTypeError(f"changed_rows[{name!r}]: {rows!r}; use a sequence of integers") from None
+        lowest = min(found[name], default=0)
+        if lowest < 0:
+            raise InvalidValueError(f"changed_rows[{name!r}]: row {lowest}; use 0 or more")
+    return found
+
+
+def user_json(user: Mapping[str, Any] | None) -> str:
+    """Returns the user's facts about a step as JSON. NaN and infinities, which JSON does not have, become text."""
+    if user is not None and not isinstance(user, Mapping):
+        raise InvalidTypeError(f"user: {user!r}; use a mapping, such as {{'loss': 0.5}}")
+
+    def plain(value: Any, path: str) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): plain(item, f"{path}[{key!r}]") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item, f"{path}[{at}]") for at, item in enumerate(value)]
+        if not isinstance(value, _JSON):
+            found = value
+            try:
+                # A tensor or an array of one element is a number.
+                value = value.item()
+            except (AttributeError, RuntimeError, ValueError):
+                pass
+            if not isinstance(value, _JSON):
+                raise InvalidTypeError(f"{path}: {found!r}; use numbers, text, None, and lists and mappings of these")
+        return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(user or {}, "user"), allow_nan=False)

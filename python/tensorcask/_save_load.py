@@ -1,0 +1,130 @@
+"""The functions that most programs need: :func:`save` and :func:`load`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._frameworks import RawTensor
+from ._native import Saved
+from ._options import BaseCache, Device, DType, Framework, Objective, Policy, Slices, Step
+from ._progress import Progress
+from ._state import OnUnsupported
+from ._store import Store, open_store
+
+# RawTensor is here for the examples.
+__all__ = ["RawTensor", "load", "save"]
+
+
+def save(
+    state: Any,
+    url: str | os.PathLike[str] | Store,
+    *,
+    step: int,
+    config: Mapping[str, str] | None = None,
+    policy: Policy = "adaptive",
+    user: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    on_unsupported: OnUnsupported = None,
+    base_cache: BaseCache = "memory",
+    verify_after_encode: bool = True,
+    objective: Objective = "balanced",
+    precision: str | Sequence[str] = "lossless",
+    changed_rows: Mapping[str, Sequence[int]] | None = None,
+    overwrite: bool = False,
+    keep_last: int | None = None,
+    progress: Progress = None,
+) -> Saved:
+    """Saves a state into the store at a URL. Creates the store if it does not exist.
+
+    The process keeps the store open: the second save of a training loop is a delta on the first. ``config`` overrides
+    settings of the environment, as for :class:`Store`. :meth:`Store.save` describes all other arguments.
+
+    >>> save({"w": RawTensor("f32", (4,), bytearray(16)), "epoch": 1}, "memory://save-example", step=1).kind
+    'base'
+    >>> save({"w": RawTensor("f32", (4,), bytearray(16)), "epoch": 2}, "memory://save-example", step=2).kind
+    'delta'
+    """
+    return open_store(url, config).save(
+        state,
+        step=step,
+        policy=policy,
+        user=user,
+        metadata=metadata,
+        on_unsupported=on_unsupported,
+        base_cache=base_cache,
+        verify_after_encode=verify_after_encode,
+        objective=objective,
+        precision=precision,
+        changed_rows=changed_rows,
+        overwrite=overwrite,
+        keep_last=keep_last,
+        progress=progress,
+    )
+
+
+def load(
+    url: str | os.PathLike[str] | Store,
+    step: Step = "latest",
+    *,
+    tensors: str | Sequence[str] | None = None,
+    slices: Slices | None = None,
+    out: Any = None,
+    device: Device | None = None,
+    framework: Framework | None = None,
+    strict: bool = False,
+    dtype: DType | Mapping[str, DType] | None = None,
+    have: int | None = None,
+    max_error: float | None = None,
+    progress: Progress = None,
+    config: Mapping[str, str] | None = None,
+) -> Any:
+    """Loads a state as it was saved, or a part of it.
+
+    Returns the nested dicts, lists, tuples and values that were saved, with a tensor of its framework for each tensor.
+    With ``tensors`` or ``slices``, returns a flat dict of tensors by name.
+
+    Args:
+        url: Path, URL or open :class:`Store`.
+        step: Training step, or ``"latest"``: the newest step that can be rebuilt. Skips damaged steps with a warning.
+        tensors: Names or patterns (``*`` for any characters) of the tensors to read.
+        slices: For each tensor name a slice of the first dimension, or a tuple with one slice per leading dimension.
+            Only these parts are read.
+        out: A state like the saved one. Its tensors are filled in place and returned. After an error they hold
+            parts of both states.
+        device: Device to move tensors to (torch), or device or sharding (jax). Tensors of ``out`` stay.
+        framework: ``torch``, ``numpy``, ``jax`` or ``bytes`` for all tensors, instead of the framework each was saved
+            from.
+        strict: Whether a damaged newest step is an error instead of a reason to load an older one.
+        dtype: Floating-point dtype to convert to, or a mapping of patterns to dtypes; see below.
+        have: Step whose state the tensors of ``out`` hold now. Reads only the changes since then.
+        max_error: Greatest relative error: refuses a snapshot in which some tensor was rounded by more.
+        progress: A function of the bytes read and written so far, called a few times a second from another thread; or
+            True for a bar of tqdm.
+        config: Settings that override those of the environment, as for :class:`Store`.
+
+    ``dtype`` converts floating-point tensors: weights, masters, moments. These keep their dtype: tensors without
+    dimensions, tensors with the role ``step`` or whose last name is ``step`` (step counters), integers, complex
+    numbers, elements smaller than a byte, and tensors of ``out``. A dtype may be one of torch, numpy or jax, or a name:
+    ``"bf16"``. A mapping chooses by role or name: ``{"model": "bf16", "*.bias": None}``. The last pattern that matches
+    a tensor wins; None leaves it as it was saved. A full name converts also a tensor without dimensions and a step
+    counter. If f32 weights were stored so that their bf16 roundings can be read alone, ``"bf16"`` reads only those.
+
+    >>> _ = save({"w": RawTensor("u8", (4, 2), bytearray(range(8)))}, "memory://load-example", step=3)
+    >>> load("memory://load-example", slices={"w": slice(1, 3)}, framework="bytes")["w"].data
+    bytearray(b'\\x02\\x03\\x04\\x05')
+    """
+    return open_store(url, config).load(
+        step,
+        tensors=tensors,
+        slices=slices,
+        out=out,
+        device=device,
+        framework=framework,
+        strict=strict,
+        dtype=dtype,
+        have=have,
+        max_error=max_error,
+        progress=progress,
+    )

@@ -1,0 +1,263 @@
+"""Snapshots: reading a state, or a part of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import _convert, _frameworks, _native, _state
+from ._errors import InvalidValueError
+from ._options import Device, DType, Framework, LoadOptions, Slices, check_slices
+from ._precision import TensorRounding
+from ._reports import TensorInfo
+from ._state import TREE
+
+
+class Snapshot:
+    """The committed state of one step."""
+
+    def __init__(self, native: _native.Snapshot, store: _native.Store) -> None:
+        self._native = native
+        self._store = store
+        self._tensors = {row[0]: TensorInfo(row[0], row[1], tuple(row[2]), *row[3:]) for row in native.tensors()}
+
+    def __repr__(self) -> str:
+        return f"Snapshot(step={self.step}, kind={self.kind!r}, {len(self._tensors)} tensors)"
+
+    @property
+    def native(self) -> _native.Snapshot:
+        """Native snapshot."""
+        return self._native
+
+    @property
+    def step(self) -> int:
+        """Training step."""
+        return self._native.step
+
+    @property
+    def id(self) -> str:
+        """Id of the snapshot in the log."""
+        return self._native.id
+
+    @property
+    def kind(self) -> str:
+        """Kind: ``base`` or ``delta``."""
+        return self._native.kind
+
+    @property
+    def user(self) -> dict[str, Any]:
+        """Facts about the step that were passed to ``save(user=...)``."""
+        found: dict[str, Any] = json.loads(self._native.user)
+        return found
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Text that was passed to ``save(metadata=...)`` or read from a safetensors file."""
+        return self._native.metadata
+
+    @property
+    def chain(self) -> list[tuple[int, str, int]]:
+        """Step, kind and stored bytes of each snapshot needed to rebuild this one, newest first."""
+        return self._native.chain()
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """All tensors, by name."""
+        return dict(self._tensors)
+
+    def blobs(self) -> list[tuple[int, str]]:
+        """Rank and name of each blob."""
+        return self._native.blobs()
+
+    def blob(self, name: str, *, rank: int = 0) -> bytes:
+        """Reads the bytes of a blob."""
+        return self._native.read_blob(rank, name)
+
+    def rounding(self) -> list[TensorRounding]:
+        """How far the tensors that were rounded are from what was saved, by name; empty where nothing was lost. Reads no tensor."""
+        return [TensorRounding.of(*row) for row in self._native.rounding()]
+
+    def verify(self) -> None:
+        """Decodes and checks every chunk. Raises an error if something is wrong."""
+        self._native.verify()
+
+    def load(
+        self,
+        *,
+        tensors: str | Sequence[str] | None = None,
+        slices: Slices | None = None,
+        out: Any = None,
+        device: Device | None = None,
+        framework: Framework | None = None,
+        dtype: DType | Mapping[str, DType] | None = None,
+        have: int | None = None,
+        max_error: float | None = None,
+    ) -> Any:
+        """Loads the state, or a part of it; see :func:`load`."""
+        options = LoadOptions(
+            tensors=tensors,
+            slices=slices,
+            out=out,
+            device=device,
+            framework=framework,
+            dtype=dtype,
+            have=have,
+            max_error=max_error,
+        )
+        return self.load_with(options)
+
+    def load_with(self, options: LoadOptions) -> Any:
+        """Loads the state, or a part of it; see :func:`load`."""
+        if options.max_error is not None:
+            self._native.check_rounding(options.max_error)
+        out, framework, have, device = options.out, options.framework, options.have, options.device
+        targets = {} if out is None else _state.flat_arrays(out)
+        missing = [name for name in targets if name not in self._tensors]
+        if missing:
+            raise _native.NotFoundError(f"out: step {self.step} has no tensor `{missing[0]}`")
+        partial = options.is_partial
+        wanted = self._matching(options.patterns) if partial else list(self._tensors)
+        rects = {name: self._rect(name, check_slices(name, parts)) for name, parts in (options.slices or {}).items()}
+        dtypes = options.conversions(list(self._tensors.values()))
+        twice = next((name for name in rects if name in targets), None)
+        if twice is not None:
+            raise InvalidValueError(f"`{twice}`: a slice cannot be read into `out`")
+
+        # A part of the state needs the tree only for the frameworks of its tensors.
+        trees = [] if partial and framework else self._trees()
+        saved_as = {value[0]: value[1] for tree in trees for kind, value in tree if kind == "tensor"}
+        unknown = next((name for name in saved_as if name not in self._tensors), None)
+        if unknown is not None:
+            raise _native.CorruptionError(f"tc.tree: names tensor `{unknown}`, which the snapshot does not have [spec: tree 2.7]")
+        if not partial:
+            self._native.check_content()
+
+        def kind_of(name: str) -> str:
+            return framework or saved_as.get(name) or _frameworks.default_framework()
+
+        places: dict[str, _frameworks.Place] = {}
+        requests: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
+        rounded: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
+
+        def is_rounded(name: str) -> bool:
+            return dtypes.get(name) == "bf16" and self._tensors[name].dtype == "f32"
+
+        for name in [*wanted, *rects]:
+            if name in targets:
+                continue
+            if name in dtypes and kind_of(name) == "bytes":
+                raise InvalidValueError(f"dtype: `{name}` is loaded as bytes; pass framework='torch', 'numpy' or 'jax' to convert it")
+            if device is not None:
+                _convert.check_device(kind_of(name), device)
+
+        held: list[tuple[str, Any]] = []
+        tied: dict[str, str] = {}
+        stored: dict[str, str] = {}
+        for name in wanted:
+            if name in rects:
+                continue
+            info = self._tensors[name]
+            if name not in targets:
+                # Tied tensors are one tensor again.
+                first = stored.setdefault(info.alias_of or name, name)
+                if first != name and kind_of(first) == kind_of(name) and dtypes.get(first) == dtypes.get(name):
+                    tied[name] = first
+                    continue
+                if is_rounded(name):
+                    places[name] = _frameworks.place(kind_of(name), "bf16", info.shape, name)
+                    rounded.append((name, [0] * len(info.shape), info.shape, places[name].buffer))
+                    continue
+                places[name] = _frameworks.place(kind_of(name), info.dtype, info.shape, name)
+            else:
+                places[name] = _frameworks.place_in(targets[name], info.dtype, info.shape, name)
+                if have is not None:
+                    held.append((name, places[name].buffer))
+                    continue
+            requests.append((name, [0] * len(info.shape), info.shape, places[name].buffer))
+        for name, (offset, shape) in rects.items():
+            places[name] = _frameworks.place(kind_of(name), "bf16" if is_rounded(name) else self._tensors[name].dtype, shape, name)
+            (rounded if is_rounded(name) else requests).append((name, offset, shape, places[name].buffer))
+
+        if have is not None:
+            self._native.update_into(self._store.snapshot(have), self._without_ties(held))
+        self._native.read_into(self._without_ties(requests))
+        if rounded:
+            self._native.read_as_bf16_into(rounded)
+        loaded = {name: place.finish() for name, place in places.items()}
+        for name in loaded.keys() - targets.keys() if dtypes or device is not None else ():
+            loaded[name] = _convert.convert(loaded[name], dtypes.get(name), device)
+        loaded.update({name: loaded[first] for name, first in tied.items()})
+        if partial or not trees:
+            return loaded
+        return _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees_by_rank(trees, self._tree_ranks)])
+
+    def structure(self) -> tuple[Any, list[str]]:
+        """Returns the state with a :class:`TensorInfo` for each tensor, and all names. Reads no tensor."""
+        trees = self._trees()
+        if not trees:
+            return dict(self._tensors), list(self._tensors)
+        nested = [self._nested(rank, tree, self._tensors) for rank, tree in trees_by_rank(trees, self._tree_ranks)]
+        return _state.merge(nested), list(self._tensors)
+
+    def _without_ties(self, requests: list[Any]) -> list[Any]:
+        """Drops requests that read a tied tensor into the same memory again."""
+        seen: set[tuple[str, int]] = set()
+        kept = []
+        for request in requests:
+            name, buffer = request[0], request[-1]
+            address = address_of(buffer)
+            key = (self._tensors[name].alias_of or name, address)
+            if address and key in seen:
+                continue
+            seen.add(key)
+            kept.append(request)
+        return kept
+
+    def _trees(self) -> list[list[_state.Node]]:
+        self._tree_ranks = sorted(rank for rank, name in self._native.blobs() if name == TREE)
+        return [_native.decode_tree(self._native.read_blob(rank, TREE)) for rank in self._tree_ranks]
+
+    def _nested(self, rank: int, tree: list[_state.Node], tensors: Mapping[str, Any]) -> Any:
+        def leaf(kind: str, value: Any) -> Any:
+            if kind == "tensor":
+                return tensors[value[0]]
+            data = self._native.read_blob(rank, value)
+            if kind == "bytes":
+                return data
+            import io
+
+            return io.BytesIO(data)
+
+        return _state.build(tree, leaf)
+
+    def _matching(self, patterns: list[str]) -> list[str]:
+        names = list(self._tensors)
+        matches, unused = _native.matching(names, patterns)
+        if unused:
+            raise _native.NotFoundError(f"step {self.step} has no tensor that matches `{unused[0]}`")
+        return [name for name, matched in zip(names, matches, strict=True) if matched]
+
+    def _rect(self, name: str, ranges: tuple[slice, ...]) -> tuple[list[int], list[int]]:
+        info = self._tensors.get(name)
+        if info is None:
+            raise _native.NotFoundError(f"step {self.step} has no tensor `{name}`")
+        if len(ranges) > len(info.shape):
+            raise _native.InvalidArgumentError(f"slices[{name!r}]: {len(ranges)} slices, but the tensor has shape {list(info.shape)}")
+        offset, shape = [0] * len(info.shape), list(info.shape)
+        for dimension, part in enumerate(ranges):
+            start, stop, stride = part.indices(info.shape[dimension])
+            if stride != 1:
+                raise _native.InvalidArgumentError(f"slices[{name!r}]: a slice with step {stride}; only step 1 can be read")
+            offset[dimension], shape[dimension] = start, max(stop - start, 0)
+        return offset, shape
+
+
+def trees_by_rank(trees: list[list[_state.Node]], ranks: list[int]) -> list[tuple[int, list[_state.Node]]]:
+    """Pairs each tree with the rank that saved it."""
+    return list(zip(ranks, trees, strict=True))
+
+
+def address_of(buffer: Any) -> int:
+    """Returns the address of a buffer; 0 for a buffer without an array interface, which nothing else shares."""
+    interface = getattr(buffer, "__array_interface__", None)
+    return int(interface["data"][0]) if interface else 0

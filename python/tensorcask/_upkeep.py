@@ -1,0 +1,125 @@
+"""Listing, checking and freeing what a store holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+
+from . import _foreign, _native
+from ._frameworks import RawTensor
+from ._handle import StoreHandle
+from ._native import Catalog
+from ._options import Step, VerifyDepth, check_step, parse_duration, step_or_latest
+from ._progress import Progress, watching
+from ._reports import CompactReport, GcReport, SnapshotInfo, VerifyReport
+
+# RawTensor is here for the examples.
+__all__ = ["RawTensor", "Upkeep"]
+
+_log = logging.getLogger("tensorcask")
+
+
+class Upkeep(StoreHandle):
+    """The part of :class:`Store` that lists, checks, forgets, compacts and collects snapshots."""
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """Lists all live snapshots, in commit order."""
+        with _foreign.explained(self._url):
+            rows = self.native().snapshots()
+        return [SnapshotInfo(**{**row, "user": json.loads(row["user"])}) for row in rows]
+
+    def catalog(self) -> Catalog:
+        """Returns all snapshots as a table for Arrow: ``pyarrow.table(store.catalog())``, polars or DuckDB."""
+        with _foreign.explained(self._url):
+            return self.native().catalog()
+
+    def verify(self, depth: VerifyDepth = "full", *, step: int | None = None, progress: Progress = None) -> VerifyReport:
+        """Checks the store.
+
+        ``depth``: ``log`` checks the log only, ``pages`` also every checksum of a page, ``full`` also every decoded
+        chunk.
+        """
+        with watching(self.native(), progress, "verify"), _foreign.explained(self._url):
+            return VerifyReport(**self.native().verify(depth, step))
+
+    def pin(self, step: int) -> None:
+        """Protects a step: it cannot be forgotten until it is unpinned."""
+        self.native().pin(check_step(step))
+
+    def unpin(self, step: int) -> None:
+        """Ends the protection of a step."""
+        self.native().unpin(check_step(step))
+
+    def forget(self, steps: Sequence[int]) -> None:
+        """Forgets steps: they can no longer be loaded. :meth:`gc` frees their disk space."""
+        self.native().forget([check_step(step) for step in steps])
+
+    @property
+    def steps(self) -> list[int]:
+        """All live steps in commit order; the last one is ``latest``.
+
+        >>> import tensorcask
+        >>> store = tensorcask.Store("memory://steps-example")
+        >>> for step in (1, 2, 3):
+        ...     _ = store.save({"w": RawTensor("u8", (3,), bytearray(3))}, step=step, keep_last=2)
+        >>> store.steps, len(store)
+        ([2, 3], 2)
+        """
+        return [info.step for info in self.snapshots()]
+
+    def __len__(self) -> int:
+        """Number of live steps."""
+        return len(self.steps)
+
+    def __bool__(self) -> bool:
+        # A store without steps is still a store, and asking needs no request.
+        return True
+
+    def gc(
+        self,
+        *,
+        older_than: str | timedelta = "24h",
+        apply: bool = False,
+        directories: bool = False,
+        progress: Progress = None,
+    ) -> GcReport:
+        """Collects garbage: forgotten steps that no chain needs, and objects that were unneeded for ``older_than``.
+
+        This is a dry run unless ``apply=True``. ``older_than`` is ``"30m"``, ``"24h"``, ``"7d"`` or a ``timedelta``. The first
+        call removes steps from the log; a call after ``older_than`` deletes their objects. Writers rely on 24 hours: use no
+        shorter time while one runs. ``directories`` also deletes unreferenced directories; no writer may run then.
+
+        >>> import tensorcask
+        >>> store = tensorcask.Store("memory://gc-example")
+        >>> for step in (1, 2):
+        ...     _ = store.save({"w": RawTensor("u8", (3,), bytearray([step, 2, 3]))}, step=step, policy="full", keep_last=1)
+        >>> report = store.gc()
+        >>> report.applied, report.collected, report.freed_bytes
+        (False, [1], 0)
+        """
+        with watching(self.native(), progress, "gc"):
+            return GcReport(**_native.gc(self.native(), parse_duration(older_than), apply, directories))
+
+    def compact(self, step: Step = "latest", *, progress: Progress = None) -> CompactReport:
+        """Folds the chain of a step into a base, which needs no other step. The state of every step stays the same.
+
+        The old objects stay until :meth:`forget` and :meth:`gc` free them. A writer may run meanwhile.
+
+        >>> import tensorcask
+        >>> store = tensorcask.Store("memory://compact-example")
+        >>> for step in (1, 2):
+        ...     _ = store.save({"w": RawTensor("u8", (4096,), bytearray([step, 2, 3, 4] * 1024))}, step=step, policy="consecutive")
+        >>> report = store.compact()
+        >>> report.step, report.changed, report.links, store.snapshot().kind
+        (2, True, 2, 'base')
+        """
+        with watching(self.native(), progress, f"compact step {step}"):
+            return CompactReport(**_native.compact(self.native(), step_or_latest(step)))
+
+    def _retain(self, keep_last: int) -> None:
+        try:
+            _native.retain(self.native(), keep_last)
+        except _native.Error as error:
+            _log.warning("the step is saved, but older steps could not be forgotten; the next save tries again: %s", error)
