@@ -33,7 +33,6 @@ import dataclasses
 import io
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +56,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from . import _frameworks, _markers, _native
 from ._files import write_whole
+from ._steps import step_of
 from ._store import Snapshot, Store, TensorInfo
 from .torch import Writer, read_tensors, resolve
 
@@ -347,10 +347,7 @@ def _shape(info: TensorInfo) -> tuple[int, ...]:
 
 
 def _step(folder: Path) -> int:
-    numbers: list[str] = re.findall(r"\d+", folder.name)
-    if not numbers:
-        raise ValueError(f"{folder}: the folder's name has no number that could be the step; name it iter_0000100")
-    return int(numbers[-1])
+    return step_of(folder, "Name the folder iter_0000100")
 
 
 def _store_of(given: Store | str | None, folder: Path) -> tuple[Store, str]:

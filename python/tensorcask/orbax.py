@@ -20,7 +20,6 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import os
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from . import _markers, _native
+from ._steps import step_in, step_of
 from ._store import Snapshot, Store, TensorInfo, _open
 
 __all__ = ["Handler", "Restore", "Save", "tidy"]
@@ -196,15 +196,13 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
 
 
 def _step_of(folder: Path, given: int | None) -> tuple[Path, int]:
-    """The folder of a step, which is this one or the one around it, and the number in its name."""
-    # While a step is written, its folder's name says so, and so may that of an item in it.
+    """The folder of a step, which is this folder or its parent, and the step in its name."""
+    # While Orbax writes a step, the names of its folder and of an item's folder may have a suffix.
     candidates = [path for path in (folder.parent, folder) if _TEMPORARY in path.name]
-    parent = folder.parent.name
-    is_step = parent.isdigit() or re.fullmatch(r"[A-Za-z]+[-_]\d+", parent) and not re.search(r"\d$", folder.name)
-    for candidate in candidates[:1] or [folder.parent if is_step else folder]:
-        numbers: list[str] = re.findall(r"\d+$", candidate.name.split(_TEMPORARY)[0])
-        if numbers:
-            return candidate, int(numbers[0])
-    if given is None:
-        raise ValueError(f"{folder}: no step in the folder's name; pass Save(..., step=)")
-    return (candidates or [folder])[0], given
+    if not candidates:
+        candidates = [folder.parent if step_in(folder) is None and step_in(folder.parent) is not None else folder]
+    name = candidates[0].name.split(_TEMPORARY)[0]
+    step = step_in(name)
+    if step is None:
+        step = step_of(name, "Pass Save(..., step=)") if given is None else given
+    return candidates[0], step

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from tensorcask.torch import step_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -346,16 +345,6 @@ def test_dtypes_through_dcp(dtype, memory):
     out = {"w": torch.zeros_like(data).view(dtype).reshape(6, 4)}
     dcp.load(out, checkpoint_id="1", storage_reader=store.reader())
     assert torch.equal(out["w"].reshape(-1).view(torch.uint8), data)
-
-
-def test_the_step_is_the_last_number(memory):
-    assert [step_of(name) for name in ("step-100", "runs/7/ckpt_20", "3.0/x9y")] == [100, 20, 9]
-    store = tensorcask.Store(memory)
-    for options in ({"checkpoint_id": "final"}, {}):
-        with pytest.raises(BaseException, match="step="):
-            dcp.save({"w": torch.ones(1)}, storage_writer=store.writer(), **options)
-    dcp.save({"w": torch.ones(1)}, checkpoint_id="final-1", storage_writer=store.writer(step=5))
-    assert store.snapshots()[0].step == 5
 
 
 def test_no_pickle_reaches_the_store(url):

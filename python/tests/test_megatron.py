@@ -128,7 +128,7 @@ def test_a_lost_folder_is_made_anew(tmp_path):
 
 def refusals(folder):
     state = {"rows": ShardedTensor.from_rank_offsets("rows", torch.ones(4, 2))}
-    with pytest.raises(ValueError, match="no number that could be the step"):
+    with pytest.raises(ValueError, match="names no training step"):
         megatron.save(dict(state), f"{folder}/final")
     with pytest.raises(CheckpointException, match="thing.*object cannot be stored"):
         megatron.save({"thing": ShardedObject("thing", object(), (1,), (0,)), **state}, f"{folder}/iter_1")
