@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from . import _native
+from ._frameworks import Unsupported
 from .interchange import _format_of_folder, export, import_
 
 
@@ -20,6 +21,17 @@ def main(arguments: list[str] | None = None) -> int:
     into.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="instead of what the source looks like")
     into.add_argument("--policy", default="adaptive", help="when to write a base [adaptive]")
     into.add_argument("--base", help="of slime's folders: the checkpoint that the first delta builds on")
+    into.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="class whose objects a .pt file or DCP folder may hold, such as argparse.Namespace; repeatable. Its code does not run: "
+        "the attributes become plain values",
+    )
+    into.add_argument(
+        "--on-unsupported", choices=["error", "skip"], default="error", help="what to do with values that cannot be stored [error]"
+    )
     out = commands.add_parser("export", help="write a snapshot in another format")
     out.add_argument("store", metavar="STORE", help="path or URL")
     out.add_argument("target", metavar="TARGET", help="a file, or a folder that is not there or empty")
@@ -34,6 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(given.target)
         else:
             _import(parser, given)
+    except Unsupported as error:
+        print(f"error: {error}. To leave such values out, add --on-unsupported skip", file=sys.stderr)
+        return 1
     except (_native.Error, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -54,8 +69,16 @@ def _import(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         print(f"steps {', '.join(map(str, steps))}" if steps else "nothing new")
         return
     if given.step is None:
-        parser.error("--step is needed: these formats do not tell it")
-    saved = import_(given.sources, given.store, step=given.step, format=kind, policy=given.policy)
+        parser.error("pass --step: these formats do not store the training step")
+    saved = import_(
+        given.sources,
+        given.store,
+        step=given.step,
+        format=kind,
+        policy=given.policy,
+        allow=given.allow,
+        on_unsupported=given.on_unsupported,
+    )
     print(f"step {saved.step}: a {saved.kind}, {saved.stored_bytes} of {saved.tensor_bytes} bytes")
 
 
