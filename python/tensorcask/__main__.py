@@ -1,4 +1,5 @@
-"""Checkpoints of other formats from the command line: ``python -m tensorcask import SOURCE... STORE --step N``, and ``export``."""
+"""Command line for checkpoints of other formats: ``python -m tensorcask import SOURCE... STORE --step N``, and
+``export``."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command; its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tensorcask", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    into = commands.add_parser("import", help="save a checkpoint of another format as a snapshot; of slime's, each version as one")
+    into = commands.add_parser("import", help="save a checkpoint of another format as a snapshot, or each version of a slime folder")
     into.add_argument("sources", nargs="+", metavar="SOURCE", help="safetensors, an index, a .pt file, or a folder")
     into.add_argument("store", metavar="STORE", help="path or URL")
-    into.add_argument("--step", type=int, help="the training step; of slime's folders, that of --base")
-    into.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="instead of what the source looks like")
+    into.add_argument("--step", type=int, help="the training step; for slime folders, the step of --base")
+    into.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="[told by the source's name or content]")
     into.add_argument("--policy", default="adaptive", help="when to write a base [adaptive]")
-    into.add_argument("--base", help="of slime's folders: the checkpoint that the first delta builds on")
+    into.add_argument("--base", help="for slime folders: the checkpoint that the first delta builds on")
     into.add_argument(
         "--allow",
         action="append",

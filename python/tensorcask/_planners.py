@@ -1,4 +1,5 @@
-"""Use of PyTorch's planners beyond their interface: values without pickle, integer keys, and errors that name a path."""
+"""Use of PyTorch's planners beyond their interface: values without pickle, integer keys, and errors that name a
+path."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def value_of(item: Any, planner: SavePlanner) -> Any:
 
 
 def give(item: Any, planner: LoadPlanner, value: Any) -> None:
-    """Sets a value as the default planner does after unpickling it. Another planner gets bytes, as from other readers."""
+    """Sets a value as the default planner does after unpickling it. Another planner gets bytes, as from other
+    readers."""
     if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
         fqn = item.dest_index.fqn
         if planner.flatten_state_dict:
@@ -70,8 +72,8 @@ def text(path: tuple[Any, ...]) -> str:
 def check_plannable(on_unsupported: OnUnsupported) -> None:
     """Refuses tensors that PyTorch's planner would fail on without saying where they are.
 
-    DCP plans a save before it gives the state to the writer, so the state is taken from DCP's own call. Where DCP changes,
-    PyTorch's error is raised as before.
+    DCP plans a save before it gives the state to the writer, so the state is taken from DCP's own call. Where DCP
+    changes, PyTorch's error is raised as before.
     """
     # No variable holds the frame: that cycle would keep the state in memory.
     state = sys._getframe(2).f_locals.get("state_dict")

@@ -15,10 +15,12 @@ from ._state import OnUnsupported
 
 # Stands for a value that is left out.
 SKIPPED = object()
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 class Arena:
-    """Reusable memory for staged tensors. Its pages are touched once, because fresh pages cost several times what a copy does.
+    """Reusable memory for staged tensors. Its pages are touched once, because fresh pages cost several times what a
+    copy does.
 
     Each tensor has a storage of its own, because PyTorch sends a storage to another process as a whole.
     """
@@ -68,7 +70,8 @@ class Stager:
 
 
 def _with_copies(value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
-    # A function of the module: one that calls itself from inside another would keep the arena in use until garbage is collected.
+    # A function of the module: one that calls itself from inside another would keep the arena in use until garbage is
+    # collected.
     if isinstance(value, dict):
         return {key: _with_copies(item, copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -93,11 +96,14 @@ def screen(
 ) -> Any:
     """The value with each tensor checked, and with each other value as ``take`` returns it.
 
-    ``on_unsupported`` decides about what either of them refuses. Returns ``SKIPPED`` for a value that is left out; in a list, None
-    takes its place.
+    ``on_unsupported`` decides about what either of them refuses. Returns ``SKIPPED`` for a value that is left out; in a
+    list, None takes its place.
     """
 
     def inner(item: Any, key: Any) -> Any:
+        # Long lists of numbers are common. They need no paths.
+        if type(item) in _PLAIN:
+            return item
         return screen(item, on_unsupported, check, f"{path}[{key!r}]", take=take, may_ask=may_ask)
 
     if isinstance(value, dict):

@@ -1,7 +1,8 @@
 """Pickles of other formats, read without running code from them.
 
-PyTorch's ``weights_only`` loader lets in tensors and plain values. Objects of other classes are let in by name (``allow``), and even then
-their class is never used: an inert stand-in collects the attributes of an object, and they become a plain mapping.
+PyTorch's ``weights_only`` loader lets in tensors and plain values. Objects of other classes are let in by name
+(``allow``), and even then their class is never used: an inert stand-in collects the attributes of an object, and they
+become a plain mapping.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from . import _native
 
 
 class StandIn:
-    """An object of a class that is not loaded. ``vars()`` gives its attributes; ``arguments`` are those of its constructor."""
+    """An object of a class that is not loaded. ``vars()`` gives its attributes; ``arguments`` are those of its
+    constructor."""
 
     __slots__ = ("__dict__", "arguments")
     arguments: tuple[Any, ...]

@@ -6,8 +6,9 @@
 | ``torch`` | a file of ``torch.save``, loaded with ``weights_only=True`` | the same |
 | ``dcp`` | a folder of ``torch.distributed.checkpoint`` | the same |
 
-A safetensors file holds tensors only, so an export to it leaves other values out. No import runs code from a file. For folders of weight
-deltas, see :mod:`tensorcask.slime`. The same from the command line: ``python -m tensorcask import --help`` and ``export --help``.
+A safetensors file holds tensors only, so an export to it leaves other values out. No import runs code from a file. For
+folders of weight deltas, see :mod:`tensorcask.slime`. The same from the command line: ``python -m tensorcask import
+--help`` and ``export --help``.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ def import_(
 ) -> Saved:
     """Saves a checkpoint of another format as a snapshot. Several safetensors files together are one state.
 
-    ``allow``, for the formats ``torch`` and ``dcp``: full names of classes whose objects the checkpoint may hold, such as
-    ``argparse.Namespace``. The classes are not imported, and no code of theirs runs. An object becomes a mapping of its attributes.
-    An object that was built with arguments cannot be stored. ``on_unsupported`` then gets a stand-in with ``vars()`` and
-    ``arguments``.
+    ``allow``, for the formats ``torch`` and ``dcp``: full names of classes whose objects the checkpoint may hold, such
+    as ``argparse.Namespace``. The classes are not imported, and no code of theirs runs. An object becomes a mapping of
+    its attributes. An object that was built with arguments cannot be stored. ``on_unsupported`` then gets a stand-in
+    with ``vars()`` and ``arguments``.
 
-    ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its path and the value
-    that returns a value to store instead.
+    ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
+    path and the value that returns a value to store instead.
     """
     store = _open(url, None)
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]

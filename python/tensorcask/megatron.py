@@ -5,16 +5,18 @@
     megatron.save(sharded_state_dict, "ckpt/iter_0000100")
     state = megatron.load(sharded_state_dict, megatron.latest("ckpt"))
 
-Code that calls ``megatron.core.dist_checkpointing`` itself passes ``sharded_strategy=megatron.SaveStrategy()`` to save. Loading needs only an
-import of this module. Tensors and sharded objects of all ranks become one snapshot in the store. The parallel layout may
-change between save and load, as with Megatron's own formats. Tested with Megatron Core 0.16.
+Code that calls ``megatron.core.dist_checkpointing`` itself passes ``sharded_strategy=megatron.SaveStrategy()`` to save.
+Loading needs only an import of this module. Tensors and sharded objects of all ranks become one snapshot in the store.
+The parallel layout may change between save and load, as with Megatron's own formats. Tested with Megatron Core 0.16.
 
-The folder's name is the step, such as ``iter_0000100``. The store is ``<parent of the folder>/tensorcask``, unless ``TENSORCASK_URL`` or an
-argument names another store. The folder holds the files that Megatron writes (``metadata.json``, ``common.pt``) and a marker,
-``tensorcask.json``, which names the snapshot. The store keeps ``common.pt`` too, so :func:`load` can rebuild a lost folder.
+The folder's name is the step, such as ``iter_0000100``. The store is ``<parent of the folder>/tensorcask``, unless
+``TENSORCASK_URL`` or an argument names another store. The folder holds the files that Megatron writes
+(``metadata.json``, ``common.pt``) and a marker, ``tensorcask.json``, which names the snapshot. The store keeps
+``common.pt`` too, so :func:`load` can rebuild a lost folder.
 
-Values in sharded objects are stored without pickle (``spec/tree.md``): tensors, arrays, containers, dtypes, numbers, text and bytes. An error
-names the path of any other value. Megatron itself writes and reads ``common.pt`` by ``torch.save`` and ``torch.load``.
+Values in sharded objects are stored without pickle (``spec/tree.md``): tensors, arrays, containers, dtypes, numbers,
+text and bytes. An error names the path of any other value. Megatron itself writes and reads ``common.pt`` by
+``torch.save`` and ``torch.load``.
 
 | variable | meaning |
 |---|---|
@@ -70,9 +72,11 @@ _VARIABLES = {"policy": "TENSORCASK_POLICY", "objective": "TENSORCASK_OBJECTIVE"
 
 
 def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: SaveStrategy | None = None, **options: Any) -> None:
-    """Saves by ``dist_checkpointing.save`` into a store, then writes the tracker file beside the folder. Call it on all ranks.
+    """Saves by ``dist_checkpointing.save`` into a store, then writes the tracker file beside the folder. Call it on all
+    ranks.
 
-    Pass the same ``strategy`` to each save, or none: the process then keeps one. ``options`` are those of ``dist_checkpointing.save``.
+    Pass the same ``strategy`` to each save, or none: the process then keeps one. ``options`` are those of
+    ``dist_checkpointing.save``.
     """
     folder = Path(checkpoint_dir)
     step = _step(folder)
@@ -87,7 +91,8 @@ def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, str
 
 
 def load(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: LoadStrategy | None = None, **options: Any) -> Any:
-    """Loads by ``dist_checkpointing.load`` from a store. Call it on all ranks. A missing folder is rebuilt from the store."""
+    """Loads by ``dist_checkpointing.load`` from a store. Call it on all ranks. A missing folder is rebuilt from the
+    store."""
     folder = Path(checkpoint_dir)
     strategy = strategy or LoadStrategy()
     # Rank 0 rebuilds a shared folder. If the folder is not shared, every rank does; repeating it is harmless.
@@ -110,10 +115,11 @@ def latest(root: str | os.PathLike[str]) -> Path:
 
 
 class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
-    """A ``sharded_strategy`` for ``dist_checkpointing.save``. Use one strategy for all saves, so that deltas find their base.
+    """A ``sharded_strategy`` for ``dist_checkpointing.save``. Use one strategy for all saves, so that deltas find their
+    base.
 
-    ``store``: a store or its URL. ``options``: those of :class:`tensorcask.torch.Writer`; they override the variables. Saves are
-    synchronous: Megatron refuses ``async_sharded_save=True``.
+    ``store``: a store or its URL. ``options``: those of :class:`tensorcask.torch.Writer`; they override the variables.
+    Saves are synchronous: Megatron refuses ``async_sharded_save=True``.
     """
 
     def __init__(self, store: Store | str | None = None, **options: Any) -> None:
@@ -179,7 +185,9 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         if loaded_version != _VERSION:
-            raise _native.UnsupportedError(f"the checkpoint has version {loaded_version} of backend {BACKEND!r}; this package reads version {_VERSION}")
+            raise _native.UnsupportedError(
+                f"the checkpoint has version {loaded_version} of backend {BACKEND!r}; this package reads version {_VERSION}"
+            )
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:
         folder = Path(checkpoint_dir)
@@ -313,7 +321,8 @@ _PAIRS, _DTYPE = "#pairs", "#dtype"
 
 
 def _encoded(value: Any) -> Any:
-    """An object in a form that can be stored: dtypes by name, and mappings with other keys than text and integers as pairs."""
+    """An object in a form that can be stored: dtypes by name, and mappings with other keys than text and integers as
+    pairs."""
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):

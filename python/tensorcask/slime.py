@@ -3,11 +3,12 @@
     steps = tensorcask.slime.import_deltas("shared/delta-updates", "s3://bucket/run42", base="hf-checkpoint", base_step=0)
     tensorcask.slime.export_deltas("s3://bucket/run42", "shared/delta-updates", tensors="model.*", strip="model.")
 
-A folder holds one subfolder per version: ``weight_v000001``, ``weight_v000002``, ... A version is a checkpoint of safetensors with an index,
-or a delta to the version before. The tensors of a delta are differences, compressed by zstd. An ``xor`` difference has the size of the
-tensor. An ``overwrite`` difference holds the count and positions of changed bytes (u32, little-endian) and their new values. A delta
-names the version that it builds on and has a checksum of the new bytes of each changed tensor. The import checks both. slime describes the
-layout in ``docs/en/advanced/delta-weight-sync.md`` (as of August 2026). Needs ``pip install 'tensorcask[slime]'``.
+A folder holds one subfolder per version: ``weight_v000001``, ``weight_v000002``, ... A version is a checkpoint of
+safetensors with an index, or a delta to the version before. The tensors of a delta are differences, compressed by zstd.
+An ``xor`` difference has the size of the tensor. An ``overwrite`` difference holds the count and positions of changed
+bytes (u32, little-endian) and their new values. A delta names the version that it builds on and has a checksum of the
+new bytes of each changed tensor. The import checks both. slime describes the layout in
+``docs/en/advanced/delta-weight-sync.md`` (as of August 2026). Needs ``pip install 'tensorcask[slime]'``.
 """
 
 from __future__ import annotations
@@ -63,12 +64,13 @@ def import_deltas(
     base_step: int = 0,
     policy: str = "adaptive",
 ) -> list[int]:
-    """Saves each version of a folder as a snapshot. Returns the saved steps: the versions' numbers, or the steps that were exported.
+    """Saves each version of a folder as a snapshot. Returns the saved steps: the versions' numbers, or the steps that
+    were exported.
 
-    ``base``: the checkpoint that the first delta builds on (safetensors files, or an index), saved as ``base_step``. A folder whose first
-    version is whole needs none. The import skips versions that the store has already, so a growing folder can be imported repeatedly.
-    A step that holds other content than its version is an error; a restarted training causes this. The import ends at a version
-    without an index, because this version is still being written.
+    ``base``: the checkpoint that the first delta builds on (safetensors files, or an index), saved as ``base_step``. A
+    folder whose first version is whole needs none. The import skips versions that the store has already, so a growing
+    folder can be imported repeatedly. A step that holds other content than its version is an error; a restarted
+    training causes this. The import ends at a version without an index, because this version is still being written.
     """
     store = _open(url, None)
     options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
@@ -77,7 +79,9 @@ def import_deltas(
     steps = [*([check_step(base_step)] if base is not None else []), *(version.step for version in versions)]
     twice = next((step for step in steps if steps.count(step) > 1), None)
     if twice is not None:
-        raise _native.InvalidArgumentError(f"{folder}: step {twice} occurs twice, among the versions or as base_step. Pass another base_step")
+        raise _native.InvalidArgumentError(
+            f"{folder}: step {twice} occurs twice, among the versions or as base_step. Pass another base_step"
+        )
 
     def is_there(step: int, digest: str, what: str) -> bool:
         if step in live and live[step].get(_DIGEST) != digest:
@@ -102,7 +106,10 @@ def import_deltas(
             state = None
         else:
             if version.base != number:
-                raise _native.InvalidArgumentError(f"{version.folder} builds on version {version.base}, but follows version {number}. Import all versions in order")
+                raise _native.InvalidArgumentError(
+                    f"{version.folder} builds on version {version.base}, but follows version {number}. "
+                    "Import all versions in order"
+                )
             if not found:
                 if state is None:
                     state = _bytes_of(store, step)
@@ -135,11 +142,12 @@ def export_deltas(
     checksum: str = "xxh3-128",
     first_version: int = 0,
 ) -> list[Path]:
-    """Writes snapshots as versions: the first as a whole checkpoint, the others as deltas. Returns the folders of the versions.
+    """Writes snapshots as versions: the first as a whole checkpoint, the others as deltas. Returns the folders of the
+    versions.
 
-    A folder that exists already is an error. ``steps``: the steps to write, in this order; by default all live steps, ascending.
-    ``tensors``: names of tensors, with ``*`` for any characters. ``strip``: a prefix to remove from the names. ``checksum``:
-    ``xxh3-128``, ``blake3`` or ``adler32``.
+    A folder that exists already is an error. ``steps``: the steps to write, in this order; by default all live steps,
+    ascending. ``tensors``: names of tensors, with ``*`` for any characters. ``strip``: a prefix to remove from the
+    names. ``checksum``: ``xxh3-128``, ``blake3`` or ``adler32``.
     """
     if encoding not in ("xor", "overwrite"):
         raise ValueError(f"encoding {encoding!r}: use 'xor' or 'overwrite'")
@@ -303,7 +311,9 @@ def _differences(
     shape = {name: (raw.dtype, raw.shape) for name, raw in before.items()}
     other = next((name for name in {**before, **after} if name not in after or shape.get(name) != (after[name].dtype, after[name].shape)), None)
     if other is not None:
-        raise _native.UnsupportedError(f"step {step}: `{other}` was added or removed, or has another shape or dtype. Start a new export at this step")
+        raise _native.UnsupportedError(
+            f"step {step}: `{other}` was added or removed, or has another shape or dtype. Start a new export at this step"
+        )
     found, sums = {}, {}
     for name, raw in after.items():
         old, new = (np.frombuffer(tensor.data, dtype=np.uint8) for tensor in (before[name], raw))

@@ -4,15 +4,17 @@
     dcp.async_save(state, checkpoint_id="step-100", storage_writer=store.writer())
     dcp.load(state, checkpoint_id="step-100", storage_reader=store.reader())
 
-All ranks save one snapshot. Each rank uploads its shards, and the coordinator commits the snapshot of all ranks, or none. Another number of
-ranks can load the snapshot, with other placements. :func:`tensorcask.load` loads it as a whole. Values that are not tensors are stored
-without pickle (``spec/tree.md``).
+All ranks save one snapshot. Each rank uploads its shards, and the coordinator commits the snapshot of all ranks, or
+none. Another number of ranks can load the snapshot, with other placements. :func:`tensorcask.load` loads it as a whole.
+Values that are not tensors are stored without pickle (``spec/tree.md``).
 
-The last part of ``checkpoint_id`` names the training step: ``100``, ``step-100``, ``step_100``, ``step=100`` or ``global_step100``
-(also ``iter``, ``iteration``, ``checkpoint`` and ``ckpt``). Any other name is an error, because two names that are taken for one step would
-replace each other. Pass ``step=`` to ``store.writer()`` and ``store.reader()`` to use other names.
+The last part of ``checkpoint_id`` names the training step: ``100``, ``step-100``, ``step_100``, ``step=100`` or
+``global_step100`` (also ``iter``, ``iteration``, ``checkpoint`` and ``ckpt``). Any other name is an error, because two
+names that are taken for one step would replace each other. Pass ``step=`` to ``store.writer()`` and ``store.reader()``
+to use other names.
 
-DCP turns the keys of mappings into text: a state ``{7: tensor}`` is stored as ``{"7": tensor}``. Loading into ``{7: tensor}`` fills key 7.
+DCP turns the keys of mappings into text: it stores a state ``{7: tensor}`` as ``{"7": tensor}``.
+Loading into ``{7: tensor}`` fills key 7.
 """
 
 from __future__ import annotations
@@ -67,22 +69,24 @@ class Writer(StorageWriter):  # type: ignore[misc]
     """A ``storage_writer`` for ``dcp.save`` and ``dcp.async_save``. It is also the stager of ``async_save``.
 
     ``step``: the training step; without it, ``checkpoint_id`` names the step. ``policy``, ``metadata``, ``base_cache``,
-    ``verify_after_encode``, ``objective`` and ``precision`` are those of :meth:`tensorcask.Store.save`. ``user`` may also be a function of
-    the step.
+    ``verify_after_encode``, ``objective`` and ``precision`` are those of :meth:`tensorcask.Store.save`. ``user`` may
+    also be a function of the step.
 
-    ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its path and the value
-    that returns a value to store instead. A function cannot replace the shards of a distributed tensor. ``dcp.save`` plans a save before the
-    writer sees the state, so nested tensors and lazy parameters are an error there; ``dcp.async_save`` asks ``on_unsupported`` about
-    them.
+    ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
+    path and the value that returns a value to store instead. A function cannot replace the shards of a distributed
+    tensor. ``dcp.save`` plans a save before the writer sees the state, so nested tensors and lazy parameters are an
+    error there; ``dcp.async_save`` asks ``on_unsupported`` about them.
 
-    ``overwrite``: whether to replace a step that is saved already. PyTorch's own ``FileSystemWriter`` replaces by default, with a warning
-    that this will change. Here the default is a ``ConflictError`` on every rank, and the old snapshot stays.
+    ``overwrite``: whether to replace a step that is saved already. PyTorch's own ``FileSystemWriter`` replaces by
+    default, with a warning that this will change. Here the default is a ``ConflictError`` on every rank, and the old
+    snapshot stays.
 
-    An asynchronous save stores the state as of the call: tensors may change as soon as ``async_save`` returns. ``result()`` of what
-    ``async_save`` returns raises the error of a failed save, on every rank. The writer also logs a warning when the next save begins. In a
-    job of one rank, the call after ``max_failed_saves`` failures in a row raises an error. In a job of several ranks it does not, because
-    the other ranks would wait for the one that raised. A save in a process of its own (``AsyncCheckpointerType.PROCESS``) cannot report
-    to the writer. ``saved`` is the result of the last save, on the coordinator.
+    An asynchronous save stores the state as of the call: tensors may change as soon as ``async_save`` returns.
+    ``result()`` of what ``async_save`` returns raises the error of a failed save, on every rank. The writer also logs a
+    warning when the next save begins. In a job of one rank, the call after ``max_failed_saves`` failures in a row
+    raises an error. In a job of several ranks it does not, because the other ranks would wait for the one that raised.
+    A save in a process of its own (``AsyncCheckpointerType.PROCESS``) cannot report to the writer. ``saved`` is the
+    result of the last save, on the coordinator.
     """
 
     _synchronize_after_execute: bool = False
@@ -245,7 +249,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
             raise
 
     def _check_values(self, planner: SavePlanner) -> None:
-        """Refuses sharded tensors inside values, on every rank and before any rank uploads: only one rank gets to store a value."""
+        """Refuses sharded tensors inside values, on every rank and before any rank uploads: only one rank gets to store
+        a value."""
         planned = getattr(planner, "state_dict", None)
         if self._on_unsupported not in (None, "error") or not isinstance(planned, dict):
             return
@@ -312,11 +317,13 @@ class Writer(StorageWriter):  # type: ignore[misc]
 class Reader(StorageReader):  # type: ignore[misc]
     """A ``storage_reader`` for ``dcp.load``.
 
-    ``step``: the training step, or ``"latest"``; without it, ``checkpoint_id`` names the step. Without both, the newest snapshot is
-    loaded. Each rank reads only the elements that its tensors hold. ``process_group``: the group of the load; its first rank then reads the
-    description of the state and sends it to the others. Without it, each rank reads the description itself.
+    ``step``: the training step, or ``"latest"``; without it, ``checkpoint_id`` names the step. Without both, the newest
+    snapshot is loaded. Each rank reads only the elements that its tensors hold. ``process_group``: the group of the
+    load; its first rank then reads the description of the state and sends it to the others. Without it, each rank reads
+    the description itself.
 
-    Planners that take a state apart (``flatten_state_dict=True``, the default) and planners that do not can both load any snapshot.
+    Planners that take a state apart (``flatten_state_dict=True``, the default) and planners that do not can both load
+    any snapshot.
     """
 
     def __init__(self, store: Store, *, step: int | str | None = None, process_group: Any = None) -> None:
@@ -428,7 +435,8 @@ class Reader(StorageReader):  # type: ignore[misc]
 
 
 class _Descriptions(dict[Any, Any]):
-    """Descriptions of values by the names of a flattened state. Names of the state as it is are found too, but not listed.
+    """Descriptions of values by the names of a flattened state. Names of the state as it is are found too, but not
+    listed.
 
     DCP compares the listed names with those of the state to load. It looks up the names that its planner asks for.
     """

@@ -68,7 +68,7 @@ def load_steps(url, placement, first, count):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for step in range(int(first), int(first) + int(count)):
         state = state_of(mesh, placement, step, False)
-        # Both ways to learn what there is.
+        # With a process group, one rank reads the description for all.
         group = dist.group.WORLD if step % 2 else None
         dcp.load(state, checkpoint_id=f"step-{step}", storage_reader=tensorcask.Store(url).reader(process_group=group))
         check(state, step)
@@ -107,7 +107,7 @@ def save_placements(url, world):
 
 
 def test_a_run_goes_on_with_other_ranks(tmp_path):
-    """Deltas, then another world size, and the store goes on."""
+    """Another number of ranks continues a store that holds deltas."""
     url = tmp_path / "store"
     on_ranks(2, tmp_path, save_steps, url, "rows", 1, 2)
     on_ranks(3, tmp_path, save_steps, url, "columns", 3, 2)
@@ -146,7 +146,7 @@ def fsdp_run(url):
     store = tensorcask.Store(url)
     model, optimizer = make(0)
     train(model, optimizer, 3)
-    # The save talks to the other ranks while the training does.
+    # The save and the training communicate at the same time.
     group = dist.new_group(backend="gloo")
     future = dcp.async_save(state(model, optimizer), checkpoint_id="3", storage_writer=store.writer(), process_group=group)
     losses = train(model, optimizer, 3)
@@ -163,7 +163,7 @@ def test_fsdp2_resumes_bit_for_bit(tmp_path):
 
 
 def fail_one_rank(url):
-    """A rank that cannot save makes the whole save fail, and the next succeeds."""
+    """A rank that cannot save makes the whole save fail. The next save succeeds."""
     mesh = init_device_mesh("cpu", (2,))
     store = tensorcask.Store(url)
     writer = store.writer(policy="consecutive")
@@ -192,7 +192,7 @@ def fail_in_the_background(url):
     writer = tensorcask.Store(url).writer(max_failed_saves=2)
     good = {"w": torch.ones(2)}
     for step in range(1, 5):
-        # A set cannot be stored; one rank alone finds out.
+        # A set cannot be stored. Only one rank has one.
         state = good | ({"bad": {1}} if dist.get_rank() == 1 else {})
         future = dcp.async_save(state, checkpoint_id=str(step), storage_writer=writer)
         try:
@@ -365,7 +365,9 @@ def test_no_pickle_reaches_the_store(url):
 
 
 def test_writers_survive_pickling(url):
-    writer = tensorcask.Store(url).writer(policy="full", user={"a": 1})
-    again = pickle.loads(pickle.dumps(writer))
-    dcp.save({"w": torch.ones(1)}, checkpoint_id="1", storage_writer=again)
-    assert tensorcask.Store(url).snapshots()[0].user["a"] == 1
+    writer = tensorcask.Store(url).writer(policy="full", user={"a": 1}, on_unsupported="skip", overwrite=True)
+    for value in (1.0, 2.0):
+        again = pickle.loads(pickle.dumps(writer))
+        dcp.save({"w": torch.full((1,), value), "bad": {1}}, checkpoint_id="1", storage_writer=again)
+    store = tensorcask.Store(url)
+    assert store.snapshots()[0].user["a"] == 1 and store.load() == {"w": torch.full((1,), 2.0)}
