@@ -70,8 +70,7 @@ class Stager:
 
 
 def _with_copies(value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
-    # A function of the module: one that calls itself from inside another would keep the arena in use until garbage is
-    # collected.
+    # Not a nested function: a recursive closure is a reference cycle, which would keep the arena in use.
     if isinstance(value, dict):
         return {key: _with_copies(item, copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -82,10 +82,26 @@ def _stand_ins(names: Sequence[str]) -> Iterator[None]:
             raise ValueError(f"allow={name!r}: use the full name of a class, such as argparse.Namespace")
     made = []
     for name in names:
-        module, _, qualified = name.rpartition(".")
-        made.append((type(qualified, (StandIn,), {"__module__": module, "__slots__": ()}), name))
-    with torch.serialization.safe_globals(made):
+        module, _, last = name.rpartition(".")
+        # PyTorch finds the stand-in under its module and name, which are those of the class.
+        made.append(type(last, (StandIn,), {"__module__": module, "__slots__": ()}))
+    # A stand-in also goes before a class that this process allowed for other loads, as Megatron allows argparse.Namespace.
+    hidden = [entry for entry in torch.serialization.get_safe_globals() if _full_name(entry) in names]
+    _replace_safe_globals(hidden, made)
+    try:
         yield
+    finally:
+        _replace_safe_globals(made, hidden)
+
+
+def _full_name(entry: Any) -> str:
+    return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+
+
+def _replace_safe_globals(gone: Sequence[Any], new: Sequence[Any]) -> None:
+    kept = [entry for entry in torch.serialization.get_safe_globals() if entry not in gone]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*kept, *new])
 
 
 def _refused(source: Path | io.BytesIO, reason: str) -> list[str]:
@@ -93,7 +109,8 @@ def _refused(source: Path | io.BytesIO, reason: str) -> list[str]:
     if " is blocked" in reason:
         return []
     found = re.search(r"Unsupported global: GLOBAL (\S+)", reason)
-    first = [found[1]] if found else []
+    # PyTorch leaves out the module of built-in functions.
+    first = [found[1] if "." in found[1] else f"builtins.{found[1]}"] if found else []
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:

@@ -194,6 +194,21 @@ def test_objects_of_allowed_classes_are_plain_values(tmp_path, url, how):
         import_(path, url, step=2, allow=["Namespace"])
 
 
+def test_a_class_that_the_process_allows_is_not_used_either(tmp_path, url):
+    class Namespace(argparse.Namespace):
+        def __setstate__(self, state):
+            raise AssertionError("code of the class ran")
+
+    Namespace.__module__, Namespace.__qualname__ = "argparse", "Namespace"
+    torch.save({"args": argparse.Namespace(lr=0.1)}, tmp_path / "a.pt")
+    before = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([Namespace]):
+        import_(tmp_path / "a.pt", url, step=1, allow=["argparse.Namespace"])
+        assert Namespace in torch.serialization.get_safe_globals()
+    assert tensorcask.load(url) == {"args": {"lr": 0.1}}
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
 def test_a_refused_file_tells_the_command_to_run(tmp_path, url):
     state = {"w": torch.ones(2), "args": argparse.Namespace(lr=0.1), "a b": Config()}
     torch.save(state, tmp_path / "a b.pt")
