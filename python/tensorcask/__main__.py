@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import _native
+from ._dtypes import Unsupported
+from ._options import Step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,10 +40,21 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
 
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="safetensors, an index, a .pt file, or a folder")
     parser.add_argument("store", metavar="STORE", help="path or URL")
-    parser.add_argument("--step", type=int, help="the training step; of slime's folders, that of --base")
-    parser.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="instead of what the source looks like")
+    parser.add_argument("--step", type=int, help="the training step; for slime folders, the step of --base")
+    parser.add_argument("--format", choices=["safetensors", "torch", "dcp", "slime"], help="[told by the source's name or content]")
     parser.add_argument("--policy", default="adaptive", help="when to write a base [adaptive]")
-    parser.add_argument("--base", help="of slime's folders: the checkpoint that the first delta builds on")
+    parser.add_argument("--base", help="for slime folders: the checkpoint that the first delta builds on")
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="class whose objects a .pt file or DCP folder may hold, such as argparse.Namespace; repeatable. Its code does not run: "
+        "the attributes become plain values",
+    )
+    parser.add_argument(
+        "--on-unsupported", choices=["error", "skip"], default="error", help="what to do with values that cannot be stored [error]"
+    )
     given = parser.parse(words)
     first = Path(given.sources[0])
     kind = given.format or (_format_of_folder(first) if first.is_dir() else None)
@@ -54,8 +67,16 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
         steps = import_deltas(first, given.store, base=given.base, base_step=given.step or 0, policy=given.policy)
         return {**report, "steps": steps}, f"steps {', '.join(map(str, steps))}" if steps else "nothing new"
     if given.step is None:
-        parser.error("--step is needed: these formats do not tell it")
-    saved = import_(given.sources, given.store, step=given.step, format=kind, policy=given.policy)
+        parser.error("pass --step: these formats do not store the training step")
+    saved = import_(
+        given.sources,
+        given.store,
+        step=given.step,
+        format=kind,
+        policy=given.policy,
+        allow=given.allow,
+        on_unsupported=given.on_unsupported,
+    )
     facts = {"steps": [saved.step], "kind": saved.kind, "tensor_bytes": saved.tensor_bytes, "stored_bytes": saved.stored_bytes}
     return {**report, **facts}, f"step {saved.step}: a {saved.kind}, {saved.stored_bytes} of {saved.tensor_bytes} bytes"
 
@@ -69,14 +90,14 @@ def _export(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
     parser.add_argument("--format", choices=["safetensors", "torch", "dcp"], help="instead of what the target's name says")
     parser.add_argument("--max-shard-bytes", type=int, metavar="N", help="split safetensors into shards with an index, in a folder")
     given = parser.parse(words)
-    step = "latest" if given.step is None else given.step
+    step: Step = "latest" if given.step is None else given.step
     export(given.store, given.target, step=step, format=given.format, max_shard_bytes=given.max_shard_bytes)
     return {"store": given.store, "target": given.target}, given.target
 
 
 _Verb = Callable[["_Parser", Sequence[str]], tuple[dict[str, Any], str]]
 _VERBS: dict[str, tuple[_Verb, str]] = {
-    "import": (_import, "Saves a checkpoint of another format as a snapshot; of slime's folders, each version as one."),
+    "import": (_import, "Saves a checkpoint of another format as a snapshot, or each version of a slime folder."),
     "export": (_export, "Writes a snapshot in another format."),
 }
 # As the binary's.
@@ -136,6 +157,8 @@ def _outcome(run: _Verb, parser: _Parser, words: list[str]) -> int:
         message = str(error)
         if isinstance(error, ImportError) and error.name == "torch":
             message = "this format needs PyTorch: pip install 'tensorcask[torch]'"
+        if isinstance(error, Unsupported):
+            message += ". To leave such values out, add --on-unsupported skip"
         if parser.json:
             _print_json_error(getattr(error, "kind", kind), message)
         sys.stderr.write(f"error: {_printable(message)}\n")

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, get_args
 
 from . import _dtypes, _native, _precision

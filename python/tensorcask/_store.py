@@ -43,24 +43,8 @@ from ._upkeep import Upkeep
 if TYPE_CHECKING:
     from .torch import Reader, Writer
 
-# Besides Store and open_store: names that modules above import from here, and RawTensor for the examples.
-__all__ = [
-    "RawTensor",
-    "Snapshot",
-    "SnapshotInfo",
-    "Store",
-    "TensorInfo",
-    "VerifyReport",
-    "WriterOptions",
-    "_TREE",
-    "_address",
-    "_flat_arrays",
-    "_open",
-    "check_step",
-    "open_store",
-    "parse_policy",
-    "user_json",
-]
+# RawTensor is here for the examples.
+__all__ = ["RawTensor", "Store", "open_store"]
 
 _log = logging.getLogger("tensorcask")
 
@@ -276,6 +260,7 @@ class Store(Upkeep):
         objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
         overwrite: bool = False,
+        on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
     ) -> Writer:
         """Makes a ``storage_writer`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Writer`."""
@@ -292,6 +277,7 @@ class Store(Upkeep):
             objective=objective,
             precision=precision,
             overwrite=overwrite,
+            on_unsupported=on_unsupported,
             max_failed_saves=max_failed_saves,
         )
 
@@ -326,7 +312,3 @@ def open_store(url: str | os.PathLike[str] | Store, config: Mapping[str, str] | 
         while len(_stores) > _OPEN_STORES:
             _stores.popitem(last=False)
     return store
-
-
-# Earlier names, for modules that import them from here.
-_open, _address, _flat_arrays, _TREE = open_store, address_of, flat_arrays, TREE

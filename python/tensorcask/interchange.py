@@ -3,11 +3,12 @@
 | format | read from | written as |
 |---|---|---|
 | ``safetensors`` | a file, the index of a sharded model (``*.index.json``), or a model's folder | a file, or shards with an index |
-| ``torch`` | what ``torch.save`` wrote, loaded with ``weights_only=True`` | the same |
+| ``torch`` | a file of ``torch.save``, loaded with ``weights_only=True`` | the same |
 | ``dcp`` | a folder of ``torch.distributed.checkpoint`` | the same |
 
-safetensors hold tensors alone: values of the state that are none stay behind. Nothing that is read here can run code. Folders of
-weight deltas: :mod:`tensorcask.slime`. The commands ``tensorcask import`` and ``tensorcask export`` do the same.
+A safetensors file holds tensors only, so an export to it leaves other values out. No import runs code from a file. For
+folders of weight deltas, see :mod:`tensorcask.slime`. The commands ``tensorcask import`` and ``tensorcask export`` do
+the same.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _native
 from ._files import into_place
 from ._native import Saved
 from ._options import Step, WriterOptions, check_step, parse_policy, user_json
 from ._snapshot import Snapshot
-from ._store import Store, open_store as _open
+from ._state import OnUnsupported
+from ._store import Store, open_store
+
+if TYPE_CHECKING:
+    from ._unpickle import RefusedPickle
 
 __all__ = ["export", "import_"]
 
@@ -38,9 +43,20 @@ def import_(
     format: str | None = None,
     policy: str = "adaptive",
     user: Mapping[str, Any] | None = None,
+    allow: Sequence[str] = (),
+    on_unsupported: OnUnsupported = None,
 ) -> Saved:
-    """Saves a checkpoint of another format as a snapshot. Several safetensors files together are one state."""
-    store = _open(url, None)
+    """Saves a checkpoint of another format as a snapshot. Several safetensors files together are one state.
+
+    ``allow``, for the formats ``torch`` and ``dcp``: full names of classes whose objects the checkpoint may hold, such
+    as ``argparse.Namespace``. The classes are not imported, and no code of theirs runs. An object becomes a mapping of
+    its attributes. An object that was built with arguments cannot be stored. ``on_unsupported`` then gets a stand-in
+    with ``vars()`` and ``arguments``.
+
+    ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
+    path and the value that returns a value to store instead.
+    """
+    store = open_store(url, None)
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
     kind = format or (_format_of_folder(paths[0]) if paths[0].is_dir() else _format_of(paths[0], False))
     if kind == "safetensors":
@@ -49,11 +65,22 @@ def import_(
         arguments = (check_step(step), [str(path) for path in paths], user_json(user))
         return store.with_writer(options, lambda writer: writer.save_safetensors(*arguments))
     if len(paths) != 1:
-        raise ValueError(f"format {kind!r}: give one file or folder")
+        raise ValueError(f"format {kind!r} needs one file or folder, not {len(paths)}")
     if kind not in ("torch", "dcp"):
-        raise ValueError(f"format {kind!r}: use 'safetensors', 'torch' or 'dcp'; for weight deltas, tensorcask.slime.import_deltas()")
-    state = _read_torch(paths[0]) if kind == "torch" else _read_dcp(paths[0])
-    return store.save(state, step=step, policy=policy, user=user)
+        raise ValueError(f"format {kind!r}: use 'safetensors', 'torch' or 'dcp'. For weight deltas use tensorcask.slime.import_deltas()")
+    try:
+        state = (_read_torch if kind == "torch" else _read_dcp)(paths[0], allow)
+    except Exception as error:
+        from ._unpickle import RefusedPickle
+
+        if not isinstance(error, RefusedPickle):
+            raise
+        command = ["python", "-m", "tensorcask", "import", str(paths[0]), store.url, "--step", str(step)]
+        command += ["--policy", policy] if policy != "adaptive" else []
+        command += ["--on-unsupported", "skip"] if on_unsupported == "skip" else []
+        command += [word for name in allow for word in ("--allow", name)]
+        raise _native.UnsupportedError(_refusal(error, paths[0], command)) from None
+    return store.save(state, step=step, policy=policy, user=user, on_unsupported=on_unsupported)
 
 
 def export(
@@ -64,15 +91,15 @@ def export(
     format: str | None = None,
     max_shard_bytes: int | None = None,
 ) -> None:
-    """Writes a snapshot in another format. What is there already is not touched: an error says so.
+    """Writes a snapshot in another format. A target that exists already is an error, and stays as it is.
 
-    ``max_shard_bytes`` splits safetensors into shards with an index; ``target`` is then a folder.
+    ``max_shard_bytes`` splits safetensors into shards with an index. ``target`` is then a folder.
     """
-    snapshot = _open(url, None).snapshot(step)
+    snapshot = open_store(url, None).snapshot(step)
     path = Path(target)
     kind = format or ("safetensors" if max_shard_bytes else _format_of(path, not path.suffix))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} is there already")
+        raise FileExistsError(f"{path} exists already. Choose another target")
     if kind == "safetensors" and max_shard_bytes:
         _write_shards(snapshot, path, max_shard_bytes)
     elif kind == "safetensors":
@@ -97,7 +124,7 @@ def _format_of(path: Path, is_folder: bool) -> str:
         return "safetensors"
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         return "torch"
-    raise ValueError(f"{path}: cannot tell the format by its name; pass format='safetensors', 'torch' or 'dcp'")
+    raise ValueError(f"{path}: the name does not tell the format. Pass format='safetensors', 'torch' or 'dcp'")
 
 
 def _format_of_folder(path: Path) -> str:
@@ -107,18 +134,18 @@ def _format_of_folder(path: Path) -> str:
         return "slime"
     if any(path.glob("*.safetensors")):
         return "safetensors"
-    raise ValueError(f"{path}: holds no checkpoint of a known format (DCP, a model of safetensors, weight deltas); pass format=")
+    raise ValueError(f"{path} holds no checkpoint of a known format (DCP, a model of safetensors, weight deltas). Pass format=")
 
 
 def _files_of_model(folder: Path) -> Path:
-    """The index of a model's folder, or its only file."""
+    """The index of a model's folder, or the only file in the folder."""
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
         found = sorted(folder.glob(pattern))
         if len(found) == 1:
             return found[0]
         if found:
-            raise ValueError(f"{folder}: has {len(found)} of {pattern}; name the files")
-    raise FileNotFoundError(f"{folder}: holds no safetensors")
+            raise ValueError(f"{folder} has {len(found)} files {pattern}. Name the files to import")
+    raise FileNotFoundError(f"{folder} holds no safetensors")
 
 
 def _write_shards(snapshot: Snapshot, folder: Path, limit: int) -> None:
@@ -139,7 +166,7 @@ def _write_shards(snapshot: Snapshot, folder: Path, limit: int) -> None:
         file = f"model-{number:05}-of-{len(groups):05}.safetensors"
         _write_safetensors(snapshot, folder / file, names)
         weights.update(dict.fromkeys(names, file))
-    # Last, so that its being there means that all is there.
+    # The index is last: where it exists, all shards exist.
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     into_place(folder / "model.safetensors.index.json", lambda temporary: temporary.write_text(json.dumps(index, indent=2)))
 
@@ -148,68 +175,45 @@ def _write_safetensors(snapshot: Snapshot, path: Path, names: list[str]) -> None
     into_place(path, lambda temporary: snapshot.native.write_safetensors(str(temporary), names))
 
 
-def _read_torch(path: Path) -> Any:
-    import torch
+def _read_torch(path: Path, allow: Sequence[str]) -> Any:
+    from ._unpickle import load
 
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _native.UnsupportedError(f"{path}: holds more than tensors and plain values, and nothing here runs code: {error}") from error
+    return load(path, allow)
 
 
-def _read_dcp(path: Path) -> Any:
-    import torch
+def _read_dcp(path: Path, allow: Sequence[str]) -> Any:
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._nested_dict import set_element
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    metadata = _MetadataUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
+    from ._unpickle import MetadataUnpickler, load
 
     class Reader(dcp.FileSystemReader):  # type: ignore[misc]
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return metadata
+            data = (path / ".metadata").read_bytes()
+            return MetadataUnpickler(io.BytesIO(data)).load()
 
     class Planner(_EmptyStateDictLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-            from torch.distributed.checkpoint._nested_dict import set_element
-
-            loaded = torch.load(value, weights_only=True)
-            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], load(value, allow))
 
     state: dict[str, Any] = {}
     try:
         _load_state_dict(state, storage_reader=Reader(path), planner=Planner(), no_dist=True)
-    except CheckpointException as error:
-        # Not an `Exception`: DCP wraps what happened, by rank.
-        raise next(iter(error.failures.values()))[0] from error
+    except CheckpointException as failed:
+        error, _ = next(iter(failed.failures.values()))
+        raise error from None
     return state
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """DCP's index is a pickle; only the classes that it is made of are let in."""
-
-    _SAFE = {
-        "torch": {"Size", "device", "strided", "float32"},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "collections": {"OrderedDict"},
-        "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        import torch
-
-        if name in self._SAFE.get(module, ()) or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return super().find_class(module, name)
-        raise _native.UnsupportedError(f"the index of this folder asks for {module}.{name}, which an index has no need of")
+def _refusal(refused: RefusedPickle, path: Path, command: list[str]) -> str:
+    """The error of a file with objects of classes that were not allowed."""
+    if not refused.names:
+        return f"{path} is damaged, or cannot be loaded without running code from it: {refused}"
+    allowed = [word for name in refused.names for word in ("--allow", name)]
+    return (
+        f"{path} holds objects of {', '.join(refused.names)}. To import their attributes as plain values, pass allow={refused.names} "
+        f"to import_(), or run: {shlex.join([*command, *allowed])}. Neither runs code from the file"
+    )

@@ -1,18 +1,20 @@
-"""Checkpoints of Lightning in a tensorcask store.
+"""Lightning checkpoints in a tensorcask store.
 
     import tensorcask.lightning
 
     trainer = Trainer(plugins=[tensorcask.lightning.CheckpointIO("s3://bucket/run42")])
     trainer.fit(model, ckpt_path="checkpoints/epoch=3-step=400.ckpt")
 
-The state goes into the store as the snapshot of its ``global_step``, small where it is a delta. At the path that Lightning chose a small
-file names it: callbacks that list, link, move and delete checkpoints work as ever. A file that is deleted or written anew takes its
-snapshot with it. A second file for one step (weights alone; ``save_last=True``, where ``save_last="link"`` would do) goes into a store
-beside the first, ``s3://bucket/run42-2`` and so on.
+Each checkpoint is a snapshot of its ``global_step``, small where the snapshot is a delta. At the path that Lightning
+chose, a small file names the snapshot, so callbacks can list, link, move and delete checkpoints as usual. Deleting or
+overwriting the file forgets its snapshot. A second file for one step goes into a second store beside the first,
+``s3://bucket/run42-2`` and so on. A file of weights alone causes this, and so does ``save_last=True``; use
+``save_last="link"`` instead.
 
-What is no tensor, container, number, text or bytes is refused by its path (``on_unsupported``): ``save_hyperparameters`` with plain values
-works, with objects it does not. Loading runs no code. ``LightningModule.load_from_checkpoint`` does not ask a plugin, and cannot read
-the file: load the state by :func:`tensorcask.load`.
+Values other than tensors, containers, numbers, text and bytes are an error with their path, unless ``on_unsupported``
+says otherwise. ``save_hyperparameters`` works with plain values, but not with objects. Loading runs no code.
+``LightningModule.load_from_checkpoint`` does not use plugins and cannot read the file: load the state by
+:func:`tensorcask.load`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _MOST_STORES = 16
 
 @dataclass(frozen=True)
 class _Marker:
-    """What a file names."""
+    """The snapshot that a file names."""
 
     store: str
     step: int
@@ -50,20 +52,21 @@ class _Marker:
 
 
 class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
-    """A plugin for a ``Trainer`` or ``Fabric``. ``options``: those of :meth:`tensorcask.Store.save`, such as ``policy``."""
+    """A plugin for ``Trainer`` and ``Fabric``. ``options``: those of :meth:`tensorcask.Store.save`, such as
+    ``policy``."""
 
     def __init__(self, store: Store | str | os.PathLike[str], **options: Any) -> None:
         first = open_store(store, None)
         self._stores = {first.url: first}
         self._first = first
-        # Lightning writes over files of the same name.
+        # Lightning overwrites files of the same name.
         self._options = {"overwrite": True, **options}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
         if storage_options is not None:
-            raise TypeError("storage_options is not used; give options to CheckpointIO")
+            raise TypeError("CheckpointIO does not use storage_options. Pass options to CheckpointIO(...)")
         if "global_step" not in checkpoint:
-            raise ValueError(f"{path}: a checkpoint without global_step has no step to be saved as")
+            raise ValueError(f"{path}: the checkpoint has no global_step, which is the step of its snapshot. Add it")
         step = check_step(checkpoint["global_step"])
         file = Path(path).absolute()
         before = _read(file)
@@ -75,19 +78,21 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
             self._forget(before)
 
     def load_checkpoint(self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """The state that the file names, or an error. ``weights_only`` changes nothing: nothing here runs code."""
+        """The state that the file names, or an error. ``weights_only`` has no effect, because loading never runs
+        code."""
         if not Path(path).exists():
-            raise FileNotFoundError(f"{path} is not there")
+            raise FileNotFoundError(f"{path} does not exist")
         marker = _read(Path(path))
         if marker is None:
-            raise _native.UnsupportedError(f"{path}: not written by tensorcask.lightning")
+            raise _native.UnsupportedError(f"{path} was not written by tensorcask.lightning. Load it without this plugin")
         store = self._store_at(marker.store)
         snapshot = store.snapshot(marker.step)
         if snapshot.id != marker.snapshot:
-            raise _native.ConflictError(f"{path} names snapshot {marker.snapshot}, and step {marker.step} of {store.url} was saved again since")
+            again = f"step {marker.step} of {store.url} was saved again since"
+            raise _native.ConflictError(f"{path} names snapshot {marker.snapshot}, but {again}. Use tensorcask.load() for the new snapshot")
         found = snapshot.load(device=map_location if isinstance(map_location, (str, torch.device)) else None)
         if not isinstance(found, dict):
-            raise _native.CorruptionError(f"step {marker.step} of {store.url} is no checkpoint of Lightning")
+            raise _native.CorruptionError(f"step {marker.step} of {store.url} is not a Lightning checkpoint")
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -98,7 +103,7 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
             self._forget(marker)
 
     def _forget(self, marker: _Marker) -> None:
-        """Gives up what a file named, if it is of this run and not something else by now."""
+        """Forgets the snapshot of a file, if it belongs to this run and was not replaced."""
         if not self._is_ours(marker.store):
             return
         store = self._store_at(marker.store)
@@ -128,7 +133,7 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
             other = Path(str(snapshot.user.get("file", "")))
             if other == file or _read(other) != _Marker(store.url, step, snapshot.id):
                 return store
-        raise _native.ConflictError(f"step {step} is named by {_MOST_STORES} files; delete some")
+        raise _native.ConflictError(f"{_MOST_STORES} files name step {step}. Delete some of them")
 
 
 def _live(store: Store, step: int) -> Snapshot | None:
@@ -139,7 +144,7 @@ def _live(store: Store, step: int) -> Snapshot | None:
 
 
 def _read(file: Path) -> _Marker | None:
-    """What a file names, if it is one of these."""
+    """The snapshot that a file names; None for other files."""
     try:
         with open(file, "rb") as opened:
             told = json.loads(opened.read(4096))

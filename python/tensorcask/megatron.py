@@ -5,26 +5,28 @@
     megatron.save(sharded_state_dict, "ckpt/iter_0000100")
     state = megatron.load(sharded_state_dict, megatron.latest("ckpt"))
 
-or, where ``megatron.core.dist_checkpointing`` is called by other code, ``sharded_strategy=megatron.SaveStrategy()``; what was saved so is
-loaded without a word about it once this module is imported. Tensors and sharded objects go into the store, as one snapshot of all
-ranks; a parallel layout may change between save and load as with Megatron's own formats. Tried with Megatron Core 0.16.
+Code that calls ``megatron.core.dist_checkpointing`` itself passes ``sharded_strategy=megatron.SaveStrategy()`` to save.
+Loading needs only an import of this module. Tensors and sharded objects of all ranks become one snapshot in the store.
+The parallel layout may change between save and load, as with Megatron's own formats. Tested with Megatron Core 0.16.
 
-The step is the last number in the folder's name. The store is ``<parent of the folder>/tensorcask`` unless ``TENSORCASK_URL`` or an argument
-says otherwise. The folder holds what Megatron writes there (``metadata.json``, ``common.pt``) and a marker, ``tensorcask.json``, which
-names the snapshot; ``common.pt`` lies in the store as well, so that :func:`load` makes a folder anew that was lost.
+The folder's name is the step, such as ``iter_0000100``. The store is ``<parent of the folder>/tensorcask``, unless
+``TENSORCASK_URL`` or an argument names another store. The folder holds the files that Megatron writes
+(``metadata.json``, ``common.pt``) and a marker, ``tensorcask.json``, which names the snapshot. The store keeps
+``common.pt`` too, so :func:`load` can rebuild a lost folder.
 
-Values in sharded objects are stored without pickle (``spec/tree.md``): what is no tensor, array, container, dtype, number, text or
-bytes is refused by its path. Megatron itself writes and reads ``common.pt`` by ``torch.save`` and ``torch.load``.
+Values in sharded objects are stored without pickle (``spec/tree.md``): tensors, arrays, containers, dtypes, numbers,
+text and bytes. An error names the path of any other value. Megatron itself writes and reads ``common.pt`` by
+``torch.save`` and ``torch.load``.
 
-| variable | means |
+| variable | meaning |
 |---|---|
 | ``TENSORCASK_URL`` | the store |
 | ``TENSORCASK_POLICY`` | policy of :meth:`tensorcask.Store.save` |
-| ``TENSORCASK_EVERY`` | *n*: a base at every *n*-th save, deltas between; short for the policy ``intermittent:n`` |
-| ``TENSORCASK_OBJECTIVE`` | objective |
-| ``TENSORCASK_PRECISION`` | words of precision, with spaces between |
+| ``TENSORCASK_EVERY`` | *n*: every *n*-th save is a base, the others are deltas; short for the policy ``intermittent:n`` |
+| ``TENSORCASK_OBJECTIVE`` | objective of :meth:`tensorcask.Store.save` |
+| ``TENSORCASK_PRECISION`` | words of its precision, separated by spaces |
 
-Arguments go before variables. All ranks need the same.
+Arguments override variables. All ranks need the same settings.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ import dataclasses
 import io
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ from . import _frameworks, _markers, _native
 from ._files import write_whole
 from ._reports import TensorInfo
 from ._snapshot import Snapshot
+from ._steps import step_of
 from ._store import Store
 from .torch import Writer, read_tensors, resolve
 
@@ -72,9 +74,10 @@ _VARIABLES = {"policy": "TENSORCASK_POLICY", "objective": "TENSORCASK_OBJECTIVE"
 
 
 def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: SaveStrategy | None = None, **options: Any) -> None:
-    """``dist_checkpointing.save`` into a store, and then the tracker file beside the folder. Call it on all ranks.
+    """Saves by ``dist_checkpointing.save`` into a store, then writes the tracker file beside the folder. Call it on all
+    ranks.
 
-    Keep ``strategy`` from save to save, or leave it out: it then is the one of this process. ``options`` are those of
+    Pass the same ``strategy`` to each save, or none: the process then keeps one. ``options`` are those of
     ``dist_checkpointing.save``.
     """
     folder = Path(checkpoint_dir)
@@ -90,10 +93,11 @@ def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, str
 
 
 def load(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: LoadStrategy | None = None, **options: Any) -> Any:
-    """``dist_checkpointing.load`` from a store. Call it on all ranks. A folder that is gone is made anew from the store."""
+    """Loads by ``dist_checkpointing.load`` from a store. Call it on all ranks. A missing folder is rebuilt from the
+    store."""
     folder = Path(checkpoint_dir)
     strategy = strategy or LoadStrategy()
-    # One rank where all see the folder, else one of each host, or several, which does no harm.
+    # Rank 0 rebuilds a shared folder. If the folder is not shared, every rank does; repeating it is harmless.
     for is_mine in (dist.get_rank() == 0, True):
         failures: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, strategy.try_folder(folder) if is_mine else None)
@@ -108,21 +112,22 @@ def latest(root: str | os.PathLike[str]) -> Path:
     tracker = Path(root) / TRACKER
     text = tracker.read_text().strip()
     if not text.isdigit():
-        raise ValueError(f"{tracker}: {text!r} is no iteration")
+        raise ValueError(f"{tracker}: {text!r} is not the number of an iteration")
     return Path(root) / f"iter_{int(text):07}"
 
 
 class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
-    """A ``sharded_strategy`` for ``dist_checkpointing.save``; the same one from save to save, so that deltas find their base.
+    """A ``sharded_strategy`` for ``dist_checkpointing.save``. Use one strategy for all saves, so that deltas find their
+    base.
 
-    ``store``: a store or its URL. ``options``: those of :class:`tensorcask.torch.Writer`; they go before the variables. It saves
-    synchronously: ``async_sharded_save=True`` is refused by Megatron.
+    ``store``: a store or its URL. ``options``: those of :class:`tensorcask.torch.Writer`; they override the variables.
+    Saves are synchronous: Megatron refuses ``async_sharded_save=True``.
     """
 
     def __init__(self, store: Store | str | None = None, **options: Any) -> None:
         super().__init__(BACKEND, _VERSION)
         self._store = store
-        # Megatron writes over the folder of an iteration that it reaches again.
+        # Megatron overwrites the folder of an iteration that it reaches again.
         self._options = {"overwrite": True, **_from_environment(), **options}
         self._writers: dict[str, Writer] = {}
 
@@ -145,17 +150,17 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
             if not is_main_replica(value.replica_id):
                 continue
             if isinstance(value, ShardedObject):
-                # In a tuple, which is one value whatever lies in it: a tensor would be taken for one of the model's.
+                # A tuple is one value to the planner. A bare tensor would be stored as a tensor of the model.
                 state[value.unique_key] = (_encoded(value.data),)
                 continue
             if value.flattened_range is not None:
-                raise _native.UnsupportedError(f"`{value.key}`: flattened_range is an old form of Megatron; save the unflattened tensor")
+                raise _native.UnsupportedError(f"`{value.key}`: flattened_range is an old form of Megatron. Save the unflattened tensor")
             if value.data is None:
-                raise ValueError(f"`{value.key}`: a shard without data")
+                raise ValueError(f"`{value.key}`: the shard has no data")
             shards.setdefault(value.key, []).append(value)
         twice = next((key for key in shards if key in state), None)
         if twice is not None:
-            raise ValueError(f"`{twice}` is the name of a tensor and of an object")
+            raise ValueError(f"`{twice}` names a tensor and an object. Rename one of them")
         state.update({key: _Shards(found) for key, found in shards.items()})
         if dist.get_rank() == 0 and (folder / _COMMON).exists():
             state[_COMMON] = io.BytesIO((folder / _COMMON).read_bytes())
@@ -166,7 +171,7 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
 
 
 class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
-    """A ``sharded_strategy`` for ``dist_checkpointing.load``. Each rank reads what it needs, into the memory that it gives."""
+    """A ``sharded_strategy`` for ``dist_checkpointing.load``. Each rank reads its own shards, into its own tensors."""
 
     def __init__(self, store: Store | str | None = None) -> None:
         super().__init__()
@@ -178,11 +183,13 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         if loaded_backend != BACKEND:
-            raise _native.UnsupportedError(f"a checkpoint of backend {loaded_backend!r}, not {BACKEND!r}")
+            raise _native.UnsupportedError(f"the checkpoint has backend {loaded_backend!r}; this strategy reads {BACKEND!r}")
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         if loaded_version != _VERSION:
-            raise _native.UnsupportedError(f"version {loaded_version} of backend {BACKEND!r}; this package knows {_VERSION}")
+            raise _native.UnsupportedError(
+                f"the checkpoint has version {loaded_version} of backend {BACKEND!r}; this package reads version {_VERSION}"
+            )
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:
         folder = Path(checkpoint_dir)
@@ -190,7 +197,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         stored = _stored(snapshot)
         common = stored.pop(_COMMON, None)
         if isinstance(common, io.BytesIO) and common.getvalue() != (folder / _COMMON).read_bytes():
-            raise _native.CorruptionError(f"{folder / _COMMON} is not the one that was saved with step {snapshot.step}. Remove the folder and load again")
+            raise _native.CorruptionError(f"{folder / _COMMON} does not belong to step {snapshot.step}. Remove the folder and load again")
         wanted = []
         for value in nested_values(sharded_state_dict):
             key = value.unique_key if isinstance(value, ShardedObject) else value.key
@@ -220,7 +227,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return found
 
     def try_folder(self, folder: Path) -> Exception | None:
-        """Makes a folder that is not whole anew; what went wrong."""
+        """Rebuilds a folder that is not whole. Returns the error of a failure."""
         try:
             if maybe_load_config(str(folder)) is None:
                 self.make_folder(folder)
@@ -229,13 +236,13 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return None
 
     def make_folder(self, folder: Path) -> None:
-        """What Megatron looks for in a folder, from the store."""
+        """Writes the files that Megatron reads in a folder, from the store."""
         store, address = _store_of(self._store, folder)
         snapshot = store.snapshot(_step(folder))
         nested, _ = snapshot.structure()
         common = nested.get(_COMMON) if isinstance(nested, dict) else None
         if not isinstance(common, io.BytesIO):
-            raise _native.NotFoundError(f"{store.url}: step {snapshot.step} was not saved by Megatron: it has no {_COMMON}")
+            raise _native.NotFoundError(f"{store.url}: step {snapshot.step} has no {_COMMON}, so Megatron did not save it")
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / _COMMON, common.getvalue())
         _markers.write(folder, address, snapshot.step, snapshot.id)
@@ -245,12 +252,12 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return _markers.snapshot_in(folder, self._store) or _store_of(self._store, folder)[0].snapshot(_step(folder))
 
 
-# Megatron finds it by the backend that a checkpoint's metadata.json names.
+# Megatron finds the strategy by the backend in a checkpoint's metadata.json.
 register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, _VERSION, LoadStrategy())
 
 
 class _Shards(torch.Tensor):  # type: ignore[misc]
-    """The shards of one tensor that a rank has, as PyTorch's planner asks for them."""
+    """The shards of one tensor on this rank, in the form that PyTorch's planner expects."""
 
     def __new__(cls, shards: Sequence[Any]) -> _Shards:
         made: _Shards = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shards[0].global_shape), dtype=shards[0].dtype)
@@ -276,22 +283,22 @@ class _Shards(torch.Tensor):  # type: ignore[misc]
 
 
 def _with_all_axes(shard: Any) -> torch.Tensor:
-    """The data of a shard with the axes that Megatron puts before it."""
+    """The data of a shard with the axes that Megatron prepends."""
     data: torch.Tensor = shard.data.detach()
     return data.view((1,) * shard.prepend_axis_num + tuple(data.shape))
 
 
 def _request(shard: Any, info: TensorInfo) -> tuple[TensorInfo, list[int], list[int], torch.Tensor]:
-    """What to read for a shard, and where to."""
+    """The tensor, offset and shape to read for a shard, and the memory to fill."""
     stored, wanted = list(_shape(info)), list(shard.global_shape)
     if stored != wanted and not (shard.allow_shape_mismatch and len(stored) == len(wanted)):
-        raise _native.InvalidArgumentError(f"`{shard.key}`: shape {stored} is stored, {wanted} is asked for")
+        raise _native.InvalidArgumentError(f"`{shard.key}` has shape {stored} in the store, but {wanted} is requested")
     if shard.data is None:
         shard.init_data("cpu")
     target = _with_all_axes(shard)
     offset, shape = list(shard.global_offset), list(target.shape)
     if stored != wanted:
-        # As Megatron does: what is not stored is zero.
+        # As in Megatron, elements that are not stored are zero.
         target.zero_()
         shape = [max(min(end - start, length), 0) for start, length, end in zip(offset, shape, stored, strict=True)]
         offset = [min(start, end) for start, end in zip(offset, stored, strict=True)]
@@ -301,13 +308,13 @@ def _request(shard: Any, info: TensorInfo) -> tuple[TensorInfo, list[int], list[
 
 
 def _stored(snapshot: Snapshot) -> dict[str, Any]:
-    """Tensors and objects by their keys."""
+    """Tensors and objects by key."""
     nested, _ = snapshot.structure()
     return dict(nested)
 
 
 def _unmark(folder: Path) -> None:
-    """A folder that is being written is not whole: what is in it belongs to two saves."""
+    """Removes the files that mark a folder as whole. During a save it holds files of two saves."""
     for name in (CONFIG_FNAME, _markers.NAME):
         (folder / name).unlink(missing_ok=True)
 
@@ -316,7 +323,8 @@ _PAIRS, _DTYPE = "#pairs", "#dtype"
 
 
 def _encoded(value: Any) -> Any:
-    """An object with dtypes, and with keys that are no text or integer, in forms that can be stored."""
+    """An object in a form that can be stored: dtypes by name, and mappings with other keys than text and integers as
+    pairs."""
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
@@ -349,10 +357,7 @@ def _shape(info: TensorInfo) -> tuple[int, ...]:
 
 
 def _step(folder: Path) -> int:
-    numbers: list[str] = re.findall(r"\d+", folder.name)
-    if not numbers:
-        raise ValueError(f"{folder}: the folder's name has no number that could be the step; name it iter_0000100")
-    return int(numbers[-1])
+    return step_of(folder, "Name the folder iter_0000100")
 
 
 def _store_of(given: Store | str | None, folder: Path) -> tuple[Store, str]:
@@ -366,9 +371,9 @@ def _from_environment() -> dict[str, Any]:
     every = os.environ.get("TENSORCASK_EVERY")
     if every is not None:
         if "policy" in found:
-            raise ValueError("TENSORCASK_EVERY and TENSORCASK_POLICY are both set; use one")
+            raise ValueError("TENSORCASK_EVERY and TENSORCASK_POLICY are both set. Set only one")
         if not every.isdigit() or int(every) == 0:
-            raise ValueError(f"TENSORCASK_EVERY={every!r}: use a number from 1")
+            raise ValueError(f"TENSORCASK_EVERY={every!r}: use an integer of 1 or more")
         found["policy"] = f"intermittent:{every}"
     return found
 
@@ -377,6 +382,6 @@ _of_process: dict[Any, SaveStrategy] = {}
 
 
 def _default() -> SaveStrategy:
-    """The strategy of this process for what the environment says now."""
+    """The strategy of this process for the current environment variables."""
     key = (os.getpid(), os.environ.get("TENSORCASK_URL"), json.dumps(_from_environment()))
     return _of_process.setdefault(key, SaveStrategy())

@@ -4,14 +4,18 @@
         manager.save(step, args=tensorcask.orbax.Save(tree))
         tree = manager.restore(step, args=tensorcask.orbax.Restore(tree))
 
-A save copies the arrays and returns; the manager waits for the rest as it does for its own formats. The store is
-``<folder of the manager>/tensorcask`` unless ``store`` says otherwise; in the folder of a step lies a marker that names the snapshot.
-``Restore(tree)`` gives a tree of that form, with each array on the devices and in the sharding of the one there
-(``jax.ShapeDtypeStruct`` is enough), and reads only the parts that this process holds. ``Restore()`` gives nested dicts of numpy arrays,
-with positions in lists and names of fields as keys, in text.
+A save copies the arrays and returns. The manager waits for the upload, as it does with its own formats. The store is
+``<folder of the manager>/tensorcask``, unless ``store`` names another. The folder of a step holds a marker that names
+the snapshot. ``Restore(tree)`` returns a tree of this form. Each array gets the devices and the sharding of its
+counterpart in ``tree`` (``jax.ShapeDtypeStruct`` is enough), and this process reads only the parts that it holds.
+``Restore()`` returns nested dicts of numpy arrays. Their keys are text: positions in lists, and names of fields.
 
-Each item of a ``Composite`` has a store: ``tensorcask`` that of ``default``, ``tensorcask-<name>`` those of others. One process: a tree with
-arrays of other processes is refused. A manager that deletes old steps leaves their snapshots; :func:`tidy` forgets them.
+The name of a step's folder is the step: ``100``, ``step_100``, ``checkpoint_100`` and so on. With another
+``step_prefix``, pass ``Save(..., step=)``.
+
+Each item of a ``Composite`` has its own store: ``tensorcask`` for ``default``, and ``tensorcask-<name>`` for other
+items. A tree with arrays of several processes is refused. A manager that deletes old steps leaves their snapshots;
+:func:`tidy` forgets them.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import os
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,21 +36,22 @@ import orbax.checkpoint as ocp
 from . import _markers, _native
 from ._reports import TensorInfo
 from ._snapshot import Snapshot
+from ._steps import step_in, step_of
 from ._store import Store, open_store
 
 __all__ = ["Handler", "Restore", "Save", "tidy"]
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
-# What a snapshot says of itself: its item, and the step of the folder that names it.
+# User facts of a snapshot: its item, and the step of the folder that names it.
 _ITEM, _FOLDER = "orbax_item", "orbax_step"
 _saving = threading.Lock()
 
 
 class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """What Orbax calls for :class:`Save` and :class:`Restore`."""
+    """Orbax handler of :class:`Save` and :class:`Restore`."""
 
     def __init__(self) -> None:
-        # One at a time: a delta needs the save before it.
+        # One thread, because a delta needs the save before it.
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "tensorcask-orbax")
 
     async def async_save(self, directory: Any, args: Save) -> list[Any]:
@@ -58,16 +62,16 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         state = _nested(args.item)
         beside = "tensorcask" if item == "default" else f"tensorcask-{item}"
         store, address = _markers.store_for(args.store, folder, step_folder.parent / beside)
-        # Whether a step may be saved again is the manager's to say.
+        # The manager decides whether a step may be saved again.
         options = {"overwrite": True, **args.options}
         options["user"] = {**(options.get("user") or {}), _ITEM: item, _FOLDER: numbered}
 
         def save() -> None:
-            # Items have handlers and threads of their own, and may have one store by mistake.
+            # Each item has its own handler and thread. Two items may share a store by mistake.
             with _saving:
                 other = _item_of(store, step)
                 if other not in (None, item):
-                    raise _native.ConflictError(f"{store.url}: step {step} holds item {other!r}; give {item!r} a store of its own")
+                    raise _native.ConflictError(f"{store.url}: step {step} holds item {other!r}. Pass another store for {item!r}")
                 saved = store.save(state, step=step, **options)
             _markers.write(folder, address, step, saved.id)
 
@@ -83,14 +87,14 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         folder = Path(os.fspath(directory))
         snapshot = _markers.snapshot_in(folder, args.store)
         if snapshot is None:
-            raise _native.NotFoundError(f"{folder} has no {_markers.NAME}: not saved by tensorcask.orbax")
+            raise _native.NotFoundError(f"{folder} has no {_markers.NAME}, so tensorcask.orbax did not save it")
         nested, _ = snapshot.structure()
         if args.item is None:
             return snapshot.load(framework="numpy")
         return jax.tree_util.tree_map_with_path(lambda path, like: _leaf(snapshot, nested, _keys(path), like), args.item)
 
     def finalize(self, directory: Any) -> None:
-        """Nothing: the snapshot is committed."""
+        """Does nothing: the snapshot is committed."""
 
     def close(self) -> None:
         self._worker.shutdown()
@@ -99,7 +103,8 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(Handler, for_save=True)
 @dataclasses.dataclass
 class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Saves a tree. ``options``: those of :meth:`tensorcask.Store.save`. ``step``: where the folder's name has none."""
+    """Saves a tree. ``options``: those of :meth:`tensorcask.Store.save`. ``step``: needed if the folder's name is not a
+    step."""
 
     item: Any
     store: Store | str | None = None
@@ -110,15 +115,18 @@ class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(Handler, for_restore=True)
 @dataclasses.dataclass
 class Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Restores a tree like ``item``, or what there is."""
+    """Restores a tree of the form of ``item``; without ``item``, the whole tree as nested dicts."""
 
     item: Any = None
     store: Store | str | None = None
 
 
 def tidy(manager: Any, store: Store | str | None = None) -> list[int]:
-    """Forgets the snapshots of steps that a manager has deleted; gives those steps. Those of its newest step and of newer ones stay, and
-    so does what was not saved by way of Orbax. ``store``: another than that of the item ``default``."""
+    """Forgets the snapshots of steps that a manager has deleted, and returns these steps.
+
+    Snapshots of the manager's newest step and of newer steps stay, and so do snapshots that Orbax did not save.
+    ``store``: the store to tidy; by default the store of the item ``default``.
+    """
     kept = set(manager.all_steps())
     found = open_store(store if store is not None else Path(os.fspath(manager.directory)) / "tensorcask", None)
     numbered = [(info.step, info.user[_FOLDER]) for info in found.snapshots() if isinstance(info.user.get(_FOLDER), int) and not info.pinned]
@@ -129,7 +137,7 @@ def tidy(manager: Any, store: Store | str | None = None) -> list[int]:
 
 
 def _item_of(store: Store, step: int) -> str | None:
-    """The item whose snapshot a store has at a step."""
+    """The item of a store's snapshot at a step."""
     try:
         return store.snapshot(step).user.get(_ITEM)
     except _native.NotFoundError:
@@ -137,12 +145,12 @@ def _item_of(store: Store, step: int) -> str | None:
 
 
 def _keys(path: Sequence[Any]) -> tuple[str, ...]:
-    """The way to a leaf, in text."""
+    """The path of a leaf, as text."""
     return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def _nested(tree: Any) -> dict[str, Any]:
-    """A tree as nested dicts, its arrays copied: their memory may be given to a later step of the training."""
+    """A tree as nested dicts with copied arrays, because the training may reuse the memory of the originals."""
     state: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         keys = _keys(path)
@@ -150,9 +158,9 @@ def _nested(tree: Any) -> dict[str, Any]:
         for key in keys[:-1]:
             at = at.setdefault(key, {})
             if not isinstance(at, dict):
-                raise ValueError(f"{'/'.join(keys)}: the way to it leads through a leaf")
+                raise ValueError(f"{'/'.join(keys)}: a part of this path is a leaf itself. Rename one of the two")
         if (keys or ("value",))[-1] in at:
-            raise ValueError(f"{'/'.join(keys)}: two leaves have this name")
+            raise ValueError(f"{'/'.join(keys)}: two leaves have this name. Rename one of them")
         at[(keys or ("value",))[-1]] = _copied(leaf, "/".join(keys))
     return state
 
@@ -161,9 +169,11 @@ def _copied(leaf: Any, name: str) -> Any:
     if not isinstance(leaf, jax.Array):
         return np.array(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
     if not leaf.is_fully_addressable:
-        raise _native.UnsupportedError(f"{name}: an array of several processes; one process at a time can save")
+        raise _native.UnsupportedError(
+            f"{name}: the array belongs to several processes, and only one process can save. Gather the array first"
+        )
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise TypeError(f"{name}: dtype {leaf.dtype} cannot be stored; for keys of random numbers, save jax.random.key_data(key)")
+        raise TypeError(f"{name}: dtype {leaf.dtype} cannot be stored. For a key of random numbers, save jax.random.key_data(key)")
     return np.array(leaf)
 
 
@@ -176,13 +186,13 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
         found = found[key]
     is_array = isinstance(like, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
     if isinstance(found, dict) or is_array and not isinstance(found, TensorInfo):
-        raise _native.InvalidArgumentError(f"`{name}`: a {type(found).__name__} is stored, a {type(like).__name__} is asked for")
+        raise _native.InvalidArgumentError(f"`{name}` is a {type(found).__name__} in the store, but a {type(like).__name__} is requested")
     if not isinstance(found, TensorInfo):
         return found
     if not is_array:
         return snapshot.load(tensors=[found.name], framework="numpy")[found.name]
     if tuple(like.shape) != found.shape:
-        raise _native.InvalidArgumentError(f"`{name}`: shape {list(found.shape)} is stored, {list(like.shape)} is asked for")
+        raise _native.InvalidArgumentError(f"`{name}` has shape {list(found.shape)} in the store, but {list(like.shape)} is requested")
     pieces: dict[Any, Any] = {}
 
     def piece(index: tuple[slice, ...]) -> Any:
@@ -198,15 +208,13 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
 
 
 def _step_of(folder: Path, given: int | None) -> tuple[Path, int]:
-    """The folder of a step, which is this one or the one around it, and the number in its name."""
-    # While a step is written, its folder's name says so, and so may that of an item in it.
+    """The folder of a step, which is this folder or its parent, and the step in its name."""
+    # While Orbax writes a step, the names of its folder and of an item's folder may have a suffix.
     candidates = [path for path in (folder.parent, folder) if _TEMPORARY in path.name]
-    parent = folder.parent.name
-    is_step = parent.isdigit() or re.fullmatch(r"[A-Za-z]+[-_]\d+", parent) and not re.search(r"\d$", folder.name)
-    for candidate in candidates[:1] or [folder.parent if is_step else folder]:
-        numbers: list[str] = re.findall(r"\d+$", candidate.name.split(_TEMPORARY)[0])
-        if numbers:
-            return candidate, int(numbers[0])
-    if given is None:
-        raise ValueError(f"{folder}: no step in the folder's name; pass Save(..., step=)")
-    return (candidates or [folder])[0], given
+    if not candidates:
+        candidates = [folder.parent if step_in(folder) is None and step_in(folder.parent) is not None else folder]
+    name = candidates[0].name.split(_TEMPORARY)[0]
+    step = step_in(name)
+    if step is None:
+        step = step_of(name, "Pass Save(..., step=)") if given is None else given
+    return candidates[0], step

@@ -1,13 +1,14 @@
-"""Folders of weight deltas as slime publishes them and SGLang applies them, into a store and out of one.
+"""Import and export of weight deltas, in the folders that slime publishes and SGLang applies.
 
     steps = tensorcask.slime.import_deltas("shared/delta-updates", "s3://bucket/run42", base="hf-checkpoint", base_step=0)
     tensorcask.slime.export_deltas("s3://bucket/run42", "shared/delta-updates", tensors="model.*", strip="model.")
 
-A folder has one of ``weight_v000001``, ``weight_v000002``, ... for each version: either a checkpoint of safetensors with an index, or
-one whose tensors are compressed differences (zstd) to the version before: ``xor``, or ``overwrite`` (count and positions of changed
-bytes as u32, little-endian, and their new values). Each changed tensor has a checksum of its new bytes, and a version says on which it
-builds; both are checked, and what does not fit is refused. The layout is described in slime's ``docs/en/advanced/delta-weight-sync.md``,
-tried as of August 2026. Needs ``pip install 'tensorcask[slime]'``.
+A folder holds one subfolder per version: ``weight_v000001``, ``weight_v000002``, ... A version is a checkpoint of
+safetensors with an index, or a delta to the version before. The tensors of a delta are differences, compressed by zstd.
+An ``xor`` difference has the size of the tensor. An ``overwrite`` difference holds the count and positions of changed
+bytes (u32, little-endian) and their new values. A delta names the version that it builds on and has a checksum of the
+new bytes of each changed tensor. The import checks both. slime describes the layout in
+``docs/en/advanced/delta-weight-sync.md`` (as of August 2026). Needs ``pip install 'tensorcask[slime]'``.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ __all__ = ["export_deltas", "import_deltas"]
 
 _INDEX = "model.safetensors.index.json"
 _STEP = "tensorcask_step"
-# Of the files that a step was imported from.
+# Digest of the files that a step was imported from.
 _DIGEST = "weight_digest"
 _LEVEL = 1
 
 
 @dataclass(frozen=True)
 class _Version:
-    """What the index of a version says."""
+    """The content of a version's index."""
 
     folder: Path
     number: int
@@ -65,12 +66,13 @@ def import_deltas(
     base_step: int = 0,
     policy: str = "adaptive",
 ) -> list[int]:
-    """Saves each version of a folder as a snapshot; gives the steps: the versions' numbers, or the steps that were exported.
+    """Saves each version of a folder as a snapshot. Returns the saved steps: the versions' numbers, or the steps that
+    were exported.
 
-    ``base``: the checkpoint that the first delta builds on (safetensors: files, or an index), saved as ``base_step``; it is not
-    needed where the first version is whole. Versions that are in the store already are passed over, so that a
-    growing folder can be imported again and again; a step that holds anything else than the version of now is an error, as when a
-    training has begun anew. A version without an index counts as being written, and ends the import.
+    ``base``: the checkpoint that the first delta builds on (safetensors files, or an index), saved as ``base_step``. A
+    folder whose first version is whole needs none. The import skips versions that the store has already, so a growing
+    folder can be imported repeatedly. A step that holds other content than its version is an error; a restarted
+    training causes this. The import ends at a version without an index, because this version is still being written.
     """
     store = open_store(url, None)
     options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
@@ -79,11 +81,13 @@ def import_deltas(
     steps = [*([check_step(base_step)] if base is not None else []), *(version.step for version in versions)]
     twice = next((step for step in steps if steps.count(step) > 1), None)
     if twice is not None:
-        raise _native.InvalidArgumentError(f"two versions, or one and the base, are of step {twice}; choose another base_step")
+        raise _native.InvalidArgumentError(
+            f"{folder}: step {twice} occurs twice, among the versions or as base_step. Pass another base_step"
+        )
 
     def is_there(step: int, digest: str, what: str) -> bool:
         if step in live and live[step].get(_DIGEST) != digest:
-            raise _native.ConflictError(f"{store.url}: step {step} is something else than {what}. Import into a store of its own")
+            raise _native.ConflictError(f"{store.url}: step {step} differs from {what}. Import this folder into another store")
         return step in live
 
     if base is not None:
@@ -104,7 +108,10 @@ def import_deltas(
             state = None
         else:
             if version.base != number:
-                raise _native.InvalidArgumentError(f"{version.folder}: builds on version {version.base}; the one before is {number}")
+                raise _native.InvalidArgumentError(
+                    f"{version.folder} builds on version {version.base}, but follows version {number}. "
+                    "Import all versions in order"
+                )
             if not found:
                 if state is None:
                     state = _bytes_of(store, step)
@@ -137,10 +144,12 @@ def export_deltas(
     checksum: str = "xxh3-128",
     first_version: int = 0,
 ) -> list[Path]:
-    """Writes snapshots as versions, the first whole, the others as deltas; gives their folders. None may be there already.
+    """Writes snapshots as versions: the first as a whole checkpoint, the others as deltas. Returns the folders of the
+    versions.
 
-    ``steps``: which, in this order; all live ones otherwise, in that of their steps. ``tensors``: names, with ``*`` for any characters.
-    ``strip``: a prefix that names lose. ``checksum``: ``xxh3-128``, ``blake3`` or ``adler32``.
+    A folder that exists already is an error. ``steps``: the steps to write, in this order; by default all live steps,
+    ascending. ``tensors``: names of tensors, with ``*`` for any characters. ``strip``: a prefix to remove from the
+    names. ``checksum``: ``xxh3-128``, ``blake3`` or ``adler32``.
     """
     if encoding not in ("xor", "overwrite"):
         raise ValueError(f"encoding {encoding!r}: use 'xor' or 'overwrite'")
@@ -154,7 +163,7 @@ def export_deltas(
         state = {_stripped(name, strip): raw for name, raw in _bytes_of(store, step, tensors).items()}
         path = root / f"weight_v{number:06}"
         if path.exists():
-            raise FileExistsError(f"{path} is there already")
+            raise FileExistsError(f"{path} exists already. Export to another folder, or pass first_version=")
         path.mkdir(parents=True)
         index: dict[str, Any] = {_STEP: str(step)}
         file = "model-00000-of-00001.safetensors"
@@ -173,7 +182,7 @@ def export_deltas(
                 "compression_format": "zstd",
                 "checksum_format": checksum,
             }
-        # Last, so that its being there means that all is there.
+        # The index is last: where it exists, the version is whole.
         write_whole(path / _INDEX, json.dumps({"metadata": index, "weight_map": dict.fromkeys(names, file)}))
         written.append(path)
         before = state
@@ -181,7 +190,7 @@ def export_deltas(
 
 
 def _live(store: Store) -> dict[int, dict[str, Any]]:
-    """What was said of each live step."""
+    """User facts of each live step."""
     try:
         return {info.step: info.user for info in store.snapshots()}
     except _native.NotFoundError:
@@ -189,19 +198,19 @@ def _live(store: Store) -> dict[int, dict[str, Any]]:
 
 
 def _files_of(index: Path) -> list[Path]:
-    """An index and the files that it names, all in its own folder."""
+    """An index and the files that it names. All files are in the folder of the index."""
     try:
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _native.CorruptionError(f"{index}: not an index of weights: {error!r}") from None
+        raise _native.CorruptionError(f"{index} is not an index of weights: {error!r}") from None
     outside = next((name for name in names if Path(name).name != name), None)
     if outside is not None:
-        raise _native.CorruptionError(f"{index}: names a file outside of its folder: {outside!r}")
+        raise _native.CorruptionError(f"{index} names a file outside of its folder: {outside!r}")
     return [index, *(index.parent / name for name in names)]
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """Of names and contents."""
+    """Digest of the names and contents of files."""
     found = hashlib.sha256()
     for path in files:
         with open(path, "rb") as file:
@@ -210,13 +219,13 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 def _versions(folder: Path) -> Iterator[_Version]:
-    """The versions that are whole, by number."""
+    """The whole versions, by number."""
     found = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"weight_v(\d+)", path.name))}
     for number, path in sorted(found.items()):
         try:
             text = (path / _INDEX).read_text()
         except FileNotFoundError:
-            # Being written, and so are all after it.
+            # This version is still being written, and so are all later versions.
             return
         try:
             index = json.loads(text)
@@ -229,14 +238,14 @@ def _versions(folder: Path) -> Iterator[_Version]:
             step = int(told.get(_STEP, number))
             yield _Version(path, number, step, base, str(told.get("delta_encoding", "")), str(told.get("checksum_format", "")), files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _native.CorruptionError(f"{path / _INDEX}: not an index of weights: {error!r}") from None
+            raise _native.CorruptionError(f"{path / _INDEX} is not an index of weights: {error!r}") from None
 
 
 def _bytes_of(store: Store, step: int, tensors: str | Sequence[str] | None = None) -> dict[str, RawTensor]:
     snapshot = store.snapshot(step)
     names = list(snapshot.tensors()) if tensors is None else tensors
     found: dict[str, RawTensor] = snapshot.load(tensors=names, framework="bytes") if names else {}
-    # Tied tensors are one; here each has bytes of its own, because a version may change one of them alone.
+    # Each tied tensor gets its own bytes, because a version may change only one of them.
     seen: set[int] = set()
     for name, raw in found.items():
         if id(raw) in seen:
@@ -246,44 +255,44 @@ def _bytes_of(store: Store, step: int, tensors: str | Sequence[str] | None = Non
 
 
 def _apply(version: _Version, state: dict[str, RawTensor]) -> None:
-    """Changes tensors to those of a version. After an error they are of neither."""
+    """Applies a version to tensors. After an error the tensors belong to no version."""
     for path in _files_of(version.folder / _INDEX)[1:]:
         with safetensors.safe_open(path, framework="numpy") as file:
             sums = file.metadata() or {}
             promised = {name for name, file_name in version.files.items() if file_name == path.name}
             if promised != set(file.keys()):
                 other = sorted(promised ^ set(file.keys()))[0]
-                raise _native.CorruptionError(f"{path}: index and file do not agree about tensor `{other}`")
+                raise _native.CorruptionError(f"{path}: index and file disagree about tensor `{other}`")
             for name in file.keys():  # noqa: SIM118
                 where = f"{path}, tensor `{name}`"
                 if name not in state:
-                    raise _native.CorruptionError(f"{where}: the version before has no such tensor")
+                    raise _native.CorruptionError(f"{where}: the version before does not have this tensor")
                 data = np.frombuffer(state[name].data, dtype=np.uint8)
                 compressed = file.get_tensor(name)
                 if compressed.dtype != np.uint8 or compressed.ndim != 1:
-                    raise _native.CorruptionError(f"{where}: a difference of dtype {compressed.dtype}, not bytes")
+                    raise _native.CorruptionError(f"{where}: a difference of dtype {compressed.dtype}; expected a list of bytes")
                 _change(data, _decompress(compressed.tobytes(), 4 + 5 * data.size, where), version.encoding, where)
                 if name not in sums:
-                    raise _native.CorruptionError(f"{where}: without a checksum")
+                    raise _native.CorruptionError(f"{where}: the checksum is missing")
                 if _checksum(version.checksum, data) != sums[name]:
-                    raise _native.CorruptionError(f"{where}: not the bytes that were published. Is this delta applied to its base?")
+                    raise _native.CorruptionError(f"{where}: checksum mismatch. Check that this delta belongs to its base")
 
 
 def _change(data: Any, difference: bytes, encoding: str, where: str) -> None:
     found = np.frombuffer(difference, dtype=np.uint8)
     if encoding == "xor":
         if found.size != data.size:
-            raise _native.CorruptionError(f"{where}: a difference of {found.size} bytes, for {data.size}")
+            raise _native.CorruptionError(f"{where}: a difference of {found.size} bytes for a tensor of {data.size} bytes")
         np.bitwise_xor(data, found, out=data)
         return
     if encoding != "overwrite":
-        raise _native.UnsupportedError(f"{where}: encoding {encoding!r}; known are 'xor' and 'overwrite'")
+        raise _native.UnsupportedError(f"{where}: unknown encoding {encoding!r}; supported are 'xor' and 'overwrite'")
     count = int(found[:4].view("<u4")[0]) if found.size >= 4 else -1
     if found.size != 4 + 5 * count:
-        raise _native.CorruptionError(f"{where}: {found.size} bytes, with a count of {count}")
+        raise _native.CorruptionError(f"{where}: a difference of {found.size} bytes with a count of {count}")
     positions = found[4 : 4 + 4 * count].view("<u4")
     if count and int(positions.max()) >= data.size:
-        raise _native.CorruptionError(f"{where}: position {int(positions.max())} of {data.size} bytes")
+        raise _native.CorruptionError(f"{where}: position {int(positions.max())} in a tensor of {data.size} bytes")
     data[positions] = found[4 + 4 * count :]
 
 
@@ -291,7 +300,7 @@ def _decompress(data: bytes, limit: int, where: str) -> bytes:
     try:
         declared = zstandard.frame_content_size(data)
         if declared > limit:
-            raise _native.CorruptionError(f"{where}: a difference of {declared} bytes; at most {limit} could be right")
+            raise _native.CorruptionError(f"{where}: a difference of {declared} bytes, more than the possible {limit}")
         return zstandard.ZstdDecompressor().decompress(data, max_output_size=limit)
     except zstandard.ZstdError as error:
         raise _native.CorruptionError(f"{where}: {error}") from None
@@ -300,11 +309,13 @@ def _decompress(data: bytes, limit: int, where: str) -> bytes:
 def _differences(
     before: dict[str, RawTensor], after: dict[str, RawTensor], encoding: str, checksum: str, step: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Compressed differences of the tensors that changed, and checksums of what they are now."""
+    """Compressed differences of the changed tensors, and checksums of their new bytes."""
     shape = {name: (raw.dtype, raw.shape) for name, raw in before.items()}
     other = next((name for name in {**before, **after} if name not in after or shape.get(name) != (after[name].dtype, after[name].shape)), None)
     if other is not None:
-        raise _native.UnsupportedError(f"step {step}: `{other}` came, went or changed its shape; start anew with this step")
+        raise _native.UnsupportedError(
+            f"step {step}: `{other}` was added or removed, or has another shape or dtype. Start a new export at this step"
+        )
     found, sums = {}, {}
     for name, raw in after.items():
         old, new = (np.frombuffer(tensor.data, dtype=np.uint8) for tensor in (before[name], raw))
@@ -315,7 +326,7 @@ def _differences(
             difference = (new ^ old).tobytes()
         else:
             if new.size > 1 << 32:
-                raise _native.UnsupportedError(f"step {step}: `{name}` is too large for positions of 32 bits; use 'xor'")
+                raise _native.UnsupportedError(f"step {step}: `{name}` is too large for positions of 32 bits. Pass encoding='xor'")
             positions = np.flatnonzero(changed).astype("<u4")
             difference = np.array([positions.size], "<u4").tobytes() + positions.tobytes() + new[changed].tobytes()
         found[name] = np.frombuffer(zstandard.ZstdCompressor(level=_LEVEL).compress(difference), dtype=np.uint8)
@@ -334,12 +345,12 @@ def _checksum(algorithm: str, data: Any) -> str:
         import blake3
 
         return str(blake3.blake3(data).hexdigest())
-    raise _native.UnsupportedError(f"checksum {algorithm!r}; known are 'xxh3-128', 'blake3' and 'adler32'")
+    raise _native.UnsupportedError(f"unknown checksum {algorithm!r}; supported are 'xxh3-128', 'blake3' and 'adler32'")
 
 
 def _stripped(name: str, prefix: str) -> str:
     if not name.startswith(prefix):
-        raise ValueError(f"`{name}` does not begin with {prefix!r}; choose with tensors=")
+        raise ValueError(f"`{name}` does not begin with {prefix!r}. Choose tensors with tensors=")
     return name[len(prefix) :]
 
 

@@ -1,22 +1,28 @@
-"""``torch.distributed.checkpoint`` in a tensorcask store.
+"""A tensorcask store for ``torch.distributed.checkpoint`` (DCP).
 
     store = tensorcask.Store("s3://bucket/run42")
     dcp.async_save(state, checkpoint_id="step-100", storage_writer=store.writer())
     dcp.load(state, checkpoint_id="step-100", storage_reader=store.reader())
 
-All ranks save one snapshot: each uploads its shards, and the coordinator commits them together, or nothing. It may be loaded on
-another number of ranks and with other placements, by :func:`tensorcask.load` as a whole, or by any other tool of this project.
-Values that are no tensors are stored without pickle (``spec/tree.md``).
+All ranks save one snapshot. Each rank uploads its shards, and the coordinator commits the snapshot of all ranks, or
+none. Another number of ranks can load the snapshot, with other placements. :func:`tensorcask.load` loads it as a whole.
+Values that are not tensors are stored without pickle (``spec/tree.md``).
+
+The last part of ``checkpoint_id`` names the training step: ``100``, ``step-100``, ``step_100``, ``step=100`` or
+``global_step100`` (also ``iter``, ``iteration``, ``checkpoint`` and ``ckpt``). Any other name is an error, because two
+names that are taken for one step would replace each other. Pass ``step=`` to ``store.writer()`` and ``store.reader()``
+to use other names.
+
+DCP turns the keys of mappings into text: it stores a state ``{7: tensor}`` as ``{"7": tensor}``.
+Loading into ``{7: tensor}`` fills key 7.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -36,14 +42,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from . import _frameworks, _native, _state
-from ._options import BaseCache, Framework, Objective, Policy, Step, WriterOptions, check_step, user_json, writer_options
+from . import _frameworks, _native, _planners, _staging, _state
 from ._handle import StoreHandle as Store
+from ._options import BaseCache, Framework, Objective, Policy, Step, WriterOptions, check_step, user_json, writer_options
 from ._reports import TensorInfo
 from ._snapshot import Snapshot
+from ._state import OnUnsupported
+from ._steps import step_in, step_of
 
 __all__ = ["Reader", "Writer"]
 
@@ -51,19 +58,9 @@ _log = logging.getLogger("tensorcask")
 _TREE = "tc.tree"
 
 
-def step_of(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
-    """The step that a checkpoint id names: its last integer."""
-    if checkpoint_id is None:
-        return None
-    numbers: list[str] = re.findall(r"\d+", os.fspath(checkpoint_id))
-    if not numbers:
-        raise ValueError(f"checkpoint_id {os.fspath(checkpoint_id)!r} has no number that could be the step; pass step=")
-    return int(numbers[-1])
-
-
 @dataclass(frozen=True)
 class _Task:
-    """What the coordinator tells each rank of a save."""
+    """Instructions of the coordinator to one rank of a save."""
 
     step: int
     parent: str | None
@@ -72,19 +69,27 @@ class _Task:
 
 
 class Writer(StorageWriter):  # type: ignore[misc]
-    """A ``storage_writer`` for ``dcp.save`` and ``dcp.async_save``, which uses it as its stager too.
+    """A ``storage_writer`` for ``dcp.save`` and ``dcp.async_save``. It is also the stager of ``async_save``.
 
-    The step is the last integer of ``checkpoint_id``; ``step`` overrides it. ``policy``, ``user``, ``metadata``, ``base_cache``,
-    ``verify_after_encode``, ``objective`` and ``precision`` are those of :meth:`tensorcask.Store.save`; ``user`` may be a function
-    of the step. ``overwrite``: whether a step that is saved already is replaced, as PyTorch's own writer does by default; without it, that is
-    a ``ConflictError``.
+    ``step``: the training step; without it, ``checkpoint_id`` names the step. ``policy``, ``metadata``, ``base_cache``,
+    ``verify_after_encode``, ``objective`` and ``precision`` are those of :meth:`tensorcask.Store.save`. ``user`` may
+    also be a function of the step.
 
-    What an asynchronous save stores is the state as it was staged: tensors may change as soon as ``async_save`` has returned. A
-    save that failed in the background is a warning when the next is staged; after ``max_failed_saves`` in a row it is raised
-    there. In a job of several ranks it stays a warning, on the ranks that know of it, because one that raised alone would leave
-    the others waiting for it; and a save in a process of its own (``AsyncCheckpointerType.PROCESS``) cannot tell the writer. In
-    both, look at what ``async_save`` returns: its ``result()`` raises on every rank. The result of the last save is ``saved``, on
-    the coordinator, but for a process of its own.
+    ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
+    path and the value that returns a value to store instead. A function cannot replace the shards of a distributed
+    tensor. ``dcp.save`` plans a save before the writer sees the state, so nested tensors and lazy parameters are an
+    error there; ``dcp.async_save`` asks ``on_unsupported`` about them.
+
+    ``overwrite``: whether to replace a step that is saved already. PyTorch's own ``FileSystemWriter`` replaces by
+    default, with a warning that this will change. Here the default is a ``ConflictError`` on every rank, and the old
+    snapshot stays.
+
+    An asynchronous save stores the state as of the call: tensors may change as soon as ``async_save`` returns.
+    ``result()`` of what ``async_save`` returns raises the error of a failed save, on every rank. The writer also logs a
+    warning when the next save begins. In a job of one rank, the call after ``max_failed_saves`` failures in a row
+    raises an error. In a job of several ranks it does not, because the other ranks would wait for the one that raised.
+    A save in a process of its own (``AsyncCheckpointerType.PROCESS``) cannot report to the writer. ``saved`` is the
+    result of the last save, on the coordinator.
     """
 
     _synchronize_after_execute: bool = False
@@ -102,14 +107,18 @@ class Writer(StorageWriter):  # type: ignore[misc]
         objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
         overwrite: bool = False,
+        on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
     ) -> None:
+        # Checks the option.
+        _state.flatten({}, on_unsupported)
         self._store = store
         self._given_step = None if step is None else check_step(step)
         self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision)
         self._user = user
         self._metadata = dict(metadata or {})
         self._overwrite = overwrite
+        self._on_unsupported = on_unsupported
         self._max_failed_saves = max_failed_saves
         self._forget()
 
@@ -119,23 +128,24 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._is_coordinator = False
         self._world = 1
         self._failures: list[BaseException] = []
-        self._arenas: list[_Arena] = []
+        self._arenas: list[_staging.Arena] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_store", "_given_step", "_options", "_user", "_metadata", "_overwrite", "_max_failed_saves", "checkpoint_id")
-        return {name: getattr(self, name) for name in kept}
+        fresh = ("saved", "_is_coordinator", "_world", "_failures", "_arenas")
+        return {name: value for name, value in self.__dict__.items() if name not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
         self.__dict__.update(state)
 
     def _step(self) -> int:
-        step = self._given_step if self._given_step is not None else step_of(self.checkpoint_id)
-        if step is None:
-            raise ValueError("pass checkpoint_id= with the step as its last number, or step= to store.writer()")
-        return step
+        if self._given_step is not None:
+            return self._given_step
+        if self.checkpoint_id is None:
+            raise ValueError("this save has no training step. Pass checkpoint_id='step-100', or step= to store.writer()")
+        return step_of(self.checkpoint_id, "Rename it, or pass step= to store.writer()")
 
-    # What DCP calls, in this order.
+    # DCP calls these methods in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.checkpoint_id = checkpoint_id
@@ -143,8 +153,9 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
-            raise _native.UnsupportedError("use_collectives=False: one rank has to commit for all of them")
+            raise _native.UnsupportedError("use_collectives=False: one rank has to commit for all ranks. Save with collectives")
         self._is_coordinator = is_coordinator
+        _planners.check_plannable(self._on_unsupported)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -185,14 +196,15 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(re.search(r"\d", os.fspath(checkpoint_id)))
+        return step_in(checkpoint_id) is not None
 
     def _upload(self, plan: SavePlan, planner: SavePlanner) -> bytes:
         task = plan.storage_data
         if not isinstance(task, _Task):
-            raise _native.UnsupportedError("the planner lost what the coordinator said; do not replace storage_data of plans")
-        # A plan that the planner had cached names the parent of an earlier save: store this one whole.
+            raise _native.UnsupportedError("the planner dropped storage_data of its plan. Keep storage_data as the writer set it")
+        # A plan from the planner's cache names the parent of an earlier save. Store this snapshot as a base.
         parent = task.parent if task.step == self._step() else None
+        self._check_values(planner)
         tensors = []
         nested: dict[Any, Any] = {}
         paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
@@ -201,20 +213,28 @@ class Writer(StorageWriter):  # type: ignore[misc]
         for item in plan.items:
             name = item.index.fqn
             path = paths.get(name, (name,))
-            if item.type == WriteItemType.BYTE_IO:
-                _set(nested, path, _value(item, planner))
+            resolved = _planners.value_of(item, planner) if item.type == WriteItemType.BYTE_IO else planner.resolve_data(item)
+            value = self._screened(item, resolved, _planners.text(path))
+            if value is _staging.SKIPPED:
+                # A list keeps its length.
+                if len(path) > 1 and isinstance(path[-1], int):
+                    _set(nested, path, None)
                 continue
-            tensor = planner.resolve_data(item).detach()
-            lent = _frameworks.lend(tensor, f"state, `{name}`", contiguous)
+            if item.type == WriteItemType.BYTE_IO or value is not resolved:
+                _set(nested, path, value)
+                continue
+            tensor = resolved.detach()
+            lent = _frameworks.lend(tensor, _planners.text(path), contiguous)
             data = item.tensor_data
             if tuple(tensor.shape) != tuple(data.chunk.sizes):
-                raise ValueError(f"`{name}`: a shard of shape {list(tensor.shape)}, planned with {list(data.chunk.sizes)}")
+                planned = list(data.chunk.sizes)
+                raise ValueError(f"{_planners.text(path)}: a shard has shape {list(tensor.shape)}, but {planned} in the plan")
             double = _doubled(lent.dtype)
             shape, offset = double(data.size), double(data.chunk.offsets)
-            tensors.append((name, lent.dtype, shape, offset, lent.shape, lent.buffer))
+            tensors.append((str(name), lent.dtype, shape, offset, lent.shape, lent.buffer))
             keep.append(lent)
-            _set(nested, path, _state.Reference(name, "torch"))
-        flat = _state.flatten(nested)
+            _set(nested, path, _state.Reference(str(name), "torch"))
+        flat = _state.flatten(nested, self._on_unsupported)
         for name, lent in flat.tensors.items():
             whole = list(lent.shape)
             tensors.append((name, lent.dtype, whole, [0] * len(whole), lent.shape, lent.buffer))
@@ -231,6 +251,25 @@ class Writer(StorageWriter):  # type: ignore[misc]
             _rank_writers.clear()
             raise
 
+    def _check_values(self, planner: SavePlanner) -> None:
+        """Refuses sharded tensors inside values, on every rank and before any rank uploads: only one rank gets to store
+        a value."""
+        planned = getattr(planner, "state_dict", None)
+        if self._on_unsupported not in (None, "error") or not isinstance(planned, dict):
+            return
+        paths = getattr(planner, "mappings", None) or {}
+        for name, value in planned.items():
+            if not isinstance(value, torch.Tensor):
+                _staging.screen(value, "error", _staging.check_value, _planners.text(paths.get(name, (name,))))
+
+    def _screened(self, item: Any, value: Any, path: str) -> Any:
+        if item.type == WriteItemType.BYTE_IO:
+            return _staging.screen(value, self._on_unsupported, _staging.check_value, path)
+        on_unsupported = self._on_unsupported
+        if item.type == WriteItemType.SHARD and callable(on_unsupported):
+            on_unsupported = "error"
+        return _staging.screen(value, on_unsupported, _staging.check_stored, path)
+
     # The stager of `async_save`.
 
     @property
@@ -238,24 +277,24 @@ class Writer(StorageWriter):  # type: ignore[misc]
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state, in memory that is used again and again."""
+        """A copy of the state, in memory that later saves reuse."""
         if self._failures:
             last = self._failures[-1]
             if self._world == 1 and len(self._failures) >= self._max_failed_saves:
                 failures, self._failures = len(self._failures), []
-                raise RuntimeError(f"{failures} saves in a row have failed; the last with: {last}") from last
+                raise RuntimeError(f"{failures} saves in a row have failed. The last error: {last}") from last
             _log.warning("a save in the background has failed: %s", last)
-        stager = _Stager(state_dict)
+        stager = _staging.Stager(state_dict, self._on_unsupported)
         arena = self._free_arena(stager.sizes)
         if arena is None:
             self._arenas = [arena for arena in self._arenas if not arena.is_free()]
-            arena = _Arena(stager.sizes)
+            arena = _staging.Arena(stager.sizes)
             self._arenas.append(arena)
         staged: dict[str, Any] = stager.copy_into(arena)
         return staged
 
-    def _free_arena(self, sizes: tuple[int, ...]) -> _Arena | None:
-        # The thread of a save that is over may hold its tensors for a moment still; fresh memory would cost more than that moment.
+    def _free_arena(self, sizes: tuple[int, ...]) -> _staging.Arena | None:
+        # The thread of a finished save may hold its tensors for a moment. Fresh memory costs more than this moment.
         for _ in range(20):
             found = next((arena for arena in self._arenas if arena.sizes == sizes and arena.is_free()), None)
             if found is not None or not self._arenas:
@@ -264,10 +303,10 @@ class Writer(StorageWriter):  # type: ignore[misc]
         return None
 
     def synchronize_staging(self) -> None:
-        """Staging is over when ``stage`` returns."""
+        """Does nothing: staging is complete when ``stage`` returns."""
 
     def close(self) -> None:
-        """Gives the memory of stages back."""
+        """Frees the memory of stages."""
         self._arenas = []
 
     def _noting(self, work: Callable[[], Any]) -> Any:
@@ -281,9 +320,13 @@ class Writer(StorageWriter):  # type: ignore[misc]
 class Reader(StorageReader):  # type: ignore[misc]
     """A ``storage_reader`` for ``dcp.load``.
 
-    The step is the last integer of ``checkpoint_id``; ``step`` overrides it; without both, the newest is loaded. Only what a
-    rank needs is read, into the tensors that it gives. With ``process_group``, the one that the load runs on, one rank reads the
-    description of the state and tells the others; without it each reads it by itself.
+    ``step``: the training step, or ``"latest"``; without it, ``checkpoint_id`` names the step. Without both, the newest
+    snapshot is loaded. Each rank reads only the elements that its tensors hold. ``process_group``: the group of the
+    load; its first rank then reads the description of the state and sends it to the others. Without it, each rank reads
+    the description itself.
+
+    Planners that take a state apart (``flatten_state_dict=True``, the default) and planners that do not can both load
+    any snapshot.
     """
 
     def __init__(self, store: Store, *, step: Step | None = None, process_group: Any = None) -> None:
@@ -303,17 +346,19 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     def _open(self) -> Snapshot:
         if self._snapshot is None:
-            step = self._given_step if self._given_step is not None else step_of(self.checkpoint_id)
+            step = self._given_step
+            if step is None and self.checkpoint_id is not None:
+                step = step_of(self.checkpoint_id, "Rename it, or pass step= to store.reader()")
             step = step if self._told_step is None else self._told_step
             self._snapshot = _shared(self._store).snapshot("latest" if step is None else step)
             if self._told_id not in (None, self._snapshot.id):
-                raise _native.ConflictError(f"step {step} was saved again meanwhile. Load again")
+                raise _native.ConflictError(f"step {step} was saved again during this load. Load again")
         return self._snapshot
 
     def read_metadata(self, *args: Any) -> Metadata:
         if self._group is None:
             return self._describe_all()
-        # One rank reads what all have to know.
+        # One rank reads the description for all ranks.
         told: list[Any] = [None]
         if dist.get_rank(self._group) == 0:
             try:
@@ -331,18 +376,27 @@ class Reader(StorageReader):  # type: ignore[misc]
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
         nested, _ = self._open().structure()
+        if not isinstance(nested, dict):
+            raise _native.UnsupportedError(
+                f"step {self._open().step} is a {type(nested).__name__}, and DCP loads mappings. Use tensorcask.load()"
+            )
         placeholders = _map(nested, lambda info: _Placeholder(info) if isinstance(info, TensorInfo) else info)
-        flat, mappings = flatten_state_dict(placeholders)
-        described: dict[str, Any] = {}
+        try:
+            flat, mappings = flatten_state_dict(placeholders)
+        except ValueError as error:
+            step = self._open().step
+            raise _native.UnsupportedError(f"step {step}: DCP cannot tell two keys apart: {error}. Use tensorcask.load()") from None
         self._values, self._names = {}, {}
-        for fqn, value in flat.items():
-            if isinstance(value, _Placeholder):
-                self._names[fqn] = value.info.name
-                described[fqn] = _describe(value.info)
-            else:
-                self._values[fqn] = _map(value, lambda leaf: leaf.info if isinstance(leaf, _Placeholder) else leaf)
-                described[fqn] = BytesStorageMetadata()
-        return Metadata(state_dict_metadata=described, planner_data=mappings)
+        described = {fqn: self._describe(fqn, value) for fqn, value in flat.items()}
+        whole = {key: self._describe(key, value) for key, value in placeholders.items() if key not in described}
+        return _metadata(_Descriptions(described, whole), mappings, self.checkpoint_id)
+
+    def _describe(self, fqn: Any, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        if isinstance(value, _Placeholder):
+            self._names[fqn] = value.info.name
+            return _describe(value.info)
+        self._values[fqn] = _map(value, lambda leaf: leaf.info if isinstance(leaf, _Placeholder) else leaf)
+        return BytesStorageMetadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -352,7 +406,7 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:
-            raise _native.ConflictError("ranks found different snapshots: one was committed meanwhile. Load again, or by step")
+            raise _native.ConflictError("ranks found different snapshots: one was committed during this load. Load again, or pass step=")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -366,7 +420,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         for item in plan.items:
             fqn = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                _give(item, planner, resolve(snapshot, self._values[fqn], "torch"))
+                _planners.give(item, planner, resolve(snapshot, self._values[fqn], "torch"))
                 continue
             target = planner.resolve_tensor(item)
             wanted.append((infos[self._names[fqn]], item.storage_offsets, item.lengths, target))
@@ -380,17 +434,44 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(re.search(r"\d", os.fspath(checkpoint_id)))
+        return step_in(checkpoint_id) is not None
+
+
+class _Descriptions(dict[Any, Any]):
+    """Descriptions of values by the names of a flattened state. Names of the state as it is are found too, but not
+    listed.
+
+    DCP compares the listed names with those of the state to load. It looks up the names that its planner asks for.
+    """
+
+    def __init__(self, described: dict[Any, Any], whole: dict[Any, Any]) -> None:
+        super().__init__(described)
+        self._whole = whole
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self._whole
+
+    def __missing__(self, key: Any) -> Any:
+        return self._whole[key]
+
+
+def _metadata(described: dict[Any, Any], mappings: Any, checkpoint_id: str | os.PathLike[str] | None) -> Metadata:
+    metadata = Metadata(state_dict_metadata=described, planner_data=mappings, storage_meta=StorageMeta(checkpoint_id=checkpoint_id))
+    # Older versions of PyTorch have no such field.
+    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    if version is not None and hasattr(metadata, "version"):
+        metadata.version = version
+    return metadata
 
 
 def read_tensors(snapshot: Snapshot, wanted: Sequence[tuple[TensorInfo, Sequence[int], Sequence[int], torch.Tensor]]) -> None:
-    """Reads rectangles, each an offset and a shape, into tensors of that shape, wherever they are."""
+    """Reads rectangles, each an offset and a shape, into tensors of that shape on any device."""
     requests, elsewhere, addresses = [], [], set()
     for info, offset, shape, target in wanted:
         double = _doubled(info.dtype)
         plain = target.detach()
         dtype = _frameworks.torch_dtype(torch, info.dtype, info.name)
-        # Tied tensors share memory: the second is read apart.
+        # Tied tensors share memory. Only the first is read in place.
         direct = plain.device.type == "cpu" and plain.is_contiguous() and plain.dtype == dtype
         direct = direct and not plain.is_conj() and not plain.is_neg() and plain.data_ptr() not in addresses
         staged = plain if direct else torch.empty(tuple(shape), dtype=dtype)
@@ -405,7 +486,7 @@ def read_tensors(snapshot: Snapshot, wanted: Sequence[tuple[TensorInfo, Sequence
 
 
 def resolve(snapshot: Snapshot, value: Any, framework: Framework | None = None) -> Any:
-    """A value of :meth:`Snapshot.structure`, with the tensors that lie in it (a tuple of tensors is one value to DCP)."""
+    """A value of :meth:`Snapshot.structure` with its tensors loaded. A tuple of tensors is one value to DCP."""
     names: list[str] = []
     _map(value, lambda leaf: names.append(leaf.name) if isinstance(leaf, TensorInfo) else None)
     loaded = snapshot.load(tensors=names, framework=framework) if names else {}
@@ -413,7 +494,7 @@ def resolve(snapshot: Snapshot, value: Any, framework: Framework | None = None) 
 
 
 class _Placeholder(torch.Tensor):  # type: ignore[misc]
-    """Stands for a tensor of the store while torch flattens names."""
+    """Stand-in for a tensor of the store while PyTorch flattens names."""
 
     info: TensorInfo
 
@@ -426,13 +507,13 @@ class _Placeholder(torch.Tensor):  # type: ignore[misc]
 def _describe(info: TensorInfo) -> TensorStorageMetadata:
     shape = torch.Size(_frameworks.torch_shape(info.dtype, info.shape, info.name))
     dtype = _frameworks.torch_dtype(torch, info.dtype, info.name)
-    # One chunk: which casks hold which part of it is nothing that torch has to plan.
+    # One chunk: PyTorch need not plan which cask holds which part.
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=shape, chunks=[chunk])
 
 
 def _doubled(dtype: str) -> Callable[[Any], list[int]]:
-    """Torch counts pairs of float4; a store counts elements."""
+    """Extents and offsets in elements. PyTorch counts pairs of float4."""
 
     def double(numbers: Any) -> list[int]:
         found = [int(number) for number in numbers]
@@ -444,7 +525,7 @@ def _doubled(dtype: str) -> Callable[[Any], list[int]]:
 
 
 def _set(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Puts a value where torch found it: integers on the way are positions in lists."""
+    """Puts a value at the path where PyTorch found it. Integers after the first key are positions in lists."""
     for key, after in zip(path[:-1], path[1:], strict=True):
         nested = nested.setdefault(key, _state.Part() if isinstance(after, int) else {})
     nested[path[-1]] = value
@@ -460,34 +541,7 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _value(item: Any, planner: SavePlanner) -> Any:
-    """A value as it is, before the default planner would pickle it; what another planner makes of it, as bytes."""
-    if isinstance(planner, DefaultSavePlanner) and type(planner).transform_object is DefaultSavePlanner.transform_object:
-        return planner.lookup_object(item.index)
-    return planner.resolve_data(item)
-
-
-def _give(item: Any, planner: LoadPlanner, value: Any) -> None:
-    """Sets a value as the default planner would after unpickling it; another planner gets bytes, as it does from others."""
-    from torch.distributed.checkpoint._nested_dict import set_element
-
-    if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
-        fqn = item.dest_index.fqn
-        if planner.flatten_state_dict:
-            set_element(planner.original_state_dict, planner.mappings[fqn], value)
-        else:
-            planner.state_dict[fqn] = value
-    elif isinstance(value, io.BytesIO):
-        planner.load_bytes(item, value)
-    else:
-        # Such a planner expects what torch.save writes; this never was in the store.
-        data = io.BytesIO()
-        torch.save(value, data)
-        data.seek(0)
-        planner.load_bytes(item, data)
-
-
-# Stores and writers of this process, so that bases are kept where each save unpickles its writer anew.
+# Stores and writers of this process. They keep the bases of deltas when each save unpickles its own writer.
 _stores: dict[Any, Store] = {}
 _rank_writers: dict[Any, _native.RankWriter] = {}
 
@@ -501,77 +555,3 @@ def _rank_writer(store: Store, rank: int, world: int, options: WriterOptions) ->
     if key not in _rank_writers:
         _rank_writers[key] = store.native().rank_writer(rank, world, *options)
     return _rank_writers[key]
-
-
-class _Arena:
-    """Memory for stages, touched once: fresh pages cost several times what the copy does.
-
-    Each tensor has a storage of its own, because a storage is sent to another process as a whole.
-    """
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.sizes = sizes
-        self.pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-        self._idle_uses = self._uses()
-
-    def _uses(self) -> list[int] | None:
-        count = getattr(torch._C, "_storage_Use_Count", None)
-        return None if count is None else [int(count(piece.untyped_storage()._cdata)) for piece in self.pieces]
-
-    def is_free(self) -> bool:
-        """Whether no tensor lies in it any more, in this process or in another that it was sent to."""
-        uses = self._uses()
-        return uses is not None and uses == self._idle_uses and not any(piece.is_shared() for piece in self.pieces)
-
-
-class _Stager:
-    """Copies the tensors of a state, those that share memory once."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-        self._sources: dict[Any, torch.Tensor] = {}
-        self._note(state, "state")
-        self.sizes = tuple(source.numel() * source.element_size() for source in self._sources.values())
-
-    def _note(self, value: Any, path: str) -> None:
-        if isinstance(value, torch.Tensor):
-            local = _local(value, path)
-            self._sources.setdefault(_key(local), local)
-        elif isinstance(value, (dict, list, tuple)):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                self._note(item, f"{path}[{key!r}]")
-
-    def copy_into(self, arena: _Arena) -> Any:
-        copies: dict[Any, torch.Tensor] = {}
-        pairs = []
-        for (key, source), piece in zip(self._sources.items(), arena.pieces, strict=True):
-            target = copies[key] = piece.view(source.dtype).view(source.shape)
-            if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
-                pairs.append((_frameworks.torch_bytes(torch, target), _frameworks.torch_bytes(torch, source)))
-            else:
-                target.copy_(source)
-        _native.copy_all(pairs)
-
-        def staged(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return copy.deepcopy(value)
-            copied = copies[_key(_local(value, "state"))]
-            if isinstance(value, DTensor):
-                return DTensor.from_local(
-                    copied, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-                )
-            return copied
-
-        return _map(self._state, staged)
-
-
-def _local(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local = local.detach()
-    _frameworks.check_torch(local, path)
-    return local
-
-
-def _key(tensor: torch.Tensor) -> Any:
-    """The same for tensors that are one piece of memory."""
-    return (tensor.data_ptr(), tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())

@@ -1,14 +1,15 @@
-"""The Trainer of Hugging Face Transformers, with its state in a tensorcask store every few steps.
+"""Saves the state of a Hugging Face Transformers Trainer into a tensorcask store every few steps.
 
     from tensorcask.transformers import Callback, checkpoint
 
     trainer = Trainer(..., callbacks=[Callback("s3://bucket/run42", every=50)])
     trainer.train(resume_from_checkpoint=checkpoint("s3://bucket/run42", "resume"))      # "resume": a scratch folder
 
-Saved are the model, optimizer, scheduler, the Trainer's own state and those of random numbers: a training of one process goes on as if it
-had not stopped. Its own checkpoints are not needed (``save_strategy="no"``), and work beside. With DDP the first process saves, and the
-states of random numbers are not taken up again. Not for FSDP and DeepSpeed (use ``torch.distributed.checkpoint``), and not for fp16, whose
-scaler a callback does not see: these are refused.
+Each snapshot holds the model, the optimizer, the scheduler, the state of the Trainer and the states of random number
+generators. A training of one process therefore continues bit for bit. The Trainer's own checkpoints are not needed
+(``save_strategy="no"``), but do no harm. With DDP, the first process saves, and random number generators are not
+restored. FSDP and DeepSpeed are refused (use ``torch.distributed.checkpoint``). fp16 is refused, because a callback
+does not see its gradient scaler.
 """
 
 from __future__ import annotations
@@ -36,26 +37,31 @@ _KEYS = ("model", "optimizer", "scheduler", "trainer_state", "rng")
 
 
 class Callback(transformers.TrainerCallback):  # type: ignore[misc]
-    """Saves after every ``every`` steps, and at the end. ``options``: those of :meth:`tensorcask.Store.save`."""
+    """Saves every ``every`` steps and at the end of the training. ``options``: those of
+    :meth:`tensorcask.Store.save`."""
 
     def __init__(self, store: Store | str | os.PathLike[str], *, every: int, **options: Any) -> None:
         if every < 1:
             raise ValueError(f"every={every}: use 1 or more")
-        # A training that resumed from an earlier checkpoint saves the steps after it again, as with checkpoints of its own.
+        # A training that resumed from an older checkpoint saves the later steps again, as it does with the Trainer's
+        # own checkpoints.
         self._store, self._every, self._options = open_store(store, None), every, {"overwrite": True, **options}
         self._saved: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name in ("fsdp", "deepspeed", "fp16"):
             if getattr(args, name, None):
-                raise _native.UnsupportedError(f"tensorcask.transformers with {name}: not all of the state would be saved")
+                raise _native.UnsupportedError(
+                    f"tensorcask.transformers with {name} would miss part of the state. "
+                    "Use torch.distributed.checkpoint, or bf16 for fp16"
+                )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self._every == 0:
             self._save(state, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # With load_best_model_at_end the model is an earlier one by now, the optimizer is not.
+        # load_best_model_at_end has replaced the model by an older one, but not the optimizer.
         if state.global_step != self._saved and not args.load_best_model_at_end:
             self._save(state, **kwargs)
 
@@ -68,14 +74,15 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
             rng["cuda"] = torch.cuda.get_rng_state()
         described = json.dumps(dataclasses.asdict(state), sort_keys=True)
         parts = (model.state_dict(), optimizer.state_dict(), lr_scheduler.state_dict(), described, rng)
-        # The last one that was logged, which this step's is not yet.
+        # The loss that was logged last. The loss of this step is not logged yet.
         logged = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
         user = {} if logged is None else {"loss": logged["loss"], "loss_step": logged["step"]}
         self._store.save(dict(zip(_KEYS, parts, strict=True)), step=state.global_step, user=user, **self._options)
 
 
 def checkpoint(store: Store | str | os.PathLike[str], folder: str | os.PathLike[str], step: Step = "latest") -> str | None:
-    """A checkpoint as the Trainer reads it, in a folder ``checkpoint-<step>`` of ``folder``; None if the store has no snapshot."""
+    """Writes a checkpoint for the Trainer to ``folder/checkpoint-<step>`` and returns its path; None if the store has
+    no snapshot."""
     opened = open_store(store, None)
     try:
         loaded = opened.load(step, framework="torch")
@@ -84,11 +91,11 @@ def checkpoint(store: Store | str | os.PathLike[str], folder: str | os.PathLike[
             return None
         raise
     if not isinstance(loaded, dict) or not loaded.keys() >= set(_KEYS):
-        raise _native.UnsupportedError(f"{opened.url}: not saved by tensorcask.transformers")
+        raise _native.UnsupportedError(f"{opened.url}: the snapshot was not saved by tensorcask.transformers. Use tensorcask.load()")
     described = json.loads(loaded["trainer_state"])
     path = Path(folder) / f"checkpoint-{described['global_step']}"
     path.mkdir(parents=True, exist_ok=True)
-    # The Trainer loads without those that are tied to others.
+    # The Trainer restores tied weights from the first of them.
     seen: set[tuple[int, tuple[int, ...]]] = set()
     weights = {}
     for name, tensor in loaded["model"].items():

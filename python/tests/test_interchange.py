@@ -1,7 +1,11 @@
 """Other formats: in, out, and in again."""
 
+import argparse
+import collections
 import os
 import pickle
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +77,7 @@ def test_files_of_torch(tensors, tmp_path, url):
             return (os.mkdir, (str(tmp_path / "trapped"),))
 
     torch.save({"trap": Trap()}, tmp_path / "bad.pt")
-    with pytest.raises(tensorcask.UnsupportedError, match="runs code"):
+    with pytest.raises(tensorcask.UnsupportedError, match="cannot be loaded without running code.*posix.mkdir"):
         import_(tmp_path / "bad.pt", url, step=2)
     assert not (tmp_path / "trapped").exists()
 
@@ -96,7 +100,7 @@ def test_folders_of_dcp(tensors, tmp_path, url):
             return (os.mkdir, (str(tmp_path / "trapped"),))
 
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(BaseException, match="no need of"):
+    with pytest.raises(BaseException, match="No index of a checkpoint needs it"):
         import_(tmp_path / "a", url, step=2)
     assert not (tmp_path / "trapped").exists()
 
@@ -111,7 +115,7 @@ def test_folders_are_told_by_what_they_hold(tensors, tmp_path, url):
         import_(tmp_path / folder, url, step=step)
         same({name.removeprefix("model."): tensor for name, tensor in tensorcask.load(url, step=step).items()}, tensors)
     (tmp_path / "one" / "more.safetensors").write_bytes((tmp_path / "one" / "model.safetensors").read_bytes())
-    with pytest.raises(ValueError, match="2 of"):
+    with pytest.raises(ValueError, match="2 files"):
         import_(tmp_path / "one", url, step=9)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no checkpoint"):
@@ -132,13 +136,125 @@ def test_from_the_command_line(tensors, tmp_path, url):
     assert run("export", url, tmp_path / "shards", "--max-shard-bytes", 100).returncode == 0
     assert run("import", tmp_path / "shards", url, "--step", 9).returncode == 0
     failed = run("export", url, tmp_path / "a.safetensors")
-    assert failed.returncode == 1 and failed.stderr.startswith("error: ") and "there already" in failed.stderr
+    assert failed.returncode == 1 and failed.stderr.startswith("error: ") and "exists already" in failed.stderr
     assert run("import", tmp_path / "a.safetensors", url).returncode == 2
 
 
 def test_formats_are_told_by_name(url, tmp_path):
     tensorcask.save({"w": torch.ones(1)}, url, step=1)
-    with pytest.raises(ValueError, match="cannot tell"):
+    with pytest.raises(ValueError, match="does not tell the format"):
         export(url, tmp_path / "x.npz")
     with pytest.raises(ValueError, match="use 'safetensors'"):
         export(url, tmp_path / "x", format="zip")
+
+
+class Config:
+    """A class that only the program that saved has."""
+
+    def __init__(self):
+        self.lr, self.sub = 0.1, argparse.Namespace(layers=[1, 2])
+
+
+class Trap:
+    """Copies a file when it is unpickled."""
+
+    def __reduce__(self):
+        return (shutil.copyfile, (__file__, "trapped"))
+
+
+def with_objects():
+    shared = argparse.Namespace(seed=7)
+    return {"w": torch.ones(2), "args": argparse.Namespace(lr=0.1, names=["a"]), "config": Config(), "pair": (shared, shared), "date": collections.deque([1])}
+
+
+def command(*words):
+    return subprocess.run([sys.executable, "-m", "tensorcask", *map(str, words)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("how", ["zip", "old", "dcp"])
+def test_objects_of_allowed_classes_are_plain_values(tmp_path, url, how):
+    state = with_objects()
+    del state["date"]
+    path = tmp_path / ("a" if how == "dcp" else "a.pt")
+    if how == "dcp":
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=how == "zip")
+    with pytest.raises(tensorcask.UnsupportedError, match="holds objects of .*(argparse.Namespace|test_interchange.Config).*allow=.*--allow"):
+        import_(path, url, step=1)
+    names = ["argparse.Namespace", f"{Config.__module__}.Config"]
+    import_(path, url, step=1, allow=names)
+    loaded = tensorcask.load(url)
+    assert (loaded.pop("w") == 1).all()
+    assert loaded == {"args": {"lr": 0.1, "names": ["a"]}, "config": {"lr": 0.1, "sub": {"layers": [1, 2]}}, "pair": ({"seed": 7}, {"seed": 7})}
+    # Nothing stays allowed.
+    with pytest.raises(tensorcask.UnsupportedError, match="holds objects"):
+        import_(path, url, step=2)
+    with pytest.raises(ValueError, match="full name of a class"):
+        import_(path, url, step=2, allow=["Namespace"])
+
+
+def test_a_class_that_the_process_allows_is_not_used_either(tmp_path, url):
+    class Namespace(argparse.Namespace):
+        def __setstate__(self, state):
+            raise AssertionError("code of the class ran")
+
+    Namespace.__module__, Namespace.__qualname__ = "argparse", "Namespace"
+    torch.save({"args": argparse.Namespace(lr=0.1)}, tmp_path / "a.pt")
+    before = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([Namespace]):
+        import_(tmp_path / "a.pt", url, step=1, allow=["argparse.Namespace"])
+        assert Namespace in torch.serialization.get_safe_globals()
+    assert tensorcask.load(url) == {"args": {"lr": 0.1}}
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+def test_a_refused_file_tells_the_command_to_run(tmp_path, url):
+    state = {"w": torch.ones(2), "args": argparse.Namespace(lr=0.1), "a b": Config()}
+    torch.save(state, tmp_path / "a b.pt")
+    refused = command("import", tmp_path / "a b.pt", url, "--step", 4, "--policy", "full")
+    assert refused.returncode == 1 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
+    told = shlex.split(refused.stderr.partition("or run: ")[2].partition(". Neither")[0])
+    assert told[:3] == ["python", "-m", "tensorcask"] and {"argparse.Namespace", f"{Config.__module__}.Config"} <= set(told)
+    done = command(*told[3:])
+    assert done.returncode == 0, done.stderr
+    assert tensorcask.load(url, 4)["args"] == {"lr": 0.1}
+
+
+def test_values_that_cannot_be_stored_are_left_out_or_replaced(tmp_path, url):
+    torch.save(with_objects(), tmp_path / "a.pt")
+    names = ["argparse.Namespace", f"{Config.__module__}.Config", "collections.deque"]
+    torch.save({"w": torch.ones(2), "set": {1}, "list": [{2}, 3], "of": Trap()}, tmp_path / "b.pt")
+    allowed = [word for name in ("shutil.copyfile", *names) for word in ("--allow", name)]
+    failed = command("import", tmp_path / "b.pt", url, "--step", 1, *allowed)
+    assert failed.returncode == 1 and "state['set']: builtins.set cannot be stored. To leave such values out, add --on-unsupported skip" in failed.stderr
+    done = command("import", tmp_path / "b.pt", url, "--step", 1, *allowed, "--on-unsupported", "skip")
+    assert done.returncode == 0, done.stderr
+    loaded = tensorcask.load(url)
+    assert loaded.keys() == {"w", "list"} and loaded["list"] == [None, 3]
+    import_(tmp_path / "b.pt", url, step=2, allow=["shutil.copyfile"], on_unsupported=lambda path, value: getattr(value, "arguments", path))
+    loaded = tensorcask.load(url)
+    assert loaded["set"] == "state['set']" and loaded["of"] == (__file__, "trapped")
+    # What is allowed by name is not run.
+    assert not Path("trapped").exists()
+    with pytest.raises(ValueError, match="on_unsupported"):
+        import_(tmp_path / "b.pt", url, step=3, allow=["shutil.copyfile"], on_unsupported="ignore")
+    with pytest.raises(tensorcask.UnsupportedError, match="holds objects of.*shutil.copyfile"):
+        import_(tmp_path / "b.pt", url, step=3)
+
+
+def test_damaged_files_are_refused(tmp_path, url):
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "a.pt").write_bytes(whole[:length])
+        with pytest.raises(tensorcask.Error, match=r"a.pt(: PyTorch cannot read this file| is damaged)"):
+            import_(tmp_path / "a.pt", url, step=1)
+
+
+def test_objects_that_hold_themselves_are_refused(tmp_path, url):
+    args = argparse.Namespace()
+    args.me, args.list = args, [args]
+    torch.save({"args": args}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="does it contain itself"):
+        import_(tmp_path / "a.pt", url, step=1, allow=["argparse.Namespace"])

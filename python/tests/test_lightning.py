@@ -52,7 +52,7 @@ def test_a_trainer_saves_deletes_and_resumes(tmp_path, url):
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
     named = [json.loads(file.read_text()) for file in (tmp_path / "run/checkpoints").iterdir()]
-    # `last` is a file of its own beside that of the same step; nothing else stays.
+    # `last` and another file name the same step. No other files stay.
     assert len(named) == 3 and {marker["store"] for marker in named} == {url, url + "-2"}
     for found in (url, url + "-2"):
         store = tensorcask.Store(found)
@@ -67,7 +67,7 @@ def test_files_of_one_step_are_kept_apart(tmp_path, url):
     io.save_checkpoint({"global_step": 5, "w": torch.ones(3)}, tmp_path / "weights.ckpt")
     assert io.load_checkpoint(tmp_path / "whole.ckpt")["optimizer_states"] == [1]
     assert "optimizer_states" not in io.load_checkpoint(tmp_path / "weights.ckpt")
-    # By another object, after a restart; a file that is written anew gives up what it named.
+    # A new object, as after a restart. An overwritten file forgets its old snapshot.
     io = CheckpointIO(url)
     io.save_checkpoint({"global_step": 6, "w": torch.zeros(3)}, tmp_path / "weights.ckpt")
     assert tensorcask.Store(url + "-2").snapshots() == []
@@ -86,7 +86,7 @@ def test_a_file_of_another_run_is_that_runs(tmp_path, url):
     assert torch.equal(other.load_checkpoint(tmp_path / "a")["w"], torch.ones(3))
     other.remove_checkpoint(tmp_path / "a")
     assert len(tensorcask.Store(f"{url}-a").snapshots()) == len(tensorcask.Store(f"{url}-b").snapshots()) == 1
-    # Saved again by somebody else: an error, not another state.
+    # A step that another program replaced is an error.
     tensorcask.save({"w": torch.zeros(3)}, f"{url}-b", step=5, overwrite=True)
     with pytest.raises(tensorcask.ConflictError, match="saved again since"):
         other.load_checkpoint(tmp_path / "b")
@@ -100,7 +100,7 @@ def test_what_cannot_be_done_is_refused(tmp_path, url):
         io.save_checkpoint({"global_step": 1, "hyper_parameters": {"model": object()}}, tmp_path / "a.ckpt")
     assert not (tmp_path / "a.ckpt").exists()
     torch.save({"global_step": 1}, tmp_path / "other.ckpt")
-    with pytest.raises(tensorcask.UnsupportedError, match="not written by tensorcask"):
+    with pytest.raises(tensorcask.UnsupportedError, match="was not written by tensorcask"):
         io.load_checkpoint(tmp_path / "other.ckpt")
     io.remove_checkpoint(tmp_path / "other.ckpt")
     assert (tmp_path / "other.ckpt").exists()

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from tensorcask import megatron  # noqa: E402
 
 ROWS, COLUMNS, LAYERS = 12, 6, 2
-# Keys that are no text, and forms that stand for others in the store.
+# Keys other than text, and mappings that look like the stored forms of other values.
 ODD = {0: "a", "e": {}, (torch.bfloat16, torch.float32): [1, (torch.int8,)], "#pairs": {"#dtype": "x"}, "list": [{}, {2: None}]}
 
 
@@ -47,7 +47,7 @@ def state_of(step, *, fill, with_objects=True):
     layers = []
     for layer in range(LAYERS):
         data = (expected(f"layers.{layer}", step) if fill else torch.zeros(ROWS, COLUMNS)).chunk(world, 0)[rank].clone()
-        # All layers are one tensor with an axis more.
+        # All layers are one tensor with one more axis.
         layers.append(ShardedTensor.from_rank_offsets("decoder.layers.w", data, (0, layer, LAYERS), (1, rank, world), prepend_axis_num=1))
     copied = expected("norm", step)[0].clone() if fill else torch.zeros(COLUMNS)
     state = {
@@ -91,7 +91,7 @@ def saves(folder):
 
 def loads(folder, with_objects):
     for step in (10, 30):
-        # By this module, and by Megatron itself, which finds the backend in metadata.json.
+        # Megatron itself finds the backend in metadata.json.
         for load in (megatron.load, dist_checkpointing.load):
             state = state_of(step, fill=False, with_objects=with_objects == "True")
             check(load(state, f"{folder}/iter_{step:07}"), step, with_objects == "True")
@@ -115,7 +115,7 @@ def loads_elsewhere(folder, url):
     megatron.load(state_of(20, fill=False), f"{folder}/iter_0000020", strategy=megatron.LoadStrategy(url))
     with pytest.raises(tensorcask.NotFoundError, match="step 25"):
         megatron.load(state_of(25, fill=False), f"{folder}/iter_0000025", strategy=megatron.LoadStrategy(url))
-    # Once made anew, Megatron reads the folder as ever.
+    # Megatron reads the rebuilt folder.
     check(dist_checkpointing.load(state_of(20, fill=False), f"{folder}/iter_0000020"), 20)
 
 
@@ -128,7 +128,7 @@ def test_a_lost_folder_is_made_anew(tmp_path):
 
 def refusals(folder):
     state = {"rows": ShardedTensor.from_rank_offsets("rows", torch.ones(4, 2))}
-    with pytest.raises(ValueError, match="no number that could be the step"):
+    with pytest.raises(ValueError, match="names no training step"):
         megatron.save(dict(state), f"{folder}/final")
     with pytest.raises(CheckpointException, match="thing.*object cannot be stored"):
         megatron.save({"thing": ShardedObject("thing", object(), (1,), (0,)), **state}, f"{folder}/iter_1")
@@ -136,13 +136,13 @@ def refusals(folder):
     megatron.save(dict(state), f"{folder}/iter_1")
     with pytest.raises(Exception, match="missing|`other`"):
         megatron.load({"other": ShardedTensor.from_rank_offsets("other", torch.ones(4, 2))}, f"{folder}/iter_1")
-    with pytest.raises(tensorcask.InvalidArgumentError, match=r"`rows`: shape \[4, 2\] is stored, \[6, 2\] is asked for"):
+    with pytest.raises(tensorcask.InvalidArgumentError, match=r"`rows` has shape \[4, 2\] in the store, but \[6, 2\] is requested"):
         megatron.load({"rows": ShardedTensor.from_rank_offsets("rows", torch.ones(6, 2))}, f"{folder}/iter_1")
     padded = ShardedTensor.from_rank_offsets("rows", torch.full((6, 2), 9.0), allow_shape_mismatch=True)
     loaded = megatron.load({"rows": padded}, f"{folder}/iter_1")["rows"]
     assert torch.equal(loaded, torch.cat([torch.ones(4, 2), torch.zeros(2, 2)]))
     assert torch.equal(dist_checkpointing.load_plain_tensors(f"{folder}/iter_1")["rows"], torch.ones(4, 2))
-    # A save that fails on the way leaves nothing that looks whole, and the old snapshot stays.
+    # A failed save leaves no folder that looks whole, and keeps the old snapshot.
     with pytest.raises(CheckpointException):
         megatron.save({"thing": ShardedObject("thing", object(), (1,), (0,)), "iteration": 2, **state}, f"{folder}/iter_1")
     assert not (Path(folder) / "iter_1" / "metadata.json").exists()
@@ -151,7 +151,7 @@ def refusals(folder):
     (Path(folder) / "iter_1" / "common.pt").write_bytes(b"of another save")
     with pytest.raises(Exception, match="common.pt|invalid|[Ll]oad"):
         megatron.load(dict(state), f"{folder}/iter_1")
-    # The same step again: the older folder's marker names a snapshot that is gone.
+    # After a second save of the step, the old marker names a replaced snapshot.
     marker = (Path(folder) / "iter_1" / "tensorcask.json").read_text()
     megatron.save(dict(state), f"{folder}/iter_1")
     (Path(folder) / "iter_1" / "tensorcask.json").write_text(marker)
@@ -168,9 +168,9 @@ def test_what_cannot_be_done_is_refused(tmp_path):
 
 def test_variables_are_checked(monkeypatch):
     monkeypatch.setenv("TENSORCASK_EVERY", "0")
-    with pytest.raises(ValueError, match="use a number from 1"):
+    with pytest.raises(ValueError, match="use an integer of 1 or more"):
         megatron.SaveStrategy()
     monkeypatch.setenv("TENSORCASK_EVERY", "4")
     monkeypatch.setenv("TENSORCASK_POLICY", "full")
-    with pytest.raises(ValueError, match="use one"):
+    with pytest.raises(ValueError, match="Set only one"):
         megatron.SaveStrategy()

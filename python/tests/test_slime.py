@@ -1,4 +1,4 @@
-"""Folders of weight deltas: written here as slime documents them, not by the code under test, and back."""
+"""Folders of weight deltas, written here by the documentation of slime and not by the code under test."""
 
 import json
 import zlib
@@ -60,7 +60,7 @@ def test_published_versions_become_snapshots(tmp_path, url):
     for step, (encoding, algorithm) in enumerate([("xor", "xxh3-128"), ("overwrite", "xxh3-128"), ("overwrite", "adler32")], 1):
         publish(shared, step, encoding, algorithm)
     assert import_deltas(shared, url, base=tmp_path / "base.safetensors", policy="intermittent:8") == [1, 2, 3]
-    # A folder that has grown, and a version that is being written.
+    # The folder has grown, and one version is still being written.
     publish(shared, 4, "xor")
     (shared / "weight_v000005").mkdir()
     assert import_deltas(shared, url, policy="intermittent:8") == [4]
@@ -78,7 +78,7 @@ def test_snapshots_become_versions_and_come_back(tmp_path, url, encoding, checks
         tensorcask.save({"model": weights(step), "optimizer": {"m": torch.ones(3)}}, url, step=step)
     folders = export_deltas(url, tmp_path / "out", tensors="model.*", strip="model.", encoding=encoding, checksum=checksum)
     assert [folder.name for folder in folders] == ["weight_v000000", "weight_v000001", "weight_v000002"]
-    # The first is a checkpoint that anyone reads.
+    # The first version is a plain checkpoint.
     assert same(load_file(folders[0] / "model-00000-of-00001.safetensors"), 10)
     assert import_deltas(tmp_path / "out", tmp_path / "again") == [10, 20, 30]
     for step in (10, 20, 30):
@@ -104,12 +104,12 @@ def test_a_training_that_began_anew_is_not_mixed_with_the_old(tmp_path, url):
     import_deltas(tmp_path / "old", url, base=tmp_path / "base.safetensors")
     publish(tmp_path / "new", 1, "overwrite")
     publish(tmp_path / "new", 2, "overwrite")
-    with pytest.raises(tensorcask.ConflictError, match="step 1 is something else than"):
+    with pytest.raises(tensorcask.ConflictError, match="step 1 differs from"):
         import_deltas(tmp_path / "new", url, base=tmp_path / "base.safetensors")
     save_file(weights(3), tmp_path / "base.safetensors")
-    with pytest.raises(tensorcask.ConflictError, match="step 0 is something else than the base"):
+    with pytest.raises(tensorcask.ConflictError, match="step 0 differs from the base"):
         import_deltas(tmp_path / "old", url, base=tmp_path / "base.safetensors")
-    with pytest.raises(tensorcask.InvalidArgumentError, match="choose another base_step"):
+    with pytest.raises(tensorcask.InvalidArgumentError, match="Pass another base_step"):
         import_deltas(tmp_path / "old", tmp_path / "third", base=tmp_path / "base.safetensors", base_step=1)
 
 
@@ -132,18 +132,18 @@ def test_a_delta_that_does_not_fit_is_refused(tmp_path, url):
         diff[4:8] = 0xFF
         return diff
 
-    refused("not the bytes that were published", spoil=flip)
-    refused("not the bytes that were published", spoil=flip, encoding="overwrite")
+    refused("checksum mismatch", spoil=flip)
+    refused("checksum mismatch", spoil=flip, encoding="overwrite")
     refused("a difference of 3 bytes", spoil=lambda diff: diff[:3])
-    refused("at most", spoil=lambda diff: np.zeros(1 << 20, np.uint8))
+    refused("more than the possible", spoil=lambda diff: np.zeros(1 << 20, np.uint8))
     refused("with a count of", encoding="overwrite", spoil=lambda diff: diff[:-1])
-    refused("position 4294967295 of", encoding="overwrite", spoil=far)
-    refused("builds on version 1; the one before is 0", tensorcask.InvalidArgumentError, step=2)
+    refused("position 4294967295 in", encoding="overwrite", spoil=far)
+    refused("builds on version 1, but follows version 0", tensorcask.InvalidArgumentError, step=2)
     refused("xxh64", tensorcask.UnsupportedError, algorithm="xxh64")
     publish(tmp_path / "less", 1, "xor")
     index = tmp_path / "less" / "weight_v000001" / "model.safetensors.index.json"
     index.write_text(index.read_text().replace('"weight_map": {', '"weight_map": {"mask": "model-00000-of-00001.safetensors", '))
-    with pytest.raises(tensorcask.CorruptionError, match="do not agree about tensor `mask`"):
+    with pytest.raises(tensorcask.CorruptionError, match="disagree about tensor `mask`"):
         import_deltas(tmp_path / "less", tmp_path / "store-of-less", base=tmp_path / "base.safetensors")
     with pytest.raises(tensorcask.UnsupportedError, match="xxh64"):
         export_deltas(url, tmp_path / "out", checksum="xxh64")

@@ -20,7 +20,7 @@ class Losses(transformers.TrainerCallback):
 
 
 class Stop(transformers.TrainerCallback):
-    """A training that is ended from outside, without a word at its end."""
+    """Interrupts a training before it can save at its end."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 5:
@@ -29,7 +29,7 @@ class Stop(transformers.TrainerCallback):
 
 def train(folder, *callbacks, resume=None):
     transformers.set_seed(1)
-    # Tied embeddings, and dropout, which needs the states of random numbers.
+    # The model has tied embeddings. Its dropout needs the states of random number generators.
     config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     model = transformers.GPT2LMHeadModel(config)
     data = [{"input_ids": (torch.arange(16) * (i + 1)) % 32, "labels": (torch.arange(16) * (i + 1)) % 32} for i in range(16)]

@@ -1,0 +1,87 @@
+"""Use of PyTorch's planners beyond their interface: values without pickle, integer keys, and errors that name a
+path."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+from . import _dtypes, _frameworks, _staging
+from ._state import OnUnsupported
+
+
+def value_of(item: Any, planner: SavePlanner) -> Any:
+    """The value itself, which the default planner would pickle. For another planner, the bytes that it returns."""
+    if isinstance(planner, DefaultSavePlanner) and type(planner).transform_object is DefaultSavePlanner.transform_object:
+        return planner.lookup_object(item.index)
+    return planner.resolve_data(item)
+
+
+def give(item: Any, planner: LoadPlanner, value: Any) -> None:
+    """Sets a value as the default planner does after unpickling it. Another planner gets bytes, as from other
+    readers."""
+    if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+        fqn = item.dest_index.fqn
+        if planner.flatten_state_dict:
+            _put(planner.original_state_dict, planner.mappings[fqn], value)
+            return
+        # The planner may have a copy of the caller's state.
+        for state in (planner.original_state_dict, planner.state_dict):
+            _staging.screen(state.get(fqn), "error", _staging.check_whole, text((fqn,)))
+            _put(state, (fqn,), value)
+    elif isinstance(value, io.BytesIO):
+        planner.load_bytes(item, value)
+    else:
+        # The planner expects the bytes that torch.save writes. They exist only in this process.
+        data = io.BytesIO()
+        torch.save(value, data)
+        data.seek(0)
+        planner.load_bytes(item, data)
+
+
+def _put(state: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Sets a value of the caller's state. Where DCP says '7' and the state has key 7, key 7 is set."""
+    from torch.distributed.checkpoint._nested_dict import set_element
+
+    def key_in(container: Any, part: Any) -> Any:
+        if not isinstance(container, Mapping) or part in container:
+            return part
+        return next((key for key in container if str(key) == part), part)
+
+    container = state
+    try:
+        for part in path[:-1]:
+            container = container[key_in(container, part)]
+        container[key_in(container, path[-1])] = value
+    except (KeyError, IndexError, TypeError):
+        # The state has no such container yet.
+        set_element(state, path, value)
+
+
+def text(path: tuple[Any, ...]) -> str:
+    """A path as Python code, for errors."""
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def check_plannable(on_unsupported: OnUnsupported) -> None:
+    """Refuses tensors that PyTorch's planner would fail on without saying where they are.
+
+    DCP plans a save before it gives the state to the writer, so the state is taken from DCP's own call. Where DCP
+    changes, PyTorch's error is raised as before.
+    """
+    # No variable holds the frame: that cycle would keep the state in memory.
+    state = sys._getframe(2).f_locals.get("state_dict")
+    if not isinstance(state, dict):
+        return
+    try:
+        _staging.screen(state, "error", _staging.check_plannable)
+    except _dtypes.Unsupported as error:
+        if on_unsupported in (None, "error"):
+            raise
+        raise _dtypes.Unsupported(f"{error}. dcp.save cannot ask on_unsupported about this tensor, but dcp.async_save can") from None

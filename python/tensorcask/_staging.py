@@ -1,0 +1,182 @@
+"""Copies of states for asynchronous saves, and checks of the tensors in a state before PyTorch plans a save."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from . import _frameworks, _native
+from ._dtypes import Unsupported
+from ._state import OnUnsupported
+
+# Stands for a value that is left out.
+SKIPPED = object()
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+
+
+class Arena:
+    """Reusable memory for staged tensors. Its pages are touched once, because fresh pages cost several times what a
+    copy does.
+
+    Each tensor has a storage of its own, because PyTorch sends a storage to another process as a whole.
+    """
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        self._idle_uses = self._uses()
+
+    def _uses(self) -> list[int] | None:
+        count = getattr(torch._C, "_storage_Use_Count", None)
+        return None if count is None else [int(count(piece.untyped_storage()._cdata)) for piece in self.pieces]
+
+    def is_free(self) -> bool:
+        """Whether no tensor uses the memory any more, in this process or in another that received one."""
+        uses = self._uses()
+        return uses is not None and uses == self._idle_uses and not any(piece.is_shared() for piece in self.pieces)
+
+
+class Stager:
+    """Copies the tensors of a state. Tensors that share memory are copied once."""
+
+    def __init__(self, state: Any, on_unsupported: OnUnsupported = None) -> None:
+        self._sources: dict[Any, torch.Tensor] = {}
+        self._state = screen(state, on_unsupported, self._note, take=_copied)
+        self.sizes = tuple(source.numel() * source.element_size() for source in self._sources.values())
+
+    def _note(self, tensor: torch.Tensor, path: str) -> None:
+        check_planned(tensor, path)
+        local = _local(tensor)
+        _frameworks.check_torch(local, path)
+        self._sources.setdefault(_key(local), local)
+
+    def copy_into(self, arena: Arena) -> Any:
+        """The state with its tensors in an arena and its other values copied."""
+        copies: dict[Any, torch.Tensor] = {}
+        pairs = []
+        for (key, source), piece in zip(self._sources.items(), arena.pieces, strict=True):
+            target = copies[key] = piece.view(source.dtype).view(source.shape)
+            if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
+                pairs.append((_frameworks.torch_bytes(torch, target), _frameworks.torch_bytes(torch, source)))
+            else:
+                target.copy_(source)
+        _native.copy_all(pairs)
+
+        return _with_copies(self._state, copies)
+
+
+def _with_copies(value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
+    # Not a nested function: a recursive closure is a reference cycle, which would keep the arena in use.
+    if isinstance(value, dict):
+        return {key: _with_copies(item, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_with_copies(item, copies) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if not isinstance(value, torch.Tensor):
+        return value
+    copied = copies[_key(_local(value))]
+    if isinstance(value, DTensor):
+        return DTensor.from_local(copied, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
+    return copied
+
+
+def screen(
+    value: Any,
+    on_unsupported: OnUnsupported,
+    check: Callable[[torch.Tensor, str], None],
+    path: str = "state",
+    *,
+    take: Callable[[Any, str], Any] = lambda value, path: value,
+    may_ask: bool = True,
+) -> Any:
+    """The value with each tensor checked, and with each other value as ``take`` returns it.
+
+    ``on_unsupported`` decides about what either of them refuses. Returns ``SKIPPED`` for a value that is left out; in a
+    list, None takes its place.
+    """
+
+    def inner(item: Any, key: Any) -> Any:
+        # Long lists of numbers are common. They need no paths.
+        if type(item) in _PLAIN:
+            return item
+        return screen(item, on_unsupported, check, f"{path}[{key!r}]", take=take, may_ask=may_ask)
+
+    if isinstance(value, dict):
+        return {key: found for key, item in value.items() if (found := inner(item, key)) is not SKIPPED}
+    if isinstance(value, (list, tuple)):
+        items = [None if (found := inner(item, at)) is SKIPPED else found for at, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    try:
+        if not isinstance(value, torch.Tensor):
+            return take(value, path)
+        check(value, path)
+        return value
+    except Unsupported as error:
+        if on_unsupported == "skip":
+            return SKIPPED
+        if not callable(on_unsupported):
+            raise
+        if not may_ask:
+            raise TypeError(f"{error}; on_unsupported returned this value") from None
+        return screen(on_unsupported(path, value), on_unsupported, check, path, take=take, may_ask=False)
+
+
+def check_planned(tensor: torch.Tensor, path: str) -> None:
+    """Refuses tensors that have no elements to store, and tensors whose elements are elsewhere."""
+    check_plannable(tensor, path)
+    if isinstance(tensor, torch._subclasses.FakeTensor):
+        raise Unsupported(f"{path}: a fake tensor has no data. Save the state outside of FakeTensorMode")
+    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise Unsupported(f"{path}: a tensor inside a function transform has no data of its own. Save the state outside of torch.func")
+
+
+def check_plannable(tensor: torch.Tensor, path: str) -> None:
+    """Refuses tensors that PyTorch's planners fail on without saying where the tensor is."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise Unsupported(f"{path}: a lazy parameter has no shape yet. Run the module once before saving")
+    if tensor.is_nested:
+        raise Unsupported(f"{path}: a nested tensor cannot be stored. Store its unbind(), or its values() and offsets()")
+
+
+def check_whole(tensor: torch.Tensor, path: str) -> None:
+    """Refuses a sharded tensor inside a value that is stored or loaded as one."""
+    if isinstance(tensor, DTensor) or hasattr(tensor, "local_shards"):
+        raise Unsupported(
+            f"{path}: a {type(tensor).__name__} inside a value that the planner does not take apart. "
+            "Use a planner with flatten_state_dict=True, and no tuple around the tensor"
+        )
+
+
+def check_value(tensor: torch.Tensor, path: str) -> None:
+    """Refuses a tensor inside a value that cannot be stored with it."""
+    check_planned(tensor, path)
+    check_whole(tensor, path)
+
+
+def check_stored(tensor: torch.Tensor, path: str) -> None:
+    """Refuses a tensor, or the shard of one, that cannot be stored."""
+    check_planned(tensor, path)
+    _frameworks.check_torch(tensor, path)
+
+
+def _copied(value: Any, path: str) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise Unsupported(f"{path}: {name} cannot be copied for an asynchronous save: {error}") from error
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    found: torch.Tensor = local.detach()
+    return found
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same piece of memory."""
+    return (tensor.data_ptr(), tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
