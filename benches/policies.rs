@@ -1,4 +1,4 @@
-//! What policies and places for the base cost over a run: store, restore, memory. Makes the tables of docs/policies.md.
+//! What policies and places for the base cost over a run: store, restore, memory. Makes the tables of docs/src/benchmarks/policies.md.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 mod common;

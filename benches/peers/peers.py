@@ -1,6 +1,6 @@
 """Every peer and us on the same tensors, in one process, taking turns: sizes, speeds, and whether every bit came back.
 
-Run by `run`, which makes the environment. Writes results.json, RESULTS.md and results.png, and renews the figures in docs/papers.md.
+Run by `run`, which makes the environment. Writes results.json, RESULTS.md and results.png, and renews the figures in docs/src/papers.md.
 """
 
 import argparse
@@ -281,7 +281,7 @@ def render(results, out, papers):
     (out / "RESULTS.md").write_text(report.markdown(results))
     report.plot(results, out / "results.png")
     if papers:
-        page = ROOT / "docs" / "papers.md"
+        page = ROOT / "docs" / "src" / "papers.md"
         page.write_text(report.fill(page.read_text(), results))
     print(report.markdown(results))
 

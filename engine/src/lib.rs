@@ -6,7 +6,8 @@
 //! both be killed at any moment: what they left in shared memory is checked and used by their successors.
 //!
 //! It is a crate apart from the library: it needs Linux, processes and unsafe memory maps, none of which a reader of checkpoints should
-//! have to build; and it uses the library through its public interface alone. See `docs/engine.md` for what survives which failure.
+//! have to build; and it uses the library through its public interface alone. See `docs/src/guides/engine.md` for what survives which
+//! failure.
 
 #![cfg(target_os = "linux")]
 

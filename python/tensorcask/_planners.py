@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from . import _dtypes, _frameworks, _staging
+from . import _dtypes, _staging
 from ._state import OnUnsupported
 
 

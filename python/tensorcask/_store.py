@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -24,20 +23,18 @@ from ._options import (
     Policy,
     Slices,
     Step,
-    WriterOptions,
     changed_row_lists,
     check_count,
     check_step,
-    parse_policy,
     step_or_latest,
     text_values,
     user_json,
     writer_options,
 )
 from ._progress import Progress, watching
-from ._reports import CopyReport, SnapshotInfo, TensorInfo, VerifyReport
-from ._snapshot import Snapshot, address_of
-from ._state import TREE, OnUnsupported, flat_arrays
+from ._reports import CopyReport
+from ._snapshot import Snapshot
+from ._state import TREE, OnUnsupported
 from ._upkeep import Upkeep
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@
         engine.finish()                        # everything is in the store; memory is freed
 
 A save costs one copy into shared memory. An *agent*, a process of its own that outlives this one, encodes it, keeps the last
-snapshots in memory and commits them to the store. A trainer that was killed restores from memory; ``docs/engine.md`` tells what
-survives what.
+snapshots in memory and commits them to the store. A trainer that was killed restores from memory; ``docs/src/guides/engine.md``
+tells what survives what.
 """
 
 from __future__ import annotations

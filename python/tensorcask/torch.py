@@ -20,7 +20,6 @@ Loading into ``{7: tensor}`` fills key 7.
 from __future__ import annotations
 
 import dataclasses
-import io
 import logging
 import os
 import time

@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import textwrap
