@@ -56,13 +56,13 @@ struct Row {
 /// Names of places and their snapshots.
 type Places = Vec<(String, BTreeSet<Id>)>;
 
-#[cfg(target_os = "linux")]
+#[cfg(all(feature = "engine", target_os = "linux"))]
 fn places_beside(store: &Store, args: &Args) -> Result<Places> {
     let found = store.block_on(tensorcask_engine::places_beside(None, &args.store, &args.tier))?;
     Ok(found.into_iter().map(|place| (place.name, place.snapshots.unwrap_or_default())).collect())
 }
 
-#[cfg(not(target_os = "linux"))]
+#[cfg(not(all(feature = "engine", target_os = "linux")))]
 fn places_beside(_: &Store, args: &Args) -> Result<Places> {
     let ids = |url: &String| Ok((url.clone(), Store::open(url)?.snapshots()?.iter().map(|info| info.record.id).collect()));
     args.tier.iter().map(ids).collect()

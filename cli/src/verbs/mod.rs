@@ -1,6 +1,6 @@
 //! One module per verb: its arguments and its work.
 
-#[cfg(target_os = "linux")]
+#[cfg(all(feature = "engine", target_os = "linux"))]
 mod agent;
 mod analyze;
 mod chain;
@@ -68,7 +68,7 @@ pub(crate) enum Verb {
     /// Find broken links, unsafe storage and leftovers
     Doctor(doctor::Args),
     /// Run the agent of the asynchronous engine, or show its status
-    #[cfg(target_os = "linux")]
+    #[cfg(all(feature = "engine", target_os = "linux"))]
     Agent(agent::Args),
 }
 
@@ -87,6 +87,10 @@ impl Verb {
         matches!(self, Self::Import(args) | Self::Export(args) if args.wants_json())
     }
 
+    #[cfg_attr(
+        not(all(feature = "engine", target_os = "linux")),
+        allow(unused_variables, reason = "only the verb agent prints while it runs")
+    )]
     pub(crate) fn run(self, json: bool) -> Result<Outcome> {
         match self {
             Self::Save(args) => save::run(args),
@@ -108,7 +112,7 @@ impl Verb {
             Self::Import(_) => package::refuse("import", "save"),
             Self::Export(_) => package::refuse("export", "restore"),
             Self::Doctor(args) => doctor::run(&args),
-            #[cfg(target_os = "linux")]
+            #[cfg(all(feature = "engine", target_os = "linux"))]
             Self::Agent(args) => agent::run(&args, json),
         }
     }

@@ -217,6 +217,7 @@ def run_some(seeds: range, url: str | None, verbose: bool) -> Report:
                 report.outcomes.update(outcomes)
             except Exception as error:
                 report.violations.append(f"seed {seed}: {error}")
+                print(f"VIOLATION seed {seed}: {error}", flush=True)
             finally:
                 place.close()
             report.sequences += 1
