@@ -252,3 +252,15 @@ pub(crate) fn absolute(url: &str) -> Result<String> {
     let path = std::path::absolute(url).map_err(|e| Error::io(url, e))?;
     path.to_str().map(str::to_owned).ok_or_else(|| Error::invalid("the path of a store has to be text").object(url))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_url_is_no_local_path() {
+        let error = absolute("s3:/bucket/run").unwrap_err();
+        assert!(error.to_string().contains("write `s3://bucket/run`"), "{error}");
+        assert!(absolute("runs/a:b").unwrap().ends_with("runs/a:b"));
+    }
+}
