@@ -6,7 +6,7 @@
 //!   <key>/                                one run
 //!     run.json                            description of the run, for the agent
 //!     seen.json seen.lock                 newest known snapshot and writer of each tier
-//!     over                                exists once the run has finished; memory is freed when the store has everything
+//!     over                                exists once the run has finished: memory is freed after the last upload
 //!     memory-<n>/                         encoded snapshots: a store; the highest number is in use
 //!     rank-<r>/lock arena                 one trainer
 //! ```

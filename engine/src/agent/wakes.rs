@@ -2,7 +2,8 @@
 
 use tokio::sync::Notify;
 
-/// Wake-ups of a run's encoder and uploaders. A wake-up that comes while a worker is busy makes it look for work once more.
+/// Wake-ups of a run's encoder and uploaders. A wake-up that comes while a worker is busy makes it look for work once
+/// more.
 #[derive(Debug)]
 pub(super) struct Wakes {
     encoder: Notify,
