@@ -1,4 +1,4 @@
-//! The asynchronous engine: how long a save stops the trainer, where a state comes back from and how fast, and what memory it takes.
+//! Benchmarks of the engine: stall of a save, duration of a restore from each source, and memory use.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 #[cfg(target_os = "linux")]
@@ -28,7 +28,7 @@ mod linux {
 
     const LONG: Duration = Duration::from_secs(600);
 
-    /// One engine's folder and store.
+    /// Folder and store of an engine.
     struct Host {
         memory: tempfile::TempDir,
         disk: tempfile::TempDir,
@@ -118,7 +118,7 @@ mod linux {
             assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
             copies.push(copy_seconds(&states[0], &mut memcpy));
             idle.push(save(&mut engine));
-            // The agent is at it now.
+            // The agent is encoding now.
             std::thread::sleep(Duration::from_millis(200));
             assert!(host.status().0.queue_depth > 0, "the agent was faster; use a larger state");
             busy.push(save(&mut engine));
@@ -144,14 +144,14 @@ mod linux {
         table
     }
 
-    /// A trainer's own memory, in the order of its tensors, and where in what was found each is.
-    struct Own<'s> {
+    /// Buffers of a trainer, in the order of its tensors, and the index of each tensor in the restored state.
+    struct Buffers<'s> {
         state: &'s [Owned],
         memory: Vec<Vec<u8>>,
         places: Vec<usize>,
     }
 
-    impl Destination for Own<'_> {
+    impl Destination for Buffers<'_> {
         fn prepare(&mut self, found: &Restored<'_>) -> tensorcask::Result<()> {
             let place = |tensor: &RestoredTensor<'_>| self.state.iter().position(|known| known.name == tensor.name).unwrap();
             self.places = found.tensors.iter().map(place).collect();
@@ -164,7 +164,7 @@ mod linux {
         }
     }
 
-    /// Seconds of a restore that has to come from a source: as it comes, or into the trainer's own memory, which is there already.
+    /// Measures a restore from a source, either into new memory or into existing buffers of the trainer.
     fn timed(engine: &Engine, source: fn(&Source) -> bool, state: &[Owned], into: bool) -> f64 {
         if !into {
             let (took, found) = seconds(|| engine.restore(Latest).unwrap());
@@ -173,7 +173,7 @@ mod linux {
             return took;
         }
         let memory = state.iter().map(|tensor| vec![1; tensor.data.len()]).collect();
-        let mut own = Own { state, memory, places: Vec::new() };
+        let mut own = Buffers { state, memory, places: Vec::new() };
         let (took, found) = seconds(|| engine.restore_into(Latest, None, &mut own).unwrap().source);
         assert!(source(&found), "restored from {found}");
         assert!(own.memory.iter().zip(state).all(|(own, tensor)| *own == tensor.data), "it came back otherwise");
@@ -211,7 +211,7 @@ mod linux {
             time(&mut times[0], &engine, |source| *source == Source::Slot, false);
             time(&mut times[1], &engine, |source| *source == Source::Slot, true);
             drop(engine);
-            // Whatever comes first takes memory into use that the others then find; so each does in turn.
+            // The first restore touches memory that later ones reuse, so each kind comes first in turn.
             let from_memory = |times: &mut [Vec<f64>; 8]| {
                 let kept = arena.with_extension("kept");
                 std::fs::rename(&arena, &kept).unwrap();
@@ -233,7 +233,7 @@ mod linux {
                 }
             }
             drop(engine);
-            // The store was taken over; memory has to have it back.
+            // The engine with the other folder has taken the store over. Take it back.
             drop(Engine::start(options.clone()).unwrap());
             if round % 2 == 1 {
                 from_memory(&mut times);
@@ -270,7 +270,7 @@ mod linux {
         host.memory.path().join("engine").join(host.status().0.key).join("rank-0/arena")
     }
 
-    /// Needs root; without it there is no cold disk.
+    /// Drops the page cache; returns `false` without root.
     fn drop_caches() -> bool {
         std::process::Command::new("sync").status().is_ok_and(|status| status.success())
             && std::fs::write("/proc/sys/vm/drop_caches", "3").is_ok()

@@ -1,4 +1,4 @@
-//! A trainer that saves a real checkpoint each second, and goes on where it was when it is started again.
+//! Saves a real checkpoint each second, and resumes from the last one when it is started again.
 //!
 //! ```sh
 //! cargo run -p tensorcask-engine --example trainer -- STORE FOLDER-OF-step-*.safetensors [STEPS [SECONDS-PER-STEP]]
@@ -34,7 +34,7 @@ fn train() -> tensorcask::Result<()> {
     let number = |at: usize, default: f64| rest.get(at).and_then(|text: &String| text.parse().ok()).unwrap_or(default);
     let (steps, pause) = (number(0, 1e9) as u64, Duration::from_secs_f64(number(1, 1.0)));
 
-    // What training would make of the weights: the state of each step lies in a file.
+    // Stands in for training: the state of each step is read from a file.
     let files = [1000, 1001, 1010].map(|step| Files::open(&[format!("{folder}/step-{step}.safetensors")]));
     let files = files.into_iter().collect::<tensorcask::Result<Vec<_>>>()?;
     let state = |step: u64| files[(step % 3) as usize].tensors();
@@ -64,7 +64,7 @@ fn train() -> tensorcask::Result<()> {
         step += 1;
         let saved = engine.save(step, &state(step)?, &[], &Metadata::default())?;
         println!("step {step}: saved, training went on after {:.1} ms", saved.stall.as_secs_f64() * 1e3);
-        // Whoever kills this process shall have read what it said.
+        // A reader of the output sees every line, even if this process is killed next.
         let _ = std::io::stdout().flush();
         std::thread::sleep(pause);
     }

@@ -1,24 +1,26 @@
-//! Which step all ranks can load.
+//! Agreement of all ranks on a step to restore.
 //!
-//! After a failure each rank lists what it can load, from memory or the store, newest first. The newest step that all lists have is the
-//! one to restore; whatever a rank has that is newer was never complete, and is pruned (BitSnap, figure 4).
+//! After a failure, each rank lists the steps that it can load from memory or the store, newest first. All ranks
+//! restore the newest step that is in every list. Newer steps of a single rank were never complete and are pruned
+//! (BitSnap, figure 4).
 
 use std::collections::BTreeSet;
 
-/// What ranks agree on.
+/// Result of an agreement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Agreement {
-    /// The newest step that all ranks can load; none if they have none in common.
+    /// Newest step that all ranks can load; `None` if no step is in every list.
     pub step: Option<u64>,
-    /// For each rank, the steps that it lists before that one: to be given up ([`Engine::discard_after`](crate::Engine::discard_after)).
+    /// For each rank, the steps listed before the agreed one. The rank discards them with
+    /// [`Engine::discard_after`](crate::Engine::discard_after).
     pub pruned: Vec<Vec<u64>>,
 }
 
-/// The newest step that all ranks can load, each rank's list being newest first: a run that was rolled back may have a newer
-/// step of a lower number. Where lists disagree about the order, that of the first rank counts.
+/// Finds the newest step that all ranks can load. Each list is newest first; after a rollback, a newer step may have a
+/// lower number. If the lists differ in their order, the order of the first rank counts.
 ///
 /// ```
-/// // Rank 1 died while it saved step 300.
+/// // Rank 1 died during the save of step 300.
 /// let found = tensorcask_engine::agree(&[vec![300, 200, 100], vec![200, 100], vec![300, 200, 100]]);
 /// assert_eq!(found.step, Some(200));
 /// assert_eq!(found.pruned, [vec![300], vec![], vec![300]]);
@@ -37,8 +39,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figure_4_the_broken_newer_step_is_pruned() {
-        // Iteration 80 is whole on three ranks of four; 60 on all.
+    fn an_incomplete_newer_step_is_pruned() {
+        // BitSnap, figure 4: iteration 80 is complete on three of four ranks, iteration 60 on all.
         let ranks = [vec![80, 60, 40], vec![80, 60, 40], vec![60, 40, 20], vec![80, 60]];
         let found = agree(&ranks);
         assert_eq!(found.step, Some(60));
@@ -46,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_in_common_prunes_nothing() {
+    fn without_a_common_step_nothing_is_pruned() {
         assert_eq!(agree(&[vec![2], vec![1]]), Agreement { step: None, pruned: vec![vec![], vec![]] });
         assert_eq!(agree(&[vec![2], vec![]]).step, None);
         assert_eq!(agree(&[]), Agreement { step: None, pruned: vec![] });
@@ -54,14 +56,14 @@ mod tests {
     }
 
     #[test]
-    fn after_a_rollback_the_order_counts_and_not_the_number() {
+    fn order_counts_rather_than_step_numbers_after_a_rollback() {
         let found = agree(&[vec![90, 80, 100], vec![90, 80, 100]]);
         assert_eq!((found.step, found.pruned), (Some(90), vec![vec![], vec![]]));
     }
 
-    /// Against the plain definition, on small lists.
+    /// Compares with the definition, on all small lists.
     #[test]
-    fn it_is_the_newest_common_step() {
+    fn the_result_is_the_newest_common_step() {
         for bits in 0..1u32 << 12 {
             let ranks: Vec<Vec<u64>> = (0..3)
                 .map(|rank| (1..=4u32).rev().filter(|step| bits >> (rank * 4 + step - 1) & 1 == 1).map(u64::from).collect())

@@ -1,19 +1,31 @@
-//! The asynchronous engine of tensorcask: a save costs the trainer one copy, and a crash loses nothing that memory still holds.
+//! Asynchronous checkpoints for tensorcask: a save stops the trainer for one copy, and a crash loses no save that
+//! memory still holds.
 //!
-//! [`Engine::save`] copies a state into a pre-faulted arena in shared memory and returns. An *agent*, a process of its own, encodes it
-//! into a store in shared memory (the *memory tier*), and copies that to the first tier, a store like any other, and on to further ones.
-//! [`Engine::restore`] takes the nearest whole copy: the raw slot, the encoded snapshot in memory, then the tiers. Trainer and agent may
-//! both be killed at any moment: what they left in shared memory is checked and used by their successors.
+//! [`Engine::save`] copies a state into an arena in shared memory and returns. A background process, the *agent*,
+//! encodes the state into a store in shared memory (the *memory tier*), uploads the snapshot to the first tier, and
+//! copies it to further tiers. [`Engine::restore`] reads the nearest complete copy: the raw slot of the arena, the
+//! encoded snapshot in memory, or a tier. Trainer and agent may be killed at any moment. Their successors check and use
+//! the contents of shared memory.
 //!
-//! It is a crate apart from the library: it needs Linux, processes and unsafe memory maps, none of which a reader of checkpoints should
-//! have to build; and it uses the library through its public interface alone. See `docs/src/guides/engine.md` for what survives which
-//! failure.
+//! This is a separate crate, because it needs Linux, processes and unsafe memory maps, and readers of checkpoints
+//! should not have to build these. It uses only the public interface of the library. See `docs/src/guides/engine.md` for the
+//! failures that each kind of copy survives.
+//!
+//! Modules are declared from the ground up: a module imports only from modules declared before it.
 
 #![cfg(target_os = "linux")]
 
-mod options;
-mod place;
+// Ground: the operating system.
+mod clock;
+mod runtime;
 
+mod files;
+
+mod lock;
+
+mod folders;
+
+// Raw states in shared memory.
 mod slot;
 
 #[allow(unsafe_code, reason = "maps a file that several processes share, and copies past the cache")]
@@ -21,42 +33,73 @@ mod memory;
 
 mod image;
 
+mod copy_plan;
+
+mod arena_file;
+
 mod arena;
 
-mod seen;
+mod slot_access;
 
-mod tier;
+// Runs, their tiers, and encoded snapshots in shared memory.
+mod run_spec;
 
-mod inline;
+mod options;
+
+mod known_tiers;
+
+mod tier_query;
+
+mod memory_stores;
+
+mod memory_tier;
+
+mod inline_generation;
+
+// The agent.
+mod status;
+
+mod metrics;
 
 mod protocol;
-mod status;
+
+mod framing;
 
 mod agent;
 
+// The trainer.
 mod agreement;
 mod connection;
-mod engine;
-mod places;
+mod saving;
+mod session;
+
+mod arena_writer;
+
+mod inline_encoder;
+
+mod restored;
+
+mod freshness;
+
+mod restore_request;
+
+mod restore_read;
+
 mod restore;
+
+mod engine;
+
+mod snapshot_places;
 
 pub use agent::{AgentOptions, Ended, run_agent};
 pub use agreement::{Agreement, agree};
 pub use connection::{agent_metrics, agent_status, stop_agent};
-pub use engine::{Engine, Mapping, Outcome, Saving, Until, Waited};
-pub use image::Deferred;
+pub use copy_plan::Deferred;
+pub use engine::Engine;
+pub use folders::FOLDER_VARIABLE;
 pub use options::{BackPressure, Encode, EngineOptions, OnAgentLoss};
-pub use place::FOLDER_VARIABLE;
-pub use places::{SnapshotPlace, places_beside};
-pub use protocol::Failure;
-pub use restore::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
+pub use protocol::{Failure, Until};
+pub use restored::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
+pub use saving::{Mapping, Outcome, Saving, Waited};
+pub use snapshot_places::{SnapshotPlace, snapshot_places};
 pub use status::{AgentStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
-
-/// Threads of a runtime that read and write files. Each keeps some megabytes of the allocator's, and there would be hundreds.
-const MAX_BLOCKING: usize = 16;
-
-/// Milliseconds since 1970.
-fn now_ms() -> u64 {
-    let elapsed = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
-}

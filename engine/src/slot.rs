@@ -1,4 +1,4 @@
-//! The protocol of a slot, as a pure state machine: who may touch its bytes, and when. No I/O.
+//! The protocol of a slot as a pure state machine: which process may access its bytes, and when. No I/O.
 //!
 //! ```text
 //!            claim                publish              take                release
@@ -10,33 +10,40 @@
 //!                                                  give back      Filling
 //! ```
 //!
-//! The trainer claims, publishes and abandons; the agent takes, releases and gives back. Bytes are written in *Filling* alone, by the
-//! trainer; they are whole in *Full*, *Encoding* and *Released*. The state and the generation of a slot are one atomic word, and each
-//! transition is one compare-and-swap: the commit flag of a copy is this word, written last, with release ordering. A process that dies
-//! leaves the word as it is: a copy that was torn stays *Filling*, and whoever comes after abandons it. The test below walks through
-//! every interleaving of both sides, with a death at every point.
+//! The trainer claims, publishes and abandons; the agent takes, releases and gives back. Only the trainer writes bytes,
+//! and only in *Filling*. The bytes are complete in *Full*, *Encoding* and *Released*.
+//!
+//! State and generation of a slot are one atomic word, and each transition is one compare-and-swap. This word is the
+//! commit flag of a copy: it is written last, with release ordering. A process that dies leaves the word unchanged. An
+//! incomplete copy therefore stays *Filling*, and the next trainer abandons it. The test below enumerates every
+//! interleaving of both sides, with a death at every point.
 
-/// What a slot is good for.
+/// State of a slot's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) enum State {
-    /// Holds nothing.
+pub(crate) enum SlotState {
+    /// No state.
     Empty,
-    /// The trainer copies into it; the bytes are torn.
+    /// The trainer is copying into the slot; the bytes are incomplete.
     Filling,
-    /// Whole, and waiting for the agent.
+    /// Complete, and waiting for the agent.
     Full,
-    /// Whole; the agent reads it.
+    /// Complete; the agent is reading the bytes.
     Encoding,
-    /// Whole; the agent needs it no more. It may be restored from, or filled again.
+    /// Complete; the agent no longer needs the bytes. The slot may serve a restore, or be filled again.
     Released,
 }
 
-impl State {
+impl SlotState {
     const ALL: [Self; 5] = [Self::Empty, Self::Filling, Self::Full, Self::Encoding, Self::Released];
 
-    /// Whether all bytes are there.
-    pub(crate) fn is_whole(self) -> bool {
+    /// Whether all bytes are present.
+    pub(crate) fn is_complete(self) -> bool {
         matches!(self, Self::Full | Self::Encoding | Self::Released)
+    }
+
+    /// Whether the agent still has to encode the bytes.
+    pub(crate) fn is_pending(self) -> bool {
+        matches!(self, Self::Full | Self::Encoding)
     }
 
     /// The name in status reports.
@@ -51,64 +58,75 @@ impl State {
     }
 }
 
-/// State and generation of a slot: what its atomic word says. Generations count the saves of an arena, from 1 on.
+/// State and generation of a slot: the content of its atomic word. Generations number the saves of an arena from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Word {
-    pub state: State,
+pub(crate) struct SlotWord {
+    pub state: SlotState,
     pub generation: u64,
 }
 
-impl Word {
-    /// As the arena holds it.
+impl SlotWord {
+    /// Encodes the word for the arena.
     pub(crate) fn to_bits(self) -> u64 {
         self.generation << 8 | self.state as u64
     }
 
-    /// From what the arena holds; none if that was never written by this protocol.
+    /// Decodes a word of the arena; `None` if this protocol never writes these bits.
     pub(crate) fn from_bits(bits: u64) -> Option<Self> {
-        let state = State::ALL.into_iter().find(|state| *state as u64 == bits & 0xff)?;
+        let state = SlotState::ALL.into_iter().find(|state| *state as u64 == bits & 0xff)?;
         Some(Self { state, generation: bits >> 8 })
     }
 
-    /// The word after a move; none where the protocol forbids it.
-    pub(crate) fn after(self, step: Move) -> Option<Self> {
+    /// The word after a transition; `None` if the protocol forbids the transition.
+    pub(crate) fn after(self, transition: Transition) -> Option<Self> {
         let to = |state| Some(Self { state, ..self });
-        match (step, self.state) {
-            (Move::Claim { generation }, State::Empty | State::Released | State::Full) => Some(Self { state: State::Filling, generation }),
-            (Move::Publish, State::Filling) => to(State::Full),
-            (Move::Abandon, State::Filling) => to(State::Empty),
-            (Move::Take, State::Full) => to(State::Encoding),
-            (Move::Release, State::Encoding) => to(State::Released),
-            (Move::GiveBack, State::Encoding) => to(State::Full),
+        match (transition, self.state) {
+            (Transition::Claim { generation }, SlotState::Empty | SlotState::Released | SlotState::Full) => {
+                Some(Self { state: SlotState::Filling, generation })
+            }
+            (Transition::Publish, SlotState::Filling) => to(SlotState::Full),
+            (Transition::Abandon, SlotState::Filling) => to(SlotState::Empty),
+            (Transition::Take, SlotState::Full) => to(SlotState::Encoding),
+            (Transition::Release, SlotState::Encoding) => to(SlotState::Released),
+            (Transition::GiveBack, SlotState::Encoding) => to(SlotState::Full),
             _ => None,
         }
     }
 }
 
-/// What a process does with a slot.
+/// A transition of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Move {
-    /// Trainer: begins to fill it.
+pub(crate) enum Transition {
+    /// The trainer begins to fill the slot.
     Claim { generation: u64 },
-    /// Trainer: the copy is whole.
+    /// The trainer has copied everything.
     Publish,
-    /// Trainer: gives up a copy, its own or that of its dead predecessor.
+    /// The trainer gives up a copy: its own, or one of a predecessor that died.
     Abandon,
-    /// Agent: begins to read it.
+    /// The agent begins to read the slot.
     Take,
-    /// Agent: needs it no more.
+    /// The agent no longer needs the slot.
     Release,
-    /// Agent: could not encode it, or its dead predecessor did not.
+    /// The agent could not encode the slot, or a predecessor that died had not finished.
     GiveBack,
 }
 
-/// The slot that the next save fills: an empty one, else the oldest that the agent has released, else, if `drop`, the oldest that it has
-/// not begun with. None: the trainer has to wait, or to skip.
-pub(crate) fn choose(words: &[Word], drop: bool) -> Option<usize> {
-    let rank = |word: &Word| match word.state {
-        State::Empty => Some(0),
-        State::Released => Some(1),
-        State::Full if drop => Some(2),
+/// Slots that a save may claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Claimable {
+    /// Slots that are empty or released.
+    Free,
+    /// Free slots, else the oldest slot that the agent has not begun to encode.
+    FreeOrFull,
+}
+
+/// Chooses the slot for the next save: an empty slot, else the released slot with the lowest generation, else, if
+/// allowed, the full slot with the lowest generation. `None` means that the trainer must wait or skip the save.
+pub(crate) fn choose_slot(words: &[SlotWord], claimable: Claimable) -> Option<usize> {
+    let rank = |word: &SlotWord| match word.state {
+        SlotState::Empty => Some(0),
+        SlotState::Released => Some(1),
+        SlotState::Full if claimable == Claimable::FreeOrFull => Some(2),
         _ => None,
     };
     let candidates = words.iter().enumerate().filter_map(|(at, word)| Some((rank(word)?, word.generation, at)));
@@ -116,13 +134,13 @@ pub(crate) fn choose(words: &[Word], drop: bool) -> Option<usize> {
 }
 
 /// The generation of the next save.
-pub(crate) fn next_generation(words: &[Word]) -> u64 {
+pub(crate) fn next_generation(words: &[SlotWord]) -> u64 {
     words.iter().map(|word| word.generation).max().unwrap_or(0) + 1
 }
 
-/// The slot that the agent encodes next: the oldest that is full.
-pub(crate) fn next_to_encode(words: &[Word]) -> Option<usize> {
-    let full = words.iter().enumerate().filter(|(_, word)| word.state == State::Full);
+/// Chooses the slot that the agent encodes next: the full slot with the lowest generation.
+pub(crate) fn next_to_encode(words: &[SlotWord]) -> Option<usize> {
+    let full = words.iter().enumerate().filter(|(_, word)| word.state == SlotState::Full);
     full.min_by_key(|(_, word)| word.generation).map(|(at, _)| at)
 }
 
@@ -132,33 +150,33 @@ mod tests {
 
     use super::*;
 
-    /// Whole slots, newest first.
-    fn whole(words: &[Word]) -> Vec<usize> {
-        let mut found: Vec<usize> = words.iter().enumerate().filter(|(_, word)| word.state.is_whole()).map(|(at, _)| at).collect();
+    /// Complete slots, newest first.
+    fn complete(words: &[SlotWord]) -> Vec<usize> {
+        let mut found: Vec<usize> = words.iter().enumerate().filter(|(_, word)| word.state.is_complete()).map(|(at, _)| at).collect();
         found.sort_by_key(|at| std::cmp::Reverse(words.get(*at).map(|word| word.generation)));
         found
     }
 
     #[test]
-    fn words_survive_their_bits() {
-        for state in State::ALL {
+    fn words_round_trip_through_bits() {
+        for state in SlotState::ALL {
             for generation in [0, 1, 77, (1 << 56) - 1] {
-                let word = Word { state, generation };
-                assert_eq!(Word::from_bits(word.to_bits()), Some(word));
+                let word = SlotWord { state, generation };
+                assert_eq!(SlotWord::from_bits(word.to_bits()), Some(word));
             }
         }
-        assert_eq!((Word::from_bits(5), Word::from_bits(0)), (None, Some(Word { state: State::Empty, generation: 0 })));
+        assert_eq!((SlotWord::from_bits(5), SlotWord::from_bits(0)), (None, Some(SlotWord { state: SlotState::Empty, generation: 0 })));
     }
 
-    /// Saves in the model: generations go up to this, unless deaths use some up.
+    /// Saves in the model. Deaths may use up further generations.
     const SAVES: u8 = 4;
     const DEATHS: u8 = 2;
 
-    /// Where the trainer is. `seen`: the word that its compare-and-swap expects.
+    /// Position of the trainer in a save. `seen` is the word that its compare-and-swap expects.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     enum Trainer {
         Idle,
-        Chosen { slot: usize, seen: Word, generation: u64 },
+        Chosen { slot: usize, seen: SlotWord, generation: u64 },
         FirstHalf { slot: usize, generation: u64 },
         SecondHalf { slot: usize, generation: u64 },
         Publish { slot: usize, generation: u64 },
@@ -168,54 +186,55 @@ mod tests {
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     enum Agent {
         Idle,
-        Chosen { slot: usize, seen: Word },
+        Chosen { slot: usize, seen: SlotWord },
         ReadFirst { slot: usize, generation: u64 },
         ReadSecond { slot: usize, generation: u64, first: u64 },
-        Done { slot: usize, seen: Word },
+        Done { slot: usize, seen: SlotWord },
         Dead,
     }
 
-    /// All that two processes and a restoring one can see. A slot's bytes are two halves, each of some generation.
+    /// Everything that both processes, and a third that restores, can see. The bytes of a slot are two halves, each
+    /// with a generation.
     #[derive(Debug, Clone, PartialEq, Eq, Hash)]
     struct Model {
-        words: Vec<Word>,
+        words: Vec<SlotWord>,
         bytes: Vec<[u64; 2]>,
         trainer: Trainer,
         agent: Agent,
         saves: u8,
         deaths: u8,
-        /// The newest save that was acknowledged.
+        /// Generation of the newest acknowledged save.
         acknowledged: u64,
-        /// Encoded by the agent, which has it for ever.
+        /// Newest generation that the agent has encoded, and keeps for ever.
         encoded: u64,
     }
 
     impl Model {
-        fn swap(&mut self, slot: usize, seen: Word, step: Move) -> bool {
+        fn swap(&mut self, slot: usize, seen: SlotWord, transition: Transition) -> bool {
             if self.words[slot] != seen {
                 return false;
             }
-            self.words[slot] = seen.after(step).expect("a move that the protocol forbids");
+            self.words[slot] = seen.after(transition).expect("a transition that the protocol forbids");
             true
         }
 
-        /// What a process that restores now finds: every slot that claims to be whole is.
-        fn check(&self, drop: bool) {
+        /// Checks what a process would find that restores now: every slot in a complete state is complete.
+        fn check(&self, claimable: Claimable) {
             for (word, bytes) in self.words.iter().zip(&self.bytes) {
-                if word.state.is_whole() {
-                    assert_eq!(*bytes, [word.generation; 2], "a torn copy looks whole: {self:?}");
+                if word.state.is_complete() {
+                    assert_eq!(*bytes, [word.generation; 2], "an incomplete copy looks complete: {self:?}");
                 }
             }
-            let newest = whole(&self.words).first().map_or(0, |&at| self.words[at].generation).max(self.encoded);
-            // With `drop`, the trainer itself gave up the older save while it makes the newer.
-            if !drop {
-                assert!(newest >= self.acknowledged, "save {} was acknowledged and is gone: {self:?}", self.acknowledged);
+            let newest = complete(&self.words).first().map_or(0, |&at| self.words[at].generation).max(self.encoded);
+            // A trainer that may drop full slots gives up the older save while it makes the newer one.
+            if claimable == Claimable::Free {
+                assert!(newest >= self.acknowledged, "save {} was acknowledged and is lost: {self:?}", self.acknowledged);
             } else {
                 assert!(newest > 0 || self.acknowledged == 0, "nothing is left: {self:?}");
             }
         }
 
-        fn trainer_moves(&self, drop: bool) -> Vec<Model> {
+        fn trainer_moves(&self, claimable: Claimable) -> Vec<Model> {
             let mut after = Vec::new();
             let mut go = |change: &dyn Fn(&mut Model)| {
                 let mut next = self.clone();
@@ -224,19 +243,19 @@ mod tests {
             };
             match self.trainer {
                 Trainer::Idle if self.saves < SAVES => {
-                    if let Some(slot) = choose(&self.words, drop) {
+                    if let Some(slot) = choose_slot(&self.words, claimable) {
                         let (seen, generation) = (self.words[slot], next_generation(&self.words));
                         go(&|m| m.trainer = Trainer::Chosen { slot, seen, generation });
                     }
                 }
                 Trainer::Idle => {}
                 Trainer::Chosen { slot, seen, generation } => go(&|m| {
-                    m.trainer = match m.swap(slot, seen, Move::Claim { generation }) {
+                    m.trainer = match m.swap(slot, seen, Transition::Claim { generation }) {
                         true => Trainer::FirstHalf { slot, generation },
                         false => Trainer::Idle,
                     }
                 }),
-                // The stores of a copy may become visible in any order.
+                // The halves of a copy may become visible in any order.
                 Trainer::FirstHalf { slot, generation } => {
                     for half in 0..2 {
                         go(&|m| {
@@ -250,16 +269,16 @@ mod tests {
                     m.trainer = Trainer::Publish { slot, generation };
                 }),
                 Trainer::Publish { slot, generation } => go(&|m| {
-                    let seen = Word { state: State::Filling, generation };
-                    assert!(m.swap(slot, seen, Move::Publish), "somebody else touched a slot that is being filled: {m:?}");
+                    let seen = SlotWord { state: SlotState::Filling, generation };
+                    assert!(m.swap(slot, seen, Transition::Publish), "another process changed a slot that is being filled: {m:?}");
                     (m.trainer, m.saves, m.acknowledged) = (Trainer::Idle, m.saves + 1, generation);
                 }),
-                // The next trainer first abandons what its predecessor left torn.
+                // The next trainer first abandons incomplete copies.
                 Trainer::Dead => go(&|m| {
                     for slot in 0..m.words.len() {
                         let seen = m.words[slot];
-                        if seen.state == State::Filling {
-                            assert!(m.swap(slot, seen, Move::Abandon));
+                        if seen.state == SlotState::Filling {
+                            assert!(m.swap(slot, seen, Transition::Abandon));
                         }
                     }
                     m.trainer = Trainer::Idle;
@@ -286,35 +305,35 @@ mod tests {
                     }
                 }
                 Agent::Chosen { slot, seen } => go(&|m| {
-                    m.agent = match m.swap(slot, seen, Move::Take) {
+                    m.agent = match m.swap(slot, seen, Transition::Take) {
                         true => Agent::ReadFirst { slot, generation: seen.generation },
-                        // The trainer dropped it.
+                        // The trainer dropped the state.
                         false => Agent::Idle,
                     }
                 }),
                 Agent::ReadFirst { slot, generation } => {
                     go(&|m| m.agent = Agent::ReadSecond { slot, generation, first: m.bytes[slot][0] });
                     // Encoding may fail.
-                    let seen = Word { state: State::Encoding, generation };
+                    let seen = SlotWord { state: SlotState::Encoding, generation };
                     go(&|m| {
-                        assert!(m.swap(slot, seen, Move::GiveBack));
+                        assert!(m.swap(slot, seen, Transition::GiveBack));
                         m.agent = Agent::Idle;
                     });
                 }
                 Agent::ReadSecond { slot, generation, first } => go(&|m| {
-                    assert_eq!([first, m.bytes[slot][1]], [generation; 2], "the agent read a torn copy: {m:?}");
+                    assert_eq!([first, m.bytes[slot][1]], [generation; 2], "the agent read an incomplete copy: {m:?}");
                     m.encoded = m.encoded.max(generation);
-                    m.agent = Agent::Done { slot, seen: Word { state: State::Encoding, generation } };
+                    m.agent = Agent::Done { slot, seen: SlotWord { state: SlotState::Encoding, generation } };
                 }),
                 Agent::Done { slot, seen } => go(&|m| {
-                    assert!(m.swap(slot, seen, Move::Release), "somebody else touched a slot that is being encoded: {m:?}");
+                    assert!(m.swap(slot, seen, Transition::Release), "another process changed a slot that is being encoded: {m:?}");
                     m.agent = Agent::Idle;
                 }),
                 Agent::Dead => go(&|m| {
                     for slot in 0..m.words.len() {
                         let seen = m.words[slot];
-                        if seen.state == State::Encoding {
-                            assert!(m.swap(slot, seen, Move::GiveBack));
+                        if seen.state == SlotState::Encoding {
+                            assert!(m.swap(slot, seen, Transition::GiveBack));
                         }
                     }
                     m.agent = Agent::Idle;
@@ -327,9 +346,9 @@ mod tests {
         }
     }
 
-    /// Walks through all states that can be reached; their number.
-    fn explore(slots: usize, drop: bool) -> usize {
-        let empty = Word { state: State::Empty, generation: 0 };
+    /// Visits all reachable states; returns their number.
+    fn explore(slots: usize, claimable: Claimable) -> usize {
+        let empty = SlotWord { state: SlotState::Empty, generation: 0 };
         let first = Model {
             words: vec![empty; slots],
             bytes: vec![[0; 2]; slots],
@@ -343,9 +362,9 @@ mod tests {
         let mut known = HashSet::from([first.clone()]);
         let mut open = vec![first];
         while let Some(model) = open.pop() {
-            model.check(drop);
-            let next: Vec<Model> = model.trainer_moves(drop).into_iter().chain(model.agent_moves()).collect();
-            // Only a run in which everything is saved and encoded ends.
+            model.check(claimable);
+            let next: Vec<Model> = model.trainer_moves(claimable).into_iter().chain(model.agent_moves()).collect();
+            // The model may stop only when everything is saved and encoded.
             let finished = model.saves == SAVES && next_to_encode(&model.words).is_none();
             assert!(finished || !next.is_empty(), "both sides wait: {model:?}");
             open.extend(next.into_iter().filter(|next| known.insert(next.clone())));
@@ -354,18 +373,19 @@ mod tests {
     }
 
     #[test]
-    fn every_interleaving_with_deaths_at_every_point() {
-        let states = [(2, false), (3, false), (2, true), (3, true)].map(|(slots, drop)| explore(slots, drop));
+    fn no_interleaving_loses_an_acknowledged_save() {
+        let states = [(2, Claimable::Free), (3, Claimable::Free), (2, Claimable::FreeOrFull), (3, Claimable::FreeOrFull)]
+            .map(|(slots, claimable)| explore(slots, claimable));
         assert!(states.iter().all(|&count| count > 1000), "{states:?}");
     }
 
-    /// The model is worth something only if it finds a broken protocol.
+    /// Shows that the model detects a broken protocol.
     #[test]
-    #[should_panic(expected = "a torn copy looks whole")]
-    fn a_flag_written_too_early_is_found() {
-        let word = |state| Word { state, generation: 1 };
+    #[should_panic(expected = "an incomplete copy looks complete")]
+    fn a_commit_flag_written_too_early_is_detected() {
+        let word = |state| SlotWord { state, generation: 1 };
         let mut model = Model {
-            words: vec![word(State::Empty)],
+            words: vec![word(SlotState::Empty)],
             bytes: vec![[0; 2]],
             trainer: Trainer::FirstHalf { slot: 0, generation: 1 },
             agent: Agent::Idle,
@@ -374,7 +394,7 @@ mod tests {
             acknowledged: 0,
             encoded: 0,
         };
-        model.words[0] = word(State::Full);
-        model.trainer_moves(false).iter().for_each(|next| next.check(false));
+        model.words[0] = word(SlotState::Full);
+        model.trainer_moves(Claimable::Free).iter().for_each(|next| next.check(Claimable::Free));
     }
 }

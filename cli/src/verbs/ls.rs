@@ -58,7 +58,7 @@ type Places = Vec<(String, BTreeSet<Id>)>;
 
 #[cfg(all(feature = "engine", target_os = "linux"))]
 fn places_beside(store: &Store, args: &Args) -> Result<Places> {
-    let found = store.block_on(tensorcask_engine::places_beside(None, &args.store, &args.tier))?;
+    let found = store.block_on(tensorcask_engine::snapshot_places(None, &args.store, &args.tier))?;
     Ok(found.into_iter().map(|place| (place.name, place.snapshots.unwrap_or_default())).collect())
 }
 

@@ -1,4 +1,4 @@
-//! The agent itself: how it begins and ends, and what it tells.
+//! The agent process: its start, its end, and its reports.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
-use tensorcask_engine::{AgentOptions, Engine, EngineOptions, Until, agent_metrics, run_agent};
+use tensorcask_engine::{AgentOptions, Engine, EngineOptions, Until, agent_metrics, run_agent, stop_agent};
 
 use super::host::*;
 
@@ -17,7 +17,7 @@ fn cli(host: &Host, words: &[&str]) -> (i32, String) {
 }
 
 #[test]
-fn told_to_end_it_finishes_what_waits() {
+fn an_agent_told_to_stop_finishes_its_work() {
     let host = Host::new();
     let mut agent = host.start_agent(&[]);
     let mut engine = host.engine();
@@ -30,14 +30,14 @@ fn told_to_end_it_finishes_what_waits() {
     host.signal_agent(Signal::CONT);
     assert!(agent.wait().unwrap().success());
     assert_eq!(host.stored_steps(), [1, 2, 3]);
-    // The next save starts another.
+    // The next save starts another agent.
     save(&mut engine, 4);
     engine.finish().unwrap();
     assert_eq!(host.stored_steps(), [1, 2, 3, 4]);
 }
 
 #[test]
-fn what_a_dead_agent_left_is_taken_up_by_the_next_even_without_a_trainer() {
+fn the_next_agent_continues_without_a_trainer() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
@@ -47,24 +47,25 @@ fn what_a_dead_agent_left_is_taken_up_by_the_next_even_without_a_trainer() {
     host.signal_agent(Signal::KILL);
     drop(engine);
     host.agent_is_gone();
-    let mut agent = host.start_agent(&["--idle-exit", "1s"]);
-    assert!(agent.wait().unwrap().success());
+    host.run_agent_until_idle();
     assert_eq!(host.stored_steps(), [1, 2]);
 }
 
 #[test]
 fn one_agent_serves_a_folder_and_ends_when_it_is_idle() {
     let host = Host::new();
-    let mut first = host.start_agent(&["--idle-exit", "2s"]);
+    let mut first = host.start_agent(&[]);
     let (code, said) = cli(&host, &[]);
     assert_eq!((code, said.as_str()), (0, "another agent runs here\n"));
+    host.signal_agent(Signal::TERM);
     assert!(first.wait().unwrap().success());
+    host.run_agent_until_idle();
     assert!(!host.engine_folder().join("agent.sock").exists());
     assert_eq!(cli(&host, &["status"]).0, 10);
 }
 
 #[test]
-fn status_and_metrics_tell_what_a_save_took() {
+fn status_and_metrics_report_the_times_of_a_save() {
     let host = Host::new();
     let mut engine = host.engine();
     for step in 1..=4 {
@@ -94,7 +95,7 @@ fn status_and_metrics_tell_what_a_save_took() {
 }
 
 #[test]
-fn watched_status_goes_on_until_the_agent_ends() {
+fn a_watched_status_continues_until_the_agent_ends() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
@@ -108,7 +109,7 @@ fn watched_status_goes_on_until_the_agent_ends() {
 }
 
 #[test]
-fn files_are_this_users_alone_and_garbage_does_no_harm() {
+fn files_are_private_and_invalid_requests_do_no_harm() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
@@ -117,9 +118,9 @@ fn files_are_this_users_alone_and_garbage_does_no_harm() {
     let folder = host.engine_folder();
     assert_eq!((mode(folder.clone()), mode(folder.join("agent.sock"))), (0o700, 0o600));
     assert_eq!((mode(folder.join(&key)), mode(folder.join(&key).join("rank-0/arena"))), (0o700, 0o600));
-    for garbage in [&b"garbage\n"[..], b"5\n{}", b"12345678901234567890", b"14\n{\"v\":99,\"x\":1}", b"GET", b""] {
+    for request in [&b"garbage\n"[..], b"5\n{}", b"12345678901234567890", b"14\n{\"v\":99,\"x\":1}", b"GET", b""] {
         let mut stream = UnixStream::connect(folder.join("agent.sock")).unwrap();
-        stream.write_all(garbage).unwrap();
+        stream.write_all(request).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
         let mut answer = String::new();
         let _ = stream.read_to_string(&mut answer);
@@ -143,7 +144,7 @@ fn a_finished_run_leaves_no_memory_behind() {
     assert!(host.status().runs.is_empty());
 }
 
-/// A trainer that never waits: what the agent keeps is bounded all the same.
+/// Memory stays bounded even if the trainer never waits.
 #[test]
 fn memory_does_not_grow_with_the_number_of_saves() {
     const SAVES: u64 = 300;
@@ -166,12 +167,12 @@ fn memory_does_not_grow_with_the_number_of_saves() {
     assert_eq!(host.stored_steps().len() as u64, SAVES);
 }
 
-/// Whoever waits for the end of a trainer's pipe does not wait for the agent.
+/// A reader that waits for the end of the trainer's pipe does not wait for the agent.
 #[test]
-fn an_agent_keeps_nothing_open_of_its_trainer() {
+fn an_agent_closes_inherited_pipes() {
     let host = Host::new();
     let (mut reader, writer) = std::io::pipe().unwrap();
-    // As programs pass pipes on to those that they start.
+    // Without close-on-exec, the agent inherits the pipe.
     rustix::io::fcntl_setfd(&writer, rustix::io::FdFlags::empty()).unwrap();
     let mut engine = host.engine();
     rustix::io::fcntl_setfd(&writer, rustix::io::FdFlags::CLOEXEC).unwrap();
@@ -185,7 +186,7 @@ fn an_agent_keeps_nothing_open_of_its_trainer() {
 }
 
 #[test]
-fn an_agent_that_does_not_know_yet_what_waits_does_not_end_as_if_nothing_did() {
+fn a_new_agent_does_not_end_before_it_knows_its_work() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
@@ -197,20 +198,19 @@ fn an_agent_that_does_not_know_yet_what_waits_does_not_end_as_if_nothing_did() {
     drop(engine);
     host.agent_is_gone();
     let mut agent = host.start_agent(&["--idle-exit", "1s", "--drain", "1s"]);
-    std::thread::sleep(std::time::Duration::from_secs(3));
-    assert!(agent.try_wait().unwrap().is_none(), "it is not idle");
+    until("the agent has outlived its idle time", || host.status().uptime_s > 3.0);
+    assert!(agent.try_wait().unwrap().is_none(), "the agent is not idle");
     host.signal_agent(Signal::TERM);
     assert!(agent.wait().unwrap().success());
     let mut said = String::new();
     agent.stdout.take().unwrap().read_to_string(&mut said).unwrap();
     assert!(said.contains("still wait"), "{said}");
     away.back();
-    let mut agent = host.start_agent(&["--idle-exit", "1s"]);
-    assert!(agent.wait().unwrap().success());
+    host.run_agent_until_idle();
     assert_eq!(host.stored_steps(), [1, 2]);
 }
 
-/// The agent of another version: it does not know the requests, and what ends it is a signal.
+/// An agent of another version does not understand requests. `stop` ends it with a signal.
 #[test]
 fn an_agent_of_another_version_can_be_ended() {
     let host = Host::new();
@@ -219,15 +219,15 @@ fn an_agent_of_another_version_can_be_ended() {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["agents::agent_of_another_version", "--exact", "--nocapture"]).env("TEST_AGENT", host.engine_folder());
     let mut agent = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    until("it listens", || host.engine_folder().join("agent.sock").exists());
+    until("the agent listens", || host.engine_folder().join("agent.sock").exists());
     let (code, said) = cli(&host, &["stop"]);
     assert_eq!(code, 0, "{said}");
     let ended = agent.wait().unwrap();
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&ended), Some(15), "{ended:?}");
-    assert_eq!(cli(&host, &["status"]).0, 10, "none is left");
+    assert_eq!(cli(&host, &["status"]).0, 10, "no agent is left");
 }
 
-/// The body of that agent's process: answers everything in version 99.
+/// The body of that agent's process: replies to every request in version 99.
 #[test]
 fn agent_of_another_version() {
     let Some(folder) = std::env::var_os("TEST_AGENT") else { return };
@@ -235,16 +235,16 @@ fn agent_of_another_version() {
     for stream in listener.incoming() {
         let mut stream = stream.unwrap();
         let mut request = [0; 8];
-        // The second connection sends nothing.
+        // The second connection, for the process id, sends nothing.
         if stream.read(&mut request).unwrap_or(0) > 0 {
             let _ = stream.write_all(b"8\n{\"v\":99}");
         }
     }
 }
 
-/// What a subscriber of `tracing` sees of a save, in the trainer and in the agent.
+/// A `tracing` subscriber sees spans of each save in the trainer and in the agent.
 #[test]
-fn spans_tell_what_each_stage_of_a_save_took() {
+fn spans_report_each_stage_of_a_save() {
     let host = Host::new();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["agents::observed_process", "--exact", "--nocapture"]);
@@ -264,25 +264,25 @@ fn spans_tell_what_each_stage_of_a_save_took() {
     }
 }
 
-/// The body of that process: an agent and a trainer, and a subscriber that prints what it sees.
+/// The body of that process: an agent, a trainer, and a subscriber that prints spans.
 #[test]
 fn observed_process() {
     let Some(folder) = std::env::var_os("TEST_OBSERVED").map(std::path::PathBuf::from) else { return };
-    tracing::subscriber::set_global_default(Seen::default()).unwrap();
-    let options =
-        AgentOptions { folder: Some(folder.clone()), idle_exit: Some(std::time::Duration::from_secs(2)), ..AgentOptions::default() };
+    tracing::subscriber::set_global_default(PrintSpans::default()).unwrap();
+    let options = AgentOptions { folder: Some(folder.clone()), ..AgentOptions::default() };
     let agent = std::thread::spawn(move || run_agent(&options).unwrap());
     until("the agent listens", || agent_metrics(Some(&folder)).is_ok());
     let options = EngineOptions { folder: Some(folder.clone()), ..EngineOptions::new(std::env::var("TEST_STORE").unwrap()) };
     let mut engine = Engine::start(options).unwrap();
     save(&mut engine, 1);
     engine.finish().unwrap();
+    stop_agent(Some(&folder)).unwrap();
     agent.join().unwrap();
 }
 
-/// Fields of spans, by their ids, which are places in the list.
+/// Name and fields of each span. The id of a span is its position in the list.
 #[derive(Default)]
-struct Seen(std::sync::Mutex<Vec<(&'static str, Fields)>>);
+struct PrintSpans(std::sync::Mutex<Vec<(&'static str, Fields)>>);
 
 #[derive(Default, Clone)]
 struct Fields(String);
@@ -293,7 +293,7 @@ impl tracing::field::Visit for Fields {
     }
 }
 
-impl tracing::Subscriber for Seen {
+impl tracing::Subscriber for PrintSpans {
     fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
         metadata.target().starts_with("tensorcask_engine")
     }
@@ -328,18 +328,18 @@ impl tracing::Subscriber for Seen {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// The socket lets in whoever may open it, root among them; the agent looks at who it is.
+/// File modes do not stop root from opening the socket, so the agent checks the user id of its peers.
 #[test]
-fn a_process_of_another_user_is_turned_away() {
+fn a_process_of_another_user_is_refused() {
     use std::os::unix::fs::chown;
     use std::os::unix::process::CommandExt;
     const NOBODY: u32 = 65534;
     if !rustix::process::getuid().is_root() {
-        eprintln!("not tried: only root can be two users");
+        eprintln!("NOT RUN: needs root, to start a process as another user");
         return;
     }
     let host = Host::new();
-    // What that user can run, and write to.
+    // A program that the other user may run, and a folder that they may write to.
     let (program, folder) = (host.folder.path().join("tensorcask"), host.folder.path().join("theirs"));
     std::fs::set_permissions(host.folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     std::fs::copy(env!("CARGO_BIN_EXE_tensorcask"), &program).unwrap();
@@ -356,7 +356,7 @@ fn a_process_of_another_user_is_turned_away() {
     until("their agent answers them", || as_them(&["status"]).status().unwrap().success());
     let mut stream = UnixStream::connect(folder.join("agent.sock")).unwrap();
     let mut answer = Vec::new();
-    // It may be closed before the question is read.
+    // The agent may close the connection before it reads the request.
     let _ = stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n");
     let _ = stream.read_to_end(&mut answer);
     assert!(answer.is_empty(), "{}", String::from_utf8_lossy(&answer));

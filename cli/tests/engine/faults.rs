@@ -1,7 +1,9 @@
-//! Stores that go away, memory that runs out, two trainers of one run, damage.
+//! Faults: unavailable stores, full memory, two trainers of one run, damaged memory.
 
 use std::os::unix::fs::FileExt;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -11,7 +13,7 @@ use tensorcask_engine::{BackPressure, Encode, Engine, EngineOptions, Source, Unt
 use super::host::*;
 
 #[test]
-fn while_the_store_is_down_saves_go_to_memory_and_then_to_the_store() {
+fn saves_wait_in_memory_while_the_store_is_unavailable() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
@@ -21,14 +23,14 @@ fn while_the_store_is_down_saves_go_to_memory_and_then_to_the_store() {
         save(&mut engine, step);
         assert!(engine.wait(Until::Encoded, LONG).unwrap().reached, "step {step}");
     }
-    until("the trainer is told why", || {
+    until("the trainer hears of the problem", || {
         let waited = engine.wait(Until::Durable, Duration::from_millis(300)).unwrap();
         assert!(!waited.reached, "{waited:?}");
         waited.problem.is_some()
     });
-    // Nothing that the store lacks is given up.
+    // Memory keeps every snapshot that the store lacks.
     until("memory has them all", || host.status().runs[0].memory_steps.ends_with(&[2, 3, 4, 5, 6]));
-    // A trainer that dies now, and its agent too, find everything in memory.
+    // If trainer and agent die now, their successors find everything in memory.
     drop(engine);
     host.signal_agent(Signal::KILL);
     let mut engine = host.engine();
@@ -42,12 +44,12 @@ fn while_the_store_is_down_saves_go_to_memory_and_then_to_the_store() {
     assert_eq!(host.stored_steps(), [1, 2, 3, 4, 5, 6, 7]);
     save(&mut engine, 8);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    until("old snapshots are given up again", || host.status().runs[0].memory_steps.len() <= 3);
+    until("old snapshots are removed again", || host.status().runs[0].memory_steps.len() <= 3);
 }
 
-/// An arena that stays full, because the agent does nothing.
+/// The arena stays full, because the agent is stopped.
 #[test]
-fn a_full_arena_is_skipped_waited_for_or_emptied_as_the_policy_says() {
+fn a_full_arena_makes_saves_skip_drop_or_wait_as_the_policy_says() {
     let host = Host::new();
     let mut engine = Engine::start(EngineOptions { back_pressure: BackPressure::Skip, ..host.options() }).unwrap();
     save(&mut engine, 1);
@@ -75,20 +77,22 @@ fn a_full_arena_is_skipped_waited_for_or_emptied_as_the_policy_says() {
     host.signal_agent(Signal::STOP);
     save(&mut engine, 8);
     save(&mut engine, 9);
-    let agent = host.agent().unwrap();
-    let waker = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(300));
-        rustix::process::kill_process(agent, Signal::CONT).unwrap();
+    // The agent continues once the save waits: the engine calls this only while it waits.
+    let (agent, has_waited) = (host.agent().unwrap(), Arc::new(AtomicBool::new(false)));
+    let waits = has_waited.clone();
+    engine.interrupt_with(move || {
+        if !waits.swap(true, Ordering::Relaxed) {
+            rustix::process::kill_process(agent, Signal::CONT).unwrap();
+        }
+        Ok(())
     });
-    let waited = save(&mut engine, 10);
-    waker.join().unwrap();
-    assert!(waited.generation.is_some() && waited.stall >= Duration::from_millis(200), "{waited:?}");
+    assert!(save(&mut engine, 10).generation.is_some() && has_waited.load(Ordering::Relaxed));
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.stored_steps(), [1, 2, 3, 6, 7, 8, 9, 10]);
 }
 
 #[test]
-fn a_memory_cap_leaves_states_in_the_arena_until_the_store_has_some() {
+fn states_wait_in_the_arena_while_memory_is_at_its_cap() {
     let host = Host::new();
     let options = EngineOptions { memory_cap: Some(300 << 10), back_pressure: BackPressure::Skip, policy: Policy::Full, ..host.options() };
     let mut engine = Engine::start(options).unwrap();
@@ -98,25 +102,24 @@ fn a_memory_cap_leaves_states_in_the_arena_until_the_store_has_some() {
     let (mut step, mut saved) = (1, vec![1]);
     let mut save_next = |engine: &mut Engine| {
         step += 1;
-        std::thread::sleep(Duration::from_millis(20));
         let in_arena = save(engine, step).generation.is_some();
         saved.extend(in_arena.then_some(step));
         in_arena
     };
-    until("the agent tells of the cap", || {
+    until("the agent reports the cap", || {
         save_next(&mut engine);
         host.status().runs[0].problem.as_ref().is_some_and(|problem| problem.contains("over the cap"))
     });
     until("a save is skipped", || !save_next(&mut engine));
     let run = host.status().runs.remove(0);
-    // One more snapshot may be under way when the cap is reached.
+    // One more snapshot may be under way when memory reaches the cap.
     assert!(run.memory_bytes < (300 << 10) + (200 << 10), "{run:?}");
     away.back();
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.stored_steps(), saved);
 }
 
-/// A state larger than the arena was made for, and one with more metadata.
+/// A state becomes larger than the arena, and then its metadata does.
 #[test]
 fn an_arena_grows_with_the_state() {
     let host = Host::new();
@@ -134,9 +137,9 @@ fn an_arena_grows_with_the_state() {
     check_stored(&host.store(), 2, 4 * SMALL);
 }
 
-/// Caps that hold less than a base and a delta.
+/// Each cap is smaller than a base and a delta.
 #[test]
-fn a_memory_cap_that_a_chain_does_not_fit_into_stops_no_save() {
+fn a_memory_cap_smaller_than_a_chain_stops_no_save() {
     for cap in [1, 100 << 10, 220 << 10] {
         let host = Host::new();
         let mut engine = Engine::start(EngineOptions { memory_cap: Some(cap), ..host.options() }).unwrap();
@@ -147,12 +150,12 @@ fn a_memory_cap_that_a_chain_does_not_fit_into_stops_no_save() {
         assert_eq!(host.stored_steps(), (1..=8).collect::<Vec<_>>());
         check_stored(&host.store(), 8, SMALL);
         let run = host.status().runs.remove(0);
-        // The newest may be larger than the cap, but is alone then.
+        // A snapshot that exceeds the cap is kept alone.
         assert!(run.memory_bytes < cap + (200 << 10), "{run:?}");
     }
 }
 
-/// A folder in shared memory of its own, of so many bytes; none where that needs rights that the test has not.
+/// Mounts a tmpfs of this size; `None` without the permission to mount.
 fn mounted(size: &str) -> Option<tempfile::TempDir> {
     let folder = tempfile::tempdir().unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(folder.path()).status();
@@ -170,7 +173,7 @@ fn unmount(folder: &tempfile::TempDir) {
 }
 
 #[test]
-fn too_little_shared_memory_is_an_error_with_the_number_that_is_needed() {
+fn too_little_shared_memory_is_an_error_that_names_the_needed_size() {
     let Some(folder) = mounted("3m") else { return };
     let host = Host::new();
     let mut engine = Engine::start(EngineOptions { folder: Some(folder.path().join("e")), ..host.options() }).unwrap();
@@ -183,9 +186,9 @@ fn too_little_shared_memory_is_an_error_with_the_number_that_is_needed() {
     assert!(error.message().contains("--shm-size"), "{error}");
 }
 
-/// The arena fits, and what is encoded does not.
+/// The arena fits into memory, and an encoded snapshot does not.
 #[test]
-fn too_little_shared_memory_for_what_is_encoded_fails_that_save_and_no_other() {
+fn too_little_shared_memory_for_a_snapshot_fails_only_that_save() {
     let Some(folder) = mounted("10m") else { return };
     let host = Host::new();
     let mut engine = Engine::start(EngineOptions { folder: Some(folder.path().join("e")), ..host.options() }).unwrap();
@@ -210,9 +213,9 @@ fn too_little_shared_memory_for_what_is_encoded_fails_that_save_and_no_other() {
     assert_eq!(host.stored_steps(), [1, 3]);
 }
 
-/// A trainer that encodes itself gives up what the store has for what does not fit beside it.
+/// With inline encoding, a snapshot that does not fit replaces the chain that the store has.
 #[test]
-fn too_little_shared_memory_for_another_snapshot_gives_up_the_chain_inline_too() {
+fn too_little_shared_memory_for_an_inline_snapshot_removes_the_chain() {
     let Some(folder) = mounted("4m") else { return };
     let host = Host::new();
     let options = EngineOptions {
@@ -225,7 +228,7 @@ fn too_little_shared_memory_for_another_snapshot_gives_up_the_chain_inline_too()
     let mut engine = Engine::start(options).unwrap();
     let mut reached = Vec::new();
     for step in 1..=8u64 {
-        // Other noise each time: a base and a delta are as large as the state.
+        // Each step has other noise, so a delta is as large as a base.
         let noise: Vec<u8> =
             State::new(step, 0).noise().iter().cycle().zip(0u32..).map(|(byte, at)| byte ^ (at / 40_000) as u8).take(1_000_000).collect();
         let tensors = [tensorcask::TensorView::new("w", tensorcask::Dtype::U8, &[1_000_000], &noise).unwrap()];
@@ -240,7 +243,7 @@ fn too_little_shared_memory_for_another_snapshot_gives_up_the_chain_inline_too()
 }
 
 #[test]
-fn a_snapshot_that_is_damaged_in_memory_before_it_is_stored_is_told_and_saving_goes_on() {
+fn a_snapshot_damaged_in_memory_is_reported_and_later_saves_continue() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
@@ -259,12 +262,12 @@ fn a_snapshot_that_is_damaged_in_memory_before_it_is_stored_is_told_and_saving_g
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.stored_steps(), [1, 2, 4]);
     check_stored(&host.store(), 4, SMALL);
-    // The state itself was whole all the time.
+    // The raw state was undamaged all the time.
     drop(engine);
     assert_eq!(host.engine().restore(Latest).unwrap().step, 4);
 }
 
-/// The end of a run that has lost its last save is no success, and frees nothing: the raw state is whole.
+/// A run that lost its last save cannot finish, and frees nothing: the raw state is undamaged.
 #[test]
 fn a_run_whose_last_save_failed_is_not_finished() {
     let host = Host::new();
@@ -274,12 +277,12 @@ fn a_run_whose_last_save_failed_is_not_finished() {
     let away = Away::take(&host.store_path());
     save(&mut engine, 2);
     assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
-    until("the agent has tried to send it", || host.status().runs[0].tiers[0].problem.is_some());
+    until("the agent has tried to upload the snapshot", || host.status().runs[0].tiers[0].problem.is_some());
     damage_newest_cask(&host);
     away.back();
     let error = engine.finish().unwrap_err();
     assert!(error.message().contains("step 2: ") && error.message().contains("damaged in memory"), "{error}");
-    // Nor by the trainer after that, before it has saved something.
+    // The next trainer cannot finish the run either, until it has saved a step.
     let mut engine = host.engine();
     assert!(engine.wait(Until::Durable, LONG).unwrap().failed);
     assert!(engine.finish().unwrap_err().message().contains("step 2: "));
@@ -293,9 +296,9 @@ fn a_run_whose_last_save_failed_is_not_finished() {
     assert_eq!(host.stored_steps(), [1, 3]);
 }
 
-/// A trainer that comes back while memory is at its cap goes on once the store takes what there is: nothing waits for it to save first.
+/// Memory at its cap is freed as soon as the store is available, even if the new trainer has not saved yet.
 #[test]
-fn memory_at_its_cap_is_freed_for_a_trainer_that_comes_back() {
+fn memory_at_its_cap_is_freed_for_a_new_trainer() {
     let host = Host::new();
     let options =
         || EngineOptions { memory_cap: Some(300 << 10), back_pressure: BackPressure::Skip, policy: Policy::Full, ..host.options() };
@@ -306,10 +309,9 @@ fn memory_at_its_cap_is_freed_for_a_trainer_that_comes_back() {
     let mut step = 1;
     let mut save_next = |engine: &mut Engine| {
         step += 1;
-        std::thread::sleep(Duration::from_millis(20));
         save(engine, step).generation.is_some()
     };
-    until("the agent tells of the cap", || {
+    until("the agent reports the cap", || {
         save_next(&mut engine);
         host.status().runs[0].problem.as_ref().is_some_and(|problem| problem.contains("over the cap"))
     });
@@ -322,14 +324,14 @@ fn memory_at_its_cap_is_freed_for_a_trainer_that_comes_back() {
 }
 
 #[test]
-fn a_base_that_is_damaged_in_memory_is_followed_by_another() {
+fn a_base_damaged_in_memory_is_followed_by_another_base() {
     let host = Host::new();
-    // The base is read back for each delta.
+    // The agent reads the base again for each delta.
     let mut engine = Engine::start(EngineOptions { keep_base_decoded: false, ..host.options() }).unwrap();
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     damage_newest_cask(&host);
-    // Another agent has not read it yet.
+    // A new agent has not read the base yet.
     host.signal_agent(Signal::KILL);
     host.agent_is_gone();
     for step in 2..=3 {
@@ -344,7 +346,7 @@ fn a_base_that_is_damaged_in_memory_is_followed_by_another() {
 }
 
 #[test]
-fn memory_that_cannot_be_opened_is_kept_and_another_takes_its_place() {
+fn memory_that_cannot_be_opened_is_kept_beside_a_new_store() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
@@ -359,12 +361,12 @@ fn memory_that_cannot_be_opened_is_kept_and_another_takes_its_place() {
     assert_eq!(host.stored_steps(), [1, 2]);
 }
 
-/// Writes over the middle of the newest cask in memory.
+/// Overwrites the middle of the newest cask in memory.
 fn damage_newest_cask(host: &Host) {
     damage(casks(host).last().unwrap());
 }
 
-/// Those of the first store in memory, oldest first.
+/// Casks of the first store in memory, oldest first.
 fn casks(host: &Host) -> Vec<std::path::PathBuf> {
     let folder = host.engine_folder().join(&host.status().runs[0].key);
     let mut casks: Vec<_> = std::fs::read_dir(folder.join("memory-0/casks")).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -373,7 +375,7 @@ fn casks(host: &Host) -> Vec<std::path::PathBuf> {
 }
 
 #[test]
-fn the_second_trainer_of_a_run_is_refused_while_the_first_lives() {
+fn a_second_trainer_of_a_run_is_refused_while_the_first_lives() {
     let host = Host::new();
     let mut first = host.trainer(&[("TEST_STEPS", "1")]);
     assert_eq!(first.expect("restored")[0], "0");
@@ -382,7 +384,7 @@ fn the_second_trainer_of_a_run_is_refused_while_the_first_lives() {
     let said = second.expect("refused");
     assert_eq!(said[0], "conflict");
     assert!(said[1].contains(&format!("process {}", first.child.id())), "{said:?}");
-    // Another rank, and another run, are somebody else's.
+    // Another run may start.
     let other = Engine::start(EngineOptions {
         run: Some("another".into()),
         store: host.stores.path().join("b").to_str().unwrap().into(),
@@ -395,7 +397,7 @@ fn the_second_trainer_of_a_run_is_refused_while_the_first_lives() {
 }
 
 #[test]
-fn damage_in_memory_leads_to_the_next_place_and_is_told() {
+fn a_restore_passes_over_damaged_memory_and_reports_it() {
     let host = Host::new();
     let mut engine = host.engine();
     for step in 1..=3 {
@@ -406,7 +408,7 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
     drop(engine);
     let run = host.status().runs.remove(0);
     let folder = host.engine_folder().join(&run.key);
-    // Every slot: its tensors begin behind the pages of the arena.
+    // Damage every slot. The tensors begin after the pages of the arena.
     let arena = std::fs::OpenOptions::new().read(true).write(true).open(folder.join("rank-0/arena")).unwrap();
     let slots = run.ranks[0].slots.len() as u64;
     let slot_bytes = (arena.metadata().unwrap().len() - 4096 * (1 + slots)) / slots;
@@ -419,7 +421,7 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
     check(&found, SMALL);
     check_into(&engine, 3, &Source::Memory);
     drop(engine);
-    // The newest snapshot in memory, too: the store has the same one.
+    // Damage the newest snapshot in memory, too. The store has a copy of it.
     damage_newest_cask(&host);
     let engine = host.engine();
     for found in [engine.restore(Latest).unwrap(), engine.restore(3).unwrap()] {
@@ -428,7 +430,7 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
     }
     check_into(&engine, 3, &Source::Tier(0, host.store_path().to_str().unwrap().to_owned()));
     drop(engine);
-    // Also where nothing in memory can be opened; and before an older state that is raw.
+    // The store also serves if no snapshot in memory can be opened, rather than an older raw state.
     let kept: Vec<_> = casks(&host).into_iter().map(|path| (std::fs::read(&path).unwrap(), path)).collect();
     kept.iter().for_each(|(_, path)| std::fs::remove_file(path).unwrap());
     let engine = host.engine();
@@ -437,7 +439,8 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
     drop(found);
     drop(engine);
     kept.iter().for_each(|(bytes, path)| std::fs::write(path, bytes).unwrap());
-    // Where that cannot be asked, the one before it serves, from memory; and it is told what was passed over, and who was not asked.
+    // If the store is unavailable, memory serves the previous step. The restore reports the copies passed over and the
+    // tier that did not answer.
     let _away = Away::take(&host.store_path());
     let engine = host.engine();
     let found = engine.restore(Latest).unwrap();
@@ -445,13 +448,13 @@ fn damage_in_memory_leads_to_the_next_place_and_is_told() {
     check(&found, SMALL);
     let passed: Vec<_> = found.passed_over.iter().map(|passed| (passed.source.clone(), passed.step)).collect();
     assert!(passed.contains(&(Source::Slot, Some(3))) && passed.contains(&(Source::Memory, Some(3))), "{passed:?}");
-    let unasked = found.passed_over.iter().find(|passed| matches!(passed.source, Source::Tier(0, _))).unwrap();
-    assert!(unasked.error.message().contains("could not be asked when the engine began"), "{unasked:?}");
+    let unreachable = found.passed_over.iter().find(|passed| matches!(passed.source, Source::Tier(0, _))).unwrap();
+    assert!(unreachable.error.message().contains("could not be asked when the engine began"), "{unreachable:?}");
 }
 
-/// The log of the store in memory: nothing of it can be read then.
+/// With a damaged log, no snapshot of a store in memory can be read.
 #[test]
-fn a_log_that_is_damaged_in_memory_stops_no_save() {
+fn a_log_damaged_in_memory_stops_no_save() {
     let host = Host::new();
     let mut engine = host.engine();
     for step in 1..=2 {
@@ -461,11 +464,12 @@ fn a_log_that_is_damaged_in_memory_stops_no_save() {
     let memory = host.engine_folder().join(&host.status().runs[0].key);
     damage_log(&memory.join("memory-0"));
     save(&mut engine, 3);
-    // It may have come into the log behind the damage, which is not looked at again for each save; then it is told as lost.
+    // The writer does not read the log for each save. If it added the snapshot behind the damage, the save is reported
+    // as lost.
     let third = engine.wait(Until::Durable, LONG).unwrap();
-    let is_told = third.failed && third.failures.iter().any(|failure| failure.step == 3);
-    assert!(third.reached || is_told, "{third:?}\n{:?}\n{}", host.status(), host.agent_log());
-    // What the store does not have yet is told as lost, and the trainer has its last state still.
+    let is_reported = third.failed && third.failures.iter().any(|failure| failure.step == 3);
+    assert!(third.reached || is_reported, "{third:?}\n{:?}\n{}", host.status(), host.agent_log());
+    // A snapshot that the store lacks is reported as lost. The raw state is still in the arena.
     let away = Away::take(&host.store_path());
     save(&mut engine, 4);
     assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
@@ -477,11 +481,11 @@ fn a_log_that_is_damaged_in_memory_stops_no_save() {
     assert_eq!(engine.restore(Latest).unwrap().step, 4);
     save(&mut engine, 5);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    assert_eq!(host.stored_steps(), if is_told { vec![1, 2, 5] } else { vec![1, 2, 3, 5] });
+    assert_eq!(host.stored_steps(), if is_reported { vec![1, 2, 5] } else { vec![1, 2, 3, 5] });
     check_stored(&host.store(), 5, SMALL);
 }
 
-/// Writes over the newest entry of a store's log.
+/// Overwrites the newest entry of a store's log.
 fn damage_log(store: &std::path::Path) {
     let entries = std::fs::read_dir(store.join("log")).unwrap().map(|entry| entry.unwrap().path());
     let newest = entries.filter(|path| path.is_file()).max().unwrap();
@@ -507,38 +511,36 @@ fn an_arena_that_cannot_be_used_is_replaced() {
 }
 
 #[test]
-fn memory_that_the_store_has_overtaken_does_not_count() {
+fn memory_that_is_older_than_the_store_is_not_restored() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
     save(&mut engine, 2);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    // The job goes on elsewhere.
+    // The job continues on another host.
     let elsewhere = Host::new();
     let options = EngineOptions { folder: Some(elsewhere.engine_folder()), ..host.options() };
     let mut other = Engine::start(options).unwrap();
     assert!(matches!(other.restore(Latest).unwrap().source, Source::Tier(0, _)));
     save(&mut other, 3);
     assert!(other.wait(Until::Durable, LONG).unwrap().reached);
-    // Here it finds out, with what it saves next.
-    let mut fenced = None;
-    for step in 3..10 {
+    // A save on this host fails.
+    let (mut fenced, mut step) = (None, 2);
+    until("a save is fenced", || {
+        step += 1;
         fenced = State::new(step, SMALL).save(&mut engine).err();
-        if fenced.is_some() {
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
+        fenced.is_some()
+    });
     assert_eq!(fenced.unwrap().kind(), ErrorKind::Fenced);
     drop((engine, other));
-    // And when it comes back, memory is older than the store.
+    // When the job comes back to this host, memory is older than the store.
     let mut engine = host.engine();
     let found = engine.restore(Latest).unwrap();
     assert_eq!(found.step, 3);
     assert!(matches!(found.source, Source::Tier(0, _)), "{:?}", found.source);
     check(&found, SMALL);
     drop(found);
-    // What it saves now is in memory that counts, while the store does not have it yet.
+    // A new save is restored from memory while the store lacks it.
     let away = Away::take(&host.store_path());
     save(&mut engine, 4);
     let found = engine.restore(Latest).unwrap();
@@ -553,7 +555,7 @@ fn memory_that_the_store_has_overtaken_does_not_count() {
 }
 
 #[test]
-fn a_state_that_cannot_be_encoded_is_told_at_the_next_save() {
+fn a_state_that_cannot_be_encoded_is_reported_at_the_next_save() {
     let host = Host::new();
     let mut engine = host.engine();
     save(&mut engine, 1);
@@ -563,9 +565,9 @@ fn a_state_that_cannot_be_encoded_is_told_at_the_next_save() {
     engine.save(2, &tensors, &[], &Default::default()).unwrap();
     let waited = engine.wait(Until::Encoded, LONG).unwrap();
     assert_eq!(waited.failures.iter().map(|failure| failure.step).collect::<Vec<_>>(), [2]);
-    let told = save(&mut engine, 3);
-    assert!(told.failures.len() == 1 && told.failures[0].message.contains("given twice"), "{told:?}");
-    assert!(save(&mut engine, 4).failures.is_empty(), "once is enough");
+    let next = save(&mut engine, 3);
+    assert!(next.failures.len() == 1 && next.failures[0].message.contains("given twice"), "{next:?}");
+    assert!(save(&mut engine, 4).failures.is_empty(), "a failure is reported once");
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.stored_steps(), [1, 3, 4]);
     assert_eq!(host.status().runs[0].failed_saves, 1);

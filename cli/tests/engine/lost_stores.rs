@@ -1,4 +1,4 @@
-//! The store is deleted, moved or loses objects while a job runs: what `wait` calls durable can be loaded by a new process.
+//! The store is deleted, moved, or loses objects while a job runs: a new process can still load every durable step.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use tensorcask_engine::{Engine, EngineOptions, Until};
 
 use super::host::*;
 
-/// Saves a step and waits until it is durable; then a new process must find it.
+/// Saves a step, waits until it is durable, and loads it through a new store.
 fn save_durably(host: &Host, engine: &mut Engine, step: u64) {
     save(engine, step);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached, "step {step}: {}", host.agent_log());
@@ -22,7 +22,7 @@ fn first_object(folder: &Path) -> std::path::PathBuf {
 }
 
 #[test]
-fn a_store_that_goes_under_a_job_is_filled_again() {
+fn a_store_that_disappears_during_a_job_is_filled_again() {
     for policy in [Policy::Consecutive, Policy::Adaptive] {
         let host = Host::new();
         let mut engine = Engine::start(EngineOptions { policy, ..host.options() }).unwrap();
@@ -38,7 +38,7 @@ fn a_store_that_goes_under_a_job_is_filled_again() {
         }
         std::fs::remove_file(host.store_path().join("store.json")).unwrap();
         save_durably(&host, &mut engine, 8);
-        // The first one comes back in its place.
+        // The first store is moved back.
         std::fs::rename(host.store_path(), host.stores.path().join("second")).unwrap();
         std::fs::rename(host.stores.path().join("moved"), host.store_path()).unwrap();
         save_durably(&host, &mut engine, 9);
@@ -47,9 +47,9 @@ fn a_store_that_goes_under_a_job_is_filled_again() {
     }
 }
 
-/// A backup from before this start of the job: whoever wrote there before is no other job.
+/// The writer of a backup from before this start of the job is not another job.
 #[test]
-fn an_older_copy_of_the_store_is_gone_on_with() {
+fn a_job_continues_with_an_older_copy_of_its_store() {
     let host = Host::new();
     let mut engine = host.engine();
     save_durably(&host, &mut engine, 1);

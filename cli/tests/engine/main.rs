@@ -1,4 +1,4 @@
-//! The engine with real processes: trainers and agents are killed, stores go away, memory runs out.
+//! Tests of the engine with real processes: trainers and agents are killed, stores become unavailable, memory runs out.
 #![cfg(target_os = "linux")]
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::little_endian_bytes, reason = "tests")]
 

@@ -1,4 +1,4 @@
-//! Several ranks on one host: one snapshot of all, or none; and the newest step that all can load.
+//! Several ranks on one host: a snapshot of all ranks or none, and agreement on the newest step that all can load.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ fn data(step: u64) -> Vec<u8> {
     (0..ROWS * ROW_BYTES).map(|i| (i / 7 + step) as u8).collect()
 }
 
-/// The rows of a rank.
+/// Rows of a rank.
 fn rows(rank: u32) -> std::ops::Range<u64> {
     let share = ROWS / u64::from(WORLD);
     u64::from(rank) * share..(u64::from(rank) + 1) * share
@@ -52,13 +52,13 @@ fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
         assert!(snapshot.read("w", &Slice::all()).unwrap().data == data(step), "step {step}");
         assert_eq!(snapshot.blobs().unwrap().len(), 2);
     }
-    // Rank 1 is lost before it saves step 5.
+    // Rank 1 dies before it saves step 5.
     save_shard(&mut first, 0, 5);
     drop((first, second));
     let (mut first, mut second) = (start(&host, 0), start(&host, 1));
-    assert_eq!((steps(&first)[0], steps(&second)[0]), (4, 4), "what rank 1 lacks is worth nothing to rank 0");
+    assert_eq!((steps(&first)[0], steps(&second)[0]), (4, 4), "rank 0 cannot load a step that rank 1 lacks");
     assert_eq!(agree(&[steps(&first), steps(&second)]).step, Some(4));
-    // The same through the store, from two processes' threads.
+    // Agreement through the store has the same result.
     let other = std::thread::spawn(move || (second.agree_by_store("start-2", LONG).unwrap(), second));
     assert_eq!(first.agree_by_store("start-2", LONG).unwrap(), Some(4));
     let (found, mut second) = other.join().unwrap();
@@ -82,7 +82,7 @@ fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
 }
 
 #[test]
-fn what_several_ranks_have_is_stored_once_and_any_part_is_restored() {
+fn replicated_tensors_are_stored_once_and_any_part_can_be_restored() {
     let host = Host::new();
     let (mut first, mut second) = (start(&host, 0), start(&host, 1));
     let (all, shared) = (data(1), vec![7u8; 1000]);
@@ -99,7 +99,7 @@ fn what_several_ranks_have_is_stored_once_and_any_part_is_restored() {
     assert!(first.wait(Until::Durable, LONG).unwrap().reached);
     let snapshot = host.store().snapshot(1).unwrap();
     assert!(snapshot.read("shared", &Slice::all()).unwrap().data == shared);
-    // The raw state of a rank has its own part, and the replica.
+    // The raw state of a rank has its own part and the replicated tensor.
     let part = |shape: [u64; 2], offset: [u64; 2], extent: [u64; 2]| Part {
         shape: shape.to_vec(),
         rect: Rect { offset: offset.to_vec(), shape: extent.to_vec() },
@@ -110,23 +110,23 @@ fn what_several_ranks_have_is_stored_once_and_any_part_is_restored() {
     let found = second.restore_parts(1, &wanted(own)).unwrap();
     assert_eq!(found.source, Source::Slot);
     assert!(found.tensors.iter().any(|tensor| tensor.name == "shared" && *tensor.data == shared));
-    // Any other part comes out of a snapshot.
+    // A snapshot serves any other part.
     let found = second.restore_parts(1, &wanted(part([ROWS, ROW_BYTES], [1, 5], [4, 10]))).unwrap();
     assert_eq!(found.source, Source::Memory);
     let tensor = found.tensors.iter().find(|tensor| tensor.name == "w").unwrap();
     let expected: Vec<u8> = (1..5).flat_map(|row| all[(row * ROW_BYTES + 5) as usize..][..10].to_vec()).collect();
     assert!(*tensor.data == expected);
-    // A tensor of another shape is none.
+    // Another shape is an error.
     let refused = second.restore_parts(1, &wanted(part([ROWS, ROW_BYTES - 1], [0, 0], [1, 10]))).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{refused}");
     assert!(refused.to_string().contains("wanted is"), "{refused}");
     drop(found);
-    // Replicas that differ are told of, and nothing of the step is stored.
+    // Replicas that differ are reported, and the step is not stored.
     for (rank, engine) in [(0, &mut first), (1, &mut second)] {
         let mine = [rank; 4];
         engine.save(2, &[TensorView::new("shared", Dtype::U8, &[4], &mine).unwrap()], &[], &Metadata::default()).unwrap();
     }
-    until("the failure is told", || {
+    until("the failure is reported", || {
         let waited = first.wait(Until::Durable, LONG).unwrap();
         waited.failures.iter().any(|failure| failure.message.contains("rank 1 has other values than rank 0"))
     });
@@ -134,12 +134,13 @@ fn what_several_ranks_have_is_stored_once_and_any_part_is_restored() {
 }
 
 #[test]
-fn each_rank_is_told_of_its_own_saves() {
+fn each_rank_hears_of_its_own_saves() {
     let host = Host::new();
     let (mut first, mut second) = (start(&host, 0), start(&host, 1));
     save_shard(&mut first, 0, 1);
     save_shard(&mut second, 1, 1);
-    // Rank 0 tries twice: its arena is too small for what it says of step 2. From here on its saves have other numbers.
+    // Rank 0 needs two attempts, because its arena is too small for the metadata. From now on, the generations of the
+    // ranks differ.
     let mut metadata = Metadata::default();
     metadata.user.insert("notes".into(), "x".repeat(8 << 20).into());
     let own = [TensorView::new("own", Dtype::U8, &[4], &[1, 2, 3, 4]).unwrap()];
@@ -153,7 +154,7 @@ fn each_rank_is_told_of_its_own_saves() {
     save_shard(&mut second, 1, 3);
     for engine in [&mut first, &mut second] {
         assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
-        assert!(!engine.wait(Until::Durable, std::time::Duration::from_millis(300)).unwrap().reached, "it is not in the store");
+        assert!(!engine.wait(Until::Durable, std::time::Duration::from_millis(300)).unwrap().reached, "the step is not in the store");
     }
     away.back();
     second.finish().unwrap();
@@ -162,11 +163,13 @@ fn each_rank_is_told_of_its_own_saves() {
 }
 
 #[test]
-fn ranks_that_do_not_come_or_want_something_else_are_told_of() {
+fn missing_ranks_and_ranks_with_other_options_are_reported() {
     let host = Host::new();
     let mut first = start(&host, 0);
     save_shard(&mut first, 0, 1);
-    until("it is told who is missing", || host.status().runs[0].problem.as_ref().is_some_and(|problem| problem.ends_with("from rank 1")));
+    until("the agent reports the missing rank", || {
+        host.status().runs[0].problem.as_ref().is_some_and(|problem| problem.ends_with("from rank 1"))
+    });
     let other = EngineOptions { rank: 1, world: WORLD, memory_cap: Some(1 << 30), ..host.options() };
     let refused = Engine::start(other).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
@@ -177,9 +180,9 @@ fn ranks_that_do_not_come_or_want_something_else_are_told_of() {
     assert_eq!(host.status().runs[0].problem, None);
 }
 
-/// The others are told, and do not wait for ever.
+/// The rank that saved the step hears of the failure instead of waiting for ever.
 #[test]
-fn a_run_ends_though_its_last_step_is_not_on_all_ranks() {
+fn a_run_ends_although_some_rank_lacks_the_last_step() {
     let host = Host::new();
     let start = |rank| Engine::start(EngineOptions { rank, world: 2, ..host.options() }).unwrap();
     let (mut first, mut second) = (start(0), start(1));
@@ -197,7 +200,7 @@ fn a_run_ends_though_its_last_step_is_not_on_all_ranks() {
         let said = said.clone();
         std::thread::spawn(move || said.send((rank, engine.finish())));
     }
-    let mut ended: Vec<_> = (0..2).map(|_| says.recv_timeout(LONG).expect("it waits for ever")).collect();
+    let mut ended: Vec<_> = (0..2).map(|_| says.recv_timeout(LONG).expect("a rank waits for ever")).collect();
     ended.sort_by_key(|(rank, _)| *rank);
     let error = ended[0].1.as_ref().unwrap_err();
     assert!(error.message().contains("step 3: ") && error.message().contains("not all ranks have saved this step"), "{error}");
@@ -205,9 +208,9 @@ fn a_run_ends_though_its_last_step_is_not_on_all_ranks() {
     assert_eq!(host.stored_steps(), [1, 2]);
 }
 
-/// It is seen at once, however long it was to wait.
+/// The agent notices the death during a wait with a long timeout.
 #[test]
-fn a_trainer_that_dies_while_it_waits_is_gone() {
+fn the_death_of_a_waiting_trainer_is_noticed() {
     let host = Host::new();
     let mut trainer = host.trainer(&[("TEST_STEPS", "1")]);
     while trainer.says().is_some_and(|said| said[0] != "done") {}
@@ -217,8 +220,8 @@ fn a_trainer_that_dies_while_it_waits_is_gone() {
     let mut trainer = host.trainer(&[("TEST_STEPS", "2"), ("TEST_WAIT", "1")]);
     while trainer.says().is_some_and(|said| said[0] != "done") {}
     assert!(host.status().runs[0].ranks[0].trainer.is_some());
-    std::thread::sleep(std::time::Duration::from_millis(200));
+    vary_moment(std::time::Duration::from_millis(200));
     trainer.kill();
-    until("the agent has seen it", || host.status().runs[0].ranks[0].trainer.is_none());
+    until("the agent has noticed", || host.status().runs[0].ranks[0].trainer.is_none());
     away.back();
 }

@@ -1,25 +1,25 @@
-//! What a detached process must not keep of the one that started it.
+//! Closing of the file descriptors that a detached process inherits.
 
 use std::fs::read_dir;
 use std::os::fd::RawFd;
 
-/// Closes all file descriptors but the first three: pipes and sockets that whoever started this process passed on without knowing it, and
-/// whose other ends wait for their end. For a process that has opened nothing yet.
+/// Closes all file descriptors except the standard streams. The process that started this one may have passed on pipes
+/// and sockets, and their other ends would never see an end of file. Call this before this process opens a file.
 #[allow(unsafe_code, reason = "closes descriptors that nothing in this process owns")]
 pub(super) fn close_inherited() {
     let number = |entry: std::fs::DirEntry| entry.file_name().to_str()?.parse::<RawFd>().ok();
-    // Collected first: the folder itself is one of them, and is closed by then.
+    // Collected first: the list includes the descriptor of the folder, which is closed afterwards.
     let open: Vec<RawFd> = match read_dir("/proc/self/fd") {
         Ok(entries) => entries.flatten().filter_map(number).filter(|fd| *fd > 2).collect(),
         Err(error) => {
-            tracing::debug!(%error, "what was inherited stays open");
+            tracing::debug!(%error, "inherited file descriptors stay open");
             return;
         }
     };
     for fd in open {
-        // The one that listed the folder is gone; all others came with `exec`.
+        // The descriptor of the folder is closed by now; all others were inherited.
         if std::fs::symlink_metadata(format!("/proc/self/fd/{fd}")).is_ok() {
-            // SAFETY: nothing in this process has opened a file yet, so nothing owns the descriptor.
+            // SAFETY: this process has opened no file yet, so nothing owns the descriptor.
             unsafe { rustix::io::close(fd) };
         }
     }

@@ -1,4 +1,4 @@
-//! Where else the snapshots of a store are: in this host's memory, and in further tiers.
+//! Copies of a store's snapshots: in this host's memory, and in further tiers.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -6,29 +6,28 @@ use std::path::Path;
 use tensorcask::wire::Id;
 use tensorcask::{ErrorKind, Result, Status, Store, StoreOptions};
 
-use crate::options::{RunSpec, absolute};
-use crate::place::Place;
-use crate::tier::open_epoch;
+use crate::folders::EngineFolder;
+use crate::memory_stores::open_epoch;
+use crate::run_spec::{RunSpec, absolute};
 
-/// A place that holds snapshots of a run.
+/// A place that holds copies of snapshots.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotPlace {
     /// `memory`, or the URL of a tier.
     pub name: String,
-    /// Live snapshots there; none if it cannot be asked.
+    /// Live snapshots in this place; `None` if it does not answer.
     pub snapshots: Option<BTreeSet<Id>>,
 }
 
-/// The places beside a store, which is the first tier of a run that is known on this host: its memory, and the further tiers. `tiers`: URLs of
-/// tiers that are known otherwise.
-pub async fn places_beside(folder: Option<&Path>, store: &str, tiers: &[String]) -> Result<Vec<SnapshotPlace>> {
+/// Lists further places of a store's snapshots. The store is the first tier of runs on this host; their memory and
+/// further tiers are listed, and then the given `tiers`.
+pub async fn snapshot_places(folder: Option<&Path>, store: &str, tiers: &[String]) -> Result<Vec<SnapshotPlace>> {
     let mut places = Vec::new();
     let mut stores: Vec<Store> = tiers.iter().map(|url| StoreOptions::default().open(url)).collect::<Result<_>>()?;
     let first = absolute(store)?;
-    let runs = Place::find(folder).map_or_else(|| Ok(Vec::new()), |place| place.runs())?;
+    let runs = EngineFolder::find(folder).map_or_else(|| Ok(Vec::new()), |folder| folder.runs())?;
     for run in runs {
-        let spec = std::fs::read(run.spec()).ok().and_then(|json| serde_json::from_slice::<RunSpec>(&json).ok());
-        let Some(spec) = spec.filter(|spec| spec.tiers.first() == Some(&first)) else { continue };
+        let Some(spec) = RunSpec::read(&run).filter(|spec| spec.tiers.first() == Some(&first)) else { continue };
         let mut snapshots = BTreeSet::new();
         for epoch in run.epochs()? {
             snapshots.extend(live(&open_epoch(&run, epoch)?).await.unwrap_or_default());
@@ -42,7 +41,7 @@ pub async fn places_beside(folder: Option<&Path>, store: &str, tiers: &[String])
             Ok(found) => Some(found),
             Err(e) if e.kind() == ErrorKind::NotFound => Some(BTreeSet::new()),
             Err(error) => {
-                tracing::warn!(tier = store.url(), %error, "this tier cannot be asked what it has");
+                tracing::warn!(tier = store.url(), %error, "cannot read the log of this tier");
                 None
             }
         };

@@ -1,0 +1,193 @@
+//! Connections of the agent: receives requests and replies to them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tensorcask::{Error, ErrorKind, Result};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::{Notify, watch};
+
+use super::registry::Registry;
+use super::run::Run;
+use super::run_event::Event;
+use crate::framing::{receive_async, send_async};
+use crate::protocol::{Attach, AttachMode, Progress, Reply, Request, Until};
+use crate::status::AgentStatus;
+
+/// The parts of the agent that its connections share.
+pub(super) struct Agent {
+    pub registry: Registry,
+    /// Whether the agent was told to stop.
+    pub stop: watch::Sender<bool>,
+    /// A trainer waits for this agent to end, so that it can start another.
+    pub hurry: Notify,
+}
+
+impl Agent {
+    pub(super) fn new(registry: Registry) -> Self {
+        Self { registry, stop: watch::Sender::new(false), hurry: Notify::new() }
+    }
+
+    fn status(&self) -> AgentStatus {
+        AgentStatus { draining: *self.stop.borrow(), ..self.registry.status() }
+    }
+
+    /// Serves one connection until it ends. Then detaches the trainers that it had attached.
+    pub(super) async fn serve_connection(self: Arc<Self>, stream: UnixStream) {
+        let ours = rustix::process::getuid().as_raw();
+        if !stream.peer_cred().is_ok_and(|peer| peer.uid() == ours) {
+            tracing::warn!("refused a connection from a process of another user");
+            return;
+        }
+        let (read, write) = stream.into_split();
+        let mut read = BufReader::new(read);
+        if read.fill_buf().await.is_ok_and(|bytes| bytes.first() == Some(&b'G')) {
+            self.serve_metrics(read, write).await;
+            return;
+        }
+        let mut attached = Vec::new();
+        self.serve_requests(read, write, &mut attached).await;
+        attached.iter().for_each(AttachedRank::detach);
+    }
+
+    /// Serves one HTTP request for the metrics.
+    async fn serve_metrics(&self, read: BufReader<OwnedReadHalf>, mut write: OwnedWriteHalf) {
+        let mut head = Vec::new();
+        let _ = read.take(1024).read_until(b'\n', &mut head).await;
+        let body = self.status().metrics();
+        let answer = format!(
+            "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+            body.len()
+        );
+        let _ = write.write_all(answer.as_bytes()).await;
+    }
+
+    async fn serve_requests(&self, mut read: BufReader<OwnedReadHalf>, mut write: OwnedWriteHalf, attached: &mut Vec<AttachedRank>) {
+        loop {
+            let reply = match receive_async::<Request>(&mut read).await {
+                Ok(None) => return,
+                Ok(Some(request)) => {
+                    let is_wait = matches!(request, Request::Wait { .. });
+                    let answer = self.answer(request, attached);
+                    tokio::pin!(answer);
+                    let answered = tokio::select! {
+                        biased;
+                        answered = &mut answer => answered,
+                        // The waiting trainer is gone, or has sent its next request.
+                        more = read.fill_buf(), if is_wait => match more {
+                            Ok(bytes) if !bytes.is_empty() => answer.await,
+                            _ => return,
+                        },
+                    };
+                    answered.unwrap_or_else(|error| Reply::failed(&error))
+                }
+                Err(error) => {
+                    // After an invalid message, the stream has no known position.
+                    let _ = send_async(&mut write, &Reply::failed(&error)).await;
+                    return;
+                }
+            };
+            if send_async(&mut write, &reply).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    async fn answer(&self, request: Request, attached: &mut Vec<AttachedRank>) -> Result<Reply> {
+        match request {
+            Request::Attach(request) => self.attach(&request, attached).await.map(Reply::Progress),
+            Request::Saved { key, rank, save } => {
+                let run = self.registry.find(&key)?;
+                let queue_depth = run.read(|state, arenas| state.queue_depth(arenas.waiting_states()));
+                run.apply(Event::Saved { rank, note: save, queue_depth });
+                Ok(Reply::Progress(run.progress(rank)))
+            }
+            Request::Wait { key, rank, generation, durable, timeout_ms } => {
+                let run = self.registry.find(&key)?;
+                let until = if durable { Until::Durable } else { Until::Encoded };
+                Ok(Reply::Progress(wait(&run, rank, generation, until, Duration::from_millis(timeout_ms)).await))
+            }
+            Request::Detach { key, rank, clear } => {
+                let run = self.registry.find(&key)?;
+                attached.retain(|known| {
+                    let is_detached = known.run.spec.key == key && known.rank == rank;
+                    if is_detached {
+                        known.detach();
+                    }
+                    !is_detached
+                });
+                if clear {
+                    run.apply(Event::Finished { rank: Some(rank) });
+                }
+                let progress = run.progress(rank);
+                self.registry.clear_finished();
+                Ok(Reply::Progress(progress))
+            }
+            Request::Status {} => Ok(Reply::Status(Box::new(self.status()))),
+            Request::Stop {} => {
+                self.stop.send_replace(true);
+                Ok(Reply::Status(Box::new(self.status())))
+            }
+        }
+    }
+
+    async fn attach(&self, request: &Attach, attached: &mut Vec<AttachedRank>) -> Result<Progress> {
+        let rank = request.rank;
+        if *self.stop.borrow() {
+            // Unfinished work waits in shared memory for the next agent.
+            self.hurry.notify_one();
+            return Err(Error::new(ErrorKind::Conflict, "the agent is about to end"));
+        }
+        if rank >= request.spec.world {
+            return Err(Error::invalid(format!("rank {rank} of {} does not exist", request.spec.world)));
+        }
+        let run = self.registry.start(request.spec.clone(), rank).await?;
+        let attachment = run.attach(request)?;
+        attached.retain(|known| known.rank != rank);
+        attached.push(AttachedRank { run: run.clone(), rank, attachment });
+        // Out-of-date memory must be gone before the trainer saves, because a later process could not tell it from new
+        // memory.
+        let mut changes = run.changes();
+        let deadline = tokio::time::Instant::now() + CLEAR_TIMEOUT;
+        while request.mode == AttachMode::TakeOverAfresh && run.is_outdated() {
+            if tokio::time::timeout_at(deadline, changes.changed()).await.is_err() {
+                return Err(Error::new(ErrorKind::Conflict, "out-of-date memory is still in use"));
+            }
+        }
+        Ok(run.progress(rank))
+    }
+}
+
+/// Waits until a save has reached a stage or failed, or the run was stopped, or the timeout has passed.
+async fn wait(run: &Run, rank: u32, generation: u64, until: Until, timeout: Duration) -> Progress {
+    if run.read(|state, _| state.is_restoring) {
+        run.apply(Event::TrainerWaits);
+    }
+    let mut changes = run.changes();
+    let deadline = tokio::time::Instant::now() + timeout;
+    loop {
+        let progress = run.progress(rank);
+        let is_over = progress.has_reached(generation, until) || progress.has_failed(generation) || progress.stopped.is_some();
+        if is_over || tokio::time::timeout_at(deadline, changes.changed()).await.is_err() {
+            return progress;
+        }
+    }
+}
+
+/// A trainer that a connection has attached.
+struct AttachedRank {
+    run: Arc<Run>,
+    rank: u32,
+    attachment: u64,
+}
+
+impl AttachedRank {
+    fn detach(&self) {
+        self.run.apply(Event::Detached { rank: self.rank, attachment: self.attachment });
+    }
+}
+
+/// Time for which a trainer waits until out-of-date memory is removed.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);

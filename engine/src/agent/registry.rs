@@ -1,0 +1,183 @@
+//! The runs of an agent: finds, starts, adopts and ends them.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tensorcask::{Error, ErrorKind, Result};
+use tokio::task::JoinHandle;
+
+use super::encode::encode_loop;
+use super::encoder_queue::has_work;
+use super::report::status_of;
+use super::run::Run;
+use super::run_event::Event;
+use super::upload::upload_loop;
+use crate::folders::{EngineFolder, RunFolder};
+use crate::run_spec::{RunSpec, run_key};
+use crate::status::AgentStatus;
+
+/// The runs of an agent.
+pub(super) struct Registry {
+    folder: EngineFolder,
+    started: Instant,
+    runs: Mutex<BTreeMap<String, ActiveRun>>,
+    /// Held while a run starts, so that runs start one after the other.
+    starting: tokio::sync::Mutex<()>,
+}
+
+/// A run, and the tasks that work for it.
+struct ActiveRun {
+    run: Arc<Run>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Registry {
+    pub(super) fn new(folder: EngineFolder) -> Self {
+        Self { folder, started: Instant::now(), runs: Mutex::default(), starting: tokio::sync::Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, ActiveRun>> {
+        self.runs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All runs.
+    pub(super) fn runs(&self) -> Vec<Arc<Run>> {
+        self.lock().values().map(|active| active.run.clone()).collect()
+    }
+
+    /// The run with this key.
+    pub(super) fn find(&self, key: &str) -> Result<Arc<Run>> {
+        let found = self.lock().get(key).map(|active| active.run.clone());
+        found.ok_or_else(|| Error::not_found("the agent does not know this run; attach first"))
+    }
+
+    /// Adopts the runs that an earlier agent left. Does not take their stores over, because another job may own them by
+    /// now.
+    pub(super) async fn adopt_all(&self) {
+        for folder in self.folder.runs().unwrap_or_default() {
+            if let Err(error) = self.adopt(&folder).await {
+                tracing::warn!(folder = %folder.root().display(), %error, "cannot adopt the run of an earlier agent");
+            }
+        }
+    }
+
+    async fn adopt(&self, folder: &RunFolder) -> Result<()> {
+        let spec = RunSpec::read(folder).ok_or_else(|| Error::corrupt("the folder has no valid description of a run"))?;
+        let run = self.start(spec, 0).await?;
+        for rank in run.folder.ranks()?.into_iter().filter(|rank| *rank < run.spec.world) {
+            // The trainer of the rank replaces an arena that cannot be used.
+            if let Err(error) = run.adopt(rank) {
+                tracing::warn!(run = run.spec.run, rank, %error, "cannot use the arena of an earlier trainer");
+            }
+        }
+        if run.folder.is_finished() {
+            run.apply(Event::Finished { rank: None });
+        }
+        Ok(())
+    }
+
+    /// Finds the run of a description for one of its ranks, or starts it. A run with the same key but other options is
+    /// replaced, unless other ranks are connected to it.
+    pub(super) async fn start(&self, spec: RunSpec, rank: u32) -> Result<Arc<Run>> {
+        // The key becomes a folder name.
+        if spec.key != run_key(&spec.run) {
+            return Err(Error::invalid("the key of a run does not match its name"));
+        }
+        let _one_at_a_time = self.starting.lock().await;
+        let known = self.lock().get(&spec.key).map(|active| active.run.clone());
+        if let Some(run) = known {
+            if run.spec == spec {
+                return Ok(run);
+            }
+            check_replaceable(&run, &spec, rank)?;
+            let replaced = self.lock().remove(&spec.key);
+            for task in replaced.map(|active| active.tasks).unwrap_or_default() {
+                // Aborted work is repeated, because only commits count. It must end before the new tasks begin.
+                task.abort();
+                let _ = task.await;
+            }
+        }
+        let key = spec.key.clone();
+        let run = Arc::new(Run::new(spec, &self.folder)?);
+        let mut tasks = vec![tokio::spawn(encode_loop(run.clone()))];
+        tasks.extend((0..run.tiers.len()).map(|tier| tokio::spawn(upload_loop(run.clone(), tier))));
+        self.lock().insert(key, ActiveRun { run: run.clone(), tasks });
+        Ok(run)
+    }
+
+    /// Ends finished runs and frees their memory.
+    pub(super) fn clear_finished(&self) {
+        self.lock().retain(|_, ActiveRun { run, tasks }| {
+            let is_done = run.is_done();
+            if is_done {
+                tasks.iter().for_each(JoinHandle::abort);
+                if let Err(error) = run.folder.clear() {
+                    tracing::warn!(run = run.spec.run, %error, "cannot remove the memory of a finished run");
+                }
+            }
+            !is_done
+        });
+    }
+
+    /// Whether a trainer is connected or work is left.
+    pub(super) fn is_busy(&self) -> bool {
+        self.runs().iter().any(|run| run.read(|state, _| state.is_attached()) || !run.is_quiet())
+    }
+
+    /// Waits until no work is left, or for this time; returns the number of states and snapshots that still wait.
+    pub(super) async fn drain(&self, limit: Duration) -> u64 {
+        let begun = Instant::now();
+        while begun.elapsed() < limit && self.runs().iter().any(|run| !run.is_quiet()) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        self.waiting()
+    }
+
+    /// Number of states and snapshots that wait.
+    pub(super) fn waiting(&self) -> u64 {
+        let depth = |run: &Arc<Run>| run.read(|state, arenas| state.queue_depth(arenas.waiting_states())).max(1);
+        self.runs().iter().filter(|run| !run.is_quiet()).map(depth).sum()
+    }
+
+    /// The status report of the agent.
+    pub(super) fn status(&self) -> AgentStatus {
+        let mut runs: Vec<_> = self.runs().iter().map(|run| status_of(run)).collect();
+        runs.sort_by(|a, b| a.run.cmp(&b.run));
+        AgentStatus {
+            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            uptime_s: self.started.elapsed().as_secs_f64(),
+            resident_bytes: resident_bytes(),
+            draining: false,
+            runs,
+        }
+    }
+}
+
+/// Checks whether a run may be replaced by one with other options.
+fn check_replaceable(run: &Run, spec: &RunSpec, rank: u32) -> Result<()> {
+    let other = run.read(|state, _| {
+        let connected = state.ranks.iter().filter(|(other, state)| **other != rank && state.trainer.is_some());
+        connected.map(|(other, _)| *other).next()
+    });
+    if let Some(other) = other {
+        let message = format!("all ranks of a run need the same options: rank {other} has another {}", run.spec.difference(spec));
+        return Err(Error::invalid(message).object(&spec.run));
+    }
+    // States that all ranks have saved must be encoded with the old options: another number of ranks cannot do so.
+    if run.other_options_for() < REPLACE_TIMEOUT && has_work(run) {
+        return Err(Error::new(ErrorKind::Conflict, "states that were saved with other options are being encoded").object(&spec.run));
+    }
+    Ok(())
+}
+
+/// Resident memory of this process, from `/proc/self/statm`.
+fn resident_bytes() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages: Option<u64> = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok());
+    pages.unwrap_or(0).saturating_mul(rustix::param::page_size() as u64)
+}
+
+/// Time for which a trainer with other options waits for states that were saved with the old options.
+const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,0 +1,45 @@
+//! The status report of a run.
+
+use super::run::Run;
+use super::run_parts::{RankState, TierState};
+use crate::arena::{Arena, SlotView};
+use crate::clock::now_ms;
+use crate::status::{RankStatus, RunStatus, SlotStatus, TierStatus};
+
+/// Reports the status of a run.
+pub(super) fn status_of(run: &Run) -> RunStatus {
+    run.read(|state, arenas| {
+        let rank = |(rank, state): (&u32, &RankState)| RankStatus {
+            rank: *rank,
+            trainer: state.trainer,
+            arena_bytes: arenas.get(*rank).map_or(0, |arena| arena.file().bytes()),
+            slots: arenas.get(*rank).map_or_else(Vec::new, |arena| slots(arena)),
+        };
+        RunStatus {
+            run: run.spec.run.clone(),
+            key: run.spec.key.clone(),
+            tiers: run.spec.tiers.iter().zip(&state.tiers).map(|(url, state)| tier(url, state)).collect(),
+            ranks: state.ranks.iter().map(rank).collect(),
+            queue_depth: state.queue_depth(arenas.waiting_states()),
+            last_commit_step: state.saves.last_commit.map(|commit| commit.step),
+            seconds_since_commit: state.saves.last_commit.map(|commit| now_ms().saturating_sub(commit.time_ms) as f64 / 1e3),
+            chain_depth: state.memory.chain_depth,
+            failed_saves: state.saves.failed,
+            memory_steps: state.memory.steps.clone(),
+            memory_bytes: state.memory.bytes,
+            memory_cap_bytes: run.cap,
+            problem: state.problem.clone(),
+            stopped: state.stopped.clone(),
+            saves: state.saves.saves().cloned().collect(),
+        }
+    })
+}
+
+fn slots(arena: &Arena) -> Vec<SlotStatus> {
+    let slot = |view: SlotView| SlotStatus { state: view.word.state.name().to_owned(), step: view.header.map(|header| header.step) };
+    arena.views().map_or_else(|_| Vec::new(), |views| views.into_iter().map(slot).collect())
+}
+
+fn tier(url: &str, state: &TierState) -> TierStatus {
+    TierStatus { url: url.to_owned(), last_step: state.last_step, pending: state.pending, problem: state.problem.clone() }
+}

@@ -1,0 +1,178 @@
+//! Events that change the state of a run, and the actions that follow from them.
+
+use std::collections::BTreeMap;
+
+use tensorcask::wire::Id;
+
+use super::save_log::{Commit, Encoding, UploadTimes};
+use crate::protocol::{AttachMode, SaveNote};
+use crate::status::SaveStatus;
+
+/// An event of a trainer, the encoder or an uploader.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Event {
+    /// The agent has found the arena of a rank whose trainer is not connected.
+    Adopted { rank: u32, arena: Option<ArenaSummary> },
+    /// A trainer has attached.
+    Attached(Attachment),
+    /// The connection of an attachment has ended.
+    Detached { rank: u32, attachment: u64 },
+    /// A trainer has published a state.
+    Saved { rank: u32, note: SaveNote, queue_depth: u64 },
+    /// A trainer waits for saves: it no longer restores, so old snapshots may be removed.
+    TrainerWaits,
+    /// A trainer has finished the run. `None`: it did so in an earlier agent.
+    Finished { rank: Option<u32> },
+    /// The encoder has removed out-of-date memory.
+    MemoryCleared,
+    /// The contents of memory have changed.
+    MemoryChanged(MemoryContents),
+    /// The encoder has committed a snapshot in memory.
+    Encoded(EncodedSave),
+    /// A save failed for good.
+    Failed { generations: Vec<RankGeneration>, step: u64, message: String },
+    /// The encoder has a problem, or none any more.
+    EncoderProblem(Option<String>),
+    /// A store in memory is damaged. `lost`: snapshots that did not reach the first tier; `None` if that is unknown.
+    MemoryDamaged { epoch: u64, lost: Option<Vec<LostSnapshot>>, message: String },
+    /// An uploader has taken a tier over, following these orders.
+    TierTakenOver { tier: usize, orders: TierOrders, latest: Option<Commit> },
+    /// A tier has all snapshots of its source.
+    Uploaded(Upload),
+    /// The source of a tier has no snapshots.
+    NothingToUpload { tier: usize },
+    /// An upload failed; the uploader will try again.
+    UploadFailed { tier: usize, message: String },
+    /// Another job has taken the first tier over since the uploader read these orders.
+    Fenced { orders: TierOrders, why: String },
+}
+
+/// An action that follows from an event.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Action {
+    WakeEncoder,
+    WakeUploader(usize),
+    /// Raise the session in the arena of a rank.
+    RaiseSession {
+        rank: u32,
+        session: u64,
+    },
+    /// Remove the out-of-date arena of a rank.
+    RemoveArena {
+        rank: u32,
+    },
+    /// Note for later agents that the run continues.
+    MarkActive,
+    /// Note for later agents that the run has finished.
+    MarkFinished,
+    /// Drop the part of the last snapshot that was sent ahead to the first tier.
+    DropAhead,
+    /// Log a committed save.
+    LogCommit(SaveStatus),
+    /// Log a failed save.
+    LogFailure {
+        step: u64,
+        message: String,
+    },
+    /// Log a problem of the encoder (`None`) or of an uploader.
+    LogProblem {
+        tier: Option<usize>,
+        message: String,
+    },
+    /// Log that another job has taken the store over.
+    LogStopped {
+        why: String,
+    },
+}
+
+/// A trainer that attaches.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Attachment {
+    pub rank: u32,
+    pub pid: u32,
+    pub mode: AttachMode,
+    /// Newest session that the trainer knows.
+    pub session: u64,
+    pub arena: Option<ArenaSummary>,
+    /// Newest snapshot of each tier, by URL.
+    pub latest: BTreeMap<String, Option<Id>>,
+}
+
+/// The parts of an arena that matter when its rank attaches.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct ArenaSummary {
+    pub session: u64,
+    /// Newest generation that is encoded.
+    pub encoded: u64,
+    /// Saves that failed for good.
+    pub failed: Vec<FailedState>,
+}
+
+/// A save that failed for good, as found in an arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FailedState {
+    pub generation: u64,
+    pub step: u64,
+}
+
+/// Contents of memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct MemoryContents {
+    pub epoch: u64,
+    pub steps: Vec<u64>,
+    pub bytes: u64,
+    pub chain_depth: u64,
+}
+
+/// A snapshot that the encoder has committed in memory.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct EncodedSave {
+    pub step: u64,
+    /// Generation of each rank, in rank order.
+    pub generations: Vec<u64>,
+    pub epoch: u64,
+    pub sequence: u64,
+    pub encoding: Encoding,
+}
+
+/// A save of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RankGeneration {
+    pub rank: u32,
+    pub generation: u64,
+}
+
+/// A snapshot in damaged memory that did not reach the first tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LostSnapshot {
+    pub sequence: u64,
+    pub step: u64,
+}
+
+/// Orders of trainers for an uploader.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct TierOrders {
+    /// Whether to take the tier over from any other writer.
+    pub take_over: bool,
+    /// Number of takeovers that trainers have ordered.
+    pub count: u64,
+}
+
+/// Result of an upload.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Upload {
+    pub tier: usize,
+    /// Newest encoded generation of each rank before the upload read its source.
+    pub encoded: BTreeMap<u32, u64>,
+    /// Epoch of the source, if it is a store in memory.
+    pub epoch: u64,
+    /// Last log entry of the source that was copied.
+    pub sequence: u64,
+    /// Step of that entry.
+    pub step: Option<u64>,
+    /// Number of pending snapshots before the upload.
+    pub pending_before: u64,
+    /// Number of snapshots that were copied.
+    pub copied: u64,
+    pub times: UploadTimes,
+}

@@ -1,0 +1,104 @@
+//! The parts of a run's state: its ranks, its encoded memory and its tiers.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use tensorcask::wire::Id;
+
+use super::run_event::{RankGeneration, TierOrders};
+use crate::memory_tier::UploadState;
+use crate::protocol::Failure;
+
+/// A rank. Ranks number their saves independently, because one may be killed or skip a save while others are not.
+#[derive(Debug, Clone, Default)]
+pub(super) struct RankState {
+    /// Process id of the trainer while it is connected.
+    pub trainer: Option<u32>,
+    /// Number of attachments, so that the end of an old connection does not detach a new one.
+    pub attachment: u64,
+    /// Last session of the trainer.
+    pub session: u64,
+    /// Whether the trainer has finished the run.
+    pub is_finished: bool,
+    /// Newest generation that is encoded in memory.
+    pub encoded: u64,
+    /// Newest generation that is committed in the first tier.
+    pub durable: u64,
+    /// Recent failures.
+    pub failures: VecDeque<Failure>,
+}
+
+impl RankState {
+    pub(super) fn add_failure(&mut self, failure: Failure) {
+        self.failures.push_back(failure);
+        while self.failures.len() > MAX_FAILURES {
+            self.failures.pop_front();
+        }
+    }
+}
+
+/// Encoded memory.
+#[derive(Debug, Clone, Default)]
+pub(super) struct MemoryState {
+    /// Newest snapshot of each tier, by URL, if memory is out of date and must be removed before anything is encoded.
+    pub outdated: Option<BTreeMap<String, Option<Id>>>,
+    pub epoch: u64,
+    pub steps: Vec<u64>,
+    pub bytes: u64,
+    pub chain_depth: u64,
+    /// Snapshots that the first tier may lack, in commit order.
+    pub committed: VecDeque<CommittedSnapshot>,
+    /// Log entry up to which the first tier has everything.
+    pub uploaded: u64,
+    /// Epochs that are damaged and cannot be uploaded.
+    pub damaged: BTreeSet<u64>,
+}
+
+impl MemoryState {
+    /// Parts of memory that may be removed while this epoch is in use.
+    pub(super) fn upload_state(&self, epoch: u64) -> UploadState {
+        let uploaded = if self.epoch == epoch { self.uploaded } else { 0 };
+        UploadState { uploaded, damaged: self.damaged.clone() }
+    }
+}
+
+/// A snapshot in memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct CommittedSnapshot {
+    pub epoch: u64,
+    /// Generation of each rank, in rank order.
+    pub generations: Vec<u64>,
+    pub sequence: u64,
+}
+
+impl CommittedSnapshot {
+    pub(super) fn by_rank(&self) -> Vec<RankGeneration> {
+        (0..).zip(&self.generations).map(|(rank, generation)| RankGeneration { rank, generation: *generation }).collect()
+    }
+
+    /// Generation of rank 0, which status reports follow.
+    pub(super) fn first_generation(&self) -> u64 {
+        self.generations.first().copied().unwrap_or(0)
+    }
+}
+
+/// A tier.
+#[derive(Debug, Clone, Default)]
+pub(super) struct TierState {
+    /// Whether `pending` is known: the tier once had everything, and no upload of its source has failed since.
+    pub is_known: bool,
+    pub orders: TierOrders,
+    pub last_step: Option<u64>,
+    /// Number of snapshots that the tier lacks.
+    pub pending: u64,
+    pub problem: Option<String>,
+}
+
+impl TierState {
+    /// Whether the tier has everything and accepts uploads.
+    pub(super) fn is_up_to_date(&self) -> bool {
+        self.is_known && !self.orders.take_over && self.pending == 0 && self.problem.is_none()
+    }
+}
+
+/// Number of failures to report to a trainer.
+const MAX_FAILURES: usize = 16;

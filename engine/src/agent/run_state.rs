@@ -1,0 +1,389 @@
+//! The state of a run as a pure state machine: [`RunState::apply`] changes it by an event and returns the actions that
+//! follow. No I/O and no clock; the driver in `run` performs the actions.
+//!
+//! ```text
+//! trainers:  Attached, Saved, TrainerWaits, Finished, Detached
+//! encoder:   MemoryCleared, MemoryChanged, Encoded, Failed, EncoderProblem
+//! uploaders: TierTakenOver, Uploaded, NothingToUpload, UploadFailed, MemoryDamaged, Fenced
+//! ```
+//!
+//! Invariants: a save that is reported as encoded is in memory or in the first tier; a save that is reported as durable
+//! is in the first tier; no work waits while its worker sleeps. The test enumerates all interleavings of a trainer, the
+//! encoder and an uploader.
+
+use std::collections::BTreeMap;
+
+use super::run_event::{Action, ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot, RankGeneration, TierOrders, Upload};
+use super::run_parts::{CommittedSnapshot, MemoryState, RankState, TierState};
+use super::save_log::{Commit, SaveLog};
+use crate::inline_generation::InlineGeneration;
+use crate::options::Encode;
+use crate::protocol::{AttachMode, Failure, Progress, SaveNote};
+
+/// The state of a run.
+#[derive(Debug, Clone)]
+pub(super) struct RunState {
+    /// Process that encodes.
+    encode: Encode,
+    pub ranks: BTreeMap<u32, RankState>,
+    /// Number of starts of the job. States of several ranks are joined only if they were saved in the same session.
+    pub session: u64,
+    pub memory: MemoryState,
+    pub tiers: Vec<TierState>,
+    pub saves: SaveLog,
+    /// Reason why the run is stopped: another job has taken the store over.
+    pub stopped: Option<String>,
+    /// Current problem of the encoder.
+    pub problem: Option<String>,
+    /// Whether a trainer may be restoring, so that no snapshot may be removed from memory.
+    pub is_restoring: bool,
+    /// Whether the run has finished: its memory is freed once the tiers have everything.
+    pub is_finished: bool,
+}
+
+impl RunState {
+    pub(super) fn new(tiers: usize, encode: Encode) -> Self {
+        Self {
+            encode,
+            ranks: BTreeMap::new(),
+            session: 0,
+            memory: MemoryState::default(),
+            tiers: vec![TierState::default(); tiers],
+            saves: SaveLog::default(),
+            stopped: None,
+            problem: None,
+            is_restoring: true,
+            is_finished: false,
+        }
+    }
+
+    /// Changes the state by an event; returns the actions that follow, in order.
+    pub(super) fn apply(&mut self, event: Event) -> Vec<Action> {
+        match event {
+            Event::Adopted { rank, arena } => self.on_adopted(rank, arena),
+            Event::Attached(attachment) => self.on_attached(attachment),
+            Event::Detached { rank, attachment } => {
+                if let Some(state) = self.ranks.get_mut(&rank).filter(|state| state.attachment == attachment) {
+                    state.trainer = None;
+                }
+                // The trainer may have published a state and died before it reported the state.
+                vec![Action::WakeEncoder]
+            }
+            Event::Saved { rank, note, queue_depth } => self.on_saved(rank, &note, queue_depth),
+            Event::TrainerWaits => {
+                self.is_restoring = false;
+                vec![Action::WakeEncoder]
+            }
+            Event::Finished { rank } => {
+                self.is_finished = true;
+                let Some(rank) = rank else { return vec![Action::MarkFinished] };
+                self.ranks.entry(rank).or_default().is_finished = true;
+                vec![Action::MarkFinished, Action::WakeEncoder]
+            }
+            Event::MemoryCleared => {
+                self.memory = MemoryState::default();
+                if let Some(first) = self.tiers.first_mut() {
+                    first.pending = 0;
+                }
+                [vec![Action::DropAhead], self.wake_uploaders()].concat()
+            }
+            Event::MemoryChanged(contents) => {
+                if self.memory.epoch != contents.epoch {
+                    (self.memory.epoch, self.memory.uploaded) = (contents.epoch, 0);
+                }
+                (self.memory.steps, self.memory.bytes, self.memory.chain_depth) = (contents.steps, contents.bytes, contents.chain_depth);
+                Vec::new()
+            }
+            Event::Encoded(save) => self.on_encoded(save),
+            Event::Failed { generations, step, message } => vec![self.fail(&generations, step, &message)],
+            Event::EncoderProblem(problem) => {
+                let is_new = problem != self.problem;
+                self.problem = problem.clone();
+                problem.filter(|_| is_new).map(|message| Action::LogProblem { tier: None, message }).into_iter().collect()
+            }
+            Event::MemoryDamaged { epoch, lost, message } => self.on_memory_damaged(epoch, lost, &message),
+            Event::TierTakenOver { tier, orders, latest } => self.on_taken_over(tier, orders, latest),
+            Event::Uploaded(upload) => self.on_uploaded(&upload),
+            Event::NothingToUpload { tier } => {
+                if let Some(tier) = self.tiers.get_mut(tier) {
+                    (tier.is_known, tier.problem) = (true, None);
+                }
+                Vec::new()
+            }
+            Event::UploadFailed { tier, message } => self.on_upload_failed(tier, message),
+            Event::Fenced { orders, why } => {
+                // A trainer that has attached since takes the tier over.
+                if self.tiers.first().is_some_and(|first| first.orders.count != orders.count) {
+                    return Vec::new();
+                }
+                self.stopped = Some(why.clone());
+                vec![Action::LogStopped { why }, Action::DropAhead]
+            }
+        }
+    }
+
+    fn on_adopted(&mut self, rank: u32, arena: Option<ArenaSummary>) -> Vec<Action> {
+        let arena = arena.unwrap_or_default();
+        self.session = self.session.max(arena.session);
+        let state = self.ranks.entry(rank).or_default();
+        state.encoded = state.encoded.max(arena.encoded);
+        // The last session of the dead trainer. If its successor attaches, that begins another session.
+        state.session = arena.session;
+        vec![Action::WakeEncoder]
+    }
+
+    fn on_attached(&mut self, attachment: Attachment) -> Vec<Action> {
+        let Attachment { rank, pid, mode, session, arena, latest } = attachment;
+        let mut actions = Vec::new();
+        let has_arena = arena.is_some();
+        let arena = arena.unwrap_or_default();
+        self.session = self.session.max(arena.session).max(session);
+        if mode != AttachMode::Continue && !self.may_join(rank) {
+            self.session += 1;
+            for (other, state) in self.ranks.iter_mut().filter(|(_, state)| state.trainer.is_some()) {
+                state.session = self.session;
+                actions.push(Action::RaiseSession { rank: *other, session: self.session });
+            }
+        }
+        if has_arena {
+            actions.push(Action::RaiseSession { rank, session: self.session });
+        }
+        let state = self.ranks.entry(rank).or_default();
+        state.encoded = state.encoded.max(arena.encoded);
+        (state.trainer, state.session, state.is_finished) = (Some(pid), self.session, false);
+        if mode != AttachMode::Continue {
+            // A new trainer hears only of saves that it may still wait for.
+            let durable = state.durable;
+            let is_in_arena = |generation: u64| arena.failed.iter().any(|failed| failed.generation == generation);
+            state.failures.retain(|failure| failure.generation > durable || is_in_arena(failure.generation));
+        }
+        for failed in arena.failed {
+            if !state.failures.iter().any(|failure| failure.generation == failed.generation) {
+                let message = "an earlier agent could not encode this save; the agent's log may tell the reason".to_owned();
+                state.add_failure(Failure { step: failed.step, generation: failed.generation, message });
+            }
+        }
+        state.attachment += 1;
+        // Rank 0 decides for all ranks.
+        if mode != AttachMode::Continue && rank == 0 {
+            if mode == AttachMode::TakeOverAfresh {
+                // Arenas of connected ranks are new.
+                let absent = self.ranks.iter().filter(|(other, state)| **other != 0 && state.trainer.is_none());
+                actions.extend(absent.map(|(other, _)| Action::RemoveArena { rank: *other }));
+                self.memory.outdated = Some(latest);
+            }
+            for tier in &mut self.tiers {
+                tier.orders = TierOrders { take_over: true, count: tier.orders.count + 1 };
+            }
+            actions.push(Action::MarkActive);
+            (self.stopped, self.is_restoring, self.is_finished) = (None, true, false);
+        }
+        actions.push(Action::WakeEncoder);
+        actions.extend(self.wake_uploaders());
+        actions
+    }
+
+    /// Whether a rank that starts belongs to the current session: other ranks are in it, and this one was not in it
+    /// before.
+    fn may_join(&self, rank: u32) -> bool {
+        let is_in = |state: &RankState| state.session == self.session;
+        let others = self.ranks.iter().any(|(other, state)| *other != rank && state.trainer.is_some() && is_in(state));
+        others && !self.ranks.get(&rank).is_some_and(is_in)
+    }
+
+    fn on_saved(&mut self, rank: u32, note: &SaveNote, queue_depth: u64) -> Vec<Action> {
+        let mut actions = Vec::new();
+        self.is_restoring = false;
+        if self.encode == Encode::Inline {
+            // The trainer has committed the snapshot in memory itself.
+            let state = self.ranks.entry(rank).or_default();
+            state.encoded = state.encoded.max(note.generation);
+            let InlineGeneration { epoch, sequence } = InlineGeneration::from_generation(note.generation);
+            actions.extend(self.commit(CommittedSnapshot { epoch, generations: vec![note.generation], sequence }, note.step));
+        }
+        if rank == 0 {
+            self.saves.on_saved(note, queue_depth);
+        }
+        actions.push(Action::WakeEncoder);
+        actions.extend(self.wake_uploaders());
+        actions
+    }
+
+    fn on_encoded(&mut self, save: EncodedSave) -> Vec<Action> {
+        let EncodedSave { step, generations, epoch, sequence, encoding } = save;
+        for (rank, generation) in (0..).zip(&generations) {
+            let state = self.ranks.entry(rank).or_default();
+            state.encoded = state.encoded.max(*generation);
+        }
+        self.problem = None;
+        let committed = CommittedSnapshot { epoch, generations, sequence };
+        self.saves.on_encoded(committed.first_generation(), encoding);
+        let mut actions: Vec<Action> = self.commit(committed, step).into_iter().collect();
+        actions.extend((!self.tiers.is_empty()).then_some(Action::WakeUploader(0)));
+        actions
+    }
+
+    /// Queues a snapshot in memory for the first tier. The save fails if its store has been found damaged in the
+    /// meantime.
+    fn commit(&mut self, committed: CommittedSnapshot, step: u64) -> Option<Action> {
+        if self.memory.damaged.contains(&committed.epoch) {
+            return Some(self.fail(&committed.by_rank(), step, "the save was encoded into memory that is damaged"));
+        }
+        self.memory.committed.push_back(committed);
+        if let Some(tier) = self.tiers.first_mut() {
+            tier.pending += 1;
+        }
+        None
+    }
+
+    /// Notes that a save failed for good on these ranks.
+    fn fail(&mut self, generations: &[RankGeneration], step: u64, why: &str) -> Action {
+        self.saves.failed += 1;
+        for &RankGeneration { rank, generation } in generations {
+            self.ranks.entry(rank).or_default().add_failure(Failure { step, generation, message: why.to_owned() });
+            if rank == 0 {
+                self.saves.on_failed(generation, why);
+            }
+        }
+        Action::LogFailure { step, message: why.to_owned() }
+    }
+
+    fn on_memory_damaged(&mut self, epoch: u64, lost: Option<Vec<LostSnapshot>>, message: &str) -> Vec<Action> {
+        let committed: Vec<CommittedSnapshot> = self.memory.committed.iter().filter(|known| known.epoch == epoch).cloned().collect();
+        let failed: Vec<(Vec<RankGeneration>, u64)> = match lost {
+            Some(lost) => {
+                // Snapshots of an earlier agent are unknown here; all saves that it had encoded may be affected.
+                let encoded = || self.ranks.iter().map(|(rank, state)| RankGeneration { rank: *rank, generation: state.encoded }).collect();
+                let generations = |sequence: u64| committed.iter().find(|known| known.sequence == sequence).map(CommittedSnapshot::by_rank);
+                lost.iter().map(|lost| (generations(lost.sequence).unwrap_or_else(encoded), lost.step)).collect()
+            }
+            None => committed.iter().map(|known| (known.by_rank(), self.saves.step_of(known.first_generation()))).collect(),
+        };
+        let mut actions = Vec::new();
+        for (generations, step) in failed {
+            let why = format!("the snapshot was damaged in memory before it reached the store: {message}");
+            actions.push(self.fail(&generations, step, &why));
+        }
+        self.memory.damaged.insert(epoch);
+        self.memory.committed.retain(|committed| committed.epoch != epoch);
+        let pending = self.memory.committed.len() as u64;
+        if let Some(tier) = self.tiers.first_mut() {
+            tier.pending = pending;
+        }
+        actions.push(Action::WakeEncoder);
+        actions
+    }
+
+    fn on_taken_over(&mut self, tier: usize, orders: TierOrders, latest: Option<Commit>) -> Vec<Action> {
+        if let Some(known) = self.tiers.get_mut(tier) {
+            // Newer orders stay.
+            known.orders.take_over &= known.orders.count != orders.count;
+            known.last_step = known.last_step.or(latest.map(|latest| latest.step));
+        }
+        if let (0, Some(latest)) = (tier, latest) {
+            self.saves.last_commit.get_or_insert(latest);
+        }
+        Vec::new()
+    }
+
+    fn on_uploaded(&mut self, upload: &Upload) -> Vec<Action> {
+        let mut actions = Vec::new();
+        if let Some(known) = self.tiers.get_mut(upload.tier) {
+            known.is_known = true;
+            known.pending = known.pending.saturating_sub(upload.pending_before);
+            (known.problem, known.last_step) = (None, upload.step.or(known.last_step));
+            if let (1.., Some(next)) = (upload.copied, self.tiers.get_mut(upload.tier + 1)) {
+                next.pending += upload.copied;
+                actions.push(Action::WakeUploader(upload.tier + 1));
+            }
+            if upload.tier == 0 && upload.epoch == self.memory.epoch && !self.memory.damaged.contains(&upload.epoch) {
+                actions.extend(self.on_durable(upload));
+            }
+        }
+        // There may be room in memory again.
+        actions.push(Action::WakeEncoder);
+        actions
+    }
+
+    /// The first tier has everything that memory had before the upload.
+    fn on_durable(&mut self, upload: &Upload) -> Vec<Action> {
+        self.memory.uploaded = upload.sequence;
+        for (rank, encoded) in &upload.encoded {
+            let state = self.ranks.entry(*rank).or_default();
+            state.durable = state.durable.max(*encoded);
+            if self.encode == Encode::Inline {
+                // An agent that has just started knows no saves, but finds their snapshots in memory.
+                let generation = InlineGeneration { epoch: upload.epoch, sequence: upload.sequence }.to_generation();
+                state.durable = state.durable.max(generation);
+                state.encoded = state.encoded.max(state.durable);
+            }
+        }
+        let mut actions = Vec::new();
+        // Older epochs were uploaded first.
+        let is_uploaded = |committed: &CommittedSnapshot| (committed.epoch, committed.sequence) <= (upload.epoch, upload.sequence);
+        while self.memory.committed.front().is_some_and(is_uploaded) {
+            let Some(committed) = self.memory.committed.pop_front() else { break };
+            actions.extend(self.saves.on_committed(committed.first_generation(), upload.times).map(Action::LogCommit));
+        }
+        self.saves.forget_starts(self.ranks.get(&0).map_or(0, |state| state.durable));
+        if let (1.., Some(step)) = (upload.copied, upload.step) {
+            self.saves.last_commit = Some(Commit { step, time_ms: upload.times.time_ms });
+        }
+        actions
+    }
+
+    fn on_upload_failed(&mut self, tier: usize, message: String) -> Vec<Action> {
+        let mut actions = vec![Action::LogProblem { tier: Some(tier), message: message.clone() }];
+        if let Some(known) = self.tiers.get_mut(tier) {
+            known.problem = Some(message);
+        }
+        // The upload may have copied a part, so the number of snapshots that the next tier lacks is unknown.
+        if let Some(next) = self.tiers.get_mut(tier + 1) {
+            next.is_known = false;
+            actions.push(Action::WakeUploader(tier + 1));
+        }
+        // The encoder removes nothing from memory while uploads fail, and may now continue beyond the usual length of
+        // the log.
+        actions.push(Action::WakeEncoder);
+        actions
+    }
+
+    fn wake_uploaders(&self) -> Vec<Action> {
+        (0..self.tiers.len()).map(Action::WakeUploader).collect()
+    }
+
+    /// Whether a trainer is connected.
+    pub(super) fn is_attached(&self) -> bool {
+        self.ranks.values().any(|state| state.trainer.is_some())
+    }
+
+    /// Number of states that wait to be encoded (`waiting_states`) plus snapshots that wait for the first tier.
+    pub(super) fn queue_depth(&self, waiting_states: u64) -> u64 {
+        waiting_states + self.tiers.first().map_or(0, |tier| tier.pending)
+    }
+
+    /// Whether no work is left. A stopped run has none.
+    pub(super) fn is_quiet(&self, waiting_states: u64) -> bool {
+        let is_done = || self.tiers.iter().all(|tier| tier.is_known && tier.pending == 0);
+        self.stopped.is_some() || (waiting_states == 0 && is_done())
+    }
+
+    /// Progress of the saves of a rank.
+    pub(super) fn progress(&self, rank: u32, waiting_states: u64) -> Progress {
+        let state = self.ranks.get(&rank);
+        let tier_problem = self.tiers.iter().find_map(|tier| tier.problem.clone());
+        Progress {
+            encoded: state.map_or(0, |state| state.encoded),
+            durable: state.map_or(0, |state| state.durable),
+            failures: state.map_or_else(Vec::new, |state| state.failures.iter().cloned().collect()),
+            session: self.session,
+            damaged_epoch: self.memory.damaged.last().copied(),
+            stopped: self.stopped.clone(),
+            problem: self.problem.clone().or(tier_problem),
+            queue_depth: self.queue_depth(waiting_states),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

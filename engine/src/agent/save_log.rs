@@ -1,0 +1,105 @@
+//! The recent saves of a run, for status reports. Follows the saves of rank 0.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::protocol::SaveNote;
+use crate::status::SaveStatus;
+
+/// The recent saves of a run.
+#[derive(Debug, Clone, Default)]
+pub(super) struct SaveLog {
+    saves: VecDeque<SaveStatus>,
+    /// Start of the call of each save that is not committed yet, in milliseconds since 1970.
+    begun_ms: BTreeMap<u64, u64>,
+    /// Number of saves that failed for good.
+    pub failed: u64,
+    /// Newest commit in the first tier.
+    pub last_commit: Option<Commit>,
+}
+
+/// A commit in the first tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Commit {
+    pub step: u64,
+    pub time_ms: u64,
+}
+
+/// Measurements of an encoded save.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Encoding {
+    pub encode_ms: f64,
+    pub stored_bytes: u64,
+    /// `base` or `delta`.
+    pub kind: String,
+}
+
+/// Measurements of an upload.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct UploadTimes {
+    pub upload_ms: f64,
+    /// Bytes sent while the state was being encoded.
+    pub ahead_bytes: u64,
+    /// End of the upload, in milliseconds since 1970.
+    pub time_ms: u64,
+}
+
+impl SaveLog {
+    pub(super) fn saves(&self) -> impl Iterator<Item = &SaveStatus> {
+        self.saves.iter()
+    }
+
+    /// Step of a save; 0 if it is unknown.
+    pub(super) fn step_of(&self, generation: u64) -> u64 {
+        self.saves.iter().rfind(|save| save.generation == generation).map_or(0, |save| save.step)
+    }
+
+    pub(super) fn on_saved(&mut self, note: &SaveNote, queue_depth: u64) {
+        self.begun_ms.insert(note.generation, note.time_ms);
+        self.saves.push_back(SaveStatus {
+            step: note.step,
+            generation: note.generation,
+            stall_ms: note.stall_ms,
+            copy_ms: note.copy_ms,
+            bytes_in: note.bytes,
+            queue_depth,
+            ..SaveStatus::default()
+        });
+        while self.saves.len() > MAX_SAVES {
+            self.saves.pop_front();
+        }
+    }
+
+    pub(super) fn on_encoded(&mut self, generation: u64, encoding: Encoding) {
+        if let Some(save) = self.find(generation) {
+            (save.encode_ms, save.bytes_out) = (Some(encoding.encode_ms), Some(encoding.stored_bytes));
+            save.kind = Some(encoding.kind);
+        }
+    }
+
+    pub(super) fn on_failed(&mut self, generation: u64, why: &str) {
+        if let Some(save) = self.find(generation) {
+            save.error = Some(why.to_owned());
+        }
+    }
+
+    /// Notes that a save is committed in the first tier; returns its status.
+    pub(super) fn on_committed(&mut self, generation: u64, times: UploadTimes) -> Option<SaveStatus> {
+        let begun = self.begun_ms.remove(&generation);
+        let save = self.find(generation)?;
+        (save.upload_ms, save.ahead_bytes) = (Some(times.upload_ms), Some(times.ahead_bytes));
+        save.commit_ms = begun.map(|begun| times.time_ms.saturating_sub(begun) as f64);
+        Some(save.clone())
+    }
+
+    /// Forgets the start of saves up to this generation, which may never have been encoded.
+    pub(super) fn forget_starts(&mut self, durable: u64) {
+        self.begun_ms.retain(|generation, _| *generation > durable);
+    }
+
+    fn find(&mut self, generation: u64) -> Option<&mut SaveStatus> {
+        self.saves.iter_mut().rfind(|save| save.generation == generation)
+    }
+}
+
+/// Number of saves in a status report.
+const MAX_SAVES: usize = 64;

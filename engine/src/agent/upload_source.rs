@@ -1,0 +1,78 @@
+//! The sources of a tier: stores in memory for the first tier, else the previous tier.
+
+use std::collections::BTreeSet;
+
+use tensorcask::wire::Id;
+use tensorcask::{Depth, Error, ErrorKind, Result, Status, Store, VerifyOptions};
+
+use super::run::Run;
+use super::run_event::{Event, LostSnapshot};
+use crate::memory_stores::open_epoch;
+
+/// A store that a tier is filled from.
+pub(super) struct UploadSource {
+    pub store: Store,
+    /// Epoch of a store in memory; 0 for a tier.
+    pub epoch: u64,
+}
+
+/// Lists the existing sources of a tier, the newest last.
+pub(super) async fn find_sources(run: &Run, tier: usize) -> Result<Vec<UploadSource>> {
+    let candidates = match tier.checked_sub(1) {
+        None => {
+            let damaged = run.read(|state, _| state.memory.damaged.clone());
+            let epochs = run.folder.epochs()?.into_iter().filter(|epoch| !damaged.contains(epoch));
+            epochs.map(|epoch| Ok(UploadSource { store: open_epoch(&run.folder, epoch)?, epoch })).collect::<Result<Vec<_>>>()?
+        }
+        Some(before) => run.tiers.get(before).map(|store| UploadSource { store: store.clone(), epoch: 0 }).into_iter().collect(),
+    };
+    let mut sources = Vec::with_capacity(candidates.len());
+    for source in candidates {
+        match source.store.run().await {
+            Ok(_) => sources.push(source),
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            // The encoder creates another store in its place.
+            Err(e) if tier == 0 && e.kind() == ErrorKind::Corrupt => {
+                run.apply(Event::MemoryDamaged { epoch: source.epoch, lost: None, message: e.message().to_owned() });
+            }
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(sources)
+}
+
+/// Whether any source, or the arena, holds something that a tier may lack.
+pub(super) async fn holds_anything(run: &Run, sources: &[UploadSource]) -> bool {
+    for source in sources {
+        if source.store.records().await.is_ok_and(|records| !records.is_empty()) {
+            return true;
+        }
+    }
+    run.read(|_, arenas| arenas.holds_states())
+}
+
+/// Whether a source is damaged, rather than the tier that it is copied to.
+pub(super) async fn is_damaged(source: &Store) -> Result<bool> {
+    let report = source.verify(&VerifyOptions { depth: Depth::Pages, ..VerifyOptions::default() }).await;
+    Ok(report.map_or_else(|error| error.kind() == ErrorKind::Corrupt, |report| !report.is_clean()))
+}
+
+/// Gives up a damaged store in memory: its snapshots that the tier lacks are reported as failed.
+pub(super) async fn give_up(run: &Run, source: &UploadSource, destination: &Store, error: &Error) -> Result<()> {
+    let stored = snapshot_ids(destination).await?;
+    let lost = match source.store.records().await {
+        Ok(records) => {
+            let lost = records.into_iter().filter(|record| record.status == Status::Live && !stored.contains(&record.id));
+            Some(lost.map(|record| LostSnapshot { sequence: record.sequence, step: record.step }).collect::<Vec<_>>())
+        }
+        Err(e) if e.kind() == ErrorKind::Corrupt => None,
+        Err(e) => return Err(e),
+    };
+    run.apply(Event::MemoryDamaged { epoch: source.epoch, lost, message: error.message().to_owned() });
+    Ok(())
+}
+
+/// Ids of all snapshots in the log of a store.
+pub(super) async fn snapshot_ids(store: &Store) -> Result<BTreeSet<Id>> {
+    Ok(store.records().await?.into_iter().map(|record| record.id).collect())
+}

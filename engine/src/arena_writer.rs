@@ -1,0 +1,208 @@
+//! The trainer's use of its arena: opening it, making a larger one, waiting for a slot, and copying a state.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use tensorcask::{Blob, Error, ErrorKind, Metadata, Result, TensorView};
+
+use crate::arena::Arena;
+use crate::copy_plan::{CopyPlan, Deferred};
+use crate::files::remove_file;
+use crate::folders::RankFolder;
+use crate::options::{BackPressure, EngineOptions};
+use crate::protocol::AttachMode;
+use crate::saving::{Attempts, PendingCopy, SavedState};
+use crate::session::{Pause, Session};
+use crate::slot::{Claimable, choose_slot};
+use crate::slot_access::ClaimedSlot;
+
+/// A state to save.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StateView<'a> {
+    pub step: u64,
+    pub tensors: &'a [TensorView<'a>],
+    pub deferred: &'a [Deferred],
+    pub blobs: &'a [Blob<'a>],
+    pub metadata: &'a Metadata,
+}
+
+/// The arena of a rank, and the threads that copy into it.
+#[derive(Debug)]
+pub(crate) struct ArenaWriter {
+    folder: RankFolder,
+    arena: Option<Arc<Arena>>,
+    /// Newest generation of this rank. A new arena continues the count.
+    generation: u64,
+    attempts: Attempts,
+    slots: u32,
+    world: u32,
+    back_pressure: BackPressure,
+    pool: rayon::ThreadPool,
+}
+
+impl ArenaWriter {
+    pub(crate) fn new(folder: RankFolder, options: &EngineOptions) -> Result<Self> {
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(options.copy_threads).thread_name(|n| format!("tensorcask-copy-{n}"));
+        let pool = threads.build().map_err(|e| Error::new(ErrorKind::Storage, format!("cannot start the copy threads: {e}")))?;
+        let (slots, world, back_pressure) = (options.slots, options.world, options.back_pressure);
+        Ok(Self { folder, arena: None, generation: 0, attempts: Attempts::default(), slots, world, back_pressure, pool })
+    }
+
+    /// Opens the arena of a predecessor, if there is one. Abandons its incomplete copy; removes an arena that cannot be
+    /// used.
+    pub(crate) fn open(&mut self, run: &str) -> Result<()> {
+        remove_file(&self.folder.new_arena())?;
+        let path = self.folder.arena();
+        if !path.exists() {
+            return Ok(());
+        }
+        let opened = Arena::open(&path).and_then(|arena| {
+            let incomplete = arena.abandon_incomplete()?;
+            if incomplete > 0 {
+                tracing::warn!(run, incomplete, "the previous trainer died during a save; its incomplete copy is not used");
+            }
+            Ok(arena)
+        });
+        match opened {
+            Ok(arena) => self.arena = Some(Arc::new(arena)),
+            Err(error) => {
+                tracing::warn!(run, %error, "the existing arena cannot be used; creating another");
+                remove_file(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn arena(&self) -> Option<&Arc<Arena>> {
+        self.arena.as_ref()
+    }
+
+    /// Threads that copy.
+    pub(crate) fn pool(&self) -> &rayon::ThreadPool {
+        &self.pool
+    }
+
+    /// Closes the arena without removing it.
+    pub(crate) fn close(&mut self) {
+        self.arena = None;
+    }
+
+    /// Closes the arena if its file has been removed.
+    pub(crate) fn close_if_removed(&mut self) {
+        self.arena.take_if(|arena| !arena.file().is_in_place());
+    }
+
+    /// Removes the arena, whose states are out of date.
+    pub(crate) fn remove(&mut self) -> Result<()> {
+        self.newest_complete()?;
+        self.arena = None;
+        remove_file(&self.folder.arena())
+    }
+
+    pub(crate) fn raise_generation(&mut self, generation: u64) {
+        self.generation = self.generation.max(generation);
+    }
+
+    /// Generation of the newest complete state; 0 if there is none.
+    pub(crate) fn newest_complete(&mut self) -> Result<u64> {
+        let words = self.arena.as_ref().map(|arena| arena.words()).transpose()?.unwrap_or_default();
+        self.raise_generation(words.iter().map(|word| word.generation).max().unwrap_or(0));
+        Ok(words.iter().filter(|word| word.state.is_complete()).map(|word| word.generation).max().unwrap_or(0))
+    }
+
+    /// Copies a state into a slot; `None` if the save is skipped.
+    pub(crate) fn copy(&mut self, session: &mut Session, state: &StateView<'_>) -> Result<Option<PendingCopy>> {
+        let copied = self.copy_once(session, state);
+        // A skipped or failed save counts, too: other ranks may have saved the step.
+        let current = self.arena.as_ref().map_or(Ok(session.progress().session), |arena| arena.session())?;
+        self.attempts.note(current, state.step);
+        copied
+    }
+
+    fn copy_once(&mut self, session: &mut Session, state: &StateView<'_>) -> Result<Option<PendingCopy>> {
+        let mut has_grown = false;
+        loop {
+            let plan = CopyPlan::new(state.step, state.tensors, state.deferred, state.blobs, state.metadata)?;
+            let fits = self.arena.as_ref().is_some_and(|arena| arena.file().fits(plan.data_bytes));
+            if !fits && !self.replace_arena(session, plan.slot_bytes())? {
+                return Ok(None);
+            }
+            if !self.wait_for_slot(session)? {
+                return Ok(None);
+            }
+            let Some(arena) = &self.arena else { return Err(Error::invalid("no arena")) };
+            // The agent may have taken the full slot that would have been dropped.
+            let Some(claimed) = ClaimedSlot::claim(arena, self.claimable())? else { continue };
+            let (bytes, needed, begun) = (plan.copied_bytes, plan.slot_bytes(), Instant::now());
+            let current = arena.session()?;
+            let attempt = self.attempts.of(current, state.step);
+            match self.pool.install(|| claimed.fill(plan, current, attempt)) {
+                Ok(slot) => return Ok(Some(PendingCopy { slot, time: begun.elapsed(), bytes })),
+                // The description has grown.
+                Err(e) if e.kind() == ErrorKind::LimitExceeded && !has_grown => {
+                    has_grown = true;
+                    if !self.replace_arena(session, needed.saturating_mul(2))? {
+                        return Ok(None);
+                    }
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Publishes a copied state.
+    pub(crate) fn publish(&self, step: u64, copy: PendingCopy) -> Result<SavedState> {
+        let (begun, dropped_step) = (Instant::now(), copy.slot.dropped_step());
+        let generation = self.pool.install(|| copy.slot.publish(step, self.world))?;
+        Ok(SavedState { generation, time: copy.time + begun.elapsed(), bytes: copy.bytes, dropped_step })
+    }
+
+    fn claimable(&self) -> Claimable {
+        match self.back_pressure {
+            BackPressure::DropOldestUncommitted => Claimable::FreeOrFull,
+            BackPressure::Wait | BackPressure::Skip => Claimable::Free,
+        }
+    }
+
+    /// Waits for a slot, unless the policy is to skip; returns whether one can be claimed.
+    fn wait_for_slot(&mut self, session: &mut Session) -> Result<bool> {
+        let mut pause = Pause::new();
+        loop {
+            let words = self.arena.as_ref().map(|arena| arena.words()).transpose()?.unwrap_or_default();
+            if choose_slot(&words, self.claimable()).is_some() {
+                return Ok(true);
+            }
+            if self.back_pressure == BackPressure::Skip {
+                session.notify_waiting()?;
+                return Ok(false);
+            }
+            session.pause(&mut pause)?;
+        }
+    }
+
+    /// Replaces the arena by one with slots of this size, once the agent has encoded its states. Returns `false` if the
+    /// policy is to skip instead of waiting.
+    fn replace_arena(&mut self, session: &mut Session, slot_bytes: usize) -> Result<bool> {
+        let mut pause = Pause::new();
+        while let Some(arena) = &self.arena {
+            if !arena.words()?.iter().any(|word| word.state.is_pending()) {
+                self.newest_complete()?;
+                self.arena = None;
+                break;
+            }
+            if self.back_pressure == BackPressure::Skip {
+                session.notify_waiting()?;
+                return Ok(false);
+            }
+            session.pause(&mut pause)?;
+        }
+        // The new arena needs the memory of the old one, so the agent must unmap it first.
+        remove_file(&self.folder.arena())?;
+        session.attach(AttachMode::Continue)?;
+        let arena = Arena::create(&self.folder.arena(), self.slots, slot_bytes, self.generation)?;
+        arena.raise_session(session.progress().session)?;
+        self.arena = Some(Arc::new(arena));
+        session.attach(AttachMode::Continue)?;
+        Ok(true)
+    }
+}

@@ -1,0 +1,217 @@
+//! The plan of a save: the position of each byte in the slot, and the copy itself.
+//!
+//! Position in the flow: the trainer plans a state, copies it with checksums into a claimed slot, and publishes the
+//! slot.
+
+use std::collections::HashMap;
+
+use rayon::prelude::*;
+use tensorcask::{Blob, Dtype, Error, Metadata, Rect, Result, RoleAndParam, TensorView, infer_role};
+
+use crate::clock::now_ms;
+use crate::image::{EXTENT_BYTES, Image, ImageBlob, ImageTensor, Piece};
+use crate::memory::CACHE_LINE_BYTES;
+
+/// A tensor, or a shard of one, that a device copies later into the buffer from
+/// [`Engine::begin_save`](crate::Engine::begin_save).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Deferred {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<u64>,
+    rect: Rect,
+    bytes: usize,
+    same_as: Option<usize>,
+}
+
+impl Deferred {
+    /// Describes the part `rect` of a tensor of this shape. Its role and parameter follow from the name
+    /// ([`infer_role`](tensorcask::infer_role)).
+    pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[u64], rect: Rect) -> Result<Self> {
+        let (name, shape) = (name.into(), shape.to_vec());
+        let bytes = rect.element_count().and_then(|count| dtype.byte_count(count)).and_then(|bytes| usize::try_from(bytes).ok());
+        match bytes.filter(|_| rect.fits(&shape)) {
+            Some(bytes) => Ok(Self { name, dtype, shape, rect, bytes, same_as: None }),
+            None => {
+                let message =
+                    format!("the part with offset {:?} and shape {:?} does not fit into shape {shape:?}", rect.offset, rect.shape);
+                Err(Error::invalid(message).tensor(name))
+            }
+        }
+    }
+
+    /// Declares that this tensor has the same bytes as an earlier one, given by its index in the list of deferred
+    /// tensors. Tied tensors are copied once.
+    #[must_use]
+    pub fn tied_to(self, other: usize) -> Self {
+        Self { same_as: Some(other), ..self }
+    }
+}
+
+/// A state that is about to be copied: its description, and the source of each piece.
+#[derive(Debug)]
+pub(crate) struct CopyPlan<'a> {
+    image: Image,
+    /// Source of each piece; `None` for a deferred tensor.
+    sources: Vec<Option<&'a [u8]>>,
+    /// Total size of the pieces, gaps included.
+    pub data_bytes: usize,
+    /// Bytes to copy now.
+    pub copied_bytes: u64,
+}
+
+impl<'a> CopyPlan<'a> {
+    pub(crate) fn new(
+        step: u64,
+        tensors: &'a [TensorView<'a>],
+        deferred: &[Deferred],
+        blobs: &'a [Blob<'a>],
+        metadata: &Metadata,
+    ) -> Result<Self> {
+        let image = Image { step, time_ms: now_ms(), user: metadata.user.clone(), file: metadata.file.clone(), ..Image::default() };
+        let mut plan = Self { image, sources: Vec::new(), data_bytes: 0, copied_bytes: 0 };
+        let mut pieces: HashMap<(*const u8, usize), usize> = HashMap::new();
+        for view in tensors {
+            let piece = plan.shared_piece(view.data(), &mut pieces)?;
+            plan.image.tensors.push(ImageTensor {
+                name: view.name().to_owned(),
+                dtype: view.dtype().name().to_owned(),
+                shape: view.shape().to_vec(),
+                offset: view.rect().offset.clone(),
+                extent: view.rect().shape.clone(),
+                role: view.role().to_owned(),
+                param: view.param().to_owned(),
+                piece,
+            });
+        }
+        plan.add_deferred(deferred)?;
+        for blob in blobs {
+            let piece = plan.shared_piece(&blob.data, &mut pieces)?;
+            plan.image.blobs.push(ImageBlob { rank: blob.rank, name: blob.name.clone(), piece });
+        }
+        Ok(plan)
+    }
+
+    fn add_deferred(&mut self, deferred: &[Deferred]) -> Result<()> {
+        let mut pieces = Vec::with_capacity(deferred.len());
+        for Deferred { name, dtype, shape, rect, bytes, same_as } in deferred {
+            let piece = match same_as {
+                None => self.add_piece(*bytes, None)?,
+                Some(other) => {
+                    let piece = pieces.get(*other).copied().filter(|piece| self.piece_bytes(*piece) == Some(*bytes));
+                    piece.ok_or_else(|| Error::invalid("is tied to a later tensor, or to one of another size").tensor(name))?
+                }
+            };
+            pieces.push(piece);
+            let RoleAndParam { role, param, .. } = infer_role(name);
+            let (offset, extent) = (rect.offset.clone(), rect.shape.clone());
+            let (name, dtype, shape) = (name.clone(), dtype.name().to_owned(), shape.clone());
+            self.image.tensors.push(ImageTensor { name, dtype, shape, offset, extent, role, param, piece });
+        }
+        Ok(())
+    }
+
+    /// Returns the piece for these bytes. Tensors that share memory share a piece, which is copied once.
+    fn shared_piece(&mut self, source: &'a [u8], pieces: &mut HashMap<(*const u8, usize), usize>) -> Result<usize> {
+        if let Some(piece) = pieces.get(&(source.as_ptr(), source.len())) {
+            return Ok(*piece);
+        }
+        let piece = self.add_piece(source.len(), Some(source))?;
+        pieces.insert((source.as_ptr(), source.len()), piece);
+        Ok(piece)
+    }
+
+    fn add_piece(&mut self, bytes: usize, source: Option<&'a [u8]>) -> Result<usize> {
+        let (number, at) = (self.sources.len(), self.data_bytes);
+        let end = at.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(CACHE_LINE_BYTES));
+        self.data_bytes = end.ok_or_else(|| Error::limit("the state has more bytes than this machine can address"))?;
+        self.copied_bytes += bytes as u64;
+        self.image.pieces.push(Piece { at, bytes });
+        self.sources.push(source);
+        Ok(number)
+    }
+
+    fn piece_bytes(&self, piece: usize) -> Option<usize> {
+        self.image.pieces.get(piece).map(|piece| piece.bytes)
+    }
+
+    /// Slot size for states like this one. Leaves room for metadata that grows.
+    pub(crate) fn slot_bytes(&self) -> usize {
+        let tensors = self.image.tensors.iter().map(|tensor| 200 + 2 * tensor.name.len() + 64 * tensor.shape.len()).sum::<usize>();
+        let user = serde_json::to_vec(&(&self.image.user, &self.image.file)).map_or(0, |json| json.len());
+        let crcs = 12 * (self.data_bytes / EXTENT_BYTES + self.image.pieces.len());
+        self.data_bytes + tensors + 100 * self.image.blobs.len() + crcs + 2 * user + (64 << 10)
+    }
+
+    /// Copies all present tensors through `write` (offset in the slot, bytes) in parallel, computing checksums on the
+    /// way. Then describes the state.
+    pub(crate) fn copy(mut self, write: impl Fn(usize, &[u8]) -> Result<()> + Sync) -> Result<CopiedState> {
+        let pieces = self.image.pieces.iter().zip(&self.sources);
+        let extents: Vec<(Piece, Option<&[u8]>)> = pieces
+            .flat_map(|(piece, source)| {
+                piece.extents().map(move |extent| {
+                    let at = extent.at - piece.at;
+                    (extent, source.map(|source| source.get(at..at + extent.bytes).unwrap_or_default()))
+                })
+            })
+            .collect();
+        let copy = |(extent, source): &(Piece, Option<&[u8]>)| -> Result<u32> {
+            // The longest possible number: the final description then never needs more bytes than this one.
+            let Some(source) = source else { return Ok(u32::MAX) };
+            let mut crc = crc32fast::Hasher::new();
+            for (nth, bytes) in source.chunks(CACHED_BYTES).enumerate() {
+                crc.update(bytes);
+                write(extent.at + nth * CACHED_BYTES, bytes)?;
+            }
+            Ok(crc.finalize())
+        };
+        self.image.crcs = extents.par_iter().map(copy).collect::<Result<_>>()?;
+        let deferred = self.sources.iter().enumerate().filter(|(_, source)| source.is_none()).map(|(number, _)| number).collect();
+        let description = self.image.encode()?;
+        Ok(CopiedState { image: self.image, data_bytes: self.data_bytes, description, deferred })
+    }
+}
+
+/// A state that is copied, except for its deferred tensors.
+#[derive(Debug)]
+pub(crate) struct CopiedState {
+    image: Image,
+    /// Total size of the pieces, gaps included.
+    pub data_bytes: usize,
+    /// Bytes that follow the pieces in the slot. With deferred tensors, at least as long as the final description.
+    pub description: Vec<u8>,
+    /// Numbers of the deferred pieces, ascending.
+    deferred: Vec<usize>,
+}
+
+impl CopiedState {
+    /// Offset and size of each deferred piece. Tensors tied to others have none.
+    pub(crate) fn deferred(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.deferred.iter().filter_map(|number| self.image.pieces.get(*number)).map(|piece| (piece.at, piece.bytes))
+    }
+
+    /// Computes the checksums of the deferred pieces, read through `read` (offset in the slot, size), and describes the
+    /// state again.
+    pub(crate) fn complete<'s>(&mut self, read: impl Fn(usize, usize) -> Result<&'s [u8]> + Sync) -> Result<()> {
+        if self.deferred.is_empty() {
+            return Ok(());
+        }
+        let extents: Vec<Option<Piece>> = (0..)
+            .zip(&self.image.pieces)
+            .flat_map(|(number, piece)| {
+                let is_deferred = self.deferred.binary_search(&number).is_ok();
+                piece.extents().map(move |extent| is_deferred.then_some(extent))
+            })
+            .collect();
+        let crc = |(extent, known): (&Option<Piece>, &u32)| match extent {
+            Some(extent) => read(extent.at, extent.bytes).map(crc32fast::hash),
+            None => Ok(*known),
+        };
+        self.image.crcs = extents.par_iter().zip(&self.image.crcs).map(crc).collect::<Result<_>>()?;
+        self.description = self.image.encode()?;
+        Ok(())
+    }
+}
+
+/// Bytes that stay in the cache between checksum and copy.
+const CACHED_BYTES: usize = 64 << 10;

@@ -1,0 +1,239 @@
+//! The engine's folders on a host: one per user, one per run, one per rank.
+//!
+//! ```text
+//! /dev/shm/tensorcask-<uid>/              mode 0700
+//!   agent.sock agent.lock agent.log       the agent
+//!   <key>/                                one run
+//!     run.json                            description of the run, for the agent
+//!     seen.json seen.lock                 newest known snapshot and writer of each tier
+//!     over                                exists once the run has finished: memory is freed after the last upload
+//!     memory-<n>/                         encoded snapshots: a store; the highest number is in use
+//!     rank-<r>/lock arena                 one trainer
+//! ```
+
+use std::fs::DirBuilder;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use tensorcask::{Error, Result};
+
+use crate::files::{list_folders, list_numbered, remove_file, remove_folder, replace_file};
+
+/// Environment variable that names the engine's folder.
+pub const FOLDER_VARIABLE: &str = "TENSORCASK_ENGINE_DIR";
+
+/// The engine's folder on this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct EngineFolder {
+    root: PathBuf,
+}
+
+impl EngineFolder {
+    /// Opens the folder; creates it if it is missing.
+    pub(crate) fn open(folder: Option<&Path>) -> Result<Self> {
+        let root = Self::path(folder);
+        create_private_folder(&root)?;
+        Ok(Self { root })
+    }
+
+    /// Finds the folder; `None` if it is missing.
+    pub(crate) fn find(folder: Option<&Path>) -> Option<Self> {
+        let root = Self::path(folder);
+        root.is_dir().then_some(Self { root })
+    }
+
+    fn path(folder: Option<&Path>) -> PathBuf {
+        let named =
+            folder.map(Path::to_owned).or_else(|| std::env::var_os(FOLDER_VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from));
+        named.unwrap_or_else(|| PathBuf::from(format!("/dev/shm/tensorcask-{}", rustix::process::getuid().as_raw())))
+    }
+
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.root.join("agent.sock")
+    }
+
+    pub(crate) fn agent_lock(&self) -> PathBuf {
+        self.root.join("agent.lock")
+    }
+
+    pub(crate) fn agent_log(&self) -> PathBuf {
+        self.root.join("agent.log")
+    }
+
+    /// The folder of a run.
+    pub(crate) fn run(&self, key: &str) -> RunFolder {
+        RunFolder { root: self.root.join(key) }
+    }
+
+    /// Lists the folders of all runs that left a description here.
+    pub(crate) fn runs(&self) -> Result<Vec<RunFolder>> {
+        let runs = list_folders(&self.root)?.into_iter().map(|root| RunFolder { root });
+        Ok(runs.filter(|run| run.spec().is_file()).collect())
+    }
+
+    /// Size of the file system in bytes.
+    pub(crate) fn capacity_bytes(&self) -> Result<u64> {
+        let found = rustix::fs::statvfs(&self.root).map_err(|e| Error::io(self.root.display().to_string(), e.into()))?;
+        Ok(found.f_blocks.saturating_mul(found.f_frsize))
+    }
+}
+
+/// The folder of a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RunFolder {
+    root: PathBuf,
+}
+
+impl RunFolder {
+    pub(crate) fn create(&self) -> Result<()> {
+        create_private_folder(&self.root)
+    }
+
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    pub(crate) fn spec(&self) -> PathBuf {
+        self.root.join("run.json")
+    }
+
+    /// Path of the notes about the tiers.
+    pub(crate) fn known_tiers(&self) -> PathBuf {
+        self.root.join("seen.json")
+    }
+
+    /// Path of the lock for changing the notes about the tiers.
+    pub(crate) fn known_tiers_lock(&self) -> PathBuf {
+        self.root.join("seen.lock")
+    }
+
+    /// Whether a trainer has finished the run.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.finished().exists()
+    }
+
+    /// Notes for later agents that the run has finished.
+    pub(crate) fn mark_finished(&self) -> Result<()> {
+        replace_file(&self.finished(), b"")
+    }
+
+    /// Notes for later agents that the run continues.
+    pub(crate) fn mark_active(&self) -> Result<()> {
+        remove_file(&self.finished())
+    }
+
+    fn finished(&self) -> PathBuf {
+        self.root.join("over")
+    }
+
+    pub(crate) fn rank(&self, rank: u32) -> RankFolder {
+        RankFolder { root: self.root.join(format!("rank-{rank}")) }
+    }
+
+    /// Lists the ranks that have a folder here.
+    pub(crate) fn ranks(&self) -> Result<Vec<u32>> {
+        list_numbered(&self.root, "rank-").map(|found| found.into_iter().filter_map(|rank| u32::try_from(rank).ok()).collect())
+    }
+
+    /// Path of the store in memory with this number.
+    pub(crate) fn memory(&self, epoch: u64) -> PathBuf {
+        self.root.join(format!("memory-{epoch}"))
+    }
+
+    /// Lists the numbers of the stores in memory, ascending.
+    pub(crate) fn epochs(&self) -> Result<Vec<u64>> {
+        list_numbered(&self.root, "memory-")
+    }
+
+    /// Removes everything except locks, because other processes may wait for them.
+    pub(crate) fn clear(&self) -> Result<()> {
+        for epoch in self.epochs()? {
+            remove_folder(&self.memory(epoch))?;
+        }
+        for rank in self.ranks()? {
+            remove_file(&self.rank(rank).arena())?;
+            remove_file(&self.rank(rank).new_arena())?;
+        }
+        remove_file(&self.known_tiers())?;
+        remove_file(&self.spec())?;
+        self.mark_active()
+    }
+}
+
+/// The folder of a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RankFolder {
+    root: PathBuf,
+}
+
+impl RankFolder {
+    pub(crate) fn create(&self) -> Result<()> {
+        create_private_folder(&self.root)
+    }
+
+    pub(crate) fn lock(&self) -> PathBuf {
+        self.root.join("lock")
+    }
+
+    pub(crate) fn arena(&self) -> PathBuf {
+        self.root.join("arena")
+    }
+
+    /// Path of an arena while it is being created.
+    pub(crate) fn new_arena(&self) -> PathBuf {
+        self.arena().with_extension("new")
+    }
+}
+
+/// The end of an error message about too little space: free bytes of the file system, and how to get more.
+pub(crate) fn describe_free_space(folder: &Path) -> String {
+    let free = rustix::fs::statvfs(folder).map_or(0, |found| found.f_bavail.saturating_mul(found.f_frsize));
+    format!(
+        "{} has {free} free. Make it larger (mount -o remount,size=..., docker --shm-size, a larger emptyDir of medium Memory), or point \
+         {FOLDER_VARIABLE} to a folder with room, or remove the folders of finished runs",
+        folder.display()
+    )
+}
+
+/// Creates a folder for this user alone. An existing folder must belong to this user with mode 0700: anybody can create
+/// names in `/dev/shm`.
+fn create_private_folder(path: &Path) -> Result<()> {
+    let fail = |e: std::io::Error| Error::io(path.display().to_string(), e);
+    match DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => return Ok(()),
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(e) => return Err(fail(e)),
+    }
+    let meta = std::fs::symlink_metadata(path).map_err(fail)?;
+    if !meta.is_dir() || meta.uid() != rustix::process::getuid().as_raw() || meta.mode() & 0o077 != 0 {
+        let message = format!("must be a folder of this user with mode 0700; remove it, or set {FOLDER_VARIABLE} to another folder");
+        return Err(Error::invalid(message).object(path.display().to_string()));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use tensorcask::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn a_folder_that_others_can_enter_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("engine");
+        EngineFolder::open(Some(&root)).unwrap();
+        EngineFolder::open(Some(&root)).unwrap();
+        std::fs::set_permissions(&root, std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert_eq!(EngineFolder::open(Some(&root)).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(folder.path(), &link).unwrap();
+        assert!(EngineFolder::open(Some(&link)).is_err());
+    }
+}

@@ -1,0 +1,157 @@
+//! Freshness of this host's memory: whether another host has continued the job since memory was written.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tensorcask::wire::Id;
+use tensorcask::{Error, Result, SnapshotRecord, Status, Store};
+
+use crate::folders::RunFolder;
+use crate::known_tiers::KnownTiers;
+use crate::memory_stores::open_epoch;
+use crate::restored::{PassedOver, Source};
+use crate::run_spec::RunSpec;
+use crate::tier_query::{TierContents, query_tier, saved_at};
+
+/// Freshness of this host's memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Freshness {
+    /// No tier that answered has anything newer.
+    Current,
+    /// A tier has newer snapshots of another host, belongs to another run, or has forgotten the newest snapshot in
+    /// memory. Holds the newest snapshot of each tier, by URL.
+    Stale(BTreeMap<String, Option<Id>>),
+}
+
+/// Result of [`check_freshness`].
+#[derive(Debug)]
+pub(crate) struct FreshnessReport {
+    pub freshness: Freshness,
+    /// Tiers that did not answer. Memory was trusted in spite of them.
+    pub unreachable: Vec<UnreachableTier>,
+}
+
+/// A tier that did not answer.
+#[derive(Debug)]
+pub(crate) struct UnreachableTier {
+    tier: usize,
+    url: String,
+    error: Error,
+}
+
+impl UnreachableTier {
+    pub(crate) fn passed_over(&self) -> PassedOver {
+        let message = format!("this tier could not be asked when the engine began, so memory was trusted: {}", self.error.message());
+        let error = Error::new(self.error.kind(), message);
+        PassedOver { source: Source::Tier(self.tier, self.url.clone()), step: None, error }
+    }
+}
+
+/// This host's memory of a run, as left by earlier processes.
+pub(crate) struct LocalMemory {
+    /// Notes about the tiers, read before the arena was opened.
+    pub known_tiers: KnownTiers,
+    /// Whether the rank has an arena.
+    pub has_arena: bool,
+}
+
+/// Compares this host's memory with the tiers. Notes the newest snapshots of the tiers if memory is current.
+///
+/// Memory is stale if another host made the newest snapshot of the first tier, or made a later save in a farther tier.
+/// It is also stale if the first tier has forgotten the newest snapshot in memory.
+pub(crate) async fn check_freshness(spec: &RunSpec, run: &RunFolder, local: &LocalMemory, timeout: Duration) -> Result<FreshnessReport> {
+    let stores = spec.stores()?;
+    let epochs = run.epochs()?;
+    let mut memory = EncodedMemory { stores: Vec::new() };
+    for epoch in &epochs {
+        let store = open_epoch(run, *epoch)?;
+        if let Ok(contents) = query_tier(&store, timeout).await {
+            memory.stores.push((store, contents));
+        }
+    }
+    let is_empty = epochs.is_empty() && !local.has_arena;
+    let (mut first, mut unreachable): (Option<TierContents>, _) = (None, Vec::new());
+    // Time of the newest save that is known to be ours, for comparison with farther tiers.
+    let (mut newest_here, has_further) = (0, stores.len() > 1);
+    if let (true, Some((store, TierContents { latest: Some(latest), .. }))) = (has_further, memory.stores.last()) {
+        newest_here = saved_at(store, latest, timeout).await;
+    }
+    let (mut latest_of, mut is_stale) = (BTreeMap::new(), false);
+    for (tier, store) in stores.iter().enumerate() {
+        let url = store.url().to_owned();
+        let contents = match query_tier(store, timeout).await {
+            Ok(contents) => contents,
+            Err(error) => {
+                unreachable.push(UnreachableTier { tier, url, error });
+                continue;
+            }
+        };
+        let known = local.known_tiers.tier(store.url()).latest;
+        let latest = contents.latest.as_ref().map(|latest| latest.id);
+        let continued_elsewhere = match (tier, &contents.latest) {
+            (0, _) if contents.run.is_none() && known.is_some() => {
+                // Deleted, or on a disk that is not mounted: memory may be the only copy.
+                tracing::warn!(
+                    store = store.url(),
+                    folder = %run.root().display(),
+                    "the store is gone; trusting memory (to start from nothing, remove the folder)"
+                );
+                let error = Error::not_found("the store does not exist").object(store.url());
+                unreachable.push(UnreachableTier { tier, url, error });
+                continue;
+            }
+            (0, _) => memory.is_outdated_by(&contents, known),
+            (_, None) => false,
+            (_, Some(newest)) => {
+                let in_first = first.as_ref().is_some_and(|first| first.has(newest.id));
+                let is_ours = latest == known || memory.has(newest.id) || in_first;
+                !is_ours && saved_at(store, newest, timeout).await > newest_here
+            }
+        };
+        if continued_elsewhere && !is_empty {
+            tracing::warn!(
+                run = spec.run,
+                tier = store.url(),
+                "the store has newer snapshots than this host's memory, or has forgotten its newest; memory is discarded"
+            );
+            is_stale = true;
+        }
+        if let (true, 0, Some(latest)) = (has_further, tier, &contents.latest) {
+            newest_here = newest_here.max(saved_at(store, latest, timeout).await);
+        }
+        if tier == 0 {
+            first = Some(contents);
+        }
+        latest_of.insert(url, latest);
+    }
+    if is_stale {
+        // Noted later, by the agent, when memory is removed.
+        return Ok(FreshnessReport { freshness: Freshness::Stale(latest_of), unreachable });
+    }
+    for (url, latest) in latest_of {
+        KnownTiers::update(run, &url, |known| known.latest = latest)?;
+    }
+    Ok(FreshnessReport { freshness: Freshness::Current, unreachable })
+}
+
+/// The encoded snapshots in memory, by epoch.
+struct EncodedMemory {
+    stores: Vec<(Store, TierContents)>,
+}
+
+impl EncodedMemory {
+    fn has(&self, id: Id) -> bool {
+        self.stores.iter().any(|(_, contents)| contents.has(id))
+    }
+
+    /// Whether the first tier shows that memory is out of date. `known`: the newest snapshot of the tier when this host
+    /// last looked.
+    fn is_outdated_by(&self, tier: &TierContents, known: Option<Id>) -> bool {
+        let latest = tier.latest.as_ref().map(|latest| latest.id);
+        let newest = self.stores.iter().rev().find_map(|(_, contents)| contents.latest.as_ref()).map(|latest| latest.id);
+        let is_other_run = |(_, ours): &(Store, TierContents)| matches!((ours.run, tier.run), (Some(ours), Some(theirs)) if ours != theirs);
+        let is_forgotten = |record: &SnapshotRecord| Some(record.id) == newest && record.status != Status::Live;
+        let is_unknown = latest != known && !latest.is_some_and(|latest| self.has(latest));
+        self.stores.iter().any(is_other_run) || is_unknown || tier.records.iter().any(is_forgotten)
+    }
+}

@@ -1,0 +1,86 @@
+//! File locks. The kernel releases them when their process ends, however it ends; forked children do not hold them.
+
+use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use rustix::fs::FlockOperation;
+use tensorcask::{Error, ErrorKind, Result};
+
+/// A lock that this process holds until the value is dropped, or the process ends.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    path: PathBuf,
+    file: File,
+}
+
+impl Lock {
+    /// Takes the lock. Fails with `Conflict`, naming the process id of the holder, if another process holds it.
+    pub(crate) fn acquire(path: &Path) -> Result<Self> {
+        let name = path.display().to_string();
+        let fail = |e: std::io::Error| Error::io(name.as_str(), e);
+        let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+        if held.contains(path) {
+            return Err(Error::new(ErrorKind::Conflict, "this process already holds this lock").object(name));
+        }
+        let mut file = open(path)?;
+        match rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) => {
+                let mut holder = String::new();
+                let _ = file.take(32).read_to_string(&mut holder);
+                return Err(
+                    Error::new(ErrorKind::Conflict, format!("process {} holds this lock", holder.trim().escape_debug())).object(name)
+                );
+            }
+            Err(e) => return Err(fail(e.into())),
+        }
+        let pid = std::process::id().to_string();
+        file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).and_then(|_| file.write_all(pid.as_bytes())).map_err(fail)?;
+        held.insert(path.to_owned());
+        Ok(Self { path: path.to_owned(), file })
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing any handle of the file ends the kernel's lock, so no thread of this process may open the file until
+        // then.
+        let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
+        held.remove(&self.path);
+        let _ = rustix::fs::fcntl_lock(&self.file, FlockOperation::NonBlockingUnlock);
+    }
+}
+
+/// Locks that this process holds: the kernel lets one process lock a file any number of times.
+static HELD: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// Waits for the lock of a file and holds it until the value is dropped. Excludes other threads of this process, too.
+pub(crate) fn lock_file(path: &Path) -> Result<File> {
+    let file = open(path)?;
+    rustix::fs::flock(&file, FlockOperation::LockExclusive).map_err(|e| Error::io(path.display().to_string(), e.into()))?;
+    Ok(file)
+}
+
+fn open(path: &Path) -> Result<File> {
+    let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
+    opened.map_err(|e| Error::io(path.display().to_string(), e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_holds_a_lock_only_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let lock = Lock::acquire(&path).unwrap();
+        assert_eq!(Lock::acquire(&path).unwrap_err().kind(), ErrorKind::Conflict);
+        drop(lock);
+        Lock::acquire(&path).unwrap();
+    }
+}

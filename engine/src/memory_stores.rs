@@ -1,0 +1,82 @@
+//! The stores in shared memory of a run, numbered by epoch. The store with the highest epoch is in use.
+
+use std::path::{Path, PathBuf};
+
+use tensorcask::wire::Id;
+use tensorcask::{Error, Result, SnapshotRecord, Store, StoreOptions};
+
+use crate::files::{create_folder, remove_folder};
+use crate::folders::RunFolder;
+
+/// Opens the store of an epoch, which need not exist.
+pub(crate) fn open_epoch(folder: &RunFolder, epoch: u64) -> Result<Store> {
+    let path = folder.memory(epoch);
+    let path = path.to_str().ok_or_else(|| Error::invalid("the path of the engine's folder must be UTF-8"))?;
+    StoreOptions { fsync: false, ..StoreOptions::default() }.open(path)
+}
+
+/// Removes all stores in memory. The next store gets a new epoch, so that the result of an upload still under way is
+/// not applied to it.
+pub(crate) fn remove_all_epochs(folder: &RunFolder) -> Result<()> {
+    let epochs = folder.epochs()?;
+    if let Some(last) = epochs.last() {
+        create_folder(&folder.memory(last.saturating_add(1)))?;
+    }
+    epochs.into_iter().try_for_each(|epoch| remove_folder(&folder.memory(epoch)))
+}
+
+/// Bytes of shared memory that all stores of a run use.
+pub(crate) fn memory_bytes(folder: &RunFolder) -> Result<u64> {
+    folder.epochs()?.into_iter().map(|epoch| folder_bytes(folder.memory(epoch))).sum()
+}
+
+/// Bytes of all files in a folder, rounded up to whole pages.
+fn folder_bytes(folder: PathBuf) -> Result<u64> {
+    let fail = |path: &Path, e: std::io::Error| Error::io(path.display().to_string(), e);
+    let mut bytes = 0u64;
+    let mut folders = vec![folder];
+    while let Some(next) = folders.pop() {
+        let entries = match std::fs::read_dir(&next) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            entries => entries.map_err(|e| fail(&next, e))?,
+        };
+        for entry in entries {
+            let entry = entry.map_err(|e| fail(&next, e))?;
+            match entry.metadata() {
+                Ok(found) if found.is_dir() => folders.push(entry.path()),
+                Ok(found) => bytes = bytes.saturating_add(found.len().next_multiple_of(4096)),
+                // Another process has removed the file since the listing.
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+                Err(e) => return Err(fail(&entry.path(), e)),
+            }
+        }
+    }
+    Ok(bytes)
+}
+
+/// The chain of a snapshot, newest first. Records are in commit order.
+pub(crate) fn chain_of(records: &[SnapshotRecord], newest: Option<Id>) -> Vec<Id> {
+    let mut chain = Vec::new();
+    let mut next = newest;
+    // A parent is committed before its children.
+    for record in records.iter().rev() {
+        if Some(record.id) == next {
+            chain.push(record.id);
+            next = record.parent;
+        }
+    }
+    chain
+}
+
+/// Whether an error means that the file system is full.
+pub(crate) fn is_full(error: &Error) -> bool {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        let io = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+        if matches!(io, Some(std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)) {
+            return true;
+        }
+        next = error.source();
+    }
+    false
+}

@@ -1,0 +1,375 @@
+//! The memory tier: a store in shared memory with the last snapshots in encoded form.
+//!
+//! It is an ordinary store. Any reader can restore from it without the agent, and the agent copies its snapshots to the
+//! next tier byte by byte. It needs no fsync, because its content dies with the host anyway. A new store replaces it
+//! when its log has become long; the new store begins with a base.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap};
+use std::time::Duration;
+
+use tensorcask::wire::Id;
+use tensorcask::{
+    Ahead, Blob, Error, ErrorKind, GcOptions, Metadata, Rank, RankWriter, Rect, Result, Saved, SnapshotRecord, Status, Store, TensorView,
+    Writer, WriterOptions,
+};
+
+use crate::files::remove_folder;
+use crate::folders::RunFolder;
+use crate::image::StoredState;
+use crate::memory_stores::{chain_of, memory_bytes, open_epoch, remove_all_epochs};
+
+/// Part of memory that the next tier has, or can never get.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct UploadState {
+    /// Log entry of the current store up to which the next tier has everything. If it is above 0, the next tier also
+    /// has all older stores.
+    pub uploaded: u64,
+    /// Epochs that are damaged and cannot be uploaded.
+    pub damaged: BTreeSet<u64>,
+}
+
+/// Whether the next tier currently accepts uploads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Uploads {
+    Working,
+    Failing,
+}
+
+/// The store in memory that is in use, and its writers.
+#[derive(Debug)]
+pub(crate) struct MemoryTier {
+    folder: RunFolder,
+    epoch: u64,
+    store: Store,
+    writer: Writer,
+    ranks: Vec<RankWriter>,
+    options: WriterOptions,
+    /// No tier and no memory named the run id when this was opened, and nothing has been saved since.
+    has_new_run_id: bool,
+}
+
+impl MemoryTier {
+    /// Opens the newest epoch, or creates the first one with the run id of the nearest existing tier. Fails if that run
+    /// id is unknown: a tier does not answer, and memory holds no run id.
+    pub(crate) async fn open(folder: &RunFolder, tiers: &[Store], options: WriterOptions, world: u32) -> Result<Self> {
+        let mut epoch = folder.epochs()?.last().copied().unwrap_or(0);
+        let newest = open_epoch(folder, epoch)?;
+        let ours = match newest.run().await {
+            Ok(run) => Some(run),
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => None,
+            Err(e) => return Err(e),
+        };
+        let existing = match nearest_existing(tiers).await {
+            Ok(existing) => existing,
+            Err(e) if ours.is_none() => return Err(e),
+            Err(_) => None,
+        };
+        // If a new store has to be created, it takes its run id from this one.
+        let model = match (newest.records().await, existing) {
+            (Ok(_), Some((tier, run))) if ours.is_some_and(|ours| ours != run) => {
+                tracing::warn!(store = tier.url(), "the store was created anew: removing the snapshots of another run from memory");
+                remove_all_epochs(folder)?;
+                epoch = folder.epochs()?.last().copied().unwrap_or(0);
+                Some(tier)
+            }
+            (Ok(_), _) => None,
+            // A folder without `store.json` is an unfinished creation.
+            (Err(e), _) if e.kind() == ErrorKind::NotFound => {
+                remove_folder(&folder.memory(epoch))?;
+                existing.map(|(tier, _)| tier)
+            }
+            // The damaged store stays until newer snapshots replace it, because parts of it may be readable.
+            (Err(error), _) if error.kind() == ErrorKind::Corrupt => {
+                tracing::error!(folder = %folder.memory(epoch).display(), %error, "encoded memory is damaged; creating another store");
+                epoch = epoch.saturating_add(1);
+                existing.map(|(tier, _)| tier).or(ours.map(|_| &newest))
+            }
+            (Err(error), _) => return Err(error),
+        };
+        let store = open_epoch(folder, epoch)?;
+        if let Some(model) = model {
+            store.create_beside(model).await?;
+        }
+        let is_empty = store.records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |found| found.is_empty());
+        let has_new_run_id = existing.is_none() && is_empty;
+        Ok(Self { has_new_run_id, ..Self::open_writers(folder, epoch, store, options, world).await? })
+    }
+
+    async fn open_writers(folder: &RunFolder, epoch: u64, store: Store, options: WriterOptions, world: u32) -> Result<Self> {
+        let writer = store.writer_with(options.clone()).await?;
+        let mut ranks = Vec::new();
+        if world > 1 {
+            for rank in 0..world {
+                ranks.push(store.rank_writer(Rank { rank, world, attempt: 0 }, options.clone()).await?);
+            }
+        }
+        Ok(Self { folder: folder.clone(), epoch, store, writer, ranks, options, has_new_run_id: false })
+    }
+
+    /// Whether a tier that did not exist at opening now has another run id, and nothing has been saved yet. The caller
+    /// must then open the memory tier again.
+    pub(crate) async fn is_of_another_run(&self, tiers: &[Store]) -> Result<bool> {
+        if !self.has_new_run_id {
+            return Ok(false);
+        }
+        Ok(match nearest_existing(tiers).await? {
+            Some((_, run)) => run != self.store.run().await?,
+            None => false,
+        })
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Sends the casks of the next snapshot to the next tier while they are being encoded.
+    pub(crate) fn send_ahead(&mut self, ahead: Option<&Ahead>) {
+        self.writer.send_ahead(ahead.cloned());
+        self.ranks.iter_mut().for_each(|rank| rank.send_ahead(ahead.cloned()));
+    }
+
+    /// Encodes a complete state of one process.
+    pub(crate) async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
+        self.has_new_run_id = false;
+        self.writer.save(step, tensors, blobs, metadata).await
+    }
+
+    /// Encodes the states of all ranks, in rank order, and commits them as one snapshot. Stores replicated tensors
+    /// once.
+    pub(crate) async fn save_ranks(&mut self, step: u64, states: &[StoredState<'_>]) -> Result<Saved> {
+        self.has_new_run_id = false;
+        let parent = self.writer.next_parent(step).await?;
+        let mut receipts = Vec::with_capacity(states.len());
+        let tensors = states.iter().map(StoredState::tensors).collect::<Result<Vec<_>>>()?;
+        for ((writer, state), own) in self.ranks.iter_mut().zip(states).zip(without_replicas(tensors)?) {
+            receipts.push(writer.save_on(step, parent, &own, &state.blobs()).await?);
+        }
+        let metadata = states.first().map(StoredState::metadata).unwrap_or_default();
+        self.writer.commit_receipts(step, &receipts, &metadata).await
+    }
+
+    /// Live snapshots in commit order.
+    pub(crate) async fn live(&self) -> Result<Vec<SnapshotRecord>> {
+        let mut records = self.store.records().await?;
+        records.retain(|record| record.status == Status::Live);
+        Ok(records)
+    }
+
+    /// Bytes of shared memory that all epochs use.
+    pub(crate) fn bytes(&self) -> Result<u64> {
+        memory_bytes(&self.folder)
+    }
+
+    /// Removes snapshots except the last `keep` ones, those that the next tier does not have yet, and those in their
+    /// chains. No other process may write to the store meanwhile.
+    ///
+    /// Also keeps the base of the newest chain, because a writer makes no delta on a chain whose base is forgotten. If
+    /// the chain has become long, the base goes, and the next snapshot is a base.
+    async fn prune(&mut self, keep: u32, uploads: &UploadState) -> Result<()> {
+        let records = self.store.records().await?;
+        let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == Status::Live).collect();
+        let chain = chain_of(&records, live.last().map(|newest| newest.id));
+        let base = chain.last().filter(|_| chain.len() < MAX_CHAIN).copied();
+        let spare = live.iter().take(live.len().saturating_sub(keep as usize));
+        let steps: Vec<u64> =
+            spare.filter(|record| record.sequence <= uploads.uploaded && Some(record.id) != base).map(|record| record.step).collect();
+        if !steps.is_empty() {
+            self.store.forget(&steps).await?;
+            let options = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
+            self.store.gc(&options).await?;
+        }
+        if live.len() >= keep as usize {
+            self.remove_older(uploads)?;
+        }
+        Ok(())
+    }
+
+    /// Removes older epochs that the next tier has, or can never get.
+    fn remove_older(&self, uploads: &UploadState) -> Result<()> {
+        let older = self.folder.epochs()?.into_iter().filter(|epoch| *epoch < self.epoch);
+        older
+            .filter(|epoch| uploads.uploaded > 0 || uploads.damaged.contains(epoch))
+            .try_for_each(|epoch| remove_folder(&self.folder.memory(epoch)))
+    }
+
+    /// Makes room for another snapshot below `cap` bytes; returns whether there is room. Removes only what the next
+    /// tier has: first old snapshots, then the whole chain of the newest. Also returns `false` if the log has become
+    /// too long, unless uploads are failing: then memory takes as much as it can.
+    pub(crate) async fn make_room(&mut self, keep: u32, cap: u64, uploaded: &UploadState, uploads: Uploads) -> Result<bool> {
+        self.prune(keep, uploaded).await?;
+        if self.renew(uploaded).await? == LogLength::Overdue && uploads == Uploads::Working {
+            return Ok(false);
+        }
+        if self.bytes()? < cap {
+            return Ok(true);
+        }
+        // A new snapshot is worth more than several old ones.
+        self.prune(1, uploaded).await?;
+        if self.bytes()? < cap {
+            return Ok(true);
+        }
+        self.start_over(uploaded).await
+    }
+
+    /// Replaces everything in memory by an empty store if the next tier has it all; returns whether it did.
+    pub(crate) async fn start_over(&mut self, uploads: &UploadState) -> Result<bool> {
+        if self.last_sequence().await? > uploads.uploaded {
+            return Ok(false);
+        }
+        self.remove_older(uploads)?;
+        if self.folder.epochs()?.iter().any(|epoch| *epoch < self.epoch) {
+            return Ok(false);
+        }
+        self.begin_epoch().await?;
+        remove_folder(&self.folder.memory(self.epoch.saturating_sub(1)))?;
+        Ok(true)
+    }
+
+    /// Log entry of the last snapshot; 0 if there is none.
+    pub(crate) async fn last_sequence(&self) -> Result<u64> {
+        Ok(self.store.records().await?.last().map_or(0, |record| record.sequence))
+    }
+
+    /// Begins a new epoch if the log is long and the next tier has everything.
+    async fn renew(&mut self, uploads: &UploadState) -> Result<LogLength> {
+        let last = self.last_sequence().await?;
+        if last < MAX_ENTRIES || last > uploads.uploaded {
+            return Ok(if last < OVERDUE_ENTRIES { LogLength::Acceptable } else { LogLength::Overdue });
+        }
+        self.begin_epoch().await?;
+        Ok(LogLength::Acceptable)
+    }
+
+    /// Writes to a new store from now on, which begins with a base. The previous store stays until newer snapshots
+    /// replace it.
+    pub(crate) async fn begin_epoch(&mut self) -> Result<()> {
+        let epoch = self.epoch.saturating_add(1);
+        let store = open_epoch(&self.folder, epoch)?;
+        store.create_beside(&self.store).await?;
+        let world = self.ranks.len() as u32;
+        *self = Self::open_writers(&self.folder, epoch, store, self.options.clone(), world).await?;
+        Ok(())
+    }
+}
+
+/// The nearest tier that exists, and its run id.
+async fn nearest_existing(tiers: &[Store]) -> Result<Option<(&Store, Id)>> {
+    for tier in tiers {
+        match tier.run().await {
+            Ok(run) => return Ok(Some((tier, run))),
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(None)
+}
+
+/// Removes from each rank the tensors that a lower rank has, too. Such replicas must cover the same part with equal
+/// bytes.
+fn without_replicas(ranks: Vec<Vec<TensorView<'_>>>) -> Result<Vec<Vec<TensorView<'_>>>> {
+    let mut first: HashMap<(String, Rect), (usize, &[u8])> = HashMap::new();
+    let mut kept = Vec::with_capacity(ranks.len());
+    for (rank, tensors) in ranks.into_iter().enumerate() {
+        let mut own = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            match first.entry((tensor.name().to_owned(), tensor.rect().clone())) {
+                Entry::Vacant(entry) => {
+                    entry.insert((rank, tensor.data()));
+                    own.push(tensor);
+                }
+                Entry::Occupied(found) if found.get().1 == tensor.data() => {}
+                Entry::Occupied(found) => {
+                    let message = format!(
+                        "rank {rank} has other values than rank {}; give tensors that differ between ranks different names",
+                        found.get().0
+                    );
+                    return Err(Error::invalid(message).tensor(tensor.name()));
+                }
+            }
+        }
+        kept.push(own);
+    }
+    Ok(kept)
+}
+
+/// Length of the log in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LogLength {
+    Acceptable,
+    /// Too long, and the next tier does not have all of it yet.
+    Overdue,
+}
+
+/// Log entries after which a new epoch begins. A save adds about three, and removing old snapshots reads all entries.
+const MAX_ENTRIES: u64 = 128;
+
+/// Log entries after which no snapshot is added until the next tier has all. A trainer that saves without a pause would
+/// otherwise never let the next tier catch up, and each save would take longer than the previous one.
+const OVERDUE_ENTRIES: u64 = 2 * MAX_ENTRIES;
+
+/// Length of a chain in memory. All links of a chain stay in memory as long as its last link.
+const MAX_CHAIN: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use tensorcask::Dtype;
+
+    use super::*;
+    use crate::folders::EngineFolder;
+
+    /// Opens a tier of one process in its own folder.
+    async fn open(temporary: &tempfile::TempDir) -> (RunFolder, MemoryTier) {
+        let folder = EngineFolder::open(Some(&temporary.path().join("e"))).unwrap().run("0");
+        folder.create().unwrap();
+        let tier = MemoryTier::open(&folder, &[], WriterOptions::default(), 1).await.unwrap();
+        (folder, tier)
+    }
+
+    async fn save(tier: &mut MemoryTier, step: u64) -> u64 {
+        let state = [TensorView::new("w", Dtype::U8, &[3], &[1, 2, 3]).unwrap()];
+        tier.save(step, &state, &[], &Metadata::default()).await.unwrap().sequence
+    }
+
+    #[tokio::test]
+    async fn an_older_store_stays_until_it_is_uploaded_or_damaged() {
+        for is_damaged in [false, true] {
+            let temporary = tempfile::tempdir().unwrap();
+            let (folder, mut tier) = open(&temporary).await;
+            save(&mut tier, 1).await;
+            tier.begin_epoch().await.unwrap();
+            // Memory is full, and the newer store has nothing to remove.
+            assert!(!tier.make_room(1, 0, &UploadState::default(), Uploads::Working).await.unwrap());
+            let mut sequence = 0;
+            for step in 2..=4 {
+                sequence = save(&mut tier, step).await;
+                assert!(tier.make_room(1, u64::MAX, &UploadState::default(), Uploads::Working).await.unwrap());
+            }
+            assert_eq!(folder.epochs().unwrap(), [0, 1], "step 1 may not be in the store");
+            let uploaded = match is_damaged {
+                true => UploadState { damaged: BTreeSet::from([0]), ..UploadState::default() },
+                false => UploadState { uploaded: sequence, ..UploadState::default() },
+            };
+            assert!(tier.make_room(1, u64::MAX, &uploaded, Uploads::Working).await.unwrap());
+            assert_eq!(folder.epochs().unwrap(), [1]);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_store_with_a_damaged_log_is_replaced_by_one_of_the_same_run() {
+        let temporary = tempfile::tempdir().unwrap();
+        let (folder, mut tier) = open(&temporary).await;
+        save(&mut tier, 1).await;
+        let run = tier.store().run().await.unwrap();
+        let log = folder.memory(0).join("log");
+        let newest = std::fs::read_dir(&log).unwrap().map(|entry| entry.unwrap().path()).max().unwrap();
+        std::fs::write(newest, b"damage").unwrap();
+        let mut next = MemoryTier::open(&folder, &[], WriterOptions::default(), 1).await.unwrap();
+        assert_eq!((next.epoch(), next.store().run().await.unwrap()), (1, run));
+        save(&mut next, 2).await;
+    }
+}

@@ -1,0 +1,101 @@
+//! The description of a run: the options that the agent needs, as sent by the trainer and stored in `run.json`.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use tensorcask::codec::Objective;
+use tensorcask::wire::Digest;
+use tensorcask::{BaseKeeping, Error, ExistingStep, Policy, Precision, Result, Store, StoreOptions, WriterOptions};
+
+use crate::folders::{EngineFolder, RunFolder};
+
+/// The description of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RunSpec {
+    /// Name of the run's folder.
+    pub key: String,
+    pub run: String,
+    pub tiers: Vec<String>,
+    pub config: BTreeMap<String, String>,
+    pub fsync: bool,
+    pub world: u32,
+    pub keep: u32,
+    pub memory_cap: Option<u64>,
+    pub policy: String,
+    pub every: Option<u64>,
+    pub objective: [u16; 3],
+    pub precision: Vec<String>,
+    pub keep_base_decoded: bool,
+    pub inline: bool,
+}
+
+impl RunSpec {
+    /// Reads the description that an agent stored in the folder of a run; `None` if there is no valid one.
+    pub(crate) fn read(folder: &RunFolder) -> Option<Self> {
+        std::fs::read(folder.spec()).ok().and_then(|json| serde_json::from_slice(&json).ok())
+    }
+
+    /// Names the first option that differs from another description.
+    pub(crate) fn difference(&self, other: &Self) -> String {
+        let fields = |spec: &Self| serde_json::to_value(spec).ok().and_then(|value| value.as_object().cloned()).unwrap_or_default();
+        let (ours, theirs) = (fields(self), fields(other));
+        let differs = ours.iter().find(|(name, value)| theirs.get(*name) != Some(*value));
+        differs.map_or_else(|| "description".to_owned(), |(name, _)| format!("`{name}`"))
+    }
+
+    /// Opens all tiers without sending a request.
+    pub(crate) fn stores(&self) -> Result<Vec<Store>> {
+        let options = || StoreOptions { config: self.config.clone(), fsync: self.fsync, ..StoreOptions::default() };
+        self.tiers.iter().map(|url| options().open(url)).collect()
+    }
+
+    /// Bytes of shared memory that encoded snapshots may use.
+    pub(crate) fn cap(&self, folder: &EngineFolder) -> Result<u64> {
+        self.memory_cap.map_or_else(|| Ok(folder.capacity_bytes()? / 2), Ok)
+    }
+
+    /// Options of the writer that encodes into memory.
+    pub(crate) fn writer_options(&self) -> Result<WriterOptions> {
+        let [size, speed, precision] = self.objective;
+        Ok(WriterOptions {
+            policy: Policy::from_name(&self.policy, self.every)?,
+            base_cache: if self.keep_base_decoded { BaseKeeping::Memory } else { BaseKeeping::None },
+            objective: Objective { size, speed, precision },
+            precision: Precision::parse(self.precision.iter().map(String::as_str))?,
+            // A trainer that resumes from an older step saves the steps after it again.
+            existing_step: ExistingStep::Replace,
+            ..WriterOptions::default()
+        })
+    }
+}
+
+/// The folder name of a run: a hash, because the run's name may contain any character.
+pub(crate) fn run_key(run: &str) -> String {
+    let mut digest = Digest::of(run.as_bytes()).to_hex();
+    digest.truncate(16);
+    digest
+}
+
+/// Makes a local path absolute, because the agent works in another folder. Keeps URLs.
+pub(crate) fn absolute(url: &str) -> Result<String> {
+    if url.contains("://") {
+        return Ok(url.to_owned());
+    }
+    // Refuses a text that was meant as a URL, such as `s3:/bucket/run`.
+    StoreOptions::default().open(url)?;
+    let path = std::path::absolute(url).map_err(|e| Error::io(url, e))?;
+    path.to_str().map(str::to_owned).ok_or_else(|| Error::invalid("the path of a store must be UTF-8").object(url))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_url_is_no_local_path() {
+        let error = absolute("s3:/bucket/run").unwrap_err();
+        assert!(error.to_string().contains("write `s3://bucket/run`"), "{error}");
+        assert!(absolute("runs/a:b").unwrap().ends_with("runs/a:b"));
+    }
+}

@@ -1,0 +1,228 @@
+//! A save in the trainer: its timing, its result, and a save with deferred tensors.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use tensorcask::{Error, ErrorKind, Result};
+
+use crate::arena::Arena;
+use crate::clock::now_ms;
+use crate::protocol::Failure;
+use crate::slot_access::FilledSlot;
+
+/// Result of a save. The state survives the end of this process; it is in the store once the agent has committed it.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Outcome {
+    /// Training step.
+    pub step: u64,
+    /// Number of the save in the arena; `None` if the save was skipped because no slot was free.
+    pub generation: Option<u64>,
+    /// Time for which the save stopped the trainer.
+    pub stall: Duration,
+    /// Time of the copy, part of the stall. With inline encoding: time of the encoding.
+    pub copy: Duration,
+    /// Step that was dropped for this one, with
+    /// [`BackPressure::DropOldestUncommitted`](crate::BackPressure::DropOldestUncommitted).
+    pub dropped: Option<u64>,
+    /// Earlier saves that have failed for good since the last call.
+    pub failures: Vec<Failure>,
+    /// Current problem that delays snapshots; the agent retries.
+    pub problem: Option<String>,
+    /// Number of states that wait to be encoded plus snapshots that wait for the first tier.
+    pub queue_depth: u64,
+}
+
+/// Result of a wait.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Waited {
+    /// Whether the last save reached the stage in time.
+    pub reached: bool,
+    /// Whether the last save failed for good.
+    pub failed: bool,
+    /// All recent saves of this trainer that failed for good.
+    pub failures: Vec<Failure>,
+    /// Current problem that delays snapshots; the agent retries.
+    pub problem: Option<String>,
+}
+
+/// A save that has begun and whose deferred tensors are still to be written. Dropping it gives the save up; no device
+/// may be writing into its buffers then.
+#[derive(Debug)]
+pub struct Saving {
+    pub(crate) timer: SaveTimer,
+    /// `None` if the save is skipped.
+    pub(crate) copy: Option<PendingCopy>,
+    pub(crate) token: SaveToken,
+}
+
+impl Saving {
+    /// Whether the save is skipped because no slot was free. It then has no buffers, and finishing it saves nothing.
+    pub fn is_skipped(&self) -> bool {
+        self.copy.is_none()
+    }
+
+    /// Buffers in the arena for the deferred tensors, in their order. Tensors tied to others have none.
+    pub fn buffers(&mut self) -> Result<Vec<&mut [u8]>> {
+        self.copy.as_mut().map_or_else(|| Ok(Vec::new()), |copy| copy.slot.deferred())
+    }
+
+    /// The memory that contains the buffers.
+    pub fn mapping(&self) -> Option<Mapping> {
+        self.copy.as_ref().map(|copy| Mapping(copy.slot.arena().clone()))
+    }
+}
+
+/// The memory of an arena, to register it with a device (`cudaHostRegister`). The memory stays mapped as long as this
+/// value lives.
+#[derive(Debug, Clone)]
+pub struct Mapping(Arc<Arena>);
+
+impl Mapping {
+    /// Address of the first byte.
+    pub fn address(&self) -> *const u8 {
+        self.0.file().memory().span().0
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.file().memory().span().1
+    }
+}
+
+/// A filled slot that is not published yet.
+#[derive(Debug)]
+pub(crate) struct PendingCopy {
+    pub slot: FilledSlot,
+    /// Time of the copy.
+    pub time: Duration,
+    /// Copied bytes.
+    pub bytes: u64,
+}
+
+/// A state that was copied or encoded, and is in shared memory.
+pub(crate) struct SavedState {
+    pub generation: u64,
+    /// Time of the copy, or of the encoding.
+    pub time: Duration,
+    /// Size of the state.
+    pub bytes: u64,
+    /// Step that was dropped for this one.
+    pub dropped_step: Option<u64>,
+}
+
+/// Measures for how long a save stops the trainer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SaveTimer {
+    pub step: u64,
+    /// Start of the call, in milliseconds since 1970.
+    pub time_ms: u64,
+    resumed: Instant,
+    /// Stall before `resumed`.
+    earlier: Duration,
+}
+
+impl SaveTimer {
+    pub(crate) fn start(step: u64) -> Self {
+        Self { step, time_ms: now_ms(), resumed: Instant::now(), earlier: Duration::ZERO }
+    }
+
+    /// The trainer continues until [`resume`](Self::resume).
+    pub(crate) fn pause(self) -> Self {
+        Self { earlier: self.stall(), ..self }
+    }
+
+    /// The trainer waits for the save again.
+    pub(crate) fn resume(self) -> Self {
+        Self { resumed: Instant::now(), ..self }
+    }
+
+    /// Total time for which the trainer has waited.
+    pub(crate) fn stall(&self) -> Duration {
+        self.earlier + self.resumed.elapsed()
+    }
+}
+
+/// Proof that a save belongs to an engine.
+#[derive(Debug)]
+pub(crate) struct SaveToken(Arc<()>);
+
+/// Ensures that one save at a time is under way.
+#[derive(Debug, Default)]
+pub(crate) struct OutstandingSave(Weak<()>);
+
+impl OutstandingSave {
+    /// Registers a save that begins.
+    pub(crate) fn begin(&mut self) -> SaveToken {
+        let token = Arc::new(());
+        self.0 = Arc::downgrade(&token);
+        SaveToken(token)
+    }
+
+    /// Fails if a save has begun and not ended.
+    pub(crate) fn check_none(&self) -> Result<()> {
+        match self.0.upgrade() {
+            None => Ok(()),
+            Some(_) => Err(Error::new(ErrorKind::Conflict, "another save is not finished: finish or drop it first")),
+        }
+    }
+
+    /// Fails unless the token is the one of the save under way.
+    pub(crate) fn check(&self, token: &SaveToken) -> Result<()> {
+        match self.0.upgrade() {
+            Some(ours) if Arc::ptr_eq(&ours, &token.0) => Ok(()),
+            _ => Err(Error::invalid("this save belongs to another engine")),
+        }
+    }
+}
+
+/// Counts how often this rank has returned to an older step in a session. All ranks count alike, because all save the
+/// same steps.
+#[derive(Debug, Default)]
+pub(crate) struct Attempts {
+    session: u64,
+    attempt: u64,
+    last_step: Option<u64>,
+}
+
+impl Attempts {
+    /// The attempt of a save.
+    pub(crate) fn of(&self, session: u64, step: u64) -> u64 {
+        match session == self.session {
+            true => self.attempt + u64::from(self.last_step.is_some_and(|last| step <= last)),
+            false => 0,
+        }
+    }
+
+    /// Notes that a step was saved, skipped or failed. Other ranks may have saved it.
+    pub(crate) fn note(&mut self, session: u64, step: u64) {
+        *self = Self { session, attempt: self.of(session, step), last_step: Some(step) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_return_to_an_older_step_begins_an_attempt() {
+        let mut attempts = Attempts::default();
+        let counted: Vec<u64> = [(1, 10), (1, 11), (1, 11), (1, 12), (1, 5), (1, 6), (2, 3), (2, 4)]
+            .into_iter()
+            .map(|(session, step)| {
+                let attempt = attempts.of(session, step);
+                attempts.note(session, step);
+                attempt
+            })
+            .collect();
+        assert_eq!(counted, [0, 0, 1, 1, 2, 2, 0, 0]);
+    }
+
+    #[test]
+    fn a_stall_leaves_out_the_time_between_begin_and_finish() {
+        let paused = SaveTimer::start(1).pause();
+        let earlier = paused.earlier;
+        let resumed = paused.resume();
+        assert!(resumed.resumed >= paused.resumed);
+        assert_eq!(resumed.earlier, earlier);
+    }
+}
