@@ -2,12 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
+use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
+use object_store::path::Path;
 
-use super::*;
+use super::{Medium, Store};
+use crate::codec::Registry;
+use crate::{Error, Limits, Result};
 
 /// How a store is opened.
 ///
