@@ -8,12 +8,13 @@
 //! |---|---|
 //! | `compact`, `reduce`, `consolidate` | new casks for a snapshot: folded chain, fewer roles, no shards |
 //! | `rewrite` | reads shards through the chain and writes them into casks; used by those three |
-//! | `copy` | snapshots in another store |
+//! | `copy`, `copier` | snapshots in another store |
 //! | `gc`, `mark` | deletes objects that no state of the log needs |
 //! | `doctor` | examines a store and finds leftovers |
 
 mod compact;
 mod consolidate;
+mod copier;
 mod copy;
 mod doctor;
 mod gc;
@@ -22,7 +23,8 @@ mod reduce;
 mod rewrite;
 
 pub use compact::{CompactOptions, Compacted};
-pub use copy::{Copier, CopyOptions, CopyReport};
+pub use copier::Copier;
+pub use copy::{CopyOptions, CopyReport};
 pub use doctor::{DoctorOptions, DoctorReport};
 pub use gc::{Deletable, GcOptions, GcReport};
 pub use reduce::Reduced;
