@@ -1,20 +1,24 @@
-//! Consolidation: one snapshot of many ranks becomes a base without shards in a store of its own, for export and archive.
+//! Consolidation: writes a snapshot of many ranks as a base without shards into a store of its own, for export and
+//! archive.
+//!
+//! The tensors are rewritten whole (`rewrite`), and the snapshot is committed by a writer of the destination like any
+//! save.
 
 use std::collections::BTreeMap;
 
-use super::compact::write_cask;
+use super::rewrite::Rewriter;
 use crate::chain::{Decision, Reason, content_digests};
 use crate::commit::{Age, refuse_features};
 use crate::tensor::Rect;
-use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor};
-use crate::wire::{blob_slot, tensor_slot};
+use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor, blob_slot, tensor_slot};
 use crate::writer::Prepared;
 use crate::{At, CompactOptions, Error, Metadata, Policy, Result, Saved, Store, WriterOptions};
 
 impl Store {
-    /// Writes a snapshot into `destination` as a base in which no tensor is sharded: one cask for role `model`, one for the other
-    /// roles, and one for the blobs of each rank but the first. Tensors, roles, blobs and metadata stay; the snapshot is a new one.
-    /// The destination is created, or has no snapshot yet. Streams: needs as much memory as [`Store::compact`].
+    /// Writes a snapshot into `destination` as a base in which no tensor is sharded. There is one cask for role
+    /// `model`, one for the other roles, and one for the blobs of each rank but the first. Tensors, roles, blobs and
+    /// metadata stay the same; the snapshot gets a new id. The destination is created, or must have no snapshot yet.
+    /// Needs as much memory as [`Store::compact`].
     pub async fn consolidate_to(&self, destination: &Store, at: impl Into<At>, options: &CompactOptions) -> Result<Saved> {
         let snapshot = self.snapshot(at).await?;
         refuse_features(snapshot.manifest().may_ignore())?;
@@ -22,7 +26,7 @@ impl Store {
         let writer_options = WriterOptions { policy: Policy::Full, age_floor: options.age_floor, ..WriterOptions::default() };
         let mut writer = destination.writer_with(writer_options).await?;
         if !destination.snapshots().await?.is_empty() {
-            let message = "holds snapshots already; consolidate into an empty place";
+            let message = "the destination holds snapshots already; consolidate into an empty place";
             return Err(Error::invalid(message).object(destination.url()));
         }
         snapshot.check_content().await?;
@@ -42,22 +46,23 @@ impl Store {
             rows.push((row, shards));
         }
         let (mut casks, mut crcs) = (Vec::new(), BTreeMap::new());
+        let rewriter = Rewriter { store: destination, snapshot: &snapshot, options, keeps: &|_| true };
         for (slot, shards) in &slots {
-            let (cask, found) = write_cask(destination, &snapshot, options, *slot, shards, &|_| true).await?;
-            casks.push(cask);
-            crcs.insert(*slot, found.into_iter());
+            let rewritten = rewriter.rewrite_cask(*slot, shards).await?;
+            casks.push(rewritten.cask);
+            crcs.insert(*slot, rewritten.crcs.into_iter());
         }
         let bytes = Directory::encode(&rows)?;
         let directory = Directory::decode(bytes.clone().into(), Digest::of(&bytes), destination.limits())?;
-        // Checksums of each cask come in the order of its shards, which is that of the directory.
+        // Each cask lists its checksums in the order of its shards, which is the order of the directory.
         let content = content_digests(&directory, |shard, _| {
             let next = crcs.get_mut(&directory.shard(shard).slot).and_then(Iterator::next);
             next.ok_or_else(|| Error::invalid("a chunk was not encoded"))
         })?;
         let decision = Decision { reason: Reason::Policy, since_base: 0, estimate: None };
         let tensor_bytes = directory.tensor_bytes();
-        let (chunks, rounding) = (BTreeMap::new(), None);
-        let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunks, rounding, decision, age };
+        let (chunk_counts, rounding) = (BTreeMap::new(), None);
+        let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding, decision, age };
         let mut user = snapshot.user().clone();
         user.remove(Decision::KEY);
         let metadata = Metadata { user, file: snapshot.metadata().clone() };

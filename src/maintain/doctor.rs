@@ -1,4 +1,7 @@
-//! The doctor: what is wrong with a store, what lies about in it, and what can be done.
+//! The doctor: examines a store for damage, an unsafe storage and leftovers, and gives advice.
+//!
+//! It checks the log and the objects that the log names, races creates on the storage, and lists leftovers as garbage
+//! collection would. It deletes leftovers only if asked, and only in a store without damage.
 
 use std::time::{Duration, SystemTime};
 
@@ -6,12 +9,12 @@ use crate::commit::DEFAULT_AGE_FLOOR;
 use crate::store::{FOLDERS, Medium};
 use crate::{Deletable, Depth, Error, GcOptions, ProbeReport, Problem, Result, Store, VerifyOptions};
 
-/// What the doctor may do.
+/// Options of an examination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DoctorOptions {
-    /// Whether to delete leftovers; otherwise it is only told.
+    /// Whether to delete leftovers. Otherwise they are only reported.
     pub apply: bool,
-    /// As [`GcOptions::age_floor`].
+    /// Smallest age of leftovers that may be deleted: see [`GcOptions::age_floor`].
     pub age_floor: Duration,
 }
 
@@ -21,34 +24,35 @@ impl Default for DoctorOptions {
     }
 }
 
-/// What the doctor found.
+/// Result of an examination.
 #[derive(Debug, Default)]
 pub struct DoctorReport {
     /// Whether leftovers were deleted.
     pub applied: bool,
-    /// What the log names and is missing or damaged, without looking into casks.
+    /// Objects that the log names and that are missing or damaged. Casks are not read.
     pub problems: Vec<Problem>,
-    /// Whether of racing creates exactly one wins.
+    /// Result of racing creates, of which exactly one must win; `None` if the storage failed the race.
     pub probe: Option<ProbeReport>,
     /// Objects that nothing names, old enough to be deleted.
     pub orphans: Vec<Deletable>,
-    /// Objects that nothing names, not old enough yet, or directories.
+    /// Objects that nothing names, but too young to be deleted, or directories.
     pub young: Vec<Deletable>,
-    /// Files that a killed writer left on local disk, which no listing of the store shows; old enough to be deleted.
+    /// Files that a killed writer left on local disk, old enough to be deleted. Listings of the store do not show them.
     pub staging: Vec<Deletable>,
-    /// What to look after elsewhere.
+    /// Advice on settings outside the store.
     pub advice: Vec<String>,
 }
 
 impl DoctorReport {
-    /// Whether nothing is wrong; leftovers are no harm.
+    /// Whether the store has no problem. Leftovers do no harm.
     pub fn is_healthy(&self) -> bool {
         self.problems.is_empty()
     }
 }
 
 impl Store {
-    /// Examines a store: broken links, an unsafe storage, leftovers. Deletes leftovers if it is told to; nothing else.
+    /// Examines a store: broken links, an unsafe storage, leftovers. Deletes leftovers if the options say so, and
+    /// nothing else.
     pub async fn doctor(&self, options: &DoctorOptions) -> Result<DoctorReport> {
         let verify = VerifyOptions { depth: Depth::Log, ..VerifyOptions::default() };
         let mut report = DoctorReport { applied: options.apply, problems: self.verify(&verify).await?.problems, ..DoctorReport::default() };
@@ -57,7 +61,7 @@ impl Store {
             Ok(probe) => report.probe = Some(probe),
             Err(e) => report.problems.push(note(e)),
         }
-        // Where a link is broken, nobody can tell what is needed.
+        // With a broken link, the objects that are needed are unknown.
         if report.problems.is_empty() {
             let gc = GcOptions { apply: options.apply, age_floor: options.age_floor, collect: false, directories: false };
             let found = self.gc(&gc).await?;
@@ -70,7 +74,7 @@ impl Store {
         Ok(report)
     }
 
-    /// Files `name#number` of uploads that ended in the middle.
+    /// Files `name#number` of interrupted uploads.
     fn staging(&self, options: &DoctorOptions) -> Result<Vec<Deletable>> {
         let Medium::Local(root) = self.medium() else { return Ok(vec![]) };
         let mut found = Vec::new();
@@ -87,7 +91,7 @@ impl Store {
                 let name = entry.file_name().to_string_lossy().into_owned();
                 let number = name.rsplit_once('#').map(|(_, number)| number);
                 let is_staging = number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()));
-                // Gone in the meantime: its writer lives.
+                // A file that is gone by now belonged to a live writer.
                 let Some(metadata) = entry.metadata().ok().filter(|metadata| is_staging && metadata.is_file()) else { continue };
                 let age = metadata.modified().ok().and_then(|modified| SystemTime::now().duration_since(modified).ok());
                 if age.is_none_or(|age| age < options.age_floor) {

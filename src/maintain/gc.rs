@@ -1,5 +1,12 @@
-//! Garbage collection: gives up snapshots that nothing needs, and deletes what has been without need for long enough.
-//! Spec: `spec/log.md`, clause 7.
+//! Garbage collection: gives up snapshots that no other needs, then deletes objects that have not been needed for a
+//! while. Spec: `spec/log.md`, clause 7.
+//!
+//! Phase one commits `collecting` entries to the log. Phase two marks the objects that any state of the log has needed
+//! since the age floor (`mark`), and deletes the other objects that are older than the age floor, by the clock of the
+//! storage.
+//!
+//! Invariants: it is a dry run by default. An object is deleted only if two listings, with a refresh of the log between
+//! them, agree that nothing needs it. Objects that name others are deleted after them.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -10,18 +17,18 @@ use crate::store::{Listed, concurrently};
 use crate::wire::{Event, Id};
 use crate::{Result, Store, boxed};
 
-/// How to collect.
+/// Options of garbage collection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GcOptions {
-    /// Whether to do it; otherwise it is only told.
+    /// Whether to delete. Otherwise the report only says what would be deleted.
     pub apply: bool,
-    /// How long an object has to have been without need. No less than what writers of the store were told, see
-    /// [`WriterOptions::age_floor`](crate::WriterOptions::age_floor).
+    /// Smallest time for which an object must not have been needed. Must be at least the age floor of the writers of
+    /// the store: see [`WriterOptions::age_floor`](crate::WriterOptions::age_floor).
     pub age_floor: Duration,
-    /// Whether to give up forgotten and superseded snapshots that no chain needs; otherwise only leftovers are deleted.
+    /// Whether to give up forgotten and superseded snapshots that no chain needs. Otherwise only leftovers are deleted.
     pub collect: bool,
-    /// Whether to delete directories that nothing names, too. The name of a directory may be used again at any time, so no
-    /// writer, compaction or copy may run meanwhile.
+    /// Whether to delete directories that nothing names, too. A writer may use the name of a directory again at any
+    /// time, so no writer, compaction or copy may run meanwhile.
     pub directories: bool,
 }
 
@@ -36,52 +43,52 @@ impl Default for GcOptions {
 pub struct Deletable {
     /// Path below the store's root.
     pub path: String,
-    /// The size.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// What was collected, or would be.
+/// Result of garbage collection, or of a dry run.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct GcReport {
-    /// Whether it was done.
+    /// Whether objects were deleted; `false` for a dry run.
     pub applied: bool,
-    /// Snapshots given up now: no chain may need them any more; their objects follow once they are old enough.
+    /// Snapshots given up by this run. New deltas cannot need them; their objects are deleted once they are old enough.
     pub collected: Vec<SnapshotRecord>,
-    /// Bytes of their casks.
+    /// Size of the casks of those snapshots, in bytes.
     pub collected_bytes: u64,
-    /// Objects deleted.
+    /// Deleted objects.
     pub deleted: Vec<Deletable>,
-    /// Objects that nothing needs, but not for long enough, or that are directories.
+    /// Objects that nothing needs, but that are too young to be deleted, or directories.
     pub waiting: Vec<Deletable>,
-    /// Forgotten and superseded snapshots that chains of others need.
+    /// Forgotten and superseded snapshots that chains of other snapshots need.
     pub held: Vec<SnapshotRecord>,
-    /// Bytes of their casks.
+    /// Size of the casks of those snapshots, in bytes.
     pub held_bytes: u64,
 }
 
 impl GcReport {
-    /// Bytes of the objects deleted.
+    /// Size of the deleted objects, in bytes.
     pub fn freed_bytes(&self) -> u64 {
         self.deleted.iter().fold(0, |sum, object| sum.saturating_add(object.bytes))
     }
 
-    /// Bytes of the objects that wait.
+    /// Size of the waiting objects, in bytes.
     pub fn waiting_bytes(&self) -> u64 {
         self.waiting.iter().fold(0, |sum, object| sum.saturating_add(object.bytes))
     }
 }
 
-/// Snapshots that one entry gives up, at most: it stays well below the limit on entries.
+/// Largest number of snapshots that one log entry gives up. The entry stays well below the limit on its size.
 const MAX_COLLECTED: usize = 10_000;
-/// Requests to delete under way at once.
+/// Number of concurrent delete requests.
 const CONCURRENT_DELETES: usize = 16;
-/// Where objects lie that snapshots are made of, in the order of deletion: what names others goes last.
+/// Folders of the objects of snapshots, in the order of deletion: objects that name others go last.
 const FOLDERS: [&str; 3] = ["casks", "directories", "snapshots"];
 
 impl Store {
-    /// Collects garbage, in two phases. First, forgotten and superseded snapshots that no other needs are given up in the log.
-    /// Second, objects are deleted that no state of the log has needed for the age floor, by the clock of the storage, and
-    /// that are older than it themselves. Safe beside writers, readers and compaction.
+    /// Collects garbage in two phases. First, gives up forgotten and superseded snapshots that no other snapshot needs.
+    /// Second, deletes objects that are older than the age floor and that no state of the log has needed since, by the
+    /// clock of the storage. Safe beside writers, readers and compaction.
     pub async fn gc(&self, options: &GcOptions) -> Result<GcReport> {
         let mut report = GcReport { applied: options.apply, ..GcReport::default() };
         let mut log = Log::load(self).await?;
@@ -113,7 +120,8 @@ impl Store {
         let (mut ripe_now, waiting): (Vec<Listed>, Vec<Listed>) = unneeded.into_iter().partition(|listed| ripe(listed, &marks));
         report.waiting = waiting.into_iter().map(Deletable::of).collect();
         if options.apply && !ripe_now.is_empty() {
-            // Again, in this order: an object as old as these was committed half the floor before the list, or will not be.
+            // List again, then read the log again, in this order. An object of this age was committed half the age
+            // floor before the listing, or its commit will be refused.
             let again: BTreeSet<(String, u64)> =
                 self.list_all().await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
             history.refresh(self).await?;
@@ -149,7 +157,7 @@ impl Deletable {
     }
 }
 
-/// Forgotten and superseded snapshots: those that no live or pinned one needs, and the others.
+/// Forgotten and superseded snapshots: those that no live or pinned snapshot needs, and the others.
 fn unneeded(state: &LogState) -> (Vec<&SnapshotRecord>, Vec<&SnapshotRecord>) {
     let mut needed: BTreeSet<Id> = BTreeSet::new();
     for record in state.snapshots().iter().filter(|record| is_root(record)) {
@@ -166,7 +174,7 @@ fn is_root(record: &SnapshotRecord) -> bool {
     record.status == Status::Live || (record.pinned && record.status != Status::Collected)
 }
 
-/// Commits what nothing needs; on another writer's commit it is looked up anew.
+/// Commits which snapshots are given up. After a commit of another writer, the snapshots are determined again.
 #[boxed]
 async fn give_up(log: &mut Log) -> Result<Vec<SnapshotRecord>> {
     let writer = Id::random()?;

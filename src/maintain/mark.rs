@@ -1,4 +1,10 @@
-//! Which objects a store needs, and needed a while ago. Spec: `spec/log.md`, clause 7.
+//! The mark phase of garbage collection: the objects that a store needs now or has needed since a given time.
+//! Spec: `spec/log.md`, clause 7.
+//!
+//! [`History`] replays the log and collects the manifests that any state since that time names. [`Marks`] reads those
+//! manifests and collects the paths of their casks and directories.
+//!
+//! Invariant: a manifest that cannot be read stops the collection, because the objects that it needs are unknown.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,19 +17,19 @@ use crate::store::concurrently;
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
-/// Objects read at once.
+/// Number of objects that are read at once.
 const CONCURRENT_REQUESTS: usize = 16;
 
 /// A manifest that the log names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Named {
+pub(super) struct NamedManifest {
     step: u64,
     snapshot: Id,
     digest: Digest,
     compacted: bool,
 }
 
-impl Named {
+impl NamedManifest {
     fn by(record: &SnapshotRecord) -> Self {
         Self { step: record.step, snapshot: record.id, digest: record.manifest, compacted: record.revision != record.sequence }
     }
@@ -36,20 +42,20 @@ impl Named {
     }
 }
 
-/// The log, as far as it is older than some time, and what has been named since.
+/// The state of the log at a given time, and the manifests that it has named since.
 pub(super) struct History {
     state: LogState,
-    /// Manifests that any state from then to now needs.
-    pub named: BTreeSet<Named>,
+    /// Manifests that any state from that time to now needs.
+    pub named: BTreeSet<NamedManifest>,
 }
 
 impl History {
-    /// Reads the log up to the last entry that was committed at `threshold_ms` by the clock of the storage, then the rest.
+    /// Reads the log up to the last entry committed at `threshold_ms`, by the clock of the storage, then the rest.
     #[boxed]
     pub(super) async fn load(store: &Store, threshold_ms: u64) -> Result<Self> {
         let mut times: BTreeMap<String, u64> =
             store.list("log").await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
-        // The first entry that is too young, or the one that comes next.
+        // Number of the first entry that is too young, or of the next entry to come.
         let mut boundary = 1u64;
         while times.remove(&LogEntry::path_of(boundary)).is_some_and(|modified_ms| modified_ms <= threshold_ms) {
             boundary = boundary.saturating_add(1);
@@ -68,12 +74,12 @@ impl History {
         let mut history = Self { state, named: BTreeSet::new() };
         history.replay(store, Some(boundary)).await?;
         let kept = history.state.snapshots().iter().filter(|record| record.status != Status::Collected);
-        history.named = kept.map(Named::by).collect();
+        history.named = kept.map(NamedManifest::by).collect();
         history.refresh(store).await?;
         Ok(history)
     }
 
-    /// Takes in what has been committed since.
+    /// Reads the entries that were committed since.
     #[boxed]
     pub(super) async fn refresh(&mut self, store: &Store) -> Result<()> {
         self.replay(store, None).await
@@ -85,8 +91,8 @@ impl History {
     }
 
     /// Manifests that the newest state needs.
-    pub(super) fn needed(&self) -> BTreeSet<Named> {
-        self.state.snapshots().iter().filter(|record| record.status != Status::Collected).map(Named::by).collect()
+    pub(super) fn needed(&self) -> BTreeSet<NamedManifest> {
+        self.state.snapshots().iter().filter(|record| record.status != Status::Collected).map(NamedManifest::by).collect()
     }
 
     /// Applies entries before `end`, or up to the last.
@@ -110,48 +116,49 @@ impl History {
                 let (entry, digest) = LogEntry::decode(&bytes, sequence, store.limits()).in_object(path.as_str())?;
                 self.state.apply(&entry, digest).in_object(path)?;
                 if let Event::Added { snapshot, .. } | Event::Compacted { snapshot, .. } = &entry.event {
-                    self.named.extend(self.state.by_id(*snapshot).map(Named::by));
+                    self.named.extend(self.state.by_id(*snapshot).map(NamedManifest::by));
                 }
             }
         }
     }
 }
 
-/// Objects by path, with their sizes where manifests say them.
+/// Objects that snapshots need, by path.
 #[derive(Debug, Default)]
 pub(super) struct Marks {
-    /// Casks, manifests and directories.
+    /// Paths of casks, manifests and directories.
     pub paths: BTreeSet<String>,
-    /// Bytes of the casks of each snapshot, by the manifest that was added first.
+    /// Size of the casks of each snapshot, in bytes, by the manifest that was added first.
     cask_bytes: BTreeMap<Id, u64>,
     directories: BTreeSet<Digest>,
-    known: BTreeSet<Named>,
+    /// Manifests that were added.
+    added: BTreeSet<NamedManifest>,
 }
 
 impl Marks {
-    /// Bytes of the casks of these.
+    /// Size of the casks of these snapshots, in bytes.
     pub(super) fn bytes_of(&self, records: &[SnapshotRecord]) -> u64 {
         records.iter().filter_map(|record| self.cask_bytes.get(&record.id)).fold(0, |sum, bytes| sum.saturating_add(*bytes))
     }
 
-    /// Adds what manifests name. One that cannot be read hides what it needs: nothing may be deleted then. Only one that the newest
-    /// state does not need may be gone: then a collection with a shorter age floor has deleted it, after its casks.
+    /// Adds the objects that manifests name. Fails if a manifest cannot be read. A manifest that the newest state does
+    /// not need may be gone: an earlier collection with a shorter age floor has deleted it, after its casks.
     #[boxed]
-    pub(super) async fn add(&mut self, store: &Store, named: &BTreeSet<Named>, needed: &BTreeSet<Named>) -> Result<()> {
-        let read = |named: Named| async move {
+    pub(super) async fn add(&mut self, store: &Store, named: &BTreeSet<NamedManifest>, needed: &BTreeSet<NamedManifest>) -> Result<()> {
+        let read = |named: NamedManifest| async move {
             let manifest = match read_manifest(store, &named.path(), named.digest).await {
                 Ok(manifest) => manifest,
                 Err(_) if !needed.contains(&named) && is_gone(store, &named.path()).await? => return Ok(None),
                 Err(e) => {
-                    let message = format!("{}; what step {} needs cannot be told, so nothing is deleted", e.message(), named.step);
+                    let message = format!("{}; the objects that step {} needs are unknown, so nothing is deleted", e.message(), named.step);
                     return Err(Error::new(e.kind(), message).object(named.path()).source(e));
                 }
             };
             refuse_features(manifest.may_ignore()).in_object(named.path())?;
             Ok(Some((named, manifest)))
         };
-        let new: Vec<Named> = named.difference(&self.known).copied().collect();
-        let found: Vec<Option<(Named, Manifest)>> = concurrently(CONCURRENT_REQUESTS, new.into_iter().map(read)).await?;
+        let new: Vec<NamedManifest> = named.difference(&self.added).copied().collect();
+        let found: Vec<Option<(NamedManifest, Manifest)>> = concurrently(CONCURRENT_REQUESTS, new.into_iter().map(read)).await?;
         for (named, manifest) in found.into_iter().flatten() {
             let directory = manifest.directory;
             self.paths.insert(named.path());
@@ -167,7 +174,7 @@ impl Marks {
                     .clause("README 4"));
                 }
             }
-            self.known.insert(named);
+            self.added.insert(named);
         }
         Ok(())
     }

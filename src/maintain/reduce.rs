@@ -1,32 +1,40 @@
-//! Reduction: drops roles, such as optimizer state, from snapshots that are kept for their weights. Spec: `spec/log.md`, 4.7.
+//! Reduction: drops roles, such as optimizer state, from old snapshots that are kept for their weights. Spec:
+//! `spec/log.md`, 4.7.
+//!
+//! A reduced snapshot keeps its id, its blobs and the content of the roles that stay. If each cask holds either roles
+//! that stay or roles that go, the manifest drops casks; otherwise the snapshot is rewritten as a base.
+//!
+//! Invariant: a snapshot is held as it is while it is pinned, is the newest with all roles, or another snapshot needs
+//! its other roles.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::compact::{check_unchanged, put_manifest, write_base, write_cask};
+use super::compact::{check_unchanged, put_manifest};
+use super::rewrite::Rewriter;
 use crate::chain::chain_of;
 use crate::commit::{Age, Log, LogState, SnapshotRecord, Status, live_step, now_ms, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::Snapshot;
-use crate::wire::blob_slot;
-use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind};
+use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind, blob_slot};
 use crate::{CompactOptions, Error, ErrorKind, Result, Retention, Store, boxed};
 
-/// A snapshot that was reduced to some roles, or was not.
+/// Result of the reduction of one snapshot.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Reduced {
-    /// The snapshot, as it is now.
+    /// Log record of the snapshot after the reduction.
     pub record: SnapshotRecord,
-    /// Bytes of its casks before.
+    /// Size of its casks before, in bytes.
     pub stored_bytes_before: u64,
-    /// Bytes of its casks now.
+    /// Size of its casks now, in bytes.
     pub stored_bytes: u64,
-    /// Why it stays as it is, if it does.
+    /// Reason why the snapshot stays as it is; `None` if it was reduced.
     pub held: Option<String>,
 }
 
 impl Store {
-    /// Reduces the snapshots of these steps to tensors of some roles, newest first; blobs stay. A step whose other roles a newer
-    /// snapshot needs stays as it is, and is told as held. Nothing is deleted until [`Store::gc`] runs.
+    /// Reduces the snapshots of these steps to tensors of the given roles, newest first. Blobs stay. A step whose other
+    /// roles a newer snapshot needs stays as it is and is reported as held. Nothing is deleted until [`Store::gc`]
+    /// runs.
     pub async fn keep_roles(&self, steps: &[u64], roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
         let log = Log::load(self).await?;
         let mut records = Vec::new();
@@ -36,7 +44,7 @@ impl Store {
         self.reduce_all(log, records, roles, options).await
     }
 
-    /// Reduces the snapshots that `retention` does not keep to tensors of some roles.
+    /// Reduces the snapshots that `retention` does not keep to tensors of the given roles.
     pub async fn retain_roles(&self, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
         let log = Log::load(self).await?;
         let records = retention.unwanted(log.state())?;
@@ -53,11 +61,11 @@ impl Store {
     ) -> Result<Vec<Reduced>> {
         let roles: BTreeSet<String> = roles.iter().cloned().collect();
         if roles.is_empty() {
-            return Err(Error::invalid("no role to keep"));
+            return Err(Error::invalid("no role to keep; name at least one, such as `model`"));
         }
         refuse_features(self.read_store_file().await?.may_ignore())?;
         refuse_features(&log.state().may_ignore)?;
-        // Newest first: what needed a snapshot does not any more when its turn comes.
+        // Newest first: the snapshots that need an older one are reduced before it.
         records.sort_by_key(|record| std::cmp::Reverse(record.sequence));
         let mut reduced = Vec::new();
         for record in records {
@@ -85,12 +93,13 @@ impl Store {
         if manifest.content.is_empty() {
             return Ok(held(record, "it has none of these roles"));
         }
-        // A delta stays one, unless a cask holds wanted and unwanted tensors.
+        // A delta stays a delta, unless one of its casks holds tensors that stay and tensors that go.
         match remaining_casks(self, &snapshot, roles, options).await? {
             Some(casks) => manifest.casks = casks,
             None => {
                 snapshot.check_content().await?;
-                manifest.casks = write_base(self, &snapshot, options, &|role| roles.contains(role)).await?;
+                manifest.casks =
+                    Rewriter { store: self, snapshot: &snapshot, options, keeps: &|role| roles.contains(role) }.rewrite().await?;
                 (manifest.kind, manifest.parent) = (SnapshotKind::Base, None);
             }
         }
@@ -120,7 +129,7 @@ impl Store {
     }
 }
 
-/// Why roles of a snapshot have to stay.
+/// Reason why all roles of a snapshot have to stay; `None` if it can be reduced.
 fn reason_to_hold(state: &LogState, record: &SnapshotRecord, roles: &BTreeSet<String>) -> Option<String> {
     if state.by_id(record.id).is_some_and(|now| now.pinned) {
         return Some("it is pinned".into());
@@ -138,7 +147,8 @@ fn reason_to_hold(state: &LogState, record: &SnapshotRecord, roles: &BTreeSet<St
     others.find(needs).map(|other| format!("step {} needs it", other.step))
 }
 
-/// The snapshot's own casks without the roles that go; `None` if one of them holds both, or may not be readable without them.
+/// Casks of the snapshot that hold only roles that stay. `None` if a cask holds both kinds, or may need roles that go
+/// to be decoded.
 #[boxed]
 async fn remaining_casks(
     store: &Store,
@@ -147,29 +157,29 @@ async fn remaining_casks(
     options: &CompactOptions,
 ) -> Result<Option<Vec<CaskRef>>> {
     let directory = &snapshot.newest().directory;
-    // What stays may be stored as what it differs by from what goes.
+    // A tensor that stays may be encoded against a partner that goes.
     let needs = |role: &String| store.registry().partner_roles(role).into_iter().any(|need| !roles.contains(need.role));
     if roles.iter().any(needs) {
         return Ok(None);
     }
-    // By slot: whether it holds tensors that stay, and tensors that go.
-    let mut slots: BTreeMap<u32, (bool, bool)> = BTreeMap::new();
+    let mut slots: BTreeMap<u32, SlotContent> = BTreeMap::new();
     for tensor in 0..directory.len() {
         let stays = roles.contains(directory.role(tensor));
         for shard in directory.shards_of(tensor) {
-            let (some_stay, some_go) = slots.entry(directory.shard(shard).slot).or_default();
-            *some_stay |= stays;
-            *some_go |= !stays;
+            let content = slots.entry(directory.shard(shard).slot).or_default();
+            content.some_stay |= stays;
+            content.some_go |= !stays;
         }
     }
     let casks = snapshot.manifest().casks.iter().enumerate();
     let kept: Vec<(usize, usize)> =
-        casks.filter(|(_, cask)| slots.get(&cask.slot).is_some_and(|slot| slot.0)).map(|(at, _)| (0, at)).collect();
+        casks.filter(|(_, cask)| slots.get(&cask.slot).is_some_and(|content| content.some_stay)).map(|(at, _)| (0, at)).collect();
     snapshot.load_indexes(&kept).await?;
     for &(_, at) in &kept {
         let (cask, index) = (&snapshot.manifest().casks[at], snapshot.newest().index(at));
         for codec in index.map(|index| index.codecs()).unwrap_or_default() {
-            // What it needs of other roles is not known either: what stays might not be readable without them.
+            // It is unknown which partners an unknown codec needs: tensors that stay might not decode without roles
+            // that go.
             store.registry().resolve(codec).map(|_| ()).in_object(cask.path())?;
         }
     }
@@ -177,18 +187,25 @@ async fn remaining_casks(
     let mut casks = Vec::new();
     for cask in &snapshot.manifest().casks {
         match slots.get(&cask.slot).copied().unwrap_or_default() {
-            (true, true) => return Ok(None),
-            (_, false) => casks.push(cask.clone()),
-            (false, true) if blobs.contains(&cask.slot) => {
-                casks.push(write_cask(store, snapshot, options, cask.slot, &[], &|_| true).await?.0)
+            SlotContent { some_stay: true, some_go: true } => return Ok(None),
+            SlotContent { some_go: false, .. } => casks.push(cask.clone()),
+            SlotContent { .. } if blobs.contains(&cask.slot) => {
+                casks.push(Rewriter { store, snapshot, options, keeps: &|_| true }.rewrite_cask(cask.slot, &[]).await?.cask)
             }
-            (false, true) => {}
+            SlotContent { .. } => {}
         }
     }
     Ok(Some(casks))
 }
 
-/// The directory with tensors of these roles only.
+/// Which tensors a slot holds.
+#[derive(Clone, Copy, Default)]
+struct SlotContent {
+    some_stay: bool,
+    some_go: bool,
+}
+
+/// Stored form of the directory with tensors of these roles only.
 fn directory_of(directory: &Directory, roles: &BTreeSet<String>) -> Result<Vec<u8>> {
     let mut numbers: BTreeMap<usize, usize> = BTreeMap::new();
     let mut rows: Vec<(DirectoryTensor, Vec<DirectoryShard>)> = Vec::new();
@@ -196,7 +213,9 @@ fn directory_of(directory: &Directory, roles: &BTreeSet<String>) -> Result<Vec<u
         let mut row = directory.tensor(tensor);
         if let Some(target) = row.alias_of {
             let moved = numbers.get(&target);
-            row.alias_of = Some(*moved.ok_or_else(|| Error::unsupported("is tied to a tensor of a role that would go").tensor(&row.name))?);
+            row.alias_of = Some(*moved.ok_or_else(|| {
+                Error::unsupported("it is tied to a tensor of a role that would go; keep that role, too").tensor(&row.name)
+            })?);
         }
         numbers.insert(tensor, rows.len());
         rows.push((row, directory.shards_of(tensor).map(|shard| directory.shard(shard)).collect()));

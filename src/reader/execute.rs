@@ -3,18 +3,15 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
+use bytes::Bytes;
 use rayon::prelude::*;
 
-use super::*;
-use crate::boxed;
-use crate::chain::{Aim, content_digests, decode_recipe};
-use crate::chain::{Plans, Recipe, Rows};
-use crate::chain::{ShardPlan, Step};
-use crate::parallel;
+use super::{Pages, Snapshot};
+use crate::chain::{Aim, Plans, Recipe, Rows, ShardPlan, Step, content_digests, decode_recipe};
 use crate::store::concurrently;
-use crate::tensor::ChunkGrid;
-use crate::tensor::{Run, contiguous_runs, copy_run, element_span};
+use crate::tensor::{ChunkGrid, Rect, Run, contiguous_runs, copy_run, element_span};
 use crate::wire::{Digest, Directory};
+use crate::{Error, Result, Store, boxed, parallel};
 
 /// A rectangle of a tensor, and the buffer that takes it; without one, chunks are decoded, checked and dropped.
 pub(crate) struct ReadItem<'a> {

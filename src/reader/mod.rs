@@ -28,7 +28,6 @@ use crate::chain::{Decision, Link};
 use crate::commit::SnapshotRecord;
 use crate::container::CaskIndex;
 use crate::limits::{to_usize, zeroed};
-use crate::tensor::Rect;
 use crate::wire::blob_slot;
 use crate::wire::{DirectoryTensor, ErrorsFile, Manifest, ShardErrors, SnapshotKind};
 use crate::{Blob, Error, Result, RoundingReport, Slice, Store, Tensor, TensorRounding, boxed};

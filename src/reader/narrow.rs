@@ -1,15 +1,16 @@
 //! f32 tensors read as bf16: where roundings have columns of their own, only those are read.
 
+use bytes::Bytes;
 use rayon::prelude::*;
 
-use super::execute::{fetch_groups, touched};
-use super::*;
+use super::Snapshot;
+use super::execute::{ChunkItem, fetch_groups, touched};
 use crate::chain::{ShardPlan, Step};
 use crate::codec::{ChunkKind, Columns, Rounded};
-use crate::parallel;
+use crate::limits::{to_usize, zeroed};
 use crate::store::concurrently;
-use crate::tensor::{Run, contiguous_runs, copy_run};
-use crate::{Dtype, Error, boxed};
+use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
+use crate::{Dtype, Error, Result, Slice, Tensor, boxed, parallel};
 
 /// Decoded bytes of a batch, at most, unless one chunk is larger.
 const BATCH_BYTES: u64 = 16 << 20;

@@ -2,15 +2,18 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
-use super::*;
-use crate::boxed;
-use crate::chain::{chain_of, check_link};
-use crate::commit::{Catalog, Log, LogState, read_manifest};
-use crate::container::{IndexDecoder, Progress};
+use serde_json::{Map, Value};
+
+use super::{SharedLink, Snapshot};
+use crate::chain::{Link, chain_of, check_link};
+use crate::commit::{Catalog, Log, LogState, SnapshotRecord, read_manifest};
+use crate::container::{CaskIndex, IndexDecoder, Progress};
 use crate::error::ResultExt;
 use crate::store::concurrently;
-use crate::wire::{CaskRef, Digest, Directory, Id};
+use crate::wire::{CaskRef, Digest, Directory, Id, Manifest};
+use crate::{Error, Result, Store, boxed};
 
 /// Names the newest live snapshot by commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

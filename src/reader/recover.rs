@@ -1,10 +1,9 @@
 //! The newest step that can be rebuilt, and why newer ones cannot. Spec: `spec/chain.md`, clause 5.
 
-use super::*;
-use crate::ErrorKind;
-use crate::boxed;
+use super::Snapshot;
 use crate::commit::Log;
 use crate::wire::Id;
+use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// A snapshot that was passed over.
 #[derive(Debug)]

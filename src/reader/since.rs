@@ -1,11 +1,14 @@
 //! From a state that a reader holds to another: only what lies between is read.
 
+use bytes::Bytes;
+
 use super::execute::{ChunkItem, fetch_groups};
-use super::*;
-use crate::boxed;
+use super::{Pages, Snapshot};
 use crate::chain::{ChunkPlan, ShardPlan, Step};
 use crate::codec::Columns;
-use crate::tensor::{Run, contiguous_runs, copy_run};
+use crate::limits::{to_usize, zeroed};
+use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
+use crate::{Error, Result, boxed};
 
 /// Bytes of chunks that are looked at together, unless one chunk is larger.
 const BATCH_BYTES: u64 = 32 << 20;

@@ -3,15 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use super::Snapshot;
 use super::open::{read_directory, read_index};
-use super::*;
-use crate::boxed;
-use crate::chain::{chain_of, check_link};
+use crate::chain::{Link, chain_of, check_link};
 use crate::codec::ChunkKind;
-use crate::commit::{Catalog, LogState, live_step, read_manifest};
+use crate::commit::{Catalog, LogState, SnapshotRecord, live_step, read_manifest};
 use crate::container::{PageEntry, padding_is_zero};
 use crate::error::ResultExt;
-use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry};
+use crate::limits::to_usize;
+use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry, Manifest};
+use crate::{Error, Result, Store, boxed};
 
 /// How much of a store to check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

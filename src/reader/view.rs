@@ -1,10 +1,14 @@
 //! A raw tensor in local storage, mapped: no copy, no decode.
 
-use super::*;
+use bytes::Bytes;
+
+use super::Snapshot;
 use crate::chain::ShardPlan;
 use crate::codec::{ChunkKind, Raw};
 use crate::kernels::map::map_file;
+use crate::limits::to_usize;
 use crate::store::Medium;
+use crate::{Error, Result};
 
 impl Snapshot {
     /// The bytes of a whole tensor, mapped from the cask, if the store is a local folder and the tensor is stored raw, in

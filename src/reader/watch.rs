@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::*;
-use crate::commit::{Log, Status};
+use crate::commit::{Log, SnapshotRecord, Status};
+use crate::{Result, Store};
 
 /// How often the log is asked, if nothing else is said.
 const INTERVAL: Duration = Duration::from_secs(1);

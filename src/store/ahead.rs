@@ -4,10 +4,13 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use bytes::Bytes;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::JoinHandle;
 
-use super::*;
+use super::Store;
+use super::upload::Upload;
+use crate::Result;
 
 /// Bytes that may wait for the second store, beside the parts that are under way there. What it does not take in time it gets later.
 const MAX_WAITING_BYTES: u64 = 64 << 20;

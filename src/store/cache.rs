@@ -1,8 +1,10 @@
 //! What a store's handle remembers: directories and indexes, both named by their digests.
 
-use super::*;
+use std::sync::Arc;
+
+use super::Store;
 use crate::container::CaskIndex;
-use crate::wire::CaskRef;
+use crate::wire::{CaskRef, Digest, Directory};
 
 /// Directories kept, at most.
 const MAX_DIRECTORIES: usize = 16;

@@ -1,14 +1,15 @@
 //! Byte ranges of an object in few requests.
 
+use std::future::Future;
 use std::ops::Range;
 
-use std::future::Future;
-
+use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
+use object_store::ObjectStoreExt;
 
+use super::Store;
 use super::coalesce::Coalesce;
-use super::*;
-use crate::boxed;
+use crate::{Error, ErrorKind, Result, boxed};
 
 /// Requests of one fetch that are under way at once.
 const CONCURRENT_REQUESTS: usize = 8;

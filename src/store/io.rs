@@ -1,9 +1,11 @@
 //! Whole small objects: get, create, list, delete.
 
+use bytes::Bytes;
 use futures::TryStreamExt;
+use object_store::{ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
-use super::*;
-use crate::boxed;
+use super::{Medium, Store};
+use crate::{Error, ErrorKind, Limits, Result, boxed};
 
 /// What became of a put-if-absent.
 #[derive(Debug)]

@@ -16,12 +16,10 @@ mod upload;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use bytes::Bytes;
+use object_store::ObjectStore;
 use object_store::path::Path;
-use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
 pub use ahead::Ahead;
-use ahead::Tee;
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed};
 pub(crate) use open::FOLDERS;
@@ -30,8 +28,7 @@ pub use probe::ProbeReport;
 pub(crate) use upload::Upload;
 
 use crate::codec::Registry;
-use crate::wire::{Digest, Directory};
-use crate::{Error, ErrorKind, Limits, Result};
+use crate::{Error, Limits, Result};
 
 /// A store of snapshots. Cheap to clone; clones share caches.
 ///

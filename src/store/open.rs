@@ -2,16 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use std::time::Duration;
 
+use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
+use object_store::path::Path;
 
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use super::contact::{Cloud, Connector};
-use super::*;
+use super::{Medium, Store};
+use crate::codec::Registry;
+use crate::{Error, Limits, Result};
 
 /// How a store is opened.
 ///

@@ -1,8 +1,11 @@
 //! Proves that a storage keeps the one promise that commits need: of several creates of a name, exactly one wins.
 
-use super::*;
-use crate::boxed;
+use bytes::Bytes;
+
+use super::Store;
+use super::io::Created;
 use crate::wire::Id;
+use crate::{Error, ErrorKind, Result, boxed};
 
 /// Rounds of racing creates. A storage that ignores the condition fails the first; one that checks it without a lock
 /// fails within a few.

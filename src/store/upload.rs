@@ -1,11 +1,13 @@
 //! Streams one object up in bounded memory: a single put while it is small, equal multipart parts when it is not.
 
-use object_store::{MultipartUpload, PutPayload};
+use bytes::Bytes;
+use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
 use tokio::task::JoinSet;
 
+use super::ahead::{Ahead, Tee};
 use super::io::unconditional;
-use super::*;
-use crate::boxed;
+use super::{Medium, Store};
+use crate::{Error, ErrorKind, Result, boxed};
 
 /// Objects below this go up in one request; no part is smaller.
 const MIN_PART_BYTES: u64 = 8 << 20;

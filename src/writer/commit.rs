@@ -1,18 +1,29 @@
-//! Opens a store for writing, and commits what a save has uploaded.
+//! The commit side of a writer: opens a store for writing, and commits the casks that a save or the ranks have
+//! uploaded.
+//!
+//! A commit writes directory, manifest and log entry, in this order. Creating the entry is the commit; before it
+//! nothing exists for readers.
+//!
+//! Invariants: a writer that another job fenced commits nothing. A commit is confirmed against the store as it is at
+//! that moment: the log and all objects that the snapshot needs must be there. After an unknown outcome nothing is
+//! deleted and the writer stops.
 
-use super::base::Parent;
-use super::hints::Hints;
-use super::*;
-use crate::chain::{Reason, chain_of};
-use crate::commit::{Age, Appended, LogState, Need, Stale, Standing, Summary, now_ms, refuse_features};
+use std::collections::BTreeMap;
+
+use super::changed_rows::ChangedRows;
+use super::parent::{Parent, is_damage};
+use super::pipeline::SavePipeline;
+use super::{ExistingStep, Metadata, Saved, Writer, WriterOptions};
+use crate::chain::{Decision, Policy, Reason, chain_of};
+use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms};
 use crate::error::ResultExt;
 use crate::reader::Snapshot;
 use crate::store::Created;
-use crate::wire::STORE_FILE;
-use crate::wire::{CaskRef, Digest, Event, Manifest, ParentRef, StoreFile};
-use crate::{Blob, boxed};
+use crate::wire::{CaskRef, Digest, Event, Id, Manifest, STORE_FILE, StoreFile};
+use crate::{Blob, Error, ErrorKind, Result, RoundingReport, Store, boxed};
 
-/// Creates the store if it is not there, proves that the storage keeps its promises, and takes over.
+/// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
+/// writers.
 #[boxed]
 pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer> {
     let id = match options.id {
@@ -23,19 +34,20 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
     log.append(id, |_| Ok(Event::Opened {})).await?;
     log.write_catalog_if_due().await;
     let predecessors = log.state().writers.clone();
-    Ok(Writer { saver: Saver::new(store, options), id, log, predecessors, durable_directory: None, stopped: None })
+    Ok(Writer { pipeline: SavePipeline::new(store, options), id, log, predecessors, durable_directory: None, stopped: None })
 }
 
-/// Reads the log of a store that is going to be written to; creates `store.json` if it is not there.
+/// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
 #[boxed]
 async fn open_log(store: &Store) -> Result<Log> {
     store.ensure_root()?;
     match store.read_store_file().await {
         Ok(found) => {
-            // The cheapest proof on each opening: what is there must not be creatable.
+            // The cheapest check of put-if-absent: creating an existing object must fail.
             let created = store.create(STORE_FILE, found.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
             if let Created::Written = created {
-                // Either the storage ignores the condition, which the probe finds, or the file was removed between the two requests.
+                // Either the storage ignores the condition, or the file was removed between the two requests. The probe
+                // tells which.
                 store.probe().await?;
                 tracing::warn!(store = store.url(), "store.json was removed while the store was being opened; it was created again");
             }
@@ -45,7 +57,8 @@ async fn open_log(store: &Store) -> Result<Log> {
             let bytes = StoreFile::new(Id::random()?).encode()?;
             let bytes = bytes::Bytes::from(bytes);
             for attempt in 0..3 {
-                // Another writer may have been faster; its file is as good. Or a server saw a race that nobody won.
+                // If another writer was faster, its file is as good. A server may also report a race that nobody won:
+                // try again.
                 store.create(STORE_FILE, bytes.clone()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
                 match store.read_store_file().await {
                     Err(e) if e.kind() == ErrorKind::NotFound && attempt < 2 => {}
@@ -62,44 +75,46 @@ async fn open_log(store: &Store) -> Result<Log> {
 }
 
 impl Writer {
-    /// What a snapshot of `step` is made against, opened; none for a base.
+    /// Opens the parent of a snapshot of `step`; `None` for a base.
     #[boxed]
     pub(super) async fn parent(&mut self, step: u64) -> Result<(Option<Parent>, Decision)> {
         let (parent, mut decision) = self.decide(step).await?;
         let Some(id) = parent else { return Ok((None, decision)) };
-        let parent = open_parent(&self.saver.store, self.log.state(), id).await?;
+        let parent = Parent::open(&self.pipeline.store, self.log.state(), id).await?;
         if parent.is_none() {
             decision.reason = Reason::BrokenParent;
         }
         Ok((parent, decision))
     }
 
-    /// What the policy says of a snapshot of `step`, by the log as it is now. In a store that was replaced, nothing is built upon.
+    /// Parent of a snapshot of `step`, by the policy and the current log. In a store that was replaced, the snapshot
+    /// becomes a base.
     #[boxed]
     pub(super) async fn decide(&mut self, step: u64) -> Result<(Option<Id>, Decision)> {
         let replaced = match self.log.catch_up().await? {
             Standing::Same => false,
             Standing::Stale(stale) => {
-                self.begin_anew(&stale.error).await?;
+                self.restart_in_replaced_store(&stale.error).await?;
                 true
             }
         };
         check_fence(self.log.state(), self.id)?;
-        let (parent, mut decision) = self.saver.options.policy.decide(self.log.state(), step, self.saver.store.limits().max_chain_depth);
+        let (parent, mut decision) =
+            self.pipeline.options.policy.decide(self.log.state(), step, self.pipeline.store.limits().max_chain_depth);
         if replaced && parent.is_some() {
             decision.reason = Reason::BrokenParent;
         }
         Ok((parent.filter(|_| !replaced), decision))
     }
 
-    /// Goes on in a store that was deleted or replaced since this writer's last commit: creates it if nothing is there, and takes over what is
-    /// there if no job that this writer does not know has written to it.
+    /// Continues in a store that was deleted or replaced since the last commit of this writer. Creates the store if it
+    /// is gone. Takes over an older copy, unless a job unknown to this writer has written to it.
     #[boxed]
-    pub(super) async fn begin_anew(&mut self, why: &Error) -> Result<()> {
-        tracing::warn!(error = %why, "beginning anew with a base");
-        let store = self.saver.store.clone();
-        self.saver.base.clear();
-        self.saver.hints = Hints::default();
+    pub(super) async fn restart_in_replaced_store(&mut self, why: &Error) -> Result<()> {
+        tracing::warn!(error = %why, "the store was replaced; the next snapshot is a base");
+        let store = self.pipeline.store.clone();
+        self.pipeline.base.clear();
+        self.pipeline.changed_rows = ChangedRows::default();
         self.durable_directory = None;
         let mut log = open_log(&store).await?;
         let (id, predecessors) = (self.id, &self.predecessors);
@@ -107,7 +122,7 @@ impl Writer {
             Some(last) if last.writer != id && !predecessors.contains(&last.writer) => Err(Error::new(
                 ErrorKind::Fenced,
                 format!(
-                    "the store was deleted or replaced since this job last saved, and writer {} writes to what is there now (log entry {}). \
+                    "the store was deleted or replaced since this job last saved, and writer {} writes to the new store (log entry {}). \
                      Stop one of the two jobs; to go on with this one, open the store again",
                     last.writer, last.sequence
                 ),
@@ -123,7 +138,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Refuses to replace a live step by another content, unless that was asked for; the snapshot that may be replaced, if there is one.
+    /// Returns the live snapshot of the step, if it may be replaced. Refuses a snapshot with another content, unless
+    /// the options allow that.
     #[boxed]
     pub(super) async fn replaceable(
         &self,
@@ -132,11 +148,11 @@ impl Writer {
         blobs: Option<&[&Blob<'_>]>,
     ) -> Result<Option<Id>> {
         let Some(existing) = self.log.state().at_step(step) else { return Ok(None) };
-        if self.saver.options.existing_step == ExistingStep::Replace {
+        if self.pipeline.options.existing_step == ExistingStep::Replace {
             return Ok(Some(existing.id));
         }
         let same = async {
-            let snapshot = Snapshot::load(&self.saver.store, self.log.state(), existing.id).await?;
+            let snapshot = Snapshot::load(&self.pipeline.store, self.log.state(), existing.id).await?;
             match blobs {
                 Some(blobs) if snapshot.manifest().content == *content => snapshot.has_blobs(blobs).await,
                 _ => Ok(false),
@@ -153,9 +169,9 @@ impl Writer {
                 ),
             )
             .object(existing.manifest_path())),
-            // What nobody can read protects nothing.
+            // A damaged snapshot is not worth keeping.
             Err(error) if is_damage(&error) => {
-                tracing::warn!(step, %error, "the step that was saved before cannot be read; replacing it");
+                tracing::warn!(step, %error, "the saved snapshot of this step cannot be read; replacing it");
                 Ok(Some(existing.id))
             }
             Err(error) => Err(error),
@@ -172,11 +188,10 @@ impl Writer {
         metadata: &Metadata,
     ) -> Result<Commit> {
         let Prepared { directory, tensor_bytes, content, blobs, decision, age, .. } = prepared;
-        let store = self.saver.store.clone();
+        let store = self.pipeline.store.clone();
         let replaceable = self.replaceable(step, content, *blobs).await?;
         let digest = Digest::of(directory);
-        let parent_ref =
-            parent.map(|parent| ParentRef { snapshot: parent.snapshot.record().id, content: parent.snapshot.manifest().content.clone() });
+        let parent_ref = parent.map(Parent::reference);
         let mut manifest = Manifest::new(Id::random()?, step, parent_ref, digest);
         manifest.content = content.clone();
         manifest.casks = prepared.casks.clone();
@@ -184,13 +199,13 @@ impl Writer {
         manifest.time_ms = now_ms();
         manifest.metadata = metadata.file.clone();
         manifest.user = metadata.user.clone();
-        if self.saver.options.policy == Policy::Adaptive {
+        if self.pipeline.options.policy == Policy::Adaptive {
             let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
             manifest.user.insert(Decision::KEY.to_owned(), value);
         }
 
         let (bytes, manifest_digest) = manifest.encode()?;
-        // What readers would refuse (a limit, user metadata nested too deep) must not be committed.
+        // Readers must accept the manifest: it may exceed a limit, or user metadata may be nested too deep.
         Manifest::decode(&bytes, store.limits())
             .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
         if self.durable_directory != Some(digest) {
@@ -200,7 +215,7 @@ impl Writer {
         store.create_unique(&manifest.path(), bytes.into()).await?;
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
-        let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.saver.options.age_floor);
+        let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.pipeline.options.age_floor);
         let needs = needs_of(&manifest, parent);
         let mut parent_is_lost = false;
         let appended = self
@@ -210,7 +225,7 @@ impl Writer {
                 age.check(floor)?;
                 if let Some(now) = state.at_step(step)
                     && Some(now.id) != replaceable
-                    && !matches!(self.saver.options.existing_step, ExistingStep::Replace)
+                    && !matches!(self.pipeline.options.existing_step, ExistingStep::Replace)
                 {
                     let message =
                         format!("step {step} was saved by another writer meanwhile; nothing was committed. Save it again to compare");
@@ -233,7 +248,7 @@ impl Writer {
         let sequence = match appended.in_object(manifest.path()) {
             Ok(Appended::Committed(sequence)) => sequence,
             Ok(Appended::Refused(stale)) => {
-                // It may be gone, too.
+                // The directory may be gone, too.
                 self.durable_directory = None;
                 return Ok(Commit::Stale(stale));
             }
@@ -251,24 +266,25 @@ impl Writer {
             sequence,
             tensor_bytes: manifest.tensor_bytes,
             stored_bytes: manifest.stored_bytes(),
-            chunks: prepared.chunks.clone(),
+            chunks: prepared.chunk_counts.clone(),
             rounding: prepared.rounding,
             decision: *decision,
         }))
     }
 }
 
-/// What became of a commit.
+/// Outcome of a commit.
 pub(crate) enum Commit {
+    /// The snapshot is committed.
     Done(Saved),
     /// The store was changed from outside; nothing was committed.
     Stale(Stale),
-    /// The parent was given up to garbage collection, or reduced, in the meantime; nothing was committed.
+    /// The parent was collected or reduced in the meantime; nothing was committed.
     ParentLost(Error),
 }
 
 impl Commit {
-    /// The snapshot, or why there is none.
+    /// The snapshot, or the error that kept it from being committed.
     pub(crate) fn done(self) -> Result<Saved> {
         match self {
             Self::Done(saved) => Ok(saved),
@@ -277,7 +293,7 @@ impl Commit {
     }
 }
 
-/// The objects that a snapshot needs: its own casks and directory, and all of its parent's chain.
+/// Objects that a snapshot needs: its own casks and directory, and those of the parent's chain.
 fn needs_of(manifest: &Manifest, parent: Option<&Parent>) -> Vec<Need> {
     let mut needs: Vec<Need> = Need::of(manifest).collect();
     for link in parent.into_iter().flat_map(|parent| parent.snapshot.links()) {
@@ -288,47 +304,27 @@ fn needs_of(manifest: &Manifest, parent: Option<&Parent>) -> Vec<Need> {
     needs
 }
 
-/// What a save has made ready to be committed.
+/// A snapshot whose casks are uploaded, ready to be committed.
 pub(crate) struct Prepared<'a> {
+    /// Stored form of the directory.
     pub directory: Vec<u8>,
+    /// Decoded size of the tensors, in bytes.
     pub tensor_bytes: u64,
     pub casks: Vec<CaskRef>,
+    /// Content digests by role.
     pub content: BTreeMap<String, Digest>,
-    /// The blobs, if the committing process has them.
+    /// Blobs of the snapshot, if the committing process has them.
     pub blobs: Option<&'a [&'a Blob<'a>]>,
-    pub chunks: BTreeMap<String, u64>,
-    /// Errors of all that was rounded.
-    pub rounding: Option<crate::RoundingReport>,
+    /// Number of chunks by codec id, or `unchanged`.
+    pub chunk_counts: BTreeMap<String, u64>,
+    /// Rounding errors; `None` if nothing was rounded.
+    pub rounding: Option<RoundingReport>,
     pub decision: Decision,
-    /// Of the oldest of the casks.
+    /// Age of the oldest cask.
     pub age: Age,
 }
 
-/// The parent of a delta, opened. One that cannot be read is no reason to lose the snapshot at hand: none, loudly.
-#[boxed]
-pub(super) async fn open_parent(store: &Store, state: &LogState, id: Id) -> Result<Option<Parent>> {
-    let snapshot = match Snapshot::load(store, state, id).await {
-        Ok(snapshot) => snapshot,
-        Err(error) if is_damage(&error) => {
-            tracing::warn!(%error, "the snapshot that the next delta needs cannot be read; saving a base instead");
-            return Ok(None);
-        }
-        Err(error) => return Err(error),
-    };
-    refuse_features(snapshot.manifest().may_ignore())?;
-    if snapshot.newest().directory.features().may_ignore != 0 {
-        return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask")
-            .clause("README 4"));
-    }
-    Ok(Some(Parent { snapshot }))
-}
-
-/// Whether an error says that stored objects are unusable, and not that the storage fails now.
-pub(super) fn is_damage(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
-}
-
-/// A writer is fenced by another's `opened` or `added` after its own, and by nothing else.
+/// Refuses to go on if another writer has committed `opened` or `added` after this one. Nothing else fences a writer.
 pub(super) fn check_fence(state: &LogState, writer: Id) -> Result<()> {
     match state.last_writer {
         Some(last) if last.writer != writer => {

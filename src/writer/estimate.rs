@@ -1,54 +1,71 @@
-//! What a delta and a base of a state would take, from a sample of its chunks.
+//! The estimate of the adaptive policy: stored size of a state as a base and as a delta, from a sample of its chunks.
+//!
+//! The sample is the same for the same state, so two runs over the same bytes decide alike.
+
+use std::borrow::Cow;
 
 use rayon::prelude::*;
 
-use super::base::Parent;
-use super::layout::StateLayout;
-use super::save::{Job, Saver, borrowed, chunk_to_encode};
-use crate::Result;
-use crate::boxed;
+use super::base_cache::BaseCache;
+use super::base_chunks::{PartnerChunk, base_chunks, partner_chunks};
+use super::input::{ChunkRef, SaveInput};
+use super::rounding::stored_forms;
 use crate::chain::Estimate;
-use crate::codec::{Chunk, estimate_chunk};
-use crate::parallel;
-use crate::precision::Rounded;
+use crate::codec::{Chunk, Partner, estimate_chunk};
 use crate::tensor::ChunkGrid;
+use crate::{Result, boxed, parallel};
 
-/// Chunks that are looked at, whatever the size of the state.
+/// Largest number of chunks in the sample, however large the state is.
 const SAMPLES: u64 = 48;
 
-/// Estimates a save from chunks that lie at equal distances in the state: the same for the same bytes.
+/// Estimates the stored size of a state from chunks at equal distances.
 #[boxed]
-pub(super) async fn estimate(saver: &Saver, layout: &StateLayout<'_>, parent: &Parent) -> Result<Estimate> {
-    let jobs = sample(layout, parent)?;
-    let bases = saver.bases(&jobs, layout, Some(parent)).await?;
-    let rounded = jobs.par_iter().zip(&bases).map(|(job, base)| saver.rounded(*job, layout, base.as_deref()));
-    let rounded: Vec<Rounded<'_>> = parallel::run(|| rounded.collect::<Result<_>>())?;
-    let partners = saver.partners(&jobs, layout, Some(parent)).await?;
-    let registry = saver.store.registry();
-    let sizes = jobs.par_iter().zip(&rounded).zip(bases.par_iter().zip(&partners)).map(|((job, rounded), (base, partners))| {
-        let (partners, given) = (borrowed(partners), rounded.given.as_ref());
-        let chunk = chunk_to_encode(&layout.tensors[job.tensor], *job, &rounded.data, None, &partners)?;
+pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result<Estimate> {
+    let chunks = sample(input)?;
+    let bases: Vec<Option<Cow<'_, [u8]>>> = base_chunks(input, cache, &chunks).await?;
+    let rounded = stored_forms(input, &chunks, &bases)?;
+    let partners = partner_chunks(input, cache, &chunks).await?;
+    let registry = input.store.registry();
+    let sizes = chunks.par_iter().zip(&rounded).zip(bases.par_iter().zip(&partners)).map(|((&at, rounded), (base, partners))| {
+        let partners: Vec<Partner<'_>> = partners.iter().map(PartnerChunk::as_partner).collect();
+        let chunk = Chunk { partners: &partners, ..input.codec_chunk(at, &rounded.data)? };
+        let given = rounded.given.as_ref();
         let absolute = estimate_chunk(registry, &chunk, given.filter(|given| !given.encoded.uses_base));
-        let rows = saver.changed_rows(*job, layout, Some(parent))?;
-        let delta = match (base, rows) {
+        let changed_rows = input.changed_rows(at)?;
+        let delta = match (base, changed_rows) {
             (Some(base), _) => estimate_chunk(registry, &Chunk { base: Some(base), ..chunk }, given),
             (None, Some(rows)) => estimate_chunk(registry, &Chunk { changed_rows: Some(&rows), ..chunk }, given),
             (None, None) => absolute,
         };
-        Ok([chunk.data.len() as u64, absolute, delta])
+        Ok(ChunkSizes { decoded: chunk.data.len() as u64, absolute, delta })
     });
-    let sizes: Vec<[u64; 3]> = parallel::run(|| sizes.collect::<Result<_>>())?;
-    let sum = |column: usize| sizes.iter().map(|row| u128::from(row[column])).sum::<u128>();
-    let scale = |bytes: u128| u64::try_from(bytes * u128::from(layout.tensor_bytes) / sum(0).max(1)).unwrap_or(u64::MAX);
-    Ok(Estimate { base_bytes: scale(sum(1)), delta_bytes: scale(sum(2)), sampled_chunks: jobs.len() as u64 })
+    let sizes: Vec<ChunkSizes> = parallel::run(|| sizes.collect::<Result<_>>())?;
+    let sum = |bytes: fn(&ChunkSizes) -> u64| sizes.iter().map(|sizes| u128::from(bytes(sizes))).sum::<u128>();
+    let decoded = sum(|sizes| sizes.decoded).max(1);
+    let scale = |bytes: u128| u64::try_from(bytes * u128::from(input.layout.tensor_bytes) / decoded).unwrap_or(u64::MAX);
+    Ok(Estimate {
+        base_bytes: scale(sum(|sizes| sizes.absolute)),
+        delta_bytes: scale(sum(|sizes| sizes.delta)),
+        sampled_chunks: chunks.len() as u64,
+    })
 }
 
-fn sample(layout: &StateLayout<'_>, parent: &Parent) -> Result<Vec<Job>> {
-    let total: u64 = layout.tensors.iter().flat_map(|tensor| &tensor.shards).map(|view| view.data().len() as u64).sum();
-    let (mut jobs, mut position, mut taken) = (Vec::new(), 0u64, 0);
-    // The middle of each of so many equal parts.
+/// Sizes of a chunk, in bytes.
+struct ChunkSizes {
+    decoded: u64,
+    /// Stored without a base.
+    absolute: u64,
+    /// Stored as a delta.
+    delta: u64,
+}
+
+/// Chunks at equal distances in the state: those that hold the middle of each of [`SAMPLES`] equal parts.
+fn sample(input: &SaveInput<'_>) -> Result<Vec<ChunkRef>> {
+    let tensors = &input.layout.tensors;
+    let total: u64 = tensors.iter().flat_map(|tensor| &tensor.shards).map(|view| view.data().len() as u64).sum();
+    let (mut chunks, mut position, mut taken) = (Vec::new(), 0u64, 0);
     let target = |nth: u64| (u128::from(total) * u128::from(2 * nth + 1) / u128::from(2 * SAMPLES)) as u64;
-    for (tensor, entry) in layout.tensors.iter().enumerate() {
+    for (tensor, entry) in tensors.iter().enumerate() {
         for (shard, view) in entry.shards.iter().enumerate() {
             let grid = ChunkGrid::new(view.dtype(), &view.rect().shape)?;
             let mut base = None;
@@ -56,8 +73,8 @@ fn sample(layout: &StateLayout<'_>, parent: &Parent) -> Result<Vec<Job>> {
                 let bytes = grid.bytes(chunk);
                 position += bytes.end - bytes.start;
                 if taken < SAMPLES && target(taken) < position {
-                    let base = *base.get_or_insert_with(|| parent.find(view));
-                    jobs.push(Job { tensor, shard, chunk, base });
+                    let base = *base.get_or_insert_with(|| input.parent.and_then(|parent| parent.find(view)));
+                    chunks.push(ChunkRef { tensor, shard, chunk, base });
                     while taken < SAMPLES && target(taken) < position {
                         taken += 1;
                     }
@@ -65,5 +82,5 @@ fn sample(layout: &StateLayout<'_>, parent: &Parent) -> Result<Vec<Job>> {
             }
         }
     }
-    Ok(jobs)
+    Ok(chunks)
 }

@@ -1,4 +1,10 @@
-//! From the caller's tensors to a layout: names, shards, aliases, slots.
+//! The layout of a state: the caller's tensors and blobs in the order of casks and directory.
+//!
+//! A layout is built before anything is encoded. It checks names, shards and limits, finds tied tensors, and gives each
+//! tensor its slot, which decides the cask.
+//!
+//! Invariants: tensors ascend by name, shards by position, blobs by rank and name. A tied tensor is stored once, under
+//! the first name.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -6,43 +12,47 @@ use crate::tensor::{Rect, element_count, tiles};
 use crate::wire::{Directory, DirectoryShard, DirectoryTensor, ErrorsFile, MAX_RANK, blob_slot, tensor_slot};
 use crate::{Blob, Error, Limits, Result, TensorView};
 
-/// A state, ordered as casks and directory need it.
+/// The layout of a state.
 pub(super) struct StateLayout<'a> {
     /// Ascending by name.
     pub tensors: Vec<LayoutTensor<'a>>,
     /// Ascending by rank and name.
     pub blobs: Vec<&'a Blob<'a>>,
+    /// Decoded size of the stored tensors, in bytes.
     pub tensor_bytes: u64,
-    /// The rank whose tensors they are.
+    /// Rank of the process that saves; 0 if it saves the whole state.
     pub rank: u32,
-    /// Stored tensors by role and param; none where several share both.
+    /// Number of the stored tensor of each role and param; `None` if several share both.
     by_param: HashMap<(String, String), Option<usize>>,
 }
 
+/// A tensor of the layout.
 pub(super) struct LayoutTensor<'a> {
     pub description: DirectoryTensor,
     pub slot: u32,
-    /// Ascending by position; none for an alias.
+    /// Ascending by position; empty for an alias.
     pub shards: Vec<&'a TensorView<'a>>,
 }
 
 impl<'a> StateLayout<'a> {
+    /// The layout of a whole state.
     pub(super) fn new(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], limits: &Limits) -> Result<Self> {
         Self::of_rank(views, blobs, limits, None)
     }
 
-    /// What one rank has of a state: its shards need not tile their tensors.
+    /// The layout of the shards and blobs of one rank, or of a whole state without a rank. Shards of one rank need not
+    /// tile their tensors.
     pub(super) fn of_rank(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], limits: &Limits, rank: Option<u32>) -> Result<Self> {
         let mut sorted: Vec<&TensorView<'_>> = views.iter().collect();
         sorted.sort_by(|a, b| (a.name(), a.rect()).cmp(&(b.name(), b.rect())));
         let mut tensors: Vec<LayoutTensor<'a>> = Vec::new();
-        // The first of tied tensors by name is stored.
+        // Number of the stored tensor for each memory range, dtype, shape and role. Later names become aliases.
         let mut stored: HashMap<(*const u8, usize, crate::Dtype, Vec<u64>, String), usize> = HashMap::new();
         for group in sorted.chunk_by(|a, b| a.name() == b.name()) {
             let Some(&first) = group.first() else { continue };
-            check_group(group, limits, rank.is_none())?;
+            check_group(group, limits, rank)?;
             let slot = tensor_slot(rank.unwrap_or(0), first.role());
-            // Ranks with nothing of a tensor give an empty shard; only an empty tensor keeps one.
+            // A rank without elements of a tensor gives an empty shard. Only an empty tensor keeps one.
             let empty_tensor = first.shape().contains(&0);
             let shards: Vec<&TensorView<'a>> = group.iter().copied().filter(|view| empty_tensor || !view.data().is_empty()).collect();
             let mut alias_of = None;
@@ -71,10 +81,11 @@ impl<'a> StateLayout<'a> {
         }
         for blob in &blobs {
             if blob.name == ErrorsFile::BLOB {
-                return Err(Error::invalid("this name is that of the receipt of rounded tensors").tensor(&blob.name));
+                return Err(Error::invalid("this name is reserved for the errors of rounded tensors; save the blob under another name")
+                    .tensor(&blob.name));
             }
             if rank.is_some_and(|rank| rank != blob.rank) {
-                return Err(Error::invalid(format!("a blob of rank {} among those of another rank", blob.rank)).tensor(&blob.name));
+                return Err(Error::invalid(format!("the blob belongs to rank {}, but another rank saves it", blob.rank)).tensor(&blob.name));
             }
             if blob.rank > MAX_RANK {
                 return Err(Error::invalid(format!("rank {} is beyond {MAX_RANK}", blob.rank)).tensor(&blob.name));
@@ -82,7 +93,7 @@ impl<'a> StateLayout<'a> {
             Limits::check(blob.name.len() as u64, limits.max_name_bytes, "length of a blob's name")?;
             Limits::check(blob.data.len() as u64, limits.max_blob_bytes, "size of a blob").map_err(|e| e.tensor(&blob.name))?;
         }
-        // Of whole tensors: packed shards may each end within a byte.
+        // Sizes of whole tensors, not sums of shards: each packed shard may end within a byte.
         let bytes_of = |t: &DirectoryTensor| t.dtype.byte_count(element_count(&t.shape)?);
         let stored = tensors.iter().map(|t| &t.description).filter(|t| t.alias_of.is_none());
         let tensor_bytes = stored.filter_map(bytes_of).fold(0u64, u64::saturating_add);
@@ -94,8 +105,8 @@ impl<'a> StateLayout<'a> {
         Ok(Self { tensors, blobs, tensor_bytes, rank: rank.unwrap_or(0), by_param })
     }
 
-    /// The tensor of another role that belongs to the parameter of a tensor, and its shard of a rectangle, by number. As readers find
-    /// it ([`Directory::partner`]).
+    /// Numbers of the partner of a tensor (same parameter, another role) and of its shard with this rectangle. Readers
+    /// find the same partner with [`Directory::partner`].
     pub(super) fn partner(&self, tensor: usize, role: &str, rect: &Rect) -> Option<(usize, usize)> {
         let ours = &self.tensors.get(tensor)?.description;
         let number = (*self.by_param.get(&(role.to_owned(), ours.param.clone()))?)?;
@@ -107,13 +118,20 @@ impl<'a> StateLayout<'a> {
         Some((number, partner.shards.iter().position(|view| view.rect() == rect)?))
     }
 
-    /// Slots that hold something, ascending.
+    /// Bytes of the tensors and blobs of a slot.
+    pub(super) fn slot_bytes(&self, slot: u32) -> u64 {
+        let views = self.tensors.iter().filter(|tensor| tensor.slot == slot).flat_map(|tensor| &tensor.shards);
+        let blobs = self.blobs.iter().filter(|blob| blob_slot(blob.rank) == slot);
+        views.map(|view| view.data().len() as u64).chain(blobs.map(|blob| blob.data.len() as u64)).sum()
+    }
+
+    /// Slots that hold a tensor or a blob, ascending.
     pub(super) fn slots(&self) -> BTreeSet<u32> {
         let tensors = self.tensors.iter().filter(|t| t.description.alias_of.is_none()).map(|t| t.slot);
         tensors.chain(self.blobs.iter().map(|blob| blob_slot(blob.rank))).collect()
     }
 
-    /// The directory's stored form.
+    /// Stored form of the directory.
     pub(super) fn directory(&self) -> Result<Vec<u8>> {
         let rows: Vec<(DirectoryTensor, Vec<DirectoryShard>)> = self
             .tensors
@@ -127,8 +145,8 @@ impl<'a> StateLayout<'a> {
     }
 }
 
-/// Views of one name must be the shards of one tensor.
-fn check_group(group: &[&TensorView<'_>], limits: &Limits, whole_tensor: bool) -> Result<()> {
+/// Checks that views of one name are shards of one tensor.
+fn check_group(group: &[&TensorView<'_>], limits: &Limits, rank: Option<u32>) -> Result<()> {
     let Some(first) = group.first() else { return Ok(()) };
     let fail = |message: String| Err(Error::invalid(message).tensor(first.name()));
     Limits::check(first.name().len() as u64, limits.max_name_bytes, "length of the name").map_err(|e| e.tensor(first.name()))?;
@@ -147,13 +165,13 @@ fn check_group(group: &[&TensorView<'_>], limits: &Limits, whole_tensor: bool) -
     }
     let rects: Vec<_> =
         group.iter().filter(|view| first.shape().contains(&0) || !view.data().is_empty()).map(|view| view.rect().clone()).collect();
-    match whole_tensor {
-        true => check_tiles(first.name(), first.shape(), &rects),
-        false => Ok(()),
+    match rank {
+        None => check_tiles(first.name(), first.shape(), &rects),
+        Some(_) => Ok(()),
     }
 }
 
-/// Shards of a tensor must cover it, without overlap.
+/// Checks that shards cover their tensor without overlap.
 pub(super) fn check_tiles(name: &str, shape: &[u64], rects: &[Rect]) -> Result<()> {
     if tiles(shape, rects)? {
         return Ok(());

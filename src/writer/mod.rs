@@ -1,22 +1,50 @@
-//! Writing: takes a state, encodes it against its base, streams casks up, and commits.
+//! Writing: encodes a state against its base, streams the casks to the store, and commits the snapshot.
+//!
+//! ```text
+//! save ── layout ── commit::parent ── estimate ── pipeline ── commit
+//!                                                   │
+//!          window -> base_chunks -> rounding -> changed_rows (check) -> cask_writer
+//! ```
+//!
+//! | module | job |
+//! |---|---|
+//! | `save` | one save of a whole state: base or delta, attempts |
+//! | `ranks`, `receipts` | one save of many ranks: upload by each, one commit |
+//! | `layout` | names, shards, ties and slots of a state |
+//! | `pipeline` | runs the stages and uploads one cask per slot |
+//! | `window`, `input`, `base_chunks`, `rounding`, `changed_rows`, `cask_writer` | the stages |
+//! | `base_cache`, `parent` | where the base of a delta comes from |
+//! | `commit` | directory, manifest, log entry |
+//!
+//! Invariants: nothing exists for readers before the log entry is created. A failed save leaves the store as it was.
+//! Maintenance uses `cask_writer`, `window` and `commit`, never the other way round.
 
-mod base;
+mod base_cache;
+mod base_chunks;
+mod cask_writer;
+mod changed_rows;
 mod commit;
 mod estimate;
-mod hints;
+mod input;
 mod layout;
+mod parent;
+mod pipeline;
 mod ranks;
+mod receipts;
+mod rounding;
 mod save;
+mod window;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use base::BaseCache;
+pub(crate) use cask_writer::{CaskWriter, ChunkInput, ChunkPlace, EncodeOptions, ShardLabel, encode_chunks};
 pub(crate) use commit::Prepared;
+use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
-use save::Saver;
+pub(crate) use window::{PlannedChunk, Section, WINDOW_BYTES, plan};
 
 use crate::chain::{Decision, Policy};
 use crate::codec::Objective;
@@ -24,37 +52,38 @@ use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Ahead, Error, ErrorKind, Precision, Result, RoundingReport, Store};
 
-/// What a writer says of a snapshot besides its tensors.
+/// Metadata of a snapshot.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Metadata {
-    /// Loss, learning rate, tokens, commit of the code; columns of the catalog. Names that start with `tc.` are reserved.
+    /// Values such as loss, learning rate, token count or code commit. They become columns of the catalog. Names that
+    /// start with `tc.` are reserved.
     pub user: Map<String, Value>,
-    /// Metadata of the state as a file carries it (`__metadata__` of safetensors).
+    /// Metadata of a file that the state came from (`__metadata__` of safetensors).
     pub file: BTreeMap<String, String>,
 }
 
-/// How a writer works.
+/// Options of a writer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WriterOptions {
-    /// When to write a base, and what deltas are made against.
+    /// When to write a base, and which snapshot deltas are made against.
     pub policy: Policy,
-    /// Where the base of the next delta is kept.
+    /// How the base of the next delta is kept between saves.
     pub base_cache: BaseKeeping,
-    /// What codecs are chosen for.
+    /// Weights by which codecs are chosen: size, speed, precision.
     pub objective: Objective,
-    /// Which tensors are rounded before they are stored, and how far. By default none is.
+    /// Which tensors are rounded before they are stored, and how far. By default no tensor is rounded.
     pub precision: Precision,
-    /// Whether each chunk is decoded again before it goes up.
+    /// Whether each chunk is decoded again before it is uploaded.
     pub verify_after_encode: bool,
-    /// Pages begin at multiples of two to the power of this: 6 to 12.
+    /// Page alignment: pages begin at multiples of two to the power of this, 6 to 12.
     pub alignment_exponent: u8,
-    /// What happens when a live step is saved again with another content.
+    /// How to treat a live snapshot of the same step with another content.
     pub existing_step: ExistingStep,
-    /// Id that the log names with each commit. Writers with the same id are one job: they do not fence each other. By default each writer
-    /// has an id of its own.
+    /// Id that the log names with each commit. Writers with the same id belong to one job and do not fence each other.
+    /// By default each writer gets a random id.
     pub id: Option<Id>,
-    /// The least age floor that garbage collection of this store is run with: a save that takes longer than half of it is
-    /// refused, because its casks could be taken for leftovers.
+    /// Smallest age floor that garbage collection of this store runs with. A save that takes longer than half of this
+    /// time is refused, because garbage collection could take its casks for leftovers.
     pub age_floor: Duration,
 }
 
@@ -74,7 +103,7 @@ impl Default for WriterOptions {
     }
 }
 
-/// What a save does about a live snapshot of the same step. Saving the same tensors and blobs again is never an error.
+/// How a save treats a live snapshot of the same step. Saving the same tensors and blobs again is never an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ExistingStep {
     /// A save with another content fails with `Conflict`.
@@ -84,55 +113,58 @@ pub enum ExistingStep {
     Replace,
 }
 
-/// Where the base that the next delta needs is kept.
+/// How a writer keeps the base that the next delta needs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum BaseKeeping {
-    /// In memory, decoded: as many bytes as the state has.
+    /// In memory, decoded. Takes as much memory as the state.
     #[default]
     Memory,
-    /// In memory, encoded: as many bytes as a base has in the store; each chunk is decoded when it is needed.
+    /// In memory, encoded. Takes as much memory as a base takes in the store. Each chunk is decoded when a delta needs
+    /// it.
     Encoded,
-    /// Decoded, in a file of this folder that no one else sees: as many bytes of local disk as the state has, twice while a
-    /// base is saved. A file that cannot be written is a warning: the base is then read back.
+    /// In a private file of this folder, decoded. Takes as much local disk as the state, and twice as much while a base
+    /// is saved. If the file cannot be written, the writer warns and reads the base back from the store.
     Nvme(std::path::PathBuf),
-    /// Nowhere: read back from the store, a few chunks at a time.
+    /// Not kept. Chunks of the base are read back from the store, one window at a time.
     None,
 }
 
-/// What a save made.
+/// A saved snapshot.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Saved {
-    /// The snapshot's id.
+    /// Id of the snapshot.
     pub id: Id,
-    /// The step.
+    /// Training step.
     pub step: u64,
-    /// Whether it stands alone.
+    /// Base or delta.
     pub kind: SnapshotKind,
-    /// The snapshot that it needs, if it is a delta.
+    /// Id of the parent; `None` for a base.
     pub parent: Option<Id>,
-    /// Number of the log entry that committed it.
+    /// Number of the log entry that committed the snapshot.
     pub sequence: u64,
-    /// Bytes of the tensors.
+    /// Size of the decoded tensors, in bytes.
     pub tensor_bytes: u64,
-    /// Bytes of the casks.
+    /// Size of the casks, in bytes.
     pub stored_bytes: u64,
-    /// Chunks by what became of them: codec id, or `unchanged`.
+    /// Number of chunks by codec id, or `unchanged`.
     pub chunks: BTreeMap<String, u64>,
-    /// Errors of all that was rounded; none where nothing was.
+    /// Rounding errors of all tensors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
-    /// Why it became a base or a delta.
+    /// Why the snapshot became a base or a delta.
     pub decision: Decision,
 }
 
 /// Saves snapshots into a store.
 ///
-/// One job at a time: a writer of another id that opens the store fences this one, which says so at its next save. A failed save leaves the
-/// store as it was, and the writer usable, unless the error is `OutcomeUnknown`.
+/// One job writes to a store at a time. A writer with another id that opens the store fences this one: its next save
+/// fails with `Fenced`. A failed save leaves the store as it was and the writer usable, unless the error is
+/// `OutcomeUnknown`.
 ///
-/// A save that returns `Ok` was confirmed against the store as it is at that moment. If the store was deleted, moved away or replaced by an
-/// older copy since the last save, the writer begins anew with a base. If another job wrote to what lies there now, the save fails with
-/// `Fenced`. Objects that are removed after that confirmation are not noticed until the next save, or `verify`.
+/// A save that returns `Ok` was confirmed against the store at that moment. If the store was deleted, moved away or
+/// replaced by an older copy since the last save, the writer saves a base there. If another job has written to the new
+/// store, the save fails with `Fenced`. Objects removed after the confirmation are noticed at the next save, or by
+/// `verify`.
 ///
 /// ```
 /// use tensorcask::{Dtype, Metadata, Policy, TensorView, blocking::Store};
@@ -149,53 +181,54 @@ pub struct Saved {
 /// ```
 #[derive(Debug)]
 pub struct Writer {
-    saver: Saver,
+    pipeline: SavePipeline,
     id: Id,
     log: Log,
-    /// Writers whose place this one took; they may come back with an older copy of the store, and are no other job.
+    /// Writers that this one replaced. They may reappear in an older copy of the store, and do not count as another
+    /// job.
     predecessors: BTreeSet<Id>,
-    /// The directory that this writer itself has made durable.
+    /// Digest of the last directory that this writer made durable.
     durable_directory: Option<Digest>,
-    /// Why this writer may not go on: the outcome of a commit is not known.
+    /// Message of the commit with unknown outcome that stopped this writer.
     stopped: Option<String>,
 }
 
 impl Store {
-    /// Opens the store for writing, and creates it if it is not there.
+    /// Opens the store for writing. Creates the store if it does not exist.
     pub async fn writer(&self, policy: Policy) -> Result<Writer> {
         self.writer_with(WriterOptions { policy, ..WriterOptions::default() }).await
     }
 
-    /// Opens the store for writing with these options.
+    /// Opens the store for writing with the given options.
     pub async fn writer_with(&self, options: WriterOptions) -> Result<Writer> {
         commit::open(self, options).await
     }
 }
 
 impl Writer {
-    /// The id, which the log names with each of its commits.
+    /// Id of this writer, as the log names it with each commit.
     pub fn id(&self) -> Id {
         self.id
     }
 
-    /// The store.
+    /// Store that this writer saves to.
     pub fn store(&self) -> &Store {
-        &self.saver.store
+        &self.pipeline.store
     }
 
-    /// Bytes of memory that the kept base takes.
+    /// Memory that the kept base takes, in bytes.
     pub fn base_cache_bytes(&self) -> u64 {
-        self.saver.base.memory_bytes()
+        self.pipeline.base.memory_bytes()
     }
 
-    /// Has the casks of the next saves go to another store, too, while they are being written.
+    /// Sends the casks of the next saves to a second store, too, while they are being written. `None` ends that.
     pub fn send_ahead(&mut self, ahead: Option<Ahead>) {
-        self.saver.ahead = ahead;
+        self.pipeline.ahead = ahead;
     }
 
-    /// What the next saves do about a step that exists.
+    /// Sets how the next saves treat a step that exists.
     pub fn on_existing_step(&mut self, existing_step: ExistingStep) {
-        self.saver.options.existing_step = existing_step;
+        self.pipeline.options.existing_step = existing_step;
     }
 
     fn check_usable(&self) -> Result<()> {
@@ -205,7 +238,8 @@ impl Writer {
         }
     }
 
-    /// A writer whose commit has no known outcome goes no further. A fenced one asks the log again at each save.
+    /// Stops the writer after a commit with unknown outcome. A fenced writer is not stopped: each save reads the log
+    /// again.
     fn stop_if_final(&mut self, saved: &Result<Saved>) {
         if let Err(e) = saved
             && e.kind() == ErrorKind::OutcomeUnknown

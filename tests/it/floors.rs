@@ -196,3 +196,21 @@ fn an_import_that_goes_up_is_found() {
     write("low.rs", "#[cfg(test)] mod tests { use crate::high::Thing; } // crate::high");
     assert_eq!(upward(&library, &imports(scratch.path())), BTreeSet::new());
 }
+
+/// Rust files below a folder.
+fn rust_files(folder: &Path) -> Vec<std::path::PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries
+        .flat_map(|path| if path.is_dir() { rust_files(&path) } else { vec![path] })
+        .filter(|path| path.extension().is_some_and(|extension| extension == "rs"))
+        .collect()
+}
+
+/// A file names each import, so that a reader can tell where a name comes from. Test modules, which are indented, may import their parent.
+#[test]
+fn only_tests_import_all_names_of_their_parent() {
+    for path in rust_files(&folder("src")) {
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(!text.lines().any(|line| line.starts_with("use super::*")), "{} imports all names of its parent", path.display());
+    }
+}

@@ -174,7 +174,7 @@ async fn receipts_that_do_not_fit_are_refused() {
     let wrong: [(&str, &Change); 10] = [
         ("no receipts", &|r| r.clear()),
         ("no receipt of rank 1", &|r| _ = r.pop()),
-        ("one too many", &|r| r[1] = r[0].clone()),
+        ("is given twice", &|r| r[1] = r[0].clone()),
         ("of step 9", &|r| r[1].step = 9),
         ("attempt 5", &|r| r[1].attempt = 5),
         ("disagree", &|r| r[1].tensors[0].role = "other".into()),

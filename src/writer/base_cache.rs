@@ -1,4 +1,11 @@
-//! The state that the next delta is made against: kept decoded, encoded or in a file, or read back.
+//! The base cache: the state that the next delta is made against, kept in memory or on local disk.
+//!
+//! During a save, [`NextBase`] collects the stored form of the state beside the [`BaseCache`] of the save before. Once
+//! the snapshot is committed, [`BaseCache::promote`] replaces the one by the other. [`BaseKeeping`] decides the form:
+//! decoded, encoded or in a file. A chunk that is not in the cache, or is damaged there, is read back from the store.
+//!
+//! Invariants: the cache holds shards of one committed snapshot only. Each chunk is returned only if its CRC-32 is that
+//! of the save.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -8,18 +15,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::BaseKeeping;
-use crate::codec::{Columns, EncodedChunk, Registry};
+use crate::codec::{Columns, EncodedChunk, Registry, decode};
 use crate::limits::{reserve, to_usize, zeroed};
-use crate::reader::{ChunkItem, Snapshot};
-use crate::tensor::ChunkGrid;
-use crate::tensor::Rect;
+use crate::tensor::{ChunkGrid, Rect};
 use crate::wire::Id;
-use crate::{Error, Result, TensorView, boxed};
+use crate::{Error, Result, TensorView};
 
-/// Name of the tensor and position of the shard.
+/// Name of the tensor and rectangle of the shard.
 pub(super) type ShardKey = (String, Rect);
 
-/// A shard of the base, with the CRC-32 of each chunk: memory and disks may be damaged while it waits.
+/// A shard of the base, with the CRC-32 of each chunk. The checksums catch damage to memory or disk between two saves.
 #[derive(Debug)]
 struct KeptShard {
     form: Form,
@@ -28,20 +33,19 @@ struct KeptShard {
 
 #[derive(Debug)]
 enum Form {
+    /// Decoded bytes.
     Decoded(Vec<u8>),
-    /// Absolute chunks.
+    /// Chunks that decode without a base and without partners.
     Encoded(Vec<EncodedChunk>),
-    File {
-        file: Arc<PrivateFile>,
-        offset: u64,
-    },
+    /// Decoded bytes in a file, from `offset` on.
+    File { file: Arc<PrivateFile>, offset: u64 },
 }
 
-/// A file that nobody else sees: it has no name where the system allows that, and goes with its last user in any case.
+/// A file of this process alone. It is unlinked at once if the system allows that, else when its last user drops it.
 #[derive(Debug)]
 struct PrivateFile {
     file: Mutex<File>,
-    /// Its name, where it could not be unlinked while it is open.
+    /// Path of the file, if it could not be unlinked while open.
     path: Option<PathBuf>,
 }
 
@@ -70,15 +74,17 @@ impl Drop for PrivateFile {
     }
 }
 
-/// Which chunk of the base is wanted.
-pub(super) struct Wanted<'a> {
+/// Names a chunk of the base.
+pub(super) struct CachedChunk<'a> {
     pub snapshot: Id,
     pub key: &'a ShardKey,
+    /// Grid of the shard.
     pub grid: ChunkGrid,
+    /// Index of the chunk in the grid.
     pub chunk: u64,
 }
 
-/// Shards of one snapshot, kept.
+/// Kept shards of one committed snapshot.
 #[derive(Debug, Default)]
 pub(super) struct BaseCache {
     snapshot: Option<Id>,
@@ -86,64 +92,64 @@ pub(super) struct BaseCache {
 }
 
 impl BaseCache {
-    /// A chunk of the base, if it is kept and has the checksum that it had when it was saved.
-    pub(super) fn chunk(&self, wanted: &Wanted<'_>, registry: &Registry) -> Option<Cow<'_, [u8]>> {
-        if self.snapshot != Some(wanted.snapshot) {
+    /// Returns a chunk of the base, if it is kept and its checksum is that of the save.
+    pub(super) fn chunk(&self, at: &CachedChunk<'_>, registry: &Registry) -> Option<Cow<'_, [u8]>> {
+        if self.snapshot != Some(at.snapshot) {
             return None;
         }
-        let shard = self.shards.get(wanted.key)?;
-        let crc = *shard.crcs.get(usize::try_from(wanted.chunk).ok()?)?;
-        let problem = match shard.read(wanted, registry) {
+        let shard = self.shards.get(at.key)?;
+        let crc = *shard.crcs.get(usize::try_from(at.chunk).ok()?)?;
+        let problem = match shard.read(at, registry) {
             Ok(bytes) if crc32fast::hash(&bytes) == crc => return Some(bytes),
             Ok(_) => Error::corrupt("its checksum differs"),
             Err(e) => e,
         };
-        tracing::warn!(tensor = wanted.key.0, chunk = wanted.chunk, error = %problem, "the kept base is damaged; reading it back from the store");
+        tracing::warn!(tensor = at.key.0, chunk = at.chunk, error = %problem, "the kept base is damaged; reading it back from the store");
         None
     }
 
-    /// Drops a shard that is not needed again, so that old and new base together take little more than one.
+    /// Drops a shard that this save needs no more. Old and new base together then take little more memory than one.
     pub(super) fn release(&mut self, key: &ShardKey) {
         self.shards.remove(key);
     }
 
-    /// Forgets everything: the next delta reads its base back.
+    /// Drops all shards. The next delta reads its base back from the store.
     pub(super) fn clear(&mut self) {
         self.snapshot = None;
         self.shards = HashMap::new();
     }
 
-    /// Replaces what is kept. Called only when the snapshot is known to be committed.
+    /// Replaces the shards by those of a snapshot that is known to be committed.
     pub(super) fn promote(&mut self, snapshot: Id, next: NextBase) {
         self.snapshot = Some(snapshot);
         self.shards = if next.failed { HashMap::new() } else { next.shards };
     }
 
-    /// Bytes of memory that the shards take.
+    /// Memory that the shards take, in bytes.
     pub(super) fn memory_bytes(&self) -> u64 {
         self.shards.values().map(KeptShard::memory_bytes).fold(0, u64::saturating_add)
     }
 }
 
 impl KeptShard {
-    fn read(&self, wanted: &Wanted<'_>, registry: &Registry) -> Result<Cow<'_, [u8]>> {
-        let range = wanted.grid.bytes(wanted.chunk);
+    fn read(&self, at: &CachedChunk<'_>, registry: &Registry) -> Result<Cow<'_, [u8]>> {
+        let range = at.grid.bytes(at.chunk);
         let length = to_usize(range.end.saturating_sub(range.start), "a chunk")?;
-        let missing = || Error::invalid("is not there");
+        let missing = || Error::invalid("the cache does not hold it");
         match &self.form {
             Form::Decoded(bytes) => {
                 let start = to_usize(range.start, "a shard")?;
                 Ok(Cow::Borrowed(bytes.get(start..start.saturating_add(length)).ok_or_else(missing)?))
             }
             Form::Encoded(chunks) => {
-                let chunk = usize::try_from(wanted.chunk).ok().and_then(|at| chunks.get(at)).ok_or_else(missing)?;
+                let chunk = usize::try_from(at.chunk).ok().and_then(|at| chunks.get(at)).ok_or_else(missing)?;
                 let codec = registry.resolve(chunk.codec.as_ref().ok_or_else(missing)?)?;
                 let columns: Vec<(&str, bytes::Bytes)> = chunk.columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
-                let elements = wanted.grid.elements(wanted.chunk);
+                let elements = at.grid.elements(at.chunk);
                 let element_count = elements.end.saturating_sub(elements.start);
                 let mut out = zeroed(length, "a base chunk")?;
-                let input = Columns { dtype: wanted.grid.dtype(), element_count, columns: &columns, base: None, partners: &[] };
-                crate::codec::decode(codec.as_ref(), &input, &mut out)?;
+                let input = Columns { dtype: at.grid.dtype(), element_count, columns: &columns, base: None, partners: &[] };
+                decode(codec.as_ref(), &input, &mut out)?;
                 Ok(Cow::Owned(out))
             }
             Form::File { file, offset } => {
@@ -165,15 +171,18 @@ impl KeptShard {
     }
 }
 
-/// The state that is being saved, as the base of deltas to come.
+/// Collects the state that is being saved, as the base of the next delta.
 #[derive(Debug)]
 pub(super) struct NextBase {
     keeping: BaseKeeping,
     shards: HashMap<ShardKey, KeptShard>,
-    /// Chunks of the shard at hand.
+    /// Encoded chunks of the shard that is being added.
     chunks: Vec<EncodedChunk>,
+    /// Decoded bytes of the shard that is being added.
     bytes: Vec<u8>,
+    /// File of the shards, and the bytes written to it.
     file: Option<(Arc<PrivateFile>, u64)>,
+    /// Whether writing to local disk failed; nothing is kept then.
     failed: bool,
 }
 
@@ -182,15 +191,16 @@ impl NextBase {
         Self { keeping, shards: HashMap::new(), chunks: Vec::new(), bytes: Vec::new(), file: None, failed: false }
     }
 
-    /// Whether [`chunk`](Self::chunk) wants the encoded form of each chunk.
-    pub(super) fn wants_encoded(&self) -> bool {
+    /// Whether [`add_chunk`](Self::add_chunk) needs the encoded form of each chunk.
+    pub(super) fn keeps_encoded(&self) -> bool {
         self.keeping == BaseKeeping::Encoded
     }
 
-    /// The next chunk of a shard of so many bytes: as it was stored, and absolute, if that is wanted.
-    pub(super) fn chunk(&mut self, shard_bytes: usize, data: &[u8], encoded: Option<EncodedChunk>) -> Result<()> {
+    /// Adds the next chunk of a shard of `shard_bytes`: its stored form, and the form that decodes alone if
+    /// [`keeps_encoded`](Self::keeps_encoded).
+    pub(super) fn add_chunk(&mut self, shard_bytes: usize, data: &[u8], encoded: Option<EncodedChunk>) -> Result<()> {
         if let Some(mut chunk) = encoded {
-            // Buffers of columns have room for more than they hold, and are wanted for the next.
+            // The buffers of columns are larger than their content; a copy of the content frees them.
             for (_, bytes) in &mut chunk.columns {
                 *bytes = bytes::Bytes::copy_from_slice(bytes);
             }
@@ -210,8 +220,8 @@ impl NextBase {
         Ok(())
     }
 
-    /// All chunks of a shard have come.
-    pub(super) fn shard(&mut self, view: &TensorView<'_>, crcs: Vec<u32>) {
+    /// Ends a shard after its last chunk.
+    pub(super) fn finish_shard(&mut self, view: &TensorView<'_>, crcs: Vec<u32>) {
         let key = (view.name().to_owned(), view.rect().clone());
         let bytes = std::mem::take(&mut self.bytes);
         let form = match &self.keeping {
@@ -222,8 +232,8 @@ impl NextBase {
             BaseKeeping::Nvme(folder) => match write_shard(&mut self.file, folder, &bytes) {
                 Ok(form) => form,
                 Err(error) => {
-                    // A save does not fail because a cache did.
-                    tracing::warn!(%error, "the next base cannot be kept on local disk; the next delta reads it back from the store");
+                    // A failed cache must not fail the save.
+                    tracing::warn!(%error, "the base cannot be kept on local disk; the next delta reads it back from the store");
                     (self.failed, self.file) = (true, None);
                     self.shards.clear();
                     return;
@@ -238,34 +248,9 @@ fn write_shard(file: &mut Option<(Arc<PrivateFile>, u64)>, folder: &Path, bytes:
     if file.is_none() {
         *file = Some((Arc::new(PrivateFile::create(folder)?), 0));
     }
-    let Some((file, end)) = file else { return Err(Error::invalid("no file")) };
+    let Some((file, end)) = file else { return Err(Error::invalid("the base has no file")) };
     file.with(*end, |file| file.write_all(bytes)).map_err(|e| Error::io(folder.display().to_string(), e))?;
     let offset = *end;
     *end = end.saturating_add(bytes.len() as u64);
     Ok(Form::File { file: file.clone(), offset })
-}
-
-/// The parent of the snapshot that is being saved.
-#[derive(Debug)]
-pub(crate) struct Parent {
-    pub snapshot: Snapshot,
-}
-
-impl Parent {
-    /// The tensor, if the parent has this very shard, of this type and global shape; only then a delta can be made.
-    pub(super) fn find(&self, view: &TensorView<'_>) -> Option<usize> {
-        let directory = &self.snapshot.newest().directory;
-        let tensor = directory.find(view.name())?;
-        let same = directory.dtype(tensor) == view.dtype() && directory.shape(tensor) == view.shape();
-        directory.find_shard(tensor, view.rect()).filter(|_| same).map(|_| tensor)
-    }
-
-    /// Reads chunks back from the store.
-    #[boxed]
-    pub(super) async fn read<'i>(&'i self, wanted: Vec<ChunkItem<'i>>) -> Result<()> {
-        self.snapshot.read_chunks(wanted).await.map_err(|e| {
-            let step = self.snapshot.step();
-            Error::new(e.kind(), format!("the base at step {step} cannot be read back, so no delta can be made: {e}")).source(e)
-        })
-    }
 }

@@ -1,0 +1,284 @@
+//! The copier: adds the snapshots of a run to a destination, as the one writer there.
+//!
+//! Casks, directories and manifests are copied byte by byte; the log of the destination is its own. Each snapshot is
+//! committed after all its objects are there. The agent of the engine keeps a copier for each further store;
+//! [`Store::copy_to`] runs one once.
+//!
+//! Invariants: a cask is verified at the destination before the entry that names it is committed. Snapshots are added
+//! in the order of the source. A copy that was interrupted is resumed by copying again.
+
+use std::time::Duration;
+
+use super::copy::{open, snapshots_to_copy};
+use super::{CopyOptions, CopyReport};
+use crate::chain::chain_of;
+use crate::commit::{Age, Appended, Log, LogState, Need, SnapshotRecord, read_manifest, refuse_features};
+use crate::error::ResultExt;
+use crate::store::{Ahead, Listed, Upload};
+use crate::wire::{CaskRef, Event, Id, Manifest};
+use crate::{Error, ErrorKind, Result, Store, boxed};
+
+/// Number of bytes of a cask that are copied at once.
+const WINDOW_BYTES: u64 = 8 << 20;
+
+/// Copies the snapshots of a run into a destination as they come. Writes there as one writer with an id.
+#[derive(Debug)]
+pub struct Copier {
+    destination: Store,
+    /// Log of the destination.
+    pub(super) log: Log,
+    pub(super) writer: Id,
+    /// Whether the log names this writer as the one that writes now.
+    opened: bool,
+    options: CopyOptions,
+    /// Casks that were sent to the destination before their snapshot was committed.
+    ahead: Option<Ahead>,
+}
+
+impl Copier {
+    #[boxed]
+    pub(super) async fn new(source: &Store, destination: &Store, writer: Id, options: CopyOptions) -> Result<Self> {
+        let log = open(source, destination).await?;
+        Ok(Self { destination: destination.clone(), log, writer, opened: false, options, ahead: None })
+    }
+
+    /// Id of this copier, as the log of the destination names it with each commit.
+    pub fn id(&self) -> Id {
+        self.writer
+    }
+
+    /// Newest live snapshot of the destination, as far as its log has been read.
+    pub fn latest(&self) -> Option<&SnapshotRecord> {
+        self.log.state().latest()
+    }
+
+    /// Makes the next copy continue casks that were sent ahead. Casks that it does not need are given up.
+    pub fn finish_ahead(&mut self, ahead: Option<Ahead>) {
+        self.ahead = ahead.filter(|ahead| ahead.destination().url() == self.destination.url());
+    }
+
+    /// Adds the live snapshots of `source`, and their chains, that the destination has never had. Ignores whether the
+    /// source has forgotten or pinned them: each store has a retention of its own. Fails with `Fenced` once another job
+    /// writes to the destination.
+    pub async fn copy_new(&mut self, source: &Store) -> Result<CopyReport> {
+        self.log.refresh().await?;
+        let copied = self.add_missing(source).await;
+        self.ahead = None;
+        Ok(copied?.1)
+    }
+
+    /// Copies the snapshots that the destination does not have. Also returns all snapshots that it should have.
+    #[boxed]
+    pub(super) async fn add_missing(&mut self, source: &Store) -> Result<(Vec<SnapshotRecord>, CopyReport)> {
+        let from = Log::load(source).await?;
+        let wanted = snapshots_to_copy(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
+        let missing: Vec<&SnapshotRecord> = wanted.iter().filter(|record| self.log.state().by_id(record.id).is_none()).collect();
+        let mut report = CopyReport { present: (wanted.len() - missing.len()) as u64, ..CopyReport::default() };
+        check_order(from.state(), self.log.state(), &missing)?;
+        if !missing.is_empty() {
+            self.open(None).await?;
+        }
+        for record in missing {
+            self.copy_snapshot(source, from.state(), record, &mut report).await?;
+        }
+        Ok((wanted, report))
+    }
+
+    #[boxed]
+    async fn copy_snapshot(&mut self, source: &Store, state: &LogState, record: &SnapshotRecord, report: &mut CopyReport) -> Result<()> {
+        let (destination, writer) = (&self.destination.clone(), self.writer);
+        let manifest = read_manifest(source, &record.manifest_path(), record.manifest).await?;
+        refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
+        let now = destination.clock_ms().await?;
+        let mut oldest_ms = now;
+        let age = Age::start();
+        for cask in &manifest.casks {
+            match present(destination, &cask.path(), cask.bytes).await? {
+                Some(found) if destination.verify_cask(cask, record.parent.is_none()).await.is_ok() => {
+                    oldest_ms = oldest_ms.min(found.modified_ms)
+                }
+                _ => {
+                    report.ahead_bytes += copy_cask(source, destination, cask, self.ahead.as_ref()).await?;
+                    destination.verify_cask(cask, record.parent.is_none()).await.in_object(cask.path())?;
+                    report.objects += 1;
+                    report.bytes += cask.bytes;
+                }
+            }
+        }
+        let directory = format!("directories/{}", manifest.directory);
+        let bytes = source.get(&directory, source.limits().max_directory_bytes).await?;
+        if present(destination, &directory, bytes.len() as u64).await?.is_none() {
+            report.objects += 1;
+            report.bytes += bytes.len() as u64;
+        }
+        destination.put_content_addressed(&directory, bytes).await?;
+        // A compacted manifest keeps its bytes, but gets the name that an `added` entry refers to.
+        let bytes = source.get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
+        let path = Manifest::path_of(record.step, record.id);
+        match present(destination, &path, bytes.len() as u64).await? {
+            Some(found) => oldest_ms = oldest_ms.min(found.modified_ms),
+            None => {
+                report.objects += 1;
+                report.bytes += bytes.len() as u64;
+            }
+        }
+        destination.create_unique(&path, bytes).await?;
+        let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest_ms)));
+        let mut needs: Vec<Need> = Need::with_manifest(path.clone(), &manifest).collect();
+        needs.extend(self.needs_of_chain(source, state, record.parent).await?);
+        let mut repaired = false;
+        loop {
+            let appended = self.log.append_relying_on(&needs, writer, |state| {
+                age.check(self.options.age_floor).map_err(|e| {
+                    let advice = "; if an earlier copy left it, run `tensorcask gc --apply` on the destination first";
+                    Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
+                })?;
+                if state.last_writer.is_some_and(|last| last.writer != writer) {
+                    return Err(fenced());
+                }
+                if let Some(parent) = record.parent {
+                    chain_of(state, parent, destination.limits().max_chain_depth)?;
+                }
+                Ok(Event::Added { snapshot: record.id, step: record.step, parent: record.parent, manifest: record.manifest })
+            });
+            match appended.await.in_object(path.as_str())? {
+                Appended::Committed(_) => break,
+                Appended::Refused(stale) if stale.replaced || repaired => return Err(stale.error),
+                Appended::Refused(stale) => {
+                    tracing::warn!(error = %stale.error, "the destination has lost objects; copying them again");
+                    self.repair(source, state, record.id, report).await?;
+                    repaired = true;
+                }
+            }
+        }
+        report.snapshots += 1;
+        self.log.write_catalog_if_due().await;
+        Ok(())
+    }
+
+    /// Objects that the chain of a snapshot needs at the destination. The destination may have compacted some links.
+    #[boxed]
+    async fn needs_of_chain(&self, source: &Store, state: &LogState, parent: Option<Id>) -> Result<Vec<Need>> {
+        let Some(parent) = parent else { return Ok(Vec::new()) };
+        let mut needs = Vec::new();
+        for link in chain_of(self.log.state(), parent, self.destination.limits().max_chain_depth)? {
+            // The source may have the same manifest, and is cheaper to read.
+            let manifest = match state.by_id(link.id).filter(|ours| ours.manifest == link.manifest) {
+                Some(ours) => read_manifest(source, &ours.manifest_path(), ours.manifest).await?,
+                None => read_manifest(&self.destination, &link.manifest_path(), link.manifest).await?,
+            };
+            needs.extend(Need::with_manifest(link.manifest_path(), &manifest));
+        }
+        Ok(needs)
+    }
+
+    /// Copies the objects of a chain that the destination lacks.
+    #[boxed]
+    async fn repair(&self, source: &Store, state: &LogState, newest: Id, report: &mut CopyReport) -> Result<()> {
+        for link in chain_of(state, newest, source.limits().max_chain_depth)? {
+            let manifest = read_manifest(source, &link.manifest_path(), link.manifest).await?;
+            for cask in &manifest.casks {
+                if present(&self.destination, &cask.path(), cask.bytes).await?.is_none() {
+                    copy_cask(source, &self.destination, cask, None).await?;
+                    self.destination.verify_cask(cask, link.parent.is_none()).await.in_object(cask.path())?;
+                    report.objects += 1;
+                    report.bytes += cask.bytes;
+                }
+            }
+            let directory = format!("directories/{}", manifest.directory);
+            self.destination.put_content_addressed(&directory, source.get(&directory, source.limits().max_directory_bytes).await?).await?;
+            let bytes = source.get(&link.manifest_path(), source.limits().max_manifest_bytes).await?;
+            self.destination.create_unique(&Manifest::path_of(link.step, link.id), bytes).await?;
+        }
+        Ok(())
+    }
+
+    /// Id of the last writer of the destination, as far as its log has been read.
+    pub fn last_writer(&self) -> Option<Id> {
+        self.log.state().last_writer.map(|last| last.writer)
+    }
+
+    /// Commits `opened` to the log of the destination, once. This fences any other writer there. To be able to continue
+    /// after a crash, note the id and [`last_writer`](Self::last_writer) before.
+    #[boxed]
+    pub async fn take_over(&mut self) -> Result<()> {
+        self.open(None).await
+    }
+
+    /// Like [`take_over`](Self::take_over). Fails with `Fenced` if a writer other than `last` has written to the
+    /// destination since.
+    #[boxed]
+    pub async fn take_over_from(&mut self, last: Option<Id>) -> Result<()> {
+        self.open(Some(last)).await
+    }
+
+    /// Continues the work of an earlier copier under its id: the one of `ids` that wrote last. Fences nobody. Fails
+    /// with `Fenced` if the last writer is another.
+    #[boxed]
+    pub async fn go_on_as(&mut self, ids: &[Id]) -> Result<()> {
+        match self.last_writer() {
+            Some(last) if ids.contains(&last) => {
+                (self.writer, self.opened) = (last, true);
+                Ok(())
+            }
+            Some(_) => Err(fenced().object(self.destination.url())),
+            None => self.open(None).await,
+        }
+    }
+
+    async fn open(&mut self, only_from: Option<Option<Id>>) -> Result<()> {
+        if !self.opened {
+            let url = self.destination.url().to_owned();
+            let opened = self.log.append(self.writer, |state| match only_from {
+                Some(last) if state.last_writer.map(|last| last.writer) != last => Err(fenced().object(&url)),
+                _ => Ok(Event::Opened {}),
+            });
+            opened.await?;
+            self.opened = true;
+            self.log.write_catalog_if_due().await;
+        }
+        Ok(())
+    }
+}
+
+fn fenced() -> Error {
+    Error::new(ErrorKind::Fenced, "another job writes to the destination; stop one of the two jobs").clause("log 5")
+}
+
+/// Refuses to add a snapshot after newer ones: `latest` is the newest commit, and must be the same at the destination.
+fn check_order(source: &LogState, destination: &LogState, missing: &[&SnapshotRecord]) -> Result<()> {
+    let newest = destination.snapshots().iter().filter_map(|record| source.by_id(record.id)).map(|record| record.sequence).max();
+    match missing.iter().find(|record| newest.is_some_and(|newest| record.sequence < newest)) {
+        None => Ok(()),
+        Some(record) => Err(Error::invalid(format!(
+            "step {} was committed before steps that the destination has already, and cannot be added after them; copy into an empty place",
+            record.step
+        ))),
+    }
+}
+
+/// Listing of an object, if the store has it with this size.
+async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
+    Ok(store.head_if_present(path).await?.filter(|found| found.bytes == bytes))
+}
+
+/// Copies a cask, except bytes that were sent ahead. Returns the number of those bytes.
+#[boxed]
+async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef, ahead: Option<&Ahead>) -> Result<u64> {
+    let path = cask.path();
+    let begun = match ahead {
+        Some(ahead) => ahead.take(&path).await,
+        None => None,
+    };
+    let (mut upload, mut start, sent) = match begun {
+        Some(begun) => (begun.upload, begun.bytes, begun.sent_bytes),
+        None => (Upload::new(destination, path.clone(), cask.bytes), 0, 0),
+    };
+    while start < cask.bytes {
+        let end = cask.bytes.min(start + WINDOW_BYTES);
+        upload.push(vec![source.get_range(&path, start..end).await?]).await?;
+        start = end;
+    }
+    upload.finish().await?;
+    Ok(sent)
+}

@@ -1,0 +1,106 @@
+//! Input of one save, as the stages of the pipeline read it.
+//!
+//! The stages (base chunks, rounding, partners, changed rows, encoding) are functions of a [`SaveInput`] and of the
+//! chunks that they are asked for. None of them changes the input, so they may run for several windows or parameter
+//! groups at once.
+
+use super::WriterOptions;
+use super::cask_writer::{ChunkPlace, ShardLabel};
+use super::changed_rows::ChangedRows;
+use super::layout::{LayoutTensor, StateLayout};
+use super::parent::Parent;
+use crate::codec::Chunk;
+use crate::precision::Bounded;
+use crate::tensor::ChunkGrid;
+use crate::{Error, Result, Store, TensorView};
+
+/// A chunk of the state that is being saved.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ChunkRef {
+    /// Number of the tensor in the layout.
+    pub tensor: usize,
+    /// Number of the shard in the tensor.
+    pub shard: usize,
+    /// Index of the chunk in the grid of the shard.
+    pub chunk: u64,
+    /// Number of the tensor in the parent's directory, if the parent has the same shard.
+    pub base: Option<usize>,
+}
+
+/// Input of one save.
+#[derive(Clone, Copy)]
+pub(super) struct SaveInput<'a> {
+    pub store: &'a Store,
+    pub options: &'a WriterOptions,
+    pub changed_rows: &'a ChangedRows,
+    pub layout: &'a StateLayout<'a>,
+    /// Parent of the delta; `None` for a base.
+    pub parent: Option<&'a Parent>,
+}
+
+impl<'a> SaveInput<'a> {
+    pub(super) fn tensor(&self, at: ChunkRef) -> &'a LayoutTensor<'a> {
+        &self.layout.tensors[at.tensor]
+    }
+
+    pub(super) fn view(&self, at: ChunkRef) -> &'a TensorView<'a> {
+        self.tensor(at).shards[at.shard]
+    }
+
+    pub(super) fn grid(&self, at: ChunkRef) -> Result<ChunkGrid> {
+        let view = self.view(at);
+        ChunkGrid::new(view.dtype(), &view.rect().shape)
+    }
+
+    /// Bytes of a chunk as the caller gave them.
+    pub(super) fn original(&self, at: ChunkRef) -> Result<&'a [u8]> {
+        let (view, range) = (self.view(at), self.grid(at)?.bytes(at.chunk));
+        let bytes = view.data().get(range.start as usize..range.end as usize);
+        bytes.ok_or_else(|| Error::invalid("a chunk lies outside its shard").tensor(view.name()))
+    }
+
+    /// A chunk with this content, as codecs take it, without base and partners.
+    pub(super) fn codec_chunk<'d>(&self, at: ChunkRef, data: &'d [u8]) -> Result<Chunk<'d>>
+    where
+        'a: 'd,
+    {
+        let grid = self.grid(at).map_err(|e| self.locate(at, e))?;
+        let elements = grid.elements(at.chunk);
+        Ok(Chunk {
+            role: &self.tensor(at).description.role,
+            row_elements: grid.row_elements(),
+            ..Chunk::new(grid.dtype(), elements.end - elements.start, data)
+        })
+    }
+
+    /// Setting and bound by which a tensor is rounded.
+    pub(super) fn precision(&self, tensor: &LayoutTensor<'_>) -> Bounded {
+        self.options.precision.of(&tensor.description.role, &tensor.description.name)
+    }
+
+    /// Rows of a chunk that may differ from its base; `None` if the caller named none, or if the chunk has no base.
+    pub(super) fn changed_rows(&self, at: ChunkRef) -> Result<Option<Vec<u64>>> {
+        let (Some(_), Some(parent)) = (at.base, self.parent) else { return Ok(None) };
+        // A setting that is not elementwise rounds a row by other rows of the chunk. Rows that did not change may then
+        // differ from the base.
+        if !self.precision(self.tensor(at)).setting.is_elementwise() {
+            return Ok(None);
+        }
+        self.changed_rows.of_chunk(parent.snapshot.record().id, self.view(at), at.chunk)
+    }
+
+    /// Place of a chunk in the cask.
+    pub(super) fn place(&self, at: ChunkRef) -> ChunkPlace<'a> {
+        ChunkPlace { shard: label(self.view(at)), chunk: at.chunk }
+    }
+
+    /// The error, with tensor and chunk named.
+    pub(super) fn locate(&self, at: ChunkRef, error: Error) -> Error {
+        error.tensor(self.view(at).name()).chunk(at.chunk)
+    }
+}
+
+/// A shard, as the index of a cask describes it.
+pub(super) fn label<'a>(view: &'a TensorView<'_>) -> ShardLabel<'a> {
+    ShardLabel { tensor: view.name(), dtype: view.dtype(), shape: view.shape(), rect: view.rect() }
+}

@@ -1,0 +1,254 @@
+//! The commit of many ranks: one snapshot of all receipts, or none.
+//!
+//! The coordinator's [`Writer`] checks that receipts are complete and agree, that every cask is in the store with its
+//! size, and merges their tensors into one directory. Then it commits as any save does.
+//!
+//! Invariants: receipts of two steps or two attempts are never mixed, and all deltas share one parent.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::commit::{Commit, Prepared};
+use super::layout::check_tiles;
+use super::parent::Parent;
+use super::ranks::CONCURRENT_REQUESTS;
+use super::{Metadata, Saved, Writer, check_user};
+use crate::chain::{Policy, Reason, content_digests};
+use crate::codec::Registry;
+use crate::commit::Age;
+use crate::store::concurrently;
+use crate::tensor::{Rect, element_count};
+use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, blob_slot};
+use crate::{Error, ErrorKind, Limits, Result, boxed};
+
+impl Writer {
+    /// Parent of the deltas of all ranks for a snapshot of `step`, by the policy; `None` for a base. Fails with
+    /// `Conflict`, before any rank uploads, if the step is saved already and must not be replaced.
+    pub async fn next_parent(&mut self, step: u64) -> Result<Option<Id>> {
+        self.check_usable()?;
+        let (parent, _) = self.decide(step).await?;
+        self.replaceable(step, &BTreeMap::new(), None).await?;
+        Ok(parent)
+    }
+
+    /// Commits one snapshot of the casks of all ranks, or nothing. There must be a receipt of each rank for this step
+    /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store.
+    pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
+        self.check_usable()?;
+        check_user(metadata)?;
+        let saved = self.commit_all(step, receipts, metadata).await;
+        self.stop_if_final(&saved);
+        saved
+    }
+
+    #[boxed]
+    async fn commit_all(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
+        check_ranks(step, receipts)?;
+        let store = self.pipeline.store.clone();
+        let (_, mut decision) = self.decide(step).await?;
+        let parent = self.common_parent(receipts).await?;
+        match (&parent, decision.reason) {
+            (None, Reason::SmallDelta | Reason::Policy) if self.pipeline.options.policy != Policy::Full => {
+                decision.reason = Reason::BrokenParent
+            }
+            (Some(_), reason) if reason != Reason::SmallDelta => decision.reason = Reason::Policy,
+            _ => {}
+        }
+
+        let merged = Merged::new(receipts, store.limits())?;
+        check_partners(&merged, receipts, store.registry())?;
+        let mut casks: Vec<CaskRef> = receipts.iter().flat_map(|receipt| receipt.casks.iter().cloned()).collect();
+        casks.sort_by_key(|cask| cask.slot);
+        let modified_ms = |cask: &CaskRef| {
+            let (store, path, bytes) = (store.clone(), cask.path(), cask.bytes);
+            async move {
+                match store.head(&path).await {
+                    Ok(found) if found.bytes == bytes => Ok(found.modified_ms),
+                    Ok(found) => {
+                        Err(Error::corrupt(format!("the cask has {} bytes, but its receipt says {bytes}", found.bytes)).object(path))
+                    }
+                    Err(error) if error.kind() == ErrorKind::NotFound => {
+                        Err(Error::not_found("a receipt names this cask, but the store does not have it").object(path))
+                    }
+                    Err(error) => Err(error),
+                }
+            }
+        };
+        let (age, now) = (Age::start(), store.clock_ms().await?);
+        let written: Vec<u64> = concurrently(CONCURRENT_REQUESTS, casks.iter().map(modified_ms)).await?;
+        let oldest = written.into_iter().min().unwrap_or(now);
+        let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest)));
+        let directory = Directory::encode(&merged.rows)?;
+        let decoded = Directory::decode(directory.clone().into(), Digest::of(&directory), store.limits())
+            .map_err(|e| Error::invalid(format!("the tensors of the receipts make no valid directory: {}", e.message())).source(e))?;
+        let content = content_digests(&decoded, |shard, chunk| {
+            let crc = merged.crcs.get(shard).and_then(|crcs| crcs.get(usize::try_from(chunk).ok()?));
+            crc.copied().ok_or_else(|| Error::invalid("a receipt has too few checksums for its shards"))
+        })?;
+        let tensor_bytes = merged.tensor_bytes;
+        let prepared =
+            Prepared { directory, tensor_bytes, casks, content, blobs: None, chunk_counts: BTreeMap::new(), rounding: None, decision, age };
+        match self.commit(step, parent.as_ref(), &prepared, metadata).await? {
+            // The log was replaced after `decide`. A base needs no other snapshot, so it is committed to the new log.
+            Commit::Stale(stale) if stale.replaced && parent.is_none() => {
+                self.restart_in_replaced_store(&stale.error).await?;
+                self.commit(step, None, &prepared, metadata).await?.done()
+            }
+            Commit::Stale(stale) => {
+                let message = format!("{}. Save the step again, on all ranks", stale.error.message());
+                Err(Error::new(ErrorKind::Conflict, message).object(store.url()).source(stale.error))
+            }
+            other => other.done(),
+        }
+    }
+
+    /// Opens the common parent of all deltas; `None` if no rank wrote a delta. A rank that wrote its shards whole
+    /// agrees with all others.
+    #[boxed]
+    async fn common_parent(&self, receipts: &[Receipt]) -> Result<Option<Parent>> {
+        let mut parents = receipts.iter().filter_map(|receipt| receipt.parent.as_ref());
+        let Some(first) = parents.next() else { return Ok(None) };
+        if parents.any(|parent| parent != first) {
+            return Err(Error::new(
+                ErrorKind::Conflict,
+                "ranks made their deltas against different snapshots: some had not seen the last commit. Save the step again",
+            ));
+        }
+        let parent = Parent::open(&self.pipeline.store, self.log.state(), first.snapshot).await?;
+        match parent {
+            Some(parent) if parent.reference() == *first => Ok(Some(parent)),
+            _ => Err(Error::new(
+                ErrorKind::Conflict,
+                format!(
+                    "the ranks made their deltas against snapshot {}, which the store no longer has as they saw it. Save the step again",
+                    first.snapshot
+                ),
+            )),
+        }
+    }
+}
+
+/// Refuses partners that are not unique. Readers find a partner by role and parameter among the tensors of all ranks,
+/// but a rank sees only its own.
+fn check_partners(merged: &Merged, receipts: &[Receipt], registry: &Registry) -> Result<()> {
+    type Key<'a> = (&'a str, &'a str);
+    let mut all: BTreeMap<Key<'_>, Vec<&str>> = BTreeMap::new();
+    for (tensor, _) in merged.rows.iter().filter(|(tensor, _)| tensor.alias_of.is_none()) {
+        all.entry((&tensor.role, &tensor.param)).or_default().push(&tensor.name);
+    }
+    for receipt in receipts {
+        let mut own: BTreeMap<Key<'_>, usize> = BTreeMap::new();
+        for tensor in receipt.tensors.iter().filter(|tensor| tensor.alias_of.is_none()) {
+            *own.entry((&tensor.role, &tensor.param)).or_default() += 1;
+        }
+        for tensor in &receipt.tensors {
+            for need in registry.partner_roles(&tensor.role) {
+                let key = (need.role, tensor.param.as_str());
+                let names = all.get(&key).map(Vec::as_slice).unwrap_or_default();
+                if own.get(&key) == Some(&1) && names.len() > 1 {
+                    let message = format!(
+                        "its partner is ambiguous: ranks have {} of role `{}` for parameter `{}`; give each parameter a name of its own",
+                        names.join(", "),
+                        need.role,
+                        tensor.param
+                    );
+                    return Err(Error::invalid(message).tensor(&tensor.name));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Checks that there is one receipt of each rank, of this step and one attempt, with casks in slots of the rank.
+fn check_ranks(step: u64, receipts: &[Receipt]) -> Result<()> {
+    let Some(first) = receipts.first() else { return Err(Error::invalid("no receipts: nothing was committed")) };
+    let mut ranks = BTreeSet::new();
+    for receipt in receipts {
+        let Receipt { rank, world, attempt, .. } = *receipt;
+        let place = format!("the receipt of rank {rank}");
+        if receipt.step != step || world != first.world || attempt != first.attempt {
+            return Err(Error::invalid(format!(
+                "{place} is of step {}, attempt {attempt}, {world} ranks; expected step {step}, attempt {}, {} ranks",
+                receipt.step, first.attempt, first.world
+            )));
+        }
+        if rank >= world || world > MAX_RANK || !ranks.insert(rank) {
+            return Err(Error::invalid(format!("{place} is given twice, or its rank is not below the {world} ranks")));
+        }
+        let slots = blob_slot(rank).saturating_sub(1)..=blob_slot(rank);
+        let mut used = BTreeSet::new();
+        if receipt.casks.iter().any(|cask| !slots.contains(&cask.slot) || !used.insert(cask.slot)) {
+            return Err(Error::invalid(format!("{place} names casks in slots of another rank, or two casks in one slot")));
+        }
+        if receipt.tensors.iter().any(|tensor| !slots.contains(&tensor.slot)) {
+            return Err(Error::invalid(format!("{place} names tensors in slots of another rank")));
+        }
+    }
+    let missing: Vec<String> = (0..first.world).filter(|rank| !ranks.contains(rank)).take(8).map(|rank| rank.to_string()).collect();
+    if !missing.is_empty() {
+        return Err(Error::invalid(format!("no receipt of rank {}: nothing was committed", missing.join(", "))));
+    }
+    Ok(())
+}
+
+/// The tensors of all receipts, merged.
+struct Merged {
+    /// Rows of the directory.
+    rows: Vec<(DirectoryTensor, Vec<DirectoryShard>)>,
+    /// Checksums of each shard, in the order of the directory.
+    crcs: Vec<Vec<u32>>,
+    /// Decoded size of the stored tensors, in bytes.
+    tensor_bytes: u64,
+}
+
+impl Merged {
+    fn new(receipts: &[Receipt], limits: &Limits) -> Result<Self> {
+        let mut tensors: BTreeMap<&str, Vec<&ReceiptTensor>> = BTreeMap::new();
+        for tensor in receipts.iter().flat_map(|receipt| &receipt.tensors) {
+            tensors.entry(&tensor.name).or_default().push(tensor);
+        }
+        Limits::check(tensors.len() as u64, limits.max_tensors, "number of tensors")?;
+        let numbers: BTreeMap<&str, usize> = tensors.keys().enumerate().map(|(at, name)| (*name, at)).collect();
+        let mut merged = Self { rows: Vec::with_capacity(tensors.len()), crcs: vec![], tensor_bytes: 0 };
+        for (name, parts) in &tensors {
+            let Some(first) = parts.first() else { continue };
+            let description = |t: &ReceiptTensor| (t.dtype.clone(), t.shape.clone(), t.role.clone(), t.param.clone(), t.alias_of.clone());
+            if parts.iter().any(|part| description(part) != description(first)) {
+                return Err(Error::invalid("ranks disagree about its dtype, shape, role, param or tie").tensor(*name));
+            }
+            let alias_of = match &first.alias_of {
+                None => None,
+                Some(target) => {
+                    let number = numbers.get(target.as_str());
+                    Some(*number.ok_or_else(|| Error::invalid("it is tied to a tensor that no rank has").tensor(*name))?)
+                }
+            };
+            let dtype = first.dtype()?;
+            let mut shards: Vec<(Rect, u32, Vec<u32>)> = Vec::new();
+            for (part, shard) in parts.iter().flat_map(|part| part.shards.iter().map(move |shard| (part, shard))) {
+                let rect = Rect { offset: shard.offset.clone(), shape: shard.shape.clone() };
+                shards.push((rect, part.slot, shard.crcs().map_err(|e| e.tensor(*name))?));
+            }
+            shards.sort_by(|a, b| a.0.cmp(&b.0));
+            if alias_of.is_none() {
+                let rects: Vec<Rect> = shards.iter().map(|(rect, ..)| rect.clone()).collect();
+                check_tiles(name, &first.shape, &rects)?;
+                let bytes = element_count(&first.shape).and_then(|count| dtype.byte_count(count));
+                merged.tensor_bytes = merged.tensor_bytes.saturating_add(bytes.unwrap_or(u64::MAX));
+            }
+            let row = DirectoryTensor {
+                name: (*name).to_owned(),
+                dtype,
+                shape: first.shape.clone(),
+                role: first.role.clone(),
+                param: first.param.clone(),
+                alias_of,
+            };
+            let shard_rows = shards.iter().map(|(rect, slot, _)| DirectoryShard { rect: rect.clone(), slot: *slot }).collect();
+            merged.rows.push((row, shard_rows));
+            merged.crcs.extend(shards.into_iter().map(|(_, _, crcs)| crcs));
+        }
+        Ok(merged)
+    }
+}
