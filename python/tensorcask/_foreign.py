@@ -92,7 +92,7 @@ def _describe_marker(path: Path) -> str | None:
 
 
 def _to_import(path: Path, what: str, options: str = "", step: str = " --step N") -> str:
-    return f"{what}. Import it into a store: `python -m tensorcask import {path} STORE{step}{options}`"
+    return f"{what}. Import it into a store: `tensorcask import {path} STORE{step}{options}`"
 
 
 def _local_path(url: str) -> Path | None:

@@ -75,7 +75,7 @@ def import_(
 
         if not isinstance(error, RefusedPickle):
             raise
-        command = ["python", "-m", "tensorcask", "import", str(paths[0]), store.url, "--step", str(step)]
+        command = ["tensorcask", "import", str(paths[0]), store.url, "--step", str(step)]
         command += ["--policy", policy] if policy != "adaptive" else []
         command += ["--on-unsupported", "skip"] if on_unsupported == "skip" else []
         command += [word for name in allow for word in ("--allow", name)]
@@ -190,10 +190,12 @@ def _read_dcp(path: Path, allow: Sequence[str]) -> Any:
 
     from ._unpickle import MetadataUnpickler, load
 
+    # Read before DCP asks for the metadata: DCP prints a traceback and tries other files if that fails.
+    metadata = MetadataUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
+
     class Reader(dcp.FileSystemReader):  # type: ignore[misc]
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            data = (path / ".metadata").read_bytes()
-            return MetadataUnpickler(io.BytesIO(data)).load()
+            return metadata
 
     class Planner(_EmptyStateDictLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:

@@ -22,6 +22,7 @@ SAVE = {
     "precision",
     "changed_rows",
     "overwrite",
+    "keep_last",
     "progress",
 }
 LOAD = {"tensors", "slices", "out", "device", "framework", "strict", "dtype", "have", "max_error", "progress"}

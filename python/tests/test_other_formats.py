@@ -36,7 +36,7 @@ def test_a_checkpoint_that_can_be_imported_is_named_with_the_command(name, write
     write(path)
     for call in (tensorcask.load, lambda path: tensorcask.load(path, 7), lambda path: tensorcask.Store(path).snapshots()):
         text = told(path, call)
-        assert says in text and f"python -m tensorcask import {path}" in text
+        assert says in text and f"tensorcask import {path}" in text
     assert says in told(path, lambda path: tensorcask.load(path.as_uri()))
     # The command that it names does it.
     kind = {"weights": ["--format", "torch"]}.get(name, [])

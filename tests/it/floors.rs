@@ -1,4 +1,5 @@
-//! The structure of the code: modules of the library import only from modules declared before them.
+//! The structure of the code: modules of the library import only from modules declared before them, and files of the
+//! engine and of the conformance suite import each other in no circle. For Python, see `python/tests/test_modules.py`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -150,6 +151,20 @@ fn imports(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
     sources.iter().map(edges).collect()
 }
 
+/// The nodes of a graph that lie on circles: those that remain when all without imports, or without importers, are taken away.
+fn circles(mut graph: BTreeMap<String, BTreeSet<String>>) -> BTreeSet<String> {
+    loop {
+        let imported: BTreeSet<String> = graph.values().flatten().cloned().collect();
+        let before = graph.len();
+        graph.retain(|node, imports| !imports.is_empty() && imported.contains(node));
+        let left: BTreeSet<String> = graph.keys().cloned().collect();
+        graph.values_mut().for_each(|imports| imports.retain(|node| left.contains(node)));
+        if graph.len() == before {
+            return left;
+        }
+    }
+}
+
 fn folder(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
@@ -212,5 +227,12 @@ fn only_tests_import_all_names_of_their_parent() {
     for path in rust_files(&folder("src")) {
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(!text.lines().any(|line| line.starts_with("use super::*")), "{} imports all names of its parent", path.display());
+    }
+}
+
+#[test]
+fn files_of_the_engine_and_the_conformance_suite_import_in_no_circle() {
+    for crate_folder in ["engine/src", "conformance/src"] {
+        assert_eq!(circles(imports(&folder(crate_folder))), BTreeSet::new(), "{crate_folder}");
     }
 }
