@@ -1,8 +1,18 @@
-# `just` is a convenience: every recipe is one command of README or CONTRIBUTING.
+# `just` is a convenience: each recipe is one command of README or CONTRIBUTING.
+
+# Format, lints and unit tests: the daily loop.
+quick:
+    cargo fmt --all
+    cargo clippy --workspace --all-targets -- -D warnings
+    cargo test --workspace --lib --bins
 
 # What CI runs.
 check:
     bash .ci/run
+
+# Checks that take hours; goes on where it was interrupted.
+thorough *checks:
+    bash .ci/thorough {{checks}}
 
 # All tests, with an S3 server on loopback.
 test *arguments:
@@ -16,14 +26,14 @@ python *arguments:
 demo:
     bash examples/demo
 
-# Format the code.
-fmt:
-    cargo fmt --all
+# The book: build it, and check its links.
+docs:
+    bash docs/check
 
-# Benchmarks: container, open, save_restore.
+# One benchmark: codecs, container, open, policies, precision, resolve, save_restore.
 bench name *arguments:
     cargo bench --bench {{name}} -- {{arguments}}
 
-# Peers and us on the same tensors.
+# Comparison with other compressors on the same tensors.
 peers *arguments:
     bash benches/peers/run {{arguments}}
