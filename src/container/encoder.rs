@@ -1,4 +1,4 @@
-//! Writes a cask front to back: takes chunks in order, gives bytes in order.
+//! Writes a cask front to back: accepts chunks in order, returns bytes in order.
 
 use bytes::Bytes;
 
@@ -12,23 +12,23 @@ use crate::wire::part::{ChunkRow, PageRow, encode_part, place_page};
 use crate::wire::{COLUMN_ALIGNMENT, CaskRef, Digest, HEADER_BYTES, Header, Id, Postscript, ShardRow, TensorRow, align_up};
 use crate::{Dtype, Error, Limits, Result};
 
-/// What a writer reports of a finished cask.
+/// Receipt of a finished cask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CaskReceipt {
-    /// The id.
+    /// Id of the cask.
     pub id: Id,
-    /// The size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Where the index begins.
+    /// Offset of the index.
     pub index_offset: u64,
-    /// Where the index root begins.
+    /// Offset of the index root.
     pub root_offset: u64,
     /// SHA-256 over header, index root and postscript.
     pub digest: Digest,
 }
 
 impl CaskReceipt {
-    /// As a manifest names it.
+    /// Converts the receipt to the manifest's form.
     pub(crate) fn in_slot(&self, slot: u32) -> CaskRef {
         let &Self { id, bytes, index_offset, root_offset, digest } = self;
         CaskRef { slot, id, bytes, index_offset, root_offset, digest }
@@ -37,10 +37,12 @@ impl CaskReceipt {
 
 /// Encodes one cask.
 ///
-/// Call order: for each tensor, by ascending name, [`tensor`](Self::tensor); for each of its shards, by ascending
-/// position, [`shard`](Self::shard) and one [`chunk`](Self::chunk) per chunk of its grid; then blobs by rank and name;
-/// then [`finish`](Self::finish). Take the bytes with [`take_output`](Self::take_output) whenever there are enough.
-/// A shard all of whose chunks are unchanged leaves no trace.
+/// Call order: for each tensor, by ascending name, [`tensor`](Self::tensor). For each shard of the tensor, by ascending
+/// position, [`shard`](Self::shard), then one [`chunk`](Self::chunk) per chunk of the grid. Then blobs by rank and
+/// name, and finally [`finish`](Self::finish).
+///
+/// Take the bytes with [`take_output`](Self::take_output) whenever enough are waiting. A shard whose chunks are all
+/// unchanged is left out of the cask.
 #[derive(Debug)]
 pub struct CaskEncoder {
     id: Id,
@@ -58,12 +60,12 @@ pub struct CaskEncoder {
     blobs_begun: bool,
 }
 
-/// The shard that takes chunks now.
+/// The shard that accepts chunks now.
 #[derive(Debug)]
 struct OpenShard {
     rect: Rect,
     grid: ChunkGrid,
-    /// Chunks so far, kept back until one of them is not unchanged.
+    /// Chunks so far; they enter the index only when one of them is stored.
     rows: Vec<ChunkRow>,
     chunk_count: u64,
     registered: bool,
@@ -74,7 +76,7 @@ impl CaskEncoder {
     /// The default alignment of pages: 64 bytes.
     pub const DEFAULT_ALIGNMENT_EXPONENT: u8 = 6;
 
-    /// A cask of the given id whose pages begin at multiples of two to the power of `alignment_exponent` (6 to 12).
+    /// Creates a cask with the given id. Pages begin at multiples of 2^`alignment_exponent` (6 to 12).
     pub fn new(id: Id, alignment_exponent: u8) -> Result<Self> {
         if !(6..=12).contains(&alignment_exponent) {
             return Err(Error::invalid(format!("alignment exponent {alignment_exponent} is not in 6..=12")));
@@ -97,13 +99,13 @@ impl CaskEncoder {
         })
     }
 
-    /// Refuses what readers with these limits would refuse.
+    /// Rejects content that readers with these limits would reject.
     pub fn with_limits(mut self, limits: Limits) -> Self {
         self.limits = limits;
         self
     }
 
-    /// The id.
+    /// Id of the cask.
     pub fn id(&self) -> Id {
         self.id
     }
@@ -122,7 +124,7 @@ impl CaskEncoder {
         Ok(())
     }
 
-    /// Begins a shard of the tensor.
+    /// Begins a shard of the current tensor.
     pub fn shard(&mut self, rect: &Rect) -> Result<()> {
         self.close_shard()?;
         let tensor = self.tensor.as_ref().ok_or_else(|| Error::invalid("a shard before any tensor"))?;
@@ -133,11 +135,11 @@ impl CaskEncoder {
         let open = OpenShard { rect: rect.clone(), grid, rows: vec![], chunk_count: 0, registered: false, raw_before: false };
         let empty = grid.chunk_count() == 0;
         self.open = Some(open);
-        // An empty shard is there, or not, by itself: it has no chunk that could be unchanged.
+        // An empty shard has no chunk that could be unchanged, so it enters the index at once.
         if empty { self.register_shard() } else { Ok(()) }
     }
 
-    /// Adds the next chunk of the shard.
+    /// Adds the next chunk of the current shard.
     pub fn chunk(&mut self, chunk: EncodedChunk) -> Result<()> {
         let open = self.open.as_mut().ok_or_else(|| Error::invalid("a chunk before any shard"))?;
         let number = open.chunk_count;
@@ -202,12 +204,12 @@ impl CaskEncoder {
         self.emit(bytes)
     }
 
-    /// Whether nothing but unchanged chunks has been given so far.
+    /// Returns whether every chunk so far is unchanged and there is no blob.
     pub fn is_empty(&self) -> bool {
         self.root.shards.is_empty() && self.root.blobs.is_empty()
     }
 
-    /// Bytes that are waiting in the output.
+    /// Number of bytes waiting in the output.
     pub fn output_bytes(&self) -> usize {
         self.output.iter().map(Bytes::len).fold(0, usize::saturating_add)
     }
@@ -217,7 +219,7 @@ impl CaskEncoder {
         std::mem::take(&mut self.output)
     }
 
-    /// Writes index and postscript; gives the last bytes and the receipt.
+    /// Writes index and postscript. Returns the last bytes and the receipt.
     pub fn finish(mut self) -> Result<(Vec<Bytes>, CaskReceipt)> {
         self.begin_blobs()?;
         let index_offset = self.pad_to(COLUMN_ALIGNMENT)?;
@@ -251,7 +253,7 @@ impl CaskEncoder {
         Ok((self.output, receipt))
     }
 
-    /// Enters the open shard, and its tensor if it is the first, into the tables.
+    /// Enters the open shard into the tables, and its tensor if this is the tensor's first shard.
     fn register_shard(&mut self) -> Result<()> {
         let tensor_known = match (&self.tensor, self.root.tensors.last()) {
             (Some(tensor), Some(last)) => tensor.name == last.name,
@@ -272,7 +274,7 @@ impl CaskEncoder {
         Ok(())
     }
 
-    /// Checks that the open shard has all its chunks, and ends the part if it is full.
+    /// Checks that the open shard has all its chunks, and closes the index part if it is full.
     fn close_shard(&mut self) -> Result<()> {
         let Some(open) = self.open.take() else { return Ok(()) };
         if open.chunk_count != open.grid.chunk_count() {
@@ -331,7 +333,7 @@ impl CaskEncoder {
     }
 }
 
-/// A name of a dictionary, which readers take once.
+/// A dictionary entry whose name readers accept only once.
 trait DictionaryName {
     fn name(&self) -> &str;
 }
@@ -348,7 +350,7 @@ impl DictionaryName for String {
     }
 }
 
-/// The row of `item` in a dictionary, where it is added if it is new.
+/// Returns the dictionary row of `item`, and adds `item` if it is new.
 fn dictionary_index<T: DictionaryName + Clone + PartialEq>(dictionary: &mut Vec<T>, item: &T, limits: &Limits, what: &str) -> Result<u8> {
     let row = match dictionary.iter().position(|known| known.name() == item.name()) {
         Some(row) if dictionary.get(row) == Some(item) => row,
@@ -362,6 +364,6 @@ fn dictionary_index<T: DictionaryName + Clone + PartialEq>(dictionary: &mut Vec<
             dictionary.len().saturating_sub(1)
         }
     };
-    // 255 names at most: the reader's rule.
+    // Readers accept 255 names at most.
     u8::try_from(row).ok().filter(|&row| row < 255).ok_or_else(|| Error::limit(format!("more than 255 names of a {what} in one cask")))
 }

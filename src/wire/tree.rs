@@ -1,6 +1,6 @@
-//! The blob `tc.tree`: how the tensors and values of a state nest. Spec: `spec/tree.md`.
+//! The blob `tc.tree`: the nesting of the tensors and values of a state. Spec: `spec/tree.md`.
 //!
-//! Nodes stand in one flat list, parents before children, so that neither writing nor reading recurses.
+//! Nodes form one flat list, parents before children, so neither writing nor reading recurses.
 
 use std::collections::HashSet;
 
@@ -12,36 +12,36 @@ use crate::{Error, Limits, Result};
 
 const FORMAT: &str = "tensorcask-tree";
 
-/// Containers within containers, at most.
+/// Greatest nesting depth of containers.
 const MAX_DEPTH: usize = 512;
 
 /// A node of a tree.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TreeNode {
-    /// A mapping: its keys; as many values follow.
+    /// A mapping, given by its keys. One value per key follows.
     Dict(Vec<TreeKey>),
-    /// A list: as many values follow.
+    /// A list of this length. Its values follow.
     List(u64),
-    /// The part of a list that one rank has: positions, ascending; as many values follow.
+    /// One rank's part of a list, given by ascending positions. One value per position follows.
     Part(Vec<u64>),
-    /// A list that must not change, where the language knows the difference: as many values follow.
+    /// An immutable list (a tuple) of this length. Its values follow.
     Tuple(u64),
-    /// A tensor: its name, and the framework whose tensor it was.
+    /// A tensor: its name and its framework.
     Tensor(String, String),
     /// Bytes: the name of the blob that holds them.
     Bytes(String),
-    /// A file in memory: the name of the blob that holds its bytes.
+    /// An in-memory file: the name of the blob that holds its bytes.
     File(String),
     /// Text.
     Str(String),
     /// An integer of any size, in decimal.
     Int(String),
-    /// The bits of a binary64, as 16 hexadecimal digits, sign first.
+    /// The bits of a binary64: 16 hexadecimal digits, sign first.
     Float(String),
-    /// True or false.
+    /// A Boolean.
     Bool(bool),
-    /// Nothing.
+    /// A null value.
     None,
 }
 
@@ -55,7 +55,7 @@ pub enum TreeKey {
     Int(String),
 }
 
-/// How the tensors and values of a state nest.
+/// Nesting of the tensors and values of a state.
 ///
 /// ```
 /// use tensorcask::{Limits, wire::{Tree, TreeKey, TreeNode}};
@@ -79,24 +79,24 @@ impl Tree {
     /// Name of the blob.
     pub const BLOB: &str = "tc.tree";
 
-    /// A tree of these nodes, parents before children.
+    /// Creates a tree from nodes, parents before children.
     pub fn new(nodes: Vec<TreeNode>) -> Result<Self> {
         check(&nodes).map_err(|(message, _)| Error::invalid(message))?;
         let version = FormatVersion::CURRENT.to_string();
         Ok(Self { format: FORMAT.into(), version, must_understand: vec![], may_ignore: vec![], nodes })
     }
 
-    /// The nodes, parents before children.
+    /// Nodes, parents before children.
     pub fn nodes(&self) -> &[TreeNode] {
         &self.nodes
     }
 
-    /// The stored form.
+    /// Encodes the tree.
     pub fn encode(&self) -> Result<Vec<u8>> {
         seal::seal(self)
     }
 
-    /// From the stored form.
+    /// Decodes a tree.
     pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
         let (json, _) = seal::open_seal(bytes, limits.max_blob_bytes)?;
         seal::check_preamble(json, FORMAT)?;
@@ -111,9 +111,9 @@ impl Tree {
 
 type Fault = (String, &'static str);
 
-/// One value with all that follows from it, keys that differ, numbers in their one form.
+/// Checks that nodes form exactly one value, that keys of a mapping differ, and that numbers are in canonical form.
 fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
-    // Values that are still to come, per open container.
+    // Number of values still missing in each open container.
     let mut open: Vec<u64> = vec![1];
     for node in nodes {
         while open.last() == Some(&0) {
@@ -203,7 +203,7 @@ mod tests {
         }
     }
 
-    /// Well-sealed, and still not a tree.
+    /// Each case keeps a valid seal, so only the tree is at fault.
     #[test]
     fn other_forms_are_refused() {
         let good = String::from_utf8(Tree::new(sample()).unwrap().encode().unwrap()).unwrap();
