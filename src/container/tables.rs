@@ -1,4 +1,4 @@
-//! The index tables as Arrow record batches, without a copy on little-endian machines.
+//! The index tables as Arrow record batches, without a copy if columns are aligned and the machine is little-endian.
 
 use std::sync::Arc;
 
