@@ -62,7 +62,7 @@ impl Objective {
         match weights.as_deref() {
             Some(&[size, speed, precision]) if size + speed + precision == 1000 => Ok(Self { size, speed, precision }),
             _ => Err(Error::invalid(format!(
-                "`{}` is no objective; use smallest, balanced, fastest, or three weights of size, speed and precision that add up to 1",
+                "`{}` is not an objective; use smallest, balanced, fastest, or three weights of size, speed and precision that add up to 1",
                 name.escape_debug()
             ))),
         }
@@ -151,7 +151,7 @@ pub(crate) fn encode_given(
 fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes)], kind: ChunkKind, crc: u32) -> Result<()> {
     if !codec.base_use().allows(kind) {
         return Err(Error::invalid(format!(
-            "codec `{}` made a chunk that is {}, against its stated use of bases",
+            "codec `{}` made a chunk that is {}, which contradicts its `base_use`",
             codec.id(),
             kind.name()
         )));
@@ -181,7 +181,7 @@ fn changed(what: &str) -> Error {
     Error::new(
         ErrorKind::InvalidArgument,
         format!(
-            "{what} does not decode to the bytes that were given; nothing was committed. The tensor changed during the save, or memory or codec are faulty"
+            "{what} does not decode to the bytes that were given; nothing was committed. The tensor changed during the save, or memory or the codec is faulty"
         ),
     )
 }

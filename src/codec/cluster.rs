@@ -324,7 +324,7 @@ impl Codec for Cluster {
         let Clusters { labels, codes, all } = self
             .quantize(chunk.data)
             .filter(|_| chunk.dtype == Dtype::F32)
-            .ok_or_else(|| Error::invalid("needs finite f32, not too far apart"))?;
+            .ok_or_else(|| Error::invalid("needs finite f32 within a finite range"))?;
         let packed = labels.chunks(2).map(|pair| pair.iter().rev().fold(0, |byte, label| byte << 4 | label)).collect();
         let (offset, scale): (Vec<f32>, Vec<f32>) = all.into_iter().unzip();
         let options = vec![u8::from(self.edges == Edges::Sample), u8::from(self.map == CodeMap::Dynamic)];
@@ -352,14 +352,14 @@ impl Codec for Cluster {
         let map = match options {
             [0 | 1, 0] => CodeMap::Linear,
             [0 | 1, 1] => CodeMap::Dynamic,
-            [_, _] => return bad("an option that is unknown".into(), "cluster 1.1"),
+            [_, _] => return bad("unknown option".into(), "cluster 1.1"),
             _ => return bad(format!("{} bytes of options", options.len()), "cluster 1"),
         };
         if offset.len() != scale.len()
             || floats(scale).chain(floats(offset)).any(|x| !x.is_finite())
             || floats(scale).any(|x| x.is_sign_negative())
         {
-            return bad("scales and offsets that do not belong together, or that are no numbers".into(), "cluster 1.1");
+            return bad("scales and offsets do not match, or are not finite".into(), "cluster 1.1");
         }
         let mut labels = Spare::new(units, "labels")?;
         for (pair, byte) in labels.chunks_mut(2).zip(packed) {
@@ -369,7 +369,7 @@ impl Codec for Cluster {
         }
         let unused = packed.last().filter(|_| !units.is_multiple_of(2)).map_or(0, |last| last >> 4);
         if unused != 0 || labels.iter().any(|label| usize::from(*label) >= clusters) {
-            return bad(format!("a label of none of {clusters} clusters, or of no element"), "cluster 1.1");
+            return bad(format!("a label is not one of {clusters} clusters, or has no element"), "cluster 1.1");
         }
         let all: Vec<(f32, f32)> = floats(offset).zip(floats(scale)).collect();
         kernel::join(&labels, codes, &tables(map, &all), out);

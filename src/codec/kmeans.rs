@@ -307,7 +307,7 @@ impl Codec for KMeans {
         }
         let levels: Vec<f32> = floats(levels).collect();
         if !levels.iter().all(|level| level.is_finite()) || !levels.windows(2).all(|pair| pair[0] < pair[1]) {
-            return bad("levels that do not ascend, or are no numbers".into(), "kmeans 1");
+            return bad("levels do not ascend or are not finite".into(), "kmeans 1");
         }
         let (protected, rest) = protected.as_chunks::<PROTECTED_BYTES>();
         let units = out.len() / 4;

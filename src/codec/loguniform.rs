@@ -333,21 +333,21 @@ impl Codec for LogUniform {
         entropy::decode(codes, &mut symbols)?;
         entropy::decode(signs, &mut bits)?;
         if !kernel::numbers(&grid, &symbols, &near, out) {
-            return bad("a code that is none of the grid".into(), "loguniform 4");
+            return bad("a code is outside the grid".into(), "loguniform 4");
         }
         let unused = bits.last().filter(|_| !units.is_multiple_of(8)).map_or(0, |last| last >> (units % 8));
         if !kernel::put_signs(&symbols, &bits, base, out) || unused != 0 {
-            return bad("a sign of an escape, or of no element".into(), "loguniform 5");
+            return bad("a sign belongs to an escape or to no element".into(), "loguniform 5");
         }
         let (escapes, rest) = escapes.as_chunks::<4>();
         let mut escapes = escapes.iter();
         for (unit, _) in out.as_chunks_mut::<4>().0.iter_mut().zip(symbols.iter()).filter(|(_, symbol)| **symbol == ESCAPE) {
-            let Some(bits) = escapes.next() else { return bad("fewer escapes than their symbols".into(), "loguniform 6") };
+            let Some(bits) = escapes.next() else { return bad("fewer escapes than escape symbols".into(), "loguniform 6") };
             *unit = *bits;
         }
         match escapes.next().is_none() && rest.is_empty() {
             true => Ok(()),
-            false => bad("more escapes than their symbols, or a part of one".into(), "loguniform 6"),
+            false => bad("more escapes than escape symbols, or a truncated escape".into(), "loguniform 6"),
         }
     }
 }

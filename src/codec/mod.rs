@@ -190,7 +190,7 @@ impl<'a> Columns<'a> {
     pub fn partner(&self, role: &str) -> Result<&'a Partner<'a>> {
         let found = partner_of(self.partners, role, self.element_count);
         found.ok_or_else(|| {
-            Error::corrupt(format!("needs the chunk of role `{role}` of the same parameter, which is not there")).clause("codecs 5.2")
+            Error::corrupt(format!("needs the chunk of role `{role}` of the same parameter, which is missing")).clause("codecs 5.2")
         })
     }
 
@@ -199,7 +199,7 @@ impl<'a> Columns<'a> {
         match self.base {
             Some(base) if base.len() == out_bytes => Ok(base),
             Some(base) => Err(Error::invalid(format!("a base of {} bytes for a chunk of {out_bytes}", base.len()))),
-            None => Err(Error::invalid("needs the base chunk, which the caller did not give")),
+            None => Err(Error::invalid("needs the base chunk, which is missing")),
         }
     }
 }

@@ -190,7 +190,7 @@ impl Codec for Ordered {
         let mut tokens = Spare::new(units, "tokens")?;
         parted.join(&classes, &mut tokens);
         if tokens.iter().copied().fold(0, u8::max) > kernel::max_token(width) {
-            return Err(bad("a token that no difference has".into(), "ordered 3.2"));
+            return Err(bad("a token is out of range".into(), "ordered 3.2"));
         }
         match kernel::apply(width, base, &tokens, bits, out) {
             true => Ok(()),

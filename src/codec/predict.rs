@@ -331,7 +331,7 @@ impl Codec for Predict {
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
-        let (model, base) = Model::of(chunk).ok_or_else(|| Error::invalid("needs f32, a base, and moments with theirs"))?;
+        let (model, base) = Model::of(chunk).ok_or_else(|| Error::invalid("needs f32, a base, and moments with their bases"))?;
         let by = coefficients(model, base, chunk.data);
         let mut predicted = Spare::new(base.len(), "predictions")?;
         model.predict(base, by, &mut predicted);

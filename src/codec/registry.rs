@@ -68,7 +68,7 @@ impl Registry {
     pub fn only(mut self, id: &str) -> Result<Self> {
         self.codecs.retain(|known, _| known == id);
         match self.codecs.is_empty() {
-            true => Err(Error::invalid(format!("codec `{}` is not known here", id.escape_debug()))),
+            true => Err(Error::invalid(format!("codec `{}` is unknown", id.escape_debug()))),
             false => Ok(self),
         }
     }
@@ -105,17 +105,14 @@ impl Registry {
         match self.codecs.get(&wanted.id) {
             Some(codec) if codec.version() == wanted.version => Ok(codec),
             Some(codec) => Err(Error::unsupported(format!(
-                "codec `{}` in version {}, this reader has {}; upgrade tensorcask",
+                "codec `{}` has version {}, but this reader has version {}; upgrade tensorcask",
                 wanted.id,
                 wanted.version,
                 codec.version()
             ))
             .clause("codecs 2")),
-            None => Err(Error::unsupported(format!(
-                "codec `{}` is not known here; register it, or upgrade tensorcask",
-                wanted.id.escape_debug()
-            ))
-            .clause("codecs 2")),
+            None => Err(Error::unsupported(format!("codec `{}` is unknown; register it, or upgrade tensorcask", wanted.id.escape_debug()))
+                .clause("codecs 2")),
         }
     }
 }

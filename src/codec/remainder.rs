@@ -112,7 +112,7 @@ pub(super) fn encode_beyond(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>;
 pub(super) fn decode_beyond([low, high, rounding]: [&[u8]; 3], partner: &[u8], f16: bool, out: &mut [u8]) -> Result<()> {
     let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
     let Some((&mode, exceptions)) = rounding.split_first().filter(|(mode, _)| **mode <= TRUNCATED) else {
-        return bad("no rounding, or one that is unknown".into(), "remainder 3");
+        return bad("the rounding mode is missing or unknown".into(), "remainder 3");
     };
     let (exceptions, rest) = exceptions.as_chunks::<EXCEPTION_BYTES>();
     if !rest.is_empty() || exceptions.len() > out.len() / 4 {

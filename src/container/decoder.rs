@@ -118,7 +118,7 @@ impl IndexDecoder {
     }
 
     fn slice(&self, range: Range<u64>) -> Result<Bytes> {
-        let bad = || Error::corrupt(format!("bytes {}..{} are not there: truncated", range.start, range.end));
+        let bad = || Error::corrupt(format!("bytes {}..{} are missing: truncated", range.start, range.end));
         let start = to_usize(range.start.checked_sub(self.tail_offset).ok_or_else(bad)?, "an index")?;
         let end = to_usize(range.end.checked_sub(self.tail_offset).ok_or_else(bad)?, "an index")?;
         if start > end || end > self.tail.len() {
@@ -298,10 +298,10 @@ impl CaskIndex {
     pub fn chunk(&self, shard: usize, chunk: u64) -> Result<ChunkEntry> {
         let name = || self.root.layout.name(self.tensor_of(shard));
         let part = self.root.part_of(shard).and_then(|part| self.parts.get(part)?.get());
-        let part = part.ok_or_else(|| Error::invalid("the part of the index that describes it is not loaded").tensor(name()))?;
+        let part = part.ok_or_else(|| Error::invalid("the index part of the chunk is not loaded").tensor(name()))?;
         let rows = part.chunks_of(shard);
         let row = usize::try_from(chunk).ok().and_then(|chunk| rows.start.checked_add(chunk)).filter(|row| *row < rows.end);
-        let row = row.ok_or_else(|| Error::invalid("no such chunk").tensor(name()).chunk(chunk))?;
+        let row = row.ok_or_else(|| Error::invalid("the shard has no chunk of this number").tensor(name()).chunk(chunk))?;
         let kind = part.kind(row);
         let codec = match kind {
             ChunkKind::Unchanged => None,
@@ -347,7 +347,9 @@ impl CaskIndex {
         };
         let first_begins = part > 0 || info.pages_offset == HEADER_BYTES;
         if !first_begins || decoded.pages_end != next {
-            return Err(Error::corrupt(format!("pages of part {part} do not end where the next begin")).clause("index 4.4"));
+            return Err(
+                Error::corrupt(format!("pages of part {part} do not end where the pages of the next part begin")).clause("index 4.4")
+            );
         }
         Ok(())
     }

@@ -127,7 +127,7 @@ impl CaskEncoder {
     /// Begins a shard of the current tensor.
     pub fn shard(&mut self, rect: &Rect) -> Result<()> {
         self.close_shard()?;
-        let tensor = self.tensor.as_ref().ok_or_else(|| Error::invalid("a shard before any tensor"))?;
+        let tensor = self.tensor.as_ref().ok_or_else(|| Error::invalid("`shard` was called before `tensor`"))?;
         if !rect.fits(&tensor.shape) {
             return Err(Error::invalid("the shard does not fit the tensor's shape").tensor(&tensor.name));
         }
@@ -141,7 +141,7 @@ impl CaskEncoder {
 
     /// Adds the next chunk of the current shard.
     pub fn chunk(&mut self, chunk: EncodedChunk) -> Result<()> {
-        let open = self.open.as_mut().ok_or_else(|| Error::invalid("a chunk before any shard"))?;
+        let open = self.open.as_mut().ok_or_else(|| Error::invalid("`chunk` was called before `shard`"))?;
         let number = open.chunk_count;
         if number >= open.grid.chunk_count() {
             return Err(Error::invalid(format!("more chunks than the {} of the grid", open.grid.chunk_count())));
@@ -178,7 +178,7 @@ impl CaskEncoder {
                 column: u64::from(column),
                 offset,
             };
-            let length = u32::try_from(bytes.len()).map_err(|_| Error::limit("a page of 4 GiB or more"))?;
+            let length = u32::try_from(bytes.len()).map_err(|_| Error::limit("a page is 4 GiB or larger"))?;
             self.pages.push(PageRow { column, bytes: length, crc: place.crc(&bytes) });
             self.emit(bytes)?;
         }
@@ -317,7 +317,7 @@ impl CaskEncoder {
 
     fn pad_to(&mut self, alignment: u64) -> Result<u64> {
         static ZEROS: [u8; 4096] = [0; 4096];
-        let target = align_up(self.position, alignment).ok_or_else(|| Error::limit("a cask beyond 2^64 bytes"))?;
+        let target = align_up(self.position, alignment).ok_or_else(|| Error::limit("the cask is larger than 2^64 bytes"))?;
         let padding = target.saturating_sub(self.position) as usize;
         self.emit(Bytes::from_static(ZEROS.get(..padding).unwrap_or_default()))?;
         Ok(self.position)
@@ -325,7 +325,7 @@ impl CaskEncoder {
 
     fn emit(&mut self, bytes: Bytes) -> Result<()> {
         let end = self.position.checked_add(bytes.len() as u64);
-        self.position = end.ok_or_else(|| Error::limit("a cask beyond 2^64 bytes"))?;
+        self.position = end.ok_or_else(|| Error::limit("the cask is larger than 2^64 bytes"))?;
         if !bytes.is_empty() {
             self.output.push(bytes);
         }
@@ -354,10 +354,10 @@ impl DictionaryName for String {
 fn dictionary_index<T: DictionaryName + Clone + PartialEq>(dictionary: &mut Vec<T>, item: &T, limits: &Limits, what: &str) -> Result<u8> {
     let row = match dictionary.iter().position(|known| known.name() == item.name()) {
         Some(row) if dictionary.get(row) == Some(item) => row,
-        Some(_) => return Err(Error::invalid(format!("two versions of {what} `{}` in one cask", item.name()))),
+        Some(_) => return Err(Error::invalid(format!("{what} `{}` has two versions in one cask", item.name()))),
         None => {
             if item.name().is_empty() {
-                return Err(Error::invalid(format!("an empty name of a {what}")));
+                return Err(Error::invalid(format!("the name of a {what} is empty")));
             }
             Limits::check(item.name().len() as u64, limits.max_name_bytes, "length of the name")?;
             dictionary.push(item.clone());
@@ -365,5 +365,5 @@ fn dictionary_index<T: DictionaryName + Clone + PartialEq>(dictionary: &mut Vec<
         }
     };
     // Readers accept 255 names at most.
-    u8::try_from(row).ok().filter(|&row| row < 255).ok_or_else(|| Error::limit(format!("more than 255 names of a {what} in one cask")))
+    u8::try_from(row).ok().filter(|&row| row < 255).ok_or_else(|| Error::limit(format!("more than 255 {what} names in one cask")))
 }

@@ -36,7 +36,7 @@ impl PlaceOfPage {
         if self.crc(bytes) == crc {
             return Ok(());
         }
-        Err(Error::corrupt("page checksum mismatch: the bytes are damaged, or belong elsewhere")
+        Err(Error::corrupt("page checksum mismatch: the bytes are damaged or belong to another page")
             .offset(self.offset)
             .clause("container 5.2"))
     }

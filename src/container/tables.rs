@@ -71,7 +71,7 @@ impl CaskIndex {
 
     fn part(&self, part: usize) -> Result<&IndexPart> {
         let part = self.parts.get(part).and_then(|part| part.get());
-        part.ok_or_else(|| Error::invalid("that part of the index is not there or not loaded"))
+        part.ok_or_else(|| Error::invalid("the index part does not exist or is not loaded"))
     }
 }
 

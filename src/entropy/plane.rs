@@ -347,8 +347,8 @@ impl<'a> PlaneReader<'a> {
     pub(crate) fn next(&mut self, out: &mut [u8]) -> Result<Option<&'a [u8]>> {
         let count = self.left.min(self.block);
         self.left -= count;
-        let (input, out) = (&mut self.input, out.get_mut(..count).ok_or_else(|| Error::invalid("a block larger than its buffer"))?);
-        let no_table = || Error::corrupt("a block uses the table of a block before, and there is none").clause("entropy 3");
+        let (input, out) = (&mut self.input, out.get_mut(..count).ok_or_else(|| Error::invalid("the block is larger than its buffer"))?);
+        let no_table = || Error::corrupt("a block reuses the table of an earlier block, but there is none").clause("entropy 3");
         let mut raw = None;
         match input.byte("a block")? {
             RAW => raw = Some(input.take(count, "a raw block")?),

@@ -126,7 +126,7 @@ pub(super) fn decode(input: &mut Input<'_>, decoder: &kernel::Decoder, out: &mut
         }
     }
     if !bytes.is_multiple_of(2) {
-        return bad("half a word");
+        return bad("the words end with half a word");
     }
     let words = input.take(bytes, "rANS words")?;
     if kernel::decode(words, states, decoder, out) { Ok(()) } else { bad("a rANS stream does not end where it should") }

@@ -21,8 +21,8 @@ mod control {
 
     pub(super) fn set(value: u64) {
         let value = value as u32;
-        // SAFETY: the value is the default or one that was read from the register, so no reserved bit is set. Code that runs in
-        // between is compiled for the default environment, which is what it gets.
+        // SAFETY: the value is the default or was read from the register, so no reserved bit is set. Code that runs in
+        // between is compiled for the default environment, and runs in it.
         unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack, preserves_flags)) };
     }
 }

@@ -325,7 +325,8 @@ mod avx2 {
             if values.len() - at < 32 {
                 break;
             }
-            // SAFETY: of base and out, 8 units are read and written; of values, at most 32 bytes, which are left; of the tables, a row.
+            // SAFETY: 8 units of base and out are read and written. At most 32 bytes of values are read, and as many
+            // are left. Each table has a row for every mask byte.
             unsafe {
                 let from = values.as_ptr().add(at);
                 if width == 2 {

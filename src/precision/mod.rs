@@ -100,10 +100,10 @@ impl Precision {
     pub fn with(mut self, pattern: &str, setting: Setting, bound: Option<f64>) -> Result<Self> {
         setting.check()?;
         if let Some(bound) = bound.filter(|bound| !(bound.is_finite() && *bound >= 0.0)) {
-            return Err(Error::invalid(format!("a bound of {bound}: it is a relative error, such as 0.01")));
+            return Err(Error::invalid(format!("the bound {bound} is not a relative error such as 0.01")));
         }
         let glob = Glob::new(pattern);
-        let glob = glob.map_err(|e| Error::invalid(format!("`{}` is no glob of names: {e}", pattern.escape_debug())))?;
+        let glob = glob.map_err(|e| Error::invalid(format!("`{}` is not a glob of names: {e}", pattern.escape_debug())))?;
         let bounded = Bounded { setting, bound };
         self.rules.push(Rule { pattern: pattern.to_owned(), glob: glob.compile_matcher(), bounded });
         Ok(self)
@@ -121,7 +121,7 @@ impl Precision {
                 rule => {
                     let unknown = || {
                         Error::invalid(format!(
-                            "`{}` is no precision; use lossless, near, compact, or PATTERN=SETTING with a role or a glob of names, and one of {}",
+                            "`{}` is not a precision; use lossless, near, compact, or PATTERN=SETTING with a role or a glob of names, and one of {}",
                             rule.escape_debug(),
                             Setting::FORMS
                         ))

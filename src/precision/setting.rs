@@ -120,7 +120,7 @@ impl FromStr for Setting {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let unknown = || Error::invalid(format!("`{}` is no setting; use one of {}", text.escape_debug(), Self::FORMS));
+        let unknown = || Error::invalid(format!("`{}` is not a setting; use one of {}", text.escape_debug(), Self::FORMS));
         let mut words = text.split(':');
         let name = words.next().unwrap_or_default();
         let number = |word: Option<&str>| word.and_then(|word| word.parse().ok()).ok_or_else(unknown);

@@ -109,7 +109,7 @@ impl Directory {
     pub fn decode(bytes: Bytes, digest: Digest, limits: &Limits) -> Result<Self> {
         Limits::check(bytes.len() as u64, limits.max_directory_bytes, "size of the directory")?;
         if Digest::of(&bytes) != digest {
-            return Err(Error::corrupt("its bytes do not have the digest that is its name").clause("manifest 3.1"));
+            return Err(Error::corrupt("digest mismatch: the bytes do not have the digest in the name").clause("manifest 3.1"));
         }
         let mut reader = ColumnsReader::new(bytes, "directory");
         let head: Column<u8> = reader.column(HEAD_BYTES as u64)?;
@@ -251,7 +251,7 @@ impl Directory {
         for tensor in 0..self.len() {
             let fail = |message: &str, clause| Err(Error::corrupt(message).tensor(self.name(tensor)).clause(clause));
             if usize::from(self.tensor_roles.get(tensor).unwrap_or_default()) >= self.roles.len() {
-                return fail("its role is not in the dictionary", "manifest 3.3");
+                return fail("the tensor's role is not in the dictionary", "manifest 3.3");
             }
             let shards = self.shards_of(tensor);
             match self.alias_of(tensor) {
@@ -267,7 +267,7 @@ impl Directory {
                 None => {
                     let rects: Vec<Rect> = shards.map(|shard| self.layout.rect(shard)).collect();
                     if !tiles(&self.shape(tensor), &rects)? {
-                        return fail("its shards do not tile it exactly", "manifest 3.4");
+                        return fail("the shards do not tile the tensor exactly", "manifest 3.4");
                     }
                 }
             }

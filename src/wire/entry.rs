@@ -156,10 +156,12 @@ impl LogEntry {
         }
         let entry: Self = seal::parse(json)?;
         if entry.sequence != sequence {
-            return Err(Error::corrupt(format!("holds sequence {}, but its name says {sequence}", entry.sequence)).clause("log 3.1"));
+            return Err(
+                Error::corrupt(format!("the entry holds sequence {}, but its name says {sequence}", entry.sequence)).clause("log 3.1")
+            );
         }
         if (sequence == 1) != entry.previous.is_none() {
-            return Err(Error::corrupt("only the first entry has no entry before it").clause("log 3.2"));
+            return Err(Error::corrupt("exactly the first entry must have no `previous` digest").clause("log 3.2"));
         }
         Ok((entry, digest))
     }

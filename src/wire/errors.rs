@@ -109,7 +109,7 @@ impl ErrorsFile {
             return Err(Error::corrupt("shards or chunks are not in order").clause("errors 1"));
         }
         match file.shards.iter().find(|shard| !shard.chunks.iter().all(ChunkErrors::is_sane)) {
-            Some(shard) => Err(Error::corrupt("an error that is no number, or negative").tensor(&shard.tensor).clause("errors 3.3")),
+            Some(shard) => Err(Error::corrupt("a rounding error is negative or not a number").tensor(&shard.tensor).clause("errors 3.3")),
             None => Ok(file),
         }
     }

@@ -167,17 +167,18 @@ impl IndexRoot {
 
         for shard in 0..layout.tensor_count() {
             if layout.shards_of(shard).is_empty() {
-                return Err(Error::corrupt("a tensor without a shard").tensor(layout.name(shard)).clause("index 3.5"));
+                return Err(Error::corrupt("the tensor has no shard").tensor(layout.name(shard)).clause("index 3.5"));
             }
         }
         let (blob_offsets, index_offset) = place_blobs(&blob_ranks, &blob_names, &blob_bytes, blobs_offset, alignment)?;
 
         let mut parts = part_shards(&layout)?;
         if parts.len() as u64 != part_count {
-            return Err(Error::corrupt(format!("{part_count} parts, but the shards make {}", parts.len())).clause("index 4.1"));
+            return Err(Error::corrupt(format!("{part_count} parts are stored, but the shards need {}", parts.len())).clause("index 4.1"));
         }
         if parts.is_empty() && blobs_offset != HEADER_BYTES {
-            return Err(Error::corrupt(format!("without pages, blobs begin at {HEADER_BYTES}, not at {blobs_offset}")).clause("index 4.4"));
+            return Err(Error::corrupt(format!("blobs begin at {blobs_offset}; without pages they must begin at {HEADER_BYTES}"))
+                .clause("index 4.4"));
         }
         let mut position = index_offset;
         for (i, part) in parts.iter_mut().enumerate() {
@@ -246,7 +247,7 @@ fn dictionary(reader: &mut ColumnsReader, count: u64, heap_bytes: u64, limits: &
     for row in 0..heap.len() {
         let name = heap.text(row).unwrap_or_default().to_owned();
         if name.is_empty() || names.contains(&name) {
-            return Err(Error::corrupt(format!("{what} name `{name}` is empty or stands twice")).clause("index 2.3"));
+            return Err(Error::corrupt(format!("{what} name `{name}` is empty or a duplicate")).clause("index 2.3"));
         }
         names.push(name);
     }

@@ -103,7 +103,7 @@ impl Tree {
         let tree: Self = seal::parse(json)?;
         check(&tree.nodes).map_err(|(message, clause)| Error::corrupt(message).clause(clause))?;
         if tree.encode()? != bytes {
-            return Err(Error::corrupt("is not in the one form that its content has").clause("tree 1.2"));
+            return Err(Error::corrupt("the tree is not in canonical form").clause("tree 1.2"));
         }
         Ok(tree)
     }
@@ -121,7 +121,7 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
         }
         match open.last_mut() {
             Some(left) => *left = left.saturating_sub(1),
-            None => return Err(("nodes follow after the last that is due".into(), "tree 2.2")),
+            None => return Err(("more nodes than the containers need".into(), "tree 2.2")),
         }
         let children = match node {
             TreeNode::Dict(keys) => {
@@ -131,7 +131,7 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
                         check_int(text)?;
                     }
                     if !seen.insert(key) {
-                        return Err((format!("two keys of one mapping are {key:?}"), "tree 2.3"));
+                        return Err((format!("a mapping has the key {key:?} twice"), "tree 2.3"));
                     }
                 }
                 keys.len() as u64
@@ -139,7 +139,7 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
             TreeNode::List(count) | TreeNode::Tuple(count) => *count,
             TreeNode::Part(positions) => {
                 if positions.iter().zip(positions.iter().skip(1)).any(|(a, b)| a >= b) {
-                    return Err(("positions of a part of a list do not ascend".into(), "tree 3.1"));
+                    return Err(("positions in a part of a list do not ascend".into(), "tree 3.1"));
                 }
                 positions.len() as u64
             }
@@ -153,12 +153,12 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
             open.push(children);
         }
         if open.len() > MAX_DEPTH {
-            return Err((format!("nests deeper than {MAX_DEPTH}"), "tree 2.6"));
+            return Err((format!("the tree nests deeper than {MAX_DEPTH}"), "tree 2.6"));
         }
     }
     match open.iter().all(|&left| left == 0) {
         true => Ok(()),
-        false => Err(("ends before the last node that is due".into(), "tree 2.2")),
+        false => Err(("fewer nodes than the containers need".into(), "tree 2.2")),
     }
 }
 
@@ -167,7 +167,7 @@ fn check_int(text: &str) -> Result<(), Fault> {
     let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
     match plain && (text == "0" || !digits.starts_with('0')) {
         true => Ok(()),
-        false => Err((format!("`{}` is not an integer in its one form", text.escape_debug()), "tree 2.4")),
+        false => Err((format!("`{}` is not an integer in canonical form", text.escape_debug()), "tree 2.4")),
     }
 }
 

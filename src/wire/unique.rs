@@ -23,7 +23,7 @@ pub(super) fn map<'de, D: Deserializer<'de>, V: Deserialize<'de>>(deserializer: 
             let mut map = BTreeMap::new();
             while let Some((key, value)) = access.next_entry::<String, V>()? {
                 if map.insert(key, value).is_some() {
-                    return Err(A::Error::custom("a key stands twice"));
+                    return Err(A::Error::custom("duplicate key"));
                 }
             }
             Ok(map)
@@ -95,7 +95,7 @@ impl<'de> Visitor<'de> for AnyValue {
         let mut object = Map::new();
         while let Some((key, Nested(value))) = access.next_entry::<String, Nested>()? {
             if object.insert(key, value).is_some() {
-                return Err(A::Error::custom("a key stands twice"));
+                return Err(A::Error::custom("duplicate key"));
             }
         }
         Ok(Value::Object(object))
