@@ -1,12 +1,12 @@
-//! `tc.bitmask`: a packed mask of changed units, then the new values of those.
+//! `tc.bitmask`: a packed mask of changed units, followed by the new values of those units.
 //!
 //! Spec: spec/codecs/bitmask.md
 //! Input:  n units of width w (1, 2, 4, 8 bytes) and n units of the base
 //! Output: mask ceil(n/8) bytes, least significant bit first; values w * popcount(mask) bytes
 //! Errors: `Corrupt` if mask, popcount and values disagree; `InvalidArgument` without a base
 //! Cost:   one pass over both inputs; kernels/mask
-//! Source: BitSnap (arXiv 2511.12376), algorithm 1 and equation 2; compares bits, because floats do not invert under
-//!         subtraction
+//! Source: BitSnap (arXiv 2511.12376), algorithm 1 and equation 2. This codec compares bits, because floating-point
+//!         subtraction has no exact inverse
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::kernels::mask;

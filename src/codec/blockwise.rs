@@ -1,10 +1,10 @@
-//! `tc.blockwise8`: dynamic 8-bit quantization by blocks, as bitsandbytes keeps optimizer states.
+//! `tc.blockwise8`: dynamic 8-bit quantization in blocks, the format of bitsandbytes optimizer states.
 //!
-//! Spec: spec/codecs/blockwise8.md
+//! Spec:   spec/codecs/blockwise8.md
 //! Input:  n finite f32
-//! Output: the map; the greatest magnitude of each 256; a code for each, coded by spec/entropy.md
-//! Errors: `Corrupt` if a scale is not finite, or columns do not fit
-//! Cost:   a search of 8 steps for each number; decoding is a product
+//! Output: the map; the greatest magnitude of each block of 256 numbers; one code per number, coded by spec/entropy.md
+//! Errors: `Corrupt` if a scale is not finite, or the sizes of the columns do not fit the chunk
+//! Cost:   a search of 8 steps per number to encode; one multiplication per number to decode
 //! Source: Dettmers, Lewis, Shleifer, Zettlemoyer, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861)
 
 use super::{Chunk, Codec, Columns, Cost, Encoded, maps};
@@ -13,7 +13,7 @@ use crate::kernels::floats::{floats, to_bytes, unit};
 use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
-/// Stores numbers in 8 bits each, rounded; exactly, where they are of that form.
+/// Stores numbers in 8 bits each. Rounds numbers, except those that an earlier decode of this codec produced.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Blockwise8, Chunk, Codec}};
@@ -36,20 +36,20 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
     }
 }
 
-/// A chunk in blocks.
+/// A quantized chunk.
 struct Blocks {
     signed: bool,
     absmax: Vec<f32>,
     codes: Vec<u8>,
 }
 
-/// None for what has a number that is not finite.
+/// Quantizes a chunk. Returns `None` if a number is not finite.
 fn quantize(data: &[u8]) -> Option<Blocks> {
     if !floats(data).all(f32::is_finite) {
         return None;
     }
     let negative = floats(data).any(|x| x < 0.0);
-    // What was decoded before comes back exactly, on the map that it was on.
+    // Try the exact form on both maps first: numbers that this codec decoded earlier must come back exactly.
     let tries = [(negative, true), (true, true), (negative, false)];
     tries.into_iter().find_map(|(signed, exactly)| quantize_on(signed, exactly, data))
 }
@@ -59,9 +59,11 @@ fn quantize_on(signed: bool, exactly: bool, data: &[u8]) -> Option<Blocks> {
     let (mut absmax, mut codes) = (Vec::new(), Vec::with_capacity(data.len() / 4));
     for block in data.chunks(BLOCK * 4) {
         let greatest = floats(block).fold(0f32, |most, x| if x.abs() > most { x.abs() } else { most });
-        // Denormals are taken for zeros: their products with the map would be, too, some of them negative.
+        // Denormals become zero. Their products with the map would be zero too, and some of those would be negative
+        // zero.
         let greatest = if greatest < f32::MIN_POSITIVE { 0.0 } else { greatest };
-        // The least of the signed map is not -1: a block may have lost its greatest magnitude.
+        // The smallest number of the signed map is above -1, so an earlier decode may have shrunk the greatest
+        // magnitude.
         let exact = |scale: &f32| floats(block).all(|x| x.to_bits() == (map[usize::from(code(map, x, *scale))] * scale).to_bits());
         let scale = match exactly {
             true if signed => std::iter::once(greatest).chain(shrunk_from(greatest, map[0].abs())).find(exact)?,
@@ -74,7 +76,7 @@ fn quantize_on(signed: bool, exactly: bool, data: &[u8]) -> Option<Blocks> {
     Some(Blocks { signed, absmax, codes })
 }
 
-/// Scales whose product with `least` is `product`.
+/// Returns the scales whose product with `least` is `product`.
 fn shrunk_from(product: f32, least: f32) -> impl Iterator<Item = f32> {
     let about = product / least;
     let near = [about, about.next_up(), about.next_down()].into_iter();

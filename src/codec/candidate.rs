@@ -1,4 +1,4 @@
-//! A chunk that its rounding has already encoded.
+//! A chunk that was encoded while it was rounded.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use bytes::Bytes;
 use super::{Chunk, Codec, Columns, Encoded, decode};
 use crate::Result;
 
-/// The encoding by the codec that rounded the chunk. It competes with the lossless codecs: the codec that chose the
-/// rounding often stores the result in fewer bytes than any of them.
+/// Encoding by the codec that rounded the chunk. The encoding competes with the lossless codecs, because the codec that
+/// rounded a chunk often stores the result in the fewest bytes.
 #[derive(Debug, Clone)]
 pub(crate) struct Candidate {
     pub codec: Arc<dyn Codec>,
@@ -16,7 +16,7 @@ pub(crate) struct Candidate {
 }
 
 impl Candidate {
-    /// Decodes the columns into `out`, which has the chunk's size.
+    /// Decodes the columns into `out`, which must have the chunk's size.
     pub(crate) fn decode(&self, chunk: &Chunk<'_>, out: &mut [u8]) -> Result<()> {
         let column = |(name, bytes): &(&'static str, Vec<u8>)| (*name, Bytes::copy_from_slice(bytes));
         let columns: Vec<(&str, Bytes)> = self.encoded.columns.iter().map(column).collect();

@@ -1,4 +1,4 @@
-//! Picks the codec of a chunk: by size and speed, as the user weighs them, never larger than raw.
+//! Picks the codec of a chunk by size and speed, with weights from the user. The result is never larger than raw.
 
 use bytes::Bytes;
 
@@ -7,15 +7,16 @@ use crate::kernels::DefaultEnvironment;
 use crate::spare::Spare;
 use crate::{Error, ErrorKind, Result};
 
-/// Bytes that a page of `bytes` costs in a cask: padded to the alignment, with its row in the index.
+/// Returns the bytes that a page of `bytes` adds to a cask: the padded page and its row in the index.
 fn page_cost(bytes: u64) -> u64 {
     bytes.next_multiple_of(64).saturating_add(9)
 }
 
-/// What a writer wants of the codecs that it chooses, in thousandths that add up to 1000: the score of a candidate is the sum of
-/// its scores for each, from 0 to 1, so weighed (BitSnap, arXiv 2511.12376, equation 5). Size and speed count relative to the best candidate;
-/// speed is declared ([`Codec::cost`]), not measured, so that the choice is the same everywhere; lossless codecs all
-/// have full precision.
+/// Weights for the choice of codecs, in thousandths that add up to 1000.
+///
+/// The score of a candidate is the weighted sum of three scores from 0 to 1 (BitSnap, arXiv 2511.12376, equation 5).
+/// Size and speed are relative to the best candidate. Speed is declared by the codec ([`Codec::cost`]), not measured,
+/// so every machine makes the same choice. The precision score of a lossless codec is 1.
 ///
 /// ```
 /// use tensorcask::codec::Objective;
@@ -26,11 +27,11 @@ fn page_cost(bytes: u64) -> u64 {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Objective {
-    /// Weight of few bytes.
+    /// Weight of the size score.
     pub size: u16,
-    /// Weight of little work.
+    /// Weight of the speed score.
     pub speed: u16,
-    /// Weight of small errors.
+    /// Weight of the precision score.
     pub precision: u16,
 }
 
@@ -41,14 +42,14 @@ impl Default for Objective {
 }
 
 impl Objective {
-    /// The fewest bytes.
+    /// Fewest bytes, at any cost in time.
     pub const SMALLEST: Self = Self { size: 1000, speed: 0, precision: 0 };
-    /// Few bytes, but none of the last percents for several times the work.
+    /// Few bytes. Gives up the last few percent of size if they take several times the work.
     pub const BALANCED: Self = Self { size: 960, speed: 40, precision: 0 };
-    /// Little work, where that saves a quarter or more.
+    /// Little work, unless more work saves about a quarter of the bytes.
     pub const FASTEST: Self = Self { size: 720, speed: 280, precision: 0 };
 
-    /// `smallest`, `balanced`, `fastest`, or three weights that add up to 1: size, speed, precision.
+    /// Parses `smallest`, `balanced`, `fastest`, or three weights that add up to 1: size, speed, precision.
     pub fn from_name(name: &str) -> Result<Self> {
         match name {
             "smallest" => return Ok(Self::SMALLEST),
@@ -61,13 +62,13 @@ impl Objective {
         match weights.as_deref() {
             Some(&[size, speed, precision]) if size + speed + precision == 1000 => Ok(Self { size, speed, precision }),
             _ => Err(Error::invalid(format!(
-                "`{}` is no objective; use smallest, balanced, fastest, or three weights of size, speed and precision that add up to 1",
+                "`{}` is not an objective; use smallest, balanced, fastest, or three weights of size, speed and precision that add up to 1",
                 name.escape_debug()
             ))),
         }
     }
 
-    /// The score of a candidate, of so many bytes and so much work, where the least of all candidates are these.
+    /// Scores a candidate by its bytes and work, relative to the least bytes and the least work of all candidates.
     fn score(self, (bytes, work): (u64, f32), (least_bytes, least_work): (u64, f32)) -> f64 {
         let size = least_bytes as f64 / bytes.max(1) as f64;
         let speed = f64::from(least_work) / f64::from(work.max(f32::MIN_POSITIVE));
@@ -75,9 +76,10 @@ impl Objective {
     }
 }
 
-/// Encodes a chunk with the lossless codec of the highest score; of equals, the one with the fewest bytes, then the first by id. Never in
-/// more bytes than raw. A chunk equal to its base takes no page. This is what a writer does with each chunk; `verify` decodes what was made
-/// and compares its checksum.
+/// Encodes a chunk with the lossless codec of the highest score. Ties go to the fewest bytes, then to the first id.
+///
+/// The result is never larger than raw. A chunk equal to its base takes no page. Writers call this function for each
+/// chunk. With `verify`, the result is decoded and its checksum compared.
 ///
 /// ```
 /// use tensorcask::Dtype;
@@ -91,7 +93,7 @@ pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>
     encode_given(registry, objective, chunk, None, verify)
 }
 
-/// The same, with one more candidate: the chunk as the codec has stored it that rounded it.
+/// Encodes a chunk like [`encode_chunk`], with one more candidate: the encoding by the codec that rounded the chunk.
 pub(crate) fn encode_given(
     registry: &Registry,
     objective: Objective,
@@ -99,7 +101,7 @@ pub(crate) fn encode_given(
     given: Option<&Candidate>,
     verify: bool,
 ) -> Result<EncodedChunk> {
-    // What codecs fit and estimate must not depend on the caller's.
+    // Estimates and fits must not depend on the caller's floating-point environment.
     let _environment = DefaultEnvironment::enter();
     let crc = crc32fast::hash(chunk.data);
     if let Some(base) = chunk.base.filter(|base| *base == chunk.data) {
@@ -132,7 +134,7 @@ pub(crate) fn encode_given(
                 Some(given) => given.encoded.clone(),
                 None => codec.encode(chunk)?,
             };
-            // An estimate may have been too good.
+            // An estimate may have been too low.
             if cost(&encoded.sizes()) <= raw_bytes { (codec, encoded) } else { (&Raw as &dyn Codec, Raw.encode(chunk)?) }
         }
         _ => (&Raw as &dyn Codec, Raw.encode(chunk)?),
@@ -145,11 +147,11 @@ pub(crate) fn encode_given(
     Ok(EncodedChunk { kind, codec: Some(CodecRef { id: codec.id().to_owned(), version: codec.version() }), columns, crc })
 }
 
-/// What goes up is what decodes back: the bytes whose checksum is stored, as a reader would decode them.
+/// Decodes the columns as a reader would, and compares the result with the checksum to be stored.
 fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes)], kind: ChunkKind, crc: u32) -> Result<()> {
     if !codec.base_use().allows(kind) {
         return Err(Error::invalid(format!(
-            "codec `{}` made a chunk that is {}, against its stated use of bases",
+            "codec `{}` made a chunk that is {}, which contradicts its `base_use`",
             codec.id(),
             kind.name()
         )));
@@ -163,7 +165,7 @@ fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes
     if crc32fast::hash(&decoded) == crc { Ok(()) } else { Err(changed(&format!("what codec `{}` encoded", codec.id()))) }
 }
 
-/// In place of a base that is not there: equal in the rows that did not change, different in all others.
+/// Builds a substitute for a missing base: equal to the chunk in unchanged rows, different in all others.
 fn stand_in(chunk: &Chunk<'_>) -> Result<Spare> {
     let mut base = Spare::new(chunk.data.len(), "verification")?;
     base.copy_from_slice(chunk.data);
@@ -179,12 +181,12 @@ fn changed(what: &str) -> Error {
     Error::new(
         ErrorKind::InvalidArgument,
         format!(
-            "{what} does not decode to the bytes that were given; nothing was committed. The tensor changed during the save, or memory or codec are faulty"
+            "{what} does not decode to the bytes that were given; nothing was committed. The tensor changed during the save, or memory or the codec is faulty"
         ),
     )
 }
 
-/// Stored bytes of a chunk, as far as a quick look can tell: of its best lossless codec or the given one, and never more than raw.
+/// Estimates the stored bytes of a chunk: by its best lossless codec or the given candidate, and never more than raw.
 pub(crate) fn estimate_chunk(registry: &Registry, chunk: &Chunk<'_>, given: Option<&Candidate>) -> u64 {
     if chunk.base.is_some_and(|base| base == chunk.data) || chunk.changed_rows.is_some_and(<[u64]>::is_empty) {
         return 0;

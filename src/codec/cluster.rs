@@ -1,10 +1,10 @@
-//! `tc.cluster`: numbers in clusters of like magnitude, each quantized to 8 bits.
+//! `tc.cluster`: numbers in clusters of similar value, each cluster quantized to 8 bits.
 //!
 //! Spec: spec/codecs/cluster.md
 //! Input:  n finite f32
 //! Output: labels of 4 bits, codes of 8 bits, a scale and an offset for each cluster
 //! Errors: `Corrupt` if labels or options are out of range, or scales and offsets are not finite
-//! Cost:   15 comparisons and one product for each number; decoding is a product and a sum
+//! Cost:   15 comparisons and one multiplication per number to encode; one multiplication and one addition to decode
 //! Source: BitSnap (arXiv 2511.12376), algorithm 2 and equation 3
 
 use super::{Chunk, Codec, Columns, Cost, Encoded, maps};
@@ -13,27 +13,27 @@ use crate::kernels::floats::{floats, to_bytes};
 use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
-/// Where one cluster ends and the next begins.
+/// Boundaries between clusters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Edges {
-    /// At quantiles of a normal distribution with the mean and the deviation of the numbers.
+    /// Quantiles of a normal distribution with the mean and the standard deviation of the numbers.
     Normal,
-    /// At quantiles of a sample of the numbers.
+    /// Quantiles of a sample of the numbers.
     #[default]
     Sample,
 }
 
-/// What codes stand for between the least and the greatest number of a cluster.
+/// Numbers that codes represent, between the least and the greatest number of a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum CodeMap {
     /// Equal steps.
     #[default]
     Linear,
-    /// The dynamic map of 8-bit optimizers, which is finer near the least.
+    /// The dynamic map of 8-bit optimizers, with finer steps near the least number.
     Dynamic,
 }
 
-/// Stores numbers in 12 bits each, rounded; exactly, where they are of that form.
+/// Stores numbers in 12 bits each. Rounds numbers, except those that an earlier decode of this codec produced.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Cluster, Codec}};
@@ -45,11 +45,11 @@ pub enum CodeMap {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Cluster {
-    /// Clusters, 1 to 16.
+    /// Number of clusters, 1 to 16.
     pub clusters: u8,
-    /// How they are bounded.
+    /// Boundaries between the clusters.
     pub edges: Edges,
-    /// What codes stand for.
+    /// Numbers that codes represent.
     pub map: CodeMap,
 }
 
@@ -76,21 +76,22 @@ impl CodeMap {
         }
     }
 
-    /// The number of the last code.
+    /// Returns the map's number for the highest code.
     fn span(self) -> f32 {
         self.numbers()[255]
     }
 }
 
-/// A chunk in clusters.
+/// A quantized chunk.
 struct Clusters {
     labels: Vec<u8>,
     codes: Vec<u8>,
-    /// Offset and scale.
+    /// Offset and scale of each cluster.
     all: Vec<(f32, f32)>,
 }
 
-/// The quantile of the standard normal distribution (Acklam's rational approximation; an encoder's choice needs no more).
+/// Returns a quantile of the standard normal distribution, by Acklam's rational approximation. Only the encoder uses
+/// quantiles, so the approximation is precise enough.
 fn normal_quantile(p: f64) -> f64 {
     const A: [f64; 6] =
         [-39.69683028665376, 220.9460984245205, -275.9285104469687, 138.357751867269, -30.66479806614716, 2.506628277459239];
@@ -113,11 +114,11 @@ fn normal_quantile(p: f64) -> f64 {
     }
 }
 
-/// Numbers that a sample of edges looks at.
+/// Number of elements in the sample for edges.
 const SAMPLED: usize = 16_384;
 
 impl Cluster {
-    /// Edges between the clusters, ascending.
+    /// Returns the edges between clusters, ascending.
     fn edges(&self, data: &[u8]) -> Vec<f32> {
         let clusters = usize::from(self.clusters).clamp(1, MAX_CLUSTERS);
         let share = |i: usize| i as f64 / clusters as f64;
@@ -138,7 +139,7 @@ impl Cluster {
         }
     }
 
-    /// None for what has a number that is not finite, or a range beyond f32.
+    /// Quantizes a chunk. Returns `None` if a number is not finite, or a cluster's range exceeds f32.
     fn quantize(&self, data: &[u8]) -> Option<Clusters> {
         if !floats(data).all(f32::is_finite) {
             return None;
@@ -151,11 +152,11 @@ impl Cluster {
         kernel::labels(&self.edges(data), data, &mut labels);
         let mut all: Vec<(f32, f32)> = Vec::new();
         for (least, greatest) in kernel::ranges(&labels, data).into_iter().take(usize::from(self.clusters).clamp(1, MAX_CLUSTERS)) {
-            // A cluster without numbers; and -0, which no sum gives.
+            // An empty cluster gets offset 0. Adding 0 turns -0 into 0, because no sum yields -0.
             let least = if least > greatest { 0.0 } else { least + 0.0 };
             let range = if greatest > least { greatest - least } else { 0.0 };
             let mut scale = range / self.map.span();
-            // The sum may round to more than the greatest, and so into the next cluster.
+            // The sum may round up past the greatest number, and so into the next cluster.
             while scale > 0.0 && scale.is_finite() && kernel::number(scale, least, self.map.span()) > greatest {
                 scale = scale.next_down();
             }
@@ -176,12 +177,13 @@ impl Cluster {
         Some(Clusters { labels, codes, all })
     }
 
-    /// Clusters that bring back each bit: of numbers that were decoded before, and of few different ones.
+    /// Finds clusters that reproduce every bit of the chunk. Succeeds for numbers that an earlier decode produced, and
+    /// for few distinct numbers.
     fn exactly(&self, data: &[u8]) -> Option<Clusters> {
         let distinct = distinct(data, 256 * usize::from(self.clusters))?;
         let most = usize::from(self.clusters);
         let clusters = longest_runs(&distinct, self.map, most).or_else(|| fewest_runs(&distinct, self.map, most))?;
-        // Every number is a code of the cluster whose run has it.
+        // Each number is a code of the cluster whose run contains it.
         let (mut labels, mut codes) = (Vec::with_capacity(data.len() / 4), Vec::with_capacity(data.len() / 4));
         for x in floats(data) {
             let label = clusters.partition_point(|(first, _)| *first <= x).checked_sub(1)?;
@@ -193,7 +195,7 @@ impl Cluster {
     }
 }
 
-/// The different numbers of a chunk, ascending, if they are at most so many and none is -0.
+/// Returns the distinct numbers of a chunk, ascending. Returns `None` if there are more than `most`, or if one is -0.
 fn distinct(data: &[u8], most: usize) -> Option<Vec<f32>> {
     let mut seen = std::collections::HashSet::new();
     for x in floats(data) {
@@ -206,7 +208,7 @@ fn distinct(data: &[u8], most: usize) -> Option<Vec<f32>> {
     Some(all)
 }
 
-/// The code that stands for exactly this number.
+/// Returns the code that represents exactly `x`.
 fn code_of(map: CodeMap, offset: f32, scale: f32, x: f32) -> Option<u8> {
     let about = if scale > 0.0 { (x - offset) / scale } else { 0.0 };
     let nearest = maps::nearest(map.numbers(), about);
@@ -214,8 +216,8 @@ fn code_of(map: CodeMap, offset: f32, scale: f32, x: f32) -> Option<u8> {
     [nearest, nearest.saturating_sub(1), nearest.saturating_add(1)].into_iter().find(|code| stands_for(*code).to_bits() == x.to_bits())
 }
 
-/// Offsets and scales of at most so many clusters that have all of some ascending numbers exactly, each as long as can be. What was decoded
-/// before is nearly always found so.
+/// Covers ascending numbers with at most `most` clusters that represent them exactly, each as long as possible. For
+/// numbers that an earlier decode produced, this greedy search nearly always succeeds.
 fn longest_runs(numbers: &[f32], map: CodeMap, most: usize) -> Option<Vec<(f32, f32)>> {
     let (mut all, mut rest) = (Vec::new(), numbers);
     while let Some(first) = rest.first() {
@@ -231,9 +233,10 @@ fn longest_runs(numbers: &[f32], map: CodeMap, most: usize) -> Option<Vec<(f32, 
     Some(all).filter(|all| !all.is_empty())
 }
 
-/// The same, as few as can be: a run that is as long as can be may take what the next one needs.
+/// Covers ascending numbers with the fewest clusters. The greedy search can fail, because its longest run may take
+/// numbers that the next run needs.
 fn fewest_runs(numbers: &[f32], map: CodeMap, most: usize) -> Option<Vec<(f32, f32)>> {
-    // For each number, the fewest clusters from it on, the length of its own, and that one's scale.
+    // For each number: the fewest clusters from here to the end, the length of the first, and its scale.
     let mut best = vec![(0usize, 0usize, 0f32); numbers.len() + 1];
     for first in (0..numbers.len()).rev() {
         let mut found = (best[first + 1].0 + 1, 1, 0.0);
@@ -256,9 +259,9 @@ fn fewest_runs(numbers: &[f32], map: CodeMap, most: usize) -> Option<Vec<(f32, f
     (1..=most).contains(&all.len()).then_some(all)
 }
 
-/// The scale of a cluster that has all these numbers exactly, from the first to the last.
+/// Returns the scale of a cluster that represents all these numbers exactly, from the first to the last.
 fn scale_of(numbers: &[f32], map: CodeMap) -> Option<f32> {
-    /// The range of what was decoded may be this many steps of f32 from that of what was encoded.
+    /// Greatest distance, in steps of f32, between the range of decoded numbers and the range of the encoded ones.
     const AWAY: i32 = 6;
     let (first, last) = (*numbers.first()?, *numbers.last()?);
     let about = (last - first) / map.span();
@@ -273,7 +276,7 @@ fn scale_of(numbers: &[f32], map: CodeMap) -> Option<f32> {
     scales.find(|scale| numbers.iter().rev().all(|x| code_of(map, first, *scale, *x).is_some()))
 }
 
-/// Whether a number may be one of a cluster: a quick look that is wrong only about those that are not.
+/// Quickly rejects a number that no code of the cluster represents. Accepted numbers still need an exact check.
 fn is_near_a_code(map: CodeMap, offset: f32, scale: f32, x: f32) -> bool {
     let step = f64::from(x.abs().max(offset.abs())) * f64::from(f32::EPSILON) * 2.0 / f64::from(scale);
     let code = (f64::from(x) - f64::from(offset)) / f64::from(scale);
@@ -321,7 +324,7 @@ impl Codec for Cluster {
         let Clusters { labels, codes, all } = self
             .quantize(chunk.data)
             .filter(|_| chunk.dtype == Dtype::F32)
-            .ok_or_else(|| Error::invalid("needs finite f32, not too far apart"))?;
+            .ok_or_else(|| Error::invalid("needs finite f32 within a finite range"))?;
         let packed = labels.chunks(2).map(|pair| pair.iter().rev().fold(0, |byte, label| byte << 4 | label)).collect();
         let (offset, scale): (Vec<f32>, Vec<f32>) = all.into_iter().unzip();
         let options = vec![u8::from(self.edges == Edges::Sample), u8::from(self.map == CodeMap::Dynamic)];
@@ -349,14 +352,14 @@ impl Codec for Cluster {
         let map = match options {
             [0 | 1, 0] => CodeMap::Linear,
             [0 | 1, 1] => CodeMap::Dynamic,
-            [_, _] => return bad("an option that is unknown".into(), "cluster 1.1"),
+            [_, _] => return bad("unknown option".into(), "cluster 1.1"),
             _ => return bad(format!("{} bytes of options", options.len()), "cluster 1"),
         };
         if offset.len() != scale.len()
             || floats(scale).chain(floats(offset)).any(|x| !x.is_finite())
             || floats(scale).any(|x| x.is_sign_negative())
         {
-            return bad("scales and offsets that do not belong together, or that are no numbers".into(), "cluster 1.1");
+            return bad("scales and offsets do not match, or are not finite".into(), "cluster 1.1");
         }
         let mut labels = Spare::new(units, "labels")?;
         for (pair, byte) in labels.chunks_mut(2).zip(packed) {
@@ -366,7 +369,7 @@ impl Codec for Cluster {
         }
         let unused = packed.last().filter(|_| !units.is_multiple_of(2)).map_or(0, |last| last >> 4);
         if unused != 0 || labels.iter().any(|label| usize::from(*label) >= clusters) {
-            return bad(format!("a label of none of {clusters} clusters, or of no element"), "cluster 1.1");
+            return bad(format!("a label is not one of {clusters} clusters, or has no element"), "cluster 1.1");
         }
         let all: Vec<(f32, f32)> = floats(offset).zip(floats(scale)).collect();
         kernel::join(&labels, codes, &tables(map, &all), out);

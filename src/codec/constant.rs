@@ -1,16 +1,16 @@
 //! `tc.constant`: one value for all elements.
 //!
 //! Spec: spec/codecs/constant.md
-//! Input:  n elements whose units (an element, half a complex number, a byte of packed elements) are equal bit by bit
-//! Output: values, one unit
-//! Errors: `Corrupt` if values is not one unit
+//! Input:  n elements whose units (an element, half a complex number, a byte of packed elements) are equal bit for bit
+//! Output: `values`, one unit
+//! Errors: `Corrupt` if `values` is not one unit
 //! Cost:   one pass, no allocation
 //! Source: none needed
 
 use super::{Chunk, Codec, Columns, Cost, Encoded};
 use crate::{Dtype, Error, Result};
 
-/// Stores one value for a chunk in which all are equal, such as fresh optimizer state.
+/// Stores one value for a chunk whose elements are all equal, such as fresh optimizer state.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Constant}};

@@ -1,11 +1,13 @@
-//! `tc.factored`: byte planes of a matrix, the exponents beside what their row and column let expect.
+//! `tc.factored`: byte planes of a matrix, with exponents stored relative to a prediction from row and column means.
 //!
-//! Spec: spec/codecs/factored.md
+//! Spec:   spec/codecs/factored.md
 //! Input:  n = rows x columns units of bf16 or f32
-//! Output: a term for each row and each column; differences of exponents and the other byte planes, coded by spec/entropy.md
+//! Output: one term per row and per column; the differences of exponents and the other byte planes, coded by
+//!         spec/entropy.md
 //! Errors: `Corrupt` if rows and columns do not make n elements, or a plane does not decode to n bytes
-//! Cost:   that of `tc.planes`, and two passes over the exponents
-//! Source: ours (codecs.md, idea 6); that second moments are nearly of rank one is Adafactor's (arXiv 1804.04235)
+//! Cost:   the cost of `tc.planes`, and two passes over the exponents
+//! Source: ours: predict an exponent as the sum of a row term and a column term. Adafactor (arXiv 1804.04235) observed
+//!         that second moments are nearly of rank one
 
 use super::planes;
 use super::terms::{LEAST, mean, term};
@@ -16,7 +18,7 @@ use crate::limits::reserve;
 use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
-/// Stores matrices whose magnitudes follow their rows and columns, as optimizer moments do.
+/// Stores matrices whose magnitudes follow their rows and columns, such as optimizer moments.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Factored, Planes}};
@@ -30,7 +32,7 @@ use crate::{Dtype, Error, Result};
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Factored;
 
-/// Columns by width of a unit.
+/// Returns the column names for units of this type.
 fn names(dtype: Dtype) -> Result<&'static [&'static str]> {
     match dtype {
         Dtype::Bf16 => Ok(&["rows", "columns", "exponents", "plane0"]),
@@ -39,16 +41,16 @@ fn names(dtype: Dtype) -> Result<&'static [&'static str]> {
     }
 }
 
-/// What is expected of an exponent: the sum of a row's and a column's term, in quarters.
+/// Terms that predict exponents: each prediction is the sum of a row term and a column term, in quarters.
 struct Terms {
-    /// The mean of all.
+    /// Mean of all nonzero exponents.
     center: u8,
     rows: Vec<i8>,
     columns: Vec<i8>,
 }
 
 impl Terms {
-    /// Of a matrix of exponents, given by its rows.
+    /// Fits terms to a matrix of exponents, given by its rows.
     fn fit<'a>(rows: impl Iterator<Item = &'a [u8]> + Clone, columns: usize) -> Result<Self> {
         let mut sums: Vec<u32> = reserve(columns, "terms of columns")?;
         sums.resize(columns, 0);
@@ -67,7 +69,7 @@ impl Terms {
         Ok(Self { center: center as u8, rows, columns })
     }
 
-    /// The term of a row, given those of the columns.
+    /// Returns the term of a row, given the terms of the columns.
     fn of_row(center: i64, columns: &[i8], row: &[u8]) -> i8 {
         let (mut sum, mut count) = (0i32, 0i32);
         for (&exponent, &column) in row.iter().zip(columns) {
@@ -79,12 +81,12 @@ impl Terms {
     }
 }
 
-/// What is added to a column's term to get an expectation, rounded to the nearest.
+/// Returns the addend for a column's term. The sum divided by four is the prediction, rounded to the nearest integer.
 fn offset(center: u8, row: i8) -> i16 {
     4 * i16::from(center) + i16::from(row) + 2
 }
 
-/// Rows and columns of a chunk that this codec can gain on.
+/// Returns the number of rows and columns, if the chunk is a matrix large enough for this codec to pay.
 fn matrix(chunk: &Chunk<'_>) -> Option<(usize, usize)> {
     names(chunk.dtype).ok()?;
     let (bytes, rows) = chunk.rows()?;
@@ -103,7 +105,7 @@ impl Codec for Factored {
 
     fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64 {
         let planes = entropy::max_encoded_bytes(element_count).saturating_mul(dtype.unit_bytes() as u64);
-        // A term for each row and column: at most one more than elements.
+        // One term per row and per column: at most one more than the number of elements.
         planes.saturating_add(element_count).saturating_add(2)
     }
 
@@ -122,7 +124,7 @@ impl Codec for Factored {
         }
         let exponents = planes.pop()?;
         let all_rows = || exponents.chunks(columns);
-        // Terms of columns from every other row, so that what is judged did not make them.
+        // Fit column terms to every other row. The estimate uses the remaining rows, so it is not biased by the fit.
         let terms = Terms::fit(all_rows().step_by(2), columns).ok()?;
         let mut judged = Vec::new();
         for row in all_rows().skip(1).step_by(2) {

@@ -1,10 +1,12 @@
-//! `tc.kmeans`: a few values that stand for all; what is small is pruned, what is large is protected.
+//! `tc.kmeans`: a few levels that represent all numbers. Small numbers are pruned to zero, large numbers are protected.
 //!
-//! Spec: spec/codecs/kmeans.md
-//! Input:  n f32, and those of the base for a delta
-//! Output: levels; a code for each number, or its difference from what the base lets expect, coded by spec/entropy.md; protected numbers
+//! Spec:   spec/codecs/kmeans.md
+//! Input:  n f32, and n f32 of the base for a delta
+//! Output: levels; one code per number, or its difference from the code of the base, coded by spec/entropy.md;
+//!         protected numbers
 //! Errors: `Corrupt` if levels do not ascend, a code has no level, or protected numbers are out of order
-//! Cost:   a histogram and some passes over it; a search of 8 steps for each number; a delta is sorted by what is expected
+//! Cost:   a histogram and some passes over it; a search of 8 steps per number; a delta sorts elements by the base's
+//!         code
 //! Source: Agrawal et al., DynaQuant (arXiv 2306.11800)
 
 use std::collections::HashMap;
@@ -17,7 +19,7 @@ use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
-/// Stores numbers as codes of a few levels, rounded; exactly, where they are of that form.
+/// Stores numbers as codes of a few levels. Rounds numbers, except those that an earlier decode of this codec produced.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, KMeans}};
@@ -29,13 +31,13 @@ use crate::{Dtype, Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KMeans {
-    /// Levels, 2 to 256.
+    /// Number of levels, 2 to 256.
     pub levels: u16,
-    /// Of a thousand numbers, those of least magnitude that become zero.
+    /// Share of the smallest magnitudes that become zero, in thousandths.
     pub pruned: u16,
-    /// Of a thousand numbers, those of greatest magnitude that are kept in full precision.
+    /// Share of the greatest magnitudes that keep full precision, in thousandths.
     pub protected: u16,
-    /// Whether errors count relative to their numbers.
+    /// Whether k-means minimises relative errors instead of absolute errors.
     pub relative: bool,
 }
 
@@ -56,26 +58,26 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
     }
 }
 
-/// Values between which numbers change from one level to the next.
+/// Returns the boundaries between adjacent levels.
 fn midpoints(levels: &[f32]) -> Vec<f64> {
     levels.windows(2).map(|pair| (f64::from(pair[0]) + f64::from(pair[1])) / 2.0).collect()
 }
 
-/// The level to expect of a number.
+/// Returns the index of the level nearest to `x`.
 #[inline]
 fn level_of(midpoints: &[f64], x: f32) -> usize {
     midpoints.partition_point(|middle| f64::from(x) > *middle)
 }
 
-/// A chunk in levels.
+/// A quantized chunk.
 struct Levels {
     levels: Vec<f32>,
     codes: Vec<u8>,
-    /// Elements kept in full precision, ascending.
+    /// Positions of the elements that keep full precision, ascending.
     protected: Vec<usize>,
 }
 
-/// A stretch of numbers that are nearly equal.
+/// A histogram bin of nearly equal numbers.
 struct Bin {
     value: f64,
     weight: f64,
@@ -95,7 +97,7 @@ impl KMeans {
             return exact;
         }
         let units = data.len() / 4;
-        // Thresholds, from the magnitudes in order.
+        // Find the pruning and protection thresholds.
         let mut magnitudes: Vec<u32> = floats(data).filter(|x| x.is_finite()).map(|x| x.abs().to_bits()).collect();
         let finite = magnitudes.len();
         let least = nth(&mut magnitudes, Self::share(self.pruned, units));
@@ -118,7 +120,7 @@ impl KMeans {
         Levels { levels, codes, protected }
     }
 
-    /// Levels for numbers in order: k-means on a histogram of them.
+    /// Fits levels to sorted numbers by k-means on a histogram.
     fn means(&self, sorted: &[f32]) -> Vec<f32> {
         const BINS: usize = 4096;
         const ROUNDS: usize = 24;
@@ -126,7 +128,7 @@ impl KMeans {
         let weigh = |x: f64| if self.relative { 1.0 / (x * x).max(f64::MIN_POSITIVE) } else { 1.0 };
         let mut bins: Vec<Bin> = Vec::new();
         for run in sorted.chunks(sorted.len().div_ceil(BINS).max(1)) {
-            // Zero is a level of its own.
+            // Zero gets a level of its own.
             let some = run.iter().filter(|x| **x != 0.0).map(|x| f64::from(*x));
             let (sum, count) = some.fold((0.0, 0.0), |(sum, count), x| (sum + x, count + 1.0));
             if count > 0.0 {
@@ -134,7 +136,7 @@ impl KMeans {
             }
         }
         let wanted = (self.level_count() - usize::from(zeros > 0)).max(1).min(bins.len());
-        // At first, equal shares of the cube root of density: where its levels lie that err least; relative errors, on a logarithmic scale.
+        // Start with levels at equal shares of the sorted numbers.
         let mut centers: Vec<f64> =
             (0..wanted).filter_map(|k| bins.get((2 * k + 1) * bins.len() / (2 * wanted))).map(|bin| bin.value).collect();
         for _ in 0..ROUNDS {
@@ -165,7 +167,8 @@ impl KMeans {
         levels
     }
 
-    /// Levels that bring back each bit: of numbers that were decoded before, and of few different ones.
+    /// Finds levels that reproduce every bit of the chunk. Succeeds for numbers that an earlier decode produced, and
+    /// for few distinct numbers.
     fn exactly(&self, data: &[u8]) -> Option<Levels> {
         let units = data.len() / 4;
         let most_protected = Self::share(self.protected, units);
@@ -201,12 +204,12 @@ impl KMeans {
     }
 }
 
-/// The number in this place of the order; none behind the last.
+/// Returns the number at position `place` in ascending order, or `None` past the end.
 fn nth(numbers: &mut [u32], place: usize) -> Option<u32> {
     (place < numbers.len()).then(|| *numbers.select_nth_unstable(place).1)
 }
 
-/// Elements in the order of what is expected of them, and of their numbers where that is equal.
+/// Sorts element positions by expected level. Equal levels keep the order of positions.
 fn order(expected: &[u8]) -> Result<Vec<u32>> {
     let mut next = [0u32; MAX_LEVELS + 1];
     for &level in expected {
@@ -304,7 +307,7 @@ impl Codec for KMeans {
         }
         let levels: Vec<f32> = floats(levels).collect();
         if !levels.iter().all(|level| level.is_finite()) || !levels.windows(2).all(|pair| pair[0] < pair[1]) {
-            return bad("levels that do not ascend, or are no numbers".into(), "kmeans 1");
+            return bad("levels do not ascend or are not finite".into(), "kmeans 1");
         }
         let (protected, rest) = protected.as_chunks::<PROTECTED_BYTES>();
         let units = out.len() / 4;

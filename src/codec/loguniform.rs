@@ -1,11 +1,13 @@
-//! `tc.loguniform`: numbers of a logarithmic grid, as codes beside what their row and column, or the base, let expect.
+//! `tc.loguniform`: numbers of a logarithmic grid, as codes relative to a prediction from row and column means, or from
+//! the base.
 //!
-//! Spec: spec/codecs/loguniform.md
-//! Input:  n f32, of which nearly all lie on a grid of 1 to 128 steps an octave
-//! Output: a term for each row and column; differences of codes and packed signs, coded by spec/entropy.md; escapes
-//! Errors: `Corrupt` if terms, planes or escapes do not fit, or a code is none of the grid
+//! Spec:   spec/codecs/loguniform.md
+//! Input:  n f32, nearly all on a grid of 1 to 128 steps per octave
+//! Output: one term per row and per column; differences of codes and packed signs, coded by spec/entropy.md; escapes
+//! Errors: `Corrupt` if terms, planes or escapes do not fit, or a code is outside the grid
 //! Cost:   three passes and one plane; no transcendental function
-//! Source: ours (codecs.md, ideas 4 and 6)
+//! Source: ours: a grid of equal ratios bounds the relative error of every number. Row and column means predict the
+//!         logarithm, and so does the base
 
 use super::terms::{LEAST, mean, term};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
@@ -16,7 +18,7 @@ use crate::limits::reserve;
 use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
-/// Stores numbers that lie on a logarithmic grid. It loses nothing: to move numbers onto the grid is [`Setting::LogUniform`]'s.
+/// Stores numbers of a logarithmic grid, without loss. [`Setting::LogUniform`] rounds numbers to the grid beforehand.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, LogUniform}};
@@ -32,7 +34,7 @@ pub struct LogUniform;
 
 const COLUMNS: [&str; 6] = ["grid", "rows", "columns", "codes", "signs", "escapes"];
 
-/// One in so many numbers may lie beside the grid.
+/// One number in this many may be off the grid.
 const FEW: usize = 32;
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
@@ -42,7 +44,7 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
     }
 }
 
-/// The coarsest grid that has nearly all of a sample; none if there is none.
+/// Returns the coarsest grid that contains nearly all numbers of a sample, if any.
 fn grid_of(data: &[u8]) -> Option<u32> {
     const GLANCE: usize = 64;
     let mut needs = [0usize; MAX_LOG2 as usize + 1];
@@ -69,17 +71,17 @@ fn grid_of(data: &[u8]) -> Option<u32> {
     Some(log2)
 }
 
-/// What is expected of codes: the sum of a row's and a column's term, in quarters of an octave.
+/// Terms that predict codes: each prediction is the sum of a row term and a column term, in quarters of an octave.
 struct Terms {
-    /// The mean of all, in octaves.
+    /// Mean of all codes, in octaves.
     center: u8,
     rows: Vec<i8>,
-    /// None, where columns have no terms.
+    /// Column terms; empty if only rows have terms.
     columns: Vec<i8>,
 }
 
 impl Terms {
-    /// Of codes in rows of so many columns.
+    /// Fits terms to codes in rows of `columns` elements.
     fn fit<'a>(grid: &Grid, rows: impl Iterator<Item = &'a [i16]> + Clone, columns: usize, by_column: bool) -> Self {
         let steps = 1i64 << grid.log2();
         let (mut sums, mut counts) = (vec![0i64; columns], vec![0i64; columns]);
@@ -100,7 +102,7 @@ impl Terms {
         Self { center: center as u8, rows, columns }
     }
 
-    /// The term of a row, given those of the columns.
+    /// Returns the term of a row, given the terms of the columns.
     fn of_row(grid: &Grid, center: i64, columns: &[i8], row: &[i16]) -> i8 {
         let (mut sum, mut terms, mut count) = (0i64, 0i64, 0i64);
         for &code in row {
@@ -114,7 +116,7 @@ impl Terms {
         if count == 0 { 0 } else { term(mean(4 * sum - terms * steps, count * steps) - 4 * center) }
     }
 
-    /// Fills in what is expected of all codes of a chunk.
+    /// Writes the predicted code of every element of a chunk.
     fn expect(center: u8, rows: &[i8], columns: &[i8], grid: &Grid, out: &mut [i16]) {
         let width = out.len() / rows.len().max(1);
         for (row, &term) in out.chunks_mut(width.max(1)).zip(rows) {
@@ -123,7 +125,7 @@ impl Terms {
     }
 }
 
-/// Rows and columns that terms are made for: of a chunk that is no matrix, one row without columns.
+/// Returns rows and columns of the terms. A chunk that is not a matrix counts as one row without column terms.
 fn shape(chunk: &Chunk<'_>) -> (usize, usize, bool) {
     let matrix = chunk.rows().map(|(bytes, rows)| (rows, bytes / 4)).filter(|(rows, columns)| *rows >= LEAST && *columns >= LEAST);
     matrix.map_or((1, chunk.data.len() / 4, false), |(rows, columns)| (rows, columns, true))
@@ -135,12 +137,12 @@ fn int16s(count: usize) -> Result<Vec<i16>> {
     Ok(values)
 }
 
-/// What a sample says of a chunk.
+/// Grid, storage kind and sizes, chosen from a sample of a chunk.
 struct Plan {
     log2: u32,
-    /// Whether codes stand beside the base's.
+    /// Whether the base predicts the codes.
     delta: bool,
-    /// Bytes of the columns.
+    /// Estimated bytes of each column.
     sizes: Vec<u64>,
 }
 
@@ -217,7 +219,7 @@ fn absolute_sizes(chunk: &Chunk<'_>, grid: &Grid, rows: usize, columns: usize, i
         let start = at * rows / sampled * columns * 4;
         chunk.data.get(start..start + columns * 4)
     };
-    // Terms of columns from every other row, so that what is judged did not make them.
+    // Fit column terms to every other row. The estimate uses the remaining rows, so it is not biased by the fit.
     let mut fitted = int16s(sampled.div_ceil(2) * columns).ok()?;
     for (at, codes) in fitted.chunks_mut(columns).enumerate() {
         kernel::codes(grid, row_of(2 * at)?, codes);
@@ -249,7 +251,7 @@ impl Codec for LogUniform {
 
     fn max_encoded_bytes(&self, _: Dtype, element_count: u64) -> u64 {
         let planes = entropy::max_encoded_bytes(element_count).saturating_add(entropy::max_encoded_bytes(element_count.div_ceil(8)));
-        // Terms, and escapes.
+        // Upper bound for terms and escapes.
         planes.saturating_add(element_count.saturating_mul(5)).saturating_add(3)
     }
 
@@ -331,21 +333,21 @@ impl Codec for LogUniform {
         entropy::decode(codes, &mut symbols)?;
         entropy::decode(signs, &mut bits)?;
         if !kernel::numbers(&grid, &symbols, &near, out) {
-            return bad("a code that is none of the grid".into(), "loguniform 4");
+            return bad("a code is outside the grid".into(), "loguniform 4");
         }
         let unused = bits.last().filter(|_| !units.is_multiple_of(8)).map_or(0, |last| last >> (units % 8));
         if !kernel::put_signs(&symbols, &bits, base, out) || unused != 0 {
-            return bad("a sign of an escape, or of no element".into(), "loguniform 5");
+            return bad("a sign belongs to an escape or to no element".into(), "loguniform 5");
         }
         let (escapes, rest) = escapes.as_chunks::<4>();
         let mut escapes = escapes.iter();
         for (unit, _) in out.as_chunks_mut::<4>().0.iter_mut().zip(symbols.iter()).filter(|(_, symbol)| **symbol == ESCAPE) {
-            let Some(bits) = escapes.next() else { return bad("fewer escapes than their symbols".into(), "loguniform 6") };
+            let Some(bits) = escapes.next() else { return bad("fewer escapes than escape symbols".into(), "loguniform 6") };
             *unit = *bits;
         }
         match escapes.next().is_none() && rest.is_empty() {
             true => Ok(()),
-            false => bad("more escapes than their symbols, or a part of one".into(), "loguniform 6"),
+            false => bad("more escapes than escape symbols, or a truncated escape".into(), "loguniform 6"),
         }
     }
 }

@@ -1,12 +1,14 @@
-//! `tc.magnitudes`: exponents with the three bits after them, beside what row and column let expect; all other bits apart.
+//! `tc.magnitudes`: exponents with the three bits after them, relative to a prediction from row and column means. All
+//! other bits are stored apart.
 //!
-//! Spec: spec/codecs/magnitudes.md
+//! Spec:   spec/codecs/magnitudes.md
 //! Input:  n units of bf16 or f32
-//! Output: terms of rows and columns, as far as they pay; differences of magnitudes, signs, the next four bits and the other byte planes, each
-//!         coded by spec/entropy.md
+//! Output: terms of rows and columns, if they pay; differences of magnitudes, signs, the next four bits and the other
+//!         byte planes, each coded by spec/entropy.md
 //! Errors: `Corrupt` if terms do not fit n elements, a plane does not decode, or a magnitude is above 2047
-//! Cost:   that of `tc.planes` with more symbols in use, and two passes over the magnitudes where there are rows
-//! Source: ours (codecs.md, idea 6); that the first bits of a mantissa are not noise follows from Benford's law
+//! Cost:   the cost of `tc.planes` with more symbols in use, and two passes over the magnitudes of a matrix
+//! Source: ours: row and column means predict the logarithm of a number. By Benford's law, the first bits of a mantissa
+//!         are not noise, so they compress together with the exponent
 
 use std::borrow::Cow;
 
@@ -19,7 +21,8 @@ use crate::limits::reserve;
 use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
-/// Stores floats by their logarithms, to an eighth of an octave, where these are not noise; fewer bytes than `tc.planes` for weights and moments.
+/// Stores floats by their logarithms in eighths of an octave, and the remaining bits apart. Takes fewer bytes than
+/// `tc.planes` for weights and moments.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Magnitudes, Planes}};
@@ -35,7 +38,7 @@ pub struct Magnitudes;
 
 const NAMES: [&str; 8] = ["rows", "columns", "magnitudes", "escapes", "signs", "fractions", "plane0", "plane1"];
 
-/// Columns by width of a unit.
+/// Returns the column names for units of this type.
 fn names(dtype: Dtype) -> Result<&'static [&'static str]> {
     match dtype {
         Dtype::Bf16 => Ok(NAMES.first_chunk::<6>().map_or(&NAMES, |names| names)),
@@ -44,11 +47,11 @@ fn names(dtype: Dtype) -> Result<&'static [&'static str]> {
     }
 }
 
-/// Units by their parts.
+/// Units split into their parts.
 struct Split<'a> {
-    /// The upper 16 bits of each.
+    /// Upper 16 bits of each unit.
     tops: Cow<'a, [u8]>,
-    /// The other bytes, plane by plane.
+    /// Remaining bytes, plane by plane.
     rest: Vec<Spare>,
 }
 
@@ -68,12 +71,12 @@ impl<'a> Split<'a> {
         self.tops.len() / 2
     }
 
-    /// The tops of each row of so many units.
+    /// Returns the tops of each row of `columns` units.
     fn rows(&self, columns: usize) -> impl Iterator<Item = &[u8]> + Clone {
         self.tops.chunks(2 * columns.max(1))
     }
 
-    /// Signs and fractions.
+    /// Packs signs and fractions.
     fn packed(&self) -> Result<(Spare, Spare)> {
         let mut signs = Spare::new(self.units().div_ceil(8), "signs")?;
         let mut fractions = Spare::new(self.units().div_ceil(2), "fractions")?;
@@ -82,18 +85,18 @@ impl<'a> Split<'a> {
     }
 }
 
-/// What is expected of a magnitude: the mean, and the terms of its row and its column.
+/// Terms that predict magnitudes: each prediction is the sum of the mean, a row term and a column term.
 #[derive(Debug)]
 struct Terms {
-    /// Of all magnitudes that are not 0.
+    /// Mean of all nonzero magnitudes.
     center: i16,
-    /// None, or one for each row.
+    /// One term per row; empty if rows have no terms.
     rows: Vec<i8>,
-    /// One for each column; zeros where they are not stored.
+    /// One term per column; zeros if columns have no terms.
     columns: Vec<i8>,
 }
 
-/// Which terms a chunk stores.
+/// Kinds of terms that a chunk stores.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Shape {
     rows: bool,
@@ -105,7 +108,7 @@ impl Shape {
     const ONE: [Self; 2] = [Self { rows: true, columns: false }, Self { rows: false, columns: true }];
 }
 
-/// Terms that are not stored.
+/// Returns the terms of columns that are not stored.
 fn zeros(count: usize) -> Result<Vec<i8>> {
     let mut zeros = reserve(count, "terms")?;
     zeros.resize(count, 0);
@@ -113,7 +116,7 @@ fn zeros(count: usize) -> Result<Vec<i8>> {
 }
 
 impl Terms {
-    /// Of rows of so many units, given by their tops.
+    /// Fits terms to rows of `columns` units, given by their tops.
     fn fit<'a>(shape: Shape, rows: impl Iterator<Item = &'a [u8]> + Clone, columns: usize) -> Result<Self> {
         let mut terms = Self { center: 0, rows: vec![], columns: zeros(columns)? };
         let (mut total, mut used) = (0i64, 0i64);
@@ -147,13 +150,13 @@ impl Terms {
         Ok(terms)
     }
 
-    /// The term of a row, given those of the columns.
+    /// Returns the term of a row, given the terms of the columns.
     fn of_row(&self, tops: &[u8]) -> i8 {
         let (sum, count) = kernel::sum_of_row(&self.columns, tops);
         if count == 0 { 0 } else { term(mean(sum, i64::from(count)) - i64::from(self.center)) }
     }
 
-    /// The symbols of a row, as wide as they can be: what is expected is [`MIDDLE`].
+    /// Writes the symbols of a row in their full range. The symbol of the predicted magnitude is [`MIDDLE`].
     fn symbols_of_row(&self, row: i8, tops: &[u8], symbols: &mut [u8]) {
         kernel::to_symbols(self.center + i16::from(row) - i16::from(MIDDLE), &self.columns, tops, symbols);
     }
@@ -161,8 +164,8 @@ impl Terms {
 
 const MIDDLE: u8 = 128;
 
-/// Leaves symbols to the range that pays, from 1 up, and gives the first of it: each symbol takes room of the code, whose shortest share is
-/// 2^-11, however rare it is.
+/// Restricts symbols to a range that pays, renumbers that range from 1, and returns the range's first symbol. However
+/// rare a symbol is, a Huffman code spends at least 2^-11 of its space on that symbol.
 fn narrow(symbols: &mut [u8]) -> u8 {
     let histogram = entropy::count_about(symbols);
     let least = 1 + symbols.len() as u32 / 4096;
@@ -172,14 +175,14 @@ fn narrow(symbols: &mut [u8]) -> u8 {
     first
 }
 
-/// Rows and columns of a chunk that terms can gain on.
+/// Returns the number of rows and columns, if the chunk is a matrix large enough for terms to pay.
 fn matrix(chunk: &Chunk<'_>) -> Option<(usize, usize)> {
     let (bytes, rows) = chunk.rows()?;
     let columns = bytes / chunk.dtype.unit_bytes();
     (rows >= LEAST && columns >= LEAST).then_some((rows, columns))
 }
 
-/// The low bytes of magnitudes that have no symbol, then the high bytes.
+/// Returns the low bytes, then the high bytes, of the magnitudes that have no symbol.
 fn escaped<'a>(symbols: &[u8], rows: impl Iterator<Item = &'a [u8]>, columns: usize) -> Vec<u8> {
     let (mut lows, mut highs) = (Vec::new(), Vec::new());
     for (symbols, tops) in symbols.chunks(columns.max(1)).zip(rows) {
@@ -193,7 +196,8 @@ fn escaped<'a>(symbols: &[u8], rows: impl Iterator<Item = &'a [u8]>, columns: us
     lows
 }
 
-/// Bytes of the symbols and of the escapes of so many units, judged by rows that did not make the terms of columns.
+/// Estimates the bytes of symbols and escapes for `units` elements. Column terms are fitted to other rows than those of
+/// the estimate, so the estimate is not biased by the fit.
 fn judge<'a>(
     shape: Shape,
     fitted: impl Iterator<Item = &'a [u8]> + Clone,
@@ -216,7 +220,7 @@ fn judge<'a>(
     Ok([of(&symbols, units), if escaped.is_empty() { 0 } else { of(&escaped, all_escaped) }])
 }
 
-/// The terms that pay, and bytes of each column with them, from a sample.
+/// Chooses the terms that pay, and estimates the bytes of each column, from a sample.
 fn plan(chunk: &Chunk<'_>) -> Result<(Shape, Vec<u64>)> {
     const SAMPLE: usize = 8192;
     const WIDEST: usize = SAMPLE / LEAST;
@@ -249,7 +253,7 @@ fn plan(chunk: &Chunk<'_>) -> Result<(Shape, Vec<u64>)> {
     let mut found = vec![with(Shape::default())?];
     if matrix.is_some() {
         found.push(with(Shape::BOTH)?);
-        // Without a gain of both, whatever the terms take, there is none of one.
+        // If both kinds of terms together do not shrink the coded symbols, one kind alone will not either.
         let coded = |(_, [.., symbols, escapes]): &(Shape, [u64; 4])| symbols + escapes;
         if coded(&found[1]) < coded(&found[0]) {
             found.extend(Shape::ONE.into_iter().map(with).collect::<Result<Vec<_>>>()?);
@@ -269,7 +273,7 @@ fn bad(clause: &'static str, message: String) -> Error {
     Error::corrupt(message).clause(clause)
 }
 
-/// A plane of so many symbols.
+/// Decodes a plane of `symbols` symbols.
 fn plane(code: &[u8], symbols: usize, what: &str) -> Result<Spare> {
     let mut plane = Spare::new(symbols, what)?;
     entropy::decode(code, &mut plane)?;
@@ -286,7 +290,8 @@ impl Codec for Magnitudes {
     }
 
     fn max_encoded_bytes(&self, _: Dtype, element_count: u64) -> u64 {
-        // Symbols, escapes, the bytes that signs and fractions share, two planes; and a term for each row and column: at most one more than elements.
+        // Six planes at most: symbols, escapes, two for signs and fractions, two for other bytes. Then one term per row
+        // and per column: at most one more than elements.
         let planes = entropy::max_encoded_bytes(element_count).saturating_mul(6);
         planes.saturating_add(element_count).saturating_add(64)
     }
@@ -361,7 +366,7 @@ impl Codec for Magnitudes {
         let decode_tops = |tops: &mut [u8]| {
             let parts = symbols.chunks(width.max(1)).zip(others.chunks(width.max(1))).zip(tops.chunks_mut(2 * width.max(1)));
             for (at, ((symbols, others), tops)) in parts.enumerate() {
-                // Sums that wrap are no magnitudes, either.
+                // A wrapped sum is rejected as well: it is not a valid magnitude.
                 let row = floor.wrapping_add(i16::from(rows.get(at).map_or(0, |&term| term as i8)));
                 if !kernel::to_tops(row, &by_column, symbols, others, tops) {
                     return Err(bad("magnitudes 3", format!("an element of row {at} has a magnitude that is not 0 to {}", kernel::MOST)));
@@ -381,7 +386,7 @@ impl Codec for Magnitudes {
     }
 }
 
-/// Gives the elements without a symbol their magnitudes.
+/// Writes the magnitudes of the elements without a symbol.
 fn put_escapes(code: &[u8], symbols: &[u8], tops: &mut [u8]) -> Result<()> {
     let count = kernel::count_escapes(symbols);
     let both = plane(code, 2 * count, "escapes")?;

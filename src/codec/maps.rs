@@ -1,15 +1,15 @@
-//! The dynamic maps of 8 bits (Dettmers et al., arXiv 2110.02861). Spec: spec/codecs/blockwise8.md, clause 2.
+//! The dynamic 8-bit maps (Dettmers et al., arXiv 2110.02861). Spec: spec/codecs/blockwise8.md, clause 2.
 
 use std::sync::LazyLock;
 
-/// What 256 codes stand for, ascending.
+/// Number that each of the 256 codes represents, ascending.
 pub(super) type Map = [f32; 256];
 
-/// Of numbers from -1 to 1.
+/// Map of numbers from -1 to 1.
 pub(super) static SIGNED: LazyLock<Map> = LazyLock::new(|| dynamic(true));
-/// Of numbers from 0 to 1.
+/// Map of numbers from 0 to 1.
 pub(super) static UNSIGNED: LazyLock<Map> = LazyLock::new(|| dynamic(false));
-/// Codes themselves.
+/// Map of each code to itself.
 pub(super) static LINEAR: LazyLock<Map> = LazyLock::new(|| std::array::from_fn(|code| code as f32));
 
 fn dynamic(signed: bool) -> Map {
@@ -17,7 +17,7 @@ fn dynamic(signed: bool) -> Map {
     for exponent in 0..7u32 {
         let count = 1u64 << (exponent + u32::from(!signed));
         for k in 0..count {
-            // Integers that binary64 has exactly.
+            // Both integers are exact in binary64, so every machine computes the same map.
             let (above, below) = (2 * count + 9 * (2 * k + 1), 20 * count * 10u64.pow(6 - exponent));
             let number = (above as f64 / below as f64) as f32;
             all.push(number);
@@ -34,7 +34,7 @@ fn dynamic(signed: bool) -> Map {
     map
 }
 
-/// The code whose number is nearest; of two, the lower.
+/// Returns the code of the nearest number; of two equally near, the lower code.
 pub(super) fn nearest(map: &Map, number: f32) -> u8 {
     let above = map.partition_point(|x| *x < number).min(255);
     let below = above.saturating_sub(1);

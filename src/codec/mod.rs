@@ -1,8 +1,8 @@
 //! Codecs turn a chunk into columns and back. Spec: `spec/codecs/`.
 //!
-//! A codec never sees files: the container gives every column a page of its own, the chunk grid says how many elements
-//! a chunk has, and the caller sizes the buffer that [`Codec::decode`] fills. A [`Registry`] is a value handed to writers
-//! and readers, so that a program may bring codecs of its own without a process-wide table.
+//! A codec never sees files. The container stores every column as a page, and the chunk grid gives the number of
+//! elements. The caller sizes the buffer that [`Codec::decode`] fills. A [`Registry`] is a value passed to writers and
+//! readers, so a program can add codecs without a process-wide table.
 
 mod bitmask;
 mod blockwise;
@@ -56,14 +56,17 @@ use crate::wire::index::CodecRef as WireCodecRef;
 pub use crate::wire::part::ChunkKind;
 use crate::{Dtype, Error, Result};
 
-/// Decodes a chunk, whatever floating-point environment the program has set for its threads.
+/// Decodes a chunk in the default floating-point environment, whatever the program has set for its threads.
 pub(crate) fn decode(codec: &dyn Codec, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
     let _environment = crate::kernels::DefaultEnvironment::enter();
     codec.decode(columns, out)
 }
 
-/// Whole units that stand for a chunk in an estimate: all of a small one; of a large one short stretches at equal distances, because rows
-/// differ from one another more than the elements of one (an embedding changes in some rows only). The same units for every width.
+/// Returns units that represent a chunk in an estimate: all units of a small chunk, or short stretches of a large
+/// chunk.
+///
+/// Stretches are at equal distances across the chunk, because rows differ more than the elements of one row. An
+/// embedding, for example, changes in some rows only. Every unit width samples the same elements.
 pub(crate) fn sample(data: &[u8], width: usize) -> Cow<'_, [u8]> {
     const STRETCHES: usize = 128;
     const LENGTH: usize = 64;
@@ -79,86 +82,86 @@ pub(crate) fn sample(data: &[u8], width: usize) -> Cow<'_, [u8]> {
     Cow::Owned(sampled)
 }
 
-/// A codec's id and format version, as a cask names it.
+/// Codec id and format version, as named by a cask.
 pub type CodecRef = WireCodecRef;
 
 /// A chunk to encode.
 #[derive(Debug, Clone, Copy)]
 pub struct Chunk<'a> {
-    /// The element type.
+    /// Element type.
     pub dtype: Dtype,
-    /// Elements.
+    /// Number of elements.
     pub element_count: u64,
-    /// What the tensor is to training.
+    /// Role of the tensor in training.
     pub role: &'a str,
-    /// The elements, row-major, little-endian.
+    /// Elements, row-major, little-endian.
     pub data: &'a [u8],
-    /// The same chunk of the parent snapshot, of equal length.
+    /// Same chunk of the parent snapshot, of equal length.
     pub base: Option<&'a [u8]>,
-    /// The same chunk of other tensors of the parameter, as far as the caller has them.
+    /// Same chunk of other tensors of the parameter, if the caller has them.
     pub partners: &'a [Partner<'a>],
-    /// Elements in a row, of which the chunk holds a whole number; 0 where that is not known.
+    /// Number of elements in a row; 0 if unknown. The chunk holds whole rows.
     pub row_elements: u64,
-    /// Numbers of the rows that may differ from the base, ascending, where the caller knows them: no base is needed then. All other rows
-    /// are equal to those of the base.
+    /// Numbers of the rows that may differ from the base, ascending; `None` if unknown. All other rows equal those of
+    /// the base. With these numbers, no base is needed.
     pub changed_rows: Option<&'a [u64]>,
 }
 
-/// The same chunk of another tensor of the same parameter: of the same shape, in a shard with the same rectangle.
+/// Same chunk of another tensor of the same parameter, with the same shape and shard rectangle.
 #[derive(Debug, Clone, Copy)]
 pub struct Partner<'a> {
-    /// Its role.
+    /// Role of the partner.
     pub role: &'a str,
-    /// Its element type, of 8 bits or more: it has as many elements as the chunk.
+    /// Element type, of at least 8 bits. The partner has as many elements as the chunk.
     pub dtype: Dtype,
-    /// Its elements.
+    /// Elements of the partner.
     pub data: &'a [u8],
-    /// Those of the parent snapshot, where a delta needs them.
+    /// Elements of the partner in the parent snapshot, if a delta needs them.
     pub base: Option<&'a [u8]>,
 }
 
 /// A partner that a codec needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Need {
-    /// Its role.
+    /// Role of the partner.
     pub role: &'static str,
-    /// Whether its chunk of the parent snapshot is needed, too.
+    /// Whether the codec also needs the partner's chunk of the parent snapshot.
     pub base: bool,
 }
 
 /// A chunk to decode.
 #[derive(Debug, Clone, Copy)]
 pub struct Columns<'a> {
-    /// The element type.
+    /// Element type.
     pub dtype: Dtype,
-    /// Elements.
+    /// Number of elements.
     pub element_count: u64,
     /// Names and bytes of the columns, in stored order.
     pub columns: &'a [(&'a str, Bytes)],
-    /// The same chunk of the parent snapshot: there if, and only if, the chunk was stored as a delta.
+    /// Same chunk of the parent snapshot; present exactly if the chunk was stored as a delta.
     pub base: Option<&'a [u8]>,
-    /// What [`Codec::needs`] asks for.
+    /// Partners requested by [`Codec::needs`].
     pub partners: &'a [Partner<'a>],
 }
 
-/// The partner of a role, with as many elements as the chunk.
+/// Returns the partner of a role, if it has as many elements as the chunk.
 fn partner_of<'a>(partners: &'a [Partner<'a>], role: &str, element_count: u64) -> Option<&'a Partner<'a>> {
     let fits = |partner: &&Partner<'_>| partner.role == role && partner.dtype.byte_count(element_count) == Some(partner.data.len() as u64);
     partners.iter().find(fits)
 }
 
 impl<'a> Chunk<'a> {
-    /// A chunk of role `model` of which nothing else is known.
+    /// Creates a chunk of role `model` without base, partners or rows.
     pub fn new(dtype: Dtype, element_count: u64, data: &'a [u8]) -> Self {
         Self { dtype, element_count, role: "model", data, base: None, partners: &[], row_elements: 0, changed_rows: None }
     }
 
-    /// The base, if it has the chunk's length.
+    /// Returns the base, if it has the chunk's length.
     pub(crate) fn whole_base(&self) -> Option<&'a [u8]> {
         self.base.filter(|base| base.len() == self.data.len())
     }
 
-    /// Bytes of a row, and rows: where the chunk holds whole rows of whole bytes.
+    /// Returns the bytes of a row and the number of rows, if the chunk holds whole rows of whole bytes.
     pub(crate) fn rows(&self) -> Option<(usize, usize)> {
         let count = self.element_count.checked_div(self.row_elements).filter(|count| *count > 0)?;
         let bytes = self.dtype.byte_count(self.row_elements)?;
@@ -166,14 +169,14 @@ impl<'a> Chunk<'a> {
         whole.then_some((bytes as usize, count as usize))
     }
 
-    /// The partner of a role.
+    /// Returns the partner of a role.
     pub fn partner(&self, role: &str) -> Option<&Partner<'_>> {
         partner_of(self.partners, role, self.element_count)
     }
 }
 
 impl<'a> Columns<'a> {
-    /// The columns of these names, and no others, in this order.
+    /// Returns the columns of these names. Other columns, or another order, are an error.
     pub fn exactly<const N: usize>(&self, names: [&str; N]) -> Result<[&'a [u8]; N]> {
         let mut found: [&[u8]; N] = [&[]; N];
         are_columns(self.columns.iter().map(|(name, _)| *name), &names)?;
@@ -183,25 +186,25 @@ impl<'a> Columns<'a> {
         Ok(found)
     }
 
-    /// The partner of a role, without which this chunk means nothing.
+    /// Returns the partner of a role. A missing partner is an error.
     pub fn partner(&self, role: &str) -> Result<&'a Partner<'a>> {
         let found = partner_of(self.partners, role, self.element_count);
         found.ok_or_else(|| {
-            Error::corrupt(format!("needs the chunk of role `{role}` of the same parameter, which is not there")).clause("codecs 5.2")
+            Error::corrupt(format!("needs the chunk of role `{role}` of the same parameter, which is missing")).clause("codecs 5.2")
         })
     }
 
-    /// The base, without which this chunk means nothing.
+    /// Returns the base. A missing base is an error.
     pub fn base(&self, out_bytes: usize) -> Result<&'a [u8]> {
         match self.base {
             Some(base) if base.len() == out_bytes => Ok(base),
             Some(base) => Err(Error::invalid(format!("a base of {} bytes for a chunk of {out_bytes}", base.len()))),
-            None => Err(Error::invalid("needs the base chunk, which the caller did not give")),
+            None => Err(Error::invalid("needs the base chunk, which is missing")),
         }
     }
 }
 
-/// Whether columns have these names, and no others, in this order.
+/// Checks that columns have exactly these names, in this order.
 fn are_columns<'a>(found: impl ExactSizeIterator<Item = &'a str>, wanted: &[&str]) -> Result<()> {
     if found.len() != wanted.len() {
         return Err(Error::corrupt(format!("{} columns, not {} ({})", found.len(), wanted.len(), wanted.join(", "))).clause("codecs 4.1"));
@@ -214,7 +217,7 @@ fn are_columns<'a>(found: impl ExactSizeIterator<Item = &'a str>, wanted: &[&str
     }
 }
 
-/// What a codec made of a chunk.
+/// Result of encoding a chunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
     /// Whether decoding needs the base.
@@ -224,12 +227,12 @@ pub struct Encoded {
 }
 
 impl Encoded {
-    /// Bytes of each column.
+    /// Returns the size of each column in bytes.
     pub(crate) fn sizes(&self) -> Vec<u64> {
         self.columns.iter().map(|(_, bytes)| bytes.len() as u64).collect()
     }
 
-    /// The columns, to share. Their buffers are used again when the last reader has let them go.
+    /// Returns the columns as shared buffers. Each buffer is reused after its last reader has dropped it.
     pub fn into_bytes(self) -> Vec<(&'static str, Bytes)> {
         self.columns.into_iter().map(|(name, bytes)| (name, spare::into_bytes(bytes))).collect()
     }
@@ -238,16 +241,16 @@ impl Encoded {
 /// Whether decoding needs the chunk of the parent snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BaseUse {
-    /// Never: its chunks are absolute.
+    /// Never: all chunks are absolute.
     Never,
-    /// Always: its chunks are deltas.
+    /// Always: all chunks are deltas.
     Always,
-    /// As the codec chose for each chunk.
+    /// The codec decides for each chunk.
     PerChunk,
 }
 
 impl BaseUse {
-    /// Whether a chunk stored this way can be this codec's.
+    /// Returns whether this codec can have produced a chunk of this kind.
     pub(crate) fn allows(self, kind: ChunkKind) -> bool {
         match kind {
             ChunkKind::Unchanged => false,
@@ -257,87 +260,89 @@ impl BaseUse {
     }
 }
 
-/// What a codec takes of a core's time, relative to copying the chunk once. Declared, not timed, so that the choice of
-/// codecs is the same on every machine.
+/// Computing time of a codec, relative to copying the chunk once. The cost is declared, not measured, so every machine
+/// chooses the same codecs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cost {
-    /// Encoding, in copies of the chunk.
+    /// Encoding time, in copies of the chunk.
     pub encode: f32,
-    /// Decoding, in copies of the chunk.
+    /// Decoding time, in copies of the chunk.
     pub decode: f32,
 }
 
 /// One way to store a chunk.
 ///
-/// The contract, which [`testing::codec::run_all`](crate::testing::codec::run_all) checks:
-/// `decode(encode(chunk)) == chunk` for a lossless codec; what a codec made, decoded, it encodes exactly again; any bytes
-/// given to `decode` end in an error or in a full buffer, in time linear in columns and buffer.
+/// Every codec keeps this contract, which [`testing::codec::run_all`](crate::testing::codec::run_all) checks:
+/// - For a lossless codec, `decode(encode(chunk)) == chunk`.
+/// - A codec re-encodes its own decoded output without further loss.
+/// - For any bytes, `decode` returns an error or a full buffer, in time linear in columns and buffer.
 pub trait Codec: Send + Sync + Debug {
-    /// The id in the dictionary of a cask. `tc.` is reserved; others use a prefix of their own.
+    /// Id in the dictionary of a cask. The prefix `tc.` is reserved; other codecs use a prefix of their own.
     fn id(&self) -> &str;
 
-    /// The version of the codec's format.
+    /// Version of the codec's format.
     fn version(&self) -> u16 {
         1
     }
 
-    /// Whether every bit comes back.
+    /// Whether decoding restores every bit.
     fn is_lossless(&self) -> bool {
         true
     }
 
-    /// Whether its chunks are deltas.
+    /// Whether chunks of this codec need the base.
     fn base_use(&self) -> BaseUse {
         BaseUse::Never
     }
 
-    /// The partners that its chunks of a tensor of some role cannot be decoded without. Roles must not need one another.
+    /// Partners without which chunks of a tensor of this role cannot be decoded. Two roles must not need each other.
     fn needs(&self, role: &str) -> &'static [Need] {
         let _ = role;
         &[]
     }
 
-    /// Whether its chunks can be decoded without partners, whatever the role.
+    /// Whether chunks of every role can be decoded without partners.
     fn is_standalone(&self) -> bool {
         true
     }
 
-    /// What it takes.
+    /// Computing time of the codec.
     fn cost(&self) -> Cost;
 
-    /// The most bytes that the columns of a chunk can take, bases and values notwithstanding.
+    /// Greatest number of bytes that the columns of a chunk can take, for any values and any base.
     fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64;
 
-    /// Bytes that the columns of this chunk would take, page padding not counted, as far as a quick look can tell.
-    /// `None`: this codec cannot encode the chunk.
+    /// Estimates the bytes of each column from a quick look at the chunk, without page padding. Returns `None` if this
+    /// codec cannot encode the chunk.
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>>;
 
-    /// The columns of a chunk for which [`Codec::estimate`] gave an answer.
+    /// Encodes a chunk for which [`Codec::estimate`] returned sizes.
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded>;
 
-    /// Whether a chunk of this type may have these columns: what can be judged of a delta without its base. Codecs that do not say
-    /// leave it to [`Codec::decode`].
+    /// Checks that a chunk of this type may have these columns. Allows a delta to be checked without its base. By
+    /// default, only [`Codec::decode`] checks.
     fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
         let _ = (dtype, names);
         Ok(())
     }
 
-    /// Whether a tensor of a role may have these columns, of a codec whose partners differ by role ([`Codec::needs`]).
+    /// Checks that a tensor of this role may have these columns, for codecs whose partners differ by role
+    /// ([`Codec::needs`]).
     fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
         let _ = (role, names);
         Ok(())
     }
 
-    /// Fills `out`, which has exactly the chunk's size.
+    /// Fills `out`, which must have exactly the chunk's size.
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()>;
 }
 
 /// A chunk as a cask stores it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodedChunk {
-    /// How it is stored.
+    /// Storage kind.
     pub kind: ChunkKind,
-    /// The codec; none for an unchanged chunk.
+    /// Codec; `None` for an unchanged chunk.
     pub codec: Option<CodecRef>,
     /// Names and bytes of the columns.
     pub columns: Vec<(String, Bytes)>,

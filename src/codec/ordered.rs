@@ -1,11 +1,12 @@
 //! `tc.ordered`: differences of floats as ordered integers, in classes by the base's exponent.
 //!
-//! Spec: spec/codecs/ordered.md
+//! Spec:   spec/codecs/ordered.md
 //! Input:  n floats of width w (1, 2, 4 bytes) and n floats of the base
-//! Output: tokens (entropy-coded, a plane for each class) and the extra bits of large differences
+//! Output: tokens, entropy-coded as one plane per class, and the extra bits of large differences
 //! Errors: `Corrupt` if classes, planes or bits disagree with the base and with n; `InvalidArgument` without a base
-//! Cost:   one pass to make tokens, one to part them by class, then the coders
-//! Source: ours; that an update moves a weight by a number of ulps which its exponent decides
+//! Cost:   one pass to make tokens, one pass to group tokens by class, then the coders
+//! Source: ours: an update moves a weight by a number of ulps that depends on the weight's exponent, so tokens of
+//!         similar exponents share a code
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, Histogram, entropy_bits};
@@ -15,7 +16,7 @@ use crate::kernels::part::Parted;
 use crate::spare::{self, Spare};
 use crate::{Dtype, Error, Result};
 
-/// Stores by how many representable numbers each element moved since the parent snapshot.
+/// Stores how many representable numbers lie between each element and its value in the parent snapshot.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Ordered}};
@@ -29,10 +30,10 @@ use crate::{Dtype, Error, Result};
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Ordered;
 
-/// Classes that a writer makes at most.
+/// Greatest number of classes that a writer makes.
 const CLASSES: usize = 10;
 
-/// Where the exponent lies, for types that this codec takes.
+/// Returns the position of the exponent, for types that this codec accepts.
 fn exponent_of(dtype: Dtype) -> Option<Exponent> {
     let (shift, bits) = match dtype {
         Dtype::F8E4M3 | Dtype::F8E4M3Fnuz => (3, 4),
@@ -49,12 +50,12 @@ fn exponent_for(dtype: Dtype) -> Result<Exponent> {
     exponent_of(dtype).ok_or_else(|| Error::corrupt(format!("chunks of {dtype}")).clause("ordered 1"))
 }
 
-/// The last exponent of each class but the last: exponents are joined with their neighbours, rarest first.
+/// Returns the last exponent of each class but the last. Adjacent exponents are merged, rarest first.
 fn choose_bounds(histogram: &Histogram) -> Vec<u8> {
     let mut groups: Vec<(u8, u64)> =
         (0..=255u8).zip(histogram).filter(|(_, n)| **n > 0).map(|(exponent, n)| (exponent, u64::from(*n))).collect();
     let total: u64 = groups.iter().map(|(_, n)| n).sum();
-    // A class needs a table: it has to have members.
+    // A class needs enough members to pay for its table.
     let few = |groups: &[(u8, u64)], at: usize| groups[at].1 + groups[at + 1].1 < total / 64 + 256 || groups.len() > CLASSES;
     while let Some(at) = (0..groups.len().saturating_sub(1)).min_by_key(|&at| groups[at].1 + groups[at + 1].1)
         && few(&groups, at)
@@ -189,7 +190,7 @@ impl Codec for Ordered {
         let mut tokens = Spare::new(units, "tokens")?;
         parted.join(&classes, &mut tokens);
         if tokens.iter().copied().fold(0, u8::max) > kernel::max_token(width) {
-            return Err(bad("a token that no difference has".into(), "ordered 3.2"));
+            return Err(bad("a token is out of range".into(), "ordered 3.2"));
         }
         match kernel::apply(width, base, &tokens, bits, out) {
             true => Ok(()),

@@ -1,11 +1,11 @@
-//! `tc.planes`: byte planes, each entropy-coded on its own; full, or of the exclusive or with the base.
+//! `tc.planes`: byte planes, each entropy-coded on its own; planes of the chunk, or of its XOR with the base.
 //!
 //! Spec: spec/codecs/planes.md
-//! Input:  n units of width w (1, 2, 4, 8 bytes), and perhaps n units of the base
+//! Input:  n units of width w (1, 2, 4, 8 bytes), and n units of the base for an XOR delta
 //! Output: w planes of n bytes, coded by spec/entropy.md
 //! Errors: `Corrupt` if a plane does not decode to n bytes
-//! Cost:   split and merge at the speed of memory, then the coders; noise is stored raw
-//! Source: LMC (byte grouping, run-length, block-adaptive Huffman), ZipNN (exponents alone compress)
+//! Cost:   split and merge at memory speed, then the coders; noise is stored raw
+//! Source: LMC (byte grouping, run-length, block-adaptive Huffman), ZipNN (only exponents compress)
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy;
@@ -13,7 +13,7 @@ use crate::kernels::{bytes, planes};
 use crate::spare::Spare;
 use crate::{Dtype, Result};
 
-/// Stores each byte of the elements apart from the others.
+/// Stores each byte of the elements in a plane of its own.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Planes}};
@@ -28,12 +28,12 @@ pub struct Planes;
 
 const NAMES: [&str; 8] = ["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"];
 
-/// Whether units are binary floats of 16 bits or more, whose sign bit moves to the end.
+/// Returns whether units are binary floats of 16 bits or more. In such units, the sign bit moves to the end.
 fn rotates(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64 | Dtype::C64 | Dtype::C128)
 }
 
-/// The planes of units.
+/// Splits units into planes.
 pub(super) fn split(data: &[u8], base: Option<&[u8]>, dtype: Dtype) -> Result<Vec<Spare>> {
     let width = dtype.unit_bytes();
     let mut all = (0..width).map(|_| Spare::new(data.len() / width, "byte planes")).collect::<Result<Vec<_>>>()?;
@@ -42,7 +42,7 @@ pub(super) fn split(data: &[u8], base: Option<&[u8]>, dtype: Dtype) -> Result<Ve
     Ok(all)
 }
 
-/// Decodes planes and makes units of them: block by block, so that what was decoded is in the cache when it is merged.
+/// Decodes planes and merges them into units, block by block, so each block is still in the cache when it is merged.
 pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8]) -> Result<()> {
     let width = dtype.unit_bytes();
     if let ([code], None) = (codes, base) {
@@ -76,7 +76,7 @@ pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &m
     Ok(())
 }
 
-/// Units from their planes, which lie one after another.
+/// Merges planes, stored one after another, into units.
 pub(super) fn merge(all: &[u8], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8]) {
     let width = dtype.unit_bytes();
     let planes: Vec<&[u8]> = all.chunks((out.len() / width).max(1)).collect();
@@ -85,7 +85,7 @@ pub(super) fn merge(all: &[u8], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8
     }
 }
 
-/// Bytes of each plane, from a sample.
+/// Estimates the bytes of each plane from a sample.
 fn planes_of(chunk: &Chunk<'_>, base: Option<&[u8]>) -> Vec<u64> {
     let width = chunk.dtype.unit_bytes();
     let units = (chunk.data.len() / width) as u64;
@@ -96,7 +96,7 @@ fn planes_of(chunk: &Chunk<'_>, base: Option<&[u8]>) -> Vec<u64> {
     }
 }
 
-/// The estimate, and whether it is of the exclusive or.
+/// Returns the smaller estimate, and whether that is the estimate of the XOR delta.
 fn better(chunk: &Chunk<'_>) -> (Vec<u64>, bool) {
     let full = planes_of(chunk, None);
     let Some(base) = chunk.base.filter(|base| base.len() == chunk.data.len()) else { return (full, false) };

@@ -1,11 +1,14 @@
-//! `tc.predict`: a weight or second moment as what Adam's step, made from the stored moments, does not predict of it.
+//! `tc.predict`: the difference between a weight or second moment and a prediction of Adam's step from stored moments.
 //!
-//! Spec: spec/codecs/predict.md
-//! Input:  n f32 and those of the base; of a master the moments, of a second moment the first, in both snapshots
+//! Spec:   spec/codecs/predict.md
+//! Input:  n f32 and n f32 of the base; for a master, both moments in both snapshots; for a second moment, the first
+//!         moment in both snapshots
 //! Output: four coefficients; the columns of `tc.ordered`, with the predictions as base
-//! Errors: those of `tc.ordered`; `Corrupt` without the partners
-//! Cost:   `tc.ordered`, and per element two roots and two quotients in binary64 (`step`) or seven products (`moment`)
-//! Source: ours (codecs.md, idea 5); Adam: Kingma and Ba (arXiv 1412.6980)
+//! Errors: the errors of `tc.ordered`; `Corrupt` without the partners
+//! Cost:   the cost of `tc.ordered`, and per element two roots and two divisions in binary64 (`step`) or seven
+//!         multiplications (`moment`)
+//! Source: ours: fit Adam's update rule (Kingma and Ba, arXiv 1412.6980) to each chunk by least squares, and store the
+//!         residuals
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
 use crate::kernels::predict::{Moments, direction, moment, step, wide};
@@ -13,7 +16,7 @@ use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
-/// Stores how far off a prediction is.
+/// Stores the difference between each element and its prediction.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Partner, Predict}};
@@ -46,12 +49,12 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
     }
 }
 
-/// What is predicted, and from what.
+/// Predicted quantity and the inputs of its prediction.
 #[derive(Clone, Copy)]
 enum Model<'a> {
-    /// A weight from both moments.
+    /// A weight, predicted from both moments.
     Step { first: Moments<'a>, second: Moments<'a> },
-    /// A second moment from the first ones.
+    /// A second moment, predicted from the first moment.
     Moment { first: Moments<'a> },
 }
 
@@ -86,7 +89,7 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// What [`Self::predict`] gives for a sample.
+    /// Applies [`Self::predict`] to a sample.
     fn predict_sample(&self, base: &[u8], by: [f64; 4]) -> Vec<u8> {
         let sampled = |moments: Moments<'a>| [sample(moments.before, 4), sample(moments.now, 4)];
         let base = sample(base, 4);
@@ -106,12 +109,12 @@ impl<'a> Model<'a> {
     }
 }
 
-/// Elements that coefficients are fitted to; that epsilon is searched with; and that an estimate looks at.
+/// Number of elements in a fit of coefficients, in the search for epsilon, and in an estimate.
 const FITTED: usize = 4096;
 const SEARCHED: usize = 512;
 const GLANCED: usize = 256;
 
-/// Mean error in bits beyond which no prediction is worth its work.
+/// Mean error in bits above which a prediction does not pay.
 const HOPELESS: f64 = 17.0;
 
 /// One element of a fit.
@@ -123,7 +126,7 @@ struct Point {
     now: [f64; 2],
 }
 
-/// At most so many elements, at equal distances, as far as they can be used.
+/// Returns at most `most` elements at equal distances, without those that a fit cannot use.
 fn points(model: Model<'_>, base: &[u8], data: &[u8], most: usize) -> Vec<Point> {
     let at = |bytes: &[u8], i: usize| bytes.as_chunks::<4>().0.get(i).map_or(0.0, |unit| wide(*unit));
     let units = data.len() / 4;
@@ -143,7 +146,7 @@ fn points(model: Model<'_>, base: &[u8], data: &[u8], most: usize) -> Vec<Point>
     (0..units).step_by(units.div_ceil(most).max(1)).map(point).filter(usable).collect()
 }
 
-/// Features of a point, and what they have to add up to.
+/// Returns the features of a point, and the value that their weighted sum must match.
 fn features(point: &Point, epsilon: Option<f64>) -> ([f64; 4], f64) {
     match epsilon {
         Some(epsilon) => {
@@ -159,14 +162,14 @@ fn features(point: &Point, epsilon: Option<f64>) -> ([f64; 4], f64) {
     }
 }
 
-/// The logarithm of a positive number, within a tenth: exact at powers of two, straight between them. It compares fits; and unlike that of a
-/// mathematical library it is the same on every machine, and so is the choice.
+/// Approximates the logarithm of a positive number within a tenth, linearly between powers of two. Unlike the logarithm
+/// of a math library, this function is the same on every machine. Therefore every machine chooses the same fit.
 fn log2_about(x: f64) -> f64 {
     const ONE: u64 = 1 << 52;
     x.to_bits() as f64 / ONE as f64 - 1023.0
 }
 
-/// Coefficients of the least squares of relative errors, and the mean error in bits of an f32.
+/// Fits coefficients by least squares of relative errors. Returns them and the mean error in bits of an f32.
 fn fit(points: &[Point], epsilon: Option<f64>) -> ([f64; 4], f64) {
     let rows: Vec<([f64; 4], f64)> = points
         .iter()
@@ -187,7 +190,7 @@ fn fit(points: &[Point], epsilon: Option<f64>) -> ([f64; 4], f64) {
     let rest = |coefficients: &[f64; 4], features: &[f64; 4], target: f64| {
         target - features.iter().zip(coefficients).map(|(x, c)| x * c).sum::<f64>()
     };
-    // The second round takes up what rounding left of the first.
+    // The second round corrects the rounding errors of the first.
     for _ in 0..2 {
         let (mut matrix, mut right) = ([[0.0f64; 4]; 4], [0.0f64; 4]);
         for (features, target) in &rows {
@@ -211,7 +214,7 @@ fn fit(points: &[Point], epsilon: Option<f64>) -> ([f64; 4], f64) {
     (coefficients, bits.sum::<f64>() / rows.len().max(1) as f64)
 }
 
-/// Solves a positive semidefinite system by Cholesky's method; an unknown that depends on those before is 0.
+/// Solves a positive semidefinite system by Cholesky's method. An unknown that depends on earlier ones becomes 0.
 fn solve(matrix: [[f64; 4]; 4], right: [f64; 4]) -> [f64; 4] {
     const LEAST_PIVOT: f64 = 1e-13;
     let mut lower = [[0.0f64; 4]; 4];
@@ -238,10 +241,10 @@ fn solve(matrix: [[f64; 4]; 4], right: [f64; 4]) -> [f64; 4] {
     solution
 }
 
-/// Epsilons that are tried first; then what lies between the best and its neighbours.
+/// First candidates for epsilon. The search then refines around the best candidate.
 const EPSILONS: [f64; 9] = [1e-8, 0.0, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-15, 1e-5];
 
-/// The epsilon that fits best, and the mean error in bits.
+/// Returns the best epsilon and its mean error in bits.
 fn epsilon(points: &[Point], refine: bool) -> (f64, f64) {
     let score = |epsilon: f64| (fit(points, Some(epsilon)).1, epsilon);
     let better = |a: (f64, f64), b: (f64, f64)| if b.0 < a.0 { b } else { a };
@@ -255,7 +258,7 @@ fn epsilon(points: &[Point], refine: bool) -> (f64, f64) {
     (best.1, best.0)
 }
 
-/// The coefficients of a model that fit best.
+/// Returns the best coefficients of a model.
 fn coefficients(model: Model<'_>, base: &[u8], data: &[u8]) -> [f64; 4] {
     let points = points(model, base, data, FITTED);
     match model {
@@ -269,7 +272,7 @@ fn coefficients(model: Model<'_>, base: &[u8], data: &[u8]) -> [f64; 4] {
     }
 }
 
-/// Coefficients from a quick look; none if the prediction is hopeless.
+/// Fits coefficients to a few elements. Returns `None` if the prediction does not pay.
 fn glance(model: Model<'_>, base: &[u8], data: &[u8]) -> Option<[f64; 4]> {
     let points = points(model, base, data, GLANCED);
     let hopeless = |epsilon| fit(&points, epsilon).1 > HOPELESS;
@@ -328,7 +331,7 @@ impl Codec for Predict {
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
-        let (model, base) = Model::of(chunk).ok_or_else(|| Error::invalid("needs f32, a base, and moments with theirs"))?;
+        let (model, base) = Model::of(chunk).ok_or_else(|| Error::invalid("needs f32, a base, and moments with their bases"))?;
         let by = coefficients(model, base, chunk.data);
         let mut predicted = Spare::new(base.len(), "predictions")?;
         model.predict(base, by, &mut predicted);

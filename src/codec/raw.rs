@@ -1,16 +1,16 @@
-//! `tc.raw`: the elements as they are.
+//! `tc.raw`: the elements unchanged.
 //!
 //! Spec: spec/codecs/raw.md
 //! Input:  n elements
-//! Output: values, the chunk's own bytes
-//! Errors: `Corrupt` if values has another length
+//! Output: `values`, the chunk's own bytes
+//! Errors: `Corrupt` if `values` has another length
 //! Cost:   one copy
 //! Source: none needed
 
 use super::{Chunk, Codec, Columns, Cost, Encoded};
 use crate::{Dtype, Error, Result, spare};
 
-/// Stores the elements as they are.
+/// Stores the elements unchanged.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Raw}};
@@ -22,7 +22,7 @@ use crate::{Dtype, Error, Result, spare};
 pub struct Raw;
 
 impl Raw {
-    /// The id.
+    /// Id of the codec.
     pub const ID: &str = "tc.raw";
 }
 

@@ -1,4 +1,4 @@
-//! The codecs that a writer chooses from and a reader knows.
+//! The set of codecs that a writer chooses from and a reader can decode.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub struct Registry {
 }
 
 impl Default for Registry {
-    /// All codecs of this library.
+    /// Creates a registry with all codecs of this library.
     fn default() -> Self {
         let mut registry = Self { codecs: BTreeMap::new() };
         for codec in [
@@ -48,7 +48,7 @@ impl Default for Registry {
 }
 
 impl Registry {
-    /// Adds a codec. An id that is taken, or a foreign codec under `tc.`, is an error.
+    /// Adds a codec. A duplicate id, or a foreign id that starts with `tc.`, is an error.
     pub fn with(mut self, codec: Arc<dyn Codec>) -> Result<Self> {
         let id = codec.id().to_owned();
         if id.is_empty() || id.starts_with("tc.") || self.codecs.contains_key(&id) {
@@ -58,7 +58,7 @@ impl Registry {
         Ok(self)
     }
 
-    /// One codec of these: what is encoded with it is that codec's wherever it can be, else raw.
+    /// Keeps one codec. A writer uses that codec for each chunk that it can encode, and raw for the others.
     ///
     /// ```
     /// let registry = tensorcask::codec::Registry::default().only("tc.planes")?;
@@ -68,27 +68,27 @@ impl Registry {
     pub fn only(mut self, id: &str) -> Result<Self> {
         self.codecs.retain(|known, _| known == id);
         match self.codecs.is_empty() {
-            true => Err(Error::invalid(format!("codec `{}` is not known here", id.escape_debug()))),
+            true => Err(Error::invalid(format!("codec `{}` is unknown", id.escape_debug()))),
             false => Ok(self),
         }
     }
 
-    /// The codec of an id.
+    /// Returns the codec with the given id.
     pub fn get(&self, id: &str) -> Option<&Arc<dyn Codec>> {
         self.codecs.get(id)
     }
 
-    /// All codecs, by id.
+    /// Iterates over all codecs, by id.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Codec>> {
         self.codecs.values()
     }
 
-    /// Partners that a stored chunk of a tensor of some role needs. A codec that is not known says nothing.
+    /// Partners that a stored chunk of a tensor of this role needs. Empty for an unknown codec.
     pub(crate) fn needs(&self, codec: &CodecRef, role: &str) -> &'static [Need] {
         self.codecs.get(&codec.id).map_or(&[], |codec| codec.needs(role))
     }
 
-    /// Roles that some codec may need for a tensor of some role.
+    /// Partners that any codec may need for a tensor of this role.
     pub(crate) fn partner_roles(&self, role: &str) -> Vec<Need> {
         let mut all: Vec<Need> = Vec::new();
         for need in self.codecs.values().flat_map(|codec| codec.needs(role)) {
@@ -100,22 +100,19 @@ impl Registry {
         all
     }
 
-    /// The codec that a cask names, at the version that it names.
+    /// Returns the codec of the id and version that a cask names.
     pub fn resolve(&self, wanted: &CodecRef) -> Result<&Arc<dyn Codec>> {
         match self.codecs.get(&wanted.id) {
             Some(codec) if codec.version() == wanted.version => Ok(codec),
             Some(codec) => Err(Error::unsupported(format!(
-                "codec `{}` in version {}, this reader has {}; upgrade tensorcask",
+                "codec `{}` has version {}, but this reader has version {}; upgrade tensorcask",
                 wanted.id,
                 wanted.version,
                 codec.version()
             ))
             .clause("codecs 2")),
-            None => Err(Error::unsupported(format!(
-                "codec `{}` is not known here; register it, or upgrade tensorcask",
-                wanted.id.escape_debug()
-            ))
-            .clause("codecs 2")),
+            None => Err(Error::unsupported(format!("codec `{}` is unknown; register it, or upgrade tensorcask", wanted.id.escape_debug()))
+                .clause("codecs 2")),
         }
     }
 }

@@ -1,11 +1,12 @@
-//! `tc.remainder`: an f32 master copy as the bits that the 16-bit model weight, rounded from it, does not have.
+//! `tc.remainder`: an f32 master weight as the bits that its 16-bit model weight lacks.
 //!
-//! Spec: spec/codecs/remainder.md
-//! Input:  n units of f32, and the n units of bf16 or f16 of the partner of role `model`
-//! Output: low and high byte of the differences, n bytes each, coded by spec/entropy.md; rounding mode and exceptions
+//! Spec:   spec/codecs/remainder.md
+//! Input:  n units of f32, and n units of bf16 or f16 of the partner of role `model`
+//! Output: low and high bytes of the differences, n bytes each, coded by spec/entropy.md; rounding mode and exceptions
 //! Errors: `Corrupt` if a plane does not decode to n bytes, or exceptions are out of order
-//! Cost:   one pass at the speed of memory; of bf16, both planes are noise and stored raw
-//! Source: ours (codecs.md, idea 1); the pair of 16-bit weight and remainder is that of Kahan-compensated and split-float optimizers
+//! Cost:   one pass at memory speed; with a bf16 partner, both planes are noise and stored raw
+//! Source: ours: the model weight is the rounded master, so no bit is stored twice. Kahan-compensated and split-float
+//!         optimizers keep the same pair of 16-bit weight and remainder
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Partner, sample};
 use crate::entropy;
@@ -14,7 +15,7 @@ use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
-/// Stores what a master copy has beyond the model weight.
+/// Stores the bits of a master weight that its model weight lacks.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Partner, Remainder}};
@@ -33,14 +34,14 @@ pub struct Remainder;
 const NEEDS: &[Need] = &[Need { role: "model", base: false }];
 const COLUMNS: [&str; 3] = ["low", "high", "rounding"];
 
-/// The difference may be of either sign: the weight is the nearest.
+/// Mode of a model weight rounded to the nearest: differences have either sign.
 const NEAREST: u8 = 0;
-/// The difference is never negative: the weight was cut off.
+/// Mode of a truncated model weight: differences are never negative.
 const TRUNCATED: u8 = 1;
-/// Position and bits of an f32.
+/// Size of an exception: the position and the bits of an f32.
 const EXCEPTION_BYTES: usize = 8;
 
-/// Whether the partner is of a type that f32 are rounded to, and if so, whether f16.
+/// Returns whether the partner is f16, or `None` if it is neither f16 nor bf16.
 fn is_f16(partner: &Partner<'_>) -> Option<bool> {
     match partner.dtype {
         Dtype::Bf16 => Some(false),
@@ -56,7 +57,7 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
     }
 }
 
-/// Low and high plane.
+/// Splits differences into the low and the high plane.
 fn split(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>; 2] {
     let units = data.len() / 4;
     let mut planes = [vec![0; units], vec![0; units]];
@@ -65,7 +66,7 @@ fn split(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>; 2] {
     planes
 }
 
-/// Units that a mode does not bring back.
+/// Returns the units that a mode does not restore.
 fn exceptions(data: &[u8], partner: &[u8], f16: bool, mode: u8, [low, high]: &[Vec<u8>; 2]) -> Vec<usize> {
     // A stretch that fits the cache.
     const UNITS: usize = 4096;
@@ -83,10 +84,10 @@ fn exceptions(data: &[u8], partner: &[u8], f16: bool, mode: u8, [low, high]: &[V
     found
 }
 
-/// The mode with the fewer exceptions.
+/// Returns the mode with fewer exceptions, and its exceptions.
 fn best_mode(data: &[u8], partner: &[u8], f16: bool, planes: &[Vec<u8>; 2]) -> (u8, Vec<usize>) {
     let nearest = exceptions(data, partner, f16, NEAREST, planes);
-    // Ties alone are no reason to try the other.
+    // A few exceptions are mere ties, which do not justify a try of the other mode.
     if nearest.len() * 1024 <= data.len() {
         return (NEAREST, nearest);
     }
@@ -94,7 +95,7 @@ fn best_mode(data: &[u8], partner: &[u8], f16: bool, planes: &[Vec<u8>; 2]) -> (
     if truncated.len() < nearest.len() { (TRUNCATED, truncated) } else { (NEAREST, nearest) }
 }
 
-/// What the exact bits of f32 need beyond their 16-bit roundings: the columns `low`, `high` and `rounding`.
+/// Encodes the bits of f32 beyond their 16-bit roundings: the columns `low`, `high` and `rounding`.
 pub(super) fn encode_beyond(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>; 3] {
     let planes = split(data, partner, f16);
     let (mode, odd) = best_mode(data, partner, f16, &planes);
@@ -107,11 +108,11 @@ pub(super) fn encode_beyond(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>;
     [low, high, rounding]
 }
 
-/// The inverse of [`encode_beyond`].
+/// Inverts [`encode_beyond`].
 pub(super) fn decode_beyond([low, high, rounding]: [&[u8]; 3], partner: &[u8], f16: bool, out: &mut [u8]) -> Result<()> {
     let bad = |message: String, clause| Err(Error::corrupt(message).clause(clause));
     let Some((&mode, exceptions)) = rounding.split_first().filter(|(mode, _)| **mode <= TRUNCATED) else {
-        return bad("no rounding, or one that is unknown".into(), "remainder 3");
+        return bad("the rounding mode is missing or unknown".into(), "remainder 3");
     };
     let (exceptions, rest) = exceptions.as_chunks::<EXCEPTION_BYTES>();
     if !rest.is_empty() || exceptions.len() > out.len() / 4 {
@@ -138,13 +139,13 @@ pub(super) fn decode_beyond([low, high, rounding]: [&[u8]; 3], partner: &[u8], f
     Ok(())
 }
 
-/// The most bytes that the columns of [`encode_beyond`] can take.
+/// Greatest number of bytes that the columns of [`encode_beyond`] can take.
 pub(super) fn max_beyond_bytes(element_count: u64) -> u64 {
     let exceptions = element_count.saturating_mul(EXCEPTION_BYTES as u64);
     entropy::max_encoded_bytes(element_count).saturating_mul(2).saturating_add(exceptions).saturating_add(1)
 }
 
-/// Sizes of the columns of [`encode_beyond`] for so many units, from a sample of the f32 and of their roundings.
+/// Estimates the column sizes of [`encode_beyond`] for `units` elements, from a sample of f32 and their roundings.
 pub(super) fn estimate_beyond(data: &[u8], partner: &[u8], f16: bool, units: u64) -> [u64; 3] {
     let planes = split(data, partner, f16);
     let odd = best_mode(data, partner, f16, &planes).1.len() as u64;

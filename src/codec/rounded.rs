@@ -1,11 +1,12 @@
-//! `tc.rounded`: f32 as their bf16 roundings, then the bits that those do not have.
+//! `tc.rounded`: f32 as bf16 roundings, followed by the bits that the roundings lack.
 //!
-//! Spec: spec/codecs/rounded.md
+//! Spec:   spec/codecs/rounded.md
 //! Input:  n units of f32
-//! Output: byte planes of the roundings; those of the remainders, rounding mode and exceptions
+//! Output: byte planes of the roundings; byte planes of the remainders, rounding mode and exceptions
 //! Errors: `Corrupt` if a plane does not decode to n bytes, or exceptions are out of order
-//! Cost:   that of `tc.planes` of bf16, and one more pass
-//! Source: ours (codecs.md, idea 1): a reader of bf16 leaves the second half where it is
+//! Cost:   the cost of `tc.planes` for bf16, and one more pass
+//! Source: ours: store the bf16 rounding and the remainder in separate columns, so a reader of bf16 skips the
+//!         remainders
 
 use super::remainder::{decode_beyond, encode_beyond, estimate_beyond, max_beyond_bytes};
 use super::{Chunk, Codec, Columns, Cost, Encoded, planes};
@@ -14,7 +15,7 @@ use crate::kernels::{bytes, remainder as kernel};
 use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
-/// Stores f32 so that half of the columns are enough to read them as bf16.
+/// Stores f32 so that readers of bf16 need only half of the columns.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Rounded}};
@@ -28,17 +29,17 @@ use crate::{Dtype, Error, Result};
 pub struct Rounded;
 
 impl Rounded {
-    /// The id.
+    /// Id of the codec.
     pub const ID: &str = "tc.rounded";
-    /// The columns that hold the roundings.
+    /// Columns of the roundings.
     pub(crate) const ROUNDINGS: [&str; 2] = ["rounded0", "rounded1"];
 
-    /// The nearest bf16 of each f32, as this codec rounds.
+    /// Rounds each f32 to the nearest bf16, as this codec does.
     pub(crate) fn round(data: &[u8], out: &mut [u8]) {
         kernel::round(data, out);
     }
 
-    /// Fills `out` with the bf16 of a chunk, of which `columns` need to hold no others than those of the roundings.
+    /// Fills `out` with the bf16 roundings of a chunk. `columns` needs only the columns of the roundings.
     pub(crate) fn decode_roundings(columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         check_dtype(columns.dtype)?;
         decode_roundings(columns.exactly(Self::ROUNDINGS)?, out)
@@ -47,7 +48,7 @@ impl Rounded {
 
 const COLUMNS: [&str; 5] = ["rounded0", "rounded1", "low", "high", "rounding"];
 
-/// Roles of which someone may want the values in bf16.
+/// Roles that readers may want in bf16.
 const ROLES: [&str; 3] = ["model", "master", "ema"];
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
@@ -119,7 +120,8 @@ impl Codec for Rounded {
         let mut rounded = Spare::new(out.len() / 2, "roundings")?;
         decode_roundings([first, second], &mut rounded)?;
         decode_beyond([low, high, rounding], &rounded, false, out)?;
-        // Who wants bf16 reads the roundings alone, of which no checksum of the chunk tells.
+        // A reader of bf16 decodes only the roundings, which the checksum of the chunk does not cover. So check them
+        // here.
         if *round(out)? != *rounded {
             return Err(Error::corrupt("a rounding is not the nearest of its element").clause("rounded 4"));
         }

@@ -1,11 +1,11 @@
-//! `tc.rows`: which rows changed, then those rows by another codec.
+//! `tc.rows`: a bitmap of changed rows, followed by those rows in another codec.
 //!
-//! Spec: spec/codecs/rows.md
-//! Input:  rows of the chunk, and those of the base or the numbers of the rows that may differ from it
-//! Output: `rows`: inner codec, bytes of a row, one bit for each row; then the columns of the inner codec
-//! Errors: `Corrupt` if rows do not fill the chunk, or the changed ones do not decode
-//! Cost:   one comparison, then the inner codec on what changed
-//! Source: Check-N-Run (NSDI 2022): embedding rows change wholly or not at all
+//! Spec:   spec/codecs/rows.md
+//! Input:  rows of the chunk, and either the rows of the base or the numbers of the rows that may differ from the base
+//! Output: `rows`: inner codec, bytes of a row, one bit per row; then the columns of the inner codec
+//! Errors: `Corrupt` if rows do not fill the chunk, or the changed rows do not decode
+//! Cost:   one comparison, then the inner codec on the changed rows
+//! Source: Check-N-Run (NSDI 2022): an embedding row changes as a whole or not at all
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Ordered, Planes, Raw};
 use crate::entropy;
@@ -29,28 +29,28 @@ use crate::{Dtype, Error, Result};
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Rows;
 
-/// The codecs that may store changed rows, by the number that stands for each, and whether they take the base.
+/// Inner codecs, by number, and whether each takes the base.
 const INNER: [(&dyn Codec, bool); 4] = [(&Raw, false), (&Planes, false), (&Planes, true), (&Ordered, true)];
-/// In `rows`, before the bits: number of the inner codec, bytes of a row.
+/// Size of the head of `rows`: the number of the inner codec, and the bytes of a row.
 const HEADER: usize = 5;
 
-/// Changed rows of a chunk, one after another, and those of the base.
+/// Changed rows of a chunk, one after another, with the same rows of the base.
 struct Changed {
     numbers: Vec<usize>,
     data: Spare,
     base: Option<Spare>,
 }
 
-/// Numbers of the rows that differ; none if this codec has nothing to gain.
+/// Returns the numbers of the changed rows, or `None` if this codec does not pay.
 fn changed_rows(chunk: &Chunk<'_>) -> Option<Vec<usize>> {
     let (bytes, count) = chunk.rows()?;
-    // A row of a unit or two is an element.
+    // For rows of a few units, an element-wise codec is better.
     if bytes < 4 * chunk.dtype.unit_bytes() || count < 2 {
         return None;
     }
     match (chunk.whole_base(), chunk.changed_rows) {
         (Some(base), _) => {
-            // A look at some tells where nearly all rows changed.
+            // A sample of rows shows cheaply whether nearly all rows changed.
             const LOOK: usize = 64;
             let differs = |row: usize| chunk.data.get(row * bytes..(row + 1) * bytes) != base.get(row * bytes..(row + 1) * bytes);
             if count > 4 * LOOK && (0..LOOK).filter(|at| differs(at * count / LOOK)).count() > LOOK * 9 / 10 {
@@ -84,18 +84,18 @@ fn changed(chunk: &Chunk<'_>) -> Result<Option<Changed>> {
     Ok(Some(Changed { numbers, data, base }))
 }
 
-/// The changed rows as a chunk of their own.
+/// Returns the changed rows as a chunk of their own.
 fn inner<'a>(chunk: &Chunk<'a>, changed: &'a Changed) -> Chunk<'a> {
     let base = changed.base.as_ref().map(|base| base.as_slice());
     Chunk { role: chunk.role, base, ..Chunk::new(chunk.dtype, elements(chunk.dtype, changed.data.len()), &changed.data) }
 }
 
-/// Elements in bytes of whole rows.
+/// Number of elements in `bytes` of whole rows.
 fn elements(dtype: Dtype, bytes: usize) -> u64 {
     8 * bytes as u64 / dtype.bits()
 }
 
-/// The inner codec that takes the fewest bytes, and the sizes of its columns.
+/// Returns the inner codec that takes the fewest bytes, and the sizes of its columns.
 fn best_inner(inner: &Chunk<'_>) -> (&'static dyn Codec, Vec<u64>) {
     let candidates = INNER.iter().filter(|(_, takes_base)| !takes_base || inner.base.is_some());
     let sizes = candidates.filter_map(|&(codec, _)| Some((codec, codec.estimate(inner)?)));
@@ -106,7 +106,7 @@ fn bitmap_bytes(rows: usize) -> usize {
     rows.div_ceil(8)
 }
 
-/// What the column `rows` says.
+/// Content of the column `rows`.
 struct Header {
     codec: &'static dyn Codec,
     takes_base: bool,
@@ -151,7 +151,7 @@ impl Codec for Rows {
 
     fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64 {
         let inner = INNER.iter().map(|(codec, _)| codec.max_encoded_bytes(dtype, element_count)).fold(0, u64::max);
-        // Rows have four units at least.
+        // A row has at least four units.
         inner.saturating_add(entropy::max_encoded_bytes(element_count.div_ceil(8))).saturating_add(HEADER as u64)
     }
 

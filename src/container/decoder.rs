@@ -1,4 +1,4 @@
-//! Reads a cask's index: asks for byte ranges, takes bytes, gives the index.
+//! Decodes the index of a cask: requests byte ranges, accepts bytes, returns the index.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -16,16 +16,16 @@ use crate::wire::part::IndexPart;
 use crate::wire::{Digest, HEADER_BYTES, Header, Id, POSTSCRIPT_BYTES, Postscript};
 use crate::{Dtype, Error, Limits, Result};
 
-/// What a decoder that does no I/O says: give me these bytes, or here is the value.
+/// Step of a decoder that does no I/O: a request for bytes, or the value.
 #[derive(Debug)]
 pub enum Progress<T> {
-    /// Read this range of the file and push it.
+    /// Byte range of the file to read and push.
     Needs(Range<u64>),
-    /// Decoded.
+    /// The decoded value.
     Done(T),
 }
 
-/// Decodes the index of one cask from the end of the file backwards.
+/// Decodes the index of one cask, from the end of the file backwards.
 ///
 /// ```
 /// use tensorcask::{Limits, container::{CaskEncoder, IndexDecoder, Progress}, wire::Id};
@@ -53,16 +53,16 @@ pub struct IndexDecoder {
     tail: Bytes,
 }
 
-/// How much of the end of a file to read at first, if nothing is known of it.
+/// Length of the first read at the end of a file whose index position is unknown.
 const FIRST_TAIL_BYTES: u64 = 64 << 10;
 
 impl IndexDecoder {
-    /// For a cask of known id (from its header or manifest) and size.
+    /// Creates a decoder for a cask of known id (from its header or manifest) and size.
     pub fn new(id: Id, file_bytes: u64, limits: Limits) -> Self {
         Self { id, file_bytes, limits, tail_offset: file_bytes, tail: Bytes::new() }
     }
 
-    /// Takes bytes of the file that end where those taken before begin (at first: at the end of the file).
+    /// Accepts bytes that end where the earlier bytes begin. The first bytes must end at the end of the file.
     pub fn push(&mut self, offset: u64, bytes: Bytes) -> Result<()> {
         if offset.checked_add(bytes.len() as u64) != Some(self.tail_offset) {
             return Err(Error::invalid(format!(
@@ -76,7 +76,7 @@ impl IndexDecoder {
         Ok(())
     }
 
-    /// The index, or what is needed next.
+    /// Returns the index, or the byte range needed next.
     pub fn poll(&mut self) -> Result<Progress<CaskIndex>> {
         let Some(postscript_offset) = self.file_bytes.checked_sub(POSTSCRIPT_BYTES).filter(|&at| at >= HEADER_BYTES) else {
             return Err(Error::corrupt(format!("{} bytes are too few for a cask: truncated", self.file_bytes)).clause("container 1"));
@@ -118,7 +118,7 @@ impl IndexDecoder {
     }
 
     fn slice(&self, range: Range<u64>) -> Result<Bytes> {
-        let bad = || Error::corrupt(format!("bytes {}..{} are not there: truncated", range.start, range.end));
+        let bad = || Error::corrupt(format!("bytes {}..{} are missing: truncated", range.start, range.end));
         let start = to_usize(range.start.checked_sub(self.tail_offset).ok_or_else(bad)?, "an index")?;
         let end = to_usize(range.end.checked_sub(self.tail_offset).ok_or_else(bad)?, "an index")?;
         if start > end || end > self.tail.len() {
@@ -128,7 +128,7 @@ impl IndexDecoder {
     }
 }
 
-/// The decoded index of a cask. Parts that describe chunks and pages may still have to be loaded.
+/// The decoded index of a cask. Parts, which describe chunks and pages, may still have to be loaded.
 #[derive(Debug)]
 pub struct CaskIndex {
     id: Id,
@@ -143,13 +143,13 @@ pub struct CaskIndex {
 /// A chunk of a cask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkEntry {
-    /// How it is stored.
+    /// Storage kind.
     pub kind: ChunkKind,
-    /// The codec; none for an unchanged chunk.
+    /// Codec; `None` for an unchanged chunk.
     pub codec: Option<CodecRef>,
     /// CRC-32 of the decoded bytes.
     pub crc: u32,
-    /// The pages, one per column.
+    /// Pages, one per column.
     pub pages: Vec<PageEntry>,
 }
 
@@ -158,15 +158,15 @@ pub struct ChunkEntry {
 pub struct PageEntry {
     /// Name of the column.
     pub column: String,
-    /// Where the bytes lie in the file.
+    /// Byte range in the file.
     pub range: Range<u64>,
-    /// The stored checksum, over the page's place and bytes.
+    /// Stored checksum, over the page's place and bytes.
     pub crc: u32,
     pub(crate) place: PlaceOfPage,
 }
 
 impl PageEntry {
-    /// Compares bytes with the checksum.
+    /// Compares the checksum of `bytes` with the stored checksum.
     pub fn check(&self, bytes: &[u8]) -> Result<()> {
         if bytes.len() as u64 != self.range.end.saturating_sub(self.range.start) {
             return Err(Error::corrupt(format!("{} bytes read for page {:?}", bytes.len(), self.range)).offset(self.range.start));
@@ -176,37 +176,37 @@ impl PageEntry {
 }
 
 impl CaskIndex {
-    /// The id.
+    /// Id of the cask.
     pub fn id(&self) -> Id {
         self.id
     }
 
-    /// The size of the file.
+    /// Size of the file in bytes.
     pub fn file_bytes(&self) -> u64 {
         self.file_bytes
     }
 
-    /// The format version of the file.
+    /// Format version of the file.
     pub fn version(&self) -> FormatVersion {
         self.postscript.version
     }
 
-    /// The features of the file.
+    /// Feature bits of the file.
     pub fn features(&self) -> Features {
         self.postscript.features
     }
 
-    /// What pages are aligned to, in bytes.
+    /// Page alignment in bytes.
     pub fn alignment(&self) -> u64 {
         self.alignment
     }
 
-    /// Where the index begins.
+    /// Offset of the index in the file.
     pub fn index_offset(&self) -> u64 {
         self.root.index_offset
     }
 
-    /// Where the index root begins.
+    /// Offset of the index root in the file.
     pub fn root_offset(&self) -> u64 {
         self.postscript.root_offset
     }
@@ -216,17 +216,17 @@ impl CaskIndex {
         self.digest
     }
 
-    /// Codecs that the cask names.
+    /// Codecs named by the cask.
     pub fn codecs(&self) -> &[CodecRef] {
         &self.root.codecs
     }
 
-    /// Tensors of which the cask holds a shard.
+    /// Number of tensors with a shard in this cask.
     pub fn tensor_count(&self) -> usize {
         self.root.layout.tensor_count()
     }
 
-    /// Shards that the cask holds.
+    /// Number of shards in this cask.
     pub fn shard_count(&self) -> usize {
         self.root.layout.shard_count()
     }
@@ -236,32 +236,32 @@ impl CaskIndex {
         (self.root.layout.name(tensor), self.root.layout.dtype(tensor), self.root.layout.shape(tensor))
     }
 
-    /// The shards of a tensor.
+    /// Shards of a tensor.
     pub fn shards_of(&self, tensor: usize) -> Range<usize> {
         self.root.layout.shards_of(tensor)
     }
 
-    /// The tensor of a shard.
+    /// Tensor of a shard.
     pub fn tensor_of(&self, shard: usize) -> usize {
         self.root.layout.tensor_of(shard)
     }
 
-    /// Where a shard lies in its tensor.
+    /// Rectangle of a shard in its tensor.
     pub fn rect(&self, shard: usize) -> Rect {
         self.root.layout.rect(shard)
     }
 
-    /// The chunk grid of a shard.
+    /// Chunk grid of a shard.
     pub fn grid(&self, shard: usize) -> Result<ChunkGrid> {
         ChunkGrid::new(self.root.layout.dtype(self.tensor_of(shard)), &self.rect(shard).shape)
     }
 
-    /// The shard of a tensor that covers exactly `rect`, if the cask holds it.
+    /// Returns the shard of a tensor that covers exactly `rect`, if the cask holds one.
     pub fn find_shard(&self, name: &str, rect: &Rect) -> Option<usize> {
         self.root.layout.find_shard(self.root.layout.find(name)?, rect)
     }
 
-    /// The part of the index that describes a shard, and where it lies, if it has not been loaded yet.
+    /// Returns the number and byte range of the index part that describes a shard, unless that part is loaded.
     pub fn missing_part(&self, shard: usize) -> Option<(usize, Range<u64>)> {
         let part = self.root.part_of(shard)?;
         if self.parts.get(part)?.get().is_some() {
@@ -270,13 +270,13 @@ impl CaskIndex {
         Some((part, self.root.parts.get(part)?.range.clone()))
     }
 
-    /// All parts that have not been loaded yet.
+    /// Returns all parts that are not loaded yet.
     pub fn missing_parts(&self) -> Vec<(usize, Range<u64>)> {
         let unloaded = |i: &usize| self.parts.get(*i).is_some_and(|part| part.get().is_none());
         self.root.parts.iter().enumerate().filter(|(i, _)| unloaded(i)).map(|(i, info)| (i, info.range.clone())).collect()
     }
 
-    /// Takes the bytes of a part.
+    /// Decodes a part from its bytes and keeps the part.
     pub fn load_part(&self, part: usize, bytes: Bytes) -> Result<()> {
         let (Some(info), Some(slot)) = (self.root.parts.get(part), self.parts.get(part)) else {
             return Err(Error::invalid(format!("the index has no part {part}")));
@@ -289,19 +289,19 @@ impl CaskIndex {
         let raw = self.root.codecs.iter().position(|codec| codec.id == Raw::ID).and_then(|raw| u8::try_from(raw).ok());
         let decoded = IndexPart::decode(bytes, &self.root, info, self.alignment, raw).map_err(at)?;
         self.check_part(part, info, &decoded)?;
-        // A concurrent loader has decoded the same bytes.
+        // If a concurrent loader was faster, it decoded the same bytes.
         let _ = slot.set(decoded);
         Ok(())
     }
 
-    /// Chunk `chunk` of shard `shard`.
+    /// Returns chunk `chunk` of shard `shard`.
     pub fn chunk(&self, shard: usize, chunk: u64) -> Result<ChunkEntry> {
         let name = || self.root.layout.name(self.tensor_of(shard));
         let part = self.root.part_of(shard).and_then(|part| self.parts.get(part)?.get());
-        let part = part.ok_or_else(|| Error::invalid("the part of the index that describes it is not loaded").tensor(name()))?;
+        let part = part.ok_or_else(|| Error::invalid("the index part of the chunk is not loaded").tensor(name()))?;
         let rows = part.chunks_of(shard);
         let row = usize::try_from(chunk).ok().and_then(|chunk| rows.start.checked_add(chunk)).filter(|row| *row < rows.end);
-        let row = row.ok_or_else(|| Error::invalid("no such chunk").tensor(name()).chunk(chunk))?;
+        let row = row.ok_or_else(|| Error::invalid("the shard has no chunk of this number").tensor(name()).chunk(chunk))?;
         let kind = part.kind(row);
         let codec = match kind {
             ChunkKind::Unchanged => None,
@@ -338,7 +338,8 @@ impl CaskIndex {
         })
     }
 
-    /// A part begins where the part before ends; the last ends where blobs begin.
+    /// Checks that a part's pages begin where the previous part's pages end, and that the last part ends where blobs
+    /// begin.
     fn check_part(&self, part: usize, info: &PartInfo, decoded: &IndexPart) -> Result<()> {
         let next = match part.checked_add(1).and_then(|next| self.root.parts.get(next)) {
             Some(next) => next.pages_offset,
@@ -346,7 +347,9 @@ impl CaskIndex {
         };
         let first_begins = part > 0 || info.pages_offset == HEADER_BYTES;
         if !first_begins || decoded.pages_end != next {
-            return Err(Error::corrupt(format!("pages of part {part} do not end where the next begin")).clause("index 4.4"));
+            return Err(
+                Error::corrupt(format!("pages of part {part} do not end where the pages of the next part begin")).clause("index 4.4")
+            );
         }
         Ok(())
     }

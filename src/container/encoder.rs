@@ -1,4 +1,4 @@
-//! Writes a cask front to back: takes chunks in order, gives bytes in order.
+//! Writes a cask front to back: accepts chunks in order, returns bytes in order.
 
 use bytes::Bytes;
 
@@ -12,23 +12,23 @@ use crate::wire::part::{ChunkRow, PageRow, encode_part, place_page};
 use crate::wire::{COLUMN_ALIGNMENT, CaskRef, Digest, HEADER_BYTES, Header, Id, Postscript, ShardRow, TensorRow, align_up};
 use crate::{Dtype, Error, Limits, Result};
 
-/// What a writer reports of a finished cask.
+/// Receipt of a finished cask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CaskReceipt {
-    /// The id.
+    /// Id of the cask.
     pub id: Id,
-    /// The size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Where the index begins.
+    /// Offset of the index.
     pub index_offset: u64,
-    /// Where the index root begins.
+    /// Offset of the index root.
     pub root_offset: u64,
     /// SHA-256 over header, index root and postscript.
     pub digest: Digest,
 }
 
 impl CaskReceipt {
-    /// As a manifest names it.
+    /// Converts the receipt to the manifest's form.
     pub(crate) fn in_slot(&self, slot: u32) -> CaskRef {
         let &Self { id, bytes, index_offset, root_offset, digest } = self;
         CaskRef { slot, id, bytes, index_offset, root_offset, digest }
@@ -37,10 +37,12 @@ impl CaskReceipt {
 
 /// Encodes one cask.
 ///
-/// Call order: for each tensor, by ascending name, [`tensor`](Self::tensor); for each of its shards, by ascending
-/// position, [`shard`](Self::shard) and one [`chunk`](Self::chunk) per chunk of its grid; then blobs by rank and name;
-/// then [`finish`](Self::finish). Take the bytes with [`take_output`](Self::take_output) whenever there are enough.
-/// A shard all of whose chunks are unchanged leaves no trace.
+/// Call order: for each tensor, by ascending name, [`tensor`](Self::tensor). For each shard of the tensor, by ascending
+/// position, [`shard`](Self::shard), then one [`chunk`](Self::chunk) per chunk of the grid. Then blobs by rank and
+/// name, and finally [`finish`](Self::finish).
+///
+/// Take the bytes with [`take_output`](Self::take_output) whenever enough are waiting. A shard whose chunks are all
+/// unchanged is left out of the cask.
 #[derive(Debug)]
 pub struct CaskEncoder {
     id: Id,
@@ -58,12 +60,12 @@ pub struct CaskEncoder {
     blobs_begun: bool,
 }
 
-/// The shard that takes chunks now.
+/// The shard that accepts chunks now.
 #[derive(Debug)]
 struct OpenShard {
     rect: Rect,
     grid: ChunkGrid,
-    /// Chunks so far, kept back until one of them is not unchanged.
+    /// Chunks so far; they enter the index only when one of them is stored.
     rows: Vec<ChunkRow>,
     chunk_count: u64,
     registered: bool,
@@ -74,7 +76,7 @@ impl CaskEncoder {
     /// The default alignment of pages: 64 bytes.
     pub const DEFAULT_ALIGNMENT_EXPONENT: u8 = 6;
 
-    /// A cask of the given id whose pages begin at multiples of two to the power of `alignment_exponent` (6 to 12).
+    /// Creates a cask with the given id. Pages begin at multiples of 2^`alignment_exponent` (6 to 12).
     pub fn new(id: Id, alignment_exponent: u8) -> Result<Self> {
         if !(6..=12).contains(&alignment_exponent) {
             return Err(Error::invalid(format!("alignment exponent {alignment_exponent} is not in 6..=12")));
@@ -97,13 +99,13 @@ impl CaskEncoder {
         })
     }
 
-    /// Refuses what readers with these limits would refuse.
+    /// Rejects content that readers with these limits would reject.
     pub fn with_limits(mut self, limits: Limits) -> Self {
         self.limits = limits;
         self
     }
 
-    /// The id.
+    /// Id of the cask.
     pub fn id(&self) -> Id {
         self.id
     }
@@ -122,10 +124,10 @@ impl CaskEncoder {
         Ok(())
     }
 
-    /// Begins a shard of the tensor.
+    /// Begins a shard of the current tensor.
     pub fn shard(&mut self, rect: &Rect) -> Result<()> {
         self.close_shard()?;
-        let tensor = self.tensor.as_ref().ok_or_else(|| Error::invalid("a shard before any tensor"))?;
+        let tensor = self.tensor.as_ref().ok_or_else(|| Error::invalid("`shard` was called before `tensor`"))?;
         if !rect.fits(&tensor.shape) {
             return Err(Error::invalid("the shard does not fit the tensor's shape").tensor(&tensor.name));
         }
@@ -133,13 +135,13 @@ impl CaskEncoder {
         let open = OpenShard { rect: rect.clone(), grid, rows: vec![], chunk_count: 0, registered: false, raw_before: false };
         let empty = grid.chunk_count() == 0;
         self.open = Some(open);
-        // An empty shard is there, or not, by itself: it has no chunk that could be unchanged.
+        // An empty shard has no chunk that could be unchanged, so it enters the index at once.
         if empty { self.register_shard() } else { Ok(()) }
     }
 
-    /// Adds the next chunk of the shard.
+    /// Adds the next chunk of the current shard.
     pub fn chunk(&mut self, chunk: EncodedChunk) -> Result<()> {
-        let open = self.open.as_mut().ok_or_else(|| Error::invalid("a chunk before any shard"))?;
+        let open = self.open.as_mut().ok_or_else(|| Error::invalid("`chunk` was called before `shard`"))?;
         let number = open.chunk_count;
         if number >= open.grid.chunk_count() {
             return Err(Error::invalid(format!("more chunks than the {} of the grid", open.grid.chunk_count())));
@@ -176,7 +178,7 @@ impl CaskEncoder {
                 column: u64::from(column),
                 offset,
             };
-            let length = u32::try_from(bytes.len()).map_err(|_| Error::limit("a page of 4 GiB or more"))?;
+            let length = u32::try_from(bytes.len()).map_err(|_| Error::limit("a page is 4 GiB or larger"))?;
             self.pages.push(PageRow { column, bytes: length, crc: place.crc(&bytes) });
             self.emit(bytes)?;
         }
@@ -202,12 +204,12 @@ impl CaskEncoder {
         self.emit(bytes)
     }
 
-    /// Whether nothing but unchanged chunks has been given so far.
+    /// Returns whether every chunk so far is unchanged and there is no blob.
     pub fn is_empty(&self) -> bool {
         self.root.shards.is_empty() && self.root.blobs.is_empty()
     }
 
-    /// Bytes that are waiting in the output.
+    /// Number of bytes waiting in the output.
     pub fn output_bytes(&self) -> usize {
         self.output.iter().map(Bytes::len).fold(0, usize::saturating_add)
     }
@@ -217,7 +219,7 @@ impl CaskEncoder {
         std::mem::take(&mut self.output)
     }
 
-    /// Writes index and postscript; gives the last bytes and the receipt.
+    /// Writes index and postscript. Returns the last bytes and the receipt.
     pub fn finish(mut self) -> Result<(Vec<Bytes>, CaskReceipt)> {
         self.begin_blobs()?;
         let index_offset = self.pad_to(COLUMN_ALIGNMENT)?;
@@ -251,7 +253,7 @@ impl CaskEncoder {
         Ok((self.output, receipt))
     }
 
-    /// Enters the open shard, and its tensor if it is the first, into the tables.
+    /// Enters the open shard into the tables, and its tensor if this is the tensor's first shard.
     fn register_shard(&mut self) -> Result<()> {
         let tensor_known = match (&self.tensor, self.root.tensors.last()) {
             (Some(tensor), Some(last)) => tensor.name == last.name,
@@ -272,7 +274,7 @@ impl CaskEncoder {
         Ok(())
     }
 
-    /// Checks that the open shard has all its chunks, and ends the part if it is full.
+    /// Checks that the open shard has all its chunks, and closes the index part if it is full.
     fn close_shard(&mut self) -> Result<()> {
         let Some(open) = self.open.take() else { return Ok(()) };
         if open.chunk_count != open.grid.chunk_count() {
@@ -315,7 +317,7 @@ impl CaskEncoder {
 
     fn pad_to(&mut self, alignment: u64) -> Result<u64> {
         static ZEROS: [u8; 4096] = [0; 4096];
-        let target = align_up(self.position, alignment).ok_or_else(|| Error::limit("a cask beyond 2^64 bytes"))?;
+        let target = align_up(self.position, alignment).ok_or_else(|| Error::limit("the cask is larger than 2^64 bytes"))?;
         let padding = target.saturating_sub(self.position) as usize;
         self.emit(Bytes::from_static(ZEROS.get(..padding).unwrap_or_default()))?;
         Ok(self.position)
@@ -323,7 +325,7 @@ impl CaskEncoder {
 
     fn emit(&mut self, bytes: Bytes) -> Result<()> {
         let end = self.position.checked_add(bytes.len() as u64);
-        self.position = end.ok_or_else(|| Error::limit("a cask beyond 2^64 bytes"))?;
+        self.position = end.ok_or_else(|| Error::limit("the cask is larger than 2^64 bytes"))?;
         if !bytes.is_empty() {
             self.output.push(bytes);
         }
@@ -331,7 +333,7 @@ impl CaskEncoder {
     }
 }
 
-/// A name of a dictionary, which readers take once.
+/// A dictionary entry whose name readers accept only once.
 trait DictionaryName {
     fn name(&self) -> &str;
 }
@@ -348,20 +350,20 @@ impl DictionaryName for String {
     }
 }
 
-/// The row of `item` in a dictionary, where it is added if it is new.
+/// Returns the dictionary row of `item`, and adds `item` if it is new.
 fn dictionary_index<T: DictionaryName + Clone + PartialEq>(dictionary: &mut Vec<T>, item: &T, limits: &Limits, what: &str) -> Result<u8> {
     let row = match dictionary.iter().position(|known| known.name() == item.name()) {
         Some(row) if dictionary.get(row) == Some(item) => row,
-        Some(_) => return Err(Error::invalid(format!("two versions of {what} `{}` in one cask", item.name()))),
+        Some(_) => return Err(Error::invalid(format!("{what} `{}` has two versions in one cask", item.name()))),
         None => {
             if item.name().is_empty() {
-                return Err(Error::invalid(format!("an empty name of a {what}")));
+                return Err(Error::invalid(format!("the name of a {what} is empty")));
             }
             Limits::check(item.name().len() as u64, limits.max_name_bytes, "length of the name")?;
             dictionary.push(item.clone());
             dictionary.len().saturating_sub(1)
         }
     };
-    // 255 names at most: the reader's rule.
-    u8::try_from(row).ok().filter(|&row| row < 255).ok_or_else(|| Error::limit(format!("more than 255 names of a {what} in one cask")))
+    // Readers accept 255 names at most.
+    u8::try_from(row).ok().filter(|&row| row < 255).ok_or_else(|| Error::limit(format!("more than 255 {what} names in one cask")))
 }

@@ -1,4 +1,5 @@
-//! The container without I/O: pages in, ordered bytes out; bytes in, *needs these ranges* or an index out.
+//! The container format without I/O. The encoder turns pages into ordered bytes. The decoder turns bytes into an index,
+//! and requests the byte ranges it still needs.
 //!
 //! Spec: `spec/container.md`, `spec/index.md`.
 #![deny(clippy::arithmetic_side_effects, clippy::indexing_slicing)]

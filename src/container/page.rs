@@ -3,22 +3,22 @@
 use crate::wire::{Id, Put};
 use crate::{Error, Result};
 
-/// Where a page belongs; part of its checksum, so that a page from elsewhere fails too.
+/// Place of a page in a cask. Part of the page's checksum, so that a page from another place fails the check too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PlaceOfPage {
     pub cask: Id,
-    /// Row in the shard table; for a blob, its row in the blob table.
+    /// Row in the shard table; for a blob, row in the blob table.
     pub shard: u64,
-    /// Number of the chunk in the shard.
+    /// Number of the chunk in the shard; 0 for a blob.
     pub chunk: u64,
     /// Row in the dictionary of column names; `BLOB` for a blob.
     pub column: u64,
-    /// Byte in the cask.
+    /// Offset in the cask.
     pub offset: u64,
 }
 
 impl PlaceOfPage {
-    /// Stands for the column where the page is a blob.
+    /// Column value that marks a blob.
     pub(crate) const BLOB: u64 = u64::MAX;
 
     pub(crate) fn crc(&self, bytes: &[u8]) -> u32 {
@@ -36,13 +36,13 @@ impl PlaceOfPage {
         if self.crc(bytes) == crc {
             return Ok(());
         }
-        Err(Error::corrupt("page checksum mismatch: the bytes are damaged, or belong elsewhere")
+        Err(Error::corrupt("page checksum mismatch: the bytes are damaged or belong to another page")
             .offset(self.offset)
             .clause("container 5.2"))
     }
 }
 
-/// Whether bytes between pages are what they must be.
+/// Checks that the padding between pages is zero.
 pub(crate) fn padding_is_zero(bytes: &[u8], offset: u64) -> Result<()> {
     match bytes.iter().position(|&byte| byte != 0) {
         None => Ok(()),

@@ -1,4 +1,4 @@
-//! The index tables as Arrow record batches, without a copy where the machine allows it.
+//! The index tables as Arrow record batches, without a copy if columns are aligned and the machine is little-endian.
 
 use std::sync::Arc;
 
@@ -15,13 +15,13 @@ use crate::wire::part::IndexPart;
 use crate::{Error, Result};
 
 impl CaskIndex {
-    /// Tensors: name, dtype code, shape.
+    /// Table of tensors: name, dtype code, shape.
     pub fn tensor_table(&self) -> Result<RecordBatch> {
         let layout = &self.root.layout;
         batch(vec![("name", text(&layout.names)?), ("dtype", numbers::<UInt8Type>(&layout.dtypes)?), ("shape", lists(&layout.shapes)?)])
     }
 
-    /// Shards: tensor row, offset, shape.
+    /// Table of shards: tensor row, offset, shape.
     pub fn shard_table(&self) -> Result<RecordBatch> {
         let layout = &self.root.layout;
         let mut ends = vec![0i32];
@@ -34,7 +34,7 @@ impl CaskIndex {
         ])
     }
 
-    /// Chunks of a loaded part of the index: kind code, codec row, CRC-32 of the decoded bytes, number of pages.
+    /// Table of chunks in a loaded index part: kind code, codec row, CRC-32 of the decoded bytes, number of pages.
     pub fn chunk_table(&self, part: usize) -> Result<RecordBatch> {
         let part = self.part(part)?;
         let counts = part.chunk_pages.windows(2).map(|w| match w {
@@ -49,7 +49,7 @@ impl CaskIndex {
         ])
     }
 
-    /// Pages of a loaded part of the index: column row, offset, bytes, CRC-32.
+    /// Table of pages in a loaded index part: column row, offset, bytes, CRC-32.
     pub fn page_table(&self, part: usize) -> Result<RecordBatch> {
         let part = self.part(part)?;
         batch(vec![
@@ -60,7 +60,7 @@ impl CaskIndex {
         ])
     }
 
-    /// Blobs: rank, name, bytes.
+    /// Table of blobs: rank, name, bytes.
     pub fn blob_table(&self) -> Result<RecordBatch> {
         batch(vec![
             ("rank", numbers::<UInt32Type>(&self.root.blob_ranks)?),
@@ -71,7 +71,7 @@ impl CaskIndex {
 
     fn part(&self, part: usize) -> Result<&IndexPart> {
         let part = self.parts.get(part).and_then(|part| part.get());
-        part.ok_or_else(|| Error::invalid("that part of the index is not there or not loaded"))
+        part.ok_or_else(|| Error::invalid("the index part does not exist or is not loaded"))
     }
 }
 
@@ -84,7 +84,7 @@ fn arrow(error: arrow_schema::ArrowError) -> Error {
     Error::corrupt(format!("not an Arrow table: {error}")).source(error)
 }
 
-/// The column's own bytes as an Arrow buffer; copied where they lie unaligned in memory, or where bytes must be swapped.
+/// Returns a column's bytes as an Arrow buffer. Copies bytes that are unaligned in memory or must be swapped.
 fn buffer<T: Fixed + arrow_buffer::ArrowNativeType>(column: &Column<T>) -> Buffer {
     let bytes = column.bytes();
     if cfg!(target_endian = "little") {
@@ -116,7 +116,7 @@ fn list_of(offsets: OffsetBuffer<i32>, values: &Column<u64>) -> Result<ArrayRef>
     Ok(Arc::new(ListArray::try_new(field, offsets, numbers::<UInt64Type>(values)?, None).map_err(arrow)?))
 }
 
-/// Offsets of a heap. They were checked to ascend from zero and to stay below 2^31 when the heap was read.
+/// Offsets of a heap. The reader of the heap has checked that offsets ascend from zero and stay below 2^31.
 fn heap_offsets<T: Fixed>(heap: &Heap<T>) -> Result<OffsetBuffer<i32>> {
     Ok(OffsetBuffer::new(ScalarBuffer::new(buffer(&heap.offsets), 0, heap.offsets.len())))
 }

@@ -1,17 +1,18 @@
-//! Counts of symbols, and what they would take at best.
+//! Counts of symbols, and their entropy.
 
-/// How often each symbol occurs.
+/// Number of occurrences of each symbol.
 pub(crate) type Histogram = [u32; 256];
 
-/// Counts `symbols`, of which there are fewer than 2^32.
+/// Counts `symbols`, which must be fewer than 2^32.
 pub(crate) fn count(symbols: &[u8]) -> Histogram {
     crate::kernels::bytes::histogram(symbols)
 }
 
-/// Counts `symbols`, of which there are fewer than 2^32; of many, a part of them, spread over all, for as many more.
+/// Estimates the counts of `symbols`, which must be fewer than 2^32. Counts every 13th stretch of a long slice and
+/// scales the counts up.
 pub(crate) fn count_about(symbols: &[u8]) -> Histogram {
     const STRETCH: usize = 1024;
-    // An odd step meets all columns of rows of any power of 2.
+    // An odd step samples all columns of a matrix whose rows are a power of 2.
     let every = if symbols.len() < 64 * STRETCH { 1 } else { 13 };
     let mut histogram = [0u32; 256];
     for stretch in symbols.chunks(STRETCH).step_by(every) {
@@ -22,18 +23,18 @@ pub(crate) fn count_about(symbols: &[u8]) -> Histogram {
     histogram
 }
 
-/// log2(1 + i/256) in 1/65536, for the fraction between powers of two: integers, so that every machine chooses alike.
+/// log2(1 + i/256) in units of 1/65536. The table is computed in integers, so every machine chooses the same codes.
 const LOG2_FRACTION: [u32; 257] = {
     let mut table = [0u32; 257];
     let mut i = 0;
     while i <= 256 {
-        // Repeated squaring of 1 + i/256 in 1/2^31 gives one bit of the logarithm each.
+        // Each squaring of 1 + i/256, in units of 1/2^31, yields one bit of the logarithm.
         let mut x: u64 = (256 + i as u64) << 23;
         let mut bits = 0u32;
         let mut k = 0;
         while k < 17 {
             if x >= 1 << 32 {
-                // Only 1 + 256/256: the logarithm is 1.
+                // Only 1 + 256/256 gets here; its logarithm is 1.
                 bits = 1 << 17;
                 break;
             }
@@ -51,19 +52,19 @@ const LOG2_FRACTION: [u32; 257] = {
     table
 };
 
-/// log2 of `x` > 0 in 1/65536.
+/// Returns log2 of `x` > 0 in units of 1/65536.
 fn log2(x: u32) -> u64 {
     let exponent = 31 - x.leading_zeros();
     let fraction = if exponent >= 8 { (x >> (exponent - 8)) & 255 } else { (x << (8 - exponent)) & 255 };
     (u64::from(exponent) << 16) + u64::from(LOG2_FRACTION[fraction as usize])
 }
 
-/// log2(2^bits / x) in 1/65536, for 0 < x <= 2^bits.
+/// Returns log2(2^bits / x) in units of 1/65536, for 0 < x <= 2^bits.
 pub(super) fn log2_ratio(bits: u32, x: u32) -> u32 {
     ((u64::from(bits) << 16).saturating_sub(log2(x.max(1)))) as u32
 }
 
-/// Bits that an ideal order-0 coder takes for all symbols counted.
+/// Returns the bits that an ideal order-0 coder takes for all counted symbols.
 pub(crate) fn entropy_bits(histogram: &[u32]) -> u64 {
     let total: u64 = histogram.iter().map(|&n| u64::from(n)).sum();
     let all = u32::try_from(total).unwrap_or(u32::MAX);

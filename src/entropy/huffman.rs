@@ -1,21 +1,21 @@
-//! Canonical Huffman codes of at most 11 bits, four streams a block. Spec: spec/entropy.md 5.
+//! Canonical Huffman codes of at most 11 bits, four streams per block. Spec: spec/entropy.md 5.
 
 use super::histogram::Histogram;
 use super::table::{Input, span};
 use crate::kernels::huffman::{self as kernel, MAX_BITS, STREAMS};
 use crate::{Error, Result};
 
-/// Code lengths by symbol; 0 where a symbol does not occur.
+/// Code length of each symbol; 0 if the symbol does not occur.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Lengths([u8; 256]);
 
 impl Lengths {
-    /// Near-optimal lengths for a histogram of two symbols or more.
+    /// Computes near-optimal lengths for a histogram of at least two symbols.
     pub(super) fn new(histogram: &Histogram) -> Self {
         let mut symbols: Vec<(u32, u8)> = (0..=255u8).zip(histogram).filter(|(_, n)| **n > 0).map(|(s, n)| (*n, s)).collect();
         symbols.sort_unstable();
         let mut lengths = [0u8; 256];
-        // Two-queue construction: leaves in ascending order, inner nodes are made in ascending order.
+        // Two-queue construction: leaves are sorted, and inner nodes are created in ascending order.
         let leaves = symbols.len();
         let mut weights: Vec<u64> = symbols.iter().map(|(n, _)| u64::from(*n)).collect();
         let mut parents = vec![0usize; (2 * leaves).saturating_sub(1)];
@@ -37,8 +37,8 @@ impl Lengths {
         for ((_, symbol), depth) in symbols.iter().zip(&depths) {
             lengths[usize::from(*symbol)] = (*depth).clamp(1, MAX_BITS) as u8;
         }
-        // Shortening the longest may have used up more than the code space: lengthen the rarest that can be, then give
-        // what is left to the most frequent.
+        // The clamp to 11 bits may exceed the code space. Lengthen the rarest symbols until the code fits, then give
+        // the remaining space to the most frequent symbols.
         let unit = |length: u8| 1i32 << (MAX_BITS - u32::from(length));
         let mut left = (1i32 << MAX_BITS) - symbols.iter().map(|(_, s)| unit(lengths[usize::from(*s)])).sum::<i32>();
         while left < 0 {
@@ -62,7 +62,7 @@ impl Lengths {
         Self(lengths)
     }
 
-    /// Bits that the symbols of a histogram take, or `None` if one has no code.
+    /// Returns the encoded bits of a histogram's symbols, or `None` if a symbol has no code.
     pub(super) fn bits(&self, histogram: &Histogram) -> Option<u64> {
         let mut bits = 0;
         for (&count, &length) in histogram.iter().zip(&self.0) {
@@ -74,7 +74,7 @@ impl Lengths {
         Some(bits)
     }
 
-    /// Bytes of the table.
+    /// Returns the size of the stored table in bytes.
     pub(super) fn table_bytes(&self) -> u64 {
         span(|s| self.0[s] > 0).map_or(0, |(first, last)| 2 + (last - first + 1).div_ceil(2) as u64)
     }
@@ -115,7 +115,7 @@ impl Lengths {
         Ok(Self(lengths))
     }
 
-    /// Code (least significant bit first) and length of each symbol.
+    /// Returns the code (least significant bit first) and length of each symbol.
     pub(super) fn codes(&self) -> kernel::Codes {
         let mut next = [0u16; MAX_BITS as usize + 2];
         for length in 1..=MAX_BITS as usize {
@@ -134,12 +134,12 @@ impl Lengths {
     }
 }
 
-/// Where the streams of a block of `count` symbols begin.
+/// Returns the number of symbols in each stream but the last, for a block of `count` symbols.
 fn segment(count: usize) -> usize {
     count.div_ceil(STREAMS)
 }
 
-/// Appends the streams of a block. False if a symbol has no code; what was appended is worth nothing then.
+/// Appends the streams of a block. Returns false if a symbol has no code; the appended bytes are then invalid.
 #[must_use]
 pub(super) fn encode(symbols: &[u8], codes: &kernel::Codes, out: &mut Vec<u8>) -> bool {
     let sizes_at = out.len();
@@ -157,7 +157,7 @@ pub(super) fn encode(symbols: &[u8], codes: &kernel::Codes, out: &mut Vec<u8>) -
     known
 }
 
-/// Bytes that [`encode`] adds to the streams themselves.
+/// Bytes that [`encode`] adds to the streams: their sizes and their partial last bytes.
 pub(super) const OVERHEAD: u64 = 4 * STREAMS as u64 + STREAMS as u64;
 
 pub(super) fn decode(input: &mut Input<'_>, table: &kernel::Table, out: &mut [u8]) -> Result<()> {
@@ -174,7 +174,7 @@ pub(super) fn decode(input: &mut Input<'_>, table: &kernel::Table, out: &mut [u8
     Err(Error::corrupt("a Huffman stream does not end where it should").clause("entropy 5.3"))
 }
 
-/// The table that decodes a code.
+/// Builds the decoding table of a code.
 pub(super) fn decode_table(lengths: &Lengths) -> kernel::Table {
     kernel::Table::new(&lengths.codes())
 }

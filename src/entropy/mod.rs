@@ -1,7 +1,8 @@
 //! Entropy coding of byte planes, shared by codecs. Spec: `spec/entropy.md`.
 //!
-//! A *plane* is a run of symbols (bytes) of known number. It is coded block by block; each block picks the coder that
-//! stores it in the fewest bytes: raw, constant, runs, Huffman or rANS. Tables pass from block to block while they fit.
+//! A *plane* is a sequence of symbols (bytes) of known length. It is coded in blocks. Each block uses the coder that
+//! stores it in the fewest bytes: raw, constant, runs, Huffman or rANS. A block may reuse the table of an earlier
+//! block.
 
 mod histogram;
 mod huffman;

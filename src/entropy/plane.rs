@@ -1,4 +1,4 @@
-//! A plane: blocks, each by the coder that stores it in the fewest bytes. Spec: spec/entropy.md 1 to 3.
+//! A plane: blocks, each stored by the coder that takes the fewest bytes. Spec: spec/entropy.md 1 to 3.
 
 use super::histogram::{Histogram, count, entropy_bits};
 use super::huffman::{self, Lengths};
@@ -16,19 +16,19 @@ const HUFFMAN_AGAIN: u8 = 4;
 const RANS: u8 = 5;
 const RANS_AGAIN: u8 = 6;
 
-/// Symbols in a block, as an exponent of 2: what writers take, and what readers accept.
+/// Base-2 logarithm of the block length: the value of writers, and the range that readers accept.
 const BLOCK_EXPONENT: u8 = 16;
 const BLOCK_EXPONENTS: std::ops::RangeInclusive<u8> = 12..=20;
 
-/// The most bytes that `symbols` can take.
+/// Greatest number of bytes that `symbols` symbols can take.
 pub(crate) fn max_encoded_bytes(symbols: u64) -> u64 {
     symbols.saturating_add(2 + symbols.div_ceil(1 << BLOCK_EXPONENT))
 }
 
-/// Symbols looked at before a plane is taken for noise.
+/// Number of sampled symbols in the check for noise.
 const SAMPLE: usize = 4096;
 
-/// Whether a look at some of the symbols says that no coder will gain.
+/// Returns whether a sample shows that no coder will save bytes.
 fn is_noise(symbols: &[u8]) -> bool {
     if symbols.len() < 4 * SAMPLE {
         return false;
@@ -40,11 +40,11 @@ fn is_noise(symbols: &[u8]) -> bool {
             *slot += n;
         }
     }
-    // 4096 draws from 256 equal symbols show 7.955 bits.
+    // A sample of 4096 symbols from 256 equally likely ones has about 7.955 bits of entropy per symbol.
     entropy_bits(&histogram) * 1000 > 7880 * SAMPLE as u64
 }
 
-/// Bytes that a plane with this histogram of a sample would take for each symbol of the sample, tables not counted.
+/// Estimates the bytes of a plane of `symbols` symbols from the histogram of a sample, without tables.
 pub(crate) fn estimate(histogram: &Histogram, symbols: u64) -> u64 {
     let sampled: u64 = histogram.iter().map(|&n| u64::from(n)).sum::<u64>().max(1);
     let bits = entropy_bits(histogram);
@@ -54,13 +54,13 @@ pub(crate) fn estimate(histogram: &Histogram, symbols: u64) -> u64 {
     (bits * 1013 / 1000).saturating_mul(symbols) / sampled / 8 + 64
 }
 
-/// A code made once, with what encoding takes.
+/// A code table with its prepared encoder.
 struct Made<T, E> {
     table: T,
     encoder: E,
 }
 
-/// The best way to store one block.
+/// Coder of one block.
 enum Choice {
     Raw,
     Constant,
@@ -69,14 +69,14 @@ enum Choice {
     Rans { own: bool },
 }
 
-/// The code of `symbols`, as a column.
+/// Encodes `symbols` as a column.
 pub(crate) fn coded(symbols: &[u8]) -> Vec<u8> {
     let mut code = spare::output(symbols.len() + 64);
     encode(symbols, &mut code);
     code
 }
 
-/// Appends the code of `symbols`.
+/// Appends the encoded `symbols`.
 pub(crate) fn encode(symbols: &[u8], out: &mut Vec<u8>) {
     if symbols.is_empty() {
         return;
@@ -115,20 +115,20 @@ fn sum(histograms: &[Histogram]) -> Histogram {
     total
 }
 
-/// What passes from block to block.
+/// State that passes from block to block.
 #[derive(Default)]
 struct Writer {
-    /// Tables for all blocks.
+    /// Tables shared by all blocks.
     shared_lengths: Option<Lengths>,
     shared_frequencies: Option<Frequencies>,
-    /// The tables that were written last.
+    /// Tables written last.
     huffman: Option<Made<Lengths, huffman_kernel::Codes>>,
     rans: Option<Made<Frequencies, Box<rans_kernel::Encoder>>>,
 }
 
-/// A symbol of so many is counted where a sample is enough.
+/// Sampled counts include one in this many symbols.
 const SAMPLED: usize = 16;
-/// Stretches that are counted together: whole lines of the cache.
+/// Length of a sampled stretch: whole cache lines.
 const STRETCH: usize = 256;
 
 fn count_some(block: &[u8]) -> Histogram {
@@ -141,7 +141,7 @@ fn count_some(block: &[u8]) -> Histogram {
         }
     };
     for (i, stretch) in block.chunks(SAMPLED * STRETCH).enumerate() {
-        // Not the same part of each: rows may be as long.
+        // Shift the position within each stretch, because rows may have the same length as stretches.
         let from = i % SAMPLED * STRETCH;
         let some = stretch.get(from..from + STRETCH).unwrap_or(&stretch[..stretch.len().min(STRETCH)]);
         if let Some(room) = buffer.get_mut(filled..filled + some.len()) {
@@ -158,7 +158,7 @@ fn count_some(block: &[u8]) -> Histogram {
 }
 
 impl Writer {
-    /// For symbols of which this is the histogram.
+    /// Prepares shared tables for symbols with this histogram.
     fn new(total: &Histogram) -> Self {
         let several = total.iter().filter(|&&n| n > 0).count() > 1;
         Self {
@@ -168,7 +168,8 @@ impl Writer {
         }
     }
 
-    /// For many symbols that a Huffman code suits, as a sample of them tells; with sampled histograms of the blocks.
+    /// Prepares a shared Huffman code from a sample, for many symbols that such a code suits. Returns the sampled
+    /// histograms of the blocks too.
     fn by_sample(symbols: &[u8]) -> Option<(Self, Vec<Histogram>)> {
         if symbols.len() < 2 << BLOCK_EXPONENT {
             return None;
@@ -177,11 +178,11 @@ impl Writer {
         let mut total = sum(&histograms);
         let sampled: u64 = total.iter().map(|&n| u64::from(n)).sum();
         let bits = entropy_bits(&total);
-        // Below, rANS or runs do better; above, little is to be gained.
+        // Below this range, rANS or runs do better. Above, there is little to gain.
         if bits * 10 < sampled * 18 || bits * 100 > sampled * 790 {
             return None;
         }
-        // What the sample missed is most likely near what it has.
+        // Symbols missing from the sample are most likely near sampled ones.
         const NEAR: usize = 4;
         total.iter_mut().for_each(|n| *n *= SAMPLED as u32);
         let first = total.iter().position(|&n| n > 0)?.saturating_sub(NEAR);
@@ -190,12 +191,13 @@ impl Writer {
             *n = (*n).max(1);
         }
         let lengths = Lengths::new(&total);
-        // A frequent symbol wants less than a bit.
+        // Huffman spends at least one bit on a frequent symbol that deserves less. Accept at most 4 % loss.
         let fits = lengths.bits(&total).is_some_and(|huffman| huffman * 25 < bits * SAMPLED as u64 * 26);
         fits.then(|| (Self { shared_lengths: Some(lengths), ..Self::default() }, histograms))
     }
 
-    /// Appends a block with the shared Huffman code, if that is good enough for the symbols that were sampled of it, and has a code for each.
+    /// Appends a block with the shared Huffman code. Returns false if the code is too poor for the sampled symbols, or
+    /// lacks a symbol of the block.
     fn put_shared(&mut self, block: &[u8], sampled: &Histogram, out: &mut Vec<u8>) -> bool {
         let Some(bits) = self.shared_lengths.as_ref().and_then(|lengths| lengths.bits(sampled)) else { return false };
         let ideal = entropy_bits(sampled);
@@ -204,16 +206,16 @@ impl Writer {
         }
         let start = out.len();
         let known = self.put_huffman(block, self.shared_lengths.clone(), out);
-        // What the sample did not tell may have taken more than the symbols themselves.
+        // The sample may have missed symbols, so the result can be larger than the raw block.
         if !known || out.len() - start > block.len() {
             out.truncate(start);
-            // The table that went with it is gone, too.
+            // The truncation also removed the table.
             self.huffman = None;
         }
         known && out.len() > start
     }
 
-    /// Appends a block in the fewest bytes.
+    /// Appends a block in the form that takes the fewest bytes.
     fn put_best(&mut self, block: &[u8], histogram: &Histogram, out: &mut Vec<u8>) {
         match self.choose(block, histogram) {
             Choice::Raw => {
@@ -247,7 +249,7 @@ impl Writer {
         }
     }
 
-    /// Whether all symbols had codes.
+    /// Appends a block in a Huffman code. Returns whether every symbol has a code.
     fn put_huffman(&mut self, block: &[u8], wanted: Option<Lengths>, out: &mut Vec<u8>) -> bool {
         let again = self.huffman.as_ref().is_some_and(|made| Some(&made.table) == wanted.as_ref());
         out.push(if again { HUFFMAN_AGAIN } else { HUFFMAN });
@@ -275,7 +277,7 @@ impl Writer {
             let table = if huffman.is_some_and(|made| made.table == *lengths) { 0 } else { lengths.table_bytes() };
             let shared = lengths.bits(histogram).map_or(u64::MAX, |bits| bits / 8 + huffman::OVERHEAD);
             offer(&mut best, shared.saturating_add(table), Choice::Huffman { own: false });
-            // A table of its own costs time to build, here and in every reader.
+            // A new table takes time to build, for the writer and every reader, so it must save enough.
             if entropy + entropy / 64 + 128 < shared {
                 let own = Lengths::new(histogram);
                 let bytes = own.bits(histogram).map_or(u64::MAX, |bits| bits / 8) + own.table_bytes() + huffman::OVERHEAD;
@@ -284,14 +286,14 @@ impl Writer {
                 }
             }
         }
-        // Huffman spends a bit on every symbol: where less would do, rANS is worth its time.
+        // Huffman spends at least a bit on every symbol. If less would do, rANS is worth the time.
         if used > 1 && entropy + entropy / 20 < best.0 {
             let shared =
                 self.shared_frequencies.as_ref().filter(|frequencies| frequencies.covers(histogram)).map_or(u64::MAX, |frequencies| {
                     let table = if rans.is_some_and(|made| made.table == *frequencies) { 0 } else { frequencies.table_bytes() };
                     rans::bits(frequencies, histogram) / 8 + rans::OVERHEAD + table
                 });
-            // It is some times slower than Huffman: it has to save a twentieth.
+            // rANS is several times slower than Huffman, so it must save at least a twentieth.
             let weigh = |bytes: u64| bytes.saturating_add(bytes / 20);
             offer(&mut best, weigh(shared), Choice::Rans { own: false });
             if entropy + entropy / 64 + 64 < shared {
@@ -310,10 +312,10 @@ impl Writer {
     }
 }
 
-/// Reads a plane block by block.
+/// Decodes a plane block by block.
 pub(crate) struct PlaneReader<'a> {
     input: Input<'a>,
-    /// Symbols that are left.
+    /// Number of symbols not yet decoded.
     left: usize,
     block: usize,
     huffman: Option<huffman_kernel::Table>,
@@ -321,7 +323,7 @@ pub(crate) struct PlaneReader<'a> {
 }
 
 impl<'a> PlaneReader<'a> {
-    /// A reader of the code of exactly so many symbols; `code` holds nothing else.
+    /// Reads a plane of exactly `symbols` symbols. `code` must hold nothing else.
     pub(crate) fn new(code: &'a [u8], symbols: usize) -> Result<Self> {
         let mut input = Input::new(code);
         let mut block = 0;
@@ -335,17 +337,18 @@ impl<'a> PlaneReader<'a> {
         Ok(Self { input, left: symbols, block, huffman: None, rans: None })
     }
 
-    /// Symbols of a block, but the last.
+    /// Number of symbols in each block but the last.
     pub(crate) fn block(&self) -> usize {
         self.block
     }
 
-    /// The next block, if it is stored as it is; otherwise fills the front of `out` with it. After the last, the code has to end.
+    /// Returns the next block if it is stored raw; otherwise decodes it into the front of `out`. After the last block,
+    /// `code` must end.
     pub(crate) fn next(&mut self, out: &mut [u8]) -> Result<Option<&'a [u8]>> {
         let count = self.left.min(self.block);
         self.left -= count;
-        let (input, out) = (&mut self.input, out.get_mut(..count).ok_or_else(|| Error::invalid("a block larger than its buffer"))?);
-        let no_table = || Error::corrupt("a block uses the table of a block before, and there is none").clause("entropy 3");
+        let (input, out) = (&mut self.input, out.get_mut(..count).ok_or_else(|| Error::invalid("the block is larger than its buffer"))?);
+        let no_table = || Error::corrupt("a block reuses the table of an earlier block, but there is none").clause("entropy 3");
         let mut raw = None;
         match input.byte("a block")? {
             RAW => raw = Some(input.take(count, "a raw block")?),
@@ -379,7 +382,7 @@ impl<'a> PlaneReader<'a> {
     }
 }
 
-/// Fills `out` from the code of exactly as many symbols; `code` holds nothing else.
+/// Fills `out` from `code`, which must hold exactly as many symbols and nothing else.
 pub(crate) fn decode(code: &[u8], out: &mut [u8]) -> Result<()> {
     let mut reader = PlaneReader::new(code, out.len())?;
     if out.is_empty() {
@@ -398,7 +401,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Symbols with the given chance of 0, the rest geometric.
+    /// Generates symbols: 0 with the given probability, others geometrically distributed.
     fn skewed(seed: u64, count: usize, zeros: f64, tail: f64) -> Vec<u8> {
         let mut state = seed;
         let mut next = move || {
@@ -420,7 +423,7 @@ mod tests {
 
     #[test]
     fn symbols_that_a_sample_does_not_tell_stay_within_the_bound() {
-        // Of each 1024, the first 256 take 54 values, the others 60 more.
+        // In each 1024 symbols, the first 256 have 54 values, the others 60 more.
         let symbol = |i: usize| match i % 1024 {
             0..256 => (i % 54 * 255 / 53) as u8,
             _ => (2 + i % 60 * 4) as u8 ^ 1,

@@ -6,12 +6,12 @@ use crate::kernels::rans::{self as kernel, LANES, SCALE, SCALE_BITS};
 use crate::spare::Spare;
 use crate::{Error, Result};
 
-/// Frequencies by symbol, which add up to [`SCALE`].
+/// Frequency of each symbol. The sum is [`SCALE`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Frequencies([u16; 256]);
 
 impl Frequencies {
-    /// Frequencies in proportion to a histogram of two symbols or more; no symbol that occurs gets 0.
+    /// Scales a histogram of at least two symbols. A symbol that occurs gets a frequency of at least 1.
     pub(super) fn new(histogram: &Histogram) -> Self {
         let total: u64 = histogram.iter().map(|&n| u64::from(n)).sum::<u64>().max(1);
         let mut frequencies = [0u16; 256];
@@ -22,7 +22,7 @@ impl Frequencies {
         }
         let mut sum: i32 = frequencies.iter().map(|&f| i32::from(f)).sum();
         while sum != SCALE as i32 {
-            // The most frequent symbol bears the rounding: it loses least.
+            // The most frequent symbol absorbs the rounding error, at the least loss.
             let Some(most) = frequencies.iter_mut().max_by_key(|f| **f) else { break };
             let change = (SCALE as i32 - sum).max(1 - i32::from(*most) / 2 - 1).clamp(-(i32::from(*most) - 1).max(0), SCALE as i32 - 1);
             *most = (i32::from(*most) + change) as u16;
@@ -34,7 +34,7 @@ impl Frequencies {
         Self(frequencies)
     }
 
-    /// Whether each symbol of a histogram has a frequency.
+    /// Returns whether every symbol of a histogram has a frequency.
     pub(super) fn covers(&self, histogram: &Histogram) -> bool {
         histogram.iter().zip(&self.0).all(|(&count, &frequency)| count == 0 || frequency > 0)
     }
@@ -92,10 +92,10 @@ impl Frequencies {
     }
 }
 
-/// Bytes of the states and the size.
+/// Bytes of the states and of the size field.
 pub(super) const OVERHEAD: u64 = 4 * LANES as u64 + 4 + 2;
 
-/// What rANS with these frequencies takes, about: entropy, and the loss of the rarest symbols to rounding.
+/// Estimates the encoded bits with these frequencies: the entropy, and the rounding loss of the rarest symbols.
 pub(super) fn bits(frequencies: &Frequencies, histogram: &Histogram) -> u64 {
     let mut scaled = 0u64;
     for (&count, &frequency) in histogram.iter().zip(&frequencies.0).filter(|(n, _)| **n > 0) {
@@ -126,7 +126,7 @@ pub(super) fn decode(input: &mut Input<'_>, decoder: &kernel::Decoder, out: &mut
         }
     }
     if !bytes.is_multiple_of(2) {
-        return bad("half a word");
+        return bad("the words end with half a word");
     }
     let words = input.take(bytes, "rANS words")?;
     if kernel::decode(words, states, decoder, out) { Ok(()) } else { bad("a rANS stream does not end where it should") }

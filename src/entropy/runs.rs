@@ -3,7 +3,7 @@
 use super::table::Input;
 use crate::{Error, Result};
 
-/// Whether a look at two stretches shows runs of eight symbols and more.
+/// Samples two stretches. Returns whether runs of eight or more symbols are likely.
 pub(super) fn are_likely(symbols: &[u8]) -> bool {
     const LOOK: usize = 256;
     let changes = |stretch: &[u8]| stretch.iter().zip(stretch.iter().skip(1)).filter(|(a, b)| a != b).count();
@@ -11,7 +11,7 @@ pub(super) fn are_likely(symbols: &[u8]) -> bool {
     [symbols, middle].iter().map(|from| changes(&from[..from.len().min(LOOK)])).sum::<usize>() <= symbols.len().min(2 * LOOK) / 8
 }
 
-/// Bytes of the code, or `None` as soon as it exceeds `most`.
+/// Returns the encoded bytes, or `None` if they exceed `most`.
 pub(super) fn size(symbols: &[u8], most: usize) -> Option<usize> {
     let mut bytes = 0;
     for run in symbols.chunk_by(|a, b| a == b) {

@@ -1,13 +1,13 @@
-//! How tables of symbols stand in a block. Spec: spec/entropy.md 4.
+//! The form of symbol tables in a block. Spec: spec/entropy.md 4.
 
 use crate::{Error, Result};
 
-/// First and last symbol with a count.
+/// Returns the first and the last symbol in use.
 pub(super) fn span(used: impl Fn(usize) -> bool) -> Option<(usize, usize)> {
     Some(((0..256).find(|&s| used(s))?, (0..256).rev().find(|&s| used(s))?))
 }
 
-/// A cursor over the bytes of a plane; every read is checked.
+/// A cursor over the bytes of a plane. Every read is checked.
 pub(super) struct Input<'a> {
     rest: &'a [u8],
 }

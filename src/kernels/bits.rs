@@ -1,6 +1,6 @@
-//! Streams of bits, least significant first.
+//! Bit streams, least significant bit first.
 
-/// Writes bits into a buffer that the caller sized: 8 bytes more than the stream takes.
+/// Writes bits into a buffer of the caller, which must be 8 bytes longer than the stream.
 #[derive(Debug)]
 pub(crate) struct BitWriter<'a> {
     out: &'a mut [u8],
@@ -14,7 +14,7 @@ impl<'a> BitWriter<'a> {
         Self { out, at: 0, bits: 0, count: 0 }
     }
 
-    /// Appends the low `count` bits, at most 56; the others are zero.
+    /// Appends the low `count` bits, at most 56. All higher bits must be zero.
     #[inline(always)]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: the stream is defined byte by byte, and this is its order")]
     pub(crate) fn put(&mut self, bits: u64, count: u32) {
@@ -24,22 +24,22 @@ impl<'a> BitWriter<'a> {
             word.copy_from_slice(&self.bits.to_le_bytes());
         }
         self.at = self.at.wrapping_add((self.count / 8) as usize);
-        // Fewer than 64 bits: `count` was below 8, and at most 56 came.
+        // The shift is below 64: `count` was below 8, and at most 56 bits were added.
         self.bits >>= self.count & 56;
         self.count &= 7;
     }
 
-    /// Bytes written; unused bits of the last are zero.
+    /// Returns the number of bytes written. Unused bits of the last byte are zero.
     pub(crate) fn finish(self) -> usize {
         self.at + usize::from(self.count > 0)
     }
 }
 
-/// Takes bits.
+/// Reads bits.
 #[derive(Debug)]
 pub(crate) struct BitReader<'a> {
     bytes: &'a [u8],
-    /// Bits taken.
+    /// Number of bits read.
     at: usize,
 }
 
@@ -48,7 +48,7 @@ impl<'a> BitReader<'a> {
         Self { bytes, at: 0 }
     }
 
-    /// The next 56 bits at least; zeros beyond the end.
+    /// Returns at least the next 56 bits; zeros past the end.
     #[inline(always)]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: the stream is defined byte by byte, and this is its order")]
     pub(crate) fn peek(&self) -> u64 {
@@ -59,13 +59,13 @@ impl<'a> BitReader<'a> {
         word >> (self.at % 8)
     }
 
-    /// Goes on by `count` bits, at most 56.
+    /// Advances by `count` bits, at most 56.
     #[inline(always)]
     pub(crate) fn skip(&mut self, count: u32) {
         self.at = self.at.wrapping_add(count as usize);
     }
 
-    /// Whether exactly all bytes were taken, and unused bits of the last are zero.
+    /// Returns whether all bytes are read and the unused bits of the last byte are zero.
     pub(crate) fn is_at_end(&self) -> bool {
         let rest = if self.at.is_multiple_of(8) { 0 } else { self.bytes.get(self.at / 8).map_or(0, |last| last >> (self.at % 8)) };
         self.at.div_ceil(8) == self.bytes.len() && rest == 0

@@ -2,7 +2,7 @@
 
 use super::Level;
 
-/// How often each byte occurs, modulo 2^32.
+/// Counts each byte, modulo 2^32.
 pub(crate) fn histogram(bytes: &[u8]) -> [u32; 256] {
     histogram_at(Level::best(), bytes)
 }
@@ -23,7 +23,7 @@ fn histogram_at(level: Level, bytes: &[u8]) -> [u32; 256] {
     sum
 }
 
-/// Four tables, so that repeats of a byte do not wait for one another.
+/// Counts in four tables, so repeated bytes do not wait for one another.
 fn count(bytes: &[u8], tables: &mut [[u32; 256]; 4]) {
     let (words, rest) = bytes.as_chunks::<8>();
     for word in words {
@@ -38,7 +38,7 @@ fn count(bytes: &[u8], tables: &mut [[u32; 256]; 4]) {
     }
 }
 
-/// A byte that makes up a third of many, if a look at some of them finds one.
+/// Returns a byte that makes up a third of a long slice, if a sample shows one.
 fn most_frequent(bytes: &[u8]) -> Option<u8> {
     const SAMPLE: usize = 256;
     let middle = bytes.len() / 2;
@@ -53,7 +53,7 @@ fn most_frequent(bytes: &[u8]) -> Option<u8> {
 mod x86 {
     use std::arch::x86_64::*;
 
-    /// Counts one byte by comparison, 64 at a time, and the others, gathered from between, one by one.
+    /// Counts the byte `most` by comparison, 64 bytes at a time. Counts all other bytes one by one.
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     pub(super) fn count_others(bytes: &[u8], most: u8, tables: &mut [[u32; 256]; 4]) {
         const ROOM: usize = 4096;

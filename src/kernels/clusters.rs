@@ -2,25 +2,25 @@
 
 use super::floats::{floats, unit};
 
-/// The most clusters.
+/// Greatest number of clusters.
 pub(crate) const MAX_CLUSTERS: usize = 16;
 
 super::for_every_level! {
-    /// For each number, how many edges are below it or equal.
+    /// Counts, for each number, the edges at or below the number.
     pub(crate) fn labels / labels_at(edges: &[f32], data: &[u8], out: &mut [u8]) = labels_any;
 }
 
 super::for_every_level! {
-    /// `offset + scale * map[code]` of each element, by its label.
+    /// Computes `offset + scale * map[code]` for each element, with the scale and offset of the element's label.
     pub(crate) fn join / join_at(labels: &[u8], codes: &[u8], tables: &Tables<'_>, out: &mut [u8]) = join_any;
 }
 
 super::for_every_level! {
-    /// The code of each number on a linear map: the nearest, where the offset is the least of its cluster.
+    /// Returns the nearest code of each number on a linear map. Each cluster's offset must be its least number.
     pub(crate) fn linear_codes / linear_codes_at(labels: &[u8], data: &[u8], tables: &Tables<'_>, out: &mut [u8]) = linear_codes_any;
 }
 
-/// Scales and offsets by label, and what codes stand for.
+/// Scale and offset of each label, and the map from codes to numbers.
 #[derive(Debug, Clone)]
 pub(crate) struct Tables<'a> {
     pub scale: [f32; MAX_CLUSTERS],
@@ -28,19 +28,19 @@ pub(crate) struct Tables<'a> {
     pub map: &'a [f32; 256],
 }
 
-/// The number that a code of a cluster stands for.
+/// Returns the number that a code of a cluster represents.
 #[inline(always)]
 pub(crate) fn number(scale: f32, offset: f32, mapped: f32) -> f32 {
     let product = scale * mapped;
     offset + product
 }
 
-/// Numbers that are looked at side by side.
+/// Number of elements in one vectorised step.
 const LANES: usize = 16;
 
 #[inline(always)]
 fn labels_any(edges: &[f32], data: &[u8], out: &mut [u8]) {
-    // All edges at once: those that are not there are above every number.
+    // Compare with all edges at once. Missing edges are NaN, so no number is at or above them.
     let mut all = [f32::NAN; MAX_CLUSTERS - 1];
     for (slot, edge) in all.iter_mut().zip(edges) {
         *slot = *edge;
@@ -78,9 +78,9 @@ fn join_any(labels: &[u8], codes: &[u8], tables: &Tables<'_>, out: &mut [u8]) {
     }
 }
 
-/// Least and greatest number of each label; the least above the greatest where a label has none.
+/// Returns the least and the greatest number of each label. For an unused label, the least exceeds the greatest.
 pub(crate) fn ranges(labels: &[u8], data: &[u8]) -> [(f32, f32); MAX_CLUSTERS] {
-    // Several tables, so that one number need not wait for the one before.
+    // Use several tables, so that one number does not wait for the previous one.
     const TABLES: usize = 8;
     let mut found = [[(f32::INFINITY, f32::NEG_INFINITY); MAX_CLUSTERS]; TABLES];
     for (data, labels) in data.chunks(TABLES * 4).zip(labels.chunks(TABLES)) {

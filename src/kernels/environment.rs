@@ -1,7 +1,7 @@
-//! The floating-point environment that decoders compute in: round to nearest, ties to even, subnormals kept. Programs around the
-//! library may have set another one for their threads.
+//! The floating-point environment of decoders: round to nearest, ties to even, subnormals kept. A program may have set
+//! another environment for its threads.
 
-/// While it lives, this thread computes as IEEE 754 says.
+/// Guard: while it lives, this thread follows the defaults of IEEE 754.
 pub(crate) struct DefaultEnvironment {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     saved: u64,
@@ -9,7 +9,7 @@ pub(crate) struct DefaultEnvironment {
 
 #[cfg(target_arch = "x86_64")]
 mod control {
-    /// MXCSR after reset: all exceptions masked, nearest, no flush to zero.
+    /// MXCSR after reset: all exceptions masked, round to nearest, no flush to zero.
     pub(super) const DEFAULT: u64 = 0x1f80;
 
     pub(super) fn get() -> u64 {
@@ -21,8 +21,8 @@ mod control {
 
     pub(super) fn set(value: u64) {
         let value = value as u32;
-        // SAFETY: the value is the default or one that was read from the register, so no reserved bit is set. Code that runs in
-        // between is compiled for the default environment, which is what it gets.
+        // SAFETY: the value is the default or was read from the register, so no reserved bit is set. Code that runs in
+        // between is compiled for the default environment, and runs in it.
         unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack, preserves_flags)) };
     }
 }
@@ -65,7 +65,7 @@ impl Drop for DefaultEnvironment {
     }
 }
 
-/// For tests: runs something with subnormals flushed to zero and another rounding, as a program around the library may.
+/// For tests: runs a function with subnormals flushed to zero and another rounding mode, as a program may set them.
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(crate) fn with_odd_environment<T>(run: impl FnOnce() -> T) -> T {
     let saved = control::get();

@@ -1,11 +1,11 @@
-//! How far rounded numbers are from what they were. Spec: spec/errors.md.
+//! Measures the rounding error of a chunk. Spec: spec/errors.md.
 
 use super::floats::floats;
 
 /// Sums over the elements of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(crate) struct Sums {
-    /// Elements that are finite and not zero.
+    /// Number of elements that are finite and not zero.
     pub elements: u64,
     pub max_relative: f64,
     pub relative: f64,
@@ -14,19 +14,19 @@ pub(crate) struct Sums {
 }
 
 super::for_every_level! {
-    /// Compares what was with what is stored.
+    /// Compares numbers before and after rounding.
     pub(crate) fn measure / measure_at(before: &[u8], after: &[u8]) -> Sums = measure_any;
 }
 
 super::for_every_level! {
-    /// The squared error of the update m / (sqrt(v) + 1e-8), and the squared update, over all elements: first moments, then second, before
-    /// and after.
+    /// Returns the sum of squared errors of the update m / (sqrt(v) + 1e-8), and the sum of squared updates. Each
+    /// argument holds the moments before and after rounding.
     pub(crate) fn updates / updates_at(first: [&[u8]; 2], second: [&[u8]; 2]) -> [f64; 2] = updates_any;
 }
 
-/// Sums that run side by side.
+/// Number of sums computed side by side.
 const LANES: usize = 8;
-/// Bytes after which counts of lanes are added up: they stay below 2^32.
+/// Bytes after which the lane counts are added up, so that they stay below 2^32.
 const BLOCK: usize = (LANES * 4) << 20;
 
 #[inline(always)]
@@ -63,7 +63,7 @@ fn measure_any(before: &[u8], after: &[u8]) -> Sums {
         for (before, after) in whole_before.iter().zip(whole_after) {
             add(before, after);
         }
-        // What is left, filled up with zeros that count for nothing.
+        // Pad the remaining elements with zeros, which add nothing to the sums.
         let filled = |rest: &[u8]| {
             let mut all = [0; LANES * 4];
             for (slot, byte) in all.iter_mut().zip(rest) {

@@ -1,20 +1,20 @@
-//! Exponents of a matrix beside what their row and their column let expect. Spec: spec/codecs/factored.md.
+//! Exponents of a matrix relative to a prediction from their row and column. Spec: spec/codecs/factored.md.
 
-/// The symbol of a zero exponent, whatever was expected.
+/// Symbol of a zero exponent, for every prediction.
 const ZERO: u8 = 128;
 
 super::for_every_level! {
-    /// Turns the exponents of one row into symbols, in place: by how much each differs from `(row + columns[j]) >> 2`.
+    /// Replaces the exponents of one row by symbols: the difference of each exponent from `(row + columns[j]) >> 2`.
     pub(crate) fn to_symbols / to_symbols_at(row: i16, columns: &[i8], exponents: &mut [u8]) = to_symbols_any;
 }
 
 super::for_every_level! {
-    /// The inverse.
+    /// Inverts `to_symbols`.
     pub(crate) fn to_exponents / to_exponents_at(row: i16, columns: &[i8], symbols: &mut [u8]) = to_exponents_any;
 }
 
 super::for_every_level! {
-    /// Adds the exponents of one row that are not zero to the sums of their columns, and counts them.
+    /// Adds the nonzero exponents of one row to the sums of their columns, and counts them.
     pub(crate) fn add_to_columns / add_to_columns_at(exponents: &[u8], sums: &mut [u32], counts: &mut [u32]) = add_to_columns_any;
 }
 
@@ -28,7 +28,7 @@ fn to_symbols_any(row: i16, columns: &[i8], exponents: &mut [u8]) {
     for (slot, &column) in exponents.iter_mut().zip(columns) {
         let expected = expected(row, column);
         let difference = slot.wrapping_sub(expected);
-        // Zero takes the place of the difference 128, and that the place of zero.
+        // Zero takes the symbol of difference 128, so difference 128 takes the symbol of zero.
         let other = if difference == ZERO { expected.wrapping_neg() } else { difference };
         *slot = if *slot == 0 { ZERO } else { other };
     }

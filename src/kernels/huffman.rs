@@ -1,36 +1,36 @@
-//! Huffman streams: codes of at most 11 bits, least significant bit first, several streams a block.
+//! Huffman streams: codes of at most 11 bits, least significant bit first, several streams per block.
 //!
-//! The decoder looks up 11 bits and gets as many whole symbols as they hold; it runs one stream for a burst of five
-//! look-ups, then the next, and leaves the overlap to the processor.
+//! One look-up of 11 bits yields all whole symbols in them. The decoder runs one stream for a burst of five look-ups,
+//! then the next stream. The processor overlaps the bursts.
 
 use super::Level;
 use super::bits::BitWriter;
 
-/// The longest code.
+/// Length of the longest code.
 pub(crate) const MAX_BITS: u32 = 11;
-/// Streams in a block.
+/// Number of streams in a block.
 pub(crate) const STREAMS: usize = 4;
 
-/// Codes and their lengths by symbol, in the form that vector look-ups take.
+/// Code and length of each symbol, in the form of vector look-ups.
 #[derive(Debug, Clone)]
 pub(crate) struct Codes {
-    /// The low 8 bits.
+    /// Low 8 bits of each code.
     pub(crate) low: [u8; 256],
-    /// The other bits.
+    /// Remaining bits of each code.
     pub(crate) high: [u8; 256],
-    /// Bits; 0 for a symbol without a code.
+    /// Length of each code in bits; 0 for a symbol without a code.
     pub(crate) length: [u8; 256],
 }
 
-/// Appends one stream: the codes of `symbols`, then zero bits up to a whole byte. False if a symbol has no code; the stream is worth nothing
-/// then.
+/// Appends one stream: the codes of `symbols`, then zero bits up to a whole byte. Returns false if a symbol has no
+/// code; the stream is then invalid.
 pub(crate) fn encode(symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> bool {
     encode_at(Level::best(), symbols, codes, out)
 }
 
 fn encode_at(level: Level, symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> bool {
     let start = out.len();
-    // Room for the worst case, and for stores of whole words past the end.
+    // Reserve room for the longest codes, and for stores of whole words past the end.
     out.resize(start + (symbols.len() * MAX_BITS as usize).div_ceil(8) + 16, 0);
     let room = &mut out[start..];
     let mut writer = BitWriter::new(room);
@@ -48,14 +48,14 @@ fn encode_at(level: Level, symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> 
 
 super::for_every_level! {
     #[allow(dead_code, reason = "its caller knows the level")]
-    /// Encodes symbols five at a time: their codes fit into one word.
+    /// Encodes five symbols at a time, because their codes fit into one word.
     fn put_groups / put_groups_at(symbols: &[u8], codes: &Codes, writer: &mut BitWriter<'_>) -> bool = put_groups_any;
 }
 
 #[inline(always)]
 fn put_groups_any(symbols: &[u8], codes: &Codes, writer: &mut BitWriter<'_>) -> bool {
-    // Length, code above it, and whether there is none, in one word: lengths are added without a mask, for the sum of five stays in the
-    // low byte, and shifts look at that alone.
+    // An entry holds the length, above it the code, and at the top a flag for a missing code. Lengths need no mask
+    // before they are added: the sum of five stays in the low byte, and shifts read only that byte.
     const NO_CODE: u32 = 1 << 31;
     let entry = |i: usize| u32::from(codes.high[i]) << 16 | u32::from(codes.low[i]) << 8 | u32::from(codes.length[i]);
     let table: [u32; 256] = std::array::from_fn(|i| if codes.length[i] == 0 { NO_CODE } else { entry(i) });
@@ -86,10 +86,10 @@ mod x86 {
     use super::Codes;
     use crate::kernels::bits::BitWriter;
 
-    /// Encodes whole groups of 64 symbols and returns the others, and whether all had codes.
+    /// Encodes whole groups of 64 symbols. Returns the remaining symbols, and whether all symbols have codes.
     ///
-    /// Codes and lengths of 64 symbols come from byte permutes; shifts by variable counts then join neighbours, until 8 groups of eight
-    /// symbols are left to append, or, where one takes more than 56 bits, 16 groups of four.
+    /// Byte permutes look up the codes and lengths of 64 symbols. Shifts by variable counts then join neighbours into 8
+    /// groups of eight symbols. If a group of eight takes more than 56 bits, 16 groups of four are appended instead.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,avx2")]
     pub(super) fn encode<'a>(symbols: &'a [u8], codes: &Codes, writer: &mut BitWriter<'_>) -> (&'a [u8], bool) {
         let table = |bytes: &[u8; 256]| -> [__m512i; 4] {
@@ -113,12 +113,12 @@ mod x86 {
             let upper = _mm512_movepi8_mask(s);
             let (lo, hi, len) = (look_up(&low, s, upper), look_up(&high, s, upper), look_up(&length, s, upper));
             unknown |= _mm512_testn_epi8_mask(len, len);
-            // 16-bit lanes: codes and lengths of even and odd symbols.
+            // 16-bit lanes: codes and lengths of even and of odd symbols.
             let even = _mm512_or_si512(_mm512_and_si512(lo, byte), _mm512_slli_epi16::<8>(hi));
             let odd = _mm512_or_si512(_mm512_srli_epi16::<8>(lo), _mm512_andnot_si512(byte, hi));
             let (even_len, odd_len) = (_mm512_and_si512(len, byte), _mm512_srli_epi16::<8>(len));
             let pair_len = _mm512_add_epi16(even_len, odd_len);
-            // 32-bit lanes: pairs, of even and of odd 16-bit lanes.
+            // 32-bit lanes: pairs from even and from odd 16-bit lanes.
             let pair_a = _mm512_or_si512(
                 _mm512_and_si512(even, word),
                 _mm512_sllv_epi32(_mm512_and_si512(odd, word), _mm512_and_si512(even_len, word)),
@@ -129,7 +129,7 @@ mod x86 {
             );
             let (a_len, b_len) = (_mm512_and_si512(pair_len, word), _mm512_srli_epi32::<16>(pair_len));
             let quad_len = _mm512_add_epi32(a_len, b_len);
-            // 64-bit lanes: quads, of even and of odd 32-bit lanes.
+            // 64-bit lanes: quads from even and from odd 32-bit lanes.
             let quad_a = _mm512_or_si512(
                 _mm512_and_si512(pair_a, half),
                 _mm512_sllv_epi64(_mm512_and_si512(pair_b, half), _mm512_and_si512(a_len, half)),
@@ -138,7 +138,7 @@ mod x86 {
                 _mm512_srli_epi64::<32>(pair_a),
                 _mm512_sllv_epi64(_mm512_srli_epi64::<32>(pair_b), _mm512_srli_epi64::<32>(a_len)),
             );
-            // Octets, if all of them fit into what can be appended at once.
+            // Join octets if each fits into one append.
             let (a_len, b_len) = (_mm512_and_si512(quad_len, half), _mm512_srli_epi64::<32>(quad_len));
             let octet_len = _mm512_add_epi64(a_len, b_len);
             let octet = _mm512_or_si512(quad_a, _mm512_sllv_epi64(quad_b, a_len));
@@ -173,17 +173,17 @@ mod x86 {
     }
 }
 
-/// For each 11 bits, from the lowest: the bits that whole symbols in them take (8 bits), up to 6 such symbols (48 bits), how many they are
-/// (8 bits).
+/// Entry of each 11-bit window, from the lowest bits: the number of bits of its whole symbols (8 bits), up to 6 symbols
+/// (48 bits), and the number of symbols (8 bits).
 #[derive(Debug, Clone)]
 pub(crate) struct Table {
     many: Box<[u64; 1 << MAX_BITS]>,
-    /// Symbol and length of the first code in a window.
+    /// Symbol and length of the first code in each window.
     one: Box<[(u8, u8); 1 << MAX_BITS]>,
 }
 
 impl Table {
-    /// From a complete code.
+    /// Builds the table of a complete code.
     pub(crate) fn new(codes: &Codes) -> Self {
         let mut one = Box::new([(0u8, 1u8); 1 << MAX_BITS]);
         for symbol in 0..=255u8 {
@@ -214,23 +214,23 @@ impl Table {
     }
 }
 
-/// One stream on its way.
+/// Position of a reader in one stream.
 #[derive(Debug, Clone, Copy, Default)]
 struct Reader {
-    /// The next bit of `streams`: its byte, and below 8 the bits of that byte that are used.
+    /// Byte in `streams` of the next bit, and the number of used bits in that byte (below 8).
     at: usize,
     used: u32,
     out: usize,
     end: usize,
 }
 
-/// Look-ups between refills.
+/// Number of look-ups between refills.
 const BURST: usize = 5;
-/// The most bytes that a burst writes, its last store included.
+/// Greatest number of bytes that a burst writes, including its last store.
 const BURST_OUT: usize = 6 * (BURST - 1) + 8;
 
-/// Decodes [`STREAMS`] streams of `sizes` bytes, which lie one after another in `streams`; each fills `step` bytes of
-/// `out`, the last what is left. False if a stream does not end with its last symbol and zero bits.
+/// Decodes [`STREAMS`] consecutive streams of `sizes` bytes. Each stream fills `step` bytes of `out`; the last stream
+/// fills the rest. Returns false if a stream does not end with its last symbol and zero bits.
 pub(crate) fn decode(streams: &[u8], sizes: &[usize; STREAMS], table: &Table, step: usize, out: &mut [u8]) -> bool {
     let mut readers = [Reader::default(); STREAMS];
     let (mut at, mut from) = (0, 0);
@@ -244,7 +244,7 @@ pub(crate) fn decode(streams: &[u8], sizes: &[usize; STREAMS], table: &Table, st
         return false;
     }
     bursts(Level::best(), streams, table, &mut readers, out);
-    // What is left of each: streams of equal symbols do not end together.
+    // Continue each stream alone, because streams end after different numbers of bursts.
     readers.iter_mut().for_each(|reader| bursts(Level::best(), streams, table, std::array::from_mut(reader), out));
     let mut end = 0;
     readers.iter_mut().zip(sizes).all(|(reader, size)| {
@@ -254,9 +254,10 @@ pub(crate) fn decode(streams: &[u8], sizes: &[usize; STREAMS], table: &Table, st
     })
 }
 
-/// Runs all streams as long as a burst of each is safe.
+/// Decodes all streams in turn, while every stream has room for a burst.
 fn bursts<const N: usize>(level: Level, streams: &[u8], table: &Table, readers: &mut [Reader; N], out: &mut [u8]) {
-    // Not compiled for vectors: four streams side by side look like one to the compiler, and its gathers take twice the time.
+    // This function is not compiled for vectors. The compiler would merge four parallel streams into gathers, which
+    // take twice the time.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "bmi1,bmi2,lzcnt")]
     fn bmi2<const N: usize>(streams: &[u8], table: &Table, readers: &mut [Reader; N], out: &mut [u8]) {
@@ -273,12 +274,12 @@ fn bursts<const N: usize>(level: Level, streams: &[u8], table: &Table, readers: 
 #[inline(always)]
 #[allow(clippy::little_endian_bytes, clippy::host_endian_bytes, reason = "a kernel: the order of the stream and of the table's symbols")]
 fn bursts_any<const N: usize>(streams: &[u8], table: &Table, readers: &mut [Reader; N], out: &mut [u8]) {
-    // What falls out of the word as its bits are used up counts them.
+    // A sentinel bit marks the end of the word. Its position counts the used bits.
     const SENTINEL: u64 = 1 << 63;
     let table: &[u64; 1 << MAX_BITS] = &table.many;
     let mut local = *readers;
     loop {
-        // A burst takes 55 bits, and up to 7 are used before: 8 bytes are read, and at most 7 left behind.
+        // A burst uses 55 bits, after up to 7 used bits. So it reads 8 bytes and advances by at most 7.
         let rounds = |reader: &Reader| {
             let room = reader.end.saturating_sub(reader.out) / BURST_OUT;
             room.min(streams.len().saturating_sub(reader.at) / 8)
@@ -311,7 +312,7 @@ fn bursts_any<const N: usize>(streams: &[u8], table: &Table, readers: &mut [Read
     *readers = local;
 }
 
-/// The rest of one stream, symbol by symbol, then its end.
+/// Decodes the rest of one stream symbol by symbol, and checks the end of the stream.
 fn finish(streams: &[u8], start: usize, end: usize, table: &Table, reader: &mut Reader, out: &mut [u8]) -> bool {
     let mut position = 8 * (reader.at - start) + reader.used as usize;
     let stream = &streams[start..end];

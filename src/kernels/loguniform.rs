@@ -1,20 +1,20 @@
-//! The logarithmic grid: numbers to codes and back. Spec: spec/codecs/loguniform.md.
+//! Conversion between numbers and codes of the logarithmic grid. Spec: spec/codecs/loguniform.md.
 
-/// Steps of the finest grid, as a power of two.
+/// Base-2 logarithm of the steps per octave in the finest grid.
 pub(crate) const MAX_LOG2: u32 = 7;
 
-/// Symbols that are no difference.
+/// Symbols that do not stand for a difference.
 pub(crate) const ZERO: u8 = 128;
 pub(crate) const ESCAPE: u8 = 129;
 
-/// Codes that are none: of both zeros, and of what the grid does not have.
+/// Markers for numbers without a code: both zeros, and numbers off the grid.
 pub(crate) const NO_CODE_ZERO: i16 = -1;
 pub(crate) const NO_CODE: i16 = -2;
 
 const MAGNITUDE: u32 = 0x7fff_ffff;
 const FRACTION: u32 = 0x7f_ffff;
 
-/// (2^(k / 128) - 1) * 2^23, rounded.
+/// Mantissa field of each step: (2^(k / 128) - 1) * 2^23, rounded.
 const MANTISSAS: [u32; 128] = [
     0x000000, 0x00b1ed, 0x0164d2, 0x0218af, 0x02cd87, 0x038359, 0x043a29, 0x04f1f6, 0x05aac3, 0x066491, 0x071f62, 0x07db35, 0x08980f,
     0x0955ee, 0x0a14d5, 0x0ad4c6, 0x0b95c2, 0x0c57ca, 0x0d1adf, 0x0ddf04, 0x0ea43a, 0x0f6a81, 0x1031dc, 0x10fa4d, 0x11c3d3, 0x128e72,
@@ -28,20 +28,21 @@ const MANTISSAS: [u32; 128] = [
     0x713231, 0x728177, 0x73d290, 0x75257d, 0x767a41, 0x77d0df, 0x79295a, 0x7a83b3, 0x7bdfed, 0x7d3e0c, 0x7e9e11,
 ];
 
-/// A grid of some number of steps in an octave.
+/// A grid with a fixed number of steps per octave.
 #[derive(Debug, Clone)]
 pub(crate) struct Grid {
     log2: u32,
-    /// The mantissa field of each step.
+    /// Mantissa field of each step.
     mantissas: [u32; 128],
-    /// For the upper eight bits of a mantissa field, the step nearest to the first of these mantissas. No two bounds share them.
+    /// For each value of a mantissa's upper eight bits, the step nearest to the first such mantissa. At most one bound
+    /// lies in each range.
     cells: [u8; 256],
-    /// For each step the least mantissa field that is nearer to the next one.
+    /// Least mantissa field that is nearer to the next step, for each step.
     bounds: [u32; 129],
 }
 
 impl Grid {
-    /// Of `1 << log2` steps, at most [`MAX_LOG2`].
+    /// Creates a grid of `1 << log2` steps per octave. Larger values count as [`MAX_LOG2`].
     pub(crate) fn new(log2: u32) -> Self {
         let log2 = log2.min(MAX_LOG2);
         let steps = 1usize << log2;
@@ -64,12 +65,13 @@ impl Grid {
         self.log2
     }
 
-    /// The least code, and the first beyond the last.
+    /// Range of valid codes.
     pub(crate) fn codes(&self) -> std::ops::Range<i32> {
         1 << self.log2..255 << self.log2
     }
 
-    /// The code nearest to a magnitude whose exponent field is from 1 to 254; that may be one beyond the last.
+    /// Returns the code nearest to a magnitude whose exponent field is from 1 to 254. The result may be one past the
+    /// last valid code.
     #[inline(always)]
     fn nearest(&self, magnitude: u32) -> i32 {
         let fraction = magnitude & FRACTION;
@@ -78,14 +80,14 @@ impl Grid {
         (((magnitude >> 23) << self.log2) + step) as i32
     }
 
-    /// The magnitude that a code stands for.
+    /// Returns the magnitude of a code.
     #[inline(always)]
     fn magnitude(&self, code: i32) -> u32 {
         let step = code as u32 & ((1 << self.log2) - 1);
         ((code as u32) >> self.log2) << 23 | self.mantissas[(step & 127) as usize]
     }
 
-    /// The code to expect where a base has this number.
+    /// Returns the predicted code for a number of the base.
     #[inline(always)]
     fn expected(&self, bits: u32) -> i32 {
         let magnitude = bits & MAGNITUDE;
@@ -97,7 +99,8 @@ impl Grid {
     }
 }
 
-/// The steps, as a power of two, of the coarsest grid that has this number; none for one that no grid has, or every.
+/// Returns the base-2 logarithm of the steps in the coarsest grid that contains this number. The inner `None` marks a
+/// number off every grid. The outer `None` marks zeros, denormals and non-finite numbers, which every grid keeps.
 pub(crate) fn coarsest(bits: [u8; 4]) -> Option<Option<u32>> {
     let magnitude = word(bits) & MAGNITUDE;
     if !(1..255).contains(&(magnitude >> 23)) {
@@ -120,42 +123,45 @@ fn bytes(word: u32) -> [u8; 4] {
 }
 
 super::for_every_level! {
-    /// Moves each number to the nearest of the grid; zeros, denormals and what is not finite stay, and so does what would become infinite.
+    /// Rounds each number to the nearest of the grid. Zeros, denormals and non-finite numbers stay, and so do numbers
+    /// that would round to infinity.
     pub(crate) fn quantize / quantize_at(grid: &Grid, data: &[u8], out: &mut [u8]) = quantize_any;
 }
 
 super::for_every_level! {
-    /// The code of each number, [`NO_CODE_ZERO`] or [`NO_CODE`].
+    /// Returns the code of each number, or [`NO_CODE_ZERO`] or [`NO_CODE`].
     pub(crate) fn codes / codes_at(grid: &Grid, data: &[u8], out: &mut [i16]) = codes_any;
 }
 
 super::for_every_level! {
-    /// The code to expect beside each number of a base.
+    /// Returns the predicted code for each number of a base.
     pub(crate) fn expected / expected_at(grid: &Grid, base: &[u8], out: &mut [i16]) = expected_any;
 }
 
 super::for_every_level! {
-    /// What is expected in a row: `(row + columns[j]) * steps / 4`, or of each the same without columns.
+    /// Returns the predicted codes of a row: `(row + columns[j]) * steps / 4`. Without columns, each prediction is `row
+    /// * steps / 4`.
     pub(crate) fn expected_of_row / expected_of_row_at(grid: &Grid, row: i32, columns: &[i8], out: &mut [i16]) = expected_of_row_any;
 }
 
 super::for_every_level! {
-    /// The symbol of each code beside what is expected.
+    /// Returns the symbol of each code: its difference from the prediction.
     pub(crate) fn symbols / symbols_at(codes: &[i16], expected: &[i16], out: &mut [u8]) = symbols_any;
 }
 
 super::for_every_level! {
-    /// The sign bit of each number that is no escape, packed, least significant first; exclusive or with that of the base.
+    /// Packs the sign bit of each number that is not an escape, least significant bit first. With a base, signs are
+    /// XORed with the signs of the base.
     pub(crate) fn signs / signs_at(symbols: &[u8], data: &[u8], base: Option<&[u8]>, out: &mut [u8]) = signs_any;
 }
 
 super::for_every_level! {
-    /// The numbers of symbols, without signs; escapes become zero. False if some code is none of the grid.
+    /// Decodes symbols to numbers without signs; escapes become zero. Returns false if a code is outside the grid.
     pub(crate) fn numbers / numbers_at(grid: &Grid, symbols: &[u8], expected: &[i16], out: &mut [u8]) -> bool = numbers_any;
 }
 
 super::for_every_level! {
-    /// Puts in signs; false if an escape has one. Unused bits are the caller's to check.
+    /// Applies signs. Returns false if an escape has a sign. The caller checks unused bits.
     pub(crate) fn put_signs / put_signs_at(symbols: &[u8], signs: &[u8], base: Option<&[u8]>, out: &mut [u8]) -> bool = put_signs_any;
 }
 
@@ -192,7 +198,7 @@ fn expected_any(grid: &Grid, base: &[u8], out: &mut [i16]) {
 
 #[inline(always)]
 fn expected_of_row_any(grid: &Grid, row: i32, columns: &[i8], out: &mut [i16]) {
-    // What is beyond an `i16` is beyond every code by more than a symbol can say.
+    // A prediction beyond `i16` is farther from every code than a symbol can express.
     let at = |quarters: i32| ((quarters << grid.log2) >> 2).min(i32::from(i16::MAX)) as i16;
     if columns.is_empty() {
         out.fill(at(row));
@@ -212,7 +218,7 @@ fn symbols_any(codes: &[i16], expected: &[i16], out: &mut [u8]) {
     }
 }
 
-/// The sign bits of up to eight numbers, the first the least significant.
+/// Packs the sign bits of up to eight numbers, least significant bit first.
 #[inline(always)]
 fn sign_bits(data: &[u8]) -> u8 {
     let mut units = [[0u8; 4]; 8];
@@ -258,7 +264,7 @@ fn put_signs_any(symbols: &[u8], signs: &[u8], base: Option<&[u8]>, out: &mut [u
         for (at, unit) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
             *unit = bytes(word(*unit) | (ours >> at & 1) << 31);
         }
-        // Escapes are put in later, with their own signs.
+        // Escapes are written later, with their own signs.
         let escapes = symbols.iter().enumerate().fold(0, |bits, (at, symbol)| bits | u8::from(*symbol == ESCAPE) << at);
         good &= signs & escapes == 0;
     }

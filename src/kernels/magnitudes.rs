@@ -1,71 +1,77 @@
-//! Magnitudes of floats with 8 bits of exponent, beside what their row and their column let expect. Spec: spec/codecs/magnitudes.md.
+//! Magnitudes of floats with 8 exponent bits, relative to a prediction from their row and column. Spec:
+//! spec/codecs/magnitudes.md.
 //!
-//! All is about the *tops* of units: their upper 16 bits, in two bytes. A magnitude is the exponent and the three bits after it: bits 4 to 14.
+//! These kernels work on the *tops* of units: their upper 16 bits, in two bytes. A magnitude is the exponent and the
+//! next three bits: bits 4 to 14 of a top.
 
-/// The symbol of a magnitude that has none of its own.
+/// Symbol of a magnitude that is stored apart.
 const ESCAPE: u8 = 0;
 
-/// The greatest magnitude.
+/// Greatest magnitude.
 pub(crate) const MOST: u16 = 2047;
 
 super::for_every_level! {
-    /// Parts units of 4 bytes: tops, and the two planes of the others.
+    /// Splits units of 4 bytes into tops and two planes of the low bytes.
     pub(crate) fn split / split_at(data: &[u8], tops: &mut [u8], plane0: &mut [u8], plane1: &mut [u8]) = split_any;
 }
 
 super::for_every_level! {
-    /// The inverse.
+    /// Inverts `split`.
     pub(crate) fn merge / merge_at(tops: &[u8], plane0: &[u8], plane1: &[u8], out: &mut [u8]) = merge_any;
 }
 
 super::for_every_level! {
-    /// The symbols of one row: by how much each magnitude is above `row + columns[j]`, if by 1 to 255.
+    /// Returns the symbols of one row: the difference of each magnitude from `row + columns[j]`, or an escape outside 1
+    /// to 255.
     pub(crate) fn to_symbols / to_symbols_at(row: i16, columns: &[i8], tops: &[u8], symbols: &mut [u8]) = to_symbols_any;
 }
 
 super::for_every_level! {
-    /// Makes escapes of all symbols but those from `first` to `last`, which become 1 and so on.
+    /// Renumbers the symbols from `first` to `last`, starting at 1. All other symbols become escapes.
     pub(crate) fn narrow / narrow_at(symbols: &mut [u8], first: u8, last: u8) = narrow_any;
 }
 
 super::for_every_level! {
-    /// The tops of one row, of symbols and what [`unpack`] gave; magnitude 0 for an escape. Whether all are magnitudes.
+    /// Rebuilds the tops of one row from symbols and the result of [`unpack`]. An escape gets magnitude 0. Returns
+    /// whether all magnitudes are valid.
     pub(crate) fn to_tops / to_tops_at(row: i16, columns: &[i8], symbols: &[u8], others: &[u8], tops: &mut [u8]) -> bool = to_tops_any;
 }
 
 super::for_every_level! {
-    /// The bits of tops that are not the magnitude: signs, eight in a byte, and the low four bits, two in a byte; the first is lowest.
+    /// Packs the bits of tops that are not part of the magnitude, lowest bits first. A byte holds eight signs, or the
+    /// low four bits of two tops.
     pub(crate) fn pack / pack_at(tops: &[u8], signs: &mut [u8], fractions: &mut [u8]) = pack_any;
 }
 
 super::for_every_level! {
-    /// Sign and low four bits of each top, at the ends of a byte.
+    /// Unpacks sign and low four bits of each top to the two ends of a byte.
     pub(crate) fn unpack / unpack_at(signs: &[u8], fractions: &[u8], others: &mut [u8]) = unpack_any;
 }
 
 super::for_every_level! {
-    /// How many symbols are escapes.
+    /// Counts the escapes.
     pub(crate) fn count_escapes / count_escapes_at(symbols: &[u8]) -> usize = count_escapes_any;
 }
 
 super::for_every_level! {
-    /// Adds the magnitudes of one row that are not zero to the sums of their columns, and counts them.
+    /// Adds the nonzero magnitudes of one row to the sums of their columns, and counts them.
     pub(crate) fn add_to_columns / add_to_columns_at(tops: &[u8], sums: &mut [u32], counts: &mut [u32]) = add_to_columns_any;
 }
 
 super::for_every_level! {
-    /// By how much the magnitudes of one row that are not zero exceed the terms of their columns, in all, and their number.
+    /// Sums the differences of one row's nonzero magnitudes from the terms of their columns. Returns the sum and the
+    /// number of summands.
     pub(crate) fn sum_of_row / sum_of_row_at(columns: &[i8], tops: &[u8]) -> (i64, u32) = sum_of_row_any;
 }
 
-/// Tops, one after another.
+/// Iterates over tops.
 #[inline(always)]
 #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
 fn each(tops: &[u8]) -> impl Iterator<Item = u16> {
     tops.as_chunks::<2>().0.iter().map(|bytes| u16::from_le_bytes(*bytes))
 }
 
-/// The magnitudes of tops.
+/// Iterates over the magnitudes of tops.
 #[inline(always)]
 pub(crate) fn magnitudes(tops: &[u8]) -> impl Iterator<Item = u16> {
     each(tops).map(|top| top >> 4 & MOST)
@@ -123,11 +129,11 @@ fn to_tops_any(row: i16, columns: &[i8], symbols: &[u8], others: &[u8], tops: &m
     beyond == 0
 }
 
-/// The lowest bit of each byte of a word, and its low half.
+/// Lowest bit of each byte of a word, and low half of each byte.
 const ONES: u64 = 0x0101_0101_0101_0101;
 const HALVES: u64 = 0x0f0f_0f0f_0f0f_0f0f;
 
-/// Units handled before the next step: they stay in the first-level cache.
+/// Number of units per step, so that their bytes stay in the first-level cache.
 const BLOCK: usize = 512;
 
 #[inline(always)]
@@ -138,11 +144,11 @@ fn pack_any(tops: &[u8], signs: &mut [u8], fractions: &mut [u8]) {
         for (other, top) in others.iter_mut().zip(each(tops)) {
             *other = (top >> 8) as u8 & 0x80 | top as u8 & 15;
         }
-        // What is left of the block before lies beyond the last element.
+        // Clear what an earlier, longer block left behind the last element.
         others.iter_mut().skip(tops.len() / 2).take(7).for_each(|other| *other = 0);
         let words = others.as_chunks::<8>().0;
         for (sign, eight) in signs.iter_mut().zip(words) {
-            // Bit 8i of the factor's product with 2^(56 - 7i) is bit 56 + i.
+            // Bit 8i of the word, times 2^(56 - 7i) in the factor, lands in bit 56 + i.
             *sign = ((u64::from_le_bytes(*eight) >> 7 & ONES).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
         }
         let packed = |eight: &[u8; 8]| {
@@ -170,7 +176,7 @@ fn unpack_any(signs: &[u8], fractions: &[u8], others: &mut [u8]) {
         let pairs = (u64::from(packed) | u64::from(packed) << 16) & 0x0000_ffff_0000_ffff;
         let bytes = (pairs | pairs << 8) & 0x00ff_00ff_00ff_00ff;
         let halves = (bytes | bytes << 4) & HALVES;
-        // Bit i in byte i; what is not zero carries into the highest bit of its byte, and no further.
+        // Bit i moves to byte i. The addition carries a nonzero byte into that byte's highest bit, and no further.
         let spread = u64::from(sign).wrapping_mul(ONES) & 0x8040_2010_0804_0201;
         halves | spread.wrapping_add(0x7f7f_7f7f_7f7f_7f7f) & 0x8080_8080_8080_8080
     };
@@ -190,24 +196,24 @@ fn unpack_any(signs: &[u8], fractions: &[u8], others: &mut [u8]) {
 
 #[inline(always)]
 fn count_escapes_any(symbols: &[u8]) -> usize {
-    // In stretches whose counts fit a byte.
+    // Stretches of 255 symbols keep each count within a byte.
     symbols.chunks(255).map(|some| usize::from(some.iter().fold(0u8, |sum, &symbol| sum.wrapping_add(u8::from(symbol == ESCAPE))))).sum()
 }
 
-/// The places of all escapes, in order.
+/// Calls `each` with the position of every escape, in order.
 #[allow(clippy::little_endian_bytes, reason = "a kernel: element 0 is the lowest byte of a word")]
 pub(crate) fn for_each_escape(symbols: &[u8], mut each: impl FnMut(usize)) {
     const LOW: u64 = 0x7f7f_7f7f_7f7f_7f7f;
     const GROUP: usize = 64;
     for (group, symbols) in symbols.chunks(GROUP).enumerate() {
-        // Most groups have none: the least of their symbols tells.
+        // Most groups have no escape; the minimum of their symbols shows that.
         if symbols.iter().copied().fold(u8::MAX, u8::min) != ESCAPE {
             continue;
         }
         let (words, rest) = symbols.as_chunks::<8>();
         for (at, word) in words.iter().enumerate() {
             let word = u64::from_le_bytes(*word);
-            // The highest bit of each byte that is zero.
+            // Sets the highest bit of each zero byte.
             let mut zeros = !((word & LOW).wrapping_add(LOW) | word | LOW);
             while zeros != 0 {
                 each(GROUP * group + 8 * at + zeros.trailing_zeros() as usize / 8);
@@ -231,7 +237,7 @@ fn add_to_columns_any(tops: &[u8], sums: &mut [u32], counts: &mut [u32]) {
 #[inline(always)]
 fn sum_of_row_any(columns: &[i8], tops: &[u8]) -> (i64, u32) {
     let (mut total, mut count) = (0i64, 0u32);
-    // In stretches whose sums fit 32 bits.
+    // Stretches of 4096 columns keep each sum within 32 bits.
     for (columns, tops) in columns.chunks(4096).zip(tops.chunks(8192)) {
         let mut sum = 0i32;
         for (&column, magnitude) in columns.iter().zip(magnitudes(tops)) {

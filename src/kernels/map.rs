@@ -6,10 +6,10 @@ use bytes::Bytes;
 
 use crate::{Error, Result};
 
-/// The bytes of a local file, mapped. Empty files need no map.
+/// Maps a local file into memory. Empty files need no map.
 ///
-/// Do not change the file while the bytes are in use: casks never change once written; input files are the caller's to
-/// leave alone, as for every reader of safetensors.
+/// The file must not change while the bytes are in use. A finished cask never changes. For other input files, the
+/// caller must ensure this, as with every reader of safetensors.
 pub(crate) fn map_file(path: &Path) -> Result<Bytes> {
     let name = path.display().to_string();
     let file = std::fs::File::open(path).map_err(|e| Error::io(name.as_str(), e))?;

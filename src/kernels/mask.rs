@@ -1,15 +1,16 @@
-//! Compare two arrays of equal units, pack which differ into a bit mask with the new values, and the inverse.
+//! Compares arrays of equally wide units. Packs changed units into a bit mask and their new values, and expands them
+//! again.
 
 use super::Level;
 
-/// The mask (least significant bit first, unused bits zero) and the values of changed units.
+/// Returns the mask (least significant bit first, unused bits zero) and the values of changed units.
 pub(crate) fn pack(width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) {
     pack_at(Level::best(), width, base, new)
 }
 
 fn pack_at(level: Level, width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let mut mask = crate::spare::output((new.len() / width).div_ceil(8));
-    // Room for all units, and for stores of whole vectors.
+    // Reserve room for all units, and for stores of whole vectors.
     let mut values = crate::spare::output(new.len() + 64);
     let done = match level {
         #[cfg(target_arch = "x86_64")]
@@ -30,8 +31,8 @@ fn pack_at(level: Level, width: usize, base: &[u8], new: &[u8]) -> (Vec<u8>, Vec
     (mask, values)
 }
 
-/// Fills `out` with `base`, and with `values` where the bit is set. The caller has compared the popcount with the values, and base and
-/// out have equal lengths.
+/// Fills `out` with `base`, except for units whose bit is set: they come from `values`. The caller has checked that the
+/// popcount matches the values, and that `base` and `out` have equal lengths.
 pub(crate) fn expand(width: usize, base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) {
     expand_at(Level::best(), width, base, mask, values, out);
 }
@@ -58,13 +59,13 @@ fn expand_at(level: Level, width: usize, base: &[u8], mask: &[u8], values: &[u8]
     }
 }
 
-/// How many units are changed.
+/// Counts the changed units.
 pub(crate) fn count_changed(width: usize, base: &[u8], new: &[u8]) -> usize {
     pack(width, base, new).1.len() / width
 }
 
 super::for_every_level! {
-    /// How many bits of a mask are set.
+    /// Counts the bits that are set in a mask.
     pub(crate) fn count_ones / count_ones_at(mask: &[u8]) -> usize = count_ones_any;
 }
 
@@ -108,10 +109,11 @@ fn expand_width<const W: usize>(mask: &[u8], values: &[u8], out: &mut [u8]) {
 mod x86 {
     use std::arch::x86_64::*;
 
-    /// Bytes of a vector.
+    /// Size of a vector in bytes.
     const VECTOR: usize = 64;
 
-    /// Packs whole vectors; gives the bytes that it has handled. `values` has room for all changed units and a vector more.
+    /// Packs whole vectors and returns the number of bytes packed. `values` must have room for all changed units and
+    /// one more vector.
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi1,bmi2")]
     pub(super) fn pack(width: usize, base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) -> usize {
         match width {
@@ -131,7 +133,7 @@ mod x86 {
         let mut at = values.len();
         for (base, new) in vectors {
             if at + VECTOR > capacity {
-                // Cannot be: there is room for all units.
+                // Unreachable, because there is room for all units.
                 break;
             }
             // SAFETY: loads of 64 bytes from arrays of 64.
@@ -164,7 +166,8 @@ mod x86 {
         count * VECTOR
     }
 
-    /// Expands whole vectors while a vector of values can be read; gives the units and the bytes of values that it has handled.
+    /// Expands whole vectors while a vector of values can be read. Returns the number of units expanded and of value
+    /// bytes used.
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi1,bmi2")]
     pub(super) fn expand(width: usize, base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) -> (usize, usize) {
         match width {
@@ -203,12 +206,12 @@ mod x86 {
     }
 }
 
-/// Eight units of 2 or 4 bytes at a time, by shuffles that tables hold for each byte of the mask.
+/// Packs eight units of 2 or 4 bytes at a time, with a table of shuffles for each byte of the mask.
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
     use std::arch::x86_64::*;
 
-    /// Where each lane of eight comes from when those of a mask move to the front.
+    /// Source lane of each lane when the selected lanes move to the front.
     const COMPRESS: [[u8; 8]; 256] = {
         let mut table = [[0; 8]; 256];
         let mut mask = 0;
@@ -226,7 +229,7 @@ mod avx2 {
         table
     };
 
-    /// Where each lane of a mask comes from when the front moves there; 128 for lanes that stay.
+    /// Source lane of each selected lane when the front lanes spread out; 128 for lanes that stay.
     const EXPAND: [[u8; 8]; 256] = {
         let mut table = [[128; 8]; 256];
         let mut mask = 0;
@@ -244,7 +247,7 @@ mod avx2 {
         table
     };
 
-    /// The same in bytes of 16-bit lanes.
+    /// Converts a table of lanes to a table of bytes in 16-bit lanes.
     const fn by_bytes(lanes: &[[u8; 8]; 256]) -> [[u8; 16]; 256] {
         let mut table = [[128; 16]; 256];
         let mut mask = 0;
@@ -267,7 +270,8 @@ mod avx2 {
     static COMPRESS_LANES: [[u8; 8]; 256] = COMPRESS;
     static EXPAND_LANES: [[u8; 8]; 256] = EXPAND;
 
-    /// Packs whole groups of eight units; gives the bytes that it has handled. `values` has room for all changed units and a vector more.
+    /// Packs whole groups of eight units and returns the number of bytes packed. `values` must have room for all
+    /// changed units and one more vector.
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     pub(super) fn pack(width: usize, base: &[u8], new: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) -> usize {
         let group = 8 * width;
@@ -276,7 +280,7 @@ mod avx2 {
         let mut done = 0;
         for (base, new) in base.chunks_exact(group).zip(new.chunks_exact(group)) {
             if at + 32 > capacity {
-                // Cannot be: there is room for all units.
+                // Unreachable, because there is room for all units.
                 break;
             }
             let bits = if width == 2 {
@@ -311,8 +315,8 @@ mod avx2 {
         done
     }
 
-    /// Expands whole groups of eight units while 32 bytes of values can be read; gives the units and the bytes of values that it has
-    /// handled.
+    /// Expands whole groups of eight units while 32 bytes of values can be read. Returns the number of units expanded
+    /// and of value bytes used.
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     pub(super) fn expand(width: usize, base: &[u8], mask: &[u8], values: &[u8], out: &mut [u8]) -> (usize, usize) {
         let group = 8 * width;
@@ -321,7 +325,8 @@ mod avx2 {
             if values.len() - at < 32 {
                 break;
             }
-            // SAFETY: of base and out, 8 units are read and written; of values, at most 32 bytes, which are left; of the tables, a row.
+            // SAFETY: 8 units of base and out are read and written. At most 32 bytes of values are read, and as many
+            // are left. Each table has a row for every mask byte.
             unsafe {
                 let from = values.as_ptr().add(at);
                 if width == 2 {

@@ -1,9 +1,10 @@
-//! Inner loops and the only unsafe code. Each has a scalar form; SIMD forms are tested equal to it.
+//! Inner loops, and nearly all unsafe code of the library. Each kernel has a scalar form; tests compare its SIMD forms
+//! with the scalar form.
 
-/// What the processor offers, looked up once.
+/// Instruction set of the processor, detected once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Level {
-    /// Nothing beyond what the compiler was told.
+    /// The compiler's default target.
     Scalar,
     /// x86-64-v3: AVX2, BMI.
     #[cfg(target_arch = "x86_64")]
@@ -14,7 +15,7 @@ pub(crate) enum Level {
 }
 
 impl Level {
-    /// The best of this machine.
+    /// Returns the best level of this machine.
     pub(crate) fn best() -> Self {
         #[cfg(feature = "fuzzing")]
         if SCALAR_ONLY.get() {
@@ -51,7 +52,7 @@ impl Level {
         Self::Scalar
     }
 
-    /// All that this machine can run.
+    /// Returns all levels that this machine supports.
     #[cfg(test)]
     pub(crate) fn available() -> Vec<Self> {
         #[cfg(target_arch = "x86_64")]
@@ -67,7 +68,7 @@ thread_local! {
     static SCALAR_ONLY: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// Runs something with the scalar kernels, on this thread: fuzz targets compare both.
+/// Runs a function with the scalar kernels on this thread. Fuzz targets compare both forms.
 #[cfg(feature = "fuzzing")]
 pub(crate) fn with_scalar<T>(run: impl FnOnce() -> T) -> T {
     SCALAR_ONLY.set(true);
@@ -76,7 +77,7 @@ pub(crate) fn with_scalar<T>(run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Compiles one body for every [`Level`] and picks at run time: what the compiler vectorises by itself needs no
+/// Compiles one body for every [`Level`] and picks one at run time, for loops that the compiler vectorises without
 /// intrinsics. The body must be `#[inline(always)]`.
 macro_rules! for_every_level {
     ($(#[$doc:meta])* $visibility:vis fn $name:ident / $at:ident ($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? = $body:path;) => {

@@ -1,51 +1,52 @@
 //! Differences of floats as ordered integers: tokens, extra bits, and classes by the base's exponent.
 //!
-//! The sign-magnitude bits of a float map to an unsigned integer in the order of the numbers; neighbours differ by one.
+//! The sign-magnitude bits of a float map to an unsigned integer in numeric order. Adjacent floats map to adjacent
+//! integers.
 
 use super::Level;
 use super::bits::{BitReader, BitWriter};
 
-/// Where the exponent of a float lies.
+/// Position of the exponent in a float.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Exponent {
-    /// Bits of the mantissa below it.
+    /// Number of mantissa bits below the exponent.
     pub(crate) shift: u32,
-    /// The exponent's bits, shifted down.
+    /// Mask of the exponent after the shift.
     pub(crate) mask: u32,
 }
 
-/// Most classes.
+/// Greatest number of classes.
 pub(crate) const MAX_CLASSES: usize = 16;
-/// Zigzag differences below this are tokens of their own.
+/// Zigzag differences below this value are tokens themselves.
 const LITERALS: u32 = 16;
 
-/// Extra bits of a token.
+/// Returns the number of extra bits of a token.
 #[inline(always)]
 pub(crate) fn extra_bits(token: u8) -> u32 {
     u32::from((token >> 3).max(1).wrapping_sub(1))
 }
 
-/// The largest token of units of `width` bytes.
+/// Returns the greatest token of units of `width` bytes.
 pub(crate) fn max_token(width: usize) -> u8 {
     (LITERALS as usize + (8 * width - 4) * 8 - 1) as u8
 }
 
-/// Elements handled before the next step: their differences stay in the first-level cache.
+/// Number of elements per step, so that their differences stay in the first-level cache.
 const BLOCK: usize = 2048;
 
 super::for_every_level! {
-    /// The token of the difference of each unit of `width` bytes (1, 2 or 4) from that of the base.
+    /// Returns the token of each unit's difference from the base's unit, for a `width` of 1, 2 or 4 bytes.
     pub(crate) fn tokens / tokens_at(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) = tokens_any;
 }
 super::for_every_level! {
-    /// The exponent of each unit.
+    /// Returns the exponent of each unit.
     pub(crate) fn exponents / exponents_at(width: usize, exponent: Exponent, units: &[u8], out: &mut [u8]) = exponents_any;
 }
 super::for_every_level! {
-    /// The class of each exponent: how many of `bounds`, 255 for none, lie below it. In place.
+    /// Replaces each exponent by its class: the number of `bounds` below the exponent. Unused bounds are 255.
     pub(crate) fn classes / classes_at(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) = classes_any;
 }
-/// The extra bits of all differences, of which these are the tokens, as a stream.
+/// Returns the extra bits of all differences as a bit stream. `tokens` are the tokens of the differences.
 pub(crate) fn put_extra(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
     put_extra_at(Level::best(), width, base, data, tokens)
 }
@@ -63,8 +64,8 @@ fn put_extra_at(level: Level, width: usize, base: &[u8], data: &[u8], tokens: &[
     }
 }
 
-/// Units of `width` bytes from those of the base, tokens, and the stream of their extra bits; false if it does not end with the last of
-/// them. Differences that do not fit the width are taken modulo it.
+/// Decodes units of `width` bytes from the base's units, tokens, and the stream of extra bits. Returns false if the
+/// stream does not end with the last unit. Differences wrap modulo the width.
 pub(crate) fn apply(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
     apply_at(Level::best(), width, base, tokens, bits, out)
 }
@@ -82,7 +83,7 @@ fn apply_at(level: Level, width: usize, base: &[u8], tokens: &[u8], bits: &[u8],
     }
 }
 
-/// The same bodies, with the instructions that take bits from under a mask and put them there.
+/// The same bodies, compiled with the instructions that extract and deposit bits under a mask (BMI2).
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{_pdep_u64, _pext_u64};
@@ -110,7 +111,8 @@ mod x86 {
     }
 }
 
-/// The bits of each of `N` lanes that lie under the mask's ones, the lowest of the lane, joined.
+/// Extracts the bits under the mask from each of `N` lanes, and concatenates them. The mask covers the lowest bits of
+/// each lane.
 #[inline(always)]
 fn extract<const N: usize>(word: u64, mask: u64) -> u64 {
     let (mut bits, mut count) = (0, 0u32);
@@ -123,7 +125,7 @@ fn extract<const N: usize>(word: u64, mask: u64) -> u64 {
     bits
 }
 
-/// The inverse of [`extract`].
+/// Inverts [`extract`].
 #[inline(always)]
 fn deposit<const N: usize>(mut bits: u64, mask: u64) -> u64 {
     let mut word = 0;
@@ -178,7 +180,7 @@ fn apply_any(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u
     reader.is_at_end()
 }
 
-/// An unsigned integer of `W` bytes, as elements are stored.
+/// Unsigned integer of `W` bytes, in the byte order of elements.
 trait Unit<const W: usize>: Copy {
     fn get(bytes: [u8; W]) -> u32;
     fn put(value: u32) -> [u8; W];
@@ -202,24 +204,26 @@ unit!(u8, 1);
 unit!(u16, 2);
 unit!(u32, 4);
 
-/// Differences block by block, each in a lane of the narrowest type that holds it: twice as many to a vector in 16 bits as in 32.
+/// Computes differences in blocks. Lanes have the narrowest type that fits: a vector holds twice as many 16-bit lanes
+/// as 32-bit lanes.
 macro_rules! lanes {
     ($name:ident, $lane:ty, $signed:ty) => {
         mod $name {
             use super::{BLOCK, BitReader, BitWriter, LITERALS, Unit, all_literal, extra_bits};
 
             const BITS: u32 = <$lane>::BITS;
-            /// Lanes of a word.
+            /// Number of lanes in a word.
             const LANES: usize = 64 / BITS as usize;
             type Block = [$lane; BLOCK];
             type Words = [u64; BLOCK / LANES];
 
-            /// The ordered integer in the upper bits of a lane, so that all widths wrap alike; zeros below.
+            /// Returns the ordered integer in the upper bits of a lane, with zeros below, so that all widths wrap
+            /// alike.
             #[inline(always)]
             fn order<const W: usize>(unit: u32) -> $lane {
                 let x = (unit as $lane) << (BITS - 8 * W as u32);
                 let negative = ((x as $signed) >> (BITS - 1)) as $lane;
-                // Ones below a negative number's bits come from the complement: cut them off.
+                // The complement of a negative number sets the bits below the integer; clear them.
                 (x ^ (negative | 1 << (BITS - 1))) & <$lane>::MAX << (BITS - 8 * W as u32)
             }
 
@@ -238,14 +242,14 @@ macro_rules! lanes {
                 }
             }
 
-            /// The smallest difference of a token.
+            /// Returns the smallest difference of a token.
             #[inline(always)]
             pub(super) fn least(token: u8) -> $lane {
                 let buckets = <$lane>::from(8 | token & 7) << (extra_bits(token) & (BITS - 1));
                 if token < 8 { <$lane>::from(token) } else { buckets }
             }
 
-            /// A mask of the extra bits of each token; none for what is left of the block.
+            /// Writes a mask of each token's extra bits; zero for the rest of the block.
             #[inline(always)]
             fn masks_of(tokens: &[u8], masks: &mut Block) {
                 for (mask, &token) in masks.iter_mut().zip(tokens) {
@@ -273,7 +277,8 @@ macro_rules! lanes {
                     differences::<U, W>(base, data, &mut block);
                     for (slot, &z) in out.iter_mut().zip(&block) {
                         let z = u32::from(z);
-                        // Of a difference of 16 or more: its top bit and the three below.
+                        // A token of a difference of 16 or more holds the position of its top bit and the next three
+                        // bits.
                         let e = 31u32.wrapping_sub((z | LITERALS).leading_zeros());
                         let top = (z >> (e.wrapping_sub(3) & 31)) & 7;
                         let bucket = LITERALS.wrapping_add(e.wrapping_sub(4).wrapping_mul(8)).wrapping_add(top);
@@ -301,7 +306,7 @@ macro_rules! lanes {
                     masks_of(tokens, &mut masks);
                     join(&block, &mut words);
                     join(&masks, &mut under);
-                    // As many numbers as fit into 56 bits: 12 each of 16-bit units, 28 of 32-bit units.
+                    // Append as many numbers as fit into 56 bits.
                     for (&word, &mask) in words.iter().zip(&under).take(tokens.len().div_ceil(LANES)) {
                         writer.put(extract(word, mask), mask.count_ones());
                     }

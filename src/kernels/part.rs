@@ -1,13 +1,13 @@
-//! Parts symbols by class, keeping their order, and joins them again.
+//! Groups symbols by class, in their order, and restores the original sequence.
 //!
-//! The vector form compresses (and expands) 64 symbols at a time in registers, once for each class: the memory form of
-//! vector compress is an order of magnitude slower on some processors.
+//! The vector form compresses (and expands) 64 symbols in registers, once per class. The memory form of vector compress
+//! is ten times slower on some processors.
 
 use super::Level;
 use super::ordered::MAX_CLASSES;
 use crate::spare::Spare;
 
-/// Symbols by class, one class after another, with room between them for stores of whole vectors.
+/// Symbols grouped by class. Room between the classes allows stores of whole vectors.
 #[derive(Debug)]
 pub(crate) struct Parted {
     symbols: Spare,
@@ -16,10 +16,10 @@ pub(crate) struct Parted {
     classes: usize,
 }
 
-/// Bytes of a vector.
+/// Size of a vector in bytes.
 const VECTOR: usize = 64;
 
-/// How many symbols are of each of the first `count` classes.
+/// Counts the symbols of each of the first `count` classes.
 fn members_at(level: Level, classes: &[u8], count: usize) -> [usize; MAX_CLASSES] {
     let mut members = [0usize; MAX_CLASSES];
     let done = match level {
@@ -36,7 +36,7 @@ fn members_at(level: Level, classes: &[u8], count: usize) -> [usize; MAX_CLASSES
 }
 
 impl Parted {
-    /// Room for as many symbols as there are `classes` (each below `count`), or `None` without memory for it.
+    /// Reserves room for the symbols of `classes`, each below `count`. Returns `None` if memory is short.
     pub(crate) fn new(classes: &[u8], count: usize) -> Option<Self> {
         let counts = members_at(Level::best(), classes, count);
         let (mut starts, mut at) = ([0; MAX_CLASSES], 0);
@@ -48,17 +48,17 @@ impl Parted {
         Some(Self { symbols, starts, counts, classes: count.min(MAX_CLASSES) })
     }
 
-    /// The symbols of a class.
+    /// Symbols of a class.
     pub(crate) fn of(&self, class: usize) -> &[u8] {
         &self.symbols[self.starts[class]..][..self.counts[class]]
     }
 
-    /// The symbols of a class, to fill.
+    /// Symbols of a class, to be filled.
     pub(crate) fn of_mut(&mut self, class: usize) -> &mut [u8] {
         &mut self.symbols[self.starts[class]..][..self.counts[class]]
     }
 
-    /// Puts each symbol behind those of its class. `classes` are those given to [`Parted::new`].
+    /// Appends each symbol to its class. `classes` must be the argument of [`Parted::new`].
     pub(crate) fn part(&mut self, classes: &[u8], symbols: &[u8]) {
         self.part_at(Level::best(), classes, symbols);
     }
@@ -80,7 +80,7 @@ impl Parted {
         }
     }
 
-    /// The inverse of [`Parted::part`].
+    /// Inverts [`Parted::part`].
     pub(crate) fn join(&self, classes: &[u8], out: &mut [u8]) {
         self.join_at(Level::best(), classes, out);
     }
@@ -107,7 +107,7 @@ mod x86 {
 
     use super::{MAX_CLASSES, VECTOR};
 
-    /// Counts the members of classes in whole vectors; gives how many symbols these were.
+    /// Counts the members of classes in whole vectors. Returns the number of symbols counted.
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     pub(super) fn members(classes: &[u8], count: usize, members: &mut [usize; MAX_CLASSES]) -> usize {
         let vectors = classes.as_chunks::<VECTOR>().0;
@@ -121,7 +121,7 @@ mod x86 {
         vectors.len() * VECTOR
     }
 
-    /// Parts whole vectors; how many symbols that were.
+    /// Groups whole vectors by class. Returns the number of symbols grouped.
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
     pub(super) fn part(classes: &[u8], symbols: &[u8], count: usize, next: &mut [usize; MAX_CLASSES], out: &mut [u8]) -> usize {
         let (groups, _) = classes.as_chunks::<VECTOR>();
@@ -142,7 +142,7 @@ mod x86 {
         done
     }
 
-    /// Joins whole vectors; how many symbols that were.
+    /// Joins whole vectors. Returns the number of symbols joined.
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
     pub(super) fn join(classes: &[u8], parted: &[u8], count: usize, next: &mut [usize; MAX_CLASSES], out: &mut [u8]) -> usize {
         let (groups, _) = classes.as_chunks::<VECTOR>();

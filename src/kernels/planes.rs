@@ -1,19 +1,19 @@
-//! Byte planes: split units into planes, byte k of each unit in plane k, and merge them again.
+//! Byte planes: splits units into planes, with byte k of each unit in plane k, and merges them again.
 //!
-//! Before the split a unit may be combined with the base's (exclusive or), and rotated left by one bit, which gives a
-//! binary float its exponent as the top bits and its sign as the lowest.
+//! Before the split, a unit may be XORed with the base's unit and rotated left by one bit. The rotation moves the
+//! exponent of a binary float to the top bits and the sign to the lowest bit.
 
 super::for_every_level! {
-    /// Fills planes, each of as many bytes as there are units of `planes.len()` bytes (1, 2, 4 or 8).
+    /// Fills the planes. Each plane has one byte per unit of `planes.len()` bytes (1, 2, 4 or 8).
     pub(crate) fn split / split_at(data: &[u8], base: Option<&[u8]>, rotate: bool, planes: &mut [&mut [u8]]) = split_any;
 }
 
 super::for_every_level! {
-    /// The inverse of [`split`]: fills `out` from planes of as many bytes as `out` has units.
+    /// Inverts [`split`]. Fills `out` from planes that have one byte per unit of `out`.
     pub(crate) fn merge / merge_at(planes: &[&[u8]], base: Option<&[u8]>, rotate: bool, out: &mut [u8]) = merge_any;
 }
 
-/// A unit: an unsigned integer of its width.
+/// A unit as an unsigned integer.
 trait Unit<const W: usize>: Copy {
     const ZERO: Self;
     fn get(bytes: [u8; W]) -> Self;
@@ -66,7 +66,7 @@ unit!(u16, 2);
 unit!(u32, 4);
 unit!(u64, 8);
 
-/// Units handled before the next plane: they stay in the first-level cache.
+/// Number of units per step, so that their bytes stay in the first-level cache.
 const BLOCK: usize = 512;
 
 #[inline(always)]

@@ -1,22 +1,24 @@
-//! What Adam makes of a weight and of its second moment in one step, from the stored moments, in binary64 and in a fixed order.
-//! Spec: `spec/codecs/predict.md`. Rust fuses no multiply-add of its own accord.
+//! Predicts a weight and its second moment after one Adam step from the stored moments. Spec: `spec/codecs/predict.md`.
+//!
+//! All arithmetic is binary64 in a fixed order, so every machine predicts the same bits. Rust never fuses a
+//! multiplication and an addition on its own.
 
 use super::environment::DefaultEnvironment;
 
-/// Moments before and after a step, as f32 in bytes.
+/// Moments before and after a step, as the bytes of f32.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Moments<'a> {
     pub before: &'a [u8],
     pub now: &'a [u8],
 }
 
-/// Fills `out` with predictions of weights: from those before, both moments, and `[epsilon, a, b, c]`.
+/// Fills `out` with predicted weights, from earlier weights, both moments, and `[epsilon, a, b, c]`.
 pub(crate) fn step(weights: &[u8], first: Moments<'_>, second: Moments<'_>, by: [f64; 4], out: &mut [u8]) {
     let _environment = DefaultEnvironment::enter();
     step_vector(weights, first, second, by, out);
 }
 
-/// Fills `out` with predictions of second moments: from those before, the first moments, and `[a, b, c, d]`.
+/// Fills `out` with predicted second moments, from earlier second moments, first moments, and `[a, b, c, d]`.
 pub(crate) fn moment(second: &[u8], first: Moments<'_>, by: [f64; 4], out: &mut [u8]) {
     let _environment = DefaultEnvironment::enter();
     moment_vector(second, first, by, out);
@@ -43,7 +45,7 @@ fn narrow(value: f64) -> [u8; 4] {
     if value.is_finite() { value.to_le_bytes() } else { [0; 4] }
 }
 
-/// A first moment over the root of a second one: what Adam moves a weight by, up to a factor.
+/// Returns the first moment divided by the root of the second moment: Adam's change of a weight, up to a factor.
 #[inline(always)]
 pub(crate) fn direction(first: f64, second: f64, epsilon: f64) -> f64 {
     first / (second.sqrt() + epsilon)
@@ -76,7 +78,7 @@ mod tests {
     use super::*;
     use crate::kernels::Level;
 
-    /// Numbers of all sizes, subnormals, infinities and NaN among them.
+    /// Generates numbers of all sizes, including subnormals, infinities and NaN.
     #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
     fn floats(seed: u64, count: usize) -> Vec<u8> {
         let mut x = seed;

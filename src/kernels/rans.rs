@@ -1,28 +1,28 @@
-//! Interleaved rANS: states of 31 bits, words of 16, probabilities of 12. After Duda (arXiv 1311.2540) and Giesen's
-//! interleaving (arXiv 1402.3392); division by multiplication after Alverson.
+//! Interleaved rANS: 31-bit states, 16-bit words, 12-bit probabilities. After Duda (arXiv 1311.2540), with Giesen's
+//! interleaving (arXiv 1402.3392) and Alverson's division by multiplication.
 
 use super::Level;
 
-/// States that take turns.
+/// Number of interleaved states.
 pub(crate) const LANES: usize = 16;
-/// Bits of a probability.
+/// Number of bits of a probability.
 pub(crate) const SCALE_BITS: u32 = 12;
-/// What frequencies add up to.
+/// Sum of all frequencies.
 pub(crate) const SCALE: u32 = 1 << SCALE_BITS;
-/// The least state.
+/// Least state.
 const LEAST: u32 = 1 << 15;
 
-/// Whether a stored state is one that an encoder can end in.
+/// Returns whether an encoder can end in this state.
 pub(crate) fn is_state(state: u32) -> bool {
     (LEAST..1 << 31).contains(&state)
 }
 
-/// What encoding a symbol takes.
+/// Encoding table.
 #[derive(Debug, Clone)]
 pub(crate) struct Encoder {
-    /// For the division by the frequency.
+    /// Reciprocal of each symbol's frequency, for the division.
     reciprocals: [u32; 256],
-    /// Frequency (12 bits), bias (13 bits), and shift after the multiplication (4 bits).
+    /// Frequency (12 bits), bias (13 bits), and shift after the multiplication (4 bits) of each symbol.
     others: [u32; 256],
 }
 
@@ -32,7 +32,7 @@ const BIAS_AT: u32 = 12;
 const SHIFT_AT: u32 = 25;
 
 impl Encoder {
-    /// From frequencies below [`SCALE`] that add up to it.
+    /// Builds the table from frequencies below [`SCALE`] whose sum is [`SCALE`].
     pub(crate) fn new(frequencies: &[u16; 256]) -> Box<Self> {
         let mut encoder = Box::new(Self { reciprocals: [0; 256], others: [0; 256] });
         let mut start = 0u32;
@@ -54,17 +54,18 @@ impl Encoder {
     }
 }
 
-/// Final states, and where in `room` the words begin, in the order in which a decoder reads them: to its end.
+/// Encodes symbols into the end of `room`, in the order of decoding. Returns the final states and the position of the
+/// first word.
 pub(crate) fn encode(symbols: &[u8], encoder: &Encoder, room: &mut Vec<u8>) -> ([u32; LANES], usize) {
     encode_at(Level::best(), symbols, encoder, room)
 }
 
 fn encode_at(level: Level, symbols: &[u8], encoder: &Encoder, room: &mut Vec<u8>) -> ([u32; LANES], usize) {
-    // A word for each symbol at most; vector stores begin up to a group before what they mean.
+    // Each symbol emits at most one word. Vector stores may begin up to one group earlier.
     room.resize(2 * (symbols.len() + LANES), 0);
     let mut at = room.len();
     let mut states = [LEAST; LANES];
-    // The last symbols first.
+    // rANS encodes in reverse order.
     let (groups, rest) = symbols.as_chunks::<LANES>();
     put(rest, encoder, &mut states, room, &mut at);
     match level {
@@ -76,7 +77,7 @@ fn encode_at(level: Level, symbols: &[u8], encoder: &Encoder, room: &mut Vec<u8>
     (states, at)
 }
 
-/// Encodes a group of symbols, or a part of one. Nothing is decided by a branch: it would be guessed wrong too often.
+/// Encodes a group of symbols, or a part of one, without branches: they would be mispredicted too often.
 #[inline(always)]
 fn put(group: &[u8], encoder: &Encoder, states: &mut [u32; LANES], room: &mut [u8], at: &mut usize) {
     for (state, &symbol) in states.iter_mut().zip(group).rev() {
@@ -95,31 +96,31 @@ fn put(group: &[u8], encoder: &Encoder, states: &mut [u32; LANES], room: &mut [u
     }
 }
 
-/// What decoding takes.
+/// Decoding table.
 #[derive(Debug, Clone)]
 pub(crate) struct Decoder {
     /// Symbol, frequency - 1, and distance from the symbol's first slot, for each slot.
     slots: [u32; SCALE as usize],
-    /// A symbol that nearly all slots belong to.
+    /// Symbol that owns nearly all slots, if there is one.
     most: Option<Most>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Most {
     symbol: u8,
-    /// Its first slot, and how many there are.
+    /// First slot and number of slots of the symbol.
     start: u32,
     frequency: u32,
 }
 
 impl Decoder {
-    /// From frequencies that add up to [`SCALE`].
+    /// Builds the table from frequencies whose sum is [`SCALE`].
     pub(crate) fn new(frequencies: &[u16; 256]) -> Box<Self> {
         let mut decoder = Box::new(Self { slots: [0; SCALE as usize], most: None });
         let mut at = 0u32;
         for (symbol, &frequency) in (0u8..=255).zip(frequencies) {
             let frequency = u32::from(frequency);
-            // Eight symbols, then, are all this one seven times in eight.
+            // At this frequency, seven of eight groups of eight symbols consist of this symbol alone.
             if frequency > SCALE - SCALE / 64 {
                 decoder.most = Some(Most { symbol, start: at, frequency });
             }
@@ -134,7 +135,8 @@ impl Decoder {
     }
 }
 
-/// Fills `out`; false if words are missing or left over, or a state does not end where every encoder begins.
+/// Decodes into `out`. Returns false if words are missing or left over, or if a state does not end at the start state
+/// of encoders.
 pub(crate) fn decode(words: &[u8], states: [u32; LANES], decoder: &Decoder, out: &mut [u8]) -> bool {
     decode_at(Level::best(), words, states, decoder, out)
 }
@@ -147,7 +149,8 @@ fn decode_at(level: Level, words: &[u8], mut states: [u32; LANES], decoder: &Dec
         // SAFETY: the level says that the features were detected.
         Level::Avx512 => unsafe {
             let (done, at) = x86::decode(words, &mut states, decoder, groups);
-            // Zeros after the last words, of which few make many symbols: what takes one of them does not end with the words.
+            // Pad the last words with zeros, because a few words may encode many symbols. If padding is used, the check
+            // of the end fails.
             let mut padded = [[0u8; 2]; 2 * LANES];
             padded.iter_mut().zip(words.get(at..).unwrap_or_default()).for_each(|(slot, word)| *slot = *word);
             let (more, taken) = x86::decode(&padded, &mut states, decoder, groups.get_mut(done..).unwrap_or_default());
@@ -163,10 +166,10 @@ fn decode_at(level: Level, words: &[u8], mut states: [u32; LANES], decoder: &Dec
     enough && at == words.len() && states.iter().all(|&state| state == LEAST)
 }
 
-/// Decodes a group, or a part of one; false if words are missing.
+/// Decodes a group, or a part of one. Returns false if words are missing.
 #[inline(always)]
 fn take(words: &[[u8; 2]], at: &mut usize, states: &mut [u32; LANES], decoder: &Decoder, group: &mut [u8]) -> bool {
-    // Enough words for all: then none has to be asked for, and nothing is decided by a branch.
+    // Provide enough words for all states, so that the loop needs no checks and no branches.
     let mut buffer = [[0u8; 2]; LANES];
     let rest = words.get(*at..).unwrap_or_default();
     let next = match rest.first_chunk::<LANES>() {
@@ -198,16 +201,16 @@ mod x86 {
 
     use super::{BIAS_AT, BIAS_MASK, Decoder, Encoder, FREQUENCY_MASK, LANES, LEAST, Most, SCALE, SCALE_BITS, SHIFT_AT};
 
-    /// Symbols of a short table.
+    /// Number of symbols in a short table.
     const SHORT: usize = 4 * LANES;
 
-    /// Encodes all groups, the last first: all states at once.
+    /// Encodes all groups, last group first, with all states at once.
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     pub(super) fn encode(groups: &[[u8; LANES]], encoder: &Encoder, states: &mut [u32; LANES], room: &mut [u8], at: &mut usize) {
         let lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
         // SAFETY: a load of 64 bytes from an array of 64.
         let mut x = unsafe { _mm512_loadu_si512(states.as_ptr().cast()) };
-        // Most tables are short: a register holds 16 entries.
+        // Most tables are short enough for registers, each of which holds 16 entries.
         let short = encoder.others[SHORT..].iter().all(|&other| other == 0);
         let registers = |table: &[u32; 256]| -> [__m512i; SHORT / LANES] {
             // SAFETY: loads of 16 entries each, of the first `SHORT` of 256.
@@ -233,7 +236,7 @@ mod x86 {
             let frequency = _mm512_and_si512(other, _mm512_set1_epi32(FREQUENCY_MASK as i32));
             let full = _mm512_cmpge_epu32_mask(x, _mm512_slli_epi32::<19>(frequency));
             let count = full.count_ones();
-            // The words of full states to the upper lanes.
+            // Move the words of full states to the upper lanes.
             let words = _mm512_maskz_compress_epi32(full, x);
             let words = _mm512_permutexvar_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(count as i32)), words);
             if let Some(place) = at.checked_sub(2 * LANES).and_then(|from| room.get_mut(from..*at)) {
@@ -255,14 +258,14 @@ mod x86 {
         unsafe { _mm512_storeu_si512(states.as_mut_ptr().cast(), x) };
     }
 
-    /// Decodes groups as long as there are words for all states; returns how many groups and words these were.
+    /// Decodes groups while there are words for all states. Returns the number of groups decoded and of words used.
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     pub(super) fn decode(words: &[[u8; 2]], states: &mut [u32; LANES], decoder: &Decoder, groups: &mut [[u8; LANES]]) -> (usize, usize) {
         let (low, high) = states.split_at_mut(LANES / 2);
         // SAFETY: loads of 32 bytes from 8 states each.
         let mut halves = unsafe { [_mm256_loadu_si256(low.as_ptr().cast()), _mm256_loadu_si256(high.as_ptr().cast())] };
         let (mut done, mut at) = (0, 0usize);
-        // Without such a symbol: one of no slots.
+        // Without a dominant symbol, use one that has no slots.
         let most = decoder.most.unwrap_or(Most { symbol: 0, start: 0, frequency: 0 });
         for group in groups {
             if words.len().saturating_sub(at) < LANES {
@@ -272,7 +275,7 @@ mod x86 {
                 let x = *half;
                 let index = _mm256_and_si256(x, _mm256_set1_epi32(SCALE as i32 - 1));
                 let upper = _mm256_srli_epi32::<{ SCALE_BITS as i32 }>(x);
-                // Without a look at the table where all eight are the symbol that nearly all are.
+                // Skip the table if all eight symbols are the dominant one.
                 let from_start = _mm256_sub_epi32(index, _mm256_set1_epi32(most.start as i32));
                 let x = if _mm256_cmplt_epu32_mask(from_start, _mm256_set1_epi32(most.frequency as i32)) == 0xff {
                     *out = [most.symbol; LANES / 2];
@@ -315,14 +318,14 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) as u32
         };
-        // Of all sizes: one nearly alone, halves, and one of the least.
+        // Frequencies of all sizes: one symbol nearly alone, halves, and least frequencies.
         for skew in [0, 1, 4, 12, 3000] {
             let mut frequencies = [0u16; 256];
             for _ in 0..SCALE {
                 let symbol = (0..=skew).map(|_| noise() % 200).min().unwrap_or_default();
                 frequencies[symbol as usize] += 1;
             }
-            // Nearly alone: few words make many symbols.
+            // One symbol nearly alone: a few words encode many symbols.
             if frequencies[0] > 4000 {
                 frequencies[0] -= 3;
                 frequencies[200] = 3;

@@ -1,23 +1,23 @@
-//! What an f32 has beyond a 16-bit float that it was rounded to: the difference of their magnitudes, as 16 bits in two planes.
+//! The difference between an f32 and its 16-bit rounding: the difference of magnitudes, as 16 bits in two planes.
 
 super::for_every_level! {
-    /// For each f32 the low and the high byte of magnitude minus the partner's magnitude, modulo 2^16.
+    /// Returns the low and the high byte of each f32's magnitude minus the partner's magnitude, modulo 2^16.
     pub(crate) fn split / split_at(data: &[u8], partner: &[u8], f16: bool, low: &mut [u8], high: &mut [u8]) = split_any;
 }
 
 super::for_every_level! {
-    /// The inverse, where the difference lies in the window of the mode: from 0 on (`unsigned`), or from -2^15 on.
+    /// Inverts `split` for differences in the window of the mode: from 0 on (`unsigned`), or from -2^15 on.
     pub(crate) fn join / join_at(partner: &[u8], f16: bool, unsigned: bool, low: &[u8], high: &[u8], out: &mut [u8]) = join_any;
 }
 
 super::for_every_level! {
-    /// The nearest bf16 of each f32, ties to even; NaN stay NaN.
+    /// Rounds each f32 to the nearest bf16, ties to even. NaN stays NaN.
     pub(crate) fn round / round_at(data: &[u8], out: &mut [u8]) = round_any;
 }
 
 super::for_every_level! {
-    /// Keeps so many bits, at most 15, of the difference of magnitudes: each number moves to the middle of those that share them. A number whose difference
-    /// is not one of rounding to nearest or towards zero stays.
+    /// Keeps `bits` bits, at most 15, of each difference of magnitudes: moves each number to the middle of all numbers
+    /// with the same bits. A number stays if its difference does not come from rounding to nearest or towards zero.
     pub(crate) fn keep_bits / keep_bits_at(data: &[u8], partner: &[u8], f16: bool, bits: u8, out: &mut [u8]) = keep_bits_any;
 }
 
@@ -35,12 +35,12 @@ fn keep_bits_with(data: &[u8], partner: &[u8], bits: u8, out: &mut [u8], widen: 
         let ours = u32::from_le_bytes(data);
         let theirs = widen(u16::from_le_bytes(partner));
         let difference = (ours & MAGNITUDE).wrapping_sub(theirs & MAGNITUDE) as i32;
-        // Bins from -2^15 on, so that one of them never spans two weights.
+        // Bins start at -2^15, so no bin spans two weights.
         let middle = ((difference >> width) << width) + (1 << (width - 1));
         let middle = if bits == 0 { 0 } else { middle };
         let moved = (theirs & MAGNITUDE).wrapping_add(middle as u32) & MAGNITUDE;
         let is_rounding = (-0x8000..0x1_0000).contains(&difference) & ((ours ^ theirs) >> 31 == 0);
-        // Zeros, denormals and what is not finite stay; none of the others becomes one of them.
+        // Zeros, denormals and non-finite numbers stay. No other number becomes one of them.
         let is_normal = |magnitude: u32| (1..255).contains(&(magnitude >> 23));
         let moves = is_rounding & is_normal(ours & MAGNITUDE) & is_normal(moved);
         *out = (if moves { ours & !MAGNITUDE | moved } else { ours }).to_le_bytes();
@@ -60,13 +60,14 @@ fn round_any(data: &[u8], out: &mut [u8]) {
 
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
-/// The bits of the f32 that a bf16 is.
+/// Converts the bits of a bf16 to the bits of the same f32.
 #[inline(always)]
 fn widen_bf16(bits: u16) -> u32 {
     u32::from(bits) << 16
 }
 
-/// The bits of the f32 that an f16 is. A subnormal is a whole multiple of 2^-24, which no rounding touches.
+/// Converts the bits of an f16 to the bits of the same f32. A subnormal is an integer multiple of 2^-24, so the
+/// multiplication is exact.
 #[inline(always)]
 fn widen_f16(bits: u16) -> u32 {
     let (exponent, mantissa) = (u32::from(bits >> 10 & 0x1f), u32::from(bits & 0x3ff));

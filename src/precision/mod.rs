@@ -1,8 +1,8 @@
-//! How exactly tensors are stored: rules by role and name, the rounding that they ask for, and the receipt of its error.
+//! Precision of stored tensors: rules by role and name, the rounding they select, and the report of the rounding error.
 //!
-//! Rounding comes before the codecs: a tensor is moved to numbers that take fewer bytes, and from then on the rounded tensor is the state, which
-//! codecs bring back bit by bit, whose checksums are stored, and which deltas are made against. So errors never add up along a chain, and
-//! nothing that happens to a snapshot afterwards loses more.
+//! Rounding happens before encoding: a tensor moves to numbers that take fewer bytes. From then on, the rounded tensor
+//! is the state. Codecs restore it bit for bit, its checksums are stored, and deltas use it as base. Therefore errors
+//! never add up along a chain, and no later operation on a snapshot loses more.
 
 mod quantize;
 mod report;
@@ -19,7 +19,8 @@ pub use setting::Setting;
 
 use crate::{Error, Result};
 
-/// Which tensors are stored how exactly: rules, of which the last that fits a tensor counts. Without one that fits, nothing is lost.
+/// Rules that select the precision of each tensor. The last matching rule applies. A tensor without a matching rule is
+/// stored without loss.
 ///
 /// ```
 /// use tensorcask::{Precision, Setting};
@@ -35,19 +36,19 @@ pub struct Precision {
     rules: Vec<Rule>,
 }
 
-/// A setting, and the error that it may cause at most.
+/// A setting and the greatest error it may cause.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bounded {
-    /// How numbers are rounded.
+    /// Rounding of the numbers.
     pub setting: Setting,
-    /// The greatest relative error of a number that is not zero. A chunk in which it would be exceeded is stored with a finer setting, or
-    /// without loss.
+    /// Greatest relative error of a nonzero number; `None` for no bound. A chunk that would exceed the bound is stored
+    /// with a finer setting, or without loss.
     pub bound: Option<f64>,
 }
 
 #[derive(Debug, Clone)]
 struct Rule {
-    /// A role, or a glob of names.
+    /// Role, or glob of names.
     pattern: String,
     glob: GlobMatcher,
     bounded: Bounded,
@@ -59,22 +60,24 @@ impl PartialEq for Precision {
     }
 }
 
-/// Roles that profiles round, and how: one setting for masters, one for moments.
+/// Roles that profiles round. Masters share one setting, and so do moments.
 const MASTER: [&str; 1] = ["master"];
 const MOMENTS: [&str; 4] = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum"];
 
 impl Precision {
-    /// Nothing is lost.
+    /// Stores everything without loss.
     pub const fn lossless() -> Self {
         Self { rules: vec![] }
     }
 
-    /// Masters to 8 bits beyond their model weight (mean relative error about 6e-6), moments to 1/16 of an octave (2.2 % at most).
+    /// Rounds masters to 8 bits beyond their model weight (mean relative error about 6e-6), and moments to 1/16 of an
+    /// octave (error of at most 2.2 %).
     pub fn near() -> Self {
         Self::profile(8, 16)
     }
 
-    /// Masters to 4 bits beyond their model weight (mean relative error about 9e-5), moments to 1/8 of an octave (4.3 % at most).
+    /// Rounds masters to 4 bits beyond their model weight (mean relative error about 9e-5), and moments to 1/8 of an
+    /// octave (error of at most 4.3 %).
     pub fn compact() -> Self {
         Self::profile(4, 8)
     }
@@ -84,7 +87,7 @@ impl Precision {
         let moments = MOMENTS.iter().map(|role| (role, Setting::LogUniform { steps }));
         let mut precision = Self::lossless();
         for (role, setting) in master.chain(moments) {
-            // Names of roles are globs.
+            // Names of roles are valid globs.
             if let Ok(glob) = Glob::new(role) {
                 let bounded = Bounded { setting, bound: None };
                 precision.rules.push(Rule { pattern: (*role).to_owned(), glob: glob.compile_matcher(), bounded });
@@ -93,21 +96,21 @@ impl Precision {
         precision
     }
 
-    /// Adds a rule: for tensors of the role `pattern`, or whose names this glob matches.
+    /// Adds a rule for tensors of role `pattern`, or whose names match the glob `pattern`.
     pub fn with(mut self, pattern: &str, setting: Setting, bound: Option<f64>) -> Result<Self> {
         setting.check()?;
         if let Some(bound) = bound.filter(|bound| !(bound.is_finite() && *bound >= 0.0)) {
-            return Err(Error::invalid(format!("a bound of {bound}: it is a relative error, such as 0.01")));
+            return Err(Error::invalid(format!("the bound {bound} is not a relative error such as 0.01")));
         }
         let glob = Glob::new(pattern);
-        let glob = glob.map_err(|e| Error::invalid(format!("`{}` is no glob of names: {e}", pattern.escape_debug())))?;
+        let glob = glob.map_err(|e| Error::invalid(format!("`{}` is not a glob of names: {e}", pattern.escape_debug())))?;
         let bounded = Bounded { setting, bound };
         self.rules.push(Rule { pattern: pattern.to_owned(), glob: glob.compile_matcher(), bounded });
         Ok(self)
     }
 
-    /// From words: profiles (`lossless`, `near`, `compact`) and rules (`PATTERN=SETTING`, `PATTERN=SETTING<=BOUND`), in order. A profile
-    /// sets aside what stands before it.
+    /// Parses profiles (`lossless`, `near`, `compact`) and rules (`PATTERN=SETTING`, `PATTERN=SETTING<=BOUND`), in
+    /// order. A profile replaces all earlier words.
     pub fn parse<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Self> {
         let mut precision = Self::lossless();
         for word in words {
@@ -118,7 +121,7 @@ impl Precision {
                 rule => {
                     let unknown = || {
                         Error::invalid(format!(
-                            "`{}` is no precision; use lossless, near, compact, or PATTERN=SETTING with a role or a glob of names, and one of {}",
+                            "`{}` is not a precision; use lossless, near, compact, or PATTERN=SETTING with a role or a glob of names, and one of {}",
                             rule.escape_debug(),
                             Setting::FORMS
                         ))
@@ -127,7 +130,7 @@ impl Precision {
                         Some((rule, bound)) => (rule, Some(bound.trim().parse::<f64>().map_err(|_| unknown())?)),
                         None => (rule, None),
                     };
-                    // Names may have an `=`, and settings, too.
+                    // Names and settings may both contain `=`.
                     let splits = rule.match_indices('=').rev().map(|(at, _)| (&rule[..at], &rule[at + 1..]));
                     let found = splits.into_iter().find_map(|(pattern, setting)| Some((pattern, setting.parse().ok()?)));
                     let (pattern, setting) = found.ok_or_else(unknown)?;
@@ -138,7 +141,7 @@ impl Precision {
         Ok(precision)
     }
 
-    /// What [`Precision::parse`] makes it of.
+    /// Returns words from which [`Precision::parse`] makes the same precision.
     ///
     /// ```
     /// use tensorcask::Precision;
@@ -156,20 +159,20 @@ impl Precision {
         self.rules.iter().map(word).collect()
     }
 
-    /// What is asked for a tensor.
+    /// Returns the setting and bound of a tensor.
     pub fn of(&self, role: &str, name: &str) -> Bounded {
         let fits = |rule: &&Rule| rule.pattern == role || rule.glob.is_match(name);
         let found = self.rules.iter().rev().find(fits).map(|rule| rule.bounded);
         found.unwrap_or(Bounded { setting: Setting::Lossless, bound: None })
     }
 
-    /// Whether nothing is ever rounded.
+    /// Returns whether no rule rounds.
     pub fn is_lossless(&self) -> bool {
         self.rules.iter().all(|rule| rule.bounded.setting == Setting::Lossless)
     }
 }
 
-/// The words, for people.
+/// Joins the words of [`Precision::words`] for display.
 impl std::fmt::Display for Precision {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.words().join(" "))

@@ -1,4 +1,4 @@
-//! Rounds a chunk as a setting asks, within a bound.
+//! Rounds a chunk by a setting, within an error bound.
 
 use std::borrow::Cow;
 
@@ -11,12 +11,12 @@ use crate::limits::zeroed;
 use crate::wire::ChunkErrors;
 use crate::{Dtype, Result, RoundingReport};
 
-/// A chunk as it will be stored, and as every reader will get it.
+/// A rounded chunk, as stored and as every reader gets it.
 #[derive(Debug)]
 pub(crate) struct Rounded<'a> {
     pub data: Cow<'a, [u8]>,
     pub given: Option<Candidate>,
-    /// How far it is from what was saved; none where nothing was rounded.
+    /// Rounding errors; `None` if the chunk was not rounded.
     pub errors: Option<ChunkErrors>,
 }
 
@@ -26,7 +26,8 @@ impl<'a> Rounded<'a> {
     }
 }
 
-/// Rounds a chunk. With a bound, settings become finer until it is kept. The partner of role `model`, if there is one, is as it will be stored.
+/// Rounds a chunk. With a bound, tries finer settings until the error is within the bound. The partner of role `model`,
+/// if present, must be in its stored form.
 pub(crate) fn round<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<Rounded<'a>> {
     let mut setting = bounded.setting;
     loop {
@@ -39,7 +40,7 @@ pub(crate) fn round<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<Rounded<'
     }
 }
 
-/// A chunk as a writer would store it.
+/// Rounds a chunk as a writer does.
 ///
 /// ```
 /// use tensorcask::{Bounded, Dtype, Setting, codec::Chunk, round_chunk};
@@ -59,18 +60,18 @@ pub fn round_chunk<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<RoundedChu
     })
 }
 
-/// A chunk after rounding.
+/// A rounded chunk.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoundedChunk<'a> {
-    /// Its bytes, as every reader gets them.
+    /// Bytes of the chunk, as every reader gets them.
     pub data: Cow<'a, [u8]>,
-    /// What the codec that rounded it made of it, where the setting is that of one codec.
+    /// Encoding by the codec that rounded the chunk, if the setting names a codec.
     pub encoded: Option<Encoded>,
-    /// How far it is from what was given; none where nothing was rounded.
+    /// Rounding error; `None` if the chunk was not rounded.
     pub rounding: Option<RoundingReport>,
 }
 
-/// The rounded chunk; none where the setting leaves it as it is.
+/// Applies a setting to a chunk. Returns `None` if the chunk is not rounded.
 fn apply(setting: Setting, chunk: &Chunk<'_>) -> Result<Option<(Vec<u8>, Option<Candidate>)>> {
     if chunk.dtype != Dtype::F32 || chunk.data.is_empty() {
         return Ok(None);
@@ -91,7 +92,7 @@ fn apply(setting: Setting, chunk: &Chunk<'_>) -> Result<Option<(Vec<u8>, Option<
     Ok(Some((out, None)))
 }
 
-/// Keeps so many bits of what each number has beyond its 16-bit rounding.
+/// Keeps `bits` bits of each number beyond its 16-bit rounding.
 fn to_bits(bits: u8, chunk: &Chunk<'_>, out: &mut [u8]) -> Result<()> {
     let partner = chunk.partner("model").and_then(|partner| match partner.dtype {
         Dtype::Bf16 => Some((partner.data, false)),

@@ -1,50 +1,50 @@
-//! How far what is stored is from what was saved.
+//! Rounding errors: the distance between saved and stored numbers.
 
 use crate::wire::{ChunkErrors, ErrorsFile};
 
-/// Errors of the elements of a chunk, of a tensor, or of many.
+/// Rounding errors of a chunk, of a tensor, or of several tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct RoundingReport {
-    /// Elements that were finite and not zero: those that have a relative error.
+    /// Number of elements that were finite and not zero; only they have a relative error.
     pub elements: u64,
-    /// All elements.
+    /// Number of all elements.
     pub all_elements: u64,
-    /// The greatest relative error.
+    /// Greatest relative error.
     pub max_relative: f64,
-    /// The sum of relative errors.
+    /// Sum of relative errors.
     pub relative: f64,
-    /// The sum of squared errors of all elements.
+    /// Sum of squared errors of all elements.
     pub squares: f64,
-    /// Elements that went from above zero to below, or back.
+    /// Number of elements whose sign changed.
     pub sign_flips: u64,
-    /// Of second moments: the squared error of the update m / (sqrt(v) + 1e-8), and the squared update, summed up.
+    /// For second moments: sum of squared errors of the update m / (sqrt(v) + 1e-8), and sum of squared updates.
     pub update: [f64; 2],
 }
 
 impl RoundingReport {
-    /// Report of a chunk as its stored record has it. The record does not repeat the number of all elements.
+    /// Converts the stored record of a chunk. The record does not contain the number of all elements.
     pub(crate) fn of_chunk(record: &ChunkErrors, all_elements: u64) -> Self {
         let &ChunkErrors { elements, max_relative, relative, squares, sign_flips, update, .. } = record;
         Self { elements, all_elements, max_relative, relative, squares, sign_flips, update }
     }
 
-    /// The mean relative error.
+    /// Returns the mean relative error.
     pub fn mean_relative(&self) -> f64 {
         if self.elements == 0 { 0.0 } else { self.relative / self.elements as f64 }
     }
 
-    /// The mean squared error.
+    /// Returns the mean squared error.
     pub fn mean_squared(&self) -> f64 {
         if self.all_elements == 0 { 0.0 } else { self.squares / self.all_elements as f64 }
     }
 
-    /// The root mean square of the error of Adam's update, relative to that of the update; none where it is not known.
+    /// Returns the root mean square error of Adam's update, relative to the root mean square update; `None` if unknown.
     pub fn update_error(&self) -> Option<f64> {
         let [error, size] = self.update;
         (size > 0.0).then(|| (error / size).sqrt())
     }
 
-    /// With those of other elements.
+    /// Adds the errors of other elements.
     pub fn and(self, other: Self) -> Self {
         Self {
             elements: self.elements + other.elements,
@@ -59,21 +59,22 @@ impl RoundingReport {
 }
 
 impl TensorRounding {
-    /// The blob that holds them, in each snapshot in which something was rounded: the writer's own, not to be saved again.
+    /// Name of the blob with the rounding errors of a snapshot. The writer adds the blob if it rounded a tensor; users
+    /// must not save the blob again.
     pub const BLOB: &str = ErrorsFile::BLOB;
 }
 
-/// What a snapshot tells of the errors of a tensor.
+/// Rounding errors of a tensor in a snapshot.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorRounding {
-    /// The tensor's name.
+    /// Name of the tensor.
     pub name: String,
-    /// Its role.
+    /// Role of the tensor.
     pub role: String,
-    /// How it was rounded, as [`Setting`](crate::Setting) says it in text.
+    /// Setting of the rounding, in the text form of [`Setting`](crate::Setting).
     pub setting: String,
-    /// Errors of all its elements.
+    /// Errors of all elements.
     pub total: RoundingReport,
-    /// Errors of each chunk: offset of the shard, number of the chunk in it.
+    /// Errors of each chunk, with the shard's offset and the chunk's number in the shard.
     pub chunks: Vec<(Vec<u64>, u64, RoundingReport)>,
 }

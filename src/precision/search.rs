@@ -1,22 +1,22 @@
-//! Finds the setting that takes the fewest bytes within a budget of error.
+//! Finds the setting that takes the fewest bytes within an error budget.
 
 use super::{Bounded, RoundingReport, Setting, round};
 use crate::codec::{Chunk, Cluster, KMeans, Objective, Registry, encode_chunk};
 use crate::tensor::ChunkGrid;
 use crate::{Result, TensorView};
 
-/// A setting that was tried on a tensor.
+/// Result of trying a setting on a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Found {
     /// The setting.
     pub setting: Setting,
-    /// Bytes that the tensor takes.
+    /// Stored size of the tensor in bytes.
     pub stored_bytes: u64,
-    /// The error.
+    /// Rounding error.
     pub rounding: RoundingReport,
 }
 
-/// Settings that are tried, coarse and fine.
+/// Returns the settings to try, from coarse to fine within each kind.
 fn candidates() -> Vec<Setting> {
     let steps = [1u8, 2, 4, 8, 16, 32, 64, 128].map(|steps| Setting::LogUniform { steps });
     let bits = [0u8, 2, 4, 6, 8, 10, 12].map(|bits| Setting::Remainder { bits });
@@ -25,8 +25,11 @@ fn candidates() -> Vec<Setting> {
     steps.into_iter().chain(bits).chain(levels).chain(others).collect()
 }
 
-/// The setting with which a tensor takes the fewest bytes, of those that `evaluate` accepts; `Lossless` where it accepts none. `evaluate` gets a
-/// setting and its error, the cheapest first: it may compare the error with a budget, or try what the rounded state does to a model.
+/// Returns the accepted setting with which a tensor takes the fewest bytes, or `Lossless` if no other setting is
+/// accepted.
+///
+/// `evaluate` decides which settings are accepted. It gets each setting and its error, smallest size first. It may
+/// compare the error with a budget, or test a model with the rounded state.
 ///
 /// ```
 /// use tensorcask::{Dtype, Setting, TensorView, search};

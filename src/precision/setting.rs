@@ -1,4 +1,4 @@
-//! One way to round a tensor, and its name in text.
+//! One way to round a tensor, and its text form.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,10 +7,15 @@ use std::sync::Arc;
 use crate::codec::{Blockwise8, Cluster, CodeMap, Codec, Edges, KMeans};
 use crate::{Error, Result};
 
-/// How the numbers of a tensor of f32 are rounded before they are stored. Tensors of other types are stored as they are.
+/// Rounding of an f32 tensor before it is stored. Tensors of other types are never rounded.
 ///
-/// In text: `lossless`; `loguniform:STEPS`, steps an octave, a power of two; `remainder:BITS`; `cluster[:CLUSTERS][:normal|sample][:linear|dynamic]`;
-/// `kmeans[:LEVELS][:pruned=N][:protected=N][:absolute|relative]`, of a thousand numbers; `blockwise8`.
+/// Text forms:
+/// - `lossless`
+/// - `loguniform:STEPS`, with steps per octave, a power of two
+/// - `remainder:BITS`
+/// - `cluster[:CLUSTERS][:normal|sample][:linear|dynamic]`
+/// - `kmeans[:LEVELS][:pruned=N][:protected=N][:absolute|relative]`, with N in thousandths
+/// - `blockwise8`
 ///
 /// ```
 /// use tensorcask::{Setting, codec::Cluster};
@@ -25,30 +30,31 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Setting {
-    /// Not at all.
+    /// No rounding.
     #[default]
     Lossless,
-    /// To the nearest of a logarithmic grid of so many steps an octave: 1, 2, 4, to 128. The relative error is at most
-    /// (2^(1/steps) - 1) / (2^(1/steps) + 1); zeros, denormals and what is not finite stay as they are.
+    /// Rounding to the nearest number of a logarithmic grid with 1, 2, 4, ... or 128 steps per octave. The relative
+    /// error is at most (2^(1/steps) - 1) / (2^(1/steps) + 1). Zeros, denormals and non-finite numbers stay.
     LogUniform {
-        /// Steps in an octave.
+        /// Steps per octave.
         steps: u8,
     },
-    /// To so many bits, 0 to 16, beyond the 16-bit rounding: of a master, beyond its model weight, where the state has it in bf16 or f16.
+    /// Rounding to 0 to 16 bits beyond the 16-bit rounding of each number. A master uses its model weight as that
+    /// rounding, if the state contains the weight in bf16 or f16.
     Remainder {
-        /// Bits beyond the rounding.
+        /// Number of bits beyond the 16-bit rounding.
         bits: u8,
     },
-    /// BitSnap's clusters.
+    /// Clusters, as in BitSnap.
     Cluster(Cluster),
-    /// DynaQuant's pruned, quantized and protected numbers.
+    /// Pruned, quantized and protected numbers, as in DynaQuant.
     KMeans(KMeans),
-    /// Dynamic 8-bit numbers in blocks, as 8-bit optimizers have them.
+    /// Dynamic 8-bit numbers in blocks, as in 8-bit optimizers.
     Blockwise8,
 }
 
 impl Setting {
-    /// The forms in text, for errors.
+    /// Text forms, for error messages.
     pub(crate) const FORMS: &str = "lossless, loguniform:STEPS, remainder:BITS, cluster[:CLUSTERS][:normal|sample][:linear|dynamic], \
                                     kmeans[:LEVELS][:pruned=N][:protected=N][:absolute|relative], blockwise8";
 
@@ -63,7 +69,7 @@ impl Setting {
         if good { Ok(()) } else { Err(Error::invalid(format!("`{self}` is out of range; use one of {}", Self::FORMS))) }
     }
 
-    /// The codec that rounds as this setting asks, if that is what one codec does.
+    /// Returns the codec that rounds and stores numbers in one step, if the setting has one.
     pub fn codec(&self) -> Option<Arc<dyn Codec>> {
         match *self {
             Self::Cluster(cluster) => Some(Arc::new(cluster)),
@@ -73,12 +79,13 @@ impl Setting {
         }
     }
 
-    /// Whether each number is rounded by itself, so that equal numbers stay equal whatever else is in the chunk.
+    /// Returns whether each number is rounded on its own. Then equal numbers stay equal, whatever else the chunk
+    /// contains.
     pub(crate) fn is_elementwise(&self) -> bool {
         self.codec().is_none()
     }
 
-    /// The next finer one.
+    /// Returns the next finer setting.
     pub(crate) fn finer(&self) -> Self {
         match *self {
             Self::LogUniform { steps } if steps < 128 => Self::LogUniform { steps: steps * 2 },
@@ -113,7 +120,7 @@ impl FromStr for Setting {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let unknown = || Error::invalid(format!("`{}` is no setting; use one of {}", text.escape_debug(), Self::FORMS));
+        let unknown = || Error::invalid(format!("`{}` is not a setting; use one of {}", text.escape_debug(), Self::FORMS));
         let mut words = text.split(':');
         let name = words.next().unwrap_or_default();
         let number = |word: Option<&str>| word.and_then(|word| word.parse().ok()).ok_or_else(unknown);

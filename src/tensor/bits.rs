@@ -1,8 +1,8 @@
-//! Copies runs of elements, packed ones included.
+//! Copies runs of elements, including packed elements.
 
 use super::{Dtype, Run};
 
-/// Copies the elements of a run from one row-major buffer to another of the same type.
+/// Copies the elements of a run between two row-major buffers of the same type.
 pub(crate) fn copy_run(dtype: Dtype, run: Run, source: &[u8], destination: &mut [u8]) {
     let bits = dtype.bits();
     let (from, to, count) = (run.source * bits, run.destination * bits, run.count * bits);
@@ -25,7 +25,7 @@ mod tests {
 
     #[test]
     fn packed_runs_keep_their_neighbours() {
-        // Elements 0..6 of 4 bits: 1 2 3 4 5 6.
+        // Source elements 0 to 5, of 4 bits each: 1 2 3 4 5 6.
         let source = [0x21, 0x43, 0x65];
         let mut destination = [0xff; 3];
         copy_run(Dtype::Int4, Run { source: 1, destination: 2, count: 3 }, &source, &mut destination);

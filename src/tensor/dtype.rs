@@ -6,7 +6,8 @@ macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident = $code:literal, $name:literal, $bits:literal;)*) => {
         /// Type of a tensor's elements.
         ///
-        /// Elements are little-endian. Types below a byte are packed, low bits first; unused bits of the last byte are zero.
+        /// Elements are little-endian. Types smaller than a byte are packed, low bits first. Unused bits of the last
+        /// byte are zero.
         ///
         /// ```
         /// use tensorcask::Dtype;
@@ -20,23 +21,23 @@ macro_rules! dtypes {
         pub enum Dtype { $($(#[$doc])* $variant = $code,)* }
 
         impl Dtype {
-            /// Every type, by code.
+            /// All types, by code.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
 
-            /// The code in an index.
+            /// Returns the code in an index.
             pub fn code(self) -> u8 { self as u8 }
 
-            /// The type of a code in an index.
+            /// Returns the type of a code in an index.
             pub fn from_code(code: u8) -> Option<Self> {
                 match code { $($code => Some(Self::$variant),)* _ => None }
             }
 
-            /// The name in JSON and on the command line.
+            /// Returns the name in JSON and on the command line.
             pub fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }
 
-            /// Bits of one element.
+            /// Returns the bits of one element.
             pub fn bits(self) -> u64 {
                 match self { $(Self::$variant => $bits,)* }
             }
@@ -71,9 +72,9 @@ dtypes! {
     F32 = 12, "f32", 32;
     /// IEEE 754 binary64.
     F64 = 13, "f64", 64;
-    /// Two binary32: real, imaginary.
+    /// Two binary32: real part, imaginary part.
     C64 = 14, "c64", 64;
-    /// Two binary64: real, imaginary.
+    /// Two binary64: real part, imaginary part.
     C128 = 15, "c128", 128;
     /// OCP 8-bit float, 4 exponent bits, finite and NaN only.
     F8E4M3 = 16, "f8_e4m3", 8;
@@ -98,7 +99,7 @@ dtypes! {
 }
 
 impl Dtype {
-    /// The type of a name, as [`Dtype::name`] gives it.
+    /// Returns the type with the given name, the inverse of [`Dtype::name`].
     pub fn from_name(name: &str) -> Result<Self> {
         Self::ALL
             .iter()
@@ -107,18 +108,18 @@ impl Dtype {
             .ok_or_else(|| Error::unsupported(format!("`{}` is not a dtype", name.escape_debug())).clause("container 7"))
     }
 
-    /// Whether elements are smaller than a byte, and so packed.
+    /// Returns whether elements are smaller than a byte and therefore packed.
     pub fn is_packed(self) -> bool {
         self.bits() < 8
     }
 
-    /// Bytes that `elements` take, or `None` beyond u64.
+    /// Returns the bytes of `elements` elements, or `None` beyond u64.
     pub fn byte_count(self, elements: u64) -> Option<u64> {
         elements.checked_mul(self.bits()).map(|bits| bits.div_ceil(8))
     }
 
-    /// Bytes of the unit in which codecs compare and repeat: an element, the halves of a complex number, or the byte
-    /// that packed elements share.
+    /// Returns the bytes of a unit, in which codecs compare and repeat. A unit is an element, half of a complex number,
+    /// or the byte that packed elements share.
     pub fn unit_bytes(self) -> usize {
         match self {
             Self::C64 => 4,

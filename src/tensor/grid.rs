@@ -1,13 +1,13 @@
-//! The chunk grid: chunk boundaries follow from dtype and shard shape alone. Spec: `spec/container.md`, clause 6.
+//! The chunk grid. Chunk boundaries follow from dtype and shard shape alone. Spec: `spec/container.md`, clause 6.
 
 use std::ops::Range;
 
 use super::{Dtype, element_count};
 use crate::{Error, Result};
 
-/// How a shard is cut into chunks.
+/// Chunk boundaries of a shard.
 ///
-/// Positions are implicit, so that chunks of two snapshots, or of the tensors of one parameter, line up.
+/// Positions are implicit, so the chunks of two snapshots line up, and so do those of tensors of one parameter.
 ///
 /// ```
 /// use tensorcask::{ChunkGrid, Dtype};
@@ -25,17 +25,17 @@ pub struct ChunkGrid {
     row_elements: u64,
 }
 
-/// Elements of a chunk, at most.
+/// Greatest number of elements in a chunk.
 const MAX_CHUNK_ELEMENTS: u64 = 1 << 18;
 
 impl ChunkGrid {
-    /// The grid of a shard of `shape`.
+    /// Creates the grid of a shard of `shape`.
     pub fn new(dtype: Dtype, shape: &[u64]) -> Result<Self> {
         let too_large = || Error::limit(format!("shape {shape:?} of {dtype} is beyond 2^64 bytes")).clause("container 6");
         let element_count = element_count(shape).ok_or_else(too_large)?;
         dtype.byte_count(element_count).ok_or_else(too_large)?;
         let row = shape.last().copied().unwrap_or(1);
-        // Packed types: a chunk starts on a byte, which 8 elements always do.
+        // A chunk of a packed type must start on a byte; a multiple of 8 elements always does.
         let unit = match dtype.is_packed() {
             true => row.saturating_mul(8 / gcd(row.max(1), 8)),
             false => row,
@@ -48,46 +48,47 @@ impl ChunkGrid {
         Ok(Self { dtype, element_count, chunk_elements, row_elements })
     }
 
-    /// The element type.
+    /// Element type.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// Elements of the shard.
+    /// Number of elements in the shard.
     pub fn element_count(&self) -> u64 {
         self.element_count
     }
 
-    /// Elements of every chunk but the last.
+    /// Number of elements in every chunk but the last.
     pub fn chunk_elements(&self) -> u64 {
         self.chunk_elements
     }
 
-    /// Elements of a row, the last dimension, of which every chunk holds a whole number; 0 if rows are longer than chunks.
+    /// Number of elements in a row, that is, in the last dimension; 0 if rows are longer than chunks. Every chunk holds
+    /// whole rows.
     pub fn row_elements(&self) -> u64 {
         self.row_elements
     }
 
-    /// Chunks; none for an empty shard.
+    /// Number of chunks; 0 for an empty shard.
     pub fn chunk_count(&self) -> u64 {
         self.element_count.div_ceil(self.chunk_elements)
     }
 
-    /// Elements of chunk `chunk`, row-major in the shard.
+    /// Elements of chunk `chunk`, in the row-major order of the shard.
     pub fn elements(&self, chunk: u64) -> Range<u64> {
         let start = chunk.saturating_mul(self.chunk_elements).min(self.element_count);
         start..start.saturating_add(self.chunk_elements).min(self.element_count)
     }
 
-    /// Bytes of chunk `chunk` in the shard's data.
+    /// Bytes of chunk `chunk` in the data of the shard.
     pub fn bytes(&self, chunk: u64) -> Range<u64> {
         let elements = self.elements(chunk);
-        // Chunks start on a byte and the whole fits u64, both by construction.
+        // By construction, chunks start on a byte and the total fits u64.
         let at = |element: u64| self.dtype.byte_count(element).unwrap_or(u64::MAX);
         at(elements.start)..at(elements.end)
     }
 
-    /// Chunks that hold elements `elements`.
+    /// Chunks that hold the given elements.
     pub fn chunks_of(&self, elements: Range<u64>) -> Range<u64> {
         if elements.is_empty() {
             return 0..0;
@@ -114,7 +115,7 @@ mod tests {
         assert_eq!(per_chunk(Dtype::F32, &[3, full]), Some((full, 3)));
         assert_eq!(per_chunk(Dtype::F32, &[2, full + 1]), Some((full, 3)), "rows longer than a chunk are cut");
         assert_eq!(per_chunk(Dtype::F32, &[1000, 3000]), Some((261_000, 12)));
-        // 4-bit rows of 3 elements: 8 rows are 24 elements, 12 bytes.
+        // 8 rows of 3 elements of 4 bits: 24 elements, 12 bytes.
         assert_eq!(per_chunk(Dtype::Int4, &[1 << 20, 3]), Some((full / 24 * 24, 13)));
         assert_eq!(per_chunk(Dtype::F32, &[u64::MAX, 2]), None);
     }

@@ -1,4 +1,4 @@
-//! What goes in and comes out: element types, shapes, rectangles, borrowed tensors.
+//! Input and output types: element types, shapes, rectangles, and borrowed and owned tensors.
 
 mod bits;
 mod dtype;

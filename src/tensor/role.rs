@@ -1,19 +1,21 @@
-//! What a tensor is to training, guessed from its name when the caller does not say.
+//! The role of a tensor in training, guessed from its name unless the caller states the role.
 
-/// A role and the parameter it belongs to.
+/// Role of a tensor, and its parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoleAndParam {
-    /// `model`, `master`, `exp_avg`, `exp_avg_sq`, `momentum`, `ema`, or any other word.
+    /// Role: `model`, `master`, `exp_avg`, `exp_avg_sq`, `momentum`, `ema`, or any other word.
     pub role: String,
-    /// Name shared by all tensors of one parameter.
+    /// Name shared by all tensors of a parameter.
     pub param: String,
 }
 
-/// Guesses role and param from a name, by the words that frameworks use: torch optimizers (also as FSDP and DCP save them), Megatron
-/// distributed checkpoints, DeepSpeed, optax, and Hugging Face models. What no rule knows is model weight.
+/// Guesses role and param from a tensor's name.
 ///
-/// Segments lie between points and slashes. The param is what remains without the word of the role, without containers in front, and
-/// without wrappers anywhere, so that all tensors of a parameter meet in one.
+/// Known are the names of torch optimizers (also as saved by FSDP and DCP), Megatron distributed checkpoints,
+/// DeepSpeed, optax, and Hugging Face models. Every other name is a model weight.
+///
+/// Dots and slashes separate segments. The param is the name without the role's segment, without leading container
+/// segments, and without wrapper segments. Therefore all tensors of a parameter get the same param.
 ///
 /// ```
 /// let guess = |name| {
@@ -42,21 +44,21 @@ pub fn infer_role(name: &str) -> RoleAndParam {
         segments.iter().enumerate().filter(|&(i, segment)| i != skip && !WRAPPERS.contains(segment)).map(|(_, segment)| *segment);
     let mut param: Vec<&str> = rest.by_ref().skip_while(|segment| CONTAINERS.contains(segment)).collect();
     if param.is_empty() {
-        // A parameter that is called like a container.
+        // The parameter itself has the name of a container.
         param = segments.iter().enumerate().filter(|&(i, _)| i != skip).map(|(_, segment)| *segment).collect();
     }
     RoleAndParam { role: role.to_owned(), param: param.join(".") }
 }
 
-/// Whether a segment is one of several optimizers that Megatron chains.
+/// Returns whether a segment names one of several optimizers that Megatron chains.
 fn is_chained(segment: &str) -> bool {
     segment.strip_prefix("chained_").is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// First segments of an optimizer's state.
+/// First segments of optimizer state.
 const OPTIMIZERS: &[&str] = &["optimizer", "optim", "opt_state", "optimizer_state_dict", "base_optimizer_state", "zero"];
 
-/// Segments in front that say where a tensor was, and not which.
+/// Leading segments that name a container of tensors, not a parameter.
 const CONTAINERS: &[&str] = &[
     "model",
     "module",
@@ -71,7 +73,7 @@ const CONTAINERS: &[&str] = &[
     "params",
 ];
 
-/// Segments that wrappers put anywhere.
+/// Segments that wrappers insert anywhere.
 const WRAPPERS: &[&str] = &["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"];
 
 const WORDS: &[(&str, &str)] = &[
@@ -91,7 +93,7 @@ const WORDS: &[(&str, &str)] = &[
     ("ema_model", "ema"),
 ];
 
-/// Words that mean something only in an optimizer.
+/// Words that name a role only inside an optimizer.
 const OPTIMIZER_WORDS: &[(&str, &str)] =
     &[("fp32", "master"), ("mu", "exp_avg"), ("nu", "exp_avg_sq"), ("step", "step"), ("count", "step")];
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::{Error, Result};
 
-/// Elements of a shape, or `None` beyond u64. An empty shape is a scalar: one element.
+/// Returns the number of elements of a shape, or `None` beyond u64. An empty shape is a scalar: one element.
 pub(crate) fn element_count(shape: &[u64]) -> Option<u64> {
     if shape.contains(&0) {
         return Some(0);
@@ -13,32 +13,32 @@ pub(crate) fn element_count(shape: &[u64]) -> Option<u64> {
     shape.iter().try_fold(1u64, |product, &extent| product.checked_mul(extent))
 }
 
-/// `[4096, 256]`
+/// Formats a shape, such as `[4096, 256]`.
 pub(crate) fn format_shape(shape: &[u64]) -> String {
     format!("{shape:?}")
 }
 
-/// A hyper-rectangle of a tensor: where a shard lies, or what a slice takes.
+/// Hyper-rectangle of a tensor: the place of a shard, or the part that a slice selects.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Rect {
-    /// First index, per dimension.
+    /// First index in each dimension.
     pub offset: Vec<u64>,
-    /// Extent, per dimension.
+    /// Extent in each dimension.
     pub shape: Vec<u64>,
 }
 
 impl Rect {
-    /// The whole of a tensor.
+    /// Returns the rectangle that covers a whole tensor.
     pub fn whole(shape: &[u64]) -> Self {
         Self { offset: vec![0; shape.len()], shape: shape.to_vec() }
     }
 
-    /// Elements, or `None` beyond u64.
+    /// Returns the number of elements, or `None` beyond u64.
     pub fn element_count(&self) -> Option<u64> {
         element_count(&self.shape)
     }
 
-    /// Whether it lies inside a tensor of `shape`.
+    /// Returns whether the rectangle lies inside a tensor of `shape`.
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offset.len() == shape.len()
             && self.shape.len() == shape.len()
@@ -50,7 +50,8 @@ impl Rect {
                 .all(|((&offset, &extent), &global)| offset.checked_add(extent).is_some_and(|end| end <= global))
     }
 
-    /// The part that both cover, or `None` if they share no element. Both have the same number of dimensions.
+    /// Returns the common part, or `None` if there is no common element. Both rectangles must have the same number of
+    /// dimensions.
     pub fn intersection(&self, other: &Self) -> Option<Self> {
         let mut rect = Self { offset: Vec::with_capacity(self.offset.len()), shape: Vec::with_capacity(self.offset.len()) };
         for dimension in 0..self.offset.len() {
@@ -66,7 +67,7 @@ impl Rect {
     }
 }
 
-/// What to read of a tensor: a range for each of the leading dimensions; the rest is taken whole.
+/// Part of a tensor to read: a range for each leading dimension. All further dimensions are read whole.
 ///
 /// ```
 /// use tensorcask::Slice;
@@ -80,22 +81,23 @@ pub struct Slice {
 }
 
 impl Slice {
-    /// The whole tensor.
+    /// Selects the whole tensor.
     pub fn all() -> Self {
         Self::default()
     }
 
-    /// Rows `range` of the first dimension.
+    /// Selects rows `range` of the first dimension.
     pub fn rows(range: Range<u64>) -> Self {
         Self { ranges: vec![range] }
     }
 
-    /// A range for each of the leading dimensions.
+    /// Selects a range in each leading dimension.
     pub fn ranges(ranges: impl Into<Vec<Range<u64>>>) -> Self {
         Self { ranges: ranges.into() }
     }
 
-    /// The rectangle that this takes from a tensor of `shape`; an error if it reaches outside.
+    /// Returns the rectangle that this slice selects from a tensor of `shape`. A slice that reaches outside is an
+    /// error.
     pub fn of(&self, shape: &[u64]) -> Result<Rect> {
         if self.ranges.len() > shape.len() {
             return Err(Error::invalid(format!("a slice of {} dimensions does not fit shape {}", self.ranges.len(), format_shape(shape))));
@@ -117,18 +119,18 @@ impl Slice {
     }
 }
 
-/// Elements that are adjacent both in a source rectangle and in a destination rectangle.
+/// Run of elements that are adjacent both in a source rectangle and in a destination rectangle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
     /// Row-major element index in the source.
     pub source: u64,
     /// Row-major element index in the destination.
     pub destination: u64,
-    /// Elements.
+    /// Number of elements.
     pub count: u64,
 }
 
-/// From the first to the last element (row-major, of `source`) that both rectangles hold.
+/// Returns the range from the first to the last common element, row-major in `source`.
 pub(crate) fn element_span(source: &Rect, other: &Rect) -> Range<u64> {
     let Some(common) = source.intersection(other) else { return 0..0 };
     let (mut first, mut last) = (0, 0);
@@ -140,21 +142,21 @@ pub(crate) fn element_span(source: &Rect, other: &Rect) -> Range<u64> {
     first..last + 1
 }
 
-/// The runs that copy elements `window` (row-major, of `source`) into `destination`, in source order.
+/// Returns the runs that copy elements `window` (row-major in `source`) into `destination`, in source order.
 ///
-/// Both rectangles lie in one tensor; what they do not share is skipped. Dimensions that both hold whole are merged, so
-/// that a whole tensor is one run.
+/// Both rectangles lie in one tensor; elements outside their intersection are skipped. Dimensions that both rectangles
+/// cover whole are merged, so a whole tensor is one run.
 pub(crate) fn contiguous_runs<'a>(source: &'a Rect, destination: &'a Rect, window: Range<u64>) -> impl Iterator<Item = Run> + 'a {
     let common = source.intersection(destination);
     let dimensions = source.shape.len();
-    // Trailing dimensions in which source, destination and common part agree form one run.
+    // Trailing dimensions form one run if source, destination and common part agree in them.
     let mut inner = dimensions;
     if let Some(common) = &common {
         while inner > 0 && common.shape[inner - 1] == source.shape[inner - 1] && common.shape[inner - 1] == destination.shape[inner - 1] {
             inner -= 1;
         }
     }
-    // The dimension before those varies within a run too.
+    // One more dimension varies within a run.
     let split = inner.saturating_sub(1);
     let (run_length, row_count) = match &common {
         None => (0, 0),
@@ -180,7 +182,7 @@ pub(crate) fn contiguous_runs<'a>(source: &'a Rect, destination: &'a Rect, windo
         }
         Some((from, to))
     };
-    // Rows are ordered by their source position: skip to the first that can reach the window.
+    // Rows are ordered by source position, so skip to the first row that can reach the window.
     let first = partition_point(row_count, |row| index_of(row).is_some_and(|(from, _)| from + run_length <= window.start));
     (first..row_count).map_while(move |row| {
         let (from, to) = index_of(row)?;
@@ -190,7 +192,8 @@ pub(crate) fn contiguous_runs<'a>(source: &'a Rect, destination: &'a Rect, windo
     })
 }
 
-/// Elements `window` (row-major) of a tensor without a dimension of extent 0, as rectangles one after another: each is one run.
+/// Splits elements `window` (row-major) of a tensor into consecutive rectangles, each of which is one run. No dimension
+/// may have extent 0.
 pub(crate) fn rects_of_run(shape: &[u64], window: Range<u64>) -> Vec<Rect> {
     let strides = strides(shape);
     let mut rects = Vec::new();
@@ -203,7 +206,7 @@ pub(crate) fn rects_of_run(shape: &[u64], window: Range<u64>) -> Vec<Rect> {
             *offset = rest / stride;
             rest %= stride;
         }
-        // None fits a scalar, which is one element.
+        // No dimension fits a scalar, which is one element.
         let Some(dimension) = (0..shape.len()).find(fits) else {
             rects.push(rect);
             break;
@@ -216,10 +219,11 @@ pub(crate) fn rects_of_run(shape: &[u64], window: Range<u64>) -> Vec<Rect> {
     rects
 }
 
-/// Whether rectangles cover a tensor of `shape`, each element once. An empty tensor is tiled by its one whole rectangle.
+/// Returns whether rectangles cover a tensor of `shape` with each element in exactly one rectangle. An empty tensor is
+/// covered by its one whole rectangle.
 ///
-/// Each rectangle adds +1 and -1 at its corners (the mixed difference of its indicator function); it is a tiling exactly if
-/// what remains is the corners of the whole.
+/// The check adds +1 or -1 at each corner of every rectangle (the mixed difference of its indicator function). The
+/// rectangles tile the tensor exactly if only the corners of the whole tensor remain.
 pub(crate) fn tiles(shape: &[u64], rects: &[Rect]) -> Result<bool> {
     let whole = Rect::whole(shape);
     if element_count(shape) == Some(0) || rects.len() == 1 {
@@ -252,7 +256,7 @@ pub(crate) fn tiles(shape: &[u64], rects: &[Rect]) -> Result<bool> {
 }
 
 const MAX_SPLIT_DIMENSIONS: usize = 8;
-/// Bounds the memory of the check: a million shards that split two dimensions.
+/// Bounds the memory of the check. Allows a million shards that split two dimensions.
 const MAX_CORNERS: usize = 1 << 22;
 
 fn strides(shape: &[u64]) -> Vec<u64> {
@@ -316,7 +320,7 @@ mod tests {
 
     #[test]
     fn runs_copy_exactly_the_common_elements() {
-        // Source covers [1..4, 2..6, 0..3] of a tensor, destination [2..5, 0..4, 0..3] and [2..5, 0..4, 1..2].
+        // The source covers [1..4, 2..6, 0..3] of a tensor, the destinations [2..5, 0..4, 0..3] and [2..5, 0..4, 1..2].
         let source = Rect { offset: vec![1, 2, 0], shape: vec![3, 4, 3] };
         for destination in [
             Rect { offset: vec![2, 0, 0], shape: vec![3, 4, 3] },
@@ -359,7 +363,7 @@ mod tests {
     #[test]
     fn tilings_are_told_from_gaps_and_overlaps() -> Result<()> {
         let rect = |offset: &[u64], shape: &[u64]| Rect { offset: offset.to_vec(), shape: shape.to_vec() };
-        // A pinwheel of four around a centre: no cut goes through.
+        // Four rectangles form a pinwheel around a centre, so no straight cut separates them.
         let pinwheel =
             [rect(&[0, 0], &[1, 2]), rect(&[0, 2], &[2, 1]), rect(&[1, 0], &[2, 1]), rect(&[1, 1], &[1, 1]), rect(&[2, 1], &[1, 2])];
         assert!(tiles(&[3, 3], &pinwheel)?);

@@ -1,12 +1,12 @@
-//! Borrowed tensors and blobs: what a writer takes; owned tensors: what a reader gives.
+//! Borrowed tensors and blobs, the input of a writer. Owned tensors, the output of a reader.
 
 use super::{Dtype, Rect, RoleAndParam, element_count, format_shape, infer_role};
 use crate::{Error, Result};
 
 /// A borrowed tensor, or one shard of it.
 ///
-/// `data` holds the elements in row-major order, little-endian. Two views of the same memory, dtype and shape are *tied*:
-/// stored once, restored under both names.
+/// `data` holds the elements in row-major order, little-endian. Two views of the same memory, dtype and shape are
+/// *tied*: they are stored once and restored under both names.
 ///
 /// ```
 /// use tensorcask::{Dtype, TensorView};
@@ -29,12 +29,12 @@ pub struct TensorView<'a> {
 }
 
 impl<'a> TensorView<'a> {
-    /// A whole tensor. Role and param are guessed from the name; see [`infer_role`].
+    /// Creates a view of a whole tensor. Role and param are guessed from the name; see [`infer_role`].
     pub fn new(name: impl Into<String>, dtype: Dtype, shape: &[u64], data: &'a [u8]) -> Result<Self> {
         Self::shard(name, dtype, shape, Rect::whole(shape), data)
     }
 
-    /// One shard of a tensor of global `shape`: the elements in `rect`.
+    /// Creates a view of one shard of a tensor of global `shape`: the elements in `rect`.
     pub fn shard(name: impl Into<String>, dtype: Dtype, shape: &[u64], rect: Rect, data: &'a [u8]) -> Result<Self> {
         let name = name.into();
         let fail = |message: String| Err(Error::invalid(message).tensor(name.as_str()));
@@ -46,7 +46,7 @@ impl<'a> TensorView<'a> {
                 format_shape(shape)
             ));
         }
-        // The global size must be representable too: readers allocate it.
+        // Readers allocate the whole tensor, so its size must fit u64 too.
         let global = element_count(shape).and_then(|n| dtype.byte_count(n));
         let bytes = rect.element_count().and_then(|n| dtype.byte_count(n));
         let (Some(_), Some(bytes)) = (global, bytes) else {
@@ -65,17 +65,19 @@ impl<'a> TensorView<'a> {
         Ok(Self { name, dtype, shape: shape.to_vec(), rect, role, param, data, changed_rows: None })
     }
 
-    /// Says what the tensor is to training, instead of guessing from its name.
+    /// Sets role and param, instead of guessing them from the name.
     pub fn with_role(mut self, role: impl Into<String>, param: impl Into<String>) -> Self {
         self.role = role.into();
         self.param = param.into();
         self
     }
 
-    /// Says which rows may have changed since this tensor was last saved by the same writer, by their index in the first dimension of the
-    /// tensor: all others are taken to be equal. A delta then needs no base in memory and reads none back. A row that changed and is
-    /// left out fails the save where the writer can tell: in chunks that it keeps the base of, and in chunks in which no row was named. In
-    /// others it makes the chunk unreadable in this snapshot (its checksum tells).
+    /// Sets the rows that may have changed since this writer last saved the tensor, by index in the tensor's first
+    /// dimension. All other rows count as equal. A delta then needs no base in memory and reads none back.
+    ///
+    /// Do not leave out a changed row. The save fails if the writer can detect the omission: in chunks whose base it
+    /// keeps, and in chunks without a named row. In other chunks the omission makes the chunk unreadable in this
+    /// snapshot, with a checksum mismatch.
     ///
     /// ```
     /// use tensorcask::{Dtype, TensorView};
@@ -98,74 +100,74 @@ impl<'a> TensorView<'a> {
         Ok(self)
     }
 
-    /// Rows of this shard that may differ from the parent snapshot, ascending, counted from the shard's first.
+    /// Rows of this shard that may differ from the parent snapshot, ascending, counted from the shard's first row.
     pub fn changed_rows(&self) -> Option<&[u64]> {
         self.changed_rows.as_deref()
     }
 
-    /// The name.
+    /// Name of the tensor.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The element type.
+    /// Element type.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// The global shape.
+    /// Global shape.
     pub fn shape(&self) -> &[u64] {
         &self.shape
     }
 
-    /// Where this shard lies in the tensor.
+    /// Rectangle of this shard in the tensor.
     pub fn rect(&self) -> &Rect {
         &self.rect
     }
 
-    /// What the tensor is to training.
+    /// Role of the tensor in training.
     pub fn role(&self) -> &str {
         &self.role
     }
 
-    /// The parameter it belongs to.
+    /// Parameter that the tensor belongs to.
     pub fn param(&self) -> &str {
         &self.param
     }
 
-    /// The elements.
+    /// Elements of the shard.
     pub fn data(&self) -> &'a [u8] {
         self.data
     }
 }
 
-/// Named opaque bytes of one rank: RNG state, data-loader position.
+/// Named opaque bytes of one rank, such as RNG state or data-loader position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blob<'a> {
-    /// The rank it belongs to.
+    /// Rank that the blob belongs to.
     pub rank: u32,
-    /// The name; unique within the rank.
+    /// Name, unique within the rank.
     pub name: String,
-    /// The bytes.
+    /// Content.
     pub data: std::borrow::Cow<'a, [u8]>,
 }
 
 impl<'a> Blob<'a> {
-    /// A blob of rank 0.
+    /// Creates a blob of rank 0.
     pub fn new(name: impl Into<String>, data: impl Into<std::borrow::Cow<'a, [u8]>>) -> Self {
         Self { rank: 0, name: name.into(), data: data.into() }
     }
 }
 
-/// A tensor, or a slice of one, that was read.
+/// A tensor, or a slice of one, as read from a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
-    /// The name.
+    /// Name of the tensor.
     pub name: String,
-    /// The element type.
+    /// Element type.
     pub dtype: Dtype,
-    /// The shape of `data`: of the slice, where one was asked for.
+    /// Shape of `data`: the shape of the slice, if a slice was requested.
     pub shape: Vec<u64>,
-    /// Row-major elements, little-endian.
+    /// Elements, row-major, little-endian.
     pub data: Vec<u8>,
 }

@@ -9,7 +9,7 @@ use super::{COLUMN_ALIGNMENT, align_up};
 use crate::limits::to_usize;
 use crate::{Error, Result};
 
-/// A number of fixed width in a column.
+/// A fixed-width number in a column.
 pub(crate) trait Fixed: Copy + PartialEq {
     const WIDTH: usize;
     fn decode(bytes: &[u8]) -> Option<Self>;
@@ -53,7 +53,7 @@ impl<T: Fixed> Column<T> {
         self.bytes.chunks_exact(T::WIDTH).filter_map(T::decode)
     }
 
-    /// Values of rows `rows`, fewer if the column ends before.
+    /// Returns the values of `rows`; fewer if the column ends earlier.
     pub(crate) fn range(&self, rows: std::ops::Range<usize>) -> impl Iterator<Item = T> + '_ {
         let start = rows.start.saturating_mul(T::WIDTH).min(self.bytes.len());
         let end = rows.end.saturating_mul(T::WIDTH).min(self.bytes.len()).max(start);
@@ -66,7 +66,7 @@ impl<T: Fixed> Column<T> {
     }
 }
 
-/// Variable-length rows: `rows + 1` offsets into a heap, as Arrow keeps them.
+/// Variable-length rows: `rows + 1` offsets into a heap, the layout of Arrow.
 #[derive(Debug, Clone)]
 pub(crate) struct Heap<T> {
     pub(crate) offsets: Column<u32>,
@@ -90,13 +90,13 @@ impl<T: Fixed> Heap<T> {
 }
 
 impl Heap<u8> {
-    /// A row of text; UTF-8 was checked when the heap was read.
+    /// Returns a row of text. UTF-8 was checked when the heap was read.
     pub(crate) fn text(&self, row: usize) -> Option<&str> {
         std::str::from_utf8(self.values.bytes.get(self.span(row)?)?).ok()
     }
 }
 
-/// Writes columns one after the other, each padded to the column alignment.
+/// Writes columns in order, each padded to the column alignment.
 #[derive(Debug, Default)]
 pub(crate) struct ColumnsWriter {
     out: Vec<u8>,
@@ -110,13 +110,13 @@ impl ColumnsWriter {
         self.pad();
     }
 
-    /// Offsets and values of rows of text or numbers.
+    /// Writes offsets and values of rows of text or numbers.
     pub(crate) fn heap<T: Fixed>(&mut self, rows: impl Iterator<Item = impl AsRef<[T]>> + Clone) -> Result<()> {
         let mut end = 0usize;
         let mut offsets = vec![0u32];
         for row in rows.clone() {
             end = end.saturating_add(row.as_ref().len());
-            // Arrow's offsets are signed.
+            // Arrow stores offsets as signed integers.
             let offset =
                 i32::try_from(end).map_err(|_| Error::limit("names or shapes of one table exceed 2^31 bytes").clause("index 1.3"))?;
             offsets.push(offset.unsigned_abs());
@@ -141,7 +141,7 @@ impl ColumnsWriter {
     }
 }
 
-/// Reads columns one after the other; padding must be zero, nothing may be left.
+/// Reads columns in order. Padding must be zero, and no byte may be left.
 pub(crate) struct ColumnsReader {
     bytes: Bytes,
     position: usize,
@@ -190,7 +190,7 @@ impl ColumnsReader {
         Ok(Heap { offsets, values: self.column(values)? })
     }
 
-    /// A heap of UTF-8 rows of at most `max_bytes` bytes each.
+    /// Reads a heap of UTF-8 rows of at most `max_bytes` bytes each.
     pub(crate) fn text(&mut self, rows: u64, heap_bytes: u64, max_bytes: u64) -> Result<Heap<u8>> {
         let heap: Heap<u8> = self.heap(rows, heap_bytes)?;
         for row in 0..heap.len() {

@@ -3,7 +3,7 @@
 
 use crate::{Error, Result};
 
-/// Reads fields from a byte slice and never past it.
+/// Reads fields from a byte slice, never past its end.
 pub(crate) struct Cursor<'a> {
     rest: &'a [u8],
     what: &'static str,
@@ -45,7 +45,7 @@ impl<'a> Cursor<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// Bytes that must be zero.
+    /// Reads bytes that must be zero.
     pub(crate) fn zeros(&mut self, count: usize) -> Result<()> {
         if self.take(count)?.iter().all(|&byte| byte == 0) {
             return Ok(());

@@ -1,4 +1,5 @@
-//! The directory: tensors of a layout, their roles, and which cask holds which shard. Spec: `spec/manifest.md`, clause 3.
+//! The directory: the tensors of a layout, their roles, and the cask that holds each shard. Spec: `spec/manifest.md`,
+//! clause 3.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -19,26 +20,26 @@ const NO_ALIAS: u32 = u32::MAX;
 /// A tensor of a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirectoryTensor {
-    /// The name.
+    /// Name of the tensor.
     pub name: String,
-    /// The element type.
+    /// Element type.
     pub dtype: Dtype,
-    /// The global shape.
+    /// Global shape.
     pub shape: Vec<u64>,
-    /// What it is to training.
+    /// Role in training, such as `model` or `exp_avg`.
     pub role: String,
-    /// The parameter it belongs to.
+    /// Parameter that the tensor belongs to.
     pub param: String,
-    /// The tensor that it is tied to, which alone is stored.
+    /// Row of the stored tensor that this tensor is tied to; `None` for a stored tensor.
     pub alias_of: Option<usize>,
 }
 
 /// A shard of a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirectoryShard {
-    /// Where it lies in its tensor.
+    /// Rectangle of the shard in its tensor.
     pub rect: Rect,
-    /// The slot of the cask that holds it.
+    /// Slot of the cask that holds the shard.
     pub slot: u32,
 }
 
@@ -52,12 +53,12 @@ pub struct Directory {
     aliases: Column<u32>,
     slots: Column<u32>,
     features: Features,
-    /// Stored tensors by role and param; none where several share both. Made when it is first asked for.
+    /// Stored tensors by role and param; `None` if several tensors share both. Built on first use.
     by_param: OnceLock<HashMap<(String, String), Option<usize>>>,
 }
 
 impl Directory {
-    /// The stored form of tensors, ascending by name, each with its shards, ascending by position.
+    /// Encodes tensors, ascending by name, each with its shards, ascending by position.
     pub fn encode(tensors: &[(DirectoryTensor, Vec<DirectoryShard>)]) -> Result<Vec<u8>> {
         let mut roles: Vec<&str> = tensors.iter().map(|(t, _)| t.role.as_str()).collect();
         roles.sort_unstable();
@@ -104,11 +105,11 @@ impl Directory {
         Ok(out.finish())
     }
 
-    /// From the stored form, compared with the digest that is its name.
+    /// Decodes a directory and compares its bytes with `digest`, which is its name in the store.
     pub fn decode(bytes: Bytes, digest: Digest, limits: &Limits) -> Result<Self> {
         Limits::check(bytes.len() as u64, limits.max_directory_bytes, "size of the directory")?;
         if Digest::of(&bytes) != digest {
-            return Err(Error::corrupt("its bytes do not have the digest that is its name").clause("manifest 3.1"));
+            return Err(Error::corrupt("digest mismatch: the bytes do not have the digest in the name").clause("manifest 3.1"));
         }
         let mut reader = ColumnsReader::new(bytes, "directory");
         let head: Column<u8> = reader.column(HEAD_BYTES as u64)?;
@@ -144,22 +145,22 @@ impl Directory {
         Ok(directory)
     }
 
-    /// The features of the directory.
+    /// Features of the directory.
     pub fn features(&self) -> Features {
         self.features
     }
 
-    /// Tensors, aliases included.
+    /// Number of tensors, aliases included.
     pub fn len(&self) -> usize {
         self.layout.tensor_count()
     }
 
-    /// Whether there is no tensor.
+    /// Returns whether the directory has no tensor.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Tensor number `tensor`, by name.
+    /// Tensor number `tensor`, in the order of names.
     pub fn tensor(&self, tensor: usize) -> DirectoryTensor {
         DirectoryTensor {
             name: self.layout.name(tensor).to_owned(),
@@ -186,19 +187,19 @@ impl Directory {
         self.layout.shape(tensor)
     }
 
-    /// What a tensor is to training.
+    /// Role of a tensor in training.
     pub fn role(&self, tensor: usize) -> &str {
         let role = self.tensor_roles.get(tensor).unwrap_or_default();
         self.roles.get(usize::from(role)).map_or("", String::as_str)
     }
 
-    /// What parameter a tensor belongs to.
+    /// Parameter that a tensor belongs to.
     pub fn param(&self, tensor: usize) -> &str {
         self.params.text(tensor).unwrap_or_default()
     }
 
-    /// The tensor of another role that belongs to the parameter of a tensor: the only one of that role that is stored, of the same
-    /// shape, and not packed.
+    /// Returns the tensor of `role` that belongs to the same parameter as `tensor`. The partner must be stored, of the
+    /// same shape, not packed, and the only tensor of `role`.
     pub fn partner(&self, tensor: usize, role: &str) -> Option<usize> {
         let by_param = self.by_param.get_or_init(|| {
             let mut found: HashMap<(String, String), Option<usize>> = HashMap::new();
@@ -213,22 +214,22 @@ impl Directory {
         (fits && !self.dtype(partner).is_packed() && !self.dtype(tensor).is_packed()).then_some(partner)
     }
 
-    /// The tensor that this one is tied to.
+    /// Stored tensor that an alias is tied to.
     pub fn alias_of(&self, tensor: usize) -> Option<usize> {
         self.aliases.get(tensor).filter(|&alias| alias != NO_ALIAS).map(|alias| alias as usize)
     }
 
-    /// The tensor of a name.
+    /// Returns the tensor with the given name.
     pub fn find(&self, name: &str) -> Option<usize> {
         self.layout.find(name)
     }
 
-    /// The shards of a tensor, by number.
+    /// Shards of a tensor, by number.
     pub fn shards_of(&self, tensor: usize) -> std::ops::Range<usize> {
         self.layout.shards_of(tensor)
     }
 
-    /// The shard of a tensor that covers exactly `rect`.
+    /// Returns the shard of a tensor that covers exactly `rect`.
     pub fn find_shard(&self, tensor: usize, rect: &Rect) -> Option<usize> {
         self.layout.find_shard(tensor, rect)
     }
@@ -238,7 +239,7 @@ impl Directory {
         DirectoryShard { rect: self.layout.rect(shard), slot: self.slots.get(shard).unwrap_or_default() }
     }
 
-    /// Bytes of the decoded tensors, aliases not counted.
+    /// Bytes of the decoded tensors, without aliases.
     pub fn tensor_bytes(&self) -> u64 {
         (0..self.len())
             .filter(|&tensor| self.alias_of(tensor).is_none())
@@ -250,7 +251,7 @@ impl Directory {
         for tensor in 0..self.len() {
             let fail = |message: &str, clause| Err(Error::corrupt(message).tensor(self.name(tensor)).clause(clause));
             if usize::from(self.tensor_roles.get(tensor).unwrap_or_default()) >= self.roles.len() {
-                return fail("its role is not in the dictionary", "manifest 3.3");
+                return fail("the tensor's role is not in the dictionary", "manifest 3.3");
             }
             let shards = self.shards_of(tensor);
             match self.alias_of(tensor) {
@@ -266,7 +267,7 @@ impl Directory {
                 None => {
                     let rects: Vec<Rect> = shards.map(|shard| self.layout.rect(shard)).collect();
                     if !tiles(&self.shape(tensor), &rects)? {
-                        return fail("its shards do not tile it exactly", "manifest 3.4");
+                        return fail("the shards do not tile the tensor exactly", "manifest 3.4");
                     }
                 }
             }

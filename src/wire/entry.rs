@@ -9,7 +9,7 @@ use crate::{Error, Limits, Result};
 
 const FORMAT: &str = "tensorcask-log";
 
-/// What an entry does.
+/// Event of a log entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
@@ -18,49 +18,50 @@ pub enum Event {
     Opened {},
     /// A snapshot is committed.
     Added {
-        /// Its id.
+        /// Id of the snapshot.
         snapshot: Id,
-        /// Its step.
+        /// Training step of the snapshot.
         step: u64,
-        /// The parent of a delta; must agree with the manifest. It stands here so that a chain is known from the log alone.
+        /// Parent of a delta; must agree with the manifest. With it, readers know a chain from the log alone.
         parent: Option<Id>,
-        /// Digest of its manifest, whose path follows from step and id.
+        /// Digest of the manifest. The manifest's path follows from step and id.
         manifest: Digest,
     },
-    /// Snapshots are no longer wanted; kept while a chain needs them.
+    /// Snapshots are no longer wanted. Each is kept while a chain needs it.
     Forgotten {
-        /// Their ids.
+        /// Ids of the snapshots.
         snapshots: Vec<Id>,
     },
-    /// A snapshot is protected from being forgotten, or no longer.
+    /// A snapshot is pinned or unpinned. A pinned snapshot cannot be forgotten.
     Pinned {
-        /// Its id.
+        /// Id of the snapshot.
         snapshot: Id,
-        /// Whether it is protected from now on.
+        /// Whether the snapshot is pinned from now on.
         pinned: bool,
     },
-    /// Another manifest stands for a snapshot from now on: the same content, held by other casks.
+    /// Another manifest replaces the manifest of a snapshot: the same content, held by other casks.
     Compacted {
-        /// Its id.
+        /// Id of the snapshot.
         snapshot: Id,
-        /// The parent that it still needs, if any.
+        /// Parent that the snapshot still needs, if any.
         parent: Option<Id>,
-        /// Digest of the manifest, whose path follows from step, id and this digest.
+        /// Digest of the new manifest. The manifest's path follows from step, id and this digest.
         manifest: Digest,
-        /// The roles that it still has, ascending; none: those that it had.
+        /// Roles that remain, ascending; `None` if all roles remain.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         roles: Option<Vec<String>>,
     },
-    /// Snapshots that nothing may need any more: what only they name is deleted when it is old enough.
+    /// No reader needs these snapshots any more. Garbage collection deletes their own objects once those are old
+    /// enough.
     Collecting {
-        /// Their ids.
+        /// Ids of the snapshots.
         snapshots: Vec<Id>,
     },
-    /// From now on readers and writers have to know these features.
+    /// Readers and writers must understand these features from now on.
     Upgraded {
-        /// Features that readers and writers have to know.
+        /// Features that readers and writers must understand.
         must_understand: Vec<String>,
-        /// Features that writers, compaction and gc have to know.
+        /// Features that writers, compaction and garbage collection must understand.
         may_ignore: Vec<String>,
     },
 }
@@ -68,7 +69,7 @@ pub enum Event {
 const KINDS: &[&str] = &["opened", "added", "forgotten", "pinned", "compacted", "collecting", "upgraded"];
 
 impl Event {
-    /// The name in JSON and listings.
+    /// Name in JSON and listings.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Opened {} => "opened",
@@ -90,22 +91,22 @@ pub struct LogEntry {
     version: String,
     must_understand: Vec<String>,
     may_ignore: Vec<String>,
-    /// The number, also its name; the first is 1.
+    /// Number of the entry, also its name. The first entry is number 1.
     pub sequence: u64,
-    /// Digest of the entry before; none for the first.
+    /// Digest of the previous entry; `None` for the first.
     pub previous: Option<Digest>,
-    /// Random: tells a writer whether an entry that it finds is its own.
+    /// Random token. With it, a writer recognises its own entry after an unclear outcome.
     pub token: Id,
-    /// Who wrote it.
+    /// Id of the writer.
     pub writer: Id,
-    /// When, in milliseconds since 1970, by the writer's clock.
+    /// Time of the commit by the writer's clock, in milliseconds since 1970.
     pub time_ms: u64,
-    /// What it does.
+    /// The event.
     pub event: Event,
 }
 
 impl LogEntry {
-    /// An entry of the current version.
+    /// Creates an entry of the current version.
     pub fn new(sequence: u64, previous: Option<Digest>, token: Id, writer: Id, time_ms: u64, event: Event) -> Self {
         Self {
             format: FORMAT.into(),
@@ -121,7 +122,7 @@ impl LogEntry {
         }
     }
 
-    /// Features that a reader may ignore, but no writer.
+    /// Features that a reader may ignore, but a writer may not.
     pub fn may_ignore(&self) -> &[String] {
         &self.may_ignore
     }
@@ -131,20 +132,20 @@ impl LogEntry {
         format!("log/{sequence:020}.json")
     }
 
-    /// Whether an object with this path is an entry.
+    /// Returns whether `path` names an entry.
     pub(crate) fn is_path(path: &str) -> bool {
         let digits = path.strip_prefix("log/").and_then(|name| name.strip_suffix(".json"));
         digits.and_then(|digits| digits.parse().ok()).is_some_and(|sequence| sequence > 0 && Self::path_of(sequence) == path)
     }
 
-    /// The stored form and its digest.
+    /// Encodes the entry. Returns the bytes and their digest.
     pub fn encode(&self) -> Result<(Vec<u8>, Digest)> {
         let bytes = seal::seal(self)?;
         let (_, digest) = seal::open_seal(&bytes, u64::MAX)?;
         Ok((bytes, digest))
     }
 
-    /// From the stored form, with its digest; `sequence` is the number in its name.
+    /// Decodes an entry and returns its digest. `sequence` is the number in the entry's name.
     pub fn decode(bytes: &[u8], sequence: u64, limits: &Limits) -> Result<(Self, Digest)> {
         let (json, digest) = seal::open_seal(bytes, limits.max_entry_bytes)?;
         seal::check_preamble(json, FORMAT)?;
@@ -155,10 +156,12 @@ impl LogEntry {
         }
         let entry: Self = seal::parse(json)?;
         if entry.sequence != sequence {
-            return Err(Error::corrupt(format!("holds sequence {}, but its name says {sequence}", entry.sequence)).clause("log 3.1"));
+            return Err(
+                Error::corrupt(format!("the entry holds sequence {}, but its name says {sequence}", entry.sequence)).clause("log 3.1")
+            );
         }
         if (sequence == 1) != entry.previous.is_none() {
-            return Err(Error::corrupt("only the first entry has no entry before it").clause("log 3.2"));
+            return Err(Error::corrupt("exactly the first entry must have no `previous` digest").clause("log 3.2"));
         }
         Ok((entry, digest))
     }

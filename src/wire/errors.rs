@@ -1,4 +1,4 @@
-//! The blob `tc.errors`: how far what is stored is from what was saved. Spec: `spec/errors.md`.
+//! The blob `tc.errors`: the rounding error of each stored chunk. Spec: `spec/errors.md`.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,23 +10,23 @@ use crate::{Error, Limits, Result};
 
 const FORMAT: &str = "tensorcask-errors";
 
-/// Errors of a chunk, as the blob has them.
+/// Rounding error of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(from = "Numbers", into = "Numbers")]
 pub(crate) struct ChunkErrors {
-    /// The chunk's number in its shard.
+    /// Number of the chunk in its shard.
     pub chunk: u64,
-    /// Elements that are finite and not zero.
+    /// Number of elements that are finite and not zero.
     pub elements: u64,
-    /// The greatest relative error.
+    /// Greatest relative error.
     pub max_relative: f64,
-    /// The sum of relative errors.
+    /// Sum of relative errors.
     pub relative: f64,
-    /// The sum of squared errors.
+    /// Sum of squared errors.
     pub squares: f64,
-    /// Elements whose sign changed.
+    /// Number of elements whose sign changed.
     pub sign_flips: u64,
-    /// Squared errors of the update, and squared updates.
+    /// Sum of squared errors of the Adam update, and sum of squared updates.
     pub update: [f64; 2],
 }
 
@@ -56,7 +56,7 @@ impl ChunkErrors {
     }
 }
 
-/// Errors of a shard.
+/// Rounding errors of a shard.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ShardErrors {
@@ -73,7 +73,7 @@ impl ShardErrors {
     }
 }
 
-/// The blob.
+/// Content of the blob.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ErrorsFile {
@@ -88,7 +88,7 @@ impl ErrorsFile {
     /// Name of the blob.
     pub(crate) const BLOB: &str = "tc.errors";
 
-    /// Of shards in order.
+    /// Creates the content from shards in ascending order.
     pub(crate) fn new(shards: Vec<ShardErrors>) -> Self {
         let version = FormatVersion::CURRENT.to_string();
         Self { format: FORMAT.into(), version, must_understand: vec![], may_ignore: vec![], shards }
@@ -109,7 +109,7 @@ impl ErrorsFile {
             return Err(Error::corrupt("shards or chunks are not in order").clause("errors 1"));
         }
         match file.shards.iter().find(|shard| !shard.chunks.iter().all(ChunkErrors::is_sane)) {
-            Some(shard) => Err(Error::corrupt("an error that is no number, or negative").tensor(&shard.tensor).clause("errors 3.3")),
+            Some(shard) => Err(Error::corrupt("a rounding error is negative or not a number").tensor(&shard.tensor).clause("errors 3.3")),
             None => Ok(file),
         }
     }

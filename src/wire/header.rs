@@ -3,20 +3,20 @@
 use super::{Cursor, Id, Put};
 use crate::{Error, Result};
 
-/// Bytes of a header.
+/// Size of a header in bytes.
 pub const HEADER_BYTES: u64 = 32;
 
 const MAGIC: [u8; 8] = *b"\x89TCK\r\n\x1a\n";
 
-/// What a cask begins with: it shows text-mode damage at once and names the file.
+/// Header of a cask: names the file, and detects damage by text-mode transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// The cask's id; every checksum in the file depends on it.
+    /// Id of the cask. Every checksum in the file depends on the id.
     pub id: Id,
 }
 
 impl Header {
-    /// The stored form.
+    /// Encodes the header.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEADER_BYTES as usize);
         out.put(&MAGIC);
@@ -26,7 +26,7 @@ impl Header {
         out
     }
 
-    /// From the stored form.
+    /// Decodes a header.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut cursor = Cursor::new(bytes, "cask header");
         if cursor.array()? != MAGIC {

@@ -7,14 +7,14 @@ use crate::{Error, ErrorKind, Result};
 macro_rules! hex_bytes {
     ($name:ident, $bytes:literal, $what:literal) => {
         impl $name {
-            /// The lower-case hex form.
+            /// Returns the lower-case hex form.
             pub fn to_hex(&self) -> String {
                 const DIGITS: &[u8; 16] = b"0123456789abcdef";
                 let digit = |nibble: u8| DIGITS.get(usize::from(nibble)).copied().map_or('?', char::from);
                 self.0.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
             }
 
-            /// From the lower-case hex form, of exact length.
+            /// Parses the lower-case hex form, which must have the exact length.
             pub fn from_hex(text: &str) -> Result<Self> {
                 let fail = || Error::corrupt(format!(concat!("`{}` is not ", $what, " (lower-case hex)"), text.escape_debug()));
                 let digit = |byte: u8| match byte {
@@ -62,14 +62,14 @@ macro_rules! hex_bytes {
     };
 }
 
-/// A random 128-bit id of a snapshot, cask, writer or run; also the token of a commit.
+/// Random 128-bit id of a snapshot, cask, writer or run; also the token of a commit.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Id(pub [u8; 16]);
 
 hex_bytes!(Id, 16, "an id of 32 digits");
 
 impl Id {
-    /// A fresh id from the operating system's random source.
+    /// Creates an id from the operating system's random source.
     pub fn random() -> Result<Self> {
         let mut bytes = [0; 16];
         getrandom::fill(&mut bytes).map_err(|e| Error::new(ErrorKind::Storage, format!("the system's random source failed: {e}")))?;
@@ -84,12 +84,12 @@ pub struct Digest(pub [u8; 32]);
 hex_bytes!(Digest, 32, "a SHA-256 of 64 digits");
 
 impl Digest {
-    /// The digest of some bytes.
+    /// Computes the digest of `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         Self::of_parts([bytes])
     }
 
-    /// The digest of parts one after the other.
+    /// Computes the digest of concatenated parts.
     pub fn of_parts<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Self {
         let mut hasher = Sha256::new();
         for part in parts {

@@ -1,4 +1,4 @@
-//! The index root of a cask: all tables but those of chunks and pages. Spec: `spec/index.md`, clause 2.
+//! The index root of a cask: all tables except those of chunks and pages. Spec: `spec/index.md`, clause 2.
 
 use std::ops::Range;
 
@@ -13,16 +13,16 @@ use crate::tensor::ChunkGrid;
 use crate::version::Features;
 use crate::{Error, Limits, Result};
 
-/// A codec of the dictionary.
+/// Codec id and version in the dictionary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CodecRef {
-    /// The id, such as `tc.raw`.
+    /// Id, such as `tc.raw`.
     pub id: String,
-    /// The version of the codec's format.
+    /// Version of the codec's format.
     pub version: u16,
 }
 
-/// A blob to be written into the table.
+/// Row of the blob table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BlobRow {
     pub rank: u32,
@@ -31,7 +31,7 @@ pub(crate) struct BlobRow {
     pub crc: u32,
 }
 
-/// A part to be written into the table.
+/// Row of the part table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PartRow {
     pub pages_offset: u64,
@@ -39,7 +39,7 @@ pub(crate) struct PartRow {
     pub crc: u32,
 }
 
-/// What an index root is made of.
+/// Content of an index root to be encoded.
 #[derive(Debug, Default)]
 pub(crate) struct RootContent {
     pub tensors: Vec<TensorRow>,
@@ -51,7 +51,7 @@ pub(crate) struct RootContent {
     pub parts: Vec<PartRow>,
 }
 
-/// The chunks and pages of a run of shards, in the root's table.
+/// Index part in the root's table: the chunks and pages of consecutive shards.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PartInfo {
     pub shards: Range<usize>,
@@ -59,7 +59,7 @@ pub(crate) struct PartInfo {
     pub pages_offset: u64,
     pub page_count: u64,
     pub crc: u32,
-    /// Where the part lies in the file.
+    /// Byte range of the part in the file.
     pub range: Range<u64>,
 }
 
@@ -75,18 +75,18 @@ pub(crate) struct IndexRoot {
     pub blob_crcs: Column<u32>,
     pub blob_offsets: Vec<u64>,
     pub blobs_offset: u64,
-    /// Where pages and blobs end and the first part begins.
+    /// Offset of the first part; pages and blobs end here.
     pub index_offset: u64,
     pub parts: Vec<PartInfo>,
 }
 
 const HEAD_BYTES: usize = 128;
 
-/// A part is closed after the shard that brings it to this many chunks.
+/// Number of chunks at which a part is closed, after the current shard.
 pub(crate) const PART_CHUNKS: u64 = 1024;
 
 impl RootContent {
-    /// The stored form, for an index root at `root_offset`, and its checksum.
+    /// Encodes the index root for position `root_offset`. Returns the bytes and their checksum.
     pub(crate) fn encode(&self, id: Id, root_offset: u64) -> Result<(Vec<u8>, u32)> {
         let text_bytes = |rows: &mut dyn Iterator<Item = usize>| rows.fold(0u64, |sum, n| sum.saturating_add(n as u64));
         let counts = Layout::counts(&self.tensors, &self.shards);
@@ -131,7 +131,7 @@ impl RootContent {
 }
 
 impl IndexRoot {
-    /// From the stored form, whose checksum has been compared. `alignment` is that of pages.
+    /// Decodes an index root whose checksum has been compared. `alignment` is the page alignment.
     pub(crate) fn decode(bytes: Bytes, root_offset: u64, alignment: u64, features: Features, limits: &Limits) -> Result<Self> {
         Limits::check(bytes.len() as u64, limits.max_index_bytes, "size of the index root")?;
         let mut reader = ColumnsReader::new(bytes, "index root");
@@ -167,17 +167,18 @@ impl IndexRoot {
 
         for shard in 0..layout.tensor_count() {
             if layout.shards_of(shard).is_empty() {
-                return Err(Error::corrupt("a tensor without a shard").tensor(layout.name(shard)).clause("index 3.5"));
+                return Err(Error::corrupt("the tensor has no shard").tensor(layout.name(shard)).clause("index 3.5"));
             }
         }
         let (blob_offsets, index_offset) = place_blobs(&blob_ranks, &blob_names, &blob_bytes, blobs_offset, alignment)?;
 
         let mut parts = part_shards(&layout)?;
         if parts.len() as u64 != part_count {
-            return Err(Error::corrupt(format!("{part_count} parts, but the shards make {}", parts.len())).clause("index 4.1"));
+            return Err(Error::corrupt(format!("{part_count} parts are stored, but the shards need {}", parts.len())).clause("index 4.1"));
         }
         if parts.is_empty() && blobs_offset != HEADER_BYTES {
-            return Err(Error::corrupt(format!("without pages, blobs begin at {HEADER_BYTES}, not at {blobs_offset}")).clause("index 4.4"));
+            return Err(Error::corrupt(format!("blobs begin at {blobs_offset}; without pages they must begin at {HEADER_BYTES}"))
+                .clause("index 4.4"));
         }
         let mut position = index_offset;
         for (i, part) in parts.iter_mut().enumerate() {
@@ -200,14 +201,14 @@ impl IndexRoot {
         Ok(Self { layout, codecs, columns, blob_ranks, blob_names, blob_bytes, blob_crcs, blob_offsets, blobs_offset, index_offset, parts })
     }
 
-    /// The part that describes a shard; none for an empty shard behind the last part.
+    /// Returns the part that describes a shard; `None` for an empty shard after the last part.
     pub(crate) fn part_of(&self, shard: usize) -> Option<usize> {
         let part = self.parts.partition_point(|part| part.shards.end <= shard);
         self.parts.get(part).filter(|info| info.shards.contains(&shard)).map(|_| part)
     }
 }
 
-/// CRC-32 of an index root or part: over the cask's id, the offset, and the bytes.
+/// Computes the CRC-32 of an index root or part: over the cask's id, the offset, and the bytes.
 pub(crate) fn index_crc(id: Id, offset: u64, bytes: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.put(&id.0);
@@ -216,8 +217,8 @@ pub(crate) fn index_crc(id: Id, offset: u64, bytes: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// The runs of shards that share a part: shards follow each other until they hold [`PART_CHUNKS`] chunks. A run that ends
-/// the table without a chunk is no part.
+/// Assigns shards to parts: consecutive shards share a part until they hold [`PART_CHUNKS`] chunks. Empty shards at the
+/// end of the table, after a closed part, belong to no part.
 pub(crate) fn part_shards(layout: &Layout) -> Result<Vec<PartInfo>> {
     let mut parts = Vec::new();
     let mut open = PartInfo { shards: 0..0, chunk_count: 0, pages_offset: 0, page_count: 0, crc: 0, range: 0..0 };
@@ -236,7 +237,7 @@ pub(crate) fn part_shards(layout: &Layout) -> Result<Vec<PartInfo>> {
     Ok(parts)
 }
 
-/// A dictionary of distinct names; its indexes are one byte wide.
+/// Reads a dictionary of distinct names, whose indexes are one byte wide.
 fn dictionary(reader: &mut ColumnsReader, count: u64, heap_bytes: u64, limits: &Limits, what: &str) -> Result<Vec<String>> {
     let heap = reader.text(count, heap_bytes, limits.max_name_bytes)?;
     if count > 255 {
@@ -246,14 +247,14 @@ fn dictionary(reader: &mut ColumnsReader, count: u64, heap_bytes: u64, limits: &
     for row in 0..heap.len() {
         let name = heap.text(row).unwrap_or_default().to_owned();
         if name.is_empty() || names.contains(&name) {
-            return Err(Error::corrupt(format!("{what} name `{name}` is empty or stands twice")).clause("index 2.3"));
+            return Err(Error::corrupt(format!("{what} name `{name}` is empty or a duplicate")).clause("index 2.3"));
         }
         names.push(name);
     }
     Ok(names)
 }
 
-/// Offsets of blobs and the end of the last, rounded up to where the index begins.
+/// Returns the offset of each blob, and the start of the index after the last blob, rounded up to the column alignment.
 fn place_blobs(ranks: &Column<u32>, names: &Heap<u8>, lengths: &Column<u64>, blobs_offset: u64, alignment: u64) -> Result<(Vec<u64>, u64)> {
     let mut offsets = reserve(lengths.len(), "blobs")?;
     let mut end = blobs_offset;
@@ -274,7 +275,7 @@ fn place_blobs(ranks: &Column<u32>, names: &Heap<u8>, lengths: &Column<u64>, blo
     Ok((offsets, end))
 }
 
-/// Passes over the data of features that may be ignored.
+/// Skips the data of features that may be ignored.
 fn skip_extensions(reader: &mut ColumnsReader, ids: &Column<u8>, lengths: &Column<u64>, features: Features) -> Result<()> {
     let mut previous = None;
     for (feature, length) in ids.iter().zip(lengths.iter()) {

@@ -5,7 +5,7 @@ use crate::limits::reserve;
 use crate::tensor::{Rect, element_count};
 use crate::{Dtype, Error, Limits, Result};
 
-/// A tensor to be written into a table.
+/// Row of the tensor table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TensorRow {
     pub name: String,
@@ -13,14 +13,14 @@ pub(crate) struct TensorRow {
     pub shape: Vec<u64>,
 }
 
-/// A shard to be written into a table.
+/// Row of the shard table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ShardRow {
     pub tensor: u32,
     pub rect: Rect,
 }
 
-/// Counts that stand in the head of the table.
+/// Counts in the head of the tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LayoutCounts {
     pub tensors: u64,
@@ -29,7 +29,7 @@ pub(crate) struct LayoutCounts {
     pub shards: u64,
 }
 
-/// Tensors by name, their shards by position; read in place.
+/// Tensors by name and their shards by position, read in place.
 #[derive(Debug, Clone)]
 pub(crate) struct Layout {
     pub names: Heap<u8>,
@@ -38,9 +38,9 @@ pub(crate) struct Layout {
     pub shard_tensors: Column<u32>,
     pub shard_offsets: Column<u64>,
     pub shard_shapes: Column<u64>,
-    /// First dimension of each shard in the two columns before; one more than shards.
+    /// First dimension of each shard in the columns of offsets and shapes; one entry more than shards.
     shard_dimensions: Vec<u32>,
-    /// First shard of each tensor; one more than tensors.
+    /// First shard of each tensor; one entry more than tensors.
     tensor_shards: Vec<u32>,
 }
 
@@ -133,7 +133,7 @@ impl Layout {
     }
 
     pub(crate) fn dtype(&self, tensor: usize) -> Dtype {
-        // Checked when the table was read.
+        // The dtype was checked when the table was read.
         self.dtypes.get(tensor).and_then(Dtype::from_code).unwrap_or(Dtype::U8)
     }
 
@@ -150,7 +150,7 @@ impl Layout {
         self.shard_tensors.get(shard).unwrap_or_default() as usize
     }
 
-    /// The shards of a tensor.
+    /// Shards of a tensor.
     pub(crate) fn shards_of(&self, tensor: usize) -> std::ops::Range<usize> {
         let at = |i: usize| self.tensor_shards.get(i).copied().unwrap_or_default() as usize;
         at(tensor)..at(tensor.saturating_add(1))
@@ -170,9 +170,9 @@ impl Layout {
         None
     }
 
-    /// The shard of a tensor that covers exactly `rect`.
+    /// Returns the shard of a tensor that covers exactly `rect`.
     pub(crate) fn find_shard(&self, tensor: usize, rect: &Rect) -> Option<usize> {
-        // Ascending by position.
+        // Shards ascend by position.
         let (mut low, mut high) = (self.shards_of(tensor).start, self.shards_of(tensor).end);
         while low < high {
             let middle = low.midpoint(high);

@@ -11,18 +11,18 @@ use crate::{Error, Limits, Result};
 
 const FORMAT: &str = "tensorcask-snapshot";
 
-/// Whether a snapshot stands alone.
+/// Kind of a snapshot: self-contained or dependent on its parent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SnapshotKind {
     /// Self-contained.
     Base,
-    /// Needs its parent.
+    /// Needs its parent snapshot.
     Delta,
 }
 
 impl SnapshotKind {
-    /// The name in JSON and listings.
+    /// Name in JSON and listings.
     pub fn name(self) -> &'static str {
         match self {
             Self::Base => "base",
@@ -31,13 +31,13 @@ impl SnapshotKind {
     }
 }
 
-/// The snapshot that a delta needs.
+/// Parent snapshot of a delta.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ParentRef {
-    /// Its id.
+    /// Id of the parent.
     pub snapshot: Id,
-    /// Its content digests, per role, as the writer of the delta saw them.
+    /// Content digest of each role of the parent, as the writer of the delta saw them.
     #[serde(deserialize_with = "unique::map")]
     pub content: BTreeMap<String, Digest>,
 }
@@ -46,15 +46,15 @@ pub struct ParentRef {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CaskRef {
-    /// Which cask of the snapshot: two per rank, role `model` first.
+    /// Slot of the cask. Each rank has two slots; the slot of role `model` comes first.
     pub slot: u32,
-    /// The id; the object is `casks/<id>.cask`.
+    /// Id of the cask. The object is `casks/<id>.cask`.
     pub id: Id,
-    /// The size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Where the index begins.
+    /// Offset of the index.
     pub index_offset: u64,
-    /// Where the index root begins.
+    /// Offset of the index root.
     pub root_offset: u64,
     /// SHA-256 over header, index root and postscript.
     pub digest: Digest,
@@ -67,7 +67,7 @@ impl CaskRef {
     }
 }
 
-/// What a snapshot is made of.
+/// Manifest of a snapshot.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -75,35 +75,35 @@ pub struct Manifest {
     version: String,
     must_understand: Vec<String>,
     may_ignore: Vec<String>,
-    /// The snapshot's id.
+    /// Id of the snapshot.
     pub id: Id,
-    /// The training step.
+    /// Training step.
     pub step: u64,
-    /// Whether it stands alone.
+    /// Kind of the snapshot.
     pub kind: SnapshotKind,
-    /// The parent of a delta.
+    /// Parent of a delta; `None` for a base.
     pub parent: Option<ParentRef>,
-    /// SHA-256 and name of the directory.
+    /// SHA-256 of the directory, which is also its name.
     pub directory: Digest,
     /// Content digest of each role.
     #[serde(deserialize_with = "unique::map")]
     pub content: BTreeMap<String, Digest>,
-    /// The casks, ascending by slot.
+    /// Casks, ascending by slot.
     pub casks: Vec<CaskRef>,
-    /// Bytes of the decoded tensors.
+    /// Size of the decoded tensors in bytes.
     pub tensor_bytes: u64,
-    /// When the writer wrote it, in milliseconds since 1970, by its own clock.
+    /// Time of writing by the writer's clock, in milliseconds since 1970.
     pub time_ms: u64,
-    /// Metadata of the state as a file carries it (`__metadata__` of safetensors).
+    /// Metadata of the state, as in `__metadata__` of a safetensors file.
     #[serde(deserialize_with = "unique::map")]
     pub metadata: BTreeMap<String, String>,
-    /// What the user says of the snapshot (loss, learning rate, tokens).
+    /// User metadata of the snapshot, such as loss, learning rate or tokens.
     #[serde(deserialize_with = "unique::object")]
     pub user: Map<String, Value>,
 }
 
 impl Manifest {
-    /// A manifest of the current version without casks.
+    /// Creates a manifest of the current version, without casks.
     pub(crate) fn new(id: Id, step: u64, parent: Option<ParentRef>, directory: Digest) -> Self {
         Self {
             format: FORMAT.into(),
@@ -124,7 +124,7 @@ impl Manifest {
         }
     }
 
-    /// Features that a reader may ignore, but no writer.
+    /// Features that a reader may ignore, but a writer may not.
     pub fn may_ignore(&self) -> &[String] {
         &self.may_ignore
     }
@@ -134,35 +134,35 @@ impl Manifest {
         Self::path_of(self.step, self.id)
     }
 
-    /// Path of the manifest of a snapshot.
+    /// Path of the manifest of a snapshot, below the store's root.
     pub fn path_of(step: u64, id: Id) -> String {
         format!("snapshots/{step}-{id}.json")
     }
 
-    /// Path of a manifest that stands for a snapshot in place of its first one.
+    /// Path of a manifest that replaces the first manifest of a snapshot.
     pub fn path_of_compacted(step: u64, id: Id, digest: Digest) -> String {
         format!("snapshots/{step}-{id}-{digest}.json")
     }
 
-    /// Bytes of all casks.
+    /// Size of all casks in bytes.
     pub fn stored_bytes(&self) -> u64 {
         self.casks.iter().fold(0, |sum, cask| sum.saturating_add(cask.bytes))
     }
 
-    /// The cask in a slot, if the snapshot wrote one.
+    /// Returns the cask in a slot, if the snapshot has one.
     pub fn cask(&self, slot: u32) -> Option<(usize, &CaskRef)> {
         let at = self.casks.binary_search_by_key(&slot, |c| c.slot).ok()?;
         Some((at, self.casks.get(at)?))
     }
 
-    /// The stored form and its digest.
+    /// Encodes the manifest. Returns the bytes and their digest.
     pub fn encode(&self) -> Result<(Vec<u8>, Digest)> {
         let bytes = seal::seal(self)?;
         let (_, digest) = seal::open_seal(&bytes, u64::MAX)?;
         Ok((bytes, digest))
     }
 
-    /// From the stored form, with its digest.
+    /// Decodes a manifest and returns its digest.
     pub fn decode(bytes: &[u8], limits: &Limits) -> Result<(Self, Digest)> {
         let (json, digest) = seal::open_seal(bytes, limits.max_manifest_bytes)?;
         seal::check_preamble(json, FORMAT)?;

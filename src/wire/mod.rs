@@ -1,7 +1,7 @@
-//! Byte layouts: one struct per table of `spec/`, the only place that knows byte order.
+//! Byte layouts: one struct per table of `spec/`. Byte order is known here and in the kernels only.
 //!
-//! Nothing here does I/O. Decoders take bytes that are wholly there, check them against [`Limits`](crate::Limits) and
-//! against each other before allocating, and reject trailing bytes.
+//! This module does no I/O. A decoder needs all bytes of its table. Before allocating, it checks the bytes against
+//! [`Limits`](crate::Limits) and against each other. Trailing bytes are an error.
 #![deny(clippy::arithmetic_side_effects, clippy::indexing_slicing)]
 
 pub(crate) mod columns;
@@ -40,10 +40,10 @@ pub(crate) use receipt::RankSave;
 pub(crate) use slots::{MAX_RANK, blob_slot, tensor_slot};
 pub(crate) use store_file::STORE_FILE;
 
-/// Alignment of index columns, in bytes: an Arrow buffer's.
+/// Alignment of index columns in bytes, the alignment of Arrow buffers.
 pub(crate) const COLUMN_ALIGNMENT: u64 = 64;
 
-/// `value` rounded up to a multiple of `alignment` (a power of two), or `None` beyond u64.
+/// Rounds `value` up to a multiple of `alignment`, a power of two. Returns `None` beyond u64.
 pub(crate) fn align_up(value: u64, alignment: u64) -> Option<u64> {
     value.checked_next_multiple_of(alignment)
 }

@@ -1,4 +1,4 @@
-//! One part of an index: the chunk and page tables of a run of shards. Spec: `spec/index.md`, clause 4.
+//! One part of an index: the chunk and page tables of consecutive shards. Spec: `spec/index.md`, clause 4.
 
 use bytes::Bytes;
 
@@ -9,15 +9,15 @@ use crate::limits::reserve;
 use crate::tensor::ChunkGrid;
 use crate::{Error, Result};
 
-/// How a chunk is stored.
+/// Storage kind of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ChunkKind {
-    /// As in the parent snapshot; no bytes.
+    /// Same content as in the parent snapshot; no bytes stored.
     Unchanged = 0,
-    /// Decodes without a base.
+    /// Stored in full; decodes without a base.
     Absolute = 1,
-    /// Decodes with the same chunk of the parent snapshot as base.
+    /// Stored as a delta; decodes with the same chunk of the parent snapshot.
     Delta = 2,
 }
 
@@ -31,7 +31,7 @@ impl ChunkKind {
         }
     }
 
-    /// The name in listings.
+    /// Name in listings.
     pub fn name(self) -> &'static str {
         match self {
             Self::Unchanged => "unchanged",
@@ -41,7 +41,7 @@ impl ChunkKind {
     }
 }
 
-/// A chunk to be written into a part.
+/// Row of the chunk table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ChunkRow {
     pub kind: ChunkKind,
@@ -50,7 +50,7 @@ pub(crate) struct ChunkRow {
     pub crc: u32,
 }
 
-/// A page to be written into a part.
+/// Row of the page table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PageRow {
     pub column: u8,
@@ -58,7 +58,7 @@ pub(crate) struct PageRow {
     pub crc: u32,
 }
 
-/// Bytes of a part, or `None` beyond u64.
+/// Returns the size of a part in bytes, or `None` beyond u64.
 pub(crate) fn part_bytes(chunks: u64, pages: u64) -> Option<u64> {
     let column = |rows: u64, width: u64| align_up(rows.checked_mul(width)?, COLUMN_ALIGNMENT);
     [column(chunks, 1), column(chunks, 1), column(chunks, 1), column(chunks, 4), column(pages, 1), column(pages, 4), column(pages, 4)]
@@ -78,8 +78,8 @@ pub(crate) fn encode_part(chunks: &[ChunkRow], pages: &[PageRow]) -> Vec<u8> {
     out.finish()
 }
 
-/// Where the next page begins: behind the page before, at the next aligned byte; without a gap where a raw chunk follows
-/// a raw chunk of the same shard.
+/// Returns the offset of the next page: the next aligned byte after the previous page. A raw chunk that follows a raw
+/// chunk of the same shard begins without a gap.
 pub(crate) fn place_page(end: u64, continues_raw: bool, alignment: u64) -> Option<u64> {
     if continues_raw { Some(end) } else { align_up(end, alignment) }
 }
@@ -88,23 +88,23 @@ pub(crate) fn place_page(end: u64, continues_raw: bool, alignment: u64) -> Optio
 #[derive(Debug, Clone)]
 pub(crate) struct IndexPart {
     pub first_shard: usize,
-    /// First chunk (row of this part) of each shard; one more than shards.
+    /// First chunk row of each shard; one entry more than shards.
     pub shard_chunks: Vec<u32>,
     pub kinds: Column<u8>,
     pub codecs: Column<u8>,
     pub crcs: Column<u32>,
-    /// First page (row of this part) of each chunk; one more than chunks.
+    /// First page row of each chunk; one entry more than chunks.
     pub chunk_pages: Vec<u32>,
     pub page_columns: Column<u8>,
     pub page_bytes: Column<u32>,
     pub page_crcs: Column<u32>,
     pub page_offsets: Vec<u64>,
-    /// Where the last page ends.
+    /// End of the last page in the file.
     pub pages_end: u64,
 }
 
 impl IndexPart {
-    /// From the stored form, whose checksum has been compared.
+    /// Decodes a part whose checksum has been compared.
     pub(crate) fn decode(bytes: Bytes, root: &IndexRoot, info: &PartInfo, alignment: u64, raw_codec: Option<u8>) -> Result<Self> {
         let bad = |message: String| Error::corrupt(format!("index part at {}: {message}", info.range.start)).clause("index 4.3");
         let mut reader = ColumnsReader::new(bytes, "index part");
@@ -188,7 +188,7 @@ impl IndexPart {
         })
     }
 
-    /// The chunk rows of a shard of this part.
+    /// Chunk rows of a shard in this part.
     pub(crate) fn chunks_of(&self, shard: usize) -> std::ops::Range<usize> {
         let at = |i: usize| self.shard_chunks.get(i).copied().unwrap_or_default() as usize;
         let row = shard.saturating_sub(self.first_shard);

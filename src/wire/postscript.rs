@@ -4,16 +4,16 @@ use super::{COLUMN_ALIGNMENT, Cursor, HEADER_BYTES, Id, Put};
 use crate::version::{Features, FormatVersion};
 use crate::{Error, Result};
 
-/// Bytes of a postscript.
+/// Size of a postscript in bytes.
 pub const POSTSCRIPT_BYTES: u64 = 96;
 
 const MAGIC: [u8; 8] = *b"tck-end\n";
 const COVERED_BYTES: usize = 80;
 
-/// What a cask ends with: where the index is and what a reader has to know.
+/// Postscript of a cask: the position of the index, and the format version and features of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Postscript {
-    /// Where the index root begins; it ends where the postscript begins.
+    /// Offset of the index root, which ends where the postscript begins.
     pub root_offset: u64,
     /// CRC-32 of the index root, over the cask's id, the offset and the bytes.
     pub root_crc: u32,
@@ -21,12 +21,12 @@ pub struct Postscript {
     pub version: FormatVersion,
     /// Feature bits of the file.
     pub features: Features,
-    /// Pages begin at multiples of two to the power of this: 6 to 12.
+    /// Base-2 logarithm of the page alignment: 6 to 12.
     pub alignment_exponent: u8,
 }
 
 impl Postscript {
-    /// The stored form, in cask `id`.
+    /// Encodes the postscript of cask `id`.
     pub fn encode(&self, id: Id) -> Vec<u8> {
         let mut out = Vec::with_capacity(POSTSCRIPT_BYTES as usize);
         out.put_u64(self.root_offset);
@@ -43,7 +43,7 @@ impl Postscript {
         out
     }
 
-    /// From the stored form; `file_bytes` is the size of the cask.
+    /// Decodes a postscript. `file_bytes` is the size of the cask.
     pub fn decode(bytes: &[u8], id: Id, file_bytes: u64) -> Result<Self> {
         let mut cursor = Cursor::new(bytes, "cask postscript");
         let covered = cursor.take(COVERED_BYTES)?;
@@ -64,7 +64,7 @@ impl Postscript {
         let version = FormatVersion { major: cursor.u16()?, minor: cursor.u16()? };
         let features = Features { must_understand: cursor.u64()?, may_ignore: cursor.u64()? };
         let alignment_exponent = cursor.u8()?;
-        // The version is checked before anything whose meaning could change with it.
+        // A newer version could change the meaning of every other field.
         version.check()?;
         features.check_readable()?;
         cursor.zeros(47).map_err(|e| e.clause("container 3.5"))?;

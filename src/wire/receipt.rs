@@ -1,4 +1,4 @@
-//! What one rank reports of a save, for the coordinator to commit. Spec: `spec/manifest.md`, clause 6.
+//! The receipt of one rank's upload, for the coordinator to commit. Spec: `spec/manifest.md`, clause 6.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,37 +12,37 @@ const FORMAT: &str = "tensorcask-receipt";
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReceiptShard {
-    /// Where it lies in its tensor.
+    /// Offset of the shard in its tensor.
     pub offset: Vec<u64>,
-    /// Its shape.
+    /// Shape of the shard.
     pub shape: Vec<u64>,
-    /// CRC-32 of each decoded chunk, as 8 hexadecimal digits.
+    /// CRC-32 of each decoded chunk, 8 hexadecimal digits per chunk.
     pub crcs: String,
 }
 
-/// A tensor of a receipt, with the rank's shards of it.
+/// A tensor of a receipt, with this rank's shards.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReceiptTensor {
-    /// The name.
+    /// Name of the tensor.
     pub name: String,
-    /// The element type.
+    /// Element type.
     pub dtype: String,
-    /// The global shape.
+    /// Global shape.
     pub shape: Vec<u64>,
-    /// What it is to training.
+    /// Role in training.
     pub role: String,
-    /// The parameter it belongs to.
+    /// Parameter that the tensor belongs to.
     pub param: String,
-    /// The tensor that it is tied to, which alone is stored.
+    /// Name of the stored tensor that this tensor is tied to; `None` for a stored tensor.
     pub alias_of: Option<String>,
-    /// The slot of the cask that holds the shards.
+    /// Slot of the cask that holds the shards.
     pub slot: u32,
-    /// The shards, by position.
+    /// Shards, by position.
     pub shards: Vec<ReceiptShard>,
 }
 
-/// What one rank has uploaded of a snapshot.
+/// Receipt of one rank: everything it uploaded for a snapshot.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Receipt {
@@ -50,23 +50,23 @@ pub struct Receipt {
     version: String,
     must_understand: Vec<String>,
     may_ignore: Vec<String>,
-    /// The step.
+    /// Training step.
     pub step: u64,
-    /// Which attempt to save the step: receipts of several attempts are never mixed.
+    /// Attempt to save the step. Receipts of different attempts are never combined.
     pub attempt: u64,
-    /// The rank.
+    /// Rank of the writer.
     pub rank: u32,
-    /// All ranks.
+    /// Number of ranks.
     pub world: u32,
-    /// What its delta chunks are made against; none if they are all absolute.
+    /// Parent of the delta chunks; `None` if all chunks are absolute.
     pub parent: Option<ParentRef>,
-    /// Its casks: paths (by id), sizes, digests.
+    /// Uploaded casks.
     pub casks: Vec<CaskRef>,
-    /// Its tensors, by name.
+    /// Tensors, by name.
     pub tensors: Vec<ReceiptTensor>,
 }
 
-/// Which save a receipt belongs to.
+/// Identity of the save that a receipt belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RankSave {
     pub step: u64,
@@ -99,12 +99,12 @@ impl Receipt {
         format!("receipts/{step}-{attempt}/{rank}.json")
     }
 
-    /// The stored form.
+    /// Encodes the receipt.
     pub fn encode(&self) -> Result<Vec<u8>> {
         seal::seal(self)
     }
 
-    /// From the stored form.
+    /// Decodes a receipt.
     pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
         let (json, _) = seal::open_seal(bytes, limits.max_manifest_bytes)?;
         seal::check_preamble(json, FORMAT)?;
@@ -113,7 +113,7 @@ impl Receipt {
 }
 
 impl ReceiptTensor {
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> Result<Dtype> {
         Dtype::from_name(&self.dtype).map_err(|e| e.tensor(&self.name))
     }

@@ -9,7 +9,7 @@ use crate::{Error, Limits, Result};
 const PREFIX: &[u8] = b"sha256:";
 const SEAL_BYTES: usize = PREFIX.len() + 64 + 1;
 
-/// The stored form of `value`: JSON on one line, then `sha256:<hex>` over all bytes before.
+/// Encodes `value` as JSON on one line, followed by `sha256:<hex>` over all bytes before.
 pub(super) fn seal(value: &impl Serialize) -> Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(value).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
     bytes.push(b'\n');
@@ -20,7 +20,7 @@ pub(super) fn seal(value: &impl Serialize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The digest in the last line of a sealed object, compared with the bytes before it, and those bytes.
+/// Compares the digest in the last line with the bytes before. Returns the JSON and the digest.
 pub(super) fn open_seal(bytes: &[u8], max_bytes: u64) -> Result<(&[u8], Digest)> {
     Limits::check(bytes.len() as u64, max_bytes, "size of the object")?;
     let bad = |message: &str| Error::corrupt(message).clause("log 1.2");
@@ -30,10 +30,10 @@ pub(super) fn open_seal(bytes: &[u8], max_bytes: u64) -> Result<(&[u8], Digest)>
         .strip_prefix(PREFIX)
         .and_then(|rest| rest.strip_suffix(b"\n"))
         .and_then(|hex| std::str::from_utf8(hex).ok())
-        .ok_or_else(|| bad("the last line is not `sha256:<hex>`: truncated or not ours"))?;
+        .ok_or_else(|| bad("the last line is not `sha256:<hex>`: truncated, or not a tensorcask object"))?;
     let digest = Digest::from_hex(hex).map_err(|e| e.clause("log 1.2"))?;
     if Digest::of(body) != digest {
-        return Err(bad("its bytes do not have the digest in its last line"));
+        return Err(bad("digest mismatch: the bytes do not have the digest in the last line"));
     }
     let json = body.strip_suffix(b"\n").ok_or_else(|| bad("no line end before the digest"))?;
     Ok((json, digest))
@@ -41,28 +41,28 @@ pub(super) fn open_seal(bytes: &[u8], max_bytes: u64) -> Result<(&[u8], Digest)>
 
 /// Parses the JSON of a sealed object. Unknown fields, duplicate fields and trailing bytes are errors.
 pub(super) fn parse<T: DeserializeOwned>(json: &[u8]) -> Result<T> {
-    serde_json::from_slice(json).map_err(|e| Error::corrupt(format!("not the JSON that this object has to hold: {e}")).clause("log 1.3"))
+    serde_json::from_slice(json).map_err(|e| Error::corrupt(format!("invalid JSON for this object: {e}")).clause("log 1.3"))
 }
 
-/// The fields that tell what an object is; read before the rest, which a newer version may have changed.
+/// Fields that identify the type of an object. They are read first, because a newer version may have changed the rest.
 #[derive(serde::Deserialize)]
 struct Preamble {
     format: String,
     version: String,
 }
 
-/// What a version that is understood may still demand.
+/// Features that an object of a supported version requires.
 #[derive(serde::Deserialize)]
 struct Features {
     #[serde(default)]
     must_understand: Vec<String>,
 }
 
-/// Refuses other formats, major versions and features that are not understood.
+/// Rejects other formats, unsupported major versions, and unknown must-understand features.
 pub(super) fn check_preamble(json: &[u8], format: &str) -> Result<()> {
     let preamble: Preamble = parse(json)?;
     if preamble.format != format {
-        return Err(Error::corrupt(format!("is a `{}`, not a `{format}`", preamble.format.escape_debug())).clause("log 1.4"));
+        return Err(Error::corrupt(format!("the object is a `{}`, not a `{format}`", preamble.format.escape_debug())).clause("log 1.4"));
     }
     crate::version::FormatVersion::parse(&preamble.version)?.check()?;
     crate::version::check_feature_names(&parse::<Features>(json)?.must_understand)

@@ -1,7 +1,7 @@
-//! Cask slots: the numbers that tell the casks of a snapshot apart. Spec: `spec/manifest.md`, clause 5.
+//! Cask slots: the numbers that distinguish the casks of a snapshot. Spec: `spec/manifest.md`, clause 5.
 //!
-//! Each rank has two slots, so that a reader of weights opens one cask per rank: the tensors of role `model` are in the first,
-//! all other tensors and the blobs are in the second.
+//! Each rank has two slots. Tensors of role `model` are in the first slot; all other tensors and the blobs are in the
+//! second. A reader of weights therefore opens one cask per rank.
 
 const MODEL_SLOT: u32 = 0;
 const OTHER_SLOT: u32 = 1;
@@ -14,7 +14,7 @@ pub(crate) fn blob_slot(rank: u32) -> u32 {
     rank.saturating_mul(2).saturating_add(OTHER_SLOT)
 }
 
-/// Slot of a rank's tensors of a role.
+/// Slot of a rank's tensors of one role.
 pub(crate) fn tensor_slot(rank: u32, role: &str) -> u32 {
     rank.saturating_mul(2).saturating_add(if role == "model" { MODEL_SLOT } else { OTHER_SLOT })
 }

@@ -1,4 +1,4 @@
-//! `store.json`: created once, says what the root is. Spec: `spec/log.md`, clause 2.
+//! `store.json`: identifies a store. Created once. Spec: `spec/log.md`, clause 2.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,12 +6,12 @@ use super::{Id, seal};
 use crate::version::FormatVersion;
 use crate::{Limits, Result};
 
-/// Path of the object, below the root.
+/// Path of the object below the store's root.
 pub(crate) const STORE_FILE: &str = "store.json";
 
 const FORMAT: &str = "tensorcask-store";
 
-/// What a store's root holds.
+/// Content of `store.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StoreFile {
@@ -19,27 +19,27 @@ pub struct StoreFile {
     version: String,
     must_understand: Vec<String>,
     may_ignore: Vec<String>,
-    /// Names the training run.
+    /// Id of the training run.
     pub run: Id,
 }
 
 impl StoreFile {
-    /// For a new run.
+    /// Creates the content for a new run.
     pub fn new(run: Id) -> Self {
         Self { format: FORMAT.into(), version: FormatVersion::CURRENT.to_string(), must_understand: vec![], may_ignore: vec![], run }
     }
 
-    /// Features that a reader may ignore, but no writer.
+    /// Features that a reader may ignore, but a writer may not.
     pub fn may_ignore(&self) -> &[String] {
         &self.may_ignore
     }
 
-    /// The stored form.
+    /// Encodes the file.
     pub fn encode(&self) -> Result<Vec<u8>> {
         seal::seal(self)
     }
 
-    /// From the stored form.
+    /// Decodes a file.
     pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
         let (json, _) = seal::open_seal(bytes, limits.max_entry_bytes)?;
         seal::check_preamble(json, FORMAT)?;

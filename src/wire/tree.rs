@@ -1,6 +1,6 @@
-//! The blob `tc.tree`: how the tensors and values of a state nest. Spec: `spec/tree.md`.
+//! The blob `tc.tree`: the nesting of the tensors and values of a state. Spec: `spec/tree.md`.
 //!
-//! Nodes stand in one flat list, parents before children, so that neither writing nor reading recurses.
+//! Nodes form one flat list, parents before children, so neither writing nor reading recurses.
 
 use std::collections::HashSet;
 
@@ -12,36 +12,36 @@ use crate::{Error, Limits, Result};
 
 const FORMAT: &str = "tensorcask-tree";
 
-/// Containers within containers, at most.
+/// Greatest nesting depth of containers.
 const MAX_DEPTH: usize = 512;
 
 /// A node of a tree.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TreeNode {
-    /// A mapping: its keys; as many values follow.
+    /// A mapping, given by its keys. One value per key follows.
     Dict(Vec<TreeKey>),
-    /// A list: as many values follow.
+    /// A list of this length. Its values follow.
     List(u64),
-    /// The part of a list that one rank has: positions, ascending; as many values follow.
+    /// One rank's part of a list, given by ascending positions. One value per position follows.
     Part(Vec<u64>),
-    /// A list that must not change, where the language knows the difference: as many values follow.
+    /// An immutable list (a tuple) of this length. Its values follow.
     Tuple(u64),
-    /// A tensor: its name, and the framework whose tensor it was.
+    /// A tensor: its name and its framework.
     Tensor(String, String),
     /// Bytes: the name of the blob that holds them.
     Bytes(String),
-    /// A file in memory: the name of the blob that holds its bytes.
+    /// An in-memory file: the name of the blob that holds its bytes.
     File(String),
     /// Text.
     Str(String),
     /// An integer of any size, in decimal.
     Int(String),
-    /// The bits of a binary64, as 16 hexadecimal digits, sign first.
+    /// The bits of a binary64: 16 hexadecimal digits, sign first.
     Float(String),
-    /// True or false.
+    /// A Boolean.
     Bool(bool),
-    /// Nothing.
+    /// A null value.
     None,
 }
 
@@ -55,7 +55,7 @@ pub enum TreeKey {
     Int(String),
 }
 
-/// How the tensors and values of a state nest.
+/// Nesting of the tensors and values of a state.
 ///
 /// ```
 /// use tensorcask::{Limits, wire::{Tree, TreeKey, TreeNode}};
@@ -79,31 +79,31 @@ impl Tree {
     /// Name of the blob.
     pub const BLOB: &str = "tc.tree";
 
-    /// A tree of these nodes, parents before children.
+    /// Creates a tree from nodes, parents before children.
     pub fn new(nodes: Vec<TreeNode>) -> Result<Self> {
         check(&nodes).map_err(|(message, _)| Error::invalid(message))?;
         let version = FormatVersion::CURRENT.to_string();
         Ok(Self { format: FORMAT.into(), version, must_understand: vec![], may_ignore: vec![], nodes })
     }
 
-    /// The nodes, parents before children.
+    /// Nodes, parents before children.
     pub fn nodes(&self) -> &[TreeNode] {
         &self.nodes
     }
 
-    /// The stored form.
+    /// Encodes the tree.
     pub fn encode(&self) -> Result<Vec<u8>> {
         seal::seal(self)
     }
 
-    /// From the stored form.
+    /// Decodes a tree.
     pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
         let (json, _) = seal::open_seal(bytes, limits.max_blob_bytes)?;
         seal::check_preamble(json, FORMAT)?;
         let tree: Self = seal::parse(json)?;
         check(&tree.nodes).map_err(|(message, clause)| Error::corrupt(message).clause(clause))?;
         if tree.encode()? != bytes {
-            return Err(Error::corrupt("is not in the one form that its content has").clause("tree 1.2"));
+            return Err(Error::corrupt("the tree is not in canonical form").clause("tree 1.2"));
         }
         Ok(tree)
     }
@@ -111,9 +111,9 @@ impl Tree {
 
 type Fault = (String, &'static str);
 
-/// One value with all that follows from it, keys that differ, numbers in their one form.
+/// Checks that nodes form exactly one value, that keys of a mapping differ, and that numbers are in canonical form.
 fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
-    // Values that are still to come, per open container.
+    // Number of values still missing in each open container.
     let mut open: Vec<u64> = vec![1];
     for node in nodes {
         while open.last() == Some(&0) {
@@ -121,7 +121,7 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
         }
         match open.last_mut() {
             Some(left) => *left = left.saturating_sub(1),
-            None => return Err(("nodes follow after the last that is due".into(), "tree 2.2")),
+            None => return Err(("more nodes than the containers need".into(), "tree 2.2")),
         }
         let children = match node {
             TreeNode::Dict(keys) => {
@@ -131,7 +131,7 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
                         check_int(text)?;
                     }
                     if !seen.insert(key) {
-                        return Err((format!("two keys of one mapping are {key:?}"), "tree 2.3"));
+                        return Err((format!("a mapping has the key {key:?} twice"), "tree 2.3"));
                     }
                 }
                 keys.len() as u64
@@ -139,7 +139,7 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
             TreeNode::List(count) | TreeNode::Tuple(count) => *count,
             TreeNode::Part(positions) => {
                 if positions.iter().zip(positions.iter().skip(1)).any(|(a, b)| a >= b) {
-                    return Err(("positions of a part of a list do not ascend".into(), "tree 3.1"));
+                    return Err(("positions in a part of a list do not ascend".into(), "tree 3.1"));
                 }
                 positions.len() as u64
             }
@@ -153,12 +153,12 @@ fn check(nodes: &[TreeNode]) -> Result<(), Fault> {
             open.push(children);
         }
         if open.len() > MAX_DEPTH {
-            return Err((format!("nests deeper than {MAX_DEPTH}"), "tree 2.6"));
+            return Err((format!("the tree nests deeper than {MAX_DEPTH}"), "tree 2.6"));
         }
     }
     match open.iter().all(|&left| left == 0) {
         true => Ok(()),
-        false => Err(("ends before the last node that is due".into(), "tree 2.2")),
+        false => Err(("fewer nodes than the containers need".into(), "tree 2.2")),
     }
 }
 
@@ -167,7 +167,7 @@ fn check_int(text: &str) -> Result<(), Fault> {
     let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
     match plain && (text == "0" || !digits.starts_with('0')) {
         true => Ok(()),
-        false => Err((format!("`{}` is not an integer in its one form", text.escape_debug()), "tree 2.4")),
+        false => Err((format!("`{}` is not an integer in canonical form", text.escape_debug()), "tree 2.4")),
     }
 }
 
@@ -203,7 +203,7 @@ mod tests {
         }
     }
 
-    /// Well-sealed, and still not a tree.
+    /// Each case keeps a valid seal, so only the tree is at fault.
     #[test]
     fn other_forms_are_refused() {
         let good = String::from_utf8(Tree::new(sample()).unwrap().encode().unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! JSON maps whose keys must not repeat, at any depth: two values for one key would leave the choice to the reader.
+//! JSON maps whose keys must not repeat, at any depth. With two values for one key, readers could disagree.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 
-/// A map of values of one type.
+/// Map with values of one type.
 pub(super) fn map<'de, D: Deserializer<'de>, V: Deserialize<'de>>(deserializer: D) -> Result<BTreeMap<String, V>, D::Error> {
     struct Entries<V>(PhantomData<V>);
 
@@ -23,7 +23,7 @@ pub(super) fn map<'de, D: Deserializer<'de>, V: Deserialize<'de>>(deserializer: 
             let mut map = BTreeMap::new();
             while let Some((key, value)) = access.next_entry::<String, V>()? {
                 if map.insert(key, value).is_some() {
-                    return Err(A::Error::custom("a key stands twice"));
+                    return Err(A::Error::custom("duplicate key"));
                 }
             }
             Ok(map)
@@ -33,7 +33,7 @@ pub(super) fn map<'de, D: Deserializer<'de>, V: Deserialize<'de>>(deserializer: 
     deserializer.deserialize_map(Entries(PhantomData))
 }
 
-/// An object of any values.
+/// Reads an object with arbitrary values.
 pub(super) fn object<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Map<String, Value>, D::Error> {
     match deserializer.deserialize_any(AnyValue)? {
         Value::Object(object) => Ok(object),
@@ -43,7 +43,7 @@ pub(super) fn object<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Map<S
 
 struct AnyValue;
 
-/// A value inside of another.
+/// A nested value.
 struct Nested(Value);
 
 impl<'de> Deserialize<'de> for Nested {
@@ -95,7 +95,7 @@ impl<'de> Visitor<'de> for AnyValue {
         let mut object = Map::new();
         while let Some((key, Nested(value))) = access.next_entry::<String, Nested>()? {
             if object.insert(key, value).is_some() {
-                return Err(A::Error::custom("a key stands twice"));
+                return Err(A::Error::custom("duplicate key"));
             }
         }
         Ok(Value::Object(object))
