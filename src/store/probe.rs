@@ -43,7 +43,7 @@ impl Store {
             let object = format!("probe/{run}-{round}");
             let mut outcome = self.probe_round(&object).await;
             if let Ok(false) = outcome {
-                // A server may report that nobody won a race. Nothing exists then, so the next round uses the same
+                // A server may report that nobody won a race. Nothing exists then, so the round is repeated with the same
                 // name.
                 self.delete(&object).await?;
                 outcome = self.probe_round(&object).await;
