@@ -1,10 +1,11 @@
-//! Which snapshots rebuild a step. A loop, never recursion; the whole chain is validated before a byte is decoded.
+//! Resolves the snapshots that rebuild a step. Uses a loop and never recursion. Validates the whole chain before any
+//! byte is decoded.
 
 use crate::commit::{LogState, SnapshotRecord, Status};
 use crate::wire::{Id, Manifest};
 use crate::{Error, Limits, Result};
 
-/// The chain of a snapshot, newest first.
+/// Returns the chain of a snapshot, newest first.
 pub(crate) fn chain_of(state: &LogState, id: Id, max_depth: u64) -> Result<Vec<SnapshotRecord>> {
     let mut chain: Vec<SnapshotRecord> = Vec::new();
     let mut next = Some(id);
@@ -28,7 +29,7 @@ pub(crate) fn chain_of(state: &LogState, id: Id, max_depth: u64) -> Result<Vec<S
     Ok(chain)
 }
 
-/// Checks a manifest against what the log says of it and, for a delta, against its parent's manifest.
+/// Checks a manifest against the log and, for a delta, against its parent's manifest.
 pub(crate) fn check_link(record: &SnapshotRecord, manifest: &Manifest, parent: Option<&Manifest>) -> Result<()> {
     let bad = |message: String, clause| Err(Error::corrupt(message).object(record.manifest_path()).clause(clause));
     let named = manifest.parent.as_ref().map(|parent| parent.snapshot);
