@@ -258,7 +258,7 @@ impl Snapshot {
         self.runtime.wait(self.inner.read_blob(rank, name))
     }
 
-    /// See [`Snapshot::errors`](crate::Snapshot::errors).
+    /// See [`Snapshot::rounding`](crate::Snapshot::rounding).
     pub fn rounding(&self) -> Result<Vec<crate::TensorRounding>> {
         self.runtime.wait(self.inner.rounding())
     }
