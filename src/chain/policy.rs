@@ -9,19 +9,19 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Policy {
-    /// Writes every snapshot as a base.
+    /// Bases only.
     Full,
-    /// Writes every delta against the first base.
+    /// One base; all deltas against that base.
     OneShot,
-    /// Writes every delta against the previous snapshot.
+    /// Deltas against the previous snapshot.
     Consecutive,
-    /// Writes a new base at a fixed interval, and deltas against the last base.
+    /// A new base at a fixed interval; deltas against the last base.
     Intermittent {
         /// Number of snapshots from one base to the next, at least 1.
         every: u64,
     },
-    /// Writes a new base after a jump in steps, when a delta is estimated at more than 0.9 of a base, and at least
-    /// every 8th snapshot. Writes deltas against the last base.
+    /// A new base after a jump in steps, or when a delta is estimated at more than 0.9 of a base, and at least every 8th
+    /// snapshot; deltas against the last base.
     #[default]
     Adaptive,
 }

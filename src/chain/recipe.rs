@@ -63,9 +63,9 @@ pub(crate) struct Plans {
 
 /// A step of building a recipe.
 enum Task {
-    /// Finds the stored form of a shard's chunk in a link.
+    /// Search for the stored form of a shard's chunk in a link.
     Find { shard: usize, link: usize },
-    /// Makes the op of a stored form, with these partners.
+    /// Creation of the op of a stored form, with these partners.
     Make { shard: usize, step: Step, partners: Vec<PartnerPlans> },
 }
 

@@ -84,7 +84,7 @@ impl Store {
 pub struct Retention {
     /// Number of newest snapshots to keep, by commit.
     pub keep_last: Option<u64>,
-    /// Keeps steps that are multiples of this number.
+    /// Interval of steps to keep: the multiples of this number.
     pub keep_every: Option<u64>,
 }
 

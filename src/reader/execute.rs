@@ -54,11 +54,11 @@ struct Wanted<'a> {
 }
 
 enum Target<'a> {
-    /// Decodes in place: the chunk is one run of the destination.
+    /// One run of the destination, for decoding in place.
     InPlace(&'a mut [u8]),
-    /// Decodes into a separate buffer, then copies runs into the buffer of an item.
+    /// A separate buffer, whose runs are then copied into the buffer of an item.
     Copy { item: usize },
-    /// Only checks the chunk.
+    /// No destination: the chunk is only checked.
     Nothing,
 }
 

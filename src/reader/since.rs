@@ -24,7 +24,7 @@ pub struct Updated {
 /// Method that turns a held chunk into the wanted one.
 enum Way {
     Same,
-    /// Applies deltas, listed newest first.
+    /// Deltas to apply, newest first.
     Deltas(Vec<Step>),
     Rebuild,
 }

@@ -16,12 +16,11 @@ use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry};
 /// Depth of a verification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Depth {
-    /// Checks log entries, catalogs, manifests and directories, and that every cask exists with its size.
+    /// Log entries, catalogs, manifests and directories; existence and size of every cask.
     Log,
-    /// Checks also every byte of every cask: header, pages, padding, index, postscript.
+    /// Also every byte of every cask: header, pages, padding, index, postscript.
     Pages,
-    /// Decodes also every chunk of every live snapshot, compares it with its checksum, and compares the content
-    /// digests.
+    /// Also every decoded chunk of every live snapshot with its checksum, and the content digests.
     #[default]
     Full,
 }
