@@ -148,7 +148,9 @@ impl Coder {
             let partners = self.partners(number);
             let chunk = self.chunk(number, &partners);
             if self.registry.iter().any(|codec| codec.estimate(&chunk).is_none()) {
-                return Err(Error::invalid(format!("codec `{id}` cannot store this, given these partners and this base")).chunk(number));
+                return Err(
+                    Error::invalid(format!("codec `{id}` cannot store this tensor with these partners and this base")).chunk(number)
+                );
             }
         }
         Ok(())
@@ -181,7 +183,7 @@ impl Coder {
 
     fn decode_all(&self, encoded: &Encoded, out: &mut [u8]) -> Result<()> {
         if encoded.chunks.len() as u64 != self.grid.chunk_count() || out.len() != self.data.bytes().len() {
-            return Err(Error::invalid("what was encoded, or the buffer, is of another tensor"));
+            return Err(Error::invalid("the encoded chunks or the buffer belong to another tensor"));
         }
         if let Some(crcs) = &encoded.page_crcs
             && encoded.chunks.iter().zip(crcs).any(|(chunk, crcs)| page_crcs(chunk) != *crcs)
@@ -196,7 +198,7 @@ impl Coder {
             let Some(out) = out.get_mut(bytes_of(&self.grid, self.grid.dtype(), number)) else { continue };
             decode_chunk(&registry, &chunk, stored, out).map_err(|e| e.chunk(number))?;
             if encoded.page_crcs.is_some() && crc32fast::hash(out) != stored.crc {
-                return Err(Error::corrupt("does not decode to what was encoded").chunk(number));
+                return Err(Error::corrupt("does not decode to the encoded bytes").chunk(number));
             }
         }
         Ok(())

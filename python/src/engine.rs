@@ -280,10 +280,10 @@ impl Engine {
 
     fn lock<'s>(&'s self, py: Python<'_>) -> PyResult<MutexGuard<'s, Option<tensorcask_engine::Engine>>> {
         if self.pid != std::process::id() {
-            return Err(raise(&Error::invalid("this engine belongs to the process that this one was forked from; make another")));
+            return Err(raise(&Error::invalid("this engine belongs to the parent process of this fork; create another engine here")));
         }
         if self.asking.lock().is_ok_and(|asking| *asking == Some(std::thread::current().id())) {
-            let message = "this engine is in use: a handler of a signal cannot use it while a save waits; raise an exception instead";
+            let message = "this engine is in use: a signal handler cannot use the engine while a save waits; raise an exception instead";
             return Err(raise(&Error::new(ErrorKind::Conflict, message)));
         }
         self.inner.lock_py_attached(py).map_err(|_| poisoned())
@@ -410,7 +410,7 @@ impl Destination for Memory {
             rows: found.tensors.iter().map(row).collect(),
             blobs: found.blobs.iter().map(|blob| (blob.rank, blob.name.clone(), blob.data.to_vec())).collect(),
         };
-        let refused = || Error::invalid("there is no place for what was found");
+        let refused = || Error::invalid("no buffer was given for the restored state");
         self.ask.send(question).map_err(|_| refused())?;
         self.targets = self.answers.recv().ok().flatten().ok_or_else(refused)?;
         Ok(())

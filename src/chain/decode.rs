@@ -125,7 +125,11 @@ fn decode_op(
         return Err(Error::corrupt(format!("a chunk of codec `{}` that is {}", codec.id(), op.step.entry.kind.name())).clause("codecs 3"));
     }
     let value = |op: usize| -> Result<&[u8]> {
-        values.get(op).and_then(Option::as_ref).map(Value::bytes).ok_or_else(|| Error::invalid("an op comes before what it needs"))
+        values
+            .get(op)
+            .and_then(Option::as_ref)
+            .map(Value::bytes)
+            .ok_or_else(|| Error::invalid("an op comes before an op that it depends on"))
     };
     let mut partners = Vec::with_capacity(op.partners.len());
     for partner in &op.partners {

@@ -179,7 +179,7 @@ impl Plans {
                         continue;
                     }
                     if under_way.contains(&key) {
-                        return Err(self.fail(shard, chunk, "its partners need it, and it needs them".into()));
+                        return Err(self.fail(shard, chunk, "the chunk and its partners depend on each other".into()));
                     }
                     under_way.push(key);
                     let mut wanted = Vec::new();
@@ -197,7 +197,7 @@ impl Plans {
                 Task::Make { shard, step, partners: plans } => {
                     let known = |shard: usize, link: usize| -> Result<usize> {
                         let made = recipe.known.get(&(shard, self.stored(links, shard, chunk, link)?.0.link)).copied();
-                        made.ok_or_else(|| Error::invalid("an op comes before what it needs"))
+                        made.ok_or_else(|| Error::invalid("an op comes before an op that it depends on"))
                     };
                     let base = match step.entry.kind {
                         ChunkKind::Delta => Some(known(shard, step.link + 1)?),

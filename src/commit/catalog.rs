@@ -90,7 +90,7 @@ impl Catalog {
         // The digest only proves that the bytes are intact. Anybody may have written them, and the Parquet reader is
         // not our code.
         let decoded = std::panic::catch_unwind(|| decode(bytes, sequence));
-        let decoded = decoded.unwrap_or_else(|_| Err(Error::corrupt("the Parquet reader gave up on it").clause("log 6.3")));
+        let decoded = decoded.unwrap_or_else(|_| Err(Error::corrupt("the Parquet reader failed on the catalog").clause("log 6.3")));
         decoded.map_err(|e| e.object(path))
     }
 
@@ -215,7 +215,7 @@ fn user_column(values: &[Option<Value>]) -> ArrayRef {
 
 fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     let bad = |message: String| Error::corrupt(message).clause("log 6.3");
-    let parquet = |e: parquet::errors::ParquetError| bad(format!("not the Parquet table that a catalog is: {e}"));
+    let parquet = |e: parquet::errors::ParquetError| bad(format!("not a valid Parquet table: {e}"));
     let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(parquet)?;
     let pairs: BTreeMap<String, String> = builder
         .metadata()
@@ -247,7 +247,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     }
     let wanted = ProjectionMask::columns(builder.parquet_schema(), COLUMNS.iter().copied());
     for batch in builder.with_projection(wanted).build().map_err(parquet)? {
-        let batch = batch.map_err(|e| bad(format!("not the Parquet table that a catalog is: {e}")))?;
+        let batch = batch.map_err(|e| bad(format!("not a valid Parquet table: {e}")))?;
         let rows = Rows { batch: &batch };
         for row in 0..batch.num_rows() {
             let id = |text: String| Id::from_hex(&text).map_err(|e| e.clause("log 6.3"));

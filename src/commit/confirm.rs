@@ -180,7 +180,7 @@ impl Log {
             if self.compare_last(last.as_ref())?.is_some() {
                 return Ok(Some(Stale::replaced(format_args!("{STORE_FILE} is gone"), &self.store)));
             }
-            tracing::warn!(store = self.store.url(), "store.json was removed; putting it back");
+            tracing::warn!(store = self.store.url(), "store.json was removed; restoring the file");
             let created = self.store.create(STORE_FILE, self.store_file.encode()?.into()).await;
             let (Created::Written | Created::Exists) = created.map_err(|e| Error::storage(STORE_FILE, e))?;
             loaded = Self::load_whole(&self.store).await;

@@ -319,7 +319,7 @@ fn is_refusal(error: &object_store::Error) -> bool {
 fn unknown(path: &str, cause: Option<Error>) -> Error {
     let unknown = Error::new(
         ErrorKind::OutcomeUnknown,
-        "the commit was sent, but whether it arrived and will stay cannot be told; nothing was deleted. Open the store again to see",
+        "the commit was sent, but its outcome is unknown; nothing was deleted. Open the store again to see whether the commit is there",
     )
     .object(path);
     match cause {

@@ -38,7 +38,8 @@ impl Store {
         let read = |rank: u32| async move {
             let path = path_of(round, rank)?;
             let Some(bytes) = self.get_if_present(&path, MAX_BYTES).await? else { return Ok(None) };
-            let offer: Offer = serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("no list of steps: {e}")).object(path))?;
+            let offer: Offer =
+                serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("not a list of steps: {e}")).object(path))?;
             Ok(Some(offer.steps))
         };
         concurrently(CONCURRENT_REQUESTS, (0..world).map(read)).await

@@ -67,7 +67,7 @@ impl Store {
             }
             log.append(Id::random()?, |state| match wanted(state) {
                 gone if gone.is_empty() => {
-                    Err(Error::new(ErrorKind::Conflict, "another has forgotten these snapshots meanwhile; ask again"))
+                    Err(Error::new(ErrorKind::Conflict, "another process forgot these snapshots meanwhile; try again"))
                 }
                 snapshots => Ok(Event::Forgotten { snapshots }),
             })
@@ -92,7 +92,9 @@ impl Retention {
     /// Returns the live snapshots that this retention does not keep, ordered by commit.
     pub(crate) fn unwanted(self, state: &LogState) -> Result<Vec<SnapshotRecord>> {
         if self == Self::default() || self.keep_every == Some(0) || self.keep_last == Some(0) {
-            return Err(Error::invalid("say what to keep: the last so many steps, or every so many, 1 or more"));
+            return Err(Error::invalid(
+                "nothing to keep was given: set how many last steps to keep, or an interval of steps, each at least 1",
+            ));
         }
         let keeps = |nth: u64, step: u64| {
             nth == 0 || self.keep_last.is_some_and(|last| nth < last) || self.keep_every.is_some_and(|every| step.is_multiple_of(every))

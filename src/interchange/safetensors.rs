@@ -56,11 +56,9 @@ impl Files {
         let index = path.display().to_string();
         let bytes = map_file(path)?;
         if bytes.len() > MAX_INDEX_BYTES {
-            return Err(Error::limit(format!(
-                "{} bytes are too many for an index of weights, of which {MAX_INDEX_BYTES} are read",
-                bytes.len()
-            ))
-            .object(index));
+            return Err(
+                Error::limit(format!("the index of weights has {} bytes, over the limit of {MAX_INDEX_BYTES}", bytes.len())).object(index)
+            );
         }
         let Index { weight_map } =
             serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("not the index of a sharded model: {e}")).object(&index))?;
@@ -85,7 +83,9 @@ impl Files {
             let file = parse(path, bytes)?;
             for (name, view) in file.iter() {
                 if let Some(other) = seen.insert(name.to_owned(), path) {
-                    return Err(Error::invalid(format!("is in {other} too: a name stands for one tensor")).object(path).tensor(name));
+                    return Err(Error::invalid(format!("is in {other}, too: each name must be in only one file"))
+                        .object(path)
+                        .tensor(name));
                 }
                 let dtype = dtype_of(view.dtype()).map_err(|e| e.object(path).tensor(name))?;
                 let shape: Vec<u64> = view.shape().iter().map(|&extent| extent as u64).collect();

@@ -124,7 +124,7 @@ impl Snapshot {
             let bytes = rect.element_count().and_then(|n| dtype.byte_count(n));
             if bytes != Some(out.len() as u64) {
                 return Err(Error::invalid(format!(
-                    "a buffer of {} bytes for {} of {dtype}",
+                    "the buffer has {} bytes, which do not fit {} of {dtype}",
                     out.len(),
                     crate::tensor::format_shape(&rect.shape)
                 ))
@@ -226,7 +226,7 @@ impl Snapshot {
         for (shard, chunk, out) in wanted {
             let bytes = shards[shard].grid.bytes(chunk);
             if out.len() as u64 != bytes.end - bytes.start {
-                return Err(Error::invalid(format!("a buffer of {} bytes for a chunk of {}", out.len(), bytes.end - bytes.start)));
+                return Err(Error::invalid(format!("the buffer has {} bytes, but the chunk has {}", out.len(), bytes.end - bytes.start)));
             }
             jobs.add(shard, chunk, Target::InPlace(out))?;
         }
@@ -262,9 +262,12 @@ impl Snapshot {
             return Ok(());
         }
         let role = found.iter().find(|(role, digest)| link.manifest.content.get(*role) != Some(digest)).map(|(role, _)| role.as_str());
-        Err(Error::corrupt(format!("the chain does not hold the bytes of role `{}` that it says", role.unwrap_or("?").escape_debug()))
-            .object(link.manifest.path())
-            .clause("manifest 4"))
+        Err(Error::corrupt(format!(
+            "the bytes of role `{}` in the chain do not have the content digest in the manifest",
+            role.unwrap_or("?").escape_debug()
+        ))
+        .object(link.manifest.path())
+        .clause("manifest 4"))
     }
 
     #[boxed]

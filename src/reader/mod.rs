@@ -238,7 +238,7 @@ impl Snapshot {
         match self.rounding().await?.into_iter().find(|tensor| tensor.total.max_relative > bound) {
             None => Ok(()),
             Some(TensorRounding { name, setting, total, .. }) => Err(Error::invalid(format!(
-                "step {} was saved with {setting}: its greatest relative error is {:.2e}, above the bound of {bound}; take another step, or a higher bound",
+                "step {} was saved with {setting}: its greatest relative error is {:.2e}, above the bound of {bound}; use another step or a higher bound",
                 self.step(),
                 total.max_relative
             ))

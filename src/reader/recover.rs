@@ -46,7 +46,7 @@ impl Store {
             match opened.await {
                 Ok(snapshot) => return Ok(Recovered { snapshot, skipped }),
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    tracing::warn!(step = record.step, %error, "this step cannot be rebuilt; trying the one before");
+                    tracing::warn!(step = record.step, %error, "this step cannot be rebuilt; trying the previous step");
                     skipped.push(Skipped { step: record.step, snapshot: record.id, error });
                 }
                 Err(error) => return Err(error),
@@ -57,7 +57,7 @@ impl Store {
                 let message = format!("no step can be rebuilt; the newest, {}, fails with: {}", newest.step, newest.error);
                 Error::corrupt(message).source(newest.error)
             }
-            None if !excluded.is_empty() => Error::corrupt("no step can be rebuilt: the oldest fails too").object(self.url()),
+            None if !excluded.is_empty() => Error::corrupt("no step can be rebuilt, not even the oldest").object(self.url()),
             None => Error::not_found("the store has no snapshot").object(self.url()),
         })
     }

@@ -56,7 +56,9 @@ impl Snapshot {
             let whole = Rect::whole(&directory.shape(tensor));
             let bytes = whole.element_count().and_then(|count| directory.dtype(tensor).byte_count(count));
             if bytes != Some(out.len() as u64) {
-                return Err(Error::invalid(format!("a buffer of {} bytes for a tensor of {}", out.len(), bytes.unwrap_or(0))).tensor(name));
+                return Err(
+                    Error::invalid(format!("the buffer has {} bytes, but the tensor has {}", out.len(), bytes.unwrap_or(0))).tensor(name)
+                );
             }
             for shard in directory.shards_of(tensor) {
                 let plan = ShardPlan::new(&self.links, tensor, shard)?;

@@ -231,7 +231,7 @@ impl Store {
             for path in listed {
                 report.note(
                     None,
-                    Err(Error::corrupt("does not belong into the log: its name is no next number").object(path).clause("log 3.1")),
+                    Err(Error::corrupt("does not belong to the log: its number does not continue the log").object(path).clause("log 3.1")),
                 );
             }
             for path in catalogs {
@@ -300,7 +300,7 @@ impl Store {
         }
         let header = self.get_range(&path, 0..HEADER_BYTES).await?;
         if Header::decode(&header)?.id != cask.id {
-            return Err(Error::corrupt("holds another cask than its name says").clause("container 2.4"));
+            return Err(Error::corrupt("holds a cask whose id differs from the name of the file").clause("container 2.4"));
         }
         let mut pages: Vec<(String, u64, PageEntry)> = Vec::new();
         for shard in 0..index.shard_count() {

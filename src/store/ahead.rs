@@ -72,11 +72,11 @@ impl Ahead {
         match sending.await {
             Ok(Ok(begun)) => Some(begun),
             Ok(Err(error)) => {
-                tracing::warn!(store = self.0.destination.url(), object, %error, "could not be sent ahead; it is copied whole");
+                tracing::warn!(store = self.0.destination.url(), object, %error, "the object could not be sent ahead; the copier will copy the whole object");
                 None
             }
             Err(error) => {
-                tracing::warn!(store = self.0.destination.url(), object, %error, "sending ahead ended early; it is copied whole");
+                tracing::warn!(store = self.0.destination.url(), object, %error, "sending the object ahead ended early; the copier will copy the whole object");
                 None
             }
         }

@@ -80,7 +80,7 @@ impl Store {
                 None => {}
             }
         }
-        Err(Error::new(ErrorKind::Storage, "the storage says that it exists, and does not have it").object(object))
+        Err(Error::new(ErrorKind::Storage, "the storage reports that the object exists, but does not return it; try again").object(object))
     }
 
     /// Writes an object whose name is the digest of its bytes. An existing object of that name is correct, or is
@@ -95,7 +95,7 @@ impl Store {
         }
         match self.create_unique(object, bytes.clone()).await {
             Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => {
-                tracing::warn!(object, "the object is damaged; writing it anew");
+                tracing::warn!(object, "the object is damaged; writing it again");
                 self.overwrite(object, bytes).await
             }
             other => other,
@@ -162,7 +162,7 @@ impl Store {
                     entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
                 });
                 let read =
-                    read.await.map_err(|e| Error::new(ErrorKind::Storage, format!("the folder was not read: {e}")).object(folder))?;
+                    read.await.map_err(|e| Error::new(ErrorKind::Storage, format!("the folder could not be read: {e}")).object(folder))?;
                 read.map_err(|e| Error::io(folder, e))?
             }
             Medium::Memory | Medium::Remote => {
