@@ -1,4 +1,5 @@
-//! Codecs on the chunks of real training states, one thread: bytes stored, and speed beside memcpy of the same bytes.
+//! Measures codecs on the chunks of real training states, on one thread: bytes stored, and speed next to memcpy of the
+//! same bytes.
 
 #![allow(clippy::unwrap_used, reason = "a benchmark")]
 
@@ -10,7 +11,7 @@ use serde_json::json;
 use tensorcask::codec::{Chunk, Codec, Columns, Partner, Registry};
 use tensorcask::infer_role;
 
-/// Elements of a chunk at most, as in the chunk grid.
+/// Maximum number of elements of a chunk, as in the chunk grid.
 const CHUNK: usize = 1 << 18;
 
 fn main() {
@@ -39,7 +40,7 @@ fn main() {
         let state = whole(to);
         let base: Option<Vec<Owned>> = from.map(whole);
         let in_base = |name: &str| base.as_ref().and_then(|base| base.iter().find(|tensor| tensor.name == name));
-        // What codecs may ask for beside a tensor: the others of its parameter, by role.
+        // Returns another tensor of the same parameter, by role, because codecs may ask for it.
         let partner_of = |tensor: &Owned, role: &str| {
             let param = infer_role(&tensor.name).param;
             let fits = |other: &&Owned| {
@@ -52,7 +53,7 @@ fn main() {
         for tensor in state.iter().filter(|tensor| tensor.name.starts_with(role)) {
             let base = in_base(&tensor.name).map(|base| base.data.as_slice());
             if from.is_some() && base.is_none() {
-                // Files of another size are tiled to another number of layers.
+                // Skips files of another size, which are tiled to another number of layers.
                 continue;
             }
             let partners: Vec<(&str, &Owned)> =

@@ -1,4 +1,4 @@
-//! The container in memory: writing a cask of chunks that are encoded already, reading it back, and opening a large index.
+//! Measures the container in memory: writing a cask of encoded chunks, reading it back, and opening a large index.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 mod common;
@@ -25,7 +25,7 @@ fn stored(codec: &str, data: Bytes, crc: u32) -> EncodedChunk {
     EncodedChunk { kind: ChunkKind::Absolute, codec, columns: vec![("values".into(), data)], crc }
 }
 
-/// All pages of a state, uncompressed.
+/// Measures all pages of a state, uncompressed.
 fn raw(state: &[common::Owned]) -> Table {
     let bytes = bytes_of(state);
     let buffers: Vec<Bytes> = state.iter().map(|tensor| Bytes::copy_from_slice(&tensor.data)).collect();
@@ -86,7 +86,7 @@ fn raw(state: &[common::Owned]) -> Table {
     table
 }
 
-/// A cask with a large index and tiny pages.
+/// Measures a cask with a large index and tiny pages.
 fn index(chunks: u64) -> Table {
     const CHUNKS_PER_TENSOR: u64 = 100;
     let shape = [CHUNKS_PER_TENSOR << 18];

@@ -1,4 +1,4 @@
-//! Opening a store that has seen many commits: time and requests.
+//! Measures how a store with many commits opens: time and requests.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 mod common;
@@ -9,9 +9,9 @@ use tensorcask::blocking::Store;
 use tensorcask::{Dtype, IoCounts, Latest, Metadata, Policy, StoreOptions, TensorView};
 
 const ROUNDS: usize = 7;
-/// The worst case: 63 entries after the last catalog, which stands after every 64th.
+/// Numbers of commits to measure. The worst case has 63 entries after the last catalog, which follows every 64th entry.
 const COMMITS: [u64; 5] = [10, 1_000, 1_022, 10_000, 10_046];
-/// Requests for 10,000 commits, at most.
+/// Maximum number of requests for 10,000 commits.
 const TARGET: u64 = 70;
 
 fn main() {
@@ -46,7 +46,7 @@ fn main() {
         saved = commits;
         let latest = measure(&url, |store| assert_eq!(store.snapshot(Latest).unwrap().step(), commits - 1));
         let all = measure(&url, |store| assert_eq!(store.snapshots().unwrap().len() as u64, commits));
-        // The first entry is the writer's `opened`.
+        // Counts the writer's `opened` entry, too.
         let tail = (commits + 1) % 64;
         let cells = |(seconds, io): &(f64, IoCounts)| {
             [format!("{:.1}", seconds * 1e3), io.requests.to_string(), format!("{:.0}", io.bytes_read as f64 / 1e3)]
@@ -62,7 +62,7 @@ fn main() {
     report("open", &[table], arguments.json);
 }
 
-/// Without fsync: this is about reading.
+/// Opens a store without fsync, because the benchmark measures reading.
 fn open(url: &str) -> Store {
     Store::with(StoreOptions { fsync: false, ..StoreOptions::default() }.open(url).unwrap()).unwrap()
 }
@@ -76,7 +76,7 @@ fn save(writer: &mut tensorcask::blocking::Writer, step: u64) {
     writer.save(step, &state, &[], &metadata).unwrap();
 }
 
-/// Median seconds, and the requests of one round, each on a store that was not open before.
+/// Returns the median of seconds and the requests of one round. Each round opens the store anew.
 fn measure(url: &str, run: impl Fn(&Store)) -> (f64, IoCounts) {
     let mut times = Vec::new();
     let mut io = IoCounts::default();

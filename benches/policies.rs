@@ -1,4 +1,5 @@
-//! What policies and places for the base cost over a run: store, restore, memory. Makes the tables of docs/src/benchmarks/policies.md.
+//! Measures the cost of policies and base caches over a run: store, restore, memory. Writes the tables of
+//! docs/src/benchmarks/policies.md.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 mod common;
@@ -94,7 +95,7 @@ fn main() {
             continue;
         }
         let later = synthetic(0, &file(to));
-        // Only what both files hold.
+        // Keeps only the tensors that both files hold.
         let mut earlier = synthetic(0, &file(from));
         let before = earlier.len();
         earlier.retain(|tensor| later.iter().any(|other| other.name == tensor.name));
@@ -131,8 +132,8 @@ struct Found {
     save: f64,
 }
 
-/// A run: each step flips the lowest bit of some elements, as small updates of rounded weights do; half-way the state is
-/// drawn anew, as after a jump.
+/// Trains for some steps. Each step flips the lowest bit of some elements, like small updates of rounded weights.
+/// Half-way, the state is drawn anew, as after a jump.
 fn train(url: &str, options: WriterOptions, start: &[Owned], steps: u64) -> Found {
     let open = || Store::with(StoreOptions { fsync: false, ..StoreOptions::default() }.open(url).unwrap()).unwrap();
     let mut state: Vec<Owned> =
@@ -145,7 +146,7 @@ fn train(url: &str, options: WriterOptions, start: &[Owned], steps: u64) -> Foun
         let (time, saved) = seconds(|| writer.save(step, &views(&state), &[], &Metadata::default()).unwrap());
         bases += u64::from(saved.parent.is_none());
         stored += saved.stored_bytes;
-        // Of deltas, where the policy makes any.
+        // Measures deltas, if the policy makes any.
         if saved.parent.is_some() || bases == step + 1 {
             saves.push(time);
         }

@@ -1,4 +1,5 @@
-//! Optimizer state, rounded: every method on the same real state, in one run: bits, errors, speed, and whole states by profile.
+//! Measures every method of rounding optimizer state on the same real state, in one run: bits, errors, speed, and whole
+//! states by profile.
 //! `cargo bench --workspace --bench precision -- [--data DIR] [--json]`; speeds are of one core, in bytes of f32.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::little_endian_bytes, reason = "a benchmark")]
 
@@ -37,7 +38,7 @@ const METHODS: [&str; 20] = [
     "remainder:16",
 ];
 
-/// What a method made of the tensors of a role.
+/// Result of a method for the tensors of a role.
 #[derive(Default)]
 struct Made {
     elements: u64,
@@ -64,7 +65,7 @@ impl State {
     }
 }
 
-/// A tensor as one chunk, beside its model weight.
+/// Returns a tensor as one chunk, with its model weight as a partner.
 fn chunk_of<'a>(view: &'a TensorView<'_>, partners: &'a [Partner<'a>]) -> Chunk<'a> {
     let count = view.shape().iter().product::<u64>();
     let row = if view.shape().len() > 1 { view.shape()[view.shape().len() - 1] } else { 0 };
@@ -96,7 +97,7 @@ fn measure(setting: Setting, now: &[TensorView<'_>], base: Option<&[TensorView<'
         };
         let least = |run: &mut dyn FnMut()| (0..5).map(|_| seconds(&mut *run).0).fold(f64::INFINITY, f64::min);
         made.round += least(&mut || drop(black_box(round_chunk(bounded, &chunk).unwrap())));
-        // A codec that rounds does so when it encodes.
+        // A codec that rounds does so while it encodes.
         let input = if setting.codec().is_some() { &chunk } else { &rounded };
         made.encode += least(&mut || drop(black_box(codec.encode(input).unwrap().into_bytes())));
         let columns = codec.encode(input).unwrap().into_bytes();
@@ -106,7 +107,7 @@ fn measure(setting: Setting, now: &[TensorView<'_>], base: Option<&[TensorView<'
         made.decode += least(&mut || codec.decode(&input, &mut out).unwrap());
         assert!(out == *data);
         made.elements += chunk.element_count;
-        // The published form, as it is published; ours, the smallest.
+        // Counts the published form of other methods as published, and the smallest form of ours.
         made.bytes += own.map_or(lossless, |own| size(&own));
         if let Some(rounding) = rounding {
             made.rounding = made.rounding.and(rounding);
@@ -123,7 +124,7 @@ fn measure(setting: Setting, now: &[TensorView<'_>], base: Option<&[TensorView<'
     made
 }
 
-/// The error of Adam's update with both moments rounded.
+/// Returns the error of Adam's update with both moments rounded.
 fn update_error(setting: Setting, now: &[TensorView<'_>], keep: impl Fn(&TensorView<'_>) -> bool) -> f64 {
     let floats = |bytes: &[u8]| -> Vec<f32> { bytes.chunks_exact(4).map(|unit| f32::from_le_bytes(unit.try_into().unwrap())).collect() };
     let rounded = |view: &TensorView<'_>| {

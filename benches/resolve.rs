@@ -1,4 +1,4 @@
-//! What a chain costs to read: whole, and one row of a large tensor.
+//! Measures the cost of reading a chain: the whole state, and one row of a large tensor.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 mod common;
@@ -9,9 +9,9 @@ use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::{Dtype, Metadata, Policy, Slice, StoreOptions, TensorView};
 
 const ROUNDS: usize = 5;
-/// Links of the chain that is restored whole.
+/// Number of links in the chain that is restored as a whole.
 const DEPTH: u64 = 32;
-/// Links of the chain of which one row is read.
+/// Number of links in the chain of which one row is read.
 const ROW_DEPTH: u64 = 8;
 
 fn main() {
@@ -29,10 +29,10 @@ fn main() {
     report("resolve", &[whole, row], arguments.json);
 }
 
-/// Restores a consecutive chain of real steps at each depth; bytes and time against its base alone.
+/// Restores a consecutive chain of real steps at each depth. Compares bytes and time with the base alone.
 fn restores(open: &dyn Fn(&str) -> Store, arguments: &Arguments) -> Table {
     let bytes = (arguments.number("mib", 64.0) * 1048576.0) as u64;
-    // Three steps at a falling learning rate, and back: small deltas, as in a long run.
+    // Three steps at a falling learning rate, forwards and backwards, which gives small deltas as in a long run.
     let states: Vec<_> =
         ["step-2400", "step-2401"].iter().map(|file| synthetic(bytes, &arguments.data().join(format!("{file}.safetensors")))).collect();
     let total = bytes_of(&states[0]);
@@ -92,7 +92,7 @@ fn inner(snapshot: &Snapshot) -> &tensorcask::Snapshot {
     snapshot
 }
 
-/// One row of a large tensor at depth 8: a chunk and a part of the index from each link.
+/// Reads one row of a large tensor at depth 8: a chunk and a part of the index from each link.
 fn one_row(open: &dyn Fn(&str) -> Store, bytes: u64) -> Table {
     const COLUMNS: u64 = 4096;
     let rows = bytes / (4 * COLUMNS);
@@ -104,7 +104,7 @@ fn one_row(open: &dyn Fn(&str) -> Store, bytes: u64) -> Table {
     let store = open("row");
     let mut writer = store.writer(Policy::Consecutive).unwrap();
     for step in 0..ROW_DEPTH {
-        // A thousandth of the elements, everywhere.
+        // Changes a thousandth of the elements, evenly spread.
         for at in (step as usize * 4..weights.len()).step_by(4000) {
             weights[at] ^= 1;
         }

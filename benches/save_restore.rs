@@ -1,4 +1,4 @@
-//! Saving and restoring a large state through the command line: wall time and memory, next to plain copies.
+//! Measures saving and restoring a large state through the command line: wall time and memory, next to plain copies.
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark ends where something fails")]
 
 mod common;
@@ -13,10 +13,10 @@ use serde_json::{Value, json};
 use tensorcask::TensorView;
 use tensorcask::interchange::safetensors::Files;
 
-/// What makes this program a launcher of another.
+/// Argument that turns this program into a launcher of another program.
 const LAUNCH: &str = "launch";
 
-/// Memory beyond the state that a save or restore may take.
+/// Memory beyond the size of the state that a save or restore may take.
 const TARGET_BYTES: u64 = 512 << 20;
 
 fn main() {
@@ -114,34 +114,34 @@ fn main() {
     report("save_restore", &[table], arguments.json);
 }
 
-/// The command line of the same build.
+/// Returns the command-line program of the same build.
 fn program() -> PathBuf {
     let here = std::env::current_exe().unwrap();
     let found = here.ancestors().skip(1).take(2).map(|folder| folder.join("tensorcask")).find(|path| path.is_file());
     found.unwrap_or_else(|| fail("the command line is not built: cargo build --release --workspace"))
 }
 
-/// Seconds from a settled start.
+/// Returns the seconds of `run`, measured after the machine has settled.
 fn quiet<T>(state_bytes: u64, run: impl FnOnce() -> T) -> f64 {
     settle(state_bytes);
     seconds(run).0
 }
 
-/// Waits until no earlier write is on its way to the disk, and touches as much free memory as a candidate may take: a virtual
-/// machine gets memory that it has not used for a while from its host page by page, which takes longer than what is measured.
+/// Waits until all earlier writes have reached the disk, and touches as much free memory as a candidate may take. A
+/// virtual machine gets unused memory from its host page by page, which would take longer than the measured work.
 fn settle(state_bytes: u64) {
     assert!(Command::new("sync").status().unwrap().success());
     std::hint::black_box(vec![1u8; 3 * state_bytes as usize]);
 }
 
-/// What a child took.
+/// Resources that a child used.
 #[derive(Debug, Clone, Copy)]
 struct Usage {
     seconds: f64,
     peak_bytes: u64,
 }
 
-/// Runs the command line on a store, whose path stands for `STORE`; gives its stdout too.
+/// Runs the command line on a store, whose path replaces `STORE`. Returns the stdout, too.
 fn run(program: &Path, words: &[&str], store: &Path) -> (Usage, Vec<u8>) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.arg(LAUNCH).arg(program);
@@ -159,8 +159,8 @@ fn run(program: &Path, words: &[&str], store: &Path) -> (Usage, Vec<u8>) {
     (Usage { seconds: seconds.parse().unwrap(), peak_bytes: peak.parse().unwrap() }, said.as_bytes().to_vec())
 }
 
-/// Runs another program and tells, in a last line, seconds and bytes of its peak. A process of its own, because the peak
-/// that the system reports of a child begins with the size of the process that started it.
+/// Runs another program and prints seconds and peak bytes in a last line. Runs in a process of its own: the peak that
+/// the system reports for a child begins with the size of the process that started it.
 #[allow(clippy::zombie_processes, reason = "`wait` waits for it")]
 fn launch() {
     let mut words = std::env::args().skip(2);
@@ -170,16 +170,16 @@ fn launch() {
     println!("\n{seconds} {peak_bytes}");
 }
 
-/// Waits for a child that must succeed; gives the peak of its resident set.
+/// Waits for a child that must succeed. Returns the peak of its resident set.
 #[allow(unsafe_code, reason = "the standard library does not tell what a child used")]
 fn wait(child: &std::process::Child) -> u64 {
     let mut status = 0;
-    // SAFETY: `rusage` is plain integers, for which zeros are a value.
+    // SAFETY: `rusage` consists of plain integers, for which zero is a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to locals that live through the call, and the child was not waited for.
+    // SAFETY: both pointers point to locals that outlive the call, and nobody has waited for the child before.
     let waited = unsafe { libc::wait4(child.id() as libc::pid_t, &raw mut status, 0, &raw mut usage) };
     assert_eq!((waited, status), (child.id() as libc::pid_t, 0), "the command line failed");
-    // Linux counts kibibytes, others bytes.
+    // Linux counts kibibytes, other systems count bytes.
     usage.ru_maxrss as u64 * if cfg!(target_os = "linux") { 1024 } else { 1 }
 }
 

@@ -1,5 +1,5 @@
-//! A codec of one's own: registered as a value, held to the library's contract, chosen where it saves bytes, and no trouble for
-//! readers that do not have it.
+//! A custom codec. It is registered as a value, tested against the library's contract, and chosen where it saves bytes.
+//! Readers without the codec can still read everything else.
 //!
 //! `cargo run --example custom_codec`
 
@@ -11,18 +11,18 @@ use tensorcask::blocking::Store;
 use tensorcask::codec::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Registry};
 use tensorcask::{Dtype, Error, ErrorKind, Latest, Metadata, Policy, Result, Slice, StoreOptions, TensorView};
 
-/// Integers that grow by the same step: the first, and the step.
+/// Integers with a constant difference: stores the first integer and the difference.
 ///
-/// Position ids, arange buffers and the like are such; nothing in the library knows them.
+/// Position ids and arange buffers have this form. No codec of the library uses it.
 #[derive(Debug)]
 struct Arange;
 
-/// The i64 of a chunk.
+/// Returns the i64 values of a chunk.
 fn numbers(data: &[u8]) -> impl Iterator<Item = i64> {
     data.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes))
 }
 
-/// First number and step, if these make all of the chunk.
+/// Returns the first number and the difference, if they describe the whole chunk.
 fn first_and_step(chunk: &Chunk<'_>) -> Option<(i64, i64)> {
     let mut all = numbers(chunk.data);
     let first = all.next().filter(|_| chunk.dtype == Dtype::I64)?;
@@ -32,7 +32,7 @@ fn first_and_step(chunk: &Chunk<'_>) -> Option<(i64, i64)> {
 }
 
 impl Codec for Arange {
-    /// `tc.` is the library's; a name that you own keeps codecs of different people apart.
+    /// The prefix `tc.` belongs to the library. Use a name that you own, to keep codecs of different authors apart.
     fn id(&self) -> &str {
         "example.org.arange"
     }
@@ -49,7 +49,7 @@ impl Codec for Arange {
         16
     }
 
-    /// The size of each column, or nothing for a chunk that is not for this codec.
+    /// Returns the size of each column, or `None` if the codec does not fit the chunk.
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         first_and_step(chunk).map(|_| vec![16])
     }
@@ -60,7 +60,7 @@ impl Codec for Arange {
         Ok(Encoded { uses_base: false, columns: vec![("arange", bytes)] })
     }
 
-    /// Bytes may come from anywhere: whatever they are, the result is an error or a full buffer.
+    /// The input may be arbitrary bytes. The result must be an error or a full buffer.
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         let [bytes] = columns.exactly(["arange"])?;
         let (&[first, step], []) = bytes.as_chunks::<8>() else { return Err(Error::corrupt("an arange of other than 16 bytes")) };
@@ -76,7 +76,7 @@ impl Codec for Arange {
 }
 
 fn main() -> Result<()> {
-    // What every codec has to keep to, lossless or not, on honest and on hostile bytes.
+    // Tests the contract of every codec, lossless or lossy, on valid and on hostile bytes.
     tensorcask::testing::codec::run_all(&Arange)?;
 
     let folder = tempfile::tempdir().map_err(|e| Error::io("a temporary folder", e))?;
@@ -92,7 +92,7 @@ fn main() -> Result<()> {
     println!("{} bytes of tensors in {}: {:?}", saved.tensor_bytes, saved.stored_bytes, saved.chunks);
     assert_eq!(store.snapshot(Latest)?.read("positions", &Slice::all())?.data, positions);
 
-    // A reader without the codec says which one it lacks, and reads all else.
+    // A reader without the codec reports the missing codec and reads everything else.
     let snapshot = Store::open(&url)?.snapshot(Latest)?;
     let error = snapshot.read("positions", &Slice::all()).err();
     println!("without the codec: {}", error.as_ref().map(ToString::to_string).unwrap_or_default());

@@ -1,4 +1,4 @@
-//! Saves a few training steps, restores the newest, a slice of it, and an older one.
+//! Saves a few training steps. Then restores the newest step, a slice of it, and an older step.
 //!
 //! `cargo run --example quickstart [STORE]`; the default store is in memory.
 
@@ -10,7 +10,7 @@ fn main() -> Result<()> {
     let store = Store::open(&url)?;
     let mut writer = store.writer(Policy::Intermittent { every: 4 })?;
 
-    // A "model" of 1024 x 256 bf16 weights, of which each step changes one in a hundred.
+    // A "model" of 1024 x 256 bf16 weights. Each step changes one in a hundred.
     let mut weights: Vec<u8> = (0..1024 * 256 * 2u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     for step in 0..6u64 {
         for weight in weights.chunks_exact_mut(2).skip(step as usize).step_by(100) {

@@ -1,38 +1,38 @@
-//! The one error type: a kind for the program, a place and a sentence for the person.
+//! The error type of the crate: a kind for programs, a place and a sentence for people.
 
 use std::fmt;
 
-/// Result of everything in this crate.
+/// Result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What a program can do about an [`Error`].
+/// Kind of an [`Error`], which tells a program how to react.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// Stored bytes are not what was written: damaged, swapped, truncated or forged.
+    /// Stored bytes differ from the bytes that were written: damaged, swapped, truncated or forged.
     Corrupt,
-    /// The store, snapshot, step, tensor or blob that was asked for does not exist.
+    /// The requested store, snapshot, step, tensor or blob does not exist.
     NotFound,
-    /// Another writer changed the store first; reading it again and retrying may succeed.
+    /// Another writer changed the store first. Reading the store again and retrying may succeed.
     Conflict,
-    /// Another job took over this store; this writer must stop.
+    /// Another job took over this store. This writer must stop.
     Fenced,
-    /// A commit was sent and its result cannot be known; reopen the store before going on.
+    /// The outcome of a commit cannot be known. Reopen the store before the next save.
     OutcomeUnknown,
-    /// The caller passed something that cannot be stored or read.
+    /// The caller passed data that cannot be stored or read.
     InvalidArgument,
-    /// Well-formed, but this version or build cannot handle it.
+    /// The data is well-formed, but this version or build cannot handle it.
     Unsupported,
     /// A declared size or count is beyond [`Limits`](crate::Limits).
     LimitExceeded,
-    /// The storage does not keep the promises that commits need (put-if-absent, links, fsync).
+    /// The storage does not give the guarantees that commits need (put-if-absent, links, fsync).
     UnsafeStore,
     /// The storage failed: no space, no permission, no network.
     Storage,
 }
 
 impl ErrorKind {
-    /// The name used in JSON output and by conformance adapters.
+    /// Returns the name used in JSON output and by conformance adapters.
     pub fn name(self) -> &'static str {
         match self {
             Self::Corrupt => "corrupt",
@@ -55,7 +55,7 @@ impl fmt::Display for ErrorKind {
     }
 }
 
-/// What went wrong, where, and which clause of the spec says so.
+/// An error: what happened, in which object, and which clause of the spec is violated.
 ///
 /// ```
 /// use tensorcask::{Error, ErrorKind};
@@ -86,7 +86,7 @@ macro_rules! constructors {
 }
 
 impl Error {
-    /// An error of `kind` that says `message`.
+    /// Creates an error of `kind` with `message`.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self(Box::new(Inner {
             kind,
@@ -101,19 +101,19 @@ impl Error {
     }
 
     constructors! {
-        /// [`ErrorKind::Corrupt`]
+        /// Creates an [`ErrorKind::Corrupt`] error.
         corrupt => Corrupt,
-        /// [`ErrorKind::NotFound`]
+        /// Creates an [`ErrorKind::NotFound`] error.
         not_found => NotFound,
-        /// [`ErrorKind::InvalidArgument`]
+        /// Creates an [`ErrorKind::InvalidArgument`] error.
         invalid => InvalidArgument,
-        /// [`ErrorKind::Unsupported`]
+        /// Creates an [`ErrorKind::Unsupported`] error.
         unsupported => Unsupported,
-        /// [`ErrorKind::LimitExceeded`]
+        /// Creates an [`ErrorKind::LimitExceeded`] error.
         limit => LimitExceeded,
     }
 
-    /// Wraps an error of the object store; `object` is the path that was used.
+    /// Wraps an error of the object store. `object` is the path of the request.
     pub(crate) fn storage(object: impl Into<String>, source: object_store::Error) -> Self {
         let kind = match &source {
             object_store::Error::NotFound { .. } => ErrorKind::NotFound,
@@ -137,73 +137,73 @@ impl Error {
         Self::new(kind, source.to_string()).object(object).source(source)
     }
 
-    /// Names the object (path below the store's root, or a local file). The innermost name wins.
+    /// Adds the object: a path below the store's root, or a local file. The innermost object wins.
     pub fn object(mut self, object: impl Into<String>) -> Self {
         self.0.object.get_or_insert_with(|| object.into());
         self
     }
 
-    /// Names the tensor (or blob).
+    /// Adds the tensor or blob.
     pub fn tensor(mut self, tensor: impl Into<String>) -> Self {
         self.0.tensor.get_or_insert_with(|| tensor.into());
         self
     }
 
-    /// Says which chunk of the shard.
+    /// Adds the chunk number within the shard.
     pub fn chunk(mut self, chunk: u64) -> Self {
         self.0.chunk.get_or_insert(chunk);
         self
     }
 
-    /// Says at which byte of the object.
+    /// Adds the byte offset within the object.
     pub fn offset(mut self, offset: u64) -> Self {
         self.0.offset.get_or_insert(offset);
         self
     }
 
-    /// Says which clause of `spec/` is violated.
+    /// Adds the violated clause of `spec/`.
     pub fn clause(mut self, clause: &'static str) -> Self {
         self.0.clause.get_or_insert(clause);
         self
     }
 
-    /// Keeps the cause.
+    /// Adds the cause.
     pub fn source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         self.0.source = Some(Box::new(source));
         self
     }
 
-    /// What a program can do about it.
+    /// Returns the kind, which tells a program how to react.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// The sentence alone, without the place.
+    /// Returns the sentence without the place.
     pub fn message(&self) -> &str {
         &self.0.message
     }
 
-    /// The object at fault, if one is.
+    /// Returns the object at fault, if any.
     pub fn object_name(&self) -> Option<&str> {
         self.0.object.as_deref()
     }
 
-    /// The tensor at fault, if one is.
+    /// Returns the tensor at fault, if any.
     pub fn tensor_name(&self) -> Option<&str> {
         self.0.tensor.as_deref()
     }
 
-    /// The chunk at fault, if one is.
+    /// Returns the chunk at fault, if any.
     pub fn chunk_number(&self) -> Option<u64> {
         self.0.chunk
     }
 
-    /// The byte of the object at fault, if one is.
+    /// Returns the byte offset at fault, if any.
     pub fn byte_offset(&self) -> Option<u64> {
         self.0.offset
     }
 
-    /// The violated clause of `spec/`, if one is.
+    /// Returns the violated clause of `spec/`, if any.
     pub fn clause_name(&self) -> Option<&'static str> {
         self.0.clause
     }
@@ -237,7 +237,7 @@ impl fmt::Display for Error {
     }
 }
 
-/// Text from a store or a server, without what a terminal would obey.
+/// Text from a store or a server, printed without control characters that a terminal would obey.
 struct Printable<'a>(&'a str);
 
 impl fmt::Display for Printable<'_> {
@@ -269,7 +269,7 @@ impl<T> ResultExt<T> for Result<T> {
     }
 }
 
-/// A complete sentence for the user. Somewhere in a chain of causes, it stands for the whole chain.
+/// A complete sentence for the user. In a chain of causes, it replaces the whole chain.
 #[derive(Debug)]
 pub(crate) struct Advice(pub String);
 
@@ -281,7 +281,7 @@ impl fmt::Display for Advice {
 
 impl std::error::Error for Advice {}
 
-/// The innermost message that a person can act on: object stores nest theirs several levels deep.
+/// Returns the innermost message that a user can act on. Object stores nest their messages several levels deep.
 fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     if let Some(Advice(sentence)) = causes.filter_map(|cause| cause.downcast_ref()).next() {

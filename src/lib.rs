@@ -1,8 +1,9 @@
-//! Storage for the state of a model in training: small deltas, every byte checked, commits that are atomic everywhere.
+//! Stores training checkpoints as small deltas, with a checksum for every byte and atomic commits on any storage.
 //!
-//! A [`Store`] holds the snapshots of one run, on local disk or in an object store. A [`Writer`] saves states into it:
-//! a *base* now and then, small *deltas* between. A [`Snapshot`] gives back a state, a tensor, or a slice of one, reading
-//! only the chunks that it needs from each link of the chain. The byte layouts are in the project's `spec/`.
+//! A [`Store`] holds the snapshots of one run, on local disk or in an object store. A [`Writer`] saves states: a *base*
+//! now and then, and small *deltas* in between. A [`Snapshot`] returns a state, a tensor, or a slice of a tensor. It
+//! reads only the chunks that it needs from each link of the chain. The byte layouts are described in the project's
+//! `spec/`.
 //!
 //! The whole cycle:
 //!
@@ -34,7 +35,8 @@
 //! # Ok::<(), tensorcask::Error>(())
 //! ```
 
-// Modules in order of floors: each imports only from modules declared before it (tests/it/floors.rs). See ARCHITECTURE.md.
+// Modules are ordered by floor: each imports only from modules declared above it (tests/it/floors.rs). See
+// ARCHITECTURE.md.
 
 // Ground: no I/O, no format.
 mod error;
@@ -58,15 +60,15 @@ mod precision;
 
 pub mod container;
 
-// Store: requests, and the log that commits.
+// Store: requests, and the commit log.
 mod store;
 
 mod commit;
 
-// State: which snapshots, chunks and ranges rebuild a tensor.
+// State: the snapshots, chunks and ranges that rebuild a tensor.
 mod chain;
 
-// Read and write: snapshots out, snapshots in.
+// Reading and writing of snapshots.
 mod reader;
 
 mod writer;
@@ -74,12 +76,12 @@ mod writer;
 // Maintenance.
 mod maintain;
 
-// Doors for users.
+// Import, export and the blocking API.
 pub mod interchange;
 
 pub mod blocking;
 
-// Contract tests for other implementations; may use any floor and is used by none.
+// Contract tests for other implementations. They may use any floor, and no floor uses them.
 pub mod testing;
 
 #[cfg(feature = "fuzzing")]
@@ -88,8 +90,8 @@ pub fn with_scalar_kernels<T>(run: impl FnOnce() -> T) -> T {
     kernels::with_scalar(run)
 }
 
-/// Makes an async function one that returns a boxed future. What awaits it then holds a pointer: its body is compiled here, once, and not
-/// again inside each caller, those in other crates included.
+/// Makes an async function return a boxed future. A caller then holds a pointer, so the body is compiled once here and
+/// not again inside each caller, including callers in other crates.
 pub(crate) use async_recursion::async_recursion as boxed;
 
 pub use chain::{Decision, Estimate, Policy, Reason};

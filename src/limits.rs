@@ -1,11 +1,12 @@
-//! What a reader accepts before it allocates. Spec: `spec/limits.md`, whose table a test compares with the defaults.
+//! Limits that a reader checks before it allocates. Spec: `spec/limits.md`. A test compares that table with the
+//! defaults.
 
 use crate::{Error, Result};
 
 /// Upper bounds on declared sizes and counts.
 ///
-/// Every length and count read from a store is checked against these, and against the bytes really there,
-/// before memory is asked for. Raise a limit for unusual data; writers obey the same limits.
+/// Before a reader allocates memory, it checks every stored length and count against these limits and against the bytes
+/// that exist. Raise a limit for unusual data. Writers obey the same limits.
 ///
 /// ```
 /// let limits = tensorcask::Limits { max_chain_depth: 16, ..Default::default() };
@@ -13,31 +14,31 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Dimensions of a tensor.
+    /// Maximum number of dimensions of a tensor.
     pub max_dimensions: u64,
-    /// Bytes of a tensor name, role, param, blob name, codec id or column name.
+    /// Maximum bytes of a tensor name, role, param, blob name, codec id or column name.
     pub max_name_bytes: u64,
-    /// Tensors in a cask or directory.
+    /// Maximum number of tensors in a cask or directory.
     pub max_tensors: u64,
-    /// Shards in a cask or directory.
+    /// Maximum number of shards in a cask or directory.
     pub max_shards: u64,
-    /// Blobs in a cask.
+    /// Maximum number of blobs in a cask.
     pub max_blobs: u64,
-    /// Bytes of an index root, and of one index part.
+    /// Maximum bytes of an index root, and of one index part.
     pub max_index_bytes: u64,
-    /// Bytes of one blob.
+    /// Maximum bytes of one blob.
     pub max_blob_bytes: u64,
-    /// Bytes that one call of `read` allocates; `read_into` fills the caller's own buffer, of any size.
+    /// Maximum bytes that one call of `read` allocates. `read_into` fills the caller's own buffer, of any size.
     pub max_read_bytes: u64,
-    /// Bytes of a directory.
+    /// Maximum bytes of a directory.
     pub max_directory_bytes: u64,
-    /// Bytes of a manifest.
+    /// Maximum bytes of a manifest.
     pub max_manifest_bytes: u64,
-    /// Bytes of a log entry or of `store.json`.
+    /// Maximum bytes of a log entry or of `store.json`.
     pub max_entry_bytes: u64,
-    /// Bytes of a catalog.
+    /// Maximum bytes of a catalog.
     pub max_catalog_bytes: u64,
-    /// Snapshots in a chain, the base included.
+    /// Maximum number of snapshots in a chain, including the base.
     pub max_chain_depth: u64,
 }
 
@@ -62,7 +63,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// `value`, if it is within `limit`.
+    /// Returns `value` if it is within `limit`.
     pub(crate) fn check(value: u64, limit: u64, what: &str) -> Result<u64> {
         if value <= limit {
             return Ok(value);
@@ -72,21 +73,21 @@ impl Limits {
     }
 }
 
-/// An empty vector with room for `count` items, or an error instead of an abort.
+/// Returns an empty vector with room for `count` items. Returns an error if memory is short, instead of aborting.
 pub(crate) fn reserve<T>(count: usize, what: &str) -> Result<Vec<T>> {
     let mut vec = Vec::new();
     vec.try_reserve_exact(count).map_err(|e| Error::limit(format!("no memory for {count} items of {what}")).source(e))?;
     Ok(vec)
 }
 
-/// A zeroed buffer of `bytes`, or an error instead of an abort.
+/// Returns a zeroed buffer of `bytes`. Returns an error if memory is short, instead of aborting.
 pub(crate) fn zeroed(bytes: usize, what: &str) -> Result<Vec<u8>> {
     let mut vec = reserve(bytes, what)?;
     vec.resize(bytes, 0);
     Ok(vec)
 }
 
-/// A file length or offset as an index into memory.
+/// Converts a file length or offset to an index into memory.
 pub(crate) fn to_usize(value: u64, what: &str) -> Result<usize> {
     usize::try_from(value).map_err(|_| Error::limit(format!("{what} of {value} bytes does not fit this machine's memory")))
 }

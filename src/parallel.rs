@@ -1,19 +1,20 @@
-//! Parallel work, also in a process that was forked.
+//! Runs parallel work, also in a forked process.
 //!
-//! Rayon's global pool belongs to the process that started it. A forked child has its memory but none of its threads, so work that is handed
-//! to the global pool there waits for ever. PyTorch's data loaders and many training scripts fork, so all parallel work of this crate
-//! goes through [`run`], which gives a forked child a pool of its own.
+//! Rayon's global pool belongs to the process that started it. A forked child has the pool's memory but none of its
+//! threads, so work on the global pool would wait forever there. PyTorch's data loaders and many training scripts fork.
+//! All parallel work of this crate therefore goes through [`run`], which gives a forked child a pool of its own.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The process that uses the global pool; 0 before the first call.
+/// Id of the process that uses the global pool; 0 before the first call.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
-/// The pool of a forked process, and its process id.
+/// Pool of a forked process, with its process id.
 static OF_CHILD: Mutex<Option<(u32, Arc<rayon::ThreadPool>)>> = Mutex::new(None);
 
-/// Runs work whose parallel iterators use a pool that has threads in this process: rayon's global one, or that of a forked child.
+/// Runs work whose parallel iterators use a pool with threads in this process: rayon's global pool, or the pool of a
+/// forked child.
 ///
 /// ```
 /// use rayon::prelude::*;
@@ -38,17 +39,17 @@ fn pool_of_child(process: u32) -> Arc<rayon::ThreadPool> {
     }
     let pool = Arc::new(new_pool());
     if let Some((_, of_parent)) = kept.replace((process, pool.clone())) {
-        // Dropping it would wait for threads that this process does not have.
+        // Dropping the parent's pool would wait for threads that this process does not have.
         std::mem::forget(of_parent);
     }
     pool
 }
 
-/// A pool; of the calling thread alone where the system gives no other threads.
+/// Creates a pool. If the system provides no threads, the pool uses only the calling thread.
 fn new_pool() -> rayon::ThreadPool {
     let built = rayon::ThreadPoolBuilder::new().build();
     built.or_else(|_| rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build()).unwrap_or_else(|error| {
-        // As rayon's own global pool does in a process that can start no thread.
+        // Rayon's own global pool also panics in a process that can start no thread.
         unreachable!("no thread for parallel work: {error}")
     })
 }

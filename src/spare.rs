@@ -1,4 +1,4 @@
-//! Buffers that threads use again: memory that is new to a process costs more than what codecs do with it.
+//! Reuses buffers within threads. Memory that is new to a process costs more than the work of the codecs on it.
 
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
@@ -9,7 +9,7 @@ use bytes::Bytes;
 use crate::Result;
 use crate::limits::reserve;
 
-/// Buffers that a thread keeps, and the largest that it keeps.
+/// Maximum number of buffers that a thread keeps, and the size of the largest that is kept.
 const MOST: usize = 12;
 const LARGEST: usize = 4 << 20;
 
@@ -17,12 +17,12 @@ thread_local! {
     static SPARE: RefCell<Vec<Vec<u8>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A buffer that goes back when it is dropped.
+/// A buffer that returns to its thread's reserve when it is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Spare(Vec<u8>);
 
 impl Spare {
-    /// A buffer of so many bytes, of any values.
+    /// Returns a buffer of `bytes` with arbitrary content.
     pub(crate) fn new(bytes: usize, what: &str) -> Result<Self> {
         let found = SPARE.try_with(|spare| {
             let mut spare = spare.borrow_mut();
@@ -41,7 +41,7 @@ impl Spare {
 impl Drop for Spare {
     fn drop(&mut self) {
         let buffer = std::mem::take(&mut self.0);
-        // A thread that ends keeps nothing.
+        // A thread that is ending keeps no buffers.
         let _ = SPARE.try_with(|spare| {
             let mut spare = spare.borrow_mut();
             if spare.len() < MOST && (1..=LARGEST).contains(&buffer.capacity()) {
@@ -65,18 +65,18 @@ impl DerefMut for Spare {
     }
 }
 
-/// Bytes that the buffers of encoded columns keep between uses, in all, and the least that one is kept for.
+/// Total bytes that unused output buffers may hold, and the smallest buffer that is kept.
 const OUTPUT_BYTES: usize = 32 << 20;
 const LEAST_OUTPUT: usize = 32 << 10;
 
-/// Buffers of encoded columns: they are made by one thread, and let go by another, when they have been stored.
+/// Buffers of encoded columns. One thread fills them, and another releases them after they have been stored.
 static OUTPUT: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
 fn outputs() -> MutexGuard<'static, Vec<Vec<u8>>> {
     OUTPUT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An empty buffer with room for so many bytes.
+/// Returns an empty buffer with room for `capacity` bytes.
 pub(crate) fn output(capacity: usize) -> Vec<u8> {
     if capacity < LEAST_OUTPUT {
         return Vec::with_capacity(capacity);
@@ -91,7 +91,7 @@ pub(crate) fn output(capacity: usize) -> Vec<u8> {
     }
 }
 
-/// A buffer that can be used again when the last of its readers lets it go.
+/// A buffer that becomes reusable when its last reader drops it.
 struct Returned(Vec<u8>);
 
 impl AsRef<[u8]> for Returned {
@@ -112,7 +112,7 @@ impl Drop for Returned {
     }
 }
 
-/// What was written into an [`output`], to share.
+/// Turns an [`output`] buffer into shared bytes.
 pub(crate) fn into_bytes(buffer: Vec<u8>) -> Bytes {
     if buffer.capacity() < LEAST_OUTPUT { Bytes::from(buffer) } else { Bytes::from_owner(Returned(buffer)) }
 }

@@ -2,17 +2,17 @@
 
 use crate::{Error, Result};
 
-/// Version of the format that a file was written with.
+/// Version of the format of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FormatVersion {
-    /// A reader refuses a major version that it does not know.
+    /// Major version. A reader refuses a major version that it does not know.
     pub major: u16,
-    /// Minor versions only add what feature bits announce.
+    /// Minor version. Minor versions only add what feature bits announce.
     pub minor: u16,
 }
 
 impl FormatVersion {
-    /// What this library writes.
+    /// Version that this library writes.
     pub const CURRENT: Self = Self { major: 1, minor: 0 };
 
     pub(crate) fn check(self) -> Result<()> {
@@ -39,20 +39,20 @@ impl std::fmt::Display for FormatVersion {
     }
 }
 
-/// The feature bits of a cask.
+/// Feature bits of a cask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Features {
-    /// Bits that a reader has to know, or refuse the cask.
+    /// Bits of features that a reader must know; otherwise it refuses the cask.
     pub must_understand: u64,
-    /// Bits that a reader may ignore; gc, compaction and writers may not.
+    /// Bits of features that a reader may ignore. Garbage collection, compaction and writers must know them.
     pub may_ignore: u64,
 }
 
 impl Features {
-    /// What this library understands: version 1.0 defines no feature.
+    /// Features that this library knows. Version 1.0 defines no feature.
     pub const KNOWN: Self = Self { must_understand: 0, may_ignore: 0 };
 
-    /// Refuses, for reading, what is not understood.
+    /// Refuses to read a cask with unknown features.
     pub(crate) fn check_readable(self) -> Result<()> {
         let unknown = self.must_understand & !Self::KNOWN.must_understand;
         if unknown == 0 {
@@ -64,7 +64,7 @@ impl Features {
     }
 }
 
-/// Refuses names of features (in JSON objects) that are not understood.
+/// Refuses unknown feature names in JSON objects.
 pub(crate) fn check_feature_names(must_understand: &[String]) -> Result<()> {
     match must_understand.first() {
         None => Ok(()),

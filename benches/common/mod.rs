@@ -1,4 +1,4 @@
-//! What the benchmarks share: arguments, timing, tables, and states tiled from real data.
+//! Shared parts of the benchmarks: arguments, timing, tables, and states tiled from real data.
 #![allow(dead_code, unreachable_pub, reason = "each benchmark uses a part of this")]
 
 use std::path::{Path, PathBuf};
@@ -8,21 +8,21 @@ use serde_json::{Value, json};
 use tensorcask::Dtype;
 use tensorcask::interchange::safetensors::Files;
 
-/// The command line: `--name value`, and `--json`.
+/// Command line: `--name value`, and `--json`.
 pub struct Arguments {
     pairs: Vec<(String, String)>,
     pub json: bool,
 }
 
 impl Arguments {
-    /// Of this process. `known` are the names that take a value, besides `data`.
+    /// Parses the arguments of this process. `known` lists the names that take a value, besides `data`.
     pub fn parse(known: &[&str]) -> Self {
         let mut arguments = Self { pairs: Vec::new(), json: false };
         let mut words = std::env::args().skip(1);
         while let Some(word) = words.next() {
             match word.strip_prefix("--") {
                 Some("json") => arguments.json = true,
-                // Cargo says that this is a benchmark.
+                // Cargo passes this argument to benchmarks.
                 Some("bench") => {}
                 Some(name) if name == "data" || known.contains(&name) => {
                     let value = words.next().unwrap_or_else(|| fail(&format!("--{name} needs a value")));
@@ -34,30 +34,30 @@ impl Arguments {
         arguments
     }
 
-    /// A number, or its default.
+    /// Returns a number, or its default.
     pub fn number(&self, name: &str, default: f64) -> f64 {
         let found = self.pairs.iter().rev().find(|(known, _)| known == name);
         found.map_or(default, |(_, value)| value.parse().unwrap_or_else(|_| fail(&format!("--{name} takes a number"))))
     }
 
-    /// A text, if it is given.
+    /// Returns a text, if given.
     pub fn text(&self, name: &str) -> Option<&str> {
         self.pairs.iter().rev().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
-    /// The folder of the real states.
+    /// Returns the folder of the real states.
     pub fn data(&self) -> PathBuf {
         self.text("data").map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data"), PathBuf::from)
     }
 }
 
-/// Ends the process with a sentence.
+/// Ends the process with a message.
 pub fn fail(message: &str) -> ! {
     eprintln!("{message}");
     std::process::exit(2)
 }
 
-/// Seconds of one call.
+/// Returns the seconds and the value of one call.
 pub fn seconds<T>(run: impl FnOnce() -> T) -> (f64, T) {
     let begun = Instant::now();
     let value = run();
@@ -69,8 +69,8 @@ pub fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Median seconds of each candidate over `rounds`, in each of which all run, one after the other. A candidate gives the
-/// seconds of the part that counts.
+/// Returns the median seconds of each candidate over `rounds`. Each round runs all candidates in turn. A candidate
+/// returns the seconds of the part that counts.
 pub fn alternate(rounds: usize, candidates: &mut [(&str, &mut dyn FnMut() -> f64)]) -> Vec<f64> {
     let mut times: Vec<Vec<f64>> = candidates.iter().map(|_| Vec::new()).collect();
     for _ in 0..rounds {
@@ -91,7 +91,7 @@ impl Memcpy {
         Self { destination: vec![1; bytes] }
     }
 
-    /// Seconds to copy all parts, one after the other.
+    /// Returns the seconds to copy all parts in turn.
     pub fn seconds<'a>(&mut self, parts: impl Iterator<Item = &'a [u8]>) -> f64 {
         let (seconds, ()) = seconds(|| {
             let mut rest = self.destination.as_mut_slice();
@@ -118,12 +118,12 @@ impl Table {
         Self { title: title.into(), columns: columns.iter().map(|name| (*name).to_owned()).collect(), rows: Vec::new() }
     }
 
-    /// A row with any cells.
+    /// Adds a row with arbitrary cells.
     pub fn row(&mut self, name: &str, cells: Vec<String>, value: Value) {
         self.rows.push((name.to_owned(), cells, value));
     }
 
-    /// A row of a table with the columns `s`, `GB/s`, `x memcpy`.
+    /// Adds a row to a table with the columns `s`, `GB/s`, `x memcpy`.
     pub fn speed(&mut self, name: &str, bytes: u64, seconds: f64, memcpy: f64) {
         let rate = bytes as f64 / seconds / 1e9;
         self.row(
@@ -154,7 +154,7 @@ pub fn report(benchmark: &str, tables: &[Table], json: bool) {
     }
 }
 
-/// Processor, cores and system.
+/// Describes processor, cores and system.
 pub fn machine() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model =
@@ -171,11 +171,11 @@ pub struct Owned {
     pub data: Vec<u8>,
 }
 
-/// How often the rows of a matrix are repeated.
+/// Number of times that the rows of a matrix are repeated.
 const TILES: u64 = 16;
 
-/// A state of about `bytes` bytes, ascending by name: layers made from those of one file, matrices with their rows
-/// repeated. Values, and what changes from step to step, are those of real training.
+/// Returns a state of about `bytes` bytes, ascending by name. Its layers are made from those of one file, with repeated
+/// rows. Values, and the changes from step to step, come from real training.
 pub fn synthetic(bytes: u64, file: &Path) -> Vec<Owned> {
     let files = Files::open(&[file]).unwrap_or_else(|e| fail(&e.to_string()));
     let views = files.tensors().unwrap_or_else(|e| fail(&e.to_string()));

@@ -1,4 +1,4 @@
-//! A case on disk: `case.toml`, an input, and for accepted ones what a reader has to find in it.
+//! Conformance cases on disk: `case.toml`, an input, and the expected result of an accepted input.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,37 +10,38 @@ use crate::failure::Failure;
 use crate::files::{digest_of_folder, files_of, hex};
 use crate::verdict::Expect;
 
-/// `case.toml`.
+/// Content of `case.toml`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Description {
-    /// The clause of the spec that decides.
+    /// Clause of the spec that decides the case.
     pub clause: String,
-    /// One sentence.
+    /// Reason in one sentence.
     pub why: String,
     pub expect: Expect,
-    /// The kind of error of a rejection, where one is right: `corrupt`, `unsupported` or `limit`.
+    /// Required kind of error, if only one is right: `corrupt`, `unsupported` or `limit`.
     pub kind: Option<String>,
-    /// Of the input: of the file, or of the listing of the folder.
+    /// SHA-256 of the input: of the file, or of the listing of the folder.
     pub sha256: String,
-    /// Whether the input is too large to be kept, and is made when it is needed.
+    /// Whether the input is too large to be kept and is generated when it is needed.
     #[serde(default)]
     pub made: bool,
 }
 
-/// A case.
+/// A conformance case.
 #[derive(Debug)]
 pub(crate) struct Case {
     /// `valid/<area>/<case>`, `invalid/<area>/<case>` or `either/<area>/<case>`.
     pub name: String,
     pub description: Description,
-    /// `input.cask` or `input/`, of the case or made.
+    /// Path of `input.cask` or `input/`, stored with the case or generated.
     pub input: PathBuf,
-    /// `expected.json`, of one that may be accepted.
+    /// Content of `expected.json`, for a case that may be accepted.
     pub expected: Option<serde_json::Value>,
 }
 
-/// The cases below a folder whose name contains a text, by name. Inputs that are not kept with them are made below another folder.
+/// Loads the cases below a folder whose name contains `only`, ordered by name. Generates inputs that are not stored
+/// below `made`.
 pub(crate) fn load_all(cases: &Path, only: &str, made: &Path) -> Result<Vec<Case>, Failure> {
     let mut folders: BTreeMap<String, PathBuf> = BTreeMap::new();
     for (path, _) in files_of(cases)? {
@@ -80,7 +81,7 @@ fn load(name: &str, folder: &Path, made: &Path) -> Result<Case, Failure> {
     Ok(Case { name: name.to_owned(), description, input, expected })
 }
 
-/// One JSON value, however deep: what a reader says of nested values is nested deeper than they are.
+/// Parses one JSON value of any depth. A reader's report is nested deeper than the values that it reports.
 pub(crate) fn parse(json: &[u8]) -> Result<serde_json::Value, serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_slice(json);
     deserializer.disable_recursion_limit();

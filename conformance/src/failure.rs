@@ -2,10 +2,10 @@
 
 use std::io::Write;
 
-/// The sentence that tells the person who ran the command why it failed.
+/// A sentence that tells the user why a command failed.
 pub(crate) type Failure = Box<dyn std::error::Error>;
 
-/// Writes a line to stderr. A closed stderr is no failure.
+/// Writes a line to stderr. Ignores a closed stderr.
 pub(crate) fn complain(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }

@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use crate::failure::Failure;
 
-/// The files below a folder, by path with `/`.
+/// Returns the files below a folder, keyed by path with `/`.
 pub(crate) fn files_of(folder: &Path) -> Result<BTreeMap<String, Vec<u8>>, Failure> {
     let mut found = BTreeMap::new();
     let mut rest = vec![(String::new(), folder.to_path_buf())];
@@ -25,7 +25,8 @@ pub(crate) fn files_of(folder: &Path) -> Result<BTreeMap<String, Vec<u8>>, Failu
     Ok(found)
 }
 
-/// The digest of a folder: SHA-256 of one line `<sha256>  <path>` for each file, by path, as `sha256sum` writes them.
+/// Returns the digest of a folder: SHA-256 over one line `<sha256>  <path>` per file, ordered by path, as `sha256sum`
+/// writes them.
 pub(crate) fn digest_of_folder(files: &BTreeMap<String, Vec<u8>>) -> String {
     let lines: String = files.iter().map(|(path, bytes)| format!("{}  {path}\n", hex(&Sha256::digest(bytes)))).collect();
     hex(&Sha256::digest(lines))

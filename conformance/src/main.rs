@@ -1,6 +1,6 @@
 //! Conformance cases for tensorcask files and stores: a runner for any reader, a generator, and our own reader.
 
-// Each module imports only from modules declared before it.
+// Each module imports only from modules declared above it.
 mod failure;
 mod files;
 mod verdict;
@@ -19,10 +19,10 @@ use clap::{Parser, Subcommand};
 
 use failure::complain;
 
-/// Where the cases are in a checkout.
+/// Folder of the cases in a checkout.
 const CASES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cases");
 
-/// The list of released cases in a checkout.
+/// List of released cases in a checkout.
 const RELEASED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/released.txt");
 
 #[derive(Parser)]

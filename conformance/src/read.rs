@@ -1,4 +1,4 @@
-//! Our own reader as an adapter: whatever the library says of a cask file or a store, as JSON on stdout.
+//! Our own reader as an adapter: prints the content of a cask file or a store as JSON on stdout.
 
 use std::io::Write;
 use std::path::Path;
@@ -15,7 +15,7 @@ use tensorcask::{At, Error, ErrorKind, Limits, Result, Slice, VerifyOptions};
 use crate::failure::Failure;
 use crate::files::hex;
 
-/// Reads a cask or a store wholly, and says what is in it; tells whether it is acceptable.
+/// Reads a whole cask or store and prints its content. Returns whether it is acceptable.
 pub(crate) fn read(path: &Path) -> std::result::Result<bool, Failure> {
     let found = match path.is_dir() {
         true => read_store(path.to_str().ok_or("a path that is not UTF-8")?),
@@ -25,7 +25,8 @@ pub(crate) fn read(path: &Path) -> std::result::Result<bool, Failure> {
     match found {
         Ok(value) => writeln!(out, "{value}")?,
         Err(e) => {
-            // Found of a store is its `store.json` (log 2.1); all else that is missing is corrupt anyhow.
+            // The library reports a missing `store.json` as `NotFound`, without a clause (log 2.1). Any other missing
+            // object is corrupt.
             let clause = e.clause_name().or((e.kind() == ErrorKind::NotFound).then_some("log 2.1"));
             writeln!(out, "{}", json!({ "kind": kind_of(&e), "clause": clause, "message": e.to_string() }))?;
             return Ok(false);
@@ -34,21 +35,22 @@ pub(crate) fn read(path: &Path) -> std::result::Result<bool, Failure> {
     Ok(true)
 }
 
-/// The kind in the words of the spec.
+/// Returns the kind of an error in the words of the spec.
 fn kind_of(error: &Error) -> &'static str {
     match error.kind() {
         ErrorKind::LimitExceeded => "limit",
-        // The library tells apart a place where nothing was ever saved; the spec does not.
+        // The library distinguishes a place where nothing was ever saved. The spec does not.
         ErrorKind::NotFound => "corrupt",
         kind => kind.name(),
     }
 }
 
-/// Every live step, after a full check.
+/// Reads every live step after a full check.
 fn read_store(path: &str) -> Result<Value> {
     let store = Store::open(path)?;
     let report = store.verify(&VerifyOptions::default())?;
-    // A damaged catalog is skipped by readers: the log has it all. One that is whole must agree with the log (log 6.4).
+    // Readers skip a damaged catalog, because the log has all facts. An intact catalog must agree with the log (log
+    // 6.4).
     let is_skipped = |e: &Error| e.object_name().is_some_and(|object| object.starts_with("catalog/")) && e.clause_name() != Some("log 6.4");
     if let Some(problem) = report.problems.into_iter().find(|problem| !is_skipped(&problem.error)) {
         return Err(problem.error);
@@ -83,7 +85,7 @@ fn read_store(path: &str) -> Result<Value> {
             json!({ "tensors": tensors, "blobs": blobs, "metadata": snapshot.metadata(), "user": snapshot.user() }),
         );
     }
-    // A snapshot that was reduced is not the latest.
+    // A reduced snapshot is never the latest.
     let latest = match store.snapshot(At::Latest) {
         Ok(snapshot) => Some(snapshot.step()),
         Err(e) if e.kind() == ErrorKind::NotFound => None,
@@ -92,7 +94,7 @@ fn read_store(path: &str) -> Result<Value> {
     Ok(json!({ "latest": latest, "steps": steps }))
 }
 
-/// Whether a snapshot has the tensors and blobs that a tree names.
+/// Checks that a snapshot has the tensors and blobs that a tree names.
 fn names_lead_somewhere(tree: &Tree, rank: u32, tensors: &Map<String, Value>, blobs: &[(u32, String)]) -> Result<()> {
     for node in tree.nodes() {
         let (is_there, name) = match node {
@@ -109,7 +111,7 @@ fn names_lead_somewhere(tree: &Tree, rank: u32, tensors: &Map<String, Value>, bl
     Ok(())
 }
 
-/// Every byte of one file.
+/// Reads every byte of one file.
 fn read_cask(file: Bytes) -> Result<Value> {
     let bytes = file.len() as u64;
     let slice = |from: u64, to: u64| {
@@ -158,7 +160,7 @@ fn read_cask(file: Bytes) -> Result<Value> {
             let content = match read_shard(&index, shard, &slice) {
                 Ok(Some(digest)) => json!({ "sha256": digest }),
                 Ok(None) => json!({ "sha256": null }),
-                // An unknown codec spoils its own tensor only.
+                // An unknown codec affects only its own tensor.
                 Err(e) if e.kind() == ErrorKind::Unsupported => json!({ "error": kind_of(&e) }),
                 Err(e) => return Err(e.tensor(name)),
             };
@@ -178,7 +180,8 @@ fn read_cask(file: Bytes) -> Result<Value> {
     Ok(json!({ "id": header.id, "digest": index.digest(), "tensors": tensors, "blobs": blobs }))
 }
 
-/// The digest of a shard's elements; none if a chunk needs the parent. Chunks that do not are decoded anyhow.
+/// Returns the digest of a shard's elements, or `None` if a chunk needs the parent. Decodes the other chunks in any
+/// case.
 fn read_shard(index: &CaskIndex, shard: usize, slice: &impl Fn(u64, u64) -> Result<Bytes>) -> Result<Option<String>> {
     let registry = Registry::default();
     let grid = index.grid(shard)?;

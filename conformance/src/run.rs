@@ -1,4 +1,4 @@
-//! Gives each case to a reader and compares what it says with what it has to say.
+//! Runs a reader on each case and compares its report with the expected result.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -13,14 +13,14 @@ use crate::case::{Case, Description, load_all, parse};
 use crate::failure::Failure;
 use crate::verdict::Expect;
 
-/// What a reader did.
+/// Outcome of running a reader.
 struct Answer {
     status: ExitStatus,
     stdout: Vec<u8>,
     stderr: Vec<u8>,
 }
 
-/// Runs all cases; tells whether all passed.
+/// Runs all cases. Returns whether all passed.
 pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration, junit: Option<&Path>) -> Result<bool, Failure> {
     let words = split(reader)?;
     if !words.iter().any(|word| word.contains("{path}")) {
@@ -31,7 +31,7 @@ pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration, jun
     if cases.is_empty() {
         return Err("there are no such cases".into());
     }
-    // A reader for each core; what they say is told in the order of the cases.
+    // Runs one reader per core, and reports the results in the order of the cases.
     let next = AtomicUsize::new(0);
     let (sender, answers) = mpsc::channel();
     std::thread::scope(|scope| {
@@ -43,7 +43,7 @@ pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration, jun
                     let Some(case) = cases.get(at) else { break };
                     let begun = Instant::now();
                     let answer = ask(words, case, timeout).map_err(|e| e.to_string());
-                    // The receiver lives as long as the threads.
+                    // Cannot fail: the receiver lives longer than the threads.
                     let _ = sender.send((at, answer, begun.elapsed()));
                 }
             });
@@ -86,7 +86,7 @@ pub(crate) fn run(cases: &Path, reader: &str, only: &str, timeout: Duration, jun
     Ok(failed == 0)
 }
 
-/// A case in the XML of JUnit.
+/// Returns a case as JUnit XML.
 fn junit_case(case: &Case, took: Duration, failure: Option<&String>) -> String {
     let (class, name) = case.name.rsplit_once('/').unwrap_or(("", &case.name));
     let head = format!("<testcase classname=\"{}\" name=\"{}\" time=\"{:.3}\"", xml(class), xml(name), took.as_secs_f64());
@@ -99,7 +99,7 @@ fn junit_case(case: &Case, took: Duration, failure: Option<&String>) -> String {
     }
 }
 
-/// Text for XML. What XML cannot say, such as control characters, becomes a question mark.
+/// Escapes text for XML. Replaces characters that XML cannot hold, such as control characters, by question marks.
 fn xml(text: &str) -> String {
     let mut out = String::new();
     for c in text.chars() {
@@ -116,7 +116,7 @@ fn xml(text: &str) -> String {
     out
 }
 
-/// Runs the reader on one case; nothing if it took too long.
+/// Runs the reader on one case. Returns `None` on a timeout.
 fn ask(words: &[String], case: &Case, timeout: Duration) -> Result<Option<Answer>, Failure> {
     let path = case.input.to_str().ok_or("a path that is not UTF-8")?;
     let mut words = words.iter().map(|word| word.replace("{path}", path));
@@ -124,7 +124,7 @@ fn ask(words: &[String], case: &Case, timeout: Duration) -> Result<Option<Answer
     let mut command = Command::new(&program);
     command.args(words).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().map_err(|e| format!("{program}: {e}"))?;
-    // Both pipes are read while the reader runs, or it could wait for ever.
+    // Reads both pipes while the reader runs. Otherwise the reader could block forever.
     let stdout = drain(child.stdout.take());
     let stderr = drain(child.stderr.take());
     let begun = Instant::now();
@@ -147,14 +147,14 @@ fn drain(pipe: Option<impl Read + Send + 'static>) -> std::thread::JoinHandle<Ve
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(mut pipe) = pipe {
-            // What was read before an error is judged.
+            // Ignores the error: the bytes read before it are judged.
             let _ = pipe.read_to_end(&mut bytes);
         }
         bytes
     })
 }
 
-/// Whether the answer is right; if not, why.
+/// Checks an answer. Returns the reason if it is wrong.
 fn judge(case: &Case, answer: &Answer) -> Result<(), String> {
     let said: Option<Value> = parse(&answer.stdout).ok();
     let (accepted, said) = match (answer.status.code(), said) {
@@ -181,7 +181,7 @@ fn judge(case: &Case, answer: &Answer) -> Result<(), String> {
     }
 }
 
-/// Where two values differ first.
+/// Returns the first place where two values differ.
 fn first_difference(at: &str, expected: &Value, found: &Value) -> Option<String> {
     match (expected, found) {
         (Value::Object(wanted), Value::Object(there)) => {
@@ -198,7 +198,7 @@ fn first_difference(at: &str, expected: &Value, found: &Value) -> Option<String>
     }
 }
 
-/// Words of a command line: split at spaces, except between quotes.
+/// Splits a command line into words at spaces, except between quotes.
 fn split(line: &str) -> Result<Vec<String>, Failure> {
     let mut words = Vec::new();
     let mut word: Option<String> = None;

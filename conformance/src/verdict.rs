@@ -2,13 +2,14 @@
 
 use serde::Deserialize;
 
-/// What a reader must do with the input.
+/// Required reaction of a reader to the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Expect {
     Accept,
     Reject,
-    /// The spec leaves it to the reader; what it says has to be right all the same.
+    /// Acceptance or rejection: the spec leaves the choice to the reader. An accepting reader must report the right
+    /// content.
     Either,
 }
 

@@ -1,4 +1,4 @@
-//! A whole cask under right checksums: whatever the tables say, reading it ends in an error or in chunks.
+//! A whole cask under right checksums. Whatever the tables contain, reading ends in an error or in chunks.
 #![no_main]
 
 use bytes::Bytes;
@@ -7,7 +7,7 @@ use tensorcask::codec::{ChunkKind, Columns, Registry};
 use tensorcask::wire::Header;
 use tensorcask_fuzz::{decode_index, fix_cask, small_limits};
 
-/// Bytes that are decoded of one input: constants are cheap to store.
+/// Limit on the bytes decoded from one input, because constants are cheap to store.
 const MOST_BYTES: u64 = 16 << 20;
 
 fuzz_target!(|data: &[u8]| {

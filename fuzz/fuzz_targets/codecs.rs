@@ -1,4 +1,5 @@
-//! Each codec: any columns end in an error or a full buffer; what was decoded encodes and decodes to itself.
+//! Every codec: arbitrary columns end in an error or in a full buffer. Decoded data survives another encoding and
+//! decoding.
 #![no_main]
 
 use bytes::Bytes;
@@ -24,7 +25,7 @@ fuzz_target!(|input: Input| {
     let registry = Registry::default();
     let Some(codec) = registry.iter().nth(usize::from(input.codec) % registry.iter().count()) else { return };
     let dtype = Dtype::ALL[usize::from(input.dtype) % Dtype::ALL.len()];
-    // Empty shards have no chunks.
+    // Empty shards have no chunks, so a chunk has at least one element.
     let element_count = u64::from(input.element_count % MOST_ELEMENTS) + 1;
     let length = dtype.byte_count(element_count).unwrap() as usize;
     let mut base = input.base;
@@ -37,7 +38,7 @@ fuzz_target!(|input: Input| {
     let decoded = codec.decode(&Columns { dtype, element_count, columns: &columns, base, partners: &[] }, &mut out);
     if let Err(e) = &decoded {
         assert!(!e.to_string().is_empty());
-        // The columns may be a chunk's all the same: take them as data.
+        // The columns may also serve as data, so the input is encoded, too.
         let bytes: Vec<u8> = columns.iter().flat_map(|(_, bytes)| bytes.iter().copied()).collect();
         out = bytes.into_iter().chain(std::iter::repeat(7)).take(length).collect();
     }

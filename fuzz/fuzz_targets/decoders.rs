@@ -1,5 +1,5 @@
-//! Each codec's decoder, with columns of its own names: an error or a full buffer, the same with scalar kernels; what was decoded encodes
-//! and decodes to itself, of a lossy codec what it has encoded itself.
+//! Every decoder, with columns of the right names: an error or a full buffer, and the same with scalar kernels. Decoded
+//! data survives another encoding and decoding. For a lossy codec, that holds for the data that it has encoded itself.
 #![no_main]
 
 use bytes::Bytes;

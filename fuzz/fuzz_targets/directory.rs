@@ -1,4 +1,4 @@
-//! A directory under its own digest: what decodes is encoded to what decodes to the same.
+//! A directory under its right digest. If it decodes, encoding and decoding it again gives the same.
 #![no_main]
 
 use bytes::Bytes;

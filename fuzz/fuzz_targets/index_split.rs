@@ -1,4 +1,5 @@
-//! An index decoder that gets the end of a file in any pieces gives the same as one that gets what it asks for.
+//! An index decoder that receives the end of a file in arbitrary pieces. The result equals that of a decoder that
+//! receives the requested ranges.
 #![no_main]
 
 use bytes::Bytes;
@@ -7,7 +8,7 @@ use tensorcask::container::{CaskIndex, IndexDecoder, Progress};
 use tensorcask::{Error, Result};
 use tensorcask_fuzz::{decode_index, fix_cask, id_of, load_parts, small_limits};
 
-// A number of pieces, the length of each in two bytes, and the file.
+// Input: a number of pieces, the length of each in two bytes, and the file.
 fuzz_target!(|data: &[u8]| {
     let Some((&count, rest)) = data.split_first() else { return };
     let (pieces, file) = rest.split_at(rest.len().min(2 * usize::from(count % 16)));

@@ -1,5 +1,5 @@
-//! Codecs with the kernels of this machine against the scalar ones: the same columns, the same estimate, and they decode alike: to the chunk,
-//! where the codec is lossless.
+//! Codecs with this machine's kernels against the scalar kernels: same columns, same estimate, same decoded bytes. A
+//! lossless codec must decode to the chunk.
 #![no_main]
 
 use bytes::Bytes;

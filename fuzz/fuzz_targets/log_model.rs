@@ -1,5 +1,5 @@
-//! Logs of any events under right seals: the library rejects those that a small model of the spec rejects, sees the live steps that the
-//! model sees, and finds chains, however events lead them, without end or harm.
+//! Logs of arbitrary events under right seals, compared with a small model of the spec. The library rejects the same
+//! logs and sees the same live steps as the model. It resolves any chain without an endless loop or a panic.
 #![no_main]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -69,7 +69,8 @@ fn event(step: &Step) -> Event {
     }
 }
 
-/// Clauses 3.4 to 3.6 and 4 of the log's page; `None` if an entry breaks them, `Some(false)` if it asks for a feature.
+/// Checks clauses 3.4 to 3.6 and 4 of the log's page. Returns `None` if an entry violates them, and `Some(false)` if an
+/// entry requires an unknown feature.
 fn apply(known: &mut BTreeMap<u8, Known>, step: &Step) -> Option<bool> {
     let at = |number: &u8| number % 8;
     match step {
@@ -141,7 +142,7 @@ async fn run(input: Input) {
         assert!(store.snapshots().await.is_err());
         return;
     }
-    // No manifest is there, so every live step is a problem, and nothing is one that no live step needs.
+    // The store has no manifests, so every live step is a problem. No step that live steps do not need may be one.
     let mut needed = BTreeSet::new();
     for (number, found) in known.iter().filter(|(_, found)| found.live) {
         assert!(report.problems.iter().any(|problem| problem.step == Some(found.step)), "{number}: {:?}", report.problems);

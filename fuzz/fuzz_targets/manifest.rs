@@ -1,4 +1,4 @@
-//! A manifest, or a receipt, under a right seal: what decodes is encoded to what decodes to the same.
+//! A manifest, or a receipt, under a right seal. If it decodes, encoding and decoding it again gives the same.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,5 @@
-//! States of any shape, saved one after the other and read back: each is what was saved, or was refused as a bad argument.
+//! States of any shape, saved one after another and read back. Each state is unchanged, or was refused as an invalid
+//! argument.
 #![no_main]
 
 use std::sync::Arc;
@@ -25,7 +26,7 @@ struct Input {
 #[derive(Debug, Arbitrary)]
 enum State {
     Fresh(Vec<Tensor>),
-    /// The state before, with some bytes changed: tensor, byte, bits.
+    /// Previous state with some bytes changed: tensor, byte, bits.
     Edited(Vec<(u8, u16, u8)>),
 }
 
@@ -34,9 +35,9 @@ struct Tensor {
     name: Name,
     dtype: u8,
     shape: Vec<u8>,
-    /// Rows of the first of two shards, if there are two.
+    /// Number of rows in the first of two shards, if there are two.
     split: Option<u8>,
-    /// Noise of this seed fills what `data` leaves; zeros if it is zero.
+    /// Seed of the noise that fills the rest of `data`; zero fills it with zeros.
     seed: u8,
     data: Vec<u8>,
 }
@@ -70,7 +71,7 @@ fuzz_target!(|input: Input| {
 });
 
 async fn run(input: Input) {
-    // With a store that is there, no time goes into trying what its medium promises.
+    // An existing store skips the probe of the medium's guarantees, which would take time.
     let memory = InMemory::new();
     memory.put(&"store.json".into(), StoreFile::new(Id([1; 16])).encode().unwrap().into()).await.unwrap();
     let store = Store::with_object_store(Arc::new(memory), Default::default(), StoreOptions::default());
@@ -151,7 +152,7 @@ fn build(tensor: &Tensor) -> Option<Built> {
         data.push((noise >> 24) as u8);
     }
     clear_unused(dtype, &shape, &mut data);
-    // Packed shards do not begin on bytes of the whole.
+    // Shards of packed elements need not begin on byte boundaries of the whole tensor.
     let split = match (tensor.split, shape.first()) {
         (Some(split), Some(&rows)) if !dtype.is_packed() && rows > 1 && bytes > 0 => Some(u64::from(split) % (rows - 1) + 1),
         _ => None,
@@ -159,7 +160,7 @@ fn build(tensor: &Tensor) -> Option<Built> {
     Some(Built { name, dtype, shape, split, data })
 }
 
-/// Unused bits of the last byte of a packed tensor are zero.
+/// Clears the unused bits of the last byte of a packed tensor, which must be zero.
 fn clear_unused(dtype: Dtype, shape: &[u64], data: &mut [u8]) {
     let used = (shape.iter().product::<u64>() * dtype.bits() % 8) as u32;
     if let (Some(last), 1..) = (data.last_mut(), used) {

@@ -1,5 +1,5 @@
-//! Saves, forgets, pins and compactions by writers that come and go, over a storage that fails: what was acknowledged is there and right,
-//! what failed is there wholly or not at all, and nothing else.
+//! Saves, forgets, pins and compactions by short-lived writers on a failing storage. Acknowledged operations are
+//! present and right, failed ones are present as a whole or absent, and nothing else exists.
 #![no_main]
 
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ enum Operation {
 #[derive(Debug, Arbitrary)]
 struct Input {
     operations: Vec<Operation>,
-    /// One for each request; of what it may meet, the fault of this number.
+    /// Number of the fault for each request, among those that the request may meet.
     faults: Vec<u8>,
 }
 
@@ -38,10 +38,10 @@ const MOST_OPERATIONS: usize = 10;
 const STEPS: u8 = 6;
 const BYTES: usize = 600;
 
-/// What a step may be.
+/// Allowed content of a step.
 #[derive(Debug, Default)]
 struct Step {
-    /// States of which one has to be there. None: the step may be absent.
+    /// States of which one must exist. `None` means that the step may be absent.
     states: Vec<Option<Vec<u8>>>,
 }
 
@@ -68,7 +68,7 @@ async fn run(input: Input) {
     let count = AtomicU64::new(0);
     let failing = FaultStore::new(memory.clone(), move |operation, _| {
         let number = faults.get(count.fetch_add(1, Ordering::Relaxed) as usize).copied().map_or(0, usize::from);
-        // Most requests go through; a fault in every request would only show that errors are returned.
+        // Most requests succeed, because a fault in every request would only test that errors are returned.
         let fault = number.checked_sub(128).and_then(|number| Fault::of(operation).get(number % 16)).copied();
         fault.unwrap_or(Fault::None)
     });

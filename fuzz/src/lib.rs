@@ -1,4 +1,4 @@
-//! Makes checksums right after the fuzzer has changed what lies under them: a fuzzer never guesses a CRC.
+//! Restores checksums in inputs that the fuzzer has changed, because a fuzzer never guesses a CRC.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use tensorcask::{Dtype, Limits, Result};
 const POSTSCRIPT_BYTES: usize = 96;
 const SEAL_BYTES: usize = 72;
 
-/// Limits that a fuzzer reaches.
+/// Limits small enough for a fuzzer to reach.
 pub fn small_limits() -> Limits {
     Limits {
         max_dimensions: 16,
@@ -29,7 +29,7 @@ pub fn small_limits() -> Limits {
     }
 }
 
-/// Gives a cask the magics and checksums that belong to the rest of it, as far as there is room. Page checksums stay as they are.
+/// Sets the magics and checksums of a cask, as far as there is room. Leaves page checksums as they are.
 pub fn fix_cask(file: &mut [u8]) {
     if file.len() < 32 + POSTSCRIPT_BYTES {
         return;
@@ -51,7 +51,7 @@ pub fn fix_cask(file: &mut [u8]) {
     file[end + 88..].copy_from_slice(b"tck-end\n");
 }
 
-/// The checksums of the parts of the index, if the root says where they are.
+/// Sets the checksums of the index parts, if the root gives their places.
 fn fix_parts(file: &mut [u8], id: [u8; 16], root: usize) {
     let Some((column, parts)) = part_table(file, root) else { return };
     for (row, range) in parts.into_iter().enumerate() {
@@ -62,7 +62,7 @@ fn fix_parts(file: &mut [u8], id: [u8; 16], root: usize) {
     }
 }
 
-/// Where the column of part checksums begins, and the ranges of the parts: the last ends where the root begins.
+/// Returns the offset of the column of part checksums, and the ranges of the parts. The last part ends at the root.
 fn part_table(file: &[u8], root: usize) -> Option<(usize, Vec<Range<usize>>)> {
     let head = |row: usize| usize::try_from(read(file, root + 8 * row, 8)).ok().filter(|&value| value < 1 << 20);
     let (tensors, names, dimensions, shards) = (head(0)?, head(1)?, head(2)?, head(3)?);
@@ -101,7 +101,7 @@ fn part_table(file: &[u8], root: usize) -> Option<(usize, Vec<Range<usize>>)> {
     let page_counts = column(8 * head(11)?);
     let checksums = column(4 * head(11)?);
 
-    // Chunks of the run of shards that makes a part.
+    // Number of chunks in the run of shards that forms a part.
     let mut counts = Vec::new();
     let (mut open, mut dimension) = (0u64, 0);
     for shard in 0..shards {
@@ -145,7 +145,7 @@ fn part_table(file: &[u8], root: usize) -> Option<(usize, Vec<Range<usize>>)> {
     Some((checksums, ranges))
 }
 
-/// A little-endian number; zero where there are no such bytes.
+/// Reads a little-endian number. Returns zero past the end.
 fn read(file: &[u8], at: usize, width: usize) -> u64 {
     let bytes = at.checked_add(width).and_then(|end| file.get(at..end)).unwrap_or_default();
     bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte))
@@ -159,7 +159,7 @@ fn index_crc(id: [u8; 16], offset: usize, bytes: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// A JSON object with the seal that belongs to it. A last line that looks like a seal is replaced.
+/// Appends the right seal to a JSON object. Replaces a last line that looks like a seal.
 pub fn fix_seal(bytes: &[u8]) -> Vec<u8> {
     let body = match bytes.len().checked_sub(SEAL_BYTES) {
         Some(at) if bytes[at..].starts_with(b"sha256:") => &bytes[..at],
@@ -174,7 +174,7 @@ pub fn fix_seal(bytes: &[u8]) -> Vec<u8> {
     body
 }
 
-/// Decodes an index by giving exactly the ranges that are asked for.
+/// Decodes an index. Passes exactly the requested ranges to the decoder.
 pub fn decode_index(file: &Bytes, limits: &Limits) -> Result<CaskIndex> {
     let mut decoder = IndexDecoder::new(id_of(file), file.len() as u64, limits.clone());
     let index = loop {
@@ -190,7 +190,7 @@ pub fn decode_index(file: &Bytes, limits: &Limits) -> Result<CaskIndex> {
     Ok(index)
 }
 
-/// Loads the parts that have not been loaded.
+/// Loads the parts that have not been loaded yet.
 pub fn load_parts(index: &CaskIndex, file: &Bytes) -> Result<()> {
     for (part, range) in index.missing_parts() {
         index.load_part(part, file.slice(range.start as usize..range.end as usize))?;
@@ -198,7 +198,7 @@ pub fn load_parts(index: &CaskIndex, file: &Bytes) -> Result<()> {
     Ok(())
 }
 
-/// The id in the header of a file.
+/// Returns the id in the header of a file.
 pub fn id_of(file: &[u8]) -> Id {
     let mut id = [0; 16];
     if let Some(bytes) = file.get(8..24) {
@@ -207,18 +207,18 @@ pub fn id_of(file: &[u8]) -> Id {
     Id(id)
 }
 
-/// Columns of a chunk, each with a name that its codec has: what `decoders` makes of its input. `seeds` writes the same form.
+/// Columns of a chunk, named as in its codec. `decoders` parses its input into this, and `seeds` writes the same form.
 #[derive(Debug)]
 pub struct ChunkInput {
-    /// The id of the codec.
+    /// Id of the codec.
     pub codec: &'static str,
-    /// The element type.
+    /// Element type.
     pub dtype: Dtype,
-    /// Elements: 1 to 65,536.
+    /// Number of elements, 1 to 65,536.
     pub element_count: u64,
-    /// The same chunk of the parent.
+    /// Same chunk in the parent.
     pub base: Option<Vec<u8>>,
-    /// Names and bytes.
+    /// Names and bytes of the columns.
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
@@ -242,7 +242,8 @@ const CODECS: [(&str, &[&str]); 16] = [
 ];
 
 impl ChunkInput {
-    /// Codec (u8), dtype code (u8), elements less 1 (u16), 1 if there is a base (u8), length of each column (u16), the columns, the base.
+    /// Parses codec (u8), dtype code (u8), elements less 1 (u16), 1 if there is a base (u8), length of each column
+    /// (u16), the columns, and the base.
     pub fn parse(data: &[u8]) -> Option<Self> {
         let (head, mut rest) = data.split_at_checked(5)?;
         let (codec, names) = CODECS[usize::from(head[0]) % CODECS.len()];
@@ -251,7 +252,7 @@ impl ChunkInput {
         let length = usize::try_from(dtype.byte_count(element_count)?).ok()?;
         let names = match codec {
             "tc.planes" => &names[..dtype.unit_bytes()],
-            // As many for units of four bytes, fewer for smaller ones.
+            // Four-byte units use all columns, smaller units fewer.
             "tc.factored" | "tc.magnitudes" => &names[..names.len() - 4usize.saturating_sub(dtype.unit_bytes())],
             _ => names,
         };
@@ -268,21 +269,22 @@ impl ChunkInput {
     }
 }
 
-/// A chunk, and maybe its base: what `kernels` makes of its input.
+/// A chunk with an optional base. `kernels` parses its input into this.
 #[derive(Debug)]
 pub struct Elements {
-    /// The element type.
+    /// Element type.
     pub dtype: Dtype,
-    /// Elements: 1 to 8,192.
+    /// Number of elements, 1 to 8,192.
     pub element_count: u64,
-    /// The chunk.
+    /// Bytes of the chunk.
     pub data: Vec<u8>,
-    /// The same chunk of the parent: equal to the chunk but for some places.
+    /// Same chunk in the parent, equal to the chunk except in some places.
     pub base: Option<Vec<u8>>,
 }
 
 impl Elements {
-    /// Dtype code (u8), elements less 1 (u16, modulo 8,192), 1 if there is a base (u8), number of changes (u8), changes (place u16, bits u8), the chunk.
+    /// Parses dtype code (u8), elements less 1 (u16, modulo 8,192), 1 if there is a base (u8), number of changes (u8),
+    /// the changes (place u16, bits u8), and the chunk.
     pub fn parse(data: &[u8]) -> Option<Self> {
         let (head, rest) = data.split_at_checked(5)?;
         let dtype = Dtype::from_code(head[0] % 25 + 1)?;
@@ -301,7 +303,7 @@ impl Elements {
     }
 }
 
-/// `bytes`, again and again, each time a little different.
+/// Repeats `bytes` up to `length`, each time slightly changed.
 fn stretched(bytes: &[u8], length: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(length);
     let mut turn = 0u8;
@@ -315,11 +317,11 @@ fn stretched(bytes: &[u8], length: usize) -> Vec<u8> {
     out
 }
 
-/// Partners of an f32 chunk, made of any bytes: a weight and both moments, with theirs of the parent.
+/// Partners of an f32 chunk, made from arbitrary bytes: a weight and both moments, each with its bytes in the parent.
 pub struct OwnPartners(Vec<(&'static str, Dtype, Vec<u8>, Vec<u8>)>);
 
 impl OwnPartners {
-    /// Of so many elements.
+    /// Makes partners of `element_count` elements.
     pub fn of(element_count: u64, seed: &[u8]) -> Self {
         let bytes = |dtype: Dtype, skip: usize| -> Vec<u8> {
             let length = dtype.byte_count(element_count).unwrap() as usize;
@@ -330,7 +332,7 @@ impl OwnPartners {
         Self(vec![("model", half, bytes(half, 2), bytes(half, 0)), moment("exp_avg", 8), moment("exp_avg_sq", 12)])
     }
 
-    /// As codecs take them.
+    /// Borrows the partners in the form that codecs take.
     pub fn borrow(&self) -> Vec<Partner<'_>> {
         self.0.iter().map(|(role, dtype, data, base)| Partner { role, dtype: *dtype, data, base: Some(base) }).collect()
     }

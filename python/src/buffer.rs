@@ -1,4 +1,4 @@
-//! Memory that Python lends: whole buffers of bytes, read or written without a copy and without the interpreter lock.
+//! Borrows memory from Python: whole buffers of bytes, read or written without a copy and without the interpreter lock.
 #![allow(unsafe_code, reason = "a buffer's bytes as a slice; the only place of the package that needs it")]
 
 use pyo3::buffer::PyBuffer;
@@ -6,7 +6,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use rayon::prelude::*;
 
-/// A buffer to read from. Its memory stays where it is for as long as this lives.
+/// A buffer to read from. Its memory stays valid and in place while this value lives.
 pub(crate) struct Source(PyBuffer<u8>);
 
 /// A buffer to write into.
@@ -21,9 +21,9 @@ impl Source {
         if self.0.len_bytes() == 0 {
             return &[];
         }
-        // SAFETY: the export keeps `len_bytes` contiguous bytes at `buf_ptr` alive and in place until the PyBuffer is released,
-        // which the lifetime of the slice precedes. That nobody writes meanwhile is what the caller of a save promises, as
-        // for every function that reads a buffer without the interpreter lock.
+        // SAFETY: the export keeps `len_bytes` contiguous bytes at `buf_ptr` alive and in place until the PyBuffer is
+        // released. The lifetime of the slice ends before that. The caller of a save guarantees that nobody writes to
+        // the memory meanwhile, as for every function that reads a buffer without the interpreter lock.
         unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast(), self.0.len_bytes()) }
     }
 }
@@ -42,7 +42,7 @@ impl Target {
     }
 }
 
-/// The bytes of buffers to write into, which must not overlap.
+/// Returns the bytes of buffers to write into. The buffers must not overlap.
 pub(crate) fn writable_some<'t>(targets: impl Iterator<Item = Option<&'t mut Target>>) -> Result<Vec<Option<&'t mut [u8]>>, &'static str> {
     let targets: Vec<Option<&mut Target>> = targets.collect();
     let span = |target: &Target| (target.start(), target.0.len_bytes());
@@ -56,14 +56,14 @@ pub(crate) fn writable_some<'t>(targets: impl Iterator<Item = Option<&'t mut Tar
         if length == 0 {
             return <&mut [u8]>::default();
         }
-        // SAFETY: as in `Source::bytes`; the buffer is writable, and no two of these slices overlap. That nobody else uses the
-        // memory meanwhile is what the caller of a load promises.
+        // SAFETY: as in `Source::bytes`; the buffer is writable, and no two of these slices overlap. The caller of a
+        // load guarantees that nobody else uses the memory meanwhile.
         unsafe { std::slice::from_raw_parts_mut(pointer, length) }
     };
     Ok(targets.into_iter().map(|target| target.map(slice)).collect())
 }
 
-/// The same, of all.
+/// Does the same as [`writable_some`] for buffers that are all present.
 pub(crate) fn writable(targets: &mut [Target]) -> PyResult<Vec<&mut [u8]>> {
     let slices = writable_some(targets.iter_mut().map(Some)).map_err(PyValueError::new_err)?;
     Ok(slices.into_iter().flatten().collect())
@@ -77,10 +77,10 @@ fn whole(object: &Bound<'_, PyAny>) -> PyResult<PyBuffer<u8>> {
     }
 }
 
-/// Pieces in which copies are shared among threads.
+/// Size of the pieces in which threads share a copy.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// Copies buffers into others of the same size, on the library's threads.
+/// Copies buffers into others of the same sizes, on the library's threads.
 #[pyfunction]
 pub(crate) fn copy_all(py: Python<'_>, pairs: Vec<(Bound<'_, PyAny>, Bound<'_, PyAny>)>) -> PyResult<()> {
     let mut sources = Vec::with_capacity(pairs.len());

@@ -1,11 +1,12 @@
-//! The catalog as an Arrow stream, which DuckDB, polars, pandas and pyarrow read without a copy.
+//! Exposes the catalog as an Arrow stream, which DuckDB, polars, pandas and pyarrow read without a copy.
 
 use arrow_array::ffi_stream::FFI_ArrowArrayStream;
 use arrow_array::{RecordBatch, RecordBatchIterator};
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
-/// A table of snapshots: pass it to `duckdb.from_arrow`, `polars.DataFrame`, `pyarrow.table` or anything else that reads Arrow.
+/// A table of snapshots. Pass it to `duckdb.from_arrow`, `polars.DataFrame`, `pyarrow.table` or any other reader of
+/// Arrow.
 #[pyclass(module = "tensorcask", frozen)]
 pub(crate) struct Catalog {
     batch: RecordBatch,
@@ -19,7 +20,7 @@ impl Catalog {
 
 #[pymethods]
 impl Catalog {
-    /// Names of the columns.
+    /// Returns the names of the columns.
     #[getter]
     fn column_names(&self) -> Vec<String> {
         self.batch.schema().fields().iter().map(|field| field.name().clone()).collect()
@@ -35,7 +36,7 @@ impl Catalog {
 
     #[pyo3(signature = (requested_schema=None))]
     fn __arrow_c_stream__<'py>(&self, py: Python<'py>, requested_schema: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyCapsule>> {
-        // A consumer that wants other types casts: the protocol allows to ignore what it asked for.
+        // A consumer that wants other types casts them. The protocol allows to ignore the requested schema.
         drop(requested_schema);
         let batches = RecordBatchIterator::new([Ok(self.batch.clone())], self.batch.schema());
         PyCapsule::new_with_value(py, FFI_ArrowArrayStream::new(Box::new(batches)), c"arrow_array_stream")

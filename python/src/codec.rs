@@ -1,4 +1,4 @@
-//! `Coder` and `Encoded`: one tensor through the codecs, without a store, on the calling thread.
+//! `Coder` and `Encoded`: encode and decode one tensor without a store, on the calling thread.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,16 +12,16 @@ use tensorcask::{ChunkGrid, Dtype, Error, Result};
 use crate::buffer::{Source, Target, writable};
 use crate::errors::raise;
 
-/// Ids of the codecs of this library.
+/// Returns the ids of the codecs of this library.
 #[pyfunction]
 pub(crate) fn codecs() -> Vec<String> {
     Registry::default().iter().map(|codec| codec.id().to_owned()).collect()
 }
 
-/// Role, dtype, elements, and elements in the base.
+/// Role, dtype, elements, and elements of the base.
 type PartnerArgument<'py> = (String, String, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
-/// Another tensor of the parameter.
+/// Another tensor of the same parameter.
 struct LentPartner {
     role: String,
     dtype: Dtype,
@@ -29,7 +29,7 @@ struct LentPartner {
     base: Option<Source>,
 }
 
-/// A tensor, and what its codecs may look at.
+/// A tensor, with the base and partners that its codecs may use.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct Coder {
     grid: ChunkGrid,
@@ -37,17 +37,17 @@ pub(crate) struct Coder {
     data: Source,
     base: Option<Source>,
     partners: Vec<LentPartner>,
-    /// The one codec, or those to choose from.
+    /// Codecs to choose from; only one if the caller named a codec.
     registry: Registry,
     alone: Option<String>,
     objective: Objective,
 }
 
-/// The chunks of a tensor, encoded.
+/// Encoded chunks of a tensor.
 #[pyclass(module = "tensorcask.codec", frozen)]
 pub(crate) struct Encoded {
     chunks: Vec<EncodedChunk>,
-    /// CRC-32 of each column of each chunk, where checks were asked for.
+    /// CRC-32 of each column of each chunk, if checks were requested.
     page_crcs: Option<Vec<Vec<u32>>>,
 }
 
@@ -104,7 +104,7 @@ impl Coder {
         py.detach(|| self.encode_all(checks)).map_err(|e| raise(&e))
     }
 
-    /// Decodes into a buffer of the tensor's size; checks what was encoded with checks.
+    /// Decodes into a buffer of the tensor's size. Compares the checksums if the tensor was encoded with checks.
     fn decode_into(&self, py: Python<'_>, encoded: &Encoded, out: &Bound<'_, PyAny>) -> PyResult<()> {
         let mut targets = [Target::new(out)?];
         let mut slices = writable(&mut targets)?;
@@ -115,13 +115,13 @@ impl Coder {
 
 #[pymethods]
 impl Encoded {
-    /// Bytes of all columns, without padding and index.
+    /// Returns the bytes of all columns, without padding and index.
     #[getter]
     fn stored_bytes(&self) -> u64 {
         self.chunks.iter().flat_map(|chunk| &chunk.columns).map(|(_, bytes)| bytes.len() as u64).sum()
     }
 
-    /// Chunks by what became of them: a codec, or `unchanged`.
+    /// Returns the number of chunks per codec, with `unchanged` as one more key.
     #[getter]
     fn chunks(&self) -> BTreeMap<String, u64> {
         let mut counts = BTreeMap::new();
@@ -141,14 +141,16 @@ impl LentPartner {
 }
 
 impl Coder {
-    /// A codec that was asked for has to take every chunk: it is not asked again.
+    /// Checks that a codec named by the caller can take every chunk.
     fn check_storable(&self) -> Result<()> {
         let Some(id) = &self.alone else { return Ok(()) };
         for number in 0..self.grid.chunk_count() {
             let partners = self.partners(number);
             let chunk = self.chunk(number, &partners);
             if self.registry.iter().any(|codec| codec.estimate(&chunk).is_none()) {
-                return Err(Error::invalid(format!("codec `{id}` cannot store this, given these partners and this base")).chunk(number));
+                return Err(
+                    Error::invalid(format!("codec `{id}` cannot store this tensor with these partners and this base")).chunk(number)
+                );
             }
         }
         Ok(())
@@ -172,7 +174,7 @@ impl Coder {
         Ok(Encoded { chunks, page_crcs })
     }
 
-    /// With the checksum of what comes back from a codec that rounds.
+    /// Returns the encoded chunk. If the codec rounds, sets the checksum of the decoded bytes.
     fn rounded(&self, chunk: &Chunk<'_>, made: EncodedChunk) -> Result<EncodedChunk> {
         let mut out = vec![0; chunk.data.len()];
         decode_chunk(&self.registry, chunk, &made, &mut out)?;
@@ -181,14 +183,14 @@ impl Coder {
 
     fn decode_all(&self, encoded: &Encoded, out: &mut [u8]) -> Result<()> {
         if encoded.chunks.len() as u64 != self.grid.chunk_count() || out.len() != self.data.bytes().len() {
-            return Err(Error::invalid("what was encoded, or the buffer, is of another tensor"));
+            return Err(Error::invalid("the encoded chunks or the buffer belong to another tensor"));
         }
         if let Some(crcs) = &encoded.page_crcs
             && encoded.chunks.iter().zip(crcs).any(|(chunk, crcs)| page_crcs(chunk) != *crcs)
         {
             return Err(Error::corrupt("a column changed since it was encoded"));
         }
-        // Any codec may have been chosen, and raw is always among them.
+        // The chosen codec is unknown here, and raw is always among them.
         let registry = Registry::default();
         for (number, stored) in (0..).zip(&encoded.chunks) {
             let partners = self.partners(number);
@@ -196,7 +198,7 @@ impl Coder {
             let Some(out) = out.get_mut(bytes_of(&self.grid, self.grid.dtype(), number)) else { continue };
             decode_chunk(&registry, &chunk, stored, out).map_err(|e| e.chunk(number))?;
             if encoded.page_crcs.is_some() && crc32fast::hash(out) != stored.crc {
-                return Err(Error::corrupt("does not decode to what was encoded").chunk(number));
+                return Err(Error::corrupt("does not decode to the encoded bytes").chunk(number));
             }
         }
         Ok(())
@@ -219,14 +221,14 @@ impl Coder {
     }
 }
 
-/// Where a chunk of the grid lies in a tensor of the same shape, perhaps of another type.
+/// Returns the byte range of a chunk of the grid in a tensor of the same shape, whose type may differ.
 fn bytes_of(grid: &ChunkGrid, dtype: Dtype, number: u64) -> Range<usize> {
     let elements = grid.elements(number);
     let at = |element: u64| dtype.byte_count(element).unwrap_or(u64::MAX) as usize;
     at(elements.start)..at(elements.end)
 }
 
-/// A chunk as a codec makes it, without checksums or a second thought.
+/// Encodes a chunk with one codec, without checksums or a second choice.
 fn encode_alone(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<EncodedChunk> {
     let made = codec.encode(chunk)?;
     let kind = if made.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };

@@ -1,4 +1,4 @@
-//! Element types by name, elements below a byte that a framework keeps one in a byte, and names that match patterns.
+//! Element types by name, packed elements smaller than a byte, and patterns of names.
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 use pyo3::exceptions::PyValueError;
@@ -9,13 +9,13 @@ use tensorcask::Dtype;
 use crate::buffer::Source;
 use crate::errors::raise;
 
-/// Name and bits of every element type.
+/// Returns name and bits of every element type.
 #[pyfunction]
 pub(crate) fn dtypes() -> Vec<(&'static str, u64)> {
     Dtype::ALL.iter().map(|dtype| (dtype.name(), dtype.bits())).collect()
 }
 
-/// Elements that stand one in a byte, packed.
+/// Packs elements that take one byte each.
 #[pyfunction]
 pub(crate) fn pack<'py>(py: Python<'py>, dtype: &str, elements: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
     let bits = packed_bits(dtype)?;
@@ -33,7 +33,7 @@ pub(crate) fn pack<'py>(py: Python<'py>, dtype: &str, elements: &Bound<'py, PyAn
     Ok(PyBytes::new(py, &packed))
 }
 
-/// Packed elements, one in a byte; `signed` ones with their sign in the upper bits.
+/// Unpacks elements to one byte each. `signed` elements keep their sign in the upper bits.
 #[pyfunction]
 pub(crate) fn unpack<'py>(
     py: Python<'py>,
@@ -67,7 +67,8 @@ fn packed_bits(dtype: &str) -> PyResult<usize> {
     }
 }
 
-/// For each name, whether a pattern matches it; and the patterns that match none. `*` stands for any characters.
+/// Returns for each name whether a pattern matches it, and the patterns that match no name. `*` stands for any
+/// characters.
 #[pyfunction]
 pub(crate) fn matching(names: Vec<String>, patterns: Vec<String>) -> PyResult<(Vec<bool>, Vec<String>)> {
     let bad = |e: globset::Error| PyValueError::new_err(format!("tensors: {e}"));
@@ -79,7 +80,7 @@ pub(crate) fn matching(names: Vec<String>, patterns: Vec<String>) -> PyResult<(V
     let mut used = vec![false; patterns.len()];
     let mut selected = Vec::with_capacity(names.len());
     for name in &names {
-        // A name may hold what patterns give a meaning to.
+        // A name may contain characters that are special in patterns.
         let exact = patterns.iter().position(|pattern| pattern == name);
         let found = set.matches(name);
         selected.push(exact.is_some() || !found.is_empty());

@@ -1,4 +1,4 @@
-//! `Engine`: a trainer's side of the asynchronous engine, and the agent's process.
+//! `Engine`: the trainer's side of the asynchronous engine, and the agent process.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ use crate::buffer::{Target, writable_some};
 use crate::errors::raise;
 use crate::writer::{Lent, NamedBytes, Shard, metadata_of, poisoned};
 
-/// How often signals are looked for.
+/// Interval between checks for signals.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -35,30 +35,31 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(stop, module)?)
 }
 
-/// A trainer's engine, as the package above uses it.
+/// Engine of a trainer, wrapped by the Python package.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct Engine {
     inner: Mutex<Option<tensorcask_engine::Engine>>,
-    /// The process that it belongs to.
+    /// Process that the engine belongs to.
     pid: u32,
-    /// What a signal handler raised while a save waited.
+    /// Exception that a signal handler raised while a save waited.
     raised: Arc<Mutex<Option<PyErr>>>,
-    /// The thread in which handlers of signals run while an operation waits.
+    /// Thread that runs signal handlers while an operation waits.
     asking: Arc<Mutex<Option<ThreadId>>>,
 }
 
-/// Where something is: `slot`, `memory` or `tier`, and the URL of a tier.
+/// Location of a state: `slot`, `memory` or `tier`, and the URL of a tier.
 type Place = (&'static str, Option<String>);
-/// Whether it was reached, step and reason of saves that failed, and what stands in the way.
+/// Whether the wait succeeded, step and reason of each failed save, and the cause of the delay.
 type Waited = (bool, Vec<(u64, String)>, Option<String>);
-/// Name, dtype, global shape, first index and extent per dimension, and the place of another that has the same bytes.
+/// Name, dtype, global shape, first index and extent per dimension, and the position of another row with the same
+/// bytes.
 type DeferredRow = (String, String, Vec<u64>, Vec<u64>, Vec<u64>, Option<usize>);
 /// Name, global shape, first index and extent per dimension.
 type NamedPart = (String, Vec<u64>, Vec<u64>, Vec<u64>);
 
 #[pymethods]
 impl Engine {
-    /// Begins; `options` are named as those of the Rust library.
+    /// Starts the engine. `options` are named as in the Rust library.
     #[new]
     fn new(py: Python<'_>, store: &str, options: &Bound<'_, PyDict>) -> PyResult<Self> {
         let options = options_of(store, options)?;
@@ -92,7 +93,7 @@ impl Engine {
         Ok(Self { inner: Mutex::new(Some(engine)), pid: std::process::id(), raised, asking })
     }
 
-    /// Copies a state into shared memory; facts of the save.
+    /// Copies a state into shared memory. Returns a summary of the save.
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save<'py>(
         &self,
@@ -115,8 +116,8 @@ impl Engine {
         facts_of(py, &saved.map_err(|error| self.told(&error))?)
     }
 
-    /// Begins a save of which some tensors come later: rows of name, dtype, global shape, first index, extent, and the place in this list of
-    /// another that has the same bytes.
+    /// Begins a save whose tensors `deferred` are written later. Each row has name, dtype, global shape, first index,
+    /// extent, and the position in this list of another row with the same bytes.
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn begin_save(
         &self,
@@ -149,7 +150,7 @@ impl Engine {
         Ok(Saving { inner: Mutex::new(Some(begun.map_err(|error| self.told(&error))?)) })
     }
 
-    /// Ends a save whose buffers have all been written; facts of it.
+    /// Ends a save whose buffers have all been written. Returns a summary of the save.
     fn finish_save<'py>(&self, py: Python<'py>, saving: &Saving) -> PyResult<Bound<'py, PyDict>> {
         let saving = saving.inner.lock_py_attached(py).map_err(|_| poisoned())?.take();
         let saving = saving.ok_or_else(|| PyValueError::new_err("this save has ended"))?;
@@ -158,9 +159,12 @@ impl Engine {
         facts_of(py, &py.detach(|| engine.finish_save(saving)).map_err(|error| self.told(&error))?)
     }
 
-    /// Restores a step, or the newest; of some tensors a part, if `parts` names them. `places` is called with what was found, a row for
-    /// each tensor (name, dtype, global shape, first index, extent, the name of one before it that it is tied to) and one for each blob (rank,
-    /// name, bytes), and gives a buffer for each tensor, or None; again, if that turns out to be damaged. Facts of what was found.
+    /// Restores a step, or the newest step. `parts` restricts some tensors to a part.
+    ///
+    /// Calls `places` with the state that was found. Each tensor has a row (name, dtype, global shape, first index,
+    /// extent, the name of an earlier tensor that it is tied to), and so has each blob (rank, name, bytes). `places`
+    /// returns a buffer or None for each tensor. If the state turns out to be damaged, calls `places` again for another
+    /// one. Returns a summary of the restored state.
     fn restore<'py>(
         &self,
         py: Python<'py>,
@@ -181,10 +185,10 @@ impl Engine {
             std::thread::scope(|scope| {
                 let restoring = scope.spawn(move || engine.restore_into(at, parts.as_ref(), &mut memory));
                 let mut refused = None;
-                // Python is asked in this thread: what it makes there may depend on that.
+                // Calls Python on this thread, because its objects may depend on the thread.
                 for question in asked {
                     let targets = Python::attach(|py| targets_of(py, question, &places)).map_err(|error| refused = Some(error));
-                    // Whoever restores is waiting for it, or gone.
+                    // Fails only if the restore no longer waits for the answer.
                     let _ = answer.send(targets.ok());
                 }
                 (restoring.join(), refused)
@@ -205,7 +209,7 @@ impl Engine {
         Ok(facts)
     }
 
-    /// Steps that can be restored here, newest first, and from where.
+    /// Returns the steps that can be restored here, newest first, with their locations.
     fn loadable(&self, py: Python<'_>) -> PyResult<Vec<(u64, Place)>> {
         let mut engine = self.lock(py)?;
         let engine = &*opened(&mut engine)?;
@@ -213,7 +217,8 @@ impl Engine {
         Ok(found.iter().map(|found| (found.step, place_of(&found.source))).collect())
     }
 
-    /// Waits until the last save is encoded, or durable; whether it is, what failed, and what stands in the way.
+    /// Waits until the last save is encoded or durable. Returns whether it is, the failed saves, and the cause of a
+    /// delay.
     fn wait(&self, py: Python<'_>, durable: bool, timeout: Option<f64>) -> PyResult<Waited> {
         let until = if durable { Until::Durable } else { Until::Encoded };
         let timeout = timeout.map(|seconds| duration("timeout", seconds)).transpose()?;
@@ -235,7 +240,7 @@ impl Engine {
         }
     }
 
-    /// The newest step that all ranks can load, agreed on through the store.
+    /// Agrees with all ranks, through the store, on the newest step that all of them can load. Returns that step.
     fn agree_by_store(&self, py: Python<'_>, round: &str, timeout: f64) -> PyResult<Option<u64>> {
         let timeout = duration("timeout", timeout)?;
         let mut engine = self.lock(py)?;
@@ -243,20 +248,20 @@ impl Engine {
         py.detach(|| engine.agree_by_store(round, timeout)).map_err(|e| raise(&e))
     }
 
-    /// Gives up raw states of later steps; how many.
+    /// Discards the raw states of later steps. Returns their number.
     fn discard_after(&self, py: Python<'_>, step: u64) -> PyResult<u64> {
         let mut engine = self.lock(py)?;
         let engine = opened(&mut engine)?;
         py.detach(|| engine.discard_after(step)).map_err(|e| raise(&e))
     }
 
-    /// Ends a run that is over: everything is in the first tier, and memory is freed.
+    /// Ends a finished run: waits until everything is in the first tier, then frees the memory.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         let Some(engine) = self.lock(py)?.take() else { return Ok(()) };
         py.detach(|| engine.finish()).map_err(|e| raise(&e))
     }
 
-    /// Lets go: what is in memory stays there.
+    /// Closes the engine. States in shared memory stay there.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let engine = self.lock(py)?.take();
         py.detach(|| drop(engine));
@@ -265,7 +270,7 @@ impl Engine {
 }
 
 impl Engine {
-    /// An error, or what a signal's handler raised instead.
+    /// Returns the exception that a signal handler raised, or otherwise the exception for `error`.
     fn told(&self, error: &Error) -> PyErr {
         match self.raised.lock() {
             Ok(mut raised) => raised.take().unwrap_or_else(|| raise(error)),
@@ -275,10 +280,10 @@ impl Engine {
 
     fn lock<'s>(&'s self, py: Python<'_>) -> PyResult<MutexGuard<'s, Option<tensorcask_engine::Engine>>> {
         if self.pid != std::process::id() {
-            return Err(raise(&Error::invalid("this engine belongs to the process that this one was forked from; make another")));
+            return Err(raise(&Error::invalid("this engine belongs to the parent process of this fork; create another engine here")));
         }
         if self.asking.lock().is_ok_and(|asking| *asking == Some(std::thread::current().id())) {
-            let message = "this engine is in use: a handler of a signal cannot use it while a save waits; raise an exception instead";
+            let message = "this engine is in use: a signal handler cannot use the engine while a save waits; raise an exception instead";
             return Err(raise(&Error::new(ErrorKind::Conflict, message)));
         }
         self.inner.lock_py_attached(py).map_err(|_| poisoned())
@@ -292,13 +297,13 @@ impl Drop for Engine {
         if self.pid == std::process::id() {
             Python::attach(|py| py.detach(|| drop(engine)));
         } else {
-            // Its threads are the parent's, and so is the run.
+            // A forked child owns neither the threads nor the run.
             std::mem::forget(engine);
         }
     }
 }
 
-/// What a save did, by name.
+/// Returns the summary of a save as a dict.
 fn facts_of<'py>(py: Python<'py>, saved: &Outcome) -> PyResult<Bound<'py, PyDict>> {
     let facts = PyDict::new(py);
     facts.set_item("step", saved.step)?;
@@ -312,7 +317,7 @@ fn facts_of<'py>(py: Python<'py>, saved: &Outcome) -> PyResult<Bound<'py, PyDict
     Ok(facts)
 }
 
-/// A save that has begun. Nobody may be writing into its buffers when it goes.
+/// A save that has begun. Nobody may write into its buffers when it is dropped.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct Saving {
     inner: Mutex<Option<tensorcask_engine::Saving>>,
@@ -320,18 +325,19 @@ pub(crate) struct Saving {
 
 #[pymethods]
 impl Saving {
-    /// Whether no slot was free for it.
+    /// Returns whether the save was skipped because no slot was free.
     #[getter]
     fn is_skipped(&self, py: Python<'_>) -> PyResult<bool> {
         self.with(py, |saving| Ok(saving.is_skipped()))
     }
 
-    /// Address and bytes of the memory for each tensor that comes later, those that are tied to others left out.
+    /// Returns address and size of the memory for each tensor that comes later. Leaves out tensors that are tied to
+    /// others.
     fn buffers(&self, py: Python<'_>) -> PyResult<Vec<(usize, usize)>> {
         self.with(py, |saving| Ok(saving.buffers()?.into_iter().map(|buffer| (buffer.as_mut_ptr() as usize, buffer.len())).collect()))
     }
 
-    /// The arena that these are in.
+    /// Returns the arena that holds these buffers.
     fn mapping(&self, py: Python<'_>) -> PyResult<Option<ArenaMapping>> {
         self.with(py, |saving| Ok(saving.mapping().map(ArenaMapping)))
     }
@@ -345,7 +351,7 @@ impl Saving {
     }
 }
 
-/// The memory of an arena; it stays mapped for as long as this lives.
+/// Memory of an arena. The memory stays mapped while this value lives.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct ArenaMapping(Mapping);
 
@@ -374,17 +380,18 @@ fn place_of(source: &Source) -> Place {
     }
 }
 
-/// What is asked of Python when a state has been found: the step, a row for each tensor, and the blobs.
+/// Question to Python about a state that was found: the step, a row for each tensor, and the blobs.
 struct Question {
     step: u64,
     rows: Vec<Row>,
     blobs: Vec<(u32, String, Vec<u8>)>,
 }
 
-/// Name, dtype, global shape, first index and extent per dimension, and the name of one before it that it is tied to.
+/// Name, dtype, global shape, first index and extent per dimension, and the name of an earlier tensor that it is tied
+/// to.
 type Row = (String, &'static str, Vec<u64>, Vec<u64>, Vec<u64>, Option<String>);
 
-/// Memory of Python's, which is asked for it when it is known what there is.
+/// Memory owned by Python. Python allocates it when the state to restore is known.
 struct Memory {
     ask: Sender<Question>,
     answers: Receiver<Option<Vec<Option<Target>>>>,
@@ -403,7 +410,7 @@ impl Destination for Memory {
             rows: found.tensors.iter().map(row).collect(),
             blobs: found.blobs.iter().map(|blob| (blob.rank, blob.name.clone(), blob.data.to_vec())).collect(),
         };
-        let refused = || Error::invalid("there is no place for what was found");
+        let refused = || Error::invalid("no buffer was given for the restored state");
         self.ask.send(question).map_err(|_| refused())?;
         self.targets = self.answers.recv().ok().flatten().ok_or_else(refused)?;
         Ok(())
@@ -414,7 +421,7 @@ impl Destination for Memory {
     }
 }
 
-/// Asks Python where tensors go.
+/// Asks Python for the destinations of tensors.
 fn targets_of(py: Python<'_>, question: Question, places: &Py<PyAny>) -> PyResult<Vec<Option<Target>>> {
     let blobs: Vec<_> = question.blobs.iter().map(|(rank, name, data)| (rank, name, PyBytes::new(py, data))).collect();
     let buffers: Vec<Option<Bound<'_, PyAny>>> = places.bind(py).call1((question.step, question.rows, blobs))?.extract()?;
@@ -428,7 +435,7 @@ fn duration(name: &str, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds).map_err(|e| PyValueError::new_err(format!("{name}={seconds}: {e}")))
 }
 
-/// Options by their names.
+/// Converts named options to the options of the Rust library.
 fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions> {
     let mut options = EngineOptions::new(store);
     let (mut policy, mut every) = (None::<String>, None);
@@ -482,13 +489,14 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
     Ok(options)
 }
 
-/// The newest step that is in all of these lists.
+/// Returns the newest step that is in all of these lists.
 #[pyfunction]
 fn newest_common_step(ranks: Vec<Vec<u64>>) -> Option<u64> {
     agree(&ranks).step
 }
 
-/// Runs an agent in this process until it is told to end; states that still wait in shared memory then.
+/// Runs an agent in this process until it is told to stop. Returns the number of states that still wait in shared
+/// memory.
 #[pyfunction]
 fn serve(py: Python<'_>, folder: Option<PathBuf>, idle_exit: f64, drain: f64, nice: i32, detach: bool) -> PyResult<u64> {
     let idle_exit = Some(duration("idle_exit", idle_exit)?).filter(|idle| !idle.is_zero());
@@ -499,14 +507,14 @@ fn serve(py: Python<'_>, folder: Option<PathBuf>, idle_exit: f64, drain: f64, ni
     }
 }
 
-/// How the agent of a folder is doing, as JSON.
+/// Returns the status of a folder's agent as JSON.
 #[pyfunction]
 fn status(py: Python<'_>, folder: Option<PathBuf>) -> PyResult<String> {
     let status = py.detach(|| agent_status(folder.as_deref())).map_err(|e| raise(&e))?;
     serde_json::to_string(&status).map_err(|e| PyValueError::new_err(e.to_string()))
 }
 
-/// Tells the agent of a folder to finish what waits, and to end.
+/// Tells the agent of a folder to finish the waiting states and then to stop.
 #[pyfunction]
 fn stop(py: Python<'_>, folder: Option<PathBuf>) -> PyResult<()> {
     py.detach(|| stop_agent(folder.as_deref())).map(|_| ()).map_err(|e| raise(&e))

@@ -44,7 +44,7 @@ kinds! {
     Storage StorageError "The storage failed: no space, no permission, no network.";
 }
 
-/// The exception for an error of the library.
+/// Returns the exception for an error of the library.
 pub(crate) fn raise(error: &tensorcask::Error) -> PyErr {
     let exception = class_of(error.kind(), error.to_string());
     Python::attach(|py| {
@@ -58,7 +58,7 @@ pub(crate) fn raise(error: &tensorcask::Error) -> PyErr {
             value.setattr("offset", error.byte_offset())?;
             value.setattr("clause", error.clause_name())
         };
-        // The exception itself says everything in its text.
+        // A failure is ignored, because the text of the exception already has all attributes.
         let _ = set();
     });
     exception

@@ -1,7 +1,7 @@
-//! `tensorcask._native`: what the Python package cannot do in Python.
+//! `tensorcask._native`: the parts of the Python package that need Rust.
 //!
-//! The package above it flattens states and knows frameworks; this crate moves bytes between the buffers that Python lends and the
-//! library, without the interpreter lock, and knows nothing of any framework.
+//! The Python package flattens states and knows frameworks. This crate moves bytes between Python's buffers and the
+//! library, without the interpreter lock, and knows no framework.
 
 mod buffer;
 mod catalog;

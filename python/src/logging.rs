@@ -1,5 +1,5 @@
-//! What the library reports (a base that cannot be read, a step that was passed over) goes to Python's `logging`, logger `tensorcask`.
-//! While the command line runs, warnings are lines on stderr, as in the binary.
+//! Sends the library's warnings (an unreadable base, a skipped step) to Python's `logging`, logger `tensorcask`. While
+//! the command line runs, warnings go to stderr, as in the binary.
 
 use std::fmt::{Debug, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,13 +10,13 @@ use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Reports from now on.
+/// Installs the subscriber.
 pub(crate) fn install() {
-    // Fails only where another subscriber was set before: there is none in this module.
+    // Fails only if another subscriber was set before, and this module sets no other.
     let _ = tracing::subscriber::set_global_default(ToPython);
 }
 
-/// Sends reports to stderr from now on: this process runs one command.
+/// Sends warnings to stderr from now on, because this process runs one command.
 pub(crate) fn show_on_stderr() {
     IS_COMMAND.store(true, Ordering::Relaxed);
 }
@@ -53,7 +53,7 @@ impl Subscriber for ToPython {
             Level::WARN => 30,
             _ => 20,
         };
-        // Nothing is reported while the interpreter shuts down; a logger that raises is not the library's concern.
+        // Nothing can be logged while the interpreter shuts down. The library ignores a logger that raises.
         let _ = Python::try_attach(|py| -> PyResult<()> {
             let logger = py.import("logging")?.call_method1("getLogger", ("tensorcask",))?;
             logger.call_method1("log", (level, "%s%s", line.message.as_str(), line.fields.as_str())).map(|_| ())

@@ -1,4 +1,4 @@
-//! Errors of tensors that were rounded, and the search for the setting of one.
+//! Rounding errors of tensors, and the search for a precision setting.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -7,21 +7,21 @@ use tensorcask::{Dtype, Result, TensorView, search};
 use crate::buffer::Source;
 use crate::errors::raise;
 
-/// How far elements are from what was saved.
+/// Rounding error of elements against the saved values.
 #[pyclass(module = "tensorcask", frozen, get_all)]
 #[derive(Clone, Copy)]
 pub(crate) struct RoundingReport {
-    /// Elements that have a relative error: those that were finite and not zero.
+    /// Number of elements with a relative error: those that were finite and not zero.
     elements: u64,
-    /// The greatest relative error.
+    /// Greatest relative error.
     max_relative: f64,
-    /// The mean of relative errors.
+    /// Mean relative error.
     mean_relative: f64,
-    /// The mean squared error of all elements.
+    /// Mean squared error of all elements.
     mean_squared: f64,
-    /// Elements whose sign changed.
+    /// Number of elements whose sign changed.
     sign_flips: u64,
-    /// Error of Adam's update, root mean square, relative to that of the update; None where it is not known.
+    /// Root mean square error of Adam's update, relative to the update; None if unknown.
     update_error: Option<f64>,
 }
 
@@ -48,14 +48,14 @@ impl RoundingReport {
     }
 }
 
-/// The setting that a search found.
+/// Setting that a search found.
 #[pyclass(module = "tensorcask", frozen, get_all)]
 pub(crate) struct Found {
-    /// The setting, as rules take it.
+    /// Setting in the form that rules take.
     setting: String,
-    /// Bytes that the tensor takes.
+    /// Bytes of the stored tensor.
     stored_bytes: u64,
-    /// The error.
+    /// Rounding error of the tensor.
     rounding: RoundingReport,
 }
 
@@ -66,7 +66,7 @@ impl Found {
     }
 }
 
-/// The setting with which a tensor takes the fewest bytes, of those for which `evaluate` returns true.
+/// Returns the setting with which a tensor takes the fewest bytes, among those for which `evaluate` returns true.
 #[pyfunction]
 pub(crate) fn search_precision(
     py: Python<'_>,
@@ -86,7 +86,7 @@ pub(crate) fn search_precision(
         let mut raised = None;
         let mut accepts = |setting: &tensorcask::Setting, errors: &tensorcask::RoundingReport| {
             let answer = Python::attach(|py| evaluate.bind(py).call1((setting.to_string(), RoundingReport::of(errors)))?.is_truthy());
-            // What was raised ends the search.
+            // An exception in `evaluate` ends the search.
             answer.unwrap_or_else(|error| {
                 raised = Some(error);
                 true

@@ -1,4 +1,4 @@
-//! `Snapshot`: descriptions of tensors, slices of them into buffers, blobs.
+//! `Snapshot`: describes tensors, and reads slices of tensors into buffers and blobs.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -10,7 +10,7 @@ use crate::errors::raise;
 use crate::precision::RoundingReport;
 use crate::wait::until_done;
 
-/// A snapshot, as the package above uses it.
+/// Snapshot, wrapped by the Python package.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct Snapshot {
     store: blocking::Store,
@@ -23,7 +23,7 @@ impl Snapshot {
     }
 }
 
-/// Name, first index and extent per dimension, and the buffer that takes it.
+/// Name, first index and extent per dimension, and the buffer that receives the slice.
 type Request<'py> = (String, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
 #[pymethods]
@@ -48,24 +48,24 @@ impl Snapshot {
         self.inner.record().time_ms
     }
 
-    /// What the user said of it, as JSON.
+    /// Returns the user metadata as JSON.
     #[getter]
     fn user(&self) -> String {
         serde_json::Value::Object(self.inner.user().clone()).to_string()
     }
 
-    /// Metadata of the state as a file carries it.
+    /// Returns the metadata of the state as files carry it.
     #[getter]
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.inner.metadata().into_pyobject(py)
     }
 
-    /// Steps of the chain, newest first, with kind and stored bytes.
+    /// Returns step, kind and stored bytes of each snapshot in the chain, newest first.
     fn chain(&self) -> Vec<(u64, &'static str, u64)> {
         self.inner.chain().into_iter().map(|link| (link.record.step, link.kind.name(), link.stored_bytes)).collect()
     }
 
-    /// Name, dtype, shape, role, param, and the name of the tensor that it is tied to.
+    /// Returns name, dtype, shape, role, param, and the name of the tied tensor for each tensor.
     #[allow(clippy::type_complexity, reason = "a row of a table")]
     fn tensors(&self) -> Vec<(String, &'static str, Vec<u64>, String, String, Option<String>)> {
         let tensors = self.inner.tensors();
@@ -86,8 +86,8 @@ impl Snapshot {
         with_requests(py, requests, |requests| until_done(&self.store, self.inner.read_many_as_bf16_into(requests)))
     }
 
-    /// Turns the tensors of the snapshot `have`, which lie in these buffers, into those of this one. Chunks that stayed, that
-    /// came by deltas, that were read whole.
+    /// Turns the tensors of the snapshot `have`, held in these buffers, into those of this snapshot. Returns the number
+    /// of chunks that were unchanged, advanced by deltas, and rebuilt.
     fn update_into(&self, py: Python<'_>, have: &Self, tensors: Vec<(String, Bound<'_, PyAny>)>) -> PyResult<(u64, u64, u64)> {
         let mut targets = Vec::with_capacity(tensors.len());
         for (name, buffer) in &tensors {
@@ -100,7 +100,8 @@ impl Snapshot {
         Ok((updated.unchanged, updated.advanced, updated.rebuilt))
     }
 
-    /// Writes tensors, ascending by name, as one safetensors file that must not be there yet; its size. The file is synced.
+    /// Writes tensors, in ascending order of names, as one new safetensors file and syncs it. Returns the size of the
+    /// file.
     fn write_safetensors(&self, py: Python<'_>, path: std::path::PathBuf, names: Vec<String>) -> PyResult<u64> {
         let selected: Vec<Selected> = names.into_iter().map(|name| Selected { name, slice: Slice::all() }).collect();
         py.detach(|| {
@@ -114,40 +115,40 @@ impl Snapshot {
         })
     }
 
-    /// Compares what the indexes of the chain say with the content digests. Reads no tensor.
+    /// Compares the chunk checksums in the chain's indexes with the content digests. Reads no tensor.
     fn check_content(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| until_done(&self.store, self.inner.check_content()))
     }
 
-    /// Name, role, setting and rounding report of the tensors that were rounded. Reads no tensor.
+    /// Returns name, role, setting and rounding report of the tensors that were rounded. Reads no tensor.
     fn rounding(&self, py: Python<'_>) -> PyResult<Vec<(String, String, String, RoundingReport)>> {
         let found = py.detach(|| until_done(&self.store, self.inner.rounding()))?;
         Ok(found.into_iter().map(|tensor| (tensor.name, tensor.role, tensor.setting, RoundingReport::of(&tensor.total))).collect())
     }
 
-    /// Refuses a snapshot in which the relative error of some element is above this.
+    /// Refuses a snapshot with an element whose relative error exceeds `bound`.
     fn check_rounding(&self, py: Python<'_>, bound: f64) -> PyResult<()> {
         py.detach(|| until_done(&self.store, self.inner.check_rounding(bound)))
     }
 
-    /// Decodes and checks everything.
+    /// Decodes and checks all tensors.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| until_done(&self.store, self.inner.verify()))
     }
 
-    /// Rank and name of each blob.
+    /// Returns rank and name of each blob.
     fn blobs(&self, py: Python<'_>) -> PyResult<Vec<(u32, String)>> {
         py.detach(|| until_done(&self.store, self.inner.blobs()))
     }
 
-    /// The bytes of a blob.
+    /// Returns the bytes of a blob.
     fn read_blob<'py>(&self, py: Python<'py>, rank: u32, name: &str) -> PyResult<Bound<'py, PyBytes>> {
         let bytes = py.detach(|| until_done(&self.store, self.inner.read_blob(rank, name)))?;
         Ok(PyBytes::new(py, &bytes))
     }
 }
 
-/// Names, slices and buffers of requests, for a read that runs without the interpreter.
+/// Converts requests to names, slices and buffers, for a read without the interpreter lock.
 fn with_requests<T: Send>(
     py: Python<'_>,
     requests: Vec<Request<'_>>,
@@ -169,7 +170,7 @@ fn beyond() -> PyErr {
     raise(&tensorcask::Error::invalid("a slice beyond 2^64"))
 }
 
-/// Says which tensor an error is about.
+/// Adds the name of the tensor to an error.
 fn named(py: Python<'_>, name: &str, error: &PyErr) -> PyErr {
     PyErr::from_type(error.get_type(py), format!("tensor `{}`: {}", name.escape_debug(), error.value(py)))
 }

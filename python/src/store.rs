@@ -16,13 +16,13 @@ use crate::snapshot::Snapshot;
 use crate::wait::until_done;
 use crate::writer::{self, RankWriter, Writer};
 
-/// A store, as the package above uses it.
+/// Store, wrapped by the Python package.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct Store {
     pub(crate) inner: blocking::Store,
 }
 
-/// Step, id, and what is wrong.
+/// Step, id, and error of a skipped snapshot.
 type PassedOver = (u64, String, String);
 
 #[pymethods]
@@ -40,13 +40,13 @@ impl Store {
         self.inner.inner().url()
     }
 
-    /// Requests, bytes read, bytes written so far.
+    /// Returns requests, bytes read and bytes written so far.
     fn io(&self) -> (u64, u64, u64) {
         let io = self.inner.inner().io();
         (io.requests, io.bytes_read, io.bytes_written)
     }
 
-    /// Opens the snapshot of a step, or the newest.
+    /// Opens the snapshot of a step, or the newest snapshot.
     #[pyo3(signature = (step=None))]
     fn snapshot(&self, py: Python<'_>, step: Option<u64>) -> PyResult<Snapshot> {
         let at = step.map_or(At::Latest, At::Step);
@@ -55,7 +55,7 @@ impl Store {
         Ok(Snapshot::new(store.clone(), found))
     }
 
-    /// Opens the newest snapshot that can be rebuilt, and tells which newer ones cannot: step, id, why.
+    /// Opens the newest snapshot that can be rebuilt. Also returns the newer snapshots that cannot: step, id, error.
     fn recover(&self, py: Python<'_>, excluded: Vec<String>) -> PyResult<(Snapshot, Vec<PassedOver>)> {
         let excluded: Vec<Id> = excluded.iter().map(|id| Id::from_hex(id)).collect::<Result<_, _>>().map_err(|e| raise(&e))?;
         let store = &self.inner;
@@ -64,7 +64,7 @@ impl Store {
         Ok((Snapshot::new(store.clone(), found.snapshot), skipped))
     }
 
-    /// What is known of each live snapshot; `user` as JSON.
+    /// Returns a dict for each live snapshot, with `user` as JSON.
     fn snapshots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let store = &self.inner;
         let found = py.detach(|| until_done(store, store.inner().snapshots()))?;
@@ -85,13 +85,13 @@ impl Store {
         found.into_iter().map(row).collect()
     }
 
-    /// The table of all snapshots.
+    /// Returns the table of all snapshots.
     fn catalog(&self, py: Python<'_>) -> PyResult<Catalog> {
         let store = &self.inner;
         py.detach(|| until_done(store, store.inner().catalog())).map(Catalog::new)
     }
 
-    /// Checks the store; what was checked, and what is wrong: step, object, message.
+    /// Verifies the store. Returns the counts, and step, object and message of each problem.
     #[pyo3(signature = (depth, step=None))]
     fn verify<'py>(&self, py: Python<'py>, depth: &str, step: Option<u64>) -> PyResult<Bound<'py, PyDict>> {
         let options = VerifyOptions { depth: Depth::from_name(depth).map_err(|e| raise(&e))?, step, shard: None };
@@ -120,13 +120,13 @@ impl Store {
         py.detach(|| until_done(store, store.inner().unpin(step))).map(|_| ())
     }
 
-    /// Gives steps up.
+    /// Marks steps as no longer wanted.
     fn forget(&self, py: Python<'_>, steps: Vec<u64>) -> PyResult<()> {
         let store = &self.inner;
         py.detach(|| until_done(store, store.inner().forget(&steps))).map(|_| ())
     }
 
-    /// Opens the store for writing, and creates it if it is not there.
+    /// Opens the store for writing. Creates the store if it does not exist.
     #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![]))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn writer(
@@ -168,16 +168,17 @@ impl Store {
     }
 }
 
-/// Id that the log names with every commit of this process. A forked child has it, too; a store that is pickled brings it to another process.
+/// Job id that the log names with every commit of this process. A forked child inherits the id, and a pickled store
+/// carries it to another process.
 static JOB: OnceLock<Id> = OnceLock::new();
 
-/// The id of this process in the log of every store that it writes to; made at the first call.
+/// Returns the job id of this process. Creates the id at the first call.
 #[pyfunction]
 pub(crate) fn job_id() -> PyResult<String> {
     Ok(job()?.to_hex())
 }
 
-/// Makes this process part of the job that another process is; without effect once it has an id.
+/// Makes this process part of the job of another process. Has no effect once this process has an id.
 #[pyfunction]
 pub(crate) fn join_job(id: &str) -> PyResult<()> {
     let id = Id::from_hex(id).map_err(|e| raise(&e))?;

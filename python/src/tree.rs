@@ -1,4 +1,4 @@
-//! Trees, as lists of pairs: kind and value of each node, parents before children. The form in a store is the library's.
+//! Trees as lists of pairs: kind and value of each node, parents before children. The library defines the stored form.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -8,7 +8,7 @@ use tensorcask::wire::{Tree, TreeKey, TreeNode};
 
 use crate::errors::raise;
 
-/// The stored form of a tree.
+/// Encodes a tree to its stored form.
 #[pyfunction]
 pub(crate) fn encode_tree<'py>(py: Python<'py>, nodes: Vec<(String, Bound<'py, PyAny>)>) -> PyResult<Bound<'py, PyBytes>> {
     let nodes: Vec<TreeNode> = nodes.iter().map(|(kind, value)| node(kind, value)).collect::<PyResult<_>>()?;
@@ -16,7 +16,7 @@ pub(crate) fn encode_tree<'py>(py: Python<'py>, nodes: Vec<(String, Bound<'py, P
     Ok(PyBytes::new(py, &bytes))
 }
 
-/// A tree from its stored form.
+/// Decodes a tree from its stored form.
 #[pyfunction]
 pub(crate) fn decode_tree<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyList>> {
     let tree = Tree::decode(bytes, &Limits::default()).map_err(|e| raise(&e.object(Tree::BLOB)))?;
@@ -56,7 +56,7 @@ fn key_of(key: &Bound<'_, PyAny>) -> PyResult<TreeKey> {
     }
 }
 
-/// Python refuses decimals of more than some thousand digits, in both directions, with an error.
+/// Converts an integer to decimal text. Python raises an error for more than some thousand digits, in both directions.
 fn decimal(value: &Bound<'_, PyAny>) -> PyResult<String> {
     value.call_method1("__format__", ("d",))?.extract()
 }

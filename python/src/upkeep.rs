@@ -1,4 +1,5 @@
-//! Upkeep of a store: garbage collection, compaction, copies, retention. Reports are dicts, of which the package above makes dataclasses.
+//! Maintenance of a store: garbage collection, compaction, copies, retention. Returns reports as dicts; the Python
+//! package turns them into dataclasses.
 
 use std::time::Duration;
 
@@ -31,7 +32,7 @@ pub(crate) fn gc<'py>(py: Python<'py>, store: &Store, age_floor: Duration, apply
     Ok(report)
 }
 
-/// Folds the chain of a step, or of the newest, into a base.
+/// Compacts the chain of a step, or of the newest step, into a base.
 #[pyfunction]
 #[pyo3(signature = (store, step=None))]
 pub(crate) fn compact<'py>(py: Python<'py>, store: &Store, step: Option<u64>) -> PyResult<Bound<'py, PyDict>> {
@@ -48,7 +49,7 @@ pub(crate) fn compact<'py>(py: Python<'py>, store: &Store, step: Option<u64>) ->
     Ok(report)
 }
 
-/// Copies all live snapshots, or those of some steps, into another store.
+/// Copies all live snapshots, or those of some steps, to another store.
 #[pyfunction]
 #[pyo3(signature = (store, destination, steps=None))]
 pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, steps: Option<Vec<u64>>) -> PyResult<Bound<'py, PyDict>> {
@@ -63,7 +64,7 @@ pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, 
     Ok(report)
 }
 
-/// Forgets all live steps but the last so many and those that are pinned; which.
+/// Forgets all live steps except the newest ones to keep and the pinned ones. Returns the forgotten steps.
 #[pyfunction]
 pub(crate) fn retain(py: Python<'_>, store: &Store, keep_last: u64) -> PyResult<Vec<u64>> {
     let retention = Retention { keep_last: Some(keep_last), keep_every: None };

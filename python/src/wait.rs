@@ -1,4 +1,4 @@
-//! Waits for the library without the interpreter lock, and looks for Ctrl-C meanwhile.
+//! Waits for the library without the interpreter lock, and checks for Ctrl-C meanwhile.
 
 use std::future::Future;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use tensorcask::blocking::Store;
 
 use crate::errors::raise;
 
-/// How often signals are looked for.
+/// Interval between checks for signals.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Runs `work` to its end, or until a signal handler raises. What was begun then is dropped: nothing is committed by halves.
-/// Called without the interpreter lock.
+/// Runs `work` to completion, or until a signal handler raises. In that case, drops the unfinished work: no commit is
+/// ever partial. Must be called without the interpreter lock.
 pub(crate) fn until_done<T>(store: &Store, work: impl Future<Output = Result<T>>) -> PyResult<T> {
     store.block_on(async {
         tokio::select! {
@@ -26,7 +26,7 @@ pub(crate) fn until_done<T>(store: &Store, work: impl Future<Output = Result<T>>
 
 async fn interrupted() -> PyErr {
     loop {
-        // At once when the work waits for the first time: until then it may have kept this thread busy for long.
+        // Checks at once when the work waits for the first time: it may have kept this thread busy for long.
         if let Err(error) = Python::attach(|py| py.check_signals()) {
             return error;
         }

@@ -1,4 +1,4 @@
-//! `Writer` and `RankWriter`: states out of borrowed buffers.
+//! `Writer` and `RankWriter`: save states from borrowed buffers.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -23,33 +23,33 @@ pub(crate) struct Writer {
     inner: Mutex<tensorcask::Writer>,
 }
 
-/// Saves what one rank has of states.
+/// Saves one rank's part of states.
 #[pyclass(module = "tensorcask._native", frozen)]
 pub(crate) struct RankWriter {
     store: blocking::Store,
     inner: Mutex<tensorcask::RankWriter>,
 }
 
-/// What a save made.
+/// Result of a save.
 #[pyclass(module = "tensorcask", frozen, get_all)]
 pub(crate) struct Saved {
-    /// The snapshot's id.
+    /// Id of the snapshot.
     id: String,
-    /// The step.
+    /// Training step.
     step: u64,
     /// `base` or `delta`.
     kind: &'static str,
-    /// Id of the snapshot that it needs, if it is a delta.
+    /// Id of the snapshot that a delta needs; None for a base.
     parent: Option<String>,
     /// Number of the log entry that committed it.
     sequence: u64,
-    /// Bytes of the tensors.
+    /// Bytes of the decoded tensors.
     tensor_bytes: u64,
     /// Bytes in the store.
     stored_bytes: u64,
-    /// Chunks by what became of them: a codec, or `unchanged`.
+    /// Number of chunks per codec, with `unchanged` as one more key.
     chunks: BTreeMap<String, u64>,
-    /// Errors of all that was rounded; None where nothing was, or where ranks saved together.
+    /// Rounding error of all rounded tensors; None if nothing was rounded, or if ranks saved together.
     rounding: Option<RoundingReport>,
 }
 
@@ -63,7 +63,7 @@ impl Writer {
         Self { store, inner: Mutex::new(inner) }
     }
 
-    /// The writer, told what to do about a step that exists.
+    /// Returns the writer, with the choice for existing steps set.
     fn to_save(&self, overwrite: bool) -> PyResult<MutexGuard<'_, tensorcask::Writer>> {
         let mut writer = self.inner.lock().map_err(|_| poisoned())?;
         writer.on_existing_step(if overwrite { ExistingStep::Replace } else { ExistingStep::Refuse });
@@ -73,8 +73,8 @@ impl Writer {
 
 #[pymethods]
 impl Writer {
-    /// Saves a state; `user` as JSON. `changed_rows`: of some tensors, the rows that may have changed since their last save. `overwrite`:
-    /// whether a live step with another content is replaced.
+    /// Saves a state. `user` is JSON. `changed_rows` lists, for some tensors, the rows that may have changed since the
+    /// last save. `overwrite` replaces a live step with another content.
     #[pyo3(signature = (step, tensors, blobs, user, metadata, changed_rows=BTreeMap::new(), overwrite=false))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save(
@@ -103,7 +103,7 @@ impl Writer {
         })
     }
 
-    /// Saves the state that safetensors files hold together; `user` as JSON.
+    /// Saves the state in a group of safetensors files. `user` is JSON.
     #[pyo3(signature = (step, files, user, overwrite=false))]
     fn save_safetensors(&self, py: Python<'_>, step: u64, files: Vec<std::path::PathBuf>, user: &str, overwrite: bool) -> PyResult<Saved> {
         let mut metadata = metadata_of(user, BTreeMap::new())?;
@@ -116,7 +116,7 @@ impl Writer {
         })
     }
 
-    /// Id of the snapshot that the deltas of all ranks are to be made against, by the policy.
+    /// Returns the id of the snapshot that the deltas of all ranks refer to, chosen by the policy.
     #[pyo3(signature = (step, overwrite=false))]
     fn next_parent(&self, py: Python<'_>, step: u64, overwrite: bool) -> PyResult<Option<String>> {
         py.detach(|| {
@@ -125,7 +125,7 @@ impl Writer {
         })
     }
 
-    /// Commits what all ranks have uploaded.
+    /// Commits the parts that all ranks have uploaded.
     #[pyo3(signature = (step, receipts, user, metadata, overwrite=false))]
     fn commit(
         &self,
@@ -146,7 +146,7 @@ impl Writer {
         })
     }
 
-    /// Bytes of memory that the kept base takes.
+    /// Returns the memory of the cached base, in bytes.
     fn base_cache_bytes(&self, py: Python<'_>) -> PyResult<u64> {
         py.detach(|| Ok(self.inner.lock().map_err(|_| poisoned())?.base_cache_bytes()))
     }
@@ -160,7 +160,7 @@ impl RankWriter {
 
 #[pymethods]
 impl RankWriter {
-    /// Uploads this rank's part against the parent that the coordinator chose; the receipt.
+    /// Uploads this rank's part against the parent that the coordinator chose. Returns the receipt.
     fn save<'py>(
         &self,
         py: Python<'py>,
@@ -200,7 +200,7 @@ impl Saved {
 
 #[pymethods]
 impl Saved {
-    /// Bytes of the tensors over bytes in the store.
+    /// Returns the bytes of the tensors divided by the bytes in the store.
     #[getter]
     fn ratio(&self) -> f64 {
         self.tensor_bytes as f64 / self.stored_bytes.max(1) as f64
@@ -211,7 +211,7 @@ impl Saved {
     }
 }
 
-/// Buffers of a save, borrowed until it is over.
+/// Buffers of a save, borrowed until the save ends.
 pub(crate) struct Lent {
     tensors: Vec<(String, Dtype, Vec<u64>, Rect, Source)>,
     blobs: Vec<(String, Source)>,
@@ -250,7 +250,7 @@ pub(crate) fn metadata_of(user: &str, file: BTreeMap<String, String>) -> PyResul
     Ok(Metadata { user, file })
 }
 
-/// Where the base is kept: `memory`, `encoded`, `none`, or a folder of a local disk as `disk:PATH`.
+/// Parses the location of the cached base: `memory`, `encoded`, `none`, or a folder on local disk as `disk:PATH`.
 pub(crate) fn keeping(text: &str) -> PyResult<BaseKeeping> {
     match (text, text.strip_prefix("disk:")) {
         ("memory", _) => Ok(BaseKeeping::Memory),

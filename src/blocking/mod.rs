@@ -1,4 +1,4 @@
-//! The same library for programs without an async runtime: each call runs the async one to its end.
+//! Blocking API for programs without an async runtime. Each call runs the async call to completion.
 //!
 //! ```
 //! use tensorcask::{Dtype, Latest, Metadata, Policy, Slice, TensorView, blocking::Store};
@@ -31,28 +31,28 @@ use crate::{
     VerifyReport, WriterOptions,
 };
 
-/// [`Store`](crate::Store), blocking. Not to be used from async code, where it would panic in the runtime it is called in.
+/// Blocking [`Store`](crate::Store). Do not use it in async code: it would panic inside the calling runtime.
 #[derive(Debug, Clone)]
 pub struct Store {
     inner: crate::Store,
     runtime: Runtime,
 }
 
-/// [`Writer`](crate::Writer), blocking.
+/// Blocking [`Writer`](crate::Writer).
 #[derive(Debug)]
 pub struct Writer {
     inner: crate::Writer,
     runtime: Runtime,
 }
 
-/// [`RankWriter`](crate::RankWriter), blocking.
+/// Blocking [`RankWriter`](crate::RankWriter).
 #[derive(Debug)]
 pub struct RankWriter {
     inner: crate::RankWriter,
     runtime: Runtime,
 }
 
-/// [`Snapshot`](crate::Snapshot), blocking. What needs no I/O is on the snapshot inside, to which this dereferences.
+/// Blocking [`Snapshot`](crate::Snapshot). Dereferences to the async snapshot for methods that need no I/O.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     inner: crate::Snapshot,
@@ -70,12 +70,12 @@ impl Store {
         Ok(Self { inner, runtime: Runtime::start()? })
     }
 
-    /// The store inside.
+    /// Returns the async store inside.
     pub fn inner(&self) -> &crate::Store {
         &self.inner
     }
 
-    /// Runs a future of the async library to its end.
+    /// Runs a future of the async library to completion.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         self.runtime.wait(future)
     }
@@ -95,7 +95,7 @@ impl Store {
         Ok(Snapshot { inner: self.block_on(self.inner.snapshot(at))?, runtime: self.runtime.clone() })
     }
 
-    /// See [`Store::recover`](crate::Store::recover); the snapshot, and what was passed over.
+    /// See [`Store::recover`](crate::Store::recover). Returns the snapshot and the snapshots that were skipped.
     pub fn recover(&self, excluded: &[crate::wire::Id]) -> Result<(Snapshot, Vec<crate::Skipped>)> {
         let found = self.block_on(self.inner.recover(excluded))?;
         Ok((Snapshot { inner: found.snapshot, runtime: self.runtime.clone() }, found.skipped))
@@ -131,7 +131,8 @@ impl Store {
         self.block_on(self.inner.forget(steps))
     }
 
-    /// See [`Store::watch`](crate::Store::watch); the next snapshot is [`Watch::next`](crate::Watch::next), on [`block_on`](Self::block_on).
+    /// See [`Store::watch`](crate::Store::watch). Wait for the next snapshot with [`Watch::next`](crate::Watch::next)
+    /// on [`block_on`](Self::block_on).
     pub fn watch(&self, after: u64) -> Result<crate::Watch> {
         self.block_on(self.inner.watch(after))
     }
@@ -257,7 +258,7 @@ impl Snapshot {
         self.runtime.wait(self.inner.read_blob(rank, name))
     }
 
-    /// See [`Snapshot::errors`](crate::Snapshot::errors).
+    /// See [`Snapshot::rounding`](crate::Snapshot::rounding).
     pub fn rounding(&self) -> Result<Vec<crate::TensorRounding>> {
         self.runtime.wait(self.inner.rounding())
     }

@@ -6,13 +6,14 @@ use std::sync::Arc;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Threads that read and write local files. More threads are no faster, and each keeps memory of the allocator.
+/// Maximum number of threads that read and write local files. More threads are no faster, and each keeps allocator
+/// memory.
 const MAX_BLOCKING_THREADS: usize = 16;
 
 /// A runtime that several handles share. The last handle stops its threads.
 ///
-/// A forked child inherits the handles but none of the threads. Stopping the runtime would wait for them forever, so a child
-/// leaks the runtime instead.
+/// A forked child inherits the handles but none of the threads. Stopping the runtime in a child would wait for them
+/// forever, so a child leaks the runtime instead.
 #[derive(Debug, Clone)]
 pub(super) struct Runtime(Arc<Owned>);
 
@@ -36,7 +37,8 @@ impl Runtime {
         Ok(Self(Arc::new(Owned { runtime: Some(runtime), process: std::process::id() })))
     }
 
-    /// Runs a future to its end. The future is behind a pointer, so that the runtime's code is compiled once and not for each future.
+    /// Runs a future to completion. Boxes the future, so the runtime's code is compiled once and not for each future
+    /// type.
     pub(super) fn wait<F: Future>(&self, future: F) -> F::Output {
         let mut output = None;
         if let Some(runtime) = &self.0.runtime {

@@ -1,4 +1,5 @@
-//! Content digests: what a role of a snapshot holds, whatever casks it lies in. Spec: `spec/manifest.md`, clause 4.
+//! Content digests: digests of the content of each role, independent of the casks that hold it. Spec:
+//! `spec/manifest.md`, clause 4.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +9,7 @@ use crate::Result;
 use crate::tensor::ChunkGrid;
 use crate::wire::{Digest, Directory, Put};
 
-/// The digest of one role, tensor by tensor.
+/// Hasher of one role. Takes the tensors one by one.
 #[derive(Default)]
 struct ContentHasher {
     hasher: Sha256,
@@ -27,7 +28,7 @@ impl ContentHasher {
     }
 }
 
-/// The digests of all roles of a directory; `crc(shard, chunk)` gives the CRC-32 of decoded chunks.
+/// Returns the digests of all roles of a directory. `crc(shard, chunk)` returns the CRC-32 of a decoded chunk.
 pub(crate) fn content_digests(directory: &Directory, mut crc: impl FnMut(usize, u64) -> Result<u32>) -> Result<BTreeMap<String, Digest>> {
     let mut roles: BTreeMap<String, ContentHasher> = BTreeMap::new();
     for tensor in 0..directory.len() {

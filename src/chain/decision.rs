@@ -1,30 +1,30 @@
-//! Why a snapshot became a base or a delta.
+//! Decisions of a policy: base or delta, and the reason.
 
 use serde::{Deserialize, Serialize};
 
-/// Why a snapshot became a base or a delta.
+/// Reason for a base or a delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Reason {
-    /// A base: the store has no base that a delta could be made against.
+    /// A base: the store has no base for a delta.
     First,
-    /// A base: the chain or the interval is full.
+    /// A base: the chain or the interval has reached its maximum length.
     Interval,
-    /// A base: the step goes back, or far ahead.
+    /// A base: the step goes back, or jumps far ahead.
     Jump,
-    /// A base: a delta would take nearly as much.
+    /// A base: a delta would be nearly as large.
     LargeDelta,
-    /// A base: what a delta needs cannot be read.
+    /// A base: the chain that a delta would extend cannot be read.
     BrokenParent,
-    /// As the policy says of every snapshot.
+    /// A base or a delta, as the policy prescribes.
     Policy,
-    /// A delta: it is worth it.
+    /// A delta: it is clearly smaller than a base.
     SmallDelta,
 }
 
 impl Reason {
-    /// The name in JSON and listings.
+    /// Returns the name used in JSON and listings.
     pub fn name(self) -> &'static str {
         match self {
             Self::First => "first",
@@ -38,36 +38,36 @@ impl Reason {
     }
 }
 
-/// What a save would store, from a sample of its chunks.
+/// Estimated size of a save, from a sample of its chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Estimate {
-    /// As a base.
+    /// Size as a base.
     pub base_bytes: u64,
-    /// As a delta against the last base.
+    /// Size as a delta against the last base.
     pub delta_bytes: u64,
-    /// Chunks that were looked at.
+    /// Number of chunks in the sample.
     pub sampled_chunks: u64,
 }
 
 impl Estimate {
-    /// Whether a delta would save less than a tenth of a base.
+    /// Returns whether a delta would save less than a tenth of a base.
     pub(crate) fn is_too_large(&self) -> bool {
         u128::from(self.delta_bytes) * 10 > u128::from(self.base_bytes) * 9
     }
 }
 
-/// How a policy came to a base or a delta.
+/// A policy's decision for a base or a delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decision {
-    /// Why.
+    /// Reason for the decision.
     pub reason: Reason,
-    /// Snapshots from the last base on, that base counted; 0 where there was none.
+    /// Number of snapshots since the last base, including that base; 0 without a base.
     pub since_base: u64,
-    /// What the adaptive policy estimated, if it had to.
+    /// Size estimate, if the adaptive policy made one.
     pub estimate: Option<Estimate>,
 }
 
 impl Decision {
-    /// The key under `user` of a manifest at which the adaptive policy leaves its decision.
+    /// Key under `user` of a manifest where the adaptive policy stores its decision.
     pub const KEY: &str = "tc.policy";
 }

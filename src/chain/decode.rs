@@ -1,4 +1,4 @@
-//! Rebuilds chunks: each op of a recipe on the results of those before.
+//! Rebuilds chunks: applies each op of a recipe to the results of earlier ops.
 
 use bytes::Bytes;
 
@@ -9,15 +9,15 @@ use crate::limits::{to_usize, zeroed};
 use crate::spare::Spare;
 use crate::{Error, Result};
 
-/// A wanted chunk: what makes it, and the CRC-32 that its bytes have to have.
+/// A requested chunk: the op that produces it, and its expected CRC-32.
 pub(crate) struct Aim<'a> {
     pub op: usize,
     pub crc: u32,
-    /// Where it goes; a buffer of its own otherwise.
+    /// Destination of the bytes. Without one, the chunk gets a buffer of its own.
     pub out: Option<&'a mut [u8]>,
 }
 
-/// The result of an op.
+/// Result of an op.
 enum Value<'a> {
     Owned(Vec<u8>),
     Between(Spare),
@@ -34,8 +34,8 @@ impl Value<'_> {
     }
 }
 
-/// Decodes chunk `chunk` of the shards of a recipe, with the pages of each op; compares what is wanted with its checksums. Gives the
-/// buffers of the aims that have no place of their own. An error comes with the op at which it arose.
+/// Decodes chunk `chunk` of the shards of a recipe, given the pages of each op. Compares the requested chunks with
+/// their checksums. Returns the buffers of the aims without a destination. An error names the op that failed.
 pub(crate) fn decode_recipe(
     registry: &Registry,
     shards: &[ShardPlan],
@@ -102,7 +102,7 @@ pub(crate) fn decode_recipe(
     Ok(results)
 }
 
-/// Bytes of the chunk that an op makes.
+/// Returns the number of bytes of the chunk that an op produces.
 fn length_of(shards: &[ShardPlan], ops: &[Op], op: usize, chunk: u64) -> Result<usize> {
     let plan = ops.get(op).and_then(|op| shards.get(op.shard)).ok_or_else(|| Error::invalid("a shard that was not planned"))?;
     let bytes = plan.grid.bytes(chunk);
@@ -125,7 +125,11 @@ fn decode_op(
         return Err(Error::corrupt(format!("a chunk of codec `{}` that is {}", codec.id(), op.step.entry.kind.name())).clause("codecs 3"));
     }
     let value = |op: usize| -> Result<&[u8]> {
-        values.get(op).and_then(Option::as_ref).map(Value::bytes).ok_or_else(|| Error::invalid("an op comes before what it needs"))
+        values
+            .get(op)
+            .and_then(Option::as_ref)
+            .map(Value::bytes)
+            .ok_or_else(|| Error::invalid("an op comes before an op that it depends on"))
     };
     let mut partners = Vec::with_capacity(op.partners.len());
     for partner in &op.partners {

@@ -1,4 +1,4 @@
-//! One snapshot of a chain, with what has been read of it.
+//! A link: one snapshot of a chain, with the parts of it that have been read.
 
 use std::sync::{Arc, OnceLock};
 
@@ -14,7 +14,7 @@ pub(crate) struct Link {
     pub record: SnapshotRecord,
     pub manifest: Manifest,
     pub directory: Arc<Directory>,
-    /// Indexes of the manifest's casks, once they have been read.
+    /// Indexes of the manifest's casks. Each is set once it has been read.
     pub indexes: Vec<OnceLock<Arc<CaskIndex>>>,
 }
 
@@ -37,7 +37,8 @@ impl Link {
         self.indexes.get(cask)?.get()
     }
 
-    /// Whether the snapshot has this shard, of this type and global shape; if so, the cask that holds it, unless nothing of it changed.
+    /// Looks for a shard of this name, type, global shape and rectangle. Returns `None` if the snapshot lacks the
+    /// shard, and `Some(None)` if the shard did not change. Otherwise returns the cask that holds it.
     pub(crate) fn find(&self, name: &str, dtype: Dtype, shape: &[u64], rect: &Rect) -> Option<Option<(usize, &CaskRef)>> {
         let tensor = self.directory.find(name)?;
         if self.directory.dtype(tensor) != dtype || self.directory.shape(tensor) != shape {

@@ -1,4 +1,4 @@
-//! Chains: when to write a base, which snapshots rebuild a step, and how. No I/O. Spec: `spec/chain.md`.
+//! Chains: when to write a base, which snapshots rebuild a step, and in which order. No I/O. Spec: `spec/chain.md`.
 
 mod content;
 mod decision;

@@ -1,39 +1,40 @@
-//! When to write a base, and what a delta is made against.
+//! Policies: when to write a base, and which snapshot a delta refers to.
 
 use super::{Decision, Reason, chain_of};
 use crate::commit::{LogState, Status};
 use crate::wire::Id;
 use crate::{Error, Result};
 
-/// When a writer writes a base, and what its deltas are made against.
+/// Rule for when a writer writes a base, and which snapshot its deltas refer to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Policy {
-    /// Every snapshot is a base.
+    /// Bases only.
     Full,
-    /// Every delta is made against the first base.
+    /// One base; all deltas against that base.
     OneShot,
-    /// Every delta is made against the snapshot before it.
+    /// Deltas against the previous snapshot.
     Consecutive,
-    /// A new base every so many snapshots; deltas are made against the last base.
+    /// A new base at a fixed interval; deltas against the last base.
     Intermittent {
-        /// Snapshots from one base to the next, 1 or more.
+        /// Number of snapshots from one base to the next, at least 1.
         every: u64,
     },
-    /// A new base when a delta is estimated to take more than 0.9 of one, after a jump in steps, and every 8th snapshot at
-    /// the latest; deltas are made against the last base.
+    /// A new base after a jump in steps, or when a delta is estimated at more than 0.9 of a base, and at least every 8th
+    /// snapshot; deltas against the last base.
     #[default]
     Adaptive,
 }
 
-/// Snapshots from one base to the next, at most, where nothing else is said.
+/// Default maximum number of snapshots from one base to the next.
 const EVERY: u64 = 8;
 
-/// A step this many times as far ahead as the one before was is a jump.
+/// Factor by which a step's distance must exceed the previous distance to count as a jump.
 const JUMP: u64 = 8;
 
 impl Policy {
-    /// The policy of a name: `adaptive`, `full`, `one_shot`, `consecutive` or `intermittent`, which takes `every`.
+    /// Returns the policy with this name: `adaptive`, `full`, `one_shot`, `consecutive` or `intermittent`. Only
+    /// `intermittent` takes `every`.
     ///
     /// ```
     /// use tensorcask::Policy;
@@ -58,7 +59,7 @@ impl Policy {
         }
     }
 
-    /// The name.
+    /// Returns the name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Full => "full",
@@ -69,8 +70,8 @@ impl Policy {
         }
     }
 
-    /// What a snapshot of `step` is made against, none for a base, and why. A delta that would exceed `max_depth`, or whose
-    /// chain is broken already, becomes a base. Sizes are the caller's to estimate.
+    /// Returns the parent of a snapshot of `step` (`None` for a base) and the reason. Chooses a base if a delta would
+    /// exceed `max_depth` or its chain is broken. The caller estimates sizes.
     pub(crate) fn decide(self, state: &LogState, step: u64, max_depth: u64) -> (Option<Id>, Decision) {
         let decision = |reason, since_base| Decision { reason, since_base, estimate: None };
         let Some(latest) = state.latest() else { return (None, decision(Reason::First, 0)) };
@@ -96,7 +97,7 @@ impl Policy {
     }
 }
 
-/// Whether a step goes back, or much farther ahead than the one before did.
+/// Returns whether a step goes back, or much farther ahead than the previous step did.
 fn jumps(state: &LogState, base_sequence: u64, step: u64) -> bool {
     let mut newest = state.live().rev();
     let (Some(last), before) = (newest.next(), newest.next()) else { return false };

@@ -1,5 +1,6 @@
-//! From a chunk to all that its decoding takes: its own steps down the chain, and those of the partners that codecs need. A loop,
-//! never recursion. Spec: `spec/chain.md`, clause 3, and `spec/codecs.md`, clause 5.
+//! Recipes: all ops that decode a chunk. They cover the chunk's own steps down the chain and those of the partners that
+//! codecs need. Built by a loop and never by recursion, so stored data cannot exhaust the stack. Spec: `spec/chain.md`,
+//! clause 3, and `spec/codecs.md`, clause 5.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -11,26 +12,26 @@ use crate::{Error, Result};
 /// Shard rows of the casks that hold a shard, newest first: link, cask, row.
 pub(crate) type Rows = Vec<(usize, usize, usize)>;
 
-/// What decodes one stored form of a chunk.
+/// Operation that decodes one stored form of a chunk.
 #[derive(Debug)]
 pub(crate) struct Op {
-    /// Number of the shard's plan.
+    /// Index of the shard's plan.
     pub shard: usize,
     pub step: Step,
-    /// The op that makes the base of a delta.
+    /// Op that produces the base of a delta.
     pub base: Option<usize>,
     pub partners: Vec<PartnerOps>,
 }
 
 impl Op {
-    /// The ops whose results it takes.
+    /// Returns the ops whose results this op takes.
     pub(crate) fn inputs(&self) -> impl Iterator<Item = usize> {
         let partners = self.partners.iter().flat_map(|partner| [Some(partner.now), partner.base]);
         partners.chain([self.base]).flatten()
     }
 }
 
-/// The ops that make a partner.
+/// Ops that produce a partner.
 #[derive(Debug)]
 pub(crate) struct PartnerOps {
     pub role: &'static str,
@@ -39,11 +40,11 @@ pub(crate) struct PartnerOps {
     pub base: Option<usize>,
 }
 
-/// Ops that follow what they need.
+/// Ops, each listed after the ops that it depends on.
 #[derive(Debug, Default)]
 pub(crate) struct Recipe {
     pub ops: Vec<Op>,
-    /// The op of a shard's chunk in a link, where several may need it.
+    /// Op of a shard's chunk in a link, if several ops may need it.
     known: HashMap<(usize, usize), usize>,
 }
 
@@ -52,22 +53,23 @@ pub(crate) struct Recipe {
 pub(crate) struct Plans {
     pub shards: Vec<ShardPlan>,
     pub rows: Vec<Rows>,
-    /// The plan of the partner of a shard, by shard, link and role.
+    /// Plan of a shard's partner, by shard, link and role.
     partners: BTreeMap<(usize, usize, &'static str), Option<usize>>,
     by_name: HashMap<String, Vec<usize>>,
-    /// Links of shards whose chunks may need one another: a forest, each tree one family; none for a shard that is alone.
+    /// Union-find forest of the shards whose chunks may need one another; each tree is a family. A shard without
+    /// partners has no entry.
     families: HashMap<usize, usize>,
 }
 
-/// What is left to do for an op.
+/// A step of building a recipe.
 enum Task {
-    /// The chunk of a shard as it is in a link.
+    /// Search for the stored form of a shard's chunk in a link.
     Find { shard: usize, link: usize },
-    /// The op of a stored form, of which these are the partners.
+    /// Creation of the op of a stored form, with these partners.
     Make { shard: usize, step: Step, partners: Vec<PartnerPlans> },
 }
 
-/// The plans of a partner: now, and in the parent where it is needed; and its role.
+/// Plan of a partner, plan of the partner in the parent if it is needed, and the partner's role.
 type PartnerPlans = (usize, Option<usize>, &'static str);
 
 impl Plans {
@@ -79,7 +81,7 @@ impl Plans {
         Self { shards, by_name, ..Self::default() }
     }
 
-    /// The number of the group of shards that a shard is decoded with; none for a shard without partners.
+    /// Returns the family of shards that a shard is decoded with, or `None` for a shard without partners.
     pub(crate) fn family(&self, shard: usize) -> Option<usize> {
         let mut root = *self.families.get(&shard)?;
         while let Some(&next) = self.families.get(&root).filter(|next| **next != root) {
@@ -97,10 +99,10 @@ impl Plans {
         }
     }
 
-    /// Adds plans of the partners that a shard's chunks may need, by what its casks name.
+    /// Adds plans of the partners that a shard's chunks may need, according to the codecs in its casks.
     pub(crate) fn add_partners(&mut self, links: &[impl AsRef<Link>], registry: &Registry, shard: usize) -> Result<()> {
         let Some(plan) = self.shards.get(shard) else { return Ok(()) };
-        // A tensor may have had another role in a link before; and a delta looks for its partners in the link before, too.
+        // A tensor may have had another role in an older link, and a delta looks for its partners in the parent, too.
         let roles: BTreeSet<&str> = (0..links.len()).map(|link| plan.role(links, link)).collect();
         let needs: BTreeSet<&'static str> = roles.iter().flat_map(|role| registry.partner_roles(role)).map(|need| need.role).collect();
         if needs.is_empty() {
@@ -150,7 +152,7 @@ impl Plans {
         Ok(())
     }
 
-    /// Adds what makes chunk `chunk` of a shard; gives its op and the CRC-32 of the decoded bytes.
+    /// Adds the ops that produce chunk `chunk` of a shard. Returns its op and the CRC-32 of the decoded bytes.
     pub(crate) fn add(
         &self,
         recipe: &mut Recipe,
@@ -164,7 +166,8 @@ impl Plans {
         if self.family(shard).is_none() {
             return Ok((self.add_alone(recipe, links, registry, shard, chunk, first)?, crc));
         }
-        // What is under way and not made yet needs itself if it is met again.
+        // Ops that have been started but not made. Meeting one again means that the ops depend on each other in a
+        // cycle.
         let mut under_way: Vec<(usize, usize)> = Vec::new();
         let mut tasks = vec![Task::Find { shard, link: 0 }];
         while let Some(task) = tasks.pop() {
@@ -176,7 +179,7 @@ impl Plans {
                         continue;
                     }
                     if under_way.contains(&key) {
-                        return Err(self.fail(shard, chunk, "its partners need it, and it needs them".into()));
+                        return Err(self.fail(shard, chunk, "the chunk and its partners depend on each other".into()));
                     }
                     under_way.push(key);
                     let mut wanted = Vec::new();
@@ -194,7 +197,7 @@ impl Plans {
                 Task::Make { shard, step, partners: plans } => {
                     let known = |shard: usize, link: usize| -> Result<usize> {
                         let made = recipe.known.get(&(shard, self.stored(links, shard, chunk, link)?.0.link)).copied();
-                        made.ok_or_else(|| Error::invalid("an op comes before what it needs"))
+                        made.ok_or_else(|| Error::invalid("an op comes before an op that it depends on"))
                     };
                     let base = match step.entry.kind {
                         ChunkKind::Delta => Some(known(shard, step.link + 1)?),
@@ -216,7 +219,7 @@ impl Plans {
         Ok((made.ok_or_else(|| Error::invalid("an op is missing"))?, crc))
     }
 
-    /// A chunk that needs nothing but its own steps.
+    /// Adds a chunk that needs only its own steps.
     fn add_alone(
         &self,
         recipe: &mut Recipe,
@@ -231,7 +234,7 @@ impl Plans {
             steps.push(self.stored(links, shard, chunk, step.link + 1)?.0);
         }
         for (nth, step) in steps.into_iter().rev().enumerate() {
-            // A codec that needs a partner where there is none.
+            // Fails if a codec needs a partner that does not exist.
             self.partners_of(links, registry, shard, chunk, &step)?;
             let base = (nth > 0).then(|| recipe.ops.len() - 1);
             recipe.ops.push(Op { shard, step, base, partners: vec![] });
@@ -239,7 +242,7 @@ impl Plans {
         Ok(recipe.ops.len() - 1)
     }
 
-    /// The plans of the partners that a stored form needs: now, and in the parent; and their roles.
+    /// Returns the plans of the partners that a stored form needs, in its link and in the parent, with their roles.
     fn partners_of(
         &self,
         links: &[impl AsRef<Link>],
@@ -265,7 +268,7 @@ impl Plans {
                     self.fail(shard, chunk, message)
                 })
             };
-            // Only a delta has a parent to look at.
+            // Only a delta has a parent.
             let base = if need.base && step.entry.kind == ChunkKind::Delta { Some(at(step.link + 1)?) } else { None };
             let now = at(step.link)?;
             let dtype = |number: usize| self.shards.get(number).map(|plan| plan.dtype);

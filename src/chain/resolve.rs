@@ -1,10 +1,11 @@
-//! Which snapshots rebuild a step. A loop, never recursion; the whole chain is validated before a byte is decoded.
+//! Resolves the snapshots that rebuild a step. Uses a loop and never recursion. Validates the whole chain before any
+//! byte is decoded.
 
 use crate::commit::{LogState, SnapshotRecord, Status};
 use crate::wire::{Id, Manifest};
 use crate::{Error, Limits, Result};
 
-/// The chain of a snapshot, newest first.
+/// Returns the chain of a snapshot, newest first.
 pub(crate) fn chain_of(state: &LogState, id: Id, max_depth: u64) -> Result<Vec<SnapshotRecord>> {
     let mut chain: Vec<SnapshotRecord> = Vec::new();
     let mut next = Some(id);
@@ -13,7 +14,7 @@ pub(crate) fn chain_of(state: &LogState, id: Id, max_depth: u64) -> Result<Vec<S
             .by_id(id)
             .ok_or_else(|| Error::corrupt(format!("snapshot {id}, which the chain needs, is not in the log")).clause("chain 2.1"))?;
         if record.status == Status::Collected {
-            let message = format!("snapshot {id}, which the chain needs, was given up to garbage collection");
+            let message = format!("snapshot {id}, which the chain needs, was removed by garbage collection");
             return Err(Error::corrupt(message).object(record.manifest_path()).clause("chain 2.8"));
         }
         if chain.last().is_some_and(|child| child.sequence <= record.sequence) {
@@ -28,17 +29,17 @@ pub(crate) fn chain_of(state: &LogState, id: Id, max_depth: u64) -> Result<Vec<S
     Ok(chain)
 }
 
-/// Checks a manifest against what the log says of it and, for a delta, against its parent's manifest.
+/// Checks a manifest against the log and, for a delta, against its parent's manifest.
 pub(crate) fn check_link(record: &SnapshotRecord, manifest: &Manifest, parent: Option<&Manifest>) -> Result<()> {
     let bad = |message: String, clause| Err(Error::corrupt(message).object(record.manifest_path()).clause(clause));
     let named = manifest.parent.as_ref().map(|parent| parent.snapshot);
     if manifest.id != record.id || manifest.step != record.step || named != record.parent {
-        return bad("id, step or parent differ from what the log says".into(), "chain 2.3");
+        return bad("id, step or parent differ from those in the log".into(), "chain 2.3");
     }
     if let Some(roles) = &record.roles
         && let Some(role) = manifest.content.keys().find(|role| !roles.contains(role))
     {
-        return bad(format!("has role `{}`, which the log says it has lost", role.escape_debug()), "chain 2.3");
+        return bad(format!("has role `{}`, which the log says was dropped", role.escape_debug()), "chain 2.3");
     }
     let (Some(reference), Some(parent)) = (&manifest.parent, parent) else { return Ok(()) };
     for (role, digest) in &parent.content {

@@ -1,4 +1,4 @@
-//! From a shard of a snapshot to the pages of its chain that rebuild a chunk. Spec: `spec/chain.md`, clause 3.
+//! Walks down a chain to the pages that rebuild a chunk of a shard. Spec: `spec/chain.md`, clause 3.
 
 use super::Link;
 use crate::codec::ChunkKind;
@@ -7,7 +7,7 @@ use crate::tensor::ChunkGrid;
 use crate::tensor::Rect;
 use crate::{Dtype, Error, Result};
 
-/// A shard of the newest link, and where the chain's casks may hold parts of it.
+/// A shard of the newest link, and the casks of the chain that may hold parts of it.
 #[derive(Debug)]
 pub(crate) struct ShardPlan {
     pub name: String,
@@ -15,13 +15,13 @@ pub(crate) struct ShardPlan {
     pub shape: Vec<u64>,
     pub rect: Rect,
     pub grid: ChunkGrid,
-    /// Links and casks that may hold it, newest first.
+    /// Links and casks that may hold the shard, newest first.
     candidates: Vec<(usize, usize)>,
-    /// Links that lack the shard, newest first: no walk crosses them.
+    /// Links that lack the shard, newest first. No walk crosses them.
     absent: Vec<usize>,
 }
 
-/// One stored form of a chunk: a page for each column.
+/// One stored form of a chunk, with one page per column.
 #[derive(Debug, Clone)]
 pub(crate) struct Step {
     pub link: usize,
@@ -29,22 +29,22 @@ pub(crate) struct Step {
     pub entry: ChunkEntry,
 }
 
-/// What rebuilds a chunk.
+/// Steps that rebuild a chunk.
 #[derive(Debug)]
 pub(crate) struct ChunkPlan {
-    /// Newest first; the last is absolute.
+    /// Steps, newest first; the last is absolute.
     pub steps: Vec<Step>,
     /// CRC-32 of the decoded bytes.
     pub crc: u32,
 }
 
 impl ShardPlan {
-    /// Plans shard `shard` of tensor `tensor`, both numbers of the newest link's directory.
+    /// Plans shard `shard` of tensor `tensor`, numbered as in the newest link's directory.
     pub(crate) fn new(links: &[impl AsRef<Link>], tensor: usize, shard: usize) -> Result<Self> {
         Self::at(links, 0, tensor, shard)
     }
 
-    /// The same, by the directory of link `at`.
+    /// Does the same as [`new`](Self::new), numbered as in the directory of link `at`.
     pub(crate) fn at(links: &[impl AsRef<Link>], at: usize, tensor: usize, shard: usize) -> Result<Self> {
         let directory = links.get(at).map(|link| &link.as_ref().directory).ok_or_else(|| Error::invalid("no such link"))?;
         let (name, dtype) = (directory.name(tensor), directory.dtype(tensor));
@@ -62,18 +62,18 @@ impl ShardPlan {
         Ok(Self { name: name.to_owned(), dtype, shape, grid, rect, candidates, absent })
     }
 
-    /// The role of its tensor in a link: another link may have given it another.
+    /// Returns the role of the shard's tensor in a link. Roles may differ between links.
     pub(crate) fn role<'a>(&self, links: &'a [impl AsRef<Link>], link: usize) -> &'a str {
         let directory = links.get(link).map(|link| &link.as_ref().directory);
         directory.and_then(|directory| Some(directory.role(directory.find(&self.name)?))).unwrap_or_default()
     }
 
-    /// Links and casks whose index it needs.
+    /// Returns the links and casks whose index the shard needs.
     pub(crate) fn candidates(&self) -> &[(usize, usize)] {
         &self.candidates
     }
 
-    /// Shard rows of the casks that hold it, newest first.
+    /// Returns the shard rows of the casks that hold the shard, newest first.
     pub(crate) fn rows(&self, links: &[impl AsRef<Link>]) -> Result<Vec<(usize, usize, usize)>> {
         let mut rows = Vec::new();
         for &(link, cask) in &self.candidates {
@@ -91,7 +91,8 @@ impl ShardPlan {
         Ok(rows)
     }
 
-    /// What rebuilds chunk `chunk`, its partners apart; `rows` is what [`rows`](Self::rows) gave.
+    /// Returns the steps that rebuild chunk `chunk`, without its partners. `rows` is the result of
+    /// [`rows`](Self::rows).
     pub(crate) fn chunk(&self, links: &[impl AsRef<Link>], rows: &[(usize, usize, usize)], chunk: u64) -> Result<ChunkPlan> {
         let (mut step, crc) = self.stored(links, rows, chunk, 0)?;
         let mut steps = Vec::new();
@@ -103,8 +104,8 @@ impl ShardPlan {
         Ok(ChunkPlan { steps, crc })
     }
 
-    /// The stored form of chunk `chunk` as it is in link `from`: that link's, or the newest before. And the CRC-32 of the decoded
-    /// bytes.
+    /// Returns the stored form of chunk `chunk` in link `from`, or in the newest older link that has one. Also returns
+    /// the CRC-32 of the decoded bytes.
     pub(crate) fn stored(
         &self,
         links: &[impl AsRef<Link>],

@@ -1,13 +1,13 @@
-//! How old the objects of an unfinished commit are: garbage collection must not mistake them for leftovers.
+//! Age of the objects of an unfinished commit. Garbage collection must not delete them as unreferenced.
 
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::{Error, ErrorKind, Result};
 
-/// Objects that nothing names are deleted when they are older than this, unless told otherwise.
+/// Default age floor: garbage collection deletes unreferenced objects that are older.
 pub(crate) const DEFAULT_AGE_FLOOR: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// The age of the oldest object that a commit is going to name.
+/// Age of the oldest object that a commit will name.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Age {
     before: Duration,
@@ -16,19 +16,19 @@ pub(crate) struct Age {
 }
 
 impl Age {
-    /// Of objects that are written from now on.
+    /// Starts the age of objects that are written from now on.
     pub(crate) fn start() -> Self {
         Self { before: Duration::ZERO, started: Instant::now(), started_by_clock: SystemTime::now() }
     }
 
-    /// Of objects the oldest of which was `before` old when this began.
+    /// Adds the age that the oldest object already had at the start.
     pub(crate) fn older_by(self, before: Duration) -> Self {
         Self { before, ..self }
     }
 
-    /// Refuses a commit that comes later than half the floor: the other half is the collector's.
+    /// Refuses a commit later than half the age floor. The other half is the safety margin of garbage collection.
     pub(crate) fn check(&self, floor: Duration) -> Result<()> {
-        // A machine that slept has a clock that did not, or the reverse.
+        // Takes the larger of two clocks, because one of them may stop while the machine sleeps.
         let by_clock = self.started_by_clock.elapsed().unwrap_or_default();
         let age = self.before.saturating_add(self.started.elapsed().max(by_clock));
         if age <= floor / 2 {

@@ -1,4 +1,4 @@
-//! The catalog: a Parquet table of all snapshots, so that opening is cheap and SQL can ask. Spec: `spec/log.md`, clause 6.
+//! The catalog: a Parquet table of all snapshots, for fast opening and SQL queries. Spec: `spec/log.md`, clause 6.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,10 +21,11 @@ use crate::store::Store;
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Error, ErrorKind, Result, boxed};
 
-/// Entries between two catalogs.
+/// Number of log entries from one catalog to the next.
 pub(crate) const CATALOG_INTERVAL: u64 = 64;
 
-/// User metadata of all snapshots, as text: more does not fit columns with 32-bit offsets, nor a quick opening.
+/// Limit on the user metadata of all snapshots, as text. More does not fit columns with 32-bit offsets and slows
+/// opening down.
 const MAX_USER_BYTES: usize = 1 << 28;
 const USER_PREFIX: &str = "user.";
 const SEQUENCE_KEY: &str = "tensorcask.sequence";
@@ -32,7 +33,7 @@ const ENTRY_KEY: &str = "tensorcask.entry";
 const STATE_KEY: &str = "tensorcask.state";
 const DIRECTORY_KEY: &str = "tensorcask.directory";
 
-/// The columns that are read back.
+/// Columns that are read back.
 const COLUMNS: &[&str] = &[
     "sequence",
     "revision",
@@ -50,7 +51,7 @@ const COLUMNS: &[&str] = &[
     "user",
 ];
 
-/// Facts of the log that are not rows.
+/// Facts of the log that are not stored as rows.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct StateNote {
@@ -64,7 +65,7 @@ struct StateNote {
 pub(crate) struct Catalog;
 
 impl Catalog {
-    /// Paths of catalogs, newest first. Objects of other names are none.
+    /// Lists the paths of catalogs, newest first. Ignores objects whose names are not catalog names.
     #[boxed]
     pub(crate) async fn list(store: &Store) -> Result<Vec<String>> {
         let mut names: Vec<(u64, String)> =
@@ -73,12 +74,12 @@ impl Catalog {
         Ok(names.into_iter().map(|(_, path)| path).collect())
     }
 
-    /// The entry after which a catalog was written, by its name.
+    /// Returns the log entry that a catalog follows, according to its name.
     pub(crate) fn sequence_of(path: &str) -> Option<u64> {
         parse_name(path).map(|(sequence, _)| sequence)
     }
 
-    /// The state that a catalog holds. Its bytes are compared with its name before anything looks into them.
+    /// Reads the state in a catalog. Compares the bytes with the digest in the name before they are decoded.
     #[boxed]
     pub(crate) async fn read(store: &Store, path: &str) -> Result<LogState> {
         let (sequence, digest) = parse_name(path).ok_or_else(|| Error::invalid("not the name of a catalog").object(path))?;
@@ -86,18 +87,19 @@ impl Catalog {
         if Digest::of(&bytes) != digest {
             return Err(Error::corrupt("its bytes do not have the digest in its name").object(path).clause("log 6.2"));
         }
-        // Its bytes are whole, but anybody may have made them, and the Parquet reader is not ours.
+        // The digest only proves that the bytes are intact. Anybody may have written them, and the Parquet reader is
+        // not our code.
         let decoded = std::panic::catch_unwind(|| decode(bytes, sequence));
-        let decoded = decoded.unwrap_or_else(|_| Err(Error::corrupt("the Parquet reader gave up on it").clause("log 6.3")));
+        let decoded = decoded.unwrap_or_else(|_| Err(Error::corrupt("the Parquet reader failed on the catalog").clause("log 6.3")));
         decoded.map_err(|e| e.object(path))
     }
 
-    /// The rows that a catalog of a state has, all of whose records are summarised.
+    /// Returns the rows of a catalog. All records of `state` must be summarised.
     pub(crate) fn table(state: &LogState) -> Result<RecordBatch> {
         table(state)
     }
 
-    /// Writes the catalog of a state, all of whose records are summarised; its path.
+    /// Writes the catalog of a state and returns its path. All records of `state` must be summarised.
     #[boxed]
     pub(crate) async fn write(store: &Store, state: &LogState) -> Result<String> {
         let bytes = encode(state)?;
@@ -108,16 +110,16 @@ impl Catalog {
     }
 }
 
-/// Sequence and digest in the name of a catalog.
+/// Parses sequence and digest from the name of a catalog.
 fn parse_name(path: &str) -> Option<(u64, Digest)> {
     let (sequence, digest) = path.strip_prefix("catalog/")?.strip_suffix(".parquet")?.split_once('-')?;
     let number: u64 = sequence.parse().ok()?;
-    // No log is that long; numbers below may be added to.
+    // The upper limit leaves room for additions; no log is that long.
     (format!("{number:020}") == sequence && (1..1 << 62).contains(&number)).then_some(())?;
     Some((number, Digest::from_hex(digest).ok()?))
 }
 
-/// The rows of a catalog. All records of the state are summarised.
+/// Builds the rows of a catalog. All records of `state` must be summarised.
 fn table(state: &LogState) -> Result<RecordBatch> {
     let records = state.snapshots();
     let user_bytes = |r: &SnapshotRecord| r.summary.as_ref().map_or(0, |s| s.user.iter().map(|(k, v)| k.len() + v.to_string().len()).sum());
@@ -192,7 +194,7 @@ fn encode(state: &LogState) -> Result<Bytes> {
     Ok(bytes.into())
 }
 
-/// A user's values as numbers or booleans if all of them are, else as text.
+/// Builds a column of numbers or booleans if all values are of that type, otherwise a column of text.
 fn user_column(values: &[Option<Value>]) -> ArrayRef {
     let present = || values.iter().flatten();
     if present().all(Value::is_number) {
@@ -213,7 +215,7 @@ fn user_column(values: &[Option<Value>]) -> ArrayRef {
 
 fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     let bad = |message: String| Error::corrupt(message).clause("log 6.3");
-    let parquet = |e: parquet::errors::ParquetError| bad(format!("not the Parquet table that a catalog is: {e}"));
+    let parquet = |e: parquet::errors::ParquetError| bad(format!("not a valid Parquet table: {e}"));
     let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(parquet)?;
     let pairs: BTreeMap<String, String> = builder
         .metadata()
@@ -237,14 +239,15 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     state.must_understand = note.must_understand;
     state.may_ignore = note.may_ignore;
     state.directory = pairs.get(DIRECTORY_KEY).and_then(|digest| Digest::from_hex(digest).ok());
-    // The typed columns of user metadata are for SQL; one that is missing matters even where there is no row.
+    // Checks that every column is there, even in a table without rows. The typed columns of user metadata are only for
+    // SQL.
     let schema = builder.schema().clone();
     if let Some(missing) = COLUMNS.iter().find(|name| schema.column_with_name(name).is_none()) {
         return Err(bad(format!("column `{missing}` is missing")));
     }
     let wanted = ProjectionMask::columns(builder.parquet_schema(), COLUMNS.iter().copied());
     for batch in builder.with_projection(wanted).build().map_err(parquet)? {
-        let batch = batch.map_err(|e| bad(format!("not the Parquet table that a catalog is: {e}")))?;
+        let batch = batch.map_err(|e| bad(format!("not a valid Parquet table: {e}")))?;
         let rows = Rows { batch: &batch };
         for row in 0..batch.num_rows() {
             let id = |text: String| Id::from_hex(&text).map_err(|e| e.clause("log 6.3"));
@@ -283,7 +286,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     Ok(state)
 }
 
-/// Typed access to a row of the table; a missing or mistyped column is an error.
+/// Typed access to the rows of the table. A missing or mistyped column is an error.
 struct Rows<'a> {
     batch: &'a RecordBatch,
 }

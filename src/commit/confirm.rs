@@ -1,17 +1,17 @@
-//! Confirms, right before a commit, that the store is what the writer remembers. Spec: `spec/log.md`, clause 5.6.
+//! Confirms, right before a commit, that the store still is what the writer remembers. Spec: `spec/log.md`, clause 5.6.
 //!
-//! A writer may live for days. Meanwhile people delete the folder, move it away, put a backup in its place, or lose single objects. An
-//! entry that is created on top of such a store would be acknowledged, and no reader would ever find it. So a writer asks, at most one
-//! round trip before it creates the entry:
+//! A writer may live for days. Meanwhile people delete the folder, move it away, restore a backup over it, or lose
+//! single objects. An entry created in such a store would be acknowledged, but no reader would ever find it. A writer
+//! therefore checks four things, at most one round trip before it creates the entry:
 //!
-//! - is `store.json` there, and of the same run?
-//! - is the last entry that the writer knows there, with the digest that the writer knows? Entries name the digests of those before them, so
-//!   this one comparison holds for the whole history;
-//! - are all entries there that a reader needs, from the newest catalog on?
-//! - is every object there, with its size, that the new snapshot needs?
+//! - `store.json` exists and names the same run.
+//! - The last entry that the writer knows exists and has the known digest. Entries name the digests of their
+//!   predecessors, so this one comparison covers the whole history.
+//! - All entries that a reader needs exist, from the newest catalog on.
+//! - Every object that the new snapshot needs exists and has the right size.
 //!
-//! Listings may lag, and catalogs are optional. So a quick look that finds something missing decides nothing: the log is then opened as a
-//! new process would open it, and that is compared.
+//! Listings may lag, and catalogs are optional. If this quick check finds something missing, it therefore decides
+//! nothing. The log is then opened as a new process would open it, and the result is compared.
 
 use std::collections::BTreeMap;
 
@@ -24,51 +24,52 @@ use crate::wire::STORE_FILE;
 use crate::wire::{LogEntry, Manifest};
 use crate::{Error, ErrorKind, Result, boxed};
 
-/// Requests for objects under way at once.
+/// Number of requests for objects in flight at once.
 const CONCURRENT_REQUESTS: usize = 32;
-/// Above this many objects, one listing takes fewer requests than asking for each: a page of a listing has a thousand.
+/// Number of objects above which a listing takes fewer requests than one request per object. A page of a listing holds
+/// 1000 objects.
 const MAX_HEADS: usize = 1000;
-/// How often the end of a log is read again while others write to it.
+/// Maximum number of times that the end of a log is read again while others write to it.
 const MAX_LOOKS: u32 = 8;
 
-/// An object that a commit relies on.
+/// Object that a commit relies on.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Need {
     /// Path below the root of the store.
     pub path: String,
-    /// Size, if it is known.
+    /// Size in bytes, if known.
     pub bytes: Option<u64>,
 }
 
 impl Need {
-    /// The casks and the directory of a manifest.
+    /// Lists the casks and the directory of a manifest.
     pub(crate) fn of(manifest: &Manifest) -> impl Iterator<Item = Self> {
         let directory = Self { path: format!("directories/{}", manifest.directory), bytes: None };
         let casks = manifest.casks.iter().map(|cask| Self { path: cask.path(), bytes: Some(cask.bytes) });
         casks.chain([directory])
     }
 
-    /// The manifest, casks and directory of a snapshot whose manifest lies at `path`.
+    /// Lists the manifest at `path` and the casks and directory that it names.
     pub(crate) fn with_manifest(path: String, manifest: &Manifest) -> impl Iterator<Item = Self> {
         [Self { path, bytes: None }].into_iter().chain(Self::of(manifest))
     }
 }
 
-/// Whether a store is what a log says of it.
+/// Result of comparing a store with a log.
 #[derive(Debug)]
 pub(crate) enum Standing {
-    /// The store has the whole log, and every object that was asked for.
+    /// The store has the whole log and every object that was checked.
     Same,
     /// The store was changed from outside.
     Stale(Stale),
 }
 
-/// How a store differs from what is known of it.
+/// Difference between a store and its known log.
 #[derive(Debug)]
 pub(crate) struct Stale {
-    /// What is missing or different; of kind `Conflict`.
+    /// Description of the missing or changed object; of kind `Conflict`.
     pub error: Error,
-    /// Whether the log itself is gone or another; otherwise only objects are missing.
+    /// Whether the log itself is gone or replaced. If false, only objects are missing.
     pub replaced: bool,
 }
 
@@ -85,8 +86,8 @@ impl Stale {
 }
 
 impl Log {
-    /// Reads the log as one does who is going to commit: an entry that is absent below one that is there is an error, because the commit
-    /// would take its number, and the entries after it would fit no more.
+    /// Reads the log for a commit. An absent entry below an existing one is an error: the commit would take its number,
+    /// and the later entries would no longer fit.
     #[boxed]
     pub(crate) async fn load_whole(store: &Store) -> Result<Self> {
         let mut log = Self::load(store).await?;
@@ -110,11 +111,11 @@ impl Log {
                 return Err(Error::corrupt(message).object(LogEntry::path_of(next)).clause("log 5.8"));
             }
         }
-        // Others commit faster than this reads, and in order.
+        // Other writers commit faster than this reads. All entries read so far are in order.
         Ok(())
     }
 
-    /// Numbers of the entries after `sequence`, as a listing shows them.
+    /// Lists the numbers of the entries after `sequence`.
     async fn entries_after(&self, sequence: u64) -> Result<Vec<u64>> {
         let name = |sequence| LogEntry::path_of(sequence).trim_start_matches("log/").to_owned();
         let names = self.store.names_after("log", &name(sequence)).await?;
@@ -122,7 +123,7 @@ impl Log {
         Ok(names.into_iter().filter_map(number).collect())
     }
 
-    /// Whether the store still has this log and the objects that a commit relies on.
+    /// Checks whether the store still has this log and the objects that a commit relies on.
     #[boxed]
     pub(crate) async fn confirm(&mut self, needs: &[Need]) -> Result<Standing> {
         let (whole, missing) = tokio::join!(self.looks_whole(), missing(&self.store, needs));
@@ -132,7 +133,7 @@ impl Log {
         Ok(missing?.map_or(Standing::Same, Standing::Stale))
     }
 
-    /// Compares the entry that lies at the number of the last known one.
+    /// Compares the entry stored under the number of the last known entry.
     pub(super) fn compare_last(&self, found: Option<&Bytes>) -> Result<Option<Stale>> {
         let path = LogEntry::path_of(self.state.sequence);
         let Some(bytes) = found else {
@@ -143,7 +144,7 @@ impl Log {
         Ok(differs.then(|| Stale::replaced(format_args!("{path} is not the entry that this process knows"), &self.store)))
     }
 
-    /// A quick look, in one round trip: whether nothing seems to be missing.
+    /// Checks in one round trip whether anything seems to be missing.
     async fn looks_whole(&self) -> Result<bool> {
         let last = self.state.sequence;
         let first = self.catalog.as_ref().map_or(0, |(sequence, _)| *sequence);
@@ -170,7 +171,7 @@ impl Log {
         Ok(catalog? && in_order && entries.len() as u64 >= last.saturating_sub(first))
     }
 
-    /// Opens the log as a new process would, and says how it differs. Where only `store.json` is gone, puts it back.
+    /// Opens the log as a new process would and returns the difference. If only `store.json` is gone, restores it.
     #[boxed]
     async fn compare_anew(&mut self) -> Result<Option<Stale>> {
         let mut loaded = Self::load_whole(&self.store).await;
@@ -179,7 +180,7 @@ impl Log {
             if self.compare_last(last.as_ref())?.is_some() {
                 return Ok(Some(Stale::replaced(format_args!("{STORE_FILE} is gone"), &self.store)));
             }
-            tracing::warn!(store = self.store.url(), "store.json was removed; putting it back");
+            tracing::warn!(store = self.store.url(), "store.json was removed; restoring the file");
             let created = self.store.create(STORE_FILE, self.store_file.encode()?.into()).await;
             let (Created::Written | Created::Exists) = created.map_err(|e| Error::storage(STORE_FILE, e))?;
             loaded = Self::load_whole(&self.store).await;
@@ -206,7 +207,7 @@ impl Log {
     }
 }
 
-/// The first of these objects that is not there, or has another size.
+/// Returns the first of these objects that is missing or has another size.
 #[boxed]
 async fn missing(store: &Store, needs: &[Need]) -> Result<Option<Stale>> {
     let mut listed: BTreeMap<String, u64> = BTreeMap::new();
@@ -215,7 +216,7 @@ async fn missing(store: &Store, needs: &[Need]) -> Result<Option<Stale>> {
             listed.extend(store.list(folder).await?.into_iter().map(|found| (found.path, found.bytes)));
         }
     }
-    // Listings may lag: what they lack is asked for.
+    // Requests objects that the listing lacks, because listings may lag.
     let fits = |need: &Need, bytes: u64| need.bytes.is_none_or(|wanted| wanted == bytes);
     let doubtful = needs.iter().filter(|need| listed.get(&need.path).is_none_or(|&bytes| !fits(need, bytes)));
     let look = |need: &Need| {

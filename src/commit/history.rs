@@ -1,4 +1,4 @@
-//! The whole log and the run, for those who want to look at them.
+//! Access to the whole log and the run, for inspection.
 
 use futures::{StreamExt, TryStreamExt};
 
@@ -7,16 +7,16 @@ use crate::error::ResultExt;
 use crate::wire::{Id, LogEntry};
 use crate::{Result, Store};
 
-/// Entries fetched at once.
+/// Number of entries fetched at once.
 const BATCH: u64 = 32;
 
 impl Store {
-    /// The id of the training run; `NotFound` where there is no store. Reads `store.json` only.
+    /// Returns the id of the training run, or `NotFound` if there is no store. Reads only `store.json`.
     pub async fn run(&self) -> Result<Id> {
         Ok(self.read_store_file().await?.run)
     }
 
-    /// All entries of the log, from the first on, each checked against those before it.
+    /// Returns all entries of the log, from the first on. Checks each against its predecessors.
     pub async fn log_entries(&self) -> Result<Vec<LogEntry>> {
         self.run().await?;
         let mut state = LogState::default();

@@ -1,4 +1,4 @@
-//! Reads the log, and commits to it. Spec: `spec/log.md`, clauses 4 and 5.
+//! Reads the log and commits to it. Spec: `spec/log.md`, clauses 4 and 5.
 
 use std::time::Duration;
 
@@ -10,43 +10,43 @@ use crate::store::{Created, Medium, Store, concurrently};
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest, StoreFile};
 use crate::{Error, ErrorKind, Result, boxed};
 
-/// The log of a store, as far as it has been read.
+/// Log of a store, as far as it has been read.
 #[derive(Debug)]
 pub(crate) struct Log {
     pub(super) store: Store,
     pub(super) store_file: StoreFile,
     pub(super) state: LogState,
-    /// The newest catalog that was read or written: its last entry, and its path.
+    /// Newest catalog that was read or written: its last entry and its path.
     pub(super) catalog: Option<(u64, String)>,
-    /// Catalogs that were damaged and therefore not used.
+    /// Errors of damaged catalogs that were skipped.
     pub(crate) skipped: Vec<Error>,
 }
 
-/// What became of one attempt to write an entry.
+/// Outcome of one attempt to write an entry.
 enum Attempt {
     Ours,
     Taken,
 }
 
-/// What became of an entry that relies on other objects.
+/// Outcome of committing an entry that relies on other objects.
 #[derive(Debug)]
 pub(crate) enum Appended {
-    /// Committed, under this number.
+    /// Committed under this number.
     Committed(u64),
-    /// Nothing was committed: the store is not what this log says, or lacks an object that the entry needs.
+    /// Nothing was committed: the store differs from this log or lacks an object that the entry needs.
     Refused(Stale),
 }
 
-/// Manifests fetched at once.
+/// Number of manifests fetched at once.
 const CONCURRENT_MANIFESTS: usize = 32;
-/// How often an entry is sent again while its outcome is unclear, and the first wait, which doubles.
+/// Maximum number of attempts to send an entry while its outcome is unclear. The wait doubles after each attempt.
 const ATTEMPTS: u32 = 6;
 const FIRST_WAIT: Duration = Duration::from_millis(50);
-/// No attempt begins later than this; each has the retries and time-outs of the object store inside.
+/// Time after which no further attempt begins. Each attempt includes the retries and timeouts of the object store.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 impl Log {
-    /// Reads the newest catalog that is whole, and the entries after it.
+    /// Reads the newest intact catalog and the entries after it.
     #[boxed]
     pub(crate) async fn load(store: &Store) -> Result<Self> {
         let (store_file, catalogs) = tokio::join!(store.read_store_file(), Catalog::list(store));
@@ -54,7 +54,7 @@ impl Log {
         let mut log = Self { store: store.clone(), store_file, state, catalog: None, skipped: Vec::new() };
         let mut ahead = None;
         for name in catalogs? {
-            // Its name says where it ends: what follows is asked for at the same time.
+            // The catalog's name tells its last entry, so the entries after it are requested at the same time.
             let first = Catalog::sequence_of(&name).unwrap_or_default().saturating_add(1);
             let (catalog, entries) = tokio::join!(Catalog::read(store, &name), fetch_entries(store, first, to_next_catalog(first)));
             match catalog {
@@ -75,7 +75,7 @@ impl Log {
             Some(entries) => entries,
             None => {
                 let (entries, directories) = tokio::join!(fetch_entries(store, 1, CATALOG_INTERVAL), store.list("directories"));
-                // A hint, which may be missing.
+                // The directory is a hint and may be missing.
                 if let Ok([only]) = directories.as_deref() {
                     log.state.directory = only.path.rsplit('/').next().and_then(|name| Digest::from_hex(name).ok());
                 }
@@ -92,7 +92,8 @@ impl Log {
         &self.state
     }
 
-    /// Reads the entries that have been committed since: none, most of the time. A `Conflict` if the store has been replaced.
+    /// Reads the entries that have been committed since, usually none. Returns a `Conflict` if the store has been
+    /// replaced.
     pub(crate) async fn refresh(&mut self) -> Result<()> {
         match self.catch_up().await? {
             Standing::Same => Ok(()),
@@ -100,8 +101,8 @@ impl Log {
         }
     }
 
-    /// As [`refresh`](Self::refresh), and tells whether the last known entry is still there: its entry and the next are one request each,
-    /// sent together.
+    /// Does the same as [`refresh`](Self::refresh) and returns whether the last known entry is still there. Sends two
+    /// requests together: one for that entry and one for the next.
     #[boxed]
     pub(crate) async fn catch_up(&mut self) -> Result<Standing> {
         let (next, known) = (self.state.next_sequence()?, self.state.sequence > 0);
@@ -118,12 +119,12 @@ impl Log {
         Ok(Standing::Same)
     }
 
-    /// The last known entry, as the store has it now.
+    /// Reads the stored bytes of the last known entry.
     pub(super) async fn fetch_last(&self) -> Result<Option<Bytes>> {
         self.store.get_if_present(&LogEntry::path_of(self.state.sequence), self.store.limits().max_entry_bytes).await
     }
 
-    /// Asks for `batch` entries, then for twice as many, but never past the entry that a catalog follows.
+    /// Requests `batch` entries, then twice as many, but never past the entry that a catalog follows.
     #[boxed]
     async fn refresh_by(&mut self, mut batch: u64) -> Result<()> {
         loop {
@@ -136,7 +137,7 @@ impl Log {
         }
     }
 
-    /// Applies entries up to the first absent one; false if there was one.
+    /// Applies entries up to the first absent one. Returns false if an entry was absent.
     fn apply(&mut self, entries: Vec<(u64, Option<Bytes>)>) -> Result<bool> {
         for (sequence, bytes) in entries {
             let Some(bytes) = bytes else { return Ok(false) };
@@ -146,8 +147,8 @@ impl Log {
         Ok(true)
     }
 
-    /// Commits the event that `decide` makes of the current state; again, on the new state, as long as others are faster. A `Conflict` if
-    /// the store has been replaced.
+    /// Commits the event that `decide` derives from the current state. If other writers commit first, decides again on
+    /// the new state. Returns a `Conflict` if the store has been replaced.
     pub(crate) async fn append(&mut self, writer: Id, decide: impl FnMut(&LogState) -> Result<Event>) -> Result<u64> {
         match self.append_relying_on(&[], writer, decide).await? {
             Appended::Committed(sequence) => Ok(sequence),
@@ -155,8 +156,8 @@ impl Log {
         }
     }
 
-    /// As [`append`](Self::append), for an entry that relies on these objects. Before anything is created, the store is compared with what
-    /// is known of it ([`confirm`](Self::confirm)).
+    /// Does the same as [`append`](Self::append) for an entry that relies on these objects. First compares the store
+    /// with the known log and objects ([`confirm`](Self::confirm)).
     pub(crate) async fn append_relying_on(
         &mut self,
         needs: &[Need],
@@ -172,7 +173,7 @@ impl Log {
             let token = Id::random()?;
             let entry = LogEntry::new(sequence, self.state.head, token, writer, now_ms(), event);
             let (bytes, digest) = entry.encode()?;
-            // What readers would refuse must never be committed: it would close the store to everybody.
+            // Never commits an entry that readers would refuse: nobody could open the store any more.
             LogEntry::decode(&bytes, sequence, self.store.limits())
                 .map_err(|e| Error::invalid(format!("the log entry would not be readable: {}", e.message())).source(e))?;
             if !confirmed && let Standing::Stale(stale) = self.confirm(needs).await? {
@@ -193,7 +194,7 @@ impl Log {
         }
     }
 
-    /// Fills in what listings tell of snapshots, reading the manifests that no catalog has summarised.
+    /// Fills in the summaries for listings. Reads the manifests that no catalog has summarised.
     #[boxed]
     pub(crate) async fn summarise(&mut self) -> Result<()> {
         let missing: Vec<(usize, Digest, String)> = self
@@ -218,7 +219,7 @@ impl Log {
         Ok(())
     }
 
-    /// Notes a summary that is known without reading.
+    /// Stores a summary that is already known.
     pub(crate) fn note_summary(&mut self, id: Id, summary: Summary) {
         let at = self.state.snapshots().iter().rposition(|record| record.id == id);
         if let Some(record) = at.and_then(|at| self.state.snapshot_mut(at)) {
@@ -226,7 +227,8 @@ impl Log {
         }
     }
 
-    /// After every so many entries, writes a catalog. It only saves readers time: a failure is told, not returned.
+    /// Writes a catalog at each interval of entries. Catalogs only save readers time, so a failure is logged and not
+    /// returned.
     #[boxed]
     pub(crate) async fn write_catalog_if_due(&mut self) {
         if self.state.sequence == 0 || !self.state.sequence.is_multiple_of(CATALOG_INTERVAL) {
@@ -242,7 +244,7 @@ impl Log {
         }
     }
 
-    /// Sends one entry until it is known whose it is. Never guesses, never deletes.
+    /// Sends one entry until its outcome is known. Never guesses and never deletes.
     #[boxed]
     async fn write_entry(&self, sequence: u64, token: Id, bytes: Bytes) -> Result<Attempt> {
         let path = LogEntry::path_of(sequence);
@@ -254,7 +256,7 @@ impl Log {
             let mut refusal = None;
             match self.store.create(&path, bytes.clone()).await {
                 Ok(Created::Written) => return Ok(Attempt::Ours),
-                // Either another writer's entry, or our own whose answer was lost.
+                // The entry is another writer's, or our own after a lost answer.
                 Ok(Created::Exists) => {}
                 Err(e) => {
                     let definite = attempt == 0 && (local || is_refusal(&e));
@@ -264,13 +266,14 @@ impl Log {
             }
             let found = self.store.get_if_present(&path, self.store.limits().max_entry_bytes).await;
             match (refusal, found) {
-                // Nothing is there, and the storage said why.
+                // No entry exists, and the storage gave the reason.
                 (Some(error), Ok(None)) => {
                     return Err(Error::new(ErrorKind::Storage, format!("{}; nothing was committed", error.message()))
                         .object(path)
                         .source(error));
                 }
-                // On local disk an entry that is there after an error may not be durable, and reading it back proves nothing.
+                // On local disk, an entry that exists after an error may not be durable, and reading it back proves
+                // nothing.
                 (Some(error), _) if local => return Err(unknown(&path, Some(error))),
                 (refusal, Ok(Some(found))) => match LogEntry::decode(&found, sequence, self.store.limits()) {
                     Ok((entry, _)) => return Ok(if entry.token == token { Attempt::Ours } else { Attempt::Taken }),
@@ -289,12 +292,12 @@ impl Log {
     }
 }
 
-/// Entries from number `first` up to the next that a catalog follows, that one included.
+/// Returns the range of entries from `first` up to and including the next entry that a catalog follows.
 fn to_next_catalog(first: u64) -> u64 {
     CATALOG_INTERVAL - first.saturating_sub(1) % CATALOG_INTERVAL
 }
 
-/// `count` entries from number `first` on, all at once; none where there is none.
+/// Fetches `count` entries from `first` on, all at once. An absent entry is `None`.
 #[boxed]
 async fn fetch_entries(store: &Store, first: u64, count: u64) -> Result<Vec<(u64, Option<Bytes>)>> {
     let fetch = |sequence| async move {
@@ -304,7 +307,7 @@ async fn fetch_entries(store: &Store, first: u64, count: u64) -> Result<Vec<(u64
     concurrently(CATALOG_INTERVAL as usize, (first..first.saturating_add(count)).map(fetch)).await
 }
 
-/// Whether the storage said that it did not do it.
+/// Returns whether the storage reported that it did not perform the request.
 fn is_refusal(error: &object_store::Error) -> bool {
     use object_store::Error as E;
     matches!(
@@ -316,7 +319,7 @@ fn is_refusal(error: &object_store::Error) -> bool {
 fn unknown(path: &str, cause: Option<Error>) -> Error {
     let unknown = Error::new(
         ErrorKind::OutcomeUnknown,
-        "the commit was sent, but whether it arrived and will stay cannot be told; nothing was deleted. Open the store again to see",
+        "the commit was sent, but its outcome is unknown; nothing was deleted. Open the store again to see whether the commit is there",
     )
     .object(path);
     match cause {
@@ -325,7 +328,8 @@ fn unknown(path: &str, cause: Option<Error>) -> Error {
     }
 }
 
-/// A writer must know even the features that readers may ignore: it could break what they promise.
+/// Refuses unknown features. A writer must know even those that readers may ignore, because it could violate what they
+/// guarantee.
 pub(crate) fn refuse_features(may_ignore: &[String]) -> Result<()> {
     match may_ignore.first() {
         None => Ok(()),
@@ -337,7 +341,7 @@ pub(crate) fn refuse_features(may_ignore: &[String]) -> Result<()> {
     }
 }
 
-/// A manifest, compared with the digest that the log names.
+/// Reads a manifest and compares it with the digest in the log.
 #[boxed]
 pub(crate) async fn read_manifest(store: &Store, path: &str, digest: Digest) -> Result<Manifest> {
     let bytes = store.get(path, store.limits().max_manifest_bytes).await;

@@ -1,4 +1,4 @@
-//! The log: commits, who may commit, and what a store holds. Spec: `spec/log.md`.
+//! The log: commits, fencing of writers, and the state of a store. Spec: `spec/log.md`.
 
 mod age;
 mod catalog;
@@ -19,7 +19,7 @@ pub(crate) use retention::live_step;
 pub(crate) use state::{LogState, Summary};
 pub use state::{SnapshotRecord, Status};
 
-/// Milliseconds since 1970 by this machine's clock; 0 before then.
+/// Returns milliseconds since 1970 by this machine's clock, or 0 for an earlier time.
 pub(crate) fn now_ms() -> u64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     since.map_or(0, |elapsed| elapsed.as_millis() as u64)

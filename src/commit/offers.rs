@@ -1,13 +1,13 @@
-//! What ranks can load, told to each other through the store. Spec: `spec/manifest.md`, clause 7.
+//! Offers: the steps that each rank can load, exchanged through the store. Spec: `spec/manifest.md`, clause 7.
 
 use serde::{Deserialize, Serialize};
 
 use crate::store::concurrently;
 use crate::{Error, Result, Store};
 
-/// Objects read at once.
+/// Number of objects read at once.
 const CONCURRENT_REQUESTS: usize = 32;
-/// Bytes of an offer, at most.
+/// Maximum size of an offer, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
 
 #[derive(Serialize, Deserialize)]
@@ -17,8 +17,9 @@ struct Offer {
 }
 
 impl Store {
-    /// Tells the other ranks which steps this one can load, newest first. `round` names one start of a job: lower-case letters, digits,
-    /// `-` and `_`. A rank may say the same twice in a round; another list is a `Conflict`.
+    /// Tells the other ranks which steps this rank can load, newest first. `round` names one start of a job and may
+    /// contain lower-case letters, digits, `-` and `_`. A rank may repeat the same list within a round; a different
+    /// list is a `Conflict`.
     pub async fn put_offer(&self, round: &str, rank: u32, steps: &[u64]) -> Result<()> {
         self.ensure_root()?;
         let path = path_of(round, rank)?;
@@ -32,12 +33,13 @@ impl Store {
         })
     }
 
-    /// What each rank has offered in a round; none for those that have not yet.
+    /// Returns the offer of each rank in a round, or `None` for a rank without one.
     pub async fn offers(&self, round: &str, world: u32) -> Result<Vec<Option<Vec<u64>>>> {
         let read = |rank: u32| async move {
             let path = path_of(round, rank)?;
             let Some(bytes) = self.get_if_present(&path, MAX_BYTES).await? else { return Ok(None) };
-            let offer: Offer = serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("no list of steps: {e}")).object(path))?;
+            let offer: Offer =
+                serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("not a list of steps: {e}")).object(path))?;
             Ok(Some(offer.steps))
         };
         concurrently(CONCURRENT_REQUESTS, (0..world).map(read)).await

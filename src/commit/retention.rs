@@ -1,4 +1,4 @@
-//! Pin and forget: entries of the log that never disturb a writer.
+//! Pin, forget and retention: log entries that never disturb a writer.
 
 use std::collections::BTreeSet;
 
@@ -7,12 +7,12 @@ use crate::wire::{Event, Id};
 use crate::{Error, ErrorKind, Result, Store};
 
 impl Store {
-    /// Protects a step: it cannot be forgotten until it is unpinned.
+    /// Protects a step from being forgotten until it is unpinned.
     pub async fn pin(&self, step: u64) -> Result<SnapshotRecord> {
         self.set_pinned(step, true).await
     }
 
-    /// Ends the protection of a step. Unpinning a step that is not pinned changes nothing.
+    /// Ends the protection of a step. An unpinned step stays as it is.
     pub async fn unpin(&self, step: u64) -> Result<SnapshotRecord> {
         self.set_pinned(step, false).await
     }
@@ -24,9 +24,9 @@ impl Store {
         live_step(log.state(), step).cloned()
     }
 
-    /// Says that steps are no longer wanted. Their bytes stay while a newer delta needs them, and until they are collected.
+    /// Marks steps as no longer wanted. Their bytes stay until no newer delta needs them and garbage collection runs.
     ///
-    /// One commit takes up to ten thousand steps; of more, the first commits stand if a later one fails.
+    /// One commit covers up to ten thousand steps. Of a longer list, the first commits stand if a later one fails.
     pub async fn forget(&self, steps: &[u64]) -> Result<Vec<SnapshotRecord>> {
         let mut log = Log::load(self).await?;
         let steps: Vec<u64> = steps.iter().copied().collect::<BTreeSet<_>>().into_iter().collect();
@@ -40,7 +40,7 @@ impl Store {
             };
             steps.iter().map(forget).collect()
         };
-        // All of them before the first commit.
+        // Checks all steps before the first commit.
         let ids = wanted(log.state(), &steps)?;
         for steps in steps.chunks(MAX_FORGOTTEN) {
             log.append(Id::random()?, |state| Ok(Event::Forgotten { snapshots: wanted(state, steps)? })).await?;
@@ -51,8 +51,8 @@ impl Store {
 }
 
 impl Store {
-    /// Says of snapshots by their ids that they are no longer wanted, where they still are: a step of theirs that was saved again meanwhile
-    /// stays. What is pinned stays, too.
+    /// Forgets snapshots by id. Skips snapshots that are no longer live, such as those whose step was saved again
+    /// meanwhile. Skips pinned snapshots, too.
     pub async fn forget_snapshots(&self, snapshots: &[Id]) -> Result<Vec<SnapshotRecord>> {
         let mut log = Log::load(self).await?;
         let mut forgotten = Vec::new();
@@ -67,7 +67,7 @@ impl Store {
             }
             log.append(Id::random()?, |state| match wanted(state) {
                 gone if gone.is_empty() => {
-                    Err(Error::new(ErrorKind::Conflict, "another has forgotten these snapshots meanwhile; ask again"))
+                    Err(Error::new(ErrorKind::Conflict, "another process forgot these snapshots meanwhile; try again"))
                 }
                 snapshots => Ok(Event::Forgotten { snapshots }),
             })
@@ -79,20 +79,22 @@ impl Store {
     }
 }
 
-/// Which live steps to keep; the others are forgotten. Pinned steps and the newest are always kept.
+/// Live steps to keep; all others are forgotten. Pinned steps and the newest step are always kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Retention {
-    /// The last so many, by commit.
+    /// Number of newest snapshots to keep, by commit.
     pub keep_last: Option<u64>,
-    /// Steps that are multiples of this.
+    /// Interval of steps to keep: the multiples of this number.
     pub keep_every: Option<u64>,
 }
 
 impl Retention {
-    /// Live snapshots that it does not keep, by commit.
+    /// Returns the live snapshots that this retention does not keep, ordered by commit.
     pub(crate) fn unwanted(self, state: &LogState) -> Result<Vec<SnapshotRecord>> {
         if self == Self::default() || self.keep_every == Some(0) || self.keep_last == Some(0) {
-            return Err(Error::invalid("say what to keep: the last so many steps, or every so many, 1 or more"));
+            return Err(Error::invalid(
+                "nothing to keep was given: set how many last steps to keep, or an interval of steps, each at least 1",
+            ));
         }
         let keeps = |nth: u64, step: u64| {
             nth == 0 || self.keep_last.is_some_and(|last| nth < last) || self.keep_every.is_some_and(|every| step.is_multiple_of(every))
@@ -106,8 +108,8 @@ impl Retention {
 }
 
 impl Store {
-    /// Forgets the live steps that `retention` does not keep, or only tells which (`apply` false). What it keeps is decided
-    /// on the state of the log at each commit, so that a step that is pinned or saved meanwhile is safe.
+    /// Forgets the live steps that `retention` does not keep. With `apply` false, only returns them. Decides again on
+    /// the state of the log at each commit, so a step that is pinned or saved meanwhile is safe.
     pub async fn retain(&self, retention: Retention, apply: bool) -> Result<Vec<SnapshotRecord>> {
         let mut log = Log::load(self).await?;
         if !apply {
@@ -129,10 +131,10 @@ impl Store {
     }
 }
 
-/// Snapshots that one entry forgets, at most: it stays well below the limit on entries.
+/// Maximum number of snapshots that one entry forgets. Keeps the entry well below its size limit.
 const MAX_FORGOTTEN: usize = 10_000;
 
-/// The live snapshot of a step.
+/// Returns the live snapshot of a step.
 pub(crate) fn live_step(state: &LogState, step: u64) -> Result<&SnapshotRecord> {
     state.at_step(step).ok_or_else(|| Error::not_found(format!("the store has no step {step}; `tensorcask ls` lists its steps")))
 }

@@ -1,4 +1,4 @@
-//! What the log says, entry by entry. No I/O.
+//! State of a store, built from the log entry by entry. No I/O.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -8,21 +8,21 @@ use crate::version::check_feature_names;
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest, SnapshotKind};
 use crate::{Error, Result};
 
-/// What a snapshot is to its store.
+/// Status of a snapshot in its store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Status {
-    /// Restored by its step, and listed.
+    /// Can be restored by its step, and is listed.
     Live,
-    /// A newer snapshot of the same step counts; kept while a chain needs it.
+    /// Replaced by a newer snapshot of the same step; kept while a chain needs it.
     Superseded,
-    /// Not wanted any more; kept while a chain needs it.
+    /// No longer wanted; kept while a chain needs it.
     Forgotten,
-    /// Given up: no chain may need it, and its objects are deleted in time.
+    /// Abandoned: no chain may need it, and garbage collection deletes its objects.
     Collected,
 }
 
 impl Status {
-    /// The name in JSON and the catalog.
+    /// Returns the name used in JSON and in the catalog.
     pub fn name(self) -> &'static str {
         match self {
             Self::Live => "live",
@@ -42,34 +42,34 @@ impl Status {
 pub struct SnapshotRecord {
     /// Number of the log entry that committed it.
     pub sequence: u64,
-    /// Number of the log entry that named its manifest: `sequence`, unless it was compacted.
+    /// Number of the log entry that named its manifest. Equals `sequence` unless the snapshot was compacted.
     pub revision: u64,
-    /// The id.
+    /// Unique id.
     pub id: Id,
-    /// The training step.
+    /// Training step.
     pub step: u64,
-    /// The snapshot that it needs, if it is a delta.
+    /// Snapshot that a delta needs; `None` for a base.
     pub parent: Option<Id>,
     /// Digest of its manifest.
     pub manifest: Digest,
-    /// What it is to the store.
+    /// Status in the store.
     pub status: Status,
     /// Whether it is protected from being forgotten.
     pub pinned: bool,
-    /// When it was committed, in milliseconds since 1970, by the writer's clock.
+    /// Time of the commit in milliseconds since 1970, by the writer's clock.
     pub time_ms: u64,
-    /// The roles that it still has, ascending, if it was reduced to some of those that it was saved with.
+    /// Remaining roles, ascending, if the snapshot was reduced to some of its roles.
     pub roles: Option<Vec<String>>,
     pub(crate) summary: Option<Summary>,
 }
 
 impl SnapshotRecord {
-    /// Whether it stands alone.
+    /// Returns whether the snapshot is a base or a delta.
     pub fn kind(&self) -> SnapshotKind {
         if self.parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base }
     }
 
-    /// Path of its manifest below the store's root.
+    /// Returns the path of the manifest below the store's root.
     pub fn manifest_path(&self) -> String {
         match self.revision == self.sequence {
             true => Manifest::path_of(self.step, self.id),
@@ -78,13 +78,13 @@ impl SnapshotRecord {
     }
 }
 
-/// What listings tell of a snapshot: a copy of facts of its manifest.
+/// Summary of a snapshot for listings, copied from its manifest.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(crate) struct Summary {
     pub tensor_bytes: u64,
     pub stored_bytes: u64,
     pub user: Map<String, Value>,
-    /// Unknown where a catalog told the rest.
+    /// Digest of the directory. Unknown if the summary came from a catalog.
     pub directory: Option<Digest>,
 }
 
@@ -99,33 +99,33 @@ impl Summary {
     }
 }
 
-/// The writer that committed last.
+/// Writer that committed last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LastWriter {
     pub writer: Id,
     pub sequence: u64,
 }
 
-/// The state of a store after an entry of its log.
+/// State of a store after an entry of its log.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct LogState {
     pub sequence: u64,
     pub head: Option<Digest>,
     pub last_writer: Option<LastWriter>,
-    /// Ids of the writers of `opened` and `added` entries, as far as these were read: a catalog tells only the last.
+    /// Ids of the writers of the `opened` and `added` entries read so far. A catalog holds only the last.
     pub writers: BTreeSet<Id>,
     pub must_understand: Vec<String>,
     pub may_ignore: Vec<String>,
-    /// A directory that the newest snapshot probably has: a hint for reading ahead.
+    /// Likely directory of the newest snapshot, as a hint for reading ahead.
     pub directory: Option<Digest>,
     snapshots: Vec<SnapshotRecord>,
     by_id: HashMap<Id, usize>,
-    /// The newest snapshot of a step that was ever live.
+    /// Newest snapshot that was ever live, by step.
     by_step: HashMap<u64, usize>,
 }
 
 impl LogState {
-    /// The state after `entry`, whose digest is `digest`.
+    /// Updates the state by `entry`, whose digest is `digest`.
     pub(crate) fn apply(&mut self, entry: &LogEntry, digest: Digest) -> Result<()> {
         let bad = |message: String, clause| Err(Error::corrupt(message).object(LogEntry::path_of(entry.sequence)).clause(clause));
         if Some(entry.sequence) != self.sequence.checked_add(1) {
@@ -210,7 +210,7 @@ impl LogState {
         Ok(())
     }
 
-    /// Adds a record; an older live one of the same step is superseded.
+    /// Adds a record. An older live record of the same step becomes superseded.
     pub(crate) fn insert(&mut self, record: SnapshotRecord) -> Result<()> {
         if self.by_id.contains_key(&record.id) {
             return Err(Error::corrupt(format!("snapshot {} was added twice", record.id)).clause("log 3.4"));
@@ -227,14 +227,14 @@ impl LogState {
         Ok(())
     }
 
-    /// The number of the next entry.
+    /// Returns the number of the next entry.
     pub(crate) fn next_sequence(&self) -> Result<u64> {
         self.sequence
             .checked_add(1)
             .ok_or_else(|| Error::corrupt("the log is full: its newest entry has the highest number").clause("log 3.1"))
     }
 
-    /// All snapshots, by commit.
+    /// Returns all snapshots, ordered by commit.
     pub(crate) fn snapshots(&self) -> &[SnapshotRecord] {
         &self.snapshots
     }
@@ -243,17 +243,17 @@ impl LogState {
         self.snapshots.get_mut(at)
     }
 
-    /// Live snapshots, by commit.
+    /// Returns live snapshots, ordered by commit.
     pub(crate) fn live(&self) -> impl DoubleEndedIterator<Item = &SnapshotRecord> {
         self.snapshots.iter().filter(|record| record.status == Status::Live)
     }
 
-    /// Live snapshots with all roles that they were saved with, by commit.
+    /// Returns live snapshots that still have all their roles, ordered by commit.
     pub(crate) fn whole(&self) -> impl DoubleEndedIterator<Item = &SnapshotRecord> {
         self.live().filter(|record| record.roles.is_none())
     }
 
-    /// The newest live snapshot that is whole, by commit.
+    /// Returns the newest live snapshot, by commit, that still has all its roles.
     pub(crate) fn latest(&self) -> Option<&SnapshotRecord> {
         self.whole().next_back()
     }
@@ -267,7 +267,7 @@ impl LogState {
         self.by_id.get(&id).and_then(|&at| self.snapshots.get(at))
     }
 
-    /// Step of the newest snapshot of a writer or, if it has none, of the store.
+    /// Returns the step of the snapshot that was committed last.
     pub(crate) fn newest_step(&self) -> Option<u64> {
         self.snapshots.last().map(|record| record.step)
     }

@@ -1,4 +1,4 @@
-//! Reads `store.json`, which every open begins with.
+//! Reads `store.json`, the first object that every open reads.
 
 use crate::error::ResultExt;
 use crate::store::Store;

@@ -1,3 +1,3 @@
-//! Other formats in and out, so that coming and leaving are one call.
+//! Import and export of other formats.
 
 pub mod safetensors;

@@ -1,7 +1,8 @@
-//! safetensors: one file or several, or the index of a sharded model, as a state; a snapshot as one file.
+//! safetensors: reads one or more files, or the index of a sharded model, as a state, and writes a snapshot as one
+//! file.
 //!
-//! The `safetensors` crate parses and checks headers. Writing streams tensor by tensor, which its writer cannot do, so the
-//! header is written here: eight bytes of length, JSON padded with spaces to eight bytes, then the data.
+//! The `safetensors` crate parses and checks headers. Its writer cannot stream tensor by tensor, so this module writes
+//! the header itself: eight bytes of length, JSON padded with spaces to eight bytes, then the data.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -17,27 +18,28 @@ use crate::limits::{to_usize, zeroed};
 use crate::wire::DirectoryTensor;
 use crate::{Dtype, Error, Result, Slice, Snapshot, TensorView, boxed};
 
-/// Bytes of the largest index of a sharded model that is read; one of a million tensors has some 100 MB.
+/// Maximum size of the index of a sharded model. An index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: usize = 256 << 20;
 
-/// The index of a sharded model.
+/// Index of a sharded model.
 #[derive(Deserialize)]
 struct Index {
-    /// The file of each tensor.
+    /// File of each tensor.
     weight_map: BTreeMap<String, String>,
 }
 
-/// Files that together hold one state, mapped into memory.
+/// Memory-mapped files that together hold one state.
 #[derive(Debug)]
 pub struct Files {
     files: Vec<(String, Bytes)>,
-    /// Names of tensors that an index promises, with the index.
+    /// Names of the tensors that an index lists, each with the index.
     promised: Vec<(String, String)>,
 }
 
 impl Files {
-    /// Maps files. They must not change while the value is in use. A path that ends with `.index.json` is the index of a sharded
-    /// model, as Hugging Face writes it, and stands for the files that it names, all in its own folder.
+    /// Maps files. The files must not change while the value is in use. A path that ends with `.index.json` is the
+    /// index of a sharded model, as Hugging Face writes it. Such a path stands for the files that the index names, all
+    /// in the folder of the index.
     pub fn open(paths: &[impl AsRef<Path>]) -> Result<Self> {
         let mut found = Self { files: Vec::new(), promised: Vec::new() };
         for path in paths.iter().map(AsRef::as_ref) {
@@ -54,11 +56,9 @@ impl Files {
         let index = path.display().to_string();
         let bytes = map_file(path)?;
         if bytes.len() > MAX_INDEX_BYTES {
-            return Err(Error::limit(format!(
-                "{} bytes are too many for an index of weights, of which {MAX_INDEX_BYTES} are read",
-                bytes.len()
-            ))
-            .object(index));
+            return Err(
+                Error::limit(format!("the index of weights has {} bytes, over the limit of {MAX_INDEX_BYTES}", bytes.len())).object(index)
+            );
         }
         let Index { weight_map } =
             serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("not the index of a sharded model: {e}")).object(&index))?;
@@ -74,7 +74,8 @@ impl Files {
         Ok(())
     }
 
-    /// The tensors of all files. A name that two files hold is an error, and so is one that an index names and no file holds.
+    /// Returns the tensors of all files. Fails if two files hold the same name, or if no file holds a name that an
+    /// index lists.
     pub fn tensors(&self) -> Result<Vec<TensorView<'_>>> {
         let mut views = Vec::new();
         let mut seen: BTreeMap<String, &str> = BTreeMap::new();
@@ -82,7 +83,9 @@ impl Files {
             let file = parse(path, bytes)?;
             for (name, view) in file.iter() {
                 if let Some(other) = seen.insert(name.to_owned(), path) {
-                    return Err(Error::invalid(format!("is in {other} too: a name stands for one tensor")).object(path).tensor(name));
+                    return Err(Error::invalid(format!("is in {other}, too: each name must be in only one file"))
+                        .object(path)
+                        .tensor(name));
                 }
                 let dtype = dtype_of(view.dtype()).map_err(|e| e.object(path).tensor(name))?;
                 let shape: Vec<u64> = view.shape().iter().map(|&extent| extent as u64).collect();
@@ -95,7 +98,7 @@ impl Files {
         }
     }
 
-    /// `__metadata__` of all files. A key that two files hold with different values is an error.
+    /// Returns `__metadata__` of all files. Fails if two files hold different values for a key.
     pub fn metadata(&self) -> Result<BTreeMap<String, String>> {
         let mut merged: BTreeMap<String, String> = BTreeMap::new();
         for (path, bytes) in &self.files {
@@ -119,19 +122,19 @@ impl Files {
 /// Part of a snapshot to write.
 #[derive(Debug, Clone)]
 pub struct Selected {
-    /// The tensor.
+    /// Name of the tensor.
     pub name: String,
-    /// What of it.
+    /// Slice of the tensor.
     pub slice: Slice,
 }
 
-/// Bytes of tensors that are read before they are written, unless one row of chunks is larger.
+/// Bytes of tensors that are read before they are written. A single larger row of chunks exceeds this limit.
 const WINDOW_BYTES: u64 = 64 << 20;
 
-/// Writes tensors of a snapshot, ascending by name, as one safetensors file; gives its size. The whole content is compared
-/// with the snapshot's content digests first if everything is selected.
+/// Writes tensors of a snapshot, in ascending order of names, as one safetensors file. Returns the size of the file. If
+/// everything is selected, first compares the whole content with the snapshot's content digests.
 ///
-/// The caller's file holds half a state if this fails: write to a temporary name and rename.
+/// A failure leaves a partial file: write to a temporary name and rename the file on success.
 pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl Write + Send)) -> Result<u64> {
     let io = |e: std::io::Error| Error::io("the output file", e);
     let mut header = Map::new();
@@ -178,7 +181,8 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
     Ok(8 + header.len() as u64 + end)
 }
 
-/// Reads a group of slices into `buffer`, which is kept from group to group: fresh pages cost more than reading into them.
+/// Reads a group of slices into `buffer`, which is reused for every group, because fresh pages cost more than reading
+/// into existing ones.
 #[boxed]
 async fn write_group(
     snapshot: &Snapshot,
@@ -193,7 +197,7 @@ async fn write_group(
     let mut rest = &mut buffer[..total];
     let mut requests = Vec::with_capacity(group.len());
     for (tensor, slice, bytes) in group {
-        // Each is a part of the total.
+        // The sizes are parts of the total, which fits `usize`.
         let (head, tail) = rest.split_at_mut(*bytes as usize);
         requests.push((tensor.name.as_str(), slice.clone(), head));
         rest = tail;
@@ -202,8 +206,8 @@ async fn write_group(
     out.write_all(&buffer[..total]).map_err(|e| Error::io("the output file", e))
 }
 
-/// A large rectangle as consecutive ranges of its first dimension, each of about the window's size and, where the rows
-/// allow it, a multiple of a chunk.
+/// Splits a large rectangle into consecutive ranges of its first dimension. Each has about the window's size and, if
+/// the rows allow it, is a multiple of a chunk.
 fn windows(tensor: &DirectoryTensor, rect: &crate::Rect, bytes: u64) -> Vec<(Slice, u64)> {
     let ranges = |rows: std::ops::Range<u64>| {
         let rest = rect.offset.iter().zip(&rect.shape).skip(1).map(|(&offset, &extent)| offset..offset + extent);
@@ -250,7 +254,7 @@ macro_rules! dtype_names {
             }
         }
 
-        /// The dtype in a safetensors header.
+        /// Returns the name of a dtype in a safetensors header.
         fn name_of(dtype: Dtype, tensor: &str) -> Result<::safetensors::Dtype> {
             match dtype {
                 $(Dtype::$ours => Ok(::safetensors::Dtype::$theirs),)*

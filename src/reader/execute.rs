@@ -1,4 +1,4 @@
-//! Fetches and decodes: chunks in batches of bounded size, the next batch on its way while one is decoded.
+//! Fetches and decodes chunks in batches of bounded size. Fetches the next batch while one is decoded.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -13,14 +13,15 @@ use crate::tensor::{ChunkGrid, Rect, Run, contiguous_runs, copy_run, element_spa
 use crate::wire::{Digest, Directory};
 use crate::{Error, Result, Store, boxed, parallel};
 
-/// A rectangle of a tensor, and the buffer that takes it; without one, chunks are decoded, checked and dropped.
+/// A rectangle of a tensor, and the buffer that receives it.
 pub(crate) struct ReadItem<'a> {
     pub tensor: usize,
     pub rect: Rect,
     pub out: &'a mut [u8],
 }
 
-/// A chunk of a shard (the tensor's number in the newest directory, the shard's rectangle), and the buffer that takes it.
+/// A chunk of a shard, and the buffer that receives it. `tensor` is the number in the newest directory, `rect` the
+/// shard's rectangle.
 pub(crate) struct ChunkItem<'a> {
     pub tensor: usize,
     pub rect: Rect,
@@ -28,13 +29,13 @@ pub(crate) struct ChunkItem<'a> {
     pub out: &'a mut [u8],
 }
 
-/// Decoded and encoded bytes of a batch, at most, unless one chunk is larger.
+/// Limit on the decoded and encoded bytes of a batch. A single larger chunk exceeds this limit.
 const BATCH_BYTES: u64 = 32 << 20;
 
-/// Objects read at once for a batch.
+/// Number of objects read at once for a batch.
 const CONCURRENT_OBJECTS: usize = 8;
 
-/// Chunks to rebuild: one, or some of those of one family, at the same place.
+/// Chunks that are rebuilt together: a single chunk, or chunks of one family at the same place.
 struct Job<'a> {
     chunk: u64,
     recipe: Recipe,
@@ -44,26 +45,26 @@ struct Job<'a> {
 struct Wanted<'a> {
     shard: usize,
     op: usize,
-    /// CRC-32 of the decoded bytes.
+    /// Expected CRC-32 of the decoded bytes.
     crc: u32,
     target: Target<'a>,
 }
 
 enum Target<'a> {
-    /// The chunk is one run of the destination: decode in place.
+    /// One run of the destination, for decoding in place.
     InPlace(&'a mut [u8]),
-    /// Decode apart, then copy runs into the buffer of an item.
+    /// A separate buffer, whose runs are then copied into the buffer of an item.
     Copy { item: usize },
-    /// Check only.
+    /// No destination: the chunk is only checked.
     Nothing,
 }
 
-/// Makes jobs of wanted chunks.
+/// Collects requested chunks into jobs.
 struct Jobs<'a, 'b> {
     snapshot: &'b Snapshot,
     plans: &'b Plans,
     jobs: Vec<Job<'a>>,
-    /// The job of a family's chunk.
+    /// Job for a chunk of a family, by family and chunk.
     by_family: HashMap<(usize, u64), usize>,
 }
 
@@ -83,7 +84,7 @@ impl<'a, 'b> Jobs<'a, 'b> {
         let Some(job) = self.jobs.get_mut(number) else { return Ok(()) };
         let registry = self.snapshot.store.registry();
         let (op, crc) = self.plans.add(&mut job.recipe, &self.snapshot.links, registry, shard, chunk)?;
-        // Two buffers for one chunk: the second is a job of its own.
+        // A second buffer for the same chunk gets a job of its own.
         if job.wanted.iter().any(|wanted| wanted.op == op) {
             let mut recipe = Recipe::default();
             let (op, crc) = self.plans.add(&mut recipe, &self.snapshot.links, registry, shard, chunk)?;
@@ -95,7 +96,7 @@ impl<'a, 'b> Jobs<'a, 'b> {
     }
 }
 
-/// A chunk that was decoded apart.
+/// A chunk that was decoded into a separate buffer.
 struct Apart {
     item: usize,
     shard: usize,
@@ -120,7 +121,7 @@ impl Snapshot {
             let bytes = rect.element_count().and_then(|n| dtype.byte_count(n));
             if bytes != Some(out.len() as u64) {
                 return Err(Error::invalid(format!(
-                    "a buffer of {} bytes for {} of {dtype}",
+                    "the buffer has {} bytes, which do not fit {} of {dtype}",
                     out.len(),
                     crate::tensor::format_shape(&rect.shape)
                 ))
@@ -160,7 +161,7 @@ impl Snapshot {
                 jobs.add(shard, chunk, target)?;
             }
             if !in_place {
-                // Runs of packed elements leave the unused bits of the last byte alone; they have to be zero.
+                // Copying runs of packed elements leaves the unused bits of the last byte unchanged. They must be zero.
                 if let Some(last) = rest.last_mut() {
                     *last = 0;
                 }
@@ -181,7 +182,7 @@ impl Snapshot {
         .await
     }
 
-    /// Plans of the shards of a tensor, or of the one that it is tied to, that a rectangle meets.
+    /// Plans the shards of a tensor (or of the tensor that it is tied to) that a rectangle intersects.
     pub(super) fn shards_in(&self, tensor: usize, rect: &Rect) -> Result<Vec<ShardPlan>> {
         let directory = &self.newest().directory;
         let tensor = directory.alias_of(tensor).unwrap_or(tensor);
@@ -189,8 +190,8 @@ impl Snapshot {
         plans.filter(|plan| plan.as_ref().map_or(true, |plan| plan.rect.intersection(rect).is_some())).collect()
     }
 
-    /// Whether the indexes hold the last chunk of each shard that a rectangle meets, and so all of them: a directory alone may
-    /// claim any size.
+    /// Checks that the indexes hold the last chunk of each shard that a rectangle intersects, and therefore all chunks.
+    /// A directory alone could claim any size.
     pub(crate) async fn check_present(&self, tensor: usize, rect: &Rect) -> Result<()> {
         let shards = self.shards_in(tensor, rect)?;
         let rows = self.load_plans(&shards).await?;
@@ -222,7 +223,7 @@ impl Snapshot {
         for (shard, chunk, out) in wanted {
             let bytes = shards[shard].grid.bytes(chunk);
             if out.len() as u64 != bytes.end - bytes.start {
-                return Err(Error::invalid(format!("a buffer of {} bytes for a chunk of {}", out.len(), bytes.end - bytes.start)));
+                return Err(Error::invalid(format!("the buffer has {} bytes, but the chunk has {}", out.len(), bytes.end - bytes.start)));
             }
             jobs.add(shard, chunk, Target::InPlace(out))?;
         }
@@ -230,7 +231,7 @@ impl Snapshot {
         self.run(shards, jobs, |_| {}).await
     }
 
-    /// Decodes and checks every chunk of some tensors, and drops it.
+    /// Decodes and checks every chunk of some tensors, then drops the bytes.
     pub(crate) async fn check_tensors(&self, tensors: impl IntoIterator<Item = usize>) -> Result<()> {
         let mut shards = Vec::new();
         for tensor in tensors {
@@ -250,7 +251,7 @@ impl Snapshot {
         self.run(&plans.shards, jobs, |_| {}).await
     }
 
-    /// Compares what the indexes of the chain say of all chunks with the content digests in the manifest. Reads no page.
+    /// Compares the chunk checksums in the chain's indexes with the content digests in the manifest. Reads no page.
     pub async fn check_content(&self) -> Result<()> {
         let link = self.newest();
         let found = self.content().await?;
@@ -258,9 +259,12 @@ impl Snapshot {
             return Ok(());
         }
         let role = found.iter().find(|(role, digest)| link.manifest.content.get(*role) != Some(digest)).map(|(role, _)| role.as_str());
-        Err(Error::corrupt(format!("the chain does not hold the bytes of role `{}` that it says", role.unwrap_or("?").escape_debug()))
-            .object(link.manifest.path())
-            .clause("manifest 4"))
+        Err(Error::corrupt(format!(
+            "the bytes of role `{}` in the chain do not have the content digest in the manifest",
+            role.unwrap_or("?").escape_debug()
+        ))
+        .object(link.manifest.path())
+        .clause("manifest 4"))
     }
 
     #[boxed]
@@ -272,12 +276,13 @@ impl Snapshot {
                 shards.push(ShardPlan::new(&self.links, tensor, shard)?);
             }
         }
-        // Shards of a directory are numbered as they come here.
+        // The directory numbers its shards in the same order.
         let rows = self.load_plans(&shards).await?;
         content_digests(&directory, |shard, chunk| Ok(shards[shard].chunk(&self.links, &rows[shard], chunk)?.crc))
     }
 
-    /// CRC-32 of the decoded bytes of chunks, given by tensor, rectangle and number. Reads indexes, and no page.
+    /// Returns the CRC-32 of the decoded bytes of chunks, identified by tensor, rectangle and chunk number. Reads
+    /// indexes but no page.
     #[boxed]
     pub(crate) async fn chunk_crcs(&self, wanted: &[(usize, Rect, u64)]) -> Result<Vec<u32>> {
         let directory = self.newest().directory.clone();
@@ -291,8 +296,8 @@ impl Snapshot {
         plans.map(|((shard, rows), (_, _, chunk))| Ok(shard.stored(&self.links, rows, *chunk, 0)?.1)).collect()
     }
 
-    /// Plans of shards and of the partners that their chunks need, with indexes and parts read: in two rounds, and two more for
-    /// each step from partner to partner.
+    /// Plans shards and the partners that their chunks need, and reads their indexes and parts. Takes two rounds of
+    /// requests, and two more for each step from partner to partner.
     #[boxed]
     async fn load_family_plans(&self, shards: Vec<ShardPlan>) -> Result<Plans> {
         let mut plans = Plans::of(shards);
@@ -309,7 +314,7 @@ impl Snapshot {
         Ok(plans)
     }
 
-    /// Reads indexes and parts that the shards need; gives the rows of each shard.
+    /// Reads the indexes and parts that the shards need. Returns the rows of each shard.
     #[boxed]
     pub(super) async fn load_plans(&self, shards: &[ShardPlan]) -> Result<Vec<Rows>> {
         let casks: Vec<(usize, usize)> = shards.iter().flat_map(|shard| shard.candidates().iter().copied()).collect();
@@ -324,7 +329,7 @@ impl Snapshot {
         Ok(rows)
     }
 
-    /// Rebuilds the chunks of all jobs; hands over those that were decoded apart.
+    /// Rebuilds the chunks of all jobs. Passes the chunks that were decoded into separate buffers to `apart`.
     async fn run(&self, shards: &[ShardPlan], jobs: Vec<Job<'_>>, mut apart: impl FnMut(Apart)) -> Result<()> {
         let mut batches = split(shards, jobs).into_iter().peekable();
         let start = |batch: &Vec<Job<'_>>| tokio::spawn(fetch_jobs(self.store.clone(), self.wanted(batch)));
@@ -375,14 +380,14 @@ impl Snapshot {
         self.links[step.link].0.manifest.casks[step.cask].path()
     }
 
-    /// Objects and ranges of the pages of a batch, job by job, op by op.
+    /// Returns the objects and ranges of the pages of a batch, ordered by job and op.
     fn wanted(&self, batch: &[Job<'_>]) -> Vec<Vec<(String, Vec<Range<u64>>)>> {
         let of_step = |step: &Step| (self.path_of(step), step.entry.pages.iter().map(|page| page.range.clone()).collect());
         batch.iter().map(|job| job.recipe.ops.iter().map(|op| of_step(&op.step)).collect()).collect()
     }
 }
 
-/// Chunks that a rectangle touches.
+/// Returns the number of chunks that a rectangle touches.
 pub(super) fn chunk_count(directory: &Directory, tensor: usize, rect: &Rect) -> Result<u64> {
     let tensor = directory.alias_of(tensor).unwrap_or(tensor);
     let mut count = 0;
@@ -394,12 +399,13 @@ pub(super) fn chunk_count(directory: &Directory, tensor: usize, rect: &Rect) -> 
     Ok(count)
 }
 
-/// Chunks of a shard that hold an element of `rect`.
+/// Returns the chunks of a shard that hold an element of `rect`.
 pub(super) fn touched<'a>(grid: ChunkGrid, shard: &'a Rect, rect: &'a Rect) -> impl Iterator<Item = u64> + 'a {
     grid.chunks_of(element_span(shard, rect)).filter(move |&chunk| contiguous_runs(shard, rect, grid.elements(chunk)).next().is_some())
 }
 
-/// Where each chunk lies in the destination, if each is one whole run there and they ascend; then all decode in place.
+/// Returns the position of each chunk in the destination if all can be decoded in place: each chunk is one run there,
+/// and the runs ascend.
 fn places_in(shards: &[ShardPlan], chunks: &[(usize, u64)], rect: &Rect, out_bytes: usize) -> Option<Vec<Range<usize>>> {
     let mut places = Vec::with_capacity(chunks.len());
     let mut end = 0;
@@ -444,7 +450,7 @@ fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
     batches
 }
 
-/// The pages of a batch, job by job, op by op.
+/// Reads the pages of a batch, ordered by job and op.
 #[boxed]
 async fn fetch_jobs(store: Store, wanted: Vec<Vec<(String, Vec<Range<u64>>)>>) -> Result<Vec<JobPages>> {
     let flat: Vec<(String, Vec<Range<u64>>)> = wanted.iter().flatten().cloned().collect();
@@ -452,7 +458,7 @@ async fn fetch_jobs(store: Store, wanted: Vec<Vec<(String, Vec<Range<u64>>)>>) -
     Ok(wanted.iter().map(|steps| pages.by_ref().take(steps.len()).collect()).collect())
 }
 
-/// The bytes of groups of ranges: all groups of one object in one go, several objects at once.
+/// Reads groups of ranges: all ranges of an object in one fetch, several objects at once.
 #[boxed]
 pub(super) async fn fetch_groups(store: &Store, groups: Vec<(String, Vec<Range<u64>>)>) -> Result<Vec<Vec<Bytes>>> {
     let mut objects: BTreeMap<String, Vec<Range<u64>>> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Reading: a snapshot, its tensors, slices of them.
+//! Reads a snapshot, its tensors, and slices of them.
 
 mod execute;
 mod narrow;
@@ -34,7 +34,7 @@ use crate::{Blob, Error, Result, RoundingReport, Slice, Store, Tensor, TensorRou
 
 /// A committed state at one step, with the chain that rebuilds it.
 ///
-/// Opening has checked log entries, manifests and directories of the whole chain; no tensor byte has been read yet.
+/// Opening checks log entries, manifests and directories of the whole chain. It reads no tensor bytes.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     store: Store,
@@ -59,62 +59,62 @@ struct ReadCounters {
     page_bytes: AtomicU64,
 }
 
-/// What a snapshot has read of tensors so far.
+/// Counts of the tensor data that a snapshot has read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ReadCounts {
-    /// Chunks rebuilt.
+    /// Number of chunks rebuilt.
     pub chunks: u64,
-    /// Pages read for them, over all links of the chain.
+    /// Number of pages read for these chunks, over all links of the chain.
     pub pages: u64,
-    /// Bytes of those pages.
+    /// Number of bytes in these pages.
     pub page_bytes: u64,
 }
 
-/// A snapshot of a chain, as listings show it.
+/// A snapshot of a chain, as shown in listings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinkInfo {
-    /// What the log says of it.
+    /// Record of the snapshot in the log.
     pub record: SnapshotRecord,
-    /// Whether it stands alone.
+    /// Whether the snapshot is a base or a delta.
     pub kind: SnapshotKind,
     /// Bytes of its casks.
     pub stored_bytes: u64,
-    /// Its casks.
+    /// Number of its casks.
     pub casks: usize,
 }
 
 impl Snapshot {
-    /// The step.
+    /// Returns the step.
     pub fn step(&self) -> u64 {
         self.newest().record.step
     }
 
-    /// What the log says of it.
+    /// Returns the record of the snapshot in the log.
     pub fn record(&self) -> &SnapshotRecord {
         &self.newest().record
     }
 
-    /// Its manifest.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.newest().manifest
     }
 
-    /// What the user said of it.
+    /// Returns the user metadata.
     pub fn user(&self) -> &Map<String, Value> {
         &self.newest().manifest.user
     }
 
-    /// Why the adaptive policy made it a base or a delta, if that policy saved it.
+    /// Returns why the adaptive policy chose a base or a delta. `None` if another policy saved the snapshot.
     pub fn decision(&self) -> Option<Decision> {
         serde_json::from_value(self.user().get(Decision::KEY)?.clone()).ok()
     }
 
-    /// Metadata of the state as a file carries it (`__metadata__` of safetensors).
+    /// Returns the metadata of the state as files carry it (`__metadata__` of safetensors).
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.newest().manifest.metadata
     }
 
-    /// The chain, newest first.
+    /// Returns the chain, newest first.
     pub fn chain(&self) -> Vec<LinkInfo> {
         self.links
             .iter()
@@ -125,18 +125,19 @@ impl Snapshot {
             .collect()
     }
 
-    /// All tensors, by name, aliases included.
+    /// Returns all tensors, ordered by name, including aliases.
     pub fn tensors(&self) -> Vec<DirectoryTensor> {
         let directory = &self.newest().directory;
         (0..directory.len()).map(|tensor| directory.tensor(tensor)).collect()
     }
 
-    /// A tensor's description.
+    /// Returns the description of a tensor.
     pub fn tensor(&self, name: &str) -> Result<DirectoryTensor> {
         Ok(self.newest().directory.tensor(self.find(name)?))
     }
 
-    /// Reads a slice of a tensor: only the chunks that it touches, from each link of the chain that holds some of them.
+    /// Reads a slice of a tensor. Fetches only the chunks that the slice touches, from each link of the chain that
+    /// holds some of them.
     pub async fn read(&self, name: &str, slice: &Slice) -> Result<Tensor> {
         let tensor = self.tensor(name)?;
         let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
@@ -155,7 +156,7 @@ impl Snapshot {
         self.read_items(vec![ReadItem { tensor, rect, out }]).await
     }
 
-    /// Reads several slices at once, in few requests: name, slice, and a buffer of exactly its size.
+    /// Reads several slices in few requests. Each request is a name, a slice, and a buffer of exactly the slice's size.
     pub async fn read_many_into(&self, requests: Vec<(&str, Slice, &mut [u8])>) -> Result<()> {
         let mut items = Vec::with_capacity(requests.len());
         for (name, slice, out) in requests {
@@ -166,19 +167,19 @@ impl Snapshot {
         self.read_items(items).await
     }
 
-    /// Chunks of a slice: how many its rectangle touches, at most one request each.
+    /// Returns the number of chunks that a slice touches. Each takes at most one request.
     pub fn chunks_of(&self, name: &str, slice: &Slice) -> Result<u64> {
         let tensor = self.find(name)?;
         let rect = slice.of(&self.newest().directory.shape(tensor)).map_err(|e| e.tensor(name))?;
         execute::chunk_count(&self.newest().directory, tensor, &rect)
     }
 
-    /// Rank and name of each blob.
+    /// Returns rank and name of each blob.
     pub async fn blobs(&self) -> Result<Vec<(u32, String)>> {
         Ok(self.blob_pages().await?.into_iter().map(|(_, rank, name, _)| (rank, name)).collect())
     }
 
-    /// A blob.
+    /// Reads a blob.
     pub async fn read_blob(&self, rank: u32, name: &str) -> Result<Vec<u8>> {
         let found = self.blob_pages().await?.into_iter().find(|(_, r, n, _)| *r == rank && n == name);
         let (path, _, _, page) =
@@ -188,7 +189,8 @@ impl Snapshot {
         Ok(bytes.to_vec())
     }
 
-    /// How far the tensors that were rounded are from what was saved, by name; empty where nothing was lost. Reads no tensor bytes.
+    /// Returns the rounding errors of the tensors that were saved with reduced precision, ordered by name. Empty if
+    /// nothing was rounded. Reads no tensor bytes.
     ///
     /// ```
     /// use tensorcask::{Dtype, Metadata, Policy, Precision, TensorView, WriterOptions, blocking::Store};
@@ -230,12 +232,12 @@ impl Snapshot {
         Ok(tensors.into_values().collect())
     }
 
-    /// Refuses a snapshot in which some tensor that was rounded is further from what was saved than this, as a relative error.
+    /// Refuses a snapshot with a rounded tensor whose relative error exceeds `bound`.
     pub async fn check_rounding(&self, bound: f64) -> Result<()> {
         match self.rounding().await?.into_iter().find(|tensor| tensor.total.max_relative > bound) {
             None => Ok(()),
             Some(TensorRounding { name, setting, total, .. }) => Err(Error::invalid(format!(
-                "step {} was saved with {setting}: its greatest relative error is {:.2e}, above the bound of {bound}; take another step, or a higher bound",
+                "step {} was saved with {setting}: its greatest relative error is {:.2e}, above the bound of {bound}; use another step or a higher bound",
                 self.step(),
                 total.max_relative
             ))
@@ -243,7 +245,7 @@ impl Snapshot {
         }
     }
 
-    /// What the ranks say of the errors of their shards.
+    /// Reads the error reports that the ranks wrote for their shards.
     #[boxed]
     pub(crate) async fn shard_errors(&self) -> Result<Vec<ShardErrors>> {
         let mut shards = Vec::new();
@@ -255,7 +257,7 @@ impl Snapshot {
         Ok(shards)
     }
 
-    /// What this snapshot and its clones have read of tensors.
+    /// Returns how much tensor data this snapshot and its clones have read.
     pub fn read_counts(&self) -> ReadCounts {
         ReadCounts {
             chunks: self.counts.chunks.load(Ordering::Relaxed),
@@ -264,7 +266,7 @@ impl Snapshot {
         }
     }
 
-    /// The index of each cask that the snapshot wrote, with its slot. Reads no tensor bytes.
+    /// Returns the slot and the index of each cask that the snapshot wrote. Reads no tensor bytes.
     pub async fn indexes(&self) -> Result<Vec<(u32, Arc<CaskIndex>)>> {
         let link = self.newest();
         let all: Vec<(usize, usize)> = (0..link.manifest.casks.len()).map(|cask| (0, cask)).collect();
@@ -274,7 +276,7 @@ impl Snapshot {
     }
 
     pub(crate) fn newest(&self) -> &Link {
-        // A snapshot is never built without a link.
+        // A snapshot always has at least one link.
         &self.links[0].0
     }
 
@@ -283,8 +285,7 @@ impl Snapshot {
         found.ok_or_else(|| Error::not_found(format!("step {} has no tensor of this name", self.step())).tensor(name))
     }
 
-    /// Path of the cask, rank, name and page of each blob.
-    /// Whether these are the blobs, besides those that the library itself adds; byte for byte.
+    /// Returns whether the snapshot has exactly these blobs, byte for byte. Ignores blobs that the library itself adds.
     #[boxed]
     pub(crate) async fn has_blobs(&self, wanted: &[&Blob<'_>]) -> Result<bool> {
         let mut found = self.blob_pages().await?;
@@ -305,11 +306,12 @@ impl Snapshot {
         Ok(true)
     }
 
-    /// The links of the chain, newest first.
+    /// Returns the links of the chain, newest first.
     pub(crate) fn links(&self) -> impl Iterator<Item = &Link> {
         self.links.iter().map(AsRef::as_ref)
     }
 
+    /// Returns cask path, rank, name and page of each blob.
     #[boxed]
     async fn blob_pages(&self) -> Result<Vec<(String, u32, String, crate::container::PageEntry)>> {
         let link = self.newest();

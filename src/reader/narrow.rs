@@ -1,4 +1,4 @@
-//! f32 tensors read as bf16: where roundings have columns of their own, only those are read.
+//! Reads f32 tensors as bf16. If the roundings are stored in columns of their own, reads only those columns.
 
 use bytes::Bytes;
 use rayon::prelude::*;
@@ -12,26 +12,29 @@ use crate::store::concurrently;
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
 use crate::{Dtype, Error, Result, Slice, Tensor, boxed, parallel};
 
-/// Decoded bytes of a batch, at most, unless one chunk is larger.
+/// Limit on the decoded bytes of a batch. A single larger chunk exceeds this limit.
 const BATCH_BYTES: u64 = 16 << 20;
 
-/// Tensors read at once.
+/// Number of tensors read at once.
 const CONCURRENT_TENSORS: usize = 4;
 
 /// A chunk to read.
 struct Wanted {
     shard: usize,
     chunk: u64,
-    /// Its stored form, if the columns of roundings are enough.
+    /// Stored form, if the columns of roundings are enough.
     rounded: Option<Step>,
 }
 
 impl Snapshot {
-    /// Reads a slice of an f32 tensor as bf16, each element rounded to the nearest, ties to even; NaN stay NaN. Of chunks
-    /// that codec `tc.rounded` stores, it reads the roundings alone, about 0.35 of the bytes; others are read whole and
-    /// then rounded. A bf16 tensor is read as it is.
+    /// Reads a slice of an f32 tensor as bf16. Rounds each element to the nearest value, ties to even; NaN stays NaN. A
+    /// bf16 tensor is read as it is.
     ///
-    /// The checksum of a chunk covers its f32, so roundings that are read alone are covered by those of their pages.
+    /// For chunks stored with codec `tc.rounded`, reads only the roundings, about 0.35 of the bytes. Other chunks are
+    /// read whole and then rounded.
+    ///
+    /// The checksum of a chunk covers its f32 values, so it cannot check roundings that are read alone. The checksums
+    /// of their pages do.
     pub async fn read_as_bf16(&self, name: &str, slice: &Slice) -> Result<Tensor> {
         let tensor = self.tensor(name)?;
         match tensor.dtype {
@@ -48,7 +51,8 @@ impl Snapshot {
         Ok(Tensor { name: name.to_owned(), dtype: Dtype::Bf16, shape: rect.shape, data })
     }
 
-    /// Reads several slices of f32 tensors as [`read_as_bf16`](Self::read_as_bf16) does: name, slice, and a buffer of exactly its size.
+    /// Reads several slices of f32 tensors, as [`read_as_bf16`](Self::read_as_bf16) does. Each request is a name, a
+    /// slice, and a buffer of exactly the slice's size.
     pub async fn read_many_as_bf16_into(&self, requests: Vec<(&str, Slice, &mut [u8])>) -> Result<()> {
         let mut wanted = Vec::with_capacity(requests.len());
         for (name, slice, out) in requests {
@@ -145,13 +149,13 @@ impl Snapshot {
     }
 }
 
-/// What a chunk is rounded from.
+/// Data that a chunk is rounded from.
 enum Source<'a> {
     Whole(Vec<u8>),
     Pages(&'a Step, Vec<Bytes>),
 }
 
-/// The pages of a chunk that hold its roundings.
+/// Returns the pages of a chunk that hold its roundings.
 fn roundings(step: &Step) -> impl Iterator<Item = &crate::container::PageEntry> {
     step.entry.pages.iter().filter(|page| Rounded::ROUNDINGS.contains(&page.column.as_str()))
 }

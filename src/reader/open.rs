@@ -1,4 +1,4 @@
-//! Opens a snapshot: log, manifests, directories; then indexes of casks as they are needed.
+//! Opens a snapshot: log, manifests and directories first, cask indexes when they are needed.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,16 +15,16 @@ use crate::store::concurrently;
 use crate::wire::{CaskRef, Digest, Directory, Id, Manifest};
 use crate::{Error, Result, Store, boxed};
 
-/// Names the newest live snapshot by commit.
+/// Selector of the newest live snapshot by commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Latest;
 
-/// Which snapshot to open.
+/// Selector of the snapshot to open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum At {
-    /// The newest live snapshot by commit, which is not always the highest step.
+    /// Newest live snapshot by commit, which is not always the highest step.
     Latest,
-    /// The live snapshot of a step.
+    /// Live snapshot of a step.
     Step(u64),
 }
 
@@ -40,29 +40,29 @@ impl From<u64> for At {
     }
 }
 
-/// A snapshot, as listings show it.
+/// A snapshot, as shown in listings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SnapshotInfo {
-    /// What the log says of it.
+    /// Record of the snapshot in the log.
     pub record: SnapshotRecord,
     /// Bytes of the decoded tensors.
     pub tensor_bytes: u64,
     /// Bytes of its casks.
     pub stored_bytes: u64,
-    /// What the user said of it.
+    /// User metadata.
     pub user: Map<String, Value>,
 }
 
-/// Objects read at once while a snapshot is opened.
+/// Number of objects read at once while a snapshot is opened.
 const CONCURRENT_REQUESTS: usize = 16;
-/// An index that is larger is read root first, its parts as they are needed.
+/// Index size above which the root is read first and the parts when they are needed.
 const WHOLE_INDEX_BYTES: u64 = 1 << 20;
 
-/// Numbers and places of index parts of one cask.
+/// Numbers and byte ranges of index parts of one cask.
 type PartRanges = Vec<(usize, Range<u64>)>;
 
 impl Store {
-    /// Opens a snapshot. All log entries, manifests and directories of its chain are checked.
+    /// Opens a snapshot. Checks all log entries, manifests and directories of its chain.
     pub async fn snapshot(&self, at: impl Into<At>) -> Result<Snapshot> {
         let log = Log::load(self).await?;
         let state = log.state();
@@ -75,7 +75,7 @@ impl Store {
         Snapshot::load(self, state, record.id).await
     }
 
-    /// All live snapshots, by commit.
+    /// Returns all live snapshots, ordered by commit.
     pub async fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
         let mut log = Log::load(self).await?;
         log.summarise().await?;
@@ -94,12 +94,12 @@ impl Store {
             .collect())
     }
 
-    /// All snapshots that the log tells of, whatever has become of them, by commit. Reads the log alone.
+    /// Returns all snapshots in the log, whatever their status, ordered by commit. Reads only the log.
     pub async fn records(&self) -> Result<Vec<SnapshotRecord>> {
         Ok(Log::load(self).await?.state().snapshots().to_vec())
     }
 
-    /// All snapshots that the log tells of, as the table that a catalog is (log 6).
+    /// Returns all snapshots in the log as a table with the columns of a catalog (log 6).
     pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
         let mut log = Log::load(self).await?;
         log.summarise().await?;
@@ -114,7 +114,7 @@ impl Snapshot {
         let records = chain_of(state, id, store.limits().max_chain_depth)?;
         let read = |record: SnapshotRecord| async move { read_manifest(store, &record.manifest_path(), record.manifest).await };
         let ahead = async {
-            // A hint from the catalog or a listing; what it brings lies in the cache, and damage is told when it matters.
+            // Reads the hinted directory into the cache. The hint may be wrong, so a later read reports any damage.
             if let Some(digest) = state.directory {
                 let _ = read_directory(store, digest).await;
             }
@@ -140,12 +140,13 @@ impl Snapshot {
         Ok(Self { store: store.clone(), links, counts: Arc::default() })
     }
 
-    /// Reads the indexes of these casks (link, cask), all at once, where they have not been read.
+    /// Reads the indexes of these casks (link, cask) that have not been read yet, all at once.
     pub(crate) async fn load_indexes(&self, casks: &[(usize, usize)]) -> Result<()> {
         self.load_indexes_from(casks, true).await
     }
 
-    /// The same; those that the store's handle remembers count only if `remembered`.
+    /// Does the same as [`load_indexes`](Self::load_indexes). Uses the cache of the store's handle only if
+    /// `remembered`.
     #[boxed]
     pub(crate) async fn load_indexes_from(&self, casks: &[(usize, usize)], remembered: bool) -> Result<()> {
         let mut missing: Vec<(usize, usize)> =
@@ -163,7 +164,7 @@ impl Snapshot {
                     index
                 }
             };
-            // Lost only to a concurrent reader of the same bytes.
+            // Fails only if a concurrent reader has set the same bytes.
             let _ = link.indexes[cask].set(index);
             Ok(())
         };
@@ -192,7 +193,7 @@ impl Snapshot {
         concurrently(CONCURRENT_REQUESTS, groups.into_iter().map(load)).await.map(|_: Vec<()>| ())
     }
 
-    /// Reads all parts of all casks of a link whose indexes have been read.
+    /// Reads all index parts of all casks of a link. The indexes must have been read.
     pub(crate) async fn load_all_parts(&self, link: usize) -> Result<()> {
         let casks = self.links[link].0.indexes.iter().enumerate();
         let parts = casks
@@ -220,7 +221,7 @@ pub(crate) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<
     Ok(directory)
 }
 
-/// The index of a cask, compared with what the manifest says of it.
+/// Reads the index of a cask and compares it with the manifest.
 #[boxed]
 pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskIndex> {
     let path = cask.path();

@@ -1,36 +1,38 @@
-//! The newest step that can be rebuilt, and why newer ones cannot. Spec: `spec/chain.md`, clause 5.
+//! Finds the newest step that can be rebuilt, and reports why newer steps cannot. Spec: `spec/chain.md`, clause 5.
 
 use super::Snapshot;
 use crate::commit::Log;
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
-/// A snapshot that was passed over.
+/// A snapshot that was skipped.
 #[derive(Debug)]
 pub struct Skipped {
     /// Its step.
     pub step: u64,
     /// Its id.
     pub snapshot: Id,
-    /// What is wrong with it or with its chain, and in which object.
+    /// Error in the snapshot or its chain, with the object at fault.
     pub error: Error,
 }
 
-/// The newest snapshot that can be rebuilt.
+/// Newest snapshot that can be rebuilt, with the newer ones that cannot.
 #[derive(Debug)]
 pub struct Recovered {
-    /// The snapshot.
+    /// Snapshot that can be rebuilt.
     pub snapshot: Snapshot,
-    /// Newer ones that cannot, newest first; empty where nothing is wrong.
+    /// Newer snapshots that cannot be rebuilt, newest first.
     pub skipped: Vec<Skipped>,
 }
 
 impl Store {
-    /// Opens the newest live snapshot whose whole chain is there: every manifest, directory and cask index is read and
-    /// compared with its digest. Damage leads to the snapshot before; any other error (network, permission, a feature that
-    /// this version does not know) is returned, because an older state would hide it.
+    /// Opens the newest live snapshot whose whole chain is intact. Reads every manifest, directory and cask index and
+    /// compares it with its digest.
     ///
-    /// Pages are checked when they are read. If that fails, pass the ids that failed as `excluded`.
+    /// Damage makes it try the previous snapshot. Any other error (network, permission, an unknown feature) is
+    /// returned, because an older state would hide it.
+    ///
+    /// Pages are checked when they are read. If a page is damaged, call this again with the failed ids in `excluded`.
     pub async fn recover(&self, excluded: &[Id]) -> Result<Recovered> {
         let log = Log::load(self).await?;
         let mut skipped: Vec<Skipped> = Vec::new();
@@ -43,7 +45,7 @@ impl Store {
             match opened.await {
                 Ok(snapshot) => return Ok(Recovered { snapshot, skipped }),
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    tracing::warn!(step = record.step, %error, "this step cannot be rebuilt; trying the one before");
+                    tracing::warn!(step = record.step, %error, "this step cannot be rebuilt; trying the previous step");
                     skipped.push(Skipped { step: record.step, snapshot: record.id, error });
                 }
                 Err(error) => return Err(error),
@@ -54,14 +56,14 @@ impl Store {
                 let message = format!("no step can be rebuilt; the newest, {}, fails with: {}", newest.step, newest.error);
                 Error::corrupt(message).source(newest.error)
             }
-            None if !excluded.is_empty() => Error::corrupt("no step can be rebuilt: the oldest fails too").object(self.url()),
+            None if !excluded.is_empty() => Error::corrupt("no step can be rebuilt, not even the oldest").object(self.url()),
             None => Error::not_found("the store has no snapshot").object(self.url()),
         })
     }
 }
 
 impl Snapshot {
-    /// Reads the index of every cask of every link, and compares what they hold with the content digests.
+    /// Reads the index of every cask of every link. Compares the chunk checksums with the content digests.
     #[boxed]
     async fn load_whole_chain(&self) -> Result<()> {
         let casks: Vec<(usize, usize)> = self

@@ -1,4 +1,4 @@
-//! From a state that a reader holds to another: only what lies between is read.
+//! Updates a state that a reader holds to another snapshot. Reads only the changes between the two.
 
 use bytes::Bytes;
 
@@ -10,24 +10,24 @@ use crate::limits::{to_usize, zeroed};
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
 use crate::{Error, Result, boxed};
 
-/// Bytes of chunks that are looked at together, unless one chunk is larger.
+/// Limit on the bytes of chunks that are updated together. A single larger chunk exceeds this limit.
 const BATCH_BYTES: u64 = 32 << 20;
 
-/// What an update did, in chunks.
+/// Result of an update, counted in chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Updated {
-    /// The same in both snapshots: nothing was read.
+    /// Number of chunks that are the same in both snapshots. Nothing was read for them.
     pub unchanged: u64,
-    /// Made from the held bytes and the deltas between.
+    /// Number of chunks made from the held bytes and the deltas in between.
     pub advanced: u64,
-    /// Rebuilt from their whole chain.
+    /// Number of chunks rebuilt from their whole chain.
     pub rebuilt: u64,
 }
 
-/// What turns a held chunk into the wanted one.
+/// Method that turns a held chunk into the wanted one.
 enum Way {
     Same,
-    /// Deltas, newest first.
+    /// Deltas to apply, newest first.
     Deltas(Vec<Step>),
     Rebuild,
 }
@@ -36,21 +36,21 @@ struct Work {
     item: usize,
     shard: usize,
     chunk: u64,
-    /// CRC-32 of the held bytes, if they are good for anything.
+    /// Expected CRC-32 of the held bytes, if they can be used.
     held_crc: Option<u32>,
     crc: u32,
     way: Way,
 }
 
 impl Snapshot {
-    /// Turns whole tensors of the snapshot `have`, which lie in these buffers, into those of this snapshot, reading only
-    /// what lies between. A tensor that `have` lacks, or has with another type or shape, is read whole.
+    /// Turns whole tensors of the snapshot `have`, held in these buffers, into those of this snapshot. Reads only the
+    /// changes between the two. A tensor that `have` lacks, or has with another type or shape, is read whole.
     ///
-    /// Held bytes are compared with their checksums first: a chunk that is not what `have` says is rebuilt. After an error
-    /// the buffers hold chunks of either snapshot.
+    /// Held bytes are compared with their checksums first. A chunk that does not match `have` is rebuilt. After an
+    /// error, each buffer may hold chunks of both snapshots.
     pub async fn update_into(&self, have: &Snapshot, tensors: Vec<(&str, &mut [u8])>) -> Result<Updated> {
         let (mut outs, mut shards, mut owners) = (Vec::new(), Vec::new(), Vec::new());
-        // Shards of `have`, and which of them belongs to each shard here.
+        // Shards of `have`, and for each shard here the index of its counterpart in `have`.
         let (mut held, mut matching) = (Vec::new(), Vec::new());
         for (name, out) in tensors {
             let directory = &self.newest().directory;
@@ -59,7 +59,9 @@ impl Snapshot {
             let whole = Rect::whole(&directory.shape(tensor));
             let bytes = whole.element_count().and_then(|count| directory.dtype(tensor).byte_count(count));
             if bytes != Some(out.len() as u64) {
-                return Err(Error::invalid(format!("a buffer of {} bytes for a tensor of {}", out.len(), bytes.unwrap_or(0))).tensor(name));
+                return Err(
+                    Error::invalid(format!("the buffer has {} bytes, but the tensor has {}", out.len(), bytes.unwrap_or(0))).tensor(name)
+                );
             }
             for shard in directory.shards_of(tensor) {
                 let plan = ShardPlan::new(&self.links, tensor, shard)?;
@@ -79,7 +81,7 @@ impl Snapshot {
             for chunk in 0..plan.grid.chunk_count() {
                 let wanted = plan.chunk(&self.links, &rows[at], chunk)?;
                 let known = match matching[at] {
-                    // What cannot be planned there is rebuilt here.
+                    // A chunk that cannot be planned in `have` is rebuilt in full.
                     Some(other) => held[other].chunk(&have.links, &held_rows[other], chunk).ok(),
                     None => None,
                 };
@@ -99,7 +101,7 @@ impl Snapshot {
         Ok(done)
     }
 
-    /// The same shard of this snapshot, if it has it.
+    /// Returns the plan of the same shard in this snapshot, if it exists.
     fn held_shard(&self, name: &str, stored_name: &str, wanted: &ShardPlan) -> Result<Option<ShardPlan>> {
         let directory = &self.newest().directory;
         let found = directory.find(name).map(|tensor| directory.alias_of(tensor).unwrap_or(tensor)).filter(|&tensor| {
@@ -110,7 +112,7 @@ impl Snapshot {
         shard.map(|(tensor, shard)| ShardPlan::new(&self.links, tensor, shard)).transpose()
     }
 
-    /// Deltas between, if the older steps of the chunk are those of the held one.
+    /// Returns the deltas between the two snapshots, if the older steps of the chunk are those of the held chunk.
     fn way(&self, plan: &ShardPlan, wanted: ChunkPlan, have: &Snapshot, known: Option<ChunkPlan>) -> Way {
         let Some(known) = known else { return Way::Rebuild };
         let Some(between) = wanted.steps.len().checked_sub(known.steps.len()) else { return Way::Rebuild };
@@ -118,7 +120,7 @@ impl Snapshot {
         if !wanted.steps.iter().skip(between).zip(&known.steps).all(same) {
             return Way::Rebuild;
         }
-        // A delta that needs partners is made with them, from the whole chain.
+        // A delta that needs partners is rebuilt with them, from the whole chain.
         let registry = self.store.registry();
         let alone = |step: &Step| {
             let role = plan.role(&self.links, step.link);
@@ -196,7 +198,7 @@ impl Snapshot {
         self.count(1, pages.count() as u64, bytes);
     }
 
-    /// Decodes deltas, newest first, onto the bytes of a chunk.
+    /// Applies deltas, listed newest first, to the bytes of a chunk.
     fn advance(&self, plan: &ShardPlan, work: &Work, steps: &[Step], pages: &[Pages], held: &mut Vec<u8>) -> Result<()> {
         let elements = plan.grid.elements(work.chunk);
         for (step, pages) in steps.iter().zip(pages).rev() {
@@ -229,7 +231,7 @@ impl Snapshot {
     }
 }
 
-/// The runs of a chunk: from the chunk to the whole tensor.
+/// Calls `each` for every run of a chunk, mapped from the chunk to the whole tensor.
 fn move_runs(plan: &ShardPlan, chunk: u64, whole: &Rect, mut each: impl FnMut(Run)) {
     let window = plan.grid.elements(chunk);
     let start = window.start;

@@ -1,4 +1,4 @@
-//! Checks a store: the log and what it names; every byte of every cask; every chunk decoded.
+//! Verifies a store: the log and the objects that it names, every byte of every cask, and every decoded chunk.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -14,20 +14,20 @@ use crate::limits::to_usize;
 use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry, Manifest};
 use crate::{Error, Result, Store, boxed};
 
-/// How much of a store to check.
+/// Depth of a verification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Depth {
-    /// Log entries, catalogs, manifests, directories, and that every cask is there with its size.
+    /// Log entries, catalogs, manifests and directories; existence and size of every cask.
     Log,
     /// Also every byte of every cask: header, pages, padding, index, postscript.
     Pages,
-    /// Also every chunk of every live snapshot, decoded and compared with its checksum, and content digests.
+    /// Also every decoded chunk of every live snapshot with its checksum, and the content digests.
     #[default]
     Full,
 }
 
 impl Depth {
-    /// The depth of a name: `log`, `pages` or `full`.
+    /// Returns the depth with this name: `log`, `pages` or `full`.
     pub fn from_name(name: &str) -> Result<Self> {
         match name {
             "log" => Ok(Self::Log),
@@ -37,7 +37,7 @@ impl Depth {
         }
     }
 
-    /// The name.
+    /// Returns the name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Log => "log",
@@ -47,45 +47,46 @@ impl Depth {
     }
 }
 
-/// What to check.
+/// Options of a verification.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct VerifyOptions {
-    /// How much.
+    /// Depth of the verification.
     pub depth: Depth,
-    /// Only the snapshot of this step, and its chain.
+    /// Step of the only snapshot to check, together with its chain.
     pub step: Option<u64>,
-    /// Only the casks and snapshots of part `i` of `n`, so that `n` processes share the work. The log is checked by all.
+    /// Part `i` of `n` to check, so that `n` processes share the casks and snapshots. Each process checks the whole
+    /// log.
     pub shard: Option<(u64, u64)>,
 }
 
-/// One thing that is wrong.
+/// One problem that was found.
 #[derive(Debug)]
 pub struct Problem {
-    /// The step that it concerns, if one does.
+    /// Step that the problem concerns, if any.
     pub step: Option<u64>,
-    /// What and where.
+    /// Description and place of the problem.
     pub error: Error,
 }
 
-/// What a check found.
+/// Result of a verification.
 #[derive(Debug, Default)]
 pub struct VerifyReport {
-    /// Log entries read.
+    /// Number of log entries read.
     pub entries: u64,
-    /// Snapshots whose manifest was checked.
+    /// Number of snapshots whose manifest was checked.
     pub snapshots: u64,
-    /// Casks of which every byte was checked.
+    /// Number of casks of which every byte was checked.
     pub casks: u64,
-    /// Bytes of casks that were checked.
+    /// Number of cask bytes that were checked.
     pub cask_bytes: u64,
-    /// Chunks that were decoded and compared.
+    /// Number of chunks that were decoded and compared.
     pub chunks: u64,
-    /// All that is wrong; empty for a store that is whole.
+    /// Problems found; empty for an intact store.
     pub problems: Vec<Problem>,
 }
 
 impl VerifyReport {
-    /// Whether nothing is wrong.
+    /// Returns whether no problem was found.
     pub fn is_clean(&self) -> bool {
         self.problems.is_empty()
     }
@@ -97,11 +98,12 @@ impl VerifyReport {
     }
 }
 
-/// Bytes of a cask read at once.
+/// Number of cask bytes read at once.
 const WINDOW_BYTES: u64 = 8 << 20;
 
 impl Store {
-    /// Checks the store. Problems are collected in the report; an error means that the check itself could not run.
+    /// Verifies the store and collects problems in the report. An error means that the verification itself could not
+    /// run.
     pub async fn verify(&self, options: &VerifyOptions) -> Result<VerifyReport> {
         if let Some((part, of)) = options.shard
             && (of == 0 || part >= of)
@@ -123,7 +125,7 @@ impl Store {
             Some(step) => vec![live_step(&state, step)?],
         };
 
-        // Every snapshot that a wanted one needs, each once.
+        // Manifests of all snapshots that the wanted ones need, each read once.
         let mut manifests: BTreeMap<Id, Option<Manifest>> = BTreeMap::new();
         let mut casks: BTreeMap<Id, (u64, bool, CaskRef)> = BTreeMap::new();
         let sizes: BTreeMap<String, u64> = self.list("casks").await?.into_iter().map(|listed| (listed.path, listed.bytes)).collect();
@@ -160,7 +162,7 @@ impl Store {
         }
 
         for (id, (step, of_base, cask)) in &casks {
-            // Sizes were compared before; a cask that is not there cannot be read.
+            // Skips casks that are missing or have the wrong size. The comparison of sizes has already reported them.
             if !mine(u64::from(id.0[0])) || sizes.get(&cask.path()) != Some(&cask.bytes) {
                 continue;
             }
@@ -181,7 +183,7 @@ impl Store {
                     report.chunks += snapshot.read_counts().chunks;
                 }
                 Err(e) => {
-                    // The damage may have been told with the manifest that it concerns.
+                    // The damage may already have been reported with the manifest that it concerns.
                     let chain = chain_of(&state, record.id, self.limits().max_chain_depth);
                     let told =
                         chain.is_err() || chain.is_ok_and(|chain| chain.iter().any(|link| matches!(manifests.get(&link.id), Some(None))));
@@ -194,13 +196,15 @@ impl Store {
         Ok(report)
     }
 
-    /// Reads all entries from the first, and compares catalogs with them. What follows a broken entry cannot be trusted.
+    /// Reads all entries from the first on, and compares catalogs with them. Stops at a broken entry, because later
+    /// entries cannot be trusted.
     #[boxed]
     async fn verify_log(&self, report: &mut VerifyReport) -> Result<LogState> {
         let mut state = LogState::default();
-        // Catalogs first: a commit in between adds to the log what no catalog names, not the reverse.
+        // Lists catalogs before it reads the log. A commit in between then adds an entry without a catalog, and never a
+        // catalog without its entry.
         let mut catalogs = Catalog::list(self).await?;
-        // Objects of other names are none of ours (README 2.2 of the spec).
+        // Ignores objects with other names (README 2.2 of the spec).
         let listed = self.list("log").await?.into_iter().map(|listed| listed.path);
         let mut listed: BTreeSet<String> = listed.filter(|path| LogEntry::is_path(path)).collect();
         let mut broken = false;
@@ -219,7 +223,7 @@ impl Store {
             }
             listed.remove(&path);
             report.entries += 1;
-            // Newest first: the last is the next that the log reaches.
+            // Catalogs are ordered newest first, so the last one is the next that the log reaches.
             while let Some(catalog) = catalogs.pop_if(|path| Catalog::sequence_of(path) == Some(sequence)) {
                 report.note(None, self.verify_catalog(&catalog, &state).await);
             }
@@ -228,7 +232,7 @@ impl Store {
             for path in listed {
                 report.note(
                     None,
-                    Err(Error::corrupt("does not belong into the log: its name is no next number").object(path).clause("log 3.1")),
+                    Err(Error::corrupt("does not belong to the log: its number does not continue the log").object(path).clause("log 3.1")),
                 );
             }
             for path in catalogs {
@@ -243,7 +247,7 @@ impl Store {
     async fn verify_catalog(&self, path: &str, state: &LogState) -> Result<()> {
         let catalog = Catalog::read(self, path).await?;
         let fail = |message: String| Err(Error::corrupt(message).object(path).clause("log 6.4"));
-        // Sets, in whatever order.
+        // Compares names as sets, because their order does not matter.
         let set = |names: &[String]| names.iter().cloned().collect::<BTreeSet<String>>();
         let features = |state: &LogState| (set(&state.must_understand), set(&state.may_ignore));
         if catalog.head != state.head || catalog.last_writer != state.last_writer || features(&catalog) != features(state) {
@@ -260,7 +264,7 @@ impl Store {
         Ok(())
     }
 
-    /// A manifest with its directory, and what is wrong with the casks that it names.
+    /// Reads a manifest with its directory. Reports problems of the casks that the manifest names.
     #[boxed]
     async fn verify_manifest(
         &self,
@@ -286,7 +290,7 @@ impl Store {
         Ok((manifest, problems))
     }
 
-    /// Every byte of a cask, be it of a base or of a delta.
+    /// Checks every byte of a cask of a base or a delta.
     #[boxed]
     pub(crate) async fn verify_cask(&self, cask: &CaskRef, of_base: bool) -> Result<()> {
         let path = cask.path();
@@ -297,7 +301,7 @@ impl Store {
         }
         let header = self.get_range(&path, 0..HEADER_BYTES).await?;
         if Header::decode(&header)?.id != cask.id {
-            return Err(Error::corrupt("holds another cask than its name says").clause("container 2.4"));
+            return Err(Error::corrupt("holds a cask whose id differs from the name of the file").clause("container 2.4"));
         }
         let mut pages: Vec<(String, u64, PageEntry)> = Vec::new();
         for shard in 0..index.shard_count() {
@@ -313,7 +317,7 @@ impl Store {
         }
         pages.extend(index.blobs().map(|(_, name, page)| (name.to_owned(), 0, page)));
 
-        // A run of pages that fits a window is read with the padding between; a larger page by itself.
+        // Reads pages that fit a window together with the padding between them, and a larger page by itself.
         let mut end = HEADER_BYTES;
         let mut rest = pages.as_slice();
         while let Some((_, _, first)) = rest.first() {

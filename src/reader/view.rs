@@ -1,4 +1,4 @@
-//! A raw tensor in local storage, mapped: no copy, no decode.
+//! Memory-maps a raw tensor in local storage, without copying or decoding.
 
 use bytes::Bytes;
 
@@ -11,8 +11,8 @@ use crate::store::Medium;
 use crate::{Error, Result};
 
 impl Snapshot {
-    /// The bytes of a whole tensor, mapped from the cask, if the store is a local folder and the tensor is stored raw, in
-    /// one shard of this snapshot. Checksums are compared before it returns.
+    /// Maps the bytes of a whole tensor from its cask and compares the checksums. The store must be a local folder, and
+    /// the tensor must be stored raw in one shard of this snapshot.
     ///
     /// Any other tensor is an `Unsupported` error: use [`read`](Self::read).
     pub async fn view(&self, name: &str) -> Result<Bytes> {

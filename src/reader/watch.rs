@@ -1,14 +1,15 @@
-//! New snapshots, as they are committed.
+//! Watches for new snapshots as they are committed.
 
 use std::time::Duration;
 
 use crate::commit::{Log, SnapshotRecord, Status};
 use crate::{Result, Store};
 
-/// How often the log is asked, if nothing else is said.
+/// Default interval between checks of the log.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Waits for snapshots. Sends two small requests at each look while there is nothing new: for the last known log entry and the next.
+/// Waits for snapshots. While nothing is new, each check sends two small requests: for the last known log entry and for
+/// the next.
 #[derive(Debug)]
 pub struct Watch {
     log: Log,
@@ -17,22 +18,22 @@ pub struct Watch {
 }
 
 impl Store {
-    /// Watches for snapshots committed after log entry `after`: 0 for all that are live, a snapshot's
-    /// [`SnapshotRecord::sequence`] for those that follow it.
+    /// Watches for snapshots committed after log entry `after`. Pass 0 to start with all live snapshots, or a
+    /// snapshot's [`SnapshotRecord::sequence`] for those that follow it.
     pub async fn watch(&self, after: u64) -> Result<Watch> {
         Ok(Watch { log: Log::load(self).await?, after, interval: INTERVAL })
     }
 }
 
 impl Watch {
-    /// Looks this often.
+    /// Sets the interval between checks.
     pub fn every(mut self, interval: Duration) -> Self {
         self.interval = interval;
         self
     }
 
-    /// The next snapshot, in the order of commits; waits until there is one. What has been superseded or forgotten by then is
-    /// passed over. After an error it may be called again. If the store was deleted or replaced, each call fails with `Conflict`.
+    /// Waits for the next snapshot, in the order of commits. Skips snapshots that have been superseded or forgotten by
+    /// then. May be called again after an error. If the store was deleted or replaced, each call fails with `Conflict`.
     pub async fn next(&mut self) -> Result<SnapshotRecord> {
         loop {
             if let Some(record) = self.known() {
@@ -46,7 +47,7 @@ impl Watch {
         }
     }
 
-    /// The next snapshot that has been seen and not been given yet.
+    /// Returns the next snapshot that is known and was not returned yet.
     fn known(&mut self) -> Option<SnapshotRecord> {
         let records = self.log.state().snapshots();
         let first = records.partition_point(|record| record.sequence <= self.after);

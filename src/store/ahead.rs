@@ -1,4 +1,4 @@
-//! Objects that go to a second store while they are being written to a first.
+//! Sends objects to a second store while they are still being written to the first.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,15 +12,19 @@ use super::Store;
 use super::upload::Upload;
 use crate::Result;
 
-/// Bytes that may wait for the second store, beside the parts that are under way there. What it does not take in time it gets later.
+/// Limit on the bytes that wait for the second store, besides the parts in flight. Beyond the limit, an object is no
+/// longer
+/// sent ahead, and the copier copies the rest later.
 const MAX_WAITING_BYTES: u64 = 64 << 20;
 
-/// Casks on their way to another store before the snapshot that needs them is committed in its own.
+/// Casks sent to another store before their snapshot is committed in its own store.
 ///
-/// [`Writer::send_ahead`](crate::Writer::send_ahead) has each cask go there, too, while its chunks are being encoded;
-/// [`Copier::finish_ahead`](crate::Copier::finish_ahead) goes on from where that has got to. The writer never waits for the other store, and
-/// does not fail with it: what that does not take in time, the copier reads. Nothing is published there before the copier has finished it,
-/// and has compared it with its checksums. What is left when the last of these is dropped is given up.
+/// [`Writer::send_ahead`](crate::Writer::send_ahead) sends each cask to the other store while its chunks are encoded.
+/// [`Copier::finish_ahead`](crate::Copier::finish_ahead) continues each upload from the point that it has reached.
+///
+/// The writer never waits for the other store and does not fail with it: the copier reads whatever the other store did
+/// not take in time. An object is published there only after the copier has completed it and compared it with its
+/// checksums. Dropping the last clone aborts the unfinished uploads.
 #[derive(Debug, Clone)]
 pub struct Ahead(Arc<Inner>);
 
@@ -31,23 +35,23 @@ struct Inner {
     begun: Mutex<HashMap<String, JoinHandle<Result<Begun>>>>,
 }
 
-/// An object of which a part is on its way.
+/// An object whose upload has begun.
 #[derive(Debug)]
 pub(crate) struct Begun {
     pub upload: Upload,
-    /// So many of its first bytes are in it.
+    /// Number of bytes, from the start of the object, that the upload has taken.
     pub bytes: u64,
-    /// Of these, so many have left.
+    /// Number of those bytes that have been sent.
     pub sent_bytes: u64,
 }
 
 impl Ahead {
-    /// To this store, which has to be there when a writer begins to send.
+    /// Sends to `destination`, which must exist before the writer begins to send.
     pub fn new(destination: &Store) -> Self {
         Self(Arc::new(Inner { destination: destination.clone(), waiting: Arc::default(), begun: Mutex::default() }))
     }
 
-    /// The other store.
+    /// Returns the destination store.
     pub fn destination(&self) -> &Store {
         &self.0.destination
     }
@@ -56,7 +60,7 @@ impl Ahead {
         self.0.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins an object of about this size.
+    /// Begins an object of about `expected_bytes`.
     pub(super) fn begin(&self, object: &str, expected_bytes: u64) -> Tee {
         let (sender, receiver) = unbounded_channel();
         let upload = Upload::new(&self.0.destination, object.to_owned(), expected_bytes);
@@ -65,17 +69,17 @@ impl Ahead {
         Tee { sender: Some(sender), waiting: self.0.waiting.clone() }
     }
 
-    /// What has become of an object whose writing has ended; none if it has to be copied whole.
+    /// Returns the upload of an object whose writing has ended. Returns `None` if the object must be copied whole.
     pub(crate) async fn take(&self, object: &str) -> Option<Begun> {
         let sending = self.begun().remove(object)?;
         match sending.await {
             Ok(Ok(begun)) => Some(begun),
             Ok(Err(error)) => {
-                tracing::warn!(store = self.0.destination.url(), object, %error, "could not be sent ahead; it is copied whole");
+                tracing::warn!(store = self.0.destination.url(), object, %error, "the object could not be sent ahead; the copier will copy the whole object");
                 None
             }
             Err(error) => {
-                tracing::warn!(store = self.0.destination.url(), object, %error, "sending ahead ended early; it is copied whole");
+                tracing::warn!(store = self.0.destination.url(), object, %error, "sending the object ahead ended early; the copier will copy the whole object");
                 None
             }
         }
@@ -106,14 +110,14 @@ fn byte_count(pieces: &[Bytes]) -> u64 {
     pieces.iter().map(|piece| piece.len() as u64).sum()
 }
 
-/// The writer's end of an object that goes to a second store, too.
+/// Writer's end of an object that also goes to a second store.
 pub(super) struct Tee {
     sender: Option<UnboundedSender<Vec<Bytes>>>,
     waiting: Arc<AtomicU64>,
 }
 
 impl Tee {
-    /// Passes the next bytes on, unless the other store is behind: then no more of this object is sent ahead.
+    /// Passes the next bytes on. If the other store is behind, sends no more of this object ahead.
     pub(super) fn push(&mut self, pieces: &[Bytes]) {
         let Some(sender) = &self.sender else { return };
         let count = byte_count(pieces);

@@ -1,4 +1,4 @@
-//! What a store's handle remembers: directories and indexes, both named by their digests.
+//! Cache of a store handle: directories and indexes, both keyed by digest.
 
 use std::sync::Arc;
 
@@ -6,17 +6,17 @@ use super::Store;
 use crate::container::CaskIndex;
 use crate::wire::{CaskRef, Digest, Directory};
 
-/// Directories kept, at most.
+/// Maximum number of cached directories.
 const MAX_DIRECTORIES: usize = 16;
 
-/// Directories and indexes that were read lately.
+/// Directories and indexes that were read recently.
 #[derive(Debug, Default)]
 pub(super) struct Caches {
     directories: std::sync::Mutex<Vec<(Digest, Arc<Directory>)>>,
     indexes: std::sync::Mutex<Indexes>,
 }
 
-/// Indexes of casks, the one used last at the end.
+/// Cask indexes, the most recently used last.
 #[derive(Debug, Default)]
 struct Indexes {
     kept: Vec<(Digest, u64, Arc<CaskIndex>)>,
@@ -28,7 +28,7 @@ fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Store {
-    /// The directory of a digest, if it was read lately.
+    /// Returns the directory with this digest, if it is in the cache.
     pub(crate) fn cached_directory(&self, digest: Digest) -> Option<Arc<Directory>> {
         let cache = lock(&self.inner.caches.directories);
         cache.iter().find(|(known, _)| *known == digest).map(|(_, directory)| directory.clone())
@@ -43,8 +43,8 @@ impl Store {
         cache.push((digest, directory));
     }
 
-    /// The index of a cask, if it was read lately. Its digest is that of header, index root and postscript; parts are checked
-    /// against the root.
+    /// Returns the index of a cask, if it is in the cache. The digest covers header, index root and postscript; index
+    /// parts are checked against the root.
     pub(crate) fn cached_index(&self, cask: &CaskRef) -> Option<Arc<CaskIndex>> {
         let mut cache = lock(&self.inner.caches.indexes);
         let at = cache.kept.iter().position(|(digest, ..)| *digest == cask.digest)?;
@@ -58,10 +58,10 @@ impl Store {
         same.then_some(index)
     }
 
-    /// Keeps an index; the oldest go, so that all together take no more than the options allow.
+    /// Caches an index. Evicts the least recently used indexes to stay within `index_cache_bytes`.
     pub(crate) fn cache_index(&self, cask: &CaskRef, index: Arc<CaskIndex>) {
         let limit = self.inner.options.index_cache_bytes;
-        // As if all parts were loaded: they may be, later.
+        // Counts all index parts, because any of them may be loaded later.
         let bytes = cask.bytes.saturating_sub(cask.index_offset);
         if bytes > limit {
             return;

@@ -5,9 +5,9 @@ use std::ops::Range;
 /// How ranges are merged into requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Coalesce {
-    /// Ranges this close are read as one.
+    /// Largest gap between two ranges that are read as one.
     pub max_gap_bytes: u64,
-    /// A request grows by merging no further than this.
+    /// Largest request that merging may produce.
     pub max_request_bytes: u64,
 }
 
@@ -18,7 +18,8 @@ impl Default for Coalesce {
 }
 
 impl Coalesce {
-    /// Requests that cover `ranges`, ascending and disjoint. Input order does not matter; empty ranges need none.
+    /// Returns requests that cover `ranges`, ascending and disjoint. The input may be in any order; empty ranges are
+    /// skipped.
     pub(crate) fn requests(&self, ranges: impl IntoIterator<Item = Range<u64>>) -> Vec<Range<u64>> {
         let mut sorted: Vec<Range<u64>> = ranges.into_iter().filter(|r| !r.is_empty()).collect();
         sorted.sort_unstable_by_key(|r| (r.start, r.end));

@@ -1,13 +1,17 @@
-//! First contact with a server: gives up soon on one that never answered, and leaves the patience to later requests.
+//! First contact with a server: gives up early on a server that has never answered.
 //!
-//! `object_store` retries a request for three minutes. That is right in the middle of a training run, whose storage is
-//! away for a moment, and wrong for a first request, which fails for a typing error, a missing credential or a closed
-//! port. So requests go through [`Connector`]. It remembers which servers have answered. To a server that has not, it
-//! repeats a request for `contact_timeout` (5 s) and then reports what was tried; the report is final, because its kind
-//! is none that `object_store` retries. Once a server has answered, whatever the status, `object_store` decides alone.
+//! `object_store` retries a request for three minutes. That is right during training, when the storage may be away for
+//! a moment. It is wrong for the first request, which usually fails because of a typing error, a missing credential or
+//! a closed port.
 //!
-//! Requests for instance credentials (EC2, GCE, Azure VM) are recognized by the headers that the metadata services demand.
-//! `object_store` sends them if nothing else is configured, so their failure means that there are no credentials.
+//! All requests therefore go through [`Connector`], which remembers the servers that have answered. A request to any
+//! other server is retried for `contact_timeout` (5 s); then the error lists what was tried. `object_store` does not
+//! retry that error, because of its kind. Once a server has answered, with any status, `object_store` alone decides
+//! about retries.
+//!
+//! Requests for instance credentials (EC2, GCE, Azure VM) are recognized by the headers that the metadata services
+//! require. `object_store` sends these requests if nothing else is configured, so their failure means that there are no
+//! credentials.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,7 +24,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::error::Advice;
 
-/// Kind of the service behind a URL; decides how the error says what to configure.
+/// Kind of service behind a URL. Decides which settings an error suggests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cloud {
     #[cfg(feature = "aws")]
@@ -33,7 +37,7 @@ pub(super) enum Cloud {
     Web,
 }
 
-/// Makes clients that give up early on servers that never answered.
+/// Creates clients that give up early on servers that have never answered.
 #[derive(Debug)]
 pub(super) struct Connector {
     contacts: Arc<Contacts>,
@@ -67,7 +71,7 @@ struct Contacts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Server {
     Answers,
-    /// Has answered before, and fails now.
+    /// A server that has answered before and fails now.
     Fails,
 }
 
@@ -90,7 +94,8 @@ impl Contacts {
         }
     }
 
-    /// Google has a second address for its metadata service, which takes the other half of the time.
+    /// Returns the time limit for a first request. Google has a second address for its metadata service, so each gets
+    /// half.
     fn budget(&self, is_metadata: bool) -> Duration {
         if is_metadata { self.contact_timeout / 2 } else { self.contact_timeout }
     }
@@ -138,7 +143,7 @@ impl Client {
         loop {
             attempts += 1;
             let sent = self.inner.execute(request.clone());
-            // The answer of a metadata service is short, so waiting for it has the same bound as connecting.
+            // A metadata answer is short, so waiting for it has the same time limit as connecting.
             let outcome = match is_metadata {
                 true => timeout(budget.saturating_sub(began.elapsed()).max(FIRST_PAUSE), sent)
                     .await
@@ -174,7 +179,7 @@ impl Client {
 }
 
 impl Cloud {
-    /// Which credentials were looked for; ends where the answer of the metadata service follows.
+    /// Returns the list of credentials that were tried. The text ends where the metadata service's answer follows.
     fn missing_credentials(self) -> &'static str {
         match self {
             #[cfg(feature = "aws")]
@@ -189,7 +194,7 @@ impl Cloud {
     }
 }
 
-/// An error that `object_store` does not retry.
+/// Returns an error that `object_store` does not retry.
 fn give_up(message: String) -> HttpError {
     HttpError::new(HttpErrorKind::Unknown, Advice(message))
 }
@@ -202,17 +207,17 @@ fn innermost(error: &dyn std::error::Error) -> &dyn fmt::Display {
     current
 }
 
-/// Longest wait for a connection, which is `object_store`'s own.
+/// Default connect timeout of `object_store`.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Headers without which the metadata services of Amazon, Google and Azure do not answer; no other request has them.
+/// Headers that the metadata services of Amazon, Google and Azure require. No other request has them.
 const METADATA_HEADERS: [&str; 4] = ["x-aws-ec2-metadata-token-ttl-seconds", "x-aws-ec2-metadata-token", "metadata-flavor", "metadata"];
 
-/// Statuses with which a metadata service says that this machine has no identity. 403 is none of them: it has `object_store` ask in an
-/// older way, where that is configured.
+/// Statuses by which a metadata service says that this machine has no identity. 403 is not among them, because
+/// `object_store` then tries an older protocol if one is configured.
 const REFUSALS: [u16; 3] = [400, 401, 404];
 
 #[cfg(feature = "aws")]

@@ -1,4 +1,4 @@
-//! Byte ranges of an object in few requests.
+//! Reads byte ranges of an object in few requests.
 
 use std::future::Future;
 use std::ops::Range;
@@ -11,25 +11,25 @@ use super::Store;
 use super::coalesce::Coalesce;
 use crate::{Error, ErrorKind, Result, boxed};
 
-/// Requests of one fetch that are under way at once.
+/// Maximum number of requests in flight per fetch.
 const CONCURRENT_REQUESTS: usize = 8;
 
-/// Runs futures, `limit` at once, and gives their values in order, or the first error.
+/// Runs at most `limit` futures at once. Returns their values in order, or the first error.
 pub(crate) async fn concurrently<T, F: Future<Output = Result<T>>>(limit: usize, futures: impl IntoIterator<Item = F>) -> Result<Vec<T>> {
-    // Made before any runs: a stream that maps lazily would carry its closure through every await.
+    // Collects the futures first: a lazily mapped stream would carry its closure through every await.
     let futures: Vec<F> = futures.into_iter().collect();
     futures::stream::iter(futures).buffered(limit).try_collect().await
 }
 
 impl Store {
-    /// The bytes of one range.
+    /// Reads one range.
     #[boxed]
     pub(crate) async fn get_range(&self, object: &str, range: Range<u64>) -> Result<Bytes> {
         let bytes = self.get_ranges(object, std::slice::from_ref(&range)).await?.pop();
         bytes.ok_or_else(|| Error::corrupt("a requested range did not arrive").object(object).offset(range.start))
     }
 
-    /// The bytes of `ranges`, in their order. Every length is checked: some object stores answer short.
+    /// Reads `ranges` and returns them in order. Checks every length, because some object stores return short answers.
     #[boxed]
     pub(crate) async fn get_ranges(&self, object: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let requests = Coalesce::default().requests(ranges.iter().cloned());
@@ -47,7 +47,8 @@ impl Store {
                     }
                     other => other,
                 };
-                // Past the end, some answer short and others fail: the object's size tells damage from trouble.
+                // For a range past the end, some stores return a short answer and others an error. The object's size
+                // tells damage from a storage failure.
                 self.count(1, 0, 0);
                 match (received, objects.head(path).await) {
                     (_, Ok(meta)) if meta.size < range.end => {

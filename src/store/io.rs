@@ -1,4 +1,4 @@
-//! Whole small objects: get, create, list, delete.
+//! Operations on whole small objects: get, create, list, delete.
 
 use bytes::Bytes;
 use futures::TryStreamExt;
@@ -7,27 +7,27 @@ use object_store::{ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use super::{Medium, Store};
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
-/// What became of a put-if-absent.
+/// Outcome of a put-if-absent.
 #[derive(Debug)]
 pub(crate) enum Created {
-    /// The bytes are there now, and durable.
+    /// The object was written and is durable.
     Written,
-    /// An object of that name was there before, or a lost answer made it look so.
+    /// An object of that name already exists, or a lost answer made it look so.
     Exists,
 }
 
-/// An object of a listing.
+/// An object in a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Listed {
     /// Path below the store's root.
     pub path: String,
     pub bytes: u64,
-    /// When it was written, in milliseconds since 1970, by the clock of the storage.
+    /// Last write, in milliseconds since 1970, by the clock of the storage.
     pub modified_ms: u64,
 }
 
 impl Store {
-    /// A whole object of at most `max_bytes`.
+    /// Reads a whole object of at most `max_bytes`.
     #[boxed]
     pub(crate) async fn get(&self, object: &str, max_bytes: u64) -> Result<Bytes> {
         self.count(1, 0, 0);
@@ -42,7 +42,7 @@ impl Store {
         Ok(bytes)
     }
 
-    /// A whole object, or `None` where there is none.
+    /// Reads a whole object, or returns `None` if it does not exist.
     #[boxed]
     pub(crate) async fn get_if_present(&self, object: &str, max_bytes: u64) -> Result<Option<Bytes>> {
         match self.get(object, max_bytes).await {
@@ -52,7 +52,7 @@ impl Store {
         }
     }
 
-    /// Writes an object that must not be there yet.
+    /// Writes an object that must not exist yet.
     #[boxed]
     pub(crate) async fn create(&self, object: &str, bytes: Bytes) -> Result<Created, object_store::Error> {
         self.count(1, 0, bytes.len() as u64);
@@ -65,10 +65,11 @@ impl Store {
         }
     }
 
-    /// Writes an object whose name no other can have. A lost answer may leave it there: our own bytes, so all is well.
+    /// Writes an object with a unique name. If a lost answer makes the object look like an existing one, its bytes are
+    /// our own.
     #[boxed]
     pub(crate) async fn create_unique(&self, object: &str, bytes: Bytes) -> Result<()> {
-        // A server may answer *conflict* to the loser of a race that nobody won; then nothing is there.
+        // A server may answer *conflict* to the loser of a race that nobody won. Then no object exists.
         for _ in 0..3 {
             if let Created::Written = self.create(object, bytes.clone()).await.map_err(|e| Error::storage(object, e))? {
                 return Ok(());
@@ -81,13 +82,14 @@ impl Store {
                 None => {}
             }
         }
-        Err(Error::new(ErrorKind::Storage, "the storage says that it exists, and does not have it").object(object))
+        Err(Error::new(ErrorKind::Storage, "the storage reports that the object exists, but does not return it; try again").object(object))
     }
 
-    /// Writes an object whose name is the digest of its bytes; what is there of that name is right, or repaired.
+    /// Writes an object whose name is the digest of its bytes. An existing object of that name is correct, or is
+    /// repaired.
     ///
-    /// On local disk it is written in any case, over the same bytes: one that an earlier, failed attempt left may not be
-    /// durable, and reading it back would prove nothing.
+    /// On local disk the object is always written again. An earlier, failed attempt may have left bytes that are not
+    /// durable, and reading them back would prove nothing.
     #[boxed]
     pub(crate) async fn put_content_addressed(&self, object: &str, bytes: Bytes) -> Result<()> {
         if *self.medium() != (Medium::Remote) {
@@ -95,7 +97,7 @@ impl Store {
         }
         match self.create_unique(object, bytes.clone()).await {
             Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => {
-                tracing::warn!(object, "the object is damaged; writing it anew");
+                tracing::warn!(object, "the object is damaged; writing it again");
                 self.overwrite(object, bytes).await
             }
             other => other,
@@ -106,7 +108,7 @@ impl Store {
         self.put_whole(object, PutPayload::from(bytes)).await
     }
 
-    /// Writes an object, over whatever is there. A server that answers *conflict* to that means: not now.
+    /// Writes an object and overwrites an existing one. A server that answers *conflict* asks for another attempt.
     #[boxed]
     pub(crate) async fn put_whole(&self, object: &str, payload: PutPayload) -> Result<()> {
         let mut attempts = 0;
@@ -121,7 +123,7 @@ impl Store {
         }
     }
 
-    /// Objects below a folder, by name.
+    /// Lists the objects in a folder, ordered by name.
     #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
         self.count(1, 0, 0);
@@ -144,8 +146,9 @@ impl Store {
         Ok(found)
     }
 
-    /// Names of the objects of a folder that come after `after`, ascending. One request on an object store; on local disk the folder is
-    /// read without a look at its files, which is what a listing of `object_store` costs.
+    /// Lists the names of the objects in a folder that sort after `after`, ascending. Costs one request on an object
+    /// store. On local disk, reads the folder but not the metadata of each file, which is the cost of an `object_store`
+    /// listing.
     #[boxed]
     pub(crate) async fn names_after(&self, folder: &str, after: &str) -> Result<Vec<String>> {
         self.count(1, 0, 0);
@@ -161,7 +164,7 @@ impl Store {
                     entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
                 });
                 let read =
-                    read.await.map_err(|e| Error::new(ErrorKind::Storage, format!("the folder was not read: {e}")).object(folder))?;
+                    read.await.map_err(|e| Error::new(ErrorKind::Storage, format!("the folder could not be read: {e}")).object(folder))?;
                 read.map_err(|e| Error::io(folder, e))?
             }
             Medium::Memory | Medium::Remote => {
@@ -176,7 +179,7 @@ impl Store {
         Ok(names)
     }
 
-    /// Size and time of an object, or `None` where there is none.
+    /// Returns size and time of an object, or `None` if it does not exist.
     pub(crate) async fn head_if_present(&self, object: &str) -> Result<Option<Listed>> {
         match self.head(object).await {
             Ok(found) => Ok(Some(found)),
@@ -185,7 +188,7 @@ impl Store {
         }
     }
 
-    /// Size and time of an object.
+    /// Returns size and time of an object.
     #[boxed]
     pub(crate) async fn head(&self, object: &str) -> Result<Listed> {
         self.count(1, 0, 0);
@@ -193,7 +196,8 @@ impl Store {
         Ok(Listed { path: object.to_owned(), bytes: meta.size, modified_ms: modified_ms(&meta) })
     }
 
-    /// The time by the clock of the storage, in milliseconds since 1970: that of a scratch object, which is removed again.
+    /// Returns the time by the clock of the storage, in milliseconds since 1970. Writes a scratch object to read the
+    /// clock, then deletes it.
     #[boxed]
     pub(crate) async fn clock_ms(&self) -> Result<u64> {
         let object = format!("probe/{}", crate::wire::Id::random()?);
@@ -203,7 +207,7 @@ impl Store {
         Ok(now?.modified_ms)
     }
 
-    /// Deletes an object; that it is gone already is no error.
+    /// Deletes an object. An object that is already gone is not an error.
     #[boxed]
     pub(crate) async fn delete(&self, object: &str) -> Result<()> {
         self.count(1, 0, 0);
@@ -218,7 +222,7 @@ fn modified_ms(meta: &object_store::ObjectMeta) -> u64 {
     u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0)
 }
 
-/// The error of a write that has no condition, and so cannot have lost to another.
+/// Returns the error of an unconditional write, which cannot have lost to another write.
 pub(crate) fn unconditional(object: &str, source: object_store::Error) -> Error {
     match source {
         object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. } => {

@@ -1,6 +1,6 @@
 //! A store: one root in an object store that holds the snapshots of a training run.
 //!
-//! This module opens URLs and moves bytes; what the bytes mean is decided elsewhere.
+//! This module opens URLs and moves bytes. It does not interpret the bytes.
 
 mod ahead;
 mod cache;
@@ -59,11 +59,11 @@ struct Inner {
     caches: cache::Caches,
 }
 
-/// What a store lies on; decides what an error can mean.
+/// Storage below a store. Decides how errors are interpreted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Medium {
     Memory,
-    /// A folder.
+    /// A local folder.
     Local(std::path::PathBuf),
     Remote,
 }
@@ -75,20 +75,20 @@ struct Counters {
     bytes_written: AtomicU64,
 }
 
-/// Requests and bytes that went through a store and its clones.
+/// Requests and bytes of a store and its clones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct IoCounts {
-    /// Requests sent, of every kind.
+    /// Number of requests sent, of every kind.
     pub requests: u64,
-    /// Bytes of objects received.
+    /// Number of object bytes received.
     pub bytes_read: u64,
-    /// Bytes of objects sent.
+    /// Number of object bytes sent.
     pub bytes_written: u64,
 }
 
 impl Store {
-    /// A store in any [`ObjectStore`], below `root`. Open local folders by path instead: they need care with fsync that an
-    /// `ObjectStore` does not show from outside.
+    /// Creates a store in any [`ObjectStore`], below `root`. Open local folders by path instead: they need fsync calls
+    /// that an `ObjectStore` does not expose.
     pub fn with_object_store(objects: Arc<dyn ObjectStore>, root: Path, options: StoreOptions) -> Self {
         let url = format!("{objects}/{root}");
         Self::assemble(url, Medium::Remote, Some(objects), root, options)
@@ -112,22 +112,22 @@ impl Store {
         }
     }
 
-    /// The URL that it was opened with.
+    /// Returns the URL that the store was opened with.
     pub fn url(&self) -> &str {
         &self.inner.url
     }
 
-    /// What readers accept.
+    /// Returns the limits that readers enforce.
     pub fn limits(&self) -> &Limits {
         &self.inner.options.limits
     }
 
-    /// The codecs that readers know and writers choose from.
+    /// Returns the codecs that readers know and writers choose from.
     pub fn registry(&self) -> &Registry {
         &self.inner.options.registry
     }
 
-    /// Requests and bytes so far.
+    /// Returns the requests and bytes so far.
     pub fn io(&self) -> IoCounts {
         let counters = &self.inner.counters;
         IoCounts {
@@ -146,7 +146,7 @@ impl Store {
             return Ok(objects);
         }
         match self.medium() {
-            // Another process may have created it since this handle was opened.
+            // Another process may have created the folder since this handle was opened.
             Medium::Local(folder) if folder.is_dir() => {
                 let objects = open::local_objects(folder, self.inner.options.fsync)?;
                 Ok(self.inner.objects.get_or_init(|| objects))

@@ -1,4 +1,4 @@
-//! Turns a URL into a store.
+//! Opens a store by URL.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use super::{Medium, Store};
 use crate::codec::Registry;
 use crate::{Error, Limits, Result};
 
-/// How a store is opened.
+/// Options for opening a store.
 ///
 /// ```
 /// use tensorcask::{Limits, StoreOptions};
@@ -28,27 +28,28 @@ use crate::{Error, Limits, Result};
 /// ```
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// What readers accept.
+    /// Limits that readers enforce.
     pub limits: Limits,
     /// Codecs that readers know and writers choose from.
     pub registry: Registry,
-    /// Settings of the object store, which override those of the environment.
+    /// Settings of the object store. They override those of the environment.
     ///
-    /// Each cloud has its keys in [`object_store`]: `aws_region`, `aws_endpoint`, `azure_storage_account_name`, `google_service_account`,
-    /// `timeout` (of one request, 30 s) and so on. Two keys are ours, with values such as `500ms`, `30s` or `5m`:
+    /// Each cloud has its keys in [`object_store`]: `aws_region`, `aws_endpoint`, `azure_storage_account_name`,
+    /// `google_service_account`, `timeout` (of one request, 30 s) and so on. Two keys are our own, with values such as
+    /// `500ms`, `30s` or `5m`:
     ///
     /// | key | environment | default | meaning |
     /// |---|---|---|---|
     /// | `contact_timeout` | `TENSORCASK_CONTACT_TIMEOUT` | `5s` | time for which the first request to a server is retried |
     /// | `retry_timeout` | `TENSORCASK_RETRY_TIMEOUT` | `3m` | time for which later requests are retried, each; below 5 min |
     ///
-    /// A server counts as contacted from its first answer on, whatever its status. A wrong endpoint and missing credentials are
-    /// reported soon, therefore, while a long run outlives a storage that is away for a moment.
+    /// A server counts as contacted after its first answer, whatever the status. A wrong endpoint or missing
+    /// credentials are therefore reported within seconds, while a long run survives a storage outage of a few minutes.
     pub config: BTreeMap<String, String>,
-    /// Whether files and folders on local disk reach the disk before a save is acknowledged. Without it a power cut loses
-    /// acknowledged snapshots.
+    /// Whether files and folders on local disk are synced before a save is acknowledged. Without fsync, a power cut
+    /// loses acknowledged snapshots.
     pub fsync: bool,
-    /// Bytes of cask indexes that the store and its clones remember, at most.
+    /// Maximum bytes of cask indexes that the store and its clones cache.
     pub index_cache_bytes: u64,
 }
 
@@ -77,12 +78,14 @@ impl Store {
     /// | `file:///path`, or a plain path | a folder |
     /// | `memory://name` | memory of this process, shared by name |
     ///
-    /// Reads and creates nothing yet. Credentials come from the environment (`AWS_*`, `GOOGLE_*`, `AZURE_*`) or from the instance.
+    /// Sends no request yet and creates nothing. Credentials come from the environment (`AWS_*`, `GOOGLE_*`, `AZURE_*`)
+    /// or from the instance.
     pub fn open(url: &str) -> Result<Self> {
         StoreOptions::default().open(url)
     }
 
-    /// Creates the folders of a local store, and makes them durable: object stores sync only folders that they make themselves.
+    /// Creates the folders of a local store and makes them durable. `object_store` syncs only folders that it creates
+    /// itself.
     pub(crate) fn ensure_root(&self) -> Result<()> {
         let Medium::Local(root) = self.medium() else { return Ok(()) };
         let fail = |folder: &std::path::Path, e| Error::io(folder.display().to_string(), e);
@@ -92,7 +95,8 @@ impl Store {
             std::fs::create_dir_all(folder).map_err(|e| fail(folder, e))?;
         }
         if self.inner.options.fsync {
-            // From the new ones up to the folder that was there before, whose entry of the first new one must last too.
+            // Syncs from the new folders up to the first existing one, because the entry of the topmost new folder must
+            // last too.
             folders.extend(root.ancestors().take_while(|folder| Some(*folder) != existing.as_deref()).map(PathBuf::from));
             folders.extend(existing);
             for folder in &folders {
@@ -103,7 +107,7 @@ impl Store {
     }
 }
 
-/// The folders of a store.
+/// Folders of a store.
 pub(crate) const FOLDERS: &[&str] = &["casks", "directories", "snapshots", "log", "catalog"];
 
 impl StoreOptions {
@@ -129,7 +133,7 @@ impl StoreOptions {
                     return Err(invalid(format!("the URL names no bucket, container or host; write `{scheme}://NAME/path`")));
                 }
                 let objects = self.cloud(scheme, url)?;
-                // For http the whole URL is the root already.
+                // An http URL is itself the root.
                 let root = if scheme.starts_with("http") { "" } else { parsed.path() };
                 let root = Path::from_url_path(root).map_err(|e| invalid(format!("its path cannot name objects: {e}")))?;
                 Ok(Store::assemble(url.to_owned(), Medium::Remote, Some(objects), root, self))
@@ -200,7 +204,7 @@ impl StoreOptions {
 
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 impl StoreOptions {
-    /// Settings that are not ours.
+    /// Returns the settings that are meant for `object_store`.
     #[cfg(any(feature = "aws", feature = "gcp", feature = "azure"))]
     fn cloud_config(&self) -> impl Iterator<Item = (&String, &String)> {
         self.config.iter().filter(|(key, _)| ![CONTACT_TIMEOUT, RETRY_TIMEOUT].contains(&key.as_str()))
@@ -214,7 +218,7 @@ impl StoreOptions {
     fn retry(&self, url: &str) -> Result<object_store::RetryConfig> {
         let default = object_store::RetryConfig::default();
         Ok(match self.time(RETRY_TIMEOUT, "TENSORCASK_RETRY_TIMEOUT", url)? {
-            // The time is the bound, then, not the number.
+            // The timeout is the limit, so the number of retries is not.
             Some(retry_timeout) => object_store::RetryConfig { retry_timeout, max_retries: usize::MAX, ..default },
             None => default,
         })
@@ -252,7 +256,8 @@ const NO_AZURE_ACCOUNT: &str = "no storage account for Azure: set AZURE_STORAGE_
 
 const SCHEMES: [&str; 11] = ["file", "memory", "s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "http", "https"];
 
-/// The URL that was meant, if this one begins with a scheme that we know and is none: `s3:/bucket`, `s3:bucket`, `S3://bucket`.
+/// Returns the URL that was probably meant, for a malformed URL with a known scheme: `s3:/bucket`, `s3:bucket`,
+/// `S3://bucket`.
 fn right_form(url: &str) -> Option<String> {
     let (given, rest) = url.split_once(':')?;
     let scheme = SCHEMES.into_iter().find(|scheme| scheme.eq_ignore_ascii_case(given))?;
@@ -268,7 +273,8 @@ fn config_key<K: std::str::FromStr>(key: &str, url: &str) -> Result<K> {
     key.parse().map_err(|_| Error::invalid(format!("`{}` is not a setting of this kind of store", key.escape_debug())).object(url))
 }
 
-/// A URL without query and fragment, which no object store would see: two runs must not share a root by mistake.
+/// Parses a URL and refuses a query or fragment. No object store would see them, so two runs could share a root by
+/// mistake.
 fn parse(url: &str) -> Result<url::Url> {
     let parsed = url::Url::parse(url).map_err(|e| Error::invalid(format!("not a URL: {e}")).object(url))?;
     if parsed.query().is_some() || parsed.fragment().is_some() {
@@ -282,7 +288,7 @@ pub(super) fn local_objects(folder: &std::path::Path, fsync: bool) -> Result<Arc
     Ok(Arc::new(local.with_fsync(fsync)))
 }
 
-/// One in-memory store per name, for as long as somebody holds it.
+/// Returns the in-memory store of this name. It lives as long as somebody holds it.
 fn shared_memory(name: &str) -> Arc<dyn ObjectStore> {
     static STORES: LazyLock<std::sync::Mutex<BTreeMap<String, std::sync::Weak<InMemory>>>> = LazyLock::new(Default::default);
     if name.is_empty() {

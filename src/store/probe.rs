@@ -1,4 +1,4 @@
-//! Proves that a storage keeps the one promise that commits need: of several creates of a name, exactly one wins.
+//! Tests the one guarantee that commits need from a storage: of several concurrent creates of a name, exactly one wins.
 
 use bytes::Bytes;
 
@@ -7,22 +7,23 @@ use super::io::Created;
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, boxed};
 
-/// Rounds of racing creates. A storage that ignores the condition fails the first; one that checks it without a lock
-/// fails within a few.
+/// Rounds of racing creates. A storage that ignores the condition fails the first round. A storage that checks it
+/// without a lock fails within a few.
 const ROUNDS: u32 = 20;
 
-/// What a probe found.
+/// Result of a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProbeReport {
-    /// Rounds of racing creates, each with exactly one winner.
+    /// Number of rounds of racing creates, each with exactly one winner.
     pub rounds: u32,
 }
 
 impl Store {
-    /// Races creates on scratch objects, and refuses a storage on which a name can be created twice.
+    /// Races creates on scratch objects. Refuses a storage on which a name can be created twice.
     pub async fn probe(&self) -> Result<ProbeReport> {
         let run = Id::random()?;
-        // The marker stays while the rounds go on. If it is gone, another process deletes objects here, and a round proves nothing.
+        // The marker stays during all rounds. If it disappears, another process deletes objects here, and the rounds
+        // prove nothing.
         let marker = format!("probe/{run}");
         self.create_unique(&marker, Bytes::from_static(b"probe")).await?;
         let found = self.probe_rounds(run).await;
@@ -45,11 +46,12 @@ impl Store {
             let object = format!("probe/{run}-{round}");
             let mut outcome = self.probe_round(&object).await;
             if let Ok(false) = outcome {
-                // Nobody won, which a server may say of a race; the same name again, with nothing there.
+                // A server may report that nobody won a race. Nothing exists then, so the round is repeated with the same
+                // name.
                 self.delete(&object).await?;
                 outcome = self.probe_round(&object).await;
             }
-            // A scratch object that stays behind is an eyesore, no harm.
+            // A leftover scratch object is harmless.
             if let Err(e) = self.delete(&object).await {
                 tracing::debug!(object, error = %e, "scratch object not removed");
             }
@@ -58,7 +60,7 @@ impl Store {
         Ok(ProbeReport { rounds: ROUNDS })
     }
 
-    /// Whether one of the racers knows that it won.
+    /// Races creates of one object. Returns whether one of the racers knows that it won.
     #[boxed]
     async fn probe_round(&self, object: &str) -> Result<bool> {
         let tokens = [Id::random()?, Id::random()?, Id::random()?];
@@ -92,7 +94,7 @@ impl Store {
             return refuse("an object that exists was created again");
         }
         let found = self.get(object, 1 << 10).await?;
-        // With a lost answer nobody knows that he won; then either body may lie there.
+        // After lost answers no racer knows that it won, so the object may hold either body.
         let expected = if winners.is_empty() { &tokens[..2] } else { &winners[..] };
         if !expected.iter().any(|token| body(*token) == found) {
             return refuse("an object does not hold what its only creator wrote");

@@ -1,4 +1,4 @@
-//! Streams one object up in bounded memory: a single put while it is small, equal multipart parts when it is not.
+//! Uploads one object in bounded memory: a single put while the object is small, otherwise equal multipart parts.
 
 use bytes::Bytes;
 use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
@@ -9,14 +9,14 @@ use super::io::unconditional;
 use super::{Medium, Store};
 use crate::{Error, ErrorKind, Result, boxed};
 
-/// Objects below this go up in one request; no part is smaller.
+/// Objects below this size are sent in one request. No part is smaller.
 const MIN_PART_BYTES: u64 = 8 << 20;
-/// S3 allows 10,000 parts; some room is left for an estimate that was too low.
+/// S3 allows 10,000 parts. The margin covers an estimate of the size that was too low.
 const MAX_PARTS: u64 = 9_000;
-/// Parts under way at once, so that at most this many times the part size is held.
+/// Number of parts in flight at once. Limits the memory of an upload to this many parts.
 const CONCURRENT_PARTS: usize = 4;
 
-/// An object on its way up.
+/// Upload of one object.
 pub(crate) struct Upload {
     store: Store,
     object: String,
@@ -36,7 +36,7 @@ impl std::fmt::Debug for Upload {
 }
 
 impl Upload {
-    /// An upload of about `expected_bytes`, which decides the size of parts.
+    /// Creates an upload of about `expected_bytes`, which sets the size of parts.
     pub(crate) fn new(store: &Store, object: String, expected_bytes: u64) -> Self {
         Self {
             store: store.clone(),
@@ -51,18 +51,18 @@ impl Upload {
         }
     }
 
-    /// Has the same bytes go to another store, too.
+    /// Also sends the same bytes to another store.
     pub(crate) fn sent_ahead(mut self, ahead: Option<&Ahead>, expected_bytes: u64) -> Self {
         self.tee = ahead.map(|ahead| ahead.begin(&self.object, expected_bytes));
         self
     }
 
-    /// Bytes that have left.
+    /// Returns the number of bytes sent.
     pub(super) fn sent_bytes(&self) -> u64 {
         self.total_bytes - self.pending_bytes
     }
 
-    /// Takes the next bytes; waits while too many parts are under way.
+    /// Takes the next bytes. Waits while too many parts are in flight.
     #[boxed]
     pub(crate) async fn push(&mut self, bytes: Vec<Bytes>) -> Result<()> {
         if let Some(tee) = &mut self.tee {
@@ -97,7 +97,7 @@ impl Upload {
             Ok(())
         }
         .await;
-        // An object store may publish what it has even where a part failed: complete only when all parts are known good.
+        // Completes only after all parts have succeeded: an object store may publish an object even if a part failed.
         if let Err(e) = sent {
             self.abort().await;
             return Err(e);
@@ -112,13 +112,13 @@ impl Upload {
                 Ok(())
             }
             Err(e) => {
-                // Whether the object exists is unknown; its name is unique and nothing refers to it.
+                // Whether the object exists is unknown. Its name is unique and nothing refers to it.
                 Err(unconditional(&object, e))
             }
         }
     }
 
-    /// Gives up; leaves nothing behind where the storage allows it.
+    /// Aborts the upload. Leaves nothing behind if the storage allows that.
     #[boxed]
     pub(crate) async fn abort(&mut self) {
         self.running.shutdown().await;
@@ -178,7 +178,7 @@ impl Upload {
     }
 }
 
-/// Whether an upload whose completion failed has arrived all the same.
+/// Returns whether an upload whose completion failed has arrived after all.
 async fn is_there(store: &Store, object: &str, bytes: u64) -> bool {
     let Ok(objects) = store.objects() else { return false };
     store.count(1, 0, 0);
@@ -186,7 +186,7 @@ async fn is_there(store: &Store, object: &str, bytes: u64) -> bool {
 }
 
 impl Drop for Upload {
-    /// A save that failed or was cancelled leaves no unfinished upload behind, as far as there is still somebody to remove it.
+    /// Aborts the upload of a failed or cancelled save, as long as a runtime is left to send the request.
     fn drop(&mut self) {
         self.running.abort_all();
         if let (Some(mut multipart), Ok(runtime)) = (self.multipart.take(), tokio::runtime::Handle::try_current()) {

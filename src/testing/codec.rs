@@ -1,11 +1,11 @@
-//! The contract of [`Codec`].
+//! Contract tests of [`Codec`].
 
 use bytes::Bytes;
 
 use crate::codec::{Chunk, ChunkKind, Codec, Columns, Partner};
 use crate::{Dtype, Error, Result};
 
-/// Runs every check of the contract; the error names the one that failed.
+/// Runs every check of the contract. The error names the check that failed.
 ///
 /// ```
 /// tensorcask::testing::codec::run_all(&tensorcask::codec::Bitmask)?;
@@ -23,7 +23,7 @@ pub fn run_all(codec: &dyn Codec) -> Result<()> {
                     let with = if base.is_some() { "with" } else { "without" };
                     Error::new(e.kind(), format!("{} on {what}, {dtype} x {element_count}, {with} a base: {e}", codec.id()))
                 };
-                // As a matrix that is nearly square, and as elements of which nothing is known.
+                // Describes the data as a nearly square matrix, and as elements without a known shape.
                 let row_elements =
                     (1..=element_count).take_while(|row| row * row <= element_count).filter(|row| element_count % row == 0).last();
                 encoded_any |= round_trip(codec, &Chunk { row_elements: row_elements.unwrap_or(0), ..chunk }).map_err(name)?;
@@ -39,7 +39,7 @@ pub fn run_all(codec: &dyn Codec) -> Result<()> {
     if encoded_any { Ok(()) } else { Err(Error::invalid(format!("{} encoded none of the inputs", codec.id()))) }
 }
 
-/// A partner of an f32 chunk: role, element type, bytes, and those of the base.
+/// A partner of an f32 chunk: role, element type, bytes, and bytes of the base.
 struct OwnPartner(&'static str, Dtype, Vec<u8>, Vec<u8>);
 
 impl OwnPartner {
@@ -49,7 +49,7 @@ impl OwnPartner {
     }
 }
 
-/// What a state may hold beside an f32 chunk: a model weight cut off from it, and moments of the same bits.
+/// Returns typical partners of an f32 chunk: a model weight with its upper bits, and moments with the same bits.
 fn partners_of(data: &[u8], base: Option<&[u8]>) -> Vec<OwnPartner> {
     let upper = |data: &[u8]| data.as_chunks::<4>().0.iter().flat_map(|unit| [unit[2], unit[3]]).collect();
     let base = base.unwrap_or(data);
@@ -61,7 +61,7 @@ fn fail(message: impl Into<String>) -> Error {
     Error::invalid(message)
 }
 
-/// Whether the codec took the chunk, after all checks.
+/// Checks a round trip. Returns whether the codec took the chunk.
 fn round_trip(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<bool> {
     let Some(estimate) = codec.estimate(chunk) else { return Ok(false) };
     let encoded = codec.encode(chunk)?;
@@ -102,11 +102,11 @@ fn round_trip(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<bool> {
     Ok(true)
 }
 
-/// Damaged columns end in an error or in a full buffer; a panic fails the suite by itself.
+/// Checks that damaged columns end in an error or in a full buffer. A panic fails the suite by itself.
 fn hostile(codec: &dyn Codec, input: &Columns<'_>, out_bytes: usize) -> Result<()> {
     let mut out = vec![0; out_bytes];
     let mut attempt = |columns: &[(&str, Bytes)]| {
-        // Either outcome is right; that it returns is the check.
+        // Both outcomes are right. The check is that `decode` returns.
         let _ = codec.decode(&Columns { columns, ..*input }, &mut out);
     };
     attempt(&[]);
@@ -134,7 +134,7 @@ fn hostile(codec: &dyn Codec, input: &Columns<'_>, out_bytes: usize) -> Result<(
         renamed[column].0 = "no such column";
         attempt(&renamed);
     }
-    // Without the partners it ends in an error, too.
+    // Decoding without the partners must fail, too.
     if !codec.is_standalone() && codec.decode(&Columns { partners: &[], ..*input }, &mut vec![0; out_bytes]).is_ok() && out_bytes > 0 {
         return Err(fail("decoded without the partners that it says it needs"));
     }
@@ -147,7 +147,7 @@ fn hostile(codec: &dyn Codec, input: &Columns<'_>, out_bytes: usize) -> Result<(
     Ok(())
 }
 
-/// Name, element count, data and base.
+/// Returns test inputs: name, element count, data and base.
 fn inputs(dtype: Dtype) -> Vec<(&'static str, u64, Vec<u8>, Vec<u8>)> {
     let mut inputs = Vec::new();
     let mut random = Random(u64::from(dtype.code()) + 99);
@@ -178,7 +178,7 @@ fn inputs(dtype: Dtype) -> Vec<(&'static str, u64, Vec<u8>, Vec<u8>)> {
         let repeated = clean(repeated);
         inputs.push(("one value", count, repeated, vec![0; bytes]));
         if dtype == Dtype::F32 {
-            // Of both signs, some zero, the odd one a NaN or denormal.
+            // Values of both signs, some of them zero, a few NaN or denormal.
             let mut powers = vec![0; bytes];
             for (at, unit) in powers.chunks_mut(width).enumerate() {
                 match at % 64 {
@@ -196,7 +196,7 @@ fn inputs(dtype: Dtype) -> Vec<(&'static str, u64, Vec<u8>, Vec<u8>)> {
     inputs
 }
 
-/// A small deterministic generator: tests need variety, not quality.
+/// A small deterministic generator. The tests need variety, not quality.
 struct Random(u64);
 
 impl Random {

@@ -1,4 +1,4 @@
-//! An object store that fails as real ones do, where the test wants it to.
+//! Object store that injects the faults of real object stores where a test asks for them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use object_store::{
     PutMultipartOptions, PutOptions, PutPayload, PutResult, UploadPart,
 };
 
-/// A request that is about to be made.
+/// Kind of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     /// Put of a new object that must not exist.
@@ -23,9 +23,9 @@ pub enum Operation {
     Put,
     /// Start of a multipart upload.
     StartMultipart,
-    /// One part of it.
+    /// Upload of one part.
     Part,
-    /// Its completion.
+    /// Completion of a multipart upload.
     Complete,
     /// Get of an object or a range of it.
     Get,
@@ -37,40 +37,41 @@ pub enum Operation {
     Delete,
 }
 
-/// What happens to a request.
+/// Fault that a request meets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// It goes through.
+    /// No fault.
     None,
-    /// It goes through, after a while.
+    /// Success after a delay.
     Slow(Duration),
-    /// Nothing is applied; the answer is an error that says nothing.
+    /// Failure before anything is applied; the error gives no reason.
     FailBefore,
-    /// Nothing is applied; the answer has this HTTP status (429, 503), after all retries of the client.
+    /// Failure before anything is applied, with this HTTP status (429, 503), after all retries of the client.
     Status(u16),
-    /// It is applied; the answer is lost.
+    /// Success on the server, but the answer is lost.
     LostAnswer,
-    /// A create is applied; the client's own retry then finds its object and answers *already exists*.
+    /// Successful create whose first answer is lost; the client's own retry finds the object and answers *already
+    /// exists*.
     LostThenExists,
-    /// A create or put is not applied, and the answer is *already exists*: a server that saw a race which nobody won (S3's 409).
+    /// Failed create or put that answers *already exists*: the server saw a race that nobody won (S3's 409).
     FalseConflict,
-    /// The condition of a create is ignored: an existing object is overwritten, and the answer is success.
+    /// Create that ignores its condition: an existing object is overwritten, and the answer is success.
     IgnoreCondition,
-    /// Half of the bytes of a put or part are stored; the answer is an error.
+    /// Put or part of which half of the bytes are stored; the answer is an error.
     Torn,
-    /// A get answers with one byte less than it should.
+    /// Get that returns one byte less than it should.
     ShortAnswer,
-    /// A get does not see the object, although it is there.
+    /// Get that does not see an existing object.
     Stale,
-    /// A listing comes in another order.
+    /// Listing in another order.
     Reordered,
-    /// A listing lacks every second object, the last among them.
+    /// Listing that lacks every second object, including the last.
     Truncated,
 }
 
 impl Fault {
-    /// The faults that can befall a request in a store that keeps its promises, if badly: all but [`Fault::IgnoreCondition`],
-    /// and of lost and torn writes those that the kind of request allows.
+    /// Returns the faults that a request can meet in a store that keeps its guarantees. These are all but
+    /// [`Fault::IgnoreCondition`], and only the lost and torn writes that fit the kind of request.
     pub fn of(operation: Operation) -> &'static [Self] {
         use Fault::{FailBefore, FalseConflict, LostAnswer, LostThenExists, Reordered, ShortAnswer, Slow, Stale, Status, Torn, Truncated};
         const WAIT: Duration = Duration::from_secs(7);
@@ -88,7 +89,7 @@ impl Fault {
 
 type Decide = dyn Fn(Operation, &Path) -> Fault + Send + Sync;
 
-/// Wraps an object store; a function decides the fate of each request.
+/// Wraps an object store. A function chooses the fault of each request.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
@@ -108,11 +109,11 @@ pub struct FaultStore {
 }
 
 impl FaultStore {
-    /// Wraps `inner`; of a thousand requests about `per_mille` meet a fault of [`Fault::of`], drawn from `seed`.
+    /// Wraps `inner`. About `per_mille` of a thousand requests meet a fault of [`Fault::of`], drawn from `seed`.
     pub fn seeded(inner: Arc<dyn ObjectStore>, seed: u64, per_mille: u64) -> Self {
         let count = AtomicU64::new(0);
         Self::new(inner, move |operation, _| {
-            // SplitMix64 of seed and number.
+            // SplitMix64 of the seed and the request number.
             let mut x = seed.wrapping_add(count.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15));
             for factor in [0xbf58_476d_1ce4_e5b9, 0x94d0_49bb_1331_11eb] {
                 x = (x ^ (x >> 30)).wrapping_mul(factor);
@@ -148,7 +149,7 @@ fn unclear() -> object_store::Error {
     object_store::Error::Generic { store: "FaultStore", source: "connection reset".into() }
 }
 
-/// What comes before the request: a delay, or an error instead of it.
+/// Applies the part of a fault that comes before the request: a delay, or an error instead of the request.
 async fn before(fault: Fault) -> object_store::Result<()> {
     match fault {
         Fault::Slow(delay) => {
@@ -163,7 +164,7 @@ async fn before(fault: Fault) -> object_store::Result<()> {
     }
 }
 
-/// The first half of a payload.
+/// Returns the first half of a payload.
 fn half(payload: &PutPayload) -> PutPayload {
     let mut bytes = payload.iter().fold(Vec::new(), |mut all, piece| {
         all.extend_from_slice(piece);
@@ -173,7 +174,7 @@ fn half(payload: &PutPayload) -> PutPayload {
     bytes.into()
 }
 
-/// An upload whose parts and completion meet faults too.
+/// An upload whose parts and completion meet faults, too.
 struct FaultUpload {
     inner: Box<dyn MultipartUpload>,
     decide: Arc<Decide>,

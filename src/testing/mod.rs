@@ -1,4 +1,4 @@
-//! The contracts of this library's traits as test suites: run them on your own codec or object store.
+//! Test suites for the contracts of this library's traits. Run them on your own codec or object store.
 
 pub mod codec;
 pub mod fault;

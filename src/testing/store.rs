@@ -1,4 +1,4 @@
-//! The contract of a storage: what commits, uploads and partial reads rely on.
+//! Contract tests of a storage: the guarantees that commits, uploads and partial reads rely on.
 
 use bytes::Bytes;
 
@@ -6,7 +6,7 @@ use crate::store::{Created, Upload};
 use crate::wire::Id;
 use crate::{Blob, Depth, Dtype, Error, ErrorKind, Latest, Metadata, Policy, Result, Slice, Store, TensorView, VerifyOptions};
 
-/// Runs every check on an empty store; the error names the one that failed. Leaves objects behind.
+/// Runs every check on an empty store. The error names the check that failed. Leaves objects behind.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
@@ -90,7 +90,7 @@ async fn listing_is_complete(store: &Store) -> Result<()> {
     ensure(store.list("no-such-folder").await?.is_empty(), "a folder that is not there lists objects")
 }
 
-/// Sixteen writers of one name: exactly one wins, and its bytes are there.
+/// Lets sixteen writers create one name. Exactly one must win, and its bytes must be stored.
 async fn one_writer_wins(store: &Store) -> Result<()> {
     for round in 0..4 {
         let object = format!("scratch/race-{}-{round}", Id::random()?);
@@ -111,7 +111,7 @@ async fn one_writer_wins(store: &Store) -> Result<()> {
     Ok(())
 }
 
-/// Save, restore, slice, pin, forget, verify; and a second writer that fences the first.
+/// Saves, restores, slices, pins, forgets and verifies. Then a second writer fences the first.
 async fn cycle(store: &Store) -> Result<()> {
     let mut writer = store.writer(Policy::Consecutive).await?;
     let mut weights: Vec<u8> = (0..4 * 600_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 11) as u8).collect();

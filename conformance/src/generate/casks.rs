@@ -1,4 +1,4 @@
-//! Casks that every reader has to accept.
+//! Casks that every reader must accept.
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -8,7 +8,7 @@ use super::forge::{Blob, Cask, Chunk, Draft, Shard, Tensor, UNCHANGED, digest_of
 use super::sketch::{Input, Outcome, Sketch};
 use crate::files::hex;
 
-/// Chunks of a shard, each of one byte again and again: 1, 2 and so on.
+/// Returns chunks of a shard. Each repeats one byte: 1, 2 and so on.
 fn counted_chunks(dtype: u8, shape: &[u64]) -> Vec<Chunk> {
     let (each, total) = (chunk_elements(dtype, shape), shape.iter().product::<u64>() as usize);
     let (bits, unit) = (DTYPES[usize::from(dtype) - 1].1, super::dtypes::unit(dtype));
@@ -19,12 +19,12 @@ fn counted_chunks(dtype: u8, shape: &[u64]) -> Vec<Chunk> {
     (0..total).step_by(each).enumerate().map(chunk).collect()
 }
 
-/// Bytes that differ from each other.
+/// Returns bytes that differ from each other.
 pub(crate) fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
     (0..bytes).map(|i| (i as u8).wrapping_mul(37).wrapping_add(seed)).collect()
 }
 
-/// Codecs of the cases of single casks; any other is one that no reader knows.
+/// Codecs in the cases of single casks. Readers know no other codec of these cases.
 const KNOWN: [&str; 12] = [
     "tc.raw",
     "tc.constant",
@@ -40,7 +40,7 @@ const KNOWN: [&str; 12] = [
     "tc.kmeans",
 ];
 
-/// What a reader says of a cask.
+/// Returns the expected report of a cask.
 fn expected(cask: &Cask, draft: &Draft) -> Value {
     let (file, places) = draft.clone().finish();
     let shard = |shard: &Shard| {
@@ -76,7 +76,7 @@ fn accept_edited(name: &str, clause: &str, why: &str, cask: &Cask, edit: impl Fn
     Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: Input::Cask(draft.finish().0), outcome }
 }
 
-/// A cask with a bit of everything, from which most invalid ones are made.
+/// Returns a cask with a variety of content. Most invalid casks are derived from it.
 pub(crate) fn sample() -> Cask {
     let base = pattern(10, 3);
     let mut changed = base.clone();
@@ -112,7 +112,7 @@ pub(crate) fn cases() -> Vec<Sketch> {
         .collect();
     let mut aligned = sample();
     aligned.alignment_exponent = 12;
-    // Two chunks of a packed type, back to back, and one that a constant chunk keeps apart.
+    // Two adjacent chunks of a packed type, and a third that a constant chunk separates from them.
     let packed = pattern(CHUNK / 2, 5);
     let raw_run =
         Cask::new(id(3), vec![Tensor::whole("run", INT4, &[CHUNK as u64 + 3], vec![Chunk::raw(&packed), Chunk::raw(&[0x21, 0x03])])]);
@@ -228,7 +228,7 @@ mod tests {
     use tensorcask::wire::{Directory, DirectoryShard, DirectoryTensor, Id};
     use tensorcask::{Dtype, Rect};
 
-    /// The forge and the library are two implementations of one spec.
+    /// The forge and the library are independent implementations of the spec.
     #[test]
     fn the_library_writes_the_same_bytes() {
         let sample = sample();

@@ -1,5 +1,6 @@
-//! Stores with catalogs. Their bytes were made once by `conformance/catalogs.py`, with a Parquet library that is not the project's, for the
-//! store of the case `catalog/none`; they are kept in `vectors/catalogs`, each named after what is special about it.
+//! Stores with catalogs. `conformance/catalogs.py` generated the catalogs once for the store of the case
+//! `catalog/none`, with another Parquet library than the project's. The files are in `vectors/catalogs`, each named
+//! after its special property.
 
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -11,7 +12,7 @@ use super::writer::Store;
 use crate::failure::Failure;
 use crate::files::hex;
 
-/// Entries of every kind that changes what a catalog says; nine of them.
+/// Returns a store with nine entries, covering every kind that changes a catalog.
 fn store() -> Result<Store, Failure> {
     let mut store = Store::new()?;
     let with = |step: u64, user: serde_json::Value| {
@@ -32,7 +33,7 @@ fn store() -> Result<Store, Failure> {
     Ok(store)
 }
 
-/// The store with a catalog of entry `sequence`, whose digest is right.
+/// Returns the store with a catalog of entry `sequence` under the right digest.
 fn with(sequence: u64, catalog: &[u8]) -> Result<Store, Failure> {
     let mut store = store()?;
     store.objects.insert(format!("catalog/{sequence:020}-{}.parquet", hex(&Sha256::digest(catalog))), catalog.to_vec());

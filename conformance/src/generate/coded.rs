@@ -1,4 +1,5 @@
-//! `tc.planes` and `tc.ordered`, with columns that were taken from `spec/vectors`: valid ones side by side, and a case for each invalid one.
+//! Cases of `tc.planes` and `tc.ordered` with columns from `spec/vectors`: the valid ones together in a few cases, each
+//! invalid one in its own.
 
 use toml::{Table, Value};
 
@@ -14,11 +15,11 @@ use crate::files::hex;
 const ENTROPY: &str = include_str!("vectors/entropy-1.0.toml");
 const CODECS: &str = include_str!("vectors/codecs-1.0.toml");
 
-/// Names of columns; a vector has no others.
+/// Names of all columns in the vectors.
 const COLUMNS: [&str; 10] = ["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7", "tokens", "bits"];
 const ROTATED: [&str; 6] = ["f16", "bf16", "f32", "f64", "c64", "c128"];
 
-/// A chunk of a vector.
+/// A chunk of a test vector.
 struct Vector {
     name: String,
     codec: &'static str,
@@ -26,7 +27,7 @@ struct Vector {
     elements: u64,
     base: Option<Vec<u8>>,
     columns: Vec<(&'static str, Vec<u8>)>,
-    /// The decoded bytes; of an invalid one, what a reader without a check makes of the columns.
+    /// Decoded bytes. For an invalid vector, the bytes that a reader without the check would decode.
     data: Vec<u8>,
     clause: String,
 }
@@ -59,7 +60,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
         let count = integer(row, "count")?;
         let code = bytes(row.get("code").ok_or("no code")?)?;
         if count == 0 {
-            // No chunk is empty.
+            // Skips empty vectors, because no chunk is empty.
             continue;
         }
         let chunk = Chunk::absolute("tc.planes", vec![("plane0", code.clone())], lenient::plane(&code, count as usize));
@@ -86,7 +87,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     Ok(cases)
 }
 
-/// All valid planes of the vectors of entropy, one to a tensor of `u8`, whose plane is its bytes.
+/// Returns all valid planes of the entropy vectors, each in one `u8` tensor whose plane is its bytes.
 fn every_plane(entropy: &Table) -> Result<Sketch, Failure> {
     let mut tensors = Vec::new();
     for row in rows(entropy, "plane") {
@@ -108,7 +109,7 @@ fn every_plane(entropy: &Table) -> Result<Sketch, Failure> {
     ))
 }
 
-/// Absolute chunks of `tc.planes` of every width.
+/// Returns absolute chunks of `tc.planes` of every width.
 fn absolute(valid: &[Vector]) -> Sketch {
     let absolute = valid.iter().filter(|vector| vector.codec == "tc.planes" && vector.base.is_none());
     casks::accept(
@@ -119,7 +120,7 @@ fn absolute(valid: &[Vector]) -> Sketch {
     )
 }
 
-/// One tensor of two chunks, the second in blocks of 2^12 symbols, after a chunk of another codec.
+/// Returns one tensor of two chunks. The second follows a chunk of another codec and has blocks of 2^12 symbols.
 fn long_planes() -> Result<Sketch, Failure> {
     const CHUNK: usize = 1 << 18;
     const LAST: usize = 5000;
@@ -145,7 +146,8 @@ fn cask_of<'a>(number: u8, vectors: impl IntoIterator<Item = &'a Vector>) -> Cas
     Cask::new(id(number), vectors.into_iter().enumerate().map(tensor).collect())
 }
 
-/// A base with the bases of the vectors, and a delta with their columns. A vector whose result is its base would be left out of the cask.
+/// Returns a store with a base that holds the bases of the vectors, and a delta that holds their columns. Vectors whose
+/// result equals their base cannot be used: the writer would leave them out.
 fn store_of(vectors: &[&Vector]) -> Result<Store, Failure> {
     let state = |step, data: &dyn Fn(&Vector) -> Vec<u8>| {
         let entry = |(i, vector): (usize, &&Vector)| {
@@ -172,7 +174,7 @@ fn deltas(name: &str, clause: &str, codec: &str, why: &str, valid: &[Vector]) ->
     Ok(Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome })
 }
 
-/// A vector of one of the two codecs; none if it is another's.
+/// Returns the vector of a row, or `None` if it belongs to another codec.
 fn vector(row: &Table) -> Result<Option<Vector>, Failure> {
     let codec = match text(row, "codec")? {
         "tc.planes" => "tc.planes",
@@ -215,7 +217,7 @@ fn vector(row: &Table) -> Result<Option<Vector>, Failure> {
             return Err(format!("a vector of {codec} and {named} decodes to {}", hex(&data)).into());
         }
     } else if base.as_ref() == Some(&data) {
-        // Or the shard would be left out; no check of such a vector hangs on its result.
+        // Changes a byte, or the writer would leave the shard out. No check of such a vector depends on its result.
         data[0] ^= 1;
     }
     let name = row.get("name").and_then(Value::as_str).unwrap_or(named).to_owned();
@@ -235,7 +237,7 @@ pub(super) fn integer(row: &Table, field: &str) -> Result<u64, Failure> {
     Ok(u64::try_from(row.get(field).and_then(Value::as_integer).ok_or_else(|| format!("a vector without {field}"))?)?)
 }
 
-/// Hex, or pairs of hex and a number of repetitions.
+/// Decodes hex, or pairs of hex and a repeat count.
 pub(super) fn bytes(value: &Value) -> Result<Vec<u8>, Failure> {
     let of = |text: &str| -> Result<Vec<u8>, Failure> {
         (0..text.len() / 2).map(|i| Ok(u8::from_str_radix(text.get(2 * i..2 * i + 2).ok_or("odd hex")?, 16)?)).collect()
@@ -255,7 +257,7 @@ pub(super) fn bytes(value: &Value) -> Result<Vec<u8>, Failure> {
     }
 }
 
-/// A name of a vector as one of a folder.
+/// Converts the name of a vector to the name of a folder.
 pub(super) fn slug(name: &str) -> String {
     let words: Vec<String> =
         name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty()).map(str::to_ascii_lowercase).collect();

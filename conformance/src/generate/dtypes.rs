@@ -1,6 +1,6 @@
-//! Element types, and the chunks that they make.
+//! Element types and their chunk sizes.
 
-/// Names and bits of all dtypes, by code from 1.
+/// Names and bits of all dtypes, ordered by code from 1.
 pub(crate) const DTYPES: [(&str, usize); 25] = [
     ("bool", 8),
     ("u8", 8),
@@ -40,19 +40,19 @@ pub(crate) const C128: u8 = 15;
 pub(crate) const F6_E2M3: u8 = 21;
 pub(crate) const INT4: u8 = 24;
 
-/// The most elements of a chunk.
+/// Maximum number of elements of a chunk.
 pub(crate) const CHUNK: usize = 1 << 18;
 
-/// Elements of a whole chunk of a shard (container 6.2).
+/// Returns the elements of a whole chunk of a shard (container 6.2).
 pub(crate) fn chunk_elements(dtype: u8, shape: &[u64]) -> usize {
     let row = shape.last().map_or(1, |&last| last as usize);
     let bits = DTYPES[usize::from(dtype) - 1].1;
-    // The least common multiple with 8.
+    // Least common multiple of the row with 8 bits.
     let unit = if bits >= 8 { row } else { row * 8 / (1 << row.trailing_zeros().min(3)) };
     if (1..=CHUNK).contains(&unit) { CHUNK / unit * unit } else { CHUNK }
 }
 
-/// Bytes of the unit that codecs compare.
+/// Returns the bytes of the unit that codecs compare.
 pub(crate) fn unit(dtype: u8) -> usize {
     match DTYPES[usize::from(dtype) - 1] {
         ("c64", _) => 4,

@@ -1,23 +1,24 @@
-//! Writes casks and directories as told, also what the library would refuse to write. Made from `spec/` alone.
+//! Writes casks and directories from drafts, including ones that the library would refuse to write. Implements `spec/`
+//! independently of the library.
 #![allow(clippy::little_endian_bytes, reason = "a second implementation of the byte layouts")]
 
 use sha2::{Digest, Sha256};
 
-/// An id that is easy to see in a dump.
+/// Returns an id that is easy to see in a dump.
 pub(crate) fn id(number: u8) -> [u8; 16] {
     [number; 16]
 }
 
-/// What becomes of a chunk.
+/// Stored form of a chunk.
 #[derive(Debug, Clone)]
 pub(crate) struct Chunk {
     pub kind: u8,
     pub codec: &'static str,
-    /// Column names and bytes.
+    /// Names and bytes of the columns.
     pub columns: Vec<(&'static str, Vec<u8>)>,
     /// CRC-32 of the decoded bytes.
     pub crc: u32,
-    /// The decoded bytes of an absolute chunk.
+    /// Decoded bytes of an absolute chunk.
     pub decoded: Option<Vec<u8>>,
 }
 
@@ -30,7 +31,7 @@ impl Chunk {
         Self::absolute("tc.raw", vec![("values", data.to_vec())], data.to_vec())
     }
 
-    /// `unit`, repeated to `bytes`.
+    /// Returns a constant chunk: `unit`, repeated to `bytes`.
     pub(crate) fn constant(unit: &[u8], bytes: usize) -> Self {
         Self::absolute("tc.constant", vec![("values", unit.to_vec())], unit.repeat(bytes / unit.len()))
     }
@@ -43,7 +44,7 @@ impl Chunk {
         Self { kind: UNCHANGED, codec: "", columns: vec![], crc, decoded: None }
     }
 
-    /// A `tc.bitmask` delta of units of `width` bytes.
+    /// Returns a `tc.bitmask` delta of units of `width` bytes.
     pub(crate) fn bitmask(base: &[u8], new: &[u8], width: usize) -> Self {
         let mut mask = vec![0u8; (new.len() / width).div_ceil(8)];
         let mut values = Vec::new();
@@ -101,7 +102,7 @@ impl Blob {
     }
 }
 
-/// What a cask is to hold. Dictionaries and pages follow from the chunks.
+/// Content of a cask. Dictionaries and pages follow from the chunks.
 #[derive(Debug, Clone)]
 pub(crate) struct Cask {
     pub id: [u8; 16],
@@ -110,18 +111,18 @@ pub(crate) struct Cask {
     pub blobs: Vec<Blob>,
 }
 
-/// A sequence of columns, by name, before padding.
+/// Columns by name, in order, before padding.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Table(pub Vec<(&'static str, Vec<u8>)>);
 
-/// A cask before its checksums: what may be edited so that one thing is wrong and all else is right.
+/// A cask before its checksums are set. Edits make one thing wrong while the checksums stay right.
 #[derive(Debug, Clone)]
 pub(crate) struct Draft {
     pub id: [u8; 16],
     /// Header, pages, blobs and their padding, up to the index.
     pub body: Vec<u8>,
     pub parts: Vec<Table>,
-    /// Checksums of parts are entered by [`Draft::finish`].
+    /// Index root. [`Draft::finish`] enters the checksums of the parts.
     pub root: Table,
     pub version: (u16, u16),
     pub must_understand: u64,
@@ -129,7 +130,7 @@ pub(crate) struct Draft {
     pub alignment_exponent: u8,
 }
 
-/// Where things lie in a finished cask.
+/// Offsets in a finished cask.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Places {
     pub index_offset: usize,
@@ -271,7 +272,7 @@ impl Part {
 }
 
 impl Draft {
-    /// Makes all checksums right, and the file.
+    /// Sets all checksums and returns the file.
     pub(crate) fn finish(mut self) -> (Vec<u8>, Places) {
         let mut file = self.body;
         let index_offset = file.len();
@@ -321,7 +322,7 @@ pub(crate) fn fix_header(file: &mut [u8]) {
     file[28..32].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// SHA-256 over header, root and postscript.
+/// Returns SHA-256 over header, root and postscript.
 pub(crate) fn digest_of_cask(file: &[u8], root_offset: usize) -> [u8; 32] {
     Sha256::digest([&file[..32], &file[root_offset..]].concat()).into()
 }
@@ -335,7 +336,7 @@ fn header(id: [u8; 16]) -> Vec<u8> {
 }
 
 impl Table {
-    /// A column to edit.
+    /// Returns a column to edit.
     pub(crate) fn column(&mut self, name: &'static str) -> &mut Vec<u8> {
         let at = self.0.iter().position(|(known, _)| *known == name).unwrap_or(self.0.len());
         if at == self.0.len() {
@@ -363,7 +364,7 @@ impl Table {
         bytes
     }
 
-    /// The tables that casks and directories share.
+    /// Adds the tables that casks and directories share.
     fn layout(&mut self, tensors: &[(&str, u8, &[u64])], shards: &[(u32, Vec<u64>, Vec<u64>)]) {
         self.text("tensor names", tensors.iter().map(|t| t.0));
         self.0.push(("dtypes", tensors.iter().map(|t| t.1).collect()));
@@ -374,7 +375,7 @@ impl Table {
         self.0.push(("shard shapes", u64s(shards.iter().flat_map(|s| s.2.iter().copied()))));
     }
 
-    /// A heap of text: the column of its offsets is the one before that of its name.
+    /// Adds a text heap. The column of its offsets precedes the column with its name.
     fn text<'a>(&mut self, name: &'static str, rows: impl Iterator<Item = &'a str> + Clone) {
         let offsets_name = match name {
             "tensor names" => "tensor name offsets",
@@ -398,11 +399,11 @@ pub(crate) struct Listed {
     pub role: String,
     pub param: String,
     pub alias_of: Option<u32>,
-    /// Offset, shape and slot.
+    /// Offset, shape and slot of each shard.
     pub shards: Vec<(Vec<u64>, Vec<u64>, u32)>,
 }
 
-/// The columns of a directory.
+/// Returns the columns of a directory.
 pub(crate) fn directory(tensors: &[Listed]) -> Table {
     let mut roles: Vec<&str> = tensors.iter().map(|t| t.role.as_str()).collect();
     roles.sort_unstable();
@@ -436,7 +437,7 @@ pub(crate) fn directory(tensors: &[Listed]) -> Table {
     table
 }
 
-/// The CRC-32 of a page or blob and its place.
+/// Returns the CRC-32 of a page or blob and of its place.
 fn page_crc(id: [u8; 16], shard: u64, chunk: u64, column: u64, offset: u64, bytes: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&id);
@@ -453,7 +454,7 @@ fn index_crc(id: [u8; 16], offset: usize, bytes: &[u8]) -> u32 {
     hasher.finalize()
 }
 
-/// The row of a name in a dictionary, where it is added if it is new.
+/// Returns the row of a name in a dictionary. Adds a new name.
 fn row_of(dictionary: &mut Vec<&'static str>, name: &'static str) -> u8 {
     let row = dictionary.iter().position(|known| *known == name).unwrap_or(dictionary.len());
     if row == dictionary.len() {

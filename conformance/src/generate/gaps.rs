@@ -1,4 +1,4 @@
-//! Faults of JSON, names and places, and what the spec leaves to the reader.
+//! Faults of JSON, names and places, and cases that the spec leaves to the reader.
 
 use serde_json::{Value, json};
 
@@ -31,7 +31,7 @@ fn reject(name: &str, clause: &str, kind: &'static str, why: &str, store: Store)
     sketch(name, clause, why, store, Outcome::Reject(kind))
 }
 
-/// A base whose manifest has this JSON as `user`; what a reader finds in it, if it is valid.
+/// Returns a base whose manifest has this JSON as `user`. `found` is the expected report, if the JSON is valid.
 fn user(json: &str, found: Value) -> Result<Store, Failure> {
     let mut store = Store::new()?;
     let mut state = small(10);
@@ -47,7 +47,7 @@ fn user(json: &str, found: Value) -> Result<Store, Failure> {
     Ok(store)
 }
 
-/// A base, and an entry whose JSON was edited.
+/// Returns a base and an entry whose JSON was edited.
 fn entry(edit: impl Fn(String) -> String) -> Result<Store, Failure> {
     let mut store = Store::new()?;
     store.save(small(10), None)?;
@@ -71,7 +71,7 @@ fn json_of_users() -> Result<Vec<Sketch>, Failure> {
         "one": 1, "real": 1.0, "tiny": 0.0,
     });
     let nested = |arrays: usize| -> Result<Store, Failure> {
-        // The manifest and `user` are the first two.
+        // The manifest and `user` are the first two levels.
         let text = format!("{{\"deep\":{}{}}}", "[".repeat(arrays), "]".repeat(arrays));
         let found = (1..arrays).fold(json!([]), |inner, _| json!([inner]));
         user(&text, json!({ "deep": found }))
@@ -267,7 +267,7 @@ fn directories() -> Result<Vec<Sketch>, Failure> {
         "two shards that share an element",
         split(vec![part(&[0], &[2], &[1, 2]), part(&[1], &[2], &[2, 3])], &[3])?,
     ));
-    // Each shard halves what is left, in one dimension after the other.
+    // Each shard halves the rest, in one dimension after another.
     const DIMENSIONS: usize = 9;
     let mut parts: Vec<Part> = (0..DIMENSIONS)
         .map(|d| {
@@ -299,7 +299,7 @@ fn directories() -> Result<Vec<Sketch>, Failure> {
         CORRUPT,
         "roles that do not ascend strictly",
         table(&|table| {
-            // `exp_avg`, `model`, `other`: the last becomes a second `model`.
+            // Roles `exp_avg`, `model`, `other`: the last becomes a second `model`.
             *table.column("roles") = b"exp_avgmodelmodel".to_vec();
         })?,
     ));
@@ -321,7 +321,7 @@ fn directories() -> Result<Vec<Sketch>, Failure> {
     Ok(cases)
 }
 
-/// What a reader of a cask alone can judge of a delta without its base.
+/// Returns deltas that a reader of a single cask can judge without their base.
 fn deltas_alone() -> Vec<Sketch> {
     let cask = |name: &str, clause: &str, why: &str, dtype, chunk: Chunk| {
         let input = Input::Cask(Cask::new(id(0xcf), vec![Tensor::whole("w", dtype, &[5], vec![chunk])]).bytes());

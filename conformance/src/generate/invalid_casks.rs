@@ -1,4 +1,5 @@
-//! Casks that every reader has to reject. Each is the sample with one fault; all checksums but the one at fault are right.
+//! Casks that every reader must reject. Each is the sample with one fault. All checksums are right, except one that is
+//! itself the fault.
 
 use super::casks::{pattern, sample};
 use super::dtypes::{BF16, F32, U8};
@@ -9,7 +10,7 @@ const CORRUPT: &str = "corrupt";
 const UNSUPPORTED: &str = "unsupported";
 const LIMIT: &str = "limit";
 
-/// Rows of the head of an index root.
+/// Row numbers in the head of an index root.
 const NAME_BYTES: usize = 1;
 const TENSORS: usize = 0;
 const SHARDS: usize = 3;
@@ -21,26 +22,26 @@ fn reject(name: &'static str, clause: &'static str, kind: &'static str, why: &'s
     Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: Input::Cask(file), outcome: Outcome::Reject(kind) }
 }
 
-/// The sample after an edit of its draft.
+/// Returns the sample after an edit of its draft.
 fn drafted(edit: impl Fn(&mut Draft)) -> Vec<u8> {
     let mut draft = sample().draft();
     edit(&mut draft);
     draft.finish().0
 }
 
-/// The sample after an edit of its bytes, which gets the offset of the root.
+/// Returns the sample after an edit of its bytes. `edit` also gets the offset of the root.
 fn patched(edit: impl Fn(&mut Vec<u8>, usize)) -> Vec<u8> {
     let (mut file, places) = sample().draft().finish();
     edit(&mut file, places.root_offset);
     file
 }
 
-/// A cask of one tensor of five bytes, in one chunk.
+/// Returns a cask of one tensor of five bytes in one chunk.
 fn one_chunk(chunk: Chunk) -> Vec<u8> {
     Cask::new(id(0xcb), vec![Tensor::whole("w", U8, &[5], vec![chunk])]).bytes()
 }
 
-/// A cask after an edit of its tensors.
+/// Returns a cask after an edit of its tensors.
 fn modelled(edit: impl Fn(&mut Cask)) -> Vec<u8> {
     let mut cask = sample();
     edit(&mut cask);
@@ -175,7 +176,7 @@ fn index() -> Vec<Sketch> {
             drafted(|draft| draft.root.column("head")[120] = 1),
         ),
         reject("index/column-padding", "index 1.2", CORRUPT, "a byte of padding behind the dtypes", {
-            // Head, name offsets and names take 128, 64 and 64 bytes; the dtypes 3.
+            // Head, name offsets and names take 128, 64 and 64 bytes; the dtypes take 3.
             let (mut file, places) = sample().draft().finish();
             file[places.root_offset + 256 + 3] = 1;
             fix_index(&mut file, sample().id, places.root_offset);
@@ -217,7 +218,7 @@ fn index() -> Vec<Sketch> {
             CORRUPT,
             "a codec that stands twice in the dictionary",
             drafted(|draft| {
-                // `tc.raw`, `tc.constant`, `tc.bitmask`: the last becomes a second `tc.constant`.
+                // Codec ids `tc.raw`, `tc.constant`, `tc.bitmask`: the last becomes a second `tc.constant`.
                 let names = draft.root.column("codec ids");
                 names.truncate(17);
                 names.extend(b"tc.constant");

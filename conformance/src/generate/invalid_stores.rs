@@ -1,4 +1,5 @@
-//! Stores that every reader has to reject. Each is a base and a delta with one fault; all digests but the one at fault are right.
+//! Stores that every reader must reject. Each is a base and a delta with one fault. All digests are right, except one
+//! that is itself the fault.
 
 use serde_json::{Value, json};
 
@@ -16,14 +17,14 @@ const LIMIT: &str = "limit";
 
 type Cases = Vec<Sketch>;
 
-/// A base of one tensor.
+/// Returns a base of one tensor.
 fn base() -> Result<Store, Failure> {
     let mut store = Store::new()?;
     store.save(tiny(10), None)?;
     Ok(store)
 }
 
-/// A base and a delta of one tensor.
+/// Returns a base and a delta of one tensor.
 fn base_and_delta() -> Result<Store, Failure> {
     let mut store = base()?;
     store.save(tiny(20), Some(10))?;
@@ -41,7 +42,7 @@ fn reject(cases: &mut Cases, name: &'static str, clause: &'static str, kind: &'s
     cases.push(Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome: Outcome::Reject(kind) });
 }
 
-/// A store whose newest snapshot, a delta, was made from an edited draft.
+/// Returns a store whose newest snapshot is a delta made from an edited draft.
 fn drafted(edit: impl Fn(&mut Unsealed)) -> Result<Store, Failure> {
     let mut store = Store::new()?;
     store.save(tiny(10), None)?;
@@ -51,7 +52,7 @@ fn drafted(edit: impl Fn(&mut Unsealed)) -> Result<Store, Failure> {
     Ok(store)
 }
 
-/// A store whose newest snapshot, a delta, was edited before its manifest was sealed.
+/// Returns a store whose newest snapshot is a delta that was edited before its manifest was sealed.
 fn sealed(edit: impl Fn(&mut Sealed)) -> Result<Store, Failure> {
     let mut store = Store::new()?;
     store.save(tiny(10), None)?;
@@ -61,7 +62,7 @@ fn sealed(edit: impl Fn(&mut Sealed)) -> Result<Store, Failure> {
     Ok(store)
 }
 
-/// A store the JSON of whose newest manifest was edited.
+/// Returns a store whose newest manifest has edited JSON.
 fn manifest_json(edit: impl Fn(String) -> String) -> Result<Store, Failure> {
     let mut store = Store::new()?;
     store.save(tiny(10), None)?;
@@ -70,14 +71,14 @@ fn manifest_json(edit: impl Fn(String) -> String) -> Result<Store, Failure> {
     Ok(store)
 }
 
-/// A store with a last entry of the log.
+/// Returns a store with `event` as the last log entry.
 fn entry(event: Value) -> Result<Store, Failure> {
     let mut store = base()?;
     store.append(event)?;
     Ok(store)
 }
 
-/// A store with an object changed after all was written.
+/// Returns a store with one object edited after everything was written.
 fn damaged(folder: &str, nth: usize, edit: impl Fn(&mut Vec<u8>)) -> Result<Store, Failure> {
     let mut store = base()?;
     let path = store.path(folder, nth)?;
@@ -297,7 +298,7 @@ fn chain(cases: &mut Cases) -> Result<(), Failure> {
     let mut add = |name, clause, kind, why, store| reject(cases, name, clause, kind, why, store);
     let w = |data: &[u8]| vec![Entry::whole("w", U8, &[10], "model", data)];
     let (old, new) = (pattern(10, 1), pattern(10, 1).into_iter().map(|byte| byte ^ 0x11).collect::<Vec<u8>>());
-    /// A base and a delta of one tensor, after an edit of the chunk of the delta.
+    /// Returns a base and a delta of one tensor, after an edit of the delta's chunk.
     fn delta(old: Vec<Entry>, new: Vec<Entry>, edit: impl Fn(&mut Chunk)) -> Result<Store, Failure> {
         let mut store = Store::new()?;
         store.save(State::new(1, old), None)?;

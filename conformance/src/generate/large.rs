@@ -1,4 +1,5 @@
-//! Stores of megabytes or of thousands of objects, which are not kept but made when they are needed: limits, on both sides.
+//! Stores of megabytes or of thousands of objects, for both sides of limits. They are not kept, but generated when
+//! needed.
 
 use std::collections::BTreeMap;
 
@@ -10,23 +11,24 @@ use super::stores::base_and_delta;
 use super::writer::{Entry, State, Store, seal};
 use crate::failure::Failure;
 
-/// `max_chain_depth`, `max_entry_bytes` and `max_manifest_bytes` of limits.md.
+/// Values of `max_chain_depth`, `max_entry_bytes` and `max_manifest_bytes` in limits.md.
 const CHAIN_DEPTH: u64 = 1024;
 const ENTRY_BYTES: usize = 1 << 20;
 const MANIFEST_BYTES: usize = 64 << 20;
-/// What `seal` adds.
+/// Number of bytes that `seal` adds.
 const SEAL_BYTES: usize = 72;
 
-/// JSON with spaces after it, so that the sealed object has so many bytes.
+/// Appends spaces to JSON until the sealed object has `bytes` bytes.
 fn padded(json: &str, bytes: usize) -> String {
     format!("{json}{}", " ".repeat(bytes.saturating_sub(json.len() + 1 + SEAL_BYTES)))
 }
 
-/// A chain of so many snapshots, of which only the last is live: a reader that reads every live step reads each link once.
+/// Returns a chain of `links` snapshots of which only the last is live. A reader of every live step then reads each
+/// link once.
 fn chain(links: u64) -> Result<Store, Failure> {
     let mut store = Store::new()?;
     for step in 1..=links {
-        // Every eighth link changes an element; the others have no cask.
+        // Every eighth link changes an element. The others have no cask.
         let mut state = State::new(step, vec![Entry::whole("w", U8, &[2], "model", &[(step / 8) as u8, (step / 2048) as u8])]);
         (state.id[0], state.id[1]) = ((step >> 8) as u8, step as u8);
         store.save(state, (step > 1).then(|| step - 1))?;
@@ -58,7 +60,7 @@ fn store_file(bytes: usize) -> Result<Store, Failure> {
 
 type Make = fn() -> Result<Store, Failure>;
 
-/// Name, why, the store, and whether it is refused.
+/// Name, reason, store, and whether a reader must reject the store.
 const CASES: [(&str, &str, Make, bool); 8] = [
     ("chain-1024", "a chain as deep as the limit", || chain(CHAIN_DEPTH), false),
     ("chain-1025", "a chain of one link more than the limit", || chain(CHAIN_DEPTH + 1), true),
@@ -70,7 +72,7 @@ const CASES: [(&str, &str, Make, bool); 8] = [
     ("manifest-over-the-limit", "a manifest of 64 MiB and a byte", || manifest(MANIFEST_BYTES + 1), true),
 ];
 
-/// The objects of a case, `<area>/<case>`.
+/// Returns the objects of the case `<area>/<case>`.
 pub(crate) fn objects(case: &str) -> Result<BTreeMap<String, Vec<u8>>, Failure> {
     let found = CASES.iter().find(|(name, ..)| case.strip_prefix("limits/") == Some(*name));
     let (_, _, make, _) = found.ok_or_else(|| format!("{case} is no case whose input is made"))?;

@@ -1,10 +1,10 @@
-//! Decodes planes and `tc.ordered` without a check: what a reader makes of columns if it forgets one. So the decoded checksum of an
-//! invalid case is what such a reader gets, and nothing but the check that it lacks rejects the case.
+//! Decodes planes and `tc.ordered` without checks, like a reader that forgets one. The decoded checksum of an invalid
+//! case is the checksum of this result, so only the missing check can reject the case.
 #![allow(clippy::little_endian_bytes, reason = "a second implementation of the byte layouts")]
 
 use std::collections::BTreeMap;
 
-/// Takes from the front; zeros after the end.
+/// Takes bytes from the front. Returns zeros past the end.
 struct Source<'a>(&'a [u8]);
 
 impl<'a> Source<'a> {
@@ -23,12 +23,12 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Bits of a column, the least significant of each byte first.
+/// Returns a bit of a column. The least significant bit of each byte comes first.
 fn bit(data: &[u8], at: usize) -> u32 {
     data.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1))
 }
 
-/// By length and code, the symbol (entropy 5.2).
+/// Symbols by length and code (entropy 5.2).
 type Huffman = BTreeMap<(u32, u32), u8>;
 
 fn huffman_table(source: &mut Source<'_>) -> Huffman {
@@ -71,7 +71,7 @@ fn huffman_block(source: &mut Source<'_>, table: &Huffman, count: usize) -> Vec<
     out
 }
 
-/// Symbol, frequency, and distance from its start, of each slot (entropy 7.2).
+/// Symbol, frequency, and distance from its start, for each slot (entropy 7.2).
 type Rans = Vec<(u8, u32, u32)>;
 
 fn rans_table(source: &mut Source<'_>) -> Rans {
@@ -120,7 +120,7 @@ fn runs(source: &mut Source<'_>, count: usize) -> Vec<u8> {
     out
 }
 
-/// The symbols of a plane.
+/// Decodes the symbols of a plane.
 pub(crate) fn plane(data: &[u8], count: usize) -> Vec<u8> {
     let mut source = Source(data);
     let block = 1usize << source.byte().min(20);
@@ -147,7 +147,7 @@ pub(crate) fn plane(data: &[u8], count: usize) -> Vec<u8> {
     out
 }
 
-/// A chunk of `tc.planes` (planes 3): of units of `width` bytes, rotated or not.
+/// Decodes a chunk of `tc.planes` (planes 3) with units of `width` bytes, rotated or not.
 pub(crate) fn planes(columns: &[&[u8]], units: usize, width: usize, rotated: bool, base: Option<&[u8]>) -> Vec<u8> {
     let planes: Vec<Vec<u8>> = (0..width).map(|k| plane(columns.get(k).copied().unwrap_or_default(), units)).collect();
     let mut out = Vec::new();
@@ -160,7 +160,7 @@ pub(crate) fn planes(columns: &[&[u8]], units: usize, width: usize, rotated: boo
     out
 }
 
-/// A chunk of `tc.ordered` (ordered 5), whose exponent is `bits` bits from bit `shift` on.
+/// Decodes a chunk of `tc.ordered` (ordered 5). The exponent has `exponent_bits` bits, starting at bit `shift`.
 pub(crate) fn ordered(tokens: &[u8], bits: &[u8], base: &[u8], width: usize, (shift, exponent_bits): (u32, u32)) -> Vec<u8> {
     let units: Vec<u64> = base.chunks(width).map(|unit| unit.iter().rev().fold(0, |u, &byte| u << 8 | u64::from(byte))).collect();
     let mut source = Source(tokens);

@@ -1,4 +1,4 @@
-//! Stores after maintenance: snapshots that were compacted, reduced to some roles, and collected.
+//! Stores after maintenance, with compacted, reduced and collected snapshots.
 
 use serde_json::{Value, json};
 
@@ -19,7 +19,7 @@ fn reject(name: &str, clause: &str, why: &str, store: Store) -> Sketch {
     Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome: Outcome::Reject("corrupt") }
 }
 
-/// Bases at 10 and 20.
+/// Returns a store with bases at 10 and 20.
 fn two_bases() -> Result<Store, Failure> {
     let mut store = Store::new()?;
     store.save(small(10), None)?;
@@ -27,7 +27,7 @@ fn two_bases() -> Result<Store, Failure> {
     Ok(store)
 }
 
-/// A base at 10, deltas at 20 and 30, each on the one before.
+/// Returns a store with a base at 10 and deltas at 20 and 30, each against the previous snapshot.
 fn three_links() -> Result<Store, Failure> {
     let mut store = base_and_delta()?;
     store.save(small(30), Some(20))?;
@@ -149,7 +149,7 @@ fn reduced() -> Result<Vec<Sketch>, Failure> {
     store.set_latest(None);
     cases.push(accept("reduced/no-latest", "log 4.2", "the only live snapshot is reduced: none is the latest", store));
 
-    // The delta replaces what its parent lost.
+    // The delta replaces the part that its parent lost.
     let mut store = Store::new()?;
     let state = |step: u64, shape: u64, last: u8| {
         let moments = vec![3; 4 * shape as usize];

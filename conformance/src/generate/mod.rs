@@ -1,8 +1,8 @@
-//! Writes the cases. Their bytes are always the same: ids and times are fixed, and no code of the library takes part.
+//! Writes the cases. Their bytes are always the same: ids and times are fixed, and no library code takes part.
 //!
-//! Each module imports only from modules declared before it.
+//! Each module imports only from modules declared above it.
 
-// Parts of cases.
+// Building blocks of cases.
 mod dtypes;
 mod forge;
 mod sketch;
@@ -36,14 +36,14 @@ use crate::failure::{Failure, complain};
 use crate::files::{digest_of_folder, files_of, hex};
 use crate::verdict::Expect;
 
-/// Writes all cases, and removes what is left of others.
+/// Writes all cases and removes leftover files.
 pub(crate) fn write(cases: &Path) -> Result<(), Failure> {
     let wanted = files()?;
     if cases.exists() {
         for path in files_of(cases)?.into_keys().filter(|path| !wanted.contains_key(path)) {
             let path = cases.join(path);
             std::fs::remove_file(&path)?;
-            // With its folders, as far as they are empty.
+            // Removes the empty parent folders, too.
             let folders = path.ancestors().skip(1).take_while(|folder| *folder != cases);
             let _ = folders.map(std::fs::remove_dir).find(Result::is_err);
         }
@@ -72,12 +72,12 @@ pub(crate) fn make(case: &str, folder: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Lists the cases that no version of the spec was released with as those of this one.
+/// Lists the new cases as released with this version of the spec.
 pub(crate) fn release(list: &Path, version: &str) -> Result<(), Failure> {
     released::add(list, &files()?, version)
 }
 
-/// Whether the cases are what [`write()`] would write, and what was released.
+/// Returns whether the cases equal the output of [`write()`] and the released cases are unchanged.
 pub(crate) fn check(cases: &Path, list: &Path) -> Result<bool, Failure> {
     let wanted = files()?;
     let found = files_of(cases)?;
@@ -100,7 +100,7 @@ pub(crate) fn check(cases: &Path, list: &Path) -> Result<bool, Failure> {
     Ok(same)
 }
 
-/// All files of all cases.
+/// Returns all files of all cases.
 fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
     let mut files = BTreeMap::new();
     let mut sketches = casks::cases();

@@ -1,4 +1,4 @@
-//! The list of released cases: what a version of the spec was released with is never changed.
+//! The list of released cases. A case that was released with a version of the spec never changes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,14 +10,14 @@ const HEADER: &str = "# Released cases: version of the spec, digest of the case 
 # tensorcask-conformance generate --release VERSION
 ";
 
-/// Version and digest of each case, by name.
+/// Version and digest of each case, keyed by name.
 type List = BTreeMap<String, (String, String)>;
 
-/// The digest of each case, by name, from the files of all.
+/// Returns the digest of each case, keyed by name, from the files of all cases.
 fn digests(files: &BTreeMap<String, Vec<u8>>) -> BTreeMap<String, String> {
     let mut cases: BTreeMap<String, BTreeMap<String, Vec<u8>>> = BTreeMap::new();
     for (path, bytes) in files {
-        // `valid/<area>/<case>/<file>`
+        // Paths have the form `valid/<area>/<case>/<file>`.
         let at = path.match_indices('/').nth(2).map_or(path.len(), |(at, _)| at);
         let (case, file) = path.split_at(at);
         cases.entry(case.to_owned()).or_default().insert(file.trim_start_matches('/').to_owned(), bytes.clone());
@@ -43,7 +43,7 @@ fn load(list: &Path) -> Result<List, Failure> {
     Ok(found)
 }
 
-/// What is wrong with the files of all cases: released ones that changed or are gone, and ones that no version was released with.
+/// Returns problems of the cases: released ones that changed or are missing, and ones without a release.
 pub(super) fn complaints(list: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Vec<String>, Failure> {
     let (released, found) = (load(list)?, digests(files));
     let mut complaints = Vec::new();
@@ -60,7 +60,7 @@ pub(super) fn complaints(list: &Path, files: &BTreeMap<String, Vec<u8>>) -> Resu
     Ok(complaints)
 }
 
-/// Adds the cases that are not in the list, as released with a version of the spec.
+/// Adds the cases that are not in the list, as released with `version` of the spec.
 pub(super) fn add(list: &Path, files: &BTreeMap<String, Vec<u8>>, version: &str) -> Result<(), Failure> {
     if version.is_empty() || version.contains(|c: char| c.is_whitespace() || c == '#') {
         return Err(format!("`{}` is not a version", version.escape_debug()).into());
@@ -92,7 +92,7 @@ mod tests {
         files.insert("valid/a/b/input/x".into(), vec![3]);
         files.remove("valid/a/c/case.toml");
         files.insert("either/a/d/case.toml".into(), vec![4]);
-        // Adding repairs nothing that was released.
+        // Adding cases does not repair a changed released case.
         add(&list, &files, "1.1").unwrap();
         let told = complaints(&list, &files).unwrap();
         std::fs::remove_dir_all(&folder).unwrap();

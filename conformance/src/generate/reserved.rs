@@ -1,4 +1,5 @@
-//! The blobs whose names begin with `tc.`. A reader that only wants tensors never looks at them: one that does refuses what it cannot follow.
+//! Blobs whose names begin with `tc.`. A reader that only wants tensors never looks at them. A reader that does must
+//! refuse content that it cannot follow.
 
 use super::forge::Blob;
 use super::sketch::{Outcome, Sketch};
@@ -8,7 +9,7 @@ use crate::failure::Failure;
 
 const CORRUPT: &str = "corrupt";
 
-/// A store with one snapshot, and besides the blob `rng` those of each rank.
+/// Returns a store with one snapshot, which has the blob `rng` and these blobs of each rank.
 fn with_blobs(ranks: Vec<Vec<Blob>>) -> Result<Store, Failure> {
     let mut store = Store::new()?;
     let mut state = small(10);
@@ -133,7 +134,7 @@ fn trees() -> Result<Vec<Sketch>, Failure> {
     Ok(cases)
 }
 
-/// A receipt of these shards.
+/// Returns a receipt of these shards.
 fn receipt_of(shards: &[String]) -> String {
     let shards = shards.join(",");
     format!(r#"{{"format":"tensorcask-errors","version":"1.0","must_understand":[],"may_ignore":[],"shards":[{shards}]}}"#)

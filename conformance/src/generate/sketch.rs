@@ -4,28 +4,28 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-/// The input of a case.
+/// Input of a case.
 pub(crate) enum Input {
     Cask(Vec<u8>),
     /// Objects by path.
     Store(BTreeMap<String, Vec<u8>>),
-    /// A store that is too large to keep. The command `make` writes it when it is needed.
+    /// Objects of a store that is too large to keep. The command `make` writes them when they are needed.
     Large(BTreeMap<String, Vec<u8>>),
 }
 
-/// What must become of it.
+/// Expected outcome of a case.
 pub(crate) enum Outcome {
-    /// What a reader finds.
+    /// Acceptance, with the expected report.
     Accept(Value),
-    /// The kind of the error.
+    /// Rejection, with the kind of the error.
     Reject(&'static str),
-    /// The spec leaves it to the reader: what one finds that accepts, the kind of the error of one that does not.
+    /// Choice of the reader: expected report of an accepting reader, kind of the error of a rejecting one.
     Either(Value, &'static str),
 }
 
 /// A case to write.
 pub(crate) struct Sketch {
-    /// `<area>/<case>`.
+    /// Name as `<area>/<case>`.
     pub name: String,
     pub clause: String,
     pub why: String,
@@ -33,7 +33,7 @@ pub(crate) struct Sketch {
     pub outcome: Outcome,
 }
 
-/// With the keys of all objects in order, whether serde_json keeps the order of insertion or not.
+/// Sorts the keys of all objects, whether or not serde_json keeps the order of insertion.
 pub(crate) fn sorted(value: &Value) -> Value {
     match value {
         Value::Array(items) => items.iter().map(sorted).collect(),

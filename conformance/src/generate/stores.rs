@@ -1,4 +1,4 @@
-//! Stores that every reader has to accept.
+//! Stores that every reader must accept.
 
 use serde_json::json;
 
@@ -9,7 +9,7 @@ use super::sketch::{Outcome, Sketch};
 use super::writer::{Entry, Part, State, Store};
 use crate::failure::Failure;
 
-/// A model weight and two tensors of an optimizer; a few elements change with every step.
+/// Returns a model weight and two optimizer tensors. A few elements change with every step.
 pub(crate) fn small(step: u64) -> State {
     let mut weights = pattern(24, 1);
     weights[2 * step as usize % 24] ^= 0x10;
@@ -23,7 +23,7 @@ pub(crate) fn small(step: u64) -> State {
     state
 }
 
-/// Steps 10 and 20 of [`small`]: a base and a delta.
+/// Returns steps 10 and 20 of [`small`]: a base and a delta.
 pub(crate) fn base_and_delta() -> Result<Store, Failure> {
     let mut store = Store::new()?;
     store.save(small(10), None)?;
@@ -52,7 +52,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
 
     accept("chain/base-and-delta", "chain 3", "a delta on a base", base_and_delta()?);
 
-    // Chain's worked example, with chunk 0 of four-bit zeros.
+    // The worked example of the chain page, with four-bit zeros in chunk 0.
     let mut store = Store::new()?;
     let long = |first: u8, last: u8| {
         let mut data = vec![0; (1 << 17) + 2];
@@ -65,7 +65,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     store.save(State::new(30, with_b), Some(20))?;
     accept("chain/three-links", "chain 3", "each chunk takes its own way down: absolute, delta, unchanged, new", store);
 
-    // A master beyond its weight, as remainder 6 has it; then a link that gives it another role, and stores nothing.
+    // A master that continues its weight, as in remainder 6. The next link gives it another role and stores nothing.
     let weight = [0x80, 0x3f, 0x80, 0x3f, 0x80, 0xbf, 0x00, 0x40];
     let master = [[0, 0, 0x80, 0x3f], [0, 0, 0x80, 0x3f], [0, 0, 0x80, 0xbf], [0, 0, 0, 0x40]].concat();
     let with_role = |step: u64, role: &'static str| {
@@ -77,7 +77,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     let tensors = snapshot.casks.iter_mut().flat_map(|(_, cask)| &mut cask.tensors);
     for tensor in tensors.filter(|tensor| tensor.name == "master") {
         let chunk = &mut tensor.shards[0].chunks[0];
-        // Planes of one symbol, and no exception.
+        // Planes of one symbol, without an exception.
         let plane = vec![16, 1, 0];
         (chunk.codec, chunk.columns) = ("tc.remainder", vec![("low", plane.clone()), ("high", plane), ("rounding", vec![0])]);
     }
@@ -86,7 +86,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     store.save(with_role(3, "master"), Some(2))?;
     accept("chain/another-role", "codecs 5.1", "a chunk has the partners of the role that its tensor had when it was stored", store);
 
-    // 262 rows to a chunk, then one.
+    // The first chunk has 262 rows, the second has one.
     let rows = |row_262: &[u8]| {
         let data = [[1; 262_000].as_slice(), row_262].concat();
         vec![Entry::whole("w", U8, &[263, 1000], "model", &data)]
@@ -206,7 +206,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     store.objects.insert(format!("catalog/{:020}-{}.parquet", 3, "0".repeat(64)), b"PAR1 damaged".to_vec());
     accept("log/damaged-catalog", "log 6.2", "a damaged catalog is skipped: the log has it all", store);
 
-    // The parent's optimizer state was dropped after the delta was made: its manifest names one role less.
+    // The parent's optimizer state was dropped after the delta was made, so the parent's manifest names one role less.
     let mut store = Store::new()?;
     let mut base = small(10);
     base.entries.truncate(1);

@@ -1,4 +1,4 @@
-//! Writes stores: a small writer with fixed ids and times, each of whose objects may be edited before it is sealed.
+//! Writes stores: a small writer with fixed ids and times. Each object may be edited before it is sealed.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use super::sketch::{Input, sorted};
 use crate::failure::Failure;
 use crate::files::hex;
 
-/// A shard of a state, of one chunk or several.
+/// A shard of a state, in one or more chunks.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
     pub offset: Vec<u64>,
@@ -28,15 +28,15 @@ pub(crate) struct Entry {
     pub dtype: u8,
     pub shape: Vec<u64>,
     pub role: &'static str,
-    /// The parameter, where that is not the name.
+    /// Parameter, if it differs from the name.
     pub param: Option<&'static str>,
-    /// The row of the tensor that it is tied to.
+    /// Row of the tensor that this one is tied to.
     pub alias_of: Option<u32>,
     pub parts: Vec<Part>,
 }
 
 impl Entry {
-    /// A whole tensor of rank 0.
+    /// Returns a whole tensor of rank 0.
     pub(crate) fn whole(name: &str, dtype: u8, shape: &[u64], role: &'static str, data: &[u8]) -> Self {
         let slot = if role == "model" { 0 } else { 1 };
         let part = Part { offset: vec![0; shape.len()], shape: shape.to_vec(), slot, data: data.to_vec() };
@@ -48,14 +48,14 @@ impl Entry {
     }
 }
 
-/// What a snapshot holds.
+/// Content of a snapshot.
 #[derive(Debug, Clone)]
 pub(crate) struct State {
     pub step: u64,
     pub id: [u8; 16],
-    /// Ascending by name.
+    /// Tensors in ascending order of names.
     pub entries: Vec<Entry>,
-    /// By slot of the cask that holds them.
+    /// Blobs by the slot of their cask.
     pub blobs: Vec<(u32, Vec<Blob>)>,
     pub metadata: BTreeMap<String, String>,
     pub user: Map<String, Value>,
@@ -66,14 +66,14 @@ impl State {
         Self { step, id: id(step as u8), entries, blobs: vec![], metadata: BTreeMap::new(), user: Map::new() }
     }
 
-    /// What a reader says of the step.
+    /// Returns the expected report of the step.
     pub(crate) fn expected(&self) -> Value {
         let tensors: Map<String, Value> = self
             .entries
             .iter()
             .map(|entry| {
                 let stored = entry.alias_of.map_or(entry, |alias| &self.entries[alias as usize]);
-                // Shards of these states split the first dimension only.
+                // Shards of these states split only the first dimension.
                 let data: Vec<u8> = stored.parts.iter().flat_map(|part| part.data.iter().copied()).collect();
                 let value = json!({
                     "dtype": DTYPES[usize::from(entry.dtype) - 1].0, "shape": entry.shape, "role": entry.role, "param": entry.param(),
@@ -108,7 +108,7 @@ impl State {
         forge::directory(&listed)
     }
 
-    /// The content digest of each role.
+    /// Returns the content digest of each role.
     fn content(&self) -> BTreeMap<String, String> {
         let mut roles: BTreeMap<&str, Vec<u8>> = BTreeMap::new();
         for entry in &self.entries {
@@ -136,13 +136,13 @@ impl State {
     }
 }
 
-/// The chunks of a shard.
+/// Returns the chunks of a shard.
 fn chunks_of(dtype: u8, part: &Part) -> impl Iterator<Item = &[u8]> {
     let bits = DTYPES[usize::from(dtype) - 1].1;
     part.data.chunks(chunk_elements(dtype, &part.shape) * bits / 8)
 }
 
-/// `snapshots/<step>-<id>.json`, with its fields in the order of the spec.
+/// Content of `snapshots/<step>-<id>.json`, with its fields in the order of the spec.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Manifest {
     pub format: String,
@@ -178,7 +178,7 @@ pub(crate) struct CaskRef {
     pub digest: String,
 }
 
-/// An entry of the log.
+/// Entry of the log.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct LogEntry {
     pub format: String,
@@ -204,7 +204,7 @@ pub(crate) struct Unsealed {
 /// A snapshot whose casks and directory are written.
 pub(crate) struct Sealed {
     pub step: u64,
-    /// The finished casks, by id.
+    /// Finished casks by id.
     pub casks: Vec<(String, Vec<u8>)>,
     pub directory: Vec<u8>,
     pub manifest: Manifest,
@@ -215,7 +215,7 @@ impl Unsealed {
         self.seal_with(|_, _| {})
     }
 
-    /// Seals the objects, after an edit of the drafts of casks.
+    /// Seals the objects after an edit of the cask drafts.
     pub(crate) fn seal_with(self, edit: impl Fn(u32, &mut Draft)) -> Sealed {
         let Self { step, casks, directory, mut manifest } = self;
         let directory = directory.bytes();
@@ -239,16 +239,16 @@ impl Unsealed {
     }
 }
 
-/// A store in the making.
+/// A store that is being written.
 pub(crate) struct Store {
     pub objects: BTreeMap<String, Vec<u8>>,
     sequence: u64,
     previous: Option<String>,
     states: BTreeMap<u64, State>,
-    /// Live steps and what a reader says of them.
+    /// Live steps with their expected reports.
     expected: BTreeMap<u64, Value>,
     latest: Option<u64>,
-    /// How many snapshots got another manifest.
+    /// Number of snapshots that got another manifest.
     compacted: u8,
 }
 
@@ -256,7 +256,7 @@ const WRITER: u8 = 0x5e;
 const TIME_MS: u64 = 1_767_225_600_000;
 
 impl Store {
-    /// A store that a writer has opened.
+    /// Returns a store that a writer has opened.
     pub(crate) fn new() -> Result<Self, Failure> {
         let mut store = Self {
             objects: BTreeMap::new(),
@@ -279,7 +279,7 @@ impl Store {
         self.append_with(event, |_| {}, |json| json)
     }
 
-    /// Commits an event, after an edit of the entry and of its JSON.
+    /// Commits an event after edits of the entry and of its JSON.
     pub(crate) fn append_with(
         &mut self,
         event: Value,
@@ -306,13 +306,13 @@ impl Store {
         Ok(())
     }
 
-    /// What a save of a state writes: a base, or a delta on the snapshot of a step that was saved before.
+    /// Drafts the save of a state: a base, or a delta against the snapshot of an earlier step.
     pub(crate) fn draft(&mut self, state: State, parent: Option<u64>) -> Unsealed {
         self.latest = Some(state.step);
         self.draft_of(state, parent, 0)
     }
 
-    /// What a compaction of a snapshot writes: the state anew, in casks of other names.
+    /// Drafts the compaction of a snapshot: the state again, in casks with other names.
     pub(crate) fn redraft(&mut self, state: State, parent: Option<u64>) -> Unsealed {
         self.compacted += 1;
         self.draft_of(state, parent, self.compacted)
@@ -374,12 +374,13 @@ impl Store {
         unsealed
     }
 
-    /// Puts the objects of a snapshot, and commits it.
+    /// Writes the objects of a snapshot and commits the snapshot.
     pub(crate) fn commit(&mut self, snapshot: Sealed) -> Result<(), Failure> {
         self.commit_with(snapshot, |_| {}, |json| json)
     }
 
-    /// Puts the objects of a snapshot, and commits it after an edit of the entry's event and of the manifest's JSON.
+    /// Writes the objects of a snapshot and commits the snapshot, after edits of the entry's event and of the
+    /// manifest's JSON.
     pub(crate) fn commit_with(
         &mut self,
         snapshot: Sealed,
@@ -401,7 +402,7 @@ impl Store {
         self.append(event)
     }
 
-    /// Puts the objects of a compacted snapshot, and commits them after an edit of the entry's event.
+    /// Writes the objects of a compacted snapshot and commits them, after an edit of the entry's event.
     pub(crate) fn commit_compacted(
         &mut self,
         snapshot: Sealed,
@@ -422,19 +423,19 @@ impl Store {
         self.append(event)
     }
 
-    /// Compacts a snapshot as it should be: into a base, or with the parent that it has.
+    /// Compacts a snapshot correctly: into a base, or with its current parent.
     pub(crate) fn compact(&mut self, step: u64, parent: Option<u64>) -> Result<(), Failure> {
         let state = self.states.get(&step).ok_or("a step that was not saved")?.clone();
         let snapshot = self.redraft(state, parent);
         self.commit_compacted(snapshot.seal(), None, |_| {})
     }
 
-    /// Drops all roles of a base but these.
+    /// Drops all roles of a base except `roles`.
     pub(crate) fn reduce(&mut self, step: u64, roles: &[&str]) -> Result<(), Failure> {
         self.reduce_with(step, roles, |_| {})
     }
 
-    /// Drops roles, after an edit of the entry's event.
+    /// Drops roles after an edit of the entry's event.
     pub(crate) fn reduce_with(&mut self, step: u64, roles: &[&str], edit_event: impl Fn(&mut Value)) -> Result<(), Failure> {
         let mut state = self.states.get(&step).ok_or("a step that was not saved")?.clone();
         state.entries.retain(|entry| roles.contains(&entry.role));
@@ -449,7 +450,7 @@ impl Store {
         self.append(json!({ "kind": "forgotten", "snapshots": ids }))
     }
 
-    /// Gives up steps, and deletes what only they needed.
+    /// Collects steps and deletes the objects that only they needed.
     pub(crate) fn collect(&mut self, steps: &[u64]) -> Result<(), Failure> {
         let ids: Vec<String> = steps.iter().map(|&step| self.id_of(step)).collect();
         for id in &ids {
@@ -459,40 +460,40 @@ impl Store {
         self.append(json!({ "kind": "collecting", "snapshots": ids }))
     }
 
-    /// Deletes the objects whose path holds a text.
+    /// Deletes the objects whose path contains `text`.
     pub(crate) fn delete(&mut self, text: &str) {
         self.objects.retain(|path, _| !path.contains(text));
     }
 
-    /// The latest step that a reader finds, where it is not the last saved.
+    /// Sets the latest step that a reader finds, if it is not the last saved.
     pub(crate) fn set_latest(&mut self, latest: Option<u64>) {
         self.latest = latest;
     }
 
-    /// Saves a state as it should be.
+    /// Saves a state correctly.
     pub(crate) fn save(&mut self, state: State, parent: Option<u64>) -> Result<(), Failure> {
         let snapshot = self.draft(state, parent);
         self.commit(snapshot.seal())
     }
 
-    /// A step is not live any more.
+    /// Marks a step as no longer live.
     pub(crate) fn drop_expected(&mut self, step: u64, latest: u64) {
         self.expected.remove(&step);
         self.latest = Some(latest);
     }
 
-    /// The state of a step.
+    /// Returns the snapshot id of a step.
     pub(crate) fn id_of(&self, step: u64) -> String {
         self.states.get(&step).map(|state| hex(&state.id)).unwrap_or_default()
     }
 
-    /// What a reader says of the store.
+    /// Returns the expected report of the store.
     pub(crate) fn expected(&self) -> Value {
         let steps: Map<String, Value> = self.expected.iter().map(|(step, value)| (step.to_string(), value.clone())).collect();
         json!({ "latest": self.latest, "steps": steps })
     }
 
-    /// The path of an object in a folder: number `nth` by name.
+    /// Returns the path of the `nth` object in a folder, ordered by name.
     pub(crate) fn path(&self, folder: &str, nth: usize) -> Result<String, Failure> {
         let found = self.objects.keys().filter(|path| path.starts_with(folder)).nth(nth);
         Ok(found.ok_or_else(|| format!("no object {nth} in {folder}"))?.clone())
@@ -503,7 +504,7 @@ impl Store {
     }
 }
 
-/// The shard of a parent that a delta is made against.
+/// Returns the parent's shard that a delta is made against.
 fn find<'a>(parent: &'a State, entry: &Entry, part: &Part) -> Option<&'a Part> {
     let same = parent.entries.iter().find(|e| e.name == entry.name && e.dtype == entry.dtype && e.shape == entry.shape)?;
     same.parts.iter().find(|p| p.offset == part.offset && p.shape == part.shape)
@@ -518,14 +519,14 @@ fn encode(old: Option<&[u8]>, new: &[u8], unit: usize) -> Chunk {
     }
 }
 
-/// Sealed JSON.
+/// Seals JSON.
 pub(crate) fn seal(json: &str) -> Vec<u8> {
     let body = format!("{json}\n");
     let digest = hex(&Sha256::digest(&body));
     format!("{body}sha256:{digest}\n").into_bytes()
 }
 
-/// The digest of a sealed object.
+/// Returns the digest of a sealed object.
 pub(crate) fn digest_of(sealed: &[u8]) -> String {
     const SEAL_BYTES: usize = 72;
     hex(&Sha256::digest(&sealed[..sealed.len() - SEAL_BYTES]))
