@@ -1,4 +1,4 @@
-//! The structure of the code: modules of the library import only from modules declared before them.
+//! The structure of the code: modules of the library import only from modules declared above them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -7,14 +7,15 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
 type Names = Vec<String>;
 
-/// Paths that a file names (`crate::a::B`, `super::C`), each from the crate's root, and the names that it re-exports with their origin.
+/// Paths that a file names (`crate::a::B`, `super::C`), each from the crate's root, and the names that the file
+/// re-exports with their origin.
 #[derive(Default)]
 struct Source {
     paths: BTreeSet<Names>,
     reexports: BTreeMap<String, Names>,
 }
 
-/// Reads one path, with nested braces: its names one by one, until something else follows.
+/// Reads one path with nested braces, name by name, until another token follows.
 fn expand(tokens: &mut std::iter::Peekable<proc_macro2::token_stream::IntoIter>, mut prefix: Names, out: &mut Vec<Names>) {
     loop {
         match tokens.peek().cloned() {
@@ -23,7 +24,7 @@ fn expand(tokens: &mut std::iter::Peekable<proc_macro2::token_stream::IntoIter>,
                 let mut inner = group.stream().into_iter().peekable();
                 while inner.peek().is_some() {
                     expand(&mut inner, prefix.clone(), out);
-                    // To the comma: `as Name` and the like say nothing of where a name comes from.
+                    // Skips to the comma: `as Name` does not change where a name comes from.
                     while inner.next().is_some_and(|token| !matches!(&token, TokenTree::Punct(mark) if mark.as_char() == ',')) {}
                 }
                 return;
@@ -41,7 +42,8 @@ fn expand(tokens: &mut std::iter::Peekable<proc_macro2::token_stream::IntoIter>,
     }
 }
 
-/// From `super::X` in `module` to the names from the root; none for a path that does not begin at a module of the crate.
+/// Converts `super::X` in `module` to the names from the root. Returns `None` for a path that does not begin at a
+/// module of the crate.
 fn absolute(module: &[String], children: &BTreeSet<String>, path: &[String]) -> Option<Names> {
     let (mut at, mut rest) = match path.first()?.as_str() {
         "crate" => (vec![], &path[1..]),
@@ -97,7 +99,7 @@ fn scan(tokens: TokenStream, module: &[String], children: &BTreeSet<String>, sou
     }
 }
 
-/// All files below a crate's `src`, by module path.
+/// Returns all files below a crate's `src`, keyed by module path.
 fn sources(root: &Path) -> BTreeMap<Names, Source> {
     let mut files: BTreeMap<Names, String> = BTreeMap::new();
     let mut folders = vec![(root.to_owned(), Names::new())];
@@ -126,7 +128,7 @@ fn sources(root: &Path) -> BTreeMap<Names, Source> {
     files.iter().map(read).collect()
 }
 
-/// The file that a path leads to, through re-exports.
+/// Returns the file that a path leads to, through re-exports.
 fn file_of(sources: &BTreeMap<Names, Source>, path: &[String]) -> Names {
     let mut path = path.to_vec();
     for _ in 0..16 {
@@ -140,7 +142,7 @@ fn file_of(sources: &BTreeMap<Names, Source>, path: &[String]) -> Names {
     path
 }
 
-/// Files by the files that they import.
+/// Returns the imported files of each file.
 fn imports(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
     let sources = sources(root);
     let edges = |(module, source): (&Names, &Source)| {
@@ -154,7 +156,7 @@ fn folder(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// Imports of the library that go up: the importing module, the imported module.
+/// Returns the library's upward imports: the importing module and the imported module.
 fn upward(library: &str, graph: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<(String, String)> {
     let declared = library.lines().filter_map(|line| line.trim_start_matches("pub ").strip_prefix("mod ")?.strip_suffix(';'));
     let order: BTreeMap<&str, usize> = declared.zip(1..).collect();
