@@ -21,7 +21,7 @@ KINDS = Path(__file__).parents[2] / "src" / "error.rs"
 
 
 def in_process(code, *arguments):
-    """Runs code in another Python; what it prints."""
+    """Runs code in another Python process. Returns its output."""
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True, text=True, timeout=120
     )
@@ -87,7 +87,7 @@ def test_errors_mirror_the_kinds_of_the_library(url):
 
 
 def damage(url, which):
-    """A bit of one of the casks that hold the weights, by age."""
+    """Flips a bit of a cask that holds the weights, chosen by age."""
     large = [path for path in Path(url, "casks").iterdir() if path.stat().st_size > 4000]
     cask = sorted(large, key=lambda path: path.stat().st_mtime_ns)[which]
     data = bytearray(cask.read_bytes())
@@ -212,7 +212,7 @@ def test_ctrl_c_stops_a_long_save(url):
 
 
 def test_the_lock_is_released_while_saving(url):
-    """Another thread goes on while a save runs."""
+    """Another thread continues while a save runs."""
     import threading
 
     state = {"w": torch.randn(16 << 20)}
@@ -235,7 +235,7 @@ def test_the_lock_is_released_while_saving(url):
 
 
 def test_files_of_the_command_line_are_read(tmp_path, url):
-    """What was saved without a tree comes back flat."""
+    """A state that was saved without a tree is loaded flat."""
     target = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target"))
     binary = next((path for profile in ("debug", "release") if (path := target / profile / "tensorcask").exists()), target / "absent")
     data = Path(__file__).parents[2] / "tests" / "data" / "step-2400.safetensors"
