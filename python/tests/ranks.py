@@ -27,14 +27,14 @@ def _main(rank, world, rendezvous, work, arguments):
         work(*arguments)
     finally:
         dist.destroy_process_group()
-    # Threads of gloo may still hold Python objects, and abort the process while the interpreter ends: pytorch/pytorch#179291. All that
-    # a rank has to show is shown.
+    # Threads of gloo may still hold Python objects, and abort the process while the interpreter ends:
+    # pytorch/pytorch#179291. The output of the rank is complete by then.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def on_ranks(world, folder, work, *arguments):
-    """Runs a function in as many processes; what it is given arrives as text."""
+    """Runs a function in `world` processes. Its arguments arrive as text."""
     rendezvous = f"file://{folder}/rendezvous-{next(_calls)}"
     mp.start_processes(_main, (world, rendezvous, work, tuple(map(str, arguments))), nprocs=world, start_method="forkserver")

@@ -1,4 +1,4 @@
-"""Runs the model of lost stores for as many sequences as wanted: see ``python/tests/model``."""
+"""Runs the model of lost stores for a chosen number of sequences: see ``python/tests/model``."""
 
 import argparse
 import sys

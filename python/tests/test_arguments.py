@@ -1,4 +1,4 @@
-"""Arguments: what the signatures say, and what a wrong one is told."""
+"""Arguments: signatures, and errors for wrong arguments."""
 
 import inspect
 import subprocess
@@ -63,7 +63,7 @@ def test_every_option_of_load_and_save_is_described():
 
 
 def test_a_misspelt_option_fails_a_type_check(tmp_path):
-    """`mypy --strict` knows the options, their types and the words that they take."""
+    """`mypy --strict` knows the options, their types and their allowed words."""
     checked = tmp_path / "checked.py"
     checked.write_text(
         """\
@@ -196,7 +196,7 @@ def fake():
 
 
 def traced(transform):
-    """A tensor as a function sees it that torch transforms."""
+    """A tensor as seen by a function under a torch transform."""
     seen = []
 
     def function(x):

@@ -1,4 +1,4 @@
-"""Codecs alone: every bit comes back from each that is lossless, with checks and without."""
+"""Codecs alone: each lossless codec restores every bit, with and without checks."""
 
 import numpy as np
 import pytest

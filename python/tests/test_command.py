@@ -24,7 +24,7 @@ def run(*arguments, **options):
 
 
 def told(*arguments, code=0):
-    """The JSON that a command prints."""
+    """Returns the JSON that a command prints."""
     ended = run(*arguments, "--json")
     assert ended.returncode == code, ended.stdout + ended.stderr
     return json.loads(ended.stdout)
@@ -168,7 +168,7 @@ def test_a_closed_pipe_is_no_error(model, url):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_closed_standard_files_do_no_harm(model, url, tmp_path):
-    """No file of the store is opened where stdin, stdout and stderr should be, and printed into."""
+    """With closed standard streams, no file of the store gets their descriptors and receives output."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     save = 'exec "$0" save "$1" --step 1 "$2" --blob "b=$3" <&- >&- 2>&-'
@@ -190,7 +190,7 @@ def test_ctrl_c_ends_the_command(verb, model, url, tmp_path):
     words = ["import", tmp_path, url, "--step", "1"] if verb == "import" else ["save", url, "--step", "1", model, "--blob", f"b={pipe}"]
     started = subprocess.Popen([COMMAND, *map(str, words)], stderr=subprocess.PIPE, text=True)
     with open(pipe, "wb"):
-        # The command has opened the pipe, and waits for what never comes.
+        # The command has opened the pipe, and waits for data that never comes.
         started.send_signal(signal.SIGINT)
         _, said = started.communicate(timeout=60)
     assert (started.returncode, said) == (-signal.SIGINT, "")

@@ -1,4 +1,4 @@
-"""Loading as another floating-point type: what is converted, and what keeps its type."""
+"""Loading as another floating-point type: converted tensors, and tensors that keep their type."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def training_state():
 
 
 def dtypes(state, path=()):
-    """Dtype of each tensor by its path."""
+    """Returns the dtype of each tensor by its path."""
     if not isinstance(state, dict):
         return {".".join(map(str, path)): str(state.dtype).removeprefix("torch.")}
     return {name: dtype for key, value in state.items() for name, dtype in dtypes(value, (*path, key)).items()}
@@ -68,13 +68,13 @@ def test_a_mapping_converts_by_role_and_name(memory):
     assert found({"*": "f16"}) == dict.fromkeys(everything, "float16")
     rules = {"*": "f16", "optimizer.state.0.*": "bf16", "exp_avg_sq": None}
     assert found(rules) == dict.fromkeys(everything - {"optimizer.state.0.exp_avg_sq"}, "float16") | {"optimizer.state.0.exp_avg": "bfloat16"}
-    # The whole name is meant as it stands.
+    # The whole name is taken literally.
     assert found({"model.scale": "bf16", "*": None}) == {"model.scale": "bfloat16"}
-    # Tied tensors of two types are two.
+    # Tied tensors that get different types are no longer tied.
     loaded = tensorcask.load(memory, dtype={"tied": "bf16"})
     assert (loaded["tied"].dtype, loaded["model"]["w"].dtype) == (torch.bfloat16, torch.float32)
     assert found({"model": "bf16"}, tensors="master.*") == {}
-    # A role that this state does not have is no mistake; a name is.
+    # An unknown role is accepted; an unknown name is an error.
     assert found({"momentum": "bf16"}) == {}
     with pytest.raises(tensorcask.NotFoundError, match="dtype: .*`modle.w`"):
         tensorcask.load(memory, dtype={"modle.w": "bf16"})

@@ -20,7 +20,7 @@ PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
 
 
 def expected(step):
-    """Values that differ at every place; each step changes some."""
+    """Returns values that differ at every place. Each step changes some."""
     values = torch.arange(7 * 10, dtype=torch.float32).reshape(7, 10)
     values[step % 7] += step
     return values
@@ -75,7 +75,7 @@ def load_steps(url, placement, first, count):
 
 
 def load_all(url, world, count):
-    """Loads what every world saved, with every placement."""
+    """Loads the saves of every world size, with every placement."""
     for saved_world in "123":
         for saved in PLACEMENTS:
             for placement in PLACEMENTS:

@@ -32,7 +32,7 @@ def load(state, store, *, step=1, flatten=(True, True), **options):
 
 
 def everything(store):
-    """The state as PyTorch rebuilds it without a template."""
+    """Returns the state as PyTorch rebuilds it without a template."""
     state = {}
     _load_state_dict(state, storage_reader=store.reader(), planner=_EmptyStateDictLoadPlanner(), no_dist=not dist.is_initialized())
     return state
@@ -183,7 +183,7 @@ UNPLANNABLE = ("nested", "jagged", "lazy")
 
 
 def cause(failed):
-    """The error of the first rank that failed."""
+    """Returns the error of the first rank that failed."""
     return next(iter(getattr(failed.value, "failures", {0: (failed.value, None)}).values()))[0]
 
 

@@ -45,7 +45,7 @@ def stop(pid):
         select.select([process], [], [])
         os.waitid(os.P_PIDFD, process, os.WEXITED)
     except (ProcessLookupError, ChildProcessError):
-        # It ended before, or is a child of another process.
+        # The agent ended before, or is a child of another process.
         pass
     finally:
         os.close(process)
@@ -141,7 +141,7 @@ def of_model(model, step):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))])
 def test_tensors_of_a_device_go_straight_into_shared_memory(url, folder, device, monkeypatch):
-    # Those of the CPU go the same way here, but for streams.
+    # Tensors on the CPU take the same path here, except for streams.
     monkeypatch.setattr("tensorcask._device.is_on_device", lambda tensor: tensor.device.type == device)
     model = torch.nn.Linear(700, 500, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -160,7 +160,7 @@ def test_tensors_of_a_device_go_straight_into_shared_memory(url, folder, device,
         found = engine.restore()
         assert (found.step, found.source) == (5, "slot")
         assert engine.wait("durable", 60).reached
-        # The next call waits for it.
+        # The next call waits for the save.
         engine.begin_save(of_model(model, 6), step=6)
         assert engine.restore().step == 6
         assert found.state["tied"] is found.state["model"]["weight"]
@@ -268,7 +268,7 @@ def test_a_killed_trainer_goes_on_from_memory(url, folder):
     with tensorcask.Engine(url, folder=folder) as engine:
         found = engine.restore()
         assert (found.step, found.source) == (5, "slot") and (found.state["w"] == 5).all()
-    # The agent as well: what is in shared memory is enough, and the next agent brings it to the store.
+    # Kills the agent as well. Shared memory holds the state, and the next agent uploads it to the store.
     stop(int(Path(folder, "agent.lock").read_text()))
     with tensorcask.Engine(url, folder=folder) as engine:
         assert engine.restore().source == "slot"
@@ -401,7 +401,7 @@ def ranks_save(url, folder):
         for step in (1, 2, 3):
             engine.save(sharded(mesh, step), step=step)
         assert engine.wait(timeout=60).reached
-        # A step that one rank alone has.
+        # A step that only one rank has.
         if rank == 0:
             engine.save(sharded(mesh, 4), step=4)
         step = engine.agree()

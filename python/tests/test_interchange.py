@@ -1,4 +1,4 @@
-"""Other formats: in, out, and in again."""
+"""Other formats: import, export, and import again."""
 
 import argparse
 import collections
@@ -149,7 +149,7 @@ def test_formats_are_told_by_name(url, tmp_path):
 
 
 class Config:
-    """A class that only the program that saved has."""
+    """A class that exists only in the program that saved."""
 
     def __init__(self):
         self.lr, self.sub = 0.1, argparse.Namespace(layers=[1, 2])
@@ -187,7 +187,7 @@ def test_objects_of_allowed_classes_are_plain_values(tmp_path, url, how):
     loaded = tensorcask.load(url)
     assert (loaded.pop("w") == 1).all()
     assert loaded == {"args": {"lr": 0.1, "names": ["a"]}, "config": {"lr": 0.1, "sub": {"layers": [1, 2]}}, "pair": ({"seed": 7}, {"seed": 7})}
-    # Nothing stays allowed.
+    # No class stays allowed afterwards.
     with pytest.raises(tensorcask.UnsupportedError, match="holds objects"):
         import_(path, url, step=2)
     with pytest.raises(ValueError, match="full name of a class"):
@@ -235,7 +235,7 @@ def test_values_that_cannot_be_stored_are_left_out_or_replaced(tmp_path, url):
     import_(tmp_path / "b.pt", url, step=2, allow=["shutil.copyfile"], on_unsupported=lambda path, value: getattr(value, "arguments", path))
     loaded = tensorcask.load(url)
     assert loaded["set"] == "state['set']" and loaded["of"] == (__file__, "trapped")
-    # What is allowed by name is not run.
+    # Allowing a class by name does not run code.
     assert not Path("trapped").exists()
     with pytest.raises(ValueError, match="on_unsupported"):
         import_(tmp_path / "b.pt", url, step=3, allow=["shutil.copyfile"], on_unsupported="ignore")

@@ -1,4 +1,4 @@
-"""JAX arrays go in and come out as they were."""
+"""JAX arrays are loaded as they were saved."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Stores that users delete, move, share and replace: what a save acknowledges, a new process loads."""
+"""Stores that users delete, move, share and replace. A new process loads every acknowledged save."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ def state(value):
 
 
 def loads(url, value):
-    """Whether a new process finds this state as the latest."""
+    """Returns whether a new process finds this state as the latest."""
     code = """
         import sys, tensorcask
         loaded = tensorcask.load(sys.argv[1])
@@ -32,7 +32,7 @@ def loads(url, value):
 
 
 def in_child(act):
-    """Runs an act in a forked child."""
+    """Runs a function in a forked child."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -70,7 +70,7 @@ def test_stores_of_one_process_and_its_children_are_one_job(url):
 
 
 def test_a_forked_child_loads_after_its_parent_did(url):
-    """Threads of the parent's pool are not in the child, which must not wait for them."""
+    """A forked child lacks the threads of the parent's pool and must not wait for them."""
     tensorcask.save(state(1), url, step=1)
     tensorcask.load(url)
     in_child(lambda: tensorcask.load(url))
@@ -86,7 +86,7 @@ SAVES = """
 
 
 def elsewhere(url, step, store=None):
-    """Saves a step in another process: as a job of its own, or with a store that it was sent."""
+    """Saves a step in another process: as a job of its own, or with a store that it receives by pickle."""
     given = None if store is None else pickle.dumps(store)
     subprocess.run([sys.executable, "-c", textwrap.dedent(SAVES), url, str(step)], input=given, check=True, timeout=120)
 
@@ -148,7 +148,7 @@ def test_dcp_replaces_a_step_only_where_asked(url):
 
 
 def test_dcp_in_a_process_of_its_own_shares_the_store(url):
-    """What PROCESS checkpointing does: the writer is pickled to another process, which commits there."""
+    """As in PROCESS checkpointing: the writer is pickled to another process, which commits."""
     store = tensorcask.Store(url)
     store.save(state(1), step=1)
     code = """
@@ -166,6 +166,6 @@ def test_a_forked_child_lets_go_of_stores_that_its_parent_opened(tmp_path):
     """A child has none of its parent's threads: dropping a store must not wait for them."""
     for at in range(9):
         tensorcask.save(state(at), tmp_path / str(at), step=1)
-    # More than a process keeps open: those of the parent are dropped.
+    # More stores than a process keeps open, so the child drops those of the parent.
     in_child(lambda: [tensorcask.save(state(at), tmp_path / f"child-{at}", step=1) for at in range(9)])
     assert loads(tmp_path / "child-8", 8)

@@ -1,4 +1,4 @@
-"""Modules of the package: in one order, each importing only modules before it."""
+"""Modules of the package have an order. Each imports only earlier modules."""
 
 import ast
 from pathlib import Path
@@ -17,7 +17,7 @@ def declared_order():
 
 
 def imported_by(path):
-    """Modules of the package that a module imports anywhere: at its top, in functions, and for type checkers."""
+    """Returns the package modules that a module imports: at its top, in functions, and for type checkers."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             assert node.level == 1

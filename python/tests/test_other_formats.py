@@ -1,4 +1,4 @@
-"""Loading what another tool wrote: the error says what it is, and how it is imported."""
+"""Loading files of another tool: the error names their format and the command that imports them."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_a_checkpoint_that_can_be_imported_is_named_with_the_command(name, write
         text = told(path, call)
         assert says in text and f"tensorcask import {path}" in text
     assert says in told(path, lambda path: tensorcask.load(path.as_uri()))
-    # The command that it names does it.
+    # The command in the error imports the files.
     kind = {"weights": ["--format", "torch"]}.get(name, [])
     command = [sys.executable, "-m", "tensorcask", "import", path, tmp_path / "store", "--step", "7", *kind]
     subprocess.run(list(map(str, command)), check=True, capture_output=True)
@@ -76,7 +76,7 @@ def test_a_folder_of_something_else_has_no_store(tmp_path):
         assert "no store here" in told(path)
     (tmp_path / "notes.txt").write_text("w")
     assert "no store here" in told(tmp_path)
-    # A store that holds such files beside its own stays one.
+    # A store with such files beside its own is still a store.
     torch.save(W, tmp_path / "m.pt")
     tensorcask.save(W, tmp_path, step=1)
     with pytest.raises(tensorcask.NotFoundError, match="step 9"):

@@ -1,4 +1,4 @@
-"""Tensors that are rounded on purpose: what is lost, what is told of it, what is refused."""
+"""Tensors that are rounded on purpose: their errors, the reports of errors, and refused settings."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_near_comes_back_within_its_bounds(url):
     assert after["model"].equal(before["model"]) and after["step"].equal(before["step"])
     for name, most in (("master", 3e-5), ("exp_avg", 0.022), ("exp_avg_sq", 0.022)):
         assert not after[name].equal(before[name])
-        # On average: of masters next to a power of two, more is lost.
+        # The bound holds on average: masters next to a power of two lose more.
         assert measured(before[name], after[name])[2] <= most
     assert measured(before["exp_avg"], after["exp_avg"])[1] <= 0.022
     assert after["exp_avg"][0, :5].equal(torch.zeros(5))
@@ -70,7 +70,7 @@ def test_the_receipt_is_what_numpy_finds(url):
     ]
     update_error = np.sqrt(((updates[1] - updates[0]) ** 2).sum() / (updates[0] ** 2).sum())
     assert errors["exp_avg_sq"].update_error == pytest.approx(update_error, rel=1e-9)
-    # Of the whole save: sums of these.
+    # Values for the whole save are sums of these.
     assert saved.rounding.elements == sum(found.elements for found in errors.values())
     assert saved.rounding.max_relative == max(found.max_relative for found in errors.values())
 
@@ -157,7 +157,7 @@ def test_search_finds_what_is_accepted():
     assert found.setting == seen[-1][0] and found.rounding.max_relative <= 0.03
     assert 0 < found.stored_bytes < 0.5 * moments.numel() * 4
     assert {elements for _, elements in seen} == {moments.count_nonzero().item()}
-    # As a rule, it does what the search said.
+    # Used as a rule, the setting gives the result of the search.
     url = "memory://search"
     tensorcask.save({"exp_avg": {"w": moments}}, url, step=1, precision=f"exp_avg={found.setting}")
     (errors,) = tensorcask.Store(url).snapshot().rounding()

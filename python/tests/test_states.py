@@ -1,4 +1,4 @@
-"""States go in and come out as they were, bit for bit."""
+"""States are loaded as they were saved, bit for bit."""
 
 import collections
 import enum
@@ -28,7 +28,7 @@ def random_bytes(count, seed=0):
 
 
 def torch_tensor(name, shape, seed=0):
-    """Any bits at all, NaNs with their payloads included."""
+    """Returns arbitrary bits, including NaNs with payloads."""
     dtype = getattr(torch, name)
     size = torch.empty(shape, dtype=dtype)
     data = random_bytes(size.numel() * size.element_size(), seed)
@@ -79,7 +79,7 @@ def test_numpy_arrays_come_back_bit_for_bit(name, memory):
         if name == "bool":
             data &= 1
         if bits < 8:
-            # One element in a byte, in the form that the type's own conversions give.
+            # One element per byte, in the form of the type's own conversions.
             data = (data & (1 << bits) - 1).astype(np.uint8)
             if name == "int4":
                 data = np.where(data > 7, data | 0xF0, data).astype(np.uint8)
@@ -286,7 +286,7 @@ def test_equal_views_of_one_memory_are_stored_once(as_numpy, memory):
 
 
 def test_overlapping_views_are_stored_apart(memory):
-    """As documented: each comes back right, and they share no memory any more."""
+    """As documented: each tensor has the right values, but they no longer share memory."""
     storage = torch.randn(400, 100, generator=torch.Generator().manual_seed(0))
     one = tensorcask.save({"whole": storage}, memory, step=1, policy="full").stored_bytes
     state = {"whole": storage, "flat": storage.view(-1), "top": storage[:200]}

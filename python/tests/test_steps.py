@@ -1,4 +1,4 @@
-"""Training steps in the names of checkpoints: one rule, wherever a name is read."""
+"""Training steps in the names of checkpoints: one rule for every place that reads a name."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_other_names_are_no_steps(name, memory):
 
 
 def test_a_second_save_does_not_hide_the_first(memory):
-    """Both names once became step 25."""
+    """Regression test: both names once became step 25."""
     store = tensorcask.Store(memory)
     writer = store.writer(overwrite=True)
     for name in ("step=100-loss=0.25", "step=200-loss=0.25"):

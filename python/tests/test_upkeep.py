@@ -1,4 +1,4 @@
-"""Upkeep of stores on disk: retention, garbage collection, compaction, copies."""
+"""Maintenance of stores on disk: retention, garbage collection, compaction, copies."""
 
 import datetime
 import logging
@@ -223,7 +223,7 @@ def test_progress(url, tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("work", ["gc()", "compact()", "copy_to('memory://copy')", "save({}, step=1, keep_last=1)"])
 def test_ctrl_c_ends_upkeep(work):
-    """A server that never answers is waited for until the signal comes."""
+    """A wait for a server that never answers ends with the signal."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         config = {"aws_endpoint": f"http://127.0.0.1:{server.getsockname()[1]}", "aws_allow_http": "true", "aws_region": "none"}
         config |= {"aws_access_key_id": "none", "aws_secret_access_key": "none"}

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// How ranges are merged into requests.
+/// Rules for merging ranges into requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Coalesce {
     /// Largest gap between two ranges that are read as one.

@@ -1,4 +1,4 @@
-//! Casks that go to a second store while they are being written to the first.
+//! Casks sent to a second store while they are being written to the first.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ async fn save(writer: &mut Writer, step: u64, data: &[u8]) {
     writer.save(step, &tensors, &[], &Metadata::default()).await.unwrap();
 }
 
-/// A store, its writer, and a copier from there to a destination that has all that was saved so far.
+/// Returns a store, its writer, and a copier to a destination that already has everything saved so far.
 async fn pair(destination: &Store) -> (Store, Writer, Copier) {
     let source = wrap(Arc::new(InMemory::new()));
     let mut writer = source.writer(Policy::Full).await.unwrap();
@@ -28,7 +28,7 @@ async fn pair(destination: &Store) -> (Store, Writer, Copier) {
     (source, writer, copier)
 }
 
-/// Saves step 2 ahead, and copies it; what the copy did.
+/// Saves step 2 ahead and copies it. Returns the report of the copy.
 async fn save_ahead(destination: &Store, data: &[u8]) -> CopyReport {
     let (source, mut writer, mut copier) = pair(destination).await;
     let ahead = Ahead::new(destination);

@@ -1,4 +1,4 @@
-//! Policies, where the base is kept, what a reader that holds a step reads, and watching for new ones.
+//! Policies, base caches, updates of a held step, and watching for new snapshots.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,21 +39,21 @@ async fn the_adaptive_policy_says_why() {
         let saved = saved(&mut writer, step, &weights).await;
         let estimate = saved.decision.estimate.unwrap();
         assert!(estimate.delta_bytes < estimate.base_bytes / 2 && estimate.sampled_chunks == 3, "{estimate:?}");
-        // What was estimated is what was stored, but for the index.
+        // The estimate equals the stored bytes, except for the index.
         assert!(saved.stored_bytes.abs_diff(estimate.delta_bytes) < estimate.base_bytes / 50, "{estimate:?}, {}", saved.stored_bytes);
         assert_eq!(saved.decision.since_base, step - 10);
     }
-    // The eighth after the base, then a state that has nothing in common with it.
+    // The eighth snapshot after the base, then a state that has nothing in common with the others.
     saved(&mut writer, 18, &weights).await;
     weights = noise(2, 2 * ELEMENTS);
     let large = saved(&mut writer, 19, &weights).await.decision.estimate.unwrap();
     assert!(large.delta_bytes * 10 > large.base_bytes * 9, "{large:?}");
     saved(&mut writer, 20, &weights).await;
-    // Back to an older step, and far ahead.
+    // A step back, then a step far ahead.
     saved(&mut writer, 15, &weights).await;
     saved(&mut writer, 16, &weights).await;
     saved(&mut writer, 40, &weights).await;
-    // A process that saves once decides alike.
+    // A process that saves only once makes the same decision.
     let mut writer = store.writer(Policy::Adaptive).await.unwrap();
     saved(&mut writer, 41, &weights).await;
     let expected: Vec<(u64, &str, Reason)> = [(10, "base", Reason::First)]
@@ -67,7 +67,7 @@ async fn the_adaptive_policy_says_why() {
     assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
 }
 
-/// Wherever the base is kept, the same bytes are stored; random ids aside, which have one length.
+/// Every base cache leads to the same stored bytes. Ids are random, but all have one length.
 #[tokio::test]
 async fn four_ways_to_keep_a_base_make_equal_stores() {
     let scratch = tempfile::tempdir().unwrap();
@@ -96,7 +96,7 @@ async fn four_ways_to_keep_a_base_make_equal_stores() {
                     _ => assert!(kept < saved.tensor_bytes / 100, "{kept}"),
                 }
             }
-            // Only where nothing is kept is the base read back.
+            // The base is read back only if no cache keeps it.
             let most = read[1..].iter().max().unwrap();
             assert_eq!(*most > 500_000, *base_cache == BaseKeeping::None, "{base_cache:?}: {read:?}");
             for step in 0..5u64 {
@@ -151,16 +151,16 @@ async fn who_holds_a_step_reads_what_lies_between() {
             let forward = have < want && (policy == Policy::Consecutive || have == 0);
             match (have == want, forward) {
                 (true, _) => assert_eq!((updated, bytes), (Updated { unchanged: 3, ..Updated::default() }, 0)),
-                // Masks of changed elements, one for each step between.
+                // Forwards along the chain: masks of changed elements, one per step in between.
                 (_, true) => {
                     assert_eq!(updated, Updated { unchanged: 2, advanced: 1, rebuilt: 0 }, "{policy}, from {have} to {want}");
                     assert!(bytes < 40_000 * (want - have), "{bytes}");
                 }
-                // Siblings, or backwards: the one chunk that differs, from its base on.
+                // Siblings, or backwards: the one chunk that differs is rebuilt from its base.
                 _ => assert_eq!(updated, Updated { unchanged: 2, advanced: 0, rebuilt: 1 }, "{policy}, from {have} to {want}"),
             }
         }
-        // A buffer that does not hold what it should is told by its checksums, chunk by chunk.
+        // Checksums detect each chunk of a buffer with unexpected content.
         let (held, wanted) = (store.snapshot(4).await.unwrap(), store.snapshot(5).await.unwrap());
         let mut buffer = states[4].clone();
         buffer[7] ^= 1;
@@ -170,7 +170,7 @@ async fn who_holds_a_step_reads_what_lies_between() {
     }
 }
 
-/// Shards, packed types, ties, other layouts: whatever lies between, the state is the newer one.
+/// With shards, packed types, ties and changed layouts, an update always yields the newer state.
 #[tokio::test]
 async fn any_state_can_be_brought_forward() {
     let store = Store::open("memory://").unwrap();
@@ -179,7 +179,7 @@ async fn any_state_can_be_brought_forward() {
         let state = SmallState::at(step);
         writer.save(step, &state.tensors(), &state.blobs(), &Metadata::default()).await.unwrap();
     }
-    // The last one lacks a tensor, and has another as another type.
+    // The last state lacks a tensor, and has another tensor with another type.
     let state = SmallState::at(4);
     let mut tensors = state.tensors();
     tensors.retain(|view| view.name() != "model.packed" && view.name() != "optimizer.step");
@@ -228,7 +228,7 @@ async fn a_watch_yields_each_new_snapshot_once() {
         assert_eq!(watch.next().await.unwrap().step, step);
     }
     saver.await.unwrap();
-    // Also where a step is saved again.
+    // A step that is saved again is also reported.
     let mut writer = wrap(objects).writer(Policy::Full).await.unwrap();
     writer.on_existing_step(ExistingStep::Replace);
     save(&mut writer, 50, &noise(1, 100)).await;

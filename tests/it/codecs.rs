@@ -1,4 +1,4 @@
-//! Every codec keeps the contract, and stores real training states in fewer bytes than the last resort.
+//! Every codec keeps the contract, and stores real training states in fewer bytes than the fallback codec.
 
 use std::path::Path;
 
@@ -38,7 +38,7 @@ fn bytes_of(codec: &dyn Codec, chunk: &Chunk<'_>) -> Option<usize> {
     Some(columns.iter().map(|(_, bytes)| bytes.len()).sum())
 }
 
-/// Stored and original bytes of all tensors of a role.
+/// Returns stored and original bytes of all tensors of a role.
 fn stored(codec: &str, step: u32, base: Option<u32>, role: &str) -> (usize, usize) {
     let read =
         |step: u32| std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/step-{step}.safetensors"))).unwrap();

@@ -1,4 +1,4 @@
-//! Commits: races, fencing, unknown outcomes, retention beside a running writer.
+//! Commits: races, fencing, unknown outcomes, and retention while a writer runs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,7 +30,7 @@ async fn assert_clean(store: &Store) {
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 
-/// Local disk: the same contract as memory, with real files.
+/// Local disk fulfils the same contract as memory, with real files.
 #[tokio::test(flavor = "multi_thread")]
 async fn local_disk_keeps_the_contract() {
     let folder = tempfile::tempdir().unwrap();
@@ -50,7 +50,7 @@ fn every_codec_keeps_the_contract() {
     }
 }
 
-/// Sixteen processes that open one store: each number of the log has one entry, and all writers but the last are fenced.
+/// Sixteen processes open one store. Each number of the log gets one entry, and all writers but the last are fenced.
 #[tokio::test(flavor = "multi_thread")]
 async fn of_sixteen_racing_writers_one_wins_each_number() {
     let folder = tempfile::tempdir().unwrap();
@@ -59,7 +59,7 @@ async fn of_sixteen_racing_writers_one_wins_each_number() {
         .map(|racer| {
             let url = url.clone();
             tokio::spawn(async move {
-                // A store of its own, as another process would have.
+                // Opens the store anew, as another process would.
                 let store = Store::open(&url).unwrap();
                 let mut writer = store.writer(Policy::Consecutive).await.unwrap();
                 (racer, save(&mut writer, racer).await)
@@ -103,7 +103,7 @@ async fn an_old_writer_loses_to_its_replacement_and_says_so() {
     assert_clean(&store).await;
 }
 
-/// The old writer is past its check and about to commit when the new one opens.
+/// The old writer is past its check and about to commit when the new writer opens.
 #[tokio::test]
 async fn a_writer_that_is_overtaken_in_the_middle_of_a_save_loses() {
     let memory: Arc<InMemory> = Arc::new(InMemory::new());
@@ -194,7 +194,7 @@ async fn a_step_saved_again_is_refused_unless_it_is_the_same_or_to_be_replaced()
         assert_eq!(error.kind(), ErrorKind::Conflict);
         assert!(error.to_string().contains("step 2 is saved already, with another content"), "{error}");
     }
-    // The same again is what a job does that did not hear the first answer.
+    // A job that missed the first answer saves the same state again.
     save(&mut writer, 3, 3, "a").await.unwrap();
     writer.on_existing_step(ExistingStep::Replace);
     save(&mut writer, 2, 4, "a").await.unwrap();
@@ -203,14 +203,14 @@ async fn a_step_saved_again_is_refused_unless_it_is_the_same_or_to_be_replaced()
     assert_eq!([read(1).await, read(2).await, read(3).await], [1, 4, 5]);
     let steps: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
     assert_eq!(steps, [1, 2, 3]);
-    // A step that was given up is free.
+    // A forgotten step can be saved again.
     store.forget(&[1]).await.unwrap();
     writer.on_existing_step(ExistingStep::Refuse);
     save(&mut writer, 1, 9, "a").await.unwrap();
     assert_eq!(read(1).await, 9);
 }
 
-/// A create of a log entry whose answer is lost, in each way in which real object stores lose it.
+/// A create of a log entry loses its answer, in every way in which real object stores lose it.
 #[tokio::test(start_paused = true)]
 async fn a_lost_answer_is_neither_a_conflict_nor_a_second_commit() {
     for fault in [Fault::LostAnswer, Fault::LostThenExists, Fault::FailBefore] {
@@ -246,7 +246,7 @@ async fn an_outcome_that_stays_unknown_stops_the_writer_and_deletes_nothing() {
     let sent = Arc::new(AtomicU64::new(0));
     let count = sent.clone();
     let faulty = FaultStore::new(memory.clone(), move |operation, path| match operation {
-        // Entry 3, the second save, arrives; no answer does, and it cannot be read back.
+        // Entry 3, the second save, is stored. Its answer is lost, and it cannot be read back.
         _ if !path.as_ref().ends_with("00003.json") => Fault::None,
         Operation::Create => {
             count.fetch_add(1, Ordering::SeqCst);
@@ -260,7 +260,7 @@ async fn an_outcome_that_stays_unknown_stops_the_writer_and_deletes_nothing() {
     assert_eq!(save(&mut writer, 2).await.unwrap_err().kind(), ErrorKind::OutcomeUnknown);
     assert!(sent.load(Ordering::SeqCst) > 1, "the same create was sent again");
     assert_eq!(save(&mut writer, 3).await.unwrap_err().kind(), ErrorKind::OutcomeUnknown, "the writer has stopped");
-    // Whoever opens the store finds the commit that did arrive, whole.
+    // Any process that opens the store finds the complete commit that was stored.
     let store = wrap(memory);
     assert_holds(&store, 2).await;
     let mut next = store.writer(Policy::Consecutive).await.unwrap();
@@ -279,7 +279,7 @@ async fn a_store_that_ignores_conditional_puts_is_refused() {
     let error = store.writer(Policy::Full).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::UnsafeStore);
     assert!(error.to_string().contains("put-if-absent"), "{error}");
-    // Also where the store was created by a sound server and is now behind another.
+    // Also if a sound server created the store, which is now behind another server.
     let mut writer = wrap(memory.clone()).writer(Policy::Full).await.unwrap();
     save(&mut writer, 1).await.unwrap();
     assert_eq!(store.writer(Policy::Full).await.unwrap_err().kind(), ErrorKind::UnsafeStore);
@@ -339,7 +339,7 @@ fn damage(objects: &InMemory, folder: &str) -> usize {
     })
 }
 
-/// What the next delta needs is damaged or too deep: the state at hand is saved as a base.
+/// If the parent of the next delta is damaged or too deep, the state is saved as a base.
 #[tokio::test]
 async fn a_damaged_parent_costs_a_base_not_the_checkpoint() {
     for base_cache in [BaseKeeping::Memory, BaseKeeping::None] {
@@ -350,7 +350,7 @@ async fn a_damaged_parent_costs_a_base_not_the_checkpoint() {
             let mut writer = wrap(memory.clone()).writer_with(options.clone()).await.unwrap();
             save(&mut writer, 1).await.unwrap();
             assert!(damage(&memory, folder) > 0);
-            // A restart, so that nothing of the parent is known.
+            // A restart, after which nothing of the parent is cached.
             let store = wrap(memory.clone());
             let mut writer = store.writer_with(options).await.unwrap();
             assert_eq!(save(&mut writer, 2).await.unwrap().kind.name(), "base", "{folder}");
@@ -386,7 +386,7 @@ async fn an_entry_that_nobody_could_read_is_not_committed() {
     save(&mut writer, 41).await.unwrap();
 }
 
-/// Catalogs save requests; they change no answer.
+/// Catalogs save requests and change no result.
 #[tokio::test]
 async fn user_metadata_is_the_same_with_and_without_a_catalog() {
     let store = Store::open("memory://").unwrap();
@@ -408,7 +408,7 @@ async fn user_metadata_is_the_same_with_and_without_a_catalog() {
     assert_clean(&store).await;
 }
 
-/// A newer version may promise what this one would break.
+/// A newer version may give guarantees that this version would violate.
 #[tokio::test]
 async fn a_store_with_unknown_features_is_read_but_not_written() {
     let memory = Arc::new(InMemory::new());
@@ -460,7 +460,7 @@ async fn a_reader_may_come_before_the_store() {
     let mut writer = Store::open(&url).unwrap().writer(Policy::Full).await.unwrap();
     save(&mut writer, 5).await.unwrap();
     assert_holds(&early, 5).await;
-    // Two runs must not share a root because a part of the URL is not seen.
+    // Two runs must not share a root because a part of the URL is ignored.
     for url in ["file:///x/run#1", "file:///x/run?1"] {
         assert_eq!(Store::open(url).unwrap_err().kind(), ErrorKind::InvalidArgument);
     }

@@ -1,8 +1,9 @@
-//! Damage: flipped bits and truncations of every kind of object are detected, and no value comes out wrong. With
-//! `TENSORCASK_THOROUGH=1`: every bit and every length, which takes many minutes; without, some of each, evenly spread.
+//! Damage: flipped bits and truncations of every kind of object are detected, and no value is read wrong. With
+//! `TENSORCASK_THOROUGH=1`, tests every bit and every length, which takes many minutes. Without it, tests some of each,
+//! evenly spread.
 //!
-//! `tests/golden/v1` is a store that the first version wrote; it reads for ever. To write it anew (only while the format
-//! is unreleased): remove it, then `TENSORCASK_BLESS=1 cargo test --test it corruption`.
+//! `tests/golden/v1` is a store that the first version wrote, and every later version must read it. To rewrite it (only
+//! while the format is unreleased), remove it, then run `TENSORCASK_BLESS=1 cargo test --test it corruption`.
 
 use std::path::Path;
 
@@ -26,7 +27,7 @@ fn golden() -> Vec<(String, Vec<u8>)> {
     objects_of(folder)
 }
 
-/// No step reads as anything but itself: each read is right or an error.
+/// Asserts that each read of a step is right or an error.
 fn assert_no_wrong_value(objects: &[(String, Vec<u8>)], what: &str) {
     let store = store_of(objects);
     for step in STEPS {
@@ -43,7 +44,7 @@ fn assert_no_wrong_value(objects: &[(String, Vec<u8>)], what: &str) {
     }
 }
 
-/// The damage is found by a full check, names an object, and yields no wrong value.
+/// Asserts that a full check finds the damage, names an object, and yields no wrong value.
 fn assert_detected(objects: &[(String, Vec<u8>)], what: &str) {
     match on(store_of(objects).verify(&VerifyOptions::default())) {
         Ok(report) => {
@@ -61,30 +62,30 @@ fn with(objects: &[(String, Vec<u8>)], at: usize, bytes: Vec<u8>) -> Vec<(String
     changed
 }
 
-/// Indexes of objects below a folder, by size.
+/// Returns the indexes of the objects in a folder, ordered by size.
 fn below(objects: &[(String, Vec<u8>)], folder: &str) -> Vec<usize> {
     let mut found: Vec<usize> = (0..objects.len()).filter(|&i| objects[i].0.starts_with(folder)).collect();
     found.sort_by_key(|&i| objects[i].1.len());
     found
 }
 
-/// Runs something for each number, on threads of this test: what they say when they panic is shown with it.
+/// Runs `run` for each number, on threads of this test, so that the test captures the output of a panic.
 fn for_each(count: usize, run: impl Fn(usize) + Send + Sync) {
     let pool = rayon::ThreadPoolBuilder::new().build().unwrap();
     pool.install(|| (0..count).into_par_iter().for_each(run));
 }
 
-/// As many flips, and as many truncations, of an object are tried unless all are asked for.
+/// Number of flips, and of truncations, tried per object by default.
 const SOME: usize = 700;
 
-/// Runs something for numbers below this: for `SOME`, evenly spread and every remainder by 8 among them, or for all.
+/// Runs `run` for all numbers below `count`, or for `SOME` of them, evenly spread and covering every remainder by 8.
 fn for_some(count: usize, run: impl Fn(usize) + Send + Sync) {
     let thorough = std::env::var_os("TENSORCASK_THOROUGH").is_some();
     let stride = if thorough { 1 } else { count.div_ceil(SOME) | 1 };
     for_each(count.div_ceil(stride), |number| run(number * stride));
 }
 
-/// Runs something for the bytes with one bit flipped.
+/// Runs `run` for the bytes with one bit flipped.
 fn for_some_flips(bytes: &[u8], run: impl Fn(Vec<u8>, usize) + Send + Sync) {
     for_some(bytes.len() * 8, |bit| {
         let mut flipped = bytes.to_vec();
@@ -100,7 +101,7 @@ fn flip_and_cut(objects: &[(String, Vec<u8>)], at: usize) {
         assert_detected(&with(objects, at, bytes[..length].to_vec()), &format!("{name}, cut to {length}"));
     });
     assert_detected(&with(objects, at, [bytes.as_slice(), &[0]].concat()), &format!("{name}, one byte longer"));
-    // Without its last entry the log is that of a moment before: no reader can tell.
+    // Without its last entry, the log is a valid earlier log. No reader can detect that.
     if below(objects, "log/").iter().max() != Some(&at) {
         let mut gone = objects.to_vec();
         gone.remove(at);
@@ -173,7 +174,7 @@ fn flips_and_cuts_of_the_store_file_are_detected() {
     flip_and_cut(&objects, at);
 }
 
-/// A damaged catalog costs time, never a value: the log has it all.
+/// A damaged catalog costs time but never a value, because the log has all facts.
 #[test]
 fn flips_and_cuts_of_a_catalog_are_detected_and_harmless() {
     let folder = tempfile::tempdir().unwrap();
@@ -206,7 +207,7 @@ fn flips_and_cuts_of_a_catalog_are_detected_and_harmless() {
     for_some(bytes.len(), |length| check(bytes[..length].to_vec(), format!("cut to {length}")));
 }
 
-/// Objects that are whole, but not the ones that belong there.
+/// Intact objects in the place of others.
 #[test]
 fn swapped_objects_are_detected() {
     let objects = golden();

@@ -1,4 +1,4 @@
-//! A real S3 server behind a proxy that breaks connections: at every request of a save and a restore, in every way.
+//! A real S3 server behind a proxy that breaks connections, in every way and at every request of a save and a restore.
 //! `bash tests/servers/run moto -- cargo test --workspace --test it fault_proxy`, and `bash tests/run`, start the server.
 
 use std::collections::BTreeMap;
@@ -13,24 +13,24 @@ use tokio::net::{TcpListener, TcpStream};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// Closed in peace, before the server saw the request, or after it did.
+    /// Clean close, before or after the server saw the request.
     Fin,
     FinAfter,
-    /// Reset, before or after.
+    /// Reset, before or after the server saw the request.
     Reset,
     ResetAfter,
     Status500,
     Status409,
-    /// No answer, until the client gives up.
+    /// No answer until the client gives up.
     Hang,
 }
 
 const WAYS: [Way; 7] = [Way::Fin, Way::FinAfter, Way::Reset, Way::ResetAfter, Way::Status500, Way::Status409, Way::Hang];
 
-/// Longer than the client waits.
+/// Time longer than the client waits.
 const HANG: Duration = Duration::from_secs(8);
 
-/// Forwards one request per connection; the request whose number is in `at` is broken.
+/// Forwards one request per connection. Breaks the request whose number is in `at`.
 struct Proxy {
     address: String,
     seen: AtomicU64,
@@ -48,7 +48,7 @@ impl Proxy {
             while let Ok((client, _)) = listener.accept().await {
                 let (shared, upstream) = (shared.clone(), upstream.clone());
                 tokio::spawn(async move {
-                    // The client's side of a broken connection is what the test is about.
+                    // Errors are expected here: the test breaks the client's connection.
                     let _ = shared.serve(client, &upstream).await;
                 });
             }
@@ -82,7 +82,7 @@ impl Proxy {
                 return Ok(());
             }
             (true, Way::Status500) => return client.write_all(respond("500 Internal Server Error", "InternalError").as_bytes()).await,
-            // Servers say so of writes only.
+            // Servers answer this status only to writes.
             (true, Way::Status409) if request.starts_with(b"PUT") => {
                 return client.write_all(respond("409 Conflict", "ConditionalRequestConflict").as_bytes()).await;
             }
@@ -105,7 +105,7 @@ fn reset(client: &TcpStream) -> std::io::Result<()> {
     client.set_linger(Some(Duration::ZERO))
 }
 
-/// A whole request, with `Connection: close`.
+/// Reads a whole request and sets `Connection: close`.
 async fn read_request(client: &mut TcpStream) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     loop {
@@ -162,7 +162,7 @@ async fn a_broken_connection_is_no_conflict_and_no_loss() {
     let (mut step, mut broken, mut told) = (0u64, 0u64, 0u64);
     for (nth, way) in WAYS.into_iter().enumerate() {
         for at in 0.. {
-            // The many log entries of an opening: some ways for each.
+            // The many log entries of an opening: tries some ways for each.
             if at > 14 && !(at + nth as u64).is_multiple_of(4) {
                 if at > 90 {
                     break;
@@ -208,7 +208,7 @@ async fn a_broken_connection_is_no_conflict_and_no_loss() {
         .collect();
     let mut once = added.clone();
     once.dedup();
-    // A save that was told to have failed, and had not, is committed again; no other is.
+    // Only a save that was reported as failed, but was stored, is committed again.
     assert!(added.len() as u64 <= step + told && once.len() as u64 == step, "{} commits of {step} steps, {told} told", added.len());
     assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
     eprintln!("{broken} requests broken, {told} of them told");

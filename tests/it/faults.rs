@@ -1,4 +1,5 @@
-//! Storage that fails at random: no false conflict, no second commit, no wrong byte, nothing lost that was acknowledged.
+//! Storage that fails at random: no false conflict, no double commit, no wrong byte, and no loss of an acknowledged
+//! save.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,13 +26,13 @@ async fn save(writer: &mut Writer, step: u64, bytes: usize) -> tensorcask::Resul
     writer.save(step, &tensors, &[], &Metadata::default()).await.map(|_| ())
 }
 
-/// What single-writer code may be told when storage fails.
+/// Asserts that an error is one that a single writer may get when storage fails.
 fn assert_honest(error: &tensorcask::Error, what: &str) {
     let conflict = [ErrorKind::Conflict, ErrorKind::Fenced, ErrorKind::UnsafeStore, ErrorKind::InvalidArgument, ErrorKind::Unsupported];
     assert!(!conflict.contains(&error.kind()), "{what}: {error}");
 }
 
-/// Saves steps through a faulty store, opens it again where the writer says so, and reads them back through it.
+/// Saves steps through a faulty store, reopens it if the writer asks for that, and reads them back through it.
 async fn storm(faulty: &dyn Fn() -> Store, clean: &Store, steps: u64, bytes: usize, what: &str) -> (u64, u64) {
     let mut acknowledged = Vec::new();
     let (mut failures, mut writer) = (0, None::<Writer>);
@@ -58,7 +59,7 @@ async fn storm(faulty: &dyn Fn() -> Store, clean: &Store, steps: u64, bytes: usi
             }
         }
         writer = Some(current);
-        // Whatever is read is right, or an error.
+        // Each read is right or an error.
         if let Ok(snapshot) = faulty().snapshot(step).await
             && let Ok(tensor) = snapshot.read("w", &Slice::all()).await
         {
@@ -97,7 +98,7 @@ async fn a_thousand_seeds_of_random_faults() {
     for seed in 0..1000u64 {
         let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
         let opened = AtomicU64::new(0);
-        // Each handle has faults of its own, and none of what another remembers.
+        // Each handle has its own faults and an empty cache.
         let faulty = || {
             let nth = opened.fetch_add(1, Ordering::Relaxed);
             wrap(Arc::new(FaultStore::seeded(memory.clone(), seed.wrapping_mul(1_000_003) + nth, [5, 30, 120][seed as usize % 3])))
@@ -115,7 +116,7 @@ async fn random_faults_in_uploads_of_many_parts() {
     let (mut saved, mut failed) = (0, 0);
     for seed in 0..12u64 {
         let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
-        // The creation of a store alone is more than a hundred requests.
+        // Creates the store beforehand, because creation alone takes more than a hundred requests.
         wrap(memory.clone()).writer(Policy::Full).await.unwrap();
         let opened = AtomicU64::new(0);
         let faulty = || {
@@ -141,7 +142,7 @@ async fn every_fault_at_every_request() {
             for first in 0..60u64 {
                 for length in [1, 2] {
                     let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
-                    // The store is there: its creation alone is more than a hundred requests.
+                    // Creates the store beforehand, because creation alone takes more than a hundred requests.
                     save(&mut wrap(memory.clone()).writer(Policy::Full).await.unwrap(), 100, 4000).await.unwrap();
                     let count = Arc::new(AtomicU64::new(0));
                     let seen = count.clone();
@@ -152,7 +153,7 @@ async fn every_fault_at_every_request() {
                     let faulty = wrap(Arc::new(FaultStore::new(memory.clone(), decide)));
                     let what = format!("{fault:?} at {operation:?} {first}, {length} times");
                     let open = async || {
-                        // There are two faults at most, so the third attempt meets none.
+                        // At most two faults occur, so the third attempt meets none.
                         for _ in 0..2 {
                             match faulty.writer(Policy::Consecutive).await {
                                 Ok(writer) => return writer,

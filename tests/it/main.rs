@@ -1,4 +1,5 @@
-//! All tests of the library's interface, in one program: each more would link and optimise the library again.
+//! All tests of the library's interface, in one program. Every further program would link and optimise the library
+//! again.
 
 #![allow(
     missing_docs,

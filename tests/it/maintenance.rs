@@ -1,4 +1,4 @@
-//! Retention, compaction and garbage collection, alone and beside writers and readers.
+//! Retention, compaction and garbage collection, alone and with concurrent writers and readers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -38,7 +38,7 @@ async fn assert_holds(store: &Store, steps: impl IntoIterator<Item = u64>) {
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 
-/// A store in memory with a consecutive chain of these steps.
+/// Returns a store in memory with a consecutive chain of these steps.
 async fn chain(steps: impl IntoIterator<Item = u64>) -> (Store, Writer) {
     let store = wrap(Arc::new(InMemory::new()));
     let mut writer = store.writer(Policy::Consecutive).await.unwrap();
@@ -81,21 +81,21 @@ async fn a_folded_chain_restores_bit_for_bit_and_deltas_on_it_stay() {
     let folded = store.snapshot(4).await.unwrap();
     assert_eq!((folded.manifest().id, folded.user()), (compacted.record.id, &SmallState::metadata(4).user));
 
-    // The writer goes on upon its own chain; what is a base already is left alone.
+    // The writer continues its own chain. A snapshot that is a base already is left alone.
     save(&mut writer, 7).await.unwrap();
     let again = store.compact(4, &CompactOptions::default()).await.unwrap();
     assert_eq!((again.sequence, again.links), (None, 1));
     assert_eq!(store.compact(99, &CompactOptions::default()).await.unwrap_err().kind(), ErrorKind::NotFound);
     store.compact(Latest, &CompactOptions::default()).await.unwrap();
     assert_holds(&store, 1..=7).await;
-    // A newcomer builds upon it, without the state in memory.
+    // A new writer continues the chain, without the state in memory.
     let options = WriterOptions { policy: Policy::Consecutive, base_cache: BaseKeeping::None, ..WriterOptions::default() };
     let saved = save(&mut store.writer_with(options).await.unwrap(), 8).await.unwrap();
     assert_eq!(saved.parent, Some(store.snapshot(7).await.unwrap().record().id));
     assert_holds(&store, 1..=8).await;
 }
 
-/// More than 64 entries, so that what follows is read from a catalog.
+/// Commits more than 64 entries, so that later readers use a catalog.
 #[tokio::test]
 async fn catalogs_know_what_was_compacted_and_collected() {
     let (store, mut writer) = chain(1..=20).await;
@@ -128,7 +128,7 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     assert!(told.collected_bytes > 0 && told.held_bytes > told.collected_bytes);
     assert_eq!(objects_of(folder.path()), objects, "nothing was done");
 
-    // The floor counts from the entry that gives a snapshot up, however old its objects are.
+    // The age floor counts from the entry that collects a snapshot, however old its objects are.
     let waits = GcOptions { age_floor: Duration::from_secs(3600), ..NOW };
     let report = store.gc(&waits).await.unwrap();
     assert_eq!((steps(&report.collected), report.deleted.len()), (vec![2], 0));
@@ -136,7 +136,7 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     assert_eq!(report.waiting.len(), 4, "three casks and a manifest: {:?}", report.waiting);
     assert_holds(&store, [3, 5, 6]).await;
 
-    // An object that nothing names, young and old; others are none of gc's business.
+    // Unreferenced objects, young and old. Other objects are not garbage collection's business.
     std::fs::write(folder.path().join("casks/00000000000000000000000000000000.cask"), b"left over").unwrap();
     std::fs::write(folder.path().join("notes.txt"), b"mine").unwrap();
     assert!(store.gc(&waits).await.unwrap().deleted.is_empty());
@@ -148,11 +148,11 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     assert!(folder.path().join("notes.txt").exists());
     assert_eq!(store.gc(&NOW).await.unwrap().deleted, [], "nothing is left to do");
 
-    // Whoever believes in a longer floor finds that the manifest of 2 is gone, with all that it named.
+    // A longer floor changes nothing: the manifest of 2 is gone, with all objects that it named.
     assert_eq!(store.gc(&waits).await.unwrap().deleted, []);
     assert!(store.doctor(&DoctorOptions::default()).await.unwrap().is_healthy());
 
-    // With the chain folded, nothing holds the old base.
+    // After the chain is compacted, nothing refers to the old base.
     store.compact(3, &CompactOptions::default()).await.unwrap();
     tokio::time::sleep(Duration::from_millis(20)).await;
     let report = store.gc(&NOW).await.unwrap();
@@ -161,7 +161,7 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     assert_eq!(store.snapshot(6).await.unwrap().chain()[1].record.status, Status::Forgotten, "4 is still held");
 }
 
-/// What a snapshot that was reduced to its model has to hold.
+/// Checks the content of a snapshot that was reduced to its model.
 async fn check_model(store: &Store, step: u64) {
     let snapshot = store.snapshot(step).await.unwrap();
     let state = SmallState::at(step);
@@ -183,7 +183,7 @@ async fn shards_of_many_ranks_become_whole_tensors() {
     let wide: Vec<u8> = (0..4 * 6 * 70_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let left: Vec<u8> = wide.chunks(4 * 70_000).flat_map(|row| &row[..4 * 30_001]).copied().collect();
     let right: Vec<u8> = wide.chunks(4 * 70_000).flat_map(|row| &row[4 * 30_001..]).copied().collect();
-    // Three times 35 elements of 4 bits: the shards end within a byte.
+    // Three times 35 elements of 4 bits, so that the shards end within a byte.
     let packed: Vec<u8> = (0..53u8).map(|i| if i == 52 { 7 } else { i.wrapping_mul(37) }).collect();
     let nibble = |i: usize| packed[i / 2] >> (4 * (i % 2)) & 15;
     let pack = |range: std::ops::Range<usize>| -> Vec<u8> {
@@ -234,7 +234,8 @@ async fn old_steps_keep_their_weights_and_lose_the_rest() {
     let keep = Retention { keep_last: Some(2), keep_every: None };
     let reduced = store.retain_roles(keep, &model, &CompactOptions::default()).await.unwrap();
     let held: Vec<(u64, bool)> = reduced.iter().map(|one| (one.record.step, one.held.is_some())).collect();
-    // 7 and 8 stay, and so does what they and the pinned 2 need: 7 is a base, and 1 the base of 2.
+    // Steps 7 and 8 stay, and so do the snapshots that they and the pinned step 2 need. Step 7 is a base, and 1 is the
+    // base of 2.
     assert_eq!(held, [(6, false), (5, false), (4, false), (3, false), (1, true)]);
     assert!(reduced.iter().filter(|one| one.held.is_none()).all(|one| one.stored_bytes < one.stored_bytes_before), "{reduced:?}");
     for step in 3..=6 {
@@ -253,7 +254,7 @@ async fn old_steps_keep_their_weights_and_lose_the_rest() {
     assert!(report.is_clean(), "{:?}", report.problems);
     let again = store.retain_roles(keep, &model, &CompactOptions::default()).await.unwrap();
     assert!(again.iter().all(|one| one.held.is_some()), "{again:?}");
-    // Copies know what was reduced, too.
+    // A copy of the store also has the reduced snapshots.
     let copy = wrap(Arc::new(InMemory::new()));
     store.copy_to(&copy, &Default::default()).await.unwrap();
     check_model(&copy, 5).await;
@@ -268,7 +269,7 @@ async fn a_reduced_step_is_never_the_latest_nor_a_parent() {
     let model = ["model".to_owned()];
     let held = store.keep_roles(&[1, 3], &model, &CompactOptions::default()).await.unwrap();
     assert!(held.iter().all(|one| one.held.is_some()), "{held:?}");
-    // Mixed casks are written anew, as a base.
+    // Casks with mixed roles are rewritten, as a base.
     let roles = ["model".to_owned(), "step".to_owned()];
     store.forget(&[3]).await.unwrap();
     store.compact(2, &CompactOptions::default()).await.unwrap();
@@ -296,7 +297,7 @@ async fn snapshots_are_forgotten_by_id_where_they_still_count() {
     assert!(!store.unpin(1).await.unwrap().pinned, "again");
     store.pin(1).await.unwrap();
     save(&mut writer, 3).await.unwrap();
-    // Pinned, wanted, saved again meanwhile, and one that never was.
+    // A pinned snapshot, a wanted one, one whose step was saved again meanwhile, and one that never existed.
     let unknown = tensorcask::wire::Id::random().unwrap();
     let forgotten = store.forget_snapshots(&[ids[0], ids[1], ids[2], unknown]).await.unwrap();
     assert_eq!(forgotten.iter().map(|record| record.id).collect::<Vec<_>>(), [ids[1]]);
@@ -307,7 +308,7 @@ async fn snapshots_are_forgotten_by_id_where_they_still_count() {
     assert_eq!(store.records().await.unwrap(), before);
 }
 
-/// What a codec needs of other tensors only those know who have it.
+/// Only a process that knows a codec can tell which tensors the codec needs. Other processes must not drop roles.
 #[tokio::test]
 async fn roles_are_not_dropped_from_under_a_codec_that_is_not_known() {
     let objects = Arc::new(InMemory::new());
@@ -337,9 +338,8 @@ async fn pins_outlive_everything() {
     assert_eq!(report.held.iter().map(|record| record.step).collect::<Vec<_>>(), [1], "the pinned one needs it");
 }
 
-/// The parent of a delta is given up while the delta is being saved: it becomes a base.
-/// A writer of consecutive deltas or deltas on the first base, with which another process meddles as the manifest of step 3 is
-/// about to be written, when its casks are up.
+/// Returns a store and a writer of consecutive or one-shot deltas. Another process interferes after the casks of step 3
+/// were uploaded, right before the manifest is written.
 async fn meddled<F: Future<Output = ()> + Send + 'static>(policy: Policy, meddle: fn(Store) -> F) -> (Store, Writer) {
     use tensorcask::testing::fault::{Fault, FaultStore, Operation};
     let memory: Arc<InMemory> = Arc::new(InMemory::new());
@@ -426,7 +426,7 @@ async fn unknown_features_and_unreadable_manifests_stop_gc() {
     drop(store);
 }
 
-/// A writer, a compaction, a collection and readers at once, on a real disk, with a floor that they reach many times.
+/// A writer, a compaction, a collection and readers run at once on a real disk, with a short age floor.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn writers_readers_compaction_and_gc_at_once() {
     const FLOOR: Duration = Duration::from_millis(400);
@@ -462,7 +462,7 @@ async fn writers_readers_compaction_and_gc_at_once() {
                     let begun = Instant::now();
                     match store.compact(record.step, &compact).await {
                         Ok(compacted) => _ = folded.fetch_add(u64::from(compacted.sequence.is_some()), Ordering::SeqCst),
-                        // Forgotten meanwhile, or too slow: both are answers, not damage.
+                        // The snapshot was forgotten meanwhile, or the operation was too slow. Neither is damage.
                         Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Conflict) => {}
                         Err(e) => assert!(begun.elapsed() > FLOOR / 2, "{e}"),
                     }
@@ -475,7 +475,7 @@ async fn writers_readers_compaction_and_gc_at_once() {
             let (store, done, reads) = (open(), done.clone(), reads.clone());
             tokio::spawn(async move {
                 while !done.load(Ordering::SeqCst) {
-                    // What was live when the log was read stays readable for the floor.
+                    // Snapshots that were live when the log was read stay readable for the age floor.
                     let begun = Instant::now();
                     let read = async { check(&store.snapshot(Latest).await?).await };
                     match read.await {
@@ -507,7 +507,7 @@ async fn writers_readers_compaction_and_gc_at_once() {
     let counts = [saved, reads.load(Ordering::SeqCst), freed.load(Ordering::SeqCst), folded.load(Ordering::SeqCst)];
     println!("saved, read, freed, folded: {counts:?}");
     assert!(counts.iter().all(|&count| count > 10), "all of them did something: {counts:?}");
-    // Afterwards nothing but what is needed is left.
+    // Only objects that are needed are left.
     tokio::time::sleep(2 * FLOOR).await;
     store.gc(&GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
     tokio::time::sleep(2 * FLOOR).await;

@@ -12,7 +12,7 @@ fn rounded(data: &[u8]) -> Vec<u8> {
     values.flat_map(|value| half::bf16::from_f32(value).to_le_bytes()).collect()
 }
 
-/// Masters of a real run, without the weights that they were rounded to: as a run in f32 has them.
+/// Returns the masters of a real run without their rounded weights, as a run in f32 has them.
 fn weights(step: u64) -> Vec<(String, Vec<u64>, Vec<u8>)> {
     let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
     let views = input.tensors().unwrap();

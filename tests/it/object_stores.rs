@@ -1,5 +1,5 @@
-//! Real object-store servers. `bash tests/servers/run` starts them and says where they are (`bash tests/run` starts one);
-//! without them these tests say that they did not run.
+//! Real object-store servers. `bash tests/servers/run` starts them and prints their addresses (`bash tests/run` starts
+//! one). Without a server, these tests report that they did not run.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use crate::common::{SmallState, data};
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::{CompactOptions, Dtype, ErrorKind, GcOptions, Latest, Metadata, Policy, Slice, Store, TensorView, VerifyOptions};
 
-/// A store under a fresh prefix of the bucket.
+/// Returns a store under a fresh prefix of the bucket.
 fn store(name: &str) -> Option<Store> {
     let Ok(bucket) = std::env::var("TENSORCASK_TEST_STORE") else {
         eprintln!("NOT RUN: {name} needs a server; use `bash tests/servers/run`");
@@ -32,7 +32,7 @@ async fn real_checkpoints_come_back_from_a_server() {
         let input = Files::open(&[data(file)]).unwrap();
         writer.save(step as u64, &input.tensors().unwrap(), &[], &Metadata::default()).await.unwrap();
     }
-    // Another process.
+    // Opens the store anew, as another process would.
     let store = Store::open(store.url()).unwrap();
     for (step, file) in files.iter().enumerate() {
         let input = Files::open(&[data(file)]).unwrap();
@@ -82,7 +82,7 @@ async fn old_steps_go_away_on_a_server() {
     }
 }
 
-/// Casks of several parts, and slices that read a few ranges of them.
+/// Casks of several parts, and slices that read a few of their ranges.
 #[tokio::test(flavor = "multi_thread")]
 async fn large_casks_go_up_in_parts() {
     let Some(store) = store("large") else { return };
@@ -100,7 +100,7 @@ async fn large_casks_go_up_in_parts() {
     let rows = snapshot.read("w", &Slice::rows(9000..9002)).await.unwrap();
     let after = store.io();
     assert_eq!(rows.data, weights[4096 * 9000..4096 * 9002]);
-    // Two indexes, the base's chunk, and the delta's pages.
+    // Two indexes, the chunk of the base, and the pages of the delta.
     assert!(after.bytes_read - before.bytes_read < 3 << 20, "{} bytes", after.bytes_read - before.bytes_read);
     assert!(after.requests - before.requests <= 5, "{} requests", after.requests - before.requests);
 }
@@ -132,7 +132,7 @@ async fn racing_writers_on_a_server_have_one_winner_per_entry() {
     assert!(!saved.is_empty());
 }
 
-/// Some servers answer *done* to a conditional put and overwrite.
+/// Some servers report success for a conditional put, but overwrite the object.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_ignores_conditions_is_refused() {
     let Ok(bucket) = std::env::var("TENSORCASK_TEST_UNSAFE_STORE") else { return };

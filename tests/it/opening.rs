@@ -1,4 +1,4 @@
-//! How many requests, and how many one after the other, it takes to open a store and to read a slice.
+//! Number of requests, in total and in sequence, for opening a store and reading a slice.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ async fn requests_to_open(objects: &Arc<InMemory>, step: u64) -> u64 {
     store.io().requests
 }
 
-/// 63 entries after the newest catalog are the most that there can be.
+/// At most 63 entries follow the newest catalog.
 #[tokio::test]
 async fn a_store_of_ten_thousand_commits_opens_in_seventy_requests() {
     let objects = Arc::new(InMemory::new());
@@ -33,7 +33,7 @@ async fn a_store_of_ten_thousand_commits_opens_in_seventy_requests() {
     let mut most = 0;
     for step in 0..10_046 {
         save(&mut writer, step).await;
-        // The last round of catalogs, entry by entry; the first entry is the writer's `opened`.
+        // Measures after each of the first and the last entries. The first entry is the writer's `opened`.
         if !(130..=9_980).contains(&step) {
             most = most.max(requests_to_open(&objects, step).await);
         }
@@ -42,7 +42,7 @@ async fn a_store_of_ten_thousand_commits_opens_in_seventy_requests() {
     assert!((60..=70).contains(&most), "{most} requests");
 }
 
-/// Catalogs are a help, not a condition.
+/// Catalogs are optional.
 #[tokio::test]
 async fn a_store_without_some_catalogs_opens_all_the_same() {
     let objects = Arc::new(InMemory::new());
@@ -56,7 +56,7 @@ async fn a_store_without_some_catalogs_opens_all_the_same() {
     }
     let requests = requests_to_open(&objects, 199).await;
     assert!((201..201 + 70).contains(&requests), "{requests} requests for 201 entries");
-    // A writer that goes on makes the next one, and a damaged one is passed over.
+    // A writer that continues makes the next catalog, and a damaged catalog is skipped.
     let mut writer = wrap(objects.clone()).writer(Policy::Intermittent { every: 8 }).await.unwrap();
     for step in 200..300 {
         save(&mut writer, step).await;
@@ -77,12 +77,13 @@ async fn a_delta_takes_few_requests() {
     save(&mut writer, 2).await;
     let before = store.io().requests;
     save(&mut writer, 3).await;
-    // The last entry and the next, the parent's manifest, a cask, the manifest, the entry. Before the entry, all at once: store.json, the
-    // last entry, a listing of entries, two casks, the directory, and the parent's manifest again.
+    // Reads the last entry and the next, and the parent's manifest; writes a cask, the manifest and the entry. The
+    // check before the entry sends at once: store.json, the last entry, a listing of entries, two casks, the directory,
+    // and the parent's manifest again.
     assert!(store.io().requests - before <= 13, "{} requests", store.io().requests - before);
 }
 
-/// Rounds of requests that wait for each other: the clock stands still but for the latency of requests.
+/// Counts rounds of dependent requests. The paused clock advances only by the latency of requests.
 async fn rounds<T>(objects: &Arc<InMemory>, run: impl AsyncFnOnce(Store) -> T) -> (u64, u64, T) {
     let slow = FaultStore::new(objects.clone(), |_, _| Fault::Slow(LATENCY));
     let store = wrap(Arc::new(slow));
@@ -91,7 +92,7 @@ async fn rounds<T>(objects: &Arc<InMemory>, run: impl AsyncFnOnce(Store) -> T) -
     (begun.elapsed().as_millis() as u64 / LATENCY.as_millis() as u64, store.io().requests, value)
 }
 
-/// From a URL to the rows of a tensor, on a base and on a delta, with one cask per snapshot and with 512.
+/// From a URL to the rows of a tensor, on a base and on a delta, with 1 and with 512 casks per snapshot.
 #[tokio::test(start_paused = true)]
 async fn the_first_rows_arrive_within_five_rounds() {
     for (ranks, commits) in [(1u32, 2u64), (256, 2), (1, 70), (256, 70)] {
@@ -106,7 +107,7 @@ async fn the_first_rows_arrive_within_five_rounds() {
             writers.push(store.rank_writer(Rank { rank, world: ranks, attempt: 0 }, options.clone()).await.unwrap());
         }
         let last = commits - 1;
-        // All ranks save from shortly before the catalog on, which follows entry 64.
+        // All ranks save from shortly before the first catalog, which follows entry 64.
         let first = if commits > 64 { 61 } else { 0 };
         for step in 0..first {
             save(&mut writer, step).await;
@@ -132,12 +133,13 @@ async fn the_first_rows_arrive_within_five_rounds() {
         .await;
         assert_eq!(rows.data, row(last, 0)[..64]);
         assert!(rounds <= 5, "{rounds} rounds with {ranks} ranks and {commits} commits");
-        // store.json, two lists or a list and a catalog, entries, two manifests, a directory, an index and pages of each link.
+        // store.json, two listings (or a listing and a catalog), entries, two manifests, a directory, an index and
+        // pages of each link.
         assert!(requests <= 64 + 4 + 3 + 4, "{requests} requests with {ranks} ranks and {commits} commits");
     }
 }
 
-/// The second read of a snapshot, and of the same casks through another, asks for pages only.
+/// The second read of a snapshot, and of the same casks through another snapshot, requests only pages.
 #[tokio::test]
 async fn an_index_is_read_once() {
     let objects = Arc::new(InMemory::new());

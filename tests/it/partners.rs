@@ -1,4 +1,5 @@
-//! Tensors that are stored by what they differ by from others: whole, in slices, down chains, folded, and without what they need.
+//! Tensors that are stored relative to other tensors: whole, in slices, down chains, compacted, and without their
+//! partners.
 
 use std::sync::Arc;
 
@@ -19,7 +20,7 @@ async fn save_file(writer: &mut Writer, step: u64) -> Saved {
     writer.save(step, &input.tensors().unwrap(), &[], &Metadata::default()).await.unwrap()
 }
 
-/// All tensors, whole and each alone, and rows of each.
+/// Checks all tensors, together and alone, and some rows of each.
 async fn check_file(store: &Store, step: u64) {
     let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
     let snapshot = store.snapshot(step).await.unwrap();
@@ -46,7 +47,7 @@ async fn masters_are_what_the_weights_lack() {
             let mut writer = store.writer_with(options).await.unwrap();
             for step in [1000, 1001, 1010] {
                 let saved = save_file(&mut writer, step).await;
-                // One step ahead, Adam's own arithmetic tells both master and second moment.
+                // One step ahead, Adam's own arithmetic predicts both master and second moment.
                 let expected = if step == 1001 && policy != Policy::Full { "tc.predict" } else { "tc.remainder" };
                 assert!(saved.chunks.contains_key(expected), "{policy}, step {step}: {:?}", saved.chunks);
             }
@@ -85,7 +86,7 @@ async fn chains_of_masters_are_folded_reduced_and_made_whole() {
     assert!(ours.last().unwrap().stored_bytes as f64 / (ours[0].tensor_bytes as f64) < 0.75);
     assert!(theirs.last().unwrap().stored_bytes as f64 / (ours[0].tensor_bytes as f64) < 0.75);
 
-    // Without the weights, the masters have to be there in full.
+    // Without the weights, the masters must be stored in full.
     let reduced = store.keep_roles(&[1001], &["master".to_owned()], &CompactOptions::default()).await.unwrap();
     assert_eq!(reduced[0].held, None);
     let input = Files::open(&[data("step-1001.safetensors")]).unwrap();
@@ -97,7 +98,7 @@ async fn chains_of_masters_are_folded_reduced_and_made_whole() {
     assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
 }
 
-/// Weights alone are read from the casks of role `model`.
+/// Reading only the weights touches only casks of role `model`.
 #[tokio::test]
 async fn weights_are_read_without_their_masters() {
     let store = memory();
@@ -113,7 +114,7 @@ async fn weights_are_read_without_their_masters() {
     assert!(read < model_cask + 4096, "{read} of {model_cask}");
 }
 
-/// f32 values, and what they are rounded to.
+/// Returns f32 values and their rounded values.
 fn rounded(count: usize, dtype: Dtype, round: fn(f32) -> u16) -> (Vec<u8>, Vec<u8>) {
     let mut x = 9u64;
     let values: Vec<f32> = (0..count)
@@ -134,7 +135,7 @@ async fn every_rounding_and_every_odd_value_comes_back() {
     let f16: fn(f32) -> u16 = |v| half::f16::from_f32(v).to_bits();
     for (dtype, round) in [(Dtype::Bf16, nearest_even), (Dtype::Bf16, half_up), (Dtype::Bf16, truncated), (Dtype::F16, f16)] {
         let (mut master, model) = rounded(100_000, dtype, round);
-        // Values that no rounding explains: zeros of the other sign, infinities, NaN, ties.
+        // Values that rounding does not explain: zeros of the other sign, infinities, NaN, ties.
         for (nth, bits) in [0x8000_0000u32, 0, 0x7f80_0000, 0xffc0_0001, 1, 0x3f80_8000, 0x3f81_8000].into_iter().enumerate() {
             master[4 * 1000 * nth..][..4].copy_from_slice(&bits.to_le_bytes());
         }
@@ -156,7 +157,7 @@ async fn assert_read(snapshot: &Snapshot, name: &str, bytes: &[u8]) {
     assert!(snapshot.read(name, &Slice::all()).await.unwrap().data == bytes, "{name}");
 }
 
-/// Where the partner is not clear, there is none.
+/// An ambiguous partner is not used.
 #[tokio::test]
 async fn without_a_partner_masters_are_stored_alone() {
     let (master, model) = rounded(30_000, Dtype::Bf16, |v| half::bf16::from_f32(v).to_bits());
@@ -178,7 +179,7 @@ async fn without_a_partner_masters_are_stored_alone() {
     let other = model.clone();
     for (nth, mut state) in states.into_iter().enumerate() {
         if nth == 1 {
-            // Not tied: the same values in other memory.
+            // The same values in other memory are not tied.
             state[2] = view("c", Dtype::Bf16, &other, "model", "x");
         }
         let store = memory();
@@ -201,8 +202,8 @@ async fn without_a_partner_masters_are_stored_alone() {
     }
 }
 
-/// A tensor that does not change is not stored again, whatever role it has got: its chunks are decoded with the partners of the role that
-/// it had when they were stored.
+/// A tensor that does not change is not stored again, even if its role changes. Its chunks are decoded with the
+/// partners of the role that it had when they were stored.
 #[tokio::test]
 async fn roles_may_change_between_snapshots() {
     let (master, model) = rounded(3000, Dtype::Bf16, |x| (x.to_bits() >> 16) as u16);
@@ -231,7 +232,7 @@ async fn roles_may_change_between_snapshots() {
     }
 }
 
-/// The partner comes, goes and changes its type along the chain.
+/// The partner appears, disappears and changes its type along the chain.
 #[tokio::test]
 async fn partners_may_change_between_snapshots() {
     let store = memory();
@@ -270,7 +271,7 @@ async fn partners_may_change_between_snapshots() {
     }
 }
 
-/// Two ranks, each with rows of both; and two names for one parameter, which no reader could tell apart.
+/// Two ranks, each with rows of both tensors; and two names for one parameter, which no reader could tell apart.
 #[tokio::test]
 async fn ranks_pair_what_they_hold() {
     let (master, model) = rounded(40_000, Dtype::Bf16, |v| half::bf16::from_f32(v).to_bits());

@@ -1,4 +1,5 @@
-//! Tensors that are rounded on purpose: bounds kept, receipts right, errors that do not grow, and nothing lost that nobody gave up.
+//! Tensors that are rounded on purpose: bounds are kept, reports are right, errors do not accumulate, and all other
+//! tensors are lossless.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,7 +33,7 @@ fn bytes(numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// A state by tensor.
+/// State of a step, keyed by tensor name.
 type State = BTreeMap<String, Vec<u8>>;
 
 async fn read(snapshot: &Snapshot) -> State {
@@ -43,14 +44,14 @@ async fn read(snapshot: &Snapshot) -> State {
     state
 }
 
-/// Relative errors of all elements that are finite and not zero.
+/// Returns the relative errors of all elements that are finite and not zero.
 fn relative(before: &[u8], after: &[u8]) -> Vec<f64> {
     let pairs = floats(before).into_iter().zip(floats(after));
     let counts = pairs.filter(|(x, _)| x.is_finite() && *x != 0.0);
     counts.map(|(x, y)| (f64::from(y) - f64::from(x)).abs() / f64::from(x).abs()).collect()
 }
 
-/// The receipt says what comparing the states says.
+/// Checks that the report equals a comparison of the states.
 async fn check_receipt(snapshot: &Snapshot, before: &State) {
     let after = read(snapshot).await;
     let errors = snapshot.rounding().await.unwrap();
@@ -91,7 +92,7 @@ async fn save(store: &Store, options: WriterOptions, steps: &[u64]) -> Vec<Saved
 
 #[tokio::test]
 async fn profiles_store_real_states_in_few_bytes_with_small_errors() {
-    // Bytes of 14 a parameter, of the base and of a step later; the mean error of masters; the error of the update.
+    // Bytes per parameter (of 14) of the base and of a later step, mean error of masters, and error of the update.
     for (profile, full, delta, master, update) in [(Precision::near(), 4.2, 3.3, 1e-5, 0.015), (Precision::compact(), 3.5, 2.5, 1e-4, 0.03)]
     {
         for base_cache in [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::None] {
@@ -151,7 +152,7 @@ async fn every_setting_gives_what_its_receipt_says_and_stays_through_compaction(
         check_receipt(&snapshot, &state_of(1010).1).await;
         let (delta, base) = (saves[2].stored_bytes, saves[0].stored_bytes);
         assert!(compacted.stored_bytes < base + base / 10, "{setting}: {} of {base}, {delta}", compacted.stored_bytes);
-        // What was decoded is stored again without a further loss.
+        // Decoded values are stored again without a further loss.
         let again = memory();
         let files = state_of(1010).0;
         let rounded: Vec<TensorView<'_>> = files
@@ -166,7 +167,7 @@ async fn every_setting_gives_what_its_receipt_says_and_stays_through_compaction(
     }
 }
 
-/// Numbers that adversaries and optimizers make.
+/// Generates numbers of adversaries and of optimizers.
 fn hostile() -> impl Strategy<Value = Vec<f32>> {
     let number = prop_oneof![
         4 => any::<u32>().prop_map(f32::from_bits),
@@ -282,7 +283,7 @@ async fn rules_choose_by_role_and_name_and_the_last_counts() {
     assert!(!errors.is_empty());
     for tensor in &errors {
         assert!(!tensor.name.ends_with("attn_proj.bias") && tensor.role != "model", "{}", tensor.name);
-        // The clusters cannot keep that bound: those chunks are stored without loss.
+        // The clusters cannot keep that bound, so those chunks are stored without loss.
         assert!(tensor.role != "exp_avg" || tensor.total.max_relative <= 0.001, "{}", tensor.name);
     }
     let refused = snapshot.check_rounding(1e-6).await.unwrap_err();
@@ -314,7 +315,7 @@ async fn a_receipt_is_the_writers_own() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
 }
 
-/// Rows that did not change stay as they are, rounded or not: hints work, and a wrong one is found.
+/// Unchanged rows keep their values, rounded or not. Row hints work, and a wrong hint is detected.
 #[tokio::test]
 async fn changed_rows_go_with_rounding() {
     let store = memory();

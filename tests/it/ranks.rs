@@ -1,4 +1,4 @@
-//! Many ranks: one snapshot of all of them, or none; layouts that change between snapshots.
+//! Many ranks: one snapshot of all of them, or none. Layouts may change between snapshots.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ use tensorcask::{
 const COLUMNS: u64 = 512;
 const WORLD: u32 = 4;
 
-/// The element bytes of a row at a step: every row differs, and a few change from step to step.
+/// Returns the element bytes of a row at a step. Every row differs, and a few rows change from step to step.
 fn row(step: u64, row: u64) -> Vec<u8> {
     let mut x = row.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes: Vec<u8> = (0..COLUMNS * 4)
@@ -40,7 +40,7 @@ fn options(policy: Policy) -> WriterOptions {
     WriterOptions { policy, ..WriterOptions::default() }
 }
 
-/// One rank of `world` saves its rows of a matrix, and rank 0 a vector.
+/// Saves the rows of one of `world` ranks. Rank 0 also saves a vector.
 async fn save_rank(writer: &mut RankWriter, rank: u32, world: u32, step: u64, total: u64) -> tensorcask::Result<Receipt> {
     let share = total / u64::from(world);
     let first = u64::from(rank) * share;
@@ -80,7 +80,7 @@ async fn save_all(writers: &mut [RankWriter], step: u64, total: u64) -> Vec<Rece
     let mut receipts = Vec::new();
     for (rank, writer) in writers.iter_mut().enumerate() {
         let receipt = save_rank(writer, rank as u32, world, step, total).await.unwrap();
-        // As a caller's collective would carry it.
+        // Serializes the receipt, as a collective would.
         let carried: Receipt = serde_json::from_str(&serde_json::to_string(&receipt).unwrap()).unwrap();
         assert_eq!(carried, receipt);
         receipts.push(carried);
@@ -88,7 +88,7 @@ async fn save_all(writers: &mut [RankWriter], step: u64, total: u64) -> Vec<Rece
     receipts
 }
 
-/// What a child process of the test below does: one rank, which saves steps as it is told on the command line.
+/// Child process of the test below: one rank, which saves steps as told on the command line.
 #[test]
 fn rank_process() {
     let Ok(job) = std::env::var("TENSORCASK_TEST_RANK") else { return };
@@ -111,7 +111,7 @@ fn spawn_rank(url: &str, rank: u32, attempt: u64, step: u64) -> Child {
     command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
 }
 
-/// Four processes; at each step one of them is killed at another moment of its save, and the step is saved again.
+/// Runs four processes. At each step, kills one of them at another moment of its save, then saves the step again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_rank_leaves_no_half_snapshot() {
     let folder = tempfile::tempdir().unwrap();
@@ -127,9 +127,9 @@ async fn a_killed_rank_leaves_no_half_snapshot() {
             let mut ranks: Vec<Child> = (0..WORLD).map(|rank| spawn_rank(url, rank, attempt, step)).collect();
             let victim = (step % u64::from(WORLD)) as usize;
             if attempt == 0 && step > 1 {
-                // Every other time at once: then it surely has no receipt yet.
+                // Kills every second victim at once, so that it has no receipt yet.
                 std::thread::sleep(whole.mul_f64(((step % 2) * (step * 37 % 100)) as f64 / 100.0));
-                // SIGKILL, to this one process.
+                // Sends SIGKILL to this one process.
                 ranks[victim].kill().unwrap();
             }
             let ended: Vec<bool> = ranks.iter_mut().map(|rank| rank.wait().unwrap().success()).collect();
@@ -193,7 +193,7 @@ async fn receipts_that_do_not_fit_are_refused() {
     writer.commit_receipts(1, &good, &metadata).await.unwrap();
     assert_holds(&store, 1, 64).await;
 
-    // Deltas against different snapshots: one rank had not seen the last commit.
+    // One rank had not seen the last commit, so the deltas have different parents.
     let late = save_rank(&mut ranks[1], 1, 2, 3, 64).await.unwrap();
     let two = save_all(&mut ranks, 2, 64).await;
     writer.commit_receipts(2, &two, &metadata).await.unwrap();
@@ -203,14 +203,14 @@ async fn receipts_that_do_not_fit_are_refused() {
     assert_eq!(writer.commit_receipts(3, &three, &metadata).await.unwrap().kind.name(), "delta");
     assert_holds(&store, 3, 64).await;
     assert_clean(&store).await;
-    // Another receipt under the same attempt is told, the same one is not.
+    // A different receipt under the same attempt is refused; the same receipt is accepted.
     store.put_receipt(&three[0]).await.unwrap();
     store.put_receipt(&three[0]).await.unwrap();
     let again = save_all(&mut ranks, 3, 64).await;
     assert_eq!(store.put_receipt(&again[0]).await.unwrap_err().kind(), ErrorKind::Conflict);
 }
 
-/// A rank keeps its base too, and drops it where the coordinator committed something else.
+/// A rank keeps its base, and drops it if the coordinator committed something else.
 #[tokio::test]
 async fn ranks_make_deltas_against_what_was_committed() {
     for base_cache in [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::None] {
@@ -223,7 +223,7 @@ async fn ranks_make_deltas_against_what_was_committed() {
         ];
         for step in 1..=6 {
             if step == 4 {
-                // Uploaded, never committed.
+                // Uploads a step that is never committed.
                 save_all(&mut ranks, 99, 64).await;
             }
             let receipts = save_all(&mut ranks, step, 64).await;
@@ -237,14 +237,14 @@ async fn ranks_make_deltas_against_what_was_committed() {
     }
 }
 
-/// Another world size, whole tensors again, and back: all legal between snapshots.
+/// Another world size, whole tensors again, and back: all are allowed between snapshots.
 #[tokio::test]
 async fn the_world_may_change_its_size() {
     for policy in [Policy::Consecutive, Policy::Intermittent { every: 8 }, Policy::Adaptive] {
         let store = Store::open("memory://").unwrap();
         let mut step = 0;
         for world in [4u32, 2, 1, 8, 8] {
-            // A restart with other ranks.
+            // A restart with another number of ranks.
             let mut writer = store.writer(policy).await.unwrap();
             let mut ranks = rank_writers(&store, world, policy).await;
             for _ in 0..2 {
@@ -262,7 +262,7 @@ async fn the_world_may_change_its_size() {
     }
 }
 
-/// Casks that were asked for while `run` ran.
+/// Returns the casks that were requested while `run` ran.
 async fn casks_read(objects: &Arc<InMemory>, run: impl AsyncFnOnce(Store)) -> BTreeSet<String> {
     let seen: Arc<Mutex<BTreeSet<String>>> = Arc::default();
     let note = seen.clone();
@@ -304,7 +304,7 @@ async fn a_rank_of_the_same_layout_reads_only_its_own_casks() {
     }
 }
 
-/// Name, dtype, shape, and shards where there are several.
+/// Name, dtype, shape, and shards if there are several.
 type Described = (&'static str, Dtype, Vec<u64>, Vec<Rect>);
 
 /// Added, removed, reshaped, re-typed and re-sharded tensors between a parent and its delta.

@@ -1,5 +1,5 @@
-//! Stores that are deleted, moved, replaced, or lose objects between two saves: a save that returns `Ok` can be loaded by whoever comes
-//! next, or it fails and says why.
+//! Stores that are deleted, moved or replaced, or lose objects between two saves. After a save that returns `Ok`, the
+//! next process can load the step. Otherwise the save fails and gives the reason.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ impl Run {
         self.folder.path().join(name)
     }
 
-    /// A store as a new process opens it: with nothing in its caches.
+    /// Opens the store as a new process would, with empty caches.
     fn store(&self) -> Store {
         Store::open(self.path().to_str().unwrap()).unwrap()
     }
@@ -40,7 +40,7 @@ impl Run {
         self.store().writer(Policy::Consecutive).await.unwrap()
     }
 
-    /// Objects of a folder of the store, ascending.
+    /// Returns the objects of a folder of the store, ascending.
     fn objects(&self, folder: &str) -> Vec<PathBuf> {
         let mut found: Vec<_> = std::fs::read_dir(self.path().join(folder)).unwrap().map(|entry| entry.unwrap().path()).collect();
         found.sort();
@@ -101,7 +101,7 @@ async fn after_the_folder_was_moved_away_and_back_each_save_can_be_loaded() {
     std::fs::rename(run.path(), run.beside("moved")).unwrap();
     save(&mut writer, 2).await.unwrap();
     run.assert_holds(2).await;
-    // The first one comes back in its place, as after an unmounted folder is mounted again.
+    // The first store comes back, as when an unmounted folder is mounted again.
     std::fs::rename(run.path(), run.beside("second")).unwrap();
     std::fs::rename(run.beside("moved"), run.path()).unwrap();
     run.assert_holds(1).await;
@@ -128,7 +128,8 @@ async fn an_older_copy_is_gone_on_with() {
     run.assert_clean().await;
 }
 
-/// A backup from before this writer: whom it took over from is no other job.
+/// Restores a backup from before this writer. The last writer in the backup is the one that this writer took over from,
+/// and not another job.
 #[tokio::test]
 async fn a_copy_from_before_the_writer_is_gone_on_with() {
     let run = Run::new();
@@ -161,7 +162,7 @@ async fn a_job_that_made_a_new_store_in_the_place_of_the_old_is_not_disturbed() 
     run.assert_clean().await;
 }
 
-/// Each kind of object, alone: the save makes a base, or puts the object back, or says what is missing.
+/// Deletes an object of each kind. The save makes a base, restores the object, or reports what is missing.
 #[tokio::test]
 async fn without_any_one_object_a_save_can_be_loaded_or_fails() {
     for keeping in [BaseKeeping::Memory, BaseKeeping::None] {
@@ -184,7 +185,7 @@ async fn without_any_one_object_a_save_can_be_loaded_or_fails() {
                     failures.push((kind, nth));
                 }
             }
-            // A new process after it: the same.
+            // A new process behaves the same.
             match run.store().writer(Policy::Consecutive).await {
                 Ok(mut next) => {
                     save(&mut next, 4).await.unwrap();
@@ -193,12 +194,12 @@ async fn without_any_one_object_a_save_can_be_loaded_or_fails() {
                 Err(error) => assert!(error.to_string().contains("is missing, although entry"), "{error}"),
             }
         }
-        // Of a log without its middle nobody can read the end.
+        // Nobody can read the end of a log without its middle.
         assert_eq!(failures, [("log", 0), ("log", 1)]);
     }
 }
 
-/// A new process would have filled the gap with its own entry, and closed the store to all.
+/// A new process would have filled the gap with its own entry, and no reader could open the store any more.
 #[tokio::test]
 async fn nobody_commits_to_a_log_with_a_gap() {
     let run = Run::new();
@@ -219,7 +220,7 @@ async fn nobody_commits_to_a_log_with_a_gap() {
     assert!(!gap.exists());
 }
 
-/// Readers need no entries before a catalog, so neither do writers; and without the catalog they need all.
+/// Readers need no entries before a catalog, so neither do writers. Without the catalog, both need all entries.
 #[tokio::test]
 async fn a_catalog_stands_for_the_entries_before_it() {
     for (victim, expected) in [("log/00000000000000000030.json", None), ("catalog", None), ("both", Some("is missing, although entry"))] {
@@ -245,7 +246,7 @@ async fn a_catalog_stands_for_the_entries_before_it() {
     }
 }
 
-/// The store goes while the casks of a save are already up, right before its commit.
+/// The store disappears after the casks of a save were uploaded, right before the commit.
 #[tokio::test]
 async fn a_store_that_is_deleted_during_a_save_is_made_again_or_told() {
     let memory = Arc::new(InMemory::new());
@@ -268,7 +269,7 @@ async fn a_store_that_is_deleted_during_a_save_is_made_again_or_told() {
     }
 }
 
-/// Somebody who deletes again and again: an error after a bounded number of attempts.
+/// Another process deletes the store again and again. The save fails after a bounded number of attempts.
 #[tokio::test]
 async fn a_store_that_never_stays_is_an_error() {
     let memory = Arc::new(InMemory::new());
@@ -291,7 +292,7 @@ async fn a_store_that_never_stays_is_an_error() {
     assert_eq!(wrap(memory).snapshot(Latest).await.unwrap().step(), 2);
 }
 
-/// Between reading `store.json` and creating it again, somebody deletes it: that is no fault of the storage.
+/// `store.json` is deleted between its read and its creation. That is not reported as a fault of the storage.
 #[tokio::test]
 async fn a_deletion_while_a_store_is_opened_does_not_blame_the_storage() {
     let memory = Arc::new(InMemory::new());
@@ -311,7 +312,7 @@ async fn a_deletion_while_a_store_is_opened_does_not_blame_the_storage() {
     assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
 }
 
-/// The same while a new store is being tried: the scratch objects go as soon as one is there.
+/// The same during the probe of a new store: another process deletes the scratch objects.
 #[tokio::test]
 async fn a_deletion_while_a_store_is_created_does_not_blame_the_storage() {
     let memory = Arc::new(InMemory::new());
@@ -319,7 +320,7 @@ async fn a_deletion_while_a_store_is_created_does_not_blame_the_storage() {
     let objects = memory.clone();
     let deleting = FaultStore::new(memory.clone(), move |operation, path| {
         let is_probe = operation == Operation::Create && path.as_ref().starts_with("probe/");
-        // The marker, the two that race, and before the third, which must not succeed.
+        // The marker and the two racing creates; then the third create, which must not succeed.
         if is_probe && count.fetch_add(1, Ordering::SeqCst) == 3 {
             delete_all(&objects);
         }
@@ -344,7 +345,7 @@ fn delete_all(objects: &InMemory) {
     });
 }
 
-/// Two writers of one id are one job: neither fences the other, another id fences both.
+/// Two writers of one job id do not fence each other. A writer with another id fences both.
 #[tokio::test]
 async fn writers_of_one_id_share_a_store() {
     let run = Run::new();
@@ -383,7 +384,7 @@ async fn ranks_begin_anew_in_a_store_that_was_deleted() {
                 "base"
             }
             5 => {
-                // This time the coordinator is asked first, as DCP does.
+                // Asks the coordinator first this time, as DCP does.
                 std::fs::remove_dir_all(run.path()).unwrap();
                 assert_eq!(writer.next_parent(step).await.unwrap(), None);
                 "base"
@@ -401,7 +402,8 @@ async fn ranks_begin_anew_in_a_store_that_was_deleted() {
     run.assert_clean().await;
 }
 
-/// A copier that stays open, as the engine's does: single objects that the copy has lost are copied again, a copy that is gone is told.
+/// A copier that stays open, as in the engine: lost objects of the copy are copied again, and a deleted copy is
+/// reported.
 #[tokio::test]
 async fn a_copy_that_lost_objects_gets_them_again() {
     let (run, copy) = (Run::new(), Run::new());

@@ -1,4 +1,5 @@
-//! What goes in comes out: every dtype, many shapes, every policy, sharded and not, by name, slice and chain.
+//! Saved states are read back unchanged: every dtype, many shapes, every policy, sharded and not, by name, slice and
+//! chain.
 
 use crate::common::{data, objects_of, on_this_thread as on};
 use proptest::prelude::*;
@@ -21,7 +22,7 @@ fn spec() -> impl Strategy<Value = Spec> {
     let shape = prop_oneof![
         Just(vec![]),
         prop::collection::vec(0u64..6, 1..4),
-        // Several chunks: more than 2^18 elements.
+        // More than 2^18 elements, for several chunks.
         (3u64..6, 100_000u64..140_000).prop_map(|(a, b)| vec![a, b]),
         (300_000u64..600_000).prop_map(|n| vec![n]),
     ];
@@ -39,7 +40,7 @@ fn policy() -> impl Strategy<Value = Policy> {
 }
 
 impl Spec {
-    /// Rectangles and bytes of the shards at a step. Later steps change some bytes of some shards.
+    /// Returns rectangles and bytes of the shards at a step. Later steps change some bytes of some shards.
     fn shards(&self, step: u64) -> Vec<(Rect, Vec<u8>)> {
         let rows = self.shape.first().copied().unwrap_or(0);
         let mut edges: Vec<u64> = self.cuts.iter().copied().filter(|&cut| cut < rows && !self.shape.contains(&0)).collect();
@@ -86,7 +87,7 @@ impl Spec {
     }
 }
 
-/// Element `i` of row-major packed bytes, as bits.
+/// Returns element `i` of row-major packed bytes as bits.
 fn element(dtype: Dtype, bytes: &[u8], i: u64) -> Vec<bool> {
     (i * dtype.bits()..(i + 1) * dtype.bits()).map(|bit| bytes[(bit / 8) as usize] >> (bit % 8) & 1 == 1).collect()
 }
@@ -103,7 +104,7 @@ proptest! {
             let mut writer = store.writer_with(options.clone()).await.unwrap();
             for step in 0..5u64 {
                 if step == 3 {
-                    // A restart: the next delta reads its base back.
+                    // A restart, after which the next delta reads its base back.
                     writer = store.writer_with(options.clone()).await.unwrap();
                 }
                 let state: Vec<Vec<(Rect, Vec<u8>)>> = specs.iter().map(|spec| spec.shards(step)).collect();
@@ -131,7 +132,7 @@ proptest! {
                         }
                         at += count;
                     }
-                    // A slice equals the rows of the whole.
+                    // A slice equals the rows of the whole tensor.
                     if let Some(&rows) = spec.shape.first().filter(|&&rows| rows > 1) {
                         let (from, to) = (rows / 3, rows / 3 + (rows / 2).max(1));
                         let slice = Slice::rows(from..to);
@@ -154,7 +155,8 @@ fn stored_names(store: &tensorcask::blocking::Store, step: u64) -> Vec<Selected>
     snapshot.tensors().into_iter().map(|tensor| Selected { name: tensor.name, slice: Slice::all() }).collect()
 }
 
-/// Real checkpoints as a base and two deltas, and back as safetensors with equal names, types, shapes, bytes and metadata.
+/// Saves real checkpoints as a base and two deltas, and exports them to safetensors with equal names, types, shapes,
+/// bytes and metadata.
 #[test]
 fn real_checkpoints_come_back_as_they_were() {
     for (files, every_delta_is_smaller) in [
@@ -194,7 +196,7 @@ fn real_checkpoints_come_back_as_they_were() {
     }
 }
 
-/// A slice reads the chunks that cover it from each link, and nothing else.
+/// A slice reads only the chunks that cover it, from each link.
 #[test]
 fn a_slice_reads_only_the_chunks_that_cover_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -217,9 +219,9 @@ fn a_slice_reads_only_the_chunks_that_cover_it() {
     let counts = snapshot.read_counts();
     assert_eq!(counts.chunks, 1);
     assert_eq!(snapshot.chunks_of("w", &Slice::rows(rows)).unwrap(), 1);
-    // The base's page, and mask and values of the one delta that changed this chunk.
+    // The base's page, and mask and values of the only delta that changed this chunk.
     assert_eq!(counts.pages, 3);
-    // A second chunk that no delta changed: its one page of the base.
+    // A second chunk, which no delta changed, takes one page of the base.
     snapshot.read("w", &Slice::rows(5 * chunk_rows..5 * chunk_rows + 1)).unwrap();
     assert_eq!(snapshot.read_counts().pages, 4);
 }
@@ -229,7 +231,7 @@ fn a_raw_tensor_is_one_mapped_slice() {
     let folder = tempfile::tempdir().unwrap();
     let store = tensorcask::blocking::Store::open(folder.path().join("run").to_str().unwrap()).unwrap();
     let mut writer = store.writer(Policy::Consecutive).unwrap();
-    // Rows of 1001 elements: chunks are no multiples of the alignment, and still adjacent.
+    // Rows of 1001 elements: chunk sizes are not multiples of the alignment, but chunks are adjacent.
     let noise = |i: u64| {
         let x = i.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         ((x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 33) as u8
@@ -238,13 +240,13 @@ fn a_raw_tensor_is_one_mapped_slice() {
 
     writer.save(1, &[TensorView::new("w", Dtype::Bf16, &[1000, 1001], &weights).unwrap()], &[], &Metadata::default()).unwrap();
     assert_eq!(store.snapshot(1).unwrap().view("w").unwrap(), weights);
-    // A new chunk boundary in the middle of a page of memory changes nothing; a delta has no view.
+    // A chunk boundary in the middle of a memory page does not matter. A delta has no view.
     let before = weights.clone();
     weights[0] ^= 1;
     writer.save(2, &[TensorView::new("w", Dtype::Bf16, &[1000, 1001], &weights).unwrap()], &[], &Metadata::default()).unwrap();
     assert_eq!(store.snapshot(2).unwrap().view("w").unwrap_err().kind(), ErrorKind::Unsupported);
     assert_eq!(store.snapshot(1).unwrap().view("w").unwrap(), before);
-    // Damage is found before the view is given.
+    // Damage is detected before the view is returned.
     let (name, mut bytes) = objects_of(&folder.path().join("run"))
         .into_iter()
         .filter(|(name, _)| name.starts_with("casks/"))
@@ -275,7 +277,7 @@ fn ten_thousand_small_tensors_stay_small() {
     assert_eq!(file.tensor("model.layers.77.attention.bias").unwrap().data(), &data[77 * 1024..78 * 1024]);
 }
 
-/// Tensors may come, go, change shape or type, and be cut otherwise from one snapshot to the next.
+/// Tensors may appear, disappear, and change shape, type or shards from one snapshot to the next.
 #[test]
 fn layouts_may_change_between_snapshots() {
     on(async {
@@ -334,7 +336,7 @@ fn what_cannot_be_stored_is_refused_by_name() {
     });
 }
 
-/// A buffer may hold anything before; unused bits of packed elements come back zero.
+/// A buffer may hold any bytes before the read. Unused bits of packed elements are zero afterwards.
 #[test]
 fn packed_slices_clear_what_they_do_not_use() {
     on(async {

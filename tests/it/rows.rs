@@ -1,4 +1,4 @@
-//! Rows that change as a whole: found by comparison, or named by the caller, who then needs no base.
+//! Rows that change as a whole: found by comparison, or named by the caller, which then needs no base.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use tensorcask::{BaseKeeping, Dtype, ErrorKind, Metadata, Policy, Saved, Slice, 
 const ROWS: u64 = 9000;
 const WIDTH: u64 = 48;
 
-/// Rows of an f16 embedding, each of its own, at some version.
+/// Returns a row of an f16 embedding, which depends on its number and version.
 fn row(number: u64, version: u8) -> impl Iterator<Item = u8> {
     (0..WIDTH).flat_map(move |column| {
         half::f16::from_f32(((number * 31 + column * 7) % 101) as f32 / 50.0 + f32::from(version) / 64.0).to_le_bytes()
@@ -73,11 +73,11 @@ async fn named_rows_need_no_base() {
     let (store, mut writer) = writer(folder.path(), Policy::OneShot, BaseKeeping::None).await;
     let mut state = Embedding::new();
     save(&mut writer, 1, state.view()).await.unwrap();
-    // Deltas of one shot are made against the first step: rows that changed before count, too.
+    // One-shot deltas refer to the first step, so rows that changed in earlier steps count, too.
     let mut states = Vec::new();
     for (step, rows) in [(2, vec![3, 700, 5432, 5433]), (3, vec![8999]), (4, vec![])] {
         state.change(&rows);
-        // The chunks in which no row was named are compared by their checksums, which lie in the index; all pages are out of reach.
+        // Chunks without a named row are compared by their checksums in the index. The test makes all pages unreadable.
         let saved = save(&mut writer, step, state.view().with_changed_rows(&rows).unwrap()).await.unwrap();
         assert!(saved.parent.is_some() && saved.stored_bytes < 8000, "{saved:?}");
         states.push((step, Embedding { versions: state.versions.clone(), bytes: state.bytes.clone() }));
@@ -85,7 +85,7 @@ async fn named_rows_need_no_base() {
     for (step, state) in &states {
         check(&store, *step, state).await;
     }
-    // A save that does not say breaks the account: the base is read back.
+    // A save without row hints ends the tracking, so the base is read back.
     state.change(&[1, 2, 3]);
     save(&mut writer, 5, state.view()).await.unwrap();
     state.change(&[4]);
@@ -120,7 +120,7 @@ async fn a_row_that_is_left_out_fails_the_save() {
         let error = save(&mut writer, 2, state.view().with_changed_rows(&[10]).unwrap()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{base_cache:?}: {error}");
         assert!(error.to_string().contains("changed_rows"), "{error}");
-        // The writer goes on, and the rows of the save that failed are not forgotten.
+        // The writer continues, and the rows of the failed save still count.
         save(&mut writer, 3, state.view().with_changed_rows(&[6000]).unwrap()).await.unwrap();
         check(&store, 3, &state).await;
     }

@@ -1,4 +1,5 @@
-//! Local disk that fails: full, read-only, not a folder. Needs root for a small file system of its own; elsewhere it says so.
+//! Local disk that fails: full, read-only, not a folder. Needs root for a small file system; without root, the tests
+//! report that they did not run.
 
 use std::io::Write;
 use std::path::Path;
@@ -72,13 +73,13 @@ fn a_full_disk_fails_the_save_and_nothing_else() {
         assert!(error.object_name().is_some_and(|name| name.starts_with("casks/")), "{error}");
     }
     assert_whole(&store, &[(1, 1 << 20)]);
-    // The same writer goes on when there is room.
+    // The same writer continues once there is room.
     disk.remount("size=16m");
     save(&mut writer, 4, 3 << 20).unwrap();
     assert_whole(&store, &[(1, 1 << 20), (4, 3 << 20)]);
 }
 
-/// The disk fills up at every possible amount of free space: the save fails or is whole, never anything between.
+/// The disk fills up at every possible amount of free space. Each save fails or is complete.
 #[test]
 fn a_disk_that_fills_at_any_point_leaves_the_store_as_it_was() {
     let Some(disk) = SmallDisk::new("4m") else { return };
@@ -90,7 +91,7 @@ fn a_disk_that_fills_at_any_point_leaves_the_store_as_it_was() {
     let mut failed = 0;
     for pages in 0..40 {
         let _ = std::fs::remove_file(&filler);
-        // Fill everything, then leave `pages` pages.
+        // Fills the disk, then frees `pages` pages.
         let mut file = std::fs::File::create(&filler).unwrap();
         let mut size = 0u64;
         while file.write_all(&[0; 4096]).is_ok() {

@@ -1,4 +1,4 @@
-"""Where a store lies, and what people do to it there."""
+"""Places for a store, and the things that people do to a store there."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Folder:
         return away
 
     def put_back(self, kept: Path) -> None:
-        """Replaces what lies there by a copy of something kept."""
+        """Replaces the content by a kept copy."""
         self.delete()
         shutil.copytree(kept, self.path)
 
@@ -57,7 +57,7 @@ class Folder:
         return sorted(folder.iterdir()) if folder.is_dir() else []
 
     def remove(self, kind: str, random: Random) -> bool:
-        """Removes one object of a kind; false if there is none."""
+        """Removes one object of a kind. Returns false if there is none."""
         found = self.objects(kind)
         if found:
             random.choice(found).unlink()
@@ -92,7 +92,7 @@ class Mounted(Folder):
         return f" {self.path} " in Path("/proc/self/mountinfo").read_text() if self._can_mount else self._mounted
 
     def exchange(self) -> None:
-        """Mounts what is not mounted, and the reverse."""
+        """Mounts the folder, or unmounts it if it is mounted."""
         if self._can_mount:
             command = ["umount", str(self.path)] if self._is_mounted() else ["mount", "--bind", str(self._volume), str(self.path)]
             subprocess.run(command, check=True)

@@ -1,4 +1,7 @@
-"""Who saves: stores of one process, its children, other processes, the command line, the engine. And who loads: a process without a past."""
+"""Savers: stores of one process, its children, other processes, the command line, the engine.
+
+The loader is always a new process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ SHAPES = {"model.w": (40, 16), "optimizer.exp_avg.w": (40, 16), "optimizer.step"
 
 
 def tensors_of(step: int) -> dict[str, bytearray]:
-    """The bytes of each tensor at a step: a few rows change from step to step."""
+    """Returns the bytes of each tensor at a step. A few rows change from step to step."""
     found = {}
     for name, shape in SHAPES.items():
         count = 1
@@ -38,7 +41,7 @@ def state_of(step: int) -> dict[str, tensorcask.RawTensor]:
 
 
 def check_step(url: str, step: int) -> None:
-    """Loads a step, which has to be the newest, and compares it."""
+    """Loads a step, checks that the step is the newest, and compares the content."""
     store = tensorcask.Store(url)
     newest = store.snapshot()
     if newest.step != step:
@@ -50,7 +53,7 @@ def check_step(url: str, step: int) -> None:
 
 
 def in_child(act: Callable[[], Any]) -> Any:
-    """Runs an act in a forked child; its value, or its error."""
+    """Runs a function in a forked child. Returns its value or its error."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -75,7 +78,7 @@ def in_child(act: Callable[[], Any]) -> Any:
 
 
 class Fresh:
-    """Forks processes that have never seen a store: each loads or saves once, as a new process of a user does."""
+    """Forks processes that have never seen a store: each loads or saves once, like a new process of a user."""
 
     def __init__(self) -> None:
         here, there = os.pipe(), os.pipe()
@@ -123,7 +126,7 @@ VERBS: dict[str, Callable[..., Any]] = {"check": check_step, "save": save}
 
 
 def save_by_command(command: list[str], url: str, step: int) -> None:
-    """Saves with the command line; its error as an exception."""
+    """Saves with the command line. Raises its error as an exception."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "state.safetensors")
         header, data = {}, bytearray()

@@ -1,4 +1,4 @@
-"""Random sequences of acts, and what has to come of each save."""
+"""Random sequences of actions, and the required result of each save."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ ACTS = 10
 
 @dataclass
 class Contents:
-    """What the model knows of the store that lies in the place."""
+    """Knowledge of the model about the store in the place."""
 
-    # The job that wrote last: "us", another, or None where there is no store.
+    # The job that wrote last: "us", another, or None without a store.
     owner: str | None = None
-    # The log may lack an entry below others: nobody has to be able to write.
+    # The log may lack an entry below others, and then writers may fail.
     gap: bool = False
 
 
 @dataclass
 class Report:
-    """What came of some sequences."""
+    """Results of some sequences."""
 
     sequences: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -48,11 +48,11 @@ class Report:
 
 
 class Violation(AssertionError):
-    """The rule does not hold."""
+    """Raised if the rule is violated."""
 
 
 class Sequence:
-    """One sequence of acts on one place."""
+    """One sequence of actions on one place."""
 
     def __init__(self, seed: int, place: Any, fresh: Fresh, template: Path | None, engine: bool, say: Callable[[str], None]) -> None:
         self._random = Random(seed)
@@ -60,7 +60,8 @@ class Sequence:
         self.outcomes: Counter[str] = Counter()
         self._step = 1000
         self._others = 0
-        # Jobs that each of our writers took over from; whose writer is not here opens the store with its next save, and so takes over.
+        # Jobs that each of our writers took over from; whose writer is not here opens the store with its next save, and
+        # so takes over.
         self._known: dict[str, set[str | None]] = {}
         self._contents = Contents()
         self._kept: list[tuple[Any, Contents]] = []
@@ -116,7 +117,7 @@ class Sequence:
             self._known.setdefault(who, {None, "us"}).add(owner)
             self._contents.owner = "us"
         elif not self._contents.gap:
-            # Another job writes there: go on as the error says.
+            # Another job writes there: continues as the error says.
             self._stores[0] = tensorcask.Store(self._place.url)
             self._known.pop("first store", None)
             self._by_first()
@@ -212,7 +213,7 @@ def run_some(seeds: range, url: str | None, verbose: bool) -> Report:
             root.mkdir()
             place = Prefix(url, f"{os.getpid()}-{seed}") if url else Mounted(root, mounts) if mounted and not engine else Folder(root)
             try:
-                # Each in a process of its own: a job with a past of its own.
+                # Each sequence runs in a process of its own, as a job of its own.
                 outcomes = in_child(lambda s=seed, p=place, c=with_catalog, e=engine: _one(s, p, fresh, template if c and not url else None, e, say))
                 report.outcomes.update(outcomes)
             except Exception as error:

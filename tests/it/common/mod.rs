@@ -1,4 +1,4 @@
-//! What several test files share: small states, stores copied into memory, real data.
+//! Shared parts of the test files: small states, stores copied into memory, real data.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of this")]
 #![allow(clippy::little_endian_bytes, reason = "the bytes of a scalar tensor")]
 
@@ -16,7 +16,7 @@ pub fn data(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(file)
 }
 
-/// The objects of a folder, by path below it.
+/// Returns the objects of a folder, keyed by path below the folder.
 pub fn objects_of(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let mut found = Vec::new();
     let mut folders = vec![folder.to_path_buf()];
@@ -35,7 +35,7 @@ pub fn objects_of(folder: &Path) -> Vec<(String, Vec<u8>)> {
     found
 }
 
-/// A store in memory that holds exactly these objects.
+/// Returns a store in memory that holds exactly these objects.
 pub fn store_of(objects: &[(String, Vec<u8>)]) -> Store {
     let memory = InMemory::new();
     futures::executor::block_on(async {
@@ -46,7 +46,7 @@ pub fn store_of(objects: &[(String, Vec<u8>)]) -> Store {
     wrap(Arc::new(memory))
 }
 
-/// Bytes that do not get smaller.
+/// Returns incompressible bytes.
 pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = |_| {
@@ -60,7 +60,7 @@ pub fn wrap(objects: Arc<dyn ObjectStore>) -> Store {
     Store::with_object_store(objects, Default::default(), StoreOptions::default())
 }
 
-/// Runs a future on a runtime of this thread: cheap enough for a hundred thousand damaged stores.
+/// Runs a future on a runtime of this thread, which is cheap enough for a hundred thousand damaged stores.
 pub fn on_this_thread<F: std::future::Future>(future: F) -> F::Output {
     thread_local! {
         static RUNTIME: tokio::runtime::Runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -72,7 +72,7 @@ pub fn blocking(store: Store) -> blocking::Store {
     blocking::Store::with(store).unwrap()
 }
 
-/// A small state that exercises codecs, dtypes, shards, ties, scalars, empty tensors and blobs; it changes with the step.
+/// A small state with various codecs, dtypes, shards, ties, scalars, empty tensors and blobs. It changes with the step.
 pub struct SmallState {
     pub dense: Vec<u8>,
     pub sparse: Vec<u8>,
@@ -137,7 +137,7 @@ impl SmallState {
         metadata
     }
 
-    /// What each tensor has to read as.
+    /// Returns the expected bytes of each tensor.
     pub fn expected(&self) -> Vec<(&'static str, Vec<u8>)> {
         vec![
             ("model.dense", self.dense.clone()),

@@ -1,5 +1,5 @@
-//! Kills a process before and after each single write of an operation: the store shows the old state or the new one, is whole,
-//! and goes on.
+//! Kills a process before and after each single write of an operation. Afterwards the store is intact, shows the old
+//! state or the new one, and accepts further saves.
 
 mod store;
 
@@ -18,7 +18,7 @@ use tensorcask::{
 
 const CHILD: &str = "TENSORCASK_CRASH_CHILD";
 
-/// An operation that is killed.
+/// Operation that is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     Save,
@@ -41,7 +41,7 @@ async fn save_small(writer: &mut Writer, step: u64) {
     writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
 }
 
-/// Large enough for an upload in parts.
+/// Returns bytes that are large enough for an upload in parts.
 fn large() -> Vec<u8> {
     let mut x = 1u64;
     let noise = |_| {
@@ -79,7 +79,7 @@ async fn run(victim: Victim, folder: &Path, kill: When) {
     }
 }
 
-/// Does nothing, unless it was started by the test below.
+/// Does nothing unless it was started by the test below.
 #[test]
 fn child() {
     let Ok(order) = std::env::var(CHILD) else { return };
@@ -90,7 +90,8 @@ fn child() {
     runtime.block_on(run(victim, Path::new(words[3]), kill));
 }
 
-/// Steps 1 to 3 of a chain, and 7, which is forgotten unless it is to be reduced; so is 1 where a copy is killed, though the others need it.
+/// Prepares steps 1 to 3 of a chain, and step 7. Step 7 is forgotten unless the operation reduces it. Before a copy,
+/// step 1 is forgotten, too, though the others need it.
 fn prepare(victim: Victim, folder: &Path) {
     let store = plain(&folder.join("run"));
     on_this_thread(async {
@@ -105,7 +106,7 @@ fn prepare(victim: Victim, folder: &Path) {
         }
         if victim == Victim::Copy {
             store.forget(&[1]).await.unwrap();
-            // The probe of a new place writes eighty scratch objects, which are of no interest here.
+            // Skips the probe of a new place, whose eighty scratch objects do not matter here.
             std::fs::create_dir(folder.join("copy")).unwrap();
             std::fs::copy(folder.join("run/store.json"), folder.join("copy/store.json")).unwrap();
         }
@@ -120,7 +121,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// The live steps, each of which holds what was saved; the store is whole.
+/// Checks the store and the content of all live steps. Returns the live steps.
 async fn steps_of(store: &Store) -> Vec<u64> {
     let report = store.verify(&VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
@@ -153,14 +154,14 @@ async fn after_the_crash(victim: Victim, folder: &Path, finished: bool) {
     }
     if victim == Victim::Copy {
         let copied = plain(&folder.join("copy"));
-        // Each commit at the destination is a state of its own; a parent is live there until it is known not to be.
+        // Each commit at the destination is a state of its own. A parent is live there until it is known not to be.
         let steps = steps_of(&copied).await;
         assert!(steps == [2, 3] || (!finished && [&[][..], &[1], &[1, 2], &[1, 2, 3]].contains(&&steps[..])), "{steps:?}");
         let again = store.copy_to(&copied, &CopyOptions::default()).await.unwrap();
         assert!(!finished || again.objects == 0, "all was there");
         assert_eq!(steps_of(&copied).await, [2, 3]);
     }
-    // The next save works, and what the crash left is collected without harm.
+    // The next save works, and garbage collection of the leftovers does no harm.
     let mut writer = store.writer(Policy::Consecutive).await.unwrap();
     save_small(&mut writer, 5).await;
     std::thread::sleep(Duration::from_millis(5));

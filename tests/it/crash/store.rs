@@ -12,7 +12,7 @@ use object_store::{
     PutResult, UploadPart,
 };
 
-/// The write, counted from 0, and whether it is done when the process ends.
+/// Number of the write, counted from 0, and whether it is done when the process ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct When {
     pub(crate) write: u64,
@@ -26,7 +26,7 @@ struct Fuse {
 }
 
 impl Fuse {
-    /// Counts a write; ends the process before it, if it is to be. The number goes to `after`.
+    /// Counts a write. Ends the process if it must end before this write. Otherwise returns the number for `after`.
     fn before(&self) -> u64 {
         let number = self.writes.fetch_add(1, Ordering::SeqCst);
         if self.kill.is_some_and(|kill| !kill.after && kill.write == number) {

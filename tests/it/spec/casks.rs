@@ -114,7 +114,7 @@ pub(crate) fn page_bytes<'a>(file: &'a [u8], page: &PageEntry) -> &'a [u8] {
     &file[page.range.start as usize..page.range.end as usize]
 }
 
-/// Reads all of a cask but padding between pages, which no decoder sees.
+/// Reads a whole cask, except the padding between pages, which no decoder sees.
 pub(crate) fn read_cask(file: &[u8], id: Id) -> Result<CaskIndex, Error> {
     let index = index_of(file, id)?;
     Header::decode(&file[..32])?;

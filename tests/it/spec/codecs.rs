@@ -7,7 +7,7 @@ use tensorcask::{Dtype, Error};
 
 use super::vectors::{Hex, Mismatches, vectors};
 
-/// A chunk of another tensor of the parameter.
+/// A chunk of another tensor of the same parameter.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PartnerVector {
@@ -46,7 +46,7 @@ pub(crate) struct ChunkVector {
     pub(crate) crc: u32,
 }
 
-/// What a writer of this library stores otherwise.
+/// A vector that must decode, although this library's writer stores the chunk in another form.
 #[derive(Deserialize)]
 pub(crate) struct ChunkDecode {
     pub(crate) name: String,

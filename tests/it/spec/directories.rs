@@ -112,7 +112,7 @@ pub(crate) struct ContentOfData {
     pub(crate) digest: String,
 }
 
-/// What the content digest of a role covers, as manifest 4.1 says.
+/// Returns the bytes that the content digest of a role covers (manifest 4.1).
 pub(crate) fn content_of(directory: &Directory, role: &str, mut crcs: impl Iterator<Item = u32>) -> Vec<u8> {
     let mut out = Vec::new();
     let text = |out: &mut Vec<u8>, text: &str| {

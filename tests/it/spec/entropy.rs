@@ -1,4 +1,4 @@
-//! Planes, through `tc.planes` on bytes: its one column is a plane as it is.
+//! Planes, tested through `tc.planes` on bytes: its one column is the plane itself.
 
 use bytes::Bytes;
 use serde::Deserialize;
@@ -7,7 +7,7 @@ use tensorcask::{Dtype, Error};
 
 use super::vectors::{Hex, Mismatches, vectors};
 
-/// Bytes as pairs: each hex as often as the number says.
+/// Runs of bytes: hex and the number of repetitions.
 #[derive(Deserialize)]
 struct Repeated(Vec<(Hex, usize)>);
 
@@ -64,7 +64,7 @@ fn planes() {
         }
         assert!(decode(written, symbols.len()).unwrap() == symbols, "{}: what was written came back changed", vector.name);
     }
-    // The first block of a plane cannot use a table before.
+    // The first block of a plane cannot use an earlier table.
     assert_eq!(kinds, [true, true, true, true, false, true, false], "block kinds");
     let mut mismatches = Mismatches::default();
     for vector in vectors::<PlaneInvalid>("entropy.toml", "plane_invalid") {

@@ -1,4 +1,4 @@
-//! The code against `spec/`: its tables, its clauses and its test vectors.
+//! The code against `spec/`: tables, clauses and test vectors.
 
 mod casks;
 mod codecs;

@@ -14,7 +14,7 @@ pub(crate) fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The pages below `spec/`, by the name that clauses use: the file name without its ending.
+/// Returns the pages below `spec/`, keyed by the name that clauses use: the file name without its extension.
 pub(crate) fn pages() -> BTreeMap<String, String> {
     let mut pages = BTreeMap::new();
     for folder in [root().join("spec"), root().join("spec/codecs")] {
@@ -40,13 +40,13 @@ pub(crate) fn files(folder: &Path, extension: &str, deep: bool) -> Vec<PathBuf> 
     found
 }
 
-/// `**3.4** The ...` at the start of a line is clause 3.4.
+/// Returns the number of the clause that starts a line. `**3.4** The ...` is clause 3.4.
 pub(crate) fn clause_at(line: &str) -> Option<&str> {
     let (number, _) = line.strip_prefix("**")?.split_once("** ")?;
     number.split('.').all(|part| part.parse::<u32>().is_ok()).then_some(number)
 }
 
-/// All clauses, as code names them: `container 3.4`.
+/// Returns all clauses, named as in code: `container 3.4`.
 pub(crate) fn clauses() -> BTreeSet<String> {
     let mut clauses = BTreeSet::new();
     for (page, text) in pages() {
@@ -57,7 +57,7 @@ pub(crate) fn clauses() -> BTreeSet<String> {
     clauses
 }
 
-/// `page number` at the start of `text`, if a page has this name.
+/// Returns `page number` at the start of `text`, if a page has this name.
 pub(crate) fn reference<'a>(text: &'a str, pages: &BTreeSet<String>) -> Option<&'a str> {
     let (page, rest) = text.split_once(' ')?;
     let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
@@ -76,7 +76,7 @@ fn clauses_that_errors_name_exist() {
     let mut named = 0;
     for path in ["src", "cli", "conformance"].iter().flat_map(|folder| files(&root().join(folder), "rs", true)) {
         let text = std::fs::read_to_string(&path).unwrap();
-        // Every string that looks like a clause; most go to `.clause(...)` directly, some through a helper.
+        // Checks every string that looks like a clause. Most go to `.clause(...)` directly, some through a helper.
         for literal in text.split('"').skip(1) {
             let Some(found) = reference(literal, &names).filter(|found| found.len() == literal.len()) else { continue };
             assert!(clauses.contains(found), "{}: spec has no clause `{found}`", path.display());
@@ -109,7 +109,7 @@ fn limits_are_the_defaults_of_the_page() {
     let documented: BTreeMap<String, u64> = table_rows(&pages["limits"])
         .filter_map(|row| Some((row[0].strip_prefix('`')?.strip_suffix('`')?.to_owned(), row[1].parse().ok()?)))
         .collect();
-    // `Limits { max_dimensions: 64, ... }`
+    // Debug output has the form `Limits { max_dimensions: 64, ... }`.
     let debug = format!("{:?}", Limits::default());
     let fields = debug.split_once('{').unwrap().1.trim_end_matches('}');
     let defaults: BTreeMap<String, u64> = fields
@@ -147,7 +147,7 @@ fn codecs_are_those_of_the_page() {
     coded.iter().for_each(|(id, _)| assert!(pages.contains_key(id), "no page for tc.{id}"));
 }
 
-/// Dumps in the pages: a fence that says `hex` and the name of a cask or directory of the vectors.
+/// Hex dumps in the pages. A fence names `hex` and a cask or directory of the vectors.
 #[test]
 fn dumps_in_pages_are_those_of_the_vectors() {
     let mut files: BTreeMap<String, Vec<u8>> = cask_vectors().into_iter().map(|cask| (cask.name, cask.hex.0)).collect();
@@ -170,7 +170,7 @@ fn dumps_in_pages_are_those_of_the_vectors() {
     assert!(lines > 40, "only {lines} lines of dumps found");
 }
 
-/// Sealed objects in the pages stand in the vectors too.
+/// Sealed objects in the pages must be in the vectors, too.
 #[test]
 fn texts_in_pages_are_those_of_the_vectors() {
     let vectors: String =

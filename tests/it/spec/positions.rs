@@ -1,4 +1,4 @@
-//! Where pages, parts and the root lie, and their checksums.
+//! Positions and checksums of pages, parts and the root.
 
 use bytes::Bytes;
 use serde::Deserialize;
@@ -81,13 +81,13 @@ fn page_positions() {
         assert_eq!(place, (vector.bytes, vector.index_offset, vector.root_offset), "{}", vector.name);
         assert_eq!(Digest::of(&bytes).to_hex(), vector.sha256);
 
-        // Only the postscript: parts and root are asked for.
+        // With only the postscript, the decoder asks for parts and root.
         let mut decoder = IndexDecoder::new(receipt.id, receipt.bytes, Limits::default());
         decoder.push(receipt.root_offset, Bytes::copy_from_slice(&bytes[receipt.root_offset as usize..])).unwrap();
         let Progress::Done(index) = decoder.poll().unwrap() else { panic!("the root was given") };
         let parts = index.missing_parts();
         assert_eq!(parts.len(), vector.parts);
-        // In any order.
+        // The parts may arrive in any order.
         for (part, range) in parts.into_iter().rev() {
             index.load_part(part, Bytes::copy_from_slice(&bytes[range.start as usize..range.end as usize])).unwrap();
         }

@@ -26,7 +26,7 @@ pub(crate) struct SealedInvalid {
     pub(crate) clause: String,
 }
 
-/// The digest in the last line.
+/// Returns the digest in the last line.
 pub(crate) fn seal_of(text: &str) -> &str {
     text.trim_end().rsplit_once("\nsha256:").unwrap().1
 }
@@ -73,7 +73,7 @@ pub(crate) struct EntryVector {
     pub(crate) canonical: bool,
 }
 
-/// An entry whose number TOML cannot hold.
+/// An entry with a number that TOML cannot hold.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct EntryAlone {

@@ -1,4 +1,4 @@
-//! How vectors are written, and what is expected of them.
+//! Format and expectations of the test vectors.
 
 use std::fmt::Debug;
 
@@ -8,7 +8,7 @@ use tensorcask::wire::Id;
 
 use super::pages::root;
 
-/// Bytes written as hex; white space is ignored.
+/// Bytes written as hex. White space is ignored.
 #[derive(Clone, PartialEq)]
 pub(crate) struct Hex(pub(crate) Vec<u8>);
 
@@ -55,7 +55,7 @@ pub(crate) fn vectors<T: for<'de> Deserialize<'de>>(file: &str, table: &str) -> 
     rows.try_into().unwrap_or_else(|e| panic!("{file}, [[{table}]]: {e}"))
 }
 
-/// Errors that do not have this kind and clause are collected, so that a run tells all of them.
+/// Vectors without the expected error, collected so that one run reports all of them.
 #[derive(Default)]
 pub(crate) struct Mismatches(Vec<String>);
 
