@@ -44,6 +44,12 @@ fn expand(tokens: &mut std::iter::Peekable<proc_macro2::token_stream::IntoIter>,
 
 /// From `super::X` in `module` to the names from the root; none for a path that does not begin at a module of the crate.
 fn absolute(module: &[String], children: &BTreeSet<String>, path: &[String]) -> Option<Names> {
+    // `pub(crate)`, `pub(super)` and `self.field` import nothing.
+    if let [only] = path
+        && matches!(only.as_str(), "crate" | "super" | "self")
+    {
+        return None;
+    }
     let (mut at, mut rest) = match path.first()?.as_str() {
         "crate" => (vec![], &path[1..]),
         "super" | "self" => (module.to_vec(), path),
@@ -233,6 +239,9 @@ fn only_tests_import_all_names_of_their_parent() {
 #[test]
 fn files_of_the_engine_and_the_conformance_suite_import_in_no_circle() {
     for crate_folder in ["engine/src", "conformance/src"] {
-        assert_eq!(circles(imports(&folder(crate_folder))), BTreeSet::new(), "{crate_folder}");
+        let graph = imports(&folder(crate_folder));
+        let on_circles = circles(graph.clone());
+        let among = |(from, to): &(&String, &BTreeSet<String>)| on_circles.contains(*from) && !to.is_disjoint(&on_circles);
+        assert!(on_circles.is_empty(), "{crate_folder}: {:#?}", graph.iter().filter(among).collect::<Vec<_>>());
     }
 }
