@@ -168,17 +168,26 @@ impl Store {
     }
 }
 
-/// Job id that the log names with every commit of this process. A forked child inherits the id, and a pickled store
-/// carries it to another process.
+/// Job id that the log names with every commit of this process. A pickled store carries the id to another process.
 static JOB: OnceLock<Id> = OnceLock::new();
 
-/// Returns the job id of this process. Creates the id at the first call.
+/// Job id of a process that joins no other job. It exists from the import of the package on, so that a child that is
+/// forked before the first save has the id of its parent.
+static OWN_JOB: OnceLock<Id> = OnceLock::new();
+
+/// Creates the job id of this process. The import of the package calls this.
+pub(crate) fn start_job() -> PyResult<Id> {
+    let new = Id::random().map_err(|e| raise(&e))?;
+    Ok(*OWN_JOB.get_or_init(|| new))
+}
+
+/// Returns the job id of this process.
 #[pyfunction]
 pub(crate) fn job_id() -> PyResult<String> {
     Ok(job()?.to_hex())
 }
 
-/// Makes this process part of the job of another process. Has no effect once this process has an id.
+/// Makes this process part of the job of another process. Has no effect once this process has used its own id.
 #[pyfunction]
 pub(crate) fn join_job(id: &str) -> PyResult<()> {
     let id = Id::from_hex(id).map_err(|e| raise(&e))?;
@@ -187,8 +196,8 @@ pub(crate) fn join_job(id: &str) -> PyResult<()> {
 }
 
 fn job() -> PyResult<Id> {
-    let new = Id::random().map_err(|e| raise(&e))?;
-    Ok(*JOB.get_or_init(|| new))
+    let own = start_job()?;
+    Ok(*JOB.get_or_init(|| own))
 }
 
 fn options(

@@ -169,3 +169,26 @@ def test_a_forked_child_lets_go_of_stores_that_its_parent_opened(tmp_path):
     # More stores than a process keeps open, so the child drops those of the parent.
     in_child(lambda: [tensorcask.save(state(at), tmp_path / f"child-{at}", step=1) for at in range(9)])
     assert loads(tmp_path / "child-8", 8)
+
+
+def test_a_child_that_saves_before_its_parent_is_the_same_job(url):
+    """Runs in a new process, because the first save of a process decides."""
+    code = """
+        import os, sys, torch, tensorcask
+        url = sys.argv[1]
+        store = tensorcask.Store(url)
+        child = os.fork()
+        if child == 0:
+            store.save({"w": torch.ones(4), "step": 1}, step=1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os.rename(url, url + ".away")
+        store.save({"w": torch.ones(4), "step": 2}, step=2)
+        os.rename(url, url + ".newer")
+        os.rename(url + ".away", url)
+        store.save({"w": torch.ones(4), "step": 3}, step=3)
+        print(store.steps)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(url)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split("\n")[-2] == "[1, 3]"

@@ -46,9 +46,9 @@ class Folder:
         return away
 
     def put_back(self, kept: Path) -> None:
-        """Replaces the content by a kept copy."""
+        """Replaces the content by a kept copy. An agent that saves meanwhile may create folders of its own."""
         self.delete()
-        shutil.copytree(kept, self.path)
+        shutil.copytree(kept, self.path, dirs_exist_ok=True)
 
     def objects(self, kind: str) -> list[Path]:
         if kind == "store.json":
