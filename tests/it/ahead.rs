@@ -10,7 +10,7 @@ use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
 use tensorcask::{Ahead, Copier, CopyReport, Dtype, Metadata, Policy, Slice, Store, TensorView, VerifyOptions, Writer};
 
-use crate::common::{noise, wrap};
+use crate::common::{DEADLINE, noise, objects_of, until, wrap};
 
 async fn save(writer: &mut Writer, step: u64, data: &[u8]) {
     let tensors = [TensorView::new("w", Dtype::U8, &[data.len() as u64], data).unwrap()];
@@ -79,11 +79,15 @@ async fn a_slow_store_does_not_hold_the_writer_up() {
     });
     let destination = wrap(Arc::new(store));
     let (source, mut writer, mut copier) = pair(&destination).await;
-    let (begun, data) = (tokio::time::Instant::now(), noise(4, 200 << 20));
+    let data = noise(4, 200 << 20);
     let ahead = Ahead::new(&destination);
     writer.send_ahead(Some(ahead.clone()));
+    // A blocking task holds the paused clock: no part arrives until the save has ended.
+    let (saved, held) = std::sync::mpsc::channel();
+    let clock = tokio::task::spawn_blocking(move || held.recv_timeout(DEADLINE));
     save(&mut writer, 2, &data).await;
-    assert!(begun.elapsed() < SLOW);
+    assert!(saved.send(()).is_ok(), "the save waited for the slow store");
+    clock.await.unwrap().unwrap();
     copier.finish_ahead(Some(ahead));
     let report = copier.copy_new(&source).await.unwrap();
     assert!(report.ahead_bytes > 0 && report.ahead_bytes < 150 << 20, "what waits is bounded: {report:?}");
@@ -95,20 +99,14 @@ async fn what_nobody_goes_on_with_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let destination = Store::open(folder.path().to_str().unwrap()).unwrap();
     let (source, mut writer, mut copier) = pair(&destination).await;
-    let before = crate::common::objects_of(folder.path());
+    let before = objects_of(folder.path());
     let ahead = Ahead::new(&destination);
     writer.send_ahead(Some(ahead.clone()));
     save(&mut writer, 2, &noise(5, 50 << 20)).await;
-    assert!(crate::common::objects_of(folder.path()).len() > before.len(), "parts of it are there");
+    assert!(objects_of(folder.path()).len() > before.len(), "parts of it are there");
     writer.send_ahead(None);
     drop(ahead);
-    for _ in 0..500 {
-        if crate::common::objects_of(folder.path()) == before {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    assert!(crate::common::objects_of(folder.path()) == before, "an upload was left behind");
+    until("the upload that was begun is removed", async || objects_of(folder.path()) == before).await;
     assert_eq!(copier.copy_new(&source).await.unwrap().ahead_bytes, 0);
     assert!(destination.verify(&VerifyOptions::default()).await.unwrap().is_clean());
 }

@@ -107,16 +107,15 @@ async fn an_old_writer_loses_to_its_replacement_and_says_so() {
 #[tokio::test]
 async fn a_writer_that_is_overtaken_in_the_middle_of_a_save_loses() {
     let memory: Arc<InMemory> = Arc::new(InMemory::new());
-    let held = Arc::new(tokio::sync::Semaphore::new(0));
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let gate = std::sync::Mutex::new(held);
     let reached = Arc::new(tokio::sync::Semaphore::new(0));
-    let (gate, signal) = (held.clone(), reached.clone());
+    let signal = reached.clone();
     let gated = FaultStore::new(memory.clone(), move |operation, path: &Path| {
         if operation == Operation::Create && path.as_ref().starts_with("snapshots/7-") {
             signal.add_permits(1);
             // The manifest waits until the other writer has opened.
-            while gate.try_acquire().is_err() {
-                std::thread::sleep(std::time::Duration::from_millis(1));
-            }
+            gate.lock().unwrap().recv().unwrap();
         }
         Fault::None
     });
@@ -129,7 +128,7 @@ async fn a_writer_that_is_overtaken_in_the_middle_of_a_save_loses() {
     reached.acquire().await.unwrap().forget();
     let store = wrap(memory);
     let mut new = store.writer(Policy::Full).await.unwrap();
-    held.add_permits(1);
+    release.send(()).unwrap();
     assert_eq!(old.join().unwrap().unwrap_err().kind(), ErrorKind::Fenced);
     save(&mut new, 8).await.unwrap();
     let steps: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();

@@ -1,6 +1,7 @@
 //! Number of requests, in total and in sequence, for opening a store and reading a slice.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::common::wrap;
@@ -83,13 +84,19 @@ async fn a_delta_takes_few_requests() {
     assert!(store.io().requests - before <= 13, "{} requests", store.io().requests - before);
 }
 
-/// Counts rounds of dependent requests. The paused clock advances only by the latency of requests.
-async fn rounds<T>(objects: &Arc<InMemory>, run: impl AsyncFnOnce(Store) -> T) -> (u64, u64, T) {
-    let slow = FaultStore::new(objects.clone(), |_, _| Fault::Slow(LATENCY));
+/// Counts rounds of requests that wait for each other, and requests. The clock is paused and moves only when all requests of a round are
+/// under way, so the requests of one round are made at one moment.
+async fn rounds<T>(objects: &Arc<InMemory>, run: impl AsyncFnOnce(Store) -> T) -> (usize, u64, T) {
+    let moments: Arc<Mutex<BTreeSet<tokio::time::Instant>>> = Arc::default();
+    let seen = moments.clone();
+    let slow = FaultStore::new(objects.clone(), move |_, _| {
+        seen.lock().unwrap().insert(tokio::time::Instant::now());
+        Fault::Slow(LATENCY)
+    });
     let store = wrap(Arc::new(slow));
-    let begun = tokio::time::Instant::now();
     let value = run(store.clone()).await;
-    (begun.elapsed().as_millis() as u64 / LATENCY.as_millis() as u64, store.io().requests, value)
+    let rounds = moments.lock().unwrap().len();
+    (rounds, store.io().requests, value)
 }
 
 /// From a URL to the rows of a tensor, on a base and on a delta, with 1 and with 512 casks per snapshot.

@@ -1,13 +1,15 @@
 //! Many ranks: one snapshot of all of them, or none. Layouts may change between snapshots.
 
 use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
 use crate::common::wrap;
 use object_store::ObjectStore;
+use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use tensorcask::testing::fault::{Fault, FaultStore};
 use tensorcask::wire::Receipt;
@@ -19,7 +21,11 @@ use tensorcask::{
 const COLUMNS: u64 = 512;
 const WORLD: u32 = 4;
 
-/// Returns the element bytes of a row at a step. Every row differs, and a few rows change from step to step.
+/// Where a rank halts, step by step.
+const HALTS: [&str; 10] = ["never", "0", "1", "2", "3", "4", "6", "8", "9", "end"];
+const HALTED: &str = "this rank waits to be killed";
+
+/// The element bytes of a row at a step: every row differs, and a few change from step to step.
 fn row(step: u64, row: u64) -> Vec<u8> {
     let mut x = row.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes: Vec<u8> = (0..COLUMNS * 4)
@@ -88,30 +94,51 @@ async fn save_all(writers: &mut [RankWriter], step: u64, total: u64) -> Vec<Rece
     receipts
 }
 
-/// Child process of the test below: one rank, which saves steps as told on the command line.
+/// Says so on stdout, and holds the process until it is killed; ends it if the test that started it is gone.
+fn halt() -> ! {
+    println!("\n{HALTED}");
+    _ = std::io::stdin().read(&mut [0]);
+    std::process::exit(1)
+}
+
+/// The store of a rank that halts before its request number `at`.
+fn halting(url: &str, at: u64) -> Store {
+    let (local, requests) = (LocalFileSystem::new_with_prefix(url).unwrap(), AtomicU64::new(0));
+    wrap(Arc::new(FaultStore::new(Arc::new(local), move |_, _| match requests.fetch_add(1, Ordering::SeqCst) == at {
+        true => halt(),
+        false => Fault::None,
+    })))
+}
+
+/// A child process of the test below: one rank saves a step, as the environment tells it, and may halt on the way.
 #[test]
 fn rank_process() {
     let Ok(job) = std::env::var("TENSORCASK_TEST_RANK") else { return };
     let words: Vec<&str> = job.split(' ').collect();
-    let [url, rank, attempt, step] = words[..] else { panic!("{job}") };
+    let [url, rank, attempt, step, halts] = words[..] else { panic!("{job}") };
     let (rank, attempt, step) = (rank.parse().unwrap(), attempt.parse().unwrap(), step.parse().unwrap());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     runtime.block_on(async {
-        let store = Store::open(url).unwrap();
+        let store = halts.parse().map_or_else(|_| Store::open(url).unwrap(), |at| halting(url, at));
         let who = Rank { rank, world: WORLD, attempt };
         let mut writer = store.rank_writer(who, options(Policy::Intermittent { every: 3 })).await.unwrap();
         let receipt = save_rank(&mut writer, rank, WORLD, step, 1024).await.unwrap();
         store.put_receipt(&receipt).await.unwrap();
+        if halts == "end" {
+            halt();
+        }
     });
 }
 
-fn spawn_rank(url: &str, rank: u32, attempt: u64, step: u64) -> Child {
+/// Starts a rank; `halts` is `never`, the number of the request before which it halts, or `end`.
+fn spawn_rank(url: &str, rank: u32, attempt: u64, step: u64, halts: &str) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "ranks::rank_process"]).env("TENSORCASK_TEST_RANK", format!("{url} {rank} {attempt} {step}"));
-    command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+    command.args(["--exact", "--nocapture", "ranks::rank_process"]);
+    command.env("TENSORCASK_TEST_RANK", format!("{url} {rank} {attempt} {step} {halts}"));
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()
 }
 
-/// Runs four processes. At each step, kills one of them at another moment of its save, then saves the step again.
+/// Four processes; at each step one of them is killed at another request of its save, and the step is saved again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_rank_leaves_no_half_snapshot() {
     let folder = tempfile::tempdir().unwrap();
@@ -119,17 +146,17 @@ async fn a_killed_rank_leaves_no_half_snapshot() {
     let url = root.to_str().unwrap();
     let store = Store::open(url).unwrap();
     let mut writer = store.writer(Policy::Intermittent { every: 3 }).await.unwrap();
-    let (mut killed, mut whole) = (0, Duration::from_millis(300));
-    for step in 1..=10u64 {
+    let mut killed = 0;
+    for (step, halts) in (1u64..).zip(HALTS) {
         let mut attempt = 0;
         loop {
-            let begun = Instant::now();
-            let mut ranks: Vec<Child> = (0..WORLD).map(|rank| spawn_rank(url, rank, attempt, step)).collect();
             let victim = (step % u64::from(WORLD)) as usize;
-            if attempt == 0 && step > 1 {
-                // Kills every second victim at once, so that it has no receipt yet.
-                std::thread::sleep(whole.mul_f64(((step % 2) * (step * 37 % 100)) as f64 / 100.0));
-                // Sends SIGKILL to this one process.
+            let halts_of = |rank| if attempt == 0 && rank as usize == victim { halts } else { "never" };
+            let mut ranks: Vec<Child> = (0..WORLD).map(|rank| spawn_rank(url, rank, attempt, step, halts_of(rank))).collect();
+            // The lines end with the process, if it ends before it halts.
+            let mut lines = BufReader::new(ranks[victim].stdout.take().unwrap()).lines();
+            if lines.any(|line| line.unwrap() == HALTED) {
+                // SIGKILL, to this one process.
                 ranks[victim].kill().unwrap();
             }
             let ended: Vec<bool> = ranks.iter_mut().map(|rank| rank.wait().unwrap().success()).collect();
@@ -140,7 +167,6 @@ async fn a_killed_rank_leaves_no_half_snapshot() {
             }
             if receipts.len() == WORLD as usize {
                 writer.commit_receipts(step, &receipts, &Metadata::default()).await.unwrap();
-                whole = if step == 1 { begun.elapsed() } else { whole };
                 break;
             }
             killed += 1;
@@ -151,9 +177,9 @@ async fn a_killed_rank_leaves_no_half_snapshot() {
         }
         assert_holds(&store, step, 1024).await;
     }
-    assert!(killed >= 3, "only {killed} ranks were killed before their receipt");
+    assert_eq!(killed, HALTS.len() - 2, "each that halts before its end is killed without a receipt");
     let steps: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
-    assert_eq!(steps, (1..=10).collect::<Vec<_>>());
+    assert_eq!(steps, (1..=HALTS.len() as u64).collect::<Vec<_>>());
     assert!(store.snapshots().await.unwrap().iter().filter(|info| info.record.parent.is_some()).count() >= 6, "deltas among them");
     assert_clean(&store).await;
 }

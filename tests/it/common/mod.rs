@@ -4,6 +4,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt, PutPayload};
@@ -66,6 +67,19 @@ pub fn on_this_thread<F: std::future::Future>(future: F) -> F::Output {
         static RUNTIME: tokio::runtime::Runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     }
     RUNTIME.with(|runtime| runtime.block_on(future))
+}
+
+/// Ends a test that would hang. No test measures time with it.
+pub const DEADLINE: Duration = Duration::from_secs(300);
+
+/// Waits until a condition holds, on a clock that is not paused.
+pub async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let poll = async {
+        while !holds().await {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(DEADLINE, poll).await.unwrap_or_else(|_| panic!("{what}: not within {DEADLINE:?}"));
 }
 
 pub fn blocking(store: Store) -> blocking::Store {

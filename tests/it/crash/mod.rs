@@ -164,7 +164,6 @@ async fn after_the_crash(victim: Victim, folder: &Path, finished: bool) {
     // The next save works, and garbage collection of the leftovers does no harm.
     let mut writer = store.writer(Policy::Consecutive).await.unwrap();
     save_small(&mut writer, 5).await;
-    std::thread::sleep(Duration::from_millis(5));
     store.gc(&COLLECT).await.unwrap();
     assert_eq!(*steps_of(&store).await.last().unwrap(), 5);
     let casks = std::fs::read_dir(folder.join("run/casks")).unwrap();
@@ -186,7 +185,6 @@ fn kill_each_write_of(victim: Victim) {
         for after in [false, true] {
             let place = tempfile::tempdir().unwrap();
             copy_folder(template.path(), place.path());
-            std::thread::sleep(Duration::from_millis(5));
             let order = format!("{number} {write} {} {}", if after { "after" } else { "before" }, place.path().display());
             let mut child = Command::new(std::env::current_exe().unwrap());
             child.args(["crash::child", "--exact", "--nocapture"]).env(CHILD, &order).stdout(Stdio::null()).stderr(Stdio::piped());
