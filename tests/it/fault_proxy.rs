@@ -76,7 +76,7 @@ impl Proxy {
             (true, Way::Reset) => return reset(&client),
             (true, Way::Hang) => {
                 // The request was read whole: nothing comes but the end.
-                client.read(&mut [0]).await?;
+                let _end: usize = client.read(&mut [0]).await?;
                 return Ok(());
             }
             (true, Way::Status500) => return client.write_all(respond("500 Internal Server Error", "InternalError").as_bytes()).await,

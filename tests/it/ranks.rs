@@ -21,8 +21,8 @@ use tensorcask::{
 const COLUMNS: u64 = 512;
 const WORLD: u32 = 4;
 
-/// Where a rank halts, step by step.
-const HALTS: [&str; 10] = ["never", "0", "1", "2", "3", "4", "6", "8", "9", "end"];
+/// Where a rank halts, step by step: before a request of a folder, counted from 0. Steps 1, 4, 7 and 10 are bases.
+const HALTS: [&str; 10] = ["never", "log 0", "casks 5", "casks 0", "casks 0", "casks 1", "casks 1", "casks 2", "receipts 0", "end"];
 const HALTED: &str = "this rank waits to be killed";
 
 /// The element bytes of a row at a step: every row differs, and a few change from step to step.
@@ -101,12 +101,14 @@ fn halt() -> ! {
     std::process::exit(1)
 }
 
-/// The store of a rank that halts before its request number `at`.
-fn halting(url: &str, at: u64) -> Store {
-    let (local, requests) = (LocalFileSystem::new_with_prefix(url).unwrap(), AtomicU64::new(0));
-    wrap(Arc::new(FaultStore::new(Arc::new(local), move |_, _| match requests.fetch_add(1, Ordering::SeqCst) == at {
-        true => halt(),
-        false => Fault::None,
+/// The store of a rank that halts before request number `at` of a folder.
+fn halting(url: &str, folder: &str, at: u64) -> Store {
+    let (local, folder, requests) = (LocalFileSystem::new_with_prefix(url).unwrap(), folder.to_owned(), AtomicU64::new(0));
+    wrap(Arc::new(FaultStore::new(Arc::new(local), move |_, path| {
+        if path.as_ref().starts_with(&folder) && requests.fetch_add(1, Ordering::SeqCst) == at {
+            halt();
+        }
+        Fault::None
     })))
 }
 
@@ -114,12 +116,15 @@ fn halting(url: &str, at: u64) -> Store {
 #[test]
 fn rank_process() {
     let Ok(job) = std::env::var("TENSORCASK_TEST_RANK") else { return };
-    let words: Vec<&str> = job.split(' ').collect();
+    let words: Vec<&str> = job.splitn(5, ' ').collect();
     let [url, rank, attempt, step, halts] = words[..] else { panic!("{job}") };
     let (rank, attempt, step) = (rank.parse().unwrap(), attempt.parse().unwrap(), step.parse().unwrap());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     runtime.block_on(async {
-        let store = halts.parse().map_or_else(|_| Store::open(url).unwrap(), |at| halting(url, at));
+        let store = match halts.split_once(' ') {
+            Some((folder, at)) => halting(url, folder, at.parse().unwrap()),
+            None => Store::open(url).unwrap(),
+        };
         let who = Rank { rank, world: WORLD, attempt };
         let mut writer = store.rank_writer(who, options(Policy::Intermittent { every: 3 })).await.unwrap();
         let receipt = save_rank(&mut writer, rank, WORLD, step, 1024).await.unwrap();
@@ -130,7 +135,7 @@ fn rank_process() {
     });
 }
 
-/// Starts a rank; `halts` is `never`, the number of the request before which it halts, or `end`.
+/// Starts a rank; `halts` is one of [`HALTS`].
 fn spawn_rank(url: &str, rank: u32, attempt: u64, step: u64, halts: &str) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "--nocapture", "ranks::rank_process"]);
@@ -155,7 +160,9 @@ async fn a_killed_rank_leaves_no_half_snapshot() {
             let mut ranks: Vec<Child> = (0..WORLD).map(|rank| spawn_rank(url, rank, attempt, step, halts_of(rank))).collect();
             // The lines end with the process, if it ends before it halts.
             let mut lines = BufReader::new(ranks[victim].stdout.take().unwrap()).lines();
-            if lines.any(|line| line.unwrap() == HALTED) {
+            let halted = lines.any(|line| line.unwrap() == HALTED);
+            assert_eq!(halted, halts_of(victim as u32) != "never", "step {step}, {halts}");
+            if halted {
                 // SIGKILL, to this one process.
                 ranks[victim].kill().unwrap();
             }
