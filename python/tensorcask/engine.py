@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from . import _device, _frameworks, _native, _precision, _state
+from ._errors import InvalidValueError
 from ._state import OnUnsupported
 from ._options import check_step, parse_policy, user_json
 from ._snapshot import address_of as _address
@@ -283,6 +284,13 @@ class Engine:
             trees.extend((rank, _native.decode_tree(blobs[(rank, _TREE)])) for rank in ranks)
             nodes = [value for _, tree in trees for kind, value in tree if kind == "tensor"]
             saved_as = {value[0]: value[1] for value in nodes}
+            # Before anything is filled. NotFoundError means that there is no save, so this is another error.
+            missing = next((name for name in saved_as if out is not None and name not in targets), None)
+            if missing is not None:
+                raise InvalidValueError(
+                    f"out: step {step} has a tensor `{missing}`, and `out` has none of that name. Nothing was filled. Restore without out= "
+                    "and load the state that is returned, or add the tensor: a new optimizer has none before its first step"
+                )
             buffers: list[Any] = []
             for name, dtype, shape, _, extent, first in rows:
                 if out is None and list(shape) != list(extent):
@@ -396,7 +404,7 @@ def _leaf(rank: int, tensors: Mapping[str, Any], blobs: Mapping[tuple[int, str],
     def leaf(kind: str, value: Any) -> Any:
         if kind == "tensor":
             if value[0] not in tensors:
-                raise _native.NotFoundError(f"tensor `{value[0]}` of the state is not in out")
+                raise _native.CorruptionError(f"tc.tree: tensor `{value[0]}` is not there [spec: tree 2.7]")
             return tensors[value[0]]
         data = blobs.get((rank, value))
         if data is None:

@@ -130,8 +130,10 @@ def test_restored_into_the_memory_of_the_caller(url, folder):
         with pytest.raises(ValueError, match="model.w"):
             engine.restore(out=out)
         del out["model"]["w"]
-        with pytest.raises(tensorcask.NotFoundError, match="model.w"):
+        out["model"]["half"].zero_()
+        with pytest.raises(tensorcask.InvalidArgumentError, match=r"`model.w`.*Nothing was filled"):
             engine.restore(out=out)
+        assert not out["model"]["half"].any(), "a part was filled before the error"
         engine.finish()
 
 
