@@ -78,7 +78,7 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
         on_unsupported=given.on_unsupported,
     )
     facts = {"steps": [saved.step], "kind": saved.kind, "tensor_bytes": saved.tensor_bytes, "stored_bytes": saved.stored_bytes}
-    return {**report, **facts}, f"step {saved.step}: a {saved.kind}, {saved.stored_bytes} of {saved.tensor_bytes} bytes"
+    return {**report, **facts}, f"step {saved.step}: a {saved.kind}; {saved.tensor_bytes} bytes of tensors, {saved.stored_bytes} bytes stored"
 
 
 def _export(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]:

@@ -56,7 +56,7 @@ fn one_agent_serves_a_folder_and_ends_when_it_is_idle() {
     let host = Host::new();
     let mut first = host.start_agent(&[]);
     let (code, said) = cli(&host, &[]);
-    assert_eq!((code, said.as_str()), (0, "another agent runs here\n"));
+    assert_eq!((code, said.as_str()), (0, "another agent is running\n"));
     host.signal_agent(Signal::TERM);
     assert!(first.wait().unwrap().success());
     host.run_agent_until_idle();
@@ -204,7 +204,7 @@ fn a_new_agent_does_not_end_before_it_knows_its_work() {
     assert!(agent.wait().unwrap().success());
     let mut said = String::new();
     agent.stdout.take().unwrap().read_to_string(&mut said).unwrap();
-    assert!(said.contains("still wait"), "{said}");
+    assert!(said.contains("states wait in shared memory"), "{said}");
     away.back();
     host.run_agent_until_idle();
     assert_eq!(host.stored_steps(), [1, 2]);
