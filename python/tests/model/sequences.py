@@ -79,6 +79,9 @@ class Sequence:
         if hasattr(self._place, "exchange"):
             acts += [self._exchange] * 3
         try:
+            if self._engine:
+                # The agent takes the store over. An act in the middle of that may fail the save, which then says why.
+                self._by_engine()
             for _ in range(ACTS):
                 self._random.choice(acts)()
             self._random.choice(saves)()
