@@ -87,6 +87,8 @@ def seaweedfs(folder):
     (folder / "logs").mkdir()
     command = [str(VENV / "weed"), f"-logdir={folder / 'logs'}", "server", f"-dir={folder / 'data'}"]
     command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={master}", "-master.telemetry=false"]
+    # Servers of other protocols, on fixed ports.
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-master.volumeSizeLimitMB=64", "-volume.max=0", f"-volume.port={volume}"]
     command += ["-filer=true", f"-filer.port={filer}", "-s3=true", f"-s3.port={s3}", f"-s3.config={config}"]
     return command, environment, lambda: make_bucket(environment)
