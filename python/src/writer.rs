@@ -256,7 +256,7 @@ pub(crate) fn keeping(text: &str) -> PyResult<BaseKeeping> {
         ("memory", _) => Ok(BaseKeeping::Memory),
         ("encoded", _) => Ok(BaseKeeping::Encoded),
         ("none", _) => Ok(BaseKeeping::None),
-        (_, Some(folder)) if !folder.is_empty() => Ok(BaseKeeping::Nvme(folder.into())),
+        (_, Some(folder)) if !folder.is_empty() => Ok(BaseKeeping::Disk(folder.into())),
         _ => Err(PyValueError::new_err(format!("base_cache `{text}`: use memory, encoded, none or disk:FOLDER"))),
     }
 }

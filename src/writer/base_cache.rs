@@ -208,7 +208,7 @@ impl NextBase {
         }
         let keeps_bytes = match self.keeping {
             BaseKeeping::Memory => true,
-            BaseKeeping::Nvme(_) => !self.failed,
+            BaseKeeping::Disk(_) => !self.failed,
             BaseKeeping::None | BaseKeeping::Encoded => false,
         };
         if keeps_bytes {
@@ -228,8 +228,8 @@ impl NextBase {
             BaseKeeping::None => return,
             BaseKeeping::Memory => Form::Decoded(bytes),
             BaseKeeping::Encoded => Form::Encoded(std::mem::take(&mut self.chunks)),
-            BaseKeeping::Nvme(_) if self.failed => return,
-            BaseKeeping::Nvme(folder) => match write_shard(&mut self.file, folder, &bytes) {
+            BaseKeeping::Disk(_) if self.failed => return,
+            BaseKeeping::Disk(folder) => match write_shard(&mut self.file, folder, &bytes) {
                 Ok(form) => form,
                 Err(error) => {
                     // A failed cache must not fail the save.

@@ -125,7 +125,7 @@ pub enum BaseKeeping {
     Encoded,
     /// In a private file of this folder, decoded. Takes as much local disk as the state, and twice as much while a base
     /// is saved. If the file cannot be written, the writer warns and reads the base back from the store.
-    Nvme(std::path::PathBuf),
+    Disk(std::path::PathBuf),
     /// Not kept. Chunks of the base are read back from the store, one window at a time.
     None,
 }

@@ -71,7 +71,7 @@ async fn the_adaptive_policy_says_why() {
 #[tokio::test]
 async fn four_ways_to_keep_a_base_make_equal_stores() {
     let scratch = tempfile::tempdir().unwrap();
-    let keepings = [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::Nvme(scratch.path().join("bases")), BaseKeeping::None];
+    let keepings = [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::Disk(scratch.path().join("bases")), BaseKeeping::None];
     let files = ["step-1000.safetensors", "step-1001.safetensors", "step-1010.safetensors"];
     for policy in [Policy::Consecutive, Policy::OneShot, Policy::Intermittent { every: 3 }, Policy::Adaptive] {
         let mut seen = Vec::new();
@@ -119,7 +119,7 @@ async fn a_base_that_cannot_be_kept_on_disk_costs_a_read_not_the_save() {
     let file = scratch.path().join("file");
     std::fs::write(&file, "not a folder").unwrap();
     let store = Store::open("memory://").unwrap();
-    let options = WriterOptions { policy: Policy::Consecutive, base_cache: BaseKeeping::Nvme(file), ..WriterOptions::default() };
+    let options = WriterOptions { policy: Policy::Consecutive, base_cache: BaseKeeping::Disk(file), ..WriterOptions::default() };
     let mut writer = store.writer_with(options).await.unwrap();
     for step in 0..3u64 {
         let state = SmallState::at(step);
