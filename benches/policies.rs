@@ -66,7 +66,7 @@ fn main() {
     let keepings = [
         ("memory", BaseKeeping::Memory),
         ("encoded", BaseKeeping::Encoded),
-        ("nvme", BaseKeeping::Disk(folder.path().join("bases"))),
+        ("disk", BaseKeeping::Disk(folder.path().join("bases"))),
         ("none", BaseKeeping::None),
     ];
     for (name, base_cache) in keepings {

@@ -2,7 +2,8 @@
 
     python benches/python/commit_cost.py [URL] [--saves N]
 
-Prints one line: median and quartiles of the time of a save, and requests per save. The state is tiny, so nearly all of it is the commit. Every eighth save is a base.
+Prints one line: median and quartiles of the time of a save, and requests per save. The state is tiny, so nearly all of
+the time is the commit. Every eighth save is a base.
 Compare two versions of the package by running both in turn.
 """
 
