@@ -220,7 +220,7 @@ const VERSION: u64 = 3;
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::ArenaFile;
 
     #[test]
     fn a_file_with_a_wrong_header_or_size_is_refused() {

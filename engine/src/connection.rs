@@ -149,7 +149,8 @@ impl AgentCommand {
         command.current_dir("/").stdin(Stdio::null()).stdout(log).stderr(both);
         command.spawn().map_err(|e| {
             let message = format!(
-                "the agent could not be started: {e}. Install the `tensorcask` command (pip install tensorcask), set {PROGRAM_VARIABLE} to its path, or start `tensorcask agent` yourself"
+                "the agent could not be started: {e}. Install the `tensorcask` command (pip install tensorcask), set \
+                 {PROGRAM_VARIABLE} to its path, or start `tensorcask agent` yourself"
             );
             Error::new(ErrorKind::NotFound, message).object(program.as_str()).source(e)
         })

@@ -222,7 +222,7 @@ mod tests {
 
     use tensorcask::ErrorKind;
 
-    use super::*;
+    use super::EngineFolder;
 
     #[test]
     fn a_folder_that_others_can_enter_is_refused() {

@@ -39,7 +39,8 @@ fn decode<T: DeserializeOwned>(json: &[u8]) -> Result<T> {
     let Version { v } = serde_json::from_slice(json).map_err(bad)?;
     if v != VERSION {
         return Err(Error::unsupported(format!(
-            "this process speaks version {VERSION} of the agent's protocol, its peer version {v}. Run `tensorcask agent stop`, then start an agent of this version"
+            "this process speaks version {VERSION} of the agent's protocol, its peer version {v}. Run `tensorcask agent stop`, \
+             then start an agent of this version"
         )));
     }
     Ok(serde_json::from_slice::<Envelope<T>>(json).map_err(bad)?.message)
@@ -110,7 +111,7 @@ const MAX_HEAD: u64 = 9;
 mod tests {
     use tensorcask::ErrorKind;
 
-    use super::*;
+    use super::{receive, send};
     use crate::protocol::Request;
 
     #[test]

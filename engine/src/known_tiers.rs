@@ -96,7 +96,11 @@ const MAX_PREDECESSORS: usize = 64;
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::collections::BTreeMap;
+
+    use tensorcask::wire::Id;
+
+    use super::{KnownTier, KnownTiers};
     use crate::folders::EngineFolder;
 
     #[test]

@@ -72,7 +72,9 @@ fn open(path: &Path) -> Result<File> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use tensorcask::ErrorKind;
+
+    use super::Lock;
 
     #[test]
     fn a_process_holds_a_lock_only_once() {

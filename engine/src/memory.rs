@@ -162,7 +162,7 @@ unsafe fn stream_avx2(target: *mut u8, source: &[u8]) {
 mod tests {
     use std::sync::atomic::Ordering;
 
-    use super::*;
+    use super::SharedMemory;
 
     fn shared(bytes: u64) -> SharedMemory {
         let file = tempfile::NamedTempFile::new().unwrap();

@@ -317,10 +317,12 @@ const MAX_CHAIN: usize = 16;
 
 #[cfg(test)]
 mod tests {
-    use tensorcask::Dtype;
+    use std::collections::BTreeSet;
 
-    use super::*;
-    use crate::folders::EngineFolder;
+    use tensorcask::{Dtype, Metadata, TensorView, WriterOptions};
+
+    use super::{MemoryTier, UploadState, Uploads};
+    use crate::folders::{EngineFolder, RunFolder};
 
     /// Opens a tier of one process in its own folder.
     async fn open(temporary: &tempfile::TempDir) -> (RunFolder, MemoryTier) {

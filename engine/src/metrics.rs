@@ -53,7 +53,7 @@ fn escape(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::status::{AgentStatus, RunStatus};
 
     #[test]
     fn metrics_are_valid_prometheus_text() {

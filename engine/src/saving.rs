@@ -201,7 +201,7 @@ impl Attempts {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{Attempts, SaveTimer};
 
     #[test]
     fn only_a_return_to_an_older_step_begins_an_attempt() {

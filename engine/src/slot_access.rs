@@ -183,9 +183,14 @@ impl Drop for TakenSlot<'_> {
 
 #[cfg(test)]
 mod tests {
-    use tensorcask::{Blob, Dtype, Metadata, TensorView};
+    use std::sync::Arc;
 
-    use super::*;
+    use tensorcask::{Blob, Dtype, Metadata, Result, TensorView};
+
+    use super::{Claimable, ClaimedSlot, TakenSlot};
+    use crate::arena::Arena;
+    use crate::copy_plan::CopyPlan;
+    use crate::slot::{SlotState, SlotWord};
 
     fn arena(folder: &tempfile::TempDir) -> Arc<Arena> {
         Arc::new(Arena::create(&folder.path().join("arena"), 2, 3 << 20, 0).unwrap())

@@ -386,4 +386,6 @@ impl RunState {
 }
 
 #[cfg(test)]
+mod interleavings;
+#[cfg(test)]
 mod tests;

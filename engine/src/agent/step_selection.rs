@@ -97,8 +97,9 @@ pub(super) fn select_next(ranks: &[RankStates], session: u64) -> Selection {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::slot::SlotWord;
+    use super::{RankStates, SaveKey, Selection, StateOfRank, select_next};
+    use crate::arena::SlotHeader;
+    use crate::slot::{SlotState, SlotWord};
 
     const SESSION: u64 = 3;
 

@@ -1,0 +1,558 @@
+//! Enumerates all interleavings of a trainer, the encoder, an uploader and a job on another host, with faults at every
+//! point.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::fmt::Write;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use super::super::run_event::{Action, ArenaSummary, Attachment, EncodedSave, Event, MemoryContents, RankGeneration, TierOrders, Upload};
+use super::super::save_log::{Encoding, UploadTimes};
+use super::RunState;
+use crate::options::Encode;
+use crate::protocol::{AttachMode, SaveNote};
+
+/// Events that may happen in a run of the model, at any point and in any combination.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    /// Saves of the trainer.
+    saves: u64,
+    /// Deaths of the trainer.
+    trainer_deaths: u8,
+    /// Deaths of the agent.
+    agent_deaths: u8,
+    /// Attempts to encode that fail and are retried.
+    encoder_errors: u8,
+    /// Saves that fail for good.
+    final_errors: u8,
+    /// Uploads that fail before or after copying.
+    upload_errors: u8,
+    /// Times that a job on another host takes the tier over and saves a step.
+    other_jobs: u8,
+}
+
+/// Order in which the encoder releases a slot and reports the snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Release {
+    /// Both at once, under the lock of the run.
+    WithReport,
+    /// The slot first. This is wrong: in between, the agent seems to have no work.
+    BeforeReport,
+}
+
+/// State of a slot, without the details of the slot protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Slot {
+    Full,
+    Encoding,
+    Released,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Trainer {
+    Gone,
+    Idle {
+        attachment: u64,
+    },
+    /// A state is published and not reported yet.
+    Published {
+        attachment: u64,
+        generation: u64,
+    },
+    /// The trainer is dead, and the agent has not noticed yet.
+    Dead {
+        attachment: u64,
+    },
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Encoder {
+    Asleep,
+    Begin,
+    /// Out-of-date memory has been removed.
+    Cleared,
+    Select,
+    Taken {
+        generation: u64,
+    },
+    /// The snapshot is committed in memory and not reported yet.
+    Committed {
+        generation: u64,
+    },
+    /// As `Committed`, but the slot is released already.
+    Released {
+        generation: u64,
+    },
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Uploader {
+    Asleep,
+    Begin,
+    ReadEncoded { orders: TierOrders },
+    FindSource { orders: TierOrders, encoded: u64 },
+    Open { orders: TierOrders, encoded: u64, epoch: u64 },
+    Copy { orders: TierOrders, encoded: u64, epoch: u64 },
+    CopyMore { orders: TierOrders, encoded: u64, epoch: u64, pending_before: u64 },
+    Report { upload: Upload },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Writer {
+    Nobody,
+    ThisRun,
+    OtherJob,
+}
+
+/// A step of a process: changes the model.
+type Step<'s> = &'s dyn Fn(&mut Model);
+
+/// Everything in the model.
+#[derive(Debug, Clone)]
+struct Model {
+    state: RunState,
+    release: Release,
+    limits: Limits,
+    trainer: Trainer,
+    encoder: Encoder,
+    uploader: Uploader,
+    /// Wake-ups that have not been consumed.
+    encoder_is_woken: bool,
+    uploader_is_woken: bool,
+    /// Slot of each generation, from 1. The model has enough slots for all saves.
+    arena: Vec<Slot>,
+    /// Newest generation that is marked as encoded in the arena.
+    arena_encoded: u64,
+    /// Generations in memory, in commit order; `None` if there is no store yet.
+    memory: Option<Vec<u64>>,
+    epoch: u64,
+    tier: BTreeSet<u64>,
+    writer: Writer,
+    /// Whether this agent has the tier open for writing.
+    has_copier: bool,
+    /// Whether the tier's newest snapshot was saved by another job.
+    is_outdated: bool,
+    /// Generations that were given up because memory was out of date.
+    given_up: BTreeSet<u64>,
+}
+
+impl Model {
+    fn new(limits: Limits, release: Release) -> Self {
+        Self {
+            state: RunState::new(1, Encode::Agent),
+            release,
+            limits,
+            trainer: Trainer::Gone,
+            encoder: Encoder::Begin,
+            uploader: Uploader::Begin,
+            encoder_is_woken: false,
+            uploader_is_woken: false,
+            arena: Vec::new(),
+            arena_encoded: 0,
+            memory: None,
+            epoch: 0,
+            tier: BTreeSet::new(),
+            writer: Writer::Nobody,
+            has_copier: false,
+            is_outdated: false,
+            given_up: BTreeSet::new(),
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        for action in self.state.apply(event) {
+            match action {
+                Action::WakeEncoder => self.encoder_is_woken = true,
+                Action::WakeUploader(_) => self.uploader_is_woken = true,
+                _ => {}
+            }
+        }
+    }
+
+    fn slot(&mut self, generation: u64) -> &mut Slot {
+        &mut self.arena[generation as usize - 1]
+    }
+
+    fn arena_summary(&self) -> Option<ArenaSummary> {
+        let summary = ArenaSummary { session: self.state.session, encoded: self.arena_encoded, failed: Vec::new() };
+        (!self.arena.is_empty()).then_some(summary)
+    }
+
+    fn waiting_states(&self) -> u64 {
+        self.arena.iter().filter(|slot| **slot != Slot::Released).count() as u64
+    }
+
+    /// Checks what trainers and the main loop of the agent would see now.
+    fn check(&self) {
+        let progress = self.state.progress(0, self.waiting_states());
+        let memory = self.memory.clone().unwrap_or_default();
+        for generation in 1..=self.arena.len() as u64 {
+            let is_lost = progress.has_failed(generation) || self.given_up.contains(&generation);
+            let is_stored = self.tier.contains(&generation);
+            let is_in_memory = memory.contains(&generation);
+            if progress.durable >= generation {
+                assert!(is_stored || is_lost, "generation {generation} counts as durable: {self:#?}");
+            }
+            if progress.encoded >= generation {
+                assert!(is_stored || is_in_memory || is_lost, "generation {generation} counts as encoded: {self:#?}");
+            }
+            // States that the trainer published and has not reported yet keep the run busy, too.
+            if self.state.stopped.is_none() && self.state.memory.outdated.is_none() && self.state.is_quiet(self.waiting_states()) {
+                assert!(is_stored || is_lost, "the agent has no work, but the tier lacks generation {generation}: {self:#?}");
+            }
+        }
+    }
+
+    /// Checks a state in which encoder and uploader sleep and nobody wakes them.
+    fn check_asleep(&self) {
+        if self.state.stopped.is_some() || matches!(self.trainer, Trainer::Published { .. } | Trainer::Dead { .. }) {
+            return;
+        }
+        assert!(self.state.memory.outdated.is_none(), "out-of-date memory stays: {self:#?}");
+        assert_eq!(self.waiting_states(), 0, "a state waits, but the encoder sleeps: {self:#?}");
+        let lacking: Vec<u64> = self.memory.iter().flatten().filter(|generation| !self.tier.contains(generation)).copied().collect();
+        assert!(lacking.is_empty(), "the tier lacks {lacking:?}, but the uploader sleeps: {self:#?}");
+        assert!(self.state.is_quiet(0), "all work is done, but the run counts as busy: {self:#?}");
+    }
+
+    fn is_asleep(&self) -> bool {
+        (&self.encoder, &self.uploader) == (&Encoder::Asleep, &Uploader::Asleep) && !self.encoder_is_woken && !self.uploader_is_woken
+    }
+
+    fn successors(&self) -> Vec<Model> {
+        let mut after = Vec::new();
+        let mut go = |step: Step<'_>| {
+            let mut next = self.clone();
+            step(&mut next);
+            after.push(next);
+        };
+        self.trainer_steps(&mut go);
+        self.encoder_steps(&mut go);
+        self.uploader_steps(&mut go);
+        if self.limits.other_jobs > 0 {
+            go(&|m| {
+                m.limits.other_jobs -= 1;
+                (m.writer, m.is_outdated) = (Writer::OtherJob, true);
+            });
+        }
+        if self.limits.agent_deaths > 0 {
+            go(&|m| m.restart_agent());
+        }
+        after
+    }
+
+    /// The agent dies and another one adopts the run. The trainer loses its connection.
+    fn restart_agent(&mut self) {
+        self.limits.agent_deaths -= 1;
+        self.state = RunState::new(1, Encode::Agent);
+        (self.encoder, self.uploader) = (Encoder::Begin, Uploader::Begin);
+        (self.encoder_is_woken, self.uploader_is_woken, self.has_copier) = (false, false, false);
+        for generation in 1..=self.arena.len() as u64 {
+            let is_encoded = generation <= self.arena_encoded;
+            if *self.slot(generation) == Slot::Encoding {
+                *self.slot(generation) = if is_encoded { Slot::Released } else { Slot::Full };
+            }
+        }
+        let arena = self.arena_summary();
+        self.apply(Event::Adopted { rank: 0, arena });
+        self.trainer = match self.trainer {
+            Trainer::Gone | Trainer::Dead { .. } => Trainer::Gone,
+            Trainer::Idle { .. } => self.attach(AttachMode::Continue),
+            // The trainer attaches again and repeats its report.
+            Trainer::Published { generation, .. } => match self.attach(AttachMode::Continue) {
+                Trainer::Idle { attachment } => Trainer::Published { attachment, generation },
+                other => other,
+            },
+        };
+    }
+
+    fn attach(&mut self, mode: AttachMode) -> Trainer {
+        let latest = BTreeMap::new();
+        let arena = self.arena_summary();
+        self.apply(Event::Attached(Attachment { rank: 0, pid: 1, mode, session: 0, arena, latest }));
+        Trainer::Idle { attachment: self.state.ranks[&0].attachment }
+    }
+
+    fn trainer_steps(&self, go: &mut dyn FnMut(Step<'_>)) {
+        match self.trainer {
+            // A trainer that finds memory out of date removes its arena.
+            Trainer::Gone => go(&|m| {
+                let is_outdated = std::mem::take(&mut m.is_outdated);
+                if is_outdated {
+                    m.given_up.extend(1..=m.arena.len() as u64);
+                    m.arena.iter_mut().for_each(|slot| *slot = Slot::Released);
+                }
+                m.trainer = m.attach(if is_outdated { AttachMode::TakeOverAfresh } else { AttachMode::TakeOver });
+            }),
+            Trainer::Idle { attachment } => {
+                // After an attachment, out-of-date memory is removed before the trainer saves.
+                if (self.arena.len() as u64) < self.limits.saves && self.state.memory.outdated.is_none() {
+                    go(&|m| {
+                        m.arena.push(Slot::Full);
+                        m.trainer = Trainer::Published { attachment, generation: m.arena.len() as u64 };
+                    });
+                }
+            }
+            Trainer::Published { attachment, generation } => go(&|m| {
+                let (queue_depth, time_ms) = (m.state.queue_depth(m.waiting_states()), 0);
+                let note = SaveNote { step: generation, generation, stall_ms: 0.0, copy_ms: 0.0, bytes: 1, time_ms };
+                m.apply(Event::Saved { rank: 0, note, queue_depth });
+                m.trainer = Trainer::Idle { attachment };
+            }),
+            Trainer::Dead { attachment } => go(&|m| {
+                m.apply(Event::Detached { rank: 0, attachment });
+                m.trainer = Trainer::Gone;
+            }),
+        }
+        if let (Trainer::Idle { attachment } | Trainer::Published { attachment, .. }, 1..) = (self.trainer, self.limits.trainer_deaths) {
+            go(&|m| {
+                m.limits.trainer_deaths -= 1;
+                m.trainer = Trainer::Dead { attachment };
+            });
+        }
+    }
+
+    fn encoder_steps(&self, go: &mut dyn FnMut(Step<'_>)) {
+        match self.encoder {
+            Encoder::Asleep if self.encoder_is_woken => go(&|m| (m.encoder, m.encoder_is_woken) = (Encoder::Begin, false)),
+            Encoder::Asleep => {}
+            Encoder::Begin if self.state.memory.outdated.is_some() => go(&|m| {
+                m.given_up.extend(m.memory.take().unwrap_or_default());
+                m.epoch += 1;
+                m.encoder = Encoder::Cleared;
+            }),
+            Encoder::Begin => go(&|m| m.open_memory()),
+            Encoder::Cleared => go(&|m| {
+                m.apply(Event::MemoryCleared);
+                m.open_memory();
+            }),
+            Encoder::Select => go(&|m| match m.arena.iter().position(|slot| *slot == Slot::Full) {
+                Some(at) if m.state.stopped.is_none() => {
+                    m.arena[at] = Slot::Encoding;
+                    m.encoder = Encoder::Taken { generation: at as u64 + 1 };
+                }
+                _ => {
+                    m.apply(Event::EncoderProblem(None));
+                    m.encoder = Encoder::Asleep;
+                }
+            }),
+            Encoder::Taken { generation } if self.state.memory.outdated.is_some() => go(&|m| {
+                m.give_back(generation);
+                m.encoder = Encoder::Asleep;
+            }),
+            Encoder::Taken { generation } => {
+                go(&|m| {
+                    if let Some(memory) = &mut m.memory {
+                        memory.push(generation);
+                    }
+                    m.arena_encoded = m.arena_encoded.max(generation);
+                    m.encoder = Encoder::Committed { generation };
+                });
+                if self.limits.encoder_errors > 0 {
+                    go(&|m| {
+                        m.limits.encoder_errors -= 1;
+                        m.give_back(generation);
+                        m.apply(Event::EncoderProblem(Some("error".into())));
+                        m.encoder = Encoder::Begin;
+                    });
+                }
+                if self.limits.final_errors > 0 {
+                    go(&|m| {
+                        m.limits.final_errors -= 1;
+                        *m.slot(generation) = Slot::Released;
+                        let generations = vec![RankGeneration { rank: 0, generation }];
+                        m.apply(Event::Failed { generations, step: generation, message: "error".into() });
+                        m.encoder = Encoder::Select;
+                    });
+                }
+            }
+            Encoder::Committed { generation } if self.release == Release::BeforeReport => go(&|m| {
+                *m.slot(generation) = Slot::Released;
+                m.encoder = Encoder::Released { generation };
+            }),
+            Encoder::Committed { generation } | Encoder::Released { generation } => go(&|m| {
+                *m.slot(generation) = Slot::Released;
+                let encoding = Encoding { encode_ms: 0.0, stored_bytes: 1, kind: "base".into() };
+                let (epoch, sequence) = (m.epoch, m.memory.as_ref().map_or(0, Vec::len) as u64);
+                m.apply(Event::Encoded(EncodedSave { step: generation, generations: vec![generation], epoch, sequence, encoding }));
+                m.note_memory();
+                m.encoder = Encoder::Select;
+            }),
+        }
+    }
+
+    fn give_back(&mut self, generation: u64) {
+        // A trainer that found memory out of date has removed the arena in the meantime.
+        if !self.given_up.contains(&generation) {
+            *self.slot(generation) = Slot::Full;
+        }
+    }
+
+    fn open_memory(&mut self) {
+        if self.state.stopped.is_some() {
+            self.encoder = Encoder::Asleep;
+            return;
+        }
+        if self.memory.is_none() {
+            self.memory = Some(Vec::new());
+        }
+        self.note_memory();
+        // The encoder wakes the uploaders when it has opened the memory tier.
+        self.uploader_is_woken = true;
+        self.encoder = Encoder::Select;
+    }
+
+    fn note_memory(&mut self) {
+        let steps = self.memory.clone().unwrap_or_default();
+        self.apply(Event::MemoryChanged(MemoryContents { epoch: self.epoch, steps, bytes: 0, chain_depth: 0 }));
+    }
+
+    fn uploader_steps(&self, go: &mut dyn FnMut(Step<'_>)) {
+        match self.uploader {
+            Uploader::Asleep if self.uploader_is_woken => go(&|m| (m.uploader, m.uploader_is_woken) = (Uploader::Begin, false)),
+            Uploader::Asleep => {}
+            Uploader::Begin => go(&|m| {
+                let orders = m.state.tiers[0].orders;
+                let is_idle = m.state.stopped.is_some() || m.state.memory.outdated.is_some();
+                m.uploader = if is_idle { Uploader::Asleep } else { Uploader::ReadEncoded { orders } };
+            }),
+            Uploader::ReadEncoded { orders } => go(&|m| {
+                let encoded = m.state.ranks.get(&0).map_or(0, |rank| rank.encoded);
+                m.uploader = Uploader::FindSource { orders, encoded };
+            }),
+            Uploader::FindSource { orders, encoded } => go(&|m| {
+                let epoch = m.epoch;
+                m.uploader = match m.memory {
+                    Some(_) => Uploader::Open { orders, encoded, epoch },
+                    None => {
+                        m.apply(Event::NothingToUpload { tier: 0 });
+                        Uploader::Asleep
+                    }
+                };
+            }),
+            Uploader::Open { orders, encoded, epoch } => go(&|m| {
+                if orders.take_over || !m.has_copier {
+                    match (orders.take_over, m.writer) {
+                        (true, _) | (false, Writer::Nobody) => m.writer = Writer::ThisRun,
+                        (false, Writer::ThisRun) => {}
+                        (false, Writer::OtherJob) => return m.fence(orders),
+                    }
+                    m.has_copier = true;
+                    m.apply(Event::TierTakenOver { tier: 0, orders, latest: None });
+                }
+                m.uploader = Uploader::Copy { orders, encoded, epoch };
+            }),
+            Uploader::Copy { orders, encoded, epoch } => {
+                go(&|m| {
+                    let pending_before = m.state.tiers[0].pending;
+                    m.uploader = Uploader::CopyMore { orders, encoded, epoch, pending_before };
+                });
+                if self.limits.upload_errors > 0 {
+                    go(&|m| {
+                        m.limits.upload_errors -= 1;
+                        m.fail_upload();
+                    });
+                }
+            }
+            Uploader::CopyMore { orders, encoded, epoch, pending_before } => go(&|m| {
+                // The store in memory was removed in the meantime.
+                let Some(memory) = m.memory.clone().filter(|_| epoch == m.epoch) else { return m.fail_upload() };
+                if m.writer != Writer::ThisRun {
+                    return m.fence(orders);
+                }
+                let copied = memory.iter().filter(|generation| m.tier.insert(**generation)).count() as u64;
+                let times = UploadTimes { upload_ms: 0.0, ahead_bytes: 0, time_ms: 0 };
+                let (sequence, encoded) = (memory.len() as u64, BTreeMap::from([(0, encoded)]));
+                let step = memory.last().copied();
+                let upload = Upload { tier: 0, encoded, epoch, sequence, step, pending_before, copied, times };
+                m.uploader = Uploader::Report { upload };
+            }),
+            Uploader::Report { .. } => {
+                go(&|m| {
+                    if let Uploader::Report { upload } = std::mem::replace(&mut m.uploader, Uploader::Asleep) {
+                        m.apply(Event::Uploaded(upload));
+                    }
+                });
+                if self.limits.upload_errors > 0 {
+                    go(&|m| {
+                        m.limits.upload_errors -= 1;
+                        m.fail_upload();
+                    });
+                }
+            }
+        }
+    }
+
+    fn fail_upload(&mut self) {
+        self.has_copier = false;
+        self.apply(Event::UploadFailed { tier: 0, message: "error".into() });
+        self.uploader = Uploader::Begin;
+    }
+
+    fn fence(&mut self, orders: TierOrders) {
+        self.has_copier = false;
+        self.apply(Event::Fenced { orders, why: "another job".into() });
+        self.uploader = if self.state.stopped.is_some() { Uploader::Asleep } else { Uploader::Begin };
+    }
+
+    fn fingerprint(&self) -> u64 {
+        struct Hashed(DefaultHasher);
+        impl Write for Hashed {
+            fn write_str(&mut self, text: &str) -> std::fmt::Result {
+                text.hash(&mut self.0);
+                Ok(())
+            }
+        }
+        let mut hashed = Hashed(DefaultHasher::new());
+        // Everything except the log of saves, which only serves reports.
+        let state = &self.state;
+        write!(hashed, "{:?}{:?}{:?}", state.ranks, state.memory, state.tiers).unwrap();
+        write!(hashed, "{:?}{:?}{}{}", state.stopped, state.problem, state.session, state.is_restoring).unwrap();
+        write!(hashed, "{:?}{:?}{:?}{:?}", self.limits, self.trainer, self.encoder, self.uploader).unwrap();
+        write!(hashed, "{:?}{:?}{:?}{:?}{:?}", self.arena, self.memory, self.tier, self.writer, self.given_up).unwrap();
+        (self.encoder_is_woken, self.uploader_is_woken, self.has_copier, self.is_outdated).hash(&mut hashed.0);
+        (self.arena_encoded, self.epoch).hash(&mut hashed.0);
+        hashed.0.finish()
+    }
+}
+
+/// Visits all reachable states; returns their number.
+fn explore(limits: Limits, release: Release) -> usize {
+    let first = Model::new(limits, release);
+    let mut known = HashSet::from([first.fingerprint()]);
+    let mut open = vec![first];
+    while let Some(model) = open.pop() {
+        model.check();
+        if model.is_asleep() {
+            model.check_asleep();
+        }
+        open.extend(model.successors().into_iter().filter(|next| known.insert(next.fingerprint())));
+    }
+    known.len()
+}
+
+const TWO_SAVES: Limits =
+    Limits { saves: 2, trainer_deaths: 0, agent_deaths: 0, encoder_errors: 0, final_errors: 0, upload_errors: 0, other_jobs: 0 };
+const ONE_SAVE: Limits = Limits { saves: 1, ..TWO_SAVES };
+
+#[test]
+fn no_interleaving_loses_a_save_or_leaves_work_undone() {
+    for limits in [
+        Limits { encoder_errors: 1, ..TWO_SAVES },
+        Limits { final_errors: 1, ..TWO_SAVES },
+        Limits { upload_errors: 1, ..TWO_SAVES },
+        Limits { trainer_deaths: 1, agent_deaths: 1, ..ONE_SAVE },
+        Limits { trainer_deaths: 1, upload_errors: 1, ..ONE_SAVE },
+        Limits { trainer_deaths: 1, other_jobs: 1, ..ONE_SAVE },
+    ] {
+        let states = explore(limits, Release::WithReport);
+        println!("{limits:?}: {states} states");
+        assert!(states > 500, "{limits:?}: {states} states");
+    }
+}
+
+/// Shows that the model detects a wrong order of steps.
+#[test]
+#[should_panic(expected = "the agent has no work, but the tier lacks generation")]
+fn a_slot_released_before_the_report_is_detected() {
+    explore(TWO_SAVES, Release::BeforeReport);
+}
