@@ -1,0 +1,9 @@
+//! The command line, run as a program.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod differences;
+mod faults;
+mod place;
+mod reports;
+mod states;
+mod upkeep;

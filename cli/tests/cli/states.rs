@@ -1,0 +1,210 @@
+//! Saving, restoring and importing states.
+
+use std::path::PathBuf;
+
+use safetensors::tensor::Dtype;
+use serde_json::{Value, json};
+
+use crate::place::{Place, conforms, content, stderr, stdout, training_file};
+
+#[test]
+fn a_run_is_saved_listed_verified_and_restored() {
+    let place = Place::with_training();
+    let list = place.json("ls @run");
+    let of = |key: &str| list["snapshots"].as_array().unwrap().iter().map(|row| row[key].clone()).collect::<Vec<_>>();
+    assert_eq!(of("step"), [1000, 1001, 1010]);
+    assert_eq!(of("kind"), ["base", "delta", "delta"]);
+    assert_eq!(of("user")[0], json!({"loss": 2.5, "note": "warm"}));
+    let bytes = |path: PathBuf| std::fs::metadata(path).unwrap().len();
+    let on_disk: u64 = place.casks().into_iter().map(bytes).sum();
+    assert_eq!(of("stored_bytes").iter().filter_map(Value::as_u64).sum::<u64>(), on_disk);
+
+    for depth in ["log", "pages", "full"] {
+        let verified = place.json(&format!("verify @run --depth {depth}"));
+        assert_eq!((&verified["clean"], &verified["problems"]), (&json!(true), &json!([])));
+    }
+    let parts: u64 = ["0/2", "1/2"].map(|part| place.json(&format!("verify @run --shard {part}"))["casks"].as_u64().unwrap()).iter().sum();
+    assert_eq!(parts, place.json("verify @run")["casks"].as_u64().unwrap(), "two parts check every cask once");
+
+    for step in [1000, 1001, 1010] {
+        let restored = place.json(&format!("restore @run --step {step} -o @out.safetensors"));
+        assert_eq!(content(&place.path("out.safetensors")), content(&training_file(step)));
+        assert_eq!(restored["bytes"], bytes(place.path("out.safetensors")));
+        assert!(restored["chunks_read"].as_u64() <= restored["chunks_needed"].as_u64());
+    }
+    place.json("restore @run --strict -o @out.safetensors");
+    assert_eq!(content(&place.path("out.safetensors")), content(&training_file(1010)), "the latest");
+}
+
+#[test]
+fn slices_and_globs() {
+    let place = Place::with_training();
+    let (whole, _) = content(&training_file(1001));
+    let (name, _, shape, data) = whole.iter().find(|(_, _, shape, _)| shape.len() == 2).unwrap();
+    let row_bytes = data.len() / shape[0];
+    let restored = place.json(&format!("restore @run --step 1001 -o @rows.safetensors --slice {name}[10:20]"));
+    let (rows, _) = content(&place.path("rows.safetensors"));
+    assert_eq!((rows.len(), &rows[0].0, &rows[0].2), (1, name, &vec![10, shape[1]]));
+    assert_eq!(rows[0].3, data[10 * row_bytes..20 * row_bytes]);
+    assert!(restored["chunks_read"].as_u64() <= restored["chunks_needed"].as_u64());
+
+    place.json(&format!("restore @run --step 1001 -o @rows.safetensors --slice {name}[:3,2:]"));
+    assert_eq!(content(&place.path("rows.safetensors")).0[0].2, [3, shape[1] - 2]);
+    let master = name.replace("model.", "optimizer.master.");
+    let restored = place.json(&format!("restore @run --step 1001 -o @tail --tensor model.* --slice {master}[5:]"));
+    let models = whole.iter().filter(|(name, ..)| name.starts_with("model.")).count();
+    assert_eq!(restored["tensors"], models + 1);
+
+    for arguments in [format!("--slice {name}[0:1] --slice {name}[1:2]"), format!("--tensor * --slice {name}[0:1]")] {
+        assert_eq!(place.error(&format!("restore @run -o @x {arguments}")).1["kind"], "invalid_argument");
+    }
+    assert_eq!(place.error(&format!("restore @run -o @x --slice {name}[0:1000000]")).1["kind"], "invalid_argument");
+    assert_eq!(place.error("restore @run -o @x --tensor no*").0, 10);
+    assert_eq!(place.error("restore @run -o @x --slice no[1:2]").0, 10);
+}
+
+#[test]
+fn an_output_into_a_missing_folder_names_the_folder() {
+    let place = Place::with_training();
+    let (code, error) = place.error("restore @run -o @missing/out.safetensors");
+    let folder = place.path("missing").display().to_string();
+    assert_eq!((code, &error["kind"], &error["object"]), (10, &json!("not_found"), &json!(folder)));
+    assert!(error["message"].as_str().unwrap().contains("the folder does not exist"), "{error}");
+    assert!(!place.path("missing").exists());
+}
+
+#[test]
+fn codecs_serve_an_objective_and_roles_may_be_told() {
+    let place = Place::with_training();
+    let input = training_file(1000);
+    let saved = |arguments: &str| place.json(&format!("save @{arguments} --policy full --step 1 {}", input.display()));
+    let [smallest, fastest] = ["smallest", "fastest"].map(|name| saved(&format!("{name} --objective {name}")));
+    assert!(smallest["stored_bytes"].as_u64() < fastest["stored_bytes"].as_u64(), "{smallest} {fastest}");
+    let weighed = saved("weighed --objective 1,0,0");
+    assert_eq!(weighed["stored_bytes"], smallest["stored_bytes"]);
+    assert_ne!(place.run(&format!("save @x --step 1 --objective 1,1,1 {}", input.display())).status.code(), Some(0));
+
+    // Without its role, a master has no partner.
+    let renamed = saved("renamed --objective smallest --role optimizer.master.*=other");
+    assert!(renamed["chunks"].get("tc.remainder").is_none() && smallest["chunks"].get("tc.remainder").is_some());
+    for store in ["smallest", "fastest", "weighed", "renamed"] {
+        place.json(&format!("restore @{store} -o @{store}.out"));
+        assert_eq!(content(&place.path(&format!("{store}.out"))), content(&input), "{store}");
+    }
+
+    // Under a name that nobody knows, it has one again once it is told what it is, and of what.
+    let mut bytes = std::fs::read(&input).unwrap();
+    let (known, unknown) = (b"\"optimizer.master.", b"\"fp32_main_copies.");
+    for at in 0..bytes.len() - known.len() {
+        if bytes[at..].starts_with(known) {
+            bytes[at..at + unknown.len()].copy_from_slice(unknown);
+        }
+    }
+    let other = place.path("other.safetensors");
+    std::fs::write(&other, bytes).unwrap();
+    let saved = |name: &str, role: &str| {
+        place.json(&format!("save @{name} --policy full --step 1 --objective smallest {} {role}", other.display()))
+    };
+    let (alone, paired) = (saved("alone", "--role fp32_main_copies.*=master"), saved("paired", "--role fp32_main_copies.*=master:*"));
+    assert!(alone["chunks"].get("tc.remainder").is_none());
+    assert_eq!(paired["chunks"]["tc.remainder"], smallest["chunks"]["tc.remainder"]);
+    for wrong in ["fp32*.*=master:*", "x=:y", "x=y:", "=y"] {
+        assert_eq!(place.run(&format!("save @x --step 1 {} --role {wrong}", other.display())).status.code(), Some(2), "{wrong}");
+    }
+}
+
+#[test]
+fn what_is_rounded_is_told_by_every_verb() {
+    let place = Place::new();
+    let input = training_file(1000);
+    let saved = place.json(&format!("save @run --step 1 --precision near --precision exp_avg_sq=loguniform:8<=0.044 {}", input.display()));
+    conforms("save", &saved);
+    let greatest = saved["rounding"]["max_relative"].as_f64().unwrap();
+    assert!((0.02..0.044).contains(&greatest), "{greatest}");
+    let stat = place.json("stat @run");
+    conforms("stat", &stat);
+    let roles: Vec<&String> = stat["rounding"].as_object().unwrap().keys().collect();
+    assert_eq!(roles, ["exp_avg", "exp_avg_sq", "master"]);
+    assert!(stat["rounding"]["exp_avg_sq"]["update"].as_f64().unwrap() < 0.03);
+    let inspected = place.json("inspect @run --tensor optimizer.exp_avg_sq.h.2.ln_1.bias");
+    conforms("inspect", &inspected);
+    assert_eq!(inspected["rounding"][0]["setting"], "loguniform:8");
+    let verified = place.json("verify @run");
+    conforms("verify", &verified);
+    assert_eq!(verified["rounding"]["max_relative"], saved["rounding"]["max_relative"]);
+    // A bound of the reader's own.
+    assert_eq!(place.run("verify @run --max-error 0.05").status.code(), Some(0));
+    let refused = place.run("verify @run --max-error 0.001");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(stdout(&refused).contains("was saved with loguniform:"), "{}", stdout(&refused));
+    for wrong in ["almost", "exp_avg=loguniform:5", "exp_avg=cluster<=many"] {
+        let output = place.run(&format!("save @other --step 1 --precision {wrong} {}", input.display()));
+        assert_eq!(output.status.code(), Some(2), "{wrong}");
+        assert!(stderr(&output).contains("loguniform:STEPS"), "{}", stderr(&output));
+    }
+    assert!(!place.path("other").exists());
+}
+
+#[test]
+fn import_and_export_name_the_python_package() {
+    let place = Place::new();
+    for (verb, instead) in [("import", "`tensorcask save`"), ("export", "`tensorcask restore`")] {
+        for rest in ["", "@model.pt @run --step 1", "--help"] {
+            let (code, said) = place.error(&format!("{verb} {rest}"));
+            let said = said.to_string();
+            assert!(code == 1 && said.contains("pip install tensorcask") && said.contains(instead), "{said}");
+        }
+    }
+}
+
+#[test]
+fn a_sharded_model_is_imported_by_its_index() {
+    let place = Place::new();
+    place.write("model-1.safetensors", &[("a", Dtype::U8, &[2], &[1, 2])]);
+    place.write("model-2.safetensors", &[("b", Dtype::U8, &[3], &[3, 4, 5])]);
+    place.write("both.safetensors", &[("a", Dtype::U8, &[2], &[1, 2]), ("b", Dtype::U8, &[3], &[3, 4, 5])]);
+    let index =
+        |map: Value| std::fs::write(place.path("model.safetensors.index.json"), json!({ "metadata": {}, "weight_map": map }).to_string());
+    index(json!({ "a": "model-1.safetensors", "b": "model-2.safetensors" })).unwrap();
+    place.json("save @run --step 1 @model.safetensors.index.json");
+    place.json("restore @run -o @out.safetensors");
+    assert_eq!(content(&place.path("out.safetensors")), content(&place.path("both.safetensors")));
+
+    let refused = |map: Value, words: &str| {
+        index(map).unwrap();
+        let (_, said) = place.error("save @run --step 2 @model.safetensors.index.json");
+        assert!(said.to_string().contains(words), "{said}");
+    };
+    refused(json!({ "a": "model-1.safetensors", "c": "model-2.safetensors" }), "is named by the index, and no file has it");
+    refused(json!({ "a": "../model-1.safetensors" }), "outside of its folder");
+    refused(json!({ "a": "" }), "outside of its folder");
+    refused(json!({ "a": "model-3.safetensors" }), "model-3.safetensors");
+    refused(json!(["a"]), "not the index of a sharded model");
+    assert_eq!(place.json("ls @run")["snapshots"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn blobs_with_hostile_names_stay_in_their_folder() {
+    let place = Place::new();
+    place.write("a.safetensors", &[("w", Dtype::U8, &[1], &[1])]);
+    let names = ["../../x", "/etc/x", "..", ".", "a b\n", "rng"];
+    let mut words = vec!["save".to_owned(), place.path("run").display().to_string(), "--step".into(), "1".into()];
+    for (at, name) in names.iter().enumerate() {
+        let file = place.path(&format!("blob{at}"));
+        std::fs::write(&file, format!("blob {at}")).unwrap();
+        words.extend(["--blob".to_owned(), format!("{name}={}", file.display())]);
+    }
+    words.push(place.path("a.safetensors").display().to_string());
+    let saved = place.run_words(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    assert!(saved.status.success(), "{}", stderr(&saved));
+    let before = place.names();
+    std::fs::create_dir(place.path("deep")).unwrap();
+    assert_eq!(place.json("restore @run -o @deep/out --blobs @deep/blobs")["blobs"], names.len());
+    let expected = ["0-..%2F..%2Fx", "0-%2Fetc%2Fx", "0-..", "0-.", "0-a%20b%0A", "0-rng"];
+    for (at, name) in expected.iter().enumerate() {
+        assert_eq!(std::fs::read_to_string(place.path("deep/blobs").join(name)).unwrap(), format!("blob {at}"));
+    }
+    assert_eq!(std::fs::read_dir(place.path("deep/blobs")).unwrap().count(), names.len());
+    assert_eq!(std::fs::read_dir(place.path("deep")).unwrap().count(), 2);
+    assert_eq!(place.names().len(), before.len() + 1);
+}

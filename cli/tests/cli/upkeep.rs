@@ -1,0 +1,129 @@
+//! Retention, compaction, garbage collection, copies and repair.
+
+use serde_json::{Value, json};
+
+use crate::place::{Place, conforms, content, one_object, training_file};
+
+#[test]
+fn pinned_steps_are_not_forgotten() {
+    let place = Place::with_training();
+    assert_eq!(place.json("pin @run --step 1001")["pinned"], true);
+    let (code, error) = place.error("forget @run --step 1000 1001");
+    assert_eq!((code, error["message"].as_str().unwrap().contains("pinned")), (1, true));
+    assert_eq!(place.json("ls @run")["snapshots"].as_array().unwrap().len(), 3, "all or none");
+    assert_eq!(place.json("pin @run --step 1001 --off")["pinned"], false);
+    place.json("forget @run --step 1000,1001");
+    assert_eq!(place.json("ls @run")["snapshots"].as_array().unwrap().len(), 1);
+    place.json("restore @run -o @out");
+    assert_eq!(content(&place.path("out")), content(&training_file(1010)), "its base stays");
+}
+
+#[test]
+fn old_steps_are_folded_forgotten_and_collected() {
+    let place = Place::with_training();
+    let bytes = |place: &Place| place.casks().iter().map(|cask| cask.metadata().unwrap().len()).sum::<u64>();
+    let before = bytes(&place);
+    assert_eq!(place.json("forget @run --keep-last 1")["forgotten"].as_array().unwrap().len(), 2);
+    let told = place.json("gc @run --age-floor 0");
+    assert_eq!((&told["collected"][0]["step"], &told["held"][0]["step"]), (&json!(1001), &json!(1000)), "1010 needs 1000");
+    assert!(told["held_bytes"].as_u64() > Some(0));
+    let folded = place.json("compact @run");
+    assert_eq!((&folded["compacted"][0]["links"], &folded["compacted"][0]["changed"]), (&json!(2), &json!(true)));
+    assert_eq!(place.json("gc @run --apply")["freed_bytes"], 0, "not before the floor");
+    place.age();
+    let freed = place.json("gc @run --apply --age-floor 0");
+    assert!(freed["freed_bytes"].as_u64() > Some(before), "all three steps were stored before");
+    assert_eq!(place.casks().len(), 2);
+    place.json("restore @run -o @out");
+    assert_eq!(content(&place.path("out")), content(&training_file(1010)));
+    assert_eq!(place.json("verify @run")["clean"], true);
+}
+
+#[test]
+fn old_steps_are_reduced_to_their_weights() {
+    let place = Place::with_training();
+    place.json("compact @run");
+    let reduced = place.json("forget @run --keep-last 1 --keep-role model");
+    let steps: Vec<_> = reduced["reduced"].as_array().unwrap().iter().map(|row| (row["step"].as_u64(), &row["held"])).collect();
+    assert_eq!(steps, [(Some(1001), &Value::Null), (Some(1000), &Value::Null)]);
+    place.age();
+    assert!(place.json("gc @run --apply --age-floor 0")["freed_bytes"].as_u64() > Some(0));
+    assert_eq!(place.json("ls @run")["snapshots"][0]["roles"], json!(["model"]));
+    place.json("restore @run --step 1001 -o @out");
+    let (weights, _) = content(&place.path("out"));
+    let (whole, _) = content(&training_file(1001));
+    assert_eq!(weights, whole.into_iter().filter(|held| held.0.starts_with("model.")).collect::<Vec<_>>());
+    assert!(!weights.is_empty());
+    assert_eq!(place.json("verify @run")["clean"], true);
+}
+
+#[test]
+fn a_copy_holds_what_is_live_and_can_be_made_again() {
+    let place = Place::with_training();
+    place.json("forget @run --step 1001");
+    place.json("compact @run");
+    let copied = place.json("copy @run @copy");
+    assert_eq!((&copied["snapshots"], &copied["present"]), (&json!(2), &json!(0)), "1000 and 1010");
+    for store in ["run", "copy"] {
+        place.json(&format!("restore @{store} -o @{store}.out"));
+        assert_eq!(content(&place.path(&format!("{store}.out"))), content(&training_file(1010)));
+    }
+    assert_eq!(place.json("verify @copy")["clean"], true);
+    let again = place.json("copy @run @copy");
+    assert_eq!((&again["snapshots"], &again["objects"], &again["present"]), (&json!(0), &json!(0), &json!(2)));
+    let input = training_file(1001);
+    place.json(&format!("save @run --step 1020 {}", input.display()));
+    assert_eq!(place.json("copy @run @copy")["snapshots"], 1);
+    assert_eq!(place.json("ls @copy")["snapshots"].as_array().unwrap().len(), 3);
+    place.json("copy @run @one --step 1020");
+    assert_eq!(place.json("ls @one")["snapshots"].as_array().unwrap().len(), 1);
+    assert_eq!(place.error("copy @run @one").1["kind"], "invalid_argument", "older steps cannot follow newer ones");
+    place.json(&format!("save @other --step 1 {}", input.display()));
+    assert_eq!(place.error("copy @run @other").1["kind"], "invalid_argument", "another run");
+}
+
+#[test]
+fn a_copy_of_some_steps_keeps_the_steps_it_has() {
+    let place = Place::with_training();
+    assert_eq!(place.json("copy @run @copy --step 1000")["snapshots"], 1);
+    let steps = |expected: &[u64]| {
+        let shown = place.json("ls @copy");
+        let mut steps: Vec<_> = shown["snapshots"].as_array().unwrap().iter().map(|row| row["step"].as_u64().unwrap()).collect();
+        steps.sort_unstable();
+        assert_eq!(steps, expected);
+    };
+    place.json("copy @run @copy --step 1010");
+    steps(&[1000, 1010]);
+    place.json("copy @run @two --step 1001,1010");
+    let shown = place.json("ls @two");
+    assert_eq!(shown["snapshots"].as_array().unwrap().len(), 2, "their base alone is no step of the copy");
+    assert_eq!(place.error("copy @run @copy --step 1010 9").0, 10);
+}
+
+#[test]
+fn the_doctor_finds_leftovers_and_broken_links() {
+    let place = Place::with_training();
+    std::fs::write(place.path("run/casks/00000000000000000000000000000000.cask"), b"left over").unwrap();
+    std::fs::write(place.path("run/casks/11111111111111111111111111111111.cask#1"), b"half").unwrap();
+    let names = |report: &Value, key: &str| {
+        report[key].as_array().unwrap().iter().map(|object| object["object"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let young = place.json("doctor @run --apply");
+    assert_eq!((names(&young, "orphans").len(), names(&young, "staging").len(), names(&young, "young").len()), (0, 0, 1));
+    place.age();
+    for arguments in ["doctor @run --age-floor 0", "doctor @run --age-floor 0 --apply"] {
+        let found = place.json(arguments);
+        assert_eq!(names(&found, "orphans"), ["casks/00000000000000000000000000000000.cask"]);
+        assert_eq!(names(&found, "staging"), ["casks/11111111111111111111111111111111.cask#1"]);
+        assert_eq!((&found["healthy"], &found["probe_rounds"]), (&json!(true), &json!(20)));
+    }
+    let clean = place.json("doctor @run --age-floor 0");
+    assert_eq!((names(&clean, "orphans").len(), names(&clean, "staging").len()), (0, 0));
+    let cask = place.casks().pop().unwrap();
+    std::fs::remove_file(&cask).unwrap();
+    let broken = place.run("doctor @run --json --apply --age-floor 0");
+    assert_eq!(broken.status.code(), Some(3));
+    let broken = one_object(&broken);
+    conforms("doctor", &broken);
+    assert_eq!(broken["problems"][0]["object"], format!("casks/{}", cask.file_name().unwrap().to_str().unwrap()));
+}
