@@ -41,6 +41,8 @@
 // Ground: no I/O, no format.
 mod error;
 mod limits;
+
+mod duration;
 pub mod parallel;
 mod spare;
 mod version;
@@ -96,6 +98,7 @@ pub(crate) use async_recursion::async_recursion as boxed;
 
 pub use chain::{Decision, Estimate, Policy, Reason};
 pub use commit::{Retention, SnapshotRecord, Status};
+pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
 pub use maintain::{
@@ -106,7 +109,7 @@ pub use reader::{
     At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,
     Watch,
 };
-pub use store::{Ahead, IoCounts, ProbeReport, Store, StoreOptions};
+pub use store::{Ahead, IoCounts, ProbeReport, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
 pub use writer::{BaseKeeping, ExistingStep, Metadata, Rank, RankWriter, Saved, Writer, WriterOptions};

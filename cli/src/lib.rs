@@ -26,7 +26,7 @@ use std::ffi::OsString;
 use clap::{CommandFactory, Parser};
 
 use verbs::Verb;
-pub use warnings::{install as show_warnings, show as show_warning};
+pub use warnings::{install as show_warnings, line_of, show as show_warning};
 
 /// Stores training checkpoints: small deltas, every byte checked, every commit atomic
 #[derive(Debug, Parser)]

@@ -15,21 +15,9 @@ pub(crate) fn at(text: &str) -> Result<At, String> {
     }
 }
 
-/// Parses `30s`, `5m`, `24h`, `7d` or `0`.
+/// Parses `30s`, `5m`, `24h` or `7d`; also `0`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
-    let bad = || "write a number and s, m, h or d, such as 24h".to_owned();
-    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(split);
-    let seconds: u64 = match unit {
-        "s" => 1,
-        "m" => 60,
-        "h" => 3600,
-        "d" => 86_400,
-        "" if number == "0" => 1,
-        _ => return Err(bad()),
-    };
-    let number: u64 = number.parse().map_err(|_| bad())?;
-    number.checked_mul(seconds).map(Duration::from_secs).ok_or_else(bad)
+    tensorcask::parse_duration(text).map_err(|e| e.message().to_owned())
 }
 
 /// Parses `i/n`.

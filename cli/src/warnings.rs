@@ -18,10 +18,15 @@ pub fn install() {
 /// Shows one warning, for a subscriber that is already installed. Other events are ignored.
 pub fn show(event: &Event<'_>) {
     if *event.metadata().level() <= Level::WARN {
-        let mut line = Line::default();
-        event.record(&mut line);
-        complain(&format!("warning: {}{}", line.message, line.fields));
+        complain(&format!("warning: {}", line_of(event)));
     }
+}
+
+/// Returns the message of an event and its fields, as one line.
+pub fn line_of(event: &Event<'_>) -> String {
+    let mut line = Line::default();
+    event.record(&mut line);
+    line.message + &line.fields
 }
 
 struct Warnings;

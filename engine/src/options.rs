@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tensorcask::codec::Objective;
-use tensorcask::{Error, Policy, Precision, Result};
+use tensorcask::{Error, Policy, Precision, Result, absolute_url};
 
 use crate::arena_file::SLOTS;
-use crate::run_spec::{RunSpec, absolute, run_key};
+use crate::run_spec::{RunSpec, run_key};
 
 /// Behaviour of a save while no slot of the arena is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -156,7 +156,7 @@ impl EngineOptions {
         if self.encode == Encode::Inline && self.world > 1 {
             return Err(Error::unsupported("inline encoding supports only one rank; use Encode::Agent"));
         }
-        let tiers = std::iter::once(&self.store).chain(&self.next_tiers).map(|url| absolute(url)).collect::<Result<Vec<_>>>()?;
+        let tiers = std::iter::once(&self.store).chain(&self.next_tiers).map(|url| absolute_url(url)).collect::<Result<Vec<_>>>()?;
         let run = self.run.clone().unwrap_or_else(|| tiers.first().cloned().unwrap_or_default());
         let (policy, every) = match self.policy {
             Policy::Intermittent { every } => (self.policy.name(), Some(every)),

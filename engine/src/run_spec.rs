@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use tensorcask::codec::Objective;
 use tensorcask::wire::Digest;
-use tensorcask::{BaseKeeping, Error, ExistingStep, Policy, Precision, Result, Store, StoreOptions, WriterOptions};
+use tensorcask::{BaseKeeping, ExistingStep, Policy, Precision, Result, Store, StoreOptions, WriterOptions};
 
 use crate::folders::{EngineFolder, RunFolder};
 
@@ -75,27 +75,4 @@ pub(crate) fn run_key(run: &str) -> String {
     let mut digest = Digest::of(run.as_bytes()).to_hex();
     digest.truncate(16);
     digest
-}
-
-/// Makes a local path absolute, because the agent works in another folder. Keeps URLs.
-pub(crate) fn absolute(url: &str) -> Result<String> {
-    if url.contains("://") {
-        return Ok(url.to_owned());
-    }
-    // Refuses a text that was meant as a URL, such as `s3:/bucket/run`.
-    StoreOptions::default().open(url)?;
-    let path = std::path::absolute(url).map_err(|e| Error::io(url, e))?;
-    path.to_str().map(str::to_owned).ok_or_else(|| Error::invalid("the path of a store must be UTF-8").object(url))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_wrong_url_is_no_local_path() {
-        let error = absolute("s3:/bucket/run").unwrap_err();
-        assert!(error.to_string().contains("write `s3://bucket/run`"), "{error}");
-        assert!(absolute("runs/a:b").unwrap().ends_with("runs/a:b"));
-    }
 }

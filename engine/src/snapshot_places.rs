@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use tensorcask::wire::Id;
-use tensorcask::{ErrorKind, Result, Status, Store, StoreOptions};
+use tensorcask::{ErrorKind, Result, Status, Store, StoreOptions, absolute_url};
 
 use crate::folders::EngineFolder;
 use crate::memory_stores::open_epoch;
-use crate::run_spec::{RunSpec, absolute};
+use crate::run_spec::RunSpec;
 
 /// A place that holds copies of snapshots.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub struct SnapshotPlace {
 pub async fn snapshot_places(folder: Option<&Path>, store: &str, tiers: &[String]) -> Result<Vec<SnapshotPlace>> {
     let mut places = Vec::new();
     let mut stores: Vec<Store> = tiers.iter().map(|url| StoreOptions::default().open(url)).collect::<Result<_>>()?;
-    let first = absolute(store)?;
+    let first = absolute_url(store)?;
     let runs = EngineFolder::find(folder).map_or_else(|| Ok(Vec::new()), |folder| folder.runs())?;
     for run in runs {
         let Some(spec) = RunSpec::read(&run).filter(|spec| spec.tiers.first() == Some(&first)) else { continue };

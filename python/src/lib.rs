@@ -31,8 +31,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     store::start_job()?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<store::Store>()?;
+    module.add_function(wrap_pyfunction!(store::absolute_url, module)?)?;
     module.add_function(wrap_pyfunction!(store::job_id, module)?)?;
     module.add_function(wrap_pyfunction!(store::join_job, module)?)?;
+    module.add_function(wrap_pyfunction!(upkeep::parse_duration, module)?)?;
     module.add_function(wrap_pyfunction!(upkeep::gc, module)?)?;
     module.add_function(wrap_pyfunction!(upkeep::compact, module)?)?;
     module.add_function(wrap_pyfunction!(upkeep::copy_to, module)?)?;

@@ -1,11 +1,9 @@
 //! Sends the library's warnings (an unreadable base, a skipped step) to Python's `logging`, logger `tensorcask`. While
 //! the command line runs, warnings go to stderr, as in the binary.
 
-use std::fmt::{Debug, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::prelude::*;
-use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -46,8 +44,7 @@ impl Subscriber for ToPython {
         if IS_COMMAND.load(Ordering::Relaxed) {
             return tensorcask_cli::show_warning(event);
         }
-        let mut line = Line::default();
-        event.record(&mut line);
+        let line = tensorcask_cli::line_of(event);
         let level = match *event.metadata().level() {
             Level::ERROR => 40,
             Level::WARN => 30,
@@ -56,26 +53,11 @@ impl Subscriber for ToPython {
         // Nothing can be logged while the interpreter shuts down. The library ignores a logger that raises.
         let _ = Python::try_attach(|py| -> PyResult<()> {
             let logger = py.import("logging")?.call_method1("getLogger", ("tensorcask",))?;
-            logger.call_method1("log", (level, "%s%s", line.message.as_str(), line.fields.as_str())).map(|_| ())
+            logger.call_method1("log", (level, "%s", line.as_str())).map(|_| ())
         });
     }
 
     fn enter(&self, _: &Id) {}
 
     fn exit(&self, _: &Id) {}
-}
-
-#[derive(Default)]
-struct Line {
-    message: String,
-    fields: String,
-}
-
-impl Visit for Line {
-    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        let _ = match field.name() {
-            "message" => write!(self.message, "{value:?}"),
-            name => write!(self.fields, " {name}={value:?}"),
-        };
-    }
 }

@@ -168,6 +168,12 @@ impl Store {
     }
 }
 
+/// Returns a URL as it is, and a local path from the root on. Refuses a text that was meant as a URL.
+#[pyfunction]
+pub(crate) fn absolute_url(url: &str) -> PyResult<String> {
+    tensorcask::absolute_url(url).map_err(|e| raise(&e))
+}
+
 /// Job id that the log names with every commit of this process. A pickled store carries the id to another process.
 static JOB: OnceLock<Id> = OnceLock::new();
 

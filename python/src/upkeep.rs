@@ -7,8 +7,15 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorcask::{At, CompactOptions, CopyOptions, Deletable, GcOptions, Retention, SnapshotRecord};
 
+use crate::errors::raise;
 use crate::store::Store;
 use crate::wait::until_done;
+
+/// Parses a time such as `24h`.
+#[pyfunction]
+pub(crate) fn parse_duration(text: &str) -> PyResult<Duration> {
+    tensorcask::parse_duration(text).map_err(|e| raise(&e))
+}
 
 /// Collects garbage, or reports what would be collected.
 #[pyfunction]

@@ -1,6 +1,7 @@
 """The ``tensorcask`` command, which is also ``python -m tensorcask``.
 
-It runs the same code as the ``tensorcask`` binary. ``import`` and ``export`` are added here, because they need Python's frameworks.
+It runs the same code as the ``tensorcask`` binary. Only ``import`` and ``export`` are written in Python, because they need
+Python's frameworks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ._options import Step
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command in this process, and returns its exit code."""
     _open_standard_files()
-    # Ends the process at once, as the binary: native code runs no signal handlers of Python. Leftovers of a killed command are harmless.
+    # Ctrl-C ends the process at once, as it ends the binary: native code does not run Python's signal handlers.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if len(words) == 2 and words[0] == "help":
@@ -85,9 +86,9 @@ def _export(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
     from .interchange import export
 
     parser.add_argument("store", metavar="STORE", help="path or URL")
-    parser.add_argument("target", metavar="TARGET", help="a file, or a folder that is not there or empty")
+    parser.add_argument("target", metavar="TARGET", help="a file, or a folder that is missing or empty")
     parser.add_argument("--step", type=int, help="[the newest]")
-    parser.add_argument("--format", choices=["safetensors", "torch", "dcp"], help="instead of what the target's name says")
+    parser.add_argument("--format", choices=["safetensors", "torch", "dcp"], help="[told by the target's name]")
     parser.add_argument("--max-shard-bytes", type=int, metavar="N", help="split safetensors into shards with an index, in a folder")
     given = parser.parse(words)
     step: Step = "latest" if given.step is None else given.step
@@ -100,7 +101,7 @@ _VERBS: dict[str, tuple[_Verb, str]] = {
     "import": (_import, "Saves a checkpoint of another format as a snapshot, or each version of a slime folder."),
     "export": (_export, "Writes a snapshot in another format."),
 }
-# As the binary's.
+# Kinds and exit codes of errors, as the binary has them.
 _KINDS: list[tuple[type[BaseException], str, int]] = [
     (_native.CorruptionError, "corrupt", 3),
     (_native.NotFoundError, "not_found", 10),
@@ -111,12 +112,12 @@ _KINDS: list[tuple[type[BaseException], str, int]] = [
     (OSError, "storage", 1),
     (ImportError, "unsupported", 1),
 ]
-# What torch raises for files that it cannot read.
+# Errors of torch for files that it cannot read.
 _OF_TORCH = (RuntimeError, EOFError, pickle.UnpicklingError)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Of one verb, with ``--json``, which its errors obey, too."""
+    """Parser of one verb. With ``--json``, its usage errors are JSON too."""
 
     json = False
 
@@ -141,7 +142,7 @@ def _run_here(verb: str, words: list[str]) -> int:
         code = _outcome(run, _Parser(prog=f"tensorcask {verb}", description=description), words)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever closed the pipe has seen enough. Python would write what is left at its end, and fail.
+        # The reader has closed the pipe. Without this, Python would fail when it flushes stdout at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
@@ -172,12 +173,13 @@ def _print_json_error(kind: str, message: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """Text without characters that a terminal may obey."""
+    """Returns text with the control characters of terminals escaped."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _open_standard_files() -> None:
-    """Opens /dev/null in place of stdin, stdout and stderr if closed: otherwise a cask could be opened there, and be printed into."""
+    """Opens /dev/null for each closed one of stdin, stdout and stderr. Otherwise a cask could be opened under that number, and
+    text could be printed into the cask."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from . import _native, _source
+from . import _native
 from ._files import write_whole
 from ._snapshot import Snapshot
 from ._store import Store, open_store
@@ -21,7 +21,7 @@ def store_for(given: Store | str | os.PathLike[str] | None, folder: Path, beside
     """
     if given is not None:
         store = open_store(given, None)
-        return store, store.url if _source.is_url(store.url) else os.path.abspath(store.url)
+        return store, _native.absolute_url(store.url)
     return open_store(beside.absolute(), None), os.path.relpath(beside.absolute(), folder.absolute())
 
 

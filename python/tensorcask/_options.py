@@ -146,15 +146,19 @@ def check_slices(name: str, wanted: Any) -> tuple[slice, ...]:
 
 def check_step(step: Any, words: str = "") -> int:
     """Returns a training step as an integer. ``words`` names further accepted values in the error."""
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        found = operator.index(step)
-    except TypeError:
-        raise InvalidTypeError(f"step {step!r}: use an integer{words}") from None
+    found = _integer(step, f"step {step!r}: use an integer{words}")
     if not 0 <= found <= _MAX_STEP:
         raise InvalidValueError(f"step {found}: use 0 to {_MAX_STEP}")
     return found
+
+
+def _integer(value: Any, message: str) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise InvalidTypeError(message)
 
 
 def step_or_latest(step: Any) -> int | None:
@@ -164,9 +168,7 @@ def step_or_latest(step: Any) -> int | None:
 
 def check_count(name: str, count: Any) -> int:
     """Returns a number of at least 1."""
-    if isinstance(count, bool) or not hasattr(count, "__index__"):
-        raise InvalidTypeError(f"{name}={count!r}: use an integer")
-    found = int(count.__index__())
+    found = _integer(count, f"{name}={count!r}: use an integer")
     if found < 1:
         raise InvalidValueError(f"{name}={found}: use 1 or more")
     return found
@@ -178,11 +180,10 @@ def parse_duration(duration: str | timedelta) -> timedelta:
         if duration < timedelta():
             raise InvalidValueError(f"{duration!r}: use a time of 0 or more")
         return duration
-    units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-    number, unit = (duration[:-1], duration[-1:]) if duration != "0" else ("0", "s")
-    if unit not in units or not (number.isascii() and number.isdigit()):
-        raise InvalidValueError(f"{duration!r}: write a number and s, m, h or d, such as '24h', or pass a timedelta")
-    return timedelta(**{units[unit]: int(number)})
+    try:
+        return _native.parse_duration(duration)
+    except (_native.Error, TypeError) as error:
+        raise InvalidValueError(f"{error}; or pass a timedelta") from None
 
 
 def parse_policy(policy: Policy) -> tuple[str, int | None]:

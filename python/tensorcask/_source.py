@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import inspect
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,11 +46,6 @@ def of_obstore(store: Any) -> tuple[str, dict[str, str], CredentialProvider | No
     plain = {name: str(value) for name, value in config.items() if name != key}
     url = f"{scheme}://{config[key]}" + (f"/{str(prefix).strip('/')}" if prefix else "")
     return url, plain, getattr(store, "credential_provider", None)
-
-
-def is_url(text: str) -> bool:
-    """Whether a text is a URL, right or wrong, and not a path. The library reports what is wrong with one."""
-    return "://" in text or re.match(r"(?i:file|memory|s3a?|gs|az|azure|abfss?|https?):", text) is not None
 
 
 def is_obstore(value: Any) -> bool:

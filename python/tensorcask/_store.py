@@ -302,7 +302,7 @@ def open_store(url: str | os.PathLike[str] | Store, config: Mapping[str, str] | 
         config = {**theirs, **(config or {})}
     text, config = _source.check_url(url), text_values(config, "config")
     # An open store keeps its provider alive, so that no other provider gets the same id.
-    key = (text if _source.is_url(text) else os.path.abspath(text), tuple(sorted(config.items())), id(provider))
+    key = (_native.absolute_url(text), tuple(sorted(config.items())), id(provider))
     with _stores_lock:
         store = _stores.pop(key, None) or Store(key[0], config, credential_provider=provider)
         _stores[key] = store

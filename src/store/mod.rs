@@ -23,7 +23,7 @@ pub use ahead::Ahead;
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed};
 pub(crate) use open::FOLDERS;
-pub use open::StoreOptions;
+pub use open::{StoreOptions, absolute_url};
 pub use probe::ProbeReport;
 pub(crate) use upload::Upload;
 

@@ -15,6 +15,8 @@ use object_store::path::Path;
 use super::contact::{Cloud, Connector};
 use super::{Medium, Store};
 use crate::codec::Registry;
+#[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+use crate::parse_duration;
 use crate::{Error, Limits, Result};
 
 /// Options for opening a store.
@@ -114,10 +116,7 @@ impl StoreOptions {
     /// Opens a store by URL with these options.
     pub fn open(self, url: &str) -> Result<Store> {
         let invalid = |message: String| Error::invalid(message).object(url);
-        if let Some(right) = right_form(url) {
-            return Err(invalid(format!("write `{right}`, or `./{url}` for a local folder of that name")));
-        }
-        let Some((scheme, rest)) = url.split_once("://") else {
+        let Some((scheme, rest)) = split_url(url)? else {
             return self.open_local(url, PathBuf::from(url));
         };
         match scheme {
@@ -230,18 +229,7 @@ impl StoreOptions {
             (None, Ok(value)) => (variable, value),
             (None, Err(_)) => return Ok(None),
         };
-        let bad =
-            || Error::invalid(format!("`{name}` is `{}`: write a number and ms, s or m, such as 30s", value.escape_debug())).object(url);
-        let split = value.find(|c: char| !c.is_ascii_digit()).unwrap_or(value.len());
-        let (number, unit) = value.split_at(split);
-        let milliseconds = match unit {
-            "ms" => 1,
-            "s" => 1000,
-            "m" => 60_000,
-            _ => return Err(bad()),
-        };
-        let number: u64 = number.parse().map_err(|_| bad())?;
-        number.checked_mul(milliseconds).map(|time| Some(Duration::from_millis(time))).ok_or_else(bad)
+        parse_duration(&value).map(Some).map_err(|e| Error::invalid(format!("`{name}`: {}", e.message())).object(url))
     }
 }
 
@@ -255,6 +243,32 @@ const NO_AZURE_ACCOUNT: &str = "no storage account for Azure: set AZURE_STORAGE_
     the store), or write abfss://container@account.dfs.core.windows.net/path";
 
 const SCHEMES: [&str; 11] = ["file", "memory", "s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "http", "https"];
+
+/// Returns a URL as it is, and a local path from the root on, so that the result names the same store in every working
+/// directory. Refuses a text that was meant as a URL, such as `s3:/bucket`.
+///
+/// ```
+/// use tensorcask::absolute_url;
+/// assert_eq!(absolute_url("s3://bucket/run")?, "s3://bucket/run");
+/// assert!(absolute_url("runs/a")?.ends_with("/runs/a"));
+/// assert!(absolute_url("s3:/bucket/run").is_err());
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+pub fn absolute_url(url: &str) -> Result<String> {
+    if split_url(url)?.is_some() {
+        return Ok(url.to_owned());
+    }
+    let path = std::path::absolute(url).map_err(|e| Error::io(url, e))?;
+    path.into_os_string().into_string().map_err(|_| Error::invalid("the path of a store must be UTF-8").object(url))
+}
+
+/// Splits a URL into its scheme and the rest; `None` for a local path.
+fn split_url(url: &str) -> Result<Option<(&str, &str)>> {
+    match right_form(url) {
+        Some(right) => Err(Error::invalid(format!("write `{right}`, or `./{url}` for a local folder of that name")).object(url)),
+        None => Ok(url.split_once("://")),
+    }
+}
 
 /// Returns the URL that was probably meant, for a malformed URL with a known scheme: `s3:/bucket`, `s3:bucket`,
 /// `S3://bucket`.
@@ -301,4 +315,16 @@ fn shared_memory(name: &str) -> Arc<dyn ObjectStore> {
     let store = Arc::new(InMemory::new());
     stores.insert(name.to_owned(), Arc::downgrade(&store));
     store
+}
+
+#[cfg(test)]
+mod tests {
+    use super::absolute_url;
+
+    #[test]
+    fn a_wrong_url_is_no_local_path() {
+        let error = absolute_url("s3:/bucket/run").unwrap_err();
+        assert!(error.to_string().contains("write `s3://bucket/run`"), "{error}");
+        assert!(absolute_url("runs/a:b").unwrap().ends_with("runs/a:b"));
+    }
 }

@@ -24,6 +24,11 @@ use crate::{Error, Result, TensorView};
 /// Name of the tensor and rectangle of the shard.
 pub(super) type ShardKey = (String, Rect);
 
+/// Key of the shard that a view holds.
+pub(super) fn key_of(view: &TensorView<'_>) -> ShardKey {
+    (view.name().to_owned(), view.rect().clone())
+}
+
 /// A shard of the base, with the CRC-32 of each chunk. The checksums catch damage to memory or disk between two saves.
 #[derive(Debug)]
 struct KeptShard {

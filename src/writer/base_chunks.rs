@@ -8,7 +8,7 @@ use std::borrow::Cow;
 
 use rayon::prelude::*;
 
-use super::base_cache::{BaseCache, CachedChunk, ShardKey};
+use super::base_cache::{BaseCache, CachedChunk, key_of};
 use super::input::{ChunkRef, SaveInput};
 use super::rounding::stored_form_alone;
 use crate::codec::Partner;
@@ -43,7 +43,7 @@ pub(super) async fn base_chunks<'b>(
     let cached = |&at: &ChunkRef| {
         at.base?;
         let view = input.view(at);
-        let key: ShardKey = (view.name().to_owned(), view.rect().clone());
+        let key = key_of(view);
         let grid = input.grid(at).ok()?;
         cache.chunk(&CachedChunk { snapshot, key: &key, grid, chunk: at.chunk }, input.store.registry())
     };

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 
-use super::base_cache::ShardKey;
+use super::base_cache::{ShardKey, key_of};
 use super::input::{ChunkRef, SaveInput};
 use super::layout::StateLayout;
 use crate::codec::Chunk;
@@ -22,10 +22,6 @@ use crate::{Error, Result, TensorView, boxed};
 pub(super) struct ChangedRows {
     since: Option<Id>,
     rows: HashMap<ShardKey, Vec<u64>>,
-}
-
-fn key_of(view: &TensorView<'_>) -> ShardKey {
-    (view.name().to_owned(), view.rect().clone())
 }
 
 impl ChangedRows {

@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 
-use super::base_cache::{BaseCache, NextBase};
+use super::base_cache::{BaseCache, NextBase, key_of};
 use super::base_chunks::{PartnerChunk, base_chunks, partner_chunks};
 use super::cask_writer::{CaskWriter, ChunkInput, ChunkPlace, EncodeOptions, encode_chunks, standalone_chunks};
 use super::changed_rows::{ChangedRows, check_changed_rows};
@@ -185,7 +185,7 @@ impl SaveRun<'_> {
             next.add_chunk(view.data().len(), &rounded.data, standalone.next())?;
             if at.chunk + 1 == input.grid(at)?.chunk_count() {
                 if !self.partner_base_roles.contains(view.role()) {
-                    self.base.release(&(view.name().to_owned(), view.rect().clone()));
+                    self.base.release(&key_of(view));
                 }
                 next.finish_shard(view, self.uploaded.crcs[at.tensor][at.shard].clone());
             }
