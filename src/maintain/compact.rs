@@ -83,7 +83,7 @@ impl Store {
 
         let age = Age::start();
         let mut manifest = snapshot.manifest().clone();
-        manifest.casks = Rewriter { store: self, snapshot: &snapshot, options, keeps: &|_| true }.rewrite().await?;
+        manifest.casks = Rewriter::new(self, &snapshot, options, &|_| true).rewrite().await?;
         (manifest.kind, manifest.parent, manifest.time_ms) = (SnapshotKind::Base, None, now_ms());
         let (path, digest) = put_manifest(self, &record, &manifest).await?;
         let sequence = log

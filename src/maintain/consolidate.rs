@@ -46,7 +46,7 @@ impl Store {
             rows.push((row, shards));
         }
         let (mut casks, mut crcs) = (Vec::new(), BTreeMap::new());
-        let rewriter = Rewriter { store: destination, snapshot: &snapshot, options, keeps: &|_| true };
+        let rewriter = Rewriter::new(destination, &snapshot, options, &|_| true);
         for (slot, shards) in &slots {
             let rewritten = rewriter.rewrite_cask(*slot, shards).await?;
             casks.push(rewritten.cask);

@@ -98,8 +98,7 @@ impl Store {
             Some(casks) => manifest.casks = casks,
             None => {
                 snapshot.check_content().await?;
-                manifest.casks =
-                    Rewriter { store: self, snapshot: &snapshot, options, keeps: &|role| roles.contains(role) }.rewrite().await?;
+                manifest.casks = Rewriter::new(self, &snapshot, options, &|role| roles.contains(role)).rewrite().await?;
                 (manifest.kind, manifest.parent) = (SnapshotKind::Base, None);
             }
         }
@@ -190,7 +189,7 @@ async fn remaining_casks(
             SlotContent { some_stay: true, some_go: true } => return Ok(None),
             SlotContent { some_go: false, .. } => casks.push(cask.clone()),
             SlotContent { .. } if blobs.contains(&cask.slot) => {
-                casks.push(Rewriter { store, snapshot, options, keeps: &|_| true }.rewrite_cask(cask.slot, &[]).await?.cask)
+                casks.push(Rewriter::new(store, snapshot, options, &|_| true).rewrite_cask(cask.slot, &[]).await?.cask)
             }
             SlotContent { .. } => {}
         }

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use rayon::prelude::*;
+use tokio::sync::OnceCell;
 
 use super::compact::CompactOptions;
 use crate::codec::{Candidate, Chunk, Codec, EncodedChunk, Partner};
@@ -28,18 +29,27 @@ pub(super) struct RewrittenCask {
     pub crcs: Vec<u32>,
 }
 
-/// Rewrites snapshots into a store.
-#[derive(Clone, Copy)]
+/// Rewrites a snapshot into a store.
 pub(super) struct Rewriter<'a> {
     /// Destination of the casks.
-    pub store: &'a Store,
-    pub snapshot: &'a Snapshot,
-    pub options: &'a CompactOptions,
+    store: &'a Store,
+    snapshot: &'a Snapshot,
+    options: &'a CompactOptions,
     /// Whether tensors of a role will be in the rewritten snapshot. Codecs may use no other tensors as partners.
-    pub keeps: &'a (dyn Fn(&str) -> bool + Sync),
+    keeps: &'a (dyn Fn(&str) -> bool + Sync),
+    rounding_codecs: OnceCell<RoundingCodecs>,
 }
 
-impl Rewriter<'_> {
+impl<'a> Rewriter<'a> {
+    pub(super) fn new(
+        store: &'a Store,
+        snapshot: &'a Snapshot,
+        options: &'a CompactOptions,
+        keeps: &'a (dyn Fn(&str) -> bool + Sync),
+    ) -> Self {
+        Self { store, snapshot, options, keeps, rounding_codecs: OnceCell::new() }
+    }
+
     /// Rewrites all blobs and all tensors with a role to keep, slot by slot.
     #[boxed]
     pub(super) async fn rewrite(&self) -> Result<Vec<CaskRef>> {
@@ -73,14 +83,13 @@ impl Rewriter<'_> {
             let grid = ChunkGrid::new(dtype, &rect.shape)?;
             sources.push(SourceShard { tensor: *tensor, shape: directory.shape(*tensor), rect: rect.clone(), grid });
         }
-        let rounding_codecs = self.rounding_codecs().await?;
         let mut cask = CaskWriter::new(self.store, slot, options, expected_bytes, None)?;
         let mut crcs = Vec::new();
         for section in plan(sources.iter().map(|source| source.grid), WINDOW_BYTES) {
             match section {
                 Section::Window(window) => {
                     let chunks = self.read_window(&sources, &window).await?;
-                    let encoded = self.encode_window(&chunks, options, &rounding_codecs).await?;
+                    let encoded = self.encode_window(&chunks, options).await?;
                     crcs.extend(encoded.iter().map(|chunk| chunk.crc));
                     let places: Vec<ChunkPlace<'_>> = chunks.iter().map(|chunk| chunk.place(directory)).collect();
                     cask.append(&places, encoded).await?;
@@ -134,12 +143,8 @@ impl Rewriter<'_> {
 
     /// Encodes a window of chunks without a base.
     #[boxed]
-    async fn encode_window(
-        &self,
-        chunks: &[WindowChunk<'_>],
-        options: EncodeOptions,
-        rounding_codecs: &RoundingCodecs,
-    ) -> Result<Vec<EncodedChunk>> {
+    async fn encode_window(&self, chunks: &[WindowChunk<'_>], options: EncodeOptions) -> Result<Vec<EncodedChunk>> {
+        let rounding_codecs = self.rounding_codecs.get_or_try_init(|| read_rounding_codecs(self.snapshot)).await?;
         let directory = &self.snapshot.newest().directory;
         let partners: Vec<Vec<Partner<'_>>> = chunks.iter().map(|chunk| chunk.partners(directory)).collect();
         let mut inputs: Vec<ChunkInput<'_>> = chunks
@@ -155,29 +160,32 @@ impl Rewriter<'_> {
             let shard = (input.place.shard.tensor.to_owned(), input.place.shard.rect.clone());
             rounding_codecs.get(&shard).and_then(|codec| encode_rounded(codec, &input.chunk))
         });
-        let candidates: Vec<Option<Candidate>> = parallel::run(|| again.collect());
+        let candidates: Vec<Option<Candidate>> = match rounding_codecs.is_empty() {
+            true => Vec::new(),
+            false => parallel::run(|| again.collect()),
+        };
         for (input, candidate) in inputs.iter_mut().zip(&candidates) {
             input.rounded = candidate.as_ref();
         }
         encode_chunks(self.store.registry(), options, &inputs).await
-    }
-
-    /// Codecs that rounded shards of the snapshot, by the snapshot's record of rounding errors.
-    #[boxed]
-    async fn rounding_codecs(&self) -> Result<RoundingCodecs> {
-        let mut codecs = RoundingCodecs::new();
-        for shard in self.snapshot.shard_errors().await? {
-            if let Some(codec) = shard.setting.parse::<Setting>().ok().and_then(|setting| setting.codec()) {
-                codecs.insert((shard.tensor.clone(), shard.rect()), codec);
-            }
-        }
-        Ok(codecs)
     }
 }
 
 /// Codecs that rounded shards, by tensor name and rectangle. Such a codec often stores the rounded values in fewer
 /// bytes than any other.
 type RoundingCodecs = HashMap<(String, Rect), Arc<dyn Codec>>;
+
+/// Reads which codecs rounded shards of a snapshot, from the snapshot's record of rounding errors.
+#[boxed]
+async fn read_rounding_codecs(snapshot: &Snapshot) -> Result<RoundingCodecs> {
+    let mut codecs = RoundingCodecs::new();
+    for shard in snapshot.shard_errors().await? {
+        if let Some(codec) = shard.setting.parse::<Setting>().ok().and_then(|setting| setting.codec()) {
+            codecs.insert((shard.tensor.clone(), shard.rect()), codec);
+        }
+    }
+    Ok(codecs)
+}
 
 /// A shard to write.
 struct SourceShard {

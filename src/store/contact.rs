@@ -85,7 +85,12 @@ impl Contacts {
     }
 
     fn note_answer(&self, server: &str) {
-        self.servers().insert(server.to_owned(), Server::Answers);
+        // Every request comes here: the key is copied for the first answer only.
+        let mut servers = self.servers();
+        match servers.get_mut(server) {
+            Some(known) => *known = Server::Answers,
+            None => _ = servers.insert(server.to_owned(), Server::Answers),
+        }
     }
 
     fn note_failure(&self, server: &str, error: &HttpError) {
