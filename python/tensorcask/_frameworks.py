@@ -12,14 +12,18 @@ from importlib import import_module
 from typing import Any
 
 from . import _native
-from ._dtypes import BITS as BITS
-from ._dtypes import DTYPES as DTYPES
-from ._dtypes import TORCH, Unsupported, numpy_dtype
-from ._dtypes import byte_count as byte_count
-from ._dtypes import torch_dtype as torch_dtype
-from ._dtypes import torch_dtype_name as torch_dtype_name
-from ._dtypes import torch_shape as torch_shape
-from ._dtypes import torch_shape_in_store as torch_shape_in_store
+from ._dtypes import (
+    BITS,
+    DTYPES,
+    TORCH,
+    Unsupported,
+    byte_count,
+    numpy_dtype,
+    torch_dtype,
+    torch_dtype_name,
+    torch_shape,
+    torch_shape_in_store,
+)
 from ._errors import InvalidTypeError, InvalidValueError
 
 _PLAIN_NUMPY_KINDS = "biufc"
@@ -196,19 +200,30 @@ def wanted_part(value: Any, path: str) -> Wanted | None:
     return None if 0 in extent and 0 not in whole else Wanted(local, whole, offset, extent)
 
 
+def check_torch_shape(tensor: Any, path: str) -> None:
+    """Refuses torch tensors without one shape."""
+    if sys.modules["torch"].nn.parameter.is_lazy(tensor):
+        raise Unsupported(f"{path}: a lazy parameter has no shape yet: it is uninitialized. Run the module once before saving")
+    if tensor.is_nested:
+        raise Unsupported(f"{path}: a nested tensor cannot be stored. Store the list that unbind() returns, or values() and offsets()")
+
+
+def check_torch_data(tensor: Any, path: str) -> None:
+    """Refuses torch tensors that have no elements of their own."""
+    torch = sys.modules["torch"]
+    check_torch_shape(tensor, path)
+    if hasattr(tensor, "fake_mode"):
+        raise Unsupported(f"{path}: a fake tensor has no data. Save outside of FakeTensorMode, or leave the tensor out of the state")
+    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise Unsupported(
+            f"{path}: a tensor inside a function transform (a functional tensor, or one of torch.func) has no data of its own. "
+            "Save outside of the function"
+        )
+
+
 def check_torch(tensor: Any, path: str) -> str:
     """Returns the dtype in a store of a torch tensor. Refuses, by its path, a tensor that cannot be stored."""
-    torch = sys.modules["torch"]
-    if torch.nn.parameter.is_lazy(tensor):
-        raise Unsupported(f"{path}: an uninitialized parameter has no data; run the model once, or leave the parameter out of the state")
-    if hasattr(tensor, "fake_mode"):
-        raise Unsupported(f"{path}: a fake tensor has no data; save outside of FakeTensorMode, or leave the tensor out of the state")
-    if torch._is_functional_tensor(tensor):
-        raise Unsupported(f"{path}: a functional tensor, which torch is tracing; save outside of the traced function")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise Unsupported(f"{path}: a tensor inside torch.func.vmap or grad; save outside of the transformed function")
-    if tensor.is_nested:
-        raise Unsupported(f"{path}: a nested tensor; store the list that unbind() returns")
+    check_torch_data(tensor, path)
     if tensor.is_meta:
         raise Unsupported(f"{path}: a meta tensor has no data; materialize it, or leave it out of the state")
     if str(tensor.layout) != "torch.strided":

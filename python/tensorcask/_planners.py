@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from . import _dtypes, _staging
-from ._state import OnUnsupported
+from . import _dtypes, _frameworks, _staging
+from ._state import OnUnsupported, path_text
 
 
 def value_of(item: Any, planner: SavePlanner) -> Any:
@@ -33,7 +33,7 @@ def give(item: Any, planner: LoadPlanner, value: Any) -> None:
             return
         # The planner may have a copy of the caller's state.
         for state in (planner.original_state_dict, planner.state_dict):
-            _staging.screen(state.get(fqn), "error", _staging.check_whole, text((fqn,)))
+            _staging.screen(state.get(fqn), "error", _staging.check_whole, path_text((fqn,)))
             _put(state, (fqn,), value)
     elif isinstance(value, io.BytesIO):
         planner.load_bytes(item, value)
@@ -64,11 +64,6 @@ def _put(state: Any, path: tuple[Any, ...], value: Any) -> None:
         set_element(state, path, value)
 
 
-def text(path: tuple[Any, ...]) -> str:
-    """A path as Python code, for errors."""
-    return "state" + "".join(f"[{key!r}]" for key in path)
-
-
 def check_plannable(on_unsupported: OnUnsupported) -> None:
     """Refuses tensors that PyTorch's planner would fail on without saying where they are.
 
@@ -80,7 +75,7 @@ def check_plannable(on_unsupported: OnUnsupported) -> None:
     if not isinstance(state, dict):
         return
     try:
-        _staging.screen(state, "error", _staging.check_plannable)
+        _staging.screen(state, "error", _frameworks.check_torch_shape)
     except _dtypes.Unsupported as error:
         if on_unsupported in (None, "error"):
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import _frameworks, _native
 from ._errors import InvalidTypeError, InvalidValueError
-from ._native import RoundingReport, Found
+from ._native import Found, RoundingReport
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Snapshot:
         return self._native.read_blob(rank, name)
 
     def rounding(self) -> list[TensorRounding]:
-        """How far the tensors that were rounded are from what was saved, by name; empty where nothing was lost. Reads no tensor."""
+        """Reports the rounding errors of tensors, by name; empty if the snapshot is lossless. Reads no tensor."""
         return [TensorRounding.of(*row) for row in self._native.rounding()]
 
     def verify(self) -> None:

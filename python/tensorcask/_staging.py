@@ -49,7 +49,7 @@ class Stager:
         self.sizes = tuple(source.numel() * source.element_size() for source in self._sources.values())
 
     def _note(self, tensor: torch.Tensor, path: str) -> None:
-        check_planned(tensor, path)
+        _frameworks.check_torch_data(tensor, path)
         local = _local(tensor)
         _frameworks.check_torch(local, path)
         self._sources.setdefault(_key(local), local)
@@ -125,23 +125,6 @@ def screen(
         return screen(on_unsupported(path, value), on_unsupported, check, path, take=take, may_ask=False)
 
 
-def check_planned(tensor: torch.Tensor, path: str) -> None:
-    """Refuses tensors that have no elements to store, and tensors whose elements are elsewhere."""
-    check_plannable(tensor, path)
-    if isinstance(tensor, torch._subclasses.FakeTensor):
-        raise Unsupported(f"{path}: a fake tensor has no data. Save the state outside of FakeTensorMode")
-    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise Unsupported(f"{path}: a tensor inside a function transform has no data of its own. Save the state outside of torch.func")
-
-
-def check_plannable(tensor: torch.Tensor, path: str) -> None:
-    """Refuses tensors that PyTorch's planners fail on without saying where the tensor is."""
-    if torch.nn.parameter.is_lazy(tensor):
-        raise Unsupported(f"{path}: a lazy parameter has no shape yet. Run the module once before saving")
-    if tensor.is_nested:
-        raise Unsupported(f"{path}: a nested tensor cannot be stored. Store its unbind(), or its values() and offsets()")
-
-
 def check_whole(tensor: torch.Tensor, path: str) -> None:
     """Refuses a sharded tensor inside a value that is stored or loaded as one."""
     if isinstance(tensor, DTensor) or hasattr(tensor, "local_shards"):
@@ -153,13 +136,12 @@ def check_whole(tensor: torch.Tensor, path: str) -> None:
 
 def check_value(tensor: torch.Tensor, path: str) -> None:
     """Refuses a tensor inside a value that cannot be stored with it."""
-    check_planned(tensor, path)
+    _frameworks.check_torch_data(tensor, path)
     check_whole(tensor, path)
 
 
 def check_stored(tensor: torch.Tensor, path: str) -> None:
     """Refuses a tensor, or the shard of one, that cannot be stored."""
-    check_planned(tensor, path)
     _frameworks.check_torch(tensor, path)
 
 

@@ -55,11 +55,16 @@ def flatten(
 
     ``sharded``: takes the local part of each DTensor. ``deferred``: chooses tensors whose bytes are fetched later.
     """
-    if isinstance(on_unsupported, str) and on_unsupported not in ("error", "skip"):
-        raise InvalidValueError(f"on_unsupported={on_unsupported!r}: use 'error', 'skip', or a function of path and value")
+    check_on_unsupported(on_unsupported)
     flattener = _Flattener(on_unsupported, sharded, deferred)
     flattener.add(state, (), True)
     return flattener.flat
+
+
+def check_on_unsupported(on_unsupported: OnUnsupported) -> None:
+    """Refuses other words than ``error`` and ``skip``."""
+    if isinstance(on_unsupported, str) and on_unsupported not in ("error", "skip"):
+        raise InvalidValueError(f"on_unsupported={on_unsupported!r}: use 'error', 'skip', or a function of path and value")
 
 
 class _Flattener:
@@ -83,7 +88,7 @@ class _Flattener:
 
     def add(self, value: Any, path: tuple[str | int, ...], may_ask: bool) -> None:
         if len(path) > _MAX_DEPTH:
-            raise InvalidValueError(f"{_text(path[:4])}...: nested deeper than {_MAX_DEPTH} levels; does the state contain itself?")
+            raise InvalidValueError(f"{path_text(path[:4])}...: nested deeper than {_MAX_DEPTH} levels; does the state contain itself?")
         nodes = self.flat.nodes
         try:
             framework = _frameworks.framework_of(value)
@@ -91,7 +96,7 @@ class _Flattener:
             if inner is not None:
                 self.container("dict", list(inner.items()), path)
             elif framework is not None:
-                lent = _frameworks.lend(value, _text(path), self.contiguous, self.sharded, self.deferred)
+                lent = _frameworks.lend(value, path_text(path), self.contiguous, self.sharded, self.deferred)
                 name = self.name(path, self.flat.tensors)
                 self.flat.tensors[name] = lent
                 nodes.append(("tensor", (name, framework)))
@@ -116,14 +121,14 @@ class _Flattener:
                 nodes.append(("none", _SKIP))
             elif callable(self.on_unsupported):
                 try:
-                    self.add(self.on_unsupported(_text(path), value), path, False)
+                    self.add(self.on_unsupported(path_text(path), value), path, False)
                 except Unsupported as error:
                     # A plain error, so that on_unsupported is not asked again about the containers around the value.
                     raise InvalidTypeError(f"{error}; on_unsupported returned this value") from None
 
     def key(self, key: Any, path: tuple[str | int, ...]) -> str | int:
         if isinstance(key, bool) or not isinstance(key, (str, int)):
-            raise Unsupported(f"{_text(path)}: a key is {key!r}; keys have to be strings or integers")
+            raise Unsupported(f"{path_text(path)}: a key is {key!r}; keys have to be strings or integers")
         return _encodable(str.__str__(key), path) if isinstance(key, str) else int.__int__(key)
 
     def container(self, kind: str, items: list[tuple[str | int, Any]], path: tuple[str | int, ...]) -> None:
@@ -161,18 +166,19 @@ def _scalar(value: Any, path: tuple[str | int, ...]) -> Node:
     if isinstance(value, str):
         return ("str", _encodable(str.__str__(value), path))
     hint = "; store its state_dict()" if hasattr(value, "state_dict") else "; store its value" if isinstance(value, enum.Enum) else ""
-    raise Unsupported(f"{_text(path)}: {type(value).__module__}.{type(value).__qualname__} cannot be stored{hint}")
+    raise Unsupported(f"{path_text(path)}: {type(value).__module__}.{type(value).__qualname__} cannot be stored{hint}")
 
 
 def _encodable(text: str, path: tuple[str | int, ...]) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Unsupported(f"{_text(path)}: text that is not valid Unicode: {error}") from None
+        raise Unsupported(f"{path_text(path)}: text that is not valid Unicode: {error}") from None
     return text
 
 
-def _text(path: tuple[str | int, ...]) -> str:
+def path_text(path: tuple[Any, ...]) -> str:
+    """Returns a path as Python code, for errors."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
@@ -223,13 +229,13 @@ def _merge(one: Any, other: Any, path: tuple[str | int, ...]) -> Any:
         return one
     if one is other or type(one) is type(other) and one == other:
         return one
-    raise CorruptionError(f"tc.tree: {_text(path)}: ranks disagree [spec: tree 3.2]")
+    raise CorruptionError(f"tc.tree: {path_text(path)}: ranks disagree [spec: tree 3.2]")
 
 
 def _whole_lists(value: Any, path: tuple[str | int, ...]) -> Any:
     if isinstance(value, Part):
         if sorted(value) != list(range(len(value))):
-            raise CorruptionError(f"tc.tree: {_text(path)}: no rank has some elements of this list [spec: tree 3.3]")
+            raise CorruptionError(f"tc.tree: {path_text(path)}: no rank has some elements of this list [spec: tree 3.3]")
         return [_whole_lists(value[at], (*path, at)) for at in range(len(value))]
     if isinstance(value, dict):
         # Parts occur only in mappings and in other parts.

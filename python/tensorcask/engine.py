@@ -26,10 +26,9 @@ from typing import Any
 
 from . import _device, _frameworks, _native, _precision, _state
 from ._errors import InvalidValueError
-from ._state import OnUnsupported
 from ._options import check_step, parse_policy, user_json
-from ._snapshot import address_of as _address
-from ._state import TREE as _TREE, flat_arrays as _flat_arrays
+from ._snapshot import address_of
+from ._state import TREE, OnUnsupported, flat_arrays
 from ._store import Store
 
 __all__ = ["Engine", "Loadable", "Outcome", "Restored", "Saving", "Waited", "agent_status", "stop_agent"]
@@ -237,7 +236,7 @@ class Engine:
             if tied == len(deferred):
                 sources.append(lent.keep)
             deferred.append((*row, None if tied == len(deferred) else tied))
-        blobs = [*flat.blobs.items(), (_TREE, _native.encode_tree(flat.nodes))]
+        blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
         arguments = (check_step(step), self._rank, tensors, blobs, user_json(user), dict(metadata or {}))
         if not deferred:
             return Saving(self, None, None, Outcome(**self._native.save(*arguments)))
@@ -266,7 +265,7 @@ class Engine:
         :meth:`agree` on a step first. ``framework`` as in :func:`tensorcask.load`.
         """
         self._settle()
-        targets = {} if out is None else dict(_flat_arrays(out))
+        targets = {} if out is None else dict(flat_arrays(out))
         wanted = {name: _frameworks.wanted_part(target, f"out, `{name}`") for name, target in targets.items()}
         parts = None if out is None else [(name, part.whole, part.offset, part.extent) for name, part in wanted.items() if part]
         finished: dict[str, _frameworks.Place] = {}
@@ -279,9 +278,9 @@ class Engine:
             for known in (finished, trees, blobs, tied):
                 known.clear()
             blobs.update({(rank, name): data for rank, name, data in found_blobs})
-            own = [rank for rank, name in blobs if name == _TREE and rank == self._rank]
-            ranks = own or sorted(rank for rank, name in blobs if name == _TREE)
-            trees.extend((rank, _native.decode_tree(blobs[(rank, _TREE)])) for rank in ranks)
+            own = [rank for rank, name in blobs if name == TREE and rank == self._rank]
+            ranks = own or sorted(rank for rank, name in blobs if name == TREE)
+            trees.extend((rank, _native.decode_tree(blobs[(rank, TREE)])) for rank in ranks)
             nodes = [value for _, tree in trees for kind, value in tree if kind == "tensor"]
             saved_as = {value[0]: value[1] for value in nodes}
             # Before anything is filled. NotFoundError means that there is no save, so this is another error.
@@ -303,7 +302,7 @@ class Engine:
                 if part is not None:
                     place = _frameworks.place_in(part.memory, dtype, extent, name)
                     filled = finished.get(first)
-                    if filled is not None and _address(place.buffer) == _address(filled.buffer) != 0:
+                    if filled is not None and address_of(place.buffer) == address_of(filled.buffer) != 0:
                         # Tied in memory, too.
                         buffers.append(None)
                         continue

@@ -149,7 +149,7 @@ def _files_of_model(folder: Path) -> Path:
 
 
 def _write_shards(snapshot: Snapshot, folder: Path, limit: int) -> None:
-    from ._frameworks import byte_count
+    from ._dtypes import byte_count
 
     groups: list[list[str]] = [[]]
     filled = total = 0

@@ -56,7 +56,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from . import _frameworks, _markers, _native
+from . import _dtypes, _markers, _native
 from ._files import write_whole
 from ._reports import TensorInfo
 from ._snapshot import Snapshot
@@ -220,7 +220,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
             if key == _COMMON:
                 continue
             if isinstance(value, TensorInfo):
-                empty = torch.empty(_shape(value), dtype=_frameworks.torch_dtype(torch, value.dtype, key), device="meta")
+                empty = torch.empty(_shape(value), dtype=_dtypes.torch_dtype(torch, value.dtype, key), device="meta")
                 found[key] = ShardedTensor.from_rank_offsets(key, empty).without_data()
             else:
                 found[key] = ShardedObject.empty_from_unique_key(key)
@@ -353,7 +353,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _shape(info: TensorInfo) -> tuple[int, ...]:
-    return tuple(_frameworks.torch_shape(info.dtype, info.shape, info.name))
+    return tuple(_dtypes.torch_shape(info.dtype, info.shape, info.name))
 
 
 def _step(folder: Path) -> int:

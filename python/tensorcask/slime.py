@@ -29,7 +29,7 @@ import safetensors
 import zstandard
 from safetensors.numpy import save_file
 
-from . import _frameworks, _native
+from . import _dtypes, _native
 from ._files import into_place, write_whole
 from ._frameworks import RawTensor
 from ._options import WriterOptions, check_step, parse_policy, user_json
@@ -359,9 +359,9 @@ def _write_whole(path: Path, tensors: dict[str, RawTensor]) -> None:
     from safetensors.torch import save_file as save_tensors
 
     def tensor(name: str, raw: RawTensor) -> Any:
-        dtype = _frameworks.torch_dtype(torch, raw.dtype, name)
+        dtype = _dtypes.torch_dtype(torch, raw.dtype, name)
         flat = torch.frombuffer(raw.data, dtype=torch.uint8) if raw.data else torch.empty(0, dtype=torch.uint8)
-        return flat.view(dtype).reshape(_frameworks.torch_shape(raw.dtype, raw.shape, name))
+        return flat.view(dtype).reshape(_dtypes.torch_shape(raw.dtype, raw.shape, name))
 
     made = {name: tensor(name, raw) for name, raw in tensors.items()}
     into_place(path, lambda temporary: save_tensors(made, temporary, metadata={"format": "pt"}))

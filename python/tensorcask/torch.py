@@ -43,12 +43,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from . import _frameworks, _native, _planners, _staging, _state
+from . import _dtypes, _frameworks, _native, _planners, _staging, _state
 from ._handle import StoreHandle as Store
 from ._options import BaseCache, Framework, Objective, Policy, Step, WriterOptions, check_step, user_json, writer_options
 from ._reports import TensorInfo
 from ._snapshot import Snapshot
-from ._state import OnUnsupported
+from ._state import OnUnsupported, check_on_unsupported, path_text
 from ._steps import step_in, step_of
 
 __all__ = ["Reader", "Writer"]
@@ -109,8 +109,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
     ) -> None:
-        # Checks the option.
-        _state.flatten({}, on_unsupported)
+        check_on_unsupported(on_unsupported)
         self._store = store
         self._given_step = None if step is None else check_step(step)
         self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision)
@@ -213,7 +212,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             name = item.index.fqn
             path = paths.get(name, (name,))
             resolved = _planners.value_of(item, planner) if item.type == WriteItemType.BYTE_IO else planner.resolve_data(item)
-            value = self._screened(item, resolved, _planners.text(path))
+            value = self._screened(item, resolved, path_text(path))
             if value is _staging.SKIPPED:
                 # A list keeps its length.
                 if len(path) > 1 and isinstance(path[-1], int):
@@ -223,11 +222,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 _set(nested, path, value)
                 continue
             tensor = resolved.detach()
-            lent = _frameworks.lend(tensor, _planners.text(path), contiguous)
+            lent = _frameworks.lend(tensor, path_text(path), contiguous)
             data = item.tensor_data
             if tuple(tensor.shape) != tuple(data.chunk.sizes):
                 planned = list(data.chunk.sizes)
-                raise ValueError(f"{_planners.text(path)}: a shard has shape {list(tensor.shape)}, but {planned} in the plan")
+                raise ValueError(f"{path_text(path)}: a shard has shape {list(tensor.shape)}, but {planned} in the plan")
             double = _doubled(lent.dtype)
             shape, offset = double(data.size), double(data.chunk.offsets)
             tensors.append((str(name), lent.dtype, shape, offset, lent.shape, lent.buffer))
@@ -259,7 +258,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         paths = getattr(planner, "mappings", None) or {}
         for name, value in planned.items():
             if not isinstance(value, torch.Tensor):
-                _staging.screen(value, "error", _staging.check_value, _planners.text(paths.get(name, (name,))))
+                _staging.screen(value, "error", _staging.check_value, path_text(paths.get(name, (name,))))
 
     def _screened(self, item: Any, value: Any, path: str) -> Any:
         if item.type == WriteItemType.BYTE_IO:
@@ -469,7 +468,7 @@ def read_tensors(snapshot: Snapshot, wanted: Sequence[tuple[TensorInfo, Sequence
     for info, offset, shape, target in wanted:
         double = _doubled(info.dtype)
         plain = target.detach()
-        dtype = _frameworks.torch_dtype(torch, info.dtype, info.name)
+        dtype = _dtypes.torch_dtype(torch, info.dtype, info.name)
         # Tied tensors share memory. Only the first is read in place.
         direct = plain.device.type == "cpu" and plain.is_contiguous() and plain.dtype == dtype
         direct = direct and not plain.is_conj() and not plain.is_neg() and plain.data_ptr() not in addresses
@@ -504,8 +503,8 @@ class _Placeholder(torch.Tensor):  # type: ignore[misc]
 
 
 def _describe(info: TensorInfo) -> TensorStorageMetadata:
-    shape = torch.Size(_frameworks.torch_shape(info.dtype, info.shape, info.name))
-    dtype = _frameworks.torch_dtype(torch, info.dtype, info.name)
+    shape = torch.Size(_dtypes.torch_shape(info.dtype, info.shape, info.name))
+    dtype = _dtypes.torch_dtype(torch, info.dtype, info.name)
     # One chunk: PyTorch need not plan which cask holds which part.
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=shape, chunks=[chunk])
