@@ -107,9 +107,7 @@ impl Snapshot {
         py.detach(|| {
             let fail = |e| raise(&tensorcask::Error::io(path.display().to_string(), e));
             let file = std::fs::File::options().write(true).create_new(true).open(&path).map_err(fail)?;
-            let mut out = std::io::BufWriter::with_capacity(1 << 20, &file);
-            let bytes = until_done(&self.store, safetensors::write(&self.inner, &selected, &mut out))?;
-            drop(out);
+            let bytes = until_done(&self.store, safetensors::write(&self.inner, &selected, &mut &file))?;
             file.sync_all().map_err(fail)?;
             Ok(bytes)
         })

@@ -274,7 +274,7 @@ impl Snapshot {
     }
 
     /// See [`interchange::safetensors::write`](safetensors::write).
-    pub fn write_safetensors(&self, selected: &[Selected], out: &mut (impl std::io::Write + Send)) -> Result<u64> {
+    pub fn write_safetensors(&self, selected: &[Selected], out: &mut (impl std::io::Write + std::io::Seek + Send)) -> Result<u64> {
         self.runtime.wait(safetensors::write(&self.inner, selected, out))
     }
 }

@@ -179,8 +179,9 @@ fn real_checkpoints_come_back_as_they_were() {
             }
         }
         for (step, file) in files.iter().enumerate() {
-            let mut out = Vec::new();
+            let mut out = std::io::Cursor::new(Vec::new());
             store.snapshot(step as u64).unwrap().write_safetensors(&stored_names(&store, step as u64), &mut out).unwrap();
+            let out = out.into_inner();
             let input = std::fs::read(data(file)).unwrap();
             let (a, b) = (safetensors::SafeTensors::deserialize(&input).unwrap(), safetensors::SafeTensors::deserialize(&out).unwrap());
             let sorted = |file: &safetensors::SafeTensors<'_>| {
@@ -271,8 +272,9 @@ fn ten_thousand_small_tensors_stay_small() {
         .collect();
     let saved = writer.save(1, &state, &[], &Metadata::default()).unwrap();
     assert!(saved.stored_bytes <= 10_000 * (1024 * 12 / 10 + 128), "{} bytes", saved.stored_bytes);
-    let mut out = Vec::new();
+    let mut out = std::io::Cursor::new(Vec::new());
     store.snapshot(Latest).unwrap().write_safetensors(&stored_names(&store, 1), &mut out).unwrap();
+    let out = out.into_inner();
     let file = safetensors::SafeTensors::deserialize(&out).unwrap();
     assert_eq!(file.tensor("model.layers.77.attention.bias").unwrap().data(), &data[77 * 1024..78 * 1024]);
 }

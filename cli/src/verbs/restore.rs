@@ -1,7 +1,6 @@
 //! `tensorcask restore`: writes a snapshot, or a part of it, to a safetensors file.
 
 use std::collections::BTreeMap;
-use std::io::BufWriter;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -145,7 +144,7 @@ fn restore(args: &Args, snapshot: &Snapshot) -> Result<Report> {
         chunks_needed = chunks_needed.saturating_add(snapshot.chunks_of(name, slice)?);
     }
     let output = AtomicFile::create(&args.output)?;
-    let bytes = snapshot.write_safetensors(&selected, &mut BufWriter::with_capacity(1 << 20, output.file()))?;
+    let bytes = snapshot.write_safetensors(&selected, &mut output.file())?;
     let blobs = match &args.blobs {
         Some(folder) => write_blobs(snapshot, folder)?,
         None => 0,
