@@ -10,8 +10,8 @@ use super::rewrite::Rewriter;
 use crate::chain::{Decision, Reason, content_digests};
 use crate::commit::{Age, refuse_features};
 use crate::tensor::Rect;
-use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor, blob_slot, tensor_slot};
-use crate::writer::Prepared;
+use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor, blob_slot};
+use crate::writer::{Prepared, slot_of_role};
 use crate::{At, CompactOptions, Error, Metadata, Policy, Result, Saved, Store, WriterOptions};
 
 impl Store {
@@ -34,12 +34,13 @@ impl Store {
         let age = Age::start();
         let blobs = snapshot.blobs().await?;
         let mut slots: BTreeMap<u32, Vec<(usize, Rect)>> = blobs.iter().map(|(rank, _)| (blob_slot(*rank), vec![])).collect();
+        let slot_of_role = slot_of_role(source.tensor_bytes());
         let mut rows: Vec<(DirectoryTensor, Vec<DirectoryShard>)> = Vec::new();
         for tensor in 0..source.len() {
             let row = source.tensor(tensor);
             let mut shards = Vec::new();
             if row.alias_of.is_none() {
-                let (rect, slot) = (Rect::whole(&row.shape), tensor_slot(0, &row.role));
+                let (rect, slot) = (Rect::whole(&row.shape), slot_of_role(0, &row.role));
                 slots.entry(slot).or_default().push((tensor, rect.clone()));
                 shards.push(DirectoryShard { rect, slot });
             }
@@ -47,10 +48,9 @@ impl Store {
         }
         let (mut casks, mut crcs) = (Vec::new(), BTreeMap::new());
         let rewriter = Rewriter::new(destination, &snapshot, options, &|_| true);
-        for (slot, shards) in &slots {
-            let rewritten = rewriter.rewrite_cask(*slot, shards).await?;
+        for (slot, rewritten) in rewriter.rewrite_casks(&slots).await? {
             casks.push(rewritten.cask);
-            crcs.insert(*slot, rewritten.crcs.into_iter());
+            crcs.insert(slot, rewritten.crcs.into_iter());
         }
         let bytes = Directory::encode(&rows)?;
         let directory = Directory::decode(bytes.clone().into(), Digest::of(&bytes), destination.limits())?;

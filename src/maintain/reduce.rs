@@ -189,7 +189,9 @@ async fn remaining_casks(
             SlotContent { some_stay: true, some_go: true } => return Ok(None),
             SlotContent { some_go: false, .. } => casks.push(cask.clone()),
             SlotContent { .. } if blobs.contains(&cask.slot) => {
-                casks.push(Rewriter::new(store, snapshot, options, &|_| true).rewrite_cask(cask.slot, &[]).await?.cask)
+                let only_blobs = BTreeMap::from([(cask.slot, vec![])]);
+                let rewritten = Rewriter::new(store, snapshot, options, &|_| true).rewrite_casks(&only_blobs).await?;
+                casks.extend(rewritten.into_values().map(|rewritten| rewritten.cask));
             }
             SlotContent { .. } => {}
         }

@@ -25,7 +25,7 @@ pub(crate) use io::{Created, Listed};
 pub(crate) use open::FOLDERS;
 pub use open::{StoreOptions, absolute_url};
 pub use probe::ProbeReport;
-pub(crate) use upload::Upload;
+pub(crate) use upload::{PartBudget, Upload};
 
 use crate::codec::Registry;
 use crate::{Error, Limits, Result};

@@ -1,7 +1,10 @@
 //! Uploads one object in bounded memory: a single put while the object is small, otherwise equal multipart parts.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use super::ahead::{Ahead, Tee};
@@ -13,8 +16,18 @@ use crate::{Error, ErrorKind, Result, boxed};
 const MIN_PART_BYTES: u64 = 8 << 20;
 /// S3 allows 10,000 parts. The margin covers an estimate of the size that was too low.
 const MAX_PARTS: u64 = 9_000;
-/// Number of parts in flight at once. Limits the memory of an upload to this many parts.
+/// Number of parts in flight at once. Limits the memory of uploads to this many parts.
 const CONCURRENT_PARTS: usize = 4;
+
+/// A limit on parts in flight that several uploads share.
+#[derive(Debug, Clone)]
+pub(crate) struct PartBudget(Arc<Semaphore>);
+
+impl Default for PartBudget {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(CONCURRENT_PARTS)))
+    }
+}
 
 /// Upload of one object.
 pub(crate) struct Upload {
@@ -26,6 +39,7 @@ pub(crate) struct Upload {
     total_bytes: u64,
     multipart: Option<Box<dyn MultipartUpload>>,
     running: JoinSet<Result<(), object_store::Error>>,
+    budget: PartBudget,
     tee: Option<Tee>,
 }
 
@@ -47,8 +61,15 @@ impl Upload {
             total_bytes: 0,
             multipart: None,
             running: JoinSet::new(),
+            budget: PartBudget::default(),
             tee: None,
         }
+    }
+
+    /// Shares a budget of parts in flight with other uploads.
+    pub(crate) fn within(mut self, budget: &PartBudget) -> Self {
+        self.budget = budget.clone();
+        self
     }
 
     /// Also sends the same bytes to another store.
@@ -135,15 +156,18 @@ impl Upload {
             let started = self.store.objects()?.put_multipart(&self.store.path(&self.object)).await;
             self.multipart = Some(started.map_err(|e| unconditional(&self.object, e))?);
         }
-        while self.running.len() >= CONCURRENT_PARTS {
-            if let Some(done) = self.running.join_next().await {
-                self.part_done(done)?;
-            }
+        while let Some(done) = self.running.try_join_next() {
+            self.part_done(done)?;
         }
+        let permit = self.budget.0.clone().acquire_owned().await;
         if let Some(multipart) = self.multipart.as_mut() {
             let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
             self.store.count(1, 0, bytes);
-            self.running.spawn(multipart.put_part(PutPayload::from_iter(part)));
+            let sent = multipart.put_part(PutPayload::from_iter(part));
+            self.running.spawn(async move {
+                let _permit = permit;
+                sent.await
+            });
         }
         Ok(())
     }

@@ -4,10 +4,9 @@
 //! delta without reading the base. A row that is left out would make a snapshot that cannot be rebuilt, so
 //! [`check_changed_rows`] compares what callers say with base chunks or checksums before anything is encoded.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 
-use super::base_cache::{ShardKey, key_of};
+use super::base_cache::{BaseChunk, ShardKey, key_of};
 use super::input::{ChunkRef, SaveInput};
 use super::layout::StateLayout;
 use crate::codec::Chunk;
@@ -82,7 +81,7 @@ pub(super) async fn check_changed_rows(
     input: &SaveInput<'_>,
     chunks: &[ChunkRef],
     rounded: &[Rounded<'_>],
-    bases: &[Option<Cow<'_, [u8]>>],
+    bases: &[Option<BaseChunk<'_>>],
 ) -> Result<()> {
     let mut unchanged = Vec::new();
     for ((&at, rounded), base) in chunks.iter().zip(rounded).zip(bases) {

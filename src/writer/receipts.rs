@@ -18,7 +18,7 @@ use crate::codec::Registry;
 use crate::commit::Age;
 use crate::store::concurrently;
 use crate::tensor::{Rect, element_count};
-use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, blob_slot};
+use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, slots_of_rank};
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
 impl Writer {
@@ -176,12 +176,12 @@ fn check_ranks(step: u64, receipts: &[Receipt]) -> Result<()> {
         if rank >= world || world > MAX_RANK || !ranks.insert(rank) {
             return Err(Error::invalid(format!("{place} is given twice, or its rank is not below the {world} ranks")));
         }
-        let slots = blob_slot(rank).saturating_sub(1)..=blob_slot(rank);
+        let is_own = |slot: u32| slots_of_rank(rank).iter().any(|slots| slots.contains(&slot));
         let mut used = BTreeSet::new();
-        if receipt.casks.iter().any(|cask| !slots.contains(&cask.slot) || !used.insert(cask.slot)) {
+        if receipt.casks.iter().any(|cask| !is_own(cask.slot) || !used.insert(cask.slot)) {
             return Err(Error::invalid(format!("{place} names casks in slots of another rank, or two casks in one slot")));
         }
-        if receipt.tensors.iter().any(|tensor| !slots.contains(&tensor.slot)) {
+        if receipt.tensors.iter().any(|tensor| !is_own(tensor.slot)) {
             return Err(Error::invalid(format!("{place} names tensors in slots of another rank")));
         }
     }

@@ -59,6 +59,49 @@ async fn masters_are_what_the_weights_lack() {
     }
 }
 
+/// The roles of a large state have casks of their own, which are written at once, parameter by parameter.
+#[tokio::test]
+async fn a_large_state_is_written_parameter_by_parameter() {
+    let store = memory();
+    let options = WriterOptions { policy: Policy::Consecutive, base_cache: BaseKeeping::None, ..WriterOptions::default() };
+    let mut writer = store.writer_with(options).await.unwrap();
+    let mut base_bytes = 0;
+    for step in [1000, 1001] {
+        let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
+        let views = input.tensors().unwrap();
+        let copies = (48 << 20) / views.iter().map(|view| view.data().len()).sum::<usize>();
+        // The order of masters contradicts the order of the other roles.
+        let name = |view: &TensorView<'_>, copy: usize| match view.role() {
+            "master" => format!("{}.copy{:03}", view.name(), copies - copy),
+            _ => format!("{}.copy{copy:03}", view.name()),
+        };
+        let state: Vec<TensorView<'_>> = (0..copies)
+            .flat_map(|copy| views.iter().map(move |view| (copy, view)))
+            .map(|(copy, view)| {
+                let tensor = TensorView::new(name(view, copy), view.dtype(), view.shape(), view.data()).unwrap();
+                tensor.with_role(view.role(), format!("{}.{copy}", view.param()))
+            })
+            .collect();
+        let read_before = store.io().bytes_read;
+        let saved = writer.save(step, &state, &[], &Metadata::default()).await.unwrap();
+        assert_eq!(store.snapshot(step).await.unwrap().manifest().casks.len(), 5);
+        let read = store.io().bytes_read - read_before;
+        if step == 1000 {
+            base_bytes = saved.stored_bytes;
+        } else {
+            assert!(saved.chunks.contains_key("tc.predict"), "{:?}", saved.chunks);
+            // Both moments are read again for a master that is encoded apart from them.
+            assert!(read < 3 * base_bytes, "{read} bytes were read, the base has {base_bytes}");
+        }
+        let snapshot = store.snapshot(step).await.unwrap();
+        for tensor in &state {
+            assert!(snapshot.read(tensor.name(), &Slice::all()).await.unwrap().data == tensor.data(), "step {step}, {}", tensor.name());
+        }
+    }
+    store.compact(1001, &CompactOptions::default()).await.unwrap();
+    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+}
+
 #[tokio::test]
 async fn a_whole_state_takes_three_quarters_and_the_next_step_a_third() {
     let store = memory();
