@@ -6,11 +6,12 @@ use std::path::Path;
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
-use tensorcask::blocking::Store;
+use tensorcask::blocking::{Store, maintain};
 use tensorcask::codec::{BaseUse, ChunkKind, Columns, Registry};
 use tensorcask::container::{CaskIndex, IndexDecoder, PageEntry, Progress};
+use tensorcask::maintain::VerifyOptions;
 use tensorcask::wire::{HEADER_BYTES, Header, Tree, TreeNode};
-use tensorcask::{At, Error, ErrorKind, Limits, Result, Slice, VerifyOptions};
+use tensorcask::{At, Error, ErrorKind, Limits, Result, Slice};
 
 use crate::failure::Failure;
 use crate::files::hex;
@@ -48,7 +49,7 @@ fn kind_of(error: &Error) -> &'static str {
 /// Reads every live step after a full check.
 fn read_store(path: &str) -> Result<Value> {
     let store = Store::open(path)?;
-    let report = store.verify(&VerifyOptions::default())?;
+    let report = maintain::verify(&store, &VerifyOptions::default())?;
     // Readers skip a damaged catalog, because the log has all facts. An intact catalog must agree with the log (log
     // 6.4).
     let is_skipped = |e: &Error| e.object_name().is_some_and(|object| object.starts_with("catalog/")) && e.clause_name() != Some("log 6.4");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{At, Blob, Error, ErrorKind, Metadata, Result, TensorView};
+use tensorcask::{At, Blob, Error, ErrorKind, Metadata, RankExchange, Result, TensorView};
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
@@ -327,9 +327,9 @@ impl Engine {
         let (rank, world, begun) = (self.options.rank, self.options.world, Instant::now());
         let stores = self.session.spec.stores()?;
         let first = stores.first().ok_or_else(|| Error::invalid("no tier"))?;
-        self.runtime.block_on(first.put_offer(round, rank, &steps))?;
+        self.runtime.block_on(RankExchange::new(first).put_offer(round, rank, &steps))?;
         let ranks = loop {
-            let offers = self.runtime.block_on(first.offers(round, world))?;
+            let offers = self.runtime.block_on(RankExchange::new(first).offers(round, world))?;
             let missing: Vec<String> =
                 (0..world).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _)| rank.to_string()).collect();
             if missing.is_empty() {

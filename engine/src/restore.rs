@@ -71,7 +71,7 @@ async fn find_in_memory<'a>(
         if let Some(found) = read_store(places, &store, &tiers, Source::Memory, request).await? {
             return Ok(Some(found));
         }
-        is_readable &= store.records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |_| true);
+        is_readable &= store.history().records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |_| true);
     }
     let is_damaged = |kind: ErrorKind, source: &Source| *source == Source::Memory && kind == ErrorKind::Corrupt;
     is_readable &= !request.passed_over.iter().any(|passed| is_damaged(passed.error.kind(), &passed.source));

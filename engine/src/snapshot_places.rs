@@ -51,6 +51,6 @@ pub async fn snapshot_places(folder: Option<&Path>, store: &str, tiers: &[String
 }
 
 async fn live(store: &Store) -> Result<BTreeSet<Id>> {
-    let records = store.records().await?;
+    let records = store.history().records().await?;
     Ok(records.into_iter().filter(|record| record.status == Status::Live).map(|record| record.id).collect())
 }

@@ -54,7 +54,7 @@ impl History {
     #[boxed]
     pub(super) async fn load(store: &Store, threshold_ms: u64) -> Result<Self> {
         let mut times: BTreeMap<String, u64> =
-            store.list("log").await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
+            store.objects().list("log").await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
         // Number of the first entry that is too young, or of the next entry to come.
         let mut boundary = 1u64;
         while times.remove(&LogEntry::path_of(boundary)).is_some_and(|modified_ms| modified_ms <= threshold_ms) {
@@ -106,7 +106,7 @@ impl History {
                 return Ok(());
             }
             let fetch = |sequence| async move {
-                let bytes = store.get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
+                let bytes = store.objects().get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
                 Ok((sequence, bytes))
             };
             let entries: Vec<(u64, Option<Bytes>)> = concurrently(CONCURRENT_REQUESTS, (first..last).map(fetch)).await?;
@@ -181,7 +181,7 @@ impl Marks {
 }
 
 async fn is_gone(store: &Store, path: &str) -> Result<bool> {
-    match store.head(path).await {
+    match store.objects().head(path).await {
         Ok(_) => Ok(false),
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(true),
         Err(e) => Err(e),

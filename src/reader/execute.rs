@@ -466,7 +466,7 @@ pub(super) async fn fetch_groups(store: &Store, groups: Vec<(String, Vec<Range<u
         objects.entry(path.clone()).or_default().extend(ranges.iter().cloned());
     }
     let fetch = |(path, ranges): (String, Vec<Range<u64>>)| async move {
-        let bytes = store.get_ranges(&path, &ranges).await?;
+        let bytes = store.objects().get_ranges(&path, &ranges).await?;
         Ok((path, bytes.into_iter()))
     };
     let mut received: BTreeMap<String, std::vec::IntoIter<Bytes>> =

@@ -5,7 +5,6 @@ mod narrow;
 mod open;
 mod recover;
 mod since;
-mod verify;
 mod view;
 mod watch;
 
@@ -17,11 +16,10 @@ use bytes::Bytes;
 use serde_json::{Map, Value};
 
 pub(crate) use execute::{ChunkItem, ReadItem};
-pub(crate) use open::read_directory;
 pub use open::{At, Latest, SnapshotInfo};
+pub(crate) use open::{read_directory, read_index};
 pub use recover::{Recovered, Skipped};
 pub use since::Updated;
-pub use verify::{Depth, Problem, VerifyOptions, VerifyReport};
 pub use watch::Watch;
 
 use crate::chain::{Decision, Link};
@@ -184,7 +182,7 @@ impl Snapshot {
         let found = self.blob_pages().await?.into_iter().find(|(_, r, n, _)| *r == rank && n == name);
         let (path, _, _, page) =
             found.ok_or_else(|| Error::not_found(format!("step {} has no blob of rank {rank}", self.step())).tensor(name))?;
-        let bytes = self.store.get_range(&path, page.range.clone()).await?;
+        let bytes = self.store.objects().get_range(&path, page.range.clone()).await?;
         page.check(&bytes).map_err(|e| e.object(path).tensor(name))?;
         Ok(bytes.to_vec())
     }
@@ -255,6 +253,17 @@ impl Snapshot {
             shards.extend(file.map_err(|e| e.object(format!("blob `{name}` of rank {rank}, step {}", self.step())))?.shards);
         }
         Ok(shards)
+    }
+
+    /// Decodes every chunk, compares it with its checksum, and compares the content digests.
+    pub async fn verify(&self) -> Result<()> {
+        self.check_content().await?;
+        self.check_tensors(0..self.newest().directory.len()).await?;
+        for (path, rank, name, page) in self.blob_pages().await? {
+            let bytes = self.store.objects().get_range(&path, page.range.clone()).await?;
+            page.check(&bytes).map_err(|e| e.object(path).tensor(format!("blob {rank}/{name}")))?;
+        }
+        Ok(())
     }
 
     /// Returns how much tensor data this snapshot and its clones have read.

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::{SharedLink, Snapshot};
 use crate::chain::{Link, chain_of, check_link};
-use crate::commit::{Catalog, Log, LogState, SnapshotRecord, read_manifest};
+use crate::commit::{Log, LogState, SnapshotRecord, read_manifest};
 use crate::container::{CaskIndex, IndexDecoder, Progress};
 use crate::error::ResultExt;
 use crate::store::concurrently;
@@ -93,18 +93,6 @@ impl Store {
             })
             .collect())
     }
-
-    /// Returns all snapshots in the log, whatever their status, ordered by commit. Reads only the log.
-    pub async fn records(&self) -> Result<Vec<SnapshotRecord>> {
-        Ok(Log::load(self).await?.state().snapshots().to_vec())
-    }
-
-    /// Returns all snapshots in the log as a table with the columns of a catalog (log 6).
-    pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
-        let mut log = Log::load(self).await?;
-        log.summarise().await?;
-        Catalog::table(log.state())
-    }
 }
 
 impl Snapshot {
@@ -156,11 +144,11 @@ impl Snapshot {
         let read = |(at, cask): (usize, usize)| async move {
             let link = &self.links[at].0;
             let wanted = &link.manifest.casks[cask];
-            let index = match self.store.cached_index(wanted).filter(|_| remembered) {
+            let index = match self.store.caches().index(wanted).filter(|_| remembered) {
                 Some(index) => index,
                 None => {
                     let index = Arc::new(read_index(&self.store, wanted).await?);
-                    self.store.cache_index(wanted, index.clone());
+                    self.store.caches().keep_index(wanted, index.clone());
                     index
                 }
             };
@@ -185,7 +173,7 @@ impl Snapshot {
             let path = link.manifest.casks[cask].path();
             let ranges: Vec<Range<u64>> = parts.iter().map(|(_, range)| range.clone()).collect();
             let index = link.index(cask).ok_or_else(|| Error::invalid("its index has not been read").object(path.as_str()))?;
-            for ((part, _), bytes) in parts.iter().zip(self.store.get_ranges(&path, &ranges).await?) {
+            for ((part, _), bytes) in parts.iter().zip(self.store.objects().get_ranges(&path, &ranges).await?) {
                 index.load_part(*part, bytes).in_object(path.as_str())?;
             }
             Ok(())
@@ -206,18 +194,18 @@ impl Snapshot {
 
 #[boxed]
 pub(crate) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<Directory>> {
-    if let Some(directory) = store.cached_directory(digest) {
+    if let Some(directory) = store.caches().directory(digest) {
         return Ok(directory);
     }
     let path = format!("directories/{digest}");
-    let bytes = store.get(&path, store.limits().max_directory_bytes).await.map_err(|e| match e.kind() {
+    let bytes = store.objects().get(&path, store.limits().max_directory_bytes).await.map_err(|e| match e.kind() {
         crate::ErrorKind::NotFound => {
             Error::corrupt("the directory of a committed snapshot is missing").object(path.as_str()).clause("manifest 3.1")
         }
         _ => e,
     })?;
     let directory = Arc::new(Directory::decode(bytes, digest, store.limits()).in_object(path)?);
-    store.cache_directory(digest, directory.clone());
+    store.caches().keep_directory(digest, directory.clone());
     Ok(directory)
 }
 
@@ -229,7 +217,7 @@ pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskInde
         let mut decoder = IndexDecoder::new(cask.id, cask.bytes, store.limits().clone());
         let first = if cask.bytes - cask.index_offset <= WHOLE_INDEX_BYTES { cask.index_offset } else { cask.root_offset };
         crate::Limits::check(cask.bytes - first, store.limits().max_index_bytes, "size of the index")?;
-        let tail = store.get_range(&path, first..cask.bytes).await.map_err(|e| match e.kind() {
+        let tail = store.objects().get_range(&path, first..cask.bytes).await.map_err(|e| match e.kind() {
             crate::ErrorKind::NotFound => Error::corrupt("a cask of a committed snapshot is missing").clause("manifest 2.3"),
             _ => e,
         })?;
@@ -238,7 +226,7 @@ pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskInde
             match decoder.poll()? {
                 Progress::Done(index) => break index,
                 Progress::Needs(range) => {
-                    let bytes = store.get_range(&path, range.clone()).await?;
+                    let bytes = store.objects().get_range(&path, range.clone()).await?;
                     decoder.push(range.start, bytes)?;
                 }
             }

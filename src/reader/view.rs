@@ -17,7 +17,7 @@ impl Snapshot {
     /// Any other tensor is an `Unsupported` error: use [`read`](Self::read).
     pub async fn view(&self, name: &str) -> Result<Bytes> {
         let unsupported = |message: &str| Error::unsupported(format!("no view: {message}; use read")).tensor(name);
-        let Medium::Local(root) = self.store.medium() else { return Err(unsupported("the store is not a local folder")) };
+        let Medium::Local(root) = self.store.objects().medium() else { return Err(unsupported("the store is not a local folder")) };
         let directory = &self.newest().directory;
         let tensor = self.find(name)?;
         let tensor = directory.alias_of(tensor).unwrap_or(tensor);

@@ -6,7 +6,7 @@ use tokio::task::JoinSet;
 
 use super::ahead::{Ahead, Tee};
 use super::io::unconditional;
-use super::{Medium, Store};
+use super::{Medium, Objects, Store};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Objects below this size are sent in one request. No part is smaller.
@@ -85,7 +85,7 @@ impl Upload {
     pub(crate) async fn finish(mut self) -> Result<()> {
         let rest = std::mem::take(&mut self.pending);
         if self.multipart.is_none() {
-            return self.store.put_whole(&self.object, PutPayload::from_iter(rest)).await;
+            return self.store.objects().put_whole(&self.object, PutPayload::from_iter(rest)).await;
         }
         let sent = async {
             if !rest.is_empty() {
@@ -104,10 +104,10 @@ impl Upload {
         }
         let Some(mut multipart) = self.multipart.take() else { return Ok(()) };
         let (store, object, total_bytes) = (self.store.clone(), self.object.clone(), self.total_bytes);
-        store.count(1, 0, 0);
+        store.objects().counters.add(1, 0, 0);
         match multipart.complete().await {
             Ok(_) => Ok(()),
-            Err(e) if *store.medium() == Medium::Remote && is_there(&store, &object, total_bytes).await => {
+            Err(e) if store.objects().medium == Medium::Remote && is_there(store.objects(), &object, total_bytes).await => {
                 tracing::debug!(object, error = %e, "the upload is complete although its answer says otherwise");
                 Ok(())
             }
@@ -131,8 +131,9 @@ impl Upload {
 
     async fn send_part(&mut self, part: Vec<Bytes>) -> Result<()> {
         if self.multipart.is_none() {
-            self.store.count(1, 0, 0);
-            let started = self.store.objects()?.put_multipart(&self.store.path(&self.object)).await;
+            let objects = self.store.objects();
+            objects.counters.add(1, 0, 0);
+            let started = objects.client()?.put_multipart(&objects.path(&self.object)).await;
             self.multipart = Some(started.map_err(|e| unconditional(&self.object, e))?);
         }
         while self.running.len() >= CONCURRENT_PARTS {
@@ -142,7 +143,7 @@ impl Upload {
         }
         if let Some(multipart) = self.multipart.as_mut() {
             let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
-            self.store.count(1, 0, bytes);
+            self.store.objects().counters.add(1, 0, bytes);
             self.running.spawn(multipart.put_part(PutPayload::from_iter(part)));
         }
         Ok(())
@@ -179,10 +180,10 @@ impl Upload {
 }
 
 /// Returns whether an upload whose completion failed has arrived after all.
-async fn is_there(store: &Store, object: &str, bytes: u64) -> bool {
-    let Ok(objects) = store.objects() else { return false };
-    store.count(1, 0, 0);
-    matches!(objects.head(&store.path(object)).await, Ok(meta) if meta.size == bytes)
+async fn is_there(objects: &Objects, object: &str, bytes: u64) -> bool {
+    let Ok(client) = objects.client() else { return false };
+    objects.counters.add(1, 0, 0);
+    matches!(client.head(&objects.path(object)).await, Ok(meta) if meta.size == bytes)
 }
 
 impl Drop for Upload {

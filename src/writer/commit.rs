@@ -15,10 +15,10 @@ use super::parent::{Parent, is_damage};
 use super::pipeline::SavePipeline;
 use super::{ExistingStep, Metadata, Saved, Writer, WriterOptions};
 use crate::chain::{Decision, Policy, Reason, chain_of};
-use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms};
+use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::Snapshot;
-use crate::store::Created;
+use crate::store::{Created, probe};
 use crate::wire::{CaskRef, Digest, Event, Id, Manifest, STORE_FILE, StoreFile};
 use crate::{Blob, Error, ErrorKind, Result, RoundingReport, Store, boxed};
 
@@ -40,27 +40,27 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
 #[boxed]
 async fn open_log(store: &Store) -> Result<Log> {
-    store.ensure_root()?;
-    match store.read_store_file().await {
+    store.objects().ensure_root()?;
+    match read_store_file(store).await {
         Ok(found) => {
             // The cheapest check of put-if-absent: creating an existing object must fail.
-            let created = store.create(STORE_FILE, found.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+            let created = store.objects().create(STORE_FILE, found.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
             if let Created::Written = created {
                 // Either the storage ignores the condition, or the file was removed between the two requests. The probe
                 // tells which.
-                store.probe().await?;
+                probe(store.objects()).await?;
                 tracing::warn!(store = store.url(), "store.json was removed while the store was being opened; it was created again");
             }
         }
         Err(e) if e.kind() == ErrorKind::NotFound => {
-            store.probe().await?;
+            probe(store.objects()).await?;
             let bytes = StoreFile::new(Id::random()?).encode()?;
             let bytes = bytes::Bytes::from(bytes);
             for attempt in 0..3 {
                 // If another writer was faster, its file is as good. A server may also report a race that nobody won:
                 // try again.
-                store.create(STORE_FILE, bytes.clone()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
-                match store.read_store_file().await {
+                store.objects().create(STORE_FILE, bytes.clone()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+                match read_store_file(store).await {
                     Err(e) if e.kind() == ErrorKind::NotFound && attempt < 2 => {}
                     found => {
                         found?;
@@ -209,10 +209,10 @@ impl Writer {
         Manifest::decode(&bytes, store.limits())
             .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
         if self.durable_directory != Some(digest) {
-            store.put_content_addressed(&format!("directories/{digest}"), directory.clone().into()).await?;
+            store.objects().put_content_addressed(&format!("directories/{digest}"), directory.clone().into()).await?;
             self.durable_directory = Some(digest);
         }
-        store.create_unique(&manifest.path(), bytes.into()).await?;
+        store.objects().create_unique(&manifest.path(), bytes.into()).await?;
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
         let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.pipeline.options.age_floor);

@@ -11,7 +11,6 @@ use std::time::Duration;
 use super::commit::{Commit, Prepared};
 use super::layout::check_tiles;
 use super::parent::Parent;
-use super::ranks::CONCURRENT_REQUESTS;
 use super::{Metadata, Saved, Writer, check_user};
 use crate::chain::{Policy, Reason, content_digests};
 use crate::codec::Registry;
@@ -20,6 +19,9 @@ use crate::store::concurrently;
 use crate::tensor::{Rect, element_count};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, blob_slot};
 use crate::{Error, ErrorKind, Limits, Result, boxed};
+
+/// Number of casks that are checked at once.
+const CONCURRENT_REQUESTS: usize = 32;
 
 impl Writer {
     /// Parent of the deltas of all ranks for a snapshot of `step`, by the policy; `None` for a base. Fails with
@@ -62,7 +64,7 @@ impl Writer {
         let modified_ms = |cask: &CaskRef| {
             let (store, path, bytes) = (store.clone(), cask.path(), cask.bytes);
             async move {
-                match store.head(&path).await {
+                match store.objects().head(&path).await {
                     Ok(found) if found.bytes == bytes => Ok(found.modified_ms),
                     Ok(found) => {
                         Err(Error::corrupt(format!("the cask has {} bytes, but its receipt says {bytes}", found.bytes)).object(path))
@@ -74,7 +76,7 @@ impl Writer {
                 }
             }
         };
-        let (age, now) = (Age::start(), store.clock_ms().await?);
+        let (age, now) = (Age::start(), store.objects().clock_ms().await?);
         let written: Vec<u64> = concurrently(CONCURRENT_REQUESTS, casks.iter().map(modified_ms)).await?;
         let oldest = written.into_iter().min().unwrap_or(now);
         let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest)));

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use object_store::memory::InMemory;
 use object_store::path::Path;
+use tensorcask::maintain::{self, Copier, CopyReport, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
-use tensorcask::{Ahead, Copier, CopyReport, Dtype, Metadata, Policy, Slice, Store, TensorView, VerifyOptions, Writer};
+use tensorcask::{Ahead, Dtype, Metadata, Policy, Slice, Store, TensorView, Writer};
 
 use crate::common::{DEADLINE, noise, objects_of, until, wrap};
 
@@ -22,7 +23,7 @@ async fn pair(destination: &Store) -> (Store, Writer, Copier) {
     let source = wrap(Arc::new(InMemory::new()));
     let mut writer = source.writer(Policy::Full).await.unwrap();
     save(&mut writer, 1, &noise(1, 1000)).await;
-    let mut copier = source.copier(destination, Default::default(), Id::random().unwrap()).await.unwrap();
+    let mut copier = Copier::open(&source, destination, Id::random().unwrap(), Default::default()).await.unwrap();
     copier.take_over().await.unwrap();
     assert_eq!(copier.copy_new(&source).await.unwrap().snapshots, 1);
     (source, writer, copier)
@@ -39,7 +40,7 @@ async fn save_ahead(destination: &Store, data: &[u8]) -> CopyReport {
     let report = copier.copy_new(&source).await.unwrap();
     assert_eq!(report.snapshots, 1);
     assert!(destination.snapshot(2).await.unwrap().read("w", &Slice::all()).await.unwrap().data == data);
-    let verified = destination.verify(&VerifyOptions::default()).await.unwrap();
+    let verified = maintain::verify(destination, &VerifyOptions::default()).await.unwrap();
     assert!(verified.is_clean(), "{:?}", verified.problems);
     report
 }
@@ -108,5 +109,5 @@ async fn what_nobody_goes_on_with_leaves_nothing() {
     drop(ahead);
     until("the upload that was begun is removed", async || objects_of(folder.path()) == before).await;
     assert_eq!(copier.copy_new(&source).await.unwrap().ahead_bytes, 0);
-    assert!(destination.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&destination, &VerifyOptions::default()).await.unwrap().is_clean());
 }

@@ -6,9 +6,9 @@ use std::time::Duration;
 use crate::common::{SmallState, data, noise, objects_of, wrap};
 use object_store::memory::InMemory;
 use tensorcask::interchange::safetensors::Files;
+use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, Dtype, ExistingStep, Latest, Metadata, Policy, Reason, Slice, Store, TensorView, Updated, VerifyOptions, Writer,
-    WriterOptions,
+    BaseKeeping, Dtype, ExistingStep, Latest, Metadata, Policy, Reason, Slice, Store, TensorView, Updated, Writer, WriterOptions,
 };
 
 const ELEMENTS: usize = 3 << 18;
@@ -64,7 +64,7 @@ async fn the_adaptive_policy_says_why() {
         .chain([(41, "delta", Reason::SmallDelta)])
         .collect();
     assert_eq!(reasons, expected);
-    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 
 /// Every base cache leads to the same stored bytes. Ids are random, but all have one length.
@@ -126,7 +126,7 @@ async fn a_base_that_cannot_be_kept_on_disk_costs_a_read_not_the_save() {
         let saved = writer.save(step, &state.tensors(), &state.blobs(), &Metadata::default()).await.unwrap();
         assert_eq!(saved.kind.name(), if step == 0 { "base" } else { "delta" });
     }
-    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 
 #[tokio::test]

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use crate::common::{data, wrap};
 use object_store::memory::InMemory;
 use tensorcask::interchange::safetensors::Files;
+use tensorcask::maintain::{self, CompactOptions, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, Blob, CompactOptions, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, Rect, Saved, Slice, Snapshot, Store, TensorView,
-    VerifyOptions, Writer, WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, Rect, Saved, Slice, Snapshot, Store, TensorView, Writer,
+    WriterOptions,
 };
 
 fn memory() -> Store {
@@ -54,7 +55,7 @@ async fn masters_are_what_the_weights_lack() {
             for step in [1000, 1001, 1010] {
                 check_file(&store, step).await;
             }
-            assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+            assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
         }
     }
 }
@@ -77,17 +78,17 @@ async fn chains_of_masters_are_folded_reduced_and_made_whole() {
     for step in [1000, 1001, 1010] {
         save_file(&mut writer, step).await;
     }
-    store.compact(1010, &CompactOptions::default()).await.unwrap();
+    maintain::compact(&store, 1010, &CompactOptions::default()).await.unwrap();
     check_file(&store, 1010).await;
     let archive = memory();
-    store.consolidate_to(&archive, 1010, &CompactOptions::default()).await.unwrap();
+    maintain::consolidate(&store, &archive, 1010, &CompactOptions::default()).await.unwrap();
     check_file(&archive, 1010).await;
     let (ours, theirs) = (store.snapshots().await.unwrap(), archive.snapshots().await.unwrap());
     assert!(ours.last().unwrap().stored_bytes as f64 / (ours[0].tensor_bytes as f64) < 0.75);
     assert!(theirs.last().unwrap().stored_bytes as f64 / (ours[0].tensor_bytes as f64) < 0.75);
 
     // Without the weights, the masters must be stored in full.
-    let reduced = store.keep_roles(&[1001], &["master".to_owned()], &CompactOptions::default()).await.unwrap();
+    let reduced = maintain::keep_roles(&store, &[1001], &["master".to_owned()], &CompactOptions::default()).await.unwrap();
     assert_eq!(reduced[0].held, None);
     let input = Files::open(&[data("step-1001.safetensors")]).unwrap();
     let snapshot = store.snapshot(1001).await.unwrap();
@@ -95,7 +96,7 @@ async fn chains_of_masters_are_folded_reduced_and_made_whole() {
     for view in input.tensors().unwrap().iter().filter(|view| view.role() == "master") {
         assert!(snapshot.read(view.name(), &Slice::all()).await.unwrap().data == view.data());
     }
-    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 
 /// Reading only the weights touches only casks of role `model`.
@@ -227,7 +228,7 @@ async fn roles_may_change_between_snapshots() {
             let snapshot = store.snapshot(step).await.unwrap();
             assert_read(&snapshot, "master.p", if changed && step == 2 { &other } else { &master }).await;
         }
-        let report = store.verify(&VerifyOptions::default()).await.unwrap();
+        let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
         assert!(report.is_clean(), "{roles:?}: {report:?}");
     }
 }
@@ -262,7 +263,7 @@ async fn partners_may_change_between_snapshots() {
             assert_read(&snapshot, "model.w", state[1].data()).await;
         }
     }
-    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
     let have = store.snapshot(0).await.unwrap();
     for step in 1..states.len() as u64 {
         let mut held = master.clone();

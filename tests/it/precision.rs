@@ -8,9 +8,10 @@ use crate::common::{data, wrap};
 use object_store::memory::InMemory;
 use proptest::prelude::*;
 use tensorcask::interchange::safetensors::Files;
+use tensorcask::maintain::{self, CompactOptions, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, Blob, CompactOptions, Dtype, ErrorKind, Metadata, Policy, Precision, Rank, Rect, RoundingReport, Saved, Setting, Slice,
-    Snapshot, Store, TensorView, VerifyOptions, WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, Metadata, Policy, Precision, Rank, Rect, RoundingReport, Saved, Setting, Slice, Snapshot, Store,
+    TensorView, WriterOptions,
 };
 
 fn memory() -> Store {
@@ -112,7 +113,7 @@ async fn profiles_store_real_states_in_few_bytes_with_small_errors() {
                 assert!(of("master").mean_relative() <= master, "{:?}", of("master"));
                 assert!(of("exp_avg_sq").update_error().unwrap() <= update, "{:?}", of("exp_avg_sq"));
             }
-            assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+            assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
         }
     }
 }
@@ -145,7 +146,7 @@ async fn every_setting_gives_what_its_receipt_says_and_stays_through_compaction(
             check_receipt(&snapshot, &state_of(step).1).await;
             before.push(read(&snapshot).await);
         }
-        let compacted = store.compact(1010, &CompactOptions::default()).await.unwrap();
+        let compacted = maintain::compact(&store, 1010, &CompactOptions::default()).await.unwrap();
         let snapshot = store.snapshot(1010).await.unwrap();
         assert_eq!(snapshot.chain().len(), 1);
         assert!(read(&snapshot).await == before[2], "{setting}: compaction changes nothing");

@@ -4,9 +4,9 @@
 use crate::common::{data, objects_of, on_this_thread as on};
 use proptest::prelude::*;
 use tensorcask::interchange::safetensors::{Files, Selected};
+use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, ChunkGrid, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, VerifyOptions,
-    WriterOptions,
+    BaseKeeping, ChunkGrid, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, WriterOptions,
 };
 
 #[derive(Debug, Clone)]
@@ -144,7 +144,7 @@ proptest! {
                     }
                 }
             }
-            let report = store.verify(&VerifyOptions::default()).await.unwrap();
+            let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
             assert!(report.is_clean(), "{:?}", report.problems);
         });
     }
@@ -307,7 +307,7 @@ fn layouts_may_change_between_snapshots() {
             let tensor = snapshot.read("a", &Slice::all()).await.unwrap();
             assert_eq!((tensor.dtype, tensor.shape.as_slice(), &tensor.data), (state[0].dtype(), state[0].shape(), &b), "step {step}");
         }
-        let report = store.verify(&VerifyOptions::default()).await.unwrap();
+        let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
         assert!(report.is_clean(), "{:?}", report.problems);
     });
 }

@@ -1,8 +1,9 @@
 //! `tensorcask consolidate`: writes one snapshot, with its shards merged, into a new store.
 
 use serde::Serialize;
-use tensorcask::blocking::Store;
-use tensorcask::{At, CompactOptions, Result};
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::CompactOptions;
+use tensorcask::{At, Result};
 
 use crate::output::Outcome;
 use crate::parse;
@@ -41,7 +42,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     let destination = Store::open(&args.destination)?;
     let progress = Progress::start(&store, "consolidating");
-    let saved = store.consolidate_to(&destination, args.step, &CompactOptions::default())?;
+    let saved = maintain::consolidate(&store, &destination, args.step, &CompactOptions::default())?;
     drop(progress);
     let mut text = Text::default();
     text.line(format!(

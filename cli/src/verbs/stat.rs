@@ -67,7 +67,7 @@ struct RoleCounts {
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
-    store.run()?;
+    store.history().run()?;
     let progress = Progress::start(&store, "reading indexes");
     let mut report = Report { store: &args.store, ..Report::default() };
     let mut kept = BTreeSet::new();
