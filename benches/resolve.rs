@@ -70,7 +70,7 @@ fn restores(open: &dyn Fn(&str) -> Store, arguments: &Arguments) -> Table {
     let base = restore(0);
     for depth in [1, 2, 4, 8, 16, DEPTH] {
         let (time, read) = restore(depth - 1);
-        let stored: u64 = open("chain").snapshot(depth - 1).unwrap().chain().iter().map(|link| link.stored_bytes).sum();
+        let stored: u64 = open("chain").snapshot(depth - 1).unwrap().inspect().chain().iter().map(|link| link.stored_bytes).sum();
         let [times, bytes, share] = [time / base.0, read as f64 / base.1 as f64, read as f64 / stored as f64];
         table.row(
             &format!("{depth} links"),

@@ -103,7 +103,7 @@ pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
 pub use precision::{Bounded, Found, Precision, RoundedChunk, RoundingReport, Setting, TensorRounding, round_chunk, search};
-pub use reader::{At, Latest, LinkInfo, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, Watch};
+pub use reader::{At, Bf16View, Inspection, Latest, LinkInfo, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, Watch};
 pub use store::{Ahead, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};

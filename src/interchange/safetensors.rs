@@ -159,7 +159,7 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
     let mut header = serde_json::to_vec(&Value::Object(header)).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
     header.resize(header.len().next_multiple_of(8), b' ');
     if selected.len() == snapshot.tensors().len() {
-        snapshot.check_content().await?;
+        snapshot.inspect().check_content().await?;
     }
     out.write_all(&length_prefix(header.len() as u64)).and_then(|()| out.write_all(&header)).map_err(io)?;
 

@@ -14,7 +14,7 @@ use crate::codec::Objective;
 use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, read_store_file, refuse_features};
 use crate::container::CaskEncoder;
 use crate::error::ResultExt;
-use crate::reader::Snapshot;
+use crate::reader::{Snapshot, check_content};
 use crate::wire::{Digest, Event, Id, Manifest, SnapshotKind};
 use crate::{At, Error, ErrorKind, Result, Store, boxed};
 
@@ -71,14 +71,14 @@ pub async fn compact(store: &Store, at: impl Into<At>, options: &CompactOptions)
         .cloned()
         .ok_or_else(|| Error::not_found("the store has no such step; `tensorcask ls` lists its steps").object(store.url()))?;
     let snapshot = Snapshot::load(store, log.state(), record.id).await?;
-    let chain = snapshot.chain();
+    let chain = snapshot.inspect().chain();
     let chain_bytes = chain.iter().fold(0u64, |sum, link| sum.saturating_add(link.stored_bytes));
     if chain.len() <= 1 {
         return Ok(Compacted { record, sequence: None, links: chain.len(), chain_bytes, stored_bytes: chain_bytes });
     }
     refuse_features(snapshot.manifest().may_ignore())?;
     // A fault of the chain must be found now. After folding, nothing could tell.
-    snapshot.check_content().await?;
+    check_content(&snapshot.chain).await?;
 
     let age = Age::start();
     let mut manifest = snapshot.manifest().clone();

@@ -10,6 +10,7 @@ use super::CompactOptions;
 use super::rewrite::Rewriter;
 use crate::chain::{Decision, Reason, content_digests};
 use crate::commit::{Age, refuse_features};
+use crate::reader::check_content;
 use crate::tensor::Rect;
 use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor, blob_slot, tensor_slot};
 use crate::writer::Prepared;
@@ -22,14 +23,14 @@ use crate::{At, Error, Metadata, Policy, Result, Saved, Store, WriterOptions};
 pub async fn consolidate(source: &Store, destination: &Store, at: impl Into<At>, options: &CompactOptions) -> Result<Saved> {
     let snapshot = source.snapshot(at).await?;
     refuse_features(snapshot.manifest().may_ignore())?;
-    let directory_before = &snapshot.newest().directory;
+    let directory_before = &snapshot.chain.newest().directory;
     let writer_options = WriterOptions { policy: Policy::Full, age_floor: options.age_floor, ..WriterOptions::default() };
     let mut writer = destination.writer_with(writer_options).await?;
     if !destination.snapshots().await?.is_empty() {
         let message = "the destination holds snapshots already; consolidate into an empty place";
         return Err(Error::invalid(message).object(destination.url()));
     }
-    snapshot.check_content().await?;
+    check_content(&snapshot.chain).await?;
 
     let age = Age::start();
     let blobs = snapshot.blobs().await?;

@@ -15,7 +15,7 @@ use super::rewrite::Rewriter;
 use crate::chain::chain_of;
 use crate::commit::{Age, Log, LogState, SnapshotRecord, Status, live_step, now_ms, read_store_file, refuse_features};
 use crate::error::ResultExt;
-use crate::reader::Snapshot;
+use crate::reader::{Snapshot, check_content};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind, blob_slot};
 use crate::{Error, ErrorKind, Result, Retention, Store, boxed};
 
@@ -103,12 +103,12 @@ async fn reduce(
     match remaining_casks(store, &snapshot, roles, options).await? {
         Some(casks) => manifest.casks = casks,
         None => {
-            snapshot.check_content().await?;
+            check_content(&snapshot.chain).await?;
             manifest.casks = Rewriter::new(store, &snapshot, options, &|role| roles.contains(role)).rewrite().await?;
             (manifest.kind, manifest.parent) = (SnapshotKind::Base, None);
         }
     }
-    let directory = directory_of(&snapshot.newest().directory, roles)?;
+    let directory = directory_of(&snapshot.chain.newest().directory, roles)?;
     let digest = Digest::of(&directory);
     manifest.directory = digest;
     manifest.tensor_bytes = Directory::decode(directory.clone().into(), digest, store.limits())?.tensor_bytes();
@@ -160,7 +160,7 @@ async fn remaining_casks(
     roles: &BTreeSet<String>,
     options: &CompactOptions,
 ) -> Result<Option<Vec<CaskRef>>> {
-    let directory = &snapshot.newest().directory;
+    let directory = &snapshot.chain.newest().directory;
     // A tensor that stays may be encoded against a partner that goes.
     let needs = |role: &String| store.registry().partner_roles(role).into_iter().any(|need| !roles.contains(need.role));
     if roles.iter().any(needs) {
@@ -178,9 +178,9 @@ async fn remaining_casks(
     let casks = snapshot.manifest().casks.iter().enumerate();
     let kept: Vec<(usize, usize)> =
         casks.filter(|(_, cask)| slots.get(&cask.slot).is_some_and(|content| content.some_stay)).map(|(at, _)| (0, at)).collect();
-    snapshot.load_indexes(&kept).await?;
+    snapshot.chain.load_indexes(&kept).await?;
     for &(_, at) in &kept {
-        let (cask, index) = (&snapshot.manifest().casks[at], snapshot.newest().index(at));
+        let (cask, index) = (&snapshot.manifest().casks[at], snapshot.chain.newest().index(at));
         for codec in index.map(|index| index.codecs()).unwrap_or_default() {
             // It is unknown which partners an unknown codec needs: tensors that stay might not decode without roles
             // that go.

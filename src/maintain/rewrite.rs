@@ -14,7 +14,7 @@ use tokio::sync::OnceCell;
 use super::compact::CompactOptions;
 use crate::codec::{Candidate, Chunk, Codec, EncodedChunk, Partner};
 use crate::limits::{to_usize, zeroed};
-use crate::reader::{ChunkItem, ReadItem, Snapshot};
+use crate::reader::{ChunkItem, ReadItem, Snapshot, shard_errors};
 use crate::tensor::{ChunkGrid, Rect, Run, copy_run, rects_of_run};
 use crate::wire::{CaskRef, Directory, blob_slot};
 use crate::writer::{
@@ -53,7 +53,7 @@ impl<'a> Rewriter<'a> {
     /// Rewrites all blobs and all tensors with a role to keep, slot by slot.
     #[boxed]
     pub(super) async fn rewrite(&self) -> Result<Vec<CaskRef>> {
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let blobs = self.snapshot.blobs().await?;
         let mut slots: BTreeMap<u32, Vec<(usize, Rect)>> = blobs.iter().map(|(rank, _)| (blob_slot(*rank), vec![])).collect();
         for tensor in (0..directory.len()).filter(|&tensor| (self.keeps)(directory.role(tensor))) {
@@ -72,7 +72,7 @@ impl<'a> Rewriter<'a> {
     /// rectangle: that of a shard of the snapshot, or the whole tensor. Shards ascend by tensor and position.
     #[boxed]
     pub(super) async fn rewrite_cask(&self, slot: u32, shards: &[(usize, Rect)]) -> Result<RewrittenCask> {
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let options = EncodeOptions::from(self.options);
         let mut sources = Vec::with_capacity(shards.len());
         let mut expected_bytes = 0u64;
@@ -107,7 +107,7 @@ impl<'a> Rewriter<'a> {
     /// Reads a window of chunks and their partners through the chain.
     #[boxed]
     async fn read_window<'s>(&self, shards: &'s [SourceShard], window: &[PlannedChunk]) -> Result<Vec<WindowChunk<'s>>> {
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let mut chunks = Vec::with_capacity(window.len());
         for at in window {
             let shard = &shards[at.shard];
@@ -134,7 +134,7 @@ impl<'a> Rewriter<'a> {
             let DecodedChunk { tensor, rect, chunk, bytes } = decoded;
             ChunkItem { tensor: *tensor, rect: rect.clone(), chunk: *chunk, out: bytes }
         });
-        self.snapshot.read_chunks(items.collect()).await?;
+        self.snapshot.chain.read_chunks(items.collect()).await?;
         for decoded in in_wholes {
             read_across_shards(self.snapshot, decoded).await?;
         }
@@ -145,7 +145,7 @@ impl<'a> Rewriter<'a> {
     #[boxed]
     async fn encode_window(&self, chunks: &[WindowChunk<'_>], options: EncodeOptions) -> Result<Vec<EncodedChunk>> {
         let rounding_codecs = self.rounding_codecs.get_or_try_init(|| read_rounding_codecs(self.snapshot)).await?;
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let partners: Vec<Vec<Partner<'_>>> = chunks.iter().map(|chunk| chunk.partners(directory)).collect();
         let mut inputs: Vec<ChunkInput<'_>> = chunks
             .iter()
@@ -179,7 +179,7 @@ type RoundingCodecs = HashMap<(String, Rect), Arc<dyn Codec>>;
 #[boxed]
 async fn read_rounding_codecs(snapshot: &Snapshot) -> Result<RoundingCodecs> {
     let mut codecs = RoundingCodecs::new();
-    for shard in snapshot.shard_errors().await? {
+    for shard in shard_errors(snapshot).await? {
         if let Some(codec) = shard.setting.parse::<Setting>().ok().and_then(|setting| setting.codec()) {
             codecs.insert((shard.tensor.clone(), shard.rect()), codec);
         }
@@ -271,7 +271,7 @@ fn encode_rounded(codec: &Arc<dyn Codec>, chunk: &Chunk<'_>) -> Option<Candidate
 /// Reads a chunk of a whole tensor from the shards that it crosses.
 #[boxed]
 async fn read_across_shards(snapshot: &Snapshot, decoded: &mut DecodedChunk) -> Result<()> {
-    let dtype = snapshot.newest().directory.dtype(decoded.tensor);
+    let dtype = snapshot.chain.newest().directory.dtype(decoded.tensor);
     let elements = ChunkGrid::new(dtype, &decoded.rect.shape)?.elements(decoded.chunk);
     let mut pieces = Vec::new();
     for rect in rects_of_run(&decoded.rect.shape, elements) {
@@ -279,7 +279,7 @@ async fn read_across_shards(snapshot: &Snapshot, decoded: &mut DecodedChunk) -> 
         pieces.push((zeroed(to_usize(bytes.unwrap_or(u64::MAX), "a piece of a chunk")?, "a piece of a chunk")?, rect));
     }
     let items = pieces.iter_mut().map(|(bytes, rect)| ReadItem { tensor: decoded.tensor, rect: rect.clone(), out: bytes });
-    snapshot.read_items(items.collect()).await?;
+    snapshot.chain.read_items(items.collect()).await?;
     let mut destination = 0;
     for (bytes, rect) in &pieces {
         let count = rect.element_count().unwrap_or(0);

@@ -178,7 +178,7 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
         match Snapshot::load(store, &state, record.id).await {
             Ok(snapshot) => {
                 report.note(step, snapshot.verify().await);
-                report.chunks += snapshot.read_counts().chunks;
+                report.chunks += snapshot.inspect().read_counts().chunks;
             }
             Err(e) => {
                 // The damage may already have been reported with the manifest that it concerns.

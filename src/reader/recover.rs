@@ -1,6 +1,8 @@
 //! Finds the newest step that can be rebuilt, and reports why newer steps cannot. Spec: `spec/chain.md`, clause 5.
 
 use super::Snapshot;
+use super::content::check_content;
+use super::open_chain::OpenChain;
 use crate::commit::Log;
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, Store, boxed};
@@ -39,7 +41,7 @@ impl Store {
         for record in log.state().whole().rev().filter(|record| !excluded.contains(&record.id)) {
             let opened = async {
                 let snapshot = Snapshot::load(self, log.state(), record.id).await?;
-                snapshot.load_whole_chain().await?;
+                load_whole(&snapshot.chain).await?;
                 Ok::<_, Error>(snapshot)
             };
             match opened.await {
@@ -62,17 +64,11 @@ impl Store {
     }
 }
 
-impl Snapshot {
-    /// Reads the index of every cask of every link. Compares the chunk checksums with the content digests.
-    #[boxed]
-    async fn load_whole_chain(&self) -> Result<()> {
-        let casks: Vec<(usize, usize)> = self
-            .links
-            .iter()
-            .enumerate()
-            .flat_map(|(at, link)| (0..link.as_ref().manifest.casks.len()).map(move |cask| (at, cask)))
-            .collect();
-        self.load_indexes_from(&casks, false).await?;
-        self.check_content().await
-    }
+/// Reads the index of every cask of every link. Compares the chunk checksums with the content digests.
+#[boxed]
+async fn load_whole(chain: &OpenChain) -> Result<()> {
+    let casks: Vec<(usize, usize)> =
+        chain.links.iter().enumerate().flat_map(|(at, link)| (0..link.as_ref().manifest.casks.len()).map(move |cask| (at, cask))).collect();
+    chain.load_indexes_from(&casks, false).await?;
+    check_content(chain).await
 }

@@ -89,7 +89,7 @@ pub(super) async fn partner_chunks<'a>(
             let base = match (need.base, at.base, input.parent) {
                 (true, Some(own), Some(parent)) => {
                     let found = parent.find(input.view(partner));
-                    found.filter(|_| parent.snapshot.newest().directory.partner(own, need.role) == found)
+                    found.filter(|_| parent.snapshot.chain.newest().directory.partner(own, need.role) == found)
                 }
                 _ => None,
             };

@@ -17,7 +17,7 @@ use super::{ExistingStep, Metadata, Saved, Writer, WriterOptions};
 use crate::chain::{Decision, Policy, Reason, chain_of};
 use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms, read_store_file};
 use crate::error::ResultExt;
-use crate::reader::Snapshot;
+use crate::reader::{Snapshot, has_blobs};
 use crate::store::{Created, probe};
 use crate::wire::{CaskRef, Digest, Event, Id, Manifest, STORE_FILE, StoreFile};
 use crate::{Blob, Error, ErrorKind, Result, RoundingReport, Store, boxed};
@@ -154,7 +154,7 @@ impl Writer {
         let same = async {
             let snapshot = Snapshot::load(&self.pipeline.store, self.log.state(), existing.id).await?;
             match blobs {
-                Some(blobs) if snapshot.manifest().content == *content => snapshot.has_blobs(blobs).await,
+                Some(blobs) if snapshot.manifest().content == *content => has_blobs(&snapshot, blobs).await,
                 _ => Ok(false),
             }
         };
@@ -296,7 +296,7 @@ impl Commit {
 /// Objects that a snapshot needs: its own casks and directory, and those of the parent's chain.
 fn needs_of(manifest: &Manifest, parent: Option<&Parent>) -> Vec<Need> {
     let mut needs: Vec<Need> = Need::of(manifest).collect();
-    for link in parent.into_iter().flat_map(|parent| parent.snapshot.links()) {
+    for link in parent.into_iter().flat_map(|parent| parent.snapshot.chain.links()) {
         needs.extend(Need::with_manifest(link.record.manifest_path(), &link.manifest));
     }
     needs.sort_unstable();

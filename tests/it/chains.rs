@@ -29,7 +29,7 @@ async fn the_adaptive_policy_says_why() {
         let saved = save(writer, step, weights).await;
         assert_eq!(saved.parent.is_none(), saved.kind.name() == "base");
         let found = store.snapshot(step).await.unwrap();
-        assert_eq!(found.decision(), Some(saved.decision), "the manifest tells the same");
+        assert_eq!(found.inspect().decision(), Some(saved.decision), "the manifest tells the same");
         reasons.push((step, saved.kind.name(), saved.decision.reason));
         saved
     };
@@ -147,7 +147,7 @@ async fn who_holds_a_step_reads_what_lies_between() {
             let mut buffer = states[have as usize].clone();
             let updated = wanted.update_into(&held, vec![("model.w", &mut buffer)]).await.unwrap();
             assert!(buffer == states[want as usize], "{policy}, from {have} to {want}");
-            let bytes = wanted.read_counts().page_bytes;
+            let bytes = wanted.inspect().read_counts().page_bytes;
             let forward = have < want && (policy == Policy::Consecutive || have == 0);
             match (have == want, forward) {
                 (true, _) => assert_eq!((updated, bytes), (Updated { unchanged: 3, ..Updated::default() }, 0)),

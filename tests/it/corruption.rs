@@ -130,7 +130,7 @@ fn the_golden_store_reads() {
             Some("model.sparse")
         );
     }
-    let chain = on(store.snapshot(Latest)).unwrap().chain();
+    let chain = on(store.snapshot(Latest)).unwrap().inspect().chain();
     assert_eq!(chain.iter().map(|link| link.kind.name()).collect::<Vec<_>>(), ["delta", "delta", "base"]);
 }
 

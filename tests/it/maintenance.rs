@@ -74,12 +74,12 @@ async fn retention_keeps_the_last_every_nth_pins_and_the_newest() {
 async fn a_folded_chain_restores_bit_for_bit_and_deltas_on_it_stay() {
     let (store, mut writer) = chain(1..=6).await;
     let before = store.snapshot(6).await.unwrap();
-    assert_eq!(before.chain().len(), 6);
+    assert_eq!(before.inspect().chain().len(), 6);
     let compacted = maintain::compact(&store, 4, &CompactOptions::default()).await.unwrap();
     assert_eq!((compacted.links, compacted.record.parent, compacted.record.step), (4, None, 4));
     assert_holds(&store, 1..=6).await;
     let after = store.snapshot(6).await.unwrap();
-    assert_eq!(after.chain().len(), 3, "6 and 5, on 4");
+    assert_eq!(after.inspect().chain().len(), 3, "6 and 5, on 4");
     assert_eq!(after.manifest().content, before.manifest().content);
     let folded = store.snapshot(4).await.unwrap();
     assert_eq!((folded.manifest().id, folded.user()), (compacted.record.id, &SmallState::metadata(4).user));
@@ -159,7 +159,7 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     let report = maintain::gc(&store, &NOW).await.unwrap();
     assert_eq!(steps(&report.collected), [1]);
     assert_holds(&store, [3, 5, 6]).await;
-    assert_eq!(store.snapshot(6).await.unwrap().chain()[1].record.status, Status::Forgotten, "4 is still held");
+    assert_eq!(store.snapshot(6).await.unwrap().inspect().chain()[1].record.status, Status::Forgotten, "4 is still held");
 }
 
 /// Checks the content of a snapshot that was reduced to its model.
@@ -217,7 +217,7 @@ async fn shards_of_many_ranks_become_whole_tensors() {
     let before = store.snapshot(3).await.unwrap();
     let described = |snapshot: &Snapshot| snapshot.tensors();
     assert_eq!(described(&snapshot), described(&before));
-    let shards: usize = snapshot.indexes().await.unwrap().iter().map(|(_, index)| index.shard_count()).sum();
+    let shards: usize = snapshot.inspect().indexes().await.unwrap().iter().map(|(_, index)| index.shard_count()).sum();
     assert_eq!(shards, snapshot.tensors().iter().filter(|tensor| tensor.alias_of.is_none()).count(), "one each");
     let again = maintain::consolidate(&store, &archive, 2, &CompactOptions::default()).await.unwrap_err();
     assert_eq!(again.kind(), ErrorKind::InvalidArgument);
@@ -241,7 +241,7 @@ async fn old_steps_keep_their_weights_and_lose_the_rest() {
     assert!(reduced.iter().filter(|one| one.held.is_none()).all(|one| one.stored_bytes < one.stored_bytes_before), "{reduced:?}");
     for step in 3..=6 {
         check_model(&store, step).await;
-        assert_eq!(store.snapshot(step).await.unwrap().chain().len(), if step == 4 { 1 } else { 2 }, "deltas stay deltas");
+        assert_eq!(store.snapshot(step).await.unwrap().inspect().chain().len(), if step == 4 { 1 } else { 2 }, "deltas stay deltas");
     }
     assert!(maintain::gc(&store, &NOW).await.unwrap().freed_bytes() > 0);
     for step in 3..=6 {

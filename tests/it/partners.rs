@@ -291,8 +291,14 @@ async fn ranks_pair_what_they_hold() {
     writer.commit_receipts(1, &receipts, &Metadata::default()).await.unwrap();
     let snapshot = store.snapshot(1).await.unwrap();
     assert_read(&snapshot, "master.w", &master).await;
-    let remainders =
-        snapshot.indexes().await.unwrap().iter().filter(|(_, index)| index.codecs().iter().any(|c| c.id == "tc.remainder")).count();
+    let remainders = snapshot
+        .inspect()
+        .indexes()
+        .await
+        .unwrap()
+        .iter()
+        .filter(|(_, index)| index.codecs().iter().any(|c| c.id == "tc.remainder"))
+        .count();
     assert_eq!(remainders, 2);
 
     let mut receipts = Vec::new();

@@ -148,7 +148,7 @@ async fn every_setting_gives_what_its_receipt_says_and_stays_through_compaction(
         }
         let compacted = maintain::compact(&store, 1010, &CompactOptions::default()).await.unwrap();
         let snapshot = store.snapshot(1010).await.unwrap();
-        assert_eq!(snapshot.chain().len(), 1);
+        assert_eq!(snapshot.inspect().chain().len(), 1);
         assert!(read(&snapshot).await == before[2], "{setting}: compaction changes nothing");
         check_receipt(&snapshot, &state_of(1010).1).await;
         let (delta, base) = (saves[2].stored_bytes, saves[0].stored_bytes);
@@ -260,7 +260,7 @@ async fn errors_do_not_grow_along_a_chain() {
             writer.save(step, &tensors, &[], &Metadata::default()).await.unwrap();
         }
         let (start, end) = (store.snapshot(1).await.unwrap(), store.snapshot(50).await.unwrap());
-        assert_eq!(end.chain().len(), 50);
+        assert_eq!(end.inspect().chain().len(), 50);
         for (first, last) in start.rounding().await.unwrap().iter().zip(end.rounding().await.unwrap()) {
             let (begun, ended) = (first.total.mean_relative(), last.total.mean_relative());
             assert!(ended <= begun * 1.25, "{setting}, {}: {begun} at step 1, {ended} at step 50", first.name);

@@ -216,14 +216,14 @@ fn a_slice_reads_only_the_chunks_that_cover_it() {
     let rows = 2 * chunk_rows + 5..2 * chunk_rows + 9;
     let part = snapshot.read("w", &Slice::rows(rows.clone())).unwrap();
     assert_eq!(part.data, weights[(rows.start * 2048) as usize..(rows.end * 2048) as usize]);
-    let counts = snapshot.read_counts();
+    let counts = snapshot.inspect().read_counts();
     assert_eq!(counts.chunks, 1);
-    assert_eq!(snapshot.chunks_of("w", &Slice::rows(rows)).unwrap(), 1);
+    assert_eq!(snapshot.inspect().chunks_of("w", &Slice::rows(rows)).unwrap(), 1);
     // The base's page, and mask and values of the only delta that changed this chunk.
     assert_eq!(counts.pages, 3);
     // A second chunk, which no delta changed, takes one page of the base.
     snapshot.read("w", &Slice::rows(5 * chunk_rows..5 * chunk_rows + 1)).unwrap();
-    assert_eq!(snapshot.read_counts().pages, 4);
+    assert_eq!(snapshot.inspect().read_counts().pages, 4);
 }
 
 #[test]

@@ -48,7 +48,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let snapshot = store.snapshot(args.step)?;
     let mut links = Vec::new();
     let mut cells = Vec::new();
-    for link in snapshot.chain() {
+    for link in snapshot.inspect().chain() {
         cells.push(vec![
             link.record.step.to_string(),
             link.kind.name().to_owned(),

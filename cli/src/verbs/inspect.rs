@@ -145,7 +145,7 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
     let wanted = tensors.iter().filter(|tensor| args.tensor.as_ref().is_none_or(|name| *name == tensor.name));
     let rows: Vec<TensorRow> = wanted.map(row).collect();
     let mut casks = Vec::new();
-    for (slot, index) in store.block_on(snapshot.indexes())? {
+    for (slot, index) in store.block_on(snapshot.inspect().indexes())? {
         casks.push(CaskReport::new(&index, Some(slot), args.tensor.as_deref())?);
     }
 

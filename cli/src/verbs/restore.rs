@@ -142,7 +142,7 @@ fn restore(args: &Args, snapshot: &Snapshot) -> Result<Report> {
     let selected = select(args, snapshot)?;
     let mut chunks_needed = 0u64;
     for Selected { name, slice } in &selected {
-        chunks_needed = chunks_needed.saturating_add(snapshot.chunks_of(name, slice)?);
+        chunks_needed = chunks_needed.saturating_add(snapshot.inspect().chunks_of(name, slice)?);
     }
     let output = AtomicFile::create(&args.output)?;
     let bytes = snapshot.write_safetensors(&selected, &mut BufWriter::with_capacity(1 << 20, output.file()))?;
@@ -152,7 +152,7 @@ fn restore(args: &Args, snapshot: &Snapshot) -> Result<Report> {
     };
     // Commit last: if the output file exists, the blobs exist, too.
     output.commit()?;
-    let counts = snapshot.read_counts();
+    let counts = snapshot.inspect().read_counts();
     Ok(Report {
         step: snapshot.step(),
         snapshot: snapshot.record().id.to_hex(),

@@ -164,7 +164,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
 fn parent_step(store: &Store, saved: &Saved) -> Option<u64> {
     saved.parent?;
     match store.snapshot(saved.step) {
-        Ok(snapshot) if snapshot.record().id == saved.id => snapshot.chain().get(1).map(|parent| parent.record.step),
+        Ok(snapshot) if snapshot.record().id == saved.id => snapshot.inspect().chain().get(1).map(|parent| parent.record.step),
         Ok(_) => None,
         Err(e) => {
             complain(&format!("warning: the step was saved, but opening it to show its parent failed: {e}"));

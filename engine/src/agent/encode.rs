@@ -88,7 +88,7 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
 async fn note_memory(run: &Run, memory: &MemoryTier) -> Result<()> {
     let (live, bytes) = (memory.live().await?, memory.bytes()?);
     let chain_depth = match live.last() {
-        Some(_) => memory.store().snapshot(Latest).await.map_or(0, |newest| newest.chain().len() as u64),
+        Some(_) => memory.store().snapshot(Latest).await.map_or(0, |newest| newest.inspect().chain().len() as u64),
         None => 0,
     };
     let steps = live.iter().map(|record| record.step).collect();

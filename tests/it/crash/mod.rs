@@ -149,7 +149,7 @@ async fn after_the_crash(victim: Victim, folder: &Path, finished: bool) {
         Victim::Compact | Victim::Gc => assert_eq!(steps, [1, 2, 3]),
     }
     if finished && victim == Victim::Compact {
-        assert_eq!(store.snapshot(3).await.unwrap().chain().len(), 1);
+        assert_eq!(store.snapshot(3).await.unwrap().inspect().chain().len(), 1);
     }
     if victim == Victim::Copy {
         let copied = plain(&folder.join("copy"));
@@ -169,7 +169,9 @@ async fn after_the_crash(victim: Victim, folder: &Path, finished: bool) {
     let casks = casks.filter(|entry| !entry.as_ref().unwrap().file_name().to_str().unwrap().contains('#')).count() as u64;
     let mut named = BTreeMap::new();
     for info in store.snapshots().await.unwrap() {
-        named.extend(store.snapshot(info.record.step).await.unwrap().chain().into_iter().map(|link| (link.record.id, link.casks as u64)));
+        named.extend(
+            store.snapshot(info.record.step).await.unwrap().inspect().chain().into_iter().map(|link| (link.record.id, link.casks as u64)),
+        );
     }
     assert_eq!(casks, named.values().sum::<u64>(), "no leftovers");
 }
