@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use tensorcask::blocking::{Store, maintain};
 use tensorcask::codec::{BaseUse, ChunkKind, Columns, Registry};
-use tensorcask::container::{CaskIndex, IndexDecoder, PageEntry, Progress};
+use tensorcask::container::{BlobEntry, TensorEntry, CaskIndex, IndexDecoder, PageEntry, Progress};
 use tensorcask::maintain::VerifyOptions;
 use tensorcask::wire::{HEADER_BYTES, Header, Tree, TreeNode};
 use tensorcask::{At, Error, ErrorKind, Limits, Result, Slice};
@@ -139,7 +139,7 @@ fn read_cask(file: Bytes) -> Result<Value> {
             pages.extend(index.chunk(shard, chunk)?.pages);
         }
     }
-    pages.extend(index.blobs().map(|(_, _, page)| page));
+    pages.extend(index.blobs().map(|blob| blob.page));
     let mut end = HEADER_BYTES;
     let is_padding = |from: u64, to: u64| match slice(from, to)?.iter().all(|&byte| byte == 0) {
         true => Ok(()),
@@ -150,11 +150,11 @@ fn read_cask(file: Bytes) -> Result<Value> {
         page.check(&slice(page.range.start, page.range.end)?)?;
         end = page.range.end;
     }
-    is_padding(end, index.index_offset())?;
+    is_padding(end, index.file().index_offset)?;
 
     let mut tensors = Map::new();
     for tensor in 0..index.tensor_count() {
-        let (name, dtype, shape) = index.tensor(tensor);
+        let TensorEntry { name, dtype, shape } = index.tensor(tensor);
         let mut shards = Vec::new();
         for shard in index.shards_of(tensor) {
             let rect = index.rect(shard);
@@ -174,11 +174,11 @@ fn read_cask(file: Bytes) -> Result<Value> {
         tensors.insert(name.to_owned(), json!({ "dtype": dtype.name(), "shape": shape, "shards": shards }));
     }
     let mut blobs = Vec::new();
-    for (rank, name, page) in index.blobs() {
+    for BlobEntry { rank, name, page } in index.blobs() {
         let data = slice(page.range.start, page.range.end)?;
         blobs.push(json!({ "rank": rank, "name": name, "sha256": hex(&Sha256::digest(data)) }));
     }
-    Ok(json!({ "id": header.id, "digest": index.digest(), "tensors": tensors, "blobs": blobs }))
+    Ok(json!({ "id": header.id, "digest": index.file().digest, "tensors": tensors, "blobs": blobs }))
 }
 
 /// Returns the digest of a shard's elements, or `None` if a chunk needs the parent. Decodes the other chunks in any

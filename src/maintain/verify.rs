@@ -303,7 +303,7 @@ pub(super) async fn verify_cask(store: &Store, cask: &CaskRef, of_base: bool) ->
     }
     let mut pages: Vec<(String, u64, PageEntry)> = Vec::new();
     for shard in 0..index.shard_count() {
-        let name = index.tensor(index.tensor_of(shard)).0;
+        let name = index.tensor(index.tensor_of(shard)).name;
         for chunk in 0..index.grid(shard)?.chunk_count() {
             let entry = index.chunk(shard, chunk)?;
             if of_base && entry.kind != ChunkKind::Absolute {
@@ -313,13 +313,13 @@ pub(super) async fn verify_cask(store: &Store, cask: &CaskRef, of_base: bool) ->
             pages.extend(entry.pages.into_iter().map(|page| (name.to_owned(), chunk, page)));
         }
     }
-    pages.extend(index.blobs().map(|(_, name, page)| (name.to_owned(), 0, page)));
+    pages.extend(index.blobs().map(|blob| (blob.name.to_owned(), 0, blob.page)));
 
     // Reads pages that fit a window together with the padding between them, and a larger page by itself.
     let mut end = HEADER_BYTES;
     let mut rest = pages.as_slice();
     while let Some((_, _, first)) = rest.first() {
-        let window = end..first.range.end.max(end + WINDOW_BYTES).min(index.index_offset());
+        let window = end..first.range.end.max(end + WINDOW_BYTES).min(index.file().index_offset);
         let count = rest.iter().take_while(|(_, _, page)| page.range.end <= window.end).count();
         let (now, later) = rest.split_at(count.max(1));
         rest = later;
@@ -337,6 +337,6 @@ pub(super) async fn verify_cask(store: &Store, cask: &CaskRef, of_base: bool) ->
         }
         end = last;
     }
-    let padding = store.objects().get_range(&path, end..index.index_offset()).await?;
+    let padding = store.objects().get_range(&path, end..index.file().index_offset).await?;
     padding_is_zero(&padding, end)
 }

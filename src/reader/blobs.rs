@@ -2,7 +2,7 @@
 
 use super::Snapshot;
 use super::open_chain::OpenChain;
-use crate::container::PageEntry;
+use crate::container::{BlobEntry, PageEntry};
 use crate::wire::{ErrorsFile, blob_slot};
 use crate::{Blob, Error, Result, boxed};
 
@@ -66,7 +66,7 @@ pub(super) async fn stored_blobs(chain: &OpenChain) -> Result<Vec<StoredBlob>> {
     let mut blobs = Vec::new();
     for (at, cask) in link.manifest.casks.iter().enumerate() {
         let Some(index) = link.index(at) else { continue };
-        for (rank, name, page) in index.blobs() {
+        for BlobEntry { rank, name, page } in index.blobs() {
             if blob_slot(rank) != cask.slot {
                 let message = format!("a blob of rank {rank} in the cask of slot {}", cask.slot);
                 return Err(Error::corrupt(message).object(cask.path()).tensor(name).clause("manifest 5.4"));

@@ -232,7 +232,8 @@ pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskInde
                 }
             }
         };
-        if index.digest() != cask.digest || index.index_offset() != cask.index_offset || index.root_offset() != cask.root_offset {
+        let file = index.file();
+        if file.digest != cask.digest || file.index_offset != cask.index_offset || file.root_offset != cask.root_offset {
             return Err(Error::corrupt("is not the cask that the manifest names: its digest differs").clause("manifest 2.3"));
         }
         Ok(index)

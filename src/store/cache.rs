@@ -57,10 +57,9 @@ impl Caches {
         let found = cache.kept.remove(at);
         let index = found.2.clone();
         cache.kept.push(found);
-        let same = index.id() == cask.id
-            && index.file_bytes() == cask.bytes
-            && index.index_offset() == cask.index_offset
-            && index.root_offset() == cask.root_offset;
+        let file = index.file();
+        let same = (file.id, file.bytes) == (cask.id, cask.bytes)
+            && (file.index_offset, file.root_offset) == (cask.index_offset, cask.root_offset);
         same.then_some(index)
     }
 

@@ -179,11 +179,11 @@ impl CaskReport {
         tensors.retain(|found| tensor.is_none_or(|name| name == found.name));
         Ok(Self {
             slot,
-            id: index.id().to_hex(),
-            version: index.version().to_string(),
-            bytes: index.file_bytes(),
-            alignment: index.alignment(),
-            digest: index.digest().to_hex(),
+            id: index.file().id.to_hex(),
+            version: index.file().version.to_string(),
+            bytes: index.file().bytes,
+            alignment: index.file().alignment,
+            digest: index.file().digest.to_hex(),
             tensors,
             blobs: cask::blobs(index),
         })
