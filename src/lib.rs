@@ -59,7 +59,7 @@ mod entropy;
 
 pub mod codec;
 
-mod precision;
+pub mod precision;
 
 pub mod container;
 
@@ -97,14 +97,17 @@ pub fn with_scalar_kernels<T>(run: impl FnOnce() -> T) -> T {
 /// not again inside each caller, including callers in other crates.
 pub(crate) use async_recursion::async_recursion as boxed;
 
-pub use chain::{Decision, Estimate, Policy, Reason};
-pub use commit::{History, RankExchange, Retention, SnapshotRecord, Status};
+pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision};
+pub use commit::{History, RankExchange, Retention, SnapshotRecord, SnapshotStatus};
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
-pub use precision::{Bounded, Found, Precision, RoundedChunk, RoundingReport, Setting, TensorRounding, round_chunk, search};
-pub use reader::{At, Bf16View, Inspection, Latest, LinkInfo, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, Watch};
-pub use store::{Ahead, IoCounts, Store, StoreOptions, absolute_url};
+pub use precision::{Precision, RoundingReport, TensorRounding};
+pub use reader::{
+    Bf16View, Inspection, Latest, LinkInfo, ReadCounts, ReadRequest, RecoveredSnapshot, SkippedSnapshot, Snapshot, SnapshotInfo,
+    SnapshotWatch, StepSelector, UpdateReport,
+};
+pub use store::{AheadUploads, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
-pub use writer::{BaseKeeping, ExistingStep, Metadata, Rank, RankWriter, Saved, Writer, WriterOptions};
+pub use writer::{BaseKeeping, ExistingStep, Metadata, Rank, RankWriter, SavedSnapshot, Writer, WriterOptions};

@@ -8,10 +8,10 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use tensorcask::blocking::{Store, maintain};
 use tensorcask::codec::{BaseUse, ChunkKind, Columns, Registry};
-use tensorcask::container::{BlobEntry, TensorEntry, CaskIndex, IndexDecoder, PageEntry, Progress};
+use tensorcask::container::{BlobEntry, CaskIndex, IndexDecoder, PageEntry, Progress, TensorEntry};
 use tensorcask::maintain::VerifyOptions;
 use tensorcask::wire::{HEADER_BYTES, Header, Tree, TreeNode};
-use tensorcask::{At, Error, ErrorKind, Limits, Result, Slice};
+use tensorcask::{Error, ErrorKind, Limits, Result, Slice, StepSelector};
 
 use crate::failure::Failure;
 use crate::files::hex;
@@ -87,7 +87,7 @@ fn read_store(path: &str) -> Result<Value> {
         );
     }
     // A reduced snapshot is never the latest.
-    let latest = match store.snapshot(At::Latest) {
+    let latest = match store.snapshot(StepSelector::Latest) {
         Ok(snapshot) => Some(snapshot.step()),
         Err(e) if e.kind() == ErrorKind::NotFound => None,
         Err(e) => return Err(e),

@@ -11,8 +11,8 @@ use std::time::Duration;
 use tensorcask::maintain::{self, GcOptions};
 use tensorcask::wire::Id;
 use tensorcask::{
-    Ahead, Blob, Error, ErrorKind, Metadata, Rank, RankWriter, Rect, Result, Saved, SnapshotRecord, Status, Store, TensorView, Writer,
-    WriterOptions,
+    AheadUploads, Blob, Error, ErrorKind, Metadata, Rank, RankWriter, Rect, Result, SavedSnapshot, SnapshotRecord, SnapshotStatus, Store,
+    TensorView, Writer, WriterOptions,
 };
 
 use crate::files::remove_folder;
@@ -129,20 +129,26 @@ impl MemoryTier {
     }
 
     /// Sends the casks of the next snapshot to the next tier while they are being encoded.
-    pub(crate) fn send_ahead(&mut self, ahead: Option<&Ahead>) {
+    pub(crate) fn send_ahead(&mut self, ahead: Option<&AheadUploads>) {
         self.writer.send_ahead(ahead.cloned());
         self.ranks.iter_mut().for_each(|rank| rank.send_ahead(ahead.cloned()));
     }
 
     /// Encodes a complete state of one process.
-    pub(crate) async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
+    pub(crate) async fn save(
+        &mut self,
+        step: u64,
+        tensors: &[TensorView<'_>],
+        blobs: &[Blob<'_>],
+        metadata: &Metadata,
+    ) -> Result<SavedSnapshot> {
         self.has_new_run_id = false;
         self.writer.save(step, tensors, blobs, metadata).await
     }
 
     /// Encodes the states of all ranks, in rank order, and commits them as one snapshot. Stores replicated tensors
     /// once.
-    pub(crate) async fn save_ranks(&mut self, step: u64, states: &[StoredState<'_>]) -> Result<Saved> {
+    pub(crate) async fn save_ranks(&mut self, step: u64, states: &[StoredState<'_>]) -> Result<SavedSnapshot> {
         self.has_new_run_id = false;
         let parent = self.writer.next_parent(step).await?;
         let mut receipts = Vec::with_capacity(states.len());
@@ -157,7 +163,7 @@ impl MemoryTier {
     /// Live snapshots in commit order.
     pub(crate) async fn live(&self) -> Result<Vec<SnapshotRecord>> {
         let mut records = self.store.history().records().await?;
-        records.retain(|record| record.status == Status::Live);
+        records.retain(|record| record.status == SnapshotStatus::Live);
         Ok(records)
     }
 
@@ -173,7 +179,7 @@ impl MemoryTier {
     /// the chain has become long, the base goes, and the next snapshot is a base.
     async fn prune(&mut self, keep: u32, uploads: &UploadState) -> Result<()> {
         let records = self.store.history().records().await?;
-        let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == Status::Live).collect();
+        let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == SnapshotStatus::Live).collect();
         let chain = chain_of(&records, live.last().map(|newest| newest.id));
         let base = chain.last().filter(|_| chain.len() < MAX_CHAIN).copied();
         let spare = live.iter().take(live.len().saturating_sub(keep as usize));

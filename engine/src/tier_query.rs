@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, Result, SnapshotRecord, Status, Store};
+use tensorcask::{Error, ErrorKind, Result, SnapshotRecord, SnapshotStatus, Store};
 
 /// Contents of a tier.
 pub(crate) struct TierContents {
@@ -42,7 +42,7 @@ pub(crate) async fn query_tier(store: &Store, timeout: Duration) -> Result<TierC
 
 /// Whether a snapshot is live and has all its roles.
 pub(crate) fn is_restorable(record: &SnapshotRecord) -> bool {
-    record.status == Status::Live && record.roles.is_none()
+    record.status == SnapshotStatus::Live && record.roles.is_none()
 }
 
 /// Snapshots that can be restored, newest first.

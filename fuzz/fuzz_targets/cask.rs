@@ -4,6 +4,7 @@
 use bytes::Bytes;
 use libfuzzer_sys::fuzz_target;
 use tensorcask::codec::{ChunkKind, Columns, Registry};
+use tensorcask::container::BlobEntry;
 use tensorcask::wire::Header;
 use tensorcask_fuzz::{decode_index, fix_cask, small_limits};
 

@@ -13,7 +13,7 @@ use object_store::memory::InMemory;
 use tensorcask::testing::fault::{Fault, FaultStore};
 use tensorcask::wire::{Id, StoreFile};
 use tensorcask::maintain::{self, CompactOptions, GcOptions, VerifyOptions};
-use tensorcask::{At, BaseKeeping, Dtype, ExistingStep, Metadata, Policy, Slice, Store, StoreOptions, TensorView, WriterOptions};
+use tensorcask::{StepSelector, BaseKeeping, Dtype, ExistingStep, Metadata, Policy, Slice, Store, StoreOptions, TensorView, WriterOptions};
 
 #[derive(Debug, Arbitrary)]
 enum Operation {
@@ -105,7 +105,7 @@ async fn run(input: Input) {
             }
             Operation::Pin(step, true) => _ = store.pin(u64::from(step % STEPS)).await,
             Operation::Pin(step, false) => _ = store.unpin(u64::from(step % STEPS)).await,
-            Operation::Compact(step) => _ = maintain::compact(&store, At::Step(u64::from(step % STEPS)), &CompactOptions::default()).await,
+            Operation::Compact(step) => _ = maintain::compact(&store, StepSelector::Step(u64::from(step % STEPS)), &CompactOptions::default()).await,
             Operation::Collect => _ = maintain::gc(&store, &GcOptions { apply: true, ..GcOptions::default() }).await,
             Operation::Reopen { policy, keep } => current = writer(&store, policy, keep).await,
         }

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorcask::interchange::safetensors::{self, Selected};
-use tensorcask::{Slice, blocking};
+use tensorcask::{ReadRequest, Slice, blocking};
 
 use crate::buffer::{Target, writable};
 use crate::errors::raise;
@@ -152,7 +152,7 @@ impl Snapshot {
 fn with_requests<T: Send>(
     py: Python<'_>,
     requests: Vec<Request<'_>>,
-    read: impl FnOnce(Vec<(&str, Slice, &mut [u8])>) -> PyResult<T> + Send,
+    read: impl FnOnce(Vec<ReadRequest<'_>>) -> PyResult<T> + Send,
 ) -> PyResult<T> {
     let mut targets = Vec::with_capacity(requests.len());
     let mut wanted = Vec::with_capacity(requests.len());
@@ -162,7 +162,8 @@ fn with_requests<T: Send>(
         wanted.push((name, Slice::ranges(ranges.collect::<PyResult<Vec<_>>>()?)));
     }
     let buffers = writable(&mut targets)?;
-    let requests = wanted.iter().zip(buffers).map(|((name, slice), out)| (name.as_str(), slice.clone(), out)).collect();
+    let requests =
+        wanted.iter().zip(buffers).map(|((name, slice), out)| ReadRequest { name: name.as_str(), slice: slice.clone(), out }).collect();
     py.detach(|| read(requests))
 }
 

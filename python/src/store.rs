@@ -9,7 +9,7 @@ use tensorcask::blocking;
 use tensorcask::codec::Objective;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{At, Policy, Precision, Rank, StoreOptions, WriterOptions};
+use tensorcask::{Policy, Precision, Rank, StepSelector, StoreOptions, WriterOptions};
 
 use crate::catalog::Catalog;
 use crate::errors::raise;
@@ -50,7 +50,7 @@ impl Store {
     /// Opens the snapshot of a step, or the newest snapshot.
     #[pyo3(signature = (step=None))]
     fn snapshot(&self, py: Python<'_>, step: Option<u64>) -> PyResult<Snapshot> {
-        let at = step.map_or(At::Latest, At::Step);
+        let at = step.map_or(StepSelector::Latest, StepSelector::Step);
         let store = &self.inner;
         let found = py.detach(|| until_done(store, store.inner().snapshot(at)))?;
         Ok(Snapshot::new(store.clone(), found))

@@ -6,7 +6,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorcask::maintain::{self, CompactOptions, CopyOptions, Deletable, GcOptions};
-use tensorcask::{At, Retention, SnapshotRecord};
+use tensorcask::{Retention, SnapshotRecord, StepSelector};
 
 use crate::errors::raise;
 use crate::store::Store;
@@ -44,7 +44,7 @@ pub(crate) fn gc<'py>(py: Python<'py>, store: &Store, age_floor: Duration, apply
 #[pyfunction]
 #[pyo3(signature = (store, step=None))]
 pub(crate) fn compact<'py>(py: Python<'py>, store: &Store, step: Option<u64>) -> PyResult<Bound<'py, PyDict>> {
-    let at = step.map_or(At::Latest, At::Step);
+    let at = step.map_or(StepSelector::Latest, StepSelector::Step);
     let store = &store.inner;
     let made = py.detach(|| until_done(store, maintain::compact(store.inner(), at, &CompactOptions::default())))?;
     let report = PyDict::new(py);

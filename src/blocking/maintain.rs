@@ -5,7 +5,7 @@ pub use crate::maintain::{
     CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, ProbeReport, Problem,
     Reduced, VerifyDepth, VerifyOptions, VerifyReport,
 };
-use crate::{At, Result, Retention, Saved, maintain};
+use crate::{Result, Retention, SavedSnapshot, StepSelector, maintain};
 
 /// See [`maintain::verify`].
 pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport> {
@@ -28,7 +28,7 @@ pub fn gc(store: &Store, options: &GcOptions) -> Result<GcReport> {
 }
 
 /// See [`maintain::compact`].
-pub fn compact(store: &Store, at: impl Into<At>, options: &CompactOptions) -> Result<Compacted> {
+pub fn compact(store: &Store, at: impl Into<StepSelector>, options: &CompactOptions) -> Result<Compacted> {
     store.block_on(maintain::compact(store.inner(), at, options))
 }
 
@@ -48,6 +48,6 @@ pub fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Resul
 }
 
 /// See [`maintain::consolidate`].
-pub fn consolidate(source: &Store, destination: &Store, at: impl Into<At>, options: &CompactOptions) -> Result<Saved> {
+pub fn consolidate(source: &Store, destination: &Store, at: impl Into<StepSelector>, options: &CompactOptions) -> Result<SavedSnapshot> {
     source.block_on(maintain::consolidate(source.inner(), destination.inner(), at, options))
 }

@@ -27,8 +27,8 @@ use runtime::Runtime;
 use crate::interchange::safetensors::{self, Selected};
 use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
-    At, Blob, ExistingStep, Metadata, Policy, Result, Retention, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor,
-    TensorView, WriterOptions,
+    Blob, ExistingStep, Metadata, Policy, Result, Retention, SavedSnapshot, Slice, SnapshotInfo, SnapshotRecord, StepSelector,
+    StoreOptions, Tensor, TensorView, WriterOptions,
 };
 
 /// Blocking [`Store`](crate::Store). Do not use it in async code: it would panic inside the calling runtime.
@@ -97,12 +97,12 @@ impl Store {
     }
 
     /// See [`Store::snapshot`](crate::Store::snapshot).
-    pub fn snapshot(&self, at: impl Into<At>) -> Result<Snapshot> {
+    pub fn snapshot(&self, at: impl Into<StepSelector>) -> Result<Snapshot> {
         Ok(Snapshot { inner: self.block_on(self.inner.snapshot(at))?, runtime: self.runtime.clone() })
     }
 
     /// See [`Store::recover`](crate::Store::recover). Returns the snapshot and the snapshots that were skipped.
-    pub fn recover(&self, excluded: &[crate::wire::Id]) -> Result<(Snapshot, Vec<crate::Skipped>)> {
+    pub fn recover(&self, excluded: &[crate::wire::Id]) -> Result<(Snapshot, Vec<crate::SkippedSnapshot>)> {
         let found = self.block_on(self.inner.recover(excluded))?;
         Ok((Snapshot { inner: found.snapshot, runtime: self.runtime.clone() }, found.skipped))
     }
@@ -127,9 +127,9 @@ impl Store {
         self.block_on(self.inner.forget(steps))
     }
 
-    /// See [`Store::watch`](crate::Store::watch). Wait for the next snapshot with [`Watch::next`](crate::Watch::next)
+    /// See [`Store::watch`](crate::Store::watch). Wait for the next snapshot with [`SnapshotWatch::next`](crate::SnapshotWatch::next)
     /// on [`block_on`](Self::block_on).
-    pub fn watch(&self, after: u64) -> Result<crate::Watch> {
+    pub fn watch(&self, after: u64) -> Result<crate::SnapshotWatch> {
         self.block_on(self.inner.watch(after))
     }
 
@@ -173,12 +173,12 @@ impl History<'_> {
 
 impl Writer {
     /// See [`Writer::save`](crate::Writer::save).
-    pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
+    pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<SavedSnapshot> {
         self.runtime.wait(self.inner.save(step, tensors, blobs, metadata))
     }
 
     /// See [`Writer::commit_receipts`](crate::Writer::commit_receipts).
-    pub fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
+    pub fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         self.runtime.wait(self.inner.commit_receipts(step, receipts, metadata))
     }
 
@@ -212,7 +212,7 @@ impl Snapshot {
     }
 
     /// See [`Snapshot::update_into`](crate::Snapshot::update_into).
-    pub fn update_into(&self, have: &Self, tensors: Vec<(&str, &mut [u8])>) -> Result<crate::Updated> {
+    pub fn update_into(&self, have: &Self, tensors: Vec<(&str, &mut [u8])>) -> Result<crate::UpdateReport> {
         self.runtime.wait(self.inner.update_into(&have.inner, tensors))
     }
 

@@ -48,7 +48,7 @@ pub use rounded::Rounded;
 pub use rows::Rows;
 
 pub(crate) use candidate::Candidate;
-pub use choose::{Objective, encode_chunk};
+pub use choose::{EncodeCheck, Objective, encode_chunk};
 pub(crate) use choose::{encode_given, estimate_chunk};
 
 use crate::spare;

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::state::LastWriter;
-use super::{LogState, SnapshotRecord, Status, Summary};
+use super::{LogState, SnapshotRecord, SnapshotStatus, Summary};
 use crate::store::Store;
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Error, ErrorKind, Result, boxed};
@@ -264,7 +264,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
                 step: rows.number("step", row)?,
                 parent,
                 manifest: Digest::from_hex(&rows.text("manifest", row)?).map_err(|e| e.clause("log 6.3"))?,
-                status: Status::from_name(&rows.text("status", row)?).ok_or_else(|| bad("unknown status".into()))?,
+                status: SnapshotStatus::from_name(&rows.text("status", row)?).ok_or_else(|| bad("unknown status".into()))?,
                 pinned: rows.boolean("pinned", row)?,
                 time_ms: rows.number("time_ms", row)?,
                 roles: rows.roles(row)?,

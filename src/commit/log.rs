@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::store_file::read_store_file;
-use super::{CATALOG_INTERVAL, Catalog, LogState, Need, Stale, Standing, Status, Summary, now_ms};
+use super::{CATALOG_INTERVAL, Catalog, LogState, Need, SnapshotStatus, Stale, Standing, Summary, now_ms};
 use crate::error::ResultExt;
 use crate::store::{Created, Medium, Store, concurrently};
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest, StoreFile};
@@ -203,7 +203,7 @@ impl Log {
             .snapshots()
             .iter()
             .enumerate()
-            .filter(|(_, record)| record.summary.is_none() && record.status != Status::Collected)
+            .filter(|(_, record)| record.summary.is_none() && record.status != SnapshotStatus::Collected)
             .map(|(at, record)| (at, record.manifest, record.manifest_path()))
             .collect();
         let store = &self.store;

@@ -19,7 +19,7 @@ pub(crate) use log::{Appended, Log, read_manifest, refuse_features};
 pub use retention::Retention;
 pub(crate) use retention::live_step;
 pub(crate) use state::{LogState, Summary};
-pub use state::{SnapshotRecord, Status};
+pub use state::{SnapshotRecord, SnapshotStatus};
 pub(crate) use store_file::read_store_file;
 
 /// Returns milliseconds since 1970 by this machine's clock, or 0 for an earlier time.

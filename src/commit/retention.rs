@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Log, LogState, SnapshotRecord, Status};
+use super::{Log, LogState, SnapshotRecord, SnapshotStatus};
 use crate::wire::{Event, Id};
 use crate::{Error, ErrorKind, Result, Store};
 
@@ -76,7 +76,7 @@ pub(super) async fn forget_by_id(store: &Store, snapshots: &[Id]) -> Result<Vec<
     let mut forgotten = Vec::new();
     for some in snapshots.chunks(MAX_FORGOTTEN) {
         let wanted = |state: &LogState| -> Vec<Id> {
-            let is_live = |id: &&Id| state.by_id(**id).is_some_and(|record| record.status == Status::Live && !record.pinned);
+            let is_live = |id: &&Id| state.by_id(**id).is_some_and(|record| record.status == SnapshotStatus::Live && !record.pinned);
             some.iter().filter(is_live).copied().collect()
         };
         let ids = wanted(log.state());

@@ -292,7 +292,8 @@ impl CaskIndex {
             return Err(Error::invalid(format!("the index has no part {part}")));
         };
         let at = |e: Error| e.offset(info.range.start);
-        if bytes.len() as u64 != info.range.end.saturating_sub(info.range.start) || index_crc(self.file.id, info.range.start, &bytes) != info.crc
+        if bytes.len() as u64 != info.range.end.saturating_sub(info.range.start)
+            || index_crc(self.file.id, info.range.start, &bytes) != info.crc
         {
             return Err(at(Error::corrupt("checksum mismatch of an index part").clause("index 4.2")));
         }

@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use crate::kernels::map::map_file;
 use crate::limits::{to_usize, zeroed};
 use crate::wire::DirectoryTensor;
-use crate::{Dtype, Error, Result, Slice, Snapshot, TensorView, boxed};
+use crate::{Dtype, Error, ReadRequest, Result, Slice, Snapshot, TensorView, boxed};
 
 /// Maximum size of the index of a sharded model. An index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: usize = 256 << 20;
@@ -199,7 +199,7 @@ async fn write_group(
     for (tensor, slice, bytes) in group {
         // The sizes are parts of the total, which fits `usize`.
         let (head, tail) = rest.split_at_mut(*bytes as usize);
-        requests.push((tensor.name.as_str(), slice.clone(), head));
+        requests.push(ReadRequest { name: tensor.name.as_str(), slice: slice.clone(), out: head });
         rest = tail;
     }
     snapshot.read_many_into(requests).await?;

@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use super::rewrite::Rewriter;
 use crate::codec::Objective;
-use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, read_store_file, refuse_features};
+use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features};
 use crate::container::CaskEncoder;
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, check_content};
 use crate::wire::{Digest, Event, Id, Manifest, SnapshotKind};
-use crate::{At, Error, ErrorKind, Result, Store, boxed};
+use crate::{Error, ErrorKind, Result, StepSelector, Store, boxed};
 
 /// Options of a compaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,12 +60,12 @@ pub struct Compacted {
 /// Folds the chain of a live snapshot into a base with the same id and content. Deltas made against the snapshot
 /// stay as they are. Safe to run beside writers and readers. Memory: a window of 32 MiB, the partners of its
 /// chunks, upload parts, and the largest blob.
-pub async fn compact(store: &Store, at: impl Into<At>, options: &CompactOptions) -> Result<Compacted> {
+pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &CompactOptions) -> Result<Compacted> {
     let mut log = Log::load(store).await?;
     refuse_features(read_store_file(store).await?.may_ignore())?;
     let record = match at.into() {
-        At::Latest => log.state().latest(),
-        At::Step(step) => log.state().at_step(step),
+        StepSelector::Latest => log.state().latest(),
+        StepSelector::Step(step) => log.state().at_step(step),
     };
     let record = record
         .cloned()
@@ -114,7 +114,7 @@ pub(super) async fn put_manifest(store: &Store, record: &SnapshotRecord, manifes
 /// Refuses to commit if the snapshot changed since it was read.
 pub(super) fn check_unchanged(state: &LogState, before: &SnapshotRecord) -> Result<()> {
     let now = state.by_id(before.id);
-    if now.is_some_and(|now| now.status != Status::Collected && now.revision == before.revision) {
+    if now.is_some_and(|now| now.status != SnapshotStatus::Collected && now.revision == before.revision) {
         return Ok(());
     }
     let message = format!("step {} was compacted or collected by another process in the meantime; nothing was committed", before.step);

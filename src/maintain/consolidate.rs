@@ -8,19 +8,24 @@ use std::collections::BTreeMap;
 
 use super::CompactOptions;
 use super::rewrite::Rewriter;
-use crate::chain::{Decision, Reason, content_digests};
+use crate::chain::{DecisionReason, PolicyDecision, content_digests};
 use crate::commit::{Age, refuse_features};
 use crate::reader::check_content;
 use crate::tensor::Rect;
 use crate::wire::{Digest, Directory, DirectoryShard, DirectoryTensor, blob_slot, tensor_slot};
 use crate::writer::Prepared;
-use crate::{At, Error, Metadata, Policy, Result, Saved, Store, WriterOptions};
+use crate::{Error, Metadata, Policy, Result, SavedSnapshot, StepSelector, Store, WriterOptions};
 
 /// Writes a snapshot of `source` into `destination` as a base in which no tensor is sharded. There is one cask for role
 /// `model`, one for the other roles, and one for the blobs of each rank but the first. Tensors, roles, blobs and
 /// metadata stay the same; the snapshot gets a new id. The destination is created, or must have no snapshot yet.
 /// Needs as much memory as [`compact`](super::compact).
-pub async fn consolidate(source: &Store, destination: &Store, at: impl Into<At>, options: &CompactOptions) -> Result<Saved> {
+pub async fn consolidate(
+    source: &Store,
+    destination: &Store,
+    at: impl Into<StepSelector>,
+    options: &CompactOptions,
+) -> Result<SavedSnapshot> {
     let snapshot = source.snapshot(at).await?;
     refuse_features(snapshot.manifest().may_ignore())?;
     let directory_before = &snapshot.chain.newest().directory;
@@ -60,12 +65,12 @@ pub async fn consolidate(source: &Store, destination: &Store, at: impl Into<At>,
         let next = crcs.get_mut(&directory.shard(shard).slot).and_then(Iterator::next);
         next.ok_or_else(|| Error::invalid("a chunk was not encoded"))
     })?;
-    let decision = Decision { reason: Reason::Policy, since_base: 0, estimate: None };
+    let decision = PolicyDecision { reason: DecisionReason::Policy, since_base: 0, estimate: None };
     let tensor_bytes = directory.tensor_bytes();
     let (chunk_counts, rounding) = (BTreeMap::new(), None);
     let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding, decision, age };
     let mut user = snapshot.user().clone();
-    user.remove(Decision::KEY);
+    user.remove(PolicyDecision::KEY);
     let metadata = Metadata { user, file: snapshot.metadata().clone() };
     writer.commit(snapshot.step(), None, &prepared, &metadata).await?.done()
 }

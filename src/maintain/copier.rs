@@ -15,7 +15,7 @@ use super::{CopyOptions, CopyReport};
 use crate::chain::chain_of;
 use crate::commit::{Age, Appended, Log, LogState, Need, SnapshotRecord, read_manifest, refuse_features};
 use crate::error::ResultExt;
-use crate::store::{Ahead, Listed, Upload};
+use crate::store::{AheadUploads, Listed, Upload};
 use crate::wire::{CaskRef, Event, Id, Manifest};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
@@ -33,7 +33,7 @@ pub struct Copier {
     opened: bool,
     options: CopyOptions,
     /// Casks that were sent to the destination before their snapshot was committed.
-    ahead: Option<Ahead>,
+    ahead: Option<AheadUploads>,
 }
 
 impl Copier {
@@ -57,7 +57,7 @@ impl Copier {
     }
 
     /// Makes the next copy continue casks that were sent ahead. Casks that it does not need are given up.
-    pub fn finish_ahead(&mut self, ahead: Option<Ahead>) {
+    pub fn finish_ahead(&mut self, ahead: Option<AheadUploads>) {
         self.ahead = ahead.filter(|ahead| ahead.destination().url() == self.destination.url());
     }
 
@@ -271,7 +271,7 @@ async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>
 
 /// Copies a cask, except bytes that were sent ahead. Returns the number of those bytes.
 #[boxed]
-async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef, ahead: Option<&Ahead>) -> Result<u64> {
+async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef, ahead: Option<&AheadUploads>) -> Result<u64> {
     let path = cask.path();
     let begun = match ahead {
         Some(ahead) => ahead.take(&path).await,

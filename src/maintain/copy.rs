@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::Copier;
 use crate::chain::chain_of;
-use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, live_step, read_store_file, refuse_features};
+use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, read_store_file, refuse_features};
 use crate::error::ResultExt;
 use crate::store::{Created, probe};
 use crate::wire::{Event, Id, Manifest, STORE_FILE};
@@ -80,7 +80,7 @@ pub(super) fn snapshots_to_copy(
     for root in roots {
         for mut link in chain_of(state, root.id, store.limits().max_chain_depth)? {
             if steps.is_some() && !asked.contains(&link.id) && destination.by_id(link.id).is_none() {
-                link.status = Status::Forgotten;
+                link.status = SnapshotStatus::Forgotten;
             }
             wanted.entry(link.sequence).or_insert(link);
         }
@@ -129,7 +129,7 @@ async fn mirror_status(source: &Store, destination: &Store, log: &mut Log, write
         log.append(writer, |_| Ok(Event::Compacted { snapshot, parent, manifest, roles: Some(roles.clone()) })).await?;
         log.write_catalog_if_due().await;
     }
-    let dead: BTreeSet<Id> = copied.iter().filter(|record| record.status != Status::Live).map(|record| record.id).collect();
+    let dead: BTreeSet<Id> = copied.iter().filter(|record| record.status != SnapshotStatus::Live).map(|record| record.id).collect();
     let mut forget: Vec<Id> = log.state().live().map(|record| record.id).filter(|id| dead.contains(id)).collect();
     while !forget.is_empty() {
         let rest = forget.split_off(forget.len().min(10_000));

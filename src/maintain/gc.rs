@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::mark::{History, Marks};
-use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, read_store_file, refuse_features};
+use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features};
 use crate::store::{Listed, concurrently};
 use crate::wire::{Event, Id};
 use crate::{Result, Store, boxed};
@@ -163,12 +163,12 @@ fn unneeded(state: &LogState) -> (Vec<&SnapshotRecord>, Vec<&SnapshotRecord>) {
             next = state.by_id(id).and_then(|record| record.parent);
         }
     }
-    let idle = state.snapshots().iter().filter(|record| !is_root(record) && record.status != Status::Collected);
+    let idle = state.snapshots().iter().filter(|record| !is_root(record) && record.status != SnapshotStatus::Collected);
     idle.partition(|record| !needed.contains(&record.id))
 }
 
 fn is_root(record: &SnapshotRecord) -> bool {
-    record.status == Status::Live || (record.pinned && record.status != Status::Collected)
+    record.status == SnapshotStatus::Live || (record.pinned && record.status != SnapshotStatus::Collected)
 }
 
 /// Commits which snapshots are given up. After a commit of another writer, the snapshots are determined again.

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 
-use crate::commit::{Catalog, LogState, SnapshotRecord, Status, read_manifest, refuse_features};
+use crate::commit::{Catalog, LogState, SnapshotRecord, SnapshotStatus, read_manifest, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::read_directory;
 use crate::store::concurrently;
@@ -73,7 +73,7 @@ impl History {
         }
         let mut history = Self { state, named: BTreeSet::new() };
         history.replay(store, Some(boundary)).await?;
-        let kept = history.state.snapshots().iter().filter(|record| record.status != Status::Collected);
+        let kept = history.state.snapshots().iter().filter(|record| record.status != SnapshotStatus::Collected);
         history.named = kept.map(NamedManifest::by).collect();
         history.refresh(store).await?;
         Ok(history)
@@ -92,7 +92,7 @@ impl History {
 
     /// Manifests that the newest state needs.
     pub(super) fn needed(&self) -> BTreeSet<NamedManifest> {
-        self.state.snapshots().iter().filter(|record| record.status != Status::Collected).map(NamedManifest::by).collect()
+        self.state.snapshots().iter().filter(|record| record.status != SnapshotStatus::Collected).map(NamedManifest::by).collect()
     }
 
     /// Applies entries before `end`, or up to the last.

@@ -13,7 +13,7 @@ use super::CompactOptions;
 use super::compact::{check_unchanged, put_manifest};
 use super::rewrite::Rewriter;
 use crate::chain::chain_of;
-use crate::commit::{Age, Log, LogState, SnapshotRecord, Status, live_step, now_ms, read_store_file, refuse_features};
+use crate::commit::{Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, now_ms, read_store_file, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, check_content};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind, blob_slot};
@@ -142,8 +142,8 @@ fn reason_to_hold(state: &LogState, record: &SnapshotRecord, roles: &BTreeSet<St
         return Some("it is the newest that has all roles".into());
     }
     let narrow = |other: &SnapshotRecord| other.roles.as_ref().is_some_and(|has| has.iter().all(|role| roles.contains(role)));
-    let roots = state.snapshots().iter().filter(|other| other.status == Status::Live || other.pinned);
-    let mut others = roots.filter(|other| other.id != record.id && other.status != Status::Collected && !narrow(other));
+    let roots = state.snapshots().iter().filter(|other| other.status == SnapshotStatus::Live || other.pinned);
+    let mut others = roots.filter(|other| other.id != record.id && other.status != SnapshotStatus::Collected && !narrow(other));
     let needs = |other: &&SnapshotRecord| match chain_of(state, other.id, u64::MAX) {
         Ok(chain) => chain.iter().any(|link| link.id == record.id),
         Err(_) => false,

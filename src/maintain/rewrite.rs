@@ -14,13 +14,14 @@ use tokio::sync::OnceCell;
 use super::compact::CompactOptions;
 use crate::codec::{Candidate, Chunk, Codec, EncodedChunk, Partner};
 use crate::limits::{to_usize, zeroed};
+use crate::precision::Setting;
 use crate::reader::{ChunkItem, ReadItem, Snapshot, shard_errors};
 use crate::tensor::{ChunkGrid, Rect, Run, copy_run, rects_of_run};
 use crate::wire::{CaskRef, Directory, blob_slot};
 use crate::writer::{
     CaskWriter, ChunkInput, ChunkPlace, EncodeOptions, PlannedChunk, Section, ShardLabel, WINDOW_BYTES, encode_chunks, plan,
 };
-use crate::{Result, Setting, Store, boxed, parallel};
+use crate::{Result, Store, boxed, parallel};
 
 /// A rewritten cask.
 pub(super) struct RewrittenCask {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use super::Snapshot;
 use super::content::check_content;
 use super::execute::chunk_count;
-use crate::chain::{Decision, Link};
+use crate::chain::{Link, PolicyDecision};
 use crate::commit::SnapshotRecord;
 use crate::container::CaskIndex;
 use crate::wire::SnapshotKind;
@@ -64,8 +64,8 @@ impl Snapshot {
 
 impl Inspection<'_> {
     /// Returns why the adaptive policy chose a base or a delta. `None` if another policy saved the snapshot.
-    pub fn decision(&self) -> Option<Decision> {
-        serde_json::from_value(self.snapshot.user().get(Decision::KEY)?.clone()).ok()
+    pub fn decision(&self) -> Option<PolicyDecision> {
+        serde_json::from_value(self.snapshot.user().get(PolicyDecision::KEY)?.clone()).ok()
     }
 
     /// Returns the chain, newest first.

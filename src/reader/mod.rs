@@ -24,13 +24,13 @@ pub(crate) use content::{check_content, chunk_crcs};
 pub(crate) use execute::{ChunkItem, ReadItem};
 pub use inspect::{Inspection, LinkInfo, ReadCounts};
 pub use narrow::Bf16View;
-pub use open::{At, Latest, SnapshotInfo};
+pub use open::{Latest, SnapshotInfo, StepSelector};
 use open_chain::OpenChain;
 pub(crate) use open_chain::{read_directory, read_index};
-pub use recover::{Recovered, Skipped};
+pub use recover::{RecoveredSnapshot, SkippedSnapshot};
 pub(crate) use rounding::shard_errors;
-pub use since::Updated;
-pub use watch::Watch;
+pub use since::UpdateReport;
+pub use watch::SnapshotWatch;
 
 use crate::commit::{LogState, SnapshotRecord};
 use crate::limits::{to_usize, zeroed};
@@ -43,6 +43,17 @@ use crate::{Result, Slice, Store, Tensor, boxed};
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     pub(crate) chain: OpenChain,
+}
+
+/// A slice of a tensor to read, and the buffer that receives it.
+#[derive(Debug)]
+pub struct ReadRequest<'a> {
+    /// Name of the tensor.
+    pub name: &'a str,
+    /// Slice of the tensor.
+    pub slice: Slice,
+    /// Buffer of exactly the slice's size.
+    pub out: &'a mut [u8],
 }
 
 impl Snapshot {
@@ -108,10 +119,10 @@ impl Snapshot {
         self.chain.read_items(vec![ReadItem { tensor, rect, out }]).await
     }
 
-    /// Reads several slices in few requests. Each request is a name, a slice, and a buffer of exactly the slice's size.
-    pub async fn read_many_into(&self, requests: Vec<(&str, Slice, &mut [u8])>) -> Result<()> {
+    /// Reads several slices in few requests to the storage.
+    pub async fn read_many_into(&self, requests: Vec<ReadRequest<'_>>) -> Result<()> {
         let mut items = Vec::with_capacity(requests.len());
-        for (name, slice, out) in requests {
+        for ReadRequest { name, slice, out } in requests {
             let tensor = self.chain.find(name)?;
             let rect = slice.of(&self.chain.newest().directory.shape(tensor)).map_err(|e| e.tensor(name))?;
             items.push(ReadItem { tensor, rect, out });

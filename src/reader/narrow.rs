@@ -3,9 +3,9 @@
 use bytes::Bytes;
 use rayon::prelude::*;
 
-use super::Snapshot;
 use super::execute::{ChunkItem, fetch_groups, touched};
 use super::open_chain::OpenChain;
+use super::{ReadRequest, Snapshot};
 use crate::chain::{ShardPlan, Step};
 use crate::codec::{ChunkKind, Columns, Rounded};
 use crate::limits::{to_usize, zeroed};
@@ -62,15 +62,15 @@ impl Bf16View<'_> {
         crate::Limits::check(bytes, self.chain.store.limits().max_read_bytes, "size of the slice").map_err(|e| e.tensor(name))?;
         self.chain.check_present(self.chain.find(name)?, &rect).await?;
         let mut data = zeroed(to_usize(bytes, "a tensor")?, "a tensor")?;
-        self.read_many_into(vec![(name, slice.clone(), &mut data)]).await?;
+        self.read_many_into(vec![ReadRequest { name, slice: slice.clone(), out: &mut data }]).await?;
         Ok(Tensor { name: name.to_owned(), dtype: Dtype::Bf16, shape: rect.shape, data })
     }
 
-    /// Reads several slices of f32 tensors, as [`read`](Self::read) does. Each request is a name, a
-    /// slice, and a buffer of exactly the slice's size.
-    pub async fn read_many_into(&self, requests: Vec<(&str, Slice, &mut [u8])>) -> Result<()> {
+    /// Reads several slices of f32 tensors, as [`read`](Self::read) does. Each buffer has
+    /// exactly the size of its slice as bf16.
+    pub async fn read_many_into(&self, requests: Vec<ReadRequest<'_>>) -> Result<()> {
         let mut wanted = Vec::with_capacity(requests.len());
-        for (name, slice, out) in requests {
+        for ReadRequest { name, slice, out } in requests {
             let tensor = self.chain.find(name)?;
             let directory = &self.chain.newest().directory;
             let rect = slice.of(&directory.shape(tensor)).map_err(|e| e.tensor(name))?;

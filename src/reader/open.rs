@@ -12,20 +12,20 @@ pub struct Latest;
 
 /// Selector of the snapshot to open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum At {
+pub enum StepSelector {
     /// Newest live snapshot by commit, which is not always the highest step.
     Latest,
     /// Live snapshot of a step.
     Step(u64),
 }
 
-impl From<Latest> for At {
+impl From<Latest> for StepSelector {
     fn from(_: Latest) -> Self {
         Self::Latest
     }
 }
 
-impl From<u64> for At {
+impl From<u64> for StepSelector {
     fn from(step: u64) -> Self {
         Self::Step(step)
     }
@@ -46,12 +46,12 @@ pub struct SnapshotInfo {
 
 impl Store {
     /// Opens a snapshot. Checks all log entries, manifests and directories of its chain.
-    pub async fn snapshot(&self, at: impl Into<At>) -> Result<Snapshot> {
+    pub async fn snapshot(&self, at: impl Into<StepSelector>) -> Result<Snapshot> {
         let log = Log::load(self).await?;
         let state = log.state();
         let (record, wanted) = match at.into() {
-            At::Latest => (state.latest(), "snapshot".to_owned()),
-            At::Step(step) => (state.at_step(step), format!("step {step}")),
+            StepSelector::Latest => (state.latest(), "snapshot".to_owned()),
+            StepSelector::Step(step) => (state.at_step(step), format!("step {step}")),
         };
         let record = record
             .ok_or_else(|| Error::not_found(format!("the store has no {wanted}; `tensorcask ls` lists its steps")).object(self.url()))?;

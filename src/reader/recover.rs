@@ -9,7 +9,7 @@ use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// A snapshot that was skipped.
 #[derive(Debug)]
-pub struct Skipped {
+pub struct SkippedSnapshot {
     /// Its step.
     pub step: u64,
     /// Its id.
@@ -20,11 +20,11 @@ pub struct Skipped {
 
 /// Newest snapshot that can be rebuilt, with the newer ones that cannot.
 #[derive(Debug)]
-pub struct Recovered {
+pub struct RecoveredSnapshot {
     /// Snapshot that can be rebuilt.
     pub snapshot: Snapshot,
     /// Newer snapshots that cannot be rebuilt, newest first.
-    pub skipped: Vec<Skipped>,
+    pub skipped: Vec<SkippedSnapshot>,
 }
 
 impl Store {
@@ -35,9 +35,9 @@ impl Store {
     /// returned, because an older state would hide it.
     ///
     /// Pages are checked when they are read. If a page is damaged, call this again with the failed ids in `excluded`.
-    pub async fn recover(&self, excluded: &[Id]) -> Result<Recovered> {
+    pub async fn recover(&self, excluded: &[Id]) -> Result<RecoveredSnapshot> {
         let log = Log::load(self).await?;
-        let mut skipped: Vec<Skipped> = Vec::new();
+        let mut skipped: Vec<SkippedSnapshot> = Vec::new();
         for record in log.state().whole().rev().filter(|record| !excluded.contains(&record.id)) {
             let opened = async {
                 let snapshot = Snapshot::load(self, log.state(), record.id).await?;
@@ -45,10 +45,10 @@ impl Store {
                 Ok::<_, Error>(snapshot)
             };
             match opened.await {
-                Ok(snapshot) => return Ok(Recovered { snapshot, skipped }),
+                Ok(snapshot) => return Ok(RecoveredSnapshot { snapshot, skipped }),
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
                     tracing::warn!(step = record.step, %error, "this step cannot be rebuilt; trying the previous step");
-                    skipped.push(Skipped { step: record.step, snapshot: record.id, error });
+                    skipped.push(SkippedSnapshot { step: record.step, snapshot: record.id, error });
                 }
                 Err(error) => return Err(error),
             }

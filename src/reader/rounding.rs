@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::Snapshot;
+use crate::precision::ChunkRounding;
 use crate::tensor::ChunkGrid;
 use crate::wire::{ErrorsFile, ShardErrors};
 use crate::{Error, Result, RoundingReport, TensorRounding, boxed};
@@ -45,7 +46,7 @@ impl Snapshot {
                 let elements = grid.elements(chunk.chunk);
                 let report = RoundingReport::of_chunk(chunk, elements.end.saturating_sub(elements.start));
                 found.total = found.total.and(report);
-                found.chunks.push((shard.offset.clone(), chunk.chunk, report));
+                found.chunks.push(ChunkRounding { offset: shard.offset.clone(), chunk: chunk.chunk, report });
             }
         }
         Ok(tensors.into_values().collect())

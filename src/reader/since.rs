@@ -16,7 +16,7 @@ const BATCH_BYTES: u64 = 32 << 20;
 
 /// Result of an update, counted in chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Updated {
+pub struct UpdateReport {
     /// Number of chunks that are the same in both snapshots. Nothing was read for them.
     pub unchanged: u64,
     /// Number of chunks made from the held bytes and the deltas in between.
@@ -49,7 +49,7 @@ impl Snapshot {
     ///
     /// Held bytes are compared with their checksums first. A chunk that does not match `have` is rebuilt. After an
     /// error, each buffer may hold chunks of both snapshots.
-    pub async fn update_into(&self, have: &Snapshot, tensors: Vec<(&str, &mut [u8])>) -> Result<Updated> {
+    pub async fn update_into(&self, have: &Snapshot, tensors: Vec<(&str, &mut [u8])>) -> Result<UpdateReport> {
         let (mut outs, mut shards, mut owners) = (Vec::new(), Vec::new(), Vec::new());
         // Shards of `have`, and for each shard here the index of its counterpart in `have`.
         let (mut held, mut matching) = (Vec::new(), Vec::new());
@@ -77,7 +77,7 @@ impl Snapshot {
         let rows = self.chain.load_plans(&shards).await?;
         let held_rows = have.chain.load_plans(&held).await?;
         let update = Update { chain: &self.chain, have: &have.chain, shards: &shards, owners: &owners };
-        let mut done = Updated::default();
+        let mut done = UpdateReport::default();
         let (mut batch, mut batch_bytes) = (Vec::new(), 0u64);
         for (at, plan) in shards.iter().enumerate() {
             for chunk in 0..plan.grid.chunk_count() {
@@ -136,7 +136,7 @@ impl Update<'_> {
     }
 
     #[boxed]
-    async fn apply(&self, batch: Vec<Work>, outs: &mut [(Rect, &mut [u8])], done: &mut Updated) -> Result<()> {
+    async fn apply(&self, batch: Vec<Work>, outs: &mut [(Rect, &mut [u8])], done: &mut UpdateReport) -> Result<()> {
         let mut rebuild: Vec<(Work, Vec<u8>)> = Vec::new();
         let mut advance: Vec<(Work, Vec<Step>, Vec<u8>)> = Vec::new();
         for mut work in batch {

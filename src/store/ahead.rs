@@ -26,7 +26,7 @@ const MAX_WAITING_BYTES: u64 = 64 << 20;
 /// not take in time. An object is published there only after the copier has completed it and compared it with its
 /// checksums. Dropping the last clone aborts the unfinished uploads.
 #[derive(Debug, Clone)]
-pub struct Ahead(Arc<Inner>);
+pub struct AheadUploads(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
@@ -45,7 +45,7 @@ pub(crate) struct Begun {
     pub sent_bytes: u64,
 }
 
-impl Ahead {
+impl AheadUploads {
     /// Sends to `destination`, which must exist before the writer begins to send.
     pub fn new(destination: &Store) -> Self {
         Self(Arc::new(Inner { destination: destination.clone(), waiting: Arc::default(), begun: Mutex::default() }))

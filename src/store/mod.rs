@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock};
 use object_store::ObjectStore;
 use object_store::path::Path;
 
-pub use ahead::Ahead;
+pub use ahead::AheadUploads;
 pub(crate) use cache::Caches;
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed};

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
 use tokio::task::JoinSet;
 
-use super::ahead::{Ahead, Tee};
+use super::ahead::{AheadUploads, Tee};
 use super::io::unconditional;
 use super::{Medium, Objects, Store};
 use crate::{Error, ErrorKind, Result, boxed};
@@ -52,7 +52,7 @@ impl Upload {
     }
 
     /// Also sends the same bytes to another store.
-    pub(crate) fn sent_ahead(mut self, ahead: Option<&Ahead>, expected_bytes: u64) -> Self {
+    pub(crate) fn sent_ahead(mut self, ahead: Option<&AheadUploads>, expected_bytes: u64) -> Self {
         self.tee = ahead.map(|ahead| ahead.begin(&self.object, expected_bytes));
         self
     }

@@ -13,8 +13,9 @@ use super::input::{ChunkRef, SaveInput};
 use super::rounding::stored_form_alone;
 use crate::codec::Partner;
 use crate::limits::zeroed;
+use crate::precision::Setting;
 use crate::reader::ChunkItem;
-use crate::{Dtype, Result, Setting, boxed, parallel};
+use crate::{Dtype, Result, boxed, parallel};
 
 /// Chunk of another tensor of the same parameter, and its base.
 pub(super) struct PartnerChunk<'a> {

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::codec::{Candidate, Chunk, ChunkKind, EncodedChunk, Objective, Registry, encode_given};
 use crate::container::CaskEncoder;
-use crate::store::{Ahead, Upload};
+use crate::store::{AheadUploads, Upload};
 use crate::tensor::Rect;
 use crate::wire::{CaskRef, Id};
 use crate::{Dtype, Error, Result, Store, boxed, parallel};
@@ -120,7 +120,7 @@ pub(crate) struct CaskWriter {
 
 impl CaskWriter {
     /// Begins a cask of about `expected_bytes`. The bytes also go to the store of `ahead`, if there is one.
-    pub(crate) fn new(store: &Store, slot: u32, options: EncodeOptions, expected_bytes: u64, ahead: Option<&Ahead>) -> Result<Self> {
+    pub(crate) fn new(store: &Store, slot: u32, options: EncodeOptions, expected_bytes: u64, ahead: Option<&AheadUploads>) -> Result<Self> {
         let encoder = CaskEncoder::new(Id::random()?, options.alignment_exponent)?.with_limits(store.limits().clone());
         let path = format!("casks/{}.cask", encoder.id());
         let upload = Upload::new(store, path, expected_bytes).sent_ahead(ahead, expected_bytes);

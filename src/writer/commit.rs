@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 use super::changed_rows::ChangedRows;
 use super::parent::{Parent, is_damage};
 use super::pipeline::SavePipeline;
-use super::{ExistingStep, Metadata, Saved, Writer, WriterOptions};
-use crate::chain::{Decision, Policy, Reason, chain_of};
+use super::{ExistingStep, Metadata, SavedSnapshot, Writer, WriterOptions};
+use crate::chain::{DecisionReason, Policy, PolicyDecision, chain_of};
 use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
@@ -77,12 +77,12 @@ async fn open_log(store: &Store) -> Result<Log> {
 impl Writer {
     /// Opens the parent of a snapshot of `step`; `None` for a base.
     #[boxed]
-    pub(super) async fn parent(&mut self, step: u64) -> Result<(Option<Parent>, Decision)> {
+    pub(super) async fn parent(&mut self, step: u64) -> Result<(Option<Parent>, PolicyDecision)> {
         let (parent, mut decision) = self.decide(step).await?;
         let Some(id) = parent else { return Ok((None, decision)) };
         let parent = Parent::open(&self.pipeline.store, self.log.state(), id).await?;
         if parent.is_none() {
-            decision.reason = Reason::BrokenParent;
+            decision.reason = DecisionReason::BrokenParent;
         }
         Ok((parent, decision))
     }
@@ -90,7 +90,7 @@ impl Writer {
     /// Parent of a snapshot of `step`, by the policy and the current log. In a store that was replaced, the snapshot
     /// becomes a base.
     #[boxed]
-    pub(super) async fn decide(&mut self, step: u64) -> Result<(Option<Id>, Decision)> {
+    pub(super) async fn decide(&mut self, step: u64) -> Result<(Option<Id>, PolicyDecision)> {
         let replaced = match self.log.catch_up().await? {
             Standing::Same => false,
             Standing::Stale(stale) => {
@@ -102,7 +102,7 @@ impl Writer {
         let (parent, mut decision) =
             self.pipeline.options.policy.decide(self.log.state(), step, self.pipeline.store.limits().max_chain_depth);
         if replaced && parent.is_some() {
-            decision.reason = Reason::BrokenParent;
+            decision.reason = DecisionReason::BrokenParent;
         }
         Ok((parent.filter(|_| !replaced), decision))
     }
@@ -201,7 +201,7 @@ impl Writer {
         manifest.user = metadata.user.clone();
         if self.pipeline.options.policy == Policy::Adaptive {
             let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
-            manifest.user.insert(Decision::KEY.to_owned(), value);
+            manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
         }
 
         let (bytes, manifest_digest) = manifest.encode()?;
@@ -258,7 +258,7 @@ impl Writer {
         self.log.note_summary(manifest.id, Summary::of(&manifest));
         self.log.write_catalog_if_due().await;
         tracing::info!(step, snapshot = %manifest.id, kind = manifest.kind.name(), bytes = manifest.stored_bytes(), "committed");
-        Ok(Commit::Done(Saved {
+        Ok(Commit::Done(SavedSnapshot {
             id: manifest.id,
             step,
             kind: manifest.kind,
@@ -276,7 +276,7 @@ impl Writer {
 /// Outcome of a commit.
 pub(crate) enum Commit {
     /// The snapshot is committed.
-    Done(Saved),
+    Done(SavedSnapshot),
     /// The store was changed from outside; nothing was committed.
     Stale(Stale),
     /// The parent was collected or reduced in the meantime; nothing was committed.
@@ -285,7 +285,7 @@ pub(crate) enum Commit {
 
 impl Commit {
     /// The snapshot, or the error that kept it from being committed.
-    pub(crate) fn done(self) -> Result<Saved> {
+    pub(crate) fn done(self) -> Result<SavedSnapshot> {
         match self {
             Self::Done(saved) => Ok(saved),
             Self::Stale(Stale { error, .. }) | Self::ParentLost(error) => Err(error),
@@ -319,7 +319,7 @@ pub(crate) struct Prepared<'a> {
     pub chunk_counts: BTreeMap<String, u64>,
     /// Rounding errors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
-    pub decision: Decision,
+    pub decision: PolicyDecision,
     /// Age of the oldest cask.
     pub age: Age,
 }

@@ -10,7 +10,7 @@ use super::base_cache::BaseCache;
 use super::base_chunks::{PartnerChunk, base_chunks, partner_chunks};
 use super::input::{ChunkRef, SaveInput};
 use super::rounding::stored_forms;
-use crate::chain::Estimate;
+use crate::chain::DeltaEstimate;
 use crate::codec::{Chunk, Partner, estimate_chunk};
 use crate::tensor::ChunkGrid;
 use crate::{Result, boxed, parallel};
@@ -20,7 +20,7 @@ const SAMPLES: u64 = 48;
 
 /// Estimates the stored size of a state from chunks at equal distances.
 #[boxed]
-pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result<Estimate> {
+pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result<DeltaEstimate> {
     let chunks = sample(input)?;
     let bases: Vec<Option<Cow<'_, [u8]>>> = base_chunks(input, cache, &chunks).await?;
     let rounded = stored_forms(input, &chunks, &bases)?;
@@ -43,7 +43,7 @@ pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result
     let sum = |bytes: fn(&ChunkSizes) -> u64| sizes.iter().map(|sizes| u128::from(bytes(sizes))).sum::<u128>();
     let decoded = sum(|sizes| sizes.decoded).max(1);
     let scale = |bytes: u128| u64::try_from(bytes * u128::from(input.layout.tensor_bytes) / decoded).unwrap_or(u64::MAX);
-    Ok(Estimate {
+    Ok(DeltaEstimate {
         base_bytes: scale(sum(|sizes| sizes.absolute)),
         delta_bytes: scale(sum(|sizes| sizes.delta)),
         sampled_chunks: chunks.len() as u64,

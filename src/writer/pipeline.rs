@@ -32,10 +32,10 @@ use super::window::{Section, WINDOW_BYTES, plan};
 use super::{BaseKeeping, WriterOptions};
 use crate::chain::{Policy, content_digests};
 use crate::codec::{Chunk, EncodedChunk, Partner};
-use crate::precision::Rounded;
+use crate::precision::{Rounded, Setting};
 use crate::tensor::ChunkGrid;
 use crate::wire::{CaskRef, Digest, Directory, ErrorsFile, blob_slot};
-use crate::{Ahead, Error, Result, Setting, Store, boxed};
+use crate::{AheadUploads, Error, Result, Store, boxed};
 
 /// Encodes and uploads one state at a time, and keeps what the next delta needs.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ pub(super) struct SavePipeline {
     /// Rows that changed since that state, as far as callers named them.
     pub changed_rows: ChangedRows,
     /// Second store that casks are sent to while they are being written.
-    pub ahead: Option<Ahead>,
+    pub ahead: Option<AheadUploads>,
 }
 
 /// Result of a run of the pipeline: all casks are uploaded, and nothing is committed.
@@ -133,7 +133,7 @@ impl SavePipeline {
 struct SaveRun<'a> {
     input: SaveInput<'a>,
     base: &'a mut BaseCache,
-    ahead: Option<&'a Ahead>,
+    ahead: Option<&'a AheadUploads>,
     /// Roles whose base chunks are needed for tensors of other roles, too.
     partner_base_roles: BTreeSet<&'static str>,
     uploaded: UploadedCasks,

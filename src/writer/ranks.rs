@@ -12,7 +12,7 @@ use super::parent::{Parent, is_damage};
 use super::pipeline::SavePipeline;
 use crate::commit::{Log, Standing, refuse_features};
 use crate::wire::{CaskRef, Id, MAX_RANK, RankSave, Receipt, ReceiptShard, ReceiptTensor};
-use crate::{Ahead, Blob, Error, ErrorKind, Result, Store, TensorView, boxed};
+use crate::{AheadUploads, Blob, Error, ErrorKind, Result, Store, TensorView, boxed};
 
 /// Rank of a process in a job of many ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,7 +85,7 @@ impl RankWriter {
     }
 
     /// Like [`Writer::send_ahead`](crate::Writer::send_ahead), for the casks of this rank.
-    pub fn send_ahead(&mut self, ahead: Option<Ahead>) {
+    pub fn send_ahead(&mut self, ahead: Option<AheadUploads>) {
         self.pipeline.ahead = ahead;
     }
 

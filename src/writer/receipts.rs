@@ -11,8 +11,8 @@ use std::time::Duration;
 use super::commit::{Commit, Prepared};
 use super::layout::check_tiles;
 use super::parent::Parent;
-use super::{Metadata, Saved, Writer, check_user};
-use crate::chain::{Policy, Reason, content_digests};
+use super::{Metadata, SavedSnapshot, Writer, check_user};
+use crate::chain::{DecisionReason, Policy, content_digests};
 use crate::codec::Registry;
 use crate::commit::Age;
 use crate::store::concurrently;
@@ -35,7 +35,7 @@ impl Writer {
 
     /// Commits one snapshot of the casks of all ranks, or nothing. There must be a receipt of each rank for this step
     /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store.
-    pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
+    pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         self.check_usable()?;
         check_user(metadata)?;
         let saved = self.commit_all(step, receipts, metadata).await;
@@ -44,16 +44,16 @@ impl Writer {
     }
 
     #[boxed]
-    async fn commit_all(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
+    async fn commit_all(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         check_ranks(step, receipts)?;
         let store = self.pipeline.store.clone();
         let (_, mut decision) = self.decide(step).await?;
         let parent = self.common_parent(receipts).await?;
         match (&parent, decision.reason) {
-            (None, Reason::SmallDelta | Reason::Policy) if self.pipeline.options.policy != Policy::Full => {
-                decision.reason = Reason::BrokenParent
+            (None, DecisionReason::SmallDelta | DecisionReason::Policy) if self.pipeline.options.policy != Policy::Full => {
+                decision.reason = DecisionReason::BrokenParent
             }
-            (Some(_), reason) if reason != Reason::SmallDelta => decision.reason = Reason::Policy,
+            (Some(_), reason) if reason != DecisionReason::SmallDelta => decision.reason = DecisionReason::Policy,
             _ => {}
         }
 

@@ -14,9 +14,9 @@ use rayon::prelude::*;
 use super::input::{ChunkRef, SaveInput};
 use crate::codec::{Chunk, Partner};
 use crate::kernels::errors::updates;
-use crate::precision::{Rounded, round};
+use crate::precision::{Rounded, Setting, round};
 use crate::wire::{ChunkErrors, ErrorsFile, ShardErrors};
-use crate::{Dtype, Result, RoundingReport, Setting, parallel};
+use crate::{Dtype, Result, RoundingReport, parallel};
 
 /// The stored form of each chunk, computed on all cores. `bases` holds the base of each chunk.
 pub(super) fn stored_forms<'a>(input: &SaveInput<'a>, chunks: &[ChunkRef], bases: &[Option<Cow<'_, [u8]>>]) -> Result<Vec<Rounded<'a>>> {

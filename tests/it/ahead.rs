@@ -9,7 +9,7 @@ use object_store::path::Path;
 use tensorcask::maintain::{self, Copier, CopyReport, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
-use tensorcask::{Ahead, Dtype, Metadata, Policy, Slice, Store, TensorView, Writer};
+use tensorcask::{AheadUploads, Dtype, Metadata, Policy, Slice, Store, TensorView, Writer};
 
 use crate::common::{DEADLINE, noise, objects_of, until, wrap};
 
@@ -32,7 +32,7 @@ async fn pair(destination: &Store) -> (Store, Writer, Copier) {
 /// Saves step 2 ahead and copies it. Returns the report of the copy.
 async fn save_ahead(destination: &Store, data: &[u8]) -> CopyReport {
     let (source, mut writer, mut copier) = pair(destination).await;
-    let ahead = Ahead::new(destination);
+    let ahead = AheadUploads::new(destination);
     writer.send_ahead(Some(ahead.clone()));
     save(&mut writer, 2, data).await;
     assert!(destination.snapshot(2).await.is_err(), "nothing is there before it is committed");
@@ -81,7 +81,7 @@ async fn a_slow_store_does_not_hold_the_writer_up() {
     let destination = wrap(Arc::new(store));
     let (source, mut writer, mut copier) = pair(&destination).await;
     let data = noise(4, 200 << 20);
-    let ahead = Ahead::new(&destination);
+    let ahead = AheadUploads::new(&destination);
     writer.send_ahead(Some(ahead.clone()));
     // A blocking task holds the paused clock: no part arrives until the save has ended.
     let (saved, held) = std::sync::mpsc::channel();
@@ -101,7 +101,7 @@ async fn what_nobody_goes_on_with_leaves_nothing() {
     let destination = Store::open(folder.path().to_str().unwrap()).unwrap();
     let (source, mut writer, mut copier) = pair(&destination).await;
     let before = objects_of(folder.path());
-    let ahead = Ahead::new(&destination);
+    let ahead = AheadUploads::new(&destination);
     writer.send_ahead(Some(ahead.clone()));
     save(&mut writer, 2, &noise(5, 50 << 20)).await;
     assert!(objects_of(folder.path()).len() > before.len(), "parts of it are there");

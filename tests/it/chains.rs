@@ -8,12 +8,13 @@ use object_store::memory::InMemory;
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, Dtype, ExistingStep, Latest, Metadata, Policy, Reason, Slice, Store, TensorView, Updated, Writer, WriterOptions,
+    BaseKeeping, DecisionReason, Dtype, ExistingStep, Latest, Metadata, Policy, Slice, Store, TensorView, UpdateReport, Writer,
+    WriterOptions,
 };
 
 const ELEMENTS: usize = 3 << 18;
 
-async fn save(writer: &mut Writer, step: u64, weights: &[u8]) -> tensorcask::Saved {
+async fn save(writer: &mut Writer, step: u64, weights: &[u8]) -> tensorcask::SavedSnapshot {
     let state = [TensorView::new("model.w", Dtype::Bf16, &[weights.len() as u64 / 2], weights).unwrap()];
     writer.save(step, &state, &[], &Metadata::default()).await.unwrap()
 }
@@ -56,12 +57,16 @@ async fn the_adaptive_policy_says_why() {
     // A process that saves only once makes the same decision.
     let mut writer = store.writer(Policy::Adaptive).await.unwrap();
     saved(&mut writer, 41, &weights).await;
-    let expected: Vec<(u64, &str, Reason)> = [(10, "base", Reason::First)]
+    let expected: Vec<(u64, &str, DecisionReason)> = [(10, "base", DecisionReason::First)]
         .into_iter()
-        .chain((11..=17).map(|step| (step, "delta", Reason::SmallDelta)))
-        .chain([(18, "base", Reason::Interval), (19, "base", Reason::LargeDelta), (20, "delta", Reason::SmallDelta)])
-        .chain([(15, "base", Reason::Jump), (16, "delta", Reason::SmallDelta), (40, "base", Reason::Jump)])
-        .chain([(41, "delta", Reason::SmallDelta)])
+        .chain((11..=17).map(|step| (step, "delta", DecisionReason::SmallDelta)))
+        .chain([
+            (18, "base", DecisionReason::Interval),
+            (19, "base", DecisionReason::LargeDelta),
+            (20, "delta", DecisionReason::SmallDelta),
+        ])
+        .chain([(15, "base", DecisionReason::Jump), (16, "delta", DecisionReason::SmallDelta), (40, "base", DecisionReason::Jump)])
+        .chain([(41, "delta", DecisionReason::SmallDelta)])
         .collect();
     assert_eq!(reasons, expected);
     assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
@@ -150,14 +155,14 @@ async fn who_holds_a_step_reads_what_lies_between() {
             let bytes = wanted.inspect().read_counts().page_bytes;
             let forward = have < want && (policy == Policy::Consecutive || have == 0);
             match (have == want, forward) {
-                (true, _) => assert_eq!((updated, bytes), (Updated { unchanged: 3, ..Updated::default() }, 0)),
+                (true, _) => assert_eq!((updated, bytes), (UpdateReport { unchanged: 3, ..UpdateReport::default() }, 0)),
                 // Forwards along the chain: masks of changed elements, one per step in between.
                 (_, true) => {
-                    assert_eq!(updated, Updated { unchanged: 2, advanced: 1, rebuilt: 0 }, "{policy}, from {have} to {want}");
+                    assert_eq!(updated, UpdateReport { unchanged: 2, advanced: 1, rebuilt: 0 }, "{policy}, from {have} to {want}");
                     assert!(bytes < 40_000 * (want - have), "{bytes}");
                 }
                 // Siblings, or backwards: the one chunk that differs is rebuilt from its base.
-                _ => assert_eq!(updated, Updated { unchanged: 2, advanced: 0, rebuilt: 1 }, "{policy}, from {have} to {want}"),
+                _ => assert_eq!(updated, UpdateReport { unchanged: 2, advanced: 0, rebuilt: 1 }, "{policy}, from {have} to {want}"),
             }
         }
         // Checksums detect each chunk of a buffer with unexpected content.

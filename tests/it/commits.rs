@@ -14,7 +14,7 @@ use tensorcask::{
     WriterOptions,
 };
 
-async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::Saved> {
+async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::SavedSnapshot> {
     let state = SmallState::at(step);
     writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
 }

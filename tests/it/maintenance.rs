@@ -9,14 +9,14 @@ use crate::common::{SmallState, objects_of, until, wrap};
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, CompactOptions, DoctorOptions, GcOptions, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Retention, Slice, Snapshot, Status, Store, StoreOptions, TensorView,
-    Writer, WriterOptions,
+    BaseKeeping, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Retention, Slice, Snapshot, SnapshotStatus, Store, StoreOptions,
+    TensorView, Writer, WriterOptions,
 };
 use tokio::sync::{RwLock, RwLockReadGuard};
 
 const NOW: GcOptions = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
 
-async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::Saved> {
+async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::SavedSnapshot> {
     let state = SmallState::at(step);
     writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
 }
@@ -159,7 +159,7 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     let report = maintain::gc(&store, &NOW).await.unwrap();
     assert_eq!(steps(&report.collected), [1]);
     assert_holds(&store, [3, 5, 6]).await;
-    assert_eq!(store.snapshot(6).await.unwrap().inspect().chain()[1].record.status, Status::Forgotten, "4 is still held");
+    assert_eq!(store.snapshot(6).await.unwrap().inspect().chain()[1].record.status, SnapshotStatus::Forgotten, "4 is still held");
 }
 
 /// Checks the content of a snapshot that was reduced to its model.

@@ -8,15 +8,15 @@ use object_store::memory::InMemory;
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::maintain::{self, CompactOptions, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, Rect, Saved, Slice, Snapshot, Store, TensorView, Writer,
-    WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, ReadRequest, Rect, SavedSnapshot, Slice, Snapshot, Store,
+    TensorView, Writer, WriterOptions,
 };
 
 fn memory() -> Store {
     wrap(Arc::new(InMemory::new()))
 }
 
-async fn save_file(writer: &mut Writer, step: u64) -> Saved {
+async fn save_file(writer: &mut Writer, step: u64) -> SavedSnapshot {
     let input = Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
     writer.save(step, &input.tensors().unwrap(), &[], &Metadata::default()).await.unwrap()
 }
@@ -27,7 +27,7 @@ async fn check_file(store: &Store, step: u64) {
     let snapshot = store.snapshot(step).await.unwrap();
     let views = input.tensors().unwrap();
     let mut buffers: Vec<Vec<u8>> = views.iter().map(|view| vec![0xaa; view.data().len()]).collect();
-    let wanted = views.iter().zip(&mut buffers).map(|(view, buffer)| (view.name(), Slice::all(), buffer.as_mut_slice()));
+    let wanted = views.iter().zip(&mut buffers).map(|(view, buffer)| ReadRequest { name: view.name(), slice: Slice::all(), out: buffer });
     snapshot.read_many_into(wanted.collect()).await.unwrap();
     for (view, buffer) in views.iter().zip(&buffers) {
         assert!(view.data() == buffer, "step {step}, {}", view.name());

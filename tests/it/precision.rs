@@ -9,8 +9,9 @@ use object_store::memory::InMemory;
 use proptest::prelude::*;
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::maintain::{self, CompactOptions, VerifyOptions};
+use tensorcask::precision::Setting;
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, Metadata, Policy, Precision, Rank, Rect, RoundingReport, Saved, Setting, Slice, Snapshot, Store,
+    BaseKeeping, Blob, Dtype, ErrorKind, Metadata, Policy, Precision, Rank, Rect, RoundingReport, SavedSnapshot, Slice, Snapshot, Store,
     TensorView, WriterOptions,
 };
 
@@ -81,7 +82,7 @@ fn state_of(step: u64) -> (Files, State) {
     (files, state)
 }
 
-async fn save(store: &Store, options: WriterOptions, steps: &[u64]) -> Vec<Saved> {
+async fn save(store: &Store, options: WriterOptions, steps: &[u64]) -> Vec<SavedSnapshot> {
     let mut writer = store.writer_with(options).await.unwrap();
     let mut saves = Vec::new();
     for step in steps {
@@ -99,7 +100,7 @@ async fn profiles_store_real_states_in_few_bytes_with_small_errors() {
         for base_cache in [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::None] {
             let store = memory();
             let saves = save(&store, WriterOptions { base_cache, ..options(profile.clone()) }, &[1000, 1001, 1010]).await;
-            let each = |saved: &Saved| 14.0 * saved.stored_bytes as f64 / saved.tensor_bytes as f64;
+            let each = |saved: &SavedSnapshot| 14.0 * saved.stored_bytes as f64 / saved.tensor_bytes as f64;
             assert!(each(&saves[0]) <= full, "{profile}: {} of 14 bytes", each(&saves[0]));
             assert!(each(&saves[1]) <= delta, "{profile}, a step later: {} of 14 bytes", each(&saves[1]));
             for step in [1000, 1001, 1010] {
@@ -354,6 +355,6 @@ async fn ranks_write_receipts_of_their_shards() {
     coordinator.commit_receipts(7, &receipts, &Metadata::default()).await.unwrap();
     let snapshot = store.snapshot(7).await.unwrap();
     let errors = snapshot.rounding().await.unwrap();
-    assert_eq!(errors[0].chunks.iter().map(|(offset, chunk, _)| (offset[0], *chunk)).collect::<Vec<_>>(), [(0, 0), (32, 0)]);
+    assert_eq!(errors[0].chunks.iter().map(|rounding| (rounding.offset[0], rounding.chunk)).collect::<Vec<_>>(), [(0, 0), (32, 0)]);
     check_receipt(&snapshot, &State::from([("optim.exp_avg.w".to_owned(), whole)])).await;
 }

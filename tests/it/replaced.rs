@@ -11,7 +11,7 @@ use object_store::{ObjectStore, ObjectStoreExt};
 use tensorcask::maintain::{self, Copier, CopyOptions, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
-use tensorcask::{BaseKeeping, ErrorKind, Latest, Policy, Rank, Result, Saved, Slice, Store, Writer, WriterOptions};
+use tensorcask::{BaseKeeping, ErrorKind, Latest, Policy, Rank, Result, SavedSnapshot, Slice, Store, Writer, WriterOptions};
 
 struct Run {
     folder: tempfile::TempDir,
@@ -61,7 +61,7 @@ impl Run {
     }
 }
 
-async fn save(writer: &mut Writer, step: u64) -> Result<Saved> {
+async fn save(writer: &mut Writer, step: u64) -> Result<SavedSnapshot> {
     let state = SmallState::at(step);
     writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
 }

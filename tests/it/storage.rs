@@ -41,7 +41,7 @@ fn mount(arguments: &[&str], folder: &Path) -> bool {
     Command::new("mount").args(arguments).arg(folder).output().is_ok_and(|output| output.status.success())
 }
 
-fn save(writer: &mut tensorcask::blocking::Writer, step: u64, bytes: usize) -> tensorcask::Result<tensorcask::Saved> {
+fn save(writer: &mut tensorcask::blocking::Writer, step: u64, bytes: usize) -> tensorcask::Result<tensorcask::SavedSnapshot> {
     let data = pattern(step, bytes);
     writer.save(step, &[TensorView::new("w", Dtype::U8, &[bytes as u64], &data)?], &[], &Metadata::default())
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::CompactOptions;
-use tensorcask::{At, Result};
+use tensorcask::{Result, StepSelector};
 
 use crate::output::Outcome;
 use crate::parse;
@@ -23,7 +23,7 @@ pub(crate) struct Args {
     store: String,
     /// Step numbers or `latest`
     #[arg(long, value_name = "N", default_value = "latest", num_args = 1.., value_delimiter = ',', value_parser = parse::at)]
-    step: Vec<At>,
+    step: Vec<StepSelector>,
 }
 
 #[derive(Debug, Serialize)]

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::CompactOptions;
-use tensorcask::{At, Result};
+use tensorcask::{Result, StepSelector};
 
 use crate::output::Outcome;
 use crate::parse;
@@ -25,7 +25,7 @@ pub(crate) struct Args {
     destination: String,
     /// Step number or `latest`
     #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
-    step: At,
+    step: StepSelector,
 }
 
 #[derive(Debug, Serialize)]

@@ -9,7 +9,7 @@ use serde::Serialize;
 use tensorcask::blocking::Store;
 use tensorcask::container::{CaskIndex, IndexDecoder, Progress};
 use tensorcask::wire::{DirectoryTensor, HEADER_BYTES, Header};
-use tensorcask::{At, Error, Limits, Result};
+use tensorcask::{Error, Limits, Result, StepSelector};
 
 use crate::cask::{self, CaskBlob, CaskTensor};
 use crate::hex::{self, Region};
@@ -30,7 +30,7 @@ pub(crate) struct Args {
     object: String,
     /// Step number or `latest`
     #[arg(long, value_name = "N", value_parser = parse::at)]
-    step: Option<At>,
+    step: Option<StepSelector>,
     /// Describe only this tensor
     #[arg(long, value_name = "NAME")]
     tensor: Option<String>,
@@ -129,7 +129,7 @@ fn dump(args: &Args, path: &Path) -> Result<Outcome> {
 
 fn inspect_store(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.object)?;
-    let snapshot = store.snapshot(args.step.unwrap_or(At::Latest))?;
+    let snapshot = store.snapshot(args.step.unwrap_or(StepSelector::Latest))?;
     if let Some(name) = &args.tensor {
         snapshot.tensor(name)?;
     }

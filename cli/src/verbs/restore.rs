@@ -10,7 +10,7 @@ use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::interchange::safetensors::Selected;
 use tensorcask::wire::Id;
-use tensorcask::{At, Error, ErrorKind, Result, Slice};
+use tensorcask::{Error, ErrorKind, Result, Slice, StepSelector};
 
 use crate::atomic::AtomicFile;
 use crate::output::{Outcome, complain};
@@ -31,7 +31,7 @@ pub(crate) struct Args {
     store: String,
     /// Step number or `latest`
     #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
-    step: At,
+    step: StepSelector,
     /// Output file; its folder must exist
     #[arg(short, long, value_name = "OUT.safetensors")]
     output: PathBuf,
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let begun = Instant::now();
     let store = Store::open(&args.store)?;
     let progress = Progress::start(&store, "restoring");
-    let fall_back = args.step == At::Latest && !args.strict;
+    let fall_back = args.step == StepSelector::Latest && !args.strict;
     let mut skipped: Vec<Skipped> = Vec::new();
     let mut excluded: Vec<Id> = Vec::new();
     let mut first_error = None;

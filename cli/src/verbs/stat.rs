@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::wire::SnapshotKind;
-use tensorcask::{Result, RoundingReport, Slice, Status};
+use tensorcask::{Result, RoundingReport, Slice, SnapshotStatus};
 
 use crate::cask::{self, CodecCounts};
 use crate::decision::DecisionJson;
@@ -91,7 +91,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             });
         }
         for link in snapshot.inspect().chain() {
-            if link.record.status != Status::Live && kept.insert(link.record.id) {
+            if link.record.status != SnapshotStatus::Live && kept.insert(link.record.id) {
                 report.kept_snapshots += 1;
                 report.kept_bytes = report.kept_bytes.saturating_add(link.stored_bytes);
             }

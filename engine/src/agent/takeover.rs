@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tensorcask::maintain::{Copier, CopyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, Result, SnapshotRecord, Status, Store};
+use tensorcask::{Error, ErrorKind, Result, SnapshotRecord, SnapshotStatus, Store};
 
 use super::run::Run;
 use super::run_event::{Event, TierOrders};
@@ -122,7 +122,7 @@ async fn forget_abandoned(run: &Run, source: &Store, destination: &Store, latest
     }
     let (stored, newest) = (snapshot_ids(destination).await?, saved_at(destination, latest, QUERY_TIMEOUT).await);
     let mut abandoned = Vec::new();
-    for record in records.iter().filter(|record| record.status == Status::Live && !stored.contains(&record.id)) {
+    for record in records.iter().filter(|record| record.status == SnapshotStatus::Live && !stored.contains(&record.id)) {
         if saved_at(source, record, QUERY_TIMEOUT).await > newest {
             // Saved after the job came back to this host.
             break;

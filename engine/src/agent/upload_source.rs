@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, Result, Status, Store};
+use tensorcask::{Error, ErrorKind, Result, SnapshotStatus, Store};
 
 use super::run::Run;
 use super::run_event::{Event, LostSnapshot};
@@ -63,7 +63,7 @@ pub(super) async fn give_up(run: &Run, source: &UploadSource, destination: &Stor
     let stored = snapshot_ids(destination).await?;
     let lost = match source.store.history().records().await {
         Ok(records) => {
-            let lost = records.into_iter().filter(|record| record.status == Status::Live && !stored.contains(&record.id));
+            let lost = records.into_iter().filter(|record| record.status == SnapshotStatus::Live && !stored.contains(&record.id));
             Some(lost.map(|record| LostSnapshot { sequence: record.sequence, step: record.step }).collect::<Vec<_>>())
         }
         Err(e) if e.kind() == ErrorKind::Corrupt => None,
