@@ -79,19 +79,28 @@ impl Objective {
 /// Encodes a chunk with the lossless codec of the highest score. Ties go to the fewest bytes, then to the first id.
 ///
 /// The result is never larger than raw. A chunk equal to its base takes no page. Writers call this function for each
-/// chunk. With `verify`, the result is decoded and its checksum compared.
+/// chunk.
 ///
 /// ```
 /// use tensorcask::Dtype;
-/// use tensorcask::codec::{Chunk, ChunkKind, Objective, Registry, encode_chunk};
+/// use tensorcask::codec::{Chunk, ChunkKind, EncodeCheck, Objective, Registry, encode_chunk};
 /// let chunk = Chunk { base: Some(&[7; 8]), ..Chunk::new(Dtype::F32, 2, &[7; 8]) };
-/// let encoded = encode_chunk(&Registry::default(), Objective::BALANCED, &chunk, true)?;
+/// let encoded = encode_chunk(&Registry::default(), Objective::BALANCED, &chunk, EncodeCheck::Decode)?;
 /// assert_eq!(encoded.kind, ChunkKind::Unchanged);
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
-pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, verify: bool) -> Result<EncodedChunk> {
-    let wanted = Wanted { objective, verify, decoded: false, preferred: None };
+pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, check: EncodeCheck) -> Result<EncodedChunk> {
+    let wanted = Wanted { objective, verify: check == EncodeCheck::Decode, decoded: false, preferred: None };
     Ok(encode_given(registry, wanted, chunk, None)?.encoded)
+}
+
+/// Check of a chunk after it was encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EncodeCheck {
+    /// The result is decoded and compared with the chunk.
+    Decode,
+    /// The result is not checked.
+    Skip,
 }
 
 /// A codec to try first, with the sizes of a similar chunk.

@@ -49,7 +49,7 @@ pub use rows::Rows;
 
 pub(crate) use candidate::Candidate;
 pub(crate) use choose::{Chosen, ChosenBy, Preferred, Wanted, encode_given, estimate_chunk};
-pub use choose::{Objective, encode_chunk};
+pub use choose::{EncodeCheck, Objective, encode_chunk};
 
 use crate::spare;
 use crate::wire::index::CodecRef as WireCodecRef;

@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use crate::kernels::map::map_file;
 use crate::limits::{to_usize, zeroed};
 use crate::wire::DirectoryTensor;
-use crate::{Dtype, Error, Result, Slice, Snapshot, TensorView, boxed};
+use crate::{Dtype, Error, ReadRequest, Result, Slice, Snapshot, TensorView, boxed};
 
 /// Maximum size of the index of a sharded model. An index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: usize = 256 << 20;
@@ -175,7 +175,7 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
     let mut header = serde_json::to_vec(&Value::Object(header)).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
     header.resize(header.len().next_multiple_of(8), b' ');
     if selected.len() == snapshot.tensors().len() {
-        snapshot.check_content().await?;
+        snapshot.inspect().check_content().await?;
     }
     let prefix = length_prefix(header.len() as u64);
     let data_start = (prefix.len() as u64).saturating_add(header.len() as u64);
@@ -220,7 +220,7 @@ async fn write_group(
     for piece in group.iter() {
         // The sizes are parts of the total, which fits `usize`.
         let (head, tail) = rest.split_at_mut(piece.bytes as usize);
-        requests.push((piece.tensor.name.as_str(), piece.slice.clone(), head));
+        requests.push(ReadRequest { name: piece.tensor.name.as_str(), slice: piece.slice.clone(), out: head });
         rest = tail;
     }
     snapshot.read_many_into(requests).await?;

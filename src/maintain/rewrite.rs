@@ -14,7 +14,8 @@ use tokio::sync::OnceCell;
 use super::compact::CompactOptions;
 use crate::codec::{Candidate, Chunk, Codec, Preferred};
 use crate::limits::{to_usize, zeroed};
-use crate::reader::{ChunkItem, ReadItem, Snapshot};
+use crate::precision::Setting;
+use crate::reader::{ChunkItem, ReadItem, Snapshot, shard_errors};
 use crate::store::PartBudget;
 use crate::tensor::{ChunkGrid, Rect, Run, copy_run, rects_of_run};
 use crate::wire::{CaskRef, Directory, blob_slot, rank_of_slot};
@@ -22,7 +23,7 @@ use crate::writer::{
     CaskWriter, Choices, ChunkFamily, ChunkPlace, Destination, EncodeOptions, Entry, PartnerLink, PlannedShard, ShardLabel, Standalone,
     Unit, UnitChunk, UnitResult, WINDOW_BYTES, Window, encode_unit, schedule,
 };
-use crate::{Error, Result, Setting, Store, boxed, parallel};
+use crate::{Error, Result, Store, boxed, parallel};
 
 /// A rewritten cask.
 pub(super) struct RewrittenCask {
@@ -55,7 +56,7 @@ impl<'a> Rewriter<'a> {
     /// Rewrites all blobs and all tensors with a role to keep, rank by rank.
     #[boxed]
     pub(super) async fn rewrite(&self) -> Result<Vec<CaskRef>> {
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let blobs = self.snapshot.blobs().await?;
         let mut slots: BTreeMap<u32, Vec<(usize, Rect)>> = blobs.iter().map(|(rank, _)| (blob_slot(*rank), vec![])).collect();
         for tensor in (0..directory.len()).filter(|&tensor| (self.keeps)(directory.role(tensor))) {
@@ -80,7 +81,7 @@ impl<'a> Rewriter<'a> {
     /// position.
     #[boxed]
     pub(super) async fn rewrite_casks(&self, slots: &BTreeMap<u32, Vec<(usize, Rect)>>) -> Result<BTreeMap<u32, RewrittenCask>> {
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let options = EncodeOptions::from(self.options);
         let destination = Destination { store: self.store, ahead: None, budget: PartBudget::default() };
         let shards = self.shards(slots)?;
@@ -130,7 +131,7 @@ impl<'a> Rewriter<'a> {
 
     /// The shards to write, with their partners among them.
     fn shards(&self, slots: &BTreeMap<u32, Vec<(usize, Rect)>>) -> Result<Vec<SourceShard>> {
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let mut sources = Vec::new();
         for (&slot, shards) in slots {
             for (tensor, rect) in shards {
@@ -157,7 +158,7 @@ impl<'a> Rewriter<'a> {
     /// Reads the chunks of a window through the chain, by unit and member.
     #[boxed]
     async fn read_window(&self, shards: &[SourceShard], window: &Window) -> Result<Vec<Vec<DecodedChunk>>> {
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let mut units = Vec::with_capacity(window.units.len());
         for unit in &window.units {
             let chunks = unit.shards.iter().map(|&shard| DecodedChunk::zeroed(&shards[shard], unit.chunk));
@@ -169,7 +170,7 @@ impl<'a> Rewriter<'a> {
             let DecodedChunk { tensor, rect, chunk, bytes } = decoded;
             ChunkItem { tensor: *tensor, rect: rect.clone(), chunk: *chunk, out: bytes }
         });
-        self.snapshot.read_chunks(items.collect()).await?;
+        self.snapshot.chain.read_chunks(items.collect()).await?;
         for decoded in in_wholes {
             read_across_shards(self.snapshot, decoded).await?;
         }
@@ -189,7 +190,7 @@ impl<'a> Rewriter<'a> {
         // Encoding a window is long work without an await. A caller that selects on something else gets a turn here.
         tokio::task::yield_now().await;
         let rounding_codecs = self.rounding_codecs.get_or_try_init(|| read_rounding_codecs(self.snapshot)).await?;
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let encode = |((unit, decoded), preferred): ((&Unit, &Vec<DecodedChunk>), Vec<Option<Preferred>>)| {
             let chunks: Vec<Chunk<'_>> =
                 unit.shards.iter().zip(decoded).map(|(&shard, decoded)| shards[shard].as_chunk(directory, decoded)).collect();
@@ -231,7 +232,7 @@ type RoundingCodecs = HashMap<(String, Rect), Arc<dyn Codec>>;
 #[boxed]
 async fn read_rounding_codecs(snapshot: &Snapshot) -> Result<RoundingCodecs> {
     let mut codecs = RoundingCodecs::new();
-    for shard in snapshot.shard_errors().await? {
+    for shard in shard_errors(snapshot).await? {
         if let Some(codec) = shard.setting.parse::<Setting>().ok().and_then(|setting| setting.codec()) {
             codecs.insert((shard.tensor.clone(), shard.rect()), codec);
         }
@@ -310,7 +311,7 @@ fn encode_rounded(codec: &Arc<dyn Codec>, chunk: &Chunk<'_>) -> Option<Candidate
 /// Reads a chunk of a whole tensor from the shards that it crosses.
 #[boxed]
 async fn read_across_shards(snapshot: &Snapshot, decoded: &mut DecodedChunk) -> Result<()> {
-    let dtype = snapshot.newest().directory.dtype(decoded.tensor);
+    let dtype = snapshot.chain.newest().directory.dtype(decoded.tensor);
     let elements = ChunkGrid::new(dtype, &decoded.rect.shape)?.elements(decoded.chunk);
     let mut pieces = Vec::new();
     for rect in rects_of_run(&decoded.rect.shape, elements) {
@@ -318,7 +319,7 @@ async fn read_across_shards(snapshot: &Snapshot, decoded: &mut DecodedChunk) -> 
         pieces.push((zeroed(to_usize(bytes.unwrap_or(u64::MAX), "a piece of a chunk")?, "a piece of a chunk")?, rect));
     }
     let items = pieces.iter_mut().map(|(bytes, rect)| ReadItem { tensor: decoded.tensor, rect: rect.clone(), out: bytes });
-    snapshot.read_items(items.collect()).await?;
+    snapshot.chain.read_items(items.collect()).await?;
     let mut destination = 0;
     for (bytes, rect) in &pieces {
         let count = rect.element_count().unwrap_or(0);

@@ -19,12 +19,14 @@ use std::sync::{Arc, OnceLock};
 use object_store::ObjectStore;
 use object_store::path::Path;
 
-pub use ahead::Ahead;
+pub use ahead::AheadUploads;
+pub(crate) use cache::Caches;
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed};
 pub(crate) use open::FOLDERS;
 pub use open::{StoreOptions, absolute_url};
 pub use probe::ProbeReport;
+pub(crate) use probe::probe;
 pub(crate) use upload::{PartBudget, Upload};
 
 use crate::codec::Registry;
@@ -50,13 +52,19 @@ pub struct Store {
 }
 
 struct Inner {
+    objects: Objects,
+    options: StoreOptions,
+    caches: Caches,
+}
+
+/// Requests to the object store below one root. Counts requests and bytes.
+pub(crate) struct Objects {
     url: String,
     medium: Medium,
-    objects: OnceLock<Arc<dyn ObjectStore>>,
+    client: OnceLock<Arc<dyn ObjectStore>>,
     root: Path,
-    options: StoreOptions,
+    fsync: bool,
     counters: Counters,
-    caches: cache::Caches,
 }
 
 /// Storage below a store. Decides how errors are interpreted.
@@ -91,30 +99,12 @@ impl Store {
     /// that an `ObjectStore` does not expose.
     pub fn with_object_store(objects: Arc<dyn ObjectStore>, root: Path, options: StoreOptions) -> Self {
         let url = format!("{objects}/{root}");
-        Self::assemble(url, Medium::Remote, Some(objects), root, options)
-    }
-
-    fn assemble(url: String, medium: Medium, objects: Option<Arc<dyn ObjectStore>>, root: Path, options: StoreOptions) -> Self {
-        let cell = OnceLock::new();
-        if let Some(objects) = objects {
-            let _ = cell.set(objects);
-        }
-        Self {
-            inner: Arc::new(Inner {
-                url,
-                medium,
-                objects: cell,
-                root,
-                options,
-                counters: Counters::default(),
-                caches: cache::Caches::default(),
-            }),
-        }
+        assemble(url, Medium::Remote, Some(objects), root, options)
     }
 
     /// Returns the URL that the store was opened with.
     pub fn url(&self) -> &str {
-        &self.inner.url
+        &self.objects().url
     }
 
     /// Returns the limits that readers enforce.
@@ -129,7 +119,7 @@ impl Store {
 
     /// Returns the requests and bytes so far.
     pub fn io(&self) -> IoCounts {
-        let counters = &self.inner.counters;
+        let counters = &self.objects().counters;
         IoCounts {
             requests: counters.requests.load(Ordering::Relaxed),
             bytes_read: counters.bytes_read.load(Ordering::Relaxed),
@@ -137,38 +127,59 @@ impl Store {
         }
     }
 
-    pub(crate) fn medium(&self) -> &Medium {
-        &self.inner.medium
+    pub(crate) fn objects(&self) -> &Objects {
+        &self.inner.objects
     }
 
-    pub(crate) fn objects(&self) -> Result<&Arc<dyn ObjectStore>> {
-        if let Some(objects) = self.inner.objects.get() {
-            return Ok(objects);
+    pub(crate) fn caches(&self) -> &Caches {
+        &self.inner.caches
+    }
+}
+
+fn assemble(url: String, medium: Medium, client: Option<Arc<dyn ObjectStore>>, root: Path, options: StoreOptions) -> Store {
+    let cell = OnceLock::new();
+    if let Some(client) = client {
+        let _ = cell.set(client);
+    }
+    let objects = Objects { url, medium, client: cell, root, fsync: options.fsync, counters: Counters::default() };
+    let caches = Caches::new(options.index_cache_bytes);
+    Store { inner: Arc::new(Inner { objects, options, caches }) }
+}
+
+impl Objects {
+    pub(crate) fn medium(&self) -> &Medium {
+        &self.medium
+    }
+
+    fn client(&self) -> Result<&Arc<dyn ObjectStore>> {
+        if let Some(client) = self.client.get() {
+            return Ok(client);
         }
-        match self.medium() {
+        match &self.medium {
             // Another process may have created the folder since this handle was opened.
             Medium::Local(folder) if folder.is_dir() => {
-                let objects = open::local_objects(folder, self.inner.options.fsync)?;
-                Ok(self.inner.objects.get_or_init(|| objects))
+                let client = open::local_objects(folder, self.fsync)?;
+                Ok(self.client.get_or_init(|| client))
             }
-            _ => Err(Error::not_found(format!("no store at {}; the first save creates one", self.url())).object(self.url())),
+            _ => Err(Error::not_found(format!("no store at {}; the first save creates one", self.url)).object(&self.url)),
         }
     }
 
-    pub(crate) fn path(&self, object: &str) -> Path {
-        Path::from_iter(self.inner.root.parts().chain(Path::from(object).parts()))
+    fn path(&self, object: &str) -> Path {
+        Path::from_iter(self.root.parts().chain(Path::from(object).parts()))
     }
+}
 
-    fn count(&self, requests: u64, bytes_read: u64, bytes_written: u64) {
-        let counters = &self.inner.counters;
-        counters.requests.fetch_add(requests, Ordering::Relaxed);
-        counters.bytes_read.fetch_add(bytes_read, Ordering::Relaxed);
-        counters.bytes_written.fetch_add(bytes_written, Ordering::Relaxed);
+impl Counters {
+    fn add(&self, requests: u64, bytes_read: u64, bytes_written: u64) {
+        self.requests.fetch_add(requests, Ordering::Relaxed);
+        self.bytes_read.fetch_add(bytes_read, Ordering::Relaxed);
+        self.bytes_written.fetch_add(bytes_written, Ordering::Relaxed);
     }
 }
 
 impl std::fmt::Debug for Store {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Store").field("url", &self.inner.url).finish_non_exhaustive()
+        f.debug_struct("Store").field("url", &self.url()).finish_non_exhaustive()
     }
 }

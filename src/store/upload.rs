@@ -7,9 +7,9 @@ use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-use super::ahead::{Ahead, Tee};
+use super::ahead::{AheadUploads, Tee};
 use super::io::unconditional;
-use super::{Medium, Store};
+use super::{Medium, Objects, Store};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Objects below this size are sent in one request. No part is smaller.
@@ -73,7 +73,7 @@ impl Upload {
     }
 
     /// Also sends the same bytes to another store.
-    pub(crate) fn sent_ahead(mut self, ahead: Option<&Ahead>, expected_bytes: u64) -> Self {
+    pub(crate) fn sent_ahead(mut self, ahead: Option<&AheadUploads>, expected_bytes: u64) -> Self {
         self.tee = ahead.map(|ahead| ahead.begin(&self.object, expected_bytes));
         self
     }
@@ -106,7 +106,7 @@ impl Upload {
     pub(crate) async fn finish(mut self) -> Result<()> {
         let rest = std::mem::take(&mut self.pending);
         if self.multipart.is_none() {
-            return self.store.put_whole(&self.object, PutPayload::from_iter(rest)).await;
+            return self.store.objects().put_whole(&self.object, PutPayload::from_iter(rest)).await;
         }
         let sent = async {
             if !rest.is_empty() {
@@ -125,10 +125,10 @@ impl Upload {
         }
         let Some(mut multipart) = self.multipart.take() else { return Ok(()) };
         let (store, object, total_bytes) = (self.store.clone(), self.object.clone(), self.total_bytes);
-        store.count(1, 0, 0);
+        store.objects().counters.add(1, 0, 0);
         match multipart.complete().await {
             Ok(_) => Ok(()),
-            Err(e) if *store.medium() == Medium::Remote && is_there(&store, &object, total_bytes).await => {
+            Err(e) if store.objects().medium == Medium::Remote && is_there(store.objects(), &object, total_bytes).await => {
                 tracing::debug!(object, error = %e, "the upload is complete although its answer says otherwise");
                 Ok(())
             }
@@ -152,8 +152,9 @@ impl Upload {
 
     async fn send_part(&mut self, part: Vec<Bytes>) -> Result<()> {
         if self.multipart.is_none() {
-            self.store.count(1, 0, 0);
-            let started = self.store.objects()?.put_multipart(&self.store.path(&self.object)).await;
+            let objects = self.store.objects();
+            objects.counters.add(1, 0, 0);
+            let started = objects.client()?.put_multipart(&objects.path(&self.object)).await;
             self.multipart = Some(started.map_err(|e| unconditional(&self.object, e))?);
         }
         while let Some(done) = self.running.try_join_next() {
@@ -162,7 +163,7 @@ impl Upload {
         let permit = self.budget.0.clone().acquire_owned().await;
         if let Some(multipart) = self.multipart.as_mut() {
             let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
-            self.store.count(1, 0, bytes);
+            self.store.objects().counters.add(1, 0, bytes);
             let sent = multipart.put_part(PutPayload::from_iter(part));
             self.running.spawn(async move {
                 let _permit = permit;
@@ -203,10 +204,10 @@ impl Upload {
 }
 
 /// Returns whether an upload whose completion failed has arrived after all.
-async fn is_there(store: &Store, object: &str, bytes: u64) -> bool {
-    let Ok(objects) = store.objects() else { return false };
-    store.count(1, 0, 0);
-    matches!(objects.head(&store.path(object)).await, Ok(meta) if meta.size == bytes)
+async fn is_there(objects: &Objects, object: &str, bytes: u64) -> bool {
+    let Ok(client) = objects.client() else { return false };
+    objects.counters.add(1, 0, 0);
+    matches!(client.head(&objects.path(object)).await, Ok(meta) if meta.size == bytes)
 }
 
 impl Drop for Upload {

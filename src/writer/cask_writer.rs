@@ -8,7 +8,7 @@ use bytes::Bytes;
 
 use crate::codec::{EncodedChunk, Objective};
 use crate::container::CaskEncoder;
-use crate::store::{Ahead, PartBudget, Upload};
+use crate::store::{AheadUploads, PartBudget, Upload};
 use crate::tensor::Rect;
 use crate::wire::{CaskRef, Id};
 use crate::{Dtype, Error, Result, Store, boxed};
@@ -56,7 +56,7 @@ impl ChunkPlace<'_> {
 pub(crate) struct Destination<'a> {
     pub store: &'a Store,
     /// Second store that receives the same bytes.
-    pub ahead: Option<&'a Ahead>,
+    pub ahead: Option<&'a AheadUploads>,
     /// Parts in flight of all casks.
     pub budget: PartBudget,
 }

@@ -11,6 +11,7 @@ use super::input::{ChunkRef, SaveInput};
 use super::layout::StateLayout;
 use crate::codec::Chunk;
 use crate::precision::Rounded;
+use crate::reader::chunk_crcs;
 use crate::tensor::ChunkGrid;
 use crate::wire::Id;
 use crate::{Error, Result, TensorView, boxed};
@@ -103,7 +104,7 @@ pub(super) async fn check_changed_rows(
     }
     let (Some(parent), false) = (input.parent, unchanged.is_empty()) else { return Ok(()) };
     let places: Vec<_> = unchanged.iter().map(|(_, _, place)| place.clone()).collect();
-    let crcs = parent.snapshot.chunk_crcs(&places).await?;
+    let crcs = chunk_crcs(&parent.snapshot.chain, &places).await?;
     for ((at, rounded, _), crc) in unchanged.into_iter().zip(crcs) {
         if crc32fast::hash(&rounded.data) != crc {
             return Err(left_out("a row", input.view(at), at.chunk));

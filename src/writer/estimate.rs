@@ -11,7 +11,7 @@ use super::plan::{SavePlan, SaveShard};
 use super::schedule::{Unit, Window};
 use super::unit::PartnerLink;
 use super::window::WindowChunks;
-use crate::chain::Estimate;
+use crate::chain::DeltaEstimate;
 use crate::codec::{Chunk, Partner, estimate_chunk};
 use crate::{Result, boxed, parallel};
 
@@ -20,7 +20,7 @@ const SAMPLES: u64 = 48;
 
 /// Estimates the stored size of a state from chunks at equal distances.
 #[boxed]
-pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result<Estimate> {
+pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result<DeltaEstimate> {
     let plan = SavePlan::new(input)?;
     let window = sample(&plan);
     let chunks = WindowChunks::of(&plan, &window);
@@ -55,7 +55,7 @@ pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result
     let sum = |bytes: fn(&ChunkSizes) -> u64| sizes.iter().map(|sizes| u128::from(bytes(sizes))).sum::<u128>();
     let decoded = sum(|sizes| sizes.decoded).max(1);
     let scale = |bytes: u128| u64::try_from(bytes * u128::from(input.layout.tensor_bytes) / decoded).unwrap_or(u64::MAX);
-    Ok(Estimate {
+    Ok(DeltaEstimate {
         base_bytes: scale(sum(|sizes| sizes.absolute)),
         delta_bytes: scale(sum(|sizes| sizes.delta)),
         sampled_chunks: sizes.len() as u64,

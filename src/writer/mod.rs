@@ -55,11 +55,11 @@ pub use ranks::{Rank, RankWriter};
 pub(crate) use schedule::{Entry, PlannedShard, Unit, WINDOW_BYTES, Window, schedule};
 pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
 
-use crate::chain::{Decision, Policy};
+use crate::chain::{Policy, PolicyDecision};
 use crate::codec::Objective;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
-use crate::{Ahead, Error, ErrorKind, Precision, Result, RoundingReport, Store};
+use crate::{AheadUploads, Error, ErrorKind, Precision, Result, RoundingReport, Store};
 
 /// Metadata of a snapshot.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -141,7 +141,7 @@ pub enum BaseKeeping {
 
 /// A saved snapshot.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Saved {
+pub struct SavedSnapshot {
     /// Id of the snapshot.
     pub id: Id,
     /// Training step.
@@ -161,7 +161,7 @@ pub struct Saved {
     /// Rounding errors of all tensors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
     /// Why the snapshot became a base or a delta.
-    pub decision: Decision,
+    pub decision: PolicyDecision,
 }
 
 /// Saves snapshots into a store.
@@ -231,7 +231,7 @@ impl Writer {
     }
 
     /// Sends the casks of the next saves to a second store, too, while they are being written. `None` ends that.
-    pub fn send_ahead(&mut self, ahead: Option<Ahead>) {
+    pub fn send_ahead(&mut self, ahead: Option<AheadUploads>) {
         self.pipeline.ahead = ahead;
     }
 
@@ -249,7 +249,7 @@ impl Writer {
 
     /// Stops the writer after a commit with unknown outcome. A fenced writer is not stopped: each save reads the log
     /// again.
-    fn stop_if_final(&mut self, saved: &Result<Saved>) {
+    fn stop_if_final(&mut self, saved: &Result<SavedSnapshot>) {
         if let Err(e) = saved
             && e.kind() == ErrorKind::OutcomeUnknown
         {

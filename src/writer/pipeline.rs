@@ -31,9 +31,10 @@ use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
 use super::{BaseKeeping, WriterOptions};
 use crate::chain::{Policy, content_digests};
+use crate::precision::Setting;
 use crate::store::PartBudget;
 use crate::wire::{CaskRef, Digest, Directory, ErrorsFile, blob_slot};
-use crate::{Ahead, Error, Result, Setting, Store, boxed};
+use crate::{AheadUploads, Error, Result, Store, boxed};
 
 /// Encodes and uploads one state at a time, and keeps what the next delta needs.
 #[derive(Debug)]
@@ -47,7 +48,7 @@ pub(super) struct SavePipeline {
     /// Codecs that were chosen in earlier saves.
     choices: Choices,
     /// Second store that casks are sent to while they are being written.
-    pub ahead: Option<Ahead>,
+    pub ahead: Option<AheadUploads>,
 }
 
 /// Result of a run of the pipeline: all casks are uploaded, and nothing is committed.

@@ -7,9 +7,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use super::choices::ChunkFamily;
 use super::input::{ChunkRef, SaveInput};
 use super::schedule::{PlannedShard, WINDOW_BYTES, Window, schedule};
+use crate::Result;
 use crate::codec::Need;
+use crate::precision::Setting;
 use crate::tensor::ChunkGrid;
-use crate::{Result, Setting};
 
 /// A shard to encode.
 #[derive(Debug, Clone)]
@@ -105,7 +106,7 @@ fn partner(input: &SaveInput<'_>, positions: &HashMap<(usize, usize), usize>, at
     let base = need.base
         && at.base.zip(input.parent).is_some_and(|(own, parent)| {
             let found = parent.find(input.view(partner));
-            found.is_some() && parent.snapshot.newest().directory.partner(own, need.role) == found
+            found.is_some() && parent.snapshot.chain.newest().directory.partner(own, need.role) == found
         });
     Some(ShardPartner { role: need.role, shard: *positions.get(&place)?, base })
 }

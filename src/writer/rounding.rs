@@ -13,9 +13,9 @@ use std::collections::BTreeMap;
 use super::input::{ChunkRef, SaveInput};
 use crate::codec::{Chunk, Partner};
 use crate::kernels::errors::updates;
-use crate::precision::{Rounded, round};
+use crate::precision::{Rounded, Setting, round};
 use crate::wire::{ChunkErrors, ErrorsFile, ShardErrors};
-use crate::{Dtype, Result, RoundingReport, Setting};
+use crate::{Dtype, Result, RoundingReport};
 
 /// The stored form of a chunk.
 pub(super) fn stored_form<'a>(input: &SaveInput<'a>, at: ChunkRef, base: Option<&[u8]>) -> Result<Rounded<'a>> {

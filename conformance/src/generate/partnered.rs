@@ -180,7 +180,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
             } else {
                 let store = store_of(&vector)?;
                 let outcome = Outcome::Accept(store.expected());
-                (store.input(), outcome)
+                (store.into(), outcome)
             };
             let outcome = if is_valid { outcome } else { Outcome::Reject("corrupt") };
             cases.push(Sketch { name, clause, why, input, outcome });
