@@ -46,7 +46,7 @@ def test_each_codec_gives_back_every_bit(steps, checks):
                 coder.decode_into(encoded, out)
                 assert np.array_equal(out, bits(now[role])), (codec, role)
                 tried.setdefault(codec, set()).add(role)
-    assert tried["tc.predict"] == {"master", "exp_avg_sq"}
+    assert tried["tc.predict"] == tried["tc.replay"] == {"master", "exp_avg_sq"}
     assert tried["tc.planes"] == tried["tc.bitmask"] == set(ROLES)
     # The noise of a trained weight is not constant.
     assert "tc.constant" not in tried

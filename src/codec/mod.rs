@@ -21,6 +21,7 @@ mod predict;
 mod raw;
 mod registry;
 mod remainder;
+mod replay;
 mod rounded;
 mod rows;
 mod terms;
@@ -44,6 +45,7 @@ pub use predict::Predict;
 pub use raw::Raw;
 pub use registry::Registry;
 pub use remainder::Remainder;
+pub use replay::Replay;
 pub use rounded::Rounded;
 pub use rows::Rows;
 

@@ -48,8 +48,8 @@ async fn masters_are_what_the_weights_lack() {
             let mut writer = store.writer_with(options).await.unwrap();
             for step in [1000, 1001, 1010] {
                 let saved = save_file(&mut writer, step).await;
-                // One step ahead, Adam's own arithmetic predicts both master and second moment.
-                let expected = if step == 1001 && policy != Policy::Full { "tc.predict" } else { "tc.remainder" };
+                // One step ahead, Adam's own arithmetic gives both master and second moment.
+                let expected = if step == 1001 && policy != Policy::Full { "tc.replay" } else { "tc.remainder" };
                 assert!(saved.chunks.contains_key(expected), "{policy}, step {step}: {:?}", saved.chunks);
             }
             for step in [1000, 1001, 1010] {
