@@ -127,8 +127,8 @@ impl Store {
         self.block_on(self.inner.forget(steps))
     }
 
-    /// See [`Store::watch`](crate::Store::watch). Wait for the next snapshot with [`SnapshotWatch::next`](crate::SnapshotWatch::next)
-    /// on [`block_on`](Self::block_on).
+    /// See [`Store::watch`](crate::Store::watch). Wait for the next snapshot with
+    /// [`SnapshotWatch::next`](crate::SnapshotWatch::next) on [`block_on`](Self::block_on).
     pub fn watch(&self, after: u64) -> Result<crate::SnapshotWatch> {
         self.block_on(self.inner.watch(after))
     }

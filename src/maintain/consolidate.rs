@@ -19,7 +19,7 @@ use crate::{Error, Metadata, Policy, Result, SavedSnapshot, StepSelector, Store,
 /// Writes a snapshot of `source` into `destination` as a base in which no tensor is sharded. There are casks of
 /// rank 0 for all tensors, and one for the blobs of each other rank. Tensors, roles, blobs and
 /// metadata stay the same; the snapshot gets a new id. The destination is created, or must have no snapshot yet.
-/// Needs as much memory as [`compact`](super::compact).
+/// Needs as much memory as [`compact`](super::compact()).
 pub async fn consolidate(
     source: &Store,
     destination: &Store,

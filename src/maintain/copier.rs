@@ -2,7 +2,7 @@
 //!
 //! Casks, directories and manifests are copied byte by byte; the log of the destination is its own. Each snapshot is
 //! committed after all its objects are there. The agent of the engine keeps a copier for each further store;
-//! [`copy`](super::copy) runs one once.
+//! [`copy`](super::copy()) runs one once.
 //!
 //! Invariants: a cask is verified at the destination before the entry that names it is committed. Snapshots are added
 //! in the order of the source. A copy that was interrupted is resumed by copying again.

@@ -45,11 +45,11 @@ pub struct CopyReport {
     pub ahead_bytes: u64,
 }
 
-/// Copies live snapshots of `source` and their chains into `destination`. The destination is created, or holds an earlier copy
-/// of the same run. Ids, manifests and casks stay the same. The log is a new one: an `added` entry for each
-/// snapshot in the order of the source, then `forgotten` for snapshots that are not live at the source, then pins.
-/// Each cask is checked at the destination, byte by byte, before it is committed. A copy that was interrupted is
-/// resumed by copying again.
+/// Copies live snapshots of `source` and their chains into `destination`. The destination is created, or holds an
+/// earlier copy of the same run. Ids, manifests and casks stay the same. The log is a new one: an `added` entry for each
+/// snapshot in the order of the source, then `forgotten` for snapshots that are not live at the source, then pins. Each
+/// cask is checked at the destination, byte by byte, before it is committed. A copy that was interrupted is resumed by
+/// copying again.
 pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
     let mut copier = Copier::open(source, destination, Id::random()?, options.clone()).await?;
     let (copied, report) = copier.add_missing(source).await?;

@@ -33,7 +33,7 @@ pub struct Reduced {
 }
 
 /// Reduces the snapshots of these steps to tensors of the given roles, newest first. Blobs stay. A step whose other
-/// roles a newer snapshot needs stays as it is and is reported as held. Nothing is deleted until [`gc`](super::gc)
+/// roles a newer snapshot needs stays as it is and is reported as held. Nothing is deleted until [`gc`](super::gc())
 /// runs.
 pub async fn keep_roles(store: &Store, steps: &[u64], roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
     let log = Log::load(store).await?;

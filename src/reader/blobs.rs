@@ -16,10 +16,10 @@ pub(super) struct StoredBlob {
 }
 
 impl StoredBlob {
-    /// Reads the bytes and compares them with their checksum.
-    pub(super) async fn read(&self, chain: &OpenChain) -> Result<bytes::Bytes> {
+    /// Reads the bytes and compares them with their checksum. An error names the blob by `label`.
+    pub(super) async fn read(&self, chain: &OpenChain, label: &str) -> Result<bytes::Bytes> {
         let bytes = chain.store.objects().get_range(&self.path, self.page.range.clone()).await?;
-        self.page.check(&bytes).map_err(|e| e.object(&self.path).tensor(&self.name))?;
+        self.page.check(&bytes).map_err(|e| e.object(&self.path).tensor(label))?;
         Ok(bytes)
     }
 }
@@ -34,7 +34,7 @@ impl Snapshot {
     pub async fn read_blob(&self, rank: u32, name: &str) -> Result<Vec<u8>> {
         let found = stored_blobs(&self.chain).await?.into_iter().find(|blob| blob.rank == rank && blob.name == name);
         let found = found.ok_or_else(|| Error::not_found(format!("step {} has no blob of rank {rank}", self.step())).tensor(name))?;
-        Ok(found.read(&self.chain).await?.to_vec())
+        Ok(found.read(&self.chain, name).await?.to_vec())
     }
 }
 
@@ -50,7 +50,7 @@ pub(crate) async fn has_blobs(snapshot: &Snapshot, wanted: &[&Blob<'_>]) -> Resu
         let stored = found.iter().find(|stored| stored.rank == blob.rank && stored.name == blob.name);
         let same_size = |stored: &&StoredBlob| stored.page.range.end.saturating_sub(stored.page.range.start) == blob.data.len() as u64;
         let Some(stored) = stored.filter(same_size) else { return Ok(false) };
-        if *stored.read(&snapshot.chain).await? != *blob.data {
+        if *stored.read(&snapshot.chain, &stored.name).await? != *blob.data {
             return Ok(false);
         }
     }

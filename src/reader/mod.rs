@@ -1,4 +1,14 @@
 //! Reads a snapshot, its tensors, and slices of them.
+//!
+//! | module | job |
+//! |---|---|
+//! | `open` | chooses the snapshot to open, and lists snapshots |
+//! | `open_chain` | the opened chain: manifests, directories, indexes |
+//! | `execute` | fetches and decodes chunks through an opened chain |
+//! | `narrow`, `view` | reads f32 as bf16; maps raw tensors of local files |
+//! | `since` | updates a state to another snapshot |
+//! | `content`, `rounding`, `blobs`, `inspect` | digests, rounding errors, blobs, and how a snapshot is stored |
+//! | `recover`, `watch` | newest step that can be rebuilt; new snapshots as they are committed |
 
 mod blobs;
 mod content;
@@ -135,7 +145,7 @@ impl Snapshot {
         check_content(&self.chain).await?;
         self.chain.check_tensors(0..self.chain.newest().directory.len()).await?;
         for blob in stored_blobs(&self.chain).await? {
-            blob.read(&self.chain).await.map_err(|e| e.tensor(format!("blob {}/{}", blob.rank, blob.name)))?;
+            blob.read(&self.chain, &format!("blob {}/{}", blob.rank, blob.name)).await?;
         }
         Ok(())
     }

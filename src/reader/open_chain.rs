@@ -14,7 +14,7 @@ use crate::tensor::Rect;
 use crate::wire::{CaskRef, Digest, Directory, Id, Manifest};
 use crate::{Error, Result, Store, boxed};
 
-/// The links of a snapshot's chain, and the store that their objects are read from. `execute` decodes chunks through it.
+/// The links of a snapshot's chain, and the store that holds their objects. `execute` decodes chunks through it.
 #[derive(Debug, Clone)]
 pub(crate) struct OpenChain {
     pub(super) store: Store,

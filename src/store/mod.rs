@@ -9,12 +9,13 @@ mod coalesce;
 mod contact;
 mod fetch;
 mod io;
+mod objects;
 mod open;
 mod probe;
 mod upload;
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use object_store::ObjectStore;
 use object_store::path::Path;
@@ -23,14 +24,15 @@ pub use ahead::AheadUploads;
 pub(crate) use cache::Caches;
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed};
+pub(crate) use objects::{Medium, Objects};
 pub(crate) use open::FOLDERS;
 pub use open::{StoreOptions, absolute_url};
 pub use probe::ProbeReport;
 pub(crate) use probe::probe;
 pub(crate) use upload::{PartBudget, Upload};
 
+use crate::Limits;
 use crate::codec::Registry;
-use crate::{Error, Limits, Result};
 
 /// A store of snapshots. Cheap to clone; clones share caches.
 ///
@@ -55,32 +57,6 @@ struct Inner {
     objects: Objects,
     options: StoreOptions,
     caches: Caches,
-}
-
-/// Requests to the object store below one root. Counts requests and bytes.
-pub(crate) struct Objects {
-    url: String,
-    medium: Medium,
-    client: OnceLock<Arc<dyn ObjectStore>>,
-    root: Path,
-    fsync: bool,
-    counters: Counters,
-}
-
-/// Storage below a store. Decides how errors are interpreted.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Medium {
-    Memory,
-    /// A local folder.
-    Local(std::path::PathBuf),
-    Remote,
-}
-
-#[derive(Debug, Default)]
-struct Counters {
-    requests: AtomicU64,
-    bytes_read: AtomicU64,
-    bytes_written: AtomicU64,
 }
 
 /// Requests and bytes of a store and its clones.
@@ -137,49 +113,13 @@ impl Store {
 }
 
 fn assemble(url: String, medium: Medium, client: Option<Arc<dyn ObjectStore>>, root: Path, options: StoreOptions) -> Store {
-    let cell = OnceLock::new();
-    if let Some(client) = client {
-        let _ = cell.set(client);
-    }
-    let objects = Objects { url, medium, client: cell, root, fsync: options.fsync, counters: Counters::default() };
+    let objects = Objects::new(url, medium, client, root, options.fsync);
     let caches = Caches::new(options.index_cache_bytes);
     Store { inner: Arc::new(Inner { objects, options, caches }) }
 }
 
-impl Objects {
-    pub(crate) fn medium(&self) -> &Medium {
-        &self.medium
-    }
-
-    fn client(&self) -> Result<&Arc<dyn ObjectStore>> {
-        if let Some(client) = self.client.get() {
-            return Ok(client);
-        }
-        match &self.medium {
-            // Another process may have created the folder since this handle was opened.
-            Medium::Local(folder) if folder.is_dir() => {
-                let client = open::local_objects(folder, self.fsync)?;
-                Ok(self.client.get_or_init(|| client))
-            }
-            _ => Err(Error::not_found(format!("no store at {}; the first save creates one", self.url)).object(&self.url)),
-        }
-    }
-
-    fn path(&self, object: &str) -> Path {
-        Path::from_iter(self.root.parts().chain(Path::from(object).parts()))
-    }
-}
-
-impl Counters {
-    fn add(&self, requests: u64, bytes_read: u64, bytes_written: u64) {
-        self.requests.fetch_add(requests, Ordering::Relaxed);
-        self.bytes_read.fetch_add(bytes_read, Ordering::Relaxed);
-        self.bytes_written.fetch_add(bytes_written, Ordering::Relaxed);
-    }
-}
-
 impl std::fmt::Debug for Store {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Store").field("url", &self.url()).finish_non_exhaustive()
+        f.debug_struct("Store").field("url", &self.objects().url).finish_non_exhaustive()
     }
 }
