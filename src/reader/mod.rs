@@ -104,7 +104,8 @@ impl Snapshot {
         &self.newest().manifest.user
     }
 
-    /// Returns why the adaptive policy chose a base or a delta. `None` if another policy saved the snapshot.
+    /// Returns why the snapshot was saved as a base or a delta. `None` if its writer recorded no reason. Compaction keeps
+    /// the reason.
     pub fn decision(&self) -> Option<Decision> {
         serde_json::from_value(self.user().get(Decision::KEY)?.clone()).ok()
     }

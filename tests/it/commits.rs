@@ -9,7 +9,7 @@ use object_store::path::Path;
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::{Digest, Event, Id, LogEntry};
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, Slice, Store, StoreOptions, TensorView,
+    BaseKeeping, Blob, Decision, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, Slice, Store, StoreOptions, TensorView,
     VerifyOptions, Writer, WriterOptions,
 };
 
@@ -398,9 +398,10 @@ async fn user_metadata_is_the_same_with_and_without_a_catalog() {
             "mixed": if step % 2 == 0 { serde_json::json!(1.5) } else { serde_json::json!("text") }, "loss": 1.0 / (step as f64 + 3.0),
         });
         metadata.user = user.as_object().unwrap().clone();
-        expected.push(metadata.user.clone());
         let state = SmallState::at(step);
-        writer.save(step, &state.tensors(), &[], &metadata).await.unwrap();
+        let saved = writer.save(step, &state.tensors(), &[], &metadata).await.unwrap();
+        metadata.user.insert(Decision::KEY.to_owned(), serde_json::to_value(saved.decision).unwrap());
+        expected.push(metadata.user);
     }
     let found: Vec<_> = store.snapshots().await.unwrap().into_iter().map(|info| info.user).collect();
     assert_eq!(found, expected);
