@@ -182,3 +182,58 @@ fn square_any<const HARD: bool>(second: &[u8], before: &[u8], now: &[u8], (first
         *out = unit(combine_square::<HARD>(by.square, by.decay, by.share, number(v), gradient));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::floats::to_bytes;
+
+    /// Generates numbers of all sizes, including subnormals, infinities and NaN.
+    fn numbers(seed: u64, count: usize) -> Vec<f32> {
+        let mut x = seed;
+        let mut next = || {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (x >> 32) as u32
+        };
+        let bits = |i: usize, random: u32| match i % 11 {
+            0 => random,
+            1 => random & 0x807f_ffff,
+            _ => (random & 0x81ff_ffff) | 0x3800_0000,
+        };
+        (0..count).map(|i| f32::from_bits(bits(i, next()))).collect()
+    }
+
+    #[test]
+    fn all_levels_agree_to_the_bit() {
+        for blend in Blend::ALL {
+            for count in [1, 8, 1000, 4099] {
+                let first = First { blend, decay: 0.9, weight: 0.1, clip: 1.371_189_2 };
+                let second = Second { square: Square::Fused, decay: 0.95, share: 0.05 };
+                let [before, noise, v] = [1, 2, 3].map(|seed| numbers(seed, count));
+                let moved = |i: usize| if i.is_multiple_of(5) { noise[i] } else { before[i] + (noise[i] - before[i]) * 0.1 };
+                let now: Vec<f32> = (0..count).map(moved).collect();
+                let [before, now, v] = [&before, &now, &v].map(|numbers| to_bytes(numbers));
+                let at = |level: Level| {
+                    let (mut quotients, mut moments) = (vec![1; 4 * count], vec![2; 4 * count]);
+                    shorten_at(level, &before, &now, first, &mut quotients);
+                    blend_at(level, &before, &quotients, first, &mut moments);
+                    let mut squares = quotients.clone();
+                    square_at(level, &v, &before, &now, (first, second), &mut squares);
+                    // Which NaN stands for no quotient does not matter.
+                    let quotients: Vec<u32> = quotients
+                        .as_chunks::<4>()
+                        .0
+                        .iter()
+                        .map(|unit| number(*unit))
+                        .map(|x| if x.is_nan() { NONE } else { x.to_bits() })
+                        .collect();
+                    (quotients, moments, squares)
+                };
+                let expected = at(Level::Scalar);
+                for level in Level::available() {
+                    assert!(at(level) == expected, "{level:?}, {blend:?}, {count}");
+                }
+            }
+        }
+    }
+}
