@@ -222,7 +222,7 @@ pub struct ChunkInput {
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
-const CODECS: [(&str, &[&str]); 18] = [
+const CODECS: [(&str, &[&str]); 20] = [
     ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
     ("tc.ordered", &["tokens", "bits"]),
     ("tc.bitmask", &["mask", "values"]),
@@ -241,6 +241,8 @@ const CODECS: [(&str, &[&str]); 18] = [
     ("tc.magnitudes", &["rows", "columns", "magnitudes", "escapes", "signs", "fractions", "plane0", "plane1"]),
     ("tc.replay", &["step", "tokens", "bits"]),
     ("tc.replay", &["moment", "tokens", "bits"]),
+    ("tc.gradient", &["gradient", "exponents", "lengths", "digits"]),
+    ("tc.gradient", &["moment", "tokens", "bits"]),
 ];
 
 impl ChunkInput {

@@ -51,7 +51,7 @@ fn exponent_for(dtype: Dtype) -> Result<Exponent> {
 }
 
 /// Returns the last exponent of each class but the last. Adjacent exponents are merged, rarest first.
-fn choose_bounds(histogram: &Histogram) -> Vec<u8> {
+pub(super) fn choose_bounds(histogram: &Histogram) -> Vec<u8> {
     let mut groups: Vec<(u8, u64)> =
         (0..=255u8).zip(histogram).filter(|(_, n)| **n > 0).map(|(exponent, n)| (exponent, u64::from(*n))).collect();
     let total: u64 = groups.iter().map(|(_, n)| n).sum();
@@ -67,7 +67,7 @@ fn choose_bounds(histogram: &Histogram) -> Vec<u8> {
     groups.into_iter().map(|(exponent, _)| exponent).collect()
 }
 
-fn padded(bounds: &[u8]) -> [u8; MAX_CLASSES - 1] {
+pub(super) fn padded(bounds: &[u8]) -> [u8; MAX_CLASSES - 1] {
     let mut all = [u8::MAX; MAX_CLASSES - 1];
     for (slot, &bound) in all.iter_mut().zip(bounds) {
         *slot = bound;
@@ -224,6 +224,6 @@ impl Ordered {
     }
 }
 
-fn parted(classes: &[u8], count: usize) -> Result<Parted> {
+pub(super) fn parted(classes: &[u8], count: usize) -> Result<Parted> {
     Parted::new(classes, count).ok_or_else(|| Error::limit(format!("no memory for {} tokens", classes.len())))
 }

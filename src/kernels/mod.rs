@@ -116,6 +116,7 @@ pub(crate) mod bits;
 pub(crate) mod bytes;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod clusters;
+pub(crate) mod digits;
 #[allow(unsafe_code, reason = "reads and writes the floating-point control register")]
 mod environment;
 pub(crate) use environment::DefaultEnvironment;
@@ -128,6 +129,8 @@ pub(crate) mod factored;
 pub(crate) mod floats;
 #[cfg_attr(test, allow(unsafe_code, reason = "a test calls a function compiled for a detected processor feature"))]
 pub(crate) mod fma;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod gradient;
 #[allow(unsafe_code, reason = "unchecked stores in the decoder's inner loop; bounds are checked once per burst")]
 pub(crate) mod huffman;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]

@@ -111,7 +111,7 @@ pub(crate) fn moment(second: &[u8], before: &[u8], now: &[u8], by: Moment, out: 
 /// Compiles a body for every level. Levels beyond the scalar one use the processor's fused multiply-add.
 macro_rules! with_fma {
     (fn $at:ident = $body:ident($($argument:ident: $type:ty),*)) => {
-        fn $at(level: Level, $($argument: $type),*) {
+        fn $at(level: $crate::kernels::Level, $($argument: $type),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
             fn avx512($($argument: $type),*) {
@@ -125,15 +125,16 @@ macro_rules! with_fma {
             match level {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: a `Level` comes from detection, and the other feature is detected here.
-                Level::Avx512 if super::fma::is_hard() => unsafe { avx512($($argument),*) },
+                $crate::kernels::Level::Avx512 if $crate::kernels::fma::is_hard() => unsafe { avx512($($argument),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
-                Level::Avx2 if super::fma::is_hard() => unsafe { avx2($($argument),*) },
+                $crate::kernels::Level::Avx2 if $crate::kernels::fma::is_hard() => unsafe { avx2($($argument),*) },
                 _ => $body::<false>($($argument),*),
             }
         }
     };
 }
+pub(crate) use with_fma;
 with_fma!(fn step_at = step_any(weights: &[u8], first: &[u8], second: &[u8], by: Step, out: &mut [u8]));
 with_fma!(fn moment_at = moment_any(second: &[u8], before: &[u8], now: &[u8], by: Moment, out: &mut [u8]));
 
@@ -142,14 +143,14 @@ const BLOCK: usize = 1024;
 
 #[inline(always)]
 #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
-fn number(unit: [u8; 4]) -> f32 {
+pub(super) fn number(unit: [u8; 4]) -> f32 {
     f32::from_le_bytes(unit)
 }
 
 /// Returns the bytes of a result. Every NaN becomes the same.
 #[inline(always)]
 #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
-fn unit(result: f32) -> [u8; 4] {
+pub(super) fn unit(result: f32) -> [u8; 4] {
     let bits = if result.is_nan() { 0x7fc0_0000 } else { result.to_bits() };
     bits.to_le_bytes()
 }
@@ -205,11 +206,21 @@ fn moment_any<const HARD: bool>(second: &[u8], before: &[u8], now: &[u8], by: Mo
     let inverse = 1.0 / f64::from(weight);
     let inputs = (second, before, now);
     match square {
-        Square::Fused => fill(inputs, inverse, out, |v, g| fma::<HARD>(o * g, g, v * b)),
-        Square::Plain => fill(inputs, inverse, out, |v, g| v * b + (o * g) * g),
-        Square::FusedDecay => fill(inputs, inverse, out, |v, g| fma::<HARD>(v, b, (o * g) * g)),
-        Square::ShareLast => fill(inputs, inverse, out, |v, g| v * b + o * (g * g)),
-        Square::FusedShare => fill(inputs, inverse, out, |v, g| fma::<HARD>(o, g * g, v * b)),
+        Square::Fused => fill(inputs, inverse, out, |v, g| combine_square::<HARD>(Square::Fused, b, o, v, g)),
+        Square::Plain => fill(inputs, inverse, out, |v, g| combine_square::<HARD>(Square::Plain, b, o, v, g)),
+        _ => fill(inputs, inverse, out, |v, g| combine_square::<HARD>(square, b, o, v, g)),
+    }
+}
+
+/// Returns a second moment from its earlier value and the gradient.
+#[inline(always)]
+pub(super) fn combine_square<const HARD: bool>(square: Square, b: f32, o: f32, v: f32, g: f32) -> f32 {
+    match square {
+        Square::Fused => fma::<HARD>(o * g, g, v * b),
+        Square::Plain => v * b + (o * g) * g,
+        Square::FusedDecay => fma::<HARD>(v, b, (o * g) * g),
+        Square::ShareLast => v * b + o * (g * g),
+        Square::FusedShare => fma::<HARD>(o, g * g, v * b),
     }
 }
 

@@ -23,6 +23,7 @@ mod crash;
 mod fault_proxy;
 mod faults;
 mod floors;
+mod gradients;
 mod maintenance;
 mod narrow;
 #[cfg(all(feature = "aws", feature = "azure"))]

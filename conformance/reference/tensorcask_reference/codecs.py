@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import replay
+from . import gradient, replay
 from .dtypes import DTYPES, Dtype
 from .entropy import decode_plane
 from .errors import corrupt, unsupported
@@ -81,27 +81,33 @@ def _ordered(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None) -> 
 
 def _tokens(dtype: Dtype, column: Bytes, units: np.ndarray) -> np.ndarray:
     """The token of each unit, by the class that the base gives it (ordered 3 to 3.2)."""
-    k = int(column[0]) if column.size else 16
-    bounds = column[1:1 + k].astype(int)
-    if k > 15 or column.size < 1 + k + 4 * (k + 1):
-        raise corrupt("ordered 3", f"{k} bounds, or bounds or lengths that are cut")
-    if (np.diff(bounds) <= 0).any() or 255 in bounds:
-        raise corrupt("ordered 3", f"bounds {bounds}")
-    at = 1 + k + 4 * (k + 1)
     shift, size = EXPONENTS[dtype.name]
-    classes = np.searchsorted(bounds, units >> shift & (1 << size) - 1)
-    tokens = np.zeros(units.size, np.int64)
-    for number, length in enumerate(column[1 + k:at].view("<u4").tolist()):
-        if length > column.size - at:
-            raise corrupt("ordered 3.1", "a plane ends after the column")
-        chosen = classes == number
-        tokens[chosen] = decode_plane(column[at:at + length], int(chosen.sum()))
-        at += length
-    if at != column.size:
-        raise corrupt("ordered 3.1", f"{column.size - at} bytes after the last plane")
+    tokens = _classed(column, units >> shift & (1 << size) - 1, "ordered 3", "ordered 3.1")
     if tokens.max(initial=0) > LAST_TOKEN[dtype.unit]:
         raise corrupt("ordered 3.2", f"token {tokens.max()}")
     return tokens
+
+
+def _classed(column: Bytes, exponents: np.ndarray, head: str, planes: str) -> np.ndarray:
+    """Symbols in classes by exponent (ordered 3, 3.1), and the clauses of head and planes."""
+    k = int(column[0]) if column.size else 16
+    bounds = column[1:1 + k].astype(int)
+    if k > 15 or column.size < 1 + k + 4 * (k + 1):
+        raise corrupt(head, f"{k} bounds, or bounds or lengths that are cut")
+    if (np.diff(bounds) <= 0).any() or 255 in bounds:
+        raise corrupt(head, f"bounds {bounds}")
+    at = 1 + k + 4 * (k + 1)
+    classes = np.searchsorted(bounds, exponents)
+    symbols = np.zeros(exponents.size, np.int64)
+    for number, length in enumerate(column[1 + k:at].view("<u4").tolist()):
+        if length > column.size - at:
+            raise corrupt(planes, "a plane ends after the column")
+        chosen = classes == number
+        symbols[chosen] = decode_plane(column[at:at + length], int(chosen.sum()))
+        at += length
+    if at != column.size:
+        raise corrupt(planes, f"{column.size - at} bytes after the last plane")
+    return symbols
 
 
 def _extra_bits(column: Bytes, count: np.ndarray) -> np.ndarray:
@@ -253,6 +259,17 @@ def _replay(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, firs
     return _ordered(dtype, n, columns[1:], replayed)
 
 
+def _gradient(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, first: Partner | None = None) -> Bytes:
+    assert base is not None
+    if dtype.name != "f32" or (first and first[0].name != "f32"):
+        raise corrupt("gradient 1", f"{dtype.name} or a partner is not f32")
+    if first:
+        assert first[2] is not None
+        return _ordered(dtype, n, columns[1:], gradient.second(columns[0], base, first[1], first[2]))
+    exponents = _classed(columns[1], base.view("<u4") >> 23 & 255, "gradient 4", "gradient 4")
+    return gradient.first(columns[0], exponents, decode_plane(columns[2], n), columns[3], base)
+
+
 def widen_f16(bits: Bytes) -> np.ndarray:
     """The bits of the f32 of the same value, NaN too (remainder 2)."""
     e, f = (bits >> 10 & 31).astype(np.int64), (bits & 1023).astype(np.int64)
@@ -297,7 +314,7 @@ class Codec:
         if self.function is _rows:
             inner, _ = INNER[rows_header(columns[0][1])[0]]
             CODECS[inner, 1].check(inner, "delta" if inner == "tc.ordered" else "absolute", dtype, [name for name, _ in columns[1:]])
-        wanted = len(self.needs.get("exp_avg_sq" if columns[0][0] == "moment" else "master", ()))
+        wanted = len(self.needs.get({"moment": "exp_avg_sq", "gradient": "exp_avg"}.get(columns[0][0], "master"), ()))
         if len(partners) != wanted:
             raise corrupt("codecs 5.2", f"{len(partners)} partners, not {wanted}")
         return self.function(dtype, n, [data for _, data in columns], base, *partners)
@@ -330,6 +347,10 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.replay", 1): Codec(
         frozenset({"delta"}), ("step", "tokens", "bits"), _replay, other_columns=("moment", "tokens", "bits"),
         needs={"master": ("exp_avg", "exp_avg_sq"), "exp_avg_sq": ("exp_avg",)}, now_only=frozenset({"master"}), dtypes=frozenset({"f32"}),
+    ),
+    ("tc.gradient", 1): Codec(
+        frozenset({"delta"}), ("gradient", "exponents", "lengths", "digits"), _gradient, other_columns=("moment", "tokens", "bits"),
+        needs={"exp_avg": (), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
     ),
     ("tc.loguniform", 1): Codec(
         frozenset({"absolute", "delta"}), ("grid", "rows", "columns", "codes", "signs", "escapes"), loguniform, dtypes=frozenset({"f32"}),

@@ -42,13 +42,13 @@ SQUARES: list[Callable[..., Numbers]] = [
 ]
 
 
-def _form(forms: list[Callable[..., Numbers]], code: int) -> Callable[..., Numbers]:
+def form(forms: list[Callable[..., Numbers]], code: int, clause: str = "replay 3") -> Callable[..., Numbers]:
     if code >= len(forms):
-        raise corrupt("replay 3", f"form {code}")
+        raise corrupt(clause, f"form {code}")
     return forms[code]
 
 
-def _canonical(numbers: Numbers) -> Numbers:
+def canonical(numbers: Numbers) -> Numbers:
     return np.where(np.isnan(numbers), np.array(0x7FC00000, "<u4").view("<f4"), numbers).astype("<f4").view(np.uint8)
 
 
@@ -56,19 +56,19 @@ def step(column: Numbers, w: Numbers, m: Numbers, v: Numbers) -> Numbers:
     """All are bytes of binary32 numbers: weights of the parent, moments of now."""
     if column.size != 18:
         raise corrupt("replay 3", f"{column.size} bytes of a step")
-    update, divisor = _form(UPDATES, int(column[0])), _form(DIVISORS, int(column[1]))
+    update, divisor = form(UPDATES, int(column[0])), form(DIVISORS, int(column[1]))
     d, s, b, e = column[2:].copy().view("<f4")
     w, m, v = (data.view("<f4") for data in (w, m, v))
     with np.errstate(all="ignore"):
-        return _canonical(update(w, m, divisor(np.sqrt(v), b, e), d, s))
+        return canonical(update(w, m, divisor(np.sqrt(v), b, e), d, s))
 
 
 def moment(column: Numbers, v: Numbers, m1: Numbers, m0: Numbers) -> Numbers:
     if column.size != 13:
         raise corrupt("replay 3", f"{column.size} bytes of a moment")
-    square = _form(SQUARES, int(column[0]))
+    square = form(SQUARES, int(column[0]))
     b, o, weight = column[1:].copy().view("<f4")
     v, now, before = v.view("<f4"), m1.view("<f4").astype(np.float64), m0.view("<f4").astype(np.float64)
     with np.errstate(all="ignore"):
         g = (before + (now - before) * (np.float64(1) / np.float64(weight))).astype("<f4")
-        return _canonical(square(v, g, b, o))
+        return canonical(square(v, g, b, o))

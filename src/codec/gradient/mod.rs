@@ -1,0 +1,351 @@
+//! `tc.gradient`: a first moment as the gradient that led to it, and a second moment replayed with that gradient.
+//!
+//! Spec:   spec/codecs/gradient.md
+//! Input:  n f32 and n f32 of the base; for a second moment, the first moment in both snapshots
+//! Output: of a first moment, the form of the step, and per element exponent, length and bits of the gradient; of a
+//!         second moment, the form of both steps, and the columns of `tc.ordered` with the replayed elements as base
+//! Errors: `Corrupt` if exponents, lengths and bits disagree, or for an unknown form; the errors of `tc.ordered`
+//! Cost:   a search of about 30 operations in binary64 per element, and the coders
+//! Source: ours: gradients in 16-bit numbers, added up a few times and clipped by one factor, are far shorter than the
+//!         moments that they make
+//!
+//! The chunk of a second moment does not store the gradient, and reads no more of the first moment than its bytes: the
+//! decoder searches for the shortest gradient again. So no other channel between chunks is needed than partners, and
+//! the search takes less time than reading the gradient would.
+
+mod search;
+
+use std::sync::{Mutex, PoisonError};
+
+use super::ordered::{choose_bounds, padded, parted};
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, sample};
+use crate::entropy::{self, entropy_bits};
+use crate::kernels::digits;
+use crate::kernels::gradient::{self as kernel, Blend, First, Second};
+use crate::kernels::ordered::{self as exponents, Exponent, MAX_CLASSES};
+use crate::kernels::replay::Square;
+use crate::spare::{self, Spare};
+use crate::wire::{Cursor, Put};
+use crate::{Dtype, Error, Result};
+use search::Search;
+
+/// Stores a first moment as a gradient, and a second moment as what that gradient leaves over.
+///
+/// ```
+/// use tensorcask::{Dtype, codec::{Chunk, Codec, Gradient}};
+/// let bytes = |numbers: &[f32]| -> Vec<u8> { numbers.iter().flat_map(|x| x.to_le_bytes()).collect() };
+/// let before: Vec<f32> = (1..9000).map(|i| (i as f32).sin()).collect();
+/// // Gradients of eight bits, clipped.
+/// let gradient = |i: usize| ((i * 97 % 255) as f32 - 127.0) * 0.713_481_2;
+/// let now: Vec<f32> = before.iter().enumerate().map(|(i, m)| 0.1f32.mul_add(gradient(i) - m, *m)).collect();
+/// let (before, now) = (bytes(&before), bytes(&now));
+/// let chunk = Chunk { role: "exp_avg", base: Some(&before), ..Chunk::new(Dtype::F32, 8999, &now) };
+/// let stored: usize = Gradient::default().encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
+/// assert!(stored < 2 * 8999, "less than half");
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct Gradient {
+    search: Mutex<Search>,
+}
+
+const FIRST: &str = "exp_avg";
+const SECOND: &str = "exp_avg_sq";
+const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
+const COLUMNS_OF_FIRST: [&str; 4] = ["gradient", "exponents", "lengths", "digits"];
+const COLUMNS_OF_SECOND: [&str; 3] = ["moment", "tokens", "bits"];
+const EXPONENT: Exponent = Exponent { shift: 23, mask: 255 };
+
+/// Share of exact elements, in percent, from which one class of tokens does as well as many.
+const ONE_CLASS: usize = 90;
+
+fn check_dtype(dtype: Dtype) -> Result<()> {
+    match dtype {
+        Dtype::F32 => Ok(()),
+        _ => Err(Error::corrupt(format!("gradients of {dtype}")).clause("gradient 1")),
+    }
+}
+
+/// Chunk of a second moment, and the first moments.
+#[derive(Debug, Clone, Copy)]
+struct Squared<'a> {
+    base: &'a [u8],
+    before: &'a [u8],
+    now: &'a [u8],
+}
+
+impl<'a> Squared<'a> {
+    fn of(chunk: &'a Chunk<'_>, base: &'a [u8]) -> Option<Self> {
+        let partner = chunk.partner(FIRST).filter(|partner| partner.dtype == Dtype::F32)?;
+        let before = partner.base.filter(|before| before.len() == partner.data.len())?;
+        Some(Self { base, before, now: partner.data })
+    }
+
+    fn replay(&self, by: (First, Second), out: &mut [u8]) {
+        kernel::shorten(self.before, self.now, by.0, out);
+        kernel::square(self.base, self.before, self.now, by, out);
+    }
+}
+
+/// Base of a chunk that this codec may take.
+fn base_of<'a>(chunk: &Chunk<'a>) -> Option<&'a [u8]> {
+    chunk.whole_base().filter(|_| chunk.dtype == Dtype::F32)
+}
+
+impl Gradient {
+    /// The step of first moments. `None` if their gradients are not short.
+    fn first(&self, before: &[u8], now: &[u8]) -> Option<First> {
+        self.search.lock().unwrap_or_else(PoisonError::into_inner).first(before, now)
+    }
+
+    /// Both steps of second moments, and the percentage of elements that they give exactly.
+    fn second(&self, inputs: Squared<'_>, data: &[u8]) -> Option<(First, Second, usize)> {
+        self.search.lock().unwrap_or_else(PoisonError::into_inner).second(inputs, data)
+    }
+
+    fn estimate_first(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        let base = base_of(chunk)?;
+        let by = self.first(base, chunk.data)?;
+        let (before, now) = (sample(base, 4), sample(chunk.data, 4));
+        let mut quotients = vec![0; now.len()];
+        kernel::shorten(&before, &now, by, &mut quotients);
+        let units = now.len() / 4;
+        let (mut found, mut lengths, mut classes) = (vec![0; units], vec![0; units], vec![0; units]);
+        let digits = digits::split(&quotients, &now, &mut found, &mut lengths);
+        exponents::exponents(4, EXPONENT, &before, &mut classes);
+        let bounds = choose_bounds(&entropy::count_about(&classes));
+        exponents::classes(&mut classes, &padded(&bounds));
+        let mut histograms = vec![[0u32; 256]; MAX_CLASSES + 1];
+        for ((&class, &exponent), &length) in classes.iter().zip(&found).zip(&lengths) {
+            if let Some(histogram) = histograms.get_mut(usize::from(class)) {
+                histogram[usize::from(exponent)] += 1;
+            }
+            histograms[MAX_CLASSES][usize::from(length)] += 1;
+        }
+        let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / (units as u64).max(1);
+        let bytes = |histograms: &[[u32; 256]]| histograms.iter().map(|histogram| entropy_bits(histogram)).sum::<u64>() * 65 / 64 / 8;
+        let (exponents, lengths) = histograms.split_at(MAX_CLASSES);
+        Some(vec![13, scaled(bytes(exponents)) + 256, scaled(bytes(lengths)) + 16, scaled(digits.len() as u64)])
+    }
+
+    fn encode_first(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        let base = base_of(chunk).ok_or_else(unfit)?;
+        let by = self.first(base, chunk.data).ok_or_else(unfit)?;
+        let units = chunk.data.len() / 4;
+        let mut quotients = Spare::new(chunk.data.len(), "gradients")?;
+        kernel::shorten(base, chunk.data, by, &mut quotients);
+        let (mut found, mut lengths) = (Spare::new(units, "exponents")?, Spare::new(units, "lengths")?);
+        let digits = digits::split(&quotients, chunk.data, &mut found, &mut lengths);
+        let mut classes = Spare::new(units, "classes")?;
+        exponents::exponents(4, EXPONENT, base, &mut classes);
+        let bounds = choose_bounds(&entropy::count_about(&classes));
+        exponents::classes(&mut classes, &padded(&bounds));
+        let mut by_class = parted(&classes, bounds.len() + 1)?;
+        by_class.part(&classes, &found);
+        let mut code = spare::output(units / 2);
+        code.push(bounds.len() as u8);
+        code.extend(&bounds);
+        let lengths_at = code.len();
+        code.resize(lengths_at + 4 * (bounds.len() + 1), 0);
+        for class in 0..=bounds.len() {
+            let start = code.len();
+            entropy::encode(by_class.of(class), &mut code);
+            let bytes = code.len() - start;
+            for (i, slot) in code.iter_mut().skip(lengths_at + 4 * class).take(4).enumerate() {
+                *slot = (bytes >> (8 * i)) as u8;
+            }
+        }
+        let mut length_code = spare::output(units / 2);
+        entropy::encode(&lengths, &mut length_code);
+        let mut column = Vec::with_capacity(13);
+        put_first(by, &mut column);
+        Ok(Encoded {
+            uses_base: true,
+            columns: vec![("gradient", column), ("exponents", code), ("lengths", length_code), ("digits", digits)],
+        })
+    }
+
+    fn estimate_second(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        let inputs = Squared::of(chunk, base_of(chunk)?)?;
+        let (first, second, exact) = self.second(inputs, chunk.data)?;
+        if exact < 50 {
+            return None;
+        }
+        let [base, before, now, data] = [inputs.base, inputs.before, inputs.now, chunk.data].map(|data| sample(data, 4));
+        let mut replayed = vec![0; data.len()];
+        Squared { base: &base, before: &before, now: &now }.replay((first, second), &mut replayed);
+        let seen = (data.len() / 4) as u64;
+        let small = Chunk { element_count: seen, data: &data, base: Some(&replayed), partners: &[], ..*chunk };
+        let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / seen.max(1);
+        let mut pages = vec![22];
+        pages.extend(Ordered.estimate(&small)?.into_iter().map(scaled));
+        Some(pages)
+    }
+
+    fn encode_second(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        let inputs = base_of(chunk).and_then(|base| Squared::of(chunk, base)).ok_or_else(unfit)?;
+        let (first, second, exact) = self.second(inputs, chunk.data).ok_or_else(unfit)?;
+        let mut replayed = Spare::new(chunk.data.len(), "replayed elements")?;
+        inputs.replay((first, second), &mut replayed);
+        let rest = Chunk { base: Some(&replayed), partners: &[], ..*chunk };
+        let rest = if exact >= ONE_CLASS { Ordered.encode_as_one_class(&rest) } else { Ordered.encode(&rest) }?;
+        let mut column = Vec::with_capacity(22);
+        put_first(first, &mut column);
+        column.put_u8(Square::ALL.iter().position(|known| *known == second.square).unwrap_or(0) as u8);
+        [second.decay, second.share].into_iter().for_each(|number| column.put_u32(number.to_bits()));
+        let mut columns = vec![("moment", column)];
+        columns.extend(rest.columns);
+        Ok(Encoded { uses_base: true, columns })
+    }
+}
+
+fn unfit() -> Error {
+    Error::invalid("needs f32, a base, and moments one step apart with short gradients")
+}
+
+fn put_first(by: First, column: &mut Vec<u8>) {
+    column.put_u8(Blend::ALL.iter().position(|known| *known == by.blend).unwrap_or(0) as u8);
+    [by.decay, by.weight, by.clip].into_iter().for_each(|number| column.put_u32(number.to_bits()));
+}
+
+fn read_first(cursor: &mut Cursor<'_>) -> Result<First> {
+    let code = cursor.u8()?;
+    let [decay, weight, clip] = [cursor.u32()?, cursor.u32()?, cursor.u32()?].map(f32::from_bits);
+    let blend =
+        Blend::ALL.get(usize::from(code)).copied().ok_or_else(|| Error::corrupt(format!("blend {code}, after the last one known")))?;
+    Ok(First { blend, decay, weight, clip })
+}
+
+fn read_second(column: &[u8]) -> Result<(First, Second)> {
+    let mut cursor = Cursor::new(column, "forms and numbers");
+    let first = read_first(&mut cursor)?;
+    let code = cursor.u8()?;
+    let [decay, share] = [cursor.u32()?, cursor.u32()?].map(f32::from_bits);
+    cursor.finish()?;
+    let square = Square::ALL.get(usize::from(code)).copied();
+    let square = square.ok_or_else(|| Error::corrupt(format!("square {code}, after the last one known")))?;
+    Ok((first, Second { square, decay, share }))
+}
+
+impl Codec for Gradient {
+    fn id(&self) -> &str {
+        "tc.gradient"
+    }
+
+    fn base_use(&self) -> BaseUse {
+        BaseUse::Always
+    }
+
+    fn needs(&self, role: &str) -> &'static [Need] {
+        if role == SECOND { NEEDS_OF_SECOND } else { &[] }
+    }
+
+    fn is_standalone(&self) -> bool {
+        false
+    }
+
+    fn cost(&self) -> Cost {
+        Cost { encode: 14.0, decode: 12.0 }
+    }
+
+    fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64 {
+        let planes = entropy::max_encoded_bytes(element_count).saturating_mul(2).saturating_add(256);
+        let bytes = dtype.byte_count(element_count).unwrap_or(u64::MAX);
+        Ordered.max_encoded_bytes(dtype, element_count).max(planes.saturating_add(bytes)).saturating_add(32)
+    }
+
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        match chunk.role {
+            FIRST => self.estimate_first(chunk),
+            SECOND => self.estimate_second(chunk),
+            _ => None,
+        }
+    }
+
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        if chunk.role == FIRST { self.encode_first(chunk) } else { self.encode_second(chunk) }
+    }
+
+    fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
+        check_dtype(dtype)?;
+        match names.first() {
+            Some(&"gradient") => super::are_columns(names.iter().copied(), &COLUMNS_OF_FIRST),
+            _ => super::are_columns(names.iter().copied(), &COLUMNS_OF_SECOND),
+        }
+    }
+
+    fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
+        let wanted = if role == SECOND { COLUMNS_OF_SECOND[0] } else { COLUMNS_OF_FIRST[0] };
+        match names.first() {
+            Some(first) if *first != wanted => {
+                Err(Error::corrupt(format!("columns {} in a chunk of role `{role}`", names.join(", "))).clause("gradient 2"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        check_dtype(columns.dtype)?;
+        let base = columns.base(out.len())?;
+        if let [("gradient", _), ..] = columns.columns {
+            return decode_first(columns, base, out);
+        }
+        let [column, _, _] = columns.exactly(COLUMNS_OF_SECOND)?;
+        let by = read_second(column).map_err(|e| e.clause("gradient 3"))?;
+        let partner = columns.partner(FIRST)?;
+        let before = partner.base.filter(|before| partner.dtype == Dtype::F32 && before.len() == partner.data.len());
+        let before =
+            before.ok_or_else(|| Error::corrupt("the partner of role `exp_avg` is not f32 in both snapshots").clause("gradient 1"))?;
+        let mut replayed = Spare::new(base.len(), "replayed elements")?;
+        Squared { base, before, now: partner.data }.replay(by, &mut replayed);
+        let rest = columns.columns.get(1..).unwrap_or_default();
+        Ordered.decode(&Columns { columns: rest, base: Some(&replayed), partners: &[], ..*columns }, out)
+    }
+}
+
+fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8]) -> Result<()> {
+    let [column, exponent_code, length_code, bits] = columns.exactly(COLUMNS_OF_FIRST)?;
+    let mut cursor = Cursor::new(column, "form and numbers");
+    let by = read_first(&mut cursor).and_then(|by| cursor.finish().map(|()| by)).map_err(|e| e.clause("gradient 3"))?;
+    let units = out.len() / 4;
+    let mut found = Spare::new(units, "exponents")?;
+    decode_exponents(exponent_code, base, &mut found)?;
+    let mut lengths = Spare::new(units, "lengths")?;
+    entropy::decode(length_code, &mut lengths)?;
+    let mut quotients = Spare::new(out.len(), "gradients")?;
+    if !digits::join(&found, &lengths, bits, &mut quotients) {
+        return Err(Error::corrupt("exponents, lengths and digits of gradients disagree").clause("gradient 5"));
+    }
+    kernel::blend(base, &quotients, by, out);
+    let stored = quotients.as_chunks::<4>().0.iter().zip(lengths.iter()).zip(out.as_chunks_mut::<4>().0);
+    stored.filter(|((_, length), _)| **length == digits::ESCAPE).for_each(|((quotient, _), out)| *out = *quotient);
+    Ok(())
+}
+
+/// Decodes the exponents, whose classes follow from the base.
+fn decode_exponents(code: &[u8], base: &[u8], out: &mut [u8]) -> Result<()> {
+    let bad = |message: &str| Error::corrupt(message.to_owned()).clause("gradient 4");
+    let (&count, rest) = code.split_first().ok_or_else(|| bad("no classes"))?;
+    let count = usize::from(count);
+    let header = rest.split_at_checked(count).and_then(|(bounds, rest)| Some((bounds, rest.split_at_checked(4 * (count + 1))?)));
+    let (bounds, (lengths, mut planes)) =
+        header.filter(|_| count < MAX_CLASSES).ok_or_else(|| bad("bounds of classes are cut or too many"))?;
+    if !bounds.is_sorted_by(|a, b| a < b) || bounds.last() == Some(&u8::MAX) {
+        return Err(bad("bounds of classes do not ascend"));
+    }
+    let mut classes = Spare::new(out.len(), "classes")?;
+    exponents::exponents(4, EXPONENT, base, &mut classes);
+    exponents::classes(&mut classes, &padded(bounds));
+    let mut by_class = parted(&classes, count + 1)?;
+    for (class, length) in lengths.as_chunks::<4>().0.iter().enumerate() {
+        let length = length.iter().rev().fold(0usize, |sum, &byte| sum << 8 | usize::from(byte));
+        let (plane, rest) = planes.split_at_checked(length).ok_or_else(|| bad("exponents of a class end early"))?;
+        planes = rest;
+        entropy::decode(plane, by_class.of_mut(class))?;
+    }
+    if !planes.is_empty() {
+        return Err(bad("bytes after the exponents"));
+    }
+    by_class.join(&classes, out);
+    Ok(())
+}

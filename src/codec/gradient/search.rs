@@ -1,0 +1,252 @@
+//! Search for the clip factor and the forms of a step, from a few elements of both states.
+//!
+//! A precise element is one whose gradient is known to about 20 bits. If its gradient has few significant bits, then
+//! dividing it by the right one of all short mantissas gives the clip factor, up to a power of two. So each such
+//! quotient of a few precise elements is a proposal, and the proposal under which most of the other elements are close
+//! to short mantissas wins. Its neighbours are then compared by the mean length of the gradients that they give.
+//!
+//! Gradients that were computed in binary32 are not short. The search fails, and is repeated only after 1, 2, 4, ...
+//! further chunks. What was found before is tried on every chunk.
+
+use super::Squared;
+use crate::kernels::digits::{ESCAPE, shape};
+use crate::kernels::floats::floats;
+use crate::kernels::gradient::{self as kernel, Blend, First, Second};
+use crate::kernels::replay::Square;
+
+/// Steps that were found last, the most recent first, and the pace of searches.
+#[derive(Debug, Default)]
+pub(super) struct Search {
+    firsts: Vec<First>,
+    seconds: Vec<Second>,
+    /// Number of chunks to pass over before the next search, and at its next failure.
+    wait: u32,
+    next_wait: u32,
+}
+
+const REMEMBERED: usize = 8;
+const MOST_CHUNKS_TO_WAIT: u32 = 64;
+
+/// Bits by which gradients must be shorter than under a wrong clip factor.
+const GAIN: f64 = 1.0;
+
+/// Returns the elements of a search: stretches of one cache line at equal distances.
+fn glance(data: &[u8], stretches: usize) -> Vec<u8> {
+    const BYTES: usize = 64;
+    if data.len() <= 2 * stretches * BYTES {
+        return data.to_vec();
+    }
+    let step = (data.len() - BYTES) / (stretches - 1) / BYTES * BYTES;
+    (0..stretches).flat_map(|i| data.get(i * step..i * step + BYTES).unwrap_or_default()).copied().collect()
+}
+
+/// Returns the mean length of gradients, in bits.
+fn mean_length(before: &[u8], now: &[u8], by: First) -> f64 {
+    let mut quotients = vec![0; now.len()];
+    kernel::shorten(before, now, by, &mut quotients);
+    let length = |quotient: f32| match shape(quotient).1 {
+        ESCAPE => 32.0,
+        length => f64::from(length),
+    };
+    floats(&quotients).map(length).sum::<f64>() / (now.len() / 4).max(1) as f64
+}
+
+/// Whether a step makes gradients short: shorter than with a factor that nothing speaks for.
+fn is_short(before: &[u8], now: &[u8], by: First) -> bool {
+    mean_length(before, now, by) + GAIN < mean_length(before, now, First { clip: by.clip * 1.234_567_8, ..by })
+}
+
+impl Search {
+    pub(super) fn first(&mut self, before: &[u8], now: &[u8]) -> Option<First> {
+        let (few_before, few_now) = (glance(before, 32), glance(now, 32));
+        let score = |by: &First| (mean_length(&few_before, &few_now, *by), *by);
+        let best = self.firsts.iter().map(score).reduce(|a, b| if b.0 < a.0 { b } else { a });
+        if let Some((_, known)) = best.filter(|(_, known)| is_short(&few_before, &few_now, *known)) {
+            return Some(known);
+        }
+        if self.wait > 0 {
+            self.wait -= 1;
+            return None;
+        }
+        match search(&glance(before, 256), &glance(now, 256)) {
+            Some(found) => {
+                (self.wait, self.next_wait) = (0, 0);
+                self.firsts.insert(0, found);
+                self.firsts.truncate(REMEMBERED);
+                Some(found)
+            }
+            None => {
+                self.next_wait = (2 * self.next_wait).clamp(1, MOST_CHUNKS_TO_WAIT);
+                self.wait = self.next_wait;
+                None
+            }
+        }
+    }
+
+    pub(super) fn second(&mut self, inputs: Squared<'_>, data: &[u8]) -> Option<(First, Second, usize)> {
+        let first = self.first(inputs.before, inputs.now)?;
+        let [base, before, now, data] = [inputs.base, inputs.before, inputs.now, data].map(|data| glance(data, 64));
+        let mut quotients = vec![0; now.len()];
+        kernel::shorten(&before, &now, first, &mut quotients);
+        let count = |second: Second| {
+            let mut out = quotients.clone();
+            kernel::square(&base, &before, &now, (first, second), &mut out);
+            out.as_chunks::<4>().0.iter().zip(data.as_chunks::<4>().0).filter(|(a, b)| a == b).count()
+        };
+        let percent = |exact: usize| 100 * exact / (data.len() / 4).max(1);
+        let better = |a: (usize, Second), b: (usize, Second)| if b.0 > a.0 { b } else { a };
+        let known = self.seconds.iter().map(|second| (count(*second), *second)).reduce(better);
+        if let Some((exact, second)) = known.filter(|(exact, _)| percent(*exact) >= ONE_CLASS_PERCENT) {
+            return Some((first, second, percent(exact)));
+        }
+        let gradients = floats(&quotients).map(|quotient| f64::from(quotient * first.clip));
+        let beta = beta(floats(&base).zip(floats(&data)).zip(gradients))?;
+        let mut best = known;
+        for beta in candidates(beta) {
+            for share in [(1.0 - beta) as f32, 1.0 - beta as f32] {
+                for square in Square::ALL {
+                    let second = Second { square, decay: beta as f32, share };
+                    let found = (count(second), second);
+                    best = Some(best.map_or(found, |best| better(best, found)));
+                }
+            }
+        }
+        let (exact, second) = best?;
+        self.seconds.retain(|known| *known != second);
+        self.seconds.insert(0, second);
+        self.seconds.truncate(REMEMBERED);
+        Some((first, second, percent(exact)))
+    }
+}
+
+const ONE_CLASS_PERCENT: usize = super::ONE_CLASS;
+
+/// Returns the second beta that explains second moments best: v1 - g^2 = beta * (v0 - g^2).
+fn beta(points: impl Iterator<Item = ((f32, f32), f64)>) -> Option<f64> {
+    let (mut xx, mut xy) = (0.0, 0.0);
+    for ((v0, v1), gradient) in points {
+        let (v0, v1, square) = (f64::from(v0), f64::from(v1), gradient * gradient);
+        let (x, y) = ((v0 - square) / v1, (v1 - square) / v1);
+        if x.is_finite() && y.is_finite() {
+            (xx, xy) = (xx + x * x, xy + x * y);
+        }
+    }
+    let beta = xy / xx;
+    (beta > 0.0 && beta < 1.0).then_some(beta)
+}
+
+/// Returns the shortest decimal near a fitted beta, and the beta itself.
+fn candidates(beta: f64) -> [f64; 2] {
+    let mut scale = 10.0f64;
+    for _ in 0..6 {
+        let short = (beta * scale).round() / scale;
+        if (short - beta).abs() < 2e-3 * (1.0 - beta) {
+            return [short, beta];
+        }
+        scale *= 10.0;
+    }
+    [beta, beta]
+}
+
+/// Usual first betas.
+const BETAS: [f64; 5] = [0.9, 0.95, 0.8, 0.98, 0.99];
+
+fn search(before: &[u8], now: &[u8]) -> Option<First> {
+    for beta in BETAS {
+        let weight = (1.0 - beta) as f32;
+        let first = First { blend: Blend::Fused, decay: beta as f32, weight, clip: 1.0 };
+        let (few_before, few_now) = (cut(before), cut(now));
+        let proposals = [Some(1.0), propose(before, now, f64::from(weight))];
+        for clip in proposals.into_iter().flatten() {
+            let near = (-8i32..=8).map(|ulps| f32::from_bits((clip as f32).to_bits().wrapping_add_signed(ulps)));
+            let near: Vec<f32> = if clip == 1.0 { vec![1.0] } else { near.collect() };
+            let forms = near.into_iter().map(|clip| First { clip, ..first });
+            let Some(best) = shortest(few_before, few_now, forms) else { continue };
+            let weights = [weight, 1.0 - beta as f32];
+            let forms = weights.into_iter().flat_map(|weight| Blend::ALL.map(|blend| First { blend, weight, ..best }));
+            let Some(best) = shortest(few_before, few_now, forms) else { continue };
+            if is_short(few_before, few_now, best) {
+                return Some(best);
+            }
+        }
+    }
+    None
+}
+
+/// Returns the first thousand elements of a sample.
+fn cut(data: &[u8]) -> &[u8] {
+    data.get(..4096).unwrap_or(data)
+}
+
+fn shortest(before: &[u8], now: &[u8], forms: impl Iterator<Item = First>) -> Option<First> {
+    let scored = forms.map(|by| (mean_length(before, now, by), by));
+    scored.reduce(|a, b| if b.0 < a.0 { b } else { a }).map(|(_, by)| by)
+}
+
+/// Returns the mantissa of a positive number, from 1 to 2.
+fn mantissa(x: f64) -> f64 {
+    f64::from_bits(x.to_bits() & ((1 << 52) - 1) | 1023 << 52)
+}
+
+/// Number of elements that propose, and that vote.
+const ANCHORS: usize = 12;
+const VOTERS: usize = 200;
+const FIRST_VOTERS: usize = 40;
+/// Greatest relative distance from a short mantissa.
+const TOLERANCE: f64 = 7.6e-6;
+/// Share of votes beyond those of chance that a proposal needs.
+const LEAST_SCORE: f64 = 0.08;
+
+/// Proposes the mantissa of the clip factor.
+fn propose(before: &[u8], now: &[u8], weight: f64) -> Option<f64> {
+    let mut precise: Vec<(f64, f64)> = floats(before)
+        .zip(floats(now))
+        .map(|(m0, m1)| {
+            let (m0, m1) = (f64::from(m0), f64::from(m1));
+            let gradient = (m0 + (m1 - m0) / weight).abs();
+            (m1.abs() / weight / gradient, gradient)
+        })
+        .filter(|(error, gradient)| error.is_finite() && *gradient > f64::from(f32::MIN_POSITIVE) && gradient.is_finite() && *error > 0.0)
+        .collect();
+    precise.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
+    let voters: Vec<f64> = precise.iter().take(VOTERS).map(|(_, gradient)| mantissa(*gradient)).collect();
+    if voters.len() < 8 {
+        return None;
+    }
+    let mut best = (LEAST_SCORE, None);
+    for bits in 5..12u32 {
+        let grid = f64::from(1u32 << bits);
+        let chance = 4.0 * TOLERANCE * grid;
+        for &anchor in voters.iter().take(ANCHORS) {
+            for k in 1 << bits..2u32 << bits {
+                let clip = mantissa(anchor * grid / f64::from(k));
+                let inverse = 1.0 / clip;
+                let is_near = |voter: &&f64| {
+                    let x = **voter * inverse;
+                    let x = (if x < 1.0 { 2.0 * x } else { x }) * grid;
+                    // Adding and subtracting 1.5 * 2^52 rounds to an integer.
+                    (x - ((x + 6_755_399_441_055_744.0) - 6_755_399_441_055_744.0)).abs() < grid * TOLERANCE
+                };
+                let early = voters.iter().take(FIRST_VOTERS).filter(is_near).count() as f64 / voters.len().min(FIRST_VOTERS) as f64;
+                if early < best.0 / 2.0 + chance {
+                    continue;
+                }
+                let score = voters.iter().filter(is_near).count() as f64 / voters.len() as f64 - chance;
+                if score > best.0 + 1e-9 {
+                    best = (score, Some((clip, grid)));
+                }
+            }
+        }
+    }
+    let (clip, grid) = best.1?;
+    let mut ratios: Vec<f64> = voters
+        .iter()
+        .filter_map(|voter| {
+            let x = mantissa(voter / clip);
+            let nearest = (x * grid).round() / grid;
+            ((x - nearest).abs() < TOLERANCE).then_some(x / nearest)
+        })
+        .collect();
+    ratios.sort_unstable_by(f64::total_cmp);
+    Some(clip * ratios.get(ratios.len() / 2)?)
+}

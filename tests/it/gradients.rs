@@ -1,0 +1,92 @@
+//! States that a simulated trainer leaves: Adam's step in the order of operations of PyTorch, with gradients that are
+//! sums of 16-bit numbers, clipped by one factor.
+
+use tensorcask::maintain::{self, VerifyOptions};
+use tensorcask::{Dtype, Metadata, Policy, Slice, Store, TensorView};
+
+const COUNT: usize = 20_000;
+
+struct Random(u64);
+
+impl Random {
+    /// Returns a number from -1 to 1, most often near 0.
+    fn next(&mut self) -> f32 {
+        let mut unit = || {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 40) as f32 / (1u64 << 24) as f32
+        };
+        (0..4).map(|_| unit() - 0.5).sum::<f32>() / 2.0
+    }
+}
+
+struct Trainer {
+    random: Random,
+    step: i32,
+    master: Vec<f32>,
+    first: Vec<f32>,
+    second: Vec<f32>,
+}
+
+impl Trainer {
+    fn new() -> Self {
+        let mut random = Random(11);
+        let master = (0..COUNT).map(|_| random.next() * 0.1).collect();
+        Self { random, step: 0, master, first: vec![0.0; COUNT], second: vec![0.0; COUNT] }
+    }
+
+    /// One step with gradients of so many micro-batches; 0 stands for gradients in f32.
+    fn train(&mut self, batches: usize) {
+        self.step += 1;
+        let (lr, eps) = (6e-4f64, 1e-8f32);
+        let (one, two) = (1.0 - 0.9f64.powi(self.step), 1.0 - 0.95f64.powi(self.step));
+        let (decay, scale, root) = ((1.0 - lr * 0.1) as f32, (-lr / one) as f32, two.sqrt() as f32);
+        let clip = 0.3 + self.random.next().abs();
+        for i in 0..COUNT {
+            let size = 1e-3 * 2f32.powi(i as i32 % 12 - 6);
+            let sum: f32 = (0..batches).map(|_| half::bf16::from_f32(self.random.next() * size).to_f32()).sum();
+            let gradient = if batches == 0 { self.random.next() * size } else { sum / batches as f32 } * clip;
+            self.first[i] = 0.1f32.mul_add(gradient - self.first[i], self.first[i]);
+            self.second[i] = (0.05 * gradient).mul_add(gradient, self.second[i] * 0.95);
+            self.master[i] = self.master[i] * decay + (scale * self.first[i]) / (self.second[i].sqrt() / root + eps);
+        }
+    }
+
+    fn tensors(&self) -> [(&'static str, Vec<u8>); 3] {
+        [("master.w", &self.master), ("exp_avg.w", &self.first), ("exp_avg_sq.w", &self.second)]
+            .map(|(name, numbers)| (name, numbers.iter().flat_map(|x| x.to_le_bytes()).collect()))
+    }
+}
+
+#[tokio::test]
+async fn a_chain_of_steps_is_stored_as_gradients_and_restored_bit_by_bit() {
+    for (batches, most_bits) in [(1, 14.0), (4, 18.0), (16, 22.0), (0, 32.0)] {
+        let store = Store::open("memory://").unwrap();
+        let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+        let mut trainer = Trainer::new();
+        (0..20).for_each(|_| trainer.train(batches));
+        let mut states = Vec::new();
+        for step in 0..16 {
+            let state = trainer.tensors();
+            let views: Vec<TensorView<'_>> =
+                state.iter().map(|(name, data)| TensorView::new(*name, Dtype::F32, &[100, 200], data).unwrap()).collect();
+            let saved = writer.save(step, &views, &[], &Metadata::default()).await.unwrap();
+            if step > 0 {
+                let gradients = saved.chunks.get("tc.gradient").copied().unwrap_or(0);
+                assert_eq!(gradients, if batches == 0 { 0 } else { 2 }, "{batches}, step {step}: {:?}", saved.chunks);
+                assert!(saved.chunks.contains_key("tc.replay"), "{batches}, step {step}: {:?}", saved.chunks);
+                // Includes the master, and the cask itself.
+                let bits = 8.0 * saved.stored_bytes as f64 / COUNT as f64;
+                assert!(bits < most_bits, "{batches}, step {step}: {bits} bits");
+            }
+            states.push(state);
+            trainer.train(batches);
+        }
+        for (step, state) in states.iter().enumerate() {
+            let snapshot = store.snapshot(step as u64).await.unwrap();
+            for (name, data) in state {
+                assert!(snapshot.read(name, &Slice::all()).await.unwrap().data == *data, "{batches}, step {step}, {name}");
+            }
+        }
+        assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
+    }
+}
