@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use serde_json::{Map, Value};
 
 use super::{SharedLink, Snapshot};
@@ -11,6 +12,7 @@ use crate::chain::{Link, chain_of, check_link};
 use crate::commit::{Catalog, Log, LogState, SnapshotRecord, read_manifest};
 use crate::container::{CaskIndex, IndexDecoder, Progress};
 use crate::error::ResultExt;
+use crate::limits::to_usize;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Digest, Directory, Id, Manifest};
 use crate::{Error, Result, Store, boxed};
@@ -55,6 +57,8 @@ pub struct SnapshotInfo {
 
 /// Number of objects read at once while a snapshot is opened.
 const CONCURRENT_REQUESTS: usize = 16;
+/// Cask size up to which the whole cask is read with its index. One request then replaces two.
+const SMALL_CASK_BYTES: u64 = 256 << 10;
 /// Index size above which the root is read first and the parts when they are needed.
 const WHOLE_INDEX_BYTES: u64 = 1 << 20;
 
@@ -159,8 +163,11 @@ impl Snapshot {
             let index = match self.store.cached_index(wanted).filter(|_| remembered) {
                 Some(index) => index,
                 None => {
-                    let index = Arc::new(read_index(&self.store, wanted).await?);
+                    let (index, small_cask) = read_cask(&self.store, wanted).await?;
+                    let index = Arc::new(index);
                     self.store.cache_index(wanted, index.clone());
+                    // Fails only if a concurrent reader has set the same bytes.
+                    let _ = small_cask.map(|bytes| link.small_casks[cask].set(bytes));
                     index
                 }
             };
@@ -222,18 +229,26 @@ pub(crate) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<
 }
 
 /// Reads the index of a cask and compares it with the manifest.
-#[boxed]
 pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskIndex> {
+    Ok(read_cask(store, cask).await?.0)
+}
+
+/// Reads the index of a cask and compares it with the manifest. Also returns the whole cask if it is small. Its pages
+/// are not checked yet.
+#[boxed]
+async fn read_cask(store: &Store, cask: &CaskRef) -> Result<(CaskIndex, Option<Bytes>)> {
     let path = cask.path();
     let read = async {
         let mut decoder = IndexDecoder::new(cask.id, cask.bytes, store.limits().clone());
         let first = if cask.bytes - cask.index_offset <= WHOLE_INDEX_BYTES { cask.index_offset } else { cask.root_offset };
         crate::Limits::check(cask.bytes - first, store.limits().max_index_bytes, "size of the index")?;
-        let tail = store.get_range(&path, first..cask.bytes).await.map_err(|e| match e.kind() {
+        let is_small = cask.bytes <= SMALL_CASK_BYTES;
+        let start = if is_small { 0 } else { first };
+        let read = store.get_range(&path, start..cask.bytes).await.map_err(|e| match e.kind() {
             crate::ErrorKind::NotFound => Error::corrupt("a cask of a committed snapshot is missing").clause("manifest 2.3"),
             _ => e,
         })?;
-        decoder.push(first, tail)?;
+        decoder.push(first, read.slice(to_usize(first - start, "an offset")?..))?;
         let index = loop {
             match decoder.poll()? {
                 Progress::Done(index) => break index,
@@ -246,7 +261,7 @@ pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskInde
         if index.digest() != cask.digest || index.index_offset() != cask.index_offset || index.root_offset() != cask.root_offset {
             return Err(Error::corrupt("is not the cask that the manifest names: its digest differs").clause("manifest 2.3"));
         }
-        Ok(index)
+        Ok((index, is_small.then_some(read)))
     };
     read.await.in_object(path.as_str())
 }

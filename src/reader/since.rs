@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::execute::{ChunkItem, fetch_groups};
+use super::execute::ChunkItem;
 use super::{Pages, Snapshot};
 use crate::chain::{ChunkPlan, ShardPlan, Step};
 use crate::codec::Columns;
@@ -163,10 +163,7 @@ impl Snapshot {
                 Way::Rebuild => rebuild.push((work, held)),
             }
         }
-        let groups = advance.iter().flat_map(|(_, steps, _)| {
-            steps.iter().map(|step| (self.path_of(step), step.entry.pages.iter().map(|page| page.range.clone()).collect()))
-        });
-        let mut pages = fetch_groups(&self.store, groups.collect()).await?.into_iter();
+        let mut pages = self.page_fetch(advance.iter().flat_map(|(_, steps, _)| steps), |_| true).read().await?.into_iter();
         for (work, steps, mut held) in advance {
             let plan = &shards[work.shard];
             let pages: Vec<Pages> = pages.by_ref().take(steps.len()).collect();
