@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +83,27 @@ def small(folder: Path, rounds: int) -> tuple[list[Times], int]:
     """Saves and loads ten tensors of 1 KiB. Every save has other values, as in training."""
     state = {f"layer.{number}": torch.randn(256) for number in range(10)}
     store = tensorcask.Store(str(folder / "small"))
-    names = ("save 10 x 1 KiB: tensorcask", "save: torch.save, fsync", "load: tensorcask, open store", "load: tensorcask, new store", "load: torch.load")
+    names = (
+        "save 10 x 1 KiB: tensorcask",
+        "save: torch.save, fsync",
+        "load: tensorcask, open store",
+        "load: tensorcask, new store",
+        "load: torch.load",
+    )
     times = [Times(name) for name in names]
-    path = folder / "torch" / "state.pt"
-    path.parent.mkdir()
+    (folder / "torch").mkdir()
     for step in range(rounds + 3):
         for tensor in state.values():
             tensor.add_(torch.randn(256), alpha=1e-3)
         if step == 3:
             # The first saves and loads open the store, start threads and import modules.
             times = [Times(name) for name in names]
-        times[0].run(lambda: store.save(state, step=step))
-        times[1].run(lambda: torch_save(state, path.with_name(f"{step}.pt")))
+        path = folder / "torch" / f"{step}.pt"
+        times[0].run(partial(store.save, state, step=step))
+        times[1].run(partial(torch_save, state, path))
         loaded = times[2].run(store.load)
         fresh = times[3].run(lambda: tensorcask.Store(store.url).load())
-        times[4].run(lambda: torch.load(path.with_name(f"{step}.pt")))
+        times[4].run(partial(torch.load, path))
         assert all(torch.equal(state[name], loaded[name]) and torch.equal(state[name], fresh[name]) for name in state)
     hundred = tensorcask.Store(str(folder / "hundred"))
     for step in range(100):
@@ -110,15 +117,16 @@ def many(folder: Path, rounds: int, count: int) -> list[Times]:
     """Saves and loads many tensors of 1 to 64 elements. Each save goes to a new store or file."""
     state = {f"layers.{number // 8}.block.{number % 8}.weight": torch.randn(1 + number * 7 % 64) for number in range(count)}
     label = f"{count:,} tensors"
-    times = [Times(f"save {label}: tensorcask"), Times("save: torch.save, fsync"), Times(f"load {label}: tensorcask"), Times("load: torch.load")]
+    names = (f"save {label}: tensorcask", "save: torch.save, fsync", f"load {label}: tensorcask", "load: torch.load")
+    times = [Times(name) for name in names]
     for number in range(rounds):
         url, path = str(folder / f"many{number}"), folder / f"many{number}.pt"
-        times[0].run(lambda: tensorcask.Store(url).save(state, step=1))
-        times[1].run(lambda: torch_save(state, path))
-        loaded = times[2].run(lambda: tensorcask.Store(url).load())
+        times[0].run(partial(tensorcask.Store(url).save, state, step=1))
+        times[1].run(partial(torch_save, state, path))
+        loaded = times[2].run(tensorcask.Store(url).load)
         assert number > 0 or all(torch.equal(state[name], loaded[name]) for name in state)
         del loaded
-        times[3].run(lambda: torch.load(path))
+        times[3].run(partial(torch.load, path))
         shutil.rmtree(url)
         path.unlink()
     return times
