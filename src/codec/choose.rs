@@ -117,7 +117,8 @@ pub(crate) fn encode_given(
     let raw_bytes = cost(&[chunk.data.len() as u64]);
     let work = |codec: &dyn Codec| codec.cost().encode + codec.cost().decode;
     let mut candidates: Vec<(u64, f32, &dyn Codec)> = Vec::new();
-    for codec in registry.iter().filter(|codec| codec.is_lossless()) {
+    let is_tiny = raw_bytes == page_cost(1) && chunk.base.is_none() && chunk.partners.is_empty();
+    for codec in registry.iter().filter(|codec| codec.is_lossless() && !(is_tiny && is_futile(codec.id()))) {
         let Some(pages) = codec.estimate(chunk) else { continue };
         candidates.push((cost(&pages), work(codec.as_ref()), codec.as_ref()));
     }
@@ -145,6 +146,11 @@ pub(crate) fn encode_given(
         check_decodes(codec, chunk, &columns, kind, crc)?;
     }
     Ok(EncodedChunk { kind, codec: Some(CodecRef { id: codec.id().to_owned(), version: codec.version() }), columns, crc })
+}
+
+/// Whether a codec cannot beat raw on a chunk that fits one line of a page and has neither base nor partners.
+fn is_futile(codec: &str) -> bool {
+    codec.starts_with("tc.") && ![Raw::ID, "tc.constant"].contains(&codec)
 }
 
 /// Decodes the columns as a reader would, and compares the result with the checksum to be stored.
