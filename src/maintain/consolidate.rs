@@ -66,6 +66,6 @@ impl Store {
         let mut user = snapshot.user().clone();
         user.remove(Decision::KEY);
         let metadata = Metadata { user, file: snapshot.metadata().clone() };
-        writer.commit(snapshot.step(), None, &prepared, &metadata).await?.done()
+        writer.commit(snapshot.step(), None, &prepared, vec![], &metadata).await?.done()
     }
 }

@@ -162,12 +162,18 @@ impl CaskWriter {
     }
 
     /// Writes the index and publishes the cask.
-    #[boxed]
     pub(crate) async fn finish(self) -> Result<CaskRef> {
+        let (cask, upload) = self.seal().await?;
+        upload.finish().await?;
+        Ok(cask)
+    }
+
+    /// Writes the index. The caller publishes the cask with [`Upload::finish`].
+    #[boxed]
+    pub(crate) async fn seal(self) -> Result<(CaskRef, Upload)> {
         let Self { slot, encoder, mut upload, .. } = self;
         let (rest, receipt) = encoder.finish()?;
         upload.push(rest).await?;
-        upload.finish().await?;
-        Ok(receipt.in_slot(slot))
+        Ok((receipt.in_slot(slot), upload))
     }
 }

@@ -33,9 +33,13 @@ use super::{BaseKeeping, WriterOptions};
 use crate::chain::{Policy, content_digests};
 use crate::codec::{Chunk, EncodedChunk, Partner};
 use crate::precision::Rounded;
+use crate::store::{Upload, concurrently};
 use crate::tensor::ChunkGrid;
 use crate::wire::{CaskRef, Digest, Directory, ErrorsFile, blob_slot};
 use crate::{Ahead, Error, Result, Setting, Store, boxed};
+
+/// Maximum number of small casks that are published at once.
+pub(super) const MAX_SLOTS_AT_ONCE: usize = 8;
 
 /// Encodes and uploads one state at a time, and keeps what the next delta needs.
 #[derive(Debug)]
@@ -50,9 +54,11 @@ pub(super) struct SavePipeline {
     pub ahead: Option<Ahead>,
 }
 
-/// Result of a run of the pipeline: all casks are uploaded, and nothing is committed.
+/// Result of a run of the pipeline: all casks are uploaded or ready for one last request, and nothing is committed.
 pub(super) struct UploadedCasks {
     pub casks: Vec<CaskRef>,
+    /// Small casks that are still to be published. The commit sends them together with its other objects.
+    pub unpublished: Vec<Upload>,
     /// Number of chunks by codec id, or `unchanged`.
     pub chunk_counts: BTreeMap<String, u64>,
     /// CRC-32 of decoded chunks, by tensor, shard and chunk.
@@ -65,7 +71,13 @@ pub(super) struct UploadedCasks {
 impl UploadedCasks {
     fn new(layout: &StateLayout<'_>, next_base: Option<NextBase>) -> Self {
         let crcs = layout.tensors.iter().map(|tensor| tensor.shards.iter().map(|_| Vec::new()).collect()).collect();
-        Self { casks: vec![], chunk_counts: BTreeMap::new(), crcs, next_base, rounding: RoundingRecord::default() }
+        Self { casks: vec![], unpublished: vec![], chunk_counts: BTreeMap::new(), crcs, next_base, rounding: RoundingRecord::default() }
+    }
+
+    /// Publishes the casks that are still to be published, all at once.
+    pub(super) async fn publish(&mut self) -> Result<()> {
+        let unpublished = std::mem::take(&mut self.unpublished);
+        concurrently(MAX_SLOTS_AT_ONCE, unpublished.into_iter().map(Upload::finish)).await.map(|_: Vec<()>| ())
     }
 
     /// Content digests by role, for the stored form of the state's directory.
@@ -162,7 +174,12 @@ impl SaveRun<'_> {
         }
         // If nothing in the slot changed, a delta has no cask for it.
         if !cask.is_empty() || input.parent.is_none() {
-            self.uploaded.casks.push(cask.finish().await?);
+            let (cask, upload) = cask.seal().await?;
+            match upload.is_one_request() {
+                true => self.uploaded.unpublished.push(upload),
+                false => upload.finish().await?,
+            }
+            self.uploaded.casks.push(cask);
         }
         Ok(())
     }

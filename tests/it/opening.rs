@@ -201,3 +201,21 @@ async fn an_index_is_read_once() {
     let store = wrap(objects);
     assert_eq!((read(&store).await, read(&store).await), (2, 1));
 }
+
+/// The casks, the manifest and the directory of a save are written at once.
+#[tokio::test(start_paused = true)]
+async fn a_delta_is_saved_within_five_rounds() {
+    let mut taken = Vec::new();
+    for saves in [2, 3] {
+        let (rounds, ..) = rounds(&Arc::new(InMemory::new()), async |store| {
+            let mut writer = store.writer(Policy::Intermittent { every: 100 }).await.unwrap();
+            for step in 0..saves {
+                save(&mut writer, step).await;
+            }
+        })
+        .await;
+        taken.push(rounds);
+    }
+    // The newest entry, the manifest of the parent, the objects, the check of the store, and the entry.
+    assert!(taken[1] - taken[0] <= 5, "{taken:?} rounds of two and of three saves");
+}
