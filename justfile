@@ -4,6 +4,7 @@
 quick:
     cargo fmt --all
     cargo clippy --workspace --all-targets -- -D warnings
+    bash .ci/python_lints
     cargo test --workspace --lib --bins
 
 # What CI runs.

@@ -7,7 +7,7 @@ mod common;
 use common::{Arguments, Owned, Table, bytes_of, median, report, seconds, synthetic};
 use serde_json::json;
 use tensorcask::blocking::Store;
-use tensorcask::{BaseKeeping, Dtype, Metadata, Policy, Slice, StoreOptions, TensorView, WriterOptions};
+use tensorcask::{BaseKeeping, Dtype, Metadata, Policy, ReadRequest, Slice, StoreOptions, TensorView, WriterOptions};
 
 fn main() {
     let arguments = Arguments::parse(&["mib", "steps", "folder"]);
@@ -159,8 +159,11 @@ fn train(url: &str, options: WriterOptions, start: &[Owned], steps: u64) -> Foun
         let store = open();
         let snapshot = store.snapshot(steps - 1).unwrap();
         let mut buffers: Vec<Vec<u8>> = state.iter().map(|tensor| vec![0; tensor.data.len()]).collect();
-        let items =
-            state.iter().zip(&mut buffers).map(|(tensor, buffer)| (tensor.name.as_str(), Slice::all(), buffer.as_mut_slice())).collect();
+        let items = state
+            .iter()
+            .zip(&mut buffers)
+            .map(|(tensor, buffer)| ReadRequest { name: &tensor.name, slice: Slice::all(), out: buffer })
+            .collect();
         times.push(seconds(|| store.block_on(snapshot.read_many_into(items)).unwrap()).0);
         assert!(state.iter().zip(&buffers).all(|(tensor, buffer)| tensor.data == *buffer));
         read = store.inner().io().bytes_read;

@@ -11,9 +11,10 @@ use std::hint::black_box;
 use common::{Arguments, fail, seconds};
 use serde_json::json;
 use tensorcask::blocking::Store;
-use tensorcask::codec::{Chunk, Columns, Encoded, Objective, Partner, Registry, encode_chunk};
+use tensorcask::codec::{Chunk, Columns, EncodeCheck, Encoded, Objective, Partner, Registry, encode_chunk};
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{Bounded, Metadata, Policy, Precision, RoundedChunk, RoundingReport, Setting, TensorView, WriterOptions, round_chunk};
+use tensorcask::precision::{BoundedSetting, RoundedChunk, Setting, round_chunk};
+use tensorcask::{Metadata, Policy, Precision, RoundingReport, TensorView, WriterOptions};
 
 const METHODS: [&str; 20] = [
     "lossless",
@@ -79,7 +80,7 @@ fn size(encoded: &Encoded) -> u64 {
 fn measure(setting: Setting, now: &[TensorView<'_>], base: Option<&[TensorView<'_>]>, keep: impl Fn(&TensorView<'_>) -> bool) -> Made {
     let registry = Registry::default();
     let mut made = Made::default();
-    let bounded = Bounded { setting, bound: None };
+    let bounded = BoundedSetting { setting, bound: None };
     for view in now.iter().filter(|view| keep(view)) {
         let model = now.iter().find(|other| other.role() == "model" && other.param() == view.param() && other.shape() == view.shape());
         let same = |base: &[TensorView<'_>]| base.iter().find(|other| other.name() == view.name()).map(|other| other.data().to_vec());
@@ -89,7 +90,7 @@ fn measure(setting: Setting, now: &[TensorView<'_>], base: Option<&[TensorView<'
         let chunk = chunk_of(view, &partners);
         let RoundedChunk { data, encoded: own, rounding } = round_chunk(bounded, &chunk).unwrap();
         let rounded = Chunk { data: &data, ..chunk };
-        let chosen = encode_chunk(&registry, Objective::SMALLEST, &rounded, false).unwrap();
+        let chosen = encode_chunk(&registry, Objective::SMALLEST, &rounded, EncodeCheck::Skip).unwrap();
         let lossless: u64 = chosen.columns.iter().map(|(_, column)| column.len() as u64).sum();
         let codec = match setting.codec() {
             Some(codec) => codec,
@@ -116,7 +117,9 @@ fn measure(setting: Setting, now: &[TensorView<'_>], base: Option<&[TensorView<'
             let before_chunk = Chunk { data: &before, partners: &[], ..chunk };
             let before = round_chunk(bounded, &before_chunk).unwrap().data;
             let own = round_chunk(bounded, &Chunk { base: Some(&before), ..chunk }).unwrap().encoded.map(|own| size(&own));
-            let delta = encode_chunk(&registry, Objective::SMALLEST, &Chunk { data: &data, base: Some(&before), ..chunk }, false).unwrap();
+            let delta =
+                encode_chunk(&registry, Objective::SMALLEST, &Chunk { data: &data, base: Some(&before), ..chunk }, EncodeCheck::Skip)
+                    .unwrap();
             let delta: u64 = delta.columns.iter().map(|(_, column)| column.len() as u64).sum();
             made.delta_bytes += own.map_or(delta, |own| own.min(delta));
         }
@@ -129,7 +132,7 @@ fn update_error(setting: Setting, now: &[TensorView<'_>], keep: impl Fn(&TensorV
     let floats = |bytes: &[u8]| -> Vec<f32> { bytes.chunks_exact(4).map(|unit| f32::from_le_bytes(unit.try_into().unwrap())).collect() };
     let rounded = |view: &TensorView<'_>| {
         let chunk = chunk_of(view, &[]);
-        floats(&round_chunk(Bounded { setting, bound: None }, &chunk).unwrap().data)
+        floats(&round_chunk(BoundedSetting { setting, bound: None }, &chunk).unwrap().data)
     };
     let (mut error, mut size) = (0.0, 0.0);
     for second in now.iter().filter(|view| view.role() == "exp_avg_sq" && keep(view)) {

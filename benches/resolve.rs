@@ -6,7 +6,7 @@ mod common;
 use common::{Arguments, Table, bytes_of, median, report, seconds, synthetic};
 use serde_json::json;
 use tensorcask::blocking::{Snapshot, Store};
-use tensorcask::{Dtype, Metadata, Policy, Slice, StoreOptions, TensorView};
+use tensorcask::{Dtype, Metadata, Policy, ReadRequest, Slice, StoreOptions, TensorView};
 
 const ROUNDS: usize = 5;
 /// Number of links in the chain that is restored as a whole.
@@ -59,7 +59,8 @@ fn restores(open: &dyn Fn(&str) -> Store, arguments: &Arguments) -> Table {
                 .into_iter()
                 .map(|t| (t.name, vec![0u8; t.dtype.byte_count(t.shape.iter().product()).unwrap() as usize]))
                 .collect();
-            let items = buffers.iter_mut().map(|(name, bytes)| (name.as_str(), Slice::all(), bytes.as_mut_slice())).collect();
+            let request = |(name, out)| ReadRequest { name, slice: Slice::all(), out };
+            let items = buffers.iter_mut().map(|(name, bytes)| request((name.as_str(), bytes.as_mut_slice()))).collect();
             times.push(seconds(|| store.block_on(async { inner(&snapshot).read_many_into(items).await.unwrap() })).0);
             read = store.inner().io().bytes_read;
         }
@@ -70,7 +71,7 @@ fn restores(open: &dyn Fn(&str) -> Store, arguments: &Arguments) -> Table {
     let base = restore(0);
     for depth in [1, 2, 4, 8, 16, DEPTH] {
         let (time, read) = restore(depth - 1);
-        let stored: u64 = open("chain").snapshot(depth - 1).unwrap().chain().iter().map(|link| link.stored_bytes).sum();
+        let stored: u64 = open("chain").snapshot(depth - 1).unwrap().inspect().chain().iter().map(|link| link.stored_bytes).sum();
         let [times, bytes, share] = [time / base.0, read as f64 / base.1 as f64, read as f64 / stored as f64];
         table.row(
             &format!("{depth} links"),

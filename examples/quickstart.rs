@@ -2,8 +2,9 @@
 //!
 //! `cargo run --example quickstart [STORE]`; the default store is in memory.
 
-use tensorcask::blocking::Store;
-use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Result, Slice, TensorView, VerifyOptions};
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::VerifyOptions;
+use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Result, Slice, TensorView};
 
 fn main() -> Result<()> {
     let url = std::env::args().nth(1).unwrap_or_else(|| "memory://quickstart".to_owned());
@@ -30,7 +31,7 @@ fn main() -> Result<()> {
     println!("restored step {}, and rows of it: {} {:?}", snapshot.step(), rows.dtype, rows.shape);
     println!("step 2 had loss {}", store.snapshot(2)?.user()["loss"]);
 
-    let report = store.verify(&VerifyOptions::default())?;
+    let report = maintain::verify(&store, &VerifyOptions::default())?;
     println!("verified {} snapshots, {} chunks: {}", report.snapshots, report.chunks, if report.is_clean() { "clean" } else { "damaged" });
     Ok(())
 }

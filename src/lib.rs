@@ -8,7 +8,8 @@
 //! The whole cycle:
 //!
 //! ```
-//! use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Slice, TensorView, VerifyOptions, blocking::Store};
+//! use tensorcask::blocking::{Store, maintain};
+//! use tensorcask::{Blob, Dtype, Latest, Metadata, Policy, Slice, TensorView};
 //!
 //! # let folder = tempfile::tempdir().unwrap();
 //! # let url = folder.path().join("run42");
@@ -31,7 +32,7 @@
 //! assert_eq!(snapshot.step(), 2);
 //! assert_eq!(snapshot.read("model.w", &Slice::all())?.data, weights);
 //! assert_eq!(snapshot.read("model.w", &Slice::rows(10..20))?.shape, [10, 16]);
-//! assert!(store.verify(&VerifyOptions::default())?.is_clean());
+//! assert!(maintain::verify(&store, &maintain::VerifyOptions::default())?.is_clean());
 //! # Ok::<(), tensorcask::Error>(())
 //! ```
 
@@ -58,7 +59,7 @@ mod entropy;
 
 pub mod codec;
 
-mod precision;
+pub mod precision;
 
 pub mod container;
 
@@ -76,7 +77,7 @@ mod reader;
 mod writer;
 
 // Maintenance.
-mod maintain;
+pub mod maintain;
 
 // Import, export and the blocking API.
 pub mod interchange;
@@ -96,20 +97,17 @@ pub fn with_scalar_kernels<T>(run: impl FnOnce() -> T) -> T {
 /// not again inside each caller, including callers in other crates.
 pub(crate) use async_recursion::async_recursion as boxed;
 
-pub use chain::{Decision, Estimate, Policy, Reason};
-pub use commit::{Retention, SnapshotRecord, Status};
+pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision};
+pub use commit::{History, RankExchange, Retention, SnapshotRecord, SnapshotStatus};
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
-pub use maintain::{
-    CompactOptions, Compacted, Copier, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, Reduced,
-};
-pub use precision::{Bounded, Found, Precision, RoundedChunk, RoundingReport, Setting, TensorRounding, round_chunk, search};
+pub use precision::{Precision, RoundingReport, TensorRounding};
 pub use reader::{
-    At, Depth, Latest, LinkInfo, Problem, ReadCounts, Recovered, Skipped, Snapshot, SnapshotInfo, Updated, VerifyOptions, VerifyReport,
-    Watch,
+    Bf16View, Inspection, Latest, LinkInfo, ReadCounts, ReadRequest, RecoveredSnapshot, SkippedSnapshot, Snapshot, SnapshotInfo,
+    SnapshotWatch, StepSelector, UpdateReport,
 };
-pub use store::{Ahead, IoCounts, ProbeReport, Store, StoreOptions, absolute_url};
+pub use store::{AheadUploads, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
-pub use writer::{BaseKeeping, ExistingStep, Metadata, Rank, RankWriter, Saved, Writer, WriterOptions};
+pub use writer::{BaseKeeping, ExistingStep, Metadata, Rank, RankWriter, SavedSnapshot, Writer, WriterOptions};

@@ -1,67 +1,104 @@
-//! Reuses buffers within threads. Memory that is new to a process costs more than the work of the codecs on it.
+//! Reuses buffers. Memory that is new to a process costs more than the work of the codecs on it.
+//!
+//! A lock that another thread holds is never waited for: a forked child may inherit it locked. The buffer is then new, or
+//! is freed.
 
-use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use bytes::Bytes;
 
 use crate::Result;
-use crate::limits::reserve;
+use crate::limits::zeroed;
 
-/// Maximum number of buffers that a thread keeps, and the size of the largest that is kept.
-const MOST: usize = 12;
-const LARGEST: usize = 4 << 20;
+/// Total bytes that unused scratch buffers may hold, and the smallest buffer that is kept.
+const SCRATCH_BYTES: usize = 96 << 20;
+const LEAST_SCRATCH: usize = 4 << 10;
 
-thread_local! {
-    static SPARE: RefCell<Vec<Vec<u8>>> = const { RefCell::new(Vec::new()) };
+/// Unused scratch buffers.
+static SCRATCH: Mutex<Pool> = Mutex::new(Pool { buffers: Vec::new(), bytes: 0 });
+
+/// Unused buffers, and their total size.
+struct Pool {
+    buffers: Vec<Vec<u8>>,
+    bytes: usize,
 }
 
-/// A buffer that returns to its thread's reserve when it is dropped.
+impl Pool {
+    /// Takes a buffer with room for `bytes`, and not much more.
+    fn take(&mut self, bytes: usize) -> Option<Vec<u8>> {
+        let at = self.buffers.iter().rposition(|buffer| (bytes..=bytes.saturating_mul(2)).contains(&buffer.capacity()))?;
+        let buffer = self.buffers.swap_remove(at);
+        self.bytes = self.bytes.saturating_sub(buffer.capacity());
+        Some(buffer)
+    }
+
+    /// Keeps a buffer, if the pool then holds at most `most` bytes.
+    fn give(&mut self, buffer: Vec<u8>, most: usize) {
+        let bytes = self.bytes.saturating_add(buffer.capacity());
+        if bytes <= most {
+            self.bytes = bytes;
+            self.buffers.push(buffer);
+        }
+    }
+}
+
+fn try_lock(pool: &'static Mutex<Pool>) -> Option<MutexGuard<'static, Pool>> {
+    match pool.try_lock() {
+        Ok(pool) => Some(pool),
+        Err(TryLockError::Poisoned(pool)) => Some(pool.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+/// A scratch buffer that becomes reusable when it is dropped.
 #[derive(Debug, Default)]
-pub(crate) struct Spare(Vec<u8>);
+pub(crate) struct Spare {
+    /// All bytes are initialized, also beyond the length.
+    buffer: Vec<u8>,
+    length: usize,
+}
 
 impl Spare {
     /// Returns a buffer of `bytes` with arbitrary content.
     pub(crate) fn new(bytes: usize, what: &str) -> Result<Self> {
-        let found = SPARE.try_with(|spare| {
-            let mut spare = spare.borrow_mut();
-            let fits = spare.iter().position(|buffer| buffer.capacity() >= bytes)?;
-            Some(spare.swap_remove(fits))
-        });
-        let mut buffer = match found {
-            Ok(Some(buffer)) => buffer,
-            _ => reserve(bytes, what)?,
+        let kept = if bytes < LEAST_SCRATCH { None } else { try_lock(&SCRATCH).and_then(|mut pool| pool.take(bytes)) };
+        let buffer = match kept {
+            Some(buffer) if buffer.len() >= bytes => buffer,
+            _ => zeroed(bytes, what)?,
         };
-        buffer.resize(bytes, 0);
-        Ok(Self(buffer))
+        Ok(Self { buffer, length: bytes })
+    }
+
+    /// Returns a buffer with a copy of `data`.
+    pub(crate) fn copy_of(data: &[u8]) -> Result<Self> {
+        let mut copy = Self::new(data.len(), "a copy of a chunk")?;
+        copy.copy_from_slice(data);
+        Ok(copy)
     }
 }
 
 impl Drop for Spare {
     fn drop(&mut self) {
-        let buffer = std::mem::take(&mut self.0);
-        // A thread that is ending keeps no buffers.
-        let _ = SPARE.try_with(|spare| {
-            let mut spare = spare.borrow_mut();
-            if spare.len() < MOST && (1..=LARGEST).contains(&buffer.capacity()) {
-                spare.push(buffer);
-            }
-        });
+        if self.buffer.len() >= LEAST_SCRATCH
+            && let Some(mut pool) = try_lock(&SCRATCH)
+        {
+            pool.give(std::mem::take(&mut self.buffer), SCRATCH_BYTES);
+        }
     }
 }
 
 impl Deref for Spare {
-    type Target = Vec<u8>;
+    type Target = [u8];
 
-    fn deref(&self) -> &Vec<u8> {
-        &self.0
+    fn deref(&self) -> &[u8] {
+        self.buffer.get(..self.length).unwrap_or_default()
     }
 }
 
 impl DerefMut for Spare {
-    fn deref_mut(&mut self) -> &mut Vec<u8> {
-        &mut self.0
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.buffer.get_mut(..self.length).unwrap_or_default()
     }
 }
 
@@ -70,25 +107,15 @@ const OUTPUT_BYTES: usize = 32 << 20;
 const LEAST_OUTPUT: usize = 32 << 10;
 
 /// Buffers of encoded columns. One thread fills them, and another releases them after they have been stored.
-static OUTPUT: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
-
-fn outputs() -> MutexGuard<'static, Vec<Vec<u8>>> {
-    OUTPUT.lock().unwrap_or_else(PoisonError::into_inner)
-}
+static OUTPUT: Mutex<Pool> = Mutex::new(Pool { buffers: Vec::new(), bytes: 0 });
 
 /// Returns an empty buffer with room for `capacity` bytes.
 pub(crate) fn output(capacity: usize) -> Vec<u8> {
     if capacity < LEAST_OUTPUT {
         return Vec::with_capacity(capacity);
     }
-    let mut outputs = outputs();
-    match outputs.iter().position(|buffer| (capacity..=2 * capacity).contains(&buffer.capacity())) {
-        Some(at) => outputs.swap_remove(at),
-        None => {
-            drop(outputs);
-            Vec::with_capacity(capacity)
-        }
-    }
+    let kept = try_lock(&OUTPUT).and_then(|mut pool| pool.take(capacity));
+    kept.unwrap_or_else(|| Vec::with_capacity(capacity))
 }
 
 /// A buffer that becomes reusable when its last reader drops it.
@@ -104,10 +131,8 @@ impl Drop for Returned {
     fn drop(&mut self) {
         let mut buffer = std::mem::take(&mut self.0);
         buffer.clear();
-        let mut outputs = outputs();
-        let kept: usize = outputs.iter().map(Vec::capacity).sum();
-        if kept.saturating_add(buffer.capacity()) <= OUTPUT_BYTES {
-            outputs.push(buffer);
+        if let Some(mut pool) = try_lock(&OUTPUT) {
+            pool.give(buffer, OUTPUT_BYTES);
         }
     }
 }

@@ -358,7 +358,7 @@ class Ours:
         self.out = np.zeros_like(tensor.data)
 
     def encode(self):
-        return self.coder.encode(self.checks)
+        return self.coder.encode(checks=self.checks)
 
     def decode(self, encoded):
         self.coder.decode_into(encoded, self.out)

@@ -43,7 +43,6 @@ ROWS = [
 
 
 def make_state(gigabytes, step):
-    import torch
     from safetensors.torch import load_file
 
     tensors = load_file(DATA / f"step-{step}.safetensors")

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use tensorcask::Result;
 use tensorcask::codec::ChunkKind;
-use tensorcask::container::CaskIndex;
+use tensorcask::container::{BlobEntry, CaskIndex, TensorEntry};
 
 use crate::text::human_bytes;
 
@@ -64,7 +64,7 @@ pub(crate) fn tensors(index: &CaskIndex) -> Result<Vec<CaskTensor>> {
 
 /// Blobs of a cask.
 pub(crate) fn blobs(index: &CaskIndex) -> Vec<CaskBlob> {
-    let blob = |(rank, name, page): (u32, &str, tensorcask::container::PageEntry)| CaskBlob {
+    let blob = |BlobEntry { rank, name, page }: BlobEntry<'_>| CaskBlob {
         rank,
         name: name.to_owned(),
         bytes: page.range.end.saturating_sub(page.range.start),
@@ -73,7 +73,7 @@ pub(crate) fn blobs(index: &CaskIndex) -> Vec<CaskBlob> {
 }
 
 fn describe(index: &CaskIndex, tensor: usize) -> Result<CaskTensor> {
-    let (name, dtype, shape) = index.tensor(tensor);
+    let TensorEntry { name, dtype, shape } = index.tensor(tensor);
     let shards = index.shards_of(tensor);
     let mut chunks = KindCounts::default();
     let mut codecs: BTreeMap<String, CodecCounts> = BTreeMap::new();

@@ -1,7 +1,7 @@
 //! Report of the reason why a snapshot became a base or a delta.
 
 use serde::Serialize;
-use tensorcask::Decision;
+use tensorcask::PolicyDecision;
 
 use crate::text::human_bytes;
 
@@ -16,7 +16,7 @@ pub(crate) struct DecisionJson {
 }
 
 impl DecisionJson {
-    pub(crate) fn of(decision: &Decision) -> Self {
+    pub(crate) fn of(decision: &PolicyDecision) -> Self {
         Self {
             reason: decision.reason.name(),
             since_base: decision.since_base,

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use serde::Serialize;
 use tensorcask::Result;
-use tensorcask::container::CaskIndex;
+use tensorcask::container::{BlobEntry, CaskIndex};
 use tensorcask::wire::POSTSCRIPT_BYTES;
 
 use crate::text::{Text, printable};
@@ -55,7 +55,7 @@ pub(crate) fn regions<'a>(index: &CaskIndex, read: &'a mut Read<'a>) -> Result<V
         map.take("header", bytes, what)?;
     }
     for tensor in 0..index.tensor_count() {
-        let name = index.tensor(tensor).0.to_owned();
+        let name = index.tensor(tensor).name.to_owned();
         for shard in index.shards_of(tensor) {
             for number in 0..index.grid(shard)?.chunk_count() {
                 let chunk = index.chunk(shard, number)?;
@@ -73,11 +73,11 @@ pub(crate) fn regions<'a>(index: &CaskIndex, read: &'a mut Read<'a>) -> Result<V
             }
         }
     }
-    for (rank, name, page) in index.blobs() {
+    for BlobEntry { rank, name, page } in index.blobs() {
         map.pad_to(page.range.start)?;
         map.take("blob", page.range.end.saturating_sub(page.range.start), format!("rank {rank}, `{name}`"))?;
     }
-    map.pad_to(index.index_offset())?;
+    map.pad_to(index.file().index_offset)?;
     map.index(index)?;
     for (bytes, what) in [
         (8, "root_offset"),
@@ -159,7 +159,7 @@ impl Map<'_> {
             "parts",
             "extensions",
         ];
-        let root = index.root_offset();
+        let root = index.file().root_offset;
         let head = (self.read)(root..root.saturating_add(128))?;
         let fields: Vec<u64> = head.chunks(8).map(number).collect();
         let [
@@ -253,7 +253,7 @@ impl Map<'_> {
             self.column("index root", &format!("extension {nth}"), &Kind::Opaque, length)?;
         }
         // There are too many extensions to list one by one.
-        self.take("index root", index.file_bytes().saturating_sub(POSTSCRIPT_BYTES).saturating_sub(self.end), "extensions")
+        self.take("index root", index.file().bytes.saturating_sub(POSTSCRIPT_BYTES).saturating_sub(self.end), "extensions")
     }
 
     /// Adds a field of the head.

@@ -5,13 +5,13 @@ use std::time::Duration;
 use globset::{GlobBuilder, GlobMatcher};
 use serde_json::Value;
 use tensorcask::codec::Objective;
-use tensorcask::{At, Precision, Result, Slice};
+use tensorcask::{Precision, Result, Slice, StepSelector};
 
 /// Parses `N` or `latest`.
-pub(crate) fn at(text: &str) -> Result<At, String> {
+pub(crate) fn at(text: &str) -> Result<StepSelector, String> {
     match text {
-        "latest" => Ok(At::Latest),
-        _ => text.parse().map(At::Step).map_err(|_| "write a step number or `latest`".to_owned()),
+        "latest" => Ok(StepSelector::Latest),
+        _ => text.parse().map(StepSelector::Step).map_err(|_| "write a step number or `latest`".to_owned()),
     }
 }
 
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn values_are_read() {
-        assert!(matches!((at("latest"), at("7"), at("-1")), (Ok(At::Latest), Ok(At::Step(7)), Err(_))));
+        assert!(matches!((at("latest"), at("7"), at("-1")), (Ok(StepSelector::Latest), Ok(StepSelector::Step(7)), Err(_))));
         assert_eq!(part("1/2"), Ok((1, 2)));
         for text in ["2/2", "0/0", "1", "a/b", "-1/2"] {
             assert!(part(text).is_err(), "{text}");

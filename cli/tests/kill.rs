@@ -5,8 +5,9 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use tensorcask::blocking::Store;
-use tensorcask::{Slice, VerifyOptions};
+use tensorcask::Slice;
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::VerifyOptions;
 
 const KILLS: u64 = 50;
 /// Files that a save adds, about: two log entries, two casks, a manifest, and their temporary files.
@@ -73,6 +74,6 @@ fn fifty_kills_lose_no_acknowledged_step() {
     }
     assert!(killed >= KILLS, "only {killed} saves were killed in {step}");
     let store = Store::open(root.to_str().unwrap()).unwrap();
-    let report = store.verify(&VerifyOptions::default()).unwrap();
+    let report = maintain::verify(&store, &VerifyOptions::default()).unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
 }

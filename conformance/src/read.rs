@@ -6,11 +6,12 @@ use std::path::Path;
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
-use tensorcask::blocking::Store;
+use tensorcask::blocking::{Store, maintain};
 use tensorcask::codec::{BaseUse, ChunkKind, Columns, Registry};
-use tensorcask::container::{CaskIndex, IndexDecoder, PageEntry, Progress};
+use tensorcask::container::{BlobEntry, CaskIndex, IndexDecoder, PageEntry, Progress, TensorEntry};
+use tensorcask::maintain::VerifyOptions;
 use tensorcask::wire::{HEADER_BYTES, Header, Tree, TreeNode};
-use tensorcask::{At, Error, ErrorKind, Limits, Result, Slice, VerifyOptions};
+use tensorcask::{Error, ErrorKind, Limits, Result, Slice, StepSelector};
 
 use crate::failure::Failure;
 use crate::files::hex;
@@ -48,7 +49,7 @@ fn kind_of(error: &Error) -> &'static str {
 /// Reads every live step after a full check.
 fn read_store(path: &str) -> Result<Value> {
     let store = Store::open(path)?;
-    let report = store.verify(&VerifyOptions::default())?;
+    let report = maintain::verify(&store, &VerifyOptions::default())?;
     // Readers skip a damaged catalog, because the log has all facts. An intact catalog must agree with the log (log
     // 6.4).
     let is_skipped = |e: &Error| e.object_name().is_some_and(|object| object.starts_with("catalog/")) && e.clause_name() != Some("log 6.4");
@@ -86,7 +87,7 @@ fn read_store(path: &str) -> Result<Value> {
         );
     }
     // A reduced snapshot is never the latest.
-    let latest = match store.snapshot(At::Latest) {
+    let latest = match store.snapshot(StepSelector::Latest) {
         Ok(snapshot) => Some(snapshot.step()),
         Err(e) if e.kind() == ErrorKind::NotFound => None,
         Err(e) => return Err(e),
@@ -138,7 +139,7 @@ fn read_cask(file: Bytes) -> Result<Value> {
             pages.extend(index.chunk(shard, chunk)?.pages);
         }
     }
-    pages.extend(index.blobs().map(|(_, _, page)| page));
+    pages.extend(index.blobs().map(|blob| blob.page));
     let mut end = HEADER_BYTES;
     let is_padding = |from: u64, to: u64| match slice(from, to)?.iter().all(|&byte| byte == 0) {
         true => Ok(()),
@@ -149,11 +150,11 @@ fn read_cask(file: Bytes) -> Result<Value> {
         page.check(&slice(page.range.start, page.range.end)?)?;
         end = page.range.end;
     }
-    is_padding(end, index.index_offset())?;
+    is_padding(end, index.file().index_offset)?;
 
     let mut tensors = Map::new();
     for tensor in 0..index.tensor_count() {
-        let (name, dtype, shape) = index.tensor(tensor);
+        let TensorEntry { name, dtype, shape } = index.tensor(tensor);
         let mut shards = Vec::new();
         for shard in index.shards_of(tensor) {
             let rect = index.rect(shard);
@@ -173,11 +174,11 @@ fn read_cask(file: Bytes) -> Result<Value> {
         tensors.insert(name.to_owned(), json!({ "dtype": dtype.name(), "shape": shape, "shards": shards }));
     }
     let mut blobs = Vec::new();
-    for (rank, name, page) in index.blobs() {
+    for BlobEntry { rank, name, page } in index.blobs() {
         let data = slice(page.range.start, page.range.end)?;
         blobs.push(json!({ "rank": rank, "name": name, "sha256": hex(&Sha256::digest(data)) }));
     }
-    Ok(json!({ "id": header.id, "digest": index.digest(), "tensors": tensors, "blobs": blobs }))
+    Ok(json!({ "id": header.id, "digest": index.file().digest, "tensors": tensors, "blobs": blobs }))
 }
 
 /// Returns the digest of a shard's elements, or `None` if a chunk needs the parent. Decodes the other chunks in any

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{At, Blob, Error, ErrorKind, Metadata, Result, TensorView};
+use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, StepSelector, TensorView};
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
@@ -327,9 +327,9 @@ impl Engine {
         let (rank, world, begun) = (self.options.rank, self.options.world, Instant::now());
         let stores = self.session.spec.stores()?;
         let first = stores.first().ok_or_else(|| Error::invalid("no tier"))?;
-        self.runtime.block_on(first.put_offer(round, rank, &steps))?;
+        self.runtime.block_on(RankExchange::new(first).put_offer(round, rank, &steps))?;
         let ranks = loop {
-            let offers = self.runtime.block_on(first.offers(round, world))?;
+            let offers = self.runtime.block_on(RankExchange::new(first).offers(round, world))?;
             let missing: Vec<String> =
                 (0..world).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _)| rank.to_string()).collect();
             if missing.is_empty() {
@@ -366,14 +366,14 @@ impl Engine {
     ///
     /// Tensors from the arena are borrowed until the next save and contain the part of this rank. Several ranks first
     /// agree on a step ([`agree`](crate::agree)).
-    pub fn restore(&self, at: impl Into<At>) -> Result<Restored<'_>> {
+    pub fn restore(&self, at: impl Into<StepSelector>) -> Result<Restored<'_>> {
         self.search(RestoreRequest::new(at.into(), Wanted::Everything))
     }
 
     /// Restores parts of the named tensors, for a job with another number of ranks. Passes over a raw state that does
     /// not have exactly these parts; reads only the needed bytes of a snapshot. Fails with `InvalidArgument` if a
     /// tensor has another shape.
-    pub fn restore_parts(&self, at: impl Into<At>, parts: &BTreeMap<String, Part>) -> Result<Restored<'_>> {
+    pub fn restore_parts(&self, at: impl Into<StepSelector>, parts: &BTreeMap<String, Part>) -> Result<Restored<'_>> {
         self.search(RestoreRequest::new(at.into(), Wanted::Parts(parts)))
     }
 
@@ -408,7 +408,7 @@ impl Engine {
     /// ```
     pub fn restore_into(
         &self,
-        at: impl Into<At>,
+        at: impl Into<StepSelector>,
         parts: Option<&BTreeMap<String, Part>>,
         destination: &mut dyn Destination,
     ) -> Result<Restored<'_>> {

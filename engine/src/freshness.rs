@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tensorcask::wire::Id;
-use tensorcask::{Error, Result, SnapshotRecord, Status, Store};
+use tensorcask::{Error, Result, SnapshotRecord, SnapshotStatus, Store};
 
 use crate::folders::RunFolder;
 use crate::known_tiers::KnownTiers;
@@ -150,7 +150,7 @@ impl EncodedMemory {
         let latest = tier.latest.as_ref().map(|latest| latest.id);
         let newest = self.stores.iter().rev().find_map(|(_, contents)| contents.latest.as_ref()).map(|latest| latest.id);
         let is_other_run = |(_, ours): &(Store, TierContents)| matches!((ours.run, tier.run), (Some(ours), Some(theirs)) if ours != theirs);
-        let is_forgotten = |record: &SnapshotRecord| Some(record.id) == newest && record.status != Status::Live;
+        let is_forgotten = |record: &SnapshotRecord| Some(record.id) == newest && record.status != SnapshotStatus::Live;
         let is_unknown = latest != known && !latest.is_some_and(|latest| self.has(latest));
         self.stores.iter().any(is_other_run) || is_unknown || tier.records.iter().any(is_forgotten)
     }

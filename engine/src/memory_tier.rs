@@ -8,10 +8,11 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
+use tensorcask::maintain::{self, GcOptions};
 use tensorcask::wire::Id;
 use tensorcask::{
-    Ahead, Blob, Error, ErrorKind, GcOptions, Metadata, Rank, RankWriter, Rect, Result, Saved, SnapshotRecord, Status, Store, TensorView,
-    Writer, WriterOptions,
+    AheadUploads, Blob, Error, ErrorKind, Metadata, Rank, RankWriter, Rect, Result, SavedSnapshot, SnapshotRecord, SnapshotStatus, Store,
+    TensorView, Writer, WriterOptions,
 };
 
 use crate::files::remove_folder;
@@ -55,7 +56,7 @@ impl MemoryTier {
     pub(crate) async fn open(folder: &RunFolder, tiers: &[Store], options: WriterOptions, world: u32) -> Result<Self> {
         let mut epoch = folder.epochs()?.last().copied().unwrap_or(0);
         let newest = open_epoch(folder, epoch)?;
-        let ours = match newest.run().await {
+        let ours = match newest.history().run().await {
             Ok(run) => Some(run),
             Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Corrupt) => None,
             Err(e) => return Err(e),
@@ -66,7 +67,7 @@ impl MemoryTier {
             Err(_) => None,
         };
         // If a new store has to be created, it takes its run id from this one.
-        let model = match (newest.records().await, existing) {
+        let model = match (newest.history().records().await, existing) {
             (Ok(_), Some((tier, run))) if ours.is_some_and(|ours| ours != run) => {
                 tracing::warn!(store = tier.url(), "the store was created anew: removing the snapshots of another run from memory");
                 remove_all_epochs(folder)?;
@@ -89,9 +90,9 @@ impl MemoryTier {
         };
         let store = open_epoch(folder, epoch)?;
         if let Some(model) = model {
-            store.create_beside(model).await?;
+            maintain::create_for_run_of(model, &store).await?;
         }
-        let is_empty = store.records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |found| found.is_empty());
+        let is_empty = store.history().records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |found| found.is_empty());
         let has_new_run_id = existing.is_none() && is_empty;
         Ok(Self { has_new_run_id, ..Self::open_writers(folder, epoch, store, options, world).await? })
     }
@@ -114,7 +115,7 @@ impl MemoryTier {
             return Ok(false);
         }
         Ok(match nearest_existing(tiers).await? {
-            Some((_, run)) => run != self.store.run().await?,
+            Some((_, run)) => run != self.store.history().run().await?,
             None => false,
         })
     }
@@ -128,20 +129,26 @@ impl MemoryTier {
     }
 
     /// Sends the casks of the next snapshot to the next tier while they are being encoded.
-    pub(crate) fn send_ahead(&mut self, ahead: Option<&Ahead>) {
+    pub(crate) fn send_ahead(&mut self, ahead: Option<&AheadUploads>) {
         self.writer.send_ahead(ahead.cloned());
         self.ranks.iter_mut().for_each(|rank| rank.send_ahead(ahead.cloned()));
     }
 
     /// Encodes a complete state of one process.
-    pub(crate) async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
+    pub(crate) async fn save(
+        &mut self,
+        step: u64,
+        tensors: &[TensorView<'_>],
+        blobs: &[Blob<'_>],
+        metadata: &Metadata,
+    ) -> Result<SavedSnapshot> {
         self.has_new_run_id = false;
         self.writer.save(step, tensors, blobs, metadata).await
     }
 
     /// Encodes the states of all ranks, in rank order, and commits them as one snapshot. Stores replicated tensors
     /// once.
-    pub(crate) async fn save_ranks(&mut self, step: u64, states: &[StoredState<'_>]) -> Result<Saved> {
+    pub(crate) async fn save_ranks(&mut self, step: u64, states: &[StoredState<'_>]) -> Result<SavedSnapshot> {
         self.has_new_run_id = false;
         let parent = self.writer.next_parent(step).await?;
         let mut receipts = Vec::with_capacity(states.len());
@@ -155,8 +162,8 @@ impl MemoryTier {
 
     /// Live snapshots in commit order.
     pub(crate) async fn live(&self) -> Result<Vec<SnapshotRecord>> {
-        let mut records = self.store.records().await?;
-        records.retain(|record| record.status == Status::Live);
+        let mut records = self.store.history().records().await?;
+        records.retain(|record| record.status == SnapshotStatus::Live);
         Ok(records)
     }
 
@@ -171,8 +178,8 @@ impl MemoryTier {
     /// Also keeps the base of the newest chain, because a writer makes no delta on a chain whose base is forgotten. If
     /// the chain has become long, the base goes, and the next snapshot is a base.
     async fn prune(&mut self, keep: u32, uploads: &UploadState) -> Result<()> {
-        let records = self.store.records().await?;
-        let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == Status::Live).collect();
+        let records = self.store.history().records().await?;
+        let live: Vec<&SnapshotRecord> = records.iter().filter(|record| record.status == SnapshotStatus::Live).collect();
         let chain = chain_of(&records, live.last().map(|newest| newest.id));
         let base = chain.last().filter(|_| chain.len() < MAX_CHAIN).copied();
         let spare = live.iter().take(live.len().saturating_sub(keep as usize));
@@ -181,7 +188,7 @@ impl MemoryTier {
         if !steps.is_empty() {
             self.store.forget(&steps).await?;
             let options = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
-            self.store.gc(&options).await?;
+            maintain::gc(&self.store, &options).await?;
         }
         if live.len() >= keep as usize {
             self.remove_older(uploads)?;
@@ -232,7 +239,7 @@ impl MemoryTier {
 
     /// Log entry of the last snapshot; 0 if there is none.
     pub(crate) async fn last_sequence(&self) -> Result<u64> {
-        Ok(self.store.records().await?.last().map_or(0, |record| record.sequence))
+        Ok(self.store.history().records().await?.last().map_or(0, |record| record.sequence))
     }
 
     /// Begins a new epoch if the log is long and the next tier has everything.
@@ -250,7 +257,7 @@ impl MemoryTier {
     pub(crate) async fn begin_epoch(&mut self) -> Result<()> {
         let epoch = self.epoch.saturating_add(1);
         let store = open_epoch(&self.folder, epoch)?;
-        store.create_beside(&self.store).await?;
+        maintain::create_for_run_of(&self.store, &store).await?;
         let world = self.ranks.len() as u32;
         *self = Self::open_writers(&self.folder, epoch, store, self.options.clone(), world).await?;
         Ok(())
@@ -260,7 +267,7 @@ impl MemoryTier {
 /// The nearest tier that exists, and its run id.
 async fn nearest_existing(tiers: &[Store]) -> Result<Option<(&Store, Id)>> {
     for tier in tiers {
-        match tier.run().await {
+        match tier.history().run().await {
             Ok(run) => return Ok(Some((tier, run))),
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) => return Err(e),
@@ -366,12 +373,12 @@ mod tests {
         let temporary = tempfile::tempdir().unwrap();
         let (folder, mut tier) = open(&temporary).await;
         save(&mut tier, 1).await;
-        let run = tier.store().run().await.unwrap();
+        let run = tier.store().history().run().await.unwrap();
         let log = folder.memory(0).join("log");
         let newest = std::fs::read_dir(&log).unwrap().map(|entry| entry.unwrap().path()).max().unwrap();
         std::fs::write(newest, b"damage").unwrap();
         let mut next = MemoryTier::open(&folder, &[], WriterOptions::default(), 1).await.unwrap();
-        assert_eq!((next.epoch(), next.store().run().await.unwrap()), (1, run));
+        assert_eq!((next.epoch(), next.store().history().run().await.unwrap()), (1, run));
         save(&mut next, 2).await;
     }
 }

@@ -19,7 +19,7 @@ pub(crate) enum Request {
     /// A trainer, which holds the lock of its rank, starts, or continues with a new arena or agent.
     Attach(Box<Attach>),
     /// The trainer has published a state in the arena, or in memory if it encodes inline.
-    Saved { key: String, rank: u32, save: SaveNote },
+    SavedSnapshot { key: String, rank: u32, save: SaveNote },
     /// Wait until a save of a rank is encoded (or durable), or has failed.
     Wait { key: String, rank: u32, generation: u64, durable: bool, timeout_ms: u64 },
     /// The trainer ends normally. With `clear`, the run has finished: its memory is freed once the store has

@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use tensorcask::wire::Id;
-use tensorcask::{At, Error, ErrorKind, Result, Store};
+use tensorcask::{Error, ErrorKind, Result, StepSelector, Store};
 
 use crate::arena::{Arena, SlotHeader};
 use crate::folders::RunFolder;
@@ -49,8 +49,10 @@ pub(crate) async fn find<'a>(places: &RestorePlaces<'a>, request: &mut RestoreRe
     let worst = request.passed_over.iter().position(|passed| passed.error.kind() != ErrorKind::NotFound);
     Err(match (worst.map(|at| request.passed_over.swap_remove(at).error), request.at) {
         (Some(error), _) => error,
-        (None, At::Step(step)) => Error::not_found(format!("step {step} is neither in memory nor in a tier")).object(&places.spec.run),
-        (None, At::Latest) => Error::not_found("no step has been saved yet").object(&places.spec.run),
+        (None, StepSelector::Step(step)) => {
+            Error::not_found(format!("step {step} is neither in memory nor in a tier")).object(&places.spec.run)
+        }
+        (None, StepSelector::Latest) => Error::not_found("no step has been saved yet").object(&places.spec.run),
     })
 }
 
@@ -71,12 +73,12 @@ async fn find_in_memory<'a>(
         if let Some(found) = read_store(places, &store, &tiers, Source::Memory, request).await? {
             return Ok(Some(found));
         }
-        is_readable &= store.records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |_| true);
+        is_readable &= store.history().records().await.map_or_else(|e| e.kind() == ErrorKind::NotFound, |_| true);
     }
     let is_damaged = |kind: ErrorKind, source: &Source| *source == Source::Memory && kind == ErrorKind::Corrupt;
     is_readable &= !request.passed_over.iter().any(|passed| is_damaged(passed.error.kind(), &passed.source));
     // Older raw states come last. If encoded memory is damaged, a tier may have a newer step than they have.
-    let newest = match is_readable || request.at != At::Latest {
+    let newest = match is_readable || request.at != StepSelector::Latest {
         true => None,
         false => newest_step(stores, places.store_timeout).await,
     };
@@ -114,7 +116,7 @@ fn find_slot<'a>(
     for (slot, header) in complete_slots(places)?.into_iter().filter(|(_, header)| is_wanted(header)) {
         // With another number of ranks, the part of this rank is not all that it needs.
         let is_share = header.world == places.spec.world || matches!(request.wanted, Wanted::Parts(_));
-        if matches!(request.at, At::Step(step) if step != header.step) || !is_share {
+        if matches!(request.at, StepSelector::Step(step) if step != header.step) || !is_share {
             continue;
         }
         match read_slot(arena, slot, request) {
@@ -159,8 +161,8 @@ async fn read_store(
     loop {
         let before = excluded.len();
         let opened = match request.at {
-            At::Step(_) => store.snapshot(request.at).await,
-            At::Latest => match store.recover(&excluded).await {
+            StepSelector::Step(_) => store.snapshot(request.at).await,
+            StepSelector::Latest => match store.recover(&excluded).await {
                 Ok(recovered) => {
                     for skipped in recovered.skipped {
                         excluded.push(skipped.snapshot);
@@ -192,7 +194,7 @@ async fn read_store(
             Err(e) if e.kind() == ErrorKind::NotFound && excluded.is_empty() => return Ok(None),
             Err(error) => (None, error),
         };
-        let is_damaged = error.kind() == ErrorKind::Corrupt && request.at == At::Latest;
+        let is_damaged = error.kind() == ErrorKind::Corrupt && request.at == StepSelector::Latest;
         request.pass_over(source.clone(), snapshot.as_ref().map(|snapshot| snapshot.step()), error)?;
         let Some(id) = snapshot.filter(|_| is_damaged).map(|snapshot| snapshot.record().id) else { return Ok(None) };
         if let Some(found) = read_copy(places, id, tiers, request).await? {

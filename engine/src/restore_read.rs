@@ -5,7 +5,7 @@ use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use rayon::prelude::*;
-use tensorcask::{Blob, Error, Metadata, Rect, Result, Slice, Snapshot, TensorRounding};
+use tensorcask::{Blob, Error, Metadata, ReadRequest, Rect, Result, Slice, Snapshot, TensorRounding};
 
 use crate::arena::Arena;
 use crate::image::EXTENT_BYTES;
@@ -112,7 +112,8 @@ async fn read_into(snapshot: &Snapshot, tensors: &[RestoredTensor<'_>], mut buff
                 entry.insert(number);
                 let rect = &tensor.rect;
                 let ranges = rect.offset.iter().zip(&rect.shape).map(|(&start, &extent)| start..start.saturating_add(extent));
-                requests.push((tensor.name.as_str(), Slice::ranges(ranges.collect::<Vec<_>>()), buffer));
+                let slice = Slice::ranges(ranges.collect::<Vec<_>>());
+                requests.push(ReadRequest { name: tensor.name.as_str(), slice, out: buffer });
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use tensorcask::wire::DirectoryTensor;
-use tensorcask::{At, Dtype, Error, Rect, Result, TensorView};
+use tensorcask::{Dtype, Error, Rect, Result, StepSelector, TensorView};
 
 use crate::restored::{Destination, Part, PassedOver, Restored, Source};
 
@@ -72,7 +72,7 @@ impl Wanted<'_> {
 
 /// A restore under way.
 pub(crate) struct RestoreRequest<'s> {
-    pub at: At,
+    pub at: StepSelector,
     pub wanted: Wanted<'s>,
     /// The caller's memory; `None` allocates new memory.
     destination: Option<&'s mut dyn Destination>,
@@ -83,7 +83,7 @@ pub(crate) struct RestoreRequest<'s> {
 
 impl<'s> RestoreRequest<'s> {
     /// A restore into new memory.
-    pub(crate) fn new(at: At, wanted: Wanted<'s>) -> Self {
+    pub(crate) fn new(at: StepSelector, wanted: Wanted<'s>) -> Self {
         Self { at, wanted, destination: None, is_refused: false, passed_over: Vec::new() }
     }
 

@@ -122,7 +122,7 @@ impl Session {
 
     /// Reports a save to the agent.
     pub(crate) fn notify_saved(&mut self, save: SaveNote) -> Result<()> {
-        self.notify(Request::Saved { key: self.spec.key.clone(), rank: self.rank, save })
+        self.notify(Request::SavedSnapshot { key: self.spec.key.clone(), rank: self.rank, save })
     }
 
     /// Waits until a save has reached a stage or failed; returns the progress, which may be unchanged after the

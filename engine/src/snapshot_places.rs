@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use tensorcask::wire::Id;
-use tensorcask::{ErrorKind, Result, Status, Store, StoreOptions, absolute_url};
+use tensorcask::{ErrorKind, Result, SnapshotStatus, Store, StoreOptions, absolute_url};
 
 use crate::folders::EngineFolder;
 use crate::memory_stores::open_epoch;
@@ -51,6 +51,6 @@ pub async fn snapshot_places(folder: Option<&Path>, store: &str, tiers: &[String
 }
 
 async fn live(store: &Store) -> Result<BTreeSet<Id>> {
-    let records = store.records().await?;
-    Ok(records.into_iter().filter(|record| record.status == Status::Live).map(|record| record.id).collect())
+    let records = store.history().records().await?;
+    Ok(records.into_iter().filter(|record| record.status == SnapshotStatus::Live).map(|record| record.id).collect())
 }

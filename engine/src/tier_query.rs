@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tensorcask::wire::Id;
-use tensorcask::{Error, ErrorKind, Result, SnapshotRecord, Status, Store};
+use tensorcask::{Error, ErrorKind, Result, SnapshotRecord, SnapshotStatus, Store};
 
 /// Contents of a tier.
 pub(crate) struct TierContents {
@@ -24,7 +24,7 @@ impl TierContents {
 
 /// Reads the log of a tier. A missing store is no error.
 pub(crate) async fn query_tier(store: &Store, timeout: Duration) -> Result<TierContents> {
-    let answer = tokio::time::timeout(timeout, async { (store.run().await, store.records().await) }).await;
+    let answer = tokio::time::timeout(timeout, async { (store.history().run().await, store.history().records().await) }).await;
     let found = match answer {
         Ok((Ok(run), Ok(records))) => {
             let latest = records.iter().rev().find(|record| is_restorable(record)).cloned();
@@ -42,12 +42,12 @@ pub(crate) async fn query_tier(store: &Store, timeout: Duration) -> Result<TierC
 
 /// Whether a snapshot is live and has all its roles.
 pub(crate) fn is_restorable(record: &SnapshotRecord) -> bool {
-    record.status == Status::Live && record.roles.is_none()
+    record.status == SnapshotStatus::Live && record.roles.is_none()
 }
 
 /// Snapshots that can be restored, newest first.
 pub(crate) async fn restorable_snapshots(store: &Store) -> Result<Vec<SnapshotRecord>> {
-    let mut records = store.records().await?;
+    let mut records = store.history().records().await?;
     records.retain(is_restorable);
     records.reverse();
     Ok(records)

@@ -4,6 +4,7 @@
 use bytes::Bytes;
 use libfuzzer_sys::fuzz_target;
 use tensorcask::codec::{ChunkKind, Columns, Registry};
+use tensorcask::container::BlobEntry;
 use tensorcask::wire::Header;
 use tensorcask_fuzz::{decode_index, fix_cask, small_limits};
 
@@ -21,14 +22,14 @@ fuzz_target!(|data: &[u8]| {
     let mut end = 32;
     let mut decoded = 0;
     for shard in 0..index.shard_count() {
-        let (name, _, _) = index.tensor(index.tensor_of(shard));
+        let name = index.tensor(index.tensor_of(shard)).name;
         assert_eq!(index.find_shard(name, &index.rect(shard)), Some(shard));
         let grid = index.grid(shard).unwrap();
         for number in 0..grid.chunk_count() {
             let chunk = index.chunk(shard, number).unwrap();
             assert_eq!(chunk.codec.is_none(), chunk.kind == ChunkKind::Unchanged);
             for page in &chunk.pages {
-                assert!(end <= page.range.start && page.range.end <= index.index_offset(), "pages overlap");
+                assert!(end <= page.range.start && page.range.end <= index.file().index_offset, "pages overlap");
                 end = page.range.end;
                 let _ = page.check(&slice(&page.range));
             }
@@ -48,12 +49,12 @@ fuzz_target!(|data: &[u8]| {
             let _ = codec.decode(&input, &mut out);
         }
     }
-    for (_, _, page) in index.blobs() {
-        assert!(end <= page.range.start && page.range.end <= index.index_offset(), "blobs overlap");
+    for BlobEntry { page, .. } in index.blobs() {
+        assert!(end <= page.range.start && page.range.end <= index.file().index_offset, "blobs overlap");
         end = page.range.end;
         let _ = page.check(&slice(&page.range));
     }
-    index.tensor_table().unwrap();
-    index.shard_table().unwrap();
-    index.blob_table().unwrap();
+    index.tables().tensors().unwrap();
+    index.tables().shards().unwrap();
+    index.tables().blobs().unwrap();
 });

@@ -42,8 +42,8 @@ fn describe(result: &Result<CaskIndex>) -> String {
         Err(e) => Error::to_string(e),
         Ok(index) => {
             let chunks: Vec<_> = (0..index.shard_count()).map(|shard| (index.rect(shard), index.chunk(shard, 0).ok())).collect();
-            let blobs: Vec<_> = index.blobs().map(|(rank, name, page)| (rank, name.to_owned(), page)).collect();
-            format!("{} {} {chunks:?} {blobs:?}", index.digest(), index.index_offset())
+            let blobs: Vec<_> = index.blobs().map(|blob| (blob.rank, blob.name.to_owned(), blob.page)).collect();
+            format!("{} {} {chunks:?} {blobs:?}", index.file().digest, index.file().index_offset)
         }
     }
 }

@@ -10,7 +10,8 @@ use libfuzzer_sys::fuzz_target;
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use tensorcask::wire::{Digest, Event, Id, LogEntry, StoreFile};
-use tensorcask::{Depth, ErrorKind, Store, StoreOptions, VerifyOptions};
+use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
+use tensorcask::{ErrorKind, Store, StoreOptions};
 
 #[derive(Debug, Arbitrary)]
 enum Step {
@@ -130,7 +131,7 @@ async fn run(input: Input) {
         }
     }
     let store = Store::with_object_store(Arc::new(memory), Default::default(), StoreOptions::default());
-    let report = store.verify(&VerifyOptions { depth: Depth::Log, ..Default::default() }).await.unwrap();
+    let report = maintain::verify(&store, &VerifyOptions { depth: VerifyDepth::Log, ..Default::default() }).await.unwrap();
     let of_log = report.problems.iter().find(|problem| problem.step.is_none()).map(|problem| problem.error.kind());
     let wanted = match verdict {
         None => Some(ErrorKind::Corrupt),

@@ -9,9 +9,8 @@ use libfuzzer_sys::fuzz_target;
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use tensorcask::wire::{Id, StoreFile};
-use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, VerifyOptions, WriterOptions,
-};
+use tensorcask::maintain::{self, VerifyOptions};
+use tensorcask::{BaseKeeping, Blob, Dtype, ErrorKind, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, WriterOptions};
 
 #[derive(Debug, Arbitrary)]
 struct Input {
@@ -114,7 +113,7 @@ async fn run(input: Input) {
     if saved.is_empty() {
         return;
     }
-    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
     for (step, state) in saved {
         let snapshot = store.snapshot(step).await.unwrap();

@@ -12,10 +12,8 @@ use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use tensorcask::testing::fault::{Fault, FaultStore};
 use tensorcask::wire::{Id, StoreFile};
-use tensorcask::{
-    At, BaseKeeping, CompactOptions, Dtype, ExistingStep, GcOptions, Metadata, Policy, Slice, Store, StoreOptions, TensorView, VerifyOptions,
-    WriterOptions,
-};
+use tensorcask::maintain::{self, CompactOptions, GcOptions, VerifyOptions};
+use tensorcask::{StepSelector, BaseKeeping, Dtype, ExistingStep, Metadata, Policy, Slice, Store, StoreOptions, TensorView, WriterOptions};
 
 #[derive(Debug, Arbitrary)]
 enum Operation {
@@ -107,15 +105,15 @@ async fn run(input: Input) {
             }
             Operation::Pin(step, true) => _ = store.pin(u64::from(step % STEPS)).await,
             Operation::Pin(step, false) => _ = store.unpin(u64::from(step % STEPS)).await,
-            Operation::Compact(step) => _ = store.compact(At::Step(u64::from(step % STEPS)), &CompactOptions::default()).await,
-            Operation::Collect => _ = store.gc(&GcOptions { apply: true, ..GcOptions::default() }).await,
+            Operation::Compact(step) => _ = maintain::compact(&store, StepSelector::Step(u64::from(step % STEPS)), &CompactOptions::default()).await,
+            Operation::Collect => _ = maintain::gc(&store, &GcOptions { apply: true, ..GcOptions::default() }).await,
             Operation::Reopen { policy, keep } => current = writer(&store, policy, keep).await,
         }
     }
     drop(current);
 
     let plain = Store::with_object_store(memory, Default::default(), StoreOptions::default());
-    let report = plain.verify(&VerifyOptions::default()).await.unwrap();
+    let report = maintain::verify(&plain, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
     let mut live = BTreeMap::new();
     for info in plain.snapshots().await.unwrap() {

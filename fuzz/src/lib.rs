@@ -222,7 +222,7 @@ pub struct ChunkInput {
     pub columns: Vec<(&'static str, Vec<u8>)>,
 }
 
-const CODECS: [(&str, &[&str]); 16] = [
+const CODECS: [(&str, &[&str]); 18] = [
     ("tc.planes", &["plane0", "plane1", "plane2", "plane3", "plane4", "plane5", "plane6", "plane7"]),
     ("tc.ordered", &["tokens", "bits"]),
     ("tc.bitmask", &["mask", "values"]),
@@ -239,6 +239,8 @@ const CODECS: [(&str, &[&str]); 16] = [
     ("tc.cluster", &["labels", "codes", "scale", "offset", "options"]),
     ("tc.kmeans", &["levels", "codes", "protected"]),
     ("tc.magnitudes", &["rows", "columns", "magnitudes", "escapes", "signs", "fractions", "plane0", "plane1"]),
+    ("tc.replay", &["step", "tokens", "bits"]),
+    ("tc.replay", &["moment", "tokens", "bits"]),
 ];
 
 impl ChunkInput {

@@ -6,7 +6,9 @@ use std::ops::Range;
 use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use tensorcask::codec::{Chunk, ChunkKind, Codec, CodecRef, Columns, EncodedChunk, Objective, Partner, Registry, encode_chunk};
+use tensorcask::codec::{
+    Chunk, ChunkKind, Codec, CodecRef, Columns, EncodeCheck, EncodedChunk, Objective, Partner, Registry, encode_chunk,
+};
 use tensorcask::{ChunkGrid, Dtype, Error, Result};
 
 use crate::buffer::{Source, Target, writable};
@@ -166,7 +168,7 @@ impl Coder {
                 Some(codec) => {
                     encode_alone(codec.as_ref(), &chunk).and_then(|made| if checks { self.rounded(&chunk, made) } else { Ok(made) })
                 }
-                None => encode_chunk(&self.registry, self.objective, &chunk, checks),
+                None => encode_chunk(&self.registry, self.objective, &chunk, if checks { EncodeCheck::Decode } else { EncodeCheck::Skip }),
             };
             chunks.push(encoded.map_err(|e| e.chunk(number))?);
         }

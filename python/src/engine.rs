@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyBytes, PyDict};
 use tensorcask::codec::Objective;
-use tensorcask::{At, Dtype, Error, ErrorKind, Policy, Precision, Rect};
+use tensorcask::{Dtype, Error, ErrorKind, Policy, Precision, Rect, StepSelector};
 use tensorcask_engine::{
     AgentOptions, BackPressure, Deferred, Destination, Encode, Ended, EngineOptions, Mapping, OnAgentLoss, Outcome, Part, Restored,
     RestoredTensor, Source, Until, agent_status, agree, run_agent, stop_agent,
@@ -172,7 +172,7 @@ impl Engine {
         parts: Option<Vec<NamedPart>>,
         places: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let at = step.map_or(At::Latest, At::Step);
+        let at = step.map_or(StepSelector::Latest, StepSelector::Step);
         let part = |(name, shape, offset, extent): NamedPart| (name, Part { shape, rect: Rect { offset, shape: extent } });
         let parts: Option<BTreeMap<String, Part>> = parts.map(|parts| parts.into_iter().map(part).collect());
         let mut engine = self.lock(py)?;

@@ -47,7 +47,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     #[cfg(target_os = "linux")]
     engine::add(module)?;
     module.add_class::<precision::RoundingReport>()?;
-    module.add_class::<precision::Found>()?;
+    module.add_class::<precision::RoundingChoice>()?;
     module.add_class::<catalog::Catalog>()?;
     module.add_class::<codec::Coder>()?;
     module.add_class::<codec::Encoded>()?;

@@ -2,7 +2,8 @@
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use tensorcask::{Dtype, Result, TensorView, search};
+use tensorcask::precision::{Setting, search};
+use tensorcask::{Dtype, Result, TensorView};
 
 use crate::buffer::Source;
 use crate::errors::raise;
@@ -50,7 +51,7 @@ impl RoundingReport {
 
 /// Setting that a search found.
 #[pyclass(module = "tensorcask", frozen, get_all)]
-pub(crate) struct Found {
+pub(crate) struct RoundingChoice {
     /// Setting in the form that rules take.
     setting: String,
     /// Bytes of the stored tensor.
@@ -60,9 +61,9 @@ pub(crate) struct Found {
 }
 
 #[pymethods]
-impl Found {
+impl RoundingChoice {
     fn __repr__(&self) -> String {
-        format!("Found(setting='{}', stored_bytes={})", self.setting, self.stored_bytes)
+        format!("RoundingChoice(setting='{}', stored_bytes={})", self.setting, self.stored_bytes)
     }
 }
 
@@ -75,7 +76,7 @@ pub(crate) fn search_precision(
     data: &Bound<'_, PyAny>,
     role: String,
     evaluate: &Bound<'_, PyAny>,
-) -> PyResult<Found> {
+) -> PyResult<RoundingChoice> {
     if !evaluate.is_callable() {
         return Err(PyValueError::new_err("evaluate: give a function of a setting and its rounding report"));
     }
@@ -84,7 +85,7 @@ pub(crate) fn search_precision(
     let evaluate = evaluate.clone().unbind();
     py.detach(|| {
         let mut raised = None;
-        let mut accepts = |setting: &tensorcask::Setting, errors: &tensorcask::RoundingReport| {
+        let mut accepts = |setting: &Setting, errors: &tensorcask::RoundingReport| {
             let answer = Python::attach(|py| evaluate.bind(py).call1((setting.to_string(), RoundingReport::of(errors)))?.is_truthy());
             // An exception in `evaluate` ends the search.
             answer.unwrap_or_else(|error| {
@@ -95,13 +96,13 @@ pub(crate) fn search_precision(
         let found = view(dtype, &shape, source.bytes(), role).and_then(|view| search(&view, &mut accepts));
         match raised {
             Some(error) => Err(error),
-            None => found.map(Found::of).map_err(|e| raise(&e)),
+            None => found.map(RoundingChoice::of).map_err(|e| raise(&e)),
         }
     })
 }
 
-impl Found {
-    fn of(found: tensorcask::Found) -> Self {
+impl RoundingChoice {
+    fn of(found: tensorcask::precision::RoundingChoice) -> Self {
         Self { setting: found.setting.to_string(), stored_bytes: found.stored_bytes, rounding: RoundingReport::of(&found.rounding) }
     }
 }

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorcask::interchange::safetensors::{self, Selected};
-use tensorcask::{Slice, blocking};
+use tensorcask::{ReadRequest, Slice, blocking};
 
 use crate::buffer::{Target, writable};
 use crate::errors::raise;
@@ -62,7 +62,7 @@ impl Snapshot {
 
     /// Returns step, kind and stored bytes of each snapshot in the chain, newest first.
     fn chain(&self) -> Vec<(u64, &'static str, u64)> {
-        self.inner.chain().into_iter().map(|link| (link.record.step, link.kind.name(), link.stored_bytes)).collect()
+        self.inner.inspect().chain().into_iter().map(|link| (link.record.step, link.kind.name(), link.stored_bytes)).collect()
     }
 
     /// Returns name, dtype, shape, role, param, and the name of the tied tensor for each tensor.
@@ -83,7 +83,7 @@ impl Snapshot {
 
     /// Reads rectangles of f32 tensors as bf16.
     fn read_as_bf16_into(&self, py: Python<'_>, requests: Vec<Request<'_>>) -> PyResult<()> {
-        with_requests(py, requests, |requests| until_done(&self.store, self.inner.read_many_as_bf16_into(requests)))
+        with_requests(py, requests, |requests| until_done(&self.store, self.inner.as_bf16().read_many_into(requests)))
     }
 
     /// Turns the tensors of the snapshot `have`, held in these buffers, into those of this snapshot. Returns the number
@@ -107,9 +107,7 @@ impl Snapshot {
         py.detach(|| {
             let fail = |e| raise(&tensorcask::Error::io(path.display().to_string(), e));
             let file = std::fs::File::options().write(true).create_new(true).open(&path).map_err(fail)?;
-            let mut out = std::io::BufWriter::with_capacity(1 << 20, &file);
-            let bytes = until_done(&self.store, safetensors::write(&self.inner, &selected, &mut out))?;
-            drop(out);
+            let bytes = until_done(&self.store, safetensors::write(&self.inner, &selected, &mut &file))?;
             file.sync_all().map_err(fail)?;
             Ok(bytes)
         })
@@ -117,7 +115,7 @@ impl Snapshot {
 
     /// Compares the chunk checksums in the chain's indexes with the content digests. Reads no tensor.
     fn check_content(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| until_done(&self.store, self.inner.check_content()))
+        py.detach(|| until_done(&self.store, self.inner.inspect().check_content()))
     }
 
     /// Returns name, role, setting and rounding report of the tensors that were rounded. Reads no tensor.
@@ -152,7 +150,7 @@ impl Snapshot {
 fn with_requests<T: Send>(
     py: Python<'_>,
     requests: Vec<Request<'_>>,
-    read: impl FnOnce(Vec<(&str, Slice, &mut [u8])>) -> PyResult<T> + Send,
+    read: impl FnOnce(Vec<ReadRequest<'_>>) -> PyResult<T> + Send,
 ) -> PyResult<T> {
     let mut targets = Vec::with_capacity(requests.len());
     let mut wanted = Vec::with_capacity(requests.len());
@@ -162,7 +160,8 @@ fn with_requests<T: Send>(
         wanted.push((name, Slice::ranges(ranges.collect::<PyResult<Vec<_>>>()?)));
     }
     let buffers = writable(&mut targets)?;
-    let requests = wanted.iter().zip(buffers).map(|((name, slice), out)| (name.as_str(), slice.clone(), out)).collect();
+    let requests =
+        wanted.iter().zip(buffers).map(|((name, slice), out)| ReadRequest { name: name.as_str(), slice: slice.clone(), out }).collect();
     py.detach(|| read(requests))
 }
 

@@ -7,8 +7,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorcask::blocking;
 use tensorcask::codec::Objective;
+use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{At, Depth, Policy, Precision, Rank, StoreOptions, VerifyOptions, WriterOptions};
+use tensorcask::{Policy, Precision, Rank, StepSelector, StoreOptions, WriterOptions};
 
 use crate::catalog::Catalog;
 use crate::errors::raise;
@@ -49,7 +50,7 @@ impl Store {
     /// Opens the snapshot of a step, or the newest snapshot.
     #[pyo3(signature = (step=None))]
     fn snapshot(&self, py: Python<'_>, step: Option<u64>) -> PyResult<Snapshot> {
-        let at = step.map_or(At::Latest, At::Step);
+        let at = step.map_or(StepSelector::Latest, StepSelector::Step);
         let store = &self.inner;
         let found = py.detach(|| until_done(store, store.inner().snapshot(at)))?;
         Ok(Snapshot::new(store.clone(), found))
@@ -88,15 +89,15 @@ impl Store {
     /// Returns the table of all snapshots.
     fn catalog(&self, py: Python<'_>) -> PyResult<Catalog> {
         let store = &self.inner;
-        py.detach(|| until_done(store, store.inner().catalog())).map(Catalog::new)
+        py.detach(|| until_done(store, store.inner().history().catalog())).map(Catalog::new)
     }
 
     /// Verifies the store. Returns the counts, and step, object and message of each problem.
     #[pyo3(signature = (depth, step=None))]
     fn verify<'py>(&self, py: Python<'py>, depth: &str, step: Option<u64>) -> PyResult<Bound<'py, PyDict>> {
-        let options = VerifyOptions { depth: Depth::from_name(depth).map_err(|e| raise(&e))?, step, shard: None };
+        let options = VerifyOptions { depth: VerifyDepth::from_name(depth).map_err(|e| raise(&e))?, step, shard: None };
         let store = &self.inner;
-        let report = py.detach(|| until_done(store, store.inner().verify(&options)))?;
+        let report = py.detach(|| until_done(store, maintain::verify(store.inner(), &options)))?;
         let problems: Vec<(Option<u64>, Option<&str>, String)> =
             report.problems.iter().map(|problem| (problem.step, problem.error.object_name(), problem.error.to_string())).collect();
         let facts = PyDict::new(py);

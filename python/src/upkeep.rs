@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorcask::{At, CompactOptions, CopyOptions, Deletable, GcOptions, Retention, SnapshotRecord};
+use tensorcask::maintain::{self, CompactOptions, CopyOptions, Deletable, GcOptions};
+use tensorcask::{Retention, SnapshotRecord, StepSelector};
 
 use crate::errors::raise;
 use crate::store::Store;
@@ -23,7 +24,7 @@ pub(crate) fn parse_duration(text: &str) -> PyResult<Duration> {
 pub(crate) fn gc<'py>(py: Python<'py>, store: &Store, age_floor: Duration, apply: bool, directories: bool) -> PyResult<Bound<'py, PyDict>> {
     let options = GcOptions { apply, age_floor, directories, ..GcOptions::default() };
     let store = &store.inner;
-    let found = py.detach(|| until_done(store, store.inner().gc(&options)))?;
+    let found = py.detach(|| until_done(store, maintain::gc(store.inner(), &options)))?;
     let steps = |records: &[SnapshotRecord]| records.iter().map(|record| record.step).collect::<Vec<u64>>();
     let objects = |objects: &[Deletable]| objects.iter().map(|found| (found.path.clone(), found.bytes)).collect::<Vec<_>>();
     let report = PyDict::new(py);
@@ -43,9 +44,9 @@ pub(crate) fn gc<'py>(py: Python<'py>, store: &Store, age_floor: Duration, apply
 #[pyfunction]
 #[pyo3(signature = (store, step=None))]
 pub(crate) fn compact<'py>(py: Python<'py>, store: &Store, step: Option<u64>) -> PyResult<Bound<'py, PyDict>> {
-    let at = step.map_or(At::Latest, At::Step);
+    let at = step.map_or(StepSelector::Latest, StepSelector::Step);
     let store = &store.inner;
-    let made = py.detach(|| until_done(store, store.inner().compact(at, &CompactOptions::default())))?;
+    let made = py.detach(|| until_done(store, maintain::compact(store.inner(), at, &CompactOptions::default())))?;
     let report = PyDict::new(py);
     report.set_item("step", made.record.step)?;
     report.set_item("id", made.record.id.to_hex())?;
@@ -62,7 +63,7 @@ pub(crate) fn compact<'py>(py: Python<'py>, store: &Store, step: Option<u64>) ->
 pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, steps: Option<Vec<u64>>) -> PyResult<Bound<'py, PyDict>> {
     let options = CopyOptions { steps, ..CopyOptions::default() };
     let (store, destination) = (&store.inner, &destination.inner);
-    let copied = py.detach(|| until_done(store, store.inner().copy_to(destination.inner(), &options)))?;
+    let copied = py.detach(|| until_done(store, maintain::copy(store.inner(), destination.inner(), &options)))?;
     let report = PyDict::new(py);
     report.set_item("snapshots", copied.snapshots)?;
     report.set_item("present", copied.present)?;
@@ -76,6 +77,6 @@ pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, 
 pub(crate) fn retain(py: Python<'_>, store: &Store, keep_last: u64) -> PyResult<Vec<u64>> {
     let retention = Retention { keep_last: Some(keep_last), keep_every: None };
     let store = &store.inner;
-    let forgotten = py.detach(|| until_done(store, store.inner().retain(retention, true)))?;
+    let forgotten = py.detach(|| until_done(store, store.inner().retain(retention)))?;
     Ok(forgotten.iter().map(|record| record.step).collect())
 }

@@ -183,7 +183,7 @@ impl RankWriter {
 }
 
 impl Saved {
-    fn of(saved: tensorcask::Saved) -> Self {
+    fn of(saved: tensorcask::SavedSnapshot) -> Self {
         Self {
             id: saved.id.to_hex(),
             step: saved.step,

@@ -15,12 +15,12 @@ __all__ = [
     "Engine",
     "Error",
     "FencedError",
-    "Found",
     "InvalidArgumentError",
     "LimitExceededError",
     "NotFoundError",
     "OutcomeUnknownError",
     "RankWriter",
+    "RoundingChoice",
     "RoundingReport",
     "Saved",
     "Saving",
@@ -31,6 +31,7 @@ __all__ = [
     "UnsupportedError",
     "Writer",
     "__version__",
+    "absolute_url",
     "codecs",
     "compact",
     "copy_all",
@@ -44,6 +45,7 @@ __all__ = [
     "matching",
     "newest_common_step",
     "pack",
+    "parse_duration",
     "retain",
     "run_command",
     "search_precision",
@@ -89,7 +91,7 @@ class RoundingReport:
     def update_error(self) -> float | None: ...
 
 @final
-class Found:
+class RoundingChoice:
     @property
     def setting(self) -> str: ...
     @property
@@ -314,6 +316,6 @@ def unpack(dtype: str, packed: Buffer, count: int, signed: bool) -> bytes: ...
 def matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[list[bool], list[str]]: ...
 def search_precision(
     dtype: str, shape: Sequence[int], data: Buffer, role: str, evaluate: Callable[[str, RoundingReport], object]
-) -> Found: ...
+) -> RoundingChoice: ...
 def encode_tree(nodes: Sequence[tuple[str, Any]]) -> bytes: ...
 def decode_tree(bytes: bytes) -> list[tuple[str, Any]]: ...

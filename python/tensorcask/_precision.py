@@ -8,7 +8,7 @@ from typing import Any
 
 from . import _frameworks, _native
 from ._errors import InvalidTypeError, InvalidValueError
-from ._native import Found, RoundingReport
+from ._native import RoundingChoice, RoundingReport
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TensorRounding:
         return cls(name, role, setting, errors.elements, *means, errors.sign_flips, errors.update_error)
 
 
-def search_precision(tensor: Any, evaluate: Callable[[str, RoundingReport], object], *, role: str = "exp_avg") -> Found:
+def search_precision(tensor: Any, evaluate: Callable[[str, RoundingReport], object], *, role: str = "exp_avg") -> RoundingChoice:
     """Finds the setting that stores an f32 tensor in the fewest bytes and that ``evaluate`` accepts.
 
     Calls ``evaluate`` with each setting, cheapest first, and its rounding errors. ``evaluate`` returns whether the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,31 @@ class TensorInfo:
     alias_of: str | None
 
 
+class ChainLink(NamedTuple):
+    """A snapshot of a chain."""
+
+    step: int
+    kind: str
+    stored_bytes: int
+
+
+class Problem(NamedTuple):
+    """A problem found by a verification: the step and the object that it concerns, if any, and a message."""
+
+    step: int | None
+    object: str | None
+    message: str
+
+
 @dataclass(frozen=True)
 class VerifyReport:
-    """Result of a verification: numbers of checked objects, and step, object and message of each problem."""
+    """Result of a verification: numbers of checked objects, and the problems found."""
 
     entries: int
     snapshots: int
     casks: int
     chunks: int
-    problems: list[tuple[int | None, str | None, str]]
+    problems: list[Problem]
 
     @property
     def is_clean(self) -> bool:

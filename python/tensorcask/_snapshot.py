@@ -10,7 +10,7 @@ from . import _collector, _convert, _frameworks, _native, _state
 from ._errors import InvalidValueError
 from ._options import Device, DType, Framework, LoadOptions, Slices, check_slices
 from ._precision import TensorRounding
-from ._reports import TensorInfo
+from ._reports import ChainLink, TensorInfo
 from ._state import TREE
 
 
@@ -58,9 +58,9 @@ class Snapshot:
         return self._native.metadata
 
     @property
-    def chain(self) -> list[tuple[int, str, int]]:
+    def chain(self) -> list[ChainLink]:
         """Step, kind and stored bytes of each snapshot needed to rebuild this one, newest first."""
-        return self._native.chain()
+        return [ChainLink(*link) for link in self._native.chain()]
 
     def tensors(self) -> dict[str, TensorInfo]:
         """All tensors, by name."""
@@ -118,7 +118,7 @@ class Snapshot:
             raise _native.NotFoundError(f"out: step {self.step} has no tensor `{missing[0]}`")
         partial = options.is_partial
         wanted = self._matching(options.patterns) if partial else list(self._tensors)
-        rects = {name: self._rect(name, check_slices(name, parts)) for name, parts in (options.slices or {}).items()}
+        rects = {name: rect_of(self.step, name, self._tensors.get(name), check_slices(name, parts)) for name, parts in (options.slices or {}).items()}
         dtypes = options.conversions(list(self._tensors.values()))
         twice = next((name for name in rects if name in targets), None)
         if twice is not None:
@@ -183,8 +183,8 @@ class Snapshot:
             (rounded if is_rounded(name) else requests).append((name, offset, shape, places[name].buffer))
 
         if have is not None:
-            self._native.update_into(self._store.snapshot(have), self._without_ties(held))
-        self._native.read_into(self._without_ties(requests))
+            self._native.update_into(self._store.snapshot(have), without_ties(self._tensors, held))
+        self._native.read_into(without_ties(self._tensors, requests))
         if rounded:
             self._native.read_as_bf16_into(rounded)
         loaded = {name: place.finish() for name, place in places.items()}
@@ -202,22 +202,6 @@ class Snapshot:
             return dict(self._tensors), list(self._tensors)
         nested = [self._nested(rank, tree, self._tensors) for rank, tree in trees_by_rank(trees, self._tree_ranks)]
         return _state.merge(nested), list(self._tensors)
-
-    def _without_ties(self, requests: list[Any]) -> list[Any]:
-        """Drops requests that read a tied tensor into the same memory again."""
-        if not any(info.alias_of for info in self._tensors.values()):
-            return requests
-        seen: set[tuple[str, int]] = set()
-        kept = []
-        for request in requests:
-            name, buffer = request[0], request[-1]
-            address = address_of(buffer)
-            key = (self._tensors[name].alias_of or name, address)
-            if address and key in seen:
-                continue
-            seen.add(key)
-            kept.append(request)
-        return kept
 
     def _trees(self) -> list[list[_state.Node]]:
         self._tree_ranks = sorted(rank for rank, name in self._native.blobs() if name == TREE)
@@ -243,19 +227,37 @@ class Snapshot:
             raise _native.NotFoundError(f"step {self.step} has no tensor that matches `{unused[0]}`")
         return [name for name, matched in zip(names, matches, strict=True) if matched]
 
-    def _rect(self, name: str, ranges: tuple[slice, ...]) -> tuple[list[int], list[int]]:
-        info = self._tensors.get(name)
-        if info is None:
-            raise _native.NotFoundError(f"step {self.step} has no tensor `{name}`")
-        if len(ranges) > len(info.shape):
-            raise _native.InvalidArgumentError(f"slices[{name!r}]: {len(ranges)} slices, but the tensor has shape {list(info.shape)}")
-        offset, shape = [0] * len(info.shape), list(info.shape)
-        for dimension, part in enumerate(ranges):
-            start, stop, stride = part.indices(info.shape[dimension])
-            if stride != 1:
-                raise _native.InvalidArgumentError(f"slices[{name!r}]: a slice with step {stride}; only step 1 can be read")
-            offset[dimension], shape[dimension] = start, max(stop - start, 0)
-        return offset, shape
+
+def without_ties(tensors: Mapping[str, TensorInfo], requests: list[Any]) -> list[Any]:
+    """Drops requests that read a tied tensor into the same memory again."""
+    if not any(info.alias_of for info in tensors.values()):
+        return requests
+    seen: set[tuple[str, int]] = set()
+    kept = []
+    for request in requests:
+        name, buffer = request[0], request[-1]
+        address = address_of(buffer)
+        key = (tensors[name].alias_of or name, address)
+        if address and key in seen:
+            continue
+        seen.add(key)
+        kept.append(request)
+    return kept
+
+
+def rect_of(step: int, name: str, info: TensorInfo | None, ranges: tuple[slice, ...]) -> tuple[list[int], list[int]]:
+    """Returns offset and shape of the part of a tensor that the ranges select."""
+    if info is None:
+        raise _native.NotFoundError(f"step {step} has no tensor `{name}`")
+    if len(ranges) > len(info.shape):
+        raise _native.InvalidArgumentError(f"slices[{name!r}]: {len(ranges)} slices, but the tensor has shape {list(info.shape)}")
+    offset, shape = [0] * len(info.shape), list(info.shape)
+    for dimension, part in enumerate(ranges):
+        start, stop, stride = part.indices(info.shape[dimension])
+        if stride != 1:
+            raise _native.InvalidArgumentError(f"slices[{name!r}]: a slice with step {stride}; only step 1 can be read")
+        offset[dimension], shape[dimension] = start, max(stop - start, 0)
+    return offset, shape
 
 
 def trees_by_rank(trees: list[list[_state.Node]], ranks: list[int]) -> list[tuple[int, list[_state.Node]]]:

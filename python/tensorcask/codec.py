@@ -79,7 +79,7 @@ class Coder:
             lent.dtype, lent.shape, lent.buffer, role, None if old is None else old.buffer, others, codec, objective
         )
 
-    def encode(self, checks: bool = True) -> Encoded:
+    def encode(self, *, checks: bool = True) -> Encoded:
         """Encodes all chunks.
 
         With ``checks``, as in a save: computes checksums of the input and of every column, decodes each chunk again and

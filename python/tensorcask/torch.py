@@ -202,7 +202,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             raise _native.UnsupportedError("the planner dropped storage_data of its plan. Keep storage_data as the writer set it")
         # A plan from the planner's cache names the parent of an earlier save. Store this snapshot as a base.
         parent = task.parent if task.step == self._step() else None
-        self._check_values(planner)
+        _check_values(planner, self._on_unsupported)
         tensors = []
         nested: dict[Any, Any] = {}
         paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
@@ -212,7 +212,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             name = item.index.fqn
             path = paths.get(name, (name,))
             resolved = _planners.value_of(item, planner) if item.type == WriteItemType.BYTE_IO else planner.resolve_data(item)
-            value = self._screened(item, resolved, path_text(path))
+            value = _screened(item, resolved, path_text(path), self._on_unsupported)
             if value is _staging.SKIPPED:
                 # A list keeps its length.
                 if len(path) > 1 and isinstance(path[-1], int):
@@ -249,25 +249,6 @@ class Writer(StorageWriter):  # type: ignore[misc]
             _rank_writers.clear()
             raise
 
-    def _check_values(self, planner: SavePlanner) -> None:
-        """Refuses sharded tensors inside values, on every rank and before any rank uploads: only one rank gets to store
-        a value."""
-        planned = getattr(planner, "state_dict", None)
-        if self._on_unsupported not in (None, "error") or not isinstance(planned, dict):
-            return
-        paths = getattr(planner, "mappings", None) or {}
-        for name, value in planned.items():
-            if not isinstance(value, torch.Tensor):
-                _staging.screen(value, "error", _staging.check_value, path_text(paths.get(name, (name,))))
-
-    def _screened(self, item: Any, value: Any, path: str) -> Any:
-        if item.type == WriteItemType.BYTE_IO:
-            return _staging.screen(value, self._on_unsupported, _staging.check_value, path)
-        on_unsupported = self._on_unsupported
-        if item.type == WriteItemType.SHARD and callable(on_unsupported):
-            on_unsupported = "error"
-        return _staging.screen(value, on_unsupported, _staging.check_stored, path)
-
     # The stager of `async_save`.
 
     @property
@@ -283,22 +264,13 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 raise RuntimeError(f"{failures} saves in a row have failed. The last error: {last}") from last
             _log.warning("a save in the background has failed: %s", last)
         stager = _staging.Stager(state_dict, self._on_unsupported)
-        arena = self._free_arena(stager.sizes)
+        arena = _free_arena(self._arenas, stager.sizes)
         if arena is None:
             self._arenas = [arena for arena in self._arenas if not arena.is_free()]
             arena = _staging.Arena(stager.sizes)
             self._arenas.append(arena)
         staged: dict[str, Any] = stager.copy_into(arena)
         return staged
-
-    def _free_arena(self, sizes: tuple[int, ...]) -> _staging.Arena | None:
-        # The thread of a finished save may hold its tensors for a moment. Fresh memory costs more than this moment.
-        for _ in range(20):
-            found = next((arena for arena in self._arenas if arena.sizes == sizes and arena.is_free()), None)
-            if found is not None or not self._arenas:
-                return found
-            time.sleep(0.001)
-        return None
 
     def synchronize_staging(self) -> None:
         """Does nothing: staging is complete when ``stage`` returns."""
@@ -313,6 +285,38 @@ class Writer(StorageWriter):  # type: ignore[misc]
         except Exception as error:
             self._failures.append(error)
             raise
+
+
+def _check_values(planner: SavePlanner, on_unsupported: OnUnsupported) -> None:
+    """Refuses sharded tensors inside values, on every rank and before any rank uploads: only one rank gets to store
+    a value."""
+    planned = getattr(planner, "state_dict", None)
+    if on_unsupported not in (None, "error") or not isinstance(planned, dict):
+        return
+    paths = getattr(planner, "mappings", None) or {}
+    for name, value in planned.items():
+        if not isinstance(value, torch.Tensor):
+            _staging.screen(value, "error", _staging.check_value, path_text(paths.get(name, (name,))))
+
+
+def _screened(item: Any, value: Any, path: str, on_unsupported: OnUnsupported) -> Any:
+    """Returns the value as it is stored, after the check of its type."""
+    if item.type == WriteItemType.BYTE_IO:
+        return _staging.screen(value, on_unsupported, _staging.check_value, path)
+    if item.type == WriteItemType.SHARD and callable(on_unsupported):
+        on_unsupported = "error"
+    return _staging.screen(value, on_unsupported, _staging.check_stored, path)
+
+
+def _free_arena(arenas: list[_staging.Arena], sizes: tuple[int, ...]) -> _staging.Arena | None:
+    """Returns an arena of these sizes that no save uses."""
+    # The thread of a finished save may hold its tensors for a moment. Fresh memory costs more than this moment.
+    for _ in range(20):
+        found = next((arena for arena in arenas if arena.sizes == sizes and arena.is_free()), None)
+        if found is not None or not arenas:
+            return found
+        time.sleep(0.001)
+    return None
 
 
 class Reader(StorageReader):  # type: ignore[misc]

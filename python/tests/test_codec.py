@@ -41,12 +41,12 @@ def test_each_codec_gives_back_every_bit(steps, checks):
                 except tensorcask.InvalidArgumentError as error:
                     assert codec in str(error)
                     continue
-                encoded = coder.encode(checks)
+                encoded = coder.encode(checks=checks)
                 out = np.full(now[role].nbytes, 1, np.uint8)
                 coder.decode_into(encoded, out)
                 assert np.array_equal(out, bits(now[role])), (codec, role)
                 tried.setdefault(codec, set()).add(role)
-    assert tried["tc.predict"] == {"master", "exp_avg_sq"}
+    assert tried["tc.predict"] == tried["tc.replay"] == {"master", "exp_avg_sq"}
     assert tried["tc.planes"] == tried["tc.bitmask"] == set(ROLES)
     # The noise of a trained weight is not constant.
     assert "tc.constant" not in tried
@@ -58,7 +58,7 @@ def test_codecs_that_round_do_it_only_when_named(steps, codec):
     coder = Coder(moments, role="exp_avg", codec=codec)
     outs = []
     for checks in (True, False):
-        encoded = coder.encode(checks)
+        encoded = coder.encode(checks=checks)
         assert encoded.chunks == {codec: 1} and encoded.stored_bytes < moments.nbytes / 2
         outs.append(torch.empty_like(moments))
         coder.decode_into(encoded, outs[-1].numpy().reshape(-1).view(np.uint8))

@@ -15,6 +15,7 @@
 //! # Ok::<(), tensorcask::Error>(())
 //! ```
 
+pub mod maintain;
 mod runtime;
 
 use std::future::Future;
@@ -26,9 +27,8 @@ use runtime::Runtime;
 use crate::interchange::safetensors::{self, Selected};
 use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
-    At, Blob, CompactOptions, Compacted, CopyOptions, CopyReport, DoctorOptions, DoctorReport, ExistingStep, GcOptions, GcReport, Metadata,
-    Policy, Reduced, Result, Retention, Saved, Slice, SnapshotInfo, SnapshotRecord, StoreOptions, Tensor, TensorView, VerifyOptions,
-    VerifyReport, WriterOptions,
+    Blob, ExistingStep, Metadata, Policy, Result, Retention, SavedSnapshot, Slice, SnapshotInfo, SnapshotRecord, StepSelector,
+    StoreOptions, Tensor, TensorView, WriterOptions,
 };
 
 /// Blocking [`Store`](crate::Store). Do not use it in async code: it would panic inside the calling runtime.
@@ -36,6 +36,12 @@ use crate::{
 pub struct Store {
     inner: crate::Store,
     runtime: Runtime,
+}
+
+/// Blocking [`History`](crate::History).
+#[derive(Debug, Clone, Copy)]
+pub struct History<'s> {
+    store: &'s Store,
 }
 
 /// Blocking [`Writer`](crate::Writer).
@@ -91,12 +97,12 @@ impl Store {
     }
 
     /// See [`Store::snapshot`](crate::Store::snapshot).
-    pub fn snapshot(&self, at: impl Into<At>) -> Result<Snapshot> {
+    pub fn snapshot(&self, at: impl Into<StepSelector>) -> Result<Snapshot> {
         Ok(Snapshot { inner: self.block_on(self.inner.snapshot(at))?, runtime: self.runtime.clone() })
     }
 
     /// See [`Store::recover`](crate::Store::recover). Returns the snapshot and the snapshots that were skipped.
-    pub fn recover(&self, excluded: &[crate::wire::Id]) -> Result<(Snapshot, Vec<crate::Skipped>)> {
+    pub fn recover(&self, excluded: &[crate::wire::Id]) -> Result<(Snapshot, Vec<crate::SkippedSnapshot>)> {
         let found = self.block_on(self.inner.recover(excluded))?;
         Ok((Snapshot { inner: found.snapshot, runtime: self.runtime.clone() }, found.skipped))
     }
@@ -104,16 +110,6 @@ impl Store {
     /// See [`Store::snapshots`](crate::Store::snapshots).
     pub fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
         self.block_on(self.inner.snapshots())
-    }
-
-    /// See [`Store::run`](crate::Store::run).
-    pub fn run(&self) -> Result<Id> {
-        self.block_on(self.inner.run())
-    }
-
-    /// See [`Store::log_entries`](crate::Store::log_entries).
-    pub fn log_entries(&self) -> Result<Vec<LogEntry>> {
-        self.block_on(self.inner.log_entries())
     }
 
     /// See [`Store::pin`](crate::Store::pin).
@@ -131,9 +127,9 @@ impl Store {
         self.block_on(self.inner.forget(steps))
     }
 
-    /// See [`Store::watch`](crate::Store::watch). Wait for the next snapshot with [`Watch::next`](crate::Watch::next)
-    /// on [`block_on`](Self::block_on).
-    pub fn watch(&self, after: u64) -> Result<crate::Watch> {
+    /// See [`Store::watch`](crate::Store::watch). Wait for the next snapshot with
+    /// [`SnapshotWatch::next`](crate::SnapshotWatch::next) on [`block_on`](Self::block_on).
+    pub fn watch(&self, after: u64) -> Result<crate::SnapshotWatch> {
         self.block_on(self.inner.watch(after))
     }
 
@@ -142,70 +138,47 @@ impl Store {
         Ok(RankWriter { inner: self.block_on(self.inner.rank_writer(rank, options))?, runtime: self.runtime.clone() })
     }
 
-    /// See [`Store::put_receipt`](crate::Store::put_receipt).
-    pub fn put_receipt(&self, receipt: &Receipt) -> Result<()> {
-        self.block_on(self.inner.put_receipt(receipt))
-    }
-
-    /// See [`Store::receipts`](crate::Store::receipts).
-    pub fn receipts(&self, step: u64, attempt: u64, world: u32) -> Result<Vec<Receipt>> {
-        self.block_on(self.inner.receipts(step, attempt, world))
-    }
-
     /// See [`Store::retain`](crate::Store::retain).
-    pub fn retain(&self, retention: Retention, apply: bool) -> Result<Vec<SnapshotRecord>> {
-        self.block_on(self.inner.retain(retention, apply))
+    pub fn retain(&self, retention: Retention) -> Result<Vec<SnapshotRecord>> {
+        self.block_on(self.inner.retain(retention))
     }
 
-    /// See [`Store::keep_roles`](crate::Store::keep_roles).
-    pub fn keep_roles(&self, steps: &[u64], roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
-        self.block_on(self.inner.keep_roles(steps, roles, options))
+    /// See [`Store::history`](crate::Store::history).
+    pub fn history(&self) -> History<'_> {
+        History { store: self }
+    }
+}
+
+impl History<'_> {
+    /// See [`History::run`](crate::History::run).
+    pub fn run(&self) -> Result<Id> {
+        self.store.block_on(self.store.inner.history().run())
     }
 
-    /// See [`Store::retain_roles`](crate::Store::retain_roles).
-    pub fn retain_roles(&self, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
-        self.block_on(self.inner.retain_roles(retention, roles, options))
+    /// See [`History::entries`](crate::History::entries).
+    pub fn entries(&self) -> Result<Vec<LogEntry>> {
+        self.store.block_on(self.store.inner.history().entries())
     }
 
-    /// See [`Store::gc`](crate::Store::gc).
-    pub fn gc(&self, options: &GcOptions) -> Result<GcReport> {
-        self.block_on(self.inner.gc(options))
+    /// See [`History::records`](crate::History::records).
+    pub fn records(&self) -> Result<Vec<SnapshotRecord>> {
+        self.store.block_on(self.store.inner.history().records())
     }
 
-    /// See [`Store::compact`](crate::Store::compact).
-    pub fn compact(&self, at: impl Into<At>, options: &CompactOptions) -> Result<Compacted> {
-        self.block_on(self.inner.compact(at, options))
-    }
-
-    /// See [`Store::copy_to`](crate::Store::copy_to).
-    pub fn copy_to(&self, destination: &Self, options: &CopyOptions) -> Result<CopyReport> {
-        self.block_on(self.inner.copy_to(&destination.inner, options))
-    }
-
-    /// See [`Store::consolidate_to`](crate::Store::consolidate_to).
-    pub fn consolidate_to(&self, destination: &Self, at: impl Into<At>, options: &CompactOptions) -> Result<Saved> {
-        self.block_on(self.inner.consolidate_to(&destination.inner, at, options))
-    }
-
-    /// See [`Store::doctor`](crate::Store::doctor).
-    pub fn doctor(&self, options: &DoctorOptions) -> Result<DoctorReport> {
-        self.block_on(self.inner.doctor(options))
-    }
-
-    /// See [`Store::verify`](crate::Store::verify).
-    pub fn verify(&self, options: &VerifyOptions) -> Result<VerifyReport> {
-        self.block_on(self.inner.verify(options))
+    /// See [`History::unwanted`](crate::History::unwanted).
+    pub fn unwanted(&self, retention: Retention) -> Result<Vec<SnapshotRecord>> {
+        self.store.block_on(self.store.inner.history().unwanted(retention))
     }
 }
 
 impl Writer {
     /// See [`Writer::save`](crate::Writer::save).
-    pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
+    pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<SavedSnapshot> {
         self.runtime.wait(self.inner.save(step, tensors, blobs, metadata))
     }
 
     /// See [`Writer::commit_receipts`](crate::Writer::commit_receipts).
-    pub fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
+    pub fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         self.runtime.wait(self.inner.commit_receipts(step, receipts, metadata))
     }
 
@@ -239,7 +212,7 @@ impl Snapshot {
     }
 
     /// See [`Snapshot::update_into`](crate::Snapshot::update_into).
-    pub fn update_into(&self, have: &Self, tensors: Vec<(&str, &mut [u8])>) -> Result<crate::Updated> {
+    pub fn update_into(&self, have: &Self, tensors: Vec<(&str, &mut [u8])>) -> Result<crate::UpdateReport> {
         self.runtime.wait(self.inner.update_into(&have.inner, tensors))
     }
 
@@ -274,7 +247,7 @@ impl Snapshot {
     }
 
     /// See [`interchange::safetensors::write`](safetensors::write).
-    pub fn write_safetensors(&self, selected: &[Selected], out: &mut (impl std::io::Write + Send)) -> Result<u64> {
+    pub fn write_safetensors(&self, selected: &[Selected], out: &mut (impl std::io::Write + std::io::Seek + Send)) -> Result<u64> {
         self.runtime.wait(safetensors::write(&self.inner, selected, out))
     }
 }

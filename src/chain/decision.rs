@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Reason {
+pub enum DecisionReason {
     /// A base: the store has no base for a delta.
     First,
     /// A base: the chain or the interval has reached its maximum length.
@@ -23,7 +23,7 @@ pub enum Reason {
     SmallDelta,
 }
 
-impl Reason {
+impl DecisionReason {
     /// Returns the name used in JSON and listings.
     pub fn name(self) -> &'static str {
         match self {
@@ -40,7 +40,7 @@ impl Reason {
 
 /// Estimated size of a save, from a sample of its chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Estimate {
+pub struct DeltaEstimate {
     /// Size as a base.
     pub base_bytes: u64,
     /// Size as a delta against the last base.
@@ -49,7 +49,7 @@ pub struct Estimate {
     pub sampled_chunks: u64,
 }
 
-impl Estimate {
+impl DeltaEstimate {
     /// Returns whether a delta would save less than a tenth of a base.
     pub(crate) fn is_too_large(&self) -> bool {
         u128::from(self.delta_bytes) * 10 > u128::from(self.base_bytes) * 9
@@ -58,16 +58,16 @@ impl Estimate {
 
 /// A policy's decision for a base or a delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Decision {
+pub struct PolicyDecision {
     /// Reason for the decision.
-    pub reason: Reason,
+    pub reason: DecisionReason,
     /// Number of snapshots since the last base, including that base; 0 without a base.
     pub since_base: u64,
     /// Size estimate, if the adaptive policy made one.
-    pub estimate: Option<Estimate>,
+    pub estimate: Option<DeltaEstimate>,
 }
 
-impl Decision {
+impl PolicyDecision {
     /// Key under `user` of a manifest where the adaptive policy stores its decision.
     pub const KEY: &str = "tc.policy";
 }

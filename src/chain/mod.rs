@@ -10,7 +10,7 @@ mod resolve;
 mod walk;
 
 pub(crate) use content::content_digests;
-pub use decision::{Decision, Estimate, Reason};
+pub use decision::{DecisionReason, DeltaEstimate, PolicyDecision};
 pub(crate) use decode::{Aim, decode_recipe};
 pub(crate) use link::Link;
 pub use policy::Policy;

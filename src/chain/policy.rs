@@ -1,7 +1,7 @@
 //! Policies: when to write a base, and which snapshot a delta refers to.
 
-use super::{Decision, Reason, chain_of};
-use crate::commit::{LogState, Status};
+use super::{DecisionReason, PolicyDecision, chain_of};
+use crate::commit::{LogState, SnapshotStatus};
 use crate::wire::Id;
 use crate::{Error, Result};
 
@@ -72,26 +72,26 @@ impl Policy {
 
     /// Returns the parent of a snapshot of `step` (`None` for a base) and the reason. Chooses a base if a delta would
     /// exceed `max_depth` or its chain is broken. The caller estimates sizes.
-    pub(crate) fn decide(self, state: &LogState, step: u64, max_depth: u64) -> (Option<Id>, Decision) {
-        let decision = |reason, since_base| Decision { reason, since_base, estimate: None };
-        let Some(latest) = state.latest() else { return (None, decision(Reason::First, 0)) };
-        let Ok(chain) = chain_of(state, latest.id, max_depth) else { return (None, decision(Reason::BrokenParent, 0)) };
+    pub(crate) fn decide(self, state: &LogState, step: u64, max_depth: u64) -> (Option<Id>, PolicyDecision) {
+        let decision = |reason, since_base| PolicyDecision { reason, since_base, estimate: None };
+        let Some(latest) = state.latest() else { return (None, decision(DecisionReason::First, 0)) };
+        let Ok(chain) = chain_of(state, latest.id, max_depth) else { return (None, decision(DecisionReason::BrokenParent, 0)) };
         if chain.iter().any(|link| link.roles.is_some()) {
-            return (None, decision(Reason::BrokenParent, 0));
+            return (None, decision(DecisionReason::BrokenParent, 0));
         }
-        let Some(base) = chain.last().filter(|base| base.status != Status::Forgotten) else {
-            return (None, decision(Reason::First, 0));
+        let Some(base) = chain.last().filter(|base| base.status != SnapshotStatus::Forgotten) else {
+            return (None, decision(DecisionReason::First, 0));
         };
         let since = state.snapshots().iter().filter(|record| record.sequence >= base.sequence).count() as u64;
-        let full = (None, decision(Reason::Interval, since));
+        let full = (None, decision(DecisionReason::Interval, since));
         let delta = |parent, reason| (Some(parent), decision(reason, since));
         match self {
-            Self::Full => (None, decision(Reason::Policy, since)),
-            Self::OneShot if max_depth >= 2 => delta(base.id, Reason::Policy),
-            Self::Consecutive if (chain.len() as u64) < max_depth => delta(latest.id, Reason::Policy),
-            Self::Intermittent { every } if since < every && max_depth >= 2 => delta(base.id, Reason::Policy),
-            Self::Adaptive if jumps(state, base.sequence, step) => (None, decision(Reason::Jump, since)),
-            Self::Adaptive if since < EVERY && max_depth >= 2 => delta(base.id, Reason::SmallDelta),
+            Self::Full => (None, decision(DecisionReason::Policy, since)),
+            Self::OneShot if max_depth >= 2 => delta(base.id, DecisionReason::Policy),
+            Self::Consecutive if (chain.len() as u64) < max_depth => delta(latest.id, DecisionReason::Policy),
+            Self::Intermittent { every } if since < every && max_depth >= 2 => delta(base.id, DecisionReason::Policy),
+            Self::Adaptive if jumps(state, base.sequence, step) => (None, decision(DecisionReason::Jump, since)),
+            Self::Adaptive if since < EVERY && max_depth >= 2 => delta(base.id, DecisionReason::SmallDelta),
             _ => full,
         }
     }

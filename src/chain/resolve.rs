@@ -1,7 +1,7 @@
 //! Resolves the snapshots that rebuild a step. Uses a loop and never recursion. Validates the whole chain before any
 //! byte is decoded.
 
-use crate::commit::{LogState, SnapshotRecord, Status};
+use crate::commit::{LogState, SnapshotRecord, SnapshotStatus};
 use crate::wire::{Id, Manifest};
 use crate::{Error, Limits, Result};
 
@@ -13,7 +13,7 @@ pub(crate) fn chain_of(state: &LogState, id: Id, max_depth: u64) -> Result<Vec<S
         let record = state
             .by_id(id)
             .ok_or_else(|| Error::corrupt(format!("snapshot {id}, which the chain needs, is not in the log")).clause("chain 2.1"))?;
-        if record.status == Status::Collected {
+        if record.status == SnapshotStatus::Collected {
             let message = format!("snapshot {id}, which the chain needs, was removed by garbage collection");
             return Err(Error::corrupt(message).object(record.manifest_path()).clause("chain 2.8"));
         }

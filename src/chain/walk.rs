@@ -2,7 +2,7 @@
 
 use super::Link;
 use crate::codec::ChunkKind;
-use crate::container::ChunkEntry;
+use crate::container::{ChunkEntry, TensorEntry};
 use crate::tensor::ChunkGrid;
 use crate::tensor::Rect;
 use crate::{Dtype, Error, Result};
@@ -80,7 +80,7 @@ impl ShardPlan {
             let index = links.get(link).and_then(|link| link.as_ref().index(cask));
             let index = index.ok_or_else(|| Error::invalid("the index of a cask has not been read").tensor(&self.name))?;
             if let Some(row) = index.find_shard(&self.name, &self.rect) {
-                let (_, dtype, shape) = index.tensor(index.tensor_of(row));
+                let TensorEntry { dtype, shape, .. } = index.tensor(index.tensor_of(row));
                 if (dtype, &shape) != (self.dtype, &self.shape) {
                     let message = format!("its cask says {dtype} {shape:?}, the directory {} {:?}", self.dtype, self.shape);
                     return Err(self.fail(links, link, message, "chain 3.2"));

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{Candidate, Chunk, ChunkKind, Codec, CodecRef, Columns, EncodedChunk, Raw, Registry};
+use super::{Candidate, Chunk, ChunkKind, Codec, CodecRef, Columns, Encoded, EncodedChunk, Raw, Registry};
 use crate::kernels::DefaultEnvironment;
 use crate::spare::Spare;
 use crate::{Error, ErrorKind, Result};
@@ -79,46 +79,140 @@ impl Objective {
 /// Encodes a chunk with the lossless codec of the highest score. Ties go to the fewest bytes, then to the first id.
 ///
 /// The result is never larger than raw. A chunk equal to its base takes no page. Writers call this function for each
-/// chunk. With `verify`, the result is decoded and its checksum compared.
+/// chunk.
 ///
 /// ```
 /// use tensorcask::Dtype;
-/// use tensorcask::codec::{Chunk, ChunkKind, Objective, Registry, encode_chunk};
+/// use tensorcask::codec::{Chunk, ChunkKind, EncodeCheck, Objective, Registry, encode_chunk};
 /// let chunk = Chunk { base: Some(&[7; 8]), ..Chunk::new(Dtype::F32, 2, &[7; 8]) };
-/// let encoded = encode_chunk(&Registry::default(), Objective::BALANCED, &chunk, true)?;
+/// let encoded = encode_chunk(&Registry::default(), Objective::BALANCED, &chunk, EncodeCheck::Decode)?;
 /// assert_eq!(encoded.kind, ChunkKind::Unchanged);
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
-pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, verify: bool) -> Result<EncodedChunk> {
-    encode_given(registry, objective, chunk, None, verify)
+pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, check: EncodeCheck) -> Result<EncodedChunk> {
+    let wanted = Wanted { objective, verify: check == EncodeCheck::Decode, decoded: false, preferred: None };
+    Ok(encode_given(registry, wanted, chunk, None)?.encoded)
+}
+
+/// Check of a chunk after it was encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EncodeCheck {
+    /// The result is decoded and compared with the chunk.
+    Decode,
+    /// The result is not checked.
+    Skip,
+}
+
+/// A codec to try first, with the sizes of a similar chunk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Preferred {
+    /// Id of the codec.
+    pub codec: String,
+    pub decoded_bytes: u64,
+    pub stored_bytes: u64,
+}
+
+impl Preferred {
+    /// Whether a chunk is about as small as expected: at most 3 % larger, and a little for columns of fixed size.
+    fn accepts(&self, decoded_bytes: u64, stored_bytes: u64) -> bool {
+        const FIXED_BYTES: u128 = 256;
+        let expected = u128::from(decoded_bytes) * u128::from(self.stored_bytes) / u128::from(self.decoded_bytes.max(1));
+        u128::from(stored_bytes) <= expected + expected * 3 / 100 + FIXED_BYTES
+    }
+}
+
+/// Way in which a codec was chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ChosenBy {
+    /// The best of the estimates by all codecs; also an unchanged chunk.
+    Estimate,
+    /// The preferred codec. No other was tried.
+    Preference,
+}
+
+/// How a chunk is encoded, and which results are wanted.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted<'a> {
+    /// Weights by which codecs are chosen.
+    pub objective: Objective,
+    /// Whether the chunk is decoded again and compared with its source.
+    pub verify: bool,
+    /// Whether the decoded bytes are returned.
+    pub decoded: bool,
+    /// Codec to try first.
+    pub preferred: Option<&'a Preferred>,
+}
+
+/// A chunk, encoded with the codec that was chosen.
+#[derive(Debug)]
+pub(crate) struct Chosen {
+    pub encoded: EncodedChunk,
+    /// Decoded bytes, if they were wanted.
+    pub decoded: Option<Spare>,
+    pub by: ChosenBy,
 }
 
 /// Encodes a chunk like [`encode_chunk`], with one more candidate: the encoding by the codec that rounded the chunk.
-pub(crate) fn encode_given(
-    registry: &Registry,
-    objective: Objective,
-    chunk: &Chunk<'_>,
-    given: Option<&Candidate>,
-    verify: bool,
-) -> Result<EncodedChunk> {
+pub(crate) fn encode_given(registry: &Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>, given: Option<&Candidate>) -> Result<Chosen> {
     // Estimates and fits must not depend on the caller's floating-point environment.
     let _environment = DefaultEnvironment::enter();
-    let crc = crc32fast::hash(chunk.data);
+    if wanted.decoded && !wanted.verify {
+        // The copy is encoded, so both results are the same bytes even if the caller changes the tensor meanwhile.
+        let copy = Spare::copy_of(chunk.data)?;
+        let chosen = encode_given(registry, Wanted { decoded: false, ..wanted }, &Chunk { data: &copy, ..*chunk }, given)?;
+        return Ok(Chosen { decoded: Some(copy), ..chosen });
+    }
     if let Some(base) = chunk.base.filter(|base| *base == chunk.data) {
-        if verify && crc32fast::hash(base) != crc {
-            return Err(changed("an unchanged chunk"));
-        }
-        return Ok(EncodedChunk { kind: ChunkKind::Unchanged, codec: None, columns: vec![], crc });
+        let decoded = if wanted.decoded { Some(Spare::copy_of(base)?) } else { None };
+        return Ok(Chosen { encoded: EncodedChunk::unchanged(crc32fast::hash(base)), decoded, by: ChosenBy::Estimate });
     }
     if chunk.changed_rows.is_some_and(<[u64]>::is_empty) && chunk.base.is_none() {
-        return Ok(EncodedChunk { kind: ChunkKind::Unchanged, codec: None, columns: vec![], crc });
+        let decoded = if wanted.decoded { Some(Spare::copy_of(chunk.data)?) } else { None };
+        let crc = crc32fast::hash(decoded.as_ref().map_or(chunk.data, |copy| &**copy));
+        return Ok(Chosen { encoded: EncodedChunk::unchanged(crc), decoded, by: ChosenBy::Estimate });
     }
+    let crc_of_source = if wanted.verify { None } else { Some(crc32fast::hash(chunk.data)) };
+    let (codec, encoded, by) = encode_best(registry, wanted, chunk, given)?;
+    let kind = if encoded.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
+    let columns: Vec<(String, Bytes)> = encoded.into_bytes().into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect();
+    let (crc, decoded) = match crc_of_source {
+        Some(crc) => (crc, None),
+        None => {
+            let decoded = decode_again(codec, chunk, &columns, kind)?;
+            (crc32fast::hash(&decoded), Some(decoded).filter(|_| wanted.decoded))
+        }
+    };
+    let codec = Some(CodecRef { id: codec.id().to_owned(), version: codec.version() });
+    Ok(Chosen { encoded: EncodedChunk { kind, codec, columns, crc }, decoded, by })
+}
+
+/// Encodes a chunk with the preferred codec, if the result is as small as expected; otherwise with the lossless codec of
+/// the highest score, or with the given candidate.
+fn encode_best<'r>(
+    registry: &'r Registry,
+    wanted: Wanted<'_>,
+    chunk: &Chunk<'_>,
+    given: Option<&'r Candidate>,
+) -> Result<(&'r dyn Codec, Encoded, ChosenBy)> {
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
     let raw_bytes = cost(&[chunk.data.len() as u64]);
+    let is_tiny = raw_bytes == page_cost(1) && chunk.base.is_none() && chunk.partners.is_empty();
+    let is_candidate = |codec: &dyn Codec| codec.is_lossless() && !(is_tiny && is_futile(codec.id()));
+    let mut tried: Option<(&dyn Codec, Encoded)> = None;
+    if let (Some(preferred), None) = (wanted.preferred, given)
+        && let Some(codec) = registry.get(&preferred.codec).filter(|codec| is_candidate(codec.as_ref()) && codec.estimate(chunk).is_some())
+    {
+        let encoded = codec.encode(chunk)?;
+        let sizes = encoded.sizes();
+        let stored_bytes = sizes.iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
+        if cost(&sizes) <= raw_bytes && preferred.accepts(chunk.data.len() as u64, stored_bytes) {
+            return Ok((codec.as_ref(), encoded, ChosenBy::Preference));
+        }
+        tried = Some((codec.as_ref(), encoded));
+    }
     let work = |codec: &dyn Codec| codec.cost().encode + codec.cost().decode;
     let mut candidates: Vec<(u64, f32, &dyn Codec)> = Vec::new();
-    let is_tiny = raw_bytes == page_cost(1) && chunk.base.is_none() && chunk.partners.is_empty();
-    for codec in registry.iter().filter(|codec| codec.is_lossless() && !(is_tiny && is_futile(codec.id()))) {
+    for codec in registry.iter().filter(|codec| is_candidate(codec.as_ref())) {
         let Some(pages) = codec.estimate(chunk) else { continue };
         candidates.push((cost(&pages), work(codec.as_ref()), codec.as_ref()));
     }
@@ -127,25 +221,17 @@ pub(crate) fn encode_given(
     }
     candidates.retain(|(bytes, _, _)| *bytes <= raw_bytes);
     let least = candidates.iter().fold((u64::MAX, f32::MAX), |least, (bytes, work, _)| (least.0.min(*bytes), least.1.min(*work)));
-    let scored = candidates.iter().map(|&(bytes, work, codec)| (objective.score((bytes, work), least), bytes, codec));
+    let scored = candidates.iter().map(|&(bytes, work, codec)| (wanted.objective.score((bytes, work), least), bytes, codec));
     let best = scored.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a });
-    let (codec, encoded) = match best {
-        Some((_, _, codec)) if codec.id() != Raw::ID => {
-            let encoded = match given.filter(|given| given.codec.id() == codec.id()) {
-                Some(given) => given.encoded.clone(),
-                None => codec.encode(chunk)?,
-            };
-            // An estimate may have been too low.
-            if cost(&encoded.sizes()) <= raw_bytes { (codec, encoded) } else { (&Raw as &dyn Codec, Raw.encode(chunk)?) }
-        }
-        _ => (&Raw as &dyn Codec, Raw.encode(chunk)?),
+    let raw = || Ok((&Raw as &dyn Codec, Raw.encode(chunk)?, ChosenBy::Estimate));
+    let Some((_, _, codec)) = best.filter(|(_, _, codec)| codec.id() != Raw::ID) else { return raw() };
+    let encoded = match (given.filter(|given| given.codec.id() == codec.id()), tried.filter(|(tried, _)| tried.id() == codec.id())) {
+        (Some(given), _) => given.encoded.clone(),
+        (None, Some((_, encoded))) => encoded,
+        (None, None) => codec.encode(chunk)?,
     };
-    let kind = if encoded.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
-    let columns: Vec<(String, Bytes)> = encoded.into_bytes().into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect();
-    if verify {
-        check_decodes(codec, chunk, &columns, kind, crc)?;
-    }
-    Ok(EncodedChunk { kind, codec: Some(CodecRef { id: codec.id().to_owned(), version: codec.version() }), columns, crc })
+    // An estimate may have been too low.
+    if cost(&encoded.sizes()) <= raw_bytes { Ok((codec, encoded, ChosenBy::Estimate)) } else { raw() }
 }
 
 /// Whether a codec cannot beat raw on a chunk that fits one line of a page and has neither base nor partners.
@@ -153,8 +239,12 @@ fn is_futile(codec: &str) -> bool {
     codec.starts_with("tc.") && ![Raw::ID, "tc.constant"].contains(&codec)
 }
 
-/// Decodes the columns as a reader would, and compares the result with the checksum to be stored.
-fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes)], kind: ChunkKind, crc: u32) -> Result<()> {
+/// Decodes the columns as a reader would, and compares the result with the source of the chunk. Returns the decoded
+/// bytes.
+///
+/// The stored checksum covers these bytes. A checksum of the source, taken before, would let a tensor pass that changes
+/// between checksum and encoding.
+fn decode_again(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes)], kind: ChunkKind) -> Result<Spare> {
     if !codec.base_use().allows(kind) {
         return Err(Error::invalid(format!(
             "codec `{}` made a chunk that is {}, which contradicts its `base_use`",
@@ -165,10 +255,10 @@ fn check_decodes(codec: &dyn Codec, chunk: &Chunk<'_>, columns: &[(String, Bytes
     let mut decoded = Spare::new(chunk.data.len(), "verification")?;
     let columns: Vec<(&str, Bytes)> = columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
     let stand_in = if chunk.base.is_none() && kind == ChunkKind::Delta { Some(stand_in(chunk)?) } else { None };
-    let base = stand_in.as_ref().map(|base| base.as_slice()).or(chunk.base).filter(|_| kind == ChunkKind::Delta);
+    let base = stand_in.as_deref().or(chunk.base).filter(|_| kind == ChunkKind::Delta);
     let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: chunk.partners };
     codec.decode(&input, &mut decoded)?;
-    if crc32fast::hash(&decoded) == crc { Ok(()) } else { Err(changed(&format!("what codec `{}` encoded", codec.id()))) }
+    if *decoded == *chunk.data { Ok(decoded) } else { Err(changed(&format!("what codec `{}` encoded", codec.id()))) }
 }
 
 /// Builds a substitute for a missing base: equal to the chunk in unchanged rows, different in all others.

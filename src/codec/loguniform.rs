@@ -28,7 +28,7 @@ use crate::{Dtype, Error, Result};
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
 ///
-/// [`Setting::LogUniform`]: crate::Setting::LogUniform
+/// [`Setting::LogUniform`]: crate::precision::Setting::LogUniform
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LogUniform;
 

@@ -317,7 +317,7 @@ impl Codec for Magnitudes {
         let stored = terms.columns.iter().take(if shape.columns { columns } else { 0 });
         let mut coded = vec![rows, stored.map(|&term| term as u8).collect()];
         let planes: [&[u8]; 4] = [&symbols, &escaped, &signs, &fractions];
-        for plane in planes.into_iter().chain(split.rest.iter().map(|plane| plane.as_slice())) {
+        for plane in planes.into_iter().chain(split.rest.iter().map(|plane| &**plane)) {
             coded.push(entropy::coded(plane));
         }
         Ok(Encoded { uses_base: false, columns: names(chunk.dtype)?.iter().copied().zip(coded).collect() })

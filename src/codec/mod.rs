@@ -21,6 +21,7 @@ mod predict;
 mod raw;
 mod registry;
 mod remainder;
+mod replay;
 mod rounded;
 mod rows;
 mod terms;
@@ -44,12 +45,13 @@ pub use predict::Predict;
 pub use raw::Raw;
 pub use registry::Registry;
 pub use remainder::Remainder;
+pub use replay::Replay;
 pub use rounded::Rounded;
 pub use rows::Rows;
 
 pub(crate) use candidate::Candidate;
-pub use choose::{Objective, encode_chunk};
-pub(crate) use choose::{encode_given, estimate_chunk};
+pub(crate) use choose::{Chosen, ChosenBy, Preferred, Wanted, encode_given, estimate_chunk};
+pub use choose::{EncodeCheck, Objective, encode_chunk};
 
 use crate::spare;
 use crate::wire::index::CodecRef as WireCodecRef;
@@ -348,4 +350,11 @@ pub struct EncodedChunk {
     pub columns: Vec<(String, Bytes)>,
     /// CRC-32 of the decoded bytes.
     pub crc: u32,
+}
+
+impl EncodedChunk {
+    /// A chunk with the same content as in the parent snapshot. Takes no page.
+    pub(crate) fn unchanged(crc: u32) -> Self {
+        Self { kind: ChunkKind::Unchanged, codec: None, columns: vec![], crc }
+    }
 }

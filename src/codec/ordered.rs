@@ -173,22 +173,27 @@ impl Codec for Ordered {
         if !bounds.is_sorted_by(|a, b| a < b) || bounds.last() == Some(&u8::MAX) {
             return Err(bad("bounds of classes do not ascend".into(), "ordered 3"));
         }
-        let mut classes = Spare::new(units, "classes")?;
-        kernel::exponents(width, exponent, base, &mut classes);
-        kernel::classes(&mut classes, &padded(bounds));
+        let mut tokens = Spare::new(units, "tokens")?;
+        let mut classes = Spare::new(if count == 0 { 0 } else { units }, "classes")?;
+        if count > 0 {
+            kernel::exponents(width, exponent, base, &mut classes);
+            kernel::classes(&mut classes, &padded(bounds));
+        }
         let mut parted = parted(&classes, count + 1)?;
         for (class, length) in lengths.as_chunks::<4>().0.iter().enumerate() {
             let length = length.iter().rev().fold(0usize, |sum, &byte| sum << 8 | usize::from(byte));
             let (plane, rest) =
                 planes.split_at_checked(length).ok_or_else(|| bad(format!("tokens of class {class} end early"), "ordered 3.1"))?;
             planes = rest;
-            entropy::decode(plane, parted.of_mut(class))?;
+            // The tokens of a single class are in the order of the units.
+            entropy::decode(plane, if count == 0 { &mut tokens } else { parted.of_mut(class) })?;
         }
         if !planes.is_empty() {
             return Err(bad(format!("{} bytes after the tokens", planes.len()), "ordered 3.1"));
         }
-        let mut tokens = Spare::new(units, "tokens")?;
-        parted.join(&classes, &mut tokens);
+        if count > 0 {
+            parted.join(&classes, &mut tokens);
+        }
         if tokens.iter().copied().fold(0, u8::max) > kernel::max_token(width) {
             return Err(bad("a token is out of range".into(), "ordered 3.2"));
         }
@@ -196,6 +201,26 @@ impl Codec for Ordered {
             true => Ok(()),
             false => Err(bad("extra bits do not end with the last element".into(), "ordered 3.3")),
         }
+    }
+}
+
+impl Ordered {
+    /// Encodes like [`Codec::encode`], in one class. If nearly all differences are zero, more classes only cost time.
+    pub(super) fn encode_as_one_class(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        let base = chunk.whole_base().ok_or_else(|| Error::invalid("needs a base chunk of equal length"))?;
+        let width = chunk.dtype.unit_bytes();
+        let mut tokens = Spare::new(chunk.data.len() / width, "tokens")?;
+        kernel::tokens(width, base, chunk.data, &mut tokens);
+        let bits = kernel::put_extra(width, base, chunk.data, &tokens);
+        let mut code = spare::output(tokens.len() / 8);
+        // No bound, and the length of the only plane.
+        code.extend([0; 5]);
+        entropy::encode(&tokens, &mut code);
+        let bytes = code.len() - 5;
+        for (i, slot) in code.iter_mut().skip(1).take(4).enumerate() {
+            *slot = (bytes >> (8 * i)) as u8;
+        }
+        Ok(Encoded { uses_base: true, columns: vec![("tokens", code), ("bits", bits)] })
     }
 }
 

@@ -37,7 +37,7 @@ fn rotates(dtype: Dtype) -> bool {
 pub(super) fn split(data: &[u8], base: Option<&[u8]>, dtype: Dtype) -> Result<Vec<Spare>> {
     let width = dtype.unit_bytes();
     let mut all = (0..width).map(|_| Spare::new(data.len() / width, "byte planes")).collect::<Result<Vec<_>>>()?;
-    let mut borrowed: Vec<&mut [u8]> = all.iter_mut().map(|plane| plane.as_mut_slice()).collect();
+    let mut borrowed: Vec<&mut [u8]> = all.iter_mut().map(|plane| &mut **plane).collect();
     planes::split(data, base, rotates(dtype), &mut borrowed);
     Ok(all)
 }

@@ -164,7 +164,7 @@ fn features(point: &Point, epsilon: Option<f64>) -> ([f64; 4], f64) {
 
 /// Approximates the logarithm of a positive number within a tenth, linearly between powers of two. Unlike the logarithm
 /// of a math library, this function is the same on every machine. Therefore every machine chooses the same fit.
-fn log2_about(x: f64) -> f64 {
+pub(super) fn log2_about(x: f64) -> f64 {
     const ONE: u64 = 1 << 52;
     x.to_bits() as f64 / ONE as f64 - 1023.0
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{
     Bitmask, Blockwise8, Cluster, Codec, CodecRef, Constant, Factored, KMeans, LogUniform, Magnitudes, Need, Ordered, Planes, Predict, Raw,
-    Remainder, Rounded, Rows,
+    Remainder, Replay, Rounded, Rows,
 };
 use crate::{Error, Result};
 
@@ -40,6 +40,7 @@ impl Default for Registry {
             Arc::new(Blockwise8),
             Arc::new(Remainder),
             Arc::new(Predict),
+            Arc::new(Replay::default()),
         ] {
             registry.codecs.insert(codec.id().to_owned(), codec);
         }

@@ -86,7 +86,7 @@ fn changed(chunk: &Chunk<'_>) -> Result<Option<Changed>> {
 
 /// Returns the changed rows as a chunk of their own.
 fn inner<'a>(chunk: &Chunk<'a>, changed: &'a Changed) -> Chunk<'a> {
-    let base = changed.base.as_ref().map(|base| base.as_slice());
+    let base = changed.base.as_deref();
     Chunk { role: chunk.role, base, ..Chunk::new(chunk.dtype, elements(chunk.dtype, changed.data.len()), &changed.data) }
 }
 
@@ -208,7 +208,7 @@ impl Codec for Rows {
             dtype: columns.dtype,
             element_count: elements(columns.dtype, decoded.len()),
             columns: inner_columns,
-            base: own_base.as_ref().map(|base| base.as_slice()),
+            base: own_base.as_deref(),
             partners: &[],
         };
         codec.decode(&inner, &mut decoded)?;

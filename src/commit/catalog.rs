@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::state::LastWriter;
-use super::{LogState, SnapshotRecord, Status, Summary};
+use super::{LogState, SnapshotRecord, SnapshotStatus, Summary};
 use crate::store::Store;
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Error, ErrorKind, Result, boxed};
@@ -68,8 +68,13 @@ impl Catalog {
     /// Lists the paths of catalogs, newest first. Ignores objects whose names are not catalog names.
     #[boxed]
     pub(crate) async fn list(store: &Store) -> Result<Vec<String>> {
-        let mut names: Vec<(u64, String)> =
-            store.list("catalog").await?.into_iter().filter_map(|listed| Some((parse_name(&listed.path)?.0, listed.path))).collect();
+        let mut names: Vec<(u64, String)> = store
+            .objects()
+            .list("catalog")
+            .await?
+            .into_iter()
+            .filter_map(|listed| Some((parse_name(&listed.path)?.0, listed.path)))
+            .collect();
         names.sort_unstable_by(|a, b| b.cmp(a));
         Ok(names.into_iter().map(|(_, path)| path).collect())
     }
@@ -83,7 +88,7 @@ impl Catalog {
     #[boxed]
     pub(crate) async fn read(store: &Store, path: &str) -> Result<LogState> {
         let (sequence, digest) = parse_name(path).ok_or_else(|| Error::invalid("not the name of a catalog").object(path))?;
-        let bytes = store.get(path, store.limits().max_catalog_bytes).await?;
+        let bytes = store.objects().get(path, store.limits().max_catalog_bytes).await?;
         if Digest::of(&bytes) != digest {
             return Err(Error::corrupt("its bytes do not have the digest in its name").object(path).clause("log 6.2"));
         }
@@ -105,7 +110,7 @@ impl Catalog {
         let bytes = encode(state)?;
         crate::Limits::check(bytes.len() as u64, store.limits().max_catalog_bytes, "size of the catalog")?;
         let path = format!("catalog/{:020}-{}.parquet", state.sequence, Digest::of(&bytes));
-        store.create_unique(&path, bytes).await?;
+        store.objects().create_unique(&path, bytes).await?;
         Ok(path)
     }
 }
@@ -259,7 +264,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
                 step: rows.number("step", row)?,
                 parent,
                 manifest: Digest::from_hex(&rows.text("manifest", row)?).map_err(|e| e.clause("log 6.3"))?,
-                status: Status::from_name(&rows.text("status", row)?).ok_or_else(|| bad("unknown status".into()))?,
+                status: SnapshotStatus::from_name(&rows.text("status", row)?).ok_or_else(|| bad("unknown status".into()))?,
                 pinned: rows.boolean("pinned", row)?,
                 time_ms: rows.number("time_ms", row)?,
                 roles: rows.roles(row)?,

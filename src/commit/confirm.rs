@@ -18,6 +18,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 
 use super::Log;
+use super::store_file::read_store_file;
 use crate::error::ResultExt;
 use crate::store::{Created, Store};
 use crate::wire::STORE_FILE;
@@ -118,7 +119,7 @@ impl Log {
     /// Lists the numbers of the entries after `sequence`.
     async fn entries_after(&self, sequence: u64) -> Result<Vec<u64>> {
         let name = |sequence| LogEntry::path_of(sequence).trim_start_matches("log/").to_owned();
-        let names = self.store.names_after("log", &name(sequence)).await?;
+        let names = self.store.objects().names_after("log", &name(sequence)).await?;
         let number = |found: String| found.strip_suffix(".json")?.parse().ok().filter(|&number| name(number) == found);
         Ok(names.into_iter().filter_map(number).collect())
     }
@@ -150,12 +151,12 @@ impl Log {
         let first = self.catalog.as_ref().map_or(0, |(sequence, _)| *sequence);
         let catalog = async {
             match &self.catalog {
-                Some((_, path)) => Ok(self.store.head_if_present(path).await?.is_some()),
+                Some((_, path)) => Ok(self.store.objects().head_if_present(path).await?.is_some()),
                 None => Ok(true),
             }
         };
         let entry = async { if last == 0 { Ok(None) } else { self.fetch_last().await } };
-        let (file, entry, catalog, entries) = tokio::join!(self.store.read_store_file(), entry, catalog, self.entries_after(first));
+        let (file, entry, catalog, entries) = tokio::join!(read_store_file(&self.store), entry, catalog, self.entries_after(first));
         match file {
             Ok(file) if file.run == self.store_file.run => {}
             Ok(_) => return Ok(false),
@@ -181,7 +182,7 @@ impl Log {
                 return Ok(Some(Stale::replaced(format_args!("{STORE_FILE} is gone"), &self.store)));
             }
             tracing::warn!(store = self.store.url(), "store.json was removed; restoring the file");
-            let created = self.store.create(STORE_FILE, self.store_file.encode()?.into()).await;
+            let created = self.store.objects().create(STORE_FILE, self.store_file.encode()?.into()).await;
             let (Created::Written | Created::Exists) = created.map_err(|e| Error::storage(STORE_FILE, e))?;
             loaded = Self::load_whole(&self.store).await;
         }
@@ -213,14 +214,14 @@ async fn missing(store: &Store, needs: &[Need]) -> Result<Option<Stale>> {
     let mut listed: BTreeMap<String, u64> = BTreeMap::new();
     if needs.len() > MAX_HEADS {
         for folder in ["casks", "directories", "snapshots"] {
-            listed.extend(store.list(folder).await?.into_iter().map(|found| (found.path, found.bytes)));
+            listed.extend(store.objects().list(folder).await?.into_iter().map(|found| (found.path, found.bytes)));
         }
     }
     // Requests objects that the listing lacks, because listings may lag.
     let fits = |need: &Need, bytes: u64| need.bytes.is_none_or(|wanted| wanted == bytes);
     let doubtful: Vec<&Need> = needs.iter().filter(|need| listed.get(&need.path).is_none_or(|&bytes| !fits(need, bytes))).collect();
     let paths = doubtful.iter().map(|need| need.path.clone()).collect();
-    let sizes = store.sizes(paths, CONCURRENT_REQUESTS).await?;
+    let sizes = store.objects().sizes(paths, CONCURRENT_REQUESTS).await?;
     Ok(doubtful.into_iter().zip(sizes).find_map(|(need, size)| match size {
         None => Some(Stale::missing(&need.path, "is gone")),
         Some(bytes) if !fits(need, bytes) => {

@@ -1,8 +1,10 @@
-//! Access to the whole log and the run, for inspection.
+//! The history of a store: the run, all entries of the log, and all snapshots that it has ever named.
 
 use futures::{StreamExt, TryStreamExt};
 
-use super::LogState;
+use super::retention::forget_by_id;
+use super::store_file::read_store_file;
+use super::{Catalog, Log, LogState, Retention, SnapshotRecord};
 use crate::error::ResultExt;
 use crate::wire::{Id, LogEntry};
 use crate::{Result, Store};
@@ -10,31 +12,84 @@ use crate::{Result, Store};
 /// Number of entries fetched at once.
 const BATCH: u64 = 32;
 
+/// View of the whole history of a store, whatever the status of its snapshots. [`Store::history`] returns it.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+/// use tensorcask::{Dtype, Metadata, Policy, Store, TensorView};
+/// let store = Store::open("memory://history-example")?;
+/// let mut writer = store.writer(Policy::Full).await?;
+/// for step in [1, 2] {
+///     writer.save(step, &[TensorView::new("w", Dtype::U8, &[2], &[1, 2])?], &[], &Metadata::default()).await?;
+/// }
+/// store.forget(&[1]).await?;
+/// assert_eq!(store.snapshots().await?.len(), 1);
+/// assert_eq!(store.history().records().await?.len(), 2);
+/// assert_eq!(store.history().entries().await?.len(), 4); // opened, added, added, forgotten
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct History<'s> {
+    store: &'s Store,
+}
+
 impl Store {
+    /// Returns the history of the store: its run, its log, and all snapshots that it has ever named. Sends no request.
+    pub fn history(&self) -> History<'_> {
+        History { store: self }
+    }
+}
+
+impl History<'_> {
     /// Returns the id of the training run, or `NotFound` if there is no store. Reads only `store.json`.
     pub async fn run(&self) -> Result<Id> {
-        Ok(self.read_store_file().await?.run)
+        Ok(read_store_file(self.store).await?.run)
     }
 
     /// Returns all entries of the log, from the first on. Checks each against its predecessors.
-    pub async fn log_entries(&self) -> Result<Vec<LogEntry>> {
+    pub async fn entries(&self) -> Result<Vec<LogEntry>> {
         self.run().await?;
         let mut state = LogState::default();
         let mut entries = Vec::new();
         loop {
             let first = state.sequence + 1;
             let read: Vec<Option<bytes::Bytes>> = futures::stream::iter(first..first + BATCH)
-                .map(|sequence| async move { self.get_if_present(&LogEntry::path_of(sequence), self.limits().max_entry_bytes).await })
+                .map(|sequence| async move {
+                    self.store.objects().get_if_present(&LogEntry::path_of(sequence), self.store.limits().max_entry_bytes).await
+                })
                 .buffered(BATCH as usize)
                 .try_collect()
                 .await?;
             for (sequence, bytes) in (first..).zip(read) {
                 let Some(bytes) = bytes else { return Ok(entries) };
-                let decoded = LogEntry::decode(&bytes, sequence, self.limits());
+                let decoded = LogEntry::decode(&bytes, sequence, self.store.limits());
                 let (entry, digest) = decoded.in_object(LogEntry::path_of(sequence))?;
                 state.apply(&entry, digest)?;
                 entries.push(entry);
             }
         }
+    }
+
+    /// Returns all snapshots in the log, whatever their status, ordered by commit. Reads only the log.
+    pub async fn records(&self) -> Result<Vec<SnapshotRecord>> {
+        Ok(Log::load(self.store).await?.state().snapshots().to_vec())
+    }
+
+    /// Returns all snapshots in the log as a table with the columns of a catalog (log 6).
+    pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
+        let mut log = Log::load(self.store).await?;
+        log.summarise().await?;
+        Catalog::table(log.state())
+    }
+
+    /// Returns the live snapshots that [`Store::retain`] would forget.
+    pub async fn unwanted(&self, retention: Retention) -> Result<Vec<SnapshotRecord>> {
+        retention.unwanted(Log::load(self.store).await?.state())
+    }
+
+    /// Forgets snapshots by id. Skips snapshots that are no longer live, such as those whose step was saved again
+    /// meanwhile. Skips pinned snapshots, too.
+    pub async fn forget_snapshots(&self, snapshots: &[Id]) -> Result<Vec<SnapshotRecord>> {
+        forget_by_id(self.store, snapshots).await
     }
 }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::{CATALOG_INTERVAL, Catalog, LogState, Need, Stale, Standing, Status, Summary, now_ms};
+use super::store_file::read_store_file;
+use super::{CATALOG_INTERVAL, Catalog, LogState, Need, SnapshotStatus, Stale, Standing, Summary, now_ms};
 use crate::error::ResultExt;
 use crate::store::{Created, Medium, Store, concurrently};
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest, StoreFile};
@@ -57,7 +58,7 @@ impl Log {
     /// entries and the round trips stay few: at most five for the entries between two catalogs.
     #[boxed]
     pub(crate) async fn load(store: &Store) -> Result<Self> {
-        let (store_file, catalogs) = tokio::join!(store.read_store_file(), Catalog::list(store));
+        let (store_file, catalogs) = tokio::join!(read_store_file(store), Catalog::list(store));
         let (store_file, state) = (store_file?, LogState::default());
         let mut log = Self { store: store.clone(), store_file, state, catalog: None, skipped: Vec::new() };
         let mut ahead = None;
@@ -82,7 +83,7 @@ impl Log {
         let (entries, batch) = match ahead {
             Some(ahead) => ahead,
             None => {
-                let (entries, directories) = tokio::join!(fetch_entries(store, 1, FIRST_ENTRIES), store.list("directories"));
+                let (entries, directories) = tokio::join!(fetch_entries(store, 1, FIRST_ENTRIES), store.objects().list("directories"));
                 // The directory is a hint and may be missing.
                 if let Ok([only]) = directories.as_deref() {
                     log.state.directory = only.path.rsplit('/').next().and_then(|name| Digest::from_hex(name).ok());
@@ -129,7 +130,7 @@ impl Log {
 
     /// Reads the stored bytes of the last known entry.
     pub(super) async fn fetch_last(&self) -> Result<Option<Bytes>> {
-        self.store.get_if_present(&LogEntry::path_of(self.state.sequence), self.store.limits().max_entry_bytes).await
+        self.store.objects().get_if_present(&LogEntry::path_of(self.state.sequence), self.store.limits().max_entry_bytes).await
     }
 
     /// Requests `batch` entries, then twice as many, but never past the entry that a catalog follows.
@@ -210,7 +211,7 @@ impl Log {
             .snapshots()
             .iter()
             .enumerate()
-            .filter(|(_, record)| record.summary.is_none() && record.status != Status::Collected)
+            .filter(|(_, record)| record.summary.is_none() && record.status != SnapshotStatus::Collected)
             .map(|(at, record)| (at, record.manifest, record.manifest_path()))
             .collect();
         let store = &self.store;
@@ -256,13 +257,13 @@ impl Log {
     #[boxed]
     async fn write_entry(&self, sequence: u64, token: Id, bytes: Bytes) -> Result<Attempt> {
         let path = LogEntry::path_of(sequence);
-        let local = matches!(self.store.medium(), Medium::Local(_));
+        let local = matches!(self.store.objects().medium(), Medium::Local(_));
         let started = tokio::time::Instant::now();
         let mut wait = FIRST_WAIT;
         let mut last_error = None;
         for attempt in 0..ATTEMPTS {
             let mut refusal = None;
-            match self.store.create(&path, bytes.clone()).await {
+            match self.store.objects().create(&path, bytes.clone()).await {
                 Ok(Created::Written) => return Ok(Attempt::Ours),
                 // The entry is another writer's, or our own after a lost answer.
                 Ok(Created::Exists) => {}
@@ -272,7 +273,7 @@ impl Log {
                     if definite { refusal = Some(error) } else { last_error = Some(error) }
                 }
             }
-            let found = self.store.get_if_present(&path, self.store.limits().max_entry_bytes).await;
+            let found = self.store.objects().get_if_present(&path, self.store.limits().max_entry_bytes).await;
             match (refusal, found) {
                 // No entry exists, and the storage gave the reason.
                 (Some(error), Ok(None)) => {
@@ -309,7 +310,7 @@ fn to_next_catalog(first: u64) -> u64 {
 #[boxed]
 async fn fetch_entries(store: &Store, first: u64, count: u64) -> Result<Vec<(u64, Option<Bytes>)>> {
     let fetch = |sequence| async move {
-        let bytes = store.get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
+        let bytes = store.objects().get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
         Ok((sequence, bytes))
     };
     concurrently(CATALOG_INTERVAL as usize, (first..first.saturating_add(count)).map(fetch)).await
@@ -352,7 +353,7 @@ pub(crate) fn refuse_features(may_ignore: &[String]) -> Result<()> {
 /// Reads a manifest and compares it with the digest in the log.
 #[boxed]
 pub(crate) async fn read_manifest(store: &Store, path: &str, digest: Digest) -> Result<Manifest> {
-    let bytes = store.get(path, store.limits().max_manifest_bytes).await;
+    let bytes = store.objects().get(path, store.limits().max_manifest_bytes).await;
     let bytes = bytes.map_err(|e| match e.kind() {
         ErrorKind::NotFound => Error::corrupt("the manifest of a committed snapshot is missing").object(path).clause("manifest 1"),
         _ => e,

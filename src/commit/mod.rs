@@ -3,9 +3,9 @@
 mod age;
 mod catalog;
 mod confirm;
+mod exchange;
 mod history;
 mod log;
-mod offers;
 mod retention;
 mod state;
 mod store_file;
@@ -13,11 +13,14 @@ mod store_file;
 pub(crate) use age::{Age, DEFAULT_AGE_FLOOR};
 pub(crate) use catalog::{CATALOG_INTERVAL, Catalog};
 pub(crate) use confirm::{Need, Stale, Standing};
+pub use exchange::RankExchange;
+pub use history::History;
 pub(crate) use log::{Appended, Log, read_manifest, refuse_features};
 pub use retention::Retention;
 pub(crate) use retention::live_step;
 pub(crate) use state::{LogState, Summary};
-pub use state::{SnapshotRecord, Status};
+pub use state::{SnapshotRecord, SnapshotStatus};
+pub(crate) use store_file::read_store_file;
 
 /// Returns milliseconds since 1970 by this machine's clock, or 0 for an earlier time.
 pub(crate) fn now_ms() -> u64 {

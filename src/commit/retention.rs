@@ -2,26 +2,19 @@
 
 use std::collections::BTreeSet;
 
-use super::{Log, LogState, SnapshotRecord, Status};
+use super::{Log, LogState, SnapshotRecord, SnapshotStatus};
 use crate::wire::{Event, Id};
 use crate::{Error, ErrorKind, Result, Store};
 
 impl Store {
     /// Protects a step from being forgotten until it is unpinned.
     pub async fn pin(&self, step: u64) -> Result<SnapshotRecord> {
-        self.set_pinned(step, true).await
+        set_pinned(self, step, true).await
     }
 
     /// Ends the protection of a step. An unpinned step stays as it is.
     pub async fn unpin(&self, step: u64) -> Result<SnapshotRecord> {
-        self.set_pinned(step, false).await
-    }
-
-    async fn set_pinned(&self, step: u64, pinned: bool) -> Result<SnapshotRecord> {
-        let mut log = Log::load(self).await?;
-        log.append(Id::random()?, |state| Ok(Event::Pinned { snapshot: live_step(state, step)?.id, pinned })).await?;
-        log.write_catalog_if_due().await;
-        live_step(log.state(), step).cloned()
+        set_pinned(self, step, false).await
     }
 
     /// Marks steps as no longer wanted. Their bytes stay until no newer delta needs them and garbage collection runs.
@@ -48,35 +41,57 @@ impl Store {
         }
         Ok(ids.iter().filter_map(|&id| log.state().by_id(id).cloned()).collect())
     }
-}
 
-impl Store {
-    /// Forgets snapshots by id. Skips snapshots that are no longer live, such as those whose step was saved again
-    /// meanwhile. Skips pinned snapshots, too.
-    pub async fn forget_snapshots(&self, snapshots: &[Id]) -> Result<Vec<SnapshotRecord>> {
+    /// Forgets the live steps that `retention` does not keep. Decides again on the state of the log at each
+    /// commit, so a step that is pinned or saved meanwhile is safe. [`History::unwanted`](super::History::unwanted)
+    /// returns the same snapshots and forgets nothing.
+    pub async fn retain(&self, retention: Retention) -> Result<Vec<SnapshotRecord>> {
         let mut log = Log::load(self).await?;
+        let writer = Id::random()?;
         let mut forgotten = Vec::new();
-        for some in snapshots.chunks(MAX_FORGOTTEN) {
-            let wanted = |state: &LogState| -> Vec<Id> {
-                let is_live = |id: &&Id| state.by_id(**id).is_some_and(|record| record.status == Status::Live && !record.pinned);
-                some.iter().filter(is_live).copied().collect()
-            };
-            let ids = wanted(log.state());
-            if ids.is_empty() {
-                continue;
-            }
-            log.append(Id::random()?, |state| match wanted(state) {
-                gone if gone.is_empty() => {
-                    Err(Error::new(ErrorKind::Conflict, "another process forgot these snapshots meanwhile; try again"))
-                }
-                snapshots => Ok(Event::Forgotten { snapshots }),
+        while !retention.unwanted(log.state())?.is_empty() {
+            let mut last: Vec<Id> = Vec::new();
+            log.append(writer, |state| {
+                last = retention.unwanted(state)?.iter().take(MAX_FORGOTTEN).map(|record| record.id).collect();
+                Ok(Event::Forgotten { snapshots: last.clone() })
             })
             .await?;
-            forgotten.extend(ids.iter().filter_map(|&id| log.state().by_id(id).cloned()));
             log.write_catalog_if_due().await;
+            forgotten.append(&mut last);
         }
-        Ok(forgotten)
+        Ok(forgotten.into_iter().filter_map(|id| log.state().by_id(id).cloned()).collect())
     }
+}
+
+async fn set_pinned(store: &Store, step: u64, pinned: bool) -> Result<SnapshotRecord> {
+    let mut log = Log::load(store).await?;
+    log.append(Id::random()?, |state| Ok(Event::Pinned { snapshot: live_step(state, step)?.id, pinned })).await?;
+    log.write_catalog_if_due().await;
+    live_step(log.state(), step).cloned()
+}
+
+/// Forgets the live snapshots among these, unless they are pinned.
+pub(super) async fn forget_by_id(store: &Store, snapshots: &[Id]) -> Result<Vec<SnapshotRecord>> {
+    let mut log = Log::load(store).await?;
+    let mut forgotten = Vec::new();
+    for some in snapshots.chunks(MAX_FORGOTTEN) {
+        let wanted = |state: &LogState| -> Vec<Id> {
+            let is_live = |id: &&Id| state.by_id(**id).is_some_and(|record| record.status == SnapshotStatus::Live && !record.pinned);
+            some.iter().filter(is_live).copied().collect()
+        };
+        let ids = wanted(log.state());
+        if ids.is_empty() {
+            continue;
+        }
+        log.append(Id::random()?, |state| match wanted(state) {
+            gone if gone.is_empty() => Err(Error::new(ErrorKind::Conflict, "another process forgot these snapshots meanwhile; try again")),
+            snapshots => Ok(Event::Forgotten { snapshots }),
+        })
+        .await?;
+        forgotten.extend(ids.iter().filter_map(|&id| log.state().by_id(id).cloned()));
+        log.write_catalog_if_due().await;
+    }
+    Ok(forgotten)
 }
 
 /// Live steps to keep; all others are forgotten. Pinned steps and the newest step are always kept.
@@ -104,30 +119,6 @@ impl Retention {
             live.filter(|(record, nth)| !record.pinned && !keeps(*nth, record.step)).map(|(record, _)| record.clone()).collect();
         unwanted.reverse();
         Ok(unwanted)
-    }
-}
-
-impl Store {
-    /// Forgets the live steps that `retention` does not keep. With `apply` false, only returns them. Decides again on
-    /// the state of the log at each commit, so a step that is pinned or saved meanwhile is safe.
-    pub async fn retain(&self, retention: Retention, apply: bool) -> Result<Vec<SnapshotRecord>> {
-        let mut log = Log::load(self).await?;
-        if !apply {
-            return retention.unwanted(log.state());
-        }
-        let writer = Id::random()?;
-        let mut forgotten = Vec::new();
-        while !retention.unwanted(log.state())?.is_empty() {
-            let mut last: Vec<Id> = Vec::new();
-            log.append(writer, |state| {
-                last = retention.unwanted(state)?.iter().take(MAX_FORGOTTEN).map(|record| record.id).collect();
-                Ok(Event::Forgotten { snapshots: last.clone() })
-            })
-            .await?;
-            log.write_catalog_if_due().await;
-            forgotten.append(&mut last);
-        }
-        Ok(forgotten.into_iter().filter_map(|id| log.state().by_id(id).cloned()).collect())
     }
 }
 

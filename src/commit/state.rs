@@ -10,7 +10,7 @@ use crate::{Error, Result};
 
 /// Status of a snapshot in its store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Status {
+pub enum SnapshotStatus {
     /// Can be restored by its step, and is listed.
     Live,
     /// Replaced by a newer snapshot of the same step; kept while a chain needs it.
@@ -21,7 +21,7 @@ pub enum Status {
     Collected,
 }
 
-impl Status {
+impl SnapshotStatus {
     /// Returns the name used in JSON and in the catalog.
     pub fn name(self) -> &'static str {
         match self {
@@ -53,7 +53,7 @@ pub struct SnapshotRecord {
     /// Digest of its manifest.
     pub manifest: Digest,
     /// Status in the store.
-    pub status: Status,
+    pub status: SnapshotStatus,
     /// Whether it is protected from being forgotten.
     pub pinned: bool,
     /// Time of the commit in milliseconds since 1970, by the writer's clock.
@@ -149,7 +149,7 @@ impl LogState {
                     step: *step,
                     parent: *parent,
                     manifest: *manifest,
-                    status: Status::Live,
+                    status: SnapshotStatus::Live,
                     pinned: false,
                     time_ms: entry.time_ms,
                     roles: None,
@@ -159,8 +159,8 @@ impl LogState {
             Event::Forgotten { snapshots } => {
                 for id in snapshots {
                     match self.by_id.get(id).and_then(|&at| self.snapshots.get_mut(at)) {
-                        Some(record) if record.status == Status::Collected => {}
-                        Some(record) => record.status = Status::Forgotten,
+                        Some(record) if record.status == SnapshotStatus::Collected => {}
+                        Some(record) => record.status = SnapshotStatus::Forgotten,
                         None => return bad(format!("forgets {id}, which no earlier entry added"), "log 3.4"),
                     }
                 }
@@ -189,7 +189,7 @@ impl LogState {
             Event::Collecting { snapshots } => {
                 for id in snapshots {
                     match self.by_id.get(id).and_then(|&at| self.snapshots.get_mut(at)) {
-                        Some(record) => record.status = Status::Collected,
+                        Some(record) => record.status = SnapshotStatus::Collected,
                         None => return bad(format!("collects {id}, which no earlier entry added"), "log 3.4"),
                     }
                 }
@@ -215,12 +215,12 @@ impl LogState {
         if self.by_id.contains_key(&record.id) {
             return Err(Error::corrupt(format!("snapshot {} was added twice", record.id)).clause("log 3.4"));
         }
-        if record.status == Status::Live
+        if record.status == SnapshotStatus::Live
             && let Some(older) = self.by_step.insert(record.step, self.snapshots.len())
             && let Some(older) = self.snapshots.get_mut(older)
-            && older.status == Status::Live
+            && older.status == SnapshotStatus::Live
         {
-            older.status = Status::Superseded;
+            older.status = SnapshotStatus::Superseded;
         }
         self.by_id.insert(record.id, self.snapshots.len());
         self.snapshots.push(record);
@@ -245,7 +245,7 @@ impl LogState {
 
     /// Returns live snapshots, ordered by commit.
     pub(crate) fn live(&self) -> impl DoubleEndedIterator<Item = &SnapshotRecord> {
-        self.snapshots.iter().filter(|record| record.status == Status::Live)
+        self.snapshots.iter().filter(|record| record.status == SnapshotStatus::Live)
     }
 
     /// Returns live snapshots that still have all their roles, ordered by commit.
@@ -260,7 +260,7 @@ impl LogState {
 
     pub(crate) fn at_step(&self, step: u64) -> Option<&SnapshotRecord> {
         let record = self.snapshots.get(*self.by_step.get(&step)?)?;
-        (record.status == Status::Live).then_some(record)
+        (record.status == SnapshotStatus::Live).then_some(record)
     }
 
     pub(crate) fn by_id(&self, id: Id) -> Option<&SnapshotRecord> {

@@ -41,7 +41,7 @@ pub enum Progress<T> {
 ///         Progress::Done(index) => break index,
 ///     }
 /// };
-/// assert_eq!((index.tensor_count(), index.digest()), (0, receipt.digest));
+/// assert_eq!((index.tensor_count(), index.file().digest), (0, receipt.digest));
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
 #[derive(Debug)]
@@ -101,11 +101,16 @@ impl IndexDecoder {
         let alignment = 1u64.checked_shl(u32::from(postscript.alignment_exponent)).unwrap_or(64);
         let root = IndexRoot::decode(root_bytes, postscript.root_offset, alignment, postscript.features, &self.limits)?;
         let index = CaskIndex {
-            id: self.id,
-            file_bytes: self.file_bytes,
-            postscript,
-            alignment,
-            digest,
+            file: CaskFile {
+                id: self.id,
+                bytes: self.file_bytes,
+                version: postscript.version,
+                features: postscript.features,
+                alignment,
+                index_offset: root.index_offset,
+                root_offset: postscript.root_offset,
+                digest,
+            },
             parts: root.parts.iter().map(|_| OnceLock::new()).collect(),
             root,
         };
@@ -131,13 +136,52 @@ impl IndexDecoder {
 /// The decoded index of a cask. Parts, which describe chunks and pages, may still have to be loaded.
 #[derive(Debug)]
 pub struct CaskIndex {
-    id: Id,
-    file_bytes: u64,
-    postscript: Postscript,
-    alignment: u64,
-    digest: Digest,
+    file: CaskFile,
     pub(super) root: IndexRoot,
     pub(super) parts: Vec<OnceLock<IndexPart>>,
+}
+
+/// Facts of the file that holds a cask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CaskFile {
+    /// Id of the cask.
+    pub id: Id,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Format version.
+    pub version: FormatVersion,
+    /// Feature bits.
+    pub features: Features,
+    /// Page alignment in bytes.
+    pub alignment: u64,
+    /// Offset of the index.
+    pub index_offset: u64,
+    /// Offset of the index root.
+    pub root_offset: u64,
+    /// SHA-256 over header, index root and postscript.
+    pub digest: Digest,
+}
+
+/// A tensor with a shard in a cask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorEntry<'a> {
+    /// Name.
+    pub name: &'a str,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Global shape.
+    pub shape: Vec<u64>,
+}
+
+/// A blob of a cask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlobEntry<'a> {
+    /// Rank that saved the blob.
+    pub rank: u32,
+    /// Name.
+    pub name: &'a str,
+    /// Page that holds the bytes.
+    pub page: PageEntry,
 }
 
 /// A chunk of a cask.
@@ -176,44 +220,9 @@ impl PageEntry {
 }
 
 impl CaskIndex {
-    /// Id of the cask.
-    pub fn id(&self) -> Id {
-        self.id
-    }
-
-    /// Size of the file in bytes.
-    pub fn file_bytes(&self) -> u64 {
-        self.file_bytes
-    }
-
-    /// Format version of the file.
-    pub fn version(&self) -> FormatVersion {
-        self.postscript.version
-    }
-
-    /// Feature bits of the file.
-    pub fn features(&self) -> Features {
-        self.postscript.features
-    }
-
-    /// Page alignment in bytes.
-    pub fn alignment(&self) -> u64 {
-        self.alignment
-    }
-
-    /// Offset of the index in the file.
-    pub fn index_offset(&self) -> u64 {
-        self.root.index_offset
-    }
-
-    /// Offset of the index root in the file.
-    pub fn root_offset(&self) -> u64 {
-        self.postscript.root_offset
-    }
-
-    /// SHA-256 over header, index root and postscript.
-    pub fn digest(&self) -> Digest {
-        self.digest
+    /// Facts of the file.
+    pub fn file(&self) -> &CaskFile {
+        &self.file
     }
 
     /// Codecs named by the cask.
@@ -232,8 +241,9 @@ impl CaskIndex {
     }
 
     /// Name, element type and global shape of a tensor.
-    pub fn tensor(&self, tensor: usize) -> (&str, Dtype, Vec<u64>) {
-        (self.root.layout.name(tensor), self.root.layout.dtype(tensor), self.root.layout.shape(tensor))
+    pub fn tensor(&self, tensor: usize) -> TensorEntry<'_> {
+        let layout = &self.root.layout;
+        TensorEntry { name: layout.name(tensor), dtype: layout.dtype(tensor), shape: layout.shape(tensor) }
     }
 
     /// Shards of a tensor.
@@ -282,12 +292,13 @@ impl CaskIndex {
             return Err(Error::invalid(format!("the index has no part {part}")));
         };
         let at = |e: Error| e.offset(info.range.start);
-        if bytes.len() as u64 != info.range.end.saturating_sub(info.range.start) || index_crc(self.id, info.range.start, &bytes) != info.crc
+        if bytes.len() as u64 != info.range.end.saturating_sub(info.range.start)
+            || index_crc(self.file.id, info.range.start, &bytes) != info.crc
         {
             return Err(at(Error::corrupt("checksum mismatch of an index part").clause("index 4.2")));
         }
         let raw = self.root.codecs.iter().position(|codec| codec.id == Raw::ID).and_then(|raw| u8::try_from(raw).ok());
-        let decoded = IndexPart::decode(bytes, &self.root, info, self.alignment, raw).map_err(at)?;
+        let decoded = IndexPart::decode(bytes, &self.root, info, self.file.alignment, raw).map_err(at)?;
         self.check_part(part, info, &decoded)?;
         // If a concurrent loader was faster, it decoded the same bytes.
         let _ = slot.set(decoded);
@@ -317,7 +328,7 @@ impl CaskIndex {
                     column: self.root.columns.get(usize::from(column)).cloned().unwrap_or_default(),
                     range: offset..offset.saturating_add(bytes),
                     crc: part.page_crcs.get(page).unwrap_or_default(),
-                    place: PlaceOfPage { cask: self.id, shard: shard as u64, chunk, column: u64::from(column), offset },
+                    place: PlaceOfPage { cask: self.file.id, shard: shard as u64, chunk, column: u64::from(column), offset },
                 }
             })
             .collect();
@@ -325,16 +336,17 @@ impl CaskIndex {
     }
 
     /// Rank, name and page of each blob.
-    pub fn blobs(&self) -> impl Iterator<Item = (u32, &str, PageEntry)> {
+    pub fn blobs(&self) -> impl Iterator<Item = BlobEntry<'_>> {
         self.root.blob_offsets.iter().enumerate().map(|(row, &offset)| {
             let bytes = self.root.blob_bytes.get(row).unwrap_or_default();
             let page = PageEntry {
                 column: String::new(),
                 range: offset..offset.saturating_add(bytes),
                 crc: self.root.blob_crcs.get(row).unwrap_or_default(),
-                place: PlaceOfPage { cask: self.id, shard: row as u64, chunk: 0, column: PlaceOfPage::BLOB, offset },
+                place: PlaceOfPage { cask: self.file.id, shard: row as u64, chunk: 0, column: PlaceOfPage::BLOB, offset },
             };
-            (self.root.blob_ranks.get(row).unwrap_or_default(), self.root.blob_names.text(row).unwrap_or_default(), page)
+            let name = self.root.blob_names.text(row).unwrap_or_default();
+            BlobEntry { rank: self.root.blob_ranks.get(row).unwrap_or_default(), name, page }
         })
     }
 

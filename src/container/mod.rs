@@ -9,6 +9,7 @@ mod encoder;
 mod page;
 mod tables;
 
-pub use decoder::{CaskIndex, ChunkEntry, IndexDecoder, PageEntry, Progress};
+pub use decoder::{BlobEntry, CaskFile, CaskIndex, ChunkEntry, IndexDecoder, PageEntry, Progress, TensorEntry};
 pub use encoder::{CaskEncoder, CaskReceipt};
 pub(crate) use page::{PlaceOfPage, padding_is_zero};
+pub use tables::IndexTables;

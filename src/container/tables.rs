@@ -14,16 +14,29 @@ use crate::wire::columns::{Column, Fixed, Heap};
 use crate::wire::part::IndexPart;
 use crate::{Error, Result};
 
+/// The tables of an index. [`CaskIndex::tables`] returns them.
+#[derive(Debug, Clone, Copy)]
+pub struct IndexTables<'a> {
+    index: &'a CaskIndex,
+}
+
 impl CaskIndex {
+    /// Returns the tables of the index, as Arrow record batches.
+    pub fn tables(&self) -> IndexTables<'_> {
+        IndexTables { index: self }
+    }
+}
+
+impl IndexTables<'_> {
     /// Table of tensors: name, dtype code, shape.
-    pub fn tensor_table(&self) -> Result<RecordBatch> {
-        let layout = &self.root.layout;
+    pub fn tensors(&self) -> Result<RecordBatch> {
+        let layout = &self.index.root.layout;
         batch(vec![("name", text(&layout.names)?), ("dtype", numbers::<UInt8Type>(&layout.dtypes)?), ("shape", lists(&layout.shapes)?)])
     }
 
     /// Table of shards: tensor row, offset, shape.
-    pub fn shard_table(&self) -> Result<RecordBatch> {
-        let layout = &self.root.layout;
+    pub fn shards(&self) -> Result<RecordBatch> {
+        let layout = &self.index.root.layout;
         let mut ends = vec![0i32];
         ends.extend((0..layout.shard_count()).map(|shard| i32::try_from(layout.dimensions_of(shard).end).unwrap_or(i32::MAX)));
         let list = |values: &Column<u64>| list_of(offsets(ends.clone())?, values);
@@ -35,7 +48,7 @@ impl CaskIndex {
     }
 
     /// Table of chunks in a loaded index part: kind code, codec row, CRC-32 of the decoded bytes, number of pages.
-    pub fn chunk_table(&self, part: usize) -> Result<RecordBatch> {
+    pub fn chunks(&self, part: usize) -> Result<RecordBatch> {
         let part = self.part(part)?;
         let counts = part.chunk_pages.windows(2).map(|w| match w {
             [start, end] => end.saturating_sub(*start) as u16,
@@ -50,7 +63,7 @@ impl CaskIndex {
     }
 
     /// Table of pages in a loaded index part: column row, offset, bytes, CRC-32.
-    pub fn page_table(&self, part: usize) -> Result<RecordBatch> {
+    pub fn pages(&self, part: usize) -> Result<RecordBatch> {
         let part = self.part(part)?;
         batch(vec![
             ("column", numbers::<UInt8Type>(&part.page_columns)?),
@@ -61,16 +74,16 @@ impl CaskIndex {
     }
 
     /// Table of blobs: rank, name, bytes.
-    pub fn blob_table(&self) -> Result<RecordBatch> {
+    pub fn blobs(&self) -> Result<RecordBatch> {
         batch(vec![
-            ("rank", numbers::<UInt32Type>(&self.root.blob_ranks)?),
-            ("name", text(&self.root.blob_names)?),
-            ("bytes", numbers::<UInt64Type>(&self.root.blob_bytes)?),
+            ("rank", numbers::<UInt32Type>(&self.index.root.blob_ranks)?),
+            ("name", text(&self.index.root.blob_names)?),
+            ("bytes", numbers::<UInt64Type>(&self.index.root.blob_bytes)?),
         ])
     }
 
     fn part(&self, part: usize) -> Result<&IndexPart> {
-        let part = self.parts.get(part).and_then(|part| part.get());
+        let part = self.index.parts.get(part).and_then(|part| part.get());
         part.ok_or_else(|| Error::invalid("the index part does not exist or is not loaded"))
     }
 }

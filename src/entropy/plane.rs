@@ -124,6 +124,8 @@ struct Writer {
     /// Tables written last.
     huffman: Option<Made<Lengths, huffman_kernel::Codes>>,
     rans: Option<Made<Frequencies, Box<rans_kernel::Encoder>>>,
+    /// Scratch space for rANS.
+    room: Vec<u8>,
 }
 
 /// Sampled counts include one in this many symbols.
@@ -243,7 +245,7 @@ impl Writer {
                     self.rans = Some(Made { encoder: table.encoder(), table });
                 }
                 if let Some(made) = &self.rans {
-                    rans::encode(block, &made.encoder, out);
+                    rans::encode(block, &made.encoder, &mut self.room, out);
                 }
             }
         }

@@ -3,7 +3,6 @@
 use super::histogram::Histogram;
 use super::table::{Input, put_u32, span};
 use crate::kernels::rans::{self as kernel, LANES, SCALE, SCALE_BITS};
-use crate::spare::Spare;
 use crate::{Error, Result};
 
 /// Frequency of each symbol. The sum is [`SCALE`].
@@ -104,9 +103,8 @@ pub(super) fn bits(frequencies: &Frequencies, histogram: &Histogram) -> u64 {
     scaled >> 16
 }
 
-pub(super) fn encode(symbols: &[u8], encoder: &kernel::Encoder, out: &mut Vec<u8>) {
-    let mut room = Spare::default();
-    let (states, start) = kernel::encode(symbols, encoder, &mut room);
+pub(super) fn encode(symbols: &[u8], encoder: &kernel::Encoder, room: &mut Vec<u8>, out: &mut Vec<u8>) {
+    let (states, start) = kernel::encode(symbols, encoder, room);
     let words = room.get(start..).unwrap_or_default();
     put_u32(out, words.len() as u32);
     for state in states {

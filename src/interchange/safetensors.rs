@@ -5,7 +5,7 @@
 //! the header itself: eight bytes of length, JSON padded with spaces to eight bytes, then the data.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::Write;
+use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 
 use ::safetensors::SafeTensors;
@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use crate::kernels::map::map_file;
 use crate::limits::{to_usize, zeroed};
 use crate::wire::DirectoryTensor;
-use crate::{Dtype, Error, Result, Slice, Snapshot, TensorView, boxed};
+use crate::{Dtype, Error, ReadRequest, Result, Slice, Snapshot, TensorView, boxed};
 
 /// Maximum size of the index of a sharded model. An index of a million tensors has about 100 MB.
 const MAX_INDEX_BYTES: usize = 256 << 20;
@@ -128,14 +128,30 @@ pub struct Selected {
     pub slice: Slice,
 }
 
-/// Bytes of tensors that are read before they are written. A single larger row of chunks exceeds this limit.
+/// Bytes of tensors that are read before they are written. A single larger piece exceeds this limit.
 const WINDOW_BYTES: u64 = 64 << 20;
 
-/// Writes tensors of a snapshot, in ascending order of names, as one safetensors file. Returns the size of the file. If
-/// everything is selected, first compares the whole content with the snapshot's content digests.
+/// Elements of a piece of a large tensor: a few pieces, one for each tensor of a parameter, fill a window.
+const PIECE_ELEMENTS: u64 = 1 << 22;
+
+/// Part of a tensor that is read and written at once.
+struct Piece<'a> {
+    tensor: &'a DirectoryTensor,
+    slice: Slice,
+    /// First row in the tensor.
+    first_row: u64,
+    bytes: u64,
+    /// Position in the output file.
+    position: u64,
+}
+
+/// Writes tensors of a snapshot, in ascending order of names, as one safetensors file, from the start of `out`. Returns
+/// the size of the file. If everything is selected, first compares the whole content with the snapshot's content
+/// digests.
 ///
-/// A failure leaves a partial file: write to a temporary name and rename the file on success.
-pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl Write + Send)) -> Result<u64> {
+/// Tensors are read parameter by parameter, because their codecs need each other. So the file is not written front to
+/// back. A failure leaves a partial file: write to a temporary name and rename the file on success.
+pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl Write + Seek + Send)) -> Result<u64> {
     let io = |e: std::io::Error| Error::io("the output file", e);
     let mut header = Map::new();
     if !snapshot.metadata().is_empty() {
@@ -154,82 +170,98 @@ pub async fn write(snapshot: &Snapshot, selected: &[Selected], out: &mut (impl W
         if header.insert(name.clone(), entry).is_some() {
             return Err(Error::invalid("selected twice").tensor(name));
         }
-        plans.push((tensor, rect, bytes));
+        plans.push((tensor, rect, bytes, start));
     }
     let mut header = serde_json::to_vec(&Value::Object(header)).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
     header.resize(header.len().next_multiple_of(8), b' ');
     if selected.len() == snapshot.tensors().len() {
-        snapshot.check_content().await?;
+        snapshot.inspect().check_content().await?;
     }
-    out.write_all(&length_prefix(header.len() as u64)).and_then(|()| out.write_all(&header)).map_err(io)?;
+    let prefix = length_prefix(header.len() as u64);
+    let data_start = (prefix.len() as u64).saturating_add(header.len() as u64);
+    let file_bytes = data_start.checked_add(end).ok_or_else(|| Error::limit("a file beyond 2^64 bytes"))?;
+    out.rewind().and_then(|()| out.write_all(&prefix)).and_then(|()| out.write_all(&header)).map_err(io)?;
 
-    let mut group: Vec<(&DirectoryTensor, Slice, u64)> = Vec::new();
+    let mut pieces: Vec<Piece<'_>> =
+        plans.iter().flat_map(|(tensor, rect, bytes, start)| pieces(tensor, rect, *bytes, data_start + start)).collect();
+    pieces.sort_by(|a, b| (&a.tensor.param, &a.tensor.shape, a.first_row).cmp(&(&b.tensor.param, &b.tensor.shape, b.first_row)));
+    let mut group: Vec<Piece<'_>> = Vec::new();
     let mut group_bytes = 0;
     let mut buffer = Vec::new();
-    for (tensor, rect, bytes) in &plans {
-        for (slice, bytes) in windows(tensor, rect, *bytes) {
-            if group_bytes + bytes > WINDOW_BYTES && !group.is_empty() {
-                write_group(snapshot, &std::mem::take(&mut group), &mut buffer, out).await?;
-                group_bytes = 0;
-            }
-            group.push((tensor, slice, bytes));
-            group_bytes += bytes;
+    for piece in pieces {
+        if group_bytes + piece.bytes > WINDOW_BYTES && !group.is_empty() {
+            write_group(snapshot, &mut std::mem::take(&mut group), &mut buffer, out).await?;
+            group_bytes = 0;
         }
+        group_bytes += piece.bytes;
+        group.push(piece);
     }
-    write_group(snapshot, &group, &mut buffer, out).await?;
+    write_group(snapshot, &mut group, &mut buffer, out).await?;
     out.flush().map_err(io)?;
-    Ok(8 + header.len() as u64 + end)
+    Ok(file_bytes)
 }
 
-/// Reads a group of slices into `buffer`, which is reused for every group, because fresh pages cost more than reading
-/// into existing ones.
+/// Reads a group of pieces into `buffer`, which is reused for every group, because fresh pages cost more than reading
+/// into existing ones. Then writes the pieces to their places.
 #[boxed]
 async fn write_group(
     snapshot: &Snapshot,
-    group: &[(&DirectoryTensor, Slice, u64)],
+    group: &mut [Piece<'_>],
     buffer: &mut Vec<u8>,
-    out: &mut (impl Write + Send),
+    out: &mut (impl Write + Seek + Send),
 ) -> Result<()> {
-    let total = to_usize(group.iter().map(|(_, _, bytes)| bytes).sum(), "a group of tensors")?;
+    group.sort_by_key(|piece| piece.position);
+    let total = to_usize(group.iter().map(|piece| piece.bytes).sum(), "a group of tensors")?;
     if buffer.len() < total {
         *buffer = zeroed(total, "a group of tensors")?;
     }
     let mut rest = &mut buffer[..total];
     let mut requests = Vec::with_capacity(group.len());
-    for (tensor, slice, bytes) in group {
+    for piece in group.iter() {
         // The sizes are parts of the total, which fits `usize`.
-        let (head, tail) = rest.split_at_mut(*bytes as usize);
-        requests.push((tensor.name.as_str(), slice.clone(), head));
+        let (head, tail) = rest.split_at_mut(piece.bytes as usize);
+        requests.push(ReadRequest { name: piece.tensor.name.as_str(), slice: piece.slice.clone(), out: head });
         rest = tail;
     }
     snapshot.read_many_into(requests).await?;
-    out.write_all(&buffer[..total]).map_err(|e| Error::io("the output file", e))
+    let mut rest = &buffer[..total];
+    for run in group.chunk_by(|before, after| before.position.saturating_add(before.bytes) == after.position) {
+        let Some(first) = run.first() else { continue };
+        let (bytes, tail) = rest.split_at(run.iter().map(|piece| piece.bytes as usize).sum());
+        let written = out.seek(SeekFrom::Start(first.position)).and_then(|_| out.write_all(bytes));
+        written.map_err(|e| Error::io("the output file", e).tensor(&first.tensor.name))?;
+        rest = tail;
+    }
+    Ok(())
 }
 
-/// Splits a large rectangle into consecutive ranges of its first dimension. Each has about the window's size and, if
-/// the rows allow it, is a multiple of a chunk.
-fn windows(tensor: &DirectoryTensor, rect: &crate::Rect, bytes: u64) -> Vec<(Slice, u64)> {
+/// Splits a large rectangle into consecutive ranges of its first dimension, at the same rows for all tensors of a
+/// shape. Each has about [`PIECE_ELEMENTS`] and, if the rows allow it, is a multiple of a chunk.
+fn pieces<'a>(tensor: &'a DirectoryTensor, rect: &crate::Rect, bytes: u64, position: u64) -> Vec<Piece<'a>> {
     let ranges = |rows: std::ops::Range<u64>| {
         let rest = rect.offset.iter().zip(&rect.shape).skip(1).map(|(&offset, &extent)| offset..offset + extent);
         Slice::ranges(std::iter::once(rows).chain(rest).collect::<Vec<_>>())
     };
-    let (Some(&first), Some(&rows)) = (rect.offset.first(), rect.shape.first()) else { return vec![(Slice::all(), bytes)] };
-    if bytes <= WINDOW_BYTES || tensor.dtype.is_packed() {
-        return vec![(ranges(first..first + rows), bytes)];
+    let whole = |slice| vec![Piece { tensor, slice, first_row: rect.offset.first().copied().unwrap_or(0), bytes, position }];
+    let (Some(&first), Some(&rows)) = (rect.offset.first(), rect.shape.first()) else { return whole(Slice::all()) };
+    if rect.element_count().is_none_or(|count| count <= PIECE_ELEMENTS) || tensor.dtype.is_packed() {
+        return whole(ranges(first..first + rows));
     }
     let row_elements = rect.shape[1..].iter().product::<u64>().max(1);
     let row_bytes = (bytes / rows).max(1);
     let chunk_rows = crate::ChunkGrid::new(tensor.dtype, &tensor.shape).map_or(1, |grid| (grid.chunk_elements() / row_elements).max(1));
-    let step = (WINDOW_BYTES / row_bytes / chunk_rows * chunk_rows).max(1);
-    let mut windows = Vec::new();
+    let step = (PIECE_ELEMENTS / row_elements / chunk_rows * chunk_rows).max(1);
+    let mut pieces = Vec::new();
     let mut row = 0;
     while row < rows {
-        // Windows begin on rows that are multiples of a chunk in the whole tensor.
+        // Pieces begin on rows that are multiples of a chunk in the whole tensor.
         let next = ((first + row) / step * step + step - first).min(rows);
-        windows.push((ranges(first + row..first + next), (next - row) * row_bytes));
+        let slice = ranges(first + row..first + next);
+        let (bytes, position) = ((next - row) * row_bytes, position + row * row_bytes);
+        pieces.push(Piece { tensor, slice, first_row: first + row, bytes, position });
         row = next;
     }
-    windows
+    pieces
 }
 
 fn parse<'a>(path: &str, bytes: &'a Bytes) -> Result<SafeTensors<'a>> {

@@ -126,6 +126,8 @@ pub(crate) mod errors;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod factored;
 pub(crate) mod floats;
+#[cfg_attr(test, allow(unsafe_code, reason = "a test calls a function compiled for a detected processor feature"))]
+pub(crate) mod fma;
 #[allow(unsafe_code, reason = "unchecked stores in the decoder's inner loop; bounds are checked once per burst")]
 pub(crate) mod huffman;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
@@ -148,3 +150,5 @@ pub(crate) mod predict;
 pub(crate) mod rans;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod remainder;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod replay;

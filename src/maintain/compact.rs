@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use super::rewrite::Rewriter;
 use crate::codec::Objective;
-use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, refuse_features};
+use crate::commit::{Age, DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features};
 use crate::container::CaskEncoder;
 use crate::error::ResultExt;
-use crate::reader::Snapshot;
+use crate::reader::{Snapshot, check_content};
 use crate::wire::{Digest, Event, Id, Manifest, SnapshotKind};
-use crate::{At, Error, ErrorKind, Result, Store, boxed};
+use crate::{Error, ErrorKind, Result, StepSelector, Store, boxed};
 
 /// Options of a compaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,49 +57,47 @@ pub struct Compacted {
     pub stored_bytes: u64,
 }
 
-impl Store {
-    /// Folds the chain of a live snapshot into a base with the same id and content. Deltas made against the snapshot
-    /// stay as they are. Safe to run beside writers and readers. Memory: a window of 32 MiB, the partners of its
-    /// chunks, upload parts, and the largest blob.
-    pub async fn compact(&self, at: impl Into<At>, options: &CompactOptions) -> Result<Compacted> {
-        let mut log = Log::load(self).await?;
-        refuse_features(self.read_store_file().await?.may_ignore())?;
-        let record = match at.into() {
-            At::Latest => log.state().latest(),
-            At::Step(step) => log.state().at_step(step),
-        };
-        let record = record
-            .cloned()
-            .ok_or_else(|| Error::not_found("the store has no such step; `tensorcask ls` lists its steps").object(self.url()))?;
-        let snapshot = Snapshot::load(self, log.state(), record.id).await?;
-        let chain = snapshot.chain();
-        let chain_bytes = chain.iter().fold(0u64, |sum, link| sum.saturating_add(link.stored_bytes));
-        if chain.len() <= 1 {
-            return Ok(Compacted { record, sequence: None, links: chain.len(), chain_bytes, stored_bytes: chain_bytes });
-        }
-        refuse_features(snapshot.manifest().may_ignore())?;
-        // A fault of the chain must be found now. After folding, nothing could tell.
-        snapshot.check_content().await?;
-
-        let age = Age::start();
-        let mut manifest = snapshot.manifest().clone();
-        manifest.casks = Rewriter::new(self, &snapshot, options, &|_| true).rewrite().await?;
-        (manifest.kind, manifest.parent, manifest.time_ms) = (SnapshotKind::Base, None, now_ms());
-        let (path, digest) = put_manifest(self, &record, &manifest).await?;
-        let sequence = log
-            .append(Id::random()?, |state| {
-                age.check(options.age_floor)?;
-                check_unchanged(state, &record)?;
-                Ok(Event::Compacted { snapshot: record.id, parent: None, manifest: digest, roles: None })
-            })
-            .await
-            .in_object(path)?;
-        log.write_catalog_if_due().await;
-        let stored_bytes = manifest.stored_bytes();
-        tracing::info!(step = record.step, snapshot = %record.id, links = chain.len(), bytes = stored_bytes, "compacted");
-        let record = log.state().by_id(record.id).cloned().unwrap_or(record);
-        Ok(Compacted { record, sequence: Some(sequence), links: chain.len(), chain_bytes, stored_bytes })
+/// Folds the chain of a live snapshot into a base with the same id and content. Deltas made against the snapshot
+/// stay as they are. Safe to run beside writers and readers. Memory: a window of 32 MiB, the partners of its
+/// chunks, upload parts, and the largest blob.
+pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &CompactOptions) -> Result<Compacted> {
+    let mut log = Log::load(store).await?;
+    refuse_features(read_store_file(store).await?.may_ignore())?;
+    let record = match at.into() {
+        StepSelector::Latest => log.state().latest(),
+        StepSelector::Step(step) => log.state().at_step(step),
+    };
+    let record = record
+        .cloned()
+        .ok_or_else(|| Error::not_found("the store has no such step; `tensorcask ls` lists its steps").object(store.url()))?;
+    let snapshot = Snapshot::load(store, log.state(), record.id).await?;
+    let chain = snapshot.inspect().chain();
+    let chain_bytes = chain.iter().fold(0u64, |sum, link| sum.saturating_add(link.stored_bytes));
+    if chain.len() <= 1 {
+        return Ok(Compacted { record, sequence: None, links: chain.len(), chain_bytes, stored_bytes: chain_bytes });
     }
+    refuse_features(snapshot.manifest().may_ignore())?;
+    // A fault of the chain must be found now. After folding, nothing could tell.
+    check_content(&snapshot.chain).await?;
+
+    let age = Age::start();
+    let mut manifest = snapshot.manifest().clone();
+    manifest.casks = Rewriter::new(store, &snapshot, options, &|_| true).rewrite().await?;
+    (manifest.kind, manifest.parent, manifest.time_ms) = (SnapshotKind::Base, None, now_ms());
+    let (path, digest) = put_manifest(store, &record, &manifest).await?;
+    let sequence = log
+        .append(Id::random()?, |state| {
+            age.check(options.age_floor)?;
+            check_unchanged(state, &record)?;
+            Ok(Event::Compacted { snapshot: record.id, parent: None, manifest: digest, roles: None })
+        })
+        .await
+        .in_object(path)?;
+    log.write_catalog_if_due().await;
+    let stored_bytes = manifest.stored_bytes();
+    tracing::info!(step = record.step, snapshot = %record.id, links = chain.len(), bytes = stored_bytes, "compacted");
+    let record = log.state().by_id(record.id).cloned().unwrap_or(record);
+    Ok(Compacted { record, sequence: Some(sequence), links: chain.len(), chain_bytes, stored_bytes })
 }
 
 /// Writes the new manifest of a snapshot and returns its path and digest.
@@ -109,14 +107,14 @@ pub(super) async fn put_manifest(store: &Store, record: &SnapshotRecord, manifes
     Manifest::decode(&bytes, store.limits())
         .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
     let path = Manifest::path_of_compacted(record.step, record.id, digest);
-    store.create_unique(&path, bytes.into()).await?;
+    store.objects().create_unique(&path, bytes.into()).await?;
     Ok((path, digest))
 }
 
 /// Refuses to commit if the snapshot changed since it was read.
 pub(super) fn check_unchanged(state: &LogState, before: &SnapshotRecord) -> Result<()> {
     let now = state.by_id(before.id);
-    if now.is_some_and(|now| now.status != Status::Collected && now.revision == before.revision) {
+    if now.is_some_and(|now| now.status != SnapshotStatus::Collected && now.revision == before.revision) {
         return Ok(());
     }
     let message = format!("step {} was compacted or collected by another process in the meantime; nothing was committed", before.step);

@@ -2,19 +2,20 @@
 //!
 //! Casks, directories and manifests are copied byte by byte; the log of the destination is its own. Each snapshot is
 //! committed after all its objects are there. The agent of the engine keeps a copier for each further store;
-//! [`Store::copy_to`] runs one once.
+//! [`copy`](super::copy()) runs one once.
 //!
 //! Invariants: a cask is verified at the destination before the entry that names it is committed. Snapshots are added
 //! in the order of the source. A copy that was interrupted is resumed by copying again.
 
 use std::time::Duration;
 
-use super::copy::{open, snapshots_to_copy};
+use super::copy::{open_destination, snapshots_to_copy};
+use super::verify::verify_cask;
 use super::{CopyOptions, CopyReport};
 use crate::chain::chain_of;
 use crate::commit::{Age, Appended, Log, LogState, Need, SnapshotRecord, read_manifest, refuse_features};
 use crate::error::ResultExt;
-use crate::store::{Ahead, Listed, Upload};
+use crate::store::{AheadUploads, Listed, Upload};
 use crate::wire::{CaskRef, Event, Id, Manifest};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
@@ -32,13 +33,16 @@ pub struct Copier {
     opened: bool,
     options: CopyOptions,
     /// Casks that were sent to the destination before their snapshot was committed.
-    ahead: Option<Ahead>,
+    ahead: Option<AheadUploads>,
 }
 
 impl Copier {
+    /// Opens a copier that writes to `destination` as the writer `id`. Creates the destination if it does not exist.
+    /// Call [`take_over`](Self::take_over) next, or [`go_on_as`](Self::go_on_as) to continue the work of an earlier
+    /// copier.
     #[boxed]
-    pub(super) async fn new(source: &Store, destination: &Store, writer: Id, options: CopyOptions) -> Result<Self> {
-        let log = open(source, destination).await?;
+    pub async fn open(source: &Store, destination: &Store, writer: Id, options: CopyOptions) -> Result<Self> {
+        let log = open_destination(source, destination).await?;
         Ok(Self { destination: destination.clone(), log, writer, opened: false, options, ahead: None })
     }
 
@@ -53,7 +57,7 @@ impl Copier {
     }
 
     /// Makes the next copy continue casks that were sent ahead. Casks that it does not need are given up.
-    pub fn finish_ahead(&mut self, ahead: Option<Ahead>) {
+    pub fn finish_ahead(&mut self, ahead: Option<AheadUploads>) {
         self.ahead = ahead.filter(|ahead| ahead.destination().url() == self.destination.url());
     }
 
@@ -76,7 +80,7 @@ impl Copier {
         let mut report = CopyReport { present: (wanted.len() - missing.len()) as u64, ..CopyReport::default() };
         check_order(from.state(), self.log.state(), &missing)?;
         if !missing.is_empty() {
-            self.open(None).await?;
+            self.open_log(None).await?;
         }
         for record in missing {
             self.copy_snapshot(source, from.state(), record, &mut report).await?;
@@ -89,31 +93,31 @@ impl Copier {
         let (destination, writer) = (&self.destination.clone(), self.writer);
         let manifest = read_manifest(source, &record.manifest_path(), record.manifest).await?;
         refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
-        let now = destination.clock_ms().await?;
+        let now = destination.objects().clock_ms().await?;
         let mut oldest_ms = now;
         let age = Age::start();
         for cask in &manifest.casks {
             match present(destination, &cask.path(), cask.bytes).await? {
-                Some(found) if destination.verify_cask(cask, record.parent.is_none()).await.is_ok() => {
+                Some(found) if verify_cask(destination, cask, record.parent.is_none()).await.is_ok() => {
                     oldest_ms = oldest_ms.min(found.modified_ms)
                 }
                 _ => {
                     report.ahead_bytes += copy_cask(source, destination, cask, self.ahead.as_ref()).await?;
-                    destination.verify_cask(cask, record.parent.is_none()).await.in_object(cask.path())?;
+                    verify_cask(destination, cask, record.parent.is_none()).await.in_object(cask.path())?;
                     report.objects += 1;
                     report.bytes += cask.bytes;
                 }
             }
         }
         let directory = format!("directories/{}", manifest.directory);
-        let bytes = source.get(&directory, source.limits().max_directory_bytes).await?;
+        let bytes = source.objects().get(&directory, source.limits().max_directory_bytes).await?;
         if present(destination, &directory, bytes.len() as u64).await?.is_none() {
             report.objects += 1;
             report.bytes += bytes.len() as u64;
         }
-        destination.put_content_addressed(&directory, bytes).await?;
+        destination.objects().put_content_addressed(&directory, bytes).await?;
         // A compacted manifest keeps its bytes, but gets the name that an `added` entry refers to.
-        let bytes = source.get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
+        let bytes = source.objects().get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
         let path = Manifest::path_of(record.step, record.id);
         match present(destination, &path, bytes.len() as u64).await? {
             Some(found) => oldest_ms = oldest_ms.min(found.modified_ms),
@@ -122,7 +126,7 @@ impl Copier {
                 report.bytes += bytes.len() as u64;
             }
         }
-        destination.create_unique(&path, bytes).await?;
+        destination.objects().create_unique(&path, bytes).await?;
         let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest_ms)));
         let mut needs: Vec<Need> = Need::with_manifest(path.clone(), &manifest).collect();
         needs.extend(self.needs_of_chain(source, state, record.parent).await?);
@@ -180,15 +184,18 @@ impl Copier {
             for cask in &manifest.casks {
                 if present(&self.destination, &cask.path(), cask.bytes).await?.is_none() {
                     copy_cask(source, &self.destination, cask, None).await?;
-                    self.destination.verify_cask(cask, link.parent.is_none()).await.in_object(cask.path())?;
+                    verify_cask(&self.destination, cask, link.parent.is_none()).await.in_object(cask.path())?;
                     report.objects += 1;
                     report.bytes += cask.bytes;
                 }
             }
             let directory = format!("directories/{}", manifest.directory);
-            self.destination.put_content_addressed(&directory, source.get(&directory, source.limits().max_directory_bytes).await?).await?;
-            let bytes = source.get(&link.manifest_path(), source.limits().max_manifest_bytes).await?;
-            self.destination.create_unique(&Manifest::path_of(link.step, link.id), bytes).await?;
+            self.destination
+                .objects()
+                .put_content_addressed(&directory, source.objects().get(&directory, source.limits().max_directory_bytes).await?)
+                .await?;
+            let bytes = source.objects().get(&link.manifest_path(), source.limits().max_manifest_bytes).await?;
+            self.destination.objects().create_unique(&Manifest::path_of(link.step, link.id), bytes).await?;
         }
         Ok(())
     }
@@ -202,14 +209,14 @@ impl Copier {
     /// after a crash, note the id and [`last_writer`](Self::last_writer) before.
     #[boxed]
     pub async fn take_over(&mut self) -> Result<()> {
-        self.open(None).await
+        self.open_log(None).await
     }
 
     /// Like [`take_over`](Self::take_over). Fails with `Fenced` if a writer other than `last` has written to the
     /// destination since.
     #[boxed]
     pub async fn take_over_from(&mut self, last: Option<Id>) -> Result<()> {
-        self.open(Some(last)).await
+        self.open_log(Some(last)).await
     }
 
     /// Continues the work of an earlier copier under its id: the one of `ids` that wrote last. Fences nobody. Fails
@@ -222,11 +229,11 @@ impl Copier {
                 Ok(())
             }
             Some(_) => Err(fenced().object(self.destination.url())),
-            None => self.open(None).await,
+            None => self.open_log(None).await,
         }
     }
 
-    async fn open(&mut self, only_from: Option<Option<Id>>) -> Result<()> {
+    async fn open_log(&mut self, only_from: Option<Option<Id>>) -> Result<()> {
         if !self.opened {
             let url = self.destination.url().to_owned();
             let opened = self.log.append(self.writer, |state| match only_from {
@@ -259,12 +266,12 @@ fn check_order(source: &LogState, destination: &LogState, missing: &[&SnapshotRe
 
 /// Listing of an object, if the store has it with this size.
 async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
-    Ok(store.head_if_present(path).await?.filter(|found| found.bytes == bytes))
+    Ok(store.objects().head_if_present(path).await?.filter(|found| found.bytes == bytes))
 }
 
 /// Copies a cask, except bytes that were sent ahead. Returns the number of those bytes.
 #[boxed]
-async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef, ahead: Option<&Ahead>) -> Result<u64> {
+async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef, ahead: Option<&AheadUploads>) -> Result<u64> {
     let path = cask.path();
     let begun = match ahead {
         Some(ahead) => ahead.take(&path).await,
@@ -276,7 +283,7 @@ async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef, ahead: O
     };
     while start < cask.bytes {
         let end = cask.bytes.min(start + WINDOW_BYTES);
-        upload.push(vec![source.get_range(&path, start..end).await?]).await?;
+        upload.push(vec![source.objects().get_range(&path, start..end).await?]).await?;
         start = end;
     }
     upload.finish().await?;

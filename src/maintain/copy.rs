@@ -1,4 +1,4 @@
-//! Copies snapshots into another store: once with [`Store::copy_to`], or as they come with a [`Copier`].
+//! Copies snapshots into another store: once with [`copy`], or as they come with a [`Copier`].
 //!
 //! Ids, manifests and casks stay the same; the destination gets a log of its own. After the copy, the status of each
 //! snapshot (live, forgotten, pinned, reduced) is mirrored by further log entries.
@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use super::Copier;
 use crate::chain::chain_of;
-use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, live_step, refuse_features};
+use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, read_store_file, refuse_features};
 use crate::error::ResultExt;
-use crate::store::Created;
+use crate::store::{Created, probe};
 use crate::wire::{Event, Id, Manifest, STORE_FILE};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
@@ -45,30 +45,21 @@ pub struct CopyReport {
     pub ahead_bytes: u64,
 }
 
-impl Store {
-    /// Copies live snapshots and their chains into `destination`. The destination is created, or holds an earlier copy
-    /// of the same run. Ids, manifests and casks stay the same. The log is a new one: an `added` entry for each
-    /// snapshot in the order of the source, then `forgotten` for snapshots that are not live at the source, then pins.
-    /// Each cask is checked at the destination, byte by byte, before it is committed. A copy that was interrupted is
-    /// resumed by copying again.
-    pub async fn copy_to(&self, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
-        let mut copier = Copier::new(self, destination, Id::random()?, options.clone()).await?;
-        let (copied, report) = copier.add_missing(self).await?;
-        mirror_status(self, destination, &mut copier.log, copier.writer, &copied).await?;
-        Ok(report)
-    }
+/// Copies live snapshots of `source` and their chains into `destination`. The destination is created, or holds an
+/// earlier copy of the same run. Ids, manifests and casks stay the same. The log is a new one: an `added` entry for each
+/// snapshot in the order of the source, then `forgotten` for snapshots that are not live at the source, then pins. Each
+/// cask is checked at the destination, byte by byte, before it is committed. A copy that was interrupted is resumed by
+/// copying again.
+pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
+    let mut copier = Copier::open(source, destination, Id::random()?, options.clone()).await?;
+    let (copied, report) = copier.add_missing(source).await?;
+    mirror_status(source, destination, &mut copier.log, copier.writer, &copied).await?;
+    Ok(report)
+}
 
-    /// Creates this store, empty, for the same run as `source`. Does nothing if it exists already.
-    pub async fn create_beside(&self, source: &Store) -> Result<()> {
-        open(source, self).await.map(|_| ())
-    }
-
-    /// Creates a copier that writes to `destination` as the writer `id`. Creates the destination if it does not exist.
-    /// Call [`take_over`](Copier::take_over) next, or [`go_on_as`](Copier::go_on_as) to continue the work of an earlier
-    /// copier.
-    pub async fn copier(&self, destination: &Store, options: CopyOptions, id: Id) -> Result<Copier> {
-        Copier::new(self, destination, id, options).await
-    }
+/// Creates the store `destination`, empty, for the same run as `source`. Does nothing if it exists already.
+pub async fn create_for_run_of(source: &Store, destination: &Store) -> Result<()> {
+    open_destination(source, destination).await.map(|_| ())
 }
 
 /// Snapshots to copy and their chains, in the order of their commits. A link that nobody asked for is copied as
@@ -89,7 +80,7 @@ pub(super) fn snapshots_to_copy(
     for root in roots {
         for mut link in chain_of(state, root.id, store.limits().max_chain_depth)? {
             if steps.is_some() && !asked.contains(&link.id) && destination.by_id(link.id).is_none() {
-                link.status = Status::Forgotten;
+                link.status = SnapshotStatus::Forgotten;
             }
             wanted.entry(link.sequence).or_insert(link);
         }
@@ -99,21 +90,21 @@ pub(super) fn snapshots_to_copy(
 
 /// Opens the destination, or creates it with the run id of the source.
 #[boxed]
-pub(super) async fn open(source: &Store, destination: &Store) -> Result<Log> {
-    let file = source.read_store_file().await?;
+pub(super) async fn open_destination(source: &Store, destination: &Store) -> Result<Log> {
+    let file = read_store_file(source).await?;
     refuse_features(file.may_ignore())?;
-    destination.ensure_root()?;
-    match destination.read_store_file().await {
+    destination.objects().ensure_root()?;
+    match read_store_file(destination).await {
         Ok(found) if found.run == file.run => {}
         Ok(_) => {
             let message = "the destination holds another run; copy into an empty place, or into a copy of the same run";
             return Err(Error::invalid(message).object(destination.url()));
         }
         Err(e) if e.kind() == ErrorKind::NotFound => {
-            destination.probe().await?;
-            let created = destination.create(STORE_FILE, file.encode()?.into()).await;
+            probe(destination.objects()).await?;
+            let created = destination.objects().create(STORE_FILE, file.encode()?.into()).await;
             if let Created::Exists = created.map_err(|e| Error::storage(STORE_FILE, e))?
-                && destination.read_store_file().await?.run != file.run
+                && read_store_file(destination).await?.run != file.run
             {
                 return Err(Error::new(ErrorKind::Conflict, "another store was created at the destination in the meantime")
                     .object(destination.url()));
@@ -132,13 +123,13 @@ async fn mirror_status(source: &Store, destination: &Store, log: &mut Log, write
         if log.state().by_id(record.id).is_none_or(|found| found.roles == record.roles || found.manifest != record.manifest) {
             continue;
         }
-        let bytes = source.get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
-        destination.create_unique(&Manifest::path_of_compacted(record.step, record.id, record.manifest), bytes).await?;
+        let bytes = source.objects().get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
+        destination.objects().create_unique(&Manifest::path_of_compacted(record.step, record.id, record.manifest), bytes).await?;
         let (snapshot, parent, manifest) = (record.id, record.parent, record.manifest);
         log.append(writer, |_| Ok(Event::Compacted { snapshot, parent, manifest, roles: Some(roles.clone()) })).await?;
         log.write_catalog_if_due().await;
     }
-    let dead: BTreeSet<Id> = copied.iter().filter(|record| record.status != Status::Live).map(|record| record.id).collect();
+    let dead: BTreeSet<Id> = copied.iter().filter(|record| record.status != SnapshotStatus::Live).map(|record| record.id).collect();
     let mut forget: Vec<Id> = log.state().live().map(|record| record.id).filter(|id| dead.contains(id)).collect();
     while !forget.is_empty() {
         let rest = forget.split_off(forget.len().min(10_000));

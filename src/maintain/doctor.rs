@@ -5,9 +5,10 @@
 
 use std::time::{Duration, SystemTime};
 
+use super::{Deletable, GcOptions, Problem, VerifyDepth, VerifyOptions, gc, verify};
 use crate::commit::DEFAULT_AGE_FLOOR;
-use crate::store::{FOLDERS, Medium};
-use crate::{Deletable, Depth, Error, GcOptions, ProbeReport, Problem, Result, Store, VerifyOptions};
+use crate::store::{FOLDERS, Medium, ProbeReport, probe};
+use crate::{Error, Result, Store};
 
 /// Options of an examination.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,74 +51,72 @@ impl DoctorReport {
     }
 }
 
-impl Store {
-    /// Examines a store: broken links, an unsafe storage, leftovers. Deletes leftovers if the options say so, and
-    /// nothing else.
-    pub async fn doctor(&self, options: &DoctorOptions) -> Result<DoctorReport> {
-        let verify = VerifyOptions { depth: Depth::Log, ..VerifyOptions::default() };
-        let mut report = DoctorReport { applied: options.apply, problems: self.verify(&verify).await?.problems, ..DoctorReport::default() };
-        let note = |error: Error| Problem { step: None, error };
-        match self.probe().await {
-            Ok(probe) => report.probe = Some(probe),
-            Err(e) => report.problems.push(note(e)),
-        }
-        // With a broken link, the objects that are needed are unknown.
-        if report.problems.is_empty() {
-            let gc = GcOptions { apply: options.apply, age_floor: options.age_floor, collect: false, directories: false };
-            let found = self.gc(&gc).await?;
-            (report.orphans, report.young) = (found.deleted, found.waiting);
-        } else {
-            report.advice.push("leftovers were not looked for: while something is broken, nothing is deleted".to_owned());
-        }
-        report.staging = self.staging(options)?;
-        report.advice.extend(self.advice());
-        Ok(report)
+/// Examines a store: broken links, an unsafe storage, leftovers. Deletes leftovers if the options say so, and
+/// nothing else.
+pub async fn doctor(store: &Store, options: &DoctorOptions) -> Result<DoctorReport> {
+    let depth = VerifyOptions { depth: VerifyDepth::Log, ..VerifyOptions::default() };
+    let mut report = DoctorReport { applied: options.apply, problems: verify(store, &depth).await?.problems, ..DoctorReport::default() };
+    let note = |error: Error| Problem { step: None, error };
+    match probe(store.objects()).await {
+        Ok(probe) => report.probe = Some(probe),
+        Err(e) => report.problems.push(note(e)),
     }
+    // With a broken link, the objects that are needed are unknown.
+    if report.problems.is_empty() {
+        let leftovers = GcOptions { apply: options.apply, age_floor: options.age_floor, collect: false, directories: false };
+        let found = gc(store, &leftovers).await?;
+        (report.orphans, report.young) = (found.deleted, found.waiting);
+    } else {
+        report.advice.push("leftovers were not looked for: while something is broken, nothing is deleted".to_owned());
+    }
+    report.staging = staging(store, options)?;
+    report.advice.extend(advice(store));
+    Ok(report)
+}
 
-    /// Files `name#number` of interrupted uploads.
-    fn staging(&self, options: &DoctorOptions) -> Result<Vec<Deletable>> {
-        let Medium::Local(root) = self.medium() else { return Ok(vec![]) };
-        let mut found = Vec::new();
-        for folder in FOLDERS {
-            let path = root.join(folder);
-            let fail = |e| Error::io(path.display().to_string(), e);
-            let entries = match std::fs::read_dir(&path) {
-                Ok(entries) => entries,
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
-                Err(e) => return Err(fail(e)),
-            };
-            for entry in entries {
-                let entry = entry.map_err(fail)?;
-                let name = entry.file_name().to_string_lossy().into_owned();
-                let number = name.rsplit_once('#').map(|(_, number)| number);
-                let is_staging = number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()));
-                // A file that is gone by now belonged to a live writer.
-                let Some(metadata) = entry.metadata().ok().filter(|metadata| is_staging && metadata.is_file()) else { continue };
-                let age = metadata.modified().ok().and_then(|modified| SystemTime::now().duration_since(modified).ok());
-                if age.is_none_or(|age| age < options.age_floor) {
-                    continue;
-                }
-                if options.apply
-                    && let Err(e) = std::fs::remove_file(entry.path())
-                    && e.kind() != std::io::ErrorKind::NotFound
-                {
-                    return Err(Error::io(entry.path().display().to_string(), e));
-                }
-                found.push(Deletable { path: format!("{folder}/{name}"), bytes: metadata.len() });
+/// Files `name#number` of interrupted uploads.
+fn staging(store: &Store, options: &DoctorOptions) -> Result<Vec<Deletable>> {
+    let Medium::Local(root) = store.objects().medium() else { return Ok(vec![]) };
+    let mut found = Vec::new();
+    for folder in FOLDERS {
+        let path = root.join(folder);
+        let fail = |e| Error::io(path.display().to_string(), e);
+        let entries = match std::fs::read_dir(&path) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(e) => return Err(fail(e)),
+        };
+        for entry in entries {
+            let entry = entry.map_err(fail)?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let number = name.rsplit_once('#').map(|(_, number)| number);
+            let is_staging = number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()));
+            // A file that is gone by now belonged to a live writer.
+            let Some(metadata) = entry.metadata().ok().filter(|metadata| is_staging && metadata.is_file()) else { continue };
+            let age = metadata.modified().ok().and_then(|modified| SystemTime::now().duration_since(modified).ok());
+            if age.is_none_or(|age| age < options.age_floor) {
+                continue;
             }
+            if options.apply
+                && let Err(e) = std::fs::remove_file(entry.path())
+                && e.kind() != std::io::ErrorKind::NotFound
+            {
+                return Err(Error::io(entry.path().display().to_string(), e));
+            }
+            found.push(Deletable { path: format!("{folder}/{name}"), bytes: metadata.len() });
         }
-        found.sort_by(|a, b| a.path.cmp(&b.path));
-        Ok(found)
     }
+    found.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(found)
+}
 
-    fn advice(&self) -> Vec<String> {
-        if *self.medium() != Medium::Remote {
-            return vec![];
-        }
-        let uploads = "unfinished multipart uploads cannot be listed from here, and are paid for: let a lifecycle rule of the bucket end \
-                       them after some days (AbortIncompleteMultipartUpload on S3 and GCS; Azure drops uncommitted blocks after a week)";
-        let expiry = "lifecycle rules cannot be read from here: make sure that none expires or archives objects below this root; a base \
-                      is old and needed";
-        vec![uploads.to_owned(), expiry.to_owned()]
+fn advice(store: &Store) -> Vec<String> {
+    if *store.objects().medium() != Medium::Remote {
+        return vec![];
     }
+    let uploads = "unfinished multipart uploads cannot be listed from here, and are paid for: let a lifecycle rule of the bucket end \
+                   them after some days (AbortIncompleteMultipartUpload on S3 and GCS; Azure drops uncommitted blocks after a week)";
+    let expiry = "lifecycle rules cannot be read from here: make sure that none expires or archives objects below this root; a base \
+                  is old and needed";
+    vec![uploads.to_owned(), expiry.to_owned()]
 }

@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::mark::{History, Marks};
-use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, Status, now_ms, refuse_features};
+use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features};
 use crate::store::{Listed, concurrently};
 use crate::wire::{Event, Id};
 use crate::{Result, Store, boxed};
@@ -85,70 +85,67 @@ const CONCURRENT_DELETES: usize = 16;
 /// Folders of the objects of snapshots, in the order of deletion: objects that name others go last.
 const FOLDERS: [&str; 3] = ["casks", "directories", "snapshots"];
 
-impl Store {
-    /// Collects garbage in two phases. First, gives up forgotten and superseded snapshots that no other snapshot needs.
-    /// Second, deletes objects that are older than the age floor and that no state of the log has needed since, by the
-    /// clock of the storage. Safe beside writers, readers and compaction.
-    pub async fn gc(&self, options: &GcOptions) -> Result<GcReport> {
-        let mut report = GcReport { applied: options.apply, ..GcReport::default() };
-        let mut log = Log::load(self).await?;
-        refuse_features(self.read_store_file().await?.may_ignore())?;
-        refuse_features(&log.state().may_ignore)?;
-        if options.collect {
-            report.collected = unneeded(log.state()).0.into_iter().cloned().collect();
-            if options.apply && !report.collected.is_empty() {
-                report.collected = give_up(&mut log).await?;
-            }
+/// Collects garbage in two phases. First, gives up forgotten and superseded snapshots that no other snapshot needs.
+/// Second, deletes objects that are older than the age floor and that no state of the log has needed since, by the
+/// clock of the storage. Safe beside writers, readers and compaction.
+pub async fn gc(store: &Store, options: &GcOptions) -> Result<GcReport> {
+    let mut report = GcReport { applied: options.apply, ..GcReport::default() };
+    let mut log = Log::load(store).await?;
+    refuse_features(read_store_file(store).await?.may_ignore())?;
+    refuse_features(&log.state().may_ignore)?;
+    if options.collect {
+        report.collected = unneeded(log.state()).0.into_iter().cloned().collect();
+        if options.apply && !report.collected.is_empty() {
+            report.collected = give_up(&mut log).await?;
         }
-        report.held = unneeded(log.state()).1.into_iter().cloned().collect();
-
-        let now = if options.apply { self.clock_ms().await? } else { now_ms() };
-        let floor_ms = u64::try_from(options.age_floor.as_millis()).unwrap_or(u64::MAX);
-        let threshold = now.saturating_sub(floor_ms);
-        let mut history = History::load(self, threshold).await?;
-        let mut marks = Marks::default();
-        marks.add(self, &history.needed(), &history.needed()).await?;
-        let needed = marks.paths.clone();
-        marks.add(self, &history.named, &history.needed()).await?;
-        report.held_bytes = marks.bytes_of(&report.held);
-        report.collected_bytes = marks.bytes_of(&report.collected);
-        let unneeded: Vec<Listed> = self.list_all().await?.into_iter().filter(|listed| !needed.contains(&listed.path)).collect();
-        let ripe = |listed: &Listed, marks: &Marks| {
-            let kind = options.directories || !listed.path.starts_with("directories/");
-            kind && listed.modified_ms <= threshold && !marks.paths.contains(&listed.path)
-        };
-        let (mut ripe_now, waiting): (Vec<Listed>, Vec<Listed>) = unneeded.into_iter().partition(|listed| ripe(listed, &marks));
-        report.waiting = waiting.into_iter().map(Deletable::of).collect();
-        if options.apply && !ripe_now.is_empty() {
-            // List again, then read the log again, in this order. An object of this age was committed half the age
-            // floor before the listing, or its commit will be refused.
-            let again: BTreeSet<(String, u64)> =
-                self.list_all().await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
-            history.refresh(self).await?;
-            refuse_features(&history.state().may_ignore)?;
-            marks.add(self, &history.named, &history.needed()).await?;
-            ripe_now.retain(|listed| again.contains(&(listed.path.clone(), listed.modified_ms)) && ripe(listed, &marks));
-            for folder in FOLDERS {
-                let of_folder = ripe_now.iter().filter(|listed| listed.path.split('/').next() == Some(folder));
-                let delete = |path: &str| {
-                    let path = path.to_owned();
-                    async move { self.delete(&path).await }
-                };
-                concurrently(CONCURRENT_DELETES, of_folder.map(|listed| delete(&listed.path))).await.map(|_: Vec<()>| ())?;
-            }
-        }
-        report.deleted = ripe_now.into_iter().map(Deletable::of).collect();
-        Ok(report)
     }
+    report.held = unneeded(log.state()).1.into_iter().cloned().collect();
 
-    #[boxed]
-    async fn list_all(&self) -> Result<Vec<Listed>> {
-        let mut all = Vec::new();
+    let now = if options.apply { store.objects().clock_ms().await? } else { now_ms() };
+    let floor_ms = u64::try_from(options.age_floor.as_millis()).unwrap_or(u64::MAX);
+    let threshold = now.saturating_sub(floor_ms);
+    let mut history = History::load(store, threshold).await?;
+    let mut marks = Marks::default();
+    marks.add(store, &history.needed(), &history.needed()).await?;
+    let needed = marks.paths.clone();
+    marks.add(store, &history.named, &history.needed()).await?;
+    report.held_bytes = marks.bytes_of(&report.held);
+    report.collected_bytes = marks.bytes_of(&report.collected);
+    let unneeded: Vec<Listed> = list_all(store).await?.into_iter().filter(|listed| !needed.contains(&listed.path)).collect();
+    let ripe = |listed: &Listed, marks: &Marks| {
+        let kind = options.directories || !listed.path.starts_with("directories/");
+        kind && listed.modified_ms <= threshold && !marks.paths.contains(&listed.path)
+    };
+    let (mut ripe_now, waiting): (Vec<Listed>, Vec<Listed>) = unneeded.into_iter().partition(|listed| ripe(listed, &marks));
+    report.waiting = waiting.into_iter().map(Deletable::of).collect();
+    if options.apply && !ripe_now.is_empty() {
+        // List again, then read the log again, in this order. An object of this age was committed half the age
+        // floor before the listing, or its commit will be refused.
+        let again: BTreeSet<(String, u64)> = list_all(store).await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
+        history.refresh(store).await?;
+        refuse_features(&history.state().may_ignore)?;
+        marks.add(store, &history.named, &history.needed()).await?;
+        ripe_now.retain(|listed| again.contains(&(listed.path.clone(), listed.modified_ms)) && ripe(listed, &marks));
         for folder in FOLDERS {
-            all.extend(self.list(folder).await?);
+            let of_folder = ripe_now.iter().filter(|listed| listed.path.split('/').next() == Some(folder));
+            let delete = |path: &str| {
+                let path = path.to_owned();
+                async move { store.objects().delete(&path).await }
+            };
+            concurrently(CONCURRENT_DELETES, of_folder.map(|listed| delete(&listed.path))).await.map(|_: Vec<()>| ())?;
         }
-        Ok(all)
     }
+    report.deleted = ripe_now.into_iter().map(Deletable::of).collect();
+    Ok(report)
+}
+
+#[boxed]
+async fn list_all(store: &Store) -> Result<Vec<Listed>> {
+    let mut all = Vec::new();
+    for folder in FOLDERS {
+        all.extend(store.objects().list(folder).await?);
+    }
+    Ok(all)
 }
 
 impl Deletable {
@@ -166,12 +163,12 @@ fn unneeded(state: &LogState) -> (Vec<&SnapshotRecord>, Vec<&SnapshotRecord>) {
             next = state.by_id(id).and_then(|record| record.parent);
         }
     }
-    let idle = state.snapshots().iter().filter(|record| !is_root(record) && record.status != Status::Collected);
+    let idle = state.snapshots().iter().filter(|record| !is_root(record) && record.status != SnapshotStatus::Collected);
     idle.partition(|record| !needed.contains(&record.id))
 }
 
 fn is_root(record: &SnapshotRecord) -> bool {
-    record.status == Status::Live || (record.pinned && record.status != Status::Collected)
+    record.status == SnapshotStatus::Live || (record.pinned && record.status != SnapshotStatus::Collected)
 }
 
 /// Commits which snapshots are given up. After a commit of another writer, the snapshots are determined again.

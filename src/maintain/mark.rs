@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 
-use crate::commit::{Catalog, LogState, SnapshotRecord, Status, read_manifest, refuse_features};
+use crate::commit::{Catalog, LogState, SnapshotRecord, SnapshotStatus, read_manifest, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::read_directory;
 use crate::store::concurrently;
@@ -54,7 +54,7 @@ impl History {
     #[boxed]
     pub(super) async fn load(store: &Store, threshold_ms: u64) -> Result<Self> {
         let mut times: BTreeMap<String, u64> =
-            store.list("log").await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
+            store.objects().list("log").await?.into_iter().map(|listed| (listed.path, listed.modified_ms)).collect();
         // Number of the first entry that is too young, or of the next entry to come.
         let mut boundary = 1u64;
         while times.remove(&LogEntry::path_of(boundary)).is_some_and(|modified_ms| modified_ms <= threshold_ms) {
@@ -73,7 +73,7 @@ impl History {
         }
         let mut history = Self { state, named: BTreeSet::new() };
         history.replay(store, Some(boundary)).await?;
-        let kept = history.state.snapshots().iter().filter(|record| record.status != Status::Collected);
+        let kept = history.state.snapshots().iter().filter(|record| record.status != SnapshotStatus::Collected);
         history.named = kept.map(NamedManifest::by).collect();
         history.refresh(store).await?;
         Ok(history)
@@ -92,7 +92,7 @@ impl History {
 
     /// Manifests that the newest state needs.
     pub(super) fn needed(&self) -> BTreeSet<NamedManifest> {
-        self.state.snapshots().iter().filter(|record| record.status != Status::Collected).map(NamedManifest::by).collect()
+        self.state.snapshots().iter().filter(|record| record.status != SnapshotStatus::Collected).map(NamedManifest::by).collect()
     }
 
     /// Applies entries before `end`, or up to the last.
@@ -106,7 +106,7 @@ impl History {
                 return Ok(());
             }
             let fetch = |sequence| async move {
-                let bytes = store.get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
+                let bytes = store.objects().get_if_present(&LogEntry::path_of(sequence), store.limits().max_entry_bytes).await?;
                 Ok((sequence, bytes))
             };
             let entries: Vec<(u64, Option<Bytes>)> = concurrently(CONCURRENT_REQUESTS, (first..last).map(fetch)).await?;
@@ -181,7 +181,7 @@ impl Marks {
 }
 
 async fn is_gone(store: &Store, path: &str) -> Result<bool> {
-    match store.head(path).await {
+    match store.objects().head(path).await {
         Ok(_) => Ok(false),
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(true),
         Err(e) => Err(e),

@@ -1,8 +1,25 @@
-//! Maintenance of a store: compaction, reduction, consolidation, copies, garbage collection and examination.
+//! Maintenance of a store: verification, compaction, reduction, consolidation, copies, garbage collection and
+//! examination. Each task is a function of a store and options.
 //!
 //! Each task is safe beside running writers and readers: it commits by the same log, and never fences a writer of the
-//! store that it maintains. Copies and consolidation take over their destination. Maintenance uses the reader and, for
-//! new casks, the writer's `cask_writer`; neither uses maintenance.
+//! store that it maintains. Copies and consolidation take over their destination.
+//!
+//! ```
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+//! use tensorcask::maintain::{self, CompactOptions, GcOptions, VerifyOptions};
+//! use tensorcask::{Dtype, Metadata, Policy, Store, TensorView};
+//! let store = Store::open("memory://maintain-example")?;
+//! let mut writer = store.writer(Policy::Consecutive).await?;
+//! for step in 1..=3 {
+//!     writer.save(step, &[TensorView::new("w", Dtype::U8, &[2], &[1, 2])?], &[], &Metadata::default()).await?;
+//! }
+//! assert_eq!(maintain::compact(&store, 3, &CompactOptions::default()).await?.links, 3);
+//! assert!(maintain::gc(&store, &GcOptions::default()).await?.deleted.is_empty());
+//! assert!(maintain::verify(&store, &VerifyOptions::default()).await?.is_clean());
+//! # Ok(()) }
+//! ```
+//!
+//! Maintenance uses the reader and, for new casks, the writer's `cask_writer`; neither uses maintenance.
 //!
 //! | module | job |
 //! |---|---|
@@ -10,6 +27,7 @@
 //! | `rewrite` | reads shards through the chain and writes them into casks; used by those three |
 //! | `copy`, `copier` | snapshots in another store |
 //! | `gc`, `mark` | deletes objects that no state of the log needs |
+//! | `verify` | compares every object, page and chunk with its checksum |
 //! | `doctor` | examines a store and finds leftovers |
 
 mod compact;
@@ -21,10 +39,21 @@ mod gc;
 mod mark;
 mod reduce;
 mod rewrite;
+mod verify;
 
-pub use compact::{CompactOptions, Compacted};
+pub use compact::{CompactOptions, Compacted, compact};
+pub use consolidate::consolidate;
 pub use copier::Copier;
-pub use copy::{CopyOptions, CopyReport};
-pub use doctor::{DoctorOptions, DoctorReport};
-pub use gc::{Deletable, GcOptions, GcReport};
-pub use reduce::Reduced;
+pub use copy::{CopyOptions, CopyReport, copy, create_for_run_of};
+pub use doctor::{DoctorOptions, DoctorReport, doctor};
+pub use gc::{Deletable, GcOptions, GcReport, gc};
+pub use reduce::{Reduced, keep_roles, retain_roles};
+pub use verify::{Problem, VerifyDepth, VerifyOptions, VerifyReport, verify};
+
+pub use crate::store::ProbeReport;
+
+/// Races creates on scratch objects. Refuses a storage on which a name can be created twice, because two writers could
+/// then overwrite each other's commits there.
+pub async fn probe(store: &crate::Store) -> crate::Result<ProbeReport> {
+    crate::store::probe(store.objects()).await
+}

@@ -9,14 +9,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::CompactOptions;
 use super::compact::{check_unchanged, put_manifest};
 use super::rewrite::Rewriter;
 use crate::chain::chain_of;
-use crate::commit::{Age, Log, LogState, SnapshotRecord, Status, live_step, now_ms, refuse_features};
+use crate::commit::{Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, now_ms, read_store_file, refuse_features};
 use crate::error::ResultExt;
-use crate::reader::Snapshot;
+use crate::reader::{Snapshot, check_content};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind, blob_slot};
-use crate::{CompactOptions, Error, ErrorKind, Result, Retention, Store, boxed};
+use crate::{Error, ErrorKind, Result, Retention, Store, boxed};
 
 /// Result of the reduction of one snapshot.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,101 +32,105 @@ pub struct Reduced {
     pub held: Option<String>,
 }
 
-impl Store {
-    /// Reduces the snapshots of these steps to tensors of the given roles, newest first. Blobs stay. A step whose other
-    /// roles a newer snapshot needs stays as it is and is reported as held. Nothing is deleted until [`Store::gc`]
-    /// runs.
-    pub async fn keep_roles(&self, steps: &[u64], roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
-        let log = Log::load(self).await?;
-        let mut records = Vec::new();
-        for &step in steps.iter().collect::<BTreeSet<_>>() {
-            records.push(live_step(log.state(), step)?.clone());
-        }
-        self.reduce_all(log, records, roles, options).await
+/// Reduces the snapshots of these steps to tensors of the given roles, newest first. Blobs stay. A step whose other
+/// roles a newer snapshot needs stays as it is and is reported as held. Nothing is deleted until [`gc`](super::gc())
+/// runs.
+pub async fn keep_roles(store: &Store, steps: &[u64], roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
+    let log = Log::load(store).await?;
+    let mut records = Vec::new();
+    for &step in steps.iter().collect::<BTreeSet<_>>() {
+        records.push(live_step(log.state(), step)?.clone());
     }
+    reduce_all(store, log, records, roles, options).await
+}
 
-    /// Reduces the snapshots that `retention` does not keep to tensors of the given roles.
-    pub async fn retain_roles(&self, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
-        let log = Log::load(self).await?;
-        let records = retention.unwanted(log.state())?;
-        self.reduce_all(log, records, roles, options).await
-    }
+/// Reduces the snapshots that `retention` does not keep to tensors of the given roles.
+pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
+    let log = Log::load(store).await?;
+    let records = retention.unwanted(log.state())?;
+    reduce_all(store, log, records, roles, options).await
+}
 
-    #[boxed]
-    async fn reduce_all(
-        &self,
-        mut log: Log,
-        mut records: Vec<SnapshotRecord>,
-        roles: &[String],
-        options: &CompactOptions,
-    ) -> Result<Vec<Reduced>> {
-        let roles: BTreeSet<String> = roles.iter().cloned().collect();
-        if roles.is_empty() {
-            return Err(Error::invalid("no role to keep; name at least one, such as `model`"));
-        }
-        refuse_features(self.read_store_file().await?.may_ignore())?;
-        refuse_features(&log.state().may_ignore)?;
-        // Newest first: the snapshots that need an older one are reduced before it.
-        records.sort_by_key(|record| std::cmp::Reverse(record.sequence));
-        let mut reduced = Vec::new();
-        for record in records {
-            reduced.push(self.reduce(&mut log, record, &roles, options).await?);
-        }
-        Ok(reduced)
+#[boxed]
+async fn reduce_all(
+    store: &Store,
+    mut log: Log,
+    mut records: Vec<SnapshotRecord>,
+    roles: &[String],
+    options: &CompactOptions,
+) -> Result<Vec<Reduced>> {
+    let roles: BTreeSet<String> = roles.iter().cloned().collect();
+    if roles.is_empty() {
+        return Err(Error::invalid("no role to keep; name at least one, such as `model`"));
     }
+    refuse_features(read_store_file(store).await?.may_ignore())?;
+    refuse_features(&log.state().may_ignore)?;
+    // Newest first: the snapshots that need an older one are reduced before it.
+    records.sort_by_key(|record| std::cmp::Reverse(record.sequence));
+    let mut reduced = Vec::new();
+    for record in records {
+        reduced.push(reduce(store, &mut log, record, &roles, options).await?);
+    }
+    Ok(reduced)
+}
 
-    #[boxed]
-    async fn reduce(&self, log: &mut Log, record: SnapshotRecord, roles: &BTreeSet<String>, options: &CompactOptions) -> Result<Reduced> {
-        let age = Age::start();
-        if let Some(reason) = reason_to_hold(log.state(), &record, roles) {
-            let bytes = record.summary.as_ref().map_or(0, |summary| summary.stored_bytes);
-            return Ok(Reduced { record, stored_bytes_before: bytes, stored_bytes: bytes, held: Some(reason) });
-        }
-        let snapshot = Snapshot::load(self, log.state(), record.id).await?;
-        refuse_features(snapshot.manifest().may_ignore())?;
-        let mut manifest = snapshot.manifest().clone();
-        let before = manifest.stored_bytes();
-        let held = |record, reason: &str| Reduced { record, stored_bytes_before: before, stored_bytes: before, held: Some(reason.into()) };
-        if manifest.content.keys().all(|role| roles.contains(role)) {
-            return Ok(held(record, "it has no other roles"));
-        }
-        manifest.content.retain(|role, _| roles.contains(role));
-        if manifest.content.is_empty() {
-            return Ok(held(record, "it has none of these roles"));
-        }
-        // A delta stays a delta, unless one of its casks holds tensors that stay and tensors that go.
-        match remaining_casks(self, &snapshot, roles, options).await? {
-            Some(casks) => manifest.casks = casks,
-            None => {
-                snapshot.check_content().await?;
-                manifest.casks = Rewriter::new(self, &snapshot, options, &|role| roles.contains(role)).rewrite().await?;
-                (manifest.kind, manifest.parent) = (SnapshotKind::Base, None);
-            }
-        }
-        let directory = directory_of(&snapshot.newest().directory, roles)?;
-        let digest = Digest::of(&directory);
-        manifest.directory = digest;
-        manifest.tensor_bytes = Directory::decode(directory.clone().into(), digest, self.limits())?.tensor_bytes();
-        manifest.time_ms = now_ms();
-        self.put_content_addressed(&format!("directories/{digest}"), directory.into()).await?;
-        let (path, digest) = put_manifest(self, &record, &manifest).await?;
-        let parent = manifest.parent.as_ref().map(|parent| parent.snapshot);
-        let kept: Vec<String> = manifest.content.keys().cloned().collect();
-        log.append(Id::random()?, |state| {
-            age.check(options.age_floor)?;
-            check_unchanged(state, &record)?;
-            if let Some(reason) = reason_to_hold(state, &record, roles) {
-                return Err(Error::new(ErrorKind::Conflict, format!("step {} cannot be reduced any more: {reason}", record.step)));
-            }
-            Ok(Event::Compacted { snapshot: record.id, parent, manifest: digest, roles: Some(kept.clone()) })
-        })
-        .await
-        .in_object(path)?;
-        log.write_catalog_if_due().await;
-        tracing::info!(step = record.step, snapshot = %record.id, roles = ?kept, "reduced");
-        let record = log.state().by_id(record.id).cloned().unwrap_or(record);
-        Ok(Reduced { record, stored_bytes_before: before, stored_bytes: manifest.stored_bytes(), held: None })
+#[boxed]
+async fn reduce(
+    store: &Store,
+    log: &mut Log,
+    record: SnapshotRecord,
+    roles: &BTreeSet<String>,
+    options: &CompactOptions,
+) -> Result<Reduced> {
+    let age = Age::start();
+    if let Some(reason) = reason_to_hold(log.state(), &record, roles) {
+        let bytes = record.summary.as_ref().map_or(0, |summary| summary.stored_bytes);
+        return Ok(Reduced { record, stored_bytes_before: bytes, stored_bytes: bytes, held: Some(reason) });
     }
+    let snapshot = Snapshot::load(store, log.state(), record.id).await?;
+    refuse_features(snapshot.manifest().may_ignore())?;
+    let mut manifest = snapshot.manifest().clone();
+    let before = manifest.stored_bytes();
+    let held = |record, reason: &str| Reduced { record, stored_bytes_before: before, stored_bytes: before, held: Some(reason.into()) };
+    if manifest.content.keys().all(|role| roles.contains(role)) {
+        return Ok(held(record, "it has no other roles"));
+    }
+    manifest.content.retain(|role, _| roles.contains(role));
+    if manifest.content.is_empty() {
+        return Ok(held(record, "it has none of these roles"));
+    }
+    // A delta stays a delta, unless one of its casks holds tensors that stay and tensors that go.
+    match remaining_casks(store, &snapshot, roles, options).await? {
+        Some(casks) => manifest.casks = casks,
+        None => {
+            check_content(&snapshot.chain).await?;
+            manifest.casks = Rewriter::new(store, &snapshot, options, &|role| roles.contains(role)).rewrite().await?;
+            (manifest.kind, manifest.parent) = (SnapshotKind::Base, None);
+        }
+    }
+    let directory = directory_of(&snapshot.chain.newest().directory, roles)?;
+    let digest = Digest::of(&directory);
+    manifest.directory = digest;
+    manifest.tensor_bytes = Directory::decode(directory.clone().into(), digest, store.limits())?.tensor_bytes();
+    manifest.time_ms = now_ms();
+    store.objects().put_content_addressed(&format!("directories/{digest}"), directory.into()).await?;
+    let (path, digest) = put_manifest(store, &record, &manifest).await?;
+    let parent = manifest.parent.as_ref().map(|parent| parent.snapshot);
+    let kept: Vec<String> = manifest.content.keys().cloned().collect();
+    log.append(Id::random()?, |state| {
+        age.check(options.age_floor)?;
+        check_unchanged(state, &record)?;
+        if let Some(reason) = reason_to_hold(state, &record, roles) {
+            return Err(Error::new(ErrorKind::Conflict, format!("step {} cannot be reduced any more: {reason}", record.step)));
+        }
+        Ok(Event::Compacted { snapshot: record.id, parent, manifest: digest, roles: Some(kept.clone()) })
+    })
+    .await
+    .in_object(path)?;
+    log.write_catalog_if_due().await;
+    tracing::info!(step = record.step, snapshot = %record.id, roles = ?kept, "reduced");
+    let record = log.state().by_id(record.id).cloned().unwrap_or(record);
+    Ok(Reduced { record, stored_bytes_before: before, stored_bytes: manifest.stored_bytes(), held: None })
 }
 
 /// Reason why all roles of a snapshot have to stay; `None` if it can be reduced.
@@ -137,8 +142,8 @@ fn reason_to_hold(state: &LogState, record: &SnapshotRecord, roles: &BTreeSet<St
         return Some("it is the newest that has all roles".into());
     }
     let narrow = |other: &SnapshotRecord| other.roles.as_ref().is_some_and(|has| has.iter().all(|role| roles.contains(role)));
-    let roots = state.snapshots().iter().filter(|other| other.status == Status::Live || other.pinned);
-    let mut others = roots.filter(|other| other.id != record.id && other.status != Status::Collected && !narrow(other));
+    let roots = state.snapshots().iter().filter(|other| other.status == SnapshotStatus::Live || other.pinned);
+    let mut others = roots.filter(|other| other.id != record.id && other.status != SnapshotStatus::Collected && !narrow(other));
     let needs = |other: &&SnapshotRecord| match chain_of(state, other.id, u64::MAX) {
         Ok(chain) => chain.iter().any(|link| link.id == record.id),
         Err(_) => false,
@@ -155,7 +160,7 @@ async fn remaining_casks(
     roles: &BTreeSet<String>,
     options: &CompactOptions,
 ) -> Result<Option<Vec<CaskRef>>> {
-    let directory = &snapshot.newest().directory;
+    let directory = &snapshot.chain.newest().directory;
     // A tensor that stays may be encoded against a partner that goes.
     let needs = |role: &String| store.registry().partner_roles(role).into_iter().any(|need| !roles.contains(need.role));
     if roles.iter().any(needs) {
@@ -173,9 +178,9 @@ async fn remaining_casks(
     let casks = snapshot.manifest().casks.iter().enumerate();
     let kept: Vec<(usize, usize)> =
         casks.filter(|(_, cask)| slots.get(&cask.slot).is_some_and(|content| content.some_stay)).map(|(at, _)| (0, at)).collect();
-    snapshot.load_indexes(&kept).await?;
+    snapshot.chain.load_indexes(&kept).await?;
     for &(_, at) in &kept {
-        let (cask, index) = (&snapshot.manifest().casks[at], snapshot.newest().index(at));
+        let (cask, index) = (&snapshot.manifest().casks[at], snapshot.chain.newest().index(at));
         for codec in index.map(|index| index.codecs()).unwrap_or_default() {
             // It is unknown which partners an unknown codec needs: tensors that stay might not decode without roles
             // that go.
@@ -189,7 +194,9 @@ async fn remaining_casks(
             SlotContent { some_stay: true, some_go: true } => return Ok(None),
             SlotContent { some_go: false, .. } => casks.push(cask.clone()),
             SlotContent { .. } if blobs.contains(&cask.slot) => {
-                casks.push(Rewriter::new(store, snapshot, options, &|_| true).rewrite_cask(cask.slot, &[]).await?.cask)
+                let only_blobs = BTreeMap::from([(cask.slot, vec![])]);
+                let rewritten = Rewriter::new(store, snapshot, options, &|_| true).rewrite_casks(&only_blobs).await?;
+                casks.extend(rewritten.into_values().map(|rewritten| rewritten.cask));
             }
             SlotContent { .. } => {}
         }

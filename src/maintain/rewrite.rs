@@ -3,7 +3,7 @@
 //! Compaction, reduction and consolidation all move tensors this way. The decoded bytes of a chunk do not change, so
 //! content digests and deltas made against the snapshot stay valid.
 //!
-//! Memory: one window of 32 MiB, the partners of its chunks, upload parts, and the largest blob.
+//! Memory: one window of 32 MiB, upload parts, and the largest blob.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -12,15 +12,18 @@ use rayon::prelude::*;
 use tokio::sync::OnceCell;
 
 use super::compact::CompactOptions;
-use crate::codec::{Candidate, Chunk, Codec, EncodedChunk, Partner};
+use crate::codec::{Candidate, Chunk, Codec, Preferred};
 use crate::limits::{to_usize, zeroed};
-use crate::reader::{ChunkItem, ReadItem, Snapshot};
+use crate::precision::Setting;
+use crate::reader::{ChunkItem, ReadItem, Snapshot, shard_errors};
+use crate::store::PartBudget;
 use crate::tensor::{ChunkGrid, Rect, Run, copy_run, rects_of_run};
-use crate::wire::{CaskRef, Directory, blob_slot};
+use crate::wire::{CaskRef, Directory, blob_slot, rank_of_slot};
 use crate::writer::{
-    CaskWriter, ChunkInput, ChunkPlace, EncodeOptions, PlannedChunk, Section, ShardLabel, WINDOW_BYTES, encode_chunks, plan,
+    CaskWriter, Choices, ChunkFamily, ChunkPlace, Destination, EncodeOptions, Entry, PartnerLink, PlannedShard, ShardLabel, Standalone,
+    Unit, UnitChunk, UnitResult, WINDOW_BYTES, Window, encode_unit, schedule,
 };
-use crate::{Result, Setting, Store, boxed, parallel};
+use crate::{Error, Result, Store, boxed, parallel};
 
 /// A rewritten cask.
 pub(super) struct RewrittenCask {
@@ -50,10 +53,10 @@ impl<'a> Rewriter<'a> {
         Self { store, snapshot, options, keeps, rounding_codecs: OnceCell::new() }
     }
 
-    /// Rewrites all blobs and all tensors with a role to keep, slot by slot.
+    /// Rewrites all blobs and all tensors with a role to keep, rank by rank.
     #[boxed]
     pub(super) async fn rewrite(&self) -> Result<Vec<CaskRef>> {
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let blobs = self.snapshot.blobs().await?;
         let mut slots: BTreeMap<u32, Vec<(usize, Rect)>> = blobs.iter().map(|(rank, _)| (blob_slot(*rank), vec![])).collect();
         for tensor in (0..directory.len()).filter(|&tensor| (self.keeps)(directory.role(tensor))) {
@@ -61,113 +64,163 @@ impl<'a> Rewriter<'a> {
                 slots.entry(shard.slot).or_default().push((tensor, shard.rect));
             }
         }
-        let mut casks = Vec::new();
+        let mut ranks: BTreeMap<u32, BTreeMap<u32, Vec<(usize, Rect)>>> = BTreeMap::new();
         for (slot, shards) in slots {
-            casks.push(self.rewrite_cask(slot, &shards).await?.cask);
+            ranks.entry(rank_of_slot(slot)).or_default().insert(slot, shards);
         }
+        let mut casks = Vec::new();
+        for slots in ranks.values() {
+            casks.extend(self.rewrite_casks(slots).await?.into_values().map(|rewritten| rewritten.cask));
+        }
+        casks.sort_by_key(|cask| cask.slot);
         Ok(casks)
     }
 
-    /// Writes one cask: the given shards, then all blobs of the slot. A shard is the number of a tensor and a
-    /// rectangle: that of a shard of the snapshot, or the whole tensor. Shards ascend by tensor and position.
+    /// Writes the casks of some slots at once: the given shards, then all blobs of the slot. A shard is the number of a
+    /// tensor and a rectangle: that of a shard of the snapshot, or the whole tensor. Shards ascend by tensor and
+    /// position.
     #[boxed]
-    pub(super) async fn rewrite_cask(&self, slot: u32, shards: &[(usize, Rect)]) -> Result<RewrittenCask> {
-        let directory = &self.snapshot.newest().directory;
+    pub(super) async fn rewrite_casks(&self, slots: &BTreeMap<u32, Vec<(usize, Rect)>>) -> Result<BTreeMap<u32, RewrittenCask>> {
+        let directory = &self.snapshot.chain.newest().directory;
         let options = EncodeOptions::from(self.options);
-        let mut sources = Vec::with_capacity(shards.len());
-        let mut expected_bytes = 0u64;
-        for (tensor, rect) in shards {
-            let dtype = directory.dtype(*tensor);
-            let bytes = rect.element_count().and_then(|count| dtype.byte_count(count));
-            expected_bytes = expected_bytes.saturating_add(bytes.unwrap_or(0));
-            let grid = ChunkGrid::new(dtype, &rect.shape)?;
-            sources.push(SourceShard { tensor: *tensor, shape: directory.shape(*tensor), rect: rect.clone(), grid });
+        let destination = Destination { store: self.store, ahead: None, budget: PartBudget::default() };
+        let shards = self.shards(slots)?;
+        let mut casks = BTreeMap::new();
+        for &slot in slots.keys() {
+            let bytes =
+                shards.iter().filter(|shard| shard.slot == slot).filter_map(|shard| shard.rect.element_count().zip(Some(shard.grid)));
+            let expected_bytes = bytes.filter_map(|(count, grid)| grid.dtype().byte_count(count)).fold(0, u64::saturating_add);
+            casks.insert(slot, (CaskWriter::new(&destination, slot, options, expected_bytes)?, Vec::new()));
         }
-        let mut cask = CaskWriter::new(self.store, slot, options, expected_bytes, None)?;
-        let mut crcs = Vec::new();
-        for section in plan(sources.iter().map(|source| source.grid), WINDOW_BYTES) {
-            match section {
-                Section::Window(window) => {
-                    let chunks = self.read_window(&sources, &window).await?;
-                    let encoded = self.encode_window(&chunks, options).await?;
-                    crcs.extend(encoded.iter().map(|chunk| chunk.crc));
-                    let places: Vec<ChunkPlace<'_>> = chunks.iter().map(|chunk| chunk.place(directory)).collect();
-                    cask.append(&places, encoded).await?;
-                }
-                Section::EmptyShard(shard) => cask.begin_shard(sources[shard].label(directory))?,
+        let planned: Vec<PlannedShard> = shards.iter().map(SourceShard::planned).collect();
+        let mut choices = Choices::default();
+        for window in schedule(&planned, WINDOW_BYTES) {
+            let chunks = self.read_window(&shards, &window).await?;
+            let preferred = window.units.iter().map(|unit| unit.shards.iter().map(|&shard| choices.next(&shards[shard].family)).collect());
+            let mut encoded = self.encode_window(&shards, &chunks, &window, preferred.collect(), options).await?;
+            for entry in window.in_cask_order() {
+                let (Entry::Chunk { shard, .. } | Entry::EmptyShard(shard)) = entry;
+                let source = &shards[shard];
+                let Some((cask, crcs)) = casks.get_mut(&source.slot) else { continue };
+                let Entry::Chunk { unit, member, .. } = entry else {
+                    cask.begin_shard(source.label(directory))?;
+                    continue;
+                };
+                let place = ChunkPlace { shard: source.label(directory), chunk: window.units[unit].chunk };
+                let result = encoded.get_mut(unit).and_then(|unit| unit.get_mut(member)).and_then(Option::take);
+                let result =
+                    result.ok_or_else(|| Error::invalid("a chunk was not encoded").tensor(place.shard.tensor).chunk(place.chunk))?;
+                choices.learn(&source.family, decoded_bytes(source, place.chunk), &result.chosen);
+                crcs.push(result.chosen.encoded.crc);
+                cask.append(&place, result.chosen.encoded)?;
+            }
+            for (cask, _) in casks.values_mut() {
+                cask.send().await?;
             }
         }
-        for (rank, name) in self.snapshot.blobs().await?.iter().filter(|(rank, _)| blob_slot(*rank) == slot) {
-            let bytes = self.snapshot.read_blob(*rank, name).await?;
-            cask.append_blob(*rank, name, bytes.into()).await?;
+        let mut rewritten = BTreeMap::new();
+        for (slot, (mut cask, crcs)) in casks {
+            for (rank, name) in self.snapshot.blobs().await?.iter().filter(|(rank, _)| blob_slot(*rank) == slot) {
+                let bytes = self.snapshot.read_blob(*rank, name).await?;
+                cask.append_blob(*rank, name, bytes.into()).await?;
+            }
+            rewritten.insert(slot, RewrittenCask { cask: cask.finish().await?, crcs });
         }
-        Ok(RewrittenCask { cask: cask.finish().await?, crcs })
+        Ok(rewritten)
     }
 
-    /// Reads a window of chunks and their partners through the chain.
-    #[boxed]
-    async fn read_window<'s>(&self, shards: &'s [SourceShard], window: &[PlannedChunk]) -> Result<Vec<WindowChunk<'s>>> {
-        let directory = &self.snapshot.newest().directory;
-        let mut chunks = Vec::with_capacity(window.len());
-        for at in window {
-            let shard = &shards[at.shard];
-            let decoded = DecodedChunk::zeroed(directory, shard.tensor, &shard.rect, at.chunk)?;
-            let mut partners = Vec::new();
-            for need in self.store.registry().partner_roles(directory.role(shard.tensor)) {
-                let Some(partner) = directory.partner(shard.tensor, need.role).filter(|_| (self.keeps)(need.role)) else { continue };
-                let partner = DecodedChunk::zeroed(directory, partner, &shard.rect, at.chunk)?;
-                if partner.is_shard(directory) == decoded.is_shard(directory) {
-                    partners.push((need.role, partner));
+    /// The shards to write, with their partners among them.
+    fn shards(&self, slots: &BTreeMap<u32, Vec<(usize, Rect)>>) -> Result<Vec<SourceShard>> {
+        let directory = &self.snapshot.chain.newest().directory;
+        let mut sources = Vec::new();
+        for (&slot, shards) in slots {
+            for (tensor, rect) in shards {
+                let grid = ChunkGrid::new(directory.dtype(*tensor), &rect.shape)?;
+                let shape = directory.shape(*tensor);
+                let row = directory.tensor(*tensor);
+                let family = ChunkFamily::new(&row.role, &row.param, false);
+                sources.push(SourceShard { slot, tensor: *tensor, shape, rect: rect.clone(), grid, partners: vec![], family });
+            }
+        }
+        let positions: HashMap<(usize, Rect), usize> =
+            sources.iter().enumerate().map(|(position, source)| ((source.tensor, source.rect.clone()), position)).collect();
+        for source in &mut sources {
+            for need in self.store.registry().partner_roles(directory.role(source.tensor)) {
+                let partner = directory.partner(source.tensor, need.role);
+                if let Some(&position) = partner.and_then(|tensor| positions.get(&(tensor, source.rect.clone()))) {
+                    source.partners.push((need.role, position));
                 }
             }
-            chunks.push(WindowChunk { shard, decoded, partners });
         }
-        let (mut all, mut partners) = (Vec::new(), Vec::new());
-        for chunk in &mut chunks {
-            all.push(&mut chunk.decoded);
-            partners.extend(chunk.partners.iter_mut().map(|(_, partner)| partner));
+        Ok(sources)
+    }
+
+    /// Reads the chunks of a window through the chain, by unit and member.
+    #[boxed]
+    async fn read_window(&self, shards: &[SourceShard], window: &Window) -> Result<Vec<Vec<DecodedChunk>>> {
+        let directory = &self.snapshot.chain.newest().directory;
+        let mut units = Vec::with_capacity(window.units.len());
+        for unit in &window.units {
+            let chunks = unit.shards.iter().map(|&shard| DecodedChunk::zeroed(&shards[shard], unit.chunk));
+            units.push(chunks.collect::<Result<Vec<_>>>()?);
         }
-        all.append(&mut partners);
         let (in_shards, in_wholes): (Vec<&mut DecodedChunk>, Vec<&mut DecodedChunk>) =
-            all.into_iter().partition(|decoded| decoded.is_shard(directory));
+            units.iter_mut().flatten().partition(|decoded| decoded.is_shard(directory));
         let items = in_shards.into_iter().map(|decoded| {
             let DecodedChunk { tensor, rect, chunk, bytes } = decoded;
             ChunkItem { tensor: *tensor, rect: rect.clone(), chunk: *chunk, out: bytes }
         });
-        self.snapshot.read_chunks(items.collect()).await?;
+        self.snapshot.chain.read_chunks(items.collect()).await?;
         for decoded in in_wholes {
             read_across_shards(self.snapshot, decoded).await?;
         }
-        Ok(chunks)
+        Ok(units)
     }
 
     /// Encodes a window of chunks without a base.
     #[boxed]
-    async fn encode_window(&self, chunks: &[WindowChunk<'_>], options: EncodeOptions) -> Result<Vec<EncodedChunk>> {
+    async fn encode_window(
+        &self,
+        shards: &[SourceShard],
+        chunks: &[Vec<DecodedChunk>],
+        window: &Window,
+        preferred: Vec<Vec<Option<Preferred>>>,
+        options: EncodeOptions,
+    ) -> Result<Vec<Vec<Option<UnitResult>>>> {
+        // Encoding a window is long work without an await. A caller that selects on something else gets a turn here.
+        tokio::task::yield_now().await;
         let rounding_codecs = self.rounding_codecs.get_or_try_init(|| read_rounding_codecs(self.snapshot)).await?;
-        let directory = &self.snapshot.newest().directory;
-        let partners: Vec<Vec<Partner<'_>>> = chunks.iter().map(|chunk| chunk.partners(directory)).collect();
-        let mut inputs: Vec<ChunkInput<'_>> = chunks
-            .iter()
-            .zip(&partners)
-            .map(|(chunk, partners)| ChunkInput {
-                place: chunk.place(directory),
-                chunk: chunk.as_chunk(directory, partners),
-                rounded: None,
-            })
-            .collect();
-        let again = inputs.par_iter().map(|input| {
-            let shard = (input.place.shard.tensor.to_owned(), input.place.shard.rect.clone());
-            rounding_codecs.get(&shard).and_then(|codec| encode_rounded(codec, &input.chunk))
-        });
-        let candidates: Vec<Option<Candidate>> = match rounding_codecs.is_empty() {
-            true => Vec::new(),
-            false => parallel::run(|| again.collect()),
+        let directory = &self.snapshot.chain.newest().directory;
+        let encode = |((unit, decoded), preferred): ((&Unit, &Vec<DecodedChunk>), Vec<Option<Preferred>>)| {
+            let chunks: Vec<Chunk<'_>> =
+                unit.shards.iter().zip(decoded).map(|(&shard, decoded)| shards[shard].as_chunk(directory, decoded)).collect();
+            let rounded: Vec<Option<Candidate>> = unit
+                .shards
+                .iter()
+                .zip(&chunks)
+                .map(|(&shard, chunk)| {
+                    let key = (directory.name(shards[shard].tensor).to_owned(), shards[shard].rect.clone());
+                    rounding_codecs.get(&key).and_then(|codec| encode_rounded(codec, chunk))
+                })
+                .collect();
+            let members = unit.shards.iter().zip(chunks).zip(&rounded).zip(preferred).map(|(((&shard, chunk), rounded), preferred)| {
+                let source = &shards[shard];
+                let link = |&(role, partner): &(&'static str, usize)| {
+                    let position = unit.shards.iter().position(|&known| known == partner)?;
+                    Some(PartnerLink { role, position, base: false })
+                };
+                UnitChunk {
+                    place: ChunkPlace { shard: source.label(directory), chunk: unit.chunk },
+                    chunk,
+                    rounded: rounded.as_ref(),
+                    partners: source.partners.iter().filter_map(link).collect(),
+                    is_encoded: true,
+                    preferred,
+                }
+            });
+            encode_unit(self.store.registry(), options, Standalone::NotWanted, &members.collect::<Vec<_>>())
         };
-        for (input, candidate) in inputs.iter_mut().zip(&candidates) {
-            input.rounded = candidate.as_ref();
-        }
-        encode_chunks(self.store.registry(), options, &inputs).await
+        parallel::run(|| window.units.par_iter().zip(chunks).zip(preferred).map(encode).collect())
     }
 }
 
@@ -179,7 +232,7 @@ type RoundingCodecs = HashMap<(String, Rect), Arc<dyn Codec>>;
 #[boxed]
 async fn read_rounding_codecs(snapshot: &Snapshot) -> Result<RoundingCodecs> {
     let mut codecs = RoundingCodecs::new();
-    for shard in snapshot.shard_errors().await? {
+    for shard in shard_errors(snapshot).await? {
         if let Some(codec) = shard.setting.parse::<Setting>().ok().and_then(|setting| setting.codec()) {
             codecs.insert((shard.tensor.clone(), shard.rect()), codec);
         }
@@ -189,18 +242,41 @@ async fn read_rounding_codecs(snapshot: &Snapshot) -> Result<RoundingCodecs> {
 
 /// A shard to write.
 struct SourceShard {
+    /// Slot of the cask that takes the shard.
+    slot: u32,
     /// Number of the tensor in the snapshot's directory.
     tensor: usize,
     /// Global shape of the tensor.
     shape: Vec<u64>,
     rect: Rect,
     grid: ChunkGrid,
+    /// Roles and positions of the partners, in the list of shards to write.
+    partners: Vec<(&'static str, usize)>,
+    family: ChunkFamily,
 }
 
 impl SourceShard {
     fn label<'a>(&'a self, directory: &'a Directory) -> ShardLabel<'a> {
         ShardLabel { tensor: directory.name(self.tensor), dtype: self.grid.dtype(), shape: &self.shape, rect: &self.rect }
     }
+
+    fn planned(&self) -> PlannedShard {
+        PlannedShard { cask: self.slot, grid: self.grid, partners: self.partners.iter().map(|&(_, position)| position).collect() }
+    }
+
+    fn as_chunk<'a>(&'a self, directory: &'a Directory, decoded: &'a DecodedChunk) -> Chunk<'a> {
+        let elements = self.grid.elements(decoded.chunk);
+        Chunk {
+            role: directory.role(self.tensor),
+            row_elements: self.grid.row_elements(),
+            ..Chunk::new(self.grid.dtype(), elements.end.saturating_sub(elements.start), &decoded.bytes)
+        }
+    }
+}
+
+fn decoded_bytes(shard: &SourceShard, chunk: u64) -> u64 {
+    let range = shard.grid.bytes(chunk);
+    range.end.saturating_sub(range.start)
 }
 
 /// Decoded bytes of a chunk of the snapshot.
@@ -213,50 +289,14 @@ struct DecodedChunk {
 
 impl DecodedChunk {
     /// A buffer for the chunk.
-    fn zeroed(directory: &Directory, tensor: usize, rect: &Rect, chunk: u64) -> Result<Self> {
-        let range = ChunkGrid::new(directory.dtype(tensor), &rect.shape)?.bytes(chunk);
-        let bytes = zeroed(to_usize(range.end.saturating_sub(range.start), "a chunk")?, "a chunk")?;
-        Ok(Self { tensor, rect: rect.clone(), chunk, bytes })
+    fn zeroed(shard: &SourceShard, chunk: u64) -> Result<Self> {
+        let bytes = zeroed(to_usize(decoded_bytes(shard, chunk), "a chunk")?, "a chunk")?;
+        Ok(Self { tensor: shard.tensor, rect: shard.rect.clone(), chunk, bytes })
     }
 
     /// Whether the snapshot has a shard with this rectangle.
     fn is_shard(&self, directory: &Directory) -> bool {
         directory.find_shard(self.tensor, &self.rect).is_some()
-    }
-}
-
-/// A chunk of a window, with the partners that the snapshot has for it.
-struct WindowChunk<'s> {
-    shard: &'s SourceShard,
-    decoded: DecodedChunk,
-    /// Partner chunks by role.
-    partners: Vec<(&'static str, DecodedChunk)>,
-}
-
-impl WindowChunk<'_> {
-    fn place<'a>(&'a self, directory: &'a Directory) -> ChunkPlace<'a> {
-        ChunkPlace { shard: self.shard.label(directory), chunk: self.decoded.chunk }
-    }
-
-    fn partners<'a>(&'a self, directory: &Directory) -> Vec<Partner<'a>> {
-        let as_partner = |(role, partner): &'a (&'static str, DecodedChunk)| Partner {
-            role,
-            dtype: directory.dtype(partner.tensor),
-            data: &partner.bytes,
-            base: None,
-        };
-        self.partners.iter().map(as_partner).collect()
-    }
-
-    fn as_chunk<'a>(&'a self, directory: &'a Directory, partners: &'a [Partner<'a>]) -> Chunk<'a> {
-        let grid = self.shard.grid;
-        let elements = grid.elements(self.decoded.chunk);
-        Chunk {
-            role: directory.role(self.shard.tensor),
-            partners,
-            row_elements: grid.row_elements(),
-            ..Chunk::new(grid.dtype(), elements.end.saturating_sub(elements.start), &self.decoded.bytes)
-        }
     }
 }
 
@@ -271,7 +311,7 @@ fn encode_rounded(codec: &Arc<dyn Codec>, chunk: &Chunk<'_>) -> Option<Candidate
 /// Reads a chunk of a whole tensor from the shards that it crosses.
 #[boxed]
 async fn read_across_shards(snapshot: &Snapshot, decoded: &mut DecodedChunk) -> Result<()> {
-    let dtype = snapshot.newest().directory.dtype(decoded.tensor);
+    let dtype = snapshot.chain.newest().directory.dtype(decoded.tensor);
     let elements = ChunkGrid::new(dtype, &decoded.rect.shape)?.elements(decoded.chunk);
     let mut pieces = Vec::new();
     for rect in rects_of_run(&decoded.rect.shape, elements) {
@@ -279,7 +319,7 @@ async fn read_across_shards(snapshot: &Snapshot, decoded: &mut DecodedChunk) -> 
         pieces.push((zeroed(to_usize(bytes.unwrap_or(u64::MAX), "a piece of a chunk")?, "a piece of a chunk")?, rect));
     }
     let items = pieces.iter_mut().map(|(bytes, rect)| ReadItem { tensor: decoded.tensor, rect: rect.clone(), out: bytes });
-    snapshot.read_items(items.collect()).await?;
+    snapshot.chain.read_items(items.collect()).await?;
     let mut destination = 0;
     for (bytes, rect) in &pieces {
         let count = rect.element_count().unwrap_or(0);

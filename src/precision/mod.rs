@@ -13,8 +13,8 @@ use globset::{Glob, GlobMatcher};
 
 pub(crate) use quantize::{Rounded, round};
 pub use quantize::{RoundedChunk, round_chunk};
-pub use report::{RoundingReport, TensorRounding};
-pub use search::{Found, search};
+pub use report::{ChunkRounding, RoundingReport, TensorRounding};
+pub use search::{RoundingChoice, search};
 pub use setting::Setting;
 
 use crate::{Error, Result};
@@ -23,7 +23,7 @@ use crate::{Error, Result};
 /// stored without loss.
 ///
 /// ```
-/// use tensorcask::{Precision, Setting};
+/// use tensorcask::{Precision, precision::Setting};
 /// let precision = Precision::parse(["near", "exp_avg_sq=loguniform:8", "*.bias=lossless"])?;
 /// assert_eq!(precision.of("exp_avg", "optim.exp_avg.w").setting, Setting::LogUniform { steps: 16 });
 /// assert_eq!(precision.of("exp_avg_sq", "optim.exp_avg_sq.w").setting, Setting::LogUniform { steps: 8 });
@@ -38,7 +38,7 @@ pub struct Precision {
 
 /// A setting and the greatest error it may cause.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Bounded {
+pub struct BoundedSetting {
     /// Rounding of the numbers.
     pub setting: Setting,
     /// Greatest relative error of a nonzero number; `None` for no bound. A chunk that would exceed the bound is stored
@@ -51,7 +51,7 @@ struct Rule {
     /// Role, or glob of names.
     pattern: String,
     glob: GlobMatcher,
-    bounded: Bounded,
+    bounded: BoundedSetting,
 }
 
 impl PartialEq for Precision {
@@ -89,7 +89,7 @@ impl Precision {
         for (role, setting) in master.chain(moments) {
             // Names of roles are valid globs.
             if let Ok(glob) = Glob::new(role) {
-                let bounded = Bounded { setting, bound: None };
+                let bounded = BoundedSetting { setting, bound: None };
                 precision.rules.push(Rule { pattern: (*role).to_owned(), glob: glob.compile_matcher(), bounded });
             }
         }
@@ -104,7 +104,7 @@ impl Precision {
         }
         let glob = Glob::new(pattern);
         let glob = glob.map_err(|e| Error::invalid(format!("`{}` is not a glob of names: {e}", pattern.escape_debug())))?;
-        let bounded = Bounded { setting, bound };
+        let bounded = BoundedSetting { setting, bound };
         self.rules.push(Rule { pattern: pattern.to_owned(), glob: glob.compile_matcher(), bounded });
         Ok(self)
     }
@@ -160,10 +160,10 @@ impl Precision {
     }
 
     /// Returns the setting and bound of a tensor.
-    pub fn of(&self, role: &str, name: &str) -> Bounded {
+    pub fn of(&self, role: &str, name: &str) -> BoundedSetting {
         let fits = |rule: &&Rule| rule.pattern == role || rule.glob.is_match(name);
         let found = self.rules.iter().rev().find(fits).map(|rule| rule.bounded);
-        found.unwrap_or(Bounded { setting: Setting::Lossless, bound: None })
+        found.unwrap_or(BoundedSetting { setting: Setting::Lossless, bound: None })
     }
 
     /// Returns whether no rule rounds.

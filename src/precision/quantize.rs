@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::{Bounded, Setting};
+use super::{BoundedSetting, Setting};
 use crate::codec::{Candidate, Chunk, Encoded};
 use crate::kernels::errors::measure;
 use crate::kernels::loguniform::{Grid, quantize as to_grid};
@@ -28,7 +28,7 @@ impl<'a> Rounded<'a> {
 
 /// Rounds a chunk. With a bound, tries finer settings until the error is within the bound. The partner of role `model`,
 /// if present, must be in its stored form.
-pub(crate) fn round<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<Rounded<'a>> {
+pub(crate) fn round<'a>(bounded: BoundedSetting, chunk: &Chunk<'a>) -> Result<Rounded<'a>> {
     let mut setting = bounded.setting;
     loop {
         let Some((data, given)) = apply(setting, chunk)? else { return Ok(Rounded::lossless(chunk.data)) };
@@ -43,15 +43,16 @@ pub(crate) fn round<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<Rounded<'
 /// Rounds a chunk as a writer does.
 ///
 /// ```
-/// use tensorcask::{Bounded, Dtype, Setting, codec::Chunk, round_chunk};
+/// use tensorcask::precision::{BoundedSetting, Setting, round_chunk};
+/// use tensorcask::{Dtype, codec::Chunk};
 /// let data: Vec<u8> = [1.0f32, 1.1, -3.0].iter().flat_map(|x| x.to_le_bytes()).collect();
-/// let bounded = Bounded { setting: Setting::LogUniform { steps: 4 }, bound: Some(0.1) };
+/// let bounded = BoundedSetting { setting: Setting::LogUniform { steps: 4 }, bound: Some(0.1) };
 /// let rounded = round_chunk(bounded, &Chunk::new(Dtype::F32, 3, &data))?;
 /// assert_ne!(rounded.data, data);
 /// assert!(rounded.rounding.is_some_and(|rounding| rounding.max_relative < 0.1));
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
-pub fn round_chunk<'a>(bounded: Bounded, chunk: &Chunk<'a>) -> Result<RoundedChunk<'a>> {
+pub fn round_chunk<'a>(bounded: BoundedSetting, chunk: &Chunk<'a>) -> Result<RoundedChunk<'a>> {
     let Rounded { data, given, errors } = round(bounded, chunk)?;
     Ok(RoundedChunk {
         data,

@@ -71,10 +71,21 @@ pub struct TensorRounding {
     pub name: String,
     /// Role of the tensor.
     pub role: String,
-    /// Setting of the rounding, in the text form of [`Setting`](crate::Setting).
+    /// Setting of the rounding, in the text form of [`Setting`](crate::precision::Setting).
     pub setting: String,
     /// Errors of all elements.
     pub total: RoundingReport,
     /// Errors of each chunk, with the shard's offset and the chunk's number in the shard.
-    pub chunks: Vec<(Vec<u64>, u64, RoundingReport)>,
+    pub chunks: Vec<ChunkRounding>,
+}
+
+/// Rounding errors of a chunk of a tensor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ChunkRounding {
+    /// Offset of the chunk's shard in the tensor.
+    pub offset: Vec<u64>,
+    /// Number of the chunk in its shard.
+    pub chunk: u64,
+    /// Errors of its elements.
+    pub report: RoundingReport,
 }

@@ -1,13 +1,13 @@
 //! Finds the setting that takes the fewest bytes within an error budget.
 
-use super::{Bounded, RoundingReport, Setting, round};
-use crate::codec::{Chunk, Cluster, KMeans, Objective, Registry, encode_chunk};
+use super::{BoundedSetting, RoundingReport, Setting, round};
+use crate::codec::{Chunk, Cluster, EncodeCheck, KMeans, Objective, Registry, encode_chunk};
 use crate::tensor::ChunkGrid;
 use crate::{Result, TensorView};
 
 /// Result of trying a setting on a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Found {
+pub struct RoundingChoice {
     /// The setting.
     pub setting: Setting,
     /// Stored size of the tensor in bytes.
@@ -32,7 +32,8 @@ fn candidates() -> Vec<Setting> {
 /// compare the error with a budget, or test a model with the rounded state.
 ///
 /// ```
-/// use tensorcask::{Dtype, Setting, TensorView, search};
+/// use tensorcask::precision::{Setting, search};
+/// use tensorcask::{Dtype, TensorView};
 /// let values: Vec<u8> = (1..4000).flat_map(|i| (1.0 / i as f32).to_le_bytes()).collect();
 /// let tensor = TensorView::new("exp_avg.w", Dtype::F32, &[3999], &values)?;
 /// let found = search(&tensor, |_, errors| errors.max_relative <= 0.05)?;
@@ -40,25 +41,25 @@ fn candidates() -> Vec<Setting> {
 /// assert!(found.rounding.max_relative <= 0.05 && found.stored_bytes < 8000);
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
-pub fn search(tensor: &TensorView<'_>, mut evaluate: impl FnMut(&Setting, &RoundingReport) -> bool) -> Result<Found> {
-    let mut tried = candidates().into_iter().map(|setting| tried(tensor, setting)).collect::<Result<Vec<Found>>>()?;
+pub fn search(tensor: &TensorView<'_>, mut evaluate: impl FnMut(&Setting, &RoundingReport) -> bool) -> Result<RoundingChoice> {
+    let mut tried = candidates().into_iter().map(|setting| tried(tensor, setting)).collect::<Result<Vec<RoundingChoice>>>()?;
     tried.sort_by_key(|found| found.stored_bytes);
     let lossless = tried.iter().find(|found| found.setting == Setting::Lossless).copied();
     let accepted = tried.into_iter().find(|found| found.setting == Setting::Lossless || evaluate(&found.setting, &found.rounding));
     accepted.or(lossless).ok_or_else(|| crate::Error::invalid("no setting was tried"))
 }
 
-fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<Found> {
+fn tried(tensor: &TensorView<'_>, setting: Setting) -> Result<RoundingChoice> {
     let registry = Registry::default();
     let grid = ChunkGrid::new(tensor.dtype(), &tensor.rect().shape)?;
-    let mut found = Found { setting, stored_bytes: 0, rounding: RoundingReport::default() };
+    let mut found = RoundingChoice { setting, stored_bytes: 0, rounding: RoundingReport::default() };
     for number in 0..grid.chunk_count() {
         let (bytes, elements) = (grid.bytes(number), grid.elements(number));
         let data = tensor.data().get(bytes.start as usize..bytes.end as usize).unwrap_or_default();
         let count = elements.end.saturating_sub(elements.start);
         let chunk = Chunk { role: tensor.role(), row_elements: grid.row_elements(), ..Chunk::new(tensor.dtype(), count, data) };
-        let rounded = round(Bounded { setting, bound: None }, &chunk)?;
-        let encoded = encode_chunk(&registry, Objective::SMALLEST, &Chunk { data: &rounded.data, ..chunk }, false)?;
+        let rounded = round(BoundedSetting { setting, bound: None }, &chunk)?;
+        let encoded = encode_chunk(&registry, Objective::SMALLEST, &Chunk { data: &rounded.data, ..chunk }, EncodeCheck::Skip)?;
         let lossless: u64 = encoded.columns.iter().map(|(_, column)| column.len() as u64).sum();
         let own = rounded.given.map(|given| given.encoded.columns.iter().map(|(_, column)| column.len() as u64).sum::<u64>());
         found.stored_bytes += own.map_or(lossless, |own| own.min(lossless));

@@ -18,7 +18,7 @@ use crate::{Error, Result};
 /// - `blockwise8`
 ///
 /// ```
-/// use tensorcask::{Setting, codec::Cluster};
+/// use tensorcask::{codec::Cluster, precision::Setting};
 /// assert_eq!("loguniform:16".parse::<Setting>()?, Setting::LogUniform { steps: 16 });
 /// assert_eq!("cluster".parse::<Setting>()?, Setting::Cluster(Cluster::default()));
 /// for text in ["remainder:8", "cluster:16:normal:dynamic", "kmeans:64:pruned=10:protected=5:relative", "blockwise8"] {

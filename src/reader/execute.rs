@@ -6,14 +6,15 @@ use std::ops::Range;
 use bytes::Bytes;
 use rayon::prelude::*;
 
-use super::{Pages, Snapshot};
-use crate::chain::{Aim, Plans, Recipe, Rows, ShardPlan, Step, content_digests, decode_recipe};
+use super::Pages;
+use super::open_chain::OpenChain;
+use crate::chain::{Aim, Plans, Recipe, ShardPlan, Step, decode_recipe};
 use crate::container::PageEntry;
 use crate::error::ResultExt;
 use crate::limits::to_usize;
 use crate::store::concurrently;
 use crate::tensor::{ChunkGrid, Rect, Run, contiguous_runs, copy_run, element_span};
-use crate::wire::{Digest, Directory};
+use crate::wire::Directory;
 use crate::{Error, Result, Store, boxed, parallel};
 
 /// A rectangle of a tensor, and the buffer that receives it.
@@ -64,7 +65,7 @@ enum Target<'a> {
 
 /// Collects requested chunks into jobs.
 struct Jobs<'a, 'b> {
-    snapshot: &'b Snapshot,
+    chain: &'b OpenChain,
     plans: &'b Plans,
     jobs: Vec<Job<'a>>,
     /// Job for a chunk of a family, by family and chunk.
@@ -72,8 +73,8 @@ struct Jobs<'a, 'b> {
 }
 
 impl<'a, 'b> Jobs<'a, 'b> {
-    fn new(snapshot: &'b Snapshot, plans: &'b Plans) -> Self {
-        Self { snapshot, plans, jobs: Vec::new(), by_family: HashMap::new() }
+    fn new(chain: &'b OpenChain, plans: &'b Plans) -> Self {
+        Self { chain, plans, jobs: Vec::new(), by_family: HashMap::new() }
     }
 
     fn add(&mut self, shard: usize, chunk: u64, target: Target<'a>) -> Result<()> {
@@ -85,12 +86,12 @@ impl<'a, 'b> Jobs<'a, 'b> {
             self.jobs.push(Job { chunk, recipe: Recipe::default(), wanted: Vec::new() });
         }
         let Some(job) = self.jobs.get_mut(number) else { return Ok(()) };
-        let registry = self.snapshot.store.registry();
-        let (op, crc) = self.plans.add(&mut job.recipe, &self.snapshot.links, registry, shard, chunk)?;
+        let registry = self.chain.store.registry();
+        let (op, crc) = self.plans.add(&mut job.recipe, &self.chain.links, registry, shard, chunk)?;
         // A second buffer for the same chunk gets a job of its own.
         if job.wanted.iter().any(|wanted| wanted.op == op) {
             let mut recipe = Recipe::default();
-            let (op, crc) = self.plans.add(&mut recipe, &self.snapshot.links, registry, shard, chunk)?;
+            let (op, crc) = self.plans.add(&mut recipe, &self.chain.links, registry, shard, chunk)?;
             self.jobs.push(Job { chunk, recipe, wanted: vec![Wanted { shard, op, crc, target }] });
             return Ok(());
         }
@@ -110,7 +111,7 @@ struct Apart {
 /// Pages of the ops of a job.
 type JobPages = Vec<Pages>;
 
-impl Snapshot {
+impl OpenChain {
     /// Reads rectangles of tensors into their buffers.
     #[boxed]
     pub(crate) async fn read_items<'i>(&'i self, items: Vec<ReadItem<'i>>) -> Result<()> {
@@ -185,14 +186,6 @@ impl Snapshot {
         .await
     }
 
-    /// Plans the shards of a tensor (or of the tensor that it is tied to) that a rectangle intersects.
-    pub(super) fn shards_in(&self, tensor: usize, rect: &Rect) -> Result<Vec<ShardPlan>> {
-        let directory = &self.newest().directory;
-        let tensor = directory.alias_of(tensor).unwrap_or(tensor);
-        let plans = directory.shards_of(tensor).map(|shard| ShardPlan::new(&self.links, tensor, shard));
-        plans.filter(|plan| plan.as_ref().map_or(true, |plan| plan.rect.intersection(rect).is_some())).collect()
-    }
-
     /// Checks that the indexes hold the last chunk of each shard that a rectangle intersects, and therefore all chunks.
     /// A directory alone could claim any size.
     pub(crate) async fn check_present(&self, tensor: usize, rect: &Rect) -> Result<()> {
@@ -254,51 +247,6 @@ impl Snapshot {
         self.run(&plans.shards, jobs, |_| {}).await
     }
 
-    /// Compares the chunk checksums in the chain's indexes with the content digests in the manifest. Reads no page.
-    pub async fn check_content(&self) -> Result<()> {
-        let link = self.newest();
-        let found = self.content().await?;
-        if found == link.manifest.content {
-            return Ok(());
-        }
-        let role = found.iter().find(|(role, digest)| link.manifest.content.get(*role) != Some(digest)).map(|(role, _)| role.as_str());
-        Err(Error::corrupt(format!(
-            "the bytes of role `{}` in the chain do not have the content digest in the manifest",
-            role.unwrap_or("?").escape_debug()
-        ))
-        .object(link.manifest.path())
-        .clause("manifest 4"))
-    }
-
-    #[boxed]
-    async fn content(&self) -> Result<BTreeMap<String, Digest>> {
-        let directory = self.newest().directory.clone();
-        let mut shards = Vec::new();
-        for tensor in 0..directory.len() {
-            for shard in directory.shards_of(tensor) {
-                shards.push(ShardPlan::new(&self.links, tensor, shard)?);
-            }
-        }
-        // The directory numbers its shards in the same order.
-        let rows = self.load_plans(&shards).await?;
-        content_digests(&directory, |shard, chunk| Ok(shards[shard].chunk(&self.links, &rows[shard], chunk)?.crc))
-    }
-
-    /// Returns the CRC-32 of the decoded bytes of chunks, identified by tensor, rectangle and chunk number. Reads
-    /// indexes but no page.
-    #[boxed]
-    pub(crate) async fn chunk_crcs(&self, wanted: &[(usize, Rect, u64)]) -> Result<Vec<u32>> {
-        let directory = self.newest().directory.clone();
-        let mut shards = Vec::with_capacity(wanted.len());
-        for (tensor, rect, _) in wanted {
-            let shard = directory.find_shard(*tensor, rect).ok_or_else(|| Error::invalid("no such shard"))?;
-            shards.push(ShardPlan::new(&self.links, *tensor, shard)?);
-        }
-        let rows = self.load_plans(&shards).await?;
-        let plans = shards.iter().zip(&rows).zip(wanted);
-        plans.map(|((shard, rows), (_, _, chunk))| Ok(shard.stored(&self.links, rows, *chunk, 0)?.1)).collect()
-    }
-
     /// Plans shards and the partners that their chunks need, and reads their indexes and parts. Takes two rounds of
     /// requests, and two more for each step from partner to partner.
     #[boxed]
@@ -317,27 +265,12 @@ impl Snapshot {
         Ok(plans)
     }
 
-    /// Reads the indexes and parts that the shards need. Returns the rows of each shard.
-    #[boxed]
-    pub(super) async fn load_plans(&self, shards: &[ShardPlan]) -> Result<Vec<Rows>> {
-        let casks: Vec<(usize, usize)> = shards.iter().flat_map(|shard| shard.candidates().iter().copied()).collect();
-        self.load_indexes(&casks).await?;
-        let rows = shards.iter().map(|shard| shard.rows(&self.links)).collect::<Result<Vec<_>>>()?;
-        let mut parts = Vec::new();
-        for &(link, cask, row) in rows.iter().flatten() {
-            let missing = self.links[link].0.index(cask).and_then(|index| index.missing_part(row));
-            parts.extend(missing.map(|(part, range)| (link, cask, part, range)));
-        }
-        self.load_parts(parts).await?;
-        Ok(rows)
-    }
-
     /// Rebuilds the chunks of all jobs. Passes the chunks that were decoded into separate buffers to `apart`.
     async fn run(&self, shards: &[ShardPlan], jobs: Vec<Job<'_>>, mut apart: impl FnMut(Apart)) -> Result<()> {
         let mut batches = split(shards, jobs).into_iter().peekable();
         let start = |batch: &Vec<Job<'_>>| {
             let steps = batch.iter().flat_map(|job| &job.recipe.ops).map(|op| &op.step);
-            tokio::spawn(self.page_fetch(steps, |_| true).read())
+            tokio::spawn(PageFetch::new(self, steps, |_| true).read())
         };
         let mut next = batches.peek().map(start);
         while let (Some(batch), Some(fetch)) = (batches.next(), next.take()) {
@@ -382,10 +315,6 @@ impl Snapshot {
         let apart =
             made.into_iter().zip(places).filter_map(|(bytes, (shard, item))| Some(Apart { item: item?, shard, chunk, bytes: bytes? }));
         Ok(apart.collect())
-    }
-
-    pub(super) fn path_of(&self, step: &Step) -> String {
-        self.links[step.link].0.manifest.casks[step.cask].path()
     }
 }
 
@@ -470,15 +399,15 @@ struct CaskFetch {
     ranges: Vec<Range<u64>>,
 }
 
-impl Snapshot {
+impl PageFetch {
     /// Prepares to read the pages of steps for which `wanted` holds, one group for each step.
-    pub(super) fn page_fetch<'s>(&self, steps: impl Iterator<Item = &'s Step>, wanted: impl Fn(&PageEntry) -> bool) -> PageFetch {
-        let mut fetch = PageFetch { store: self.store.clone(), casks: BTreeMap::new(), groups: Vec::new() };
+    pub(super) fn new<'s>(chain: &OpenChain, steps: impl Iterator<Item = &'s Step>, wanted: impl Fn(&PageEntry) -> bool) -> Self {
+        let mut fetch = Self { store: chain.store.clone(), casks: BTreeMap::new(), groups: Vec::new() };
         for step in steps {
             let at = (step.link, step.cask);
             let cask = fetch.casks.entry(at).or_insert_with(|| {
-                let whole = self.links[step.link].0.small_casks[step.cask].get().cloned();
-                CaskFetch { path: self.path_of(step), whole, ranges: Vec::new() }
+                let whole = chain.links[step.link].0.small_casks[step.cask].get().cloned();
+                CaskFetch { path: chain.path_of(step), whole, ranges: Vec::new() }
             });
             let before = cask.ranges.len();
             cask.ranges.extend(step.entry.pages.iter().filter(|page| wanted(page)).map(|page| page.range.clone()));
@@ -486,9 +415,7 @@ impl Snapshot {
         }
         fetch
     }
-}
 
-impl PageFetch {
     /// Reads all ranges of a cask in one fetch, and several casks at once. Returns the pages of each group.
     #[boxed]
     pub(super) async fn read(self) -> Result<Vec<Pages>> {
@@ -498,7 +425,7 @@ impl PageFetch {
             async move {
                 let pages = match &cask.whole {
                     Some(whole) => cask.ranges.iter().map(|range| slice_of(whole, range)).collect::<Result<_>>().in_object(cask.path)?,
-                    None => store.get_ranges(&cask.path, &cask.ranges).await?,
+                    None => store.objects().get_ranges(&cask.path, &cask.ranges).await?,
                 };
                 Ok((at, pages.into_iter()))
             }

@@ -3,8 +3,9 @@
 use bytes::Bytes;
 use rayon::prelude::*;
 
-use super::Snapshot;
-use super::execute::{ChunkItem, touched};
+use super::execute::{ChunkItem, PageFetch, touched};
+use super::open_chain::OpenChain;
+use super::{ReadRequest, Snapshot};
 use crate::chain::{ShardPlan, Step};
 use crate::codec::{ChunkKind, Columns, Rounded};
 use crate::container::PageEntry;
@@ -27,7 +28,21 @@ struct Wanted {
     rounded: Option<Step>,
 }
 
+/// View of a snapshot that reads f32 tensors as bf16. [`Snapshot::as_bf16`] returns it.
+#[derive(Debug, Clone, Copy)]
+pub struct Bf16View<'s> {
+    chain: &'s OpenChain,
+    snapshot: &'s Snapshot,
+}
+
 impl Snapshot {
+    /// Returns a view that reads f32 tensors as bf16. Sends no request.
+    pub fn as_bf16(&self) -> Bf16View<'_> {
+        Bf16View { chain: &self.chain, snapshot: self }
+    }
+}
+
+impl Bf16View<'_> {
     /// Reads a slice of an f32 tensor as bf16. Rounds each element to the nearest value, ties to even; NaN stays NaN. A
     /// bf16 tensor is read as it is.
     ///
@@ -36,29 +51,29 @@ impl Snapshot {
     ///
     /// The checksum of a chunk covers its f32 values, so it cannot check roundings that are read alone. The checksums
     /// of their pages do.
-    pub async fn read_as_bf16(&self, name: &str, slice: &Slice) -> Result<Tensor> {
-        let tensor = self.tensor(name)?;
+    pub async fn read(&self, name: &str, slice: &Slice) -> Result<Tensor> {
+        let tensor = self.snapshot.tensor(name)?;
         match tensor.dtype {
-            Dtype::Bf16 => return self.read(name, slice).await,
+            Dtype::Bf16 => return self.snapshot.read(name, slice).await,
             Dtype::F32 => {}
             other => return Err(Error::invalid(format!("a tensor of {other} cannot be read as bf16")).tensor(name)),
         }
         let rect = slice.of(&tensor.shape).map_err(|e| e.tensor(name))?;
         let bytes = Dtype::Bf16.byte_count(rect.element_count().unwrap_or(u64::MAX)).unwrap_or(u64::MAX);
-        crate::Limits::check(bytes, self.store.limits().max_read_bytes, "size of the slice").map_err(|e| e.tensor(name))?;
-        self.check_present(self.find(name)?, &rect).await?;
+        crate::Limits::check(bytes, self.chain.store.limits().max_read_bytes, "size of the slice").map_err(|e| e.tensor(name))?;
+        self.chain.check_present(self.chain.find(name)?, &rect).await?;
         let mut data = zeroed(to_usize(bytes, "a tensor")?, "a tensor")?;
-        self.read_many_as_bf16_into(vec![(name, slice.clone(), &mut data)]).await?;
+        self.read_many_into(vec![ReadRequest { name, slice: slice.clone(), out: &mut data }]).await?;
         Ok(Tensor { name: name.to_owned(), dtype: Dtype::Bf16, shape: rect.shape, data })
     }
 
-    /// Reads several slices of f32 tensors, as [`read_as_bf16`](Self::read_as_bf16) does. Each request is a name, a
-    /// slice, and a buffer of exactly the slice's size.
-    pub async fn read_many_as_bf16_into(&self, requests: Vec<(&str, Slice, &mut [u8])>) -> Result<()> {
+    /// Reads several slices of f32 tensors, as [`read`](Self::read) does. Each buffer has
+    /// exactly the size of its slice as bf16.
+    pub async fn read_many_into(&self, requests: Vec<ReadRequest<'_>>) -> Result<()> {
         let mut wanted = Vec::with_capacity(requests.len());
-        for (name, slice, out) in requests {
-            let tensor = self.find(name)?;
-            let directory = &self.newest().directory;
+        for ReadRequest { name, slice, out } in requests {
+            let tensor = self.chain.find(name)?;
+            let directory = &self.chain.newest().directory;
             let rect = slice.of(&directory.shape(tensor)).map_err(|e| e.tensor(name))?;
             let bytes = rect.element_count().and_then(|count| Dtype::Bf16.byte_count(count));
             if directory.dtype(tensor) != Dtype::F32 || bytes != Some(out.len() as u64) {
@@ -72,15 +87,15 @@ impl Snapshot {
 
     #[boxed]
     async fn read_roundings(&self, tensor: usize, rect: &Rect, out: &mut [u8]) -> Result<()> {
-        let shards = self.shards_in(tensor, rect)?;
-        let rows = self.load_plans(&shards).await?;
+        let shards = self.chain.shards_in(tensor, rect)?;
+        let rows = self.chain.load_plans(&shards).await?;
         let (mut batch, mut batch_bytes) = (Vec::new(), 0u64);
         for (at, (plan, rows)) in shards.iter().zip(&rows).enumerate() {
             for chunk in touched(plan.grid, &plan.rect, rect) {
-                let (step, _) = plan.stored(&self.links, rows, chunk, 0)?;
+                let (step, _) = plan.stored(&self.chain.links, rows, chunk, 0)?;
                 let codec = step.entry.codec.as_ref().filter(|codec| codec.id == Rounded::ID && step.entry.kind == ChunkKind::Absolute);
                 if let Some(codec) = codec {
-                    self.store.registry().resolve(codec)?;
+                    self.chain.store.registry().resolve(codec)?;
                 }
                 let rounded = codec.is_some().then_some(step);
                 let bytes = plan.grid.bytes(chunk);
@@ -115,11 +130,11 @@ impl Snapshot {
         let items = items.map(|(wanted, out)| ChunkItem { tensor, rect: shards[wanted.shard].rect.clone(), chunk: wanted.chunk, out });
         let items: Vec<ChunkItem<'_>> = items.collect();
         if !items.is_empty() {
-            self.read_chunks(items).await?;
+            self.chain.read_chunks(items).await?;
         }
-        let pages = self.page_fetch(steps.into_iter(), is_rounding).read().await?;
+        let pages = PageFetch::new(self.chain, steps.into_iter(), is_rounding).read().await?;
         let bytes = pages.iter().flatten().map(|page| page.len() as u64).sum();
-        self.count(pages.len() as u64, pages.iter().map(|pages| pages.len() as u64).sum(), bytes);
+        self.chain.count(pages.len() as u64, pages.iter().map(|pages| pages.len() as u64).sum(), bytes);
         let (mut pages, mut buffers) = (pages.into_iter(), buffers.into_iter());
         let mut sources = Vec::with_capacity(batch.len());
         for wanted in &batch {
@@ -134,7 +149,7 @@ impl Snapshot {
             match source {
                 Source::Whole(data) => Rounded::round(&data, &mut rounded),
                 Source::Pages(step, pages) => decode_pages(step, &pages, &mut rounded)
-                    .map_err(|e| e.tensor(&shards[wanted.shard].name).chunk(wanted.chunk).object(self.path_of(step)))?,
+                    .map_err(|e| e.tensor(&shards[wanted.shard].name).chunk(wanted.chunk).object(self.chain.path_of(step)))?,
             }
             Ok(rounded)
         };

@@ -1,13 +1,15 @@
 //! Finds the newest step that can be rebuilt, and reports why newer steps cannot. Spec: `spec/chain.md`, clause 5.
 
 use super::Snapshot;
+use super::content::check_content;
+use super::open_chain::OpenChain;
 use crate::commit::Log;
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// A snapshot that was skipped.
 #[derive(Debug)]
-pub struct Skipped {
+pub struct SkippedSnapshot {
     /// Its step.
     pub step: u64,
     /// Its id.
@@ -18,11 +20,11 @@ pub struct Skipped {
 
 /// Newest snapshot that can be rebuilt, with the newer ones that cannot.
 #[derive(Debug)]
-pub struct Recovered {
+pub struct RecoveredSnapshot {
     /// Snapshot that can be rebuilt.
     pub snapshot: Snapshot,
     /// Newer snapshots that cannot be rebuilt, newest first.
-    pub skipped: Vec<Skipped>,
+    pub skipped: Vec<SkippedSnapshot>,
 }
 
 impl Store {
@@ -33,20 +35,20 @@ impl Store {
     /// returned, because an older state would hide it.
     ///
     /// Pages are checked when they are read. If a page is damaged, call this again with the failed ids in `excluded`.
-    pub async fn recover(&self, excluded: &[Id]) -> Result<Recovered> {
+    pub async fn recover(&self, excluded: &[Id]) -> Result<RecoveredSnapshot> {
         let log = Log::load(self).await?;
-        let mut skipped: Vec<Skipped> = Vec::new();
+        let mut skipped: Vec<SkippedSnapshot> = Vec::new();
         for record in log.state().whole().rev().filter(|record| !excluded.contains(&record.id)) {
             let opened = async {
                 let snapshot = Snapshot::load(self, log.state(), record.id).await?;
-                snapshot.load_whole_chain().await?;
+                load_whole(&snapshot.chain).await?;
                 Ok::<_, Error>(snapshot)
             };
             match opened.await {
-                Ok(snapshot) => return Ok(Recovered { snapshot, skipped }),
+                Ok(snapshot) => return Ok(RecoveredSnapshot { snapshot, skipped }),
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
                     tracing::warn!(step = record.step, %error, "this step cannot be rebuilt; trying the previous step");
-                    skipped.push(Skipped { step: record.step, snapshot: record.id, error });
+                    skipped.push(SkippedSnapshot { step: record.step, snapshot: record.id, error });
                 }
                 Err(error) => return Err(error),
             }
@@ -62,17 +64,11 @@ impl Store {
     }
 }
 
-impl Snapshot {
-    /// Reads the index of every cask of every link. Compares the chunk checksums with the content digests.
-    #[boxed]
-    async fn load_whole_chain(&self) -> Result<()> {
-        let casks: Vec<(usize, usize)> = self
-            .links
-            .iter()
-            .enumerate()
-            .flat_map(|(at, link)| (0..link.as_ref().manifest.casks.len()).map(move |cask| (at, cask)))
-            .collect();
-        self.load_indexes_from(&casks, false).await?;
-        self.check_content().await
-    }
+/// Reads the index of every cask of every link. Compares the chunk checksums with the content digests.
+#[boxed]
+async fn load_whole(chain: &OpenChain) -> Result<()> {
+    let casks: Vec<(usize, usize)> =
+        chain.links.iter().enumerate().flat_map(|(at, link)| (0..link.as_ref().manifest.casks.len()).map(move |cask| (at, cask))).collect();
+    chain.load_indexes_from(&casks, false).await?;
+    check_content(chain).await
 }

@@ -2,7 +2,8 @@
 
 use bytes::Bytes;
 
-use super::execute::ChunkItem;
+use super::execute::{ChunkItem, PageFetch};
+use super::open_chain::OpenChain;
 use super::{Pages, Snapshot};
 use crate::chain::{ChunkPlan, ShardPlan, Step};
 use crate::codec::Columns;
@@ -15,7 +16,7 @@ const BATCH_BYTES: u64 = 32 << 20;
 
 /// Result of an update, counted in chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Updated {
+pub struct UpdateReport {
     /// Number of chunks that are the same in both snapshots. Nothing was read for them.
     pub unchanged: u64,
     /// Number of chunks made from the held bytes and the deltas in between.
@@ -48,13 +49,13 @@ impl Snapshot {
     ///
     /// Held bytes are compared with their checksums first. A chunk that does not match `have` is rebuilt. After an
     /// error, each buffer may hold chunks of both snapshots.
-    pub async fn update_into(&self, have: &Snapshot, tensors: Vec<(&str, &mut [u8])>) -> Result<Updated> {
+    pub async fn update_into(&self, have: &Snapshot, tensors: Vec<(&str, &mut [u8])>) -> Result<UpdateReport> {
         let (mut outs, mut shards, mut owners) = (Vec::new(), Vec::new(), Vec::new());
         // Shards of `have`, and for each shard here the index of its counterpart in `have`.
         let (mut held, mut matching) = (Vec::new(), Vec::new());
         for (name, out) in tensors {
-            let directory = &self.newest().directory;
-            let tensor = self.find(name)?;
+            let directory = &self.chain.newest().directory;
+            let tensor = self.chain.find(name)?;
             let tensor = directory.alias_of(tensor).unwrap_or(tensor);
             let whole = Rect::whole(&directory.shape(tensor));
             let bytes = whole.element_count().and_then(|count| directory.dtype(tensor).byte_count(count));
@@ -64,8 +65,8 @@ impl Snapshot {
                 );
             }
             for shard in directory.shards_of(tensor) {
-                let plan = ShardPlan::new(&self.links, tensor, shard)?;
-                let same = have.held_shard(name, directory.name(tensor), &plan)?;
+                let plan = ShardPlan::new(&self.chain.links, tensor, shard)?;
+                let same = held_shard(&have.chain, name, directory.name(tensor), &plan)?;
                 matching.push(same.as_ref().map(|_| held.len()));
                 held.extend(same);
                 shards.push(plan);
@@ -73,57 +74,58 @@ impl Snapshot {
             }
             outs.push((whole, out));
         }
-        let rows = self.load_plans(&shards).await?;
-        let held_rows = have.load_plans(&held).await?;
-        let mut done = Updated::default();
+        let rows = self.chain.load_plans(&shards).await?;
+        let held_rows = have.chain.load_plans(&held).await?;
+        let update = Update { chain: &self.chain, have: &have.chain, shards: &shards, owners: &owners };
+        let mut done = UpdateReport::default();
         let (mut batch, mut batch_bytes) = (Vec::new(), 0u64);
         for (at, plan) in shards.iter().enumerate() {
             for chunk in 0..plan.grid.chunk_count() {
-                let wanted = plan.chunk(&self.links, &rows[at], chunk)?;
+                let wanted = plan.chunk(&self.chain.links, &rows[at], chunk)?;
                 let known = match matching[at] {
                     // A chunk that cannot be planned in `have` is rebuilt in full.
-                    Some(other) => held[other].chunk(&have.links, &held_rows[other], chunk).ok(),
+                    Some(other) => held[other].chunk(&have.chain.links, &held_rows[other], chunk).ok(),
                     None => None,
                 };
                 let crc = wanted.crc;
                 let held_crc = known.as_ref().map(|known| known.crc);
-                let way = self.way(plan, wanted, have, known);
+                let way = update.way(plan, wanted, known);
                 let bytes = plan.grid.bytes(chunk);
                 batch_bytes = batch_bytes.saturating_add(bytes.end - bytes.start);
                 batch.push(Work { item: owners[at].0, shard: at, chunk, held_crc, crc, way });
                 if batch_bytes >= BATCH_BYTES {
-                    self.update_batch(&shards, &owners, std::mem::take(&mut batch), &mut outs, &mut done).await?;
+                    update.apply(std::mem::take(&mut batch), &mut outs, &mut done).await?;
                     batch_bytes = 0;
                 }
             }
         }
-        self.update_batch(&shards, &owners, batch, &mut outs, &mut done).await?;
+        update.apply(batch, &mut outs, &mut done).await?;
         Ok(done)
     }
+}
 
-    /// Returns the plan of the same shard in this snapshot, if it exists.
-    fn held_shard(&self, name: &str, stored_name: &str, wanted: &ShardPlan) -> Result<Option<ShardPlan>> {
-        let directory = &self.newest().directory;
-        let found = directory.find(name).map(|tensor| directory.alias_of(tensor).unwrap_or(tensor)).filter(|&tensor| {
-            let same = directory.dtype(tensor) == wanted.dtype && directory.shape(tensor) == wanted.shape;
-            same && directory.name(tensor) == stored_name
-        });
-        let shard = found.and_then(|tensor| Some((tensor, directory.find_shard(tensor, &wanted.rect)?)));
-        shard.map(|(tensor, shard)| ShardPlan::new(&self.links, tensor, shard)).transpose()
-    }
+/// An update of shards from the snapshot `have` to that of `chain`.
+struct Update<'a> {
+    chain: &'a OpenChain,
+    have: &'a OpenChain,
+    shards: &'a [ShardPlan],
+    /// Buffer and tensor of each shard.
+    owners: &'a [(usize, usize)],
+}
 
+impl Update<'_> {
     /// Returns the deltas between the two snapshots, if the older steps of the chunk are those of the held chunk.
-    fn way(&self, plan: &ShardPlan, wanted: ChunkPlan, have: &Snapshot, known: Option<ChunkPlan>) -> Way {
+    fn way(&self, plan: &ShardPlan, wanted: ChunkPlan, known: Option<ChunkPlan>) -> Way {
         let Some(known) = known else { return Way::Rebuild };
         let Some(between) = wanted.steps.len().checked_sub(known.steps.len()) else { return Way::Rebuild };
-        let same = |(ours, theirs): (&Step, &Step)| self.path_of(ours) == have.path_of(theirs) && ours.entry == theirs.entry;
+        let same = |(ours, theirs): (&Step, &Step)| self.chain.path_of(ours) == self.have.path_of(theirs) && ours.entry == theirs.entry;
         if !wanted.steps.iter().skip(between).zip(&known.steps).all(same) {
             return Way::Rebuild;
         }
         // A delta that needs partners is rebuilt with them, from the whole chain.
-        let registry = self.store.registry();
+        let registry = self.chain.store.registry();
         let alone = |step: &Step| {
-            let role = plan.role(&self.links, step.link);
+            let role = plan.role(&self.chain.links, step.link);
             step.entry.codec.as_ref().is_none_or(|codec| registry.needs(codec, role).is_empty())
         };
         match between {
@@ -134,18 +136,11 @@ impl Snapshot {
     }
 
     #[boxed]
-    async fn update_batch(
-        &self,
-        shards: &[ShardPlan],
-        owners: &[(usize, usize)],
-        batch: Vec<Work>,
-        outs: &mut [(Rect, &mut [u8])],
-        done: &mut Updated,
-    ) -> Result<()> {
+    async fn apply(&self, batch: Vec<Work>, outs: &mut [(Rect, &mut [u8])], done: &mut UpdateReport) -> Result<()> {
         let mut rebuild: Vec<(Work, Vec<u8>)> = Vec::new();
         let mut advance: Vec<(Work, Vec<Step>, Vec<u8>)> = Vec::new();
         for mut work in batch {
-            let plan = &shards[work.shard];
+            let plan = &self.shards[work.shard];
             let bytes = plan.grid.bytes(work.chunk);
             let mut held = zeroed(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?;
             if let Some(crc) = work.held_crc {
@@ -163,9 +158,9 @@ impl Snapshot {
                 Way::Rebuild => rebuild.push((work, held)),
             }
         }
-        let mut pages = self.page_fetch(advance.iter().flat_map(|(_, steps, _)| steps), |_| true).read().await?.into_iter();
+        let mut pages = PageFetch::new(self.chain, advance.iter().flat_map(|(_, steps, _)| steps), |_| true).read().await?.into_iter();
         for (work, steps, mut held) in advance {
-            let plan = &shards[work.shard];
+            let plan = &self.shards[work.shard];
             let pages: Vec<Pages> = pages.by_ref().take(steps.len()).collect();
             self.count_pages(&steps);
             self.advance(plan, &work, &steps, &pages, &mut held)?;
@@ -173,17 +168,17 @@ impl Snapshot {
             done.advanced += 1;
         }
         let items = rebuild.iter_mut().map(|(work, buffer)| ChunkItem {
-            tensor: owners[work.shard].1,
-            rect: shards[work.shard].rect.clone(),
+            tensor: self.owners[work.shard].1,
+            rect: self.shards[work.shard].rect.clone(),
             chunk: work.chunk,
             out: buffer,
         });
         let items: Vec<ChunkItem<'_>> = items.collect();
         if !items.is_empty() {
-            self.read_chunks(items).await?;
+            self.chain.read_chunks(items).await?;
         }
         for (work, bytes) in &rebuild {
-            put(&shards[work.shard], work.chunk, bytes, &mut outs[work.item]);
+            put(&self.shards[work.shard], work.chunk, bytes, &mut outs[work.item]);
             done.rebuilt += 1;
         }
         Ok(())
@@ -192,19 +187,19 @@ impl Snapshot {
     fn count_pages(&self, steps: &[Step]) {
         let pages = steps.iter().flat_map(|step| &step.entry.pages);
         let bytes = pages.clone().map(|page| page.range.end - page.range.start).sum();
-        self.count(1, pages.count() as u64, bytes);
+        self.chain.count(1, pages.count() as u64, bytes);
     }
 
     /// Applies deltas, listed newest first, to the bytes of a chunk.
     fn advance(&self, plan: &ShardPlan, work: &Work, steps: &[Step], pages: &[Pages], held: &mut Vec<u8>) -> Result<()> {
         let elements = plan.grid.elements(work.chunk);
         for (step, pages) in steps.iter().zip(pages).rev() {
-            let locate = |e: Error| e.tensor(&plan.name).chunk(work.chunk).object(self.path_of(step));
+            let locate = |e: Error| e.tensor(&plan.name).chunk(work.chunk).object(self.chain.path_of(step));
             for (page, bytes) in step.entry.pages.iter().zip(pages) {
                 page.check(bytes).map_err(locate)?;
             }
             let codec = step.entry.codec.as_ref().ok_or_else(|| locate(Error::corrupt("a stored chunk without a codec")))?;
-            let codec = self.store.registry().resolve(codec).map_err(locate)?;
+            let codec = self.chain.store.registry().resolve(codec).map_err(locate)?;
             let columns: Vec<(&str, Bytes)> =
                 step.entry.pages.iter().zip(pages).map(|(page, bytes)| (page.column.as_str(), bytes.clone())).collect();
             let mut out = zeroed(held.len(), "a chunk")?;
@@ -226,6 +221,17 @@ impl Snapshot {
             .chunk(work.chunk)
             .clause("chain 3.4"))
     }
+}
+
+/// Returns the plan of the same shard in another snapshot, if it exists there.
+fn held_shard(have: &OpenChain, name: &str, stored_name: &str, wanted: &ShardPlan) -> Result<Option<ShardPlan>> {
+    let directory = &have.newest().directory;
+    let found = directory.find(name).map(|tensor| directory.alias_of(tensor).unwrap_or(tensor)).filter(|&tensor| {
+        let same = directory.dtype(tensor) == wanted.dtype && directory.shape(tensor) == wanted.shape;
+        same && directory.name(tensor) == stored_name
+    });
+    let shard = found.and_then(|tensor| Some((tensor, directory.find_shard(tensor, &wanted.rect)?)));
+    shard.map(|(tensor, shard)| ShardPlan::new(&have.links, tensor, shard)).transpose()
 }
 
 /// Calls `each` for every run of a chunk, mapped from the chunk to the whole tensor.

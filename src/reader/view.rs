@@ -17,32 +17,32 @@ impl Snapshot {
     /// Any other tensor is an `Unsupported` error: use [`read`](Self::read).
     pub async fn view(&self, name: &str) -> Result<Bytes> {
         let unsupported = |message: &str| Error::unsupported(format!("no view: {message}; use read")).tensor(name);
-        let Medium::Local(root) = self.store.medium() else { return Err(unsupported("the store is not a local folder")) };
-        let directory = &self.newest().directory;
-        let tensor = self.find(name)?;
+        let Medium::Local(root) = self.chain.store.objects().medium() else { return Err(unsupported("the store is not a local folder")) };
+        let directory = &self.chain.newest().directory;
+        let tensor = self.chain.find(name)?;
         let tensor = directory.alias_of(tensor).unwrap_or(tensor);
         let mut shards = directory.shards_of(tensor);
         let (Some(shard), None) = (shards.next(), shards.next()) else {
             return Err(unsupported("the tensor has several shards"));
         };
-        let plan = ShardPlan::new(&self.links, tensor, shard)?;
-        self.load_indexes(plan.candidates()).await?;
-        let rows = plan.rows(&self.links)?;
+        let plan = ShardPlan::new(&self.chain.links, tensor, shard)?;
+        self.chain.load_indexes(plan.candidates()).await?;
+        let rows = plan.rows(&self.chain.links)?;
         let parts = rows.iter().filter_map(|&(link, cask, row)| {
-            let (part, range) = self.links[link].0.index(cask)?.missing_part(row)?;
+            let (part, range) = self.chain.links[link].0.index(cask)?.missing_part(row)?;
             Some((link, cask, part, range))
         });
-        self.load_parts(parts.collect()).await?;
+        self.chain.load_parts(parts.collect()).await?;
 
         let mut file: Option<(usize, usize)> = None;
         let mut pages = Vec::new();
         for chunk in 0..plan.grid.chunk_count() {
-            let rebuilt = plan.chunk(&self.links, &rows, chunk)?;
+            let rebuilt = plan.chunk(&self.chain.links, &rows, chunk)?;
             let (Some(step), 1) = (rebuilt.steps.first(), rebuilt.steps.len()) else {
                 return Err(unsupported("a chunk of it is a delta"));
             };
             if let Some(codec) = &step.entry.codec {
-                self.store.registry().resolve(codec).map_err(|e| e.tensor(name).chunk(chunk))?;
+                self.chain.store.registry().resolve(codec).map_err(|e| e.tensor(name).chunk(chunk))?;
             }
             let bytes = plan.grid.bytes(chunk);
             let one_page = matches!(step.entry.pages.as_slice(), [page]
@@ -62,7 +62,7 @@ impl Snapshot {
         let (Some((link, cask)), Some((_, first, _)), Some((_, last, _))) = (file, pages.first(), pages.last()) else {
             return Ok(Bytes::new());
         };
-        let path = self.links[link].0.manifest.casks[cask].path();
+        let path = self.chain.links[link].0.manifest.casks[cask].path();
         let mapped = map_file(&root.join(&path))?;
         let slice = |start: u64, end: u64| {
             let (start, end) = (to_usize(start, "a cask")?, to_usize(end, "a cask")?);

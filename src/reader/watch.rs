@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::commit::{Log, SnapshotRecord, Status};
+use crate::commit::{Log, SnapshotRecord, SnapshotStatus};
 use crate::{Result, Store};
 
 /// Default interval between checks of the log.
@@ -11,7 +11,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Waits for snapshots. While nothing is new, each check sends two small requests: for the last known log entry and for
 /// the next.
 #[derive(Debug)]
-pub struct Watch {
+pub struct SnapshotWatch {
     log: Log,
     after: u64,
     interval: Duration,
@@ -20,12 +20,12 @@ pub struct Watch {
 impl Store {
     /// Watches for snapshots committed after log entry `after`. Pass 0 to start with all live snapshots, or a
     /// snapshot's [`SnapshotRecord::sequence`] for those that follow it.
-    pub async fn watch(&self, after: u64) -> Result<Watch> {
-        Ok(Watch { log: Log::load(self).await?, after, interval: INTERVAL })
+    pub async fn watch(&self, after: u64) -> Result<SnapshotWatch> {
+        Ok(SnapshotWatch { log: Log::load(self).await?, after, interval: INTERVAL })
     }
 }
 
-impl Watch {
+impl SnapshotWatch {
     /// Sets the interval between checks.
     pub fn every(mut self, interval: Duration) -> Self {
         self.interval = interval;
@@ -51,7 +51,7 @@ impl Watch {
     fn known(&mut self) -> Option<SnapshotRecord> {
         let records = self.log.state().snapshots();
         let first = records.partition_point(|record| record.sequence <= self.after);
-        let found = records.iter().skip(first).find(|record| record.status == Status::Live).cloned()?;
+        let found = records.iter().skip(first).find(|record| record.status == SnapshotStatus::Live).cloned()?;
         self.after = found.sequence;
         Some(found)
     }

@@ -20,13 +20,14 @@ const MAX_WAITING_BYTES: u64 = 64 << 20;
 /// Casks sent to another store before their snapshot is committed in its own store.
 ///
 /// [`Writer::send_ahead`](crate::Writer::send_ahead) sends each cask to the other store while its chunks are encoded.
-/// [`Copier::finish_ahead`](crate::Copier::finish_ahead) continues each upload from the point that it has reached.
+/// [`Copier::finish_ahead`](crate::maintain::Copier::finish_ahead) continues each upload from the point that it has
+/// reached.
 ///
 /// The writer never waits for the other store and does not fail with it: the copier reads whatever the other store did
 /// not take in time. An object is published there only after the copier has completed it and compared it with its
 /// checksums. Dropping the last clone aborts the unfinished uploads.
 #[derive(Debug, Clone)]
-pub struct Ahead(Arc<Inner>);
+pub struct AheadUploads(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
@@ -45,7 +46,7 @@ pub(crate) struct Begun {
     pub sent_bytes: u64,
 }
 
-impl Ahead {
+impl AheadUploads {
     /// Sends to `destination`, which must exist before the writer begins to send.
     pub fn new(destination: &Store) -> Self {
         Self(Arc::new(Inner { destination: destination.clone(), waiting: Arc::default(), begun: Mutex::default() }))

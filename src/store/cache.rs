@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use super::Store;
 use crate::container::CaskIndex;
 use crate::wire::{CaskRef, Digest, Directory};
 
@@ -10,8 +9,9 @@ use crate::wire::{CaskRef, Digest, Directory};
 const MAX_DIRECTORIES: usize = 16;
 
 /// Directories and indexes that were read recently.
-#[derive(Debug, Default)]
-pub(super) struct Caches {
+#[derive(Debug)]
+pub(crate) struct Caches {
+    max_index_bytes: u64,
     directories: std::sync::Mutex<Vec<(Digest, Arc<Directory>)>>,
     indexes: std::sync::Mutex<Indexes>,
 }
@@ -27,15 +27,21 @@ fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-impl Store {
+impl Caches {
+    /// Creates empty caches. The indexes take at most `max_index_bytes`.
+    pub(super) fn new(max_index_bytes: u64) -> Self {
+        Self { max_index_bytes, directories: std::sync::Mutex::default(), indexes: std::sync::Mutex::default() }
+    }
+
     /// Returns the directory with this digest, if it is in the cache.
-    pub(crate) fn cached_directory(&self, digest: Digest) -> Option<Arc<Directory>> {
-        let cache = lock(&self.inner.caches.directories);
+    pub(crate) fn directory(&self, digest: Digest) -> Option<Arc<Directory>> {
+        let cache = lock(&self.directories);
         cache.iter().find(|(known, _)| *known == digest).map(|(_, directory)| directory.clone())
     }
 
-    pub(crate) fn cache_directory(&self, digest: Digest, directory: Arc<Directory>) {
-        let mut cache = lock(&self.inner.caches.directories);
+    /// Caches a directory. Evicts the oldest directory if the cache is full.
+    pub(crate) fn keep_directory(&self, digest: Digest, directory: Arc<Directory>) {
+        let mut cache = lock(&self.directories);
         cache.retain(|(known, _)| *known != digest);
         if cache.len() >= MAX_DIRECTORIES {
             cache.remove(0);
@@ -45,34 +51,32 @@ impl Store {
 
     /// Returns the index of a cask, if it is in the cache. The digest covers header, index root and postscript; index
     /// parts are checked against the root.
-    pub(crate) fn cached_index(&self, cask: &CaskRef) -> Option<Arc<CaskIndex>> {
-        let mut cache = lock(&self.inner.caches.indexes);
+    pub(crate) fn index(&self, cask: &CaskRef) -> Option<Arc<CaskIndex>> {
+        let mut cache = lock(&self.indexes);
         let at = cache.kept.iter().position(|(digest, ..)| *digest == cask.digest)?;
         let found = cache.kept.remove(at);
         let index = found.2.clone();
         cache.kept.push(found);
-        let same = index.id() == cask.id
-            && index.file_bytes() == cask.bytes
-            && index.index_offset() == cask.index_offset
-            && index.root_offset() == cask.root_offset;
+        let file = index.file();
+        let same = (file.id, file.bytes) == (cask.id, cask.bytes)
+            && (file.index_offset, file.root_offset) == (cask.index_offset, cask.root_offset);
         same.then_some(index)
     }
 
-    /// Caches an index. Evicts the least recently used indexes to stay within `index_cache_bytes`.
-    pub(crate) fn cache_index(&self, cask: &CaskRef, index: Arc<CaskIndex>) {
-        let limit = self.inner.options.index_cache_bytes;
+    /// Caches an index. Evicts the least recently used indexes to stay within the limit.
+    pub(crate) fn keep_index(&self, cask: &CaskRef, index: Arc<CaskIndex>) {
         // Counts all index parts, because any of them may be loaded later.
         let bytes = cask.bytes.saturating_sub(cask.index_offset);
-        if bytes > limit {
+        if bytes > self.max_index_bytes {
             return;
         }
-        let mut cache = lock(&self.inner.caches.indexes);
+        let mut cache = lock(&self.indexes);
         if let Some(at) = cache.kept.iter().position(|(digest, ..)| *digest == cask.digest) {
             let (_, old, _) = cache.kept.remove(at);
             cache.bytes -= old;
         }
         let mut gone = 0;
-        while cache.bytes + bytes > limit {
+        while cache.bytes + bytes > self.max_index_bytes {
             let Some((_, old, _)) = cache.kept.get(gone) else { break };
             cache.bytes -= *old;
             gone += 1;

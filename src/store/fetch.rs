@@ -7,7 +7,7 @@ use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStoreExt;
 
-use super::Store;
+use super::Objects;
 use super::coalesce::Coalesce;
 use crate::{Error, ErrorKind, Result, boxed};
 
@@ -21,7 +21,7 @@ pub(crate) async fn concurrently<T, F: Future<Output = Result<T>>>(limit: usize,
     futures::stream::iter(futures).buffered(limit).try_collect().await
 }
 
-impl Store {
+impl Objects {
     /// Reads one range.
     #[boxed]
     pub(crate) async fn get_range(&self, object: &str, range: Range<u64>) -> Result<Bytes> {
@@ -34,23 +34,23 @@ impl Store {
     pub(crate) async fn get_ranges(&self, object: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let requests = Coalesce::default().requests(ranges.iter().cloned());
         let path = self.path(object);
-        let objects = self.objects()?;
+        let client = self.client()?;
         let fetch = |range: Range<u64>| {
             let path = &path;
             async move {
                 let wanted = range.end - range.start;
-                self.count(1, 0, 0);
-                let received = match objects.get_range(path, range.clone()).await {
+                self.counters.add(1, 0, 0);
+                let received = match client.get_range(path, range.clone()).await {
                     Ok(bytes) if bytes.len() as u64 == wanted => {
-                        self.count(0, wanted, 0);
+                        self.counters.add(0, wanted, 0);
                         return Ok((range, bytes));
                     }
                     other => other,
                 };
                 // For a range past the end, some stores return a short answer and others an error. The object's size
                 // tells damage from a storage failure.
-                self.count(1, 0, 0);
-                match (received, objects.head(path).await) {
+                self.counters.add(1, 0, 0);
+                match (received, client.head(path).await) {
                     (_, Ok(meta)) if meta.size < range.end => {
                         Err(Error::corrupt(format!("has {} bytes, but {} were written: truncated", meta.size, range.end)))
                     }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use futures::TryStreamExt;
 use object_store::{ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
-use super::{Medium, Store, concurrently};
+use super::{Medium, Objects, concurrently};
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
 /// Outcome of a put-if-absent.
@@ -28,26 +28,26 @@ pub(crate) struct Listed {
     pub modified_ms: u64,
 }
 
-impl Store {
+impl Objects {
     /// Reads a whole object of at most `max_bytes`.
     #[boxed]
     pub(crate) async fn get(&self, object: &str, max_bytes: u64) -> Result<Bytes> {
-        self.count(1, 0, 0);
-        let objects = self.objects()?;
-        if let Medium::Local(root) = self.medium() {
+        self.counters.add(1, 0, 0);
+        let client = self.client()?;
+        if let Medium::Local(root) = &self.medium {
             let (path, object) = (root.join(object), object.to_owned());
             let bytes = blocking(object.clone(), move || read_file(&path, &object, max_bytes)).await?;
-            self.count(0, bytes.len() as u64, 0);
+            self.counters.add(0, bytes.len() as u64, 0);
             return Ok(bytes);
         }
-        let result = objects.get(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
+        let result = client.get(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
         Limits::check(result.meta.size, max_bytes, "size of the object").map_err(|e| e.object(object))?;
         let declared = result.meta.size;
         let bytes = result.bytes().await.map_err(|e| Error::storage(object, e))?;
         if bytes.len() as u64 != declared {
             return Err(Error::new(ErrorKind::Storage, format!("{} of {declared} bytes arrived", bytes.len())).object(object));
         }
-        self.count(0, declared, 0);
+        self.counters.add(0, declared, 0);
         Ok(bytes)
     }
 
@@ -64,10 +64,10 @@ impl Store {
     /// Writes an object that must not exist yet.
     #[boxed]
     pub(crate) async fn create(&self, object: &str, bytes: Bytes) -> Result<Created, object_store::Error> {
-        self.count(1, 0, bytes.len() as u64);
+        self.counters.add(1, 0, bytes.len() as u64);
         let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
-        let objects = self.objects().map_err(|e| object_store::Error::Generic { store: "tensorcask", source: Box::new(e) })?;
-        match objects.put_opts(&self.path(object), PutPayload::from(bytes), options).await {
+        let client = self.client().map_err(|e| object_store::Error::Generic { store: "tensorcask", source: Box::new(e) })?;
+        match client.put_opts(&self.path(object), PutPayload::from(bytes), options).await {
             Ok(_) => Ok(Created::Written),
             Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) => Ok(Created::Exists),
             Err(e) => Err(e),
@@ -101,20 +101,16 @@ impl Store {
     /// durable, and reading them back would prove nothing.
     #[boxed]
     pub(crate) async fn put_content_addressed(&self, object: &str, bytes: Bytes) -> Result<()> {
-        if *self.medium() != (Medium::Remote) {
-            return self.overwrite(object, bytes).await;
+        if self.medium != Medium::Remote {
+            return self.put_whole(object, PutPayload::from(bytes)).await;
         }
         match self.create_unique(object, bytes.clone()).await {
             Err(e) if matches!(e.kind(), ErrorKind::Corrupt | ErrorKind::LimitExceeded) => {
                 tracing::warn!(object, "the object is damaged; writing it again");
-                self.overwrite(object, bytes).await
+                self.put_whole(object, PutPayload::from(bytes)).await
             }
             other => other,
         }
-    }
-
-    async fn overwrite(&self, object: &str, bytes: Bytes) -> Result<()> {
-        self.put_whole(object, PutPayload::from(bytes)).await
     }
 
     /// Writes an object and overwrites an existing one. A server that answers *conflict* asks for another attempt.
@@ -123,8 +119,8 @@ impl Store {
         let mut attempts = 0;
         loop {
             attempts += 1;
-            self.count(1, 0, payload.content_length() as u64);
-            match self.objects()?.put(&self.path(object), payload.clone()).await {
+            self.counters.add(1, 0, payload.content_length() as u64);
+            match self.client()?.put(&self.path(object), payload.clone()).await {
                 Ok(_) => return Ok(()),
                 Err(object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }) if attempts < 3 => {}
                 Err(e) => return Err(unconditional(object, e)),
@@ -135,11 +131,11 @@ impl Store {
     /// Lists the objects in a folder, ordered by name.
     #[boxed]
     pub(crate) async fn list(&self, folder: &str) -> Result<Vec<Listed>> {
-        self.count(1, 0, 0);
-        let root = self.inner.root.clone();
+        self.counters.add(1, 0, 0);
+        let root = self.root.clone();
         let prefix = self.path(folder);
         let mut found: Vec<Listed> = self
-            .objects()?
+            .client()?
             .list(Some(&prefix))
             .try_filter_map(|meta| {
                 let relative = meta.location.prefix_match(&root).map(|parts| {
@@ -160,8 +156,8 @@ impl Store {
     /// listing.
     #[boxed]
     pub(crate) async fn names_after(&self, folder: &str, after: &str) -> Result<Vec<String>> {
-        self.count(1, 0, 0);
-        let mut names: Vec<String> = match self.medium() {
+        self.counters.add(1, 0, 0);
+        let mut names: Vec<String> = match &self.medium {
             Medium::Local(root) => {
                 let path = root.join(folder);
                 let read = tokio::task::spawn_blocking(move || -> std::io::Result<Vec<String>> {
@@ -178,7 +174,7 @@ impl Store {
             }
             Medium::Memory | Medium::Remote => {
                 let (prefix, offset) = (self.path(folder), self.path(&format!("{folder}/{after}")));
-                let listed = self.objects()?.list_with_offset(Some(&prefix), &offset);
+                let listed = self.client()?.list_with_offset(Some(&prefix), &offset);
                 let names = listed.map_ok(|meta| meta.location.filename().unwrap_or_default().to_owned());
                 names.try_collect().await.map_err(|e| Error::storage(folder, e))?
             }
@@ -191,11 +187,10 @@ impl Store {
     /// Returns the sizes of objects, or `None` for those that do not exist. Sends `limit` requests at once.
     #[boxed]
     pub(crate) async fn sizes(&self, objects: Vec<String>, limit: usize) -> Result<Vec<Option<u64>>> {
-        if let Medium::Local(root) = self.medium() {
-            self.count(objects.len() as u64, 0, 0);
+        if let Medium::Local(root) = &self.medium {
+            self.counters.add(objects.len() as u64, 0, 0);
             let root = root.clone();
-            return blocking(self.url().to_owned(), move || objects.iter().map(|object| file_bytes(&root.join(object), object)).collect())
-                .await;
+            return blocking(self.url.clone(), move || objects.iter().map(|object| file_bytes(&root.join(object), object)).collect()).await;
         }
         let size = |object: String| async move { Ok(self.head_if_present(&object).await?.map(|found| found.bytes)) };
         concurrently(limit, objects.into_iter().map(size)).await
@@ -213,8 +208,8 @@ impl Store {
     /// Returns size and time of an object.
     #[boxed]
     pub(crate) async fn head(&self, object: &str) -> Result<Listed> {
-        self.count(1, 0, 0);
-        let meta = self.objects()?.head(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
+        self.counters.add(1, 0, 0);
+        let meta = self.client()?.head(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
         Ok(Listed { path: object.to_owned(), bytes: meta.size, modified_ms: modified_ms(&meta) })
     }
 
@@ -232,8 +227,8 @@ impl Store {
     /// Deletes an object. An object that is already gone is not an error.
     #[boxed]
     pub(crate) async fn delete(&self, object: &str) -> Result<()> {
-        self.count(1, 0, 0);
-        match self.objects()?.delete(&self.path(object)).await {
+        self.counters.add(1, 0, 0);
+        match self.client()?.delete(&self.path(object)).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(e) => Err(Error::storage(object, e)),
         }

@@ -9,26 +9,30 @@ mod coalesce;
 mod contact;
 mod fetch;
 mod io;
+mod objects;
 mod open;
 mod probe;
 mod upload;
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use object_store::ObjectStore;
 use object_store::path::Path;
 
-pub use ahead::Ahead;
+pub use ahead::AheadUploads;
+pub(crate) use cache::Caches;
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed};
+pub(crate) use objects::{Medium, Objects};
 pub(crate) use open::FOLDERS;
 pub use open::{StoreOptions, absolute_url};
 pub use probe::ProbeReport;
-pub(crate) use upload::Upload;
+pub(crate) use probe::probe;
+pub(crate) use upload::{PartBudget, Upload};
 
+use crate::Limits;
 use crate::codec::Registry;
-use crate::{Error, Limits, Result};
 
 /// A store of snapshots. Cheap to clone; clones share caches.
 ///
@@ -50,29 +54,9 @@ pub struct Store {
 }
 
 struct Inner {
-    url: String,
-    medium: Medium,
-    objects: OnceLock<Arc<dyn ObjectStore>>,
-    root: Path,
+    objects: Objects,
     options: StoreOptions,
-    counters: Counters,
-    caches: cache::Caches,
-}
-
-/// Storage below a store. Decides how errors are interpreted.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Medium {
-    Memory,
-    /// A local folder.
-    Local(std::path::PathBuf),
-    Remote,
-}
-
-#[derive(Debug, Default)]
-struct Counters {
-    requests: AtomicU64,
-    bytes_read: AtomicU64,
-    bytes_written: AtomicU64,
+    caches: Caches,
 }
 
 /// Requests and bytes of a store and its clones.
@@ -91,30 +75,12 @@ impl Store {
     /// that an `ObjectStore` does not expose.
     pub fn with_object_store(objects: Arc<dyn ObjectStore>, root: Path, options: StoreOptions) -> Self {
         let url = format!("{objects}/{root}");
-        Self::assemble(url, Medium::Remote, Some(objects), root, options)
-    }
-
-    fn assemble(url: String, medium: Medium, objects: Option<Arc<dyn ObjectStore>>, root: Path, options: StoreOptions) -> Self {
-        let cell = OnceLock::new();
-        if let Some(objects) = objects {
-            let _ = cell.set(objects);
-        }
-        Self {
-            inner: Arc::new(Inner {
-                url,
-                medium,
-                objects: cell,
-                root,
-                options,
-                counters: Counters::default(),
-                caches: cache::Caches::default(),
-            }),
-        }
+        assemble(url, Medium::Remote, Some(objects), root, options)
     }
 
     /// Returns the URL that the store was opened with.
     pub fn url(&self) -> &str {
-        &self.inner.url
+        &self.objects().url
     }
 
     /// Returns the limits that readers enforce.
@@ -129,7 +95,7 @@ impl Store {
 
     /// Returns the requests and bytes so far.
     pub fn io(&self) -> IoCounts {
-        let counters = &self.inner.counters;
+        let counters = &self.objects().counters;
         IoCounts {
             requests: counters.requests.load(Ordering::Relaxed),
             bytes_read: counters.bytes_read.load(Ordering::Relaxed),
@@ -137,38 +103,23 @@ impl Store {
         }
     }
 
-    pub(crate) fn medium(&self) -> &Medium {
-        &self.inner.medium
+    pub(crate) fn objects(&self) -> &Objects {
+        &self.inner.objects
     }
 
-    pub(crate) fn objects(&self) -> Result<&Arc<dyn ObjectStore>> {
-        if let Some(objects) = self.inner.objects.get() {
-            return Ok(objects);
-        }
-        match self.medium() {
-            // Another process may have created the folder since this handle was opened.
-            Medium::Local(folder) if folder.is_dir() => {
-                let objects = open::local_objects(folder, self.inner.options.fsync)?;
-                Ok(self.inner.objects.get_or_init(|| objects))
-            }
-            _ => Err(Error::not_found(format!("no store at {}; the first save creates one", self.url())).object(self.url())),
-        }
+    pub(crate) fn caches(&self) -> &Caches {
+        &self.inner.caches
     }
+}
 
-    pub(crate) fn path(&self, object: &str) -> Path {
-        Path::from_iter(self.inner.root.parts().chain(Path::from(object).parts()))
-    }
-
-    fn count(&self, requests: u64, bytes_read: u64, bytes_written: u64) {
-        let counters = &self.inner.counters;
-        counters.requests.fetch_add(requests, Ordering::Relaxed);
-        counters.bytes_read.fetch_add(bytes_read, Ordering::Relaxed);
-        counters.bytes_written.fetch_add(bytes_written, Ordering::Relaxed);
-    }
+fn assemble(url: String, medium: Medium, client: Option<Arc<dyn ObjectStore>>, root: Path, options: StoreOptions) -> Store {
+    let objects = Objects::new(url, medium, client, root, options.fsync);
+    let caches = Caches::new(options.index_cache_bytes);
+    Store { inner: Arc::new(Inner { objects, options, caches }) }
 }
 
 impl std::fmt::Debug for Store {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Store").field("url", &self.inner.url).finish_non_exhaustive()
+        f.debug_struct("Store").field("url", &self.objects().url).finish_non_exhaustive()
     }
 }

@@ -13,7 +13,7 @@ use object_store::path::Path;
 
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use super::contact::{Cloud, Connector};
-use super::{Medium, Store};
+use super::{Medium, Objects, Store, assemble};
 use crate::codec::Registry;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use crate::parse_duration;
@@ -85,18 +85,20 @@ impl Store {
     pub fn open(url: &str) -> Result<Self> {
         StoreOptions::default().open(url)
     }
+}
 
+impl Objects {
     /// Creates the folders of a local store and makes them durable. `object_store` syncs only folders that it creates
     /// itself.
     pub(crate) fn ensure_root(&self) -> Result<()> {
-        let Medium::Local(root) = self.medium() else { return Ok(()) };
+        let Medium::Local(root) = &self.medium else { return Ok(()) };
         let fail = |folder: &std::path::Path, e| Error::io(folder.display().to_string(), e);
         let existing = root.ancestors().find(|folder| folder.is_dir()).map(PathBuf::from);
         let mut folders: Vec<PathBuf> = FOLDERS.iter().map(|name| root.join(name)).collect();
         for folder in &folders {
             std::fs::create_dir_all(folder).map_err(|e| fail(folder, e))?;
         }
-        if self.inner.options.fsync {
+        if self.fsync {
             // Syncs from the new folders up to the first existing one, because the entry of the topmost new folder must
             // last too.
             folders.extend(root.ancestors().take_while(|folder| Some(*folder) != existing.as_deref()).map(PathBuf::from));
@@ -105,7 +107,7 @@ impl Store {
                 std::fs::File::open(folder).and_then(|opened| opened.sync_all()).map_err(|e| fail(folder, e))?;
             }
         }
-        self.objects().map(|_| ())
+        self.client().map(|_| ())
     }
 }
 
@@ -125,7 +127,7 @@ impl StoreOptions {
                 let folder = parsed.to_file_path().map_err(|()| invalid("not the URL of a local path; write file:///path".into()))?;
                 self.open_local(url, folder)
             }
-            "memory" => Ok(Store::assemble(url.to_owned(), Medium::Memory, Some(shared_memory(rest)), Path::default(), self)),
+            "memory" => Ok(assemble(url.to_owned(), Medium::Memory, Some(shared_memory(rest)), Path::default(), self)),
             _ if SCHEMES.contains(&scheme) => {
                 let parsed = parse(url)?;
                 if parsed.host_str().unwrap_or_default().is_empty() {
@@ -135,7 +137,7 @@ impl StoreOptions {
                 // An http URL is itself the root.
                 let root = if scheme.starts_with("http") { "" } else { parsed.path() };
                 let root = Path::from_url_path(root).map_err(|e| invalid(format!("its path cannot name objects: {e}")))?;
-                Ok(Store::assemble(url.to_owned(), Medium::Remote, Some(objects), root, self))
+                Ok(assemble(url.to_owned(), Medium::Remote, Some(objects), root, self))
             }
             _ => Err(invalid(format!(
                 "`{scheme}://` is not supported; use s3 (or s3a), gs, az (or azure, abfs, abfss), http, https, file or memory, or a plain path"
@@ -149,7 +151,7 @@ impl StoreOptions {
             true => Some(local_objects(&folder, self.fsync)?),
             false => None,
         };
-        Ok(Store::assemble(url.to_owned(), Medium::Local(folder), objects, Path::default(), self))
+        Ok(assemble(url.to_owned(), Medium::Local(folder), objects, Path::default(), self))
     }
 
     #[allow(unused_variables, clippy::needless_return, reason = "depends on the features that are built in")]

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::Store;
+use super::Objects;
 use super::io::Created;
 use crate::wire::Id;
 use crate::{Error, ErrorKind, Result, boxed};
@@ -18,87 +18,85 @@ pub struct ProbeReport {
     pub rounds: u32,
 }
 
-impl Store {
-    /// Races creates on scratch objects. Refuses a storage on which a name can be created twice.
-    pub async fn probe(&self) -> Result<ProbeReport> {
-        let run = Id::random()?;
-        // The marker stays during all rounds. If it disappears, another process deletes objects here, and the rounds
-        // prove nothing.
-        let marker = format!("probe/{run}");
-        self.create_unique(&marker, Bytes::from_static(b"probe")).await?;
-        let found = self.probe_rounds(run).await;
-        if found.as_ref().is_err_and(|e| e.kind() == ErrorKind::UnsafeStore) && self.head_if_present(&marker).await?.is_none() {
-            let message = format!(
-                "`{marker}`, which tensorcask had written to test the storage, was removed during the test. Another process deletes or \
-                 replaces this store; save again when it is done"
-            );
-            return Err(Error::new(ErrorKind::Conflict, message).object(self.url()));
-        }
-        if let Err(e) = self.delete(&marker).await {
-            tracing::debug!(object = marker, error = %e, "scratch object not removed");
-        }
-        found
+/// Races creates on scratch objects. Refuses a storage on which a name can be created twice.
+pub(crate) async fn probe(objects: &Objects) -> Result<ProbeReport> {
+    let run = Id::random()?;
+    // The marker stays during all rounds. If it disappears, another process deletes objects here, and the rounds
+    // prove nothing.
+    let marker = format!("probe/{run}");
+    objects.create_unique(&marker, Bytes::from_static(b"probe")).await?;
+    let found = probe_rounds(objects, run).await;
+    if found.as_ref().is_err_and(|e| e.kind() == ErrorKind::UnsafeStore) && objects.head_if_present(&marker).await?.is_none() {
+        let message = format!(
+            "`{marker}`, which tensorcask had written to test the storage, was removed during the test. Another process deletes or \
+             replaces this store; save again when it is done"
+        );
+        return Err(Error::new(ErrorKind::Conflict, message).object(&objects.url));
     }
+    if let Err(e) = objects.delete(&marker).await {
+        tracing::debug!(object = marker, error = %e, "scratch object not removed");
+    }
+    found
+}
 
-    #[boxed]
-    async fn probe_rounds(&self, run: Id) -> Result<ProbeReport> {
-        for round in 0..ROUNDS {
-            let object = format!("probe/{run}-{round}");
-            let mut outcome = self.probe_round(&object).await;
-            if let Ok(false) = outcome {
-                // A server may report that nobody won a race. Nothing exists then, so the round is repeated with the same
-                // name.
-                self.delete(&object).await?;
-                outcome = self.probe_round(&object).await;
-            }
-            // A leftover scratch object is harmless.
-            if let Err(e) = self.delete(&object).await {
-                tracing::debug!(object, error = %e, "scratch object not removed");
-            }
-            outcome?;
+#[boxed]
+async fn probe_rounds(objects: &Objects, run: Id) -> Result<ProbeReport> {
+    for round in 0..ROUNDS {
+        let object = format!("probe/{run}-{round}");
+        let mut outcome = probe_round(objects, &object).await;
+        if let Ok(false) = outcome {
+            // A server may report that nobody won a race. Nothing exists then, so the round is repeated with the same
+            // name.
+            objects.delete(&object).await?;
+            outcome = probe_round(objects, &object).await;
         }
-        Ok(ProbeReport { rounds: ROUNDS })
+        // A leftover scratch object is harmless.
+        if let Err(e) = objects.delete(&object).await {
+            tracing::debug!(object, error = %e, "scratch object not removed");
+        }
+        outcome?;
     }
+    Ok(ProbeReport { rounds: ROUNDS })
+}
 
-    /// Races creates of one object. Returns whether one of the racers knows that it won.
-    #[boxed]
-    async fn probe_round(&self, object: &str) -> Result<bool> {
-        let tokens = [Id::random()?, Id::random()?, Id::random()?];
-        let body = |token: Id| Bytes::from(token.to_hex());
-        let refuse = |message: &str| {
-            Err(Error::new(
-                ErrorKind::UnsafeStore,
-                format!(
-                    "{message}. Two jobs could overwrite each other's commits here, so tensorcask refuses this storage. \
-                     It needs put-if-absent (`If-None-Match: *`), and hard links on a file system"
-                ),
-            )
-            .object(self.url())
-            .clause("log 5"))
-        };
-        let fail = |e| Error::storage(object, e);
-        let (first, second) = tokio::join!(self.create(object, body(tokens[0])), self.create(object, body(tokens[1])));
-        let mut winners = Vec::new();
-        for (outcome, token) in [(first, tokens[0]), (second, tokens[1])] {
-            if let Created::Written = outcome.map_err(fail)? {
-                winners.push(token);
-            }
+/// Races creates of one object. Returns whether one of the racers knows that it won.
+#[boxed]
+async fn probe_round(objects: &Objects, object: &str) -> Result<bool> {
+    let tokens = [Id::random()?, Id::random()?, Id::random()?];
+    let body = |token: Id| Bytes::from(token.to_hex());
+    let refuse = |message: &str| {
+        Err(Error::new(
+            ErrorKind::UnsafeStore,
+            format!(
+                "{message}. Two jobs could overwrite each other's commits here, so tensorcask refuses this storage. \
+                 It needs put-if-absent (`If-None-Match: *`), and hard links on a file system"
+            ),
+        )
+        .object(&objects.url)
+        .clause("log 5"))
+    };
+    let fail = |e| Error::storage(object, e);
+    let (first, second) = tokio::join!(objects.create(object, body(tokens[0])), objects.create(object, body(tokens[1])));
+    let mut winners = Vec::new();
+    for (outcome, token) in [(first, tokens[0]), (second, tokens[1])] {
+        if let Created::Written = outcome.map_err(fail)? {
+            winners.push(token);
         }
-        if winners.len() > 1 {
-            return refuse("two creates of one object both succeeded");
-        }
-        if winners.is_empty() && self.get_if_present(object, 1 << 10).await?.is_none() {
-            return Ok(false);
-        }
-        if let Created::Written = self.create(object, body(tokens[2])).await.map_err(fail)? {
-            return refuse("an object that exists was created again");
-        }
-        let found = self.get(object, 1 << 10).await?;
-        // After lost answers no racer knows that it won, so the object may hold either body.
-        let expected = if winners.is_empty() { &tokens[..2] } else { &winners[..] };
-        if !expected.iter().any(|token| body(*token) == found) {
-            return refuse("an object does not hold what its only creator wrote");
-        }
-        Ok(!winners.is_empty())
     }
+    if winners.len() > 1 {
+        return refuse("two creates of one object both succeeded");
+    }
+    if winners.is_empty() && objects.get_if_present(object, 1 << 10).await?.is_none() {
+        return Ok(false);
+    }
+    if let Created::Written = objects.create(object, body(tokens[2])).await.map_err(fail)? {
+        return refuse("an object that exists was created again");
+    }
+    let found = objects.get(object, 1 << 10).await?;
+    // After lost answers no racer knows that it won, so the object may hold either body.
+    let expected = if winners.is_empty() { &tokens[..2] } else { &winners[..] };
+    if !expected.iter().any(|token| body(*token) == found) {
+        return refuse("an object does not hold what its only creator wrote");
+    }
+    Ok(!winners.is_empty())
 }

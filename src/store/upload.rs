@@ -1,20 +1,33 @@
 //! Uploads one object in bounded memory: a single put while the object is small, otherwise equal multipart parts.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-use super::ahead::{Ahead, Tee};
+use super::ahead::{AheadUploads, Tee};
 use super::io::unconditional;
-use super::{Medium, Store};
+use super::{Medium, Objects, Store};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Objects below this size are sent in one request. No part is smaller.
 const MIN_PART_BYTES: u64 = 8 << 20;
 /// S3 allows 10,000 parts. The margin covers an estimate of the size that was too low.
 const MAX_PARTS: u64 = 9_000;
-/// Number of parts in flight at once. Limits the memory of an upload to this many parts.
+/// Number of parts in flight at once. Limits the memory of uploads to this many parts.
 const CONCURRENT_PARTS: usize = 4;
+
+/// A limit on parts in flight that several uploads share.
+#[derive(Debug, Clone)]
+pub(crate) struct PartBudget(Arc<Semaphore>);
+
+impl Default for PartBudget {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(CONCURRENT_PARTS)))
+    }
+}
 
 /// Upload of one object.
 pub(crate) struct Upload {
@@ -26,6 +39,7 @@ pub(crate) struct Upload {
     total_bytes: u64,
     multipart: Option<Box<dyn MultipartUpload>>,
     running: JoinSet<Result<(), object_store::Error>>,
+    budget: PartBudget,
     tee: Option<Tee>,
 }
 
@@ -47,12 +61,19 @@ impl Upload {
             total_bytes: 0,
             multipart: None,
             running: JoinSet::new(),
+            budget: PartBudget::default(),
             tee: None,
         }
     }
 
+    /// Shares a budget of parts in flight with other uploads.
+    pub(crate) fn within(mut self, budget: &PartBudget) -> Self {
+        self.budget = budget.clone();
+        self
+    }
+
     /// Also sends the same bytes to another store.
-    pub(crate) fn sent_ahead(mut self, ahead: Option<&Ahead>, expected_bytes: u64) -> Self {
+    pub(crate) fn sent_ahead(mut self, ahead: Option<&AheadUploads>, expected_bytes: u64) -> Self {
         self.tee = ahead.map(|ahead| ahead.begin(&self.object, expected_bytes));
         self
     }
@@ -90,7 +111,7 @@ impl Upload {
     pub(crate) async fn finish(mut self) -> Result<()> {
         let rest = std::mem::take(&mut self.pending);
         if self.multipart.is_none() {
-            return self.store.put_whole(&self.object, PutPayload::from_iter(rest)).await;
+            return self.store.objects().put_whole(&self.object, PutPayload::from_iter(rest)).await;
         }
         let sent = async {
             if !rest.is_empty() {
@@ -109,10 +130,10 @@ impl Upload {
         }
         let Some(mut multipart) = self.multipart.take() else { return Ok(()) };
         let (store, object, total_bytes) = (self.store.clone(), self.object.clone(), self.total_bytes);
-        store.count(1, 0, 0);
+        store.objects().counters.add(1, 0, 0);
         match multipart.complete().await {
             Ok(_) => Ok(()),
-            Err(e) if *store.medium() == Medium::Remote && is_there(&store, &object, total_bytes).await => {
+            Err(e) if store.objects().medium == Medium::Remote && is_there(store.objects(), &object, total_bytes).await => {
                 tracing::debug!(object, error = %e, "the upload is complete although its answer says otherwise");
                 Ok(())
             }
@@ -136,19 +157,23 @@ impl Upload {
 
     async fn send_part(&mut self, part: Vec<Bytes>) -> Result<()> {
         if self.multipart.is_none() {
-            self.store.count(1, 0, 0);
-            let started = self.store.objects()?.put_multipart(&self.store.path(&self.object)).await;
+            let objects = self.store.objects();
+            objects.counters.add(1, 0, 0);
+            let started = objects.client()?.put_multipart(&objects.path(&self.object)).await;
             self.multipart = Some(started.map_err(|e| unconditional(&self.object, e))?);
         }
-        while self.running.len() >= CONCURRENT_PARTS {
-            if let Some(done) = self.running.join_next().await {
-                self.part_done(done)?;
-            }
+        while let Some(done) = self.running.try_join_next() {
+            self.part_done(done)?;
         }
+        let permit = self.budget.0.clone().acquire_owned().await;
         if let Some(multipart) = self.multipart.as_mut() {
             let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
-            self.store.count(1, 0, bytes);
-            self.running.spawn(multipart.put_part(PutPayload::from_iter(part)));
+            self.store.objects().counters.add(1, 0, bytes);
+            let sent = multipart.put_part(PutPayload::from_iter(part));
+            self.running.spawn(async move {
+                let _permit = permit;
+                sent.await
+            });
         }
         Ok(())
     }
@@ -184,10 +209,10 @@ impl Upload {
 }
 
 /// Returns whether an upload whose completion failed has arrived after all.
-async fn is_there(store: &Store, object: &str, bytes: u64) -> bool {
-    let Ok(objects) = store.objects() else { return false };
-    store.count(1, 0, 0);
-    matches!(objects.head(&store.path(object)).await, Ok(meta) if meta.size == bytes)
+async fn is_there(objects: &Objects, object: &str, bytes: u64) -> bool {
+    let Ok(client) = objects.client() else { return false };
+    objects.counters.add(1, 0, 0);
+    matches!(client.head(&objects.path(object)).await, Ok(meta) if meta.size == bytes)
 }
 
 impl Drop for Upload {

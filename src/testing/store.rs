@@ -2,9 +2,10 @@
 
 use bytes::Bytes;
 
-use crate::store::{Created, Upload};
+use crate::maintain::{VerifyDepth, VerifyOptions, verify};
+use crate::store::{Created, Upload, probe};
 use crate::wire::Id;
-use crate::{Blob, Depth, Dtype, Error, ErrorKind, Latest, Metadata, Policy, Result, Slice, Store, TensorView, VerifyOptions};
+use crate::{Blob, Dtype, Error, ErrorKind, Latest, Metadata, Policy, Result, Slice, Store, TensorView};
 
 /// Runs every check on an empty store. The error names the check that failed. Leaves objects behind.
 ///
@@ -14,7 +15,7 @@ use crate::{Blob, Depth, Dtype, Error, ErrorKind, Latest, Metadata, Policy, Resu
 /// # }
 /// ```
 pub async fn run_all(store: &Store) -> Result<()> {
-    store.ensure_root()?;
+    store.objects().ensure_root()?;
     let named = |name: &'static str| move |e: Error| Error::new(e.kind(), format!("{name}: {e}")).source(e);
     probe_accepts(store).await.map_err(named("probe"))?;
     create_is_exclusive(store).await.map_err(named("create"))?;
@@ -30,33 +31,42 @@ fn ensure(condition: bool, message: impl Into<String>) -> Result<()> {
 }
 
 async fn probe_accepts(store: &Store) -> Result<()> {
-    store.probe().await?;
-    ensure(store.list("probe").await?.is_empty(), "the probe left scratch objects")
+    probe(store.objects()).await?;
+    ensure(store.objects().list("probe").await?.is_empty(), "the probe left scratch objects")
 }
 
 async fn create_is_exclusive(store: &Store) -> Result<()> {
     let object = format!("scratch/{}", Id::random()?);
     let storage = |e| Error::storage(&object, e);
-    ensure(matches!(store.create(&object, Bytes::from_static(b"one")).await.map_err(storage)?, Created::Written), "the first create lost")?;
-    ensure(matches!(store.create(&object, Bytes::from_static(b"two")).await.map_err(storage)?, Created::Exists), "the second create won")?;
-    ensure(store.get(&object, 10).await?.as_ref() == b"one", "the loser's bytes are there")?;
-    ensure(matches!(store.get(&object, 2).await, Err(e) if e.kind() == ErrorKind::LimitExceeded), "a limit was not kept")?;
-    ensure(store.get_if_present("scratch/none", 10).await?.is_none(), "an object that nobody wrote")?;
-    store.delete(&object).await?;
-    store.delete(&object).await?;
-    ensure(store.get_if_present(&object, 10).await?.is_none(), "a deleted object is still there")
+    ensure(
+        matches!(store.objects().create(&object, Bytes::from_static(b"one")).await.map_err(storage)?, Created::Written),
+        "the first create lost",
+    )?;
+    ensure(
+        matches!(store.objects().create(&object, Bytes::from_static(b"two")).await.map_err(storage)?, Created::Exists),
+        "the second create won",
+    )?;
+    ensure(store.objects().get(&object, 10).await?.as_ref() == b"one", "the loser's bytes are there")?;
+    ensure(matches!(store.objects().get(&object, 2).await, Err(e) if e.kind() == ErrorKind::LimitExceeded), "a limit was not kept")?;
+    ensure(store.objects().get_if_present("scratch/none", 10).await?.is_none(), "an object that nobody wrote")?;
+    store.objects().delete(&object).await?;
+    store.objects().delete(&object).await?;
+    ensure(store.objects().get_if_present(&object, 10).await?.is_none(), "a deleted object is still there")
 }
 
 async fn ranges_are_exact(store: &Store) -> Result<()> {
     let object = format!("scratch/{}", Id::random()?);
     let body: Vec<u8> = (0..100_000u32).map(|i| (i % 251) as u8).collect();
-    store.create_unique(&object, body.clone().into()).await?;
-    store.create_unique(&object, body.clone().into()).await?;
+    store.objects().create_unique(&object, body.clone().into()).await?;
+    store.objects().create_unique(&object, body.clone().into()).await?;
     let ranges = [99_990..100_000, 0..1, 50..50, 10..20, 15..40_000];
-    for (range, bytes) in ranges.iter().zip(store.get_ranges(&object, &ranges).await?) {
+    for (range, bytes) in ranges.iter().zip(store.objects().get_ranges(&object, &ranges).await?) {
         ensure(bytes == body[range.start as usize..range.end as usize], format!("range {range:?} holds other bytes"))?;
     }
-    ensure(store.get_ranges(&object, std::slice::from_ref(&(99_990..100_001))).await.is_err(), "a range past the end was answered short")
+    ensure(
+        store.objects().get_ranges(&object, std::slice::from_ref(&(99_990..100_001))).await.is_err(),
+        "a range past the end was answered short",
+    )
 }
 
 async fn uploads_arrive(store: &Store) -> Result<()> {
@@ -68,26 +78,26 @@ async fn uploads_arrive(store: &Store) -> Result<()> {
             upload.push(vec![Bytes::copy_from_slice(piece)]).await?;
         }
         upload.finish().await?;
-        ensure(store.get(&object, size as u64).await? == body, format!("an upload of {size} bytes arrived otherwise"))?;
-        store.delete(&object).await?;
+        ensure(store.objects().get(&object, size as u64).await? == body, format!("an upload of {size} bytes arrived otherwise"))?;
+        store.objects().delete(&object).await?;
     }
     let object = format!("scratch/{}", Id::random()?);
     let mut upload = Upload::new(store, object.clone(), 20 << 20);
     upload.push(vec![Bytes::from(vec![1; 20 << 20])]).await?;
     upload.abort().await;
     drop(upload);
-    ensure(store.get_if_present(&object, u64::MAX).await?.is_none(), "an aborted upload is there")
+    ensure(store.objects().get_if_present(&object, u64::MAX).await?.is_none(), "an aborted upload is there")
 }
 
 async fn listing_is_complete(store: &Store) -> Result<()> {
     let folder = format!("listing-{}", Id::random()?);
     let names: Vec<String> = (0..25).map(|i| format!("{folder}/{i:03}.json")).collect();
     for name in names.iter().rev() {
-        store.create_unique(name, Bytes::from_static(b"x")).await?;
+        store.objects().create_unique(name, Bytes::from_static(b"x")).await?;
     }
-    let found: Vec<String> = store.list(&folder).await?.into_iter().map(|listed| listed.path).collect();
+    let found: Vec<String> = store.objects().list(&folder).await?.into_iter().map(|listed| listed.path).collect();
     ensure(found == names, format!("listed {found:?}"))?;
-    ensure(store.list("no-such-folder").await?.is_empty(), "a folder that is not there lists objects")
+    ensure(store.objects().list("no-such-folder").await?.is_empty(), "a folder that is not there lists objects")
 }
 
 /// Lets sixteen writers create one name. Exactly one must win, and its bytes must be stored.
@@ -96,7 +106,7 @@ async fn one_writer_wins(store: &Store) -> Result<()> {
         let object = format!("scratch/race-{}-{round}", Id::random()?);
         let racers = (0..16u8).map(|racer| {
             let (store, object) = (store.clone(), object.clone());
-            tokio::spawn(async move { (racer, store.create(&object, Bytes::from(vec![racer; 64])).await) })
+            tokio::spawn(async move { (racer, store.objects().create(&object, Bytes::from(vec![racer; 64])).await) })
         });
         let mut winners = Vec::new();
         for racer in racers.collect::<Vec<_>>() {
@@ -106,7 +116,7 @@ async fn one_writer_wins(store: &Store) -> Result<()> {
             }
         }
         let [winner] = winners[..] else { return ensure(false, format!("winners: {winners:?}")) };
-        ensure(store.get(&object, 64).await?.as_ref() == [winner; 64], "a loser's bytes are there")?;
+        ensure(store.objects().get(&object, 64).await?.as_ref() == [winner; 64], "a loser's bytes are there")?;
     }
     Ok(())
 }
@@ -145,7 +155,7 @@ async fn cycle(store: &Store) -> Result<()> {
     let fenced = writer.save(4, &state, &[], &Metadata::default()).await;
     ensure(matches!(fenced, Err(e) if e.kind() == ErrorKind::Fenced), "a writer went on although another took over")?;
     second.save(4, &state, &[], &Metadata::default()).await?;
-    let report = store.verify(&VerifyOptions { depth: Depth::Full, ..VerifyOptions::default() }).await?;
+    let report = verify(store, &VerifyOptions { depth: VerifyDepth::Full, ..VerifyOptions::default() }).await?;
     match report.problems.into_iter().next() {
         None => Ok(()),
         Some(problem) => Err(problem.error),

@@ -37,7 +37,7 @@ pub(crate) use cursor::{Cursor, Put};
 pub(crate) use errors::{ChunkErrors, ErrorsFile, ShardErrors};
 pub(crate) use layout::{ShardRow, TensorRow};
 pub(crate) use receipt::RankSave;
-pub(crate) use slots::{MAX_RANK, blob_slot, tensor_slot};
+pub(crate) use slots::{MAX_RANK, blob_slot, rank_of_slot, role_slot, slots_of_rank, tensor_slot};
 pub(crate) use store_file::STORE_FILE;
 
 /// Alignment of index columns in bytes, the alignment of Arrow buffers.

@@ -7,7 +7,6 @@
 //! Invariants: the cache holds shards of one committed snapshot only. Each chunk is returned only if its CRC-32 is that
 //! of the save.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -15,8 +14,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::BaseKeeping;
+use super::input::ChunkRef;
 use crate::codec::{Columns, EncodedChunk, Registry, decode};
-use crate::limits::{reserve, to_usize, zeroed};
+use crate::limits::{reserve, to_usize};
+use crate::spare::Spare;
 use crate::tensor::{ChunkGrid, Rect};
 use crate::wire::Id;
 use crate::{Error, Result, TensorView};
@@ -89,6 +90,25 @@ pub(super) struct CachedChunk<'a> {
     pub chunk: u64,
 }
 
+/// A chunk of the base.
+pub(super) enum BaseChunk<'a> {
+    /// Kept in memory.
+    Kept(&'a [u8]),
+    /// Decoded or read for this save.
+    Read(Spare),
+}
+
+impl std::ops::Deref for BaseChunk<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Kept(bytes) => bytes,
+            Self::Read(bytes) => bytes,
+        }
+    }
+}
+
 /// Kept shards of one committed snapshot.
 #[derive(Debug, Default)]
 pub(super) struct BaseCache {
@@ -98,7 +118,7 @@ pub(super) struct BaseCache {
 
 impl BaseCache {
     /// Returns a chunk of the base, if it is kept and its checksum is that of the save.
-    pub(super) fn chunk(&self, at: &CachedChunk<'_>, registry: &Registry) -> Option<Cow<'_, [u8]>> {
+    pub(super) fn chunk(&self, at: &CachedChunk<'_>, registry: &Registry) -> Option<BaseChunk<'_>> {
         if self.snapshot != Some(at.snapshot) {
             return None;
         }
@@ -137,14 +157,14 @@ impl BaseCache {
 }
 
 impl KeptShard {
-    fn read(&self, at: &CachedChunk<'_>, registry: &Registry) -> Result<Cow<'_, [u8]>> {
+    fn read(&self, at: &CachedChunk<'_>, registry: &Registry) -> Result<BaseChunk<'_>> {
         let range = at.grid.bytes(at.chunk);
         let length = to_usize(range.end.saturating_sub(range.start), "a chunk")?;
         let missing = || Error::invalid("the cache does not hold it");
         match &self.form {
             Form::Decoded(bytes) => {
                 let start = to_usize(range.start, "a shard")?;
-                Ok(Cow::Borrowed(bytes.get(start..start.saturating_add(length)).ok_or_else(missing)?))
+                Ok(BaseChunk::Kept(bytes.get(start..start.saturating_add(length)).ok_or_else(missing)?))
             }
             Form::Encoded(chunks) => {
                 let chunk = usize::try_from(at.chunk).ok().and_then(|at| chunks.get(at)).ok_or_else(missing)?;
@@ -152,16 +172,16 @@ impl KeptShard {
                 let columns: Vec<(&str, bytes::Bytes)> = chunk.columns.iter().map(|(name, bytes)| (name.as_str(), bytes.clone())).collect();
                 let elements = at.grid.elements(at.chunk);
                 let element_count = elements.end.saturating_sub(elements.start);
-                let mut out = zeroed(length, "a base chunk")?;
+                let mut out = Spare::new(length, "a base chunk")?;
                 let input = Columns { dtype: at.grid.dtype(), element_count, columns: &columns, base: None, partners: &[] };
                 decode(codec.as_ref(), &input, &mut out)?;
-                Ok(Cow::Owned(out))
+                Ok(BaseChunk::Read(out))
             }
             Form::File { file, offset } => {
-                let mut out = zeroed(length, "a base chunk")?;
+                let mut out = Spare::new(length, "a base chunk")?;
                 let read = file.with(offset.saturating_add(range.start), |file| file.read_exact(&mut out));
                 read.map_err(|e| Error::io("the base on local disk", e))?;
-                Ok(Cow::Owned(out))
+                Ok(BaseChunk::Read(out))
             }
         }
     }
@@ -176,15 +196,20 @@ impl KeptShard {
     }
 }
 
+/// A shard that is being added: its chunks so far.
+#[derive(Debug, Default)]
+struct OpenShard {
+    encoded: Vec<EncodedChunk>,
+    decoded: Vec<u8>,
+}
+
 /// Collects the state that is being saved, as the base of the next delta.
 #[derive(Debug)]
 pub(super) struct NextBase {
     keeping: BaseKeeping,
     shards: HashMap<ShardKey, KeptShard>,
-    /// Encoded chunks of the shard that is being added.
-    chunks: Vec<EncodedChunk>,
-    /// Decoded bytes of the shard that is being added.
-    bytes: Vec<u8>,
+    /// Shards that are being added, by tensor and shard in the layout.
+    open: HashMap<(usize, usize), OpenShard>,
     /// File of the shards, and the bytes written to it.
     file: Option<(Arc<PrivateFile>, u64)>,
     /// Whether writing to local disk failed; nothing is kept then.
@@ -193,7 +218,7 @@ pub(super) struct NextBase {
 
 impl NextBase {
     pub(super) fn new(keeping: BaseKeeping) -> Self {
-        Self { keeping, shards: HashMap::new(), chunks: Vec::new(), bytes: Vec::new(), file: None, failed: false }
+        Self { keeping, shards: HashMap::new(), open: HashMap::new(), file: None, failed: false }
     }
 
     /// Whether [`add_chunk`](Self::add_chunk) needs the encoded form of each chunk.
@@ -201,15 +226,16 @@ impl NextBase {
         self.keeping == BaseKeeping::Encoded
     }
 
-    /// Adds the next chunk of a shard of `shard_bytes`: its stored form, and the form that decodes alone if
+    /// Adds the next chunk of a shard: its stored form, and the form that decodes alone if
     /// [`keeps_encoded`](Self::keeps_encoded).
-    pub(super) fn add_chunk(&mut self, shard_bytes: usize, data: &[u8], encoded: Option<EncodedChunk>) -> Result<()> {
+    pub(super) fn add_chunk(&mut self, at: ChunkRef, view: &TensorView<'_>, data: &[u8], encoded: Option<EncodedChunk>) -> Result<()> {
+        let shard = self.open.entry((at.tensor, at.shard)).or_default();
         if let Some(mut chunk) = encoded {
             // The buffers of columns are larger than their content; a copy of the content frees them.
             for (_, bytes) in &mut chunk.columns {
                 *bytes = bytes::Bytes::copy_from_slice(bytes);
             }
-            self.chunks.push(chunk);
+            shard.encoded.push(chunk);
         }
         let keeps_bytes = match self.keeping {
             BaseKeeping::Memory => true,
@@ -217,22 +243,21 @@ impl NextBase {
             BaseKeeping::None | BaseKeeping::Encoded => false,
         };
         if keeps_bytes {
-            if self.bytes.is_empty() {
-                self.bytes = reserve(shard_bytes, "the next base")?;
+            if shard.decoded.is_empty() {
+                shard.decoded = reserve(view.data().len(), "the next base")?;
             }
-            self.bytes.extend_from_slice(data);
+            shard.decoded.extend_from_slice(data);
         }
         Ok(())
     }
 
     /// Ends a shard after its last chunk.
-    pub(super) fn finish_shard(&mut self, view: &TensorView<'_>, crcs: Vec<u32>) {
-        let key = (view.name().to_owned(), view.rect().clone());
-        let bytes = std::mem::take(&mut self.bytes);
+    pub(super) fn finish_shard(&mut self, at: ChunkRef, view: &TensorView<'_>, crcs: Vec<u32>) {
+        let OpenShard { encoded, decoded: bytes } = self.open.remove(&(at.tensor, at.shard)).unwrap_or_default();
         let form = match &self.keeping {
             BaseKeeping::None => return,
             BaseKeeping::Memory => Form::Decoded(bytes),
-            BaseKeeping::Encoded => Form::Encoded(std::mem::take(&mut self.chunks)),
+            BaseKeeping::Encoded => Form::Encoded(encoded),
             BaseKeeping::Disk(_) if self.failed => return,
             BaseKeeping::Disk(folder) => match write_shard(&mut self.file, folder, &bytes) {
                 Ok(form) => form,
@@ -245,7 +270,7 @@ impl NextBase {
                 }
             },
         };
-        self.shards.insert(key, KeptShard { form, crcs });
+        self.shards.insert(key_of(view), KeptShard { form, crcs });
     }
 }
 

@@ -1,21 +1,18 @@
-//! One cask on its way into a store: chunks are encoded in parallel, appended in cask order and uploaded as they come.
+//! One cask on its way into a store: encoded chunks and blobs are appended in cask order and uploaded as they come. The
+//! save pipeline and compaction both write their casks through this module.
 //!
-//! [`encode_chunks`] encodes a window of chunks on all cores and touches no cask, so it may run ahead of the upload.
-//! [`CaskWriter`] appends encoded chunks and blobs in cask order and streams the bytes to the store. The save pipeline
-//! and compaction both write their casks through this module.
-//!
-//! Invariants: a cask gets a random name and is published by [`CaskWriter::finish`] alone; without it nothing exists in
-//! the store. The stored bytes depend on the chunks, the options and the cask's id, and on nothing else.
+//! Invariants: a cask gets a random name. Only [`CaskWriter::finish`], or [`Upload::finish`] after [`CaskWriter::seal`],
+//! publishes it; without that nothing exists in the store. The stored bytes depend on the chunks, the options and the
+//! cask's id, and on nothing else.
 
 use bytes::Bytes;
-use rayon::prelude::*;
 
-use crate::codec::{Candidate, Chunk, ChunkKind, EncodedChunk, Objective, Registry, encode_given};
+use crate::codec::{EncodedChunk, Objective};
 use crate::container::CaskEncoder;
-use crate::store::{Ahead, Upload};
+use crate::store::{AheadUploads, PartBudget, Upload};
 use crate::tensor::Rect;
 use crate::wire::{CaskRef, Id};
-use crate::{Dtype, Error, Result, Store, boxed, parallel};
+use crate::{Dtype, Error, Result, Store, boxed};
 
 /// How the chunks of a cask are encoded.
 #[derive(Debug, Clone, Copy)]
@@ -50,63 +47,19 @@ pub(crate) struct ChunkPlace<'a> {
 
 impl ChunkPlace<'_> {
     /// The error, with tensor and chunk named.
-    fn locate(&self, error: Error) -> Error {
+    pub(super) fn locate(&self, error: Error) -> Error {
         error.tensor(self.shard.tensor).chunk(self.chunk)
     }
 }
 
-/// A chunk as it will be stored, with everything that codecs may use.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ChunkInput<'a> {
-    pub place: ChunkPlace<'a>,
-    pub chunk: Chunk<'a>,
-    /// The chunk as the codec that rounded it encoded it.
-    pub rounded: Option<&'a Candidate>,
-}
-
-impl ChunkInput<'_> {
-    fn encode(&self, registry: &Registry, options: EncodeOptions) -> Result<EncodedChunk> {
-        let encoded = encode_given(registry, options.objective, &self.chunk, self.rounded, options.verify_after_encode);
-        let encoded = encoded.map_err(|e| self.place.locate(e))?;
-        let has_base = self.chunk.base.is_some() || self.chunk.changed_rows.is_some();
-        if !has_base && encoded.kind != ChunkKind::Absolute {
-            return Err(self.place.locate(Error::invalid("a codec made a delta without a base")));
-        }
-        Ok(encoded)
-    }
-
-    /// The same chunk without base, changed rows and partners: nothing else is needed to decode what it becomes.
-    fn alone(&self) -> Self {
-        Self { chunk: Chunk { base: None, changed_rows: None, partners: &[], ..self.chunk }, rounded: None, ..*self }
-    }
-}
-
-/// Encodes chunks on all cores, in order. Each chunk gets the codec that the objective prefers.
-#[boxed]
-pub(crate) async fn encode_chunks(registry: &Registry, options: EncodeOptions, chunks: &[ChunkInput<'_>]) -> Result<Vec<EncodedChunk>> {
-    // Encoding a window is long work without an await. A caller that selects on something else, such as Ctrl-C, gets a
-    // turn here.
-    tokio::task::yield_now().await;
-    parallel::run(|| chunks.par_iter().map(|input| input.encode(registry, options)).collect())
-}
-
-/// Forms of encoded chunks that decode without a base and without partners, for a base that is kept in memory. A chunk
-/// that is encoded so already is not encoded again.
-pub(crate) fn standalone_chunks(
-    registry: &Registry,
-    options: EncodeOptions,
-    chunks: &[ChunkInput<'_>],
-    encoded: &[EncodedChunk],
-) -> Result<Vec<EncodedChunk>> {
-    let options = EncodeOptions { verify_after_encode: false, ..options };
-    let standalone = chunks.par_iter().zip(encoded).map(|(input, encoded)| {
-        let needs_nothing = encoded.codec.as_ref().is_some_and(|codec| registry.needs(codec, input.chunk.role).is_empty());
-        match encoded.kind == ChunkKind::Absolute && needs_nothing {
-            true => Ok(encoded.clone()),
-            false => input.alone().encode(registry, options),
-        }
-    });
-    parallel::run(|| standalone.collect())
+/// Where the casks of one snapshot go.
+#[derive(Debug)]
+pub(crate) struct Destination<'a> {
+    pub store: &'a Store,
+    /// Second store that receives the same bytes.
+    pub ahead: Option<&'a AheadUploads>,
+    /// Parts in flight of all casks.
+    pub budget: PartBudget,
 }
 
 /// One cask that is being written.
@@ -119,11 +72,12 @@ pub(crate) struct CaskWriter {
 }
 
 impl CaskWriter {
-    /// Begins a cask of about `expected_bytes`. The bytes also go to the store of `ahead`, if there is one.
-    pub(crate) fn new(store: &Store, slot: u32, options: EncodeOptions, expected_bytes: u64, ahead: Option<&Ahead>) -> Result<Self> {
+    /// Begins a cask of about `expected_bytes`.
+    pub(crate) fn new(to: &Destination<'_>, slot: u32, options: EncodeOptions, expected_bytes: u64) -> Result<Self> {
+        let &Destination { store, ahead, ref budget } = to;
         let encoder = CaskEncoder::new(Id::random()?, options.alignment_exponent)?.with_limits(store.limits().clone());
         let path = format!("casks/{}.cask", encoder.id());
-        let upload = Upload::new(store, path, expected_bytes).sent_ahead(ahead, expected_bytes);
+        let upload = Upload::new(store, path, expected_bytes).within(budget).sent_ahead(ahead, expected_bytes);
         Ok(Self { slot, encoder, upload, tensor: None })
     }
 
@@ -142,15 +96,17 @@ impl CaskWriter {
         self.encoder.shard(shard.rect)
     }
 
-    /// Appends encoded chunks in cask order and uploads their bytes.
-    #[boxed]
-    pub(crate) async fn append(&mut self, places: &[ChunkPlace<'_>], encoded: Vec<EncodedChunk>) -> Result<()> {
-        for (place, chunk) in places.iter().zip(encoded) {
-            if place.chunk == 0 {
-                self.begin_shard(place.shard)?;
-            }
-            self.encoder.chunk(chunk).map_err(|e| place.locate(e))?;
+    /// Appends the next chunk in cask order.
+    pub(crate) fn append(&mut self, place: &ChunkPlace<'_>, chunk: EncodedChunk) -> Result<()> {
+        if place.chunk == 0 {
+            self.begin_shard(place.shard)?;
         }
+        self.encoder.chunk(chunk).map_err(|e| place.locate(e))
+    }
+
+    /// Uploads the bytes of all that was appended.
+    #[boxed]
+    pub(crate) async fn send(&mut self) -> Result<()> {
         self.upload.push(self.encoder.take_output()).await
     }
 
@@ -158,7 +114,7 @@ impl CaskWriter {
     #[boxed]
     pub(crate) async fn append_blob(&mut self, rank: u32, name: &str, bytes: Bytes) -> Result<()> {
         self.encoder.blob(rank, name, bytes)?;
-        self.upload.push(self.encoder.take_output()).await
+        self.send().await
     }
 
     /// Writes the index and publishes the cask.

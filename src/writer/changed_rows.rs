@@ -4,14 +4,14 @@
 //! delta without reading the base. A row that is left out would make a snapshot that cannot be rebuilt, so
 //! [`check_changed_rows`] compares what callers say with base chunks or checksums before anything is encoded.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 
-use super::base_cache::{ShardKey, key_of};
+use super::base_cache::{BaseChunk, ShardKey, key_of};
 use super::input::{ChunkRef, SaveInput};
 use super::layout::StateLayout;
 use crate::codec::Chunk;
 use crate::precision::Rounded;
+use crate::reader::chunk_crcs;
 use crate::tensor::ChunkGrid;
 use crate::wire::Id;
 use crate::{Error, Result, TensorView, boxed};
@@ -82,7 +82,7 @@ pub(super) async fn check_changed_rows(
     input: &SaveInput<'_>,
     chunks: &[ChunkRef],
     rounded: &[Rounded<'_>],
-    bases: &[Option<Cow<'_, [u8]>>],
+    bases: &[Option<BaseChunk<'_>>],
 ) -> Result<()> {
     let mut unchanged = Vec::new();
     for ((&at, rounded), base) in chunks.iter().zip(rounded).zip(bases) {
@@ -104,7 +104,7 @@ pub(super) async fn check_changed_rows(
     }
     let (Some(parent), false) = (input.parent, unchanged.is_empty()) else { return Ok(()) };
     let places: Vec<_> = unchanged.iter().map(|(_, _, place)| place.clone()).collect();
-    let crcs = parent.snapshot.chunk_crcs(&places).await?;
+    let crcs = chunk_crcs(&parent.snapshot.chain, &places).await?;
     for ((at, rounded, _), crc) in unchanged.into_iter().zip(crcs) {
         if crc32fast::hash(&rounded.data) != crc {
             return Err(left_out("a row", input.view(at), at.chunk));

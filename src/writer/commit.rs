@@ -12,13 +12,13 @@ use std::collections::BTreeMap;
 
 use super::changed_rows::ChangedRows;
 use super::parent::{Parent, is_damage};
-use super::pipeline::{MAX_SLOTS_AT_ONCE, SavePipeline};
-use super::{ExistingStep, Metadata, Saved, Writer, WriterOptions};
-use crate::chain::{Decision, Policy, Reason, chain_of};
-use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms};
+use super::pipeline::{SavePipeline, publish};
+use super::{ExistingStep, Metadata, SavedSnapshot, Writer, WriterOptions};
+use crate::chain::{DecisionReason, Policy, PolicyDecision, chain_of};
+use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms, read_store_file};
 use crate::error::ResultExt;
-use crate::reader::Snapshot;
-use crate::store::{Created, Upload, concurrently};
+use crate::reader::{Snapshot, has_blobs};
+use crate::store::{Created, Upload, probe};
 use crate::wire::{CaskRef, Digest, Event, Id, Manifest, STORE_FILE, StoreFile};
 use crate::{Blob, Error, ErrorKind, Result, RoundingReport, Store, boxed};
 
@@ -40,27 +40,27 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
 #[boxed]
 async fn open_log(store: &Store) -> Result<Log> {
-    store.ensure_root()?;
-    match store.read_store_file().await {
+    store.objects().ensure_root()?;
+    match read_store_file(store).await {
         Ok(found) => {
             // The cheapest check of put-if-absent: creating an existing object must fail.
-            let created = store.create(STORE_FILE, found.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+            let created = store.objects().create(STORE_FILE, found.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
             if let Created::Written = created {
                 // Either the storage ignores the condition, or the file was removed between the two requests. The probe
                 // tells which.
-                store.probe().await?;
+                probe(store.objects()).await?;
                 tracing::warn!(store = store.url(), "store.json was removed while the store was being opened; it was created again");
             }
         }
         Err(e) if e.kind() == ErrorKind::NotFound => {
-            store.probe().await?;
+            probe(store.objects()).await?;
             let bytes = StoreFile::new(Id::random()?).encode()?;
             let bytes = bytes::Bytes::from(bytes);
             for attempt in 0..3 {
                 // If another writer was faster, its file is as good. A server may also report a race that nobody won:
                 // try again.
-                store.create(STORE_FILE, bytes.clone()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
-                match store.read_store_file().await {
+                store.objects().create(STORE_FILE, bytes.clone()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+                match read_store_file(store).await {
                     Err(e) if e.kind() == ErrorKind::NotFound && attempt < 2 => {}
                     found => {
                         found?;
@@ -77,12 +77,12 @@ async fn open_log(store: &Store) -> Result<Log> {
 impl Writer {
     /// Opens the parent of a snapshot of `step`; `None` for a base.
     #[boxed]
-    pub(super) async fn parent(&mut self, step: u64) -> Result<(Option<Parent>, Decision)> {
+    pub(super) async fn parent(&mut self, step: u64) -> Result<(Option<Parent>, PolicyDecision)> {
         let (parent, mut decision) = self.decide(step).await?;
         let Some(id) = parent else { return Ok((None, decision)) };
         let parent = Parent::open(&self.pipeline.store, self.log.state(), id).await?;
         if parent.is_none() {
-            decision.reason = Reason::BrokenParent;
+            decision.reason = DecisionReason::BrokenParent;
         }
         Ok((parent, decision))
     }
@@ -90,7 +90,7 @@ impl Writer {
     /// Parent of a snapshot of `step`, by the policy and the current log. In a store that was replaced, the snapshot
     /// becomes a base.
     #[boxed]
-    pub(super) async fn decide(&mut self, step: u64) -> Result<(Option<Id>, Decision)> {
+    pub(super) async fn decide(&mut self, step: u64) -> Result<(Option<Id>, PolicyDecision)> {
         let replaced = match self.log.catch_up().await? {
             Standing::Same => false,
             Standing::Stale(stale) => {
@@ -102,7 +102,7 @@ impl Writer {
         let (parent, mut decision) =
             self.pipeline.options.policy.decide(self.log.state(), step, self.pipeline.store.limits().max_chain_depth);
         if replaced && parent.is_some() {
-            decision.reason = Reason::BrokenParent;
+            decision.reason = DecisionReason::BrokenParent;
         }
         Ok((parent.filter(|_| !replaced), decision))
     }
@@ -154,7 +154,7 @@ impl Writer {
         let same = async {
             let snapshot = Snapshot::load(&self.pipeline.store, self.log.state(), existing.id).await?;
             match blobs {
-                Some(blobs) if snapshot.manifest().content == *content => snapshot.has_blobs(blobs).await,
+                Some(blobs) if snapshot.manifest().content == *content => has_blobs(&snapshot, blobs).await,
                 _ => Ok(false),
             }
         };
@@ -203,7 +203,7 @@ impl Writer {
         manifest.user = metadata.user.clone();
         if self.pipeline.options.policy == Policy::Adaptive {
             let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
-            manifest.user.insert(Decision::KEY.to_owned(), value);
+            manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
         }
 
         let (bytes, manifest_digest) = manifest.encode()?;
@@ -214,13 +214,12 @@ impl Writer {
         let write_directory = async {
             match is_durable {
                 true => Ok(()),
-                false => store.put_content_addressed(&format!("directories/{digest}"), directory.clone().into()).await,
+                false => store.objects().put_content_addressed(&format!("directories/{digest}"), directory.clone().into()).await,
             }
         };
-        let casks = concurrently(MAX_SLOTS_AT_ONCE, unpublished.into_iter().map(Upload::finish));
         let path = manifest.path();
-        let written = tokio::join!(casks, write_directory, store.create_unique(&path, bytes.into()));
-        let (_, (), ()): (Vec<()>, (), ()) = (written.0?, written.1?, written.2?);
+        let written = tokio::join!(publish(unpublished), write_directory, store.objects().create_unique(&path, bytes.into()));
+        let ((), (), ()) = (written.0?, written.1?, written.2?);
         self.durable_directory = Some(digest);
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
@@ -267,7 +266,7 @@ impl Writer {
         self.log.note_summary(manifest.id, Summary::of(&manifest));
         self.log.write_catalog_if_due().await;
         tracing::info!(step, snapshot = %manifest.id, kind = manifest.kind.name(), bytes = manifest.stored_bytes(), "committed");
-        Ok(Commit::Done(Saved {
+        Ok(Commit::Done(SavedSnapshot {
             id: manifest.id,
             step,
             kind: manifest.kind,
@@ -285,7 +284,7 @@ impl Writer {
 /// Outcome of a commit.
 pub(crate) enum Commit {
     /// The snapshot is committed.
-    Done(Saved),
+    Done(SavedSnapshot),
     /// The store was changed from outside; nothing was committed.
     Stale(Stale),
     /// The parent was collected or reduced in the meantime; nothing was committed.
@@ -294,7 +293,7 @@ pub(crate) enum Commit {
 
 impl Commit {
     /// The snapshot, or the error that kept it from being committed.
-    pub(crate) fn done(self) -> Result<Saved> {
+    pub(crate) fn done(self) -> Result<SavedSnapshot> {
         match self {
             Self::Done(saved) => Ok(saved),
             Self::Stale(Stale { error, .. }) | Self::ParentLost(error) => Err(error),
@@ -305,7 +304,7 @@ impl Commit {
 /// Objects that a snapshot needs: its own casks and directory, and those of the parent's chain.
 fn needs_of(manifest: &Manifest, parent: Option<&Parent>) -> Vec<Need> {
     let mut needs: Vec<Need> = Need::of(manifest).collect();
-    for link in parent.into_iter().flat_map(|parent| parent.snapshot.links()) {
+    for link in parent.into_iter().flat_map(|parent| parent.snapshot.chain.links()) {
         needs.extend(Need::with_manifest(link.record.manifest_path(), &link.manifest));
     }
     needs.sort_unstable();
@@ -328,7 +327,7 @@ pub(crate) struct Prepared<'a> {
     pub chunk_counts: BTreeMap<String, u64>,
     /// Rounding errors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
-    pub decision: Decision,
+    pub decision: PolicyDecision,
     /// Age of the oldest cask.
     pub age: Age,
 }

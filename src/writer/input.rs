@@ -10,7 +10,7 @@ use super::changed_rows::ChangedRows;
 use super::layout::{LayoutTensor, StateLayout};
 use super::parent::Parent;
 use crate::codec::Chunk;
-use crate::precision::Bounded;
+use crate::precision::BoundedSetting;
 use crate::tensor::ChunkGrid;
 use crate::{Error, Result, Store, TensorView};
 
@@ -74,7 +74,7 @@ impl<'a> SaveInput<'a> {
     }
 
     /// Setting and bound by which a tensor is rounded.
-    pub(super) fn precision(&self, tensor: &LayoutTensor<'_>) -> Bounded {
+    pub(super) fn precision(&self, tensor: &LayoutTensor<'_>) -> BoundedSetting {
         self.options.precision.of(&tensor.description.role, &tensor.description.name)
     }
 

@@ -8,8 +8,9 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use super::schedule::WINDOW_BYTES;
 use crate::tensor::{Rect, element_count, tiles};
-use crate::wire::{Directory, DirectoryShard, DirectoryTensor, ErrorsFile, MAX_RANK, blob_slot, tensor_slot};
+use crate::wire::{Directory, DirectoryShard, DirectoryTensor, ErrorsFile, MAX_RANK, blob_slot, role_slot, tensor_slot};
 use crate::{Blob, Error, Limits, Result, TensorView};
 
 /// The layout of a state.
@@ -45,13 +46,14 @@ impl<'a> StateLayout<'a> {
     pub(super) fn of_rank(views: &'a [TensorView<'a>], blobs: &'a [Blob<'a>], limits: &Limits, rank: Option<u32>) -> Result<Self> {
         let mut sorted: Vec<&TensorView<'_>> = views.iter().collect();
         sorted.sort_by(|a, b| (a.name(), a.rect()).cmp(&(b.name(), b.rect())));
+        let slot_of_role = slot_of_role(views.iter().map(|view| view.data().len() as u64).fold(0, u64::saturating_add));
         let mut tensors: Vec<LayoutTensor<'a>> = Vec::new();
         // Number of the stored tensor for each memory range, dtype, shape and role. Later names become aliases.
         let mut stored: HashMap<(*const u8, usize, crate::Dtype, Vec<u64>, String), usize> = HashMap::new();
         for group in sorted.chunk_by(|a, b| a.name() == b.name()) {
             let Some(&first) = group.first() else { continue };
             check_group(group, limits, rank)?;
-            let slot = tensor_slot(rank.unwrap_or(0), first.role());
+            let slot = slot_of_role(rank.unwrap_or(0), first.role());
             // A rank without elements of a tensor gives an empty shard. Only an empty tensor keeps one.
             let empty_tensor = first.shape().contains(&0);
             let shards: Vec<&TensorView<'a>> = group.iter().copied().filter(|view| empty_tensor || !view.data().is_empty()).collect();
@@ -143,6 +145,12 @@ impl<'a> StateLayout<'a> {
             .collect();
         Directory::encode(&rows)
     }
+}
+
+/// The slot of a rank's tensors of a role, for a state of `state_bytes`. A small state is encoded in one window, in which
+/// the order of the casks does not matter. It gets fewer casks, because each costs requests.
+pub(crate) fn slot_of_role(state_bytes: u64) -> fn(u32, &str) -> u32 {
+    if state_bytes > WINDOW_BYTES { role_slot } else { tensor_slot }
 }
 
 /// Checks that views of one name are shards of one tensor.

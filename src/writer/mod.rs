@@ -3,7 +3,7 @@
 //! ```text
 //! save ── layout ── commit::parent ── estimate ── pipeline ── commit
 //!                                                   │
-//!          window -> base_chunks -> rounding -> changed_rows (check) -> cask_writer
+//!   plan, schedule -> base_chunks -> rounding -> changed_rows (check) -> window, unit -> cask_writer
 //! ```
 //!
 //! | module | job |
@@ -12,27 +12,33 @@
 //! | `ranks`, `receipts` | one save of many ranks: upload by each, one commit |
 //! | `layout` | names, shards, ties and slots of a state |
 //! | `pipeline` | runs the stages and uploads one cask per slot |
-//! | `window`, `input`, `base_chunks`, `rounding`, `changed_rows`, `cask_writer` | the stages |
+//! | `plan`, `schedule` | which chunks are encoded together, and in which order |
+//! | `input`, `base_chunks`, `rounding`, `changed_rows`, `window`, `unit`, `cask_writer` | the stages |
+//! | `choices` | which codec is tried first |
 //! | `base_cache`, `parent` | where the base of a delta comes from |
 //! | `commit` | directory, manifest, log entry |
 //!
 //! Invariants: nothing exists for readers before the log entry is created. A failed save leaves the store as it was.
-//! Maintenance uses `cask_writer`, `window` and `commit`, never the other way round.
+//! Maintenance uses `cask_writer`, `schedule`, `unit` and `commit`, never the other way round.
 
 mod base_cache;
 mod base_chunks;
 mod cask_writer;
 mod changed_rows;
+mod choices;
 mod commit;
 mod estimate;
 mod input;
 mod layout;
 mod parent;
 mod pipeline;
+mod plan;
 mod ranks;
 mod receipts;
 mod rounding;
 mod save;
+mod schedule;
+mod unit;
 mod window;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -40,17 +46,20 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-pub(crate) use cask_writer::{CaskWriter, ChunkInput, ChunkPlace, EncodeOptions, ShardLabel, encode_chunks};
+pub(crate) use cask_writer::{CaskWriter, ChunkPlace, Destination, EncodeOptions, ShardLabel};
+pub(crate) use choices::{Choices, ChunkFamily};
 pub(crate) use commit::Prepared;
+pub(crate) use layout::slot_of_role;
 use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
-pub(crate) use window::{PlannedChunk, Section, WINDOW_BYTES, plan};
+pub(crate) use schedule::{Entry, PlannedShard, Unit, WINDOW_BYTES, Window, schedule};
+pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
 
-use crate::chain::{Decision, Policy};
+use crate::chain::{Policy, PolicyDecision};
 use crate::codec::Objective;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
-use crate::{Ahead, Error, ErrorKind, Precision, Result, RoundingReport, Store};
+use crate::{AheadUploads, Error, ErrorKind, Precision, Result, RoundingReport, Store};
 
 /// Metadata of a snapshot.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -132,7 +141,7 @@ pub enum BaseKeeping {
 
 /// A saved snapshot.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Saved {
+pub struct SavedSnapshot {
     /// Id of the snapshot.
     pub id: Id,
     /// Training step.
@@ -152,7 +161,7 @@ pub struct Saved {
     /// Rounding errors of all tensors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
     /// Why the snapshot became a base or a delta.
-    pub decision: Decision,
+    pub decision: PolicyDecision,
 }
 
 /// Saves snapshots into a store.
@@ -222,7 +231,7 @@ impl Writer {
     }
 
     /// Sends the casks of the next saves to a second store, too, while they are being written. `None` ends that.
-    pub fn send_ahead(&mut self, ahead: Option<Ahead>) {
+    pub fn send_ahead(&mut self, ahead: Option<AheadUploads>) {
         self.pipeline.ahead = ahead;
     }
 
@@ -240,7 +249,7 @@ impl Writer {
 
     /// Stops the writer after a commit with unknown outcome. A fenced writer is not stopped: each save reads the log
     /// again.
-    fn stop_if_final(&mut self, saved: &Result<Saved>) {
+    fn stop_if_final(&mut self, saved: &Result<SavedSnapshot>) {
         if let Err(e) = saved
             && e.kind() == ErrorKind::OutcomeUnknown
         {

@@ -28,7 +28,7 @@ impl Parent {
             Err(error) => return Err(error),
         };
         refuse_features(snapshot.manifest().may_ignore())?;
-        if snapshot.newest().directory.features().may_ignore != 0 {
+        if snapshot.chain.newest().directory.features().may_ignore != 0 {
             return Err(Error::unsupported("the store uses a directory with features that this version cannot write; upgrade tensorcask")
                 .clause("README 4"));
         }
@@ -43,7 +43,7 @@ impl Parent {
     /// Number of the tensor in the parent's directory, if the parent has this shard with the same dtype and global
     /// shape. Only then is a delta possible.
     pub(super) fn find(&self, view: &TensorView<'_>) -> Option<usize> {
-        let directory = &self.snapshot.newest().directory;
+        let directory = &self.snapshot.chain.newest().directory;
         let tensor = directory.find(view.name())?;
         let same = directory.dtype(tensor) == view.dtype() && directory.shape(tensor) == view.shape();
         directory.find_shard(tensor, view.rect()).filter(|_| same).map(|_| tensor)
@@ -52,7 +52,7 @@ impl Parent {
     /// Reads chunks back from the store.
     #[boxed]
     pub(super) async fn read<'i>(&'i self, chunks: Vec<ChunkItem<'i>>) -> Result<()> {
-        self.snapshot.read_chunks(chunks).await.map_err(|e| {
+        self.snapshot.chain.read_chunks(chunks).await.map_err(|e| {
             let step = self.snapshot.step();
             Error::new(e.kind(), format!("the base at step {step} cannot be read back, so no delta can be made: {e}")).source(e)
         })

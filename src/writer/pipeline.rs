@@ -1,45 +1,43 @@
 //! The save pipeline: encodes one state and uploads its casks.
 //!
 //! ```text
-//! for each slot: one cask
-//!   for each window of chunks
-//!     encode_window            base chunks -> rounding -> partners -> check of changed rows -> encode
-//!     SaveRun::append_window   record -> append and upload -> next base
-//!   blobs, index
+//! for each window of units
+//!   encode_window            base chunks -> rounding -> check of changed rows -> encode_unit
+//!   SaveRun::append_window   record -> append and upload -> next base
+//! for each cask: blobs, index
 //! ```
 //!
-//! [`encode_window`] changes nothing, so windows can be encoded ahead of the upload, or by parameter group.
-//! [`SaveRun::append_window`] takes the windows of a slot in cask order. The pipeline commits nothing: casks that no
-//! log entry names do not exist for readers.
+//! A unit is the chunks of one parameter at the same place (see [`schedule`](super::schedule)). All casks are open at
+//! once. [`encode_window`] changes nothing, so windows can be encoded ahead of the upload. [`SaveRun::append_window`]
+//! takes the windows in order. The pipeline commits nothing: casks that no log entry names do not exist for readers.
 //!
-//! Memory beyond the state: the base (as [`BaseKeeping`] says), one window, its base and partner chunks, and upload
-//! parts.
+//! Memory beyond the state: the base (as [`BaseKeeping`] says), one window, its base chunks, and upload parts.
 
-use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 
 use super::base_cache::{BaseCache, NextBase, key_of};
-use super::base_chunks::{PartnerChunk, base_chunks, partner_chunks};
-use super::cask_writer::{CaskWriter, ChunkInput, ChunkPlace, EncodeOptions, encode_chunks, standalone_chunks};
-use super::changed_rows::{ChangedRows, check_changed_rows};
-use super::input::{ChunkRef, SaveInput, label};
+use super::cask_writer::{CaskWriter, Destination, EncodeOptions};
+use super::changed_rows::ChangedRows;
+use super::choices::Choices;
+use super::input::{SaveInput, label};
 use super::layout::StateLayout;
 use super::parent::Parent;
-use super::rounding::{RoundingRecord, stored_forms};
-use super::window::{Section, WINDOW_BYTES, plan};
+use super::plan::SavePlan;
+use super::rounding::RoundingRecord;
+use super::schedule::{Entry, Window};
+use super::unit::UnitResult;
+use super::window::{EncodedWindow, WindowChunks, encode_window};
 use super::{BaseKeeping, WriterOptions};
 use crate::chain::{Policy, content_digests};
-use crate::codec::{Chunk, EncodedChunk, Partner};
-use crate::precision::Rounded;
-use crate::store::{Upload, concurrently};
-use crate::tensor::ChunkGrid;
+use crate::precision::Setting;
+use crate::store::{PartBudget, Upload, concurrently};
 use crate::wire::{CaskRef, Digest, Directory, ErrorsFile, blob_slot};
-use crate::{Ahead, Error, Result, Setting, Store, boxed};
+use crate::{AheadUploads, Error, Result, Store, boxed};
 
-/// Maximum number of small casks that are published at once.
-pub(super) const MAX_SLOTS_AT_ONCE: usize = 8;
+/// Maximum number of casks that are published at once.
+const MAX_CASKS_AT_ONCE: usize = 8;
 
 /// Encodes and uploads one state at a time, and keeps what the next delta needs.
 #[derive(Debug)]
@@ -50,8 +48,10 @@ pub(super) struct SavePipeline {
     pub base: BaseCache,
     /// Rows that changed since that state, as far as callers named them.
     pub changed_rows: ChangedRows,
+    /// Codecs that were chosen in earlier saves.
+    choices: Choices,
     /// Second store that casks are sent to while they are being written.
-    pub ahead: Option<Ahead>,
+    pub ahead: Option<AheadUploads>,
 }
 
 /// Result of a run of the pipeline: all casks are uploaded or ready for one last request, and nothing is committed.
@@ -76,8 +76,7 @@ impl UploadedCasks {
 
     /// Publishes the casks that are still to be published, all at once.
     pub(super) async fn publish(&mut self) -> Result<()> {
-        let unpublished = std::mem::take(&mut self.unpublished);
-        concurrently(MAX_SLOTS_AT_ONCE, unpublished.into_iter().map(Upload::finish)).await.map(|_: Vec<()>| ())
+        publish(std::mem::take(&mut self.unpublished)).await
     }
 
     /// Content digests by role, for the stored form of the state's directory.
@@ -95,7 +94,7 @@ impl UploadedCasks {
 impl SavePipeline {
     pub(super) fn new(store: &Store, options: WriterOptions) -> Self {
         let (store, base, changed_rows) = (store.clone(), BaseCache::default(), ChangedRows::default());
-        Self { store, options, base, changed_rows, ahead: None }
+        Self { store, options, base, changed_rows, choices: Choices::default(), ahead: None }
     }
 
     /// Input of a save of this state against a parent, for stages that run before the save.
@@ -122,96 +121,119 @@ impl SavePipeline {
     #[boxed]
     pub(super) async fn write_casks(&mut self, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<UploadedCasks> {
         let next_base = self.keeps_state(parent).then(|| NextBase::new(self.options.base_cache.clone()));
-        let Self { store, options, base, changed_rows, ahead } = self;
+        let Self { store, options, base, changed_rows, choices, ahead } = self;
         let input = SaveInput { store, options, changed_rows, layout, parent };
-        let roles: BTreeSet<&str> = layout.tensors.iter().map(|tensor| tensor.description.role.as_str()).collect();
-        let needs = roles.into_iter().flat_map(|role| input.store.registry().partner_roles(role));
-        let partner_base_roles = needs.filter(|need| need.base).map(|need| need.role).collect();
         let mut slots = layout.slots();
         if layout.tensors.iter().any(|tensor| input.precision(tensor).setting != Setting::Lossless) {
             // The blob of rounding errors.
             slots.insert(blob_slot(layout.rank));
         }
-        let uploaded = UploadedCasks::new(layout, next_base);
-        let mut run = SaveRun { input, base, ahead: ahead.as_ref(), partner_base_roles, uploaded };
-        for slot in slots {
-            run.write_cask(slot).await?;
+        let options = EncodeOptions::from(input.options);
+        let destination = Destination { store: input.store, ahead: ahead.as_ref(), budget: PartBudget::default() };
+        let open = |slot| Ok((slot, CaskWriter::new(&destination, slot, options, layout.slot_bytes(slot))?));
+        let casks = slots.into_iter().map(open).collect::<Result<_>>()?;
+        let plan = SavePlan::new(&input)?;
+        let mut run = SaveRun { input, plan: &plan, base, choices, casks, uploaded: UploadedCasks::new(layout, next_base) };
+        for window in &plan.windows {
+            let chunks = WindowChunks::of(&plan, window).prefer(&plan, window, run.choices);
+            let encoded = encode_window(&input, run.base, options, run.uploaded.next_base.as_ref(), chunks).await?;
+            run.append_window(window, encoded)?;
+            run.send().await?;
         }
-        Ok(run.uploaded)
+        run.finish().await
     }
 }
 
 /// One run of the pipeline.
 struct SaveRun<'a> {
     input: SaveInput<'a>,
+    plan: &'a SavePlan,
     base: &'a mut BaseCache,
-    ahead: Option<&'a Ahead>,
-    /// Roles whose base chunks are needed for tensors of other roles, too.
-    partner_base_roles: BTreeSet<&'static str>,
+    choices: &'a mut Choices,
+    /// Casks by slot.
+    casks: BTreeMap<u32, CaskWriter>,
     uploaded: UploadedCasks,
 }
 
 impl SaveRun<'_> {
-    /// Writes the cask of a slot: shards by tensor and position, then blobs.
-    #[boxed]
-    async fn write_cask(&mut self, slot: u32) -> Result<()> {
+    /// Records an encoded window, appends its chunks to their casks, and takes them into the next base.
+    fn append_window(&mut self, window: &Window, mut encoded: EncodedWindow<'_>) -> Result<()> {
         let input = self.input;
-        let options = EncodeOptions::from(input.options);
-        let mut cask = CaskWriter::new(input.store, slot, options, input.layout.slot_bytes(slot), self.ahead)?;
-        let (shards, grids) = shards_of_slot(&input, slot)?;
-        for section in plan(grids, WINDOW_BYTES) {
-            match section {
-                Section::Window(window) => {
-                    let chunks: Vec<ChunkRef> = window.iter().map(|at| ChunkRef { chunk: at.chunk, ..shards[at.shard] }).collect();
-                    let window = encode_window(&input, self.base, options, self.uploaded.next_base.as_ref(), chunks).await?;
-                    self.append_window(&mut cask, window).await?;
-                }
-                Section::EmptyShard(shard) => cask.begin_shard(label(input.view(shards[shard])))?,
-            }
-        }
-        for (rank, name, bytes) in self.blobs_of_slot(slot)? {
-            cask.append_blob(rank, &name, bytes).await?;
-        }
-        // If nothing in the slot changed, a delta has no cask for it.
-        if !cask.is_empty() || input.parent.is_none() {
-            let (cask, upload) = cask.seal().await?;
-            match upload.is_one_request() {
-                true => self.uploaded.unpublished.push(upload),
-                false => upload.finish().await?,
-            }
-            self.uploaded.casks.push(cask);
-        }
-        Ok(())
-    }
-
-    /// Records an encoded window, appends it to the cask, and takes it into the next base.
-    async fn append_window(&mut self, cask: &mut CaskWriter, window: EncodedWindow<'_>) -> Result<()> {
-        let input = self.input;
-        let EncodedWindow { chunks, rounded, encoded, mut standalone } = window;
-        for ((&at, rounded), encoded) in chunks.iter().zip(&rounded).zip(&encoded) {
-            self.uploaded.rounding.record(&input, at, rounded)?;
+        for entry in window.in_cask_order() {
+            let (Entry::Chunk { shard, .. } | Entry::EmptyShard(shard)) = entry;
+            let shard = &self.plan.shards[shard];
+            let Some(cask) = self.casks.get_mut(&shard.slot) else { continue };
+            let Entry::Chunk { unit, member, .. } = entry else {
+                cask.begin_shard(label(input.view(shard.first)))?;
+                continue;
+            };
+            let at = shard.chunk(window.units[unit].chunk);
+            let Some((rounded, UnitResult { chosen, standalone })) = encoded.take(unit, member) else {
+                return Err(input.locate(at, Error::invalid("a chunk was not encoded")));
+            };
+            self.choices.learn(&shard.family, rounded.data.len() as u64, &chosen);
+            let encoded = chosen.encoded;
             let codec = encoded.codec.as_ref().map_or("unchanged", |codec| codec.id.as_str());
             *self.uploaded.chunk_counts.entry(codec.to_owned()).or_default() += 1;
             self.uploaded.crcs[at.tensor][at.shard].push(encoded.crc);
-        }
-        let places: Vec<ChunkPlace<'_>> = chunks.iter().map(|&at| input.place(at)).collect();
-        cask.append(&places, encoded).await?;
-        let Some(next) = &mut self.uploaded.next_base else { return Ok(()) };
-        for (&at, rounded) in chunks.iter().zip(&rounded) {
+            self.uploaded.rounding.record(&input, at, rounded.errors)?;
+            cask.append(&input.place(at), encoded)?;
+            let Some(next) = &mut self.uploaded.next_base else { continue };
             let view = input.view(at);
-            next.add_chunk(view.data().len(), &rounded.data, standalone.next())?;
-            if at.chunk + 1 == input.grid(at)?.chunk_count() {
-                if !self.partner_base_roles.contains(view.role()) {
-                    self.base.release(&key_of(view));
-                }
-                next.finish_shard(view, self.uploaded.crcs[at.tensor][at.shard].clone());
+            next.add_chunk(at, view, &rounded.data, standalone)?;
+            if at.chunk + 1 == shard.grid.chunk_count() {
+                next.finish_shard(at, view, self.uploaded.crcs[at.tensor][at.shard].clone());
             }
+        }
+        if self.uploaded.next_base.is_some() {
+            self.release_bases(window);
         }
         Ok(())
     }
 
-    /// Blobs of a slot by rank and name: those of the caller, and the errors of all tensors that were rounded. The slot
-    /// of blobs is the last of a rank, so all its tensors are rounded by then.
+    /// Uploads what was appended to the casks.
+    async fn send(&mut self) -> Result<()> {
+        for cask in self.casks.values_mut() {
+            cask.send().await?;
+        }
+        Ok(())
+    }
+
+    /// Drops base chunks that no later window needs, so that old and new base together take little more memory than
+    /// one.
+    fn release_bases(&mut self, window: &Window) {
+        for unit in &window.units {
+            for &position in &unit.shards {
+                let shard = &self.plan.shards[position];
+                if unit.chunk + 1 == shard.grid.chunk_count() && !self.plan.partners_elsewhere.contains(&position) {
+                    self.base.release(&key_of(self.input.view(shard.first)));
+                }
+            }
+        }
+    }
+
+    /// Appends the blobs and the indexes, by slot, and publishes the large casks, all at once. If nothing in a slot
+    /// changed, a delta has no cask for it.
+    async fn finish(mut self) -> Result<UploadedCasks> {
+        let mut large = Vec::new();
+        for (slot, mut cask) in std::mem::take(&mut self.casks) {
+            for (rank, name, bytes) in self.blobs_of_slot(slot)? {
+                cask.append_blob(rank, &name, bytes).await?;
+            }
+            if !cask.is_empty() || self.input.parent.is_none() {
+                let (cask, upload) = cask.seal().await?;
+                match upload.is_one_request() {
+                    true => self.uploaded.unpublished.push(upload),
+                    false => large.push(upload),
+                }
+                self.uploaded.casks.push(cask);
+            }
+        }
+        publish(large).await?;
+        Ok(self.uploaded)
+    }
+
+    /// Blobs of a slot by rank and name: those of the caller, and the errors of all tensors that were rounded.
     fn blobs_of_slot(&mut self, slot: u32) -> Result<Vec<(u32, String, Bytes)>> {
         let layout = self.input.layout;
         let own = layout.blobs.iter().filter(|blob| blob_slot(blob.rank) == slot);
@@ -227,68 +249,9 @@ impl SaveRun<'_> {
     }
 }
 
-/// A window of chunks, encoded and not yet in a cask.
-struct EncodedWindow<'a> {
-    chunks: Vec<ChunkRef>,
-    /// Stored form of each chunk.
-    rounded: Vec<Rounded<'a>>,
-    encoded: Vec<EncodedChunk>,
-    /// Forms that decode without anything else, if the next base keeps encoded chunks.
-    standalone: std::vec::IntoIter<EncodedChunk>,
-}
-
-/// Encodes a window of chunks. Reads the input and the base cache; changes nothing.
-#[boxed]
-async fn encode_window<'a>(
-    input: &SaveInput<'a>,
-    cache: &BaseCache,
-    options: EncodeOptions,
-    next_base: Option<&NextBase>,
-    chunks: Vec<ChunkRef>,
-) -> Result<EncodedWindow<'a>> {
-    let registry = input.store.registry();
-    let bases: Vec<Option<Cow<'_, [u8]>>> = base_chunks(input, cache, &chunks).await?;
-    let rounded = stored_forms(input, &chunks, &bases)?;
-    let partner_chunks: Vec<Vec<PartnerChunk<'_>>> = partner_chunks(input, cache, &chunks).await?;
-    check_changed_rows(input, &chunks, &rounded, &bases).await?;
-    let partners: Vec<Vec<Partner<'_>>> =
-        partner_chunks.iter().map(|partners| partners.iter().map(PartnerChunk::as_partner).collect()).collect();
-    let changed_rows: Vec<Option<Vec<u64>>> = chunks
-        .iter()
-        .zip(&bases)
-        .map(|(&at, base)| if base.is_none() { input.changed_rows(at) } else { Ok(None) })
-        .collect::<Result<_>>()?;
-    let mut inputs = Vec::with_capacity(chunks.len());
-    for (index, &at) in chunks.iter().enumerate() {
-        let (base, changed_rows) = (bases[index].as_deref(), changed_rows[index].as_deref());
-        let chunk = Chunk { base, changed_rows, partners: &partners[index], ..input.codec_chunk(at, &rounded[index].data)? };
-        inputs.push(ChunkInput { place: input.place(at), chunk, rounded: rounded[index].given.as_ref() });
-    }
-    let encoded = encode_chunks(registry, options, &inputs).await?;
-    let standalone = match next_base.is_some_and(NextBase::keeps_encoded) {
-        true => standalone_chunks(registry, options, &inputs, &encoded)?,
-        false => vec![],
-    };
-    drop(inputs);
-    Ok(EncodedWindow { chunks, rounded, encoded, standalone: standalone.into_iter() })
-}
-
-/// Shards of a slot in cask order, each as its first chunk, and their grids. An empty shard that the parent has is
-/// unchanged, and left out.
-fn shards_of_slot(input: &SaveInput<'_>, slot: u32) -> Result<(Vec<ChunkRef>, Vec<ChunkGrid>)> {
-    let (mut shards, mut grids) = (Vec::new(), Vec::new());
-    for (number, tensor) in input.layout.tensors.iter().enumerate().filter(|(_, tensor)| tensor.slot == slot) {
-        for (shard, view) in tensor.shards.iter().enumerate() {
-            let base = input.parent.and_then(|parent| parent.find(view));
-            let at = ChunkRef { tensor: number, shard, chunk: 0, base };
-            let grid = input.grid(at)?;
-            if grid.chunk_count() > 0 || base.is_none() {
-                shards.push(at);
-                grids.push(grid);
-            }
-        }
-    }
-    Ok((shards, grids))
+/// Publishes casks, all at once.
+pub(super) async fn publish(uploads: Vec<Upload>) -> Result<()> {
+    concurrently(MAX_CASKS_AT_ONCE, uploads.into_iter().map(Upload::finish)).await.map(|_: Vec<()>| ())
 }
 
 impl From<&WriterOptions> for EncodeOptions {

@@ -11,13 +11,8 @@ use super::layout::StateLayout;
 use super::parent::{Parent, is_damage};
 use super::pipeline::SavePipeline;
 use crate::commit::{Log, Standing, refuse_features};
-use crate::error::ResultExt;
-use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, MAX_RANK, RankSave, Receipt, ReceiptShard, ReceiptTensor};
-use crate::{Ahead, Blob, Error, ErrorKind, Result, Store, TensorView, boxed};
-
-/// Number of casks that are checked, or receipts that are read, at once.
-pub(super) const CONCURRENT_REQUESTS: usize = 32;
+use crate::{AheadUploads, Blob, Error, ErrorKind, Result, Store, TensorView, boxed};
 
 /// Rank of a process in a job of many ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,29 +57,6 @@ impl Store {
         let log = Log::load(self).await?;
         Ok(RankWriter { pipeline: SavePipeline::new(self, options), rank, log, pending: None })
     }
-
-    /// Puts a receipt into the store, for a coordinator that gets it no other way. The same receipt may be put twice.
-    pub async fn put_receipt(&self, receipt: &Receipt) -> Result<()> {
-        let path = Receipt::path_of(receipt.step, receipt.attempt, receipt.rank);
-        self.create_unique(&path, receipt.encode()?.into()).await.map_err(|e| match e.kind() {
-            ErrorKind::Corrupt | ErrorKind::LimitExceeded => {
-                Error::new(ErrorKind::Conflict, "the store has another receipt of this rank, step and attempt; increase `attempt`")
-                    .object(path)
-            }
-            _ => e,
-        })
-    }
-
-    /// Receipts of a step and attempt that are in the store so far, by rank.
-    pub async fn receipts(&self, step: u64, attempt: u64, world: u32) -> Result<Vec<Receipt>> {
-        let read = |rank: u32| async move {
-            let path = Receipt::path_of(step, attempt, rank);
-            let bytes = self.get_if_present(&path, self.limits().max_manifest_bytes).await?;
-            bytes.map(|bytes| Receipt::decode(&bytes, self.limits()).in_object(path)).transpose()
-        };
-        let found: Vec<Option<Receipt>> = concurrently(CONCURRENT_REQUESTS, (0..world).map(read)).await?;
-        Ok(found.into_iter().flatten().collect())
-    }
 }
 
 impl RankWriter {
@@ -113,7 +85,7 @@ impl RankWriter {
     }
 
     /// Like [`Writer::send_ahead`](crate::Writer::send_ahead), for the casks of this rank.
-    pub fn send_ahead(&mut self, ahead: Option<Ahead>) {
+    pub fn send_ahead(&mut self, ahead: Option<AheadUploads>) {
         self.pipeline.ahead = ahead;
     }
 

@@ -11,15 +11,17 @@ use std::time::Duration;
 use super::commit::{Commit, Prepared};
 use super::layout::check_tiles;
 use super::parent::Parent;
-use super::ranks::CONCURRENT_REQUESTS;
-use super::{Metadata, Saved, Writer, check_user};
-use crate::chain::{Policy, Reason, content_digests};
+use super::{Metadata, SavedSnapshot, Writer, check_user};
+use crate::chain::{DecisionReason, Policy, content_digests};
 use crate::codec::Registry;
 use crate::commit::Age;
 use crate::store::concurrently;
 use crate::tensor::{Rect, element_count};
-use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, blob_slot};
+use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, slots_of_rank};
 use crate::{Error, ErrorKind, Limits, Result, boxed};
+
+/// Number of casks that are checked at once.
+const CONCURRENT_REQUESTS: usize = 32;
 
 impl Writer {
     /// Parent of the deltas of all ranks for a snapshot of `step`, by the policy; `None` for a base. Fails with
@@ -33,7 +35,7 @@ impl Writer {
 
     /// Commits one snapshot of the casks of all ranks, or nothing. There must be a receipt of each rank for this step
     /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store.
-    pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
+    pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         self.check_usable()?;
         check_user(metadata)?;
         let saved = self.commit_all(step, receipts, metadata).await;
@@ -42,16 +44,16 @@ impl Writer {
     }
 
     #[boxed]
-    async fn commit_all(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<Saved> {
+    async fn commit_all(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         check_ranks(step, receipts)?;
         let store = self.pipeline.store.clone();
         let (_, mut decision) = self.decide(step).await?;
         let parent = self.common_parent(receipts).await?;
         match (&parent, decision.reason) {
-            (None, Reason::SmallDelta | Reason::Policy) if self.pipeline.options.policy != Policy::Full => {
-                decision.reason = Reason::BrokenParent
+            (None, DecisionReason::SmallDelta | DecisionReason::Policy) if self.pipeline.options.policy != Policy::Full => {
+                decision.reason = DecisionReason::BrokenParent
             }
-            (Some(_), reason) if reason != Reason::SmallDelta => decision.reason = Reason::Policy,
+            (Some(_), reason) if reason != DecisionReason::SmallDelta => decision.reason = DecisionReason::Policy,
             _ => {}
         }
 
@@ -62,7 +64,7 @@ impl Writer {
         let modified_ms = |cask: &CaskRef| {
             let (store, path, bytes) = (store.clone(), cask.path(), cask.bytes);
             async move {
-                match store.head(&path).await {
+                match store.objects().head(&path).await {
                     Ok(found) if found.bytes == bytes => Ok(found.modified_ms),
                     Ok(found) => {
                         Err(Error::corrupt(format!("the cask has {} bytes, but its receipt says {bytes}", found.bytes)).object(path))
@@ -74,7 +76,7 @@ impl Writer {
                 }
             }
         };
-        let (age, now) = (Age::start(), store.clock_ms().await?);
+        let (age, now) = (Age::start(), store.objects().clock_ms().await?);
         let written: Vec<u64> = concurrently(CONCURRENT_REQUESTS, casks.iter().map(modified_ms)).await?;
         let oldest = written.into_iter().min().unwrap_or(now);
         let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest)));
@@ -176,12 +178,12 @@ fn check_ranks(step: u64, receipts: &[Receipt]) -> Result<()> {
         if rank >= world || world > MAX_RANK || !ranks.insert(rank) {
             return Err(Error::invalid(format!("{place} is given twice, or its rank is not below the {world} ranks")));
         }
-        let slots = blob_slot(rank).saturating_sub(1)..=blob_slot(rank);
+        let is_own = |slot: u32| slots_of_rank(rank).iter().any(|slots| slots.contains(&slot));
         let mut used = BTreeSet::new();
-        if receipt.casks.iter().any(|cask| !slots.contains(&cask.slot) || !used.insert(cask.slot)) {
+        if receipt.casks.iter().any(|cask| !is_own(cask.slot) || !used.insert(cask.slot)) {
             return Err(Error::invalid(format!("{place} names casks in slots of another rank, or two casks in one slot")));
         }
-        if receipt.tensors.iter().any(|tensor| !slots.contains(&tensor.slot)) {
+        if receipt.tensors.iter().any(|tensor| !is_own(tensor.slot)) {
             return Err(Error::invalid(format!("{place} names tensors in slots of another rank")));
         }
     }

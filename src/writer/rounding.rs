@@ -8,24 +8,17 @@
 //! stored, never the caller's original.
 
 use std::borrow::Cow;
-
-use rayon::prelude::*;
+use std::collections::BTreeMap;
 
 use super::input::{ChunkRef, SaveInput};
 use crate::codec::{Chunk, Partner};
 use crate::kernels::errors::updates;
-use crate::precision::{Rounded, round};
+use crate::precision::{Rounded, Setting, round};
 use crate::wire::{ChunkErrors, ErrorsFile, ShardErrors};
-use crate::{Dtype, Result, RoundingReport, Setting, parallel};
-
-/// The stored form of each chunk, computed on all cores. `bases` holds the base of each chunk.
-pub(super) fn stored_forms<'a>(input: &SaveInput<'a>, chunks: &[ChunkRef], bases: &[Option<Cow<'_, [u8]>>]) -> Result<Vec<Rounded<'a>>> {
-    let rounded = chunks.par_iter().zip(bases).map(|(&at, base)| stored_form(input, at, base.as_deref()));
-    parallel::run(|| rounded.collect())
-}
+use crate::{Dtype, Result, RoundingReport};
 
 /// The stored form of a chunk.
-fn stored_form<'a>(input: &SaveInput<'a>, at: ChunkRef, base: Option<&[u8]>) -> Result<Rounded<'a>> {
+pub(super) fn stored_form<'a>(input: &SaveInput<'a>, at: ChunkRef, base: Option<&[u8]>) -> Result<Rounded<'a>> {
     let tensor = input.tensor(at);
     let precision = input.precision(tensor);
     let original = input.original(at)?;
@@ -70,27 +63,22 @@ pub(super) fn stored_form_alone<'a>(input: &SaveInput<'a>, at: ChunkRef) -> Resu
 /// Rounding errors of one save.
 #[derive(Debug, Default)]
 pub(super) struct RoundingRecord {
-    /// Errors of the rounded shards that no cask holds yet.
-    shards: Vec<ShardErrors>,
+    /// Errors of the rounded shards that no cask holds yet, by tensor and shard.
+    shards: BTreeMap<(usize, usize), ShardErrors>,
     /// Sum over all rounded chunks; `None` while nothing was rounded.
     pub total: Option<RoundingReport>,
 }
 
 impl RoundingRecord {
-    /// Records the rounding error of a chunk. Chunks of a shard come one after the other.
-    pub(super) fn record(&mut self, input: &SaveInput<'_>, at: ChunkRef, rounded: &Rounded<'_>) -> Result<()> {
-        let Some(errors) = rounded.errors else { return Ok(()) };
-        let (view, rect) = (input.view(at), input.view(at).rect());
-        let is_open =
-            self.shards.last().is_some_and(|last| last.tensor == view.name() && last.offset == rect.offset && last.shape == rect.shape);
-        if !is_open {
-            let (offset, shape) = (rect.offset.clone(), rect.shape.clone());
+    /// Records the rounding error of a chunk. The chunks of a shard come in order.
+    pub(super) fn record(&mut self, input: &SaveInput<'_>, at: ChunkRef, errors: Option<ChunkErrors>) -> Result<()> {
+        let Some(errors) = errors else { return Ok(()) };
+        let shard = self.shards.entry((at.tensor, at.shard)).or_insert_with(|| {
+            let (view, rect) = (input.view(at), input.view(at).rect());
             let setting = input.precision(input.tensor(at)).setting.to_string();
-            self.shards.push(ShardErrors { tensor: view.name().to_owned(), offset, shape, setting, chunks: vec![] });
-        }
-        if let Some(shard) = self.shards.last_mut() {
-            shard.chunks.push(ChunkErrors { chunk: at.chunk, ..errors });
-        }
+            ShardErrors { tensor: view.name().to_owned(), offset: rect.offset.clone(), shape: rect.shape.clone(), setting, chunks: vec![] }
+        });
+        shard.chunks.push(ChunkErrors { chunk: at.chunk, ..errors });
         let elements = input.grid(at)?.elements(at.chunk);
         let report = RoundingReport::of_chunk(&errors, elements.end.saturating_sub(elements.start));
         self.total = Some(self.total.unwrap_or_default().and(report));
@@ -102,7 +90,7 @@ impl RoundingRecord {
         if self.shards.is_empty() {
             return Ok(None);
         }
-        let mut shards = std::mem::take(&mut self.shards);
+        let mut shards: Vec<ShardErrors> = std::mem::take(&mut self.shards).into_values().collect();
         shards.sort_by(|a, b| (&a.tensor, &a.offset, &a.shape).cmp(&(&b.tensor, &b.offset, &b.shape)));
         ErrorsFile::new(shards).encode().map(Some)
     }

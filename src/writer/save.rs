@@ -7,8 +7,8 @@ use super::commit::{Commit, Prepared};
 use super::estimate::estimate;
 use super::layout::StateLayout;
 use super::parent::{Parent, is_damage};
-use super::{Metadata, Saved, Writer, check_user};
-use crate::chain::{Decision, Policy, Reason};
+use super::{Metadata, SavedSnapshot, Writer, check_user};
+use crate::chain::{DecisionReason, Policy, PolicyDecision};
 use crate::commit::Age;
 use crate::{Blob, Error, ErrorKind, Result, TensorView, boxed};
 
@@ -28,7 +28,7 @@ impl Writer {
     /// Encoding runs on rayon's pool, called from this task; uploads run in parallel to it on a multi-threaded runtime.
     /// When this returns `Ok`, the snapshot is durable. Memory beyond the state: the base (unless
     /// [`BaseKeeping::None`](crate::BaseKeeping::None)), a window of 32 MiB, at most five upload parts, and one blob.
-    pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Saved> {
+    pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<SavedSnapshot> {
         self.check_usable()?;
         check_user(metadata)?;
         let layout = StateLayout::new(tensors, blobs, self.pipeline.store.limits())?;
@@ -38,13 +38,13 @@ impl Writer {
     }
 
     #[boxed]
-    async fn save_layout(&mut self, request: &Request<'_>) -> Result<Saved> {
+    async fn save_layout(&mut self, request: &Request<'_>) -> Result<SavedSnapshot> {
         self.pipeline.changed_rows.add(request.layout);
         let mut refusal: Option<Error> = None;
         for _ in 0..ATTEMPTS {
             let (mut parent, mut decision) = self.parent(request.step).await?;
             if refusal.is_some() && parent.is_some() {
-                (parent, decision.reason) = (None, Reason::BrokenParent);
+                (parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }
             self.reconsider_delta(request.layout, &mut parent, &mut decision).await?;
             let error = match self.attempt(request, parent.as_ref(), decision).await {
@@ -76,18 +76,18 @@ impl Writer {
 
     /// Gives up a delta that would save too little, or whose parent cannot be read. Only the adaptive policy estimates.
     #[boxed]
-    async fn reconsider_delta(&self, layout: &StateLayout<'_>, parent: &mut Option<Parent>, decision: &mut Decision) -> Result<()> {
+    async fn reconsider_delta(&self, layout: &StateLayout<'_>, parent: &mut Option<Parent>, decision: &mut PolicyDecision) -> Result<()> {
         let (Policy::Adaptive, Some(base)) = (self.pipeline.options.policy, &parent) else { return Ok(()) };
         match estimate(&self.pipeline.input(layout, Some(base)), &self.pipeline.base).await {
             Ok(found) => {
                 if found.is_too_large() {
-                    (*parent, decision.reason) = (None, Reason::LargeDelta);
+                    (*parent, decision.reason) = (None, DecisionReason::LargeDelta);
                 }
                 decision.estimate = Some(found);
             }
             Err(error) if is_damage(&error) => {
                 tracing::warn!(%error, "no delta can be made; saving a base instead");
-                (*parent, decision.reason) = (None, Reason::BrokenParent);
+                (*parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }
             Err(error) => return Err(error),
         }
@@ -96,7 +96,7 @@ impl Writer {
 
     /// Encodes, uploads, and tries to commit.
     #[boxed]
-    async fn attempt(&mut self, request: &Request<'_>, parent: Option<&Parent>, decision: Decision) -> Result<Commit> {
+    async fn attempt(&mut self, request: &Request<'_>, parent: Option<&Parent>, decision: PolicyDecision) -> Result<Commit> {
         let &Request { step, layout, metadata } = request;
         let age = Age::start();
         let uploaded = self.pipeline.write_casks(layout, parent).await?;

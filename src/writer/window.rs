@@ -1,102 +1,128 @@
-//! Windows: the chunks of one cask that are encoded together.
-//!
-//! A cask takes its chunks in a fixed order: tensors by name, shards by position, chunks by index. [`plan`] cuts that
-//! order into windows of bounded size, so that a save needs bounded memory however large the state is. The save
-//! pipeline and compaction both encode window by window. Planning is pure: it reads no tensor and no object.
-//!
-//! Invariants: the sections name each chunk exactly once and in cask order; a window is never empty. A shard without
-//! elements has no chunk. It is a section of its own, between the windows of its neighbours.
+//! Encoding of a window: loads the base chunks and rounded forms of its units, then encodes the units on all cores.
 
-use crate::tensor::ChunkGrid;
+use std::ops::Range;
 
-/// Largest number of decoded bytes in a window, unless one chunk is larger.
-pub(crate) const WINDOW_BYTES: u64 = 32 << 20;
+use rayon::prelude::*;
 
-/// A chunk of the planned shards.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PlannedChunk {
-    /// Position of the shard in the list that was planned.
-    pub shard: usize,
-    /// Index of the chunk in the grid of its shard.
-    pub chunk: u64,
+use super::base_cache::{BaseCache, BaseChunk, NextBase};
+use super::base_chunks::base_chunks;
+use super::cask_writer::EncodeOptions;
+use super::changed_rows::check_changed_rows;
+use super::choices::Choices;
+use super::input::{ChunkRef, SaveInput};
+use super::plan::SavePlan;
+use super::rounding::{stored_form, stored_form_alone};
+use super::schedule::Window;
+use super::unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
+use crate::codec::{Chunk, Preferred};
+use crate::precision::Rounded;
+use crate::{Result, boxed, parallel};
+
+/// A window, encoded and not yet in a cask: the stored form and the result of each chunk, by unit and member.
+pub(super) struct EncodedWindow<'a>(Vec<Vec<Option<(Rounded<'a>, UnitResult)>>>);
+
+impl<'a> EncodedWindow<'a> {
+    pub(super) fn take(&mut self, unit: usize, member: usize) -> Option<(Rounded<'a>, UnitResult)> {
+        self.0.get_mut(unit)?.get_mut(member)?.take()
+    }
 }
 
-/// A section of a cask.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Section {
-    /// Chunks to encode together.
-    Window(Vec<PlannedChunk>),
-    /// Position, in the list that was planned, of a shard without elements.
-    EmptyShard(usize),
-}
-
-/// Cuts the chunks of shards, given by their grids in cask order, into windows of at most `window_bytes`.
-pub(crate) fn plan(grids: impl IntoIterator<Item = ChunkGrid>, window_bytes: u64) -> Vec<Section> {
-    let mut sections = Vec::new();
-    let mut window = Vec::new();
-    let mut planned_bytes = 0u64;
-    for (shard, grid) in grids.into_iter().enumerate() {
-        if grid.chunk_count() == 0 {
-            close(&mut sections, &mut window, &mut planned_bytes);
-            sections.push(Section::EmptyShard(shard));
+/// Encodes a window. Reads the input and the base cache; changes nothing.
+#[boxed]
+pub(super) async fn encode_window<'a>(
+    input: &SaveInput<'a>,
+    cache: &BaseCache,
+    options: EncodeOptions,
+    next_base: Option<&NextBase>,
+    chunks: WindowChunks,
+) -> Result<EncodedWindow<'a>> {
+    // Encoding a window is long work without an await. A caller that selects on something else, such as Ctrl-C, gets a
+    // turn here.
+    tokio::task::yield_now().await;
+    let registry = input.store.registry();
+    let bases: Vec<Option<BaseChunk<'_>>> = base_chunks(input, cache, &chunks.refs).await?;
+    let mut rounded: Vec<Rounded<'a>> = chunks.stored_forms(input, &bases)?;
+    check_changed_rows(input, &chunks.refs, &rounded, &bases).await?;
+    let standalone = match next_base.is_some_and(NextBase::keeps_encoded) {
+        true => Standalone::Wanted,
+        false => Standalone::NotWanted,
+    };
+    let encode = |range: &Range<usize>| {
+        let changed_rows: Vec<Option<Vec<u64>>> = range
+            .clone()
+            .map(|index| if bases[index].is_none() { input.changed_rows(chunks.refs[index]) } else { Ok(None) })
+            .collect::<Result<_>>()?;
+        let mut unit = Vec::with_capacity(range.len());
+        for (index, changed_rows) in range.clone().zip(&changed_rows) {
+            let (at, form) = (chunks.refs[index], &rounded[index]);
+            let chunk =
+                Chunk { base: bases[index].as_deref(), changed_rows: changed_rows.as_deref(), ..input.codec_chunk(at, &form.data)? };
+            let (partners, is_encoded) = (chunks.partners[index].clone(), chunks.is_encoded[index]);
+            let (rounded, preferred) = (form.given.as_ref(), chunks.preferred[index].clone());
+            unit.push(UnitChunk { place: input.place(at), chunk, rounded, partners, is_encoded, preferred });
         }
-        for chunk in 0..grid.chunk_count() {
-            let range = grid.bytes(chunk);
-            let chunk_bytes = range.end.saturating_sub(range.start);
-            if planned_bytes.saturating_add(chunk_bytes) > window_bytes {
-                close(&mut sections, &mut window, &mut planned_bytes);
+        encode_unit(registry, options, standalone, &unit)
+    };
+    let results: Vec<Vec<Option<UnitResult>>> = parallel::run(|| chunks.units.par_iter().map(encode).collect::<Result<_>>())?;
+    let mut forms = rounded.drain(..);
+    let with_form = |results: Vec<Option<UnitResult>>| results.into_iter().map(|result| Some((forms.next()?, result?))).collect();
+    Ok(EncodedWindow(results.into_iter().map(with_form).collect()))
+}
+
+/// Chunks of a window, unit by unit: the members of each unit, then partners from other units.
+pub(super) struct WindowChunks {
+    pub refs: Vec<ChunkRef>,
+    pub partners: Vec<Vec<PartnerLink>>,
+    /// Whether a chunk is encoded, or is only a partner.
+    pub is_encoded: Vec<bool>,
+    /// Codecs to try first.
+    preferred: Vec<Option<Preferred>>,
+    /// Chunks of each unit, as positions in the lists above.
+    pub units: Vec<Range<usize>>,
+}
+
+impl WindowChunks {
+    pub(super) fn of(plan: &SavePlan, window: &Window) -> Self {
+        let mut all = Self { refs: Vec::new(), partners: Vec::new(), is_encoded: Vec::new(), preferred: Vec::new(), units: Vec::new() };
+        for unit in &window.units {
+            let start = all.refs.len();
+            let mut shards = unit.shards.clone();
+            for &shard in &unit.shards {
+                let mut links = Vec::new();
+                for partner in &plan.shards[shard].partners {
+                    let position = shards.iter().position(|&known| known == partner.shard).unwrap_or_else(|| {
+                        shards.push(partner.shard);
+                        shards.len() - 1
+                    });
+                    links.push(PartnerLink { role: partner.role, position, base: partner.base });
+                }
+                all.partners.push(links);
             }
-            planned_bytes = planned_bytes.saturating_add(chunk_bytes);
-            window.push(PlannedChunk { shard, chunk });
+            all.refs.extend(shards.iter().map(|&shard| plan.shards[shard].chunk(unit.chunk)));
+            all.partners.resize(all.refs.len(), Vec::new());
+            all.is_encoded.extend((0..shards.len()).map(|position| position < unit.shards.len()));
+            all.preferred.resize(all.refs.len(), None);
+            all.units.push(start..all.refs.len());
         }
-    }
-    close(&mut sections, &mut window, &mut planned_bytes);
-    sections
-}
-
-/// Ends the open window, if it holds any chunk.
-fn close(sections: &mut Vec<Section>, window: &mut Vec<PlannedChunk>, planned_bytes: &mut u64) {
-    *planned_bytes = 0;
-    if !window.is_empty() {
-        sections.push(Section::Window(std::mem::take(window)));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{PlannedChunk, Section, plan};
-    use crate::Dtype;
-    use crate::tensor::ChunkGrid;
-
-    /// Grids of one-dimensional u8 shards. A chunk holds up to 2^18 elements.
-    fn grids(shapes: &[u64]) -> Vec<ChunkGrid> {
-        shapes.iter().map(|&count| ChunkGrid::new(Dtype::U8, &[count]).unwrap()).collect()
+        all
     }
 
-    fn window(chunks: &[(usize, u64)]) -> Section {
-        Section::Window(chunks.iter().map(|&(shard, chunk)| PlannedChunk { shard, chunk }).collect())
+    /// Tries first the codecs that were chosen for similar chunks.
+    pub(super) fn prefer(mut self, plan: &SavePlan, window: &Window, choices: &mut Choices) -> Self {
+        for (unit, range) in window.units.iter().zip(&self.units) {
+            for (&shard, index) in unit.shards.iter().zip(range.clone()) {
+                self.preferred[index] = choices.next(&plan.shards[shard].family);
+            }
+        }
+        self
     }
 
-    #[test]
-    fn chunks_of_several_shards_share_a_window_up_to_its_size() {
-        assert_eq!(plan(grids(&[4, 4, 4]), 8), [window(&[(0, 0), (1, 0)]), window(&[(2, 0)])]);
-        assert_eq!(plan(grids(&[4, 4, 4]), 12), [window(&[(0, 0), (1, 0), (2, 0)])]);
-    }
-
-    #[test]
-    fn a_window_may_end_inside_a_shard() {
-        let chunk = 1 << 18;
-        assert_eq!(plan(grids(&[10, 3 * chunk]), 2 * chunk), [window(&[(0, 0), (1, 0)]), window(&[(1, 1), (1, 2)])]);
-    }
-
-    #[test]
-    fn a_chunk_larger_than_a_window_has_one_of_its_own() {
-        assert_eq!(plan(grids(&[2, 100, 2]), 8), [window(&[(0, 0)]), window(&[(1, 0)]), window(&[(2, 0)])]);
-    }
-
-    #[test]
-    fn an_empty_shard_stands_between_windows() {
-        assert_eq!(plan(grids(&[0, 4, 0, 4]), 8), [Section::EmptyShard(0), window(&[(1, 0)]), Section::EmptyShard(2), window(&[(3, 0)])]);
-        assert_eq!(plan(grids(&[]), 8), []);
+    /// The form in which each chunk will be stored, computed on all cores.
+    pub(super) fn stored_forms<'a>(&self, input: &SaveInput<'a>, bases: &[Option<BaseChunk<'_>>]) -> Result<Vec<Rounded<'a>>> {
+        let forms = self.refs.par_iter().zip(bases).zip(&self.is_encoded).map(|((&at, base), &is_encoded)| match is_encoded {
+            true => stored_form(input, at, base.as_deref()),
+            false => stored_form_alone(input, at),
+        });
+        parallel::run(|| forms.collect())
     }
 }

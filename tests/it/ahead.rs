@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use object_store::memory::InMemory;
 use object_store::path::Path;
+use tensorcask::maintain::{self, Copier, CopyReport, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
-use tensorcask::{Ahead, Copier, CopyReport, Dtype, Metadata, Policy, Slice, Store, TensorView, VerifyOptions, Writer};
+use tensorcask::{AheadUploads, Dtype, Metadata, Policy, Slice, Store, TensorView, Writer};
 
 use crate::common::{DEADLINE, noise, objects_of, until, wrap};
 
@@ -22,7 +23,7 @@ async fn pair(destination: &Store) -> (Store, Writer, Copier) {
     let source = wrap(Arc::new(InMemory::new()));
     let mut writer = source.writer(Policy::Full).await.unwrap();
     save(&mut writer, 1, &noise(1, 1000)).await;
-    let mut copier = source.copier(destination, Default::default(), Id::random().unwrap()).await.unwrap();
+    let mut copier = Copier::open(&source, destination, Id::random().unwrap(), Default::default()).await.unwrap();
     copier.take_over().await.unwrap();
     assert_eq!(copier.copy_new(&source).await.unwrap().snapshots, 1);
     (source, writer, copier)
@@ -31,7 +32,7 @@ async fn pair(destination: &Store) -> (Store, Writer, Copier) {
 /// Saves step 2 ahead and copies it. Returns the report of the copy.
 async fn save_ahead(destination: &Store, data: &[u8]) -> CopyReport {
     let (source, mut writer, mut copier) = pair(destination).await;
-    let ahead = Ahead::new(destination);
+    let ahead = AheadUploads::new(destination);
     writer.send_ahead(Some(ahead.clone()));
     save(&mut writer, 2, data).await;
     assert!(destination.snapshot(2).await.is_err(), "nothing is there before it is committed");
@@ -39,7 +40,7 @@ async fn save_ahead(destination: &Store, data: &[u8]) -> CopyReport {
     let report = copier.copy_new(&source).await.unwrap();
     assert_eq!(report.snapshots, 1);
     assert!(destination.snapshot(2).await.unwrap().read("w", &Slice::all()).await.unwrap().data == data);
-    let verified = destination.verify(&VerifyOptions::default()).await.unwrap();
+    let verified = maintain::verify(destination, &VerifyOptions::default()).await.unwrap();
     assert!(verified.is_clean(), "{:?}", verified.problems);
     report
 }
@@ -80,7 +81,7 @@ async fn a_slow_store_does_not_hold_the_writer_up() {
     let destination = wrap(Arc::new(store));
     let (source, mut writer, mut copier) = pair(&destination).await;
     let data = noise(4, 200 << 20);
-    let ahead = Ahead::new(&destination);
+    let ahead = AheadUploads::new(&destination);
     writer.send_ahead(Some(ahead.clone()));
     // A blocking task holds the paused clock: no part arrives until the save has ended.
     let (saved, held) = std::sync::mpsc::channel();
@@ -100,7 +101,7 @@ async fn what_nobody_goes_on_with_leaves_nothing() {
     let destination = Store::open(folder.path().to_str().unwrap()).unwrap();
     let (source, mut writer, mut copier) = pair(&destination).await;
     let before = objects_of(folder.path());
-    let ahead = Ahead::new(&destination);
+    let ahead = AheadUploads::new(&destination);
     writer.send_ahead(Some(ahead.clone()));
     save(&mut writer, 2, &noise(5, 50 << 20)).await;
     assert!(objects_of(folder.path()).len() > before.len(), "parts of it are there");
@@ -108,5 +109,5 @@ async fn what_nobody_goes_on_with_leaves_nothing() {
     drop(ahead);
     until("the upload that was begun is removed", async || objects_of(folder.path()) == before).await;
     assert_eq!(copier.copy_new(&source).await.unwrap().ahead_bytes, 0);
-    assert!(destination.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&destination, &VerifyOptions::default()).await.unwrap().is_clean());
 }

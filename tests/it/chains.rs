@@ -6,14 +6,15 @@ use std::time::Duration;
 use crate::common::{SmallState, data, noise, objects_of, wrap};
 use object_store::memory::InMemory;
 use tensorcask::interchange::safetensors::Files;
+use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, Dtype, ExistingStep, Latest, Metadata, Policy, Reason, Slice, Store, TensorView, Updated, VerifyOptions, Writer,
+    BaseKeeping, DecisionReason, Dtype, ExistingStep, Latest, Metadata, Policy, Slice, Store, TensorView, UpdateReport, Writer,
     WriterOptions,
 };
 
 const ELEMENTS: usize = 3 << 18;
 
-async fn save(writer: &mut Writer, step: u64, weights: &[u8]) -> tensorcask::Saved {
+async fn save(writer: &mut Writer, step: u64, weights: &[u8]) -> tensorcask::SavedSnapshot {
     let state = [TensorView::new("model.w", Dtype::Bf16, &[weights.len() as u64 / 2], weights).unwrap()];
     writer.save(step, &state, &[], &Metadata::default()).await.unwrap()
 }
@@ -29,7 +30,7 @@ async fn the_adaptive_policy_says_why() {
         let saved = save(writer, step, weights).await;
         assert_eq!(saved.parent.is_none(), saved.kind.name() == "base");
         let found = store.snapshot(step).await.unwrap();
-        assert_eq!(found.decision(), Some(saved.decision), "the manifest tells the same");
+        assert_eq!(found.inspect().decision(), Some(saved.decision), "the manifest tells the same");
         reasons.push((step, saved.kind.name(), saved.decision.reason));
         saved
     };
@@ -56,15 +57,19 @@ async fn the_adaptive_policy_says_why() {
     // A process that saves only once makes the same decision.
     let mut writer = store.writer(Policy::Adaptive).await.unwrap();
     saved(&mut writer, 41, &weights).await;
-    let expected: Vec<(u64, &str, Reason)> = [(10, "base", Reason::First)]
+    let expected: Vec<(u64, &str, DecisionReason)> = [(10, "base", DecisionReason::First)]
         .into_iter()
-        .chain((11..=17).map(|step| (step, "delta", Reason::SmallDelta)))
-        .chain([(18, "base", Reason::Interval), (19, "base", Reason::LargeDelta), (20, "delta", Reason::SmallDelta)])
-        .chain([(15, "base", Reason::Jump), (16, "delta", Reason::SmallDelta), (40, "base", Reason::Jump)])
-        .chain([(41, "delta", Reason::SmallDelta)])
+        .chain((11..=17).map(|step| (step, "delta", DecisionReason::SmallDelta)))
+        .chain([
+            (18, "base", DecisionReason::Interval),
+            (19, "base", DecisionReason::LargeDelta),
+            (20, "delta", DecisionReason::SmallDelta),
+        ])
+        .chain([(15, "base", DecisionReason::Jump), (16, "delta", DecisionReason::SmallDelta), (40, "base", DecisionReason::Jump)])
+        .chain([(41, "delta", DecisionReason::SmallDelta)])
         .collect();
     assert_eq!(reasons, expected);
-    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 
 /// Every base cache leads to the same stored bytes. Ids are random, but all have one length.
@@ -126,7 +131,7 @@ async fn a_base_that_cannot_be_kept_on_disk_costs_a_read_not_the_save() {
         let saved = writer.save(step, &state.tensors(), &state.blobs(), &Metadata::default()).await.unwrap();
         assert_eq!(saved.kind.name(), if step == 0 { "base" } else { "delta" });
     }
-    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 
 #[tokio::test]
@@ -147,17 +152,17 @@ async fn who_holds_a_step_reads_what_lies_between() {
             let mut buffer = states[have as usize].clone();
             let updated = wanted.update_into(&held, vec![("model.w", &mut buffer)]).await.unwrap();
             assert!(buffer == states[want as usize], "{policy}, from {have} to {want}");
-            let bytes = wanted.read_counts().page_bytes;
+            let bytes = wanted.inspect().read_counts().page_bytes;
             let forward = have < want && (policy == Policy::Consecutive || have == 0);
             match (have == want, forward) {
-                (true, _) => assert_eq!((updated, bytes), (Updated { unchanged: 3, ..Updated::default() }, 0)),
+                (true, _) => assert_eq!((updated, bytes), (UpdateReport { unchanged: 3, ..UpdateReport::default() }, 0)),
                 // Forwards along the chain: masks of changed elements, one per step in between.
                 (_, true) => {
-                    assert_eq!(updated, Updated { unchanged: 2, advanced: 1, rebuilt: 0 }, "{policy}, from {have} to {want}");
+                    assert_eq!(updated, UpdateReport { unchanged: 2, advanced: 1, rebuilt: 0 }, "{policy}, from {have} to {want}");
                     assert!(bytes < 40_000 * (want - have), "{bytes}");
                 }
                 // Siblings, or backwards: the one chunk that differs is rebuilt from its base.
-                _ => assert_eq!(updated, Updated { unchanged: 2, advanced: 0, rebuilt: 1 }, "{policy}, from {have} to {want}"),
+                _ => assert_eq!(updated, UpdateReport { unchanged: 2, advanced: 0, rebuilt: 1 }, "{policy}, from {have} to {want}"),
             }
         }
         // Checksums detect each chunk of a buffer with unexpected content.

@@ -6,14 +6,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::common::{SmallState, wrap};
 use object_store::memory::InMemory;
 use object_store::path::Path;
+use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::{Digest, Event, Id, LogEntry};
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, Slice, Store, StoreOptions, TensorView,
-    VerifyOptions, Writer, WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, Slice, Store, StoreOptions, TensorView, Writer,
+    WriterOptions,
 };
 
-async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::Saved> {
+async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::SavedSnapshot> {
     let state = SmallState::at(step);
     writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
 }
@@ -26,7 +27,7 @@ async fn assert_holds(store: &Store, step: u64) {
 }
 
 async fn assert_clean(store: &Store) {
-    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    let report = maintain::verify(store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 

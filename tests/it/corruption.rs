@@ -9,7 +9,8 @@ use std::path::Path;
 
 use crate::common::{GOLDEN, SmallState, objects_of, on_this_thread as on, store_of};
 use rayon::prelude::*;
-use tensorcask::{Depth, ErrorKind, Latest, Policy, Slice, VerifyOptions};
+use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
+use tensorcask::{ErrorKind, Latest, Policy, Slice};
 
 const STEPS: [u64; 3] = [1, 2, 3];
 
@@ -46,7 +47,7 @@ fn assert_no_wrong_value(objects: &[(String, Vec<u8>)], what: &str) {
 
 /// Asserts that a full check finds the damage, names an object, and yields no wrong value.
 fn assert_detected(objects: &[(String, Vec<u8>)], what: &str) {
-    match on(store_of(objects).verify(&VerifyOptions::default())) {
+    match on(maintain::verify(&store_of(objects), &VerifyOptions::default())) {
         Ok(report) => {
             assert!(!report.is_clean(), "{what}: not detected");
             assert!(report.problems.iter().any(|p| p.error.object_name().is_some()), "{what}: {:?} names no object", report.problems);
@@ -114,7 +115,7 @@ fn the_golden_store_reads() {
     let objects = golden();
     assert!(objects.len() > 10, "the golden store is in the repository");
     let store = store_of(&objects);
-    let report = on(store.verify(&VerifyOptions::default())).unwrap();
+    let report = on(maintain::verify(&store, &VerifyOptions::default())).unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
     for step in STEPS {
         let snapshot = on(store.snapshot(step)).unwrap();
@@ -129,7 +130,7 @@ fn the_golden_store_reads() {
             Some("model.sparse")
         );
     }
-    let chain = on(store.snapshot(Latest)).unwrap().chain();
+    let chain = on(store.snapshot(Latest)).unwrap().inspect().chain();
     assert_eq!(chain.iter().map(|link| link.kind.name()).collect::<Vec<_>>(), ["delta", "delta", "base"]);
 }
 
@@ -196,7 +197,7 @@ fn flips_and_cuts_of_a_catalog_are_detected_and_harmless() {
     let check = |changed: Vec<u8>, what: String| {
         let objects = with(&objects, at, changed);
         let store = store_of(&objects);
-        let report = on(store.verify(&VerifyOptions { depth: Depth::Log, ..VerifyOptions::default() })).unwrap();
+        let report = on(maintain::verify(&store, &VerifyOptions { depth: VerifyDepth::Log, ..VerifyOptions::default() })).unwrap();
         assert_eq!(report.problems.len(), 1, "{what}: {:?}", report.problems);
         assert!(report.problems[0].error.object_name().unwrap().starts_with("catalog/"), "{what}");
         let listed = on(store.snapshots()).unwrap();

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::wire::Event;
-use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Store, StoreOptions, TensorView, VerifyOptions, Writer};
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Store, StoreOptions, TensorView, Writer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -199,7 +200,8 @@ async fn a_broken_connection_is_no_conflict_and_no_loss() {
     assert!(broken > 40, "only {broken} requests were broken");
     let store = Store::open(&url).unwrap();
     let added: Vec<u64> = store
-        .log_entries()
+        .history()
+        .entries()
         .await
         .unwrap()
         .into_iter()
@@ -209,6 +211,6 @@ async fn a_broken_connection_is_no_conflict_and_no_loss() {
     once.dedup();
     // Only a save that was reported as failed, but was stored, is committed again.
     assert!(added.len() as u64 <= step + told && once.len() as u64 == step, "{} commits of {step} steps, {told} told", added.len());
-    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
     eprintln!("{broken} requests broken, {told} of them told");
 }

@@ -8,9 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::common::wrap;
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
+use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Event;
-use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Store, TensorView, VerifyOptions, Writer};
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Store, TensorView, Writer};
 
 fn state(step: u64, bytes: usize) -> Vec<u8> {
     let mut data: Vec<u8> = (0..bytes).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
@@ -67,7 +68,7 @@ async fn storm(faulty: &dyn Fn() -> Store, clean: &Store, steps: u64, bytes: usi
         }
     }
     let mut commits: BTreeMap<u64, u64> = BTreeMap::new();
-    match clean.log_entries().await {
+    match clean.history().entries().await {
         Ok(entries) => {
             for entry in entries {
                 if let Event::Added { step, .. } = entry.event {
@@ -86,7 +87,7 @@ async fn storm(faulty: &dyn Fn() -> Store, clean: &Store, steps: u64, bytes: usi
         assert!(read.data == state(step, bytes), "{what}: step {step} holds other bytes");
     }
     if !commits.is_empty() {
-        let report = clean.verify(&VerifyOptions::default()).await.unwrap();
+        let report = maintain::verify(clean, &VerifyOptions::default()).await.unwrap();
         assert!(report.is_clean(), "{what}: {:?}", report.problems);
     }
     (acknowledged.len() as u64, failures)
@@ -181,9 +182,10 @@ async fn every_fault_at_every_request() {
                         let read = clean.snapshot(step).await.unwrap().read("w", &Slice::all()).await.unwrap();
                         assert!(read.data == state(step, 4000), "{what}");
                     }
-                    let added = clean.log_entries().await.unwrap().into_iter().filter(|e| matches!(e.event, Event::Added { .. })).count();
+                    let added =
+                        clean.history().entries().await.unwrap().into_iter().filter(|e| matches!(e.event, Event::Added { .. })).count();
                     assert_eq!(added, 4, "{what}");
-                    assert!(clean.verify(&VerifyOptions::default()).await.unwrap().is_clean(), "{what}");
+                    assert!(maintain::verify(&clean, &VerifyOptions::default()).await.unwrap().is_clean(), "{what}");
                     met += u64::from(count.load(Ordering::SeqCst) > first);
                 }
                 if met == 0 && first > 0 {

@@ -104,8 +104,8 @@ fn scan(tokens: TokenStream, module: &[String], children: &BTreeSet<String>, sou
     }
 }
 
-/// All files below a crate's `src`, by module path.
-fn sources(root: &Path) -> BTreeMap<Names, Source> {
+/// Text of all files below a crate's `src`, by module path.
+fn texts(root: &Path) -> BTreeMap<Names, String> {
     let mut files: BTreeMap<Names, String> = BTreeMap::new();
     let mut folders = vec![(root.to_owned(), Names::new())];
     while let Some((folder, module)) = folders.pop() {
@@ -121,6 +121,12 @@ fn sources(root: &Path) -> BTreeMap<Names, Source> {
             }
         }
     }
+    files
+}
+
+/// Names in all files below a crate's `src`, by module path.
+fn sources(root: &Path) -> BTreeMap<Names, Source> {
+    let files = texts(root);
     let children = |module: &Names| {
         let below = files.keys().filter(|key| key.len() == module.len() + 1 && key.starts_with(module));
         below.filter_map(|key| key.last().cloned()).collect::<BTreeSet<String>>()
@@ -244,4 +250,114 @@ fn files_of_the_engine_and_the_conformance_suite_import_in_no_circle() {
         let among = |(from, to): &(&String, &BTreeSet<String>)| on_circles.contains(*from) && !to.is_disjoint(&on_circles);
         assert!(on_circles.is_empty(), "{crate_folder}: {:#?}", graph.iter().filter(among).collect::<Vec<_>>());
     }
+}
+
+/// Types that a file defines, and the number of methods in its inherent impl blocks, by type. Test modules are left out.
+#[derive(Default)]
+struct Methods {
+    defined: BTreeSet<String>,
+    counts: BTreeMap<String, usize>,
+}
+
+fn count_methods(tokens: TokenStream, found: &mut Methods) {
+    let ident = |token: Option<&TokenTree>| match token {
+        Some(TokenTree::Ident(name)) => name.to_string(),
+        _ => String::new(),
+    };
+    let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+    let mut at = 0;
+    while at < tokens.len() {
+        match ident(tokens.get(at)).as_str() {
+            "struct" | "enum" => _ = found.defined.insert(ident(tokens.get(at + 1))),
+            "mod" if ident(tokens.get(at + 1)) != "tests" => {
+                if let Some(TokenTree::Group(inner)) = tokens.get(at + 2) {
+                    count_methods(inner.stream(), found);
+                }
+            }
+            "impl" => {
+                // The type is the last name outside of angle brackets; `for` marks a trait, `where` ends the type.
+                let (mut depth, mut name, mut is_trait) = (0i32, String::new(), false);
+                let (mut is_bound, mut last) = (false, ' ');
+                while let Some(token) =
+                    tokens.get(at).filter(|token| !matches!(token, TokenTree::Group(g) if g.delimiter() == Delimiter::Brace))
+                {
+                    match token {
+                        TokenTree::Punct(mark) => {
+                            match mark.as_char() {
+                                '<' => depth += 1,
+                                '>' if last != '-' => depth -= 1,
+                                _ => {}
+                            }
+                            last = mark.as_char();
+                        }
+                        TokenTree::Ident(word) if depth == 0 && !is_bound => match word.to_string().as_str() {
+                            "where" => is_bound = true,
+                            "for" => is_trait = true,
+                            word => name = word.to_owned(),
+                        },
+                        _ => {}
+                    }
+                    at += 1;
+                }
+                if let (Some(TokenTree::Group(body)), false) = (tokens.get(at), is_trait) {
+                    let body: Vec<TokenTree> = body.stream().into_iter().collect();
+                    *found.counts.entry(name).or_default() += body.iter().filter(|token| ident(Some(token)) == "fn").count();
+                }
+            }
+            _ => {}
+        }
+        at += 1;
+    }
+}
+
+/// Number of inherent methods of each type of a crate, over all files, with the file that defines the type.
+fn methods(root: &Path) -> BTreeMap<(String, String), usize> {
+    let graph = imports(root);
+    let read = |(module, text): (&Names, &String)| {
+        let mut found = Methods::default();
+        count_methods(text.parse().unwrap(), &mut found);
+        (module.join("::"), found)
+    };
+    let texts = texts(root);
+    let is_test = |module: &Names| {
+        let Some((name, parent)) = module.split_last() else { return false };
+        texts.get(parent).is_some_and(|parent| parent.contains(&format!("#[cfg(test)]\nmod {name};")))
+    };
+    let files: BTreeMap<String, Methods> = texts.iter().filter(|(module, _)| !is_test(module)).map(read).collect();
+    let mut sums = BTreeMap::new();
+    for (file, found) in &files {
+        for (name, count) in &found.counts {
+            let defines = |other: &&String| files.get(*other).is_some_and(|other| other.defined.contains(name));
+            let home = Some(file).filter(defines).or_else(|| graph.get(file)?.iter().find(defines));
+            *sums.entry((home.unwrap_or(file).clone(), name.clone())).or_default() += count;
+        }
+    }
+    sums
+}
+
+#[test]
+fn no_type_has_more_than_twenty_methods() {
+    for crate_folder in ["src", "cli/src", "engine/src", "python/src", "conformance/src"] {
+        let sums = methods(&folder(crate_folder));
+        let large: Vec<_> = sums.iter().filter(|(_, count)| **count > 20).collect();
+        assert!(large.is_empty(), "{crate_folder}: {large:#?}: split the type by concept");
+    }
+    let library = methods(&folder("src"));
+    assert!(library[&("store".into(), "Store".into())] > 10, "methods are not found across files: {library:#?}");
+}
+
+#[test]
+fn methods_are_counted_over_all_files_and_without_traits() {
+    let scratch = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| std::fs::write(scratch.path().join(name), text).unwrap();
+    write("lib.rs", "mod low; mod other;");
+    write(
+        "low.rs",
+        "pub struct Thing<T>(T); impl<T: Fn() -> u8> Thing<T> { fn a() {} pub async fn b() {} } impl Clone for Thing<u8> { fn c() {} }",
+    );
+    write(
+        "other.rs",
+        "use crate::low::Thing; impl Thing<u8> { fn d() { fn inner() {} } } #[cfg(test)] mod tests { impl Thing<u8> { fn e() {} } }",
+    );
+    assert_eq!(methods(scratch.path()), BTreeMap::from([(("low".to_owned(), "Thing".to_owned()), 3)]));
 }

@@ -7,15 +7,16 @@ use std::time::Duration;
 
 use crate::common::{SmallState, objects_of, until, wrap};
 use object_store::memory::InMemory;
+use tensorcask::maintain::{self, CompactOptions, DoctorOptions, GcOptions, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, CompactOptions, DoctorOptions, Dtype, ErrorKind, GcOptions, Latest, Metadata, Policy, Rect, Retention, Slice, Snapshot,
-    Status, Store, StoreOptions, TensorView, VerifyOptions, Writer, WriterOptions,
+    BaseKeeping, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Retention, Slice, Snapshot, SnapshotStatus, Store, StoreOptions,
+    TensorView, Writer, WriterOptions,
 };
 use tokio::sync::{RwLock, RwLockReadGuard};
 
 const NOW: GcOptions = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
 
-async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::Saved> {
+async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::SavedSnapshot> {
     let state = SmallState::at(step);
     writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
 }
@@ -36,7 +37,7 @@ async fn assert_holds(store: &Store, steps: impl IntoIterator<Item = u64>) {
     }
     let live: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
     assert_eq!(live, steps);
-    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    let report = maintain::verify(store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 
@@ -56,16 +57,16 @@ async fn retention_keeps_the_last_every_nth_pins_and_the_newest() {
     store.pin(2).await.unwrap();
     let retention = Retention { keep_last: Some(2), keep_every: Some(4) };
     let steps = |records: Vec<tensorcask::SnapshotRecord>| records.iter().map(|record| record.step).collect::<Vec<_>>();
-    assert_eq!(steps(store.retain(retention, false).await.unwrap()), [1, 3, 5, 6, 7]);
+    assert_eq!(steps(store.history().unwanted(retention).await.unwrap()), [1, 3, 5, 6, 7]);
     assert_eq!(store.snapshots().await.unwrap().len(), 9, "only told");
-    assert_eq!(steps(store.retain(retention, true).await.unwrap()), [1, 3, 5, 6, 7]);
+    assert_eq!(steps(store.retain(retention).await.unwrap()), [1, 3, 5, 6, 7]);
     assert_holds(&store, [2, 4, 8, 9]).await;
-    assert_eq!(steps(store.retain(Retention { keep_last: None, keep_every: Some(100) }, true).await.unwrap()), [4, 8]);
+    assert_eq!(steps(store.retain(Retention { keep_last: None, keep_every: Some(100) }).await.unwrap()), [4, 8]);
     assert_holds(&store, [2, 9]).await;
     for nothing in
         [Retention::default(), Retention { keep_last: Some(0), keep_every: None }, Retention { keep_last: None, keep_every: Some(0) }]
     {
-        assert_eq!(store.retain(nothing, true).await.unwrap_err().kind(), ErrorKind::InvalidArgument);
+        assert_eq!(store.retain(nothing).await.unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
 }
 
@@ -73,22 +74,22 @@ async fn retention_keeps_the_last_every_nth_pins_and_the_newest() {
 async fn a_folded_chain_restores_bit_for_bit_and_deltas_on_it_stay() {
     let (store, mut writer) = chain(1..=6).await;
     let before = store.snapshot(6).await.unwrap();
-    assert_eq!(before.chain().len(), 6);
-    let compacted = store.compact(4, &CompactOptions::default()).await.unwrap();
+    assert_eq!(before.inspect().chain().len(), 6);
+    let compacted = maintain::compact(&store, 4, &CompactOptions::default()).await.unwrap();
     assert_eq!((compacted.links, compacted.record.parent, compacted.record.step), (4, None, 4));
     assert_holds(&store, 1..=6).await;
     let after = store.snapshot(6).await.unwrap();
-    assert_eq!(after.chain().len(), 3, "6 and 5, on 4");
+    assert_eq!(after.inspect().chain().len(), 3, "6 and 5, on 4");
     assert_eq!(after.manifest().content, before.manifest().content);
     let folded = store.snapshot(4).await.unwrap();
     assert_eq!((folded.manifest().id, folded.user()), (compacted.record.id, &SmallState::metadata(4).user));
 
     // The writer continues its own chain. A snapshot that is a base already is left alone.
     save(&mut writer, 7).await.unwrap();
-    let again = store.compact(4, &CompactOptions::default()).await.unwrap();
+    let again = maintain::compact(&store, 4, &CompactOptions::default()).await.unwrap();
     assert_eq!((again.sequence, again.links), (None, 1));
-    assert_eq!(store.compact(99, &CompactOptions::default()).await.unwrap_err().kind(), ErrorKind::NotFound);
-    store.compact(Latest, &CompactOptions::default()).await.unwrap();
+    assert_eq!(maintain::compact(&store, 99, &CompactOptions::default()).await.unwrap_err().kind(), ErrorKind::NotFound);
+    maintain::compact(&store, Latest, &CompactOptions::default()).await.unwrap();
     assert_holds(&store, 1..=7).await;
     // A new writer continues the chain, without the state in memory.
     let options = WriterOptions { policy: Policy::Consecutive, base_cache: BaseKeeping::None, ..WriterOptions::default() };
@@ -101,15 +102,15 @@ async fn a_folded_chain_restores_bit_for_bit_and_deltas_on_it_stay() {
 #[tokio::test]
 async fn catalogs_know_what_was_compacted_and_collected() {
     let (store, mut writer) = chain(1..=20).await;
-    store.compact(20, &CompactOptions::default()).await.unwrap();
-    store.retain(Retention { keep_last: Some(1), keep_every: None }, true).await.unwrap();
-    store.gc(&NOW).await.unwrap();
+    maintain::compact(&store, 20, &CompactOptions::default()).await.unwrap();
+    store.retain(Retention { keep_last: Some(1), keep_every: None }).await.unwrap();
+    maintain::gc(&store, &NOW).await.unwrap();
     for step in 21..=63 {
         save(&mut writer, step).await.unwrap();
     }
     assert_holds(&store, 20..=63).await;
-    store.compact(63, &CompactOptions::default()).await.unwrap();
-    store.gc(&NOW).await.unwrap();
+    maintain::compact(&store, 63, &CompactOptions::default()).await.unwrap();
+    maintain::gc(&store, &NOW).await.unwrap();
     assert_holds(&store, 20..=63).await;
 }
 
@@ -124,7 +125,7 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     store.forget(&[1, 2, 4]).await.unwrap();
     let objects = objects_of(folder.path());
 
-    let told = store.gc(&GcOptions { apply: false, ..NOW }).await.unwrap();
+    let told = maintain::gc(&store, &GcOptions { apply: false, ..NOW }).await.unwrap();
     let steps = |records: &[tensorcask::SnapshotRecord]| records.iter().map(|record| record.step).collect::<Vec<_>>();
     assert_eq!((steps(&told.collected), steps(&told.held)), (vec![2], vec![1, 4]), "3, 5 and 6 need their bases");
     assert!(told.collected_bytes > 0 && told.held_bytes > told.collected_bytes);
@@ -132,7 +133,7 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
 
     // The age floor counts from the entry that collects a snapshot, however old its objects are.
     let waits = GcOptions { age_floor: Duration::from_secs(3600), ..NOW };
-    let report = store.gc(&waits).await.unwrap();
+    let report = maintain::gc(&store, &waits).await.unwrap();
     assert_eq!((steps(&report.collected), report.deleted.len()), (vec![2], 0));
     assert_eq!(report.waiting_bytes(), report.waiting.iter().map(|object| object.bytes).sum::<u64>());
     assert_eq!(report.waiting.len(), 4, "three casks and a manifest: {:?}", report.waiting);
@@ -141,24 +142,24 @@ async fn gc_frees_what_nothing_needs_and_only_when_told() {
     // Unreferenced objects, young and old. Other objects are not garbage collection's business.
     std::fs::write(folder.path().join("casks/00000000000000000000000000000000.cask"), b"left over").unwrap();
     std::fs::write(folder.path().join("notes.txt"), b"mine").unwrap();
-    assert!(store.gc(&waits).await.unwrap().deleted.is_empty());
-    let report = store.gc(&NOW).await.unwrap();
+    assert!(maintain::gc(&store, &waits).await.unwrap().deleted.is_empty());
+    let report = maintain::gc(&store, &NOW).await.unwrap();
     assert_eq!(report.deleted.len(), 5, "{:?}", report.deleted);
     assert_eq!(report.freed_bytes(), report.deleted.iter().map(|object| object.bytes).sum::<u64>());
     assert_holds(&store, [3, 5, 6]).await;
     assert!(folder.path().join("notes.txt").exists());
-    assert_eq!(store.gc(&NOW).await.unwrap().deleted, [], "nothing is left to do");
+    assert_eq!(maintain::gc(&store, &NOW).await.unwrap().deleted, [], "nothing is left to do");
 
     // A longer floor changes nothing: the manifest of 2 is gone, with all objects that it named.
-    assert_eq!(store.gc(&waits).await.unwrap().deleted, []);
-    assert!(store.doctor(&DoctorOptions::default()).await.unwrap().is_healthy());
+    assert_eq!(maintain::gc(&store, &waits).await.unwrap().deleted, []);
+    assert!(maintain::doctor(&store, &DoctorOptions::default()).await.unwrap().is_healthy());
 
     // After the chain is compacted, nothing refers to the old base.
-    store.compact(3, &CompactOptions::default()).await.unwrap();
-    let report = store.gc(&NOW).await.unwrap();
+    maintain::compact(&store, 3, &CompactOptions::default()).await.unwrap();
+    let report = maintain::gc(&store, &NOW).await.unwrap();
     assert_eq!(steps(&report.collected), [1]);
     assert_holds(&store, [3, 5, 6]).await;
-    assert_eq!(store.snapshot(6).await.unwrap().chain()[1].record.status, Status::Forgotten, "4 is still held");
+    assert_eq!(store.snapshot(6).await.unwrap().inspect().chain()[1].record.status, SnapshotStatus::Forgotten, "4 is still held");
 }
 
 /// Checks the content of a snapshot that was reduced to its model.
@@ -201,9 +202,9 @@ async fn shards_of_many_ranks_become_whole_tensors() {
     writer.save(3, &tensors, &state.blobs(), &SmallState::metadata(3)).await.unwrap();
 
     let archive = wrap(Arc::new(InMemory::new()));
-    let saved = store.consolidate_to(&archive, 3, &CompactOptions::default()).await.unwrap();
+    let saved = maintain::consolidate(&store, &archive, 3, &CompactOptions::default()).await.unwrap();
     assert_eq!((saved.step, saved.parent), (3, None));
-    assert!(archive.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&archive, &VerifyOptions::default()).await.unwrap().is_clean());
     let snapshot = archive.snapshot(Latest).await.unwrap();
     check(&snapshot).await.unwrap();
     assert_eq!(snapshot.read("model.wide", &Slice::all()).await.unwrap().data, wide);
@@ -216,9 +217,9 @@ async fn shards_of_many_ranks_become_whole_tensors() {
     let before = store.snapshot(3).await.unwrap();
     let described = |snapshot: &Snapshot| snapshot.tensors();
     assert_eq!(described(&snapshot), described(&before));
-    let shards: usize = snapshot.indexes().await.unwrap().iter().map(|(_, index)| index.shard_count()).sum();
+    let shards: usize = snapshot.inspect().indexes().await.unwrap().iter().map(|(_, index)| index.shard_count()).sum();
     assert_eq!(shards, snapshot.tensors().iter().filter(|tensor| tensor.alias_of.is_none()).count(), "one each");
-    let again = store.consolidate_to(&archive, 2, &CompactOptions::default()).await.unwrap_err();
+    let again = maintain::consolidate(&store, &archive, 2, &CompactOptions::default()).await.unwrap_err();
     assert_eq!(again.kind(), ErrorKind::InvalidArgument);
 }
 
@@ -232,7 +233,7 @@ async fn old_steps_keep_their_weights_and_lose_the_rest() {
     store.pin(2).await.unwrap();
     let model = ["model".to_owned()];
     let keep = Retention { keep_last: Some(2), keep_every: None };
-    let reduced = store.retain_roles(keep, &model, &CompactOptions::default()).await.unwrap();
+    let reduced = maintain::retain_roles(&store, keep, &model, &CompactOptions::default()).await.unwrap();
     let held: Vec<(u64, bool)> = reduced.iter().map(|one| (one.record.step, one.held.is_some())).collect();
     // Steps 7 and 8 stay, and so do the snapshots that they and the pinned step 2 need. Step 7 is a base, and 1 is the
     // base of 2.
@@ -240,49 +241,49 @@ async fn old_steps_keep_their_weights_and_lose_the_rest() {
     assert!(reduced.iter().filter(|one| one.held.is_none()).all(|one| one.stored_bytes < one.stored_bytes_before), "{reduced:?}");
     for step in 3..=6 {
         check_model(&store, step).await;
-        assert_eq!(store.snapshot(step).await.unwrap().chain().len(), if step == 4 { 1 } else { 2 }, "deltas stay deltas");
+        assert_eq!(store.snapshot(step).await.unwrap().inspect().chain().len(), if step == 4 { 1 } else { 2 }, "deltas stay deltas");
     }
-    assert!(store.gc(&NOW).await.unwrap().freed_bytes() > 0);
+    assert!(maintain::gc(&store, &NOW).await.unwrap().freed_bytes() > 0);
     for step in 3..=6 {
         check_model(&store, step).await;
     }
     for step in [1, 2, 7, 8] {
         check(&store.snapshot(step).await.unwrap()).await.unwrap();
     }
-    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
-    let again = store.retain_roles(keep, &model, &CompactOptions::default()).await.unwrap();
+    let again = maintain::retain_roles(&store, keep, &model, &CompactOptions::default()).await.unwrap();
     assert!(again.iter().all(|one| one.held.is_some()), "{again:?}");
     // A copy of the store also has the reduced snapshots.
     let copy = wrap(Arc::new(InMemory::new()));
-    store.copy_to(&copy, &Default::default()).await.unwrap();
+    maintain::copy(&store, &copy, &Default::default()).await.unwrap();
     check_model(&copy, 5).await;
     let roles = copy.snapshots().await.unwrap().into_iter().map(|info| info.record.roles.is_some());
     assert_eq!(roles.collect::<Vec<_>>(), [false, false, true, true, true, true, false, false]);
-    assert_eq!(store.copy_to(&copy, &Default::default()).await.unwrap().snapshots, 0);
+    assert_eq!(maintain::copy(&store, &copy, &Default::default()).await.unwrap().snapshots, 0);
 }
 
 #[tokio::test]
 async fn a_reduced_step_is_never_the_latest_nor_a_parent() {
     let (store, mut writer) = chain(1..=3).await;
     let model = ["model".to_owned()];
-    let held = store.keep_roles(&[1, 3], &model, &CompactOptions::default()).await.unwrap();
+    let held = maintain::keep_roles(&store, &[1, 3], &model, &CompactOptions::default()).await.unwrap();
     assert!(held.iter().all(|one| one.held.is_some()), "{held:?}");
     // Casks with mixed roles are rewritten, as a base.
     let roles = ["model".to_owned(), "step".to_owned()];
     store.forget(&[3]).await.unwrap();
-    store.compact(2, &CompactOptions::default()).await.unwrap();
-    let reduced = store.keep_roles(&[1], &roles, &CompactOptions::default()).await.unwrap();
+    maintain::compact(&store, 2, &CompactOptions::default()).await.unwrap();
+    let reduced = maintain::keep_roles(&store, &[1], &roles, &CompactOptions::default()).await.unwrap();
     assert_eq!((&reduced[0].held, &reduced[0].record.roles), (&None, &Some(roles.to_vec())));
     assert_eq!(store.snapshot(1).await.unwrap().read("optimizer.step", &Slice::all()).await.unwrap().data, SmallState::at(1).scalar);
     store.forget(&[2]).await.unwrap();
     assert_eq!(store.snapshot(Latest).await.unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(store.recover(&[]).await.unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(save(&mut writer, 4).await.unwrap().parent, None, "nothing whole is left to build upon");
-    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
     assert_eq!(
-        store.keep_roles(&[1], &["optimizer".to_owned()], &CompactOptions::default()).await.unwrap()[0].held.as_deref(),
+        maintain::keep_roles(&store, &[1], &["optimizer".to_owned()], &CompactOptions::default()).await.unwrap()[0].held.as_deref(),
         Some("it has none of these roles")
     );
 }
@@ -290,7 +291,7 @@ async fn a_reduced_step_is_never_the_latest_nor_a_parent() {
 #[tokio::test]
 async fn snapshots_are_forgotten_by_id_where_they_still_count() {
     let (store, mut writer) = chain(1..=4).await;
-    let ids: Vec<_> = store.records().await.unwrap().iter().map(|record| record.id).collect();
+    let ids: Vec<_> = store.history().records().await.unwrap().iter().map(|record| record.id).collect();
     assert!(store.pin(1).await.unwrap().pinned);
     assert!(!store.unpin(1).await.unwrap().pinned);
     assert!(!store.unpin(1).await.unwrap().pinned, "again");
@@ -298,13 +299,13 @@ async fn snapshots_are_forgotten_by_id_where_they_still_count() {
     save(&mut writer, 3).await.unwrap();
     // A pinned snapshot, a wanted one, one whose step was saved again meanwhile, and one that never existed.
     let unknown = tensorcask::wire::Id::random().unwrap();
-    let forgotten = store.forget_snapshots(&[ids[0], ids[1], ids[2], unknown]).await.unwrap();
+    let forgotten = store.history().forget_snapshots(&[ids[0], ids[1], ids[2], unknown]).await.unwrap();
     assert_eq!(forgotten.iter().map(|record| record.id).collect::<Vec<_>>(), [ids[1]]);
     let live: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
     assert_eq!(live, [1, 4, 3]);
-    let before = store.records().await.unwrap();
-    assert!(store.forget_snapshots(&ids[..3]).await.unwrap().is_empty());
-    assert_eq!(store.records().await.unwrap(), before);
+    let before = store.history().records().await.unwrap();
+    assert!(store.history().forget_snapshots(&ids[..3]).await.unwrap().is_empty());
+    assert_eq!(store.history().records().await.unwrap(), before);
 }
 
 /// Only a process that knows a codec can tell which tensors the codec needs. Other processes must not drop roles.
@@ -320,10 +321,10 @@ async fn roles_are_not_dropped_from_under_a_codec_that_is_not_known() {
     }
     let registry = tensorcask::codec::Registry::default().only("tc.raw").unwrap();
     let poor = Store::with_object_store(objects, Default::default(), StoreOptions { registry, ..StoreOptions::default() });
-    let error = poor.keep_roles(&[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap_err();
+    let error = maintain::keep_roles(&poor, &[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     assert!(error.to_string().contains("codec `tc.") && error.to_string().contains("casks/"), "{error}");
-    assert_eq!(store.keep_roles(&[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap()[0].held, None);
+    assert_eq!(maintain::keep_roles(&store, &[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap()[0].held, None);
 }
 
 #[tokio::test]
@@ -332,7 +333,7 @@ async fn pins_outlive_everything() {
     store.pin(2).await.unwrap();
     save(&mut writer, 2).await.unwrap();
     assert!(store.forget(&[1, 2]).await.is_ok(), "the second snapshot of step 2 is not pinned");
-    let report = store.gc(&NOW).await.unwrap();
+    let report = maintain::gc(&store, &NOW).await.unwrap();
     assert_eq!(report.collected.len(), 1, "the pinned one and its parent are held: {report:?}");
     assert_eq!(report.held.iter().map(|record| record.step).collect::<Vec<_>>(), [1], "the pinned one needs it");
 }
@@ -360,7 +361,7 @@ async fn meddled<F: Future<Output = ()> + Send + 'static>(policy: Policy, meddle
 async fn no_delta_is_committed_on_a_snapshot_that_was_given_up() {
     let meddle = |store: Store| async move {
         store.forget(&[1, 2]).await.unwrap();
-        assert_eq!(store.gc(&NOW).await.unwrap().collected.len(), 2);
+        assert_eq!(maintain::gc(&store, &NOW).await.unwrap().collected.len(), 2);
     };
     let (plain, mut writer) = meddled(Policy::Consecutive, meddle).await;
     for step in 1..=2 {
@@ -375,8 +376,8 @@ async fn no_delta_is_committed_on_a_snapshot_that_was_given_up() {
 #[tokio::test]
 async fn no_delta_is_committed_on_a_snapshot_that_was_reduced() {
     let meddle = |store: Store| async move {
-        store.compact(2, &CompactOptions::default()).await.unwrap();
-        let reduced = store.keep_roles(&[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap();
+        maintain::compact(&store, 2, &CompactOptions::default()).await.unwrap();
+        let reduced = maintain::keep_roles(&store, &[1], &["model".to_owned()], &CompactOptions::default()).await.unwrap();
         assert_eq!(reduced[0].held, None);
     };
     let (plain, mut writer) = meddled(Policy::OneShot, meddle).await;
@@ -390,7 +391,7 @@ async fn no_delta_is_committed_on_a_snapshot_that_was_reduced() {
     for step in 2..=4 {
         check(&plain.snapshot(step).await.unwrap()).await.unwrap();
     }
-    assert!(plain.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&plain, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 
 #[tokio::test]
@@ -418,7 +419,7 @@ async fn unknown_features_and_unreadable_manifests_stop_gc() {
     bytes[20] ^= 1;
     std::fs::write(&manifest, bytes).unwrap();
     let casks = std::fs::read_dir(folder.path().join("casks")).unwrap().count();
-    let error = on_disk.gc(&NOW).await.unwrap_err();
+    let error = maintain::gc(&on_disk, &NOW).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(error.to_string().contains("nothing is deleted"), "{error}");
     assert_eq!(std::fs::read_dir(folder.path().join("casks")).unwrap().count(), casks);
@@ -490,9 +491,9 @@ async fn writers_readers_compaction_and_gc_at_once() {
         async move {
             while !done.load(Ordering::SeqCst) {
                 let operation = ages.operation().await;
-                store.retain(Retention { keep_last: Some(6), keep_every: Some(25) }, true).await.unwrap();
+                store.retain(Retention { keep_last: Some(6), keep_every: Some(25) }).await.unwrap();
                 drop(operation);
-                let report = store.gc(&GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
+                let report = maintain::gc(&store, &GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
                 freed.fetch_add(report.deleted.len() as u64, Ordering::SeqCst);
             }
         }
@@ -505,7 +506,7 @@ async fn writers_readers_compaction_and_gc_at_once() {
                 let live = store.snapshots().await.unwrap();
                 for record in live.iter().rev().take(3).map(|info| &info.record) {
                     let _operation = ages.operation().await;
-                    match store.compact(record.step, &compact).await {
+                    match maintain::compact(&store, record.step, &compact).await {
                         Ok(compacted) => _ = folded.fetch_add(u64::from(compacted.sequence.is_some()), Ordering::SeqCst),
                         // Forgotten meanwhile.
                         Err(e) => assert!(matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Conflict), "{e}"),
@@ -562,7 +563,7 @@ async fn writers_readers_compaction_and_gc_at_once() {
     for collected_now in [true, false] {
         ages.jump().await;
         ages.jump().await;
-        let report = store.gc(&GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
+        let report = maintain::gc(&store, &GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
         assert!(collected_now || (report.collected.len(), report.waiting.len()) == (0, 0), "{report:?}");
     }
 }

@@ -43,16 +43,16 @@ async fn weights_come_as_bf16_from_a_third_of_the_bytes() {
         let (whole, narrow) = (store.snapshot(*step).await.unwrap(), store.snapshot(*step).await.unwrap());
         for (name, shape, data) in weights {
             assert!(whole.read(name, &Slice::all()).await.unwrap().data == *data);
-            let read = narrow.read_as_bf16(name, &Slice::all()).await.unwrap();
+            let read = narrow.as_bf16().read(name, &Slice::all()).await.unwrap();
             assert_eq!((read.dtype, &read.shape), (Dtype::Bf16, shape));
             assert!(read.data == rounded(data), "step {step}, {name}");
         }
-        let (all, some) = (whole.read_counts().page_bytes, narrow.read_counts().page_bytes);
+        let (all, some) = (whole.inspect().read_counts().page_bytes, narrow.inspect().read_counts().page_bytes);
         if *step == 1000 {
             assert!(some * 100 < all * 43, "{some} of {all} bytes");
         }
         let (name, shape, data) = weights.iter().find(|(_, shape, _)| shape.len() == 2).unwrap();
-        let rows = narrow.read_as_bf16(name, &Slice::rows(3..shape[0] - 2)).await.unwrap();
+        let rows = narrow.as_bf16().read(name, &Slice::rows(3..shape[0] - 2)).await.unwrap();
         let row = shape[1] as usize * 4;
         assert!(rows.data == rounded(&data[3 * row..data.len() - 2 * row]));
     }
@@ -70,7 +70,7 @@ async fn every_special_value_is_rounded_as_a_cast_rounds_it() {
     let other = TensorView::new("n", Dtype::I32, &[1], &[1, 2, 3, 4]).unwrap();
     writer.save(1, &[view, other], &[], &Metadata::default()).await.unwrap();
     let snapshot = store.snapshot(1).await.unwrap();
-    assert!(snapshot.read_as_bf16("w", &Slice::all()).await.unwrap().data == rounded(&data));
+    assert!(snapshot.as_bf16().read("w", &Slice::all()).await.unwrap().data == rounded(&data));
     assert!(snapshot.read("w", &Slice::all()).await.unwrap().data == data);
-    assert!(snapshot.read_as_bf16("n", &Slice::all()).await.is_err());
+    assert!(snapshot.as_bf16().read("n", &Slice::all()).await.is_err());
 }

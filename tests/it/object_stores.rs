@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use crate::common::{SmallState, data, until};
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{CompactOptions, Dtype, ErrorKind, GcOptions, Latest, Metadata, Policy, Slice, Store, TensorView, VerifyOptions};
+use tensorcask::maintain::{self, CompactOptions, GcOptions, VerifyOptions};
+use tensorcask::{Dtype, ErrorKind, Latest, Metadata, Policy, Slice, Store, TensorView};
 
 /// Returns a store under a fresh prefix of the bucket.
 fn store(name: &str) -> Option<Store> {
@@ -41,7 +42,7 @@ async fn real_checkpoints_come_back_from_a_server() {
             assert_eq!(snapshot.read(view.name(), &Slice::all()).await.unwrap().data, view.data(), "{file}, {}", view.name());
         }
     }
-    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 
@@ -53,25 +54,25 @@ async fn old_steps_go_away_on_a_server() {
         let state = SmallState::at(step);
         writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await.unwrap();
     }
-    store.compact(4, &CompactOptions::default()).await.unwrap();
-    store.compact(3, &CompactOptions::default()).await.unwrap();
-    assert_eq!(store.keep_roles(&[3], &["model".to_owned()], &CompactOptions::default()).await.unwrap()[0].held, None);
+    maintain::compact(&store, 4, &CompactOptions::default()).await.unwrap();
+    maintain::compact(&store, 3, &CompactOptions::default()).await.unwrap();
+    assert_eq!(maintain::keep_roles(&store, &[3], &["model".to_owned()], &CompactOptions::default()).await.unwrap()[0].held, None);
     store.forget(&[1, 2]).await.unwrap();
     let collect = |apply| GcOptions { apply, age_floor: Duration::ZERO, ..GcOptions::default() };
-    let waits = store.gc(&GcOptions { apply: true, ..GcOptions::default() }).await.unwrap();
+    let waits = maintain::gc(&store, &GcOptions { apply: true, ..GcOptions::default() }).await.unwrap();
     assert_eq!((waits.collected.len(), waits.deleted.len()), (2, 0), "{waits:?}");
     // Clocks of servers tick in seconds: objects written in this second may look younger than none.
     let mut manifests = 0;
     until("all that nothing needs is deleted", async || {
-        let gone = store.gc(&collect(true)).await.unwrap();
+        let gone = maintain::gc(&store, &collect(true)).await.unwrap();
         manifests += gone.deleted.iter().filter(|object| object.path.starts_with("snapshots/")).count();
         manifests >= 2 && gone.waiting.iter().all(|object| object.path.starts_with("directories/"))
     })
     .await;
-    assert_eq!(store.gc(&collect(false)).await.unwrap().deleted, []);
+    assert_eq!(maintain::gc(&store, &collect(false)).await.unwrap().deleted, []);
 
     let copy = self::store("copy").unwrap();
-    store.copy_to(&copy, &Default::default()).await.unwrap();
+    maintain::copy(&store, &copy, &Default::default()).await.unwrap();
     for store in [Store::open(store.url()).unwrap(), copy] {
         for step in 3..=6 {
             let snapshot = store.snapshot(step).await.unwrap();
@@ -79,9 +80,9 @@ async fn old_steps_go_away_on_a_server() {
                 assert_eq!(snapshot.read(name, &Slice::all()).await.unwrap().data, bytes, "step {step}, {name}");
             }
         }
-        let report = store.verify(&VerifyOptions::default()).await.unwrap();
+        let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
         assert!(report.is_clean(), "{:?}", report.problems);
-        let health = store.doctor(&Default::default()).await.unwrap();
+        let health = maintain::doctor(&store, &Default::default()).await.unwrap();
         assert!(health.problems.is_empty(), "{health:?}");
     }
 }

@@ -8,9 +8,11 @@ use crate::common::{data, wrap};
 use object_store::memory::InMemory;
 use proptest::prelude::*;
 use tensorcask::interchange::safetensors::Files;
+use tensorcask::maintain::{self, CompactOptions, VerifyOptions};
+use tensorcask::precision::Setting;
 use tensorcask::{
-    BaseKeeping, Blob, CompactOptions, Dtype, ErrorKind, Metadata, Policy, Precision, Rank, Rect, RoundingReport, Saved, Setting, Slice,
-    Snapshot, Store, TensorView, VerifyOptions, WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, Metadata, Policy, Precision, Rank, Rect, RoundingReport, SavedSnapshot, Slice, Snapshot, Store,
+    TensorView, WriterOptions,
 };
 
 fn memory() -> Store {
@@ -80,7 +82,7 @@ fn state_of(step: u64) -> (Files, State) {
     (files, state)
 }
 
-async fn save(store: &Store, options: WriterOptions, steps: &[u64]) -> Vec<Saved> {
+async fn save(store: &Store, options: WriterOptions, steps: &[u64]) -> Vec<SavedSnapshot> {
     let mut writer = store.writer_with(options).await.unwrap();
     let mut saves = Vec::new();
     for step in steps {
@@ -98,7 +100,7 @@ async fn profiles_store_real_states_in_few_bytes_with_small_errors() {
         for base_cache in [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::None] {
             let store = memory();
             let saves = save(&store, WriterOptions { base_cache, ..options(profile.clone()) }, &[1000, 1001, 1010]).await;
-            let each = |saved: &Saved| 14.0 * saved.stored_bytes as f64 / saved.tensor_bytes as f64;
+            let each = |saved: &SavedSnapshot| 14.0 * saved.stored_bytes as f64 / saved.tensor_bytes as f64;
             assert!(each(&saves[0]) <= full, "{profile}: {} of 14 bytes", each(&saves[0]));
             assert!(each(&saves[1]) <= delta, "{profile}, a step later: {} of 14 bytes", each(&saves[1]));
             for step in [1000, 1001, 1010] {
@@ -112,7 +114,7 @@ async fn profiles_store_real_states_in_few_bytes_with_small_errors() {
                 assert!(of("master").mean_relative() <= master, "{:?}", of("master"));
                 assert!(of("exp_avg_sq").update_error().unwrap() <= update, "{:?}", of("exp_avg_sq"));
             }
-            assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+            assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
         }
     }
 }
@@ -145,9 +147,9 @@ async fn every_setting_gives_what_its_receipt_says_and_stays_through_compaction(
             check_receipt(&snapshot, &state_of(step).1).await;
             before.push(read(&snapshot).await);
         }
-        let compacted = store.compact(1010, &CompactOptions::default()).await.unwrap();
+        let compacted = maintain::compact(&store, 1010, &CompactOptions::default()).await.unwrap();
         let snapshot = store.snapshot(1010).await.unwrap();
-        assert_eq!(snapshot.chain().len(), 1);
+        assert_eq!(snapshot.inspect().chain().len(), 1);
         assert!(read(&snapshot).await == before[2], "{setting}: compaction changes nothing");
         check_receipt(&snapshot, &state_of(1010).1).await;
         let (delta, base) = (saves[2].stored_bytes, saves[0].stored_bytes);
@@ -259,7 +261,7 @@ async fn errors_do_not_grow_along_a_chain() {
             writer.save(step, &tensors, &[], &Metadata::default()).await.unwrap();
         }
         let (start, end) = (store.snapshot(1).await.unwrap(), store.snapshot(50).await.unwrap());
-        assert_eq!(end.chain().len(), 50);
+        assert_eq!(end.inspect().chain().len(), 50);
         for (first, last) in start.rounding().await.unwrap().iter().zip(end.rounding().await.unwrap()) {
             let (begun, ended) = (first.total.mean_relative(), last.total.mean_relative());
             assert!(ended <= begun * 1.25, "{setting}, {}: {begun} at step 1, {ended} at step 50", first.name);
@@ -353,6 +355,6 @@ async fn ranks_write_receipts_of_their_shards() {
     coordinator.commit_receipts(7, &receipts, &Metadata::default()).await.unwrap();
     let snapshot = store.snapshot(7).await.unwrap();
     let errors = snapshot.rounding().await.unwrap();
-    assert_eq!(errors[0].chunks.iter().map(|(offset, chunk, _)| (offset[0], *chunk)).collect::<Vec<_>>(), [(0, 0), (32, 0)]);
+    assert_eq!(errors[0].chunks.iter().map(|rounding| (rounding.offset[0], rounding.chunk)).collect::<Vec<_>>(), [(0, 0), (32, 0)]);
     check_receipt(&snapshot, &State::from([("optim.exp_avg.w".to_owned(), whole)])).await;
 }

@@ -11,10 +11,11 @@ use crate::common::wrap;
 use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
+use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore};
 use tensorcask::wire::Receipt;
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, RankWriter, Rect, Slice, Store, TensorView, VerifyOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, Latest, Metadata, Policy, Rank, RankExchange, RankWriter, Rect, Slice, Store, TensorView,
     WriterOptions,
 };
 
@@ -69,7 +70,7 @@ async fn assert_holds(store: &Store, step: u64, total: u64) {
 }
 
 async fn assert_clean(store: &Store) {
-    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    let report = maintain::verify(store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 
@@ -128,7 +129,7 @@ fn rank_process() {
         let who = Rank { rank, world: WORLD, attempt };
         let mut writer = store.rank_writer(who, options(Policy::Intermittent { every: 3 })).await.unwrap();
         let receipt = save_rank(&mut writer, rank, WORLD, step, 1024).await.unwrap();
-        store.put_receipt(&receipt).await.unwrap();
+        RankExchange::new(&store).put_receipt(&receipt).await.unwrap();
         if halts == "end" {
             halt();
         }
@@ -167,7 +168,7 @@ async fn a_killed_rank_leaves_no_half_snapshot() {
                 ranks[victim].kill().unwrap();
             }
             let ended: Vec<bool> = ranks.iter_mut().map(|rank| rank.wait().unwrap().success()).collect();
-            let receipts = store.receipts(step, attempt, WORLD).await.unwrap();
+            let receipts = RankExchange::new(&store).receipts(step, attempt, WORLD).await.unwrap();
             for (rank, ended) in ended.iter().enumerate() {
                 assert!(!ended || receipts.iter().any(|receipt| receipt.rank == rank as u32), "rank {rank} ended and left no receipt");
                 assert!(*ended || (attempt == 0 && rank == victim), "rank {rank} failed");
@@ -237,10 +238,10 @@ async fn receipts_that_do_not_fit_are_refused() {
     assert_holds(&store, 3, 64).await;
     assert_clean(&store).await;
     // A different receipt under the same attempt is refused; the same receipt is accepted.
-    store.put_receipt(&three[0]).await.unwrap();
-    store.put_receipt(&three[0]).await.unwrap();
+    RankExchange::new(&store).put_receipt(&three[0]).await.unwrap();
+    RankExchange::new(&store).put_receipt(&three[0]).await.unwrap();
     let again = save_all(&mut ranks, 3, 64).await;
-    assert_eq!(store.put_receipt(&again[0]).await.unwrap_err().kind(), ErrorKind::Conflict);
+    assert_eq!(RankExchange::new(&store).put_receipt(&again[0]).await.unwrap_err().kind(), ErrorKind::Conflict);
 }
 
 /// A rank keeps its base, and drops it if the coordinator committed something else.

@@ -8,11 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::common::{SmallState, wrap};
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt};
+use tensorcask::maintain::{self, Copier, CopyOptions, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::Id;
-use tensorcask::{
-    BaseKeeping, CopyOptions, ErrorKind, Latest, Policy, Rank, Result, Saved, Slice, Store, VerifyOptions, Writer, WriterOptions,
-};
+use tensorcask::{BaseKeeping, ErrorKind, Latest, Policy, Rank, Result, SavedSnapshot, Slice, Store, Writer, WriterOptions};
 
 struct Run {
     folder: tempfile::TempDir,
@@ -57,12 +56,12 @@ impl Run {
     }
 
     async fn assert_clean(&self) {
-        let report = self.store().verify(&VerifyOptions::default()).await.unwrap();
+        let report = maintain::verify(&self.store(), &VerifyOptions::default()).await.unwrap();
         assert!(report.is_clean(), "{:?}", report.problems);
     }
 }
 
-async fn save(writer: &mut Writer, step: u64) -> Result<Saved> {
+async fn save(writer: &mut Writer, step: u64) -> Result<SavedSnapshot> {
     let state = SmallState::at(step);
     writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
 }
@@ -83,11 +82,11 @@ async fn after_the_folder_was_deleted_the_next_save_makes_a_store() {
     let run = Run::new();
     let mut writer = run.writer().await;
     save(&mut writer, 1).await.unwrap();
-    let before = run.store().run().await.unwrap();
+    let before = run.store().history().run().await.unwrap();
     std::fs::remove_dir_all(run.path()).unwrap();
     assert_eq!(save(&mut writer, 2).await.unwrap().kind.name(), "base");
     run.assert_holds(2).await;
-    assert_ne!(run.store().run().await.unwrap(), before, "another run");
+    assert_ne!(run.store().history().run().await.unwrap(), before, "another run");
     assert_eq!(save(&mut writer, 3).await.unwrap().kind.name(), "delta", "and goes on as ever");
     run.assert_holds(3).await;
     run.assert_clean().await;
@@ -309,7 +308,7 @@ async fn a_deletion_while_a_store_is_opened_does_not_blame_the_storage() {
     save(&mut writer, 2).await.unwrap();
     let store = wrap(memory);
     assert_eq!(store.snapshot(Latest).await.unwrap().step(), 2);
-    assert!(store.verify(&VerifyOptions::default()).await.unwrap().is_clean());
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 
 /// The same during the probe of a new store: another process deletes the scratch objects.
@@ -409,7 +408,7 @@ async fn a_copy_that_lost_objects_gets_them_again() {
     let (run, copy) = (Run::new(), Run::new());
     let mut writer = run.writer().await;
     save(&mut writer, 1).await.unwrap();
-    let mut copier = run.store().copier(&copy.store(), CopyOptions::default(), Id::random().unwrap()).await.unwrap();
+    let mut copier = Copier::open(&run.store(), &copy.store(), Id::random().unwrap(), CopyOptions::default()).await.unwrap();
     copier.copy_new(&run.store()).await.unwrap();
     for (step, folder) in [(2, "casks"), (3, "directories"), (4, "snapshots")] {
         std::fs::remove_file(&copy.objects(folder)[0]).unwrap();
@@ -423,7 +422,7 @@ async fn a_copy_that_lost_objects_gets_them_again() {
     let error = copier.copy_new(&run.store()).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Conflict);
     assert!(error.to_string().contains("deleted, moved or replaced"), "{error}");
-    let mut copier = run.store().copier(&copy.store(), CopyOptions::default(), Id::random().unwrap()).await.unwrap();
+    let mut copier = Copier::open(&run.store(), &copy.store(), Id::random().unwrap(), CopyOptions::default()).await.unwrap();
     copier.copy_new(&run.store()).await.unwrap();
     copy.assert_holds(5).await;
     copy.assert_clean().await;

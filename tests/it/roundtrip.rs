@@ -4,9 +4,9 @@
 use crate::common::{data, objects_of, on_this_thread as on};
 use proptest::prelude::*;
 use tensorcask::interchange::safetensors::{Files, Selected};
+use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, ChunkGrid, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, VerifyOptions,
-    WriterOptions,
+    BaseKeeping, ChunkGrid, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Slice, Store, StoreOptions, TensorView, WriterOptions,
 };
 
 #[derive(Debug, Clone)]
@@ -144,7 +144,7 @@ proptest! {
                     }
                 }
             }
-            let report = store.verify(&VerifyOptions::default()).await.unwrap();
+            let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
             assert!(report.is_clean(), "{:?}", report.problems);
         });
     }
@@ -179,8 +179,9 @@ fn real_checkpoints_come_back_as_they_were() {
             }
         }
         for (step, file) in files.iter().enumerate() {
-            let mut out = Vec::new();
+            let mut out = std::io::Cursor::new(Vec::new());
             store.snapshot(step as u64).unwrap().write_safetensors(&stored_names(&store, step as u64), &mut out).unwrap();
+            let out = out.into_inner();
             let input = std::fs::read(data(file)).unwrap();
             let (a, b) = (safetensors::SafeTensors::deserialize(&input).unwrap(), safetensors::SafeTensors::deserialize(&out).unwrap());
             let sorted = |file: &safetensors::SafeTensors<'_>| {
@@ -216,14 +217,14 @@ fn a_slice_reads_only_the_chunks_that_cover_it() {
     let rows = 2 * chunk_rows + 5..2 * chunk_rows + 9;
     let part = snapshot.read("w", &Slice::rows(rows.clone())).unwrap();
     assert_eq!(part.data, weights[(rows.start * 2048) as usize..(rows.end * 2048) as usize]);
-    let counts = snapshot.read_counts();
+    let counts = snapshot.inspect().read_counts();
     assert_eq!(counts.chunks, 1);
-    assert_eq!(snapshot.chunks_of("w", &Slice::rows(rows)).unwrap(), 1);
+    assert_eq!(snapshot.inspect().chunks_of("w", &Slice::rows(rows)).unwrap(), 1);
     // The base's page, and mask and values of the only delta that changed this chunk.
     assert_eq!(counts.pages, 3);
     // A second chunk, which no delta changed, takes one page of the base.
     snapshot.read("w", &Slice::rows(5 * chunk_rows..5 * chunk_rows + 1)).unwrap();
-    assert_eq!(snapshot.read_counts().pages, 4);
+    assert_eq!(snapshot.inspect().read_counts().pages, 4);
 }
 
 #[test]
@@ -271,8 +272,9 @@ fn ten_thousand_small_tensors_stay_small() {
         .collect();
     let saved = writer.save(1, &state, &[], &Metadata::default()).unwrap();
     assert!(saved.stored_bytes <= 10_000 * (1024 * 12 / 10 + 128), "{} bytes", saved.stored_bytes);
-    let mut out = Vec::new();
+    let mut out = std::io::Cursor::new(Vec::new());
     store.snapshot(Latest).unwrap().write_safetensors(&stored_names(&store, 1), &mut out).unwrap();
+    let out = out.into_inner();
     let file = safetensors::SafeTensors::deserialize(&out).unwrap();
     assert_eq!(file.tensor("model.layers.77.attention.bias").unwrap().data(), &data[77 * 1024..78 * 1024]);
 }
@@ -307,7 +309,7 @@ fn layouts_may_change_between_snapshots() {
             let tensor = snapshot.read("a", &Slice::all()).await.unwrap();
             assert_eq!((tensor.dtype, tensor.shape.as_slice(), &tensor.data), (state[0].dtype(), state[0].shape(), &b), "step {step}");
         }
-        let report = store.verify(&VerifyOptions::default()).await.unwrap();
+        let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
         assert!(report.is_clean(), "{:?}", report.problems);
     });
 }

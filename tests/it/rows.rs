@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use tensorcask::{BaseKeeping, Dtype, ErrorKind, Metadata, Policy, Saved, Slice, Store, TensorView, Writer, WriterOptions};
+use tensorcask::{BaseKeeping, Dtype, ErrorKind, Metadata, Policy, SavedSnapshot, Slice, Store, TensorView, Writer, WriterOptions};
 
 const ROWS: u64 = 9000;
 const WIDTH: u64 = 48;
@@ -43,7 +43,7 @@ async fn writer(folder: &Path, policy: Policy, base_cache: BaseKeeping) -> (Stor
     (store, writer)
 }
 
-async fn save(writer: &mut Writer, step: u64, view: TensorView<'_>) -> Result<Saved, tensorcask::Error> {
+async fn save(writer: &mut Writer, step: u64, view: TensorView<'_>) -> Result<SavedSnapshot, tensorcask::Error> {
     writer.save(step, &[view], &[], &Metadata::default()).await
 }
 

@@ -6,8 +6,9 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::common::objects_of;
-use tensorcask::blocking::Store;
-use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, TensorView, VerifyOptions};
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::VerifyOptions;
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, TensorView};
 
 /// A mounted tmpfs of a few megabytes.
 struct SmallDisk {
@@ -40,7 +41,7 @@ fn mount(arguments: &[&str], folder: &Path) -> bool {
     Command::new("mount").args(arguments).arg(folder).output().is_ok_and(|output| output.status.success())
 }
 
-fn save(writer: &mut tensorcask::blocking::Writer, step: u64, bytes: usize) -> tensorcask::Result<tensorcask::Saved> {
+fn save(writer: &mut tensorcask::blocking::Writer, step: u64, bytes: usize) -> tensorcask::Result<tensorcask::SavedSnapshot> {
     let data = pattern(step, bytes);
     writer.save(step, &[TensorView::new("w", Dtype::U8, &[bytes as u64], &data)?], &[], &Metadata::default())
 }
@@ -55,7 +56,7 @@ fn assert_whole(store: &Store, steps: &[(u64, usize)]) {
     for &(step, bytes) in steps {
         assert_eq!(store.snapshot(step).unwrap().read("w", &Slice::all()).unwrap().data, pattern(step, bytes));
     }
-    let report = store.verify(&VerifyOptions::default()).unwrap();
+    let report = maintain::verify(store, &VerifyOptions::default()).unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 

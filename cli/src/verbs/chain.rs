@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
-use tensorcask::{At, Result};
+use tensorcask::{Result, StepSelector};
 
 use crate::output::Outcome;
 use crate::parse;
@@ -19,7 +19,7 @@ pub(crate) struct Args {
     store: String,
     /// Step number or `latest`
     #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
-    step: At,
+    step: StepSelector,
 }
 
 #[derive(Debug, Serialize)]
@@ -48,7 +48,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let snapshot = store.snapshot(args.step)?;
     let mut links = Vec::new();
     let mut cells = Vec::new();
-    for link in snapshot.chain() {
+    for link in snapshot.inspect().chain() {
         cells.push(vec![
             link.record.step.to_string(),
             link.kind.name().to_owned(),

@@ -1,8 +1,9 @@
 //! `tensorcask compact`: rewrites the chain of a step as one base.
 
 use serde::Serialize;
-use tensorcask::blocking::Store;
-use tensorcask::{At, CompactOptions, Result};
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::CompactOptions;
+use tensorcask::{Result, StepSelector};
 
 use crate::output::Outcome;
 use crate::parse;
@@ -22,7 +23,7 @@ pub(crate) struct Args {
     store: String,
     /// Step numbers or `latest`
     #[arg(long, value_name = "N", default_value = "latest", num_args = 1.., value_delimiter = ',', value_parser = parse::at)]
-    step: Vec<At>,
+    step: Vec<StepSelector>,
 }
 
 #[derive(Debug, Serialize)]
@@ -47,7 +48,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let mut text = Text::default();
     let mut compacted = Vec::new();
     for &at in &args.step {
-        let made = store.compact(at, &CompactOptions::default())?;
+        let made = maintain::compact(&store, at, &CompactOptions::default())?;
         text.line(match made.sequence {
             None => format!("step {} is a base already ({})", made.record.step, human_bytes(made.stored_bytes)),
             Some(_) => format!(

@@ -1,8 +1,9 @@
 //! `tensorcask consolidate`: writes one snapshot, with its shards merged, into a new store.
 
 use serde::Serialize;
-use tensorcask::blocking::Store;
-use tensorcask::{At, CompactOptions, Result};
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::CompactOptions;
+use tensorcask::{Result, StepSelector};
 
 use crate::output::Outcome;
 use crate::parse;
@@ -24,7 +25,7 @@ pub(crate) struct Args {
     destination: String,
     /// Step number or `latest`
     #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
-    step: At,
+    step: StepSelector,
 }
 
 #[derive(Debug, Serialize)]
@@ -41,7 +42,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     let destination = Store::open(&args.destination)?;
     let progress = Progress::start(&store, "consolidating");
-    let saved = store.consolidate_to(&destination, args.step, &CompactOptions::default())?;
+    let saved = maintain::consolidate(&store, &destination, args.step, &CompactOptions::default())?;
     drop(progress);
     let mut text = Text::default();
     text.line(format!(

@@ -1,8 +1,9 @@
 //! `tensorcask copy`: copies snapshots into another store.
 
 use serde::Serialize;
-use tensorcask::blocking::Store;
-use tensorcask::{CopyOptions, Result};
+use tensorcask::Result;
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::CopyOptions;
 
 use crate::output::Outcome;
 use crate::progress::Progress;
@@ -41,7 +42,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let (source, destination) = (Store::open(&args.source)?, Store::open(&args.destination)?);
     let progress = Progress::start(&source, "copying");
     let steps = Some(args.steps.clone()).filter(|steps| !steps.is_empty());
-    let copied = source.copy_to(&destination, &CopyOptions { steps, ..CopyOptions::default() })?;
+    let copied = maintain::copy(&source, &destination, &CopyOptions { steps, ..CopyOptions::default() })?;
     drop(progress);
     let mut text = Text::default();
     text.line(format!(

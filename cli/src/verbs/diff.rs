@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
-use tensorcask::{At, Result};
+use tensorcask::{Result, StepSelector};
 
 use crate::compare::Difference;
 use crate::output::Outcome;
@@ -25,10 +25,10 @@ pub(crate) struct Args {
     store: String,
     /// Step number or `latest`
     #[arg(value_parser = parse::at)]
-    a: At,
+    a: StepSelector,
     /// Step to compare with A: a number or `latest`
     #[arg(value_parser = parse::at)]
-    b: At,
+    b: StepSelector,
 }
 
 #[derive(Debug, Serialize)]

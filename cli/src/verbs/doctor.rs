@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use serde::Serialize;
-use tensorcask::blocking::Store;
-use tensorcask::{DoctorOptions, ErrorKind, Result};
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::DoctorOptions;
+use tensorcask::{ErrorKind, Result};
 
 use super::gc::Object;
 use crate::output::{ErrorJson, Outcome, code_of};
@@ -48,7 +49,7 @@ struct Report<'a> {
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     let progress = Progress::start(&store, "examining");
-    let found = store.doctor(&DoctorOptions { apply: args.apply, age_floor: args.age_floor })?;
+    let found = maintain::doctor(&store, &DoctorOptions { apply: args.apply, age_floor: args.age_floor })?;
     drop(progress);
     let mut text = Text::default();
     let mut code = 0;

@@ -1,8 +1,9 @@
 //! `tensorcask forget`: marks steps as no longer wanted.
 
 use serde::Serialize;
-use tensorcask::blocking::Store;
-use tensorcask::{CompactOptions, Error, Reduced, Result, Retention};
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::{CompactOptions, Reduced};
+use tensorcask::{Error, Result, Retention};
 
 use crate::output::Outcome;
 use crate::text::{Text, human_bytes};
@@ -74,7 +75,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         return reduce(args, &store, &steps);
     }
     let records = match (steps.is_empty(), args.dry_run) {
-        (true, dry_run) => store.retain(retention(args), !dry_run)?,
+        (true, false) => store.retain(retention(args))?,
+        (true, true) => store.history().unwanted(retention(args))?,
         (false, false) => store.forget(&steps)?,
         (false, true) => {
             let live = store.snapshots()?;
@@ -105,8 +107,8 @@ fn retention(args: &Args) -> Retention {
 fn reduce(args: &Args, store: &Store, steps: &[u64]) -> Result<Outcome> {
     let options = CompactOptions::default();
     let made = match steps {
-        [] => store.retain_roles(retention(args), &args.keep_role, &options)?,
-        steps => store.keep_roles(steps, &args.keep_role, &options)?,
+        [] => maintain::retain_roles(store, retention(args), &args.keep_role, &options)?,
+        steps => maintain::keep_roles(store, steps, &args.keep_role, &options)?,
     };
     let mut text = Text::default();
     let mut reduced = Vec::new();

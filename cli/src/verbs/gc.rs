@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use serde::Serialize;
-use tensorcask::blocking::Store;
-use tensorcask::{Deletable, GcOptions, Result, SnapshotRecord};
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::{Deletable, GcOptions};
+use tensorcask::{Result, SnapshotRecord};
 
 use crate::output::Outcome;
 use crate::parse;
@@ -82,7 +83,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     let options = GcOptions { apply: args.apply, age_floor: args.age_floor, directories: args.directories, ..GcOptions::default() };
     let progress = Progress::start(&store, "collecting");
-    let found = store.gc(&options)?;
+    let found = maintain::gc(&store, &options)?;
     drop(progress);
     let mut text = Text::default();
     let (gives, frees) = if args.apply { ("collected", "freed") } else { ("would collect", "would free") };

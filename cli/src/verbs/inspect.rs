@@ -9,7 +9,7 @@ use serde::Serialize;
 use tensorcask::blocking::Store;
 use tensorcask::container::{CaskIndex, IndexDecoder, Progress};
 use tensorcask::wire::{DirectoryTensor, HEADER_BYTES, Header};
-use tensorcask::{At, Error, Limits, Result};
+use tensorcask::{Error, Limits, Result, StepSelector};
 
 use crate::cask::{self, CaskBlob, CaskTensor};
 use crate::hex::{self, Region};
@@ -30,7 +30,7 @@ pub(crate) struct Args {
     object: String,
     /// Step number or `latest`
     #[arg(long, value_name = "N", value_parser = parse::at)]
-    step: Option<At>,
+    step: Option<StepSelector>,
     /// Describe only this tensor
     #[arg(long, value_name = "NAME")]
     tensor: Option<String>,
@@ -129,7 +129,7 @@ fn dump(args: &Args, path: &Path) -> Result<Outcome> {
 
 fn inspect_store(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.object)?;
-    let snapshot = store.snapshot(args.step.unwrap_or(At::Latest))?;
+    let snapshot = store.snapshot(args.step.unwrap_or(StepSelector::Latest))?;
     if let Some(name) = &args.tensor {
         snapshot.tensor(name)?;
     }
@@ -145,7 +145,7 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
     let wanted = tensors.iter().filter(|tensor| args.tensor.as_ref().is_none_or(|name| *name == tensor.name));
     let rows: Vec<TensorRow> = wanted.map(row).collect();
     let mut casks = Vec::new();
-    for (slot, index) in store.block_on(snapshot.indexes())? {
+    for (slot, index) in store.block_on(snapshot.inspect().indexes())? {
         casks.push(CaskReport::new(&index, Some(slot), args.tensor.as_deref())?);
     }
 
@@ -179,11 +179,11 @@ impl CaskReport {
         tensors.retain(|found| tensor.is_none_or(|name| name == found.name));
         Ok(Self {
             slot,
-            id: index.id().to_hex(),
-            version: index.version().to_string(),
-            bytes: index.file_bytes(),
-            alignment: index.alignment(),
-            digest: index.digest().to_hex(),
+            id: index.file().id.to_hex(),
+            version: index.file().version.to_string(),
+            bytes: index.file().bytes,
+            alignment: index.file().alignment,
+            digest: index.file().digest.to_hex(),
             tensors,
             blobs: cask::blobs(index),
         })

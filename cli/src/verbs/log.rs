@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let mut step_of: HashMap<Id, u64> = HashMap::new();
     let mut rows = Vec::new();
     let mut cells = Vec::new();
-    for entry in store.log_entries()? {
+    for entry in store.history().entries()? {
         if let Event::Added { snapshot, step, .. } = &entry.event {
             step_of.insert(*snapshot, *step);
         }

@@ -71,7 +71,7 @@ fn places_beside(_: &Store, args: &Args) -> Result<Places> {
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     // Report an empty folder as a missing store.
-    store.run()?;
+    store.history().run()?;
     let beside = places_beside(&store, args)?;
     let mut rows = Vec::new();
     let mut cells = Vec::new();

@@ -1,7 +1,6 @@
 //! `tensorcask restore`: writes a snapshot, or a part of it, to a safetensors file.
 
 use std::collections::BTreeMap;
-use std::io::BufWriter;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -10,7 +9,7 @@ use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::interchange::safetensors::Selected;
 use tensorcask::wire::Id;
-use tensorcask::{At, Error, ErrorKind, Result, Slice};
+use tensorcask::{Error, ErrorKind, Result, Slice, StepSelector};
 
 use crate::atomic::AtomicFile;
 use crate::output::{Outcome, complain};
@@ -31,7 +30,7 @@ pub(crate) struct Args {
     store: String,
     /// Step number or `latest`
     #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
-    step: At,
+    step: StepSelector,
     /// Output file; its folder must exist
     #[arg(short, long, value_name = "OUT.safetensors")]
     output: PathBuf,
@@ -88,7 +87,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let begun = Instant::now();
     let store = Store::open(&args.store)?;
     let progress = Progress::start(&store, "restoring");
-    let fall_back = args.step == At::Latest && !args.strict;
+    let fall_back = args.step == StepSelector::Latest && !args.strict;
     let mut skipped: Vec<Skipped> = Vec::new();
     let mut excluded: Vec<Id> = Vec::new();
     let mut first_error = None;
@@ -142,17 +141,17 @@ fn restore(args: &Args, snapshot: &Snapshot) -> Result<Report> {
     let selected = select(args, snapshot)?;
     let mut chunks_needed = 0u64;
     for Selected { name, slice } in &selected {
-        chunks_needed = chunks_needed.saturating_add(snapshot.chunks_of(name, slice)?);
+        chunks_needed = chunks_needed.saturating_add(snapshot.inspect().chunks_of(name, slice)?);
     }
     let output = AtomicFile::create(&args.output)?;
-    let bytes = snapshot.write_safetensors(&selected, &mut BufWriter::with_capacity(1 << 20, output.file()))?;
+    let bytes = snapshot.write_safetensors(&selected, &mut output.file())?;
     let blobs = match &args.blobs {
         Some(folder) => write_blobs(snapshot, folder)?,
         None => 0,
     };
     // Commit last: if the output file exists, the blobs exist, too.
     output.commit()?;
-    let counts = snapshot.read_counts();
+    let counts = snapshot.inspect().read_counts();
     Ok(Report {
         step: snapshot.step(),
         snapshot: snapshot.record().id.to_hex(),

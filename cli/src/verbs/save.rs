@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use tensorcask::blocking::Store;
 use tensorcask::codec::Objective;
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{BaseKeeping, Blob, Error, ExistingStep, Metadata, Policy, Precision, Result, Saved, TensorView, WriterOptions};
+use tensorcask::{BaseKeeping, Blob, Error, ExistingStep, Metadata, Policy, Precision, Result, SavedSnapshot, TensorView, WriterOptions};
 
 use crate::decision::DecisionJson;
 use crate::output::{Outcome, complain};
@@ -161,10 +161,10 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
 }
 
 /// Step of the parent of a delta. The snapshot is committed already, so a failure here is only a warning.
-fn parent_step(store: &Store, saved: &Saved) -> Option<u64> {
+fn parent_step(store: &Store, saved: &SavedSnapshot) -> Option<u64> {
     saved.parent?;
     match store.snapshot(saved.step) {
-        Ok(snapshot) if snapshot.record().id == saved.id => snapshot.chain().get(1).map(|parent| parent.record.step),
+        Ok(snapshot) if snapshot.record().id == saved.id => snapshot.inspect().chain().get(1).map(|parent| parent.record.step),
         Ok(_) => None,
         Err(e) => {
             complain(&format!("warning: the step was saved, but opening it to show its parent failed: {e}"));

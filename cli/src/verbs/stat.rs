@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::wire::SnapshotKind;
-use tensorcask::{Result, RoundingReport, Slice, Status};
+use tensorcask::{Result, RoundingReport, Slice, SnapshotStatus};
 
 use crate::cask::{self, CodecCounts};
 use crate::decision::DecisionJson;
@@ -67,7 +67,7 @@ struct RoleCounts {
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
-    store.run()?;
+    store.history().run()?;
     let progress = Progress::start(&store, "reading indexes");
     let mut report = Report { store: &args.store, ..Report::default() };
     let mut kept = BTreeSet::new();
@@ -83,15 +83,15 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             let of_role = report.rounding_reports.entry(tensor.role).or_default();
             *of_role = of_role.and(tensor.total);
         }
-        if let Some(decision) = snapshot.decision() {
+        if let Some(decision) = snapshot.inspect().decision() {
             report.decisions.push(DecisionRow {
                 step: snapshot.step(),
                 kind: snapshot.record().kind().name(),
                 decision: DecisionJson::of(&decision),
             });
         }
-        for link in snapshot.chain() {
-            if link.record.status != Status::Live && kept.insert(link.record.id) {
+        for link in snapshot.inspect().chain() {
+            if link.record.status != SnapshotStatus::Live && kept.insert(link.record.id) {
                 report.kept_snapshots += 1;
                 report.kept_bytes = report.kept_bytes.saturating_add(link.stored_bytes);
             }
@@ -114,7 +114,7 @@ impl Report<'_> {
         // Chunks and bytes in casks, by tensor.
         let mut found: BTreeMap<String, (u64, u64)> = BTreeMap::new();
         let mut stored: BTreeMap<String, u64> = BTreeMap::new();
-        for (_, index) in store.block_on(snapshot.indexes())? {
+        for (_, index) in store.block_on(snapshot.inspect().indexes())? {
             for tensor in cask::tensors(&index)? {
                 for (codec, counts) in &tensor.codecs {
                     self.codecs.entry(codec.clone()).or_default().add(counts.chunks, counts.decoded_bytes, counts.stored_bytes);
@@ -134,7 +134,7 @@ impl Report<'_> {
             role.stored_bytes = role.stored_bytes.saturating_add(stored.get(&tensor.name).copied().unwrap_or(0));
             // An unchanged shard is in no cask.
             let (seen_chunks, seen_bytes) = found.get(&tensor.name).copied().unwrap_or_default();
-            let chunks = snapshot.chunks_of(&tensor.name, &Slice::all())?.saturating_sub(seen_chunks);
+            let chunks = snapshot.inspect().chunks_of(&tensor.name, &Slice::all())?.saturating_sub(seen_chunks);
             if chunks > 0 {
                 self.codecs.entry("unchanged".to_owned()).or_default().add(chunks, bytes.saturating_sub(seen_bytes), 0);
             }

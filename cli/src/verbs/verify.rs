@@ -3,8 +3,9 @@
 use std::time::Instant;
 
 use serde::Serialize;
-use tensorcask::blocking::Store;
-use tensorcask::{Depth, ErrorKind, Problem, Result, RoundingReport, VerifyOptions, VerifyReport};
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::{Problem, VerifyDepth, VerifyOptions, VerifyReport};
+use tensorcask::{ErrorKind, Result, RoundingReport};
 
 use crate::output::{ErrorJson, Outcome, code_of};
 use crate::parse;
@@ -66,9 +67,9 @@ struct ProblemRow {
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let begun = Instant::now();
     let store = Store::open(&args.store)?;
-    let options = VerifyOptions { depth: Depth::from_name(&args.depth)?, step: args.step, shard: args.shard };
+    let options = VerifyOptions { depth: VerifyDepth::from_name(&args.depth)?, step: args.step, shard: args.shard };
     let progress = Progress::start(&store, "verifying");
-    let mut found = store.verify(&options)?;
+    let mut found = maintain::verify(&store, &options)?;
     drop(progress);
     let rounding = receipts(&store, args, &mut found)?;
 

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use rustix::process::Signal;
-use tensorcask::{ErrorKind, Latest, Policy, VerifyOptions};
+use tensorcask::blocking::maintain;
+use tensorcask::maintain::VerifyOptions;
+use tensorcask::{ErrorKind, Latest, Policy};
 use tensorcask_engine::{BackPressure, Encode, Engine, EngineOptions, OnAgentLoss, Until};
 
 use super::host::*;
@@ -60,7 +62,7 @@ fn fifty_trainers_killed_during_saves_lose_nothing() {
     check(&engine.restore(Latest).unwrap(), BYTES);
     State::new(acknowledged + 10, BYTES).save(&mut engine).unwrap();
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
-    let report = host.store().verify(&VerifyOptions::default()).unwrap();
+    let report = maintain::verify(&host.store(), &VerifyOptions::default()).unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
     let stored = host.stored_steps();
     assert!(all.iter().all(|step| stored.contains(step)), "acknowledged {all:?}, stored {stored:?}");
@@ -87,7 +89,7 @@ fn killed_agents_are_replaced_and_nothing_is_lost() {
     for step in 1..=30 {
         check_stored(&host.store(), step, bytes);
     }
-    let report = host.store().verify(&VerifyOptions::default()).unwrap();
+    let report = maintain::verify(&host.store(), &VerifyOptions::default()).unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use tensorcask::{Blob, Dtype, ErrorKind, Metadata, Rect, Slice, TensorView, VerifyOptions};
+use tensorcask::blocking::maintain;
+use tensorcask::maintain::VerifyOptions;
+use tensorcask::{Blob, Dtype, ErrorKind, Metadata, Rect, Slice, TensorView};
 use tensorcask_engine::{Engine, EngineOptions, Part, Source, Until, agree};
 
 use super::host::*;
@@ -77,7 +79,7 @@ fn ranks_of_one_host_make_one_snapshot_and_agree_after_a_loss() {
     assert!(first.wait(Until::Durable, LONG).unwrap().reached);
     assert_eq!(host.stored_steps(), [1, 2, 3, 4, 5, 6]);
     assert!(host.store().snapshot(6).unwrap().read("w", &Slice::all()).unwrap().data == data(6));
-    let report = host.store().verify(&VerifyOptions::default()).unwrap();
+    let report = maintain::verify(&host.store(), &VerifyOptions::default()).unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 

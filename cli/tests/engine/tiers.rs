@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use tensorcask::Latest;
-use tensorcask::blocking::Store;
+use tensorcask::blocking::{Store, maintain};
 use tensorcask::{Dtype, Metadata, Policy, Precision, TensorView};
 use tensorcask_engine::{Engine, EngineOptions, Source, Until};
 
@@ -61,7 +61,7 @@ fn a_snapshot_is_sent_to_the_store_while_it_is_encoded() {
     wait_for_all_tiers(&host);
     for url in [host.store_path().to_str().unwrap().to_owned(), far(&host)] {
         let store = Store::open(&url).unwrap();
-        assert!(store.verify(&Default::default()).unwrap().is_clean());
+        assert!(maintain::verify(&store, &Default::default()).unwrap().is_clean());
         for step in 1..=7 {
             let stored = store.snapshot(step).unwrap().read("w", &Default::default()).unwrap();
             assert!(stored.data == noise(step, 24 << 20), "{url}: step {step}");

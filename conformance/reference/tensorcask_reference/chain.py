@@ -187,11 +187,11 @@ def partners(link: Snapshot, tensor: Tensor, shard: Shard, number: int, codec: C
     role = directory.role(row_of(directory, tensor))
     if codec.needs and role not in codec.needs:
         raise corrupt("codecs 5.2", f"{tensor.name!r} has role {role}, which has no partners")
-    for role in codec.needs.get(role, ()):
-        partner, where = partner_of(directory, tensor, shard, role)
+    for needed in codec.needs.get(role, ()):
+        partner, where = partner_of(directory, tensor, shard, needed)
         before = None
-        if delta and link.parent:
-            other, place = partner_of(link.parent.directory, tensor, shard, role)
+        if delta and link.parent and role not in codec.now_only:
+            other, place = partner_of(link.parent.directory, tensor, shard, needed)
             if other.dtype != partner.dtype:
                 raise corrupt("codecs 5.2", f"the partner of {tensor.name!r} was of another dtype")
             before = chunk(link.parent, other, place, number)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from . import replay
 from .dtypes import DTYPES, Dtype
 from .entropy import decode_plane
 from .errors import corrupt, unsupported
@@ -239,6 +240,19 @@ def _predict(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, fir
     return _ordered(dtype, n, columns[1:], prediction.view(np.uint8))
 
 
+def _replay(dtype: Dtype, n: int, columns: list[Bytes], base: Bytes | None, first: Partner, second: Partner | None = None) -> Bytes:
+    """Partners as of `_predict` (replay 4)."""
+    assert base is not None
+    if dtype.name != "f32" or any(partner[0].name != "f32" for partner in (first, second) if partner):
+        raise corrupt("replay 1", f"{dtype.name} or a partner is not f32")
+    if second:
+        replayed = replay.step(columns[0], base, first[1], second[1])
+    else:
+        assert first[2] is not None
+        replayed = replay.moment(columns[0], base, first[1], first[2])
+    return _ordered(dtype, n, columns[1:], replayed)
+
+
 def widen_f16(bits: Bytes) -> np.ndarray:
     """The bits of the f32 of the same value, NaN too (remainder 2)."""
     e, f = (bits >> 10 & 31).astype(np.int64), (bits & 1023).astype(np.int64)
@@ -256,6 +270,8 @@ class Codec:
     column_per_byte: bool = False
     needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """by role of the tensor, the roles of its partners (codecs 5); in deltas of the parent, too"""
+    now_only: frozenset[str] = frozenset()
+    """roles of tensors whose partners are not needed of the parent"""
     other_columns: tuple[str, ...] = ()
     dtypes: frozenset[str] | None = None
 
@@ -310,6 +326,10 @@ CODECS: dict[tuple[str, int], Codec] = {
     ("tc.predict", 1): Codec(
         frozenset({"delta"}), ("step", "tokens", "bits"), _predict, other_columns=("moment", "tokens", "bits"),
         needs={"master": ("exp_avg", "exp_avg_sq"), "exp_avg_sq": ("exp_avg",)}, dtypes=frozenset({"f32"}),
+    ),
+    ("tc.replay", 1): Codec(
+        frozenset({"delta"}), ("step", "tokens", "bits"), _replay, other_columns=("moment", "tokens", "bits"),
+        needs={"master": ("exp_avg", "exp_avg_sq"), "exp_avg_sq": ("exp_avg",)}, now_only=frozenset({"master"}), dtypes=frozenset({"f32"}),
     ),
     ("tc.loguniform", 1): Codec(
         frozenset({"absolute", "delta"}), ("grid", "rows", "columns", "codes", "signs", "escapes"), loguniform, dtypes=frozenset({"f32"}),

@@ -6,7 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from .errors import check_features, corrupt, unsupported
-from .sealed import COMMON, Fields, check_fields, inside, is_digest, is_id, is_ids, is_number, is_object, is_text, is_texts, or_null, read_object, unseal
+from .sealed import (
+    COMMON,
+    Fields,
+    check_fields,
+    inside,
+    is_digest,
+    is_id,
+    is_ids,
+    is_number,
+    is_object,
+    is_text,
+    is_texts,
+    or_null,
+    read_object,
+    unseal,
+)
 
 ENTRY_NAME = re.compile(r"[0-9]{20}\.json")
 STORE: Fields = COMMON | {"run": is_id}

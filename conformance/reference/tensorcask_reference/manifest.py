@@ -10,7 +10,21 @@ from typing import Any
 from .columns import Columns, Layout, Shard, Tensor, ascends, read_layout
 from .dtypes import elements
 from .errors import check_features, check_version, corrupt, unsupported
-from .sealed import COMMON, Fields, check_fields, inside, is_digest, is_id, is_number, is_object, is_text, one_of, or_null, read_object, unseal
+from .sealed import (
+    COMMON,
+    Fields,
+    check_fields,
+    inside,
+    is_digest,
+    is_id,
+    is_number,
+    is_object,
+    is_text,
+    one_of,
+    or_null,
+    read_object,
+    unseal,
+)
 
 NO_ALIAS = (1 << 32) - 1
 MAX_SPLIT_DIMENSIONS = 8

@@ -51,7 +51,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
         name: format!("catalog/{name}"),
         clause: clause.into(),
         why: why.into(),
-        input: store.input(),
+        input: store.into(),
         outcome,
     };
     let accept = |name: &str, clause: &str, why: &str, store: Store| {

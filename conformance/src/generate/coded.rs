@@ -79,7 +79,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
         let Some(vector) = vector(row)? else { continue };
         let input = match &vector.base {
             None => Input::Cask(cask_of(0xe1, [&vector]).bytes()),
-            Some(_) => store_of(&[&vector])?.input(),
+            Some(_) => store_of(&[&vector])?.into(),
         };
         let name = format!("{}/{}", &vector.codec[3..], slug(&vector.name));
         cases.push(Sketch { name, clause: vector.clause, why: vector.name, input, outcome: Outcome::Reject("corrupt") });
@@ -171,7 +171,7 @@ fn deltas(name: &str, clause: &str, codec: &str, why: &str, valid: &[Vector]) ->
         valid.iter().filter(|vector| vector.codec == codec && vector.base.as_ref().is_some_and(|base| *base != vector.data)).collect();
     let store = store_of(&chosen)?;
     let outcome = Outcome::Accept(store.expected());
-    Ok(Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome })
+    Ok(Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.into(), outcome })
 }
 
 /// Returns the vector of a row, or `None` if it belongs to another codec.

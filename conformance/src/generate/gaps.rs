@@ -14,7 +14,7 @@ const CORRUPT: &str = "corrupt";
 const UNSUPPORTED: &str = "unsupported";
 
 fn sketch(name: &str, clause: &str, why: &str, store: Store, outcome: Outcome) -> Sketch {
-    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome }
+    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.into(), outcome }
 }
 
 fn accept(name: &str, clause: &str, why: &str, store: Store) -> Sketch {

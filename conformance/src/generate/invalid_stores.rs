@@ -39,7 +39,7 @@ fn tiny(step: u64) -> State {
 }
 
 fn reject(cases: &mut Cases, name: &'static str, clause: &'static str, kind: &'static str, why: &'static str, store: Store) {
-    cases.push(Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome: Outcome::Reject(kind) });
+    cases.push(Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.into(), outcome: Outcome::Reject(kind) });
 }
 
 /// Returns a store whose newest snapshot is a delta made from an edited draft.

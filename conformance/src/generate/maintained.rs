@@ -12,11 +12,11 @@ const MODEL: &[&str] = &["model"];
 
 fn accept(name: &str, clause: &str, why: &str, store: Store) -> Sketch {
     let outcome = Outcome::Accept(store.expected());
-    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome }
+    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.into(), outcome }
 }
 
 fn reject(name: &str, clause: &str, why: &str, store: Store) -> Sketch {
-    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome: Outcome::Reject("corrupt") }
+    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.into(), outcome: Outcome::Reject("corrupt") }
 }
 
 /// Returns a store with bases at 10 and 20.
@@ -146,7 +146,7 @@ fn reduced() -> Result<Vec<Sketch>, Failure> {
     let mut store = two_bases()?;
     store.reduce(10, MODEL)?;
     store.forget(&[20], 10)?;
-    store.set_latest(None);
+    store.latest = None;
     cases.push(accept("reduced/no-latest", "log 4.2", "the only live snapshot is reduced: none is the latest", store));
 
     // The delta replaces the part that its parent lost.

@@ -27,12 +27,12 @@ fn with_blobs(ranks: Vec<Vec<Blob>>) -> Result<Store, Failure> {
 
 fn accept(name: &str, clause: &str, why: &str, store: Store) -> Sketch {
     let outcome = Outcome::Accept(store.expected());
-    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome }
+    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.into(), outcome }
 }
 
 fn either(name: &str, clause: &str, why: &str, kind: &'static str, store: Store) -> Sketch {
     let outcome = Outcome::Either(store.expected(), kind);
-    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome }
+    Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.into(), outcome }
 }
 
 pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {

@@ -35,7 +35,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     let mut cases = Vec::new();
     let mut accept = |name: &str, clause: &str, why: &str, store: Store| {
         let outcome = Outcome::Accept(store.expected());
-        cases.push(Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.input(), outcome });
+        cases.push(Sketch { name: name.into(), clause: clause.into(), why: why.into(), input: store.into(), outcome });
     };
 
     let mut store = Store::new()?;

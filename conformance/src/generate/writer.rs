@@ -247,7 +247,8 @@ pub(crate) struct Store {
     states: BTreeMap<u64, State>,
     /// Live steps with their expected reports.
     expected: BTreeMap<u64, Value>,
-    latest: Option<u64>,
+    /// Latest step that a reader finds.
+    pub latest: Option<u64>,
     /// Number of snapshots that got another manifest.
     compacted: u8,
 }
@@ -465,11 +466,6 @@ impl Store {
         self.objects.retain(|path, _| !path.contains(text));
     }
 
-    /// Sets the latest step that a reader finds, if it is not the last saved.
-    pub(crate) fn set_latest(&mut self, latest: Option<u64>) {
-        self.latest = latest;
-    }
-
     /// Saves a state correctly.
     pub(crate) fn save(&mut self, state: State, parent: Option<u64>) -> Result<(), Failure> {
         let snapshot = self.draft(state, parent);
@@ -498,9 +494,11 @@ impl Store {
         let found = self.objects.keys().filter(|path| path.starts_with(folder)).nth(nth);
         Ok(found.ok_or_else(|| format!("no object {nth} in {folder}"))?.clone())
     }
+}
 
-    pub(crate) fn input(self) -> Input {
-        Input::Store(self.objects)
+impl From<Store> for Input {
+    fn from(store: Store) -> Self {
+        Self::Store(store.objects)
     }
 }
 

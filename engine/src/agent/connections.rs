@@ -98,10 +98,10 @@ impl Agent {
     async fn answer(&self, request: Request, attached: &mut Vec<AttachedRank>) -> Result<Reply> {
         match request {
             Request::Attach(request) => self.attach(&request, attached).await.map(Reply::Progress),
-            Request::Saved { key, rank, save } => {
+            Request::SavedSnapshot { key, rank, save } => {
                 let run = self.registry.find(&key)?;
                 let queue_depth = run.read(|state, arenas| state.queue_depth(arenas.waiting_states()));
-                run.apply(Event::Saved { rank, note: save, queue_depth });
+                run.apply(Event::SavedSnapshot { rank, note: save, queue_depth });
                 Ok(Reply::Progress(run.progress(rank)))
             }
             Request::Wait { key, rank, generation, durable, timeout_ms } => {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tensorcask::{Ahead, Error, ErrorKind, Latest, Result, Saved};
+use tensorcask::{AheadUploads, Error, ErrorKind, Latest, Result, SavedSnapshot};
 use tracing::Instrument;
 use tracing::field::Empty;
 
@@ -88,7 +88,7 @@ async fn encode_all(run: &Run, memory: &mut Option<MemoryTier>) -> Result<()> {
 async fn note_memory(run: &Run, memory: &MemoryTier) -> Result<()> {
     let (live, bytes) = (memory.live().await?, memory.bytes()?);
     let chain_depth = match live.last() {
-        Some(_) => memory.store().snapshot(Latest).await.map_or(0, |newest| newest.chain().len() as u64),
+        Some(_) => memory.store().snapshot(Latest).await.map_or(0, |newest| newest.inspect().chain().len() as u64),
         None => 0,
     };
     let steps = live.iter().map(|record| record.step).collect();
@@ -194,7 +194,7 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, arenas: &[Arc<Arena>],
     // The bytes may have been damaged since the copy.
     let states: Result<Vec<StoredState<'_>>> =
         taken.iter().map(|taken| taken.state().and_then(|state| state.verify().map(|()| state))).collect();
-    let ahead = run.ahead_destination().map(Ahead::new);
+    let ahead = run.ahead_destination().map(AheadUploads::new);
     memory.send_ahead(ahead.as_ref());
     let saved = match &states {
         Ok(states) => encode(memory, states).instrument(span.clone()).await,
@@ -248,7 +248,7 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, arenas: &[Arc<Arena>],
     Ok(Turn::Done)
 }
 
-async fn encode(memory: &mut MemoryTier, states: &[StoredState<'_>]) -> Result<Saved> {
+async fn encode(memory: &mut MemoryTier, states: &[StoredState<'_>]) -> Result<SavedSnapshot> {
     match states {
         [state] => memory.save(state.step(), &state.tensors()?, &state.blobs(), &state.metadata()).await,
         several => memory.save_ranks(several.first().map_or(0, StoredState::step), several).await,

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorcask::{Ahead, Error, Result, Store};
+use tensorcask::{AheadUploads, Error, Result, Store};
 use tokio::sync::watch;
 
 use super::rank_arenas::RankArenas;
@@ -40,7 +40,7 @@ struct Shared {
     state: RunState,
     arenas: RankArenas,
     /// Part of the last snapshot that was sent to the first tier while it was being encoded.
-    ahead: Option<Ahead>,
+    ahead: Option<AheadUploads>,
 }
 
 impl Run {
@@ -195,12 +195,12 @@ impl Run {
     }
 
     /// Keeps the part of the last snapshot that was sent ahead to the first tier.
-    pub(super) fn set_ahead(&self, ahead: Option<Ahead>) {
+    pub(super) fn set_ahead(&self, ahead: Option<AheadUploads>) {
         self.lock().ahead = ahead;
     }
 
     /// Takes the part of the last snapshot that was sent ahead to the first tier.
-    pub(super) fn take_ahead(&self) -> Option<Ahead> {
+    pub(super) fn take_ahead(&self) -> Option<AheadUploads> {
         self.lock().ahead.take()
     }
 }

@@ -18,7 +18,7 @@ pub(super) enum Event {
     /// The connection of an attachment has ended.
     Detached { rank: u32, attachment: u64 },
     /// A trainer has published a state.
-    Saved { rank: u32, note: SaveNote, queue_depth: u64 },
+    SavedSnapshot { rank: u32, note: SaveNote, queue_depth: u64 },
     /// A trainer waits for saves: it no longer restores, so old snapshots may be removed.
     TrainerWaits,
     /// A trainer has finished the run. `None`: it did so in an earlier agent.

@@ -2,7 +2,7 @@
 //! follow. No I/O and no clock; the driver in `run` performs the actions.
 //!
 //! ```text
-//! trainers:  Attached, Saved, TrainerWaits, Finished, Detached
+//! trainers:  Attached, SavedSnapshot, TrainerWaits, Finished, Detached
 //! encoder:   MemoryCleared, MemoryChanged, Encoded, Failed, EncoderProblem
 //! uploaders: TierTakenOver, Uploaded, NothingToUpload, UploadFailed, MemoryDamaged, Fenced
 //! ```
@@ -69,7 +69,7 @@ impl RunState {
                 // The trainer may have published a state and died before it reported the state.
                 vec![Action::WakeEncoder]
             }
-            Event::Saved { rank, note, queue_depth } => self.on_saved(rank, &note, queue_depth),
+            Event::SavedSnapshot { rank, note, queue_depth } => self.on_saved(rank, &note, queue_depth),
             Event::TrainerWaits => {
                 self.is_restoring = false;
                 vec![Action::WakeEncoder]

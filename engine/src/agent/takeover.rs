@@ -5,8 +5,9 @@
 
 use std::time::Duration;
 
+use tensorcask::maintain::{Copier, CopyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{Copier, CopyOptions, Error, ErrorKind, Result, SnapshotRecord, Status, Store};
+use tensorcask::{Error, ErrorKind, Result, SnapshotRecord, SnapshotStatus, Store};
 
 use super::run::Run;
 use super::run_event::{Event, TierOrders};
@@ -56,7 +57,7 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
     // The same writer id as before, because the store may be another copy of the previous one.
     let same = known.taking_over.map(|takeover| takeover.id).or(known.writer.filter(|_| !orders.take_over));
     let id = same.map_or_else(Id::random, Ok)?;
-    let mut copier = source.copier(destination, options, id).await?;
+    let mut copier = Copier::open(source, destination, id, options).await?;
     let from = copier.last_writer();
     // An earlier agent was about to take the tier over, and did not.
     let was_about_to = known.taking_over.is_some_and(|takeover| takeover.from == from);
@@ -89,7 +90,7 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
 /// Fails with `Fenced` if another job has written to a tier since this host last saw it. Otherwise old states of this
 /// host would fence a job that continued on another host while the tier did not answer here.
 async fn check_unchanged(run: &Run, sources: &[UploadSource], destination: &Store) -> Result<()> {
-    let records = match destination.records().await {
+    let records = match destination.history().records().await {
         Ok(records) => records,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
         Err(e) => return Err(e),
@@ -99,7 +100,7 @@ async fn check_unchanged(run: &Run, sources: &[UploadSource], destination: &Stor
         return Ok(());
     }
     for source in sources {
-        let ours = source.store.records().await.unwrap_or_default();
+        let ours = source.store.history().records().await.unwrap_or_default();
         if ours.iter().any(|record| record.id == latest.id) {
             return Ok(());
         }
@@ -115,13 +116,13 @@ async fn check_unchanged(run: &Run, sources: &[UploadSource], destination: &Stor
 /// Forgets snapshots of a nearer tier that the job abandoned: it continued on another host from a farther tier without
 /// them. They must not be copied behind the snapshots that the job saved there.
 async fn forget_abandoned(run: &Run, source: &Store, destination: &Store, latest: Option<&SnapshotRecord>) -> Result<()> {
-    let (Some(latest), records) = (latest, source.records().await?) else { return Ok(()) };
+    let (Some(latest), records) = (latest, source.history().records().await?) else { return Ok(()) };
     if records.iter().any(|record| record.id == latest.id) {
         return Ok(());
     }
     let (stored, newest) = (snapshot_ids(destination).await?, saved_at(destination, latest, QUERY_TIMEOUT).await);
     let mut abandoned = Vec::new();
-    for record in records.iter().filter(|record| record.status == Status::Live && !stored.contains(&record.id)) {
+    for record in records.iter().filter(|record| record.status == SnapshotStatus::Live && !stored.contains(&record.id)) {
         if saved_at(source, record, QUERY_TIMEOUT).await > newest {
             // Saved after the job came back to this host.
             break;
@@ -137,7 +138,7 @@ async fn forget_abandoned(run: &Run, source: &Store, destination: &Store, latest
             "the job continued from {} without these steps; forgetting them (garbage collection removes them)",
             destination.url()
         );
-        source.forget_snapshots(&abandoned.iter().map(|record| record.id).collect::<Vec<_>>()).await?;
+        source.history().forget_snapshots(&abandoned.iter().map(|record| record.id).collect::<Vec<_>>()).await?;
     }
     Ok(())
 }

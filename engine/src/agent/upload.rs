@@ -5,7 +5,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tensorcask::{Copier, ErrorKind, Result, SnapshotRecord, Status};
+use tensorcask::maintain::Copier;
+use tensorcask::{ErrorKind, Result, SnapshotRecord, SnapshotStatus};
 use tracing::field::Empty;
 use tracing::{Instrument, Span};
 
@@ -78,7 +79,7 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, copier: &mut Option<
     let (mut copied, mut ahead_bytes, mut records) = (0, 0, Vec::new());
     for source in &sources {
         let copy = async {
-            records = source.store.records().await?;
+            records = source.store.history().records().await?;
             copier.finish_ahead(ahead.clone());
             copier.copy_new(&source.store).await
         };
@@ -119,7 +120,7 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, copier: &mut Option<
 
 /// Reports the contents of memory that the trainer itself encodes.
 fn note_inline_memory(run: &Run, epoch: u64, records: &[SnapshotRecord]) -> Result<()> {
-    let live = records.iter().filter(|record| record.status == Status::Live);
+    let live = records.iter().filter(|record| record.status == SnapshotStatus::Live);
     let (steps, bytes) = (live.map(|record| record.step).collect(), memory_bytes(&run.folder)?);
     run.apply(Event::MemoryChanged(MemoryContents { epoch, steps, bytes, chain_depth: 0 }));
     Ok(())

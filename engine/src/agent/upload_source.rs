@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{Depth, Error, ErrorKind, Result, Status, Store, VerifyOptions};
+use tensorcask::{Error, ErrorKind, Result, SnapshotStatus, Store};
 
 use super::run::Run;
 use super::run_event::{Event, LostSnapshot};
@@ -28,7 +29,7 @@ pub(super) async fn find_sources(run: &Run, tier: usize) -> Result<Vec<UploadSou
     };
     let mut sources = Vec::with_capacity(candidates.len());
     for source in candidates {
-        match source.store.run().await {
+        match source.store.history().run().await {
             Ok(_) => sources.push(source),
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             // The encoder creates another store in its place.
@@ -44,7 +45,7 @@ pub(super) async fn find_sources(run: &Run, tier: usize) -> Result<Vec<UploadSou
 /// Whether any source, or the arena, holds something that a tier may lack.
 pub(super) async fn holds_anything(run: &Run, sources: &[UploadSource]) -> bool {
     for source in sources {
-        if source.store.records().await.is_ok_and(|records| !records.is_empty()) {
+        if source.store.history().records().await.is_ok_and(|records| !records.is_empty()) {
             return true;
         }
     }
@@ -53,16 +54,16 @@ pub(super) async fn holds_anything(run: &Run, sources: &[UploadSource]) -> bool 
 
 /// Whether a source is damaged, rather than the tier that it is copied to.
 pub(super) async fn is_damaged(source: &Store) -> Result<bool> {
-    let report = source.verify(&VerifyOptions { depth: Depth::Pages, ..VerifyOptions::default() }).await;
+    let report = maintain::verify(source, &VerifyOptions { depth: VerifyDepth::Pages, ..VerifyOptions::default() }).await;
     Ok(report.map_or_else(|error| error.kind() == ErrorKind::Corrupt, |report| !report.is_clean()))
 }
 
 /// Gives up a damaged store in memory: its snapshots that the tier lacks are reported as failed.
 pub(super) async fn give_up(run: &Run, source: &UploadSource, destination: &Store, error: &Error) -> Result<()> {
     let stored = snapshot_ids(destination).await?;
-    let lost = match source.store.records().await {
+    let lost = match source.store.history().records().await {
         Ok(records) => {
-            let lost = records.into_iter().filter(|record| record.status == Status::Live && !stored.contains(&record.id));
+            let lost = records.into_iter().filter(|record| record.status == SnapshotStatus::Live && !stored.contains(&record.id));
             Some(lost.map(|record| LostSnapshot { sequence: record.sequence, step: record.step }).collect::<Vec<_>>())
         }
         Err(e) if e.kind() == ErrorKind::Corrupt => None,
@@ -74,5 +75,5 @@ pub(super) async fn give_up(run: &Run, source: &UploadSource, destination: &Stor
 
 /// Ids of all snapshots in the log of a store.
 pub(super) async fn snapshot_ids(store: &Store) -> Result<BTreeSet<Id>> {
-    Ok(store.records().await?.into_iter().map(|record| record.id).collect())
+    Ok(store.history().records().await?.into_iter().map(|record| record.id).collect())
 }

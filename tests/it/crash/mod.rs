@@ -12,9 +12,8 @@ use std::time::Duration;
 use crate::common::{self, SmallState, on_this_thread};
 use object_store::local::LocalFileSystem;
 use store::{CrashStore, When};
-use tensorcask::{
-    CompactOptions, CopyOptions, Dtype, GcOptions, Metadata, Policy, Slice, Store, StoreOptions, TensorView, VerifyOptions, Writer,
-};
+use tensorcask::maintain::{self, CompactOptions, CopyOptions, GcOptions, VerifyOptions};
+use tensorcask::{Dtype, Metadata, Policy, Slice, Store, StoreOptions, TensorView, Writer};
 
 const CHILD: &str = "TENSORCASK_CRASH_CHILD";
 
@@ -68,14 +67,14 @@ async fn run(victim: Victim, folder: &Path, kill: When) {
             tensors.push(TensorView::new("model.large", Dtype::U8, &[9 << 20], &bytes).unwrap());
             writer.save(4, &tensors, &state.blobs(), &Metadata::default()).await.unwrap();
         }
-        Victim::Compact => _ = open("run", Some(kill)).compact(3, &CompactOptions::default()).await.unwrap(),
+        Victim::Compact => _ = maintain::compact(&open("run", Some(kill)), 3, &CompactOptions::default()).await.unwrap(),
         Victim::Reduce => {
             let (roles, options) = (["model".to_owned()], CompactOptions::default());
-            let reduced = open("run", Some(kill)).keep_roles(&[7], &roles, &options).await.unwrap();
+            let reduced = maintain::keep_roles(&open("run", Some(kill)), &[7], &roles, &options).await.unwrap();
             assert_eq!(reduced[0].held, None);
         }
-        Victim::Gc => _ = open("run", Some(kill)).gc(&COLLECT).await.unwrap(),
-        Victim::Copy => _ = open("run", None).copy_to(&open("copy", Some(kill)), &CopyOptions::default()).await.unwrap(),
+        Victim::Gc => _ = maintain::gc(&open("run", Some(kill)), &COLLECT).await.unwrap(),
+        Victim::Copy => _ = maintain::copy(&open("run", None), &open("copy", Some(kill)), &CopyOptions::default()).await.unwrap(),
     }
 }
 
@@ -123,7 +122,7 @@ fn copy_folder(from: &Path, to: &Path) {
 
 /// Checks the store and the content of all live steps. Returns the live steps.
 async fn steps_of(store: &Store) -> Vec<u64> {
-    let report = store.verify(&VerifyOptions::default()).await.unwrap();
+    let report = maintain::verify(store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
     let steps: Vec<u64> = store.snapshots().await.unwrap().iter().map(|info| info.record.step).collect();
     for &step in &steps {
@@ -150,27 +149,29 @@ async fn after_the_crash(victim: Victim, folder: &Path, finished: bool) {
         Victim::Compact | Victim::Gc => assert_eq!(steps, [1, 2, 3]),
     }
     if finished && victim == Victim::Compact {
-        assert_eq!(store.snapshot(3).await.unwrap().chain().len(), 1);
+        assert_eq!(store.snapshot(3).await.unwrap().inspect().chain().len(), 1);
     }
     if victim == Victim::Copy {
         let copied = plain(&folder.join("copy"));
         // Each commit at the destination is a state of its own. A parent is live there until it is known not to be.
         let steps = steps_of(&copied).await;
         assert!(steps == [2, 3] || (!finished && [&[][..], &[1], &[1, 2], &[1, 2, 3]].contains(&&steps[..])), "{steps:?}");
-        let again = store.copy_to(&copied, &CopyOptions::default()).await.unwrap();
+        let again = maintain::copy(&store, &copied, &CopyOptions::default()).await.unwrap();
         assert!(!finished || again.objects == 0, "all was there");
         assert_eq!(steps_of(&copied).await, [2, 3]);
     }
     // The next save works, and garbage collection of the leftovers does no harm.
     let mut writer = store.writer(Policy::Consecutive).await.unwrap();
     save_small(&mut writer, 5).await;
-    store.gc(&COLLECT).await.unwrap();
+    maintain::gc(&store, &COLLECT).await.unwrap();
     assert_eq!(*steps_of(&store).await.last().unwrap(), 5);
     let casks = std::fs::read_dir(folder.join("run/casks")).unwrap();
     let casks = casks.filter(|entry| !entry.as_ref().unwrap().file_name().to_str().unwrap().contains('#')).count() as u64;
     let mut named = BTreeMap::new();
     for info in store.snapshots().await.unwrap() {
-        named.extend(store.snapshot(info.record.step).await.unwrap().chain().into_iter().map(|link| (link.record.id, link.casks as u64)));
+        named.extend(
+            store.snapshot(info.record.step).await.unwrap().inspect().chain().into_iter().map(|link| (link.record.id, link.casks as u64)),
+        );
     }
     assert_eq!(casks, named.values().sum::<u64>(), "no leftovers");
 }

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use serde::Deserialize;
 use tensorcask::codec::{ChunkKind, CodecRef, EncodedChunk};
-use tensorcask::container::{CaskEncoder, CaskIndex, CaskReceipt, IndexDecoder, PageEntry, Progress};
+use tensorcask::container::{BlobEntry, CaskEncoder, CaskIndex, CaskReceipt, IndexDecoder, PageEntry, Progress, TensorEntry};
 use tensorcask::wire::{Header, Id};
 use tensorcask::{Dtype, Error, Limits, Rect};
 
@@ -128,7 +128,7 @@ pub(crate) fn read_cask(file: &[u8], id: Id) -> Result<CaskIndex, Error> {
             }
         }
     }
-    for (_, _, page) in index.blobs() {
+    for BlobEntry { page, .. } in index.blobs() {
         page.check(page_bytes(file, &page))?;
     }
     Ok(index)
@@ -147,11 +147,12 @@ fn casks_encode_to_their_bytes_and_decode() {
         assert_eq!(place, (vector.bytes, vector.index_offset, vector.root_offset, vector.digest.clone()));
 
         let index = read_cask(&bytes, vector.id.id()).unwrap();
-        assert_eq!((index.index_offset(), index.root_offset()), (vector.index_offset, vector.root_offset));
-        assert_eq!(index.digest().to_hex(), vector.digest);
+        assert_eq!((index.file().index_offset, index.file().root_offset), (vector.index_offset, vector.root_offset));
+        assert_eq!(index.file().digest.to_hex(), vector.digest);
         assert_eq!(index.tensor_count(), vector.tensors.len());
         for (t, tensor) in vector.tensors.iter().enumerate() {
-            assert_eq!(index.tensor(t), (tensor.name.as_str(), Dtype::from_name(&tensor.dtype).unwrap(), tensor.shape.clone()));
+            let (name, dtype) = (tensor.name.as_str(), Dtype::from_name(&tensor.dtype).unwrap());
+            assert_eq!(index.tensor(t), TensorEntry { name, dtype, shape: tensor.shape.clone() });
             assert_eq!(index.shards_of(t).len(), tensor.shards.len());
             for (row, shard) in index.shards_of(t).zip(&tensor.shards) {
                 assert_eq!(index.rect(row), Rect { offset: shard.offset.clone(), shape: shard.shape.clone() });
@@ -164,7 +165,7 @@ fn casks_encode_to_their_bytes_and_decode() {
                 }
             }
         }
-        let blobs: Vec<_> = index.blobs().map(|(rank, name, page)| (rank, name, page_bytes(&bytes, &page))).collect();
+        let blobs: Vec<_> = index.blobs().map(|blob| (blob.rank, blob.name, page_bytes(&bytes, &blob.page))).collect();
         assert_eq!(blobs, vector.blobs.iter().map(|b| (b.rank, b.name.as_str(), b.hex.0.as_slice())).collect::<Vec<_>>());
     }
 }
@@ -212,11 +213,11 @@ fn features_that_may_be_ignored_are() {
         let cask = casks.iter().find(|cask| cask.name == vector.cask).unwrap();
         let plain = read_cask(&cask.hex.0, cask.id.id()).unwrap();
         let index = read_cask(&vector.hex.0, cask.id.id()).unwrap();
-        assert_ne!(index.features().may_ignore, 0, "{}", vector.name);
-        assert_eq!(index.digest().to_hex(), vector.digest);
+        assert_ne!(index.file().features.may_ignore, 0, "{}", vector.name);
+        assert_eq!(index.file().digest.to_hex(), vector.digest);
         assert_eq!(
-            (index.shard_table().unwrap(), index.page_table(0).unwrap()),
-            (plain.shard_table().unwrap(), plain.page_table(0).unwrap())
+            (index.tables().shards().unwrap(), index.tables().pages(0).unwrap()),
+            (plain.tables().shards().unwrap(), plain.tables().pages(0).unwrap())
         );
     }
 }

@@ -166,7 +166,7 @@ async fn content_digests_of_a_saved_state() {
         writer.save(1, &[view], &[], &tensorcask::Metadata::default()).await.unwrap();
         let snapshot = store.snapshot(1).await.unwrap();
         assert_eq!(snapshot.manifest().content[&vector.role].to_hex(), vector.digest);
-        let (_, index) = &snapshot.indexes().await.unwrap()[0];
+        let (_, index) = &snapshot.inspect().indexes().await.unwrap()[0];
         let crcs: Vec<u32> = (0..vector.crcs.len()).map(|chunk| index.chunk(0, chunk as u64).unwrap().crc).collect();
         assert_eq!(crcs, vector.crcs);
     }

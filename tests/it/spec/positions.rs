@@ -34,7 +34,7 @@ fn page_checksums() {
                 let pages = index.chunk(vector.shard, chunk).unwrap().pages;
                 pages.into_iter().find(|page| Some(&page.column) == vector.column.as_ref()).unwrap()
             }
-            None => index.blobs().nth(vector.shard).unwrap().2,
+            None => index.blobs().nth(vector.shard).unwrap().page,
         };
         assert_eq!((page.range.start, page.crc), (vector.offset, vector.crc));
         page.check(&vector.page.0).unwrap();
@@ -149,7 +149,7 @@ fn roots_and_parts() {
         assert_eq!(index_crc(&cask.id, vector.offset, &vector.hex.0), vector.crc);
         index.load_part(vector.part, vector.hex.0.clone().into()).unwrap();
         assert!(lies_in(cask, vector.offset, &vector.hex) && vector.columns.len() == 7);
-        let rows = (index.chunk_table(vector.part).unwrap().num_rows(), index.page_table(vector.part).unwrap().num_rows());
+        let rows = (index.tables().chunks(vector.part).unwrap().num_rows(), index.tables().pages(vector.part).unwrap().num_rows());
         assert_eq!(rows, (vector.chunks, vector.pages));
     }
 }

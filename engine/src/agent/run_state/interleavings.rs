@@ -295,7 +295,7 @@ impl Model {
             Trainer::Published { attachment, generation } => go(&|m| {
                 let (queue_depth, time_ms) = (m.state.queue_depth(m.waiting_states()), 0);
                 let note = SaveNote { step: generation, generation, stall_ms: 0.0, copy_ms: 0.0, bytes: 1, time_ms };
-                m.apply(Event::Saved { rank: 0, note, queue_depth });
+                m.apply(Event::SavedSnapshot { rank: 0, note, queue_depth });
                 m.trainer = Trainer::Idle { attachment };
             }),
             Trainer::Dead { attachment } => go(&|m| {

@@ -1,0 +1,53 @@
+//! Blocking [`maintain`](crate::maintain).
+
+use super::Store;
+pub use crate::maintain::{
+    CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, ProbeReport, Problem,
+    Reduced, VerifyDepth, VerifyOptions, VerifyReport,
+};
+use crate::{Result, Retention, SavedSnapshot, StepSelector, maintain};
+
+/// See [`maintain::verify`](maintain::verify()).
+pub fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport> {
+    store.block_on(maintain::verify(store.inner(), options))
+}
+
+/// See [`maintain::doctor`](maintain::doctor()).
+pub fn doctor(store: &Store, options: &DoctorOptions) -> Result<DoctorReport> {
+    store.block_on(maintain::doctor(store.inner(), options))
+}
+
+/// See [`maintain::probe`](maintain::probe()).
+pub fn probe(store: &Store) -> Result<ProbeReport> {
+    store.block_on(maintain::probe(store.inner()))
+}
+
+/// See [`maintain::gc`](maintain::gc()).
+pub fn gc(store: &Store, options: &GcOptions) -> Result<GcReport> {
+    store.block_on(maintain::gc(store.inner(), options))
+}
+
+/// See [`maintain::compact`](maintain::compact()).
+pub fn compact(store: &Store, at: impl Into<StepSelector>, options: &CompactOptions) -> Result<Compacted> {
+    store.block_on(maintain::compact(store.inner(), at, options))
+}
+
+/// See [`maintain::keep_roles`](maintain::keep_roles()).
+pub fn keep_roles(store: &Store, steps: &[u64], roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
+    store.block_on(maintain::keep_roles(store.inner(), steps, roles, options))
+}
+
+/// See [`maintain::retain_roles`](maintain::retain_roles()).
+pub fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
+    store.block_on(maintain::retain_roles(store.inner(), retention, roles, options))
+}
+
+/// See [`maintain::copy`](maintain::copy()).
+pub fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
+    source.block_on(maintain::copy(source.inner(), destination.inner(), options))
+}
+
+/// See [`maintain::consolidate`](maintain::consolidate()).
+pub fn consolidate(source: &Store, destination: &Store, at: impl Into<StepSelector>, options: &CompactOptions) -> Result<SavedSnapshot> {
+    source.block_on(maintain::consolidate(source.inner(), destination.inner(), at, options))
+}

@@ -1,0 +1,319 @@
+//! `tc.replay`: the difference between a weight or second moment and a replay of Adam's step.
+//!
+//! Spec:   spec/codecs/replay.md
+//! Input:  n f32 and n f32 of the base; for a master, both moments; for a second moment, the first moment in both
+//!         snapshots
+//! Output: the form of the step and its numbers; the columns of `tc.ordered`, with the replayed elements as base
+//! Errors: the errors of `tc.ordered`; `Corrupt` without the partners, or for an unknown form
+//! Cost:   the cost of `tc.ordered` with one class, and per element a root and two divisions in binary32 (`step`) or a
+//!         few multiplications (`moment`)
+//! Source: ours: a trainer computes the new state from the old one in a fixed order of binary32 operations. The same
+//!         operations in the same order give the same bits for nearly all elements, where a fit of the update rule
+//!         (`tc.predict`) is off by an ulp or two for most
+//!
+//! The numbers of a step (learning rate, decay, bias corrections, epsilon, betas) are searched for from the two states
+//! alone; see `search`. All chunks of a parameter group share them, so the codec remembers the last ones that it found
+//! and tries those first. They decide how many bytes a chunk takes, never what it decodes to.
+
+mod search;
+
+use std::sync::{Mutex, PoisonError};
+
+use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
+use crate::kernels::replay::{self as kernel, Divisor, Moment, Square, Step, Update};
+use crate::spare::Spare;
+use crate::wire::{Cursor, Put};
+use crate::{Dtype, Error, Result};
+use search::Known;
+
+/// Stores the difference between each element and its replay.
+///
+/// ```
+/// use tensorcask::{Dtype, codec::{Chunk, Codec, Partner, Replay}};
+/// let bytes = |numbers: &[f32]| -> Vec<u8> { numbers.iter().flat_map(|x| x.to_le_bytes()).collect() };
+/// let all = |f: &dyn Fn(f32) -> f32| -> Vec<f32> { (1..5000).map(|i| f(i as f32)).collect() };
+/// let (m0, g) = (all(&|i| i.sin()), all(&|i| i.cos()));
+/// let m1: Vec<f32> = m0.iter().zip(&g).map(|(m, g)| m + 0.1 * (g - m)).collect();
+/// let v0 = all(&|i| 1.0 + i.cos().abs());
+/// let v1: Vec<f32> = v0.iter().zip(&g).map(|(v, g)| v * 0.999 + (0.001 * g) * g).collect();
+/// let (m0, m1, v0, v1) = (bytes(&m0), bytes(&m1), bytes(&v0), bytes(&v1));
+/// let partners = [Partner { role: "exp_avg", dtype: Dtype::F32, data: &m1, base: Some(&m0) }];
+/// let chunk =
+///     Chunk { role: "exp_avg_sq", base: Some(&v0), partners: &partners, ..Chunk::new(Dtype::F32, 4999, &v1) };
+/// let bytes: usize = Replay::default().encode(&chunk)?.columns.iter().map(|(_, bytes)| bytes.len()).sum();
+/// assert!(bytes < 4999 / 16, "half a bit for each element of 32");
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct Replay {
+    steps: Mutex<Known<Step>>,
+    moments: Mutex<Known<Moment>>,
+}
+
+const FIRST: &str = "exp_avg";
+const SECOND: &str = "exp_avg_sq";
+const NEEDS_OF_MASTER: &[Need] = &[Need { role: FIRST, base: false }, Need { role: SECOND, base: false }];
+const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
+
+const COLUMNS_OF_STEP: [&str; 3] = ["step", "tokens", "bits"];
+const COLUMNS_OF_MOMENT: [&str; 3] = ["moment", "tokens", "bits"];
+
+/// Share of exact elements, in percent, from which one class of tokens does as well as many.
+const ONE_CLASS: usize = 90;
+
+fn check_dtype(dtype: Dtype) -> Result<()> {
+    match dtype {
+        Dtype::F32 => Ok(()),
+        _ => Err(Error::corrupt(format!("a replay of {dtype}")).clause("replay 1")),
+    }
+}
+
+/// Inputs of a replay.
+#[derive(Debug, Clone, Copy)]
+enum Inputs<'a> {
+    /// Earlier weights, and both moments after the step.
+    Step { weights: &'a [u8], first: &'a [u8], second: &'a [u8] },
+    /// Earlier second moments, and the first moments before and after the step.
+    Moment { second: &'a [u8], before: &'a [u8], now: &'a [u8] },
+}
+
+/// Form and numbers of a replay.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Rule {
+    Step(Step),
+    Moment(Moment),
+}
+
+/// The partner's elements, if they are f32.
+fn now<'a>(partner: Option<&'a Partner<'a>>) -> Option<&'a [u8]> {
+    partner.filter(|partner| partner.dtype == Dtype::F32).map(|partner| partner.data)
+}
+
+/// The partner's elements in the parent, if they are f32.
+fn before<'a>(partner: Option<&'a Partner<'a>>) -> Option<&'a [u8]> {
+    let partner = partner.filter(|partner| partner.dtype == Dtype::F32)?;
+    partner.base.filter(|base| base.len() == partner.data.len())
+}
+
+impl<'a> Inputs<'a> {
+    fn of(chunk: &'a Chunk<'_>) -> Option<Self> {
+        let base = chunk.whole_base().filter(|_| chunk.dtype == Dtype::F32)?;
+        match chunk.role {
+            "master" => Some(Self::Step { weights: base, first: now(chunk.partner(FIRST))?, second: now(chunk.partner(SECOND))? }),
+            SECOND => Some(Self::Moment { second: base, before: before(chunk.partner(FIRST))?, now: now(chunk.partner(FIRST))? }),
+            _ => None,
+        }
+    }
+
+    /// Replays the step. `out` has the length of the inputs.
+    fn replay(&self, rule: Rule, out: &mut [u8]) {
+        match (*self, rule) {
+            (Self::Step { weights, first, second }, Rule::Step(by)) => kernel::step(weights, first, second, by, out),
+            (Self::Moment { second, before, now }, Rule::Moment(by)) => kernel::moment(second, before, now, by, out),
+            // Callers pass the rule of their inputs.
+            _ => out.fill(0),
+        }
+    }
+
+    /// Replays the elements of [`sample`].
+    fn replay_sample(&self, rule: Rule) -> Vec<u8> {
+        let run = |inputs: Inputs<'_>, bytes: usize| {
+            let mut out = vec![0; bytes];
+            inputs.replay(rule, &mut out);
+            out
+        };
+        match *self {
+            Self::Step { weights, first, second } => {
+                let [weights, first, second] = [weights, first, second].map(|data| sample(data, 4));
+                run(Inputs::Step { weights: &weights, first: &first, second: &second }, weights.len())
+            }
+            Self::Moment { second, before, now } => {
+                let [second, before, now] = [second, before, now].map(|data| sample(data, 4));
+                run(Inputs::Moment { second: &second, before: &before, now: &now }, second.len())
+            }
+        }
+    }
+}
+
+/// Rule that a search found.
+struct Found {
+    rule: Rule,
+    /// Percentage of elements that it gives exactly.
+    exact_percent: usize,
+}
+
+impl Replay {
+    /// Returns the rule that gives the most elements exactly. `None` if no element can be used in a search.
+    fn search(&self, inputs: Inputs<'_>, data: &[u8]) -> Option<Found> {
+        match inputs {
+            Inputs::Step { weights, first, second } => {
+                let mut known = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+                let found = search::step(&mut known, weights, first, second, data)?;
+                Some(Found { rule: Rule::Step(found.rule), exact_percent: found.exact_percent() })
+            }
+            Inputs::Moment { second, before, now } => {
+                let mut known = self.moments.lock().unwrap_or_else(PoisonError::into_inner);
+                let found = search::moment(&mut known, second, before, now, data)?;
+                Some(Found { rule: Rule::Moment(found.rule), exact_percent: found.exact_percent() })
+            }
+        }
+    }
+}
+
+impl Codec for Replay {
+    fn id(&self) -> &str {
+        "tc.replay"
+    }
+
+    fn base_use(&self) -> BaseUse {
+        BaseUse::Always
+    }
+
+    fn needs(&self, role: &str) -> &'static [Need] {
+        match role {
+            "master" => NEEDS_OF_MASTER,
+            SECOND => NEEDS_OF_SECOND,
+            _ => &[],
+        }
+    }
+
+    fn is_standalone(&self) -> bool {
+        false
+    }
+
+    fn cost(&self) -> Cost {
+        Ordered.cost()
+    }
+
+    fn max_encoded_bytes(&self, dtype: Dtype, element_count: u64) -> u64 {
+        Ordered.max_encoded_bytes(dtype, element_count).saturating_add(STEP_BYTES as u64)
+    }
+
+    fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
+        let inputs = Inputs::of(chunk)?;
+        let found = self.search(inputs, chunk.data).filter(|found| found.exact_percent >= 50)?;
+        let (data, replayed) = (sample(chunk.data, 4), inputs.replay_sample(found.rule));
+        let seen = (data.len() / 4) as u64;
+        let small = Chunk { element_count: seen, data: &data, base: Some(&replayed), partners: &[], ..*chunk };
+        let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / seen.max(1);
+        let mut pages = vec![found.rule.column().len() as u64];
+        pages.extend(Ordered.estimate(&small)?.into_iter().map(scaled));
+        Some(pages)
+    }
+
+    fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        let unfit = || Error::invalid("needs f32, a base, and moments");
+        let inputs = Inputs::of(chunk).ok_or_else(unfit)?;
+        let found = self.search(inputs, chunk.data).ok_or_else(unfit)?;
+        let mut replayed = Spare::new(chunk.data.len(), "replayed elements")?;
+        inputs.replay(found.rule, &mut replayed);
+        let rest = Chunk { base: Some(&replayed), partners: &[], ..*chunk };
+        let rest = if found.exact_percent >= ONE_CLASS { Ordered.encode_as_one_class(&rest) } else { Ordered.encode(&rest) }?;
+        let mut columns = vec![(found.rule.name(), found.rule.column())];
+        columns.extend(rest.columns);
+        Ok(Encoded { uses_base: true, columns })
+    }
+
+    fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
+        check_dtype(dtype)?;
+        let columns = if names.first() == Some(&"step") { COLUMNS_OF_STEP } else { COLUMNS_OF_MOMENT };
+        super::are_columns(names.iter().copied(), &columns)
+    }
+
+    fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
+        let wanted = if role == "master" { COLUMNS_OF_STEP[0] } else { COLUMNS_OF_MOMENT[0] };
+        match names.first() {
+            Some(first) if *first != wanted => {
+                Err(Error::corrupt(format!("columns {} in a chunk of role `{role}`", names.join(", "))).clause("replay 2"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
+        check_dtype(columns.dtype)?;
+        let base = columns.base(out.len())?;
+        let not_f32 = |role: &str| Error::corrupt(format!("the partner of role `{role}` is not f32")).clause("replay 1");
+        let now = |role: &'static str| now(Some(columns.partner(role)?)).ok_or_else(|| not_f32(role));
+        let (rule, inputs) = match columns.columns {
+            [("step", _), ..] => {
+                let [column, _, _] = columns.exactly(COLUMNS_OF_STEP)?;
+                (read_step(column)?, Inputs::Step { weights: base, first: now(FIRST)?, second: now(SECOND)? })
+            }
+            _ => {
+                let [column, _, _] = columns.exactly(COLUMNS_OF_MOMENT)?;
+                let before = before(Some(columns.partner(FIRST)?)).ok_or_else(|| not_f32(FIRST))?;
+                (read_moment(column)?, Inputs::Moment { second: base, before, now: now(FIRST)? })
+            }
+        };
+        let mut replayed = Spare::new(base.len(), "replayed elements")?;
+        inputs.replay(rule, &mut replayed);
+        let rest = columns.columns.get(1..).unwrap_or_default();
+        Ordered.decode(&Columns { columns: rest, base: Some(&replayed), partners: &[], ..*columns }, out)
+    }
+}
+
+/// Bytes of column `step`: two forms and four numbers.
+const STEP_BYTES: usize = 18;
+
+impl Rule {
+    /// Name of its column.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Step(_) => COLUMNS_OF_STEP[0],
+            Self::Moment(_) => COLUMNS_OF_MOMENT[0],
+        }
+    }
+
+    /// The column: codes of the forms, then the numbers.
+    fn column(&self) -> Vec<u8> {
+        let mut column = Vec::with_capacity(STEP_BYTES);
+        let numbers: &[f32] = match self {
+            Self::Step(step) => {
+                column.put_u8(code_of(&Update::ALL, &step.update));
+                column.put_u8(code_of(&Divisor::ALL, &step.divisor));
+                &[step.decay, step.scale, step.correction, step.epsilon]
+            }
+            Self::Moment(moment) => {
+                column.put_u8(code_of(&Square::ALL, &moment.square));
+                &[moment.decay, moment.share, moment.weight]
+            }
+        };
+        numbers.iter().for_each(|number| column.put_u32(number.to_bits()));
+        column
+    }
+}
+
+/// Code of a form: its position in the table of the spec.
+fn code_of<T: PartialEq>(all: &[T], form: &T) -> u8 {
+    all.iter().position(|known| known == form).unwrap_or(0) as u8
+}
+
+fn form<T: Copy>(all: &[T], code: u8) -> Result<T> {
+    let found = all.get(usize::from(code)).copied();
+    found.ok_or_else(|| Error::corrupt(format!("form {code}; the last one known is {}", all.len() - 1)).clause("replay 3"))
+}
+
+fn read_step(column: &[u8]) -> Result<Rule> {
+    let mut cursor = Cursor::new(column, "forms and numbers");
+    let mut read = || -> Result<(u8, u8, [f32; 4])> {
+        let codes = (cursor.u8()?, cursor.u8()?);
+        let numbers = [cursor.u32()?, cursor.u32()?, cursor.u32()?, cursor.u32()?];
+        Ok((codes.0, codes.1, numbers.map(f32::from_bits)))
+    };
+    let (update, divisor, [decay, scale, correction, epsilon]) = read().map_err(|e| e.clause("replay 3"))?;
+    cursor.finish().map_err(|e| e.clause("replay 3"))?;
+    Ok(Rule::Step(Step { update: form(&Update::ALL, update)?, divisor: form(&Divisor::ALL, divisor)?, decay, scale, correction, epsilon }))
+}
+
+fn read_moment(column: &[u8]) -> Result<Rule> {
+    let mut cursor = Cursor::new(column, "forms and numbers");
+    let mut read = || -> Result<(u8, [f32; 3])> {
+        let code = cursor.u8()?;
+        let numbers = [cursor.u32()?, cursor.u32()?, cursor.u32()?];
+        Ok((code, numbers.map(f32::from_bits)))
+    };
+    let (square, [decay, share, weight]) = read().map_err(|e| e.clause("replay 3"))?;
+    cursor.finish().map_err(|e| e.clause("replay 3"))?;
+    Ok(Rule::Moment(Moment { square: form(&Square::ALL, square)?, decay, share, weight }))
+}

@@ -1,0 +1,93 @@
+//! What the ranks of a job tell each other through the store: offers of the steps that a rank can load, and receipts of
+//! uploaded shards. Spec: `spec/manifest.md`, clauses 6 and 7.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::ResultExt;
+use crate::store::concurrently;
+use crate::wire::Receipt;
+use crate::{Error, ErrorKind, Result, Store};
+
+/// Number of objects read at once.
+const CONCURRENT_REQUESTS: usize = 32;
+/// Maximum size of an offer, in bytes.
+const MAX_OFFER_BYTES: u64 = 16 << 20;
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Offer {
+    steps: Vec<u64>,
+}
+
+/// Messages of the ranks of a job, exchanged through a store: the steps that each rank can load, and the receipts of a
+/// save.
+#[derive(Debug, Clone)]
+pub struct RankExchange {
+    store: Store,
+}
+
+impl RankExchange {
+    /// Exchanges messages through this store. Sends no request.
+    pub fn new(store: &Store) -> Self {
+        Self { store: store.clone() }
+    }
+
+    /// Tells the other ranks which steps this rank can load, newest first. `round` names one start of a job and may
+    /// contain lower-case letters, digits, `-` and `_`. A rank may repeat the same list within a round; a different
+    /// list is a `Conflict`.
+    pub async fn put_offer(&self, round: &str, rank: u32, steps: &[u64]) -> Result<()> {
+        self.store.objects().ensure_root()?;
+        let path = path_of(round, rank)?;
+        let json = serde_json::to_vec(&Offer { steps: steps.to_vec() }).map_err(|e| Error::invalid(format!("steps: {e}")))?;
+        self.store.objects().create_unique(&path, json.into()).await.map_err(|e| match e.kind() {
+            ErrorKind::Corrupt | ErrorKind::LimitExceeded => {
+                let message = "this rank has offered other steps in this round; each start of the job needs a round of its own";
+                Error::new(ErrorKind::Conflict, message).object(path)
+            }
+            _ => e,
+        })
+    }
+
+    /// Returns the offer of each rank in a round, or `None` for a rank without one.
+    pub async fn offers(&self, round: &str, world: u32) -> Result<Vec<Option<Vec<u64>>>> {
+        let read = |rank: u32| async move {
+            let path = path_of(round, rank)?;
+            let Some(bytes) = self.store.objects().get_if_present(&path, MAX_OFFER_BYTES).await? else { return Ok(None) };
+            let offer: Offer =
+                serde_json::from_slice(&bytes).map_err(|e| Error::corrupt(format!("not a list of steps: {e}")).object(path))?;
+            Ok(Some(offer.steps))
+        };
+        concurrently(CONCURRENT_REQUESTS, (0..world).map(read)).await
+    }
+
+    /// Puts a receipt into the store, for a coordinator that gets it no other way. The same receipt may be put twice.
+    pub async fn put_receipt(&self, receipt: &Receipt) -> Result<()> {
+        let path = Receipt::path_of(receipt.step, receipt.attempt, receipt.rank);
+        self.store.objects().create_unique(&path, receipt.encode()?.into()).await.map_err(|e| match e.kind() {
+            ErrorKind::Corrupt | ErrorKind::LimitExceeded => {
+                Error::new(ErrorKind::Conflict, "the store has another receipt of this rank, step and attempt; increase `attempt`")
+                    .object(path)
+            }
+            _ => e,
+        })
+    }
+
+    /// Returns the receipts of a step and attempt that are in the store so far, by rank.
+    pub async fn receipts(&self, step: u64, attempt: u64, world: u32) -> Result<Vec<Receipt>> {
+        let read = |rank: u32| async move {
+            let path = Receipt::path_of(step, attempt, rank);
+            let bytes = self.store.objects().get_if_present(&path, self.store.limits().max_manifest_bytes).await?;
+            bytes.map(|bytes| Receipt::decode(&bytes, self.store.limits()).in_object(path)).transpose()
+        };
+        let found: Vec<Option<Receipt>> = concurrently(CONCURRENT_REQUESTS, (0..world).map(read)).await?;
+        Ok(found.into_iter().flatten().collect())
+    }
+}
+
+fn path_of(round: &str, rank: u32) -> Result<String> {
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
+    if round.is_empty() || round.len() > 128 || !round.chars().all(plain) {
+        return Err(Error::invalid(format!("round `{}`: use lower-case letters, digits, - and _", round.escape_debug())));
+    }
+    Ok(format!("offers/{round}/{rank}.json"))
+}

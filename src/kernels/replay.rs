@@ -1,0 +1,307 @@
+//! Replays a step of Adam: a weight and its second moment, in the order of operations of a trainer. Spec:
+//! `spec/codecs/replay.md`.
+//!
+//! All arithmetic is binary32, except for the estimate of the gradient. Each operation is rounded once, in the order
+//! that the form gives. A fused multiply-add is an operation of a form, never a liberty of the compiler.
+
+use super::Level;
+use super::environment::DefaultEnvironment;
+use super::fma::fma;
+
+/// How a weight is computed from its earlier value *w*, the decay *d*, the scale *s*, the first moment *m* and the
+/// divisor *q*.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Update {
+    /// `w * d + (s * m) / q`
+    ScaleFirst,
+    /// `w * d + s * (m / q)`
+    DivideFirst,
+    /// `fma(s, m / q, w * d)`
+    FusedScale,
+    /// `fma(w, d, (s * m) / q)`
+    FusedDecay,
+    /// `fma(d, w, w) + (s * m) / q`: *d* is the decay less one.
+    FusedLoss,
+    /// `fma(s, m / q, fma(d, w, w))`
+    FusedBoth,
+}
+
+impl Update {
+    pub(crate) const ALL: [Self; 6] =
+        [Self::ScaleFirst, Self::DivideFirst, Self::FusedScale, Self::FusedDecay, Self::FusedLoss, Self::FusedBoth];
+
+    /// Whether *d* is the decay less one.
+    pub(crate) fn takes_loss(self) -> bool {
+        matches!(self, Self::FusedLoss | Self::FusedBoth)
+    }
+}
+
+/// How the divisor is computed from the root of the second moment, *r*, its scale *b*, and epsilon *e*.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Divisor {
+    /// `r / b + e`
+    Divided,
+    /// `r * b + e`
+    Multiplied,
+    /// `fma(r, b, e)`
+    Fused,
+}
+
+impl Divisor {
+    pub(crate) const ALL: [Self; 3] = [Self::Divided, Self::Multiplied, Self::Fused];
+}
+
+/// One step of a weight.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Step {
+    pub update: Update,
+    pub divisor: Divisor,
+    /// Factor of the earlier weight, or that less one.
+    pub decay: f32,
+    /// Negative learning rate, over the first bias correction.
+    pub scale: f32,
+    /// Root of the second bias correction, or its inverse.
+    pub correction: f32,
+    pub epsilon: f32,
+}
+
+/// How a second moment is computed from its earlier value *v*, its decay *b*, the gradient *g* and its weight *o*.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Square {
+    /// `fma(o * g, g, v * b)`
+    Fused,
+    /// `v * b + (o * g) * g`
+    Plain,
+    /// `fma(v, b, (o * g) * g)`
+    FusedDecay,
+    /// `v * b + o * (g * g)`
+    ShareLast,
+    /// `fma(o, g * g, v * b)`
+    FusedShare,
+}
+
+impl Square {
+    pub(crate) const ALL: [Self; 5] = [Self::Fused, Self::Plain, Self::FusedDecay, Self::ShareLast, Self::FusedShare];
+}
+
+/// One step of a second moment.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Moment {
+    pub square: Square,
+    /// Factor of the earlier second moment.
+    pub decay: f32,
+    /// Weight of the squared gradient.
+    pub share: f32,
+    /// Weight of the gradient in the first moment.
+    pub weight: f32,
+}
+
+/// Fills `out` with weights, from earlier weights and both moments after the step.
+pub(crate) fn step(weights: &[u8], first: &[u8], second: &[u8], by: Step, out: &mut [u8]) {
+    let _environment = DefaultEnvironment::enter();
+    step_at(Level::best(), weights, first, second, by, out);
+}
+
+/// Fills `out` with second moments, from earlier second moments and the first moments before and after the step.
+pub(crate) fn moment(second: &[u8], before: &[u8], now: &[u8], by: Moment, out: &mut [u8]) {
+    let _environment = DefaultEnvironment::enter();
+    moment_at(Level::best(), second, before, now, by, out);
+}
+
+/// Compiles a body for every level. Levels beyond the scalar one use the processor's fused multiply-add.
+macro_rules! with_fma {
+    (fn $at:ident = $body:ident($($argument:ident: $type:ty),*)) => {
+        fn $at(level: Level, $($argument: $type),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
+            fn avx512($($argument: $type),*) {
+                $body::<true>($($argument),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
+            fn avx2($($argument: $type),*) {
+                $body::<true>($($argument),*)
+            }
+            match level {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: a `Level` comes from detection, and the other feature is detected here.
+                Level::Avx512 if super::fma::is_hard() => unsafe { avx512($($argument),*) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: as above.
+                Level::Avx2 if super::fma::is_hard() => unsafe { avx2($($argument),*) },
+                _ => $body::<false>($($argument),*),
+            }
+        }
+    };
+}
+with_fma!(fn step_at = step_any(weights: &[u8], first: &[u8], second: &[u8], by: Step, out: &mut [u8]));
+with_fma!(fn moment_at = moment_any(second: &[u8], before: &[u8], now: &[u8], by: Moment, out: &mut [u8]));
+
+/// Number of elements per pass, so that the divisors stay in the first-level cache.
+const BLOCK: usize = 1024;
+
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
+fn number(unit: [u8; 4]) -> f32 {
+    f32::from_le_bytes(unit)
+}
+
+/// Returns the bytes of a result. Every NaN becomes the same.
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
+fn unit(result: f32) -> [u8; 4] {
+    let bits = if result.is_nan() { 0x7fc0_0000 } else { result.to_bits() };
+    bits.to_le_bytes()
+}
+
+#[inline(always)]
+fn step_any<const HARD: bool>(weights: &[u8], first: &[u8], second: &[u8], by: Step, out: &mut [u8]) {
+    let Step { update, divisor, decay: d, scale: s, correction: b, epsilon: e } = by;
+    let mut divisors = [0.0f32; BLOCK];
+    let inputs = weights.chunks(4 * BLOCK).zip(first.chunks(4 * BLOCK)).zip(second.chunks(4 * BLOCK));
+    for (((weights, first), second), out) in inputs.zip(out.chunks_mut(4 * BLOCK)) {
+        match divisor {
+            Divisor::Divided => divide(&mut divisors, second, |r| r / b + e),
+            Divisor::Multiplied => divide(&mut divisors, second, |r| r * b + e),
+            Divisor::Fused => divide(&mut divisors, second, |r| fma::<HARD>(r, b, e)),
+        }
+        match update {
+            Update::ScaleFirst => combine(weights, first, &divisors, out, |w, m, q| w * d + (s * m) / q),
+            Update::DivideFirst => combine(weights, first, &divisors, out, |w, m, q| w * d + s * (m / q)),
+            Update::FusedScale => combine(weights, first, &divisors, out, |w, m, q| fma::<HARD>(s, m / q, w * d)),
+            Update::FusedDecay => combine(weights, first, &divisors, out, |w, m, q| fma::<HARD>(w, d, (s * m) / q)),
+            Update::FusedLoss => combine(weights, first, &divisors, out, |w, m, q| fma::<HARD>(d, w, w) + (s * m) / q),
+            Update::FusedBoth => combine(weights, first, &divisors, out, |w, m, q| fma::<HARD>(s, m / q, fma::<HARD>(d, w, w))),
+        }
+    }
+}
+
+/// Applies a function to the root of each number.
+#[inline(always)]
+fn divide(divisors: &mut [f32; BLOCK], second: &[u8], by: impl Fn(f32) -> f32) {
+    for (slot, &v) in divisors.iter_mut().zip(second.as_chunks::<4>().0) {
+        *slot = by(number(v).sqrt());
+    }
+}
+
+#[inline(always)]
+fn combine(weights: &[u8], first: &[u8], divisors: &[f32; BLOCK], out: &mut [u8], by: impl Fn(f32, f32, f32) -> f32) {
+    let units = weights.as_chunks::<4>().0.iter().zip(first.as_chunks::<4>().0).zip(divisors);
+    for (((&w, &m), &q), out) in units.zip(out.as_chunks_mut::<4>().0) {
+        *out = unit(by(number(w), number(m), q));
+    }
+}
+
+/// Returns the gradient that led from one first moment to the next, as far as rounding lets it be known.
+#[inline(always)]
+fn gradient(before: f32, now: f32, inverse: f64) -> f32 {
+    let before = f64::from(before);
+    (before + (f64::from(now) - before) * inverse) as f32
+}
+
+#[inline(always)]
+fn moment_any<const HARD: bool>(second: &[u8], before: &[u8], now: &[u8], by: Moment, out: &mut [u8]) {
+    let Moment { square, decay: b, share: o, weight } = by;
+    let inverse = 1.0 / f64::from(weight);
+    let inputs = (second, before, now);
+    match square {
+        Square::Fused => fill(inputs, inverse, out, |v, g| fma::<HARD>(o * g, g, v * b)),
+        Square::Plain => fill(inputs, inverse, out, |v, g| v * b + (o * g) * g),
+        Square::FusedDecay => fill(inputs, inverse, out, |v, g| fma::<HARD>(v, b, (o * g) * g)),
+        Square::ShareLast => fill(inputs, inverse, out, |v, g| v * b + o * (g * g)),
+        Square::FusedShare => fill(inputs, inverse, out, |v, g| fma::<HARD>(o, g * g, v * b)),
+    }
+}
+
+/// Fills `out` by a function of the earlier second moment and of the gradient.
+#[inline(always)]
+fn fill((second, before, now): (&[u8], &[u8], &[u8]), inverse: f64, out: &mut [u8], by: impl Fn(f32, f32) -> f32) {
+    let units = second.as_chunks::<4>().0.iter().zip(before.as_chunks::<4>().0).zip(now.as_chunks::<4>().0);
+    for (((&v, &before), &now), out) in units.zip(out.as_chunks_mut::<4>().0) {
+        *out = unit(by(number(v), gradient(number(before), number(now), inverse)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Generates numbers of all sizes, including subnormals, infinities and NaN.
+    #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
+    fn floats(seed: u64, count: usize) -> Vec<u8> {
+        let mut x = seed;
+        let mut next = || {
+            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (x >> 32) as u32
+        };
+        let bits = |i: usize, random: u32| match i % 7 {
+            0 => random,
+            1 => random & 0x807f_ffff,
+            _ => (random & 0x81ff_ffff) | 0x3800_0000,
+        };
+        (0..count).flat_map(|i| bits(i, next()).to_le_bytes()).collect()
+    }
+
+    fn steps() -> Vec<Step> {
+        let of = |update: Update, divisor| {
+            let decay = if update.takes_loss() { -4.2e-5 } else { 0.999_958 };
+            Step { update, divisor, decay, scale: -4.2e-4, correction: 0.97, epsilon: 1e-8 }
+        };
+        Update::ALL.into_iter().flat_map(|update| Divisor::ALL.map(|divisor| of(update, divisor))).collect()
+    }
+
+    fn moments() -> Vec<Moment> {
+        Square::ALL.map(|square| Moment { square, decay: 0.95, share: 0.05, weight: 0.1 }).to_vec()
+    }
+
+    fn results(count: usize, run: impl Fn(&[Vec<u8>; 4], Result<Step, Moment>, &mut [u8])) -> Vec<Vec<u8>> {
+        let inputs = [1, 2, 3, 4].map(|seed| floats(seed, count));
+        let forms = steps().into_iter().map(Ok).chain(moments().into_iter().map(Err));
+        forms
+            .map(|form| {
+                let mut out = vec![9; 4 * count];
+                run(&inputs, form, &mut out);
+                out
+            })
+            .collect()
+    }
+
+    #[test]
+    fn all_levels_agree_to_the_bit() {
+        for count in [0, 1, 3, 8, 1000, 4097, 100_000] {
+            let at = |level: Level| {
+                results(count, |[w, m0, m1, v], form, out| match form {
+                    Ok(by) => step_at(level, w, m1, v, by, out),
+                    Err(by) => moment_at(level, v, m0, m1, by, out),
+                })
+            };
+            let expected = at(Level::Scalar);
+            for level in Level::available() {
+                assert!(at(level) == expected, "{level:?}, {count}");
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn the_environment_of_the_caller_does_not_matter() {
+        let run = || {
+            results(1000, |[w, m0, m1, v], form, out| match form {
+                Ok(by) => step(w, m1, v, by, out),
+                Err(by) => moment(v, m0, m1, by, out),
+            })
+        };
+        assert!(crate::kernels::with_odd_environment(run) == run());
+    }
+
+    #[test]
+    #[allow(clippy::little_endian_bytes, reason = "elements are little-endian")]
+    fn every_nan_is_the_same() {
+        let bytes = |x: f32| x.to_le_bytes();
+        let mut out = [0; 4];
+        for (w, v) in [(f32::from_bits(0xffc0_0001), 1.0), (1.0, -1.0), (f32::INFINITY, f32::NAN)] {
+            step(&bytes(w), &bytes(1.0), &bytes(v), steps()[0], &mut out);
+            assert_eq!(u32::from_le_bytes(out), 0x7fc0_0000);
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! Verifies a store: the log and the objects that it names, every byte of every cask, and every decoded chunk.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use crate::chain::{Link, chain_of, check_link};
+use crate::codec::ChunkKind;
+use crate::commit::{Catalog, LogState, SnapshotRecord, live_step, read_manifest, read_store_file};
+use crate::container::{PageEntry, padding_is_zero};
+use crate::error::ResultExt;
+use crate::limits::to_usize;
+use crate::reader::{Snapshot, read_directory, read_index};
+use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry, Manifest};
+use crate::{Error, Result, Store, boxed};
+
+/// VerifyDepth of a verification.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum VerifyDepth {
+    /// Log entries, catalogs, manifests and directories; existence and size of every cask.
+    Log,
+    /// Also every byte of every cask: header, pages, padding, index, postscript.
+    Pages,
+    /// Also every decoded chunk of every live snapshot with its checksum, and the content digests.
+    #[default]
+    Full,
+}
+
+impl VerifyDepth {
+    /// Returns the depth with this name: `log`, `pages` or `full`.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "log" => Ok(Self::Log),
+            "pages" => Ok(Self::Pages),
+            "full" => Ok(Self::Full),
+            _ => Err(Error::invalid(format!("`{}` is not a depth; use log, pages or full", name.escape_debug()))),
+        }
+    }
+
+    /// Returns the name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Log => "log",
+            Self::Pages => "pages",
+            Self::Full => "full",
+        }
+    }
+}
+
+/// Options of a verification.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct VerifyOptions {
+    /// VerifyDepth of the verification.
+    pub depth: VerifyDepth,
+    /// Step of the only snapshot to check, together with its chain.
+    pub step: Option<u64>,
+    /// Part `i` of `n` to check, so that `n` processes share the casks and snapshots. Each process checks the whole
+    /// log.
+    pub shard: Option<(u64, u64)>,
+}
+
+/// One problem that was found.
+#[derive(Debug)]
+pub struct Problem {
+    /// Step that the problem concerns, if any.
+    pub step: Option<u64>,
+    /// Description and place of the problem.
+    pub error: Error,
+}
+
+/// Result of a verification.
+#[derive(Debug, Default)]
+pub struct VerifyReport {
+    /// Number of log entries read.
+    pub entries: u64,
+    /// Number of snapshots whose manifest was checked.
+    pub snapshots: u64,
+    /// Number of casks of which every byte was checked.
+    pub casks: u64,
+    /// Number of cask bytes that were checked.
+    pub cask_bytes: u64,
+    /// Number of chunks that were decoded and compared.
+    pub chunks: u64,
+    /// Problems found; empty for an intact store.
+    pub problems: Vec<Problem>,
+}
+
+impl VerifyReport {
+    /// Returns whether no problem was found.
+    pub fn is_clean(&self) -> bool {
+        self.problems.is_empty()
+    }
+
+    fn note(&mut self, step: Option<u64>, result: Result<()>) {
+        if let Err(error) = result {
+            self.problems.push(Problem { step, error });
+        }
+    }
+}
+
+/// Number of cask bytes read at once.
+const WINDOW_BYTES: u64 = 8 << 20;
+
+/// Verifies the store and collects problems in the report. An error means that the verification itself could not
+/// run.
+pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyReport> {
+    if let Some((part, of)) = options.shard
+        && (of == 0 || part >= of)
+    {
+        return Err(Error::invalid(format!("shard {part}/{of}: the first number is below the second")));
+    }
+    let mine = |number: u64| options.shard.is_none_or(|(part, of)| number % of == part);
+    let mut report = VerifyReport::default();
+    read_store_file(store).await.map(|_| ()).or_else(|e| match e.kind() {
+        crate::ErrorKind::NotFound => Err(e),
+        _ => {
+            report.note(None, Err(e));
+            Ok(())
+        }
+    })?;
+    let state = verify_log(store, &mut report).await?;
+    let wanted: Vec<&SnapshotRecord> = match options.step {
+        None => state.live().collect(),
+        Some(step) => vec![live_step(&state, step)?],
+    };
+
+    // Manifests of all snapshots that the wanted ones need, each read once.
+    let mut manifests: BTreeMap<Id, Option<Manifest>> = BTreeMap::new();
+    let mut casks: BTreeMap<Id, (u64, bool, CaskRef)> = BTreeMap::new();
+    let sizes: BTreeMap<String, u64> = store.objects().list("casks").await?.into_iter().map(|listed| (listed.path, listed.bytes)).collect();
+    for record in &wanted {
+        let chain = match chain_of(&state, record.id, store.limits().max_chain_depth) {
+            Ok(chain) => chain,
+            Err(e) => {
+                report.note(Some(record.step), Err(e));
+                continue;
+            }
+        };
+        for link in chain.iter().rev() {
+            if manifests.contains_key(&link.id) {
+                continue;
+            }
+            let parent = link.parent.and_then(|parent| manifests.get(&parent)?.as_ref());
+            let manifest = verify_manifest(store, link, parent, &sizes).await;
+            match manifest {
+                Ok((manifest, problems)) => {
+                    casks.extend(manifest.casks.iter().map(|cask| (cask.id, (link.step, link.parent.is_none(), cask.clone()))));
+                    problems.into_iter().for_each(|e| report.note(Some(link.step), Err(e)));
+                    manifests.insert(link.id, Some(manifest));
+                }
+                Err(e) => {
+                    report.note(Some(link.step), Err(e));
+                    manifests.insert(link.id, None);
+                }
+            }
+            report.snapshots += 1;
+        }
+    }
+    if options.depth == VerifyDepth::Log {
+        return Ok(report);
+    }
+
+    for (id, (step, of_base, cask)) in &casks {
+        // Skips casks that are missing or have the wrong size. The comparison of sizes has already reported them.
+        if !mine(u64::from(id.0[0])) || sizes.get(&cask.path()) != Some(&cask.bytes) {
+            continue;
+        }
+        let checked = verify_cask(store, cask, *of_base).await.in_object(cask.path());
+        report.casks += 1;
+        report.cask_bytes += cask.bytes;
+        report.note(Some(*step), checked);
+    }
+    if options.depth == VerifyDepth::Pages {
+        return Ok(report);
+    }
+
+    for record in wanted.into_iter().filter(|record| mine(record.sequence)) {
+        let step = Some(record.step);
+        match Snapshot::load(store, &state, record.id).await {
+            Ok(snapshot) => {
+                report.note(step, snapshot.verify().await);
+                report.chunks += snapshot.inspect().read_counts().chunks;
+            }
+            Err(e) => {
+                // The damage may already have been reported with the manifest that it concerns.
+                let chain = chain_of(&state, record.id, store.limits().max_chain_depth);
+                let told =
+                    chain.is_err() || chain.is_ok_and(|chain| chain.iter().any(|link| matches!(manifests.get(&link.id), Some(None))));
+                if !told {
+                    report.note(step, Err(e));
+                }
+            }
+        }
+    }
+    Ok(report)
+}
+
+/// Reads all entries from the first on, and compares catalogs with them. Stops at a broken entry, because later
+/// entries cannot be trusted.
+#[boxed]
+async fn verify_log(store: &Store, report: &mut VerifyReport) -> Result<LogState> {
+    let mut state = LogState::default();
+    // Lists catalogs before it reads the log. A commit in between then adds an entry without a catalog, and never a
+    // catalog without its entry.
+    let mut catalogs = Catalog::list(store).await?;
+    // Ignores objects with other names (README 2.2 of the spec).
+    let listed = store.objects().list("log").await?.into_iter().map(|listed| listed.path);
+    let mut listed: BTreeSet<String> = listed.filter(|path| LogEntry::is_path(path)).collect();
+    let mut broken = false;
+    for sequence in 1..=listed.len() as u64 {
+        let path = LogEntry::path_of(sequence);
+        let read = async {
+            let bytes = store.objects().get_if_present(&path, store.limits().max_entry_bytes).await?;
+            let bytes = bytes.ok_or_else(|| Error::corrupt("is missing, although later entries are there").clause("log 3.1"))?;
+            let (entry, digest) = LogEntry::decode(&bytes, sequence, store.limits())?;
+            state.apply(&entry, digest)
+        };
+        if let Err(e) = read.await.in_object(path.as_str()) {
+            report.note(None, Err(e));
+            broken = true;
+            break;
+        }
+        listed.remove(&path);
+        report.entries += 1;
+        // Catalogs are ordered newest first, so the last one is the next that the log reaches.
+        while let Some(catalog) = catalogs.pop_if(|path| Catalog::sequence_of(path) == Some(sequence)) {
+            report.note(None, verify_catalog(store, &catalog, &state).await);
+        }
+    }
+    if !broken {
+        for path in listed {
+            report.note(
+                None,
+                Err(Error::corrupt("does not belong to the log: its number does not continue the log").object(path).clause("log 3.1")),
+            );
+        }
+        for path in catalogs {
+            report.note(None, Err(Error::corrupt("belongs to an entry that the log does not have").object(path).clause("log 6.4")));
+        }
+    }
+    Ok(state)
+}
+
+/// Compares a catalog with the state of the log at its entry.
+#[boxed]
+async fn verify_catalog(store: &Store, path: &str, state: &LogState) -> Result<()> {
+    let catalog = Catalog::read(store, path).await?;
+    let fail = |message: String| Err(Error::corrupt(message).object(path).clause("log 6.4"));
+    // Compares names as sets, because their order does not matter.
+    let set = |names: &[String]| names.iter().cloned().collect::<BTreeSet<String>>();
+    let features = |state: &LogState| (set(&state.must_understand), set(&state.may_ignore));
+    if catalog.head != state.head || catalog.last_writer != state.last_writer || features(&catalog) != features(state) {
+        return fail("was made from another log".into());
+    }
+    let facts = |record: &SnapshotRecord| SnapshotRecord { summary: None, ..record.clone() };
+    let rows = catalog.snapshots().iter().map(facts);
+    if let Some((_, theirs)) = state.snapshots().iter().map(facts).zip(rows).find(|(ours, theirs)| ours != theirs) {
+        return fail(format!("its row of snapshot {} disagrees with the log", theirs.id));
+    }
+    if catalog.snapshots().len() != state.snapshots().len() {
+        return fail(format!("has {} rows for {} snapshots", catalog.snapshots().len(), state.snapshots().len()));
+    }
+    Ok(())
+}
+
+/// Reads a manifest with its directory. Reports problems of the casks that the manifest names.
+#[boxed]
+async fn verify_manifest(
+    store: &Store,
+    record: &SnapshotRecord,
+    parent: Option<&Manifest>,
+    sizes: &BTreeMap<String, u64>,
+) -> Result<(Manifest, Vec<Error>)> {
+    let manifest = read_manifest(store, &record.manifest_path(), record.manifest).await?;
+    check_link(record, &manifest, parent)?;
+    let directory = read_directory(store, manifest.directory).await?;
+    Link::new(record.clone(), manifest.clone(), directory)?;
+    let mut problems = Vec::new();
+    for cask in &manifest.casks {
+        let message = match sizes.get(&cask.path()) {
+            None => "a cask of a committed snapshot is missing".to_owned(),
+            Some(&bytes) if bytes != cask.bytes => {
+                format!("has {bytes} bytes, but the manifest says {}: truncated or replaced", cask.bytes)
+            }
+            Some(_) => continue,
+        };
+        problems.push(Error::corrupt(message).object(cask.path()).clause("manifest 2.3"));
+    }
+    Ok((manifest, problems))
+}
+
+/// Checks every byte of a cask of a base or a delta.
+#[boxed]
+pub(super) async fn verify_cask(store: &Store, cask: &CaskRef, of_base: bool) -> Result<()> {
+    let path = cask.path();
+    let index = read_index(store, cask).await?;
+    for (part, range) in index.missing_parts() {
+        let bytes = store.objects().get_range(&path, range.clone()).await?;
+        index.load_part(part, bytes)?;
+    }
+    let header = store.objects().get_range(&path, 0..HEADER_BYTES).await?;
+    if Header::decode(&header)?.id != cask.id {
+        return Err(Error::corrupt("holds a cask whose id differs from the name of the file").clause("container 2.4"));
+    }
+    let mut pages: Vec<(String, u64, PageEntry)> = Vec::new();
+    for shard in 0..index.shard_count() {
+        let name = index.tensor(index.tensor_of(shard)).name;
+        for chunk in 0..index.grid(shard)?.chunk_count() {
+            let entry = index.chunk(shard, chunk)?;
+            if of_base && entry.kind != ChunkKind::Absolute {
+                let message = format!("a base holds a chunk that is {}", entry.kind.name());
+                return Err(Error::corrupt(message).tensor(name).chunk(chunk).clause("chain 3.3"));
+            }
+            pages.extend(entry.pages.into_iter().map(|page| (name.to_owned(), chunk, page)));
+        }
+    }
+    pages.extend(index.blobs().map(|blob| (blob.name.to_owned(), 0, blob.page)));
+
+    // Reads pages that fit a window together with the padding between them, and a larger page by itself.
+    let mut end = HEADER_BYTES;
+    let mut rest = pages.as_slice();
+    while let Some((_, _, first)) = rest.first() {
+        let window = end..first.range.end.max(end + WINDOW_BYTES).min(index.file().index_offset);
+        let count = rest.iter().take_while(|(_, _, page)| page.range.end <= window.end).count();
+        let (now, later) = rest.split_at(count.max(1));
+        rest = later;
+        let last = now.last().map_or(end, |(_, _, page)| page.range.end);
+        let bytes = store.objects().get_range(&path, end..last).await?;
+        let slice = |range: Range<u64>| {
+            let (start, stop) = (to_usize(range.start - end, "a page")?, to_usize(range.end - end, "a page")?);
+            Ok::<_, Error>(bytes.slice(start..stop))
+        };
+        let mut position = end;
+        for (name, chunk, page) in now {
+            padding_is_zero(&slice(position..page.range.start)?, position)?;
+            page.check(&slice(page.range.clone())?).map_err(|e| e.tensor(name).chunk(*chunk))?;
+            position = page.range.end;
+        }
+        end = last;
+    }
+    let padding = store.objects().get_range(&path, end..index.file().index_offset).await?;
+    padding_is_zero(&padding, end)
+}

@@ -1,0 +1,54 @@
+//! Content digests and chunk checksums of a snapshot, from the indexes alone.
+
+use std::collections::BTreeMap;
+
+use super::open_chain::OpenChain;
+use crate::chain::{ShardPlan, content_digests};
+use crate::tensor::Rect;
+use crate::wire::Digest;
+use crate::{Error, Result, boxed};
+
+/// Compares the chunk checksums in the chain's indexes with the content digests in the manifest. Reads no page.
+pub(crate) async fn check_content(chain: &OpenChain) -> Result<()> {
+    let link = chain.newest();
+    let found = content(chain).await?;
+    if found == link.manifest.content {
+        return Ok(());
+    }
+    let role = found.iter().find(|(role, digest)| link.manifest.content.get(*role) != Some(digest)).map(|(role, _)| role.as_str());
+    Err(Error::corrupt(format!(
+        "the bytes of role `{}` in the chain do not have the content digest in the manifest",
+        role.unwrap_or("?").escape_debug()
+    ))
+    .object(link.manifest.path())
+    .clause("manifest 4"))
+}
+
+#[boxed]
+async fn content(chain: &OpenChain) -> Result<BTreeMap<String, Digest>> {
+    let directory = chain.newest().directory.clone();
+    let mut shards = Vec::new();
+    for tensor in 0..directory.len() {
+        for shard in directory.shards_of(tensor) {
+            shards.push(ShardPlan::new(&chain.links, tensor, shard)?);
+        }
+    }
+    // The directory numbers its shards in the same order.
+    let rows = chain.load_plans(&shards).await?;
+    content_digests(&directory, |shard, chunk| Ok(shards[shard].chunk(&chain.links, &rows[shard], chunk)?.crc))
+}
+
+/// Returns the CRC-32 of the decoded bytes of chunks, identified by tensor, rectangle and chunk number. Reads
+/// indexes but no page.
+#[boxed]
+pub(crate) async fn chunk_crcs(chain: &OpenChain, wanted: &[(usize, Rect, u64)]) -> Result<Vec<u32>> {
+    let directory = chain.newest().directory.clone();
+    let mut shards = Vec::with_capacity(wanted.len());
+    for (tensor, rect, _) in wanted {
+        let shard = directory.find_shard(*tensor, rect).ok_or_else(|| Error::invalid("no such shard"))?;
+        shards.push(ShardPlan::new(&chain.links, *tensor, shard)?);
+    }
+    let rows = chain.load_plans(&shards).await?;
+    let plans = shards.iter().zip(&rows).zip(wanted);
+    plans.map(|((shard, rows), (_, _, chunk))| Ok(shard.stored(&chain.links, rows, *chunk, 0)?.1)).collect()
+}

@@ -1,0 +1,77 @@
+//! Requests to the object store below the root of a store. `io` and `fetch` add the operations.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use object_store::ObjectStore;
+use object_store::path::Path;
+
+use super::open::local_objects;
+use crate::{Error, Result};
+
+/// Requests to the object store below one root. Counts requests and bytes.
+pub(crate) struct Objects {
+    pub(super) url: String,
+    pub(super) medium: Medium,
+    client: OnceLock<Arc<dyn ObjectStore>>,
+    pub(super) root: Path,
+    pub(super) fsync: bool,
+    pub(super) counters: Counters,
+}
+
+/// Storage below a store. Decides how errors are interpreted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Medium {
+    Memory,
+    /// A local folder.
+    Local(std::path::PathBuf),
+    Remote,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) requests: AtomicU64,
+    pub(super) bytes_read: AtomicU64,
+    pub(super) bytes_written: AtomicU64,
+}
+
+impl Objects {
+    /// Serves the objects below `root`. `client` is `None` for a local folder that does not exist yet.
+    pub(super) fn new(url: String, medium: Medium, client: Option<Arc<dyn ObjectStore>>, root: Path, fsync: bool) -> Self {
+        let cell = OnceLock::new();
+        if let Some(client) = client {
+            let _ = cell.set(client);
+        }
+        Self { url, medium, client: cell, root, fsync, counters: Counters::default() }
+    }
+
+    pub(crate) fn medium(&self) -> &Medium {
+        &self.medium
+    }
+
+    pub(super) fn client(&self) -> Result<&Arc<dyn ObjectStore>> {
+        if let Some(client) = self.client.get() {
+            return Ok(client);
+        }
+        match &self.medium {
+            // Another process may have created the folder since this handle was opened.
+            Medium::Local(folder) if folder.is_dir() => {
+                let client = local_objects(folder, self.fsync)?;
+                Ok(self.client.get_or_init(|| client))
+            }
+            _ => Err(Error::not_found(format!("no store at {}; the first save creates one", self.url)).object(&self.url)),
+        }
+    }
+
+    pub(super) fn path(&self, object: &str) -> Path {
+        Path::from_iter(self.root.parts().chain(Path::from(object).parts()))
+    }
+}
+
+impl Counters {
+    pub(super) fn add(&self, requests: u64, bytes_read: u64, bytes_written: u64) {
+        self.requests.fetch_add(requests, Ordering::Relaxed);
+        self.bytes_read.fetch_add(bytes_read, Ordering::Relaxed);
+        self.bytes_written.fetch_add(bytes_written, Ordering::Relaxed);
+    }
+}

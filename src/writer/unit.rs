@@ -1,0 +1,121 @@
+//! Encoding of a unit: the chunks of one parameter at the same place.
+//!
+//! Codecs may use other chunks of the unit as partners. [`encode_unit`] encodes a chunk after its partners and passes
+//! their *decoded* bytes, as a reader will have them. So a tensor that changes during a save cannot pass.
+//!
+//! Invariant: the result depends on the chunks and the options alone, so units can be encoded in any order.
+
+use super::cask_writer::{ChunkPlace, EncodeOptions};
+use crate::codec::{Candidate, Chosen, Chunk, ChunkKind, EncodedChunk, Partner, Preferred, Registry, Wanted, encode_given};
+use crate::spare::Spare;
+use crate::{Error, Result};
+
+/// A chunk of a unit, as it will be stored.
+#[derive(Debug)]
+pub(crate) struct UnitChunk<'a> {
+    pub place: ChunkPlace<'a>,
+    /// The chunk, without partners.
+    pub chunk: Chunk<'a>,
+    /// The chunk as the codec that rounded it encoded it.
+    pub rounded: Option<&'a Candidate>,
+    pub partners: Vec<PartnerLink>,
+    /// Whether the chunk is encoded. Other chunks are only partners.
+    pub is_encoded: bool,
+    /// Codec to try first.
+    pub preferred: Option<Preferred>,
+}
+
+/// A partner of a chunk: another chunk of the same unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PartnerLink {
+    /// Role by which codecs ask for the partner.
+    pub role: &'static str,
+    /// Position of the partner in the unit.
+    pub position: usize,
+    /// Whether codecs may use the partner's base.
+    pub base: bool,
+}
+
+/// An encoded chunk of a unit.
+#[derive(Debug)]
+pub(crate) struct UnitResult {
+    pub chosen: Chosen,
+    /// Form that decodes without a base and without partners, if it was wanted.
+    pub standalone: Option<EncodedChunk>,
+}
+
+/// Encodes the chunks of a unit. Each gets the codec that the objective prefers; `None` for a chunk that is only a
+/// partner. With `standalone`, each also gets a form that decodes alone.
+pub(crate) fn encode_unit(
+    registry: &Registry,
+    options: EncodeOptions,
+    standalone: Standalone,
+    unit: &[UnitChunk<'_>],
+) -> Result<Vec<Option<UnitResult>>> {
+    let mut decoded: Vec<Option<Spare>> = unit.iter().map(|_| None).collect();
+    let mut results: Vec<Option<UnitResult>> = unit.iter().map(|_| None).collect();
+    for position in partners_first(unit) {
+        let Some(member) = unit.get(position) else { continue };
+        let is_partner = unit.iter().any(|other| other.partners.iter().any(|link| link.position == position));
+        if !member.is_encoded {
+            decoded[position] = Some(Spare::copy_of(member.chunk.data)?);
+            continue;
+        }
+        let partner = |link: &PartnerLink| {
+            // Chunks that need each other in a circle do without the partner that comes later.
+            let (partner, data) = (unit.get(link.position)?, decoded.get(link.position)?.as_ref()?);
+            let base = partner.chunk.base.filter(|_| link.base);
+            Some(Partner { role: link.role, dtype: partner.chunk.dtype, data, base })
+        };
+        let partners: Vec<Partner<'_>> = member.partners.iter().filter_map(partner).collect();
+        let chunk = Chunk { partners: &partners, ..member.chunk };
+        let preferred = member.preferred.as_ref();
+        let wanted = Wanted { objective: options.objective, verify: options.verify_after_encode, decoded: is_partner, preferred };
+        let mut chosen = encode_given(registry, wanted, &chunk, member.rounded).map_err(|e| member.place.locate(e))?;
+        let own = chosen.decoded.take();
+        let has_base = chunk.base.is_some() || chunk.changed_rows.is_some();
+        if !has_base && chosen.encoded.kind != ChunkKind::Absolute {
+            return Err(member.place.locate(Error::invalid("a codec made a delta without a base")));
+        }
+        let standalone = match standalone {
+            Standalone::Wanted => Some(encode_alone(registry, options, member, &chosen.encoded)?),
+            Standalone::NotWanted => None,
+        };
+        results[position] = Some(UnitResult { chosen, standalone });
+        decoded[position] = own;
+    }
+    Ok(results)
+}
+
+/// Whether each chunk also gets a form that decodes without anything else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Standalone {
+    Wanted,
+    NotWanted,
+}
+
+/// Encodes a chunk without base, changed rows and partners. A chunk that is encoded so already is not encoded again.
+fn encode_alone(registry: &Registry, options: EncodeOptions, member: &UnitChunk<'_>, encoded: &EncodedChunk) -> Result<EncodedChunk> {
+    let needs_nothing = encoded.codec.as_ref().is_some_and(|codec| registry.needs(codec, member.chunk.role).is_empty());
+    if encoded.kind == ChunkKind::Absolute && needs_nothing {
+        return Ok(encoded.clone());
+    }
+    let chunk = Chunk { base: None, changed_rows: None, partners: &[], ..member.chunk };
+    let wanted = Wanted { objective: options.objective, verify: false, decoded: false, preferred: None };
+    Ok(encode_given(registry, wanted, &chunk, None).map_err(|e| member.place.locate(e))?.encoded)
+}
+
+/// Positions of the chunks of a unit, each after its partners. A circle is broken at the chunk that comes first.
+fn partners_first(unit: &[UnitChunk<'_>]) -> Vec<usize> {
+    let mut order: Vec<usize> = Vec::with_capacity(unit.len());
+    let mut waiting: Vec<usize> = (0..unit.len()).collect();
+    while !waiting.is_empty() {
+        let is_ready = |&position: &usize| {
+            let partners = unit.get(position).map_or(&[][..], |chunk| &chunk.partners);
+            partners.iter().all(|link| order.contains(&link.position))
+        };
+        let ready = waiting.iter().position(is_ready).unwrap_or(0);
+        order.push(waiting.remove(ready));
+    }
+    order
+}
