@@ -3,7 +3,7 @@
 use serde::Serialize;
 use tensorcask::PolicyDecision;
 
-use crate::text::human_bytes;
+use crate::text::{counted, human_bytes};
 
 /// Decision as JSON.
 #[derive(Debug, Serialize)]
@@ -30,7 +30,11 @@ impl DecisionJson {
     pub(crate) fn line(&self) -> String {
         let sizes = self.estimated_delta_bytes.zip(self.estimated_base_bytes);
         let sizes = sizes.map(|(delta, base)| format!(": a delta would take {}, a base {}", human_bytes(delta), human_bytes(base)));
-        format!("{}{}; {} snapshots since the last base", self.reason, sizes.unwrap_or_default(), self.since_base)
+        let since = match self.since_base {
+            0 => String::new(),
+            count => format!("; {} since the last base", counted(count, "snapshot", "snapshots")),
+        };
+        format!("{}{}{since}", self.reason, sizes.unwrap_or_default())
     }
 
     /// Cells of a table: reason, count, estimates.

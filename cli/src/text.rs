@@ -62,6 +62,14 @@ pub(crate) fn human_bytes(bytes: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
+/// Number of things, with the noun in the singular or the plural.
+pub(crate) fn counted(count: u64, one: &str, many: &str) -> String {
+    match count {
+        1 => format!("1 {one}"),
+        _ => format!("{count} {many}"),
+    }
+}
+
 /// Tensor bytes over stored bytes; `None` if nothing is stored.
 pub(crate) fn ratio(tensor_bytes: u64, stored_bytes: u64) -> Option<f64> {
     (stored_bytes > 0).then(|| (tensor_bytes as f64 / stored_bytes as f64 * 1000.0).round() / 1000.0)
@@ -118,5 +126,6 @@ mod tests {
         let sizes = [0, 1023, 1024, 1_048_524, 1_048_575, u64::MAX].map(human_bytes);
         assert_eq!(sizes, ["0 B", "1023 B", "1.0 KiB", "1023.9 KiB", "1.0 MiB", "16.0 EiB"]);
         assert_eq!((ratio(10, 4), ratio(10, 0)), (Some(2.5), None));
+        assert_eq!([0, 1, 2].map(|count| counted(count, "log entry", "log entries")), ["0 log entries", "1 log entry", "2 log entries"]);
     }
 }

@@ -18,7 +18,7 @@ _of_parents: list[Any] = []
 
 
 class StoreHandle:
-    """What writers and readers need of a :class:`tensorcask.Store`."""
+    """Part of a :class:`tensorcask.Store` that writers and readers need."""
 
     def __init__(
         self,

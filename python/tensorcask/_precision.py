@@ -13,11 +13,11 @@ from ._native import RoundingChoice, RoundingReport
 
 @dataclass(frozen=True)
 class TensorRounding:
-    """How far a tensor that was rounded is from what was saved.
+    """Rounding errors of a tensor, compared with the tensor that was passed to the save.
 
-    ``elements`` are those that have a relative error: finite, and not zero. ``mean_squared`` is over all.
-    ``update_error`` is known for second moments beside their first: the error of Adam's update, root mean square,
-    relative to the update's.
+    ``elements`` counts the elements that have a relative error: finite and not zero. ``mean_squared`` covers all
+    elements. ``update_error`` is the error of Adam's update: its root mean square, relative to that of the update. Only
+    second moments that are saved with their first moment have it.
     """
 
     name: str
@@ -32,7 +32,7 @@ class TensorRounding:
 
     @classmethod
     def of(cls, name: str, role: str, setting: str, errors: RoundingReport) -> TensorRounding:
-        """From what the library says."""
+        """Creates the report from the values of the library."""
         means = (errors.max_relative, errors.mean_relative, errors.mean_squared)
         return cls(name, role, setting, errors.elements, *means, errors.sign_flips, errors.update_error)
 

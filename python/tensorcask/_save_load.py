@@ -38,8 +38,9 @@ def save(
 ) -> Saved:
     """Saves a state into the store at a URL. Creates the store if it does not exist.
 
-    The process keeps the store open: the second save of a training loop is a delta on the first. ``config`` overrides
-    settings of the environment, as for :class:`Store`. :meth:`Store.save` describes all other arguments.
+    The process keeps the store open between saves. The next save is a delta, unless that would take more than 0.9 of a
+    base; a new process continues in the same way. ``config`` overrides settings of the environment, as for
+    :class:`Store`. :meth:`Store.save` describes all other arguments.
 
     >>> save({"w": RawTensor("f32", (4,), bytearray(16)), "epoch": 1}, "memory://save-example", step=1).kind
     'base'
@@ -91,8 +92,8 @@ def load(
         tensors: Names or patterns (``*`` for any characters) of the tensors to read.
         slices: For each tensor name a slice of the first dimension, or a tuple with one slice per leading dimension.
             Only these parts are read.
-        out: A state like the saved one. Its tensors are filled in place and returned. After an error they hold
-            parts of both states.
+        out: A state like the saved one. Its tensors are filled in place. Returns the whole state: these tensors, and
+            all other values as stored. After an error the tensors hold parts of both states.
         device: Device to move tensors to (torch), or device or sharding (jax). Tensors of ``out`` stay.
         framework: ``torch``, ``numpy``, ``jax`` or ``bytes`` for all tensors, instead of the framework each was saved
             from.

@@ -48,7 +48,7 @@ class Snapshot:
 
     @property
     def user(self) -> dict[str, Any]:
-        """Facts about the step that were passed to ``save(user=...)``."""
+        """Facts about the step that were passed to ``save(user=...)``. ``tc.policy`` says why it is a base or a delta."""
         found: dict[str, Any] = json.loads(self._native.user)
         return found
 

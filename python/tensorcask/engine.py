@@ -10,8 +10,8 @@
         engine.finish()                        # everything is in the store; memory is freed
 
 A save costs one copy into shared memory. An *agent*, a process of its own that outlives this one, encodes it, keeps the last
-snapshots in memory and commits them to the store. A trainer that was killed restores from memory; ``docs/src/guides/engine.md``
-tells what survives what.
+snapshots in memory and commits them to the store. A trainer that was killed restores from memory;
+``docs/src/guides/engine.md`` lists the data that survives each failure.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _AGENT_VARIABLE = "TENSORCASK_AGENT"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a save did. The state is safe from the end of this process on; it is in the store when the agent has committed it.
+    """Result of a save. The state survives the end of this process; it is in the store once the agent has committed it.
 
-    ``saved`` is False where no slot was free and the save was skipped. ``stall``: seconds that the save took, of which ``copy``
-    were the copy. ``dropped``: the step that was given up for this one. ``failures``: step and reason of earlier saves that
-    failed for good since the last call. ``problem``: what keeps snapshots from the store at the moment; it is tried again.
+    ``saved`` is False if no slot was free and the save was skipped. ``stall``: seconds that the save took. ``copy``:
+    seconds of these for the copy. ``dropped``: step of the waiting state that this save replaced. ``failures``: step
+    and reason of earlier saves that failed for good since the last call. ``problem``: current problem of uploads to the
+    store; they are retried.
     """
 
     step: int
@@ -57,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Waited:
-    """Whether what was waited for was reached, which saves failed for good, and what stands in the way at the moment."""
+    """Result of a wait: whether the goal was reached, the saves that failed for good, and the current problem."""
 
     reached: bool
     failures: list[tuple[int, str]]
@@ -78,7 +79,7 @@ class Restored:
     """A state that was restored, every byte compared with its checksum.
 
     ``source`` is ``slot`` (raw in shared memory), ``memory`` (encoded there) or ``tier``, which has a ``url``. ``passed_over``:
-    source, step and reason of what was nearer or newer and could not be used.
+    source, step and reason of nearer or newer states that could not be used.
     """
 
     state: Any
@@ -94,17 +95,19 @@ class Restored:
 class Engine:
     """The trainer's side of the engine: one for each process and rank, for as long as it trains.
 
-    ``store``: where snapshots are committed first, a path or URL; ``next_tiers``: further stores, each filled from the one
-    before in the background. ``run`` names the run on this host (the URL, if nothing is said).
+    ``store``: path or URL of the first tier, in which snapshots are committed first. ``next_tiers``: further stores,
+    each filled from the previous one in the background. ``run``: name of the run on this host; by default the URL of
+    the store.
 
-    ``rank``, ``world``: of the processes on this host that save one state together. Each passes what it has: of a DTensor its
-    shard; what several ranks have (a replica, a number) has to be equal, and is stored once. All ranks have to be on one host.
+    ``rank``, ``world``: number of this process, and number of processes that save one state together. Each passes its
+    part of the state, and its shard of each DTensor. Values that several ranks have (a replica, a number) must be
+    equal, and are stored once. All ranks must be on one host.
 
     ``slots``: raw states in shared memory. ``keep``: encoded snapshots there, besides those that the store does not have yet;
     ``memory_cap``: bytes of these. ``back_pressure``: with no slot free, ``wait``, ``skip`` the save, or
     ``drop_oldest_uncommitted``. ``on_agent_loss``: ``restart``, or ``fail``. ``encode``: ``agent``, or ``inline``, which encodes in
     this process straight into memory. ``keep_base_decoded=False`` saves memory for time. ``policy``, ``objective``,
-    ``precision``: as in :meth:`tensorcask.Store.save`; what lies raw in memory is exact.
+    ``precision``: as in :meth:`tensorcask.Store.save`; raw states in memory are exact.
 
     ``agent``: the agent's program and first arguments; this Python, if neither that nor ``$TENSORCASK_AGENT`` is set. It ends
     after ``agent_idle_exit`` seconds without work. ``folder``: in shared memory; ``$TENSORCASK_ENGINE_DIR``, or
@@ -207,7 +210,7 @@ class Engine:
         metadata: Mapping[str, str] | None = None,
         on_unsupported: OnUnsupported = None,
     ) -> Saving:
-        """As :meth:`save`, and returns while the tensors of a GPU are still being copied, on a stream of their own.
+        """Saves like :meth:`save`, but returns while tensors of a GPU are still being copied, on a stream of their own.
 
         Forward and backward may go on; call :meth:`Saving.wait` before anything of the state changes::
 
@@ -259,10 +262,10 @@ class Engine:
     def restore(self, step: int | str = "latest", *, out: Any = None, framework: str | None = None) -> Restored:
         """Restores a step, or the newest, from the nearest place that has it whole: raw memory, encoded memory, then the tiers.
 
-        What is damaged is passed over, for the newest also in favour of an older step, and told of. ``NotFoundError`` where
-        there is nothing. ``out``, a state like the one that was saved, gives the memory: its tensors are filled in place, a
-        DTensor with what its placements say, and stand in the result; a job on another number of ranks restores so. Ranks
-        :meth:`agree` on a step first. ``framework`` as in :func:`tensorcask.load`.
+        Passes over damaged states and reports them in ``passed_over``. ``latest`` may then restore an older step.
+        Raises ``NotFoundError`` if no step is saved. ``out`` is a state like the saved one: its tensors are filled in
+        place and are in the result, a DTensor as its placements say. A job on another number of ranks restores in this
+        way. Ranks :meth:`agree` on a step first. ``framework`` as in :func:`tensorcask.load`.
         """
         self._settle()
         targets = {} if out is None else dict(flat_arrays(out))
@@ -328,13 +331,14 @@ class Engine:
         return Restored(state=state, source=source, url=url, user=user, passed_over=passed_over, **facts)
 
     def loadable(self) -> list[Loadable]:
-        """Steps that can be restored here, newest first, each from the nearest place that has it. Reads no tensor."""
+        """Lists the steps that can be restored here, newest first, each from the nearest place. Reads no tensor."""
         return [Loadable(step, source, url) for step, (source, url) in self._native.loadable()]
 
     def agree(self, group: Any = None) -> int | None:
-        """The newest step that all ranks can load, agreed on with ``torch.distributed``; None if there is none.
+        """Returns the newest step that all ranks can load, through ``torch.distributed``; None if there is none.
 
-        Call it on all ranks of the group, before :meth:`restore`. Newer raw states, which some rank lacks, are given up.
+        Call it on all ranks of the group, before :meth:`restore`. Newer raw states, which some rank lacks, are
+        discarded.
         """
         import torch.distributed as dist
 
@@ -347,30 +351,34 @@ class Engine:
         return step
 
     def agree_by_store(self, round: str, timeout: float = 300.0) -> int | None:
-        """As :meth:`agree`, for ranks without a collective: each leaves a list in the first tier. ``round`` names this start of
-        the job alone, such as an attempt's number: lists of another start must not be mixed with these."""
+        """Works like :meth:`agree` without a collective: each rank writes its list into the first tier.
+
+        ``round`` names this start of the job, such as the number of the attempt. No other start may use the same name.
+        """
         return self._native.agree_by_store(round, timeout)
 
     def discard_after(self, step: int) -> int:
-        """Gives up raw states of later steps, which other ranks do not have; how many."""
+        """Discards raw states of later steps, which other ranks do not have. Returns their number."""
         return self._native.discard_after(check_step(step))
 
     def wait(self, until: str = "durable", timeout: float | None = None) -> Waited:
-        """Waits until the last save is ``encoded``, in memory, or ``durable``, in the first tier; or has failed."""
+        """Waits until the last save is ``encoded`` (in memory) or ``durable`` (in the first tier), or has failed."""
         if until not in ("encoded", "durable"):
             raise ValueError(f"until={until!r}: use 'encoded' or 'durable'")
         self._settle()
         return Waited(*self._native.wait(until == "durable", timeout))
 
     def finish(self) -> None:
-        """Ends a run that is over: waits until everything is in the first tier, and frees its shared memory. Raises, and frees nothing, if the
-        last save has failed for good."""
+        """Ends a run: waits until everything is in the first tier, then frees its shared memory.
+
+        If the last save has failed for good, raises an error and frees nothing.
+        """
         self.wait("durable")
         self._arena.forget()
         self._native.finish()
 
     def close(self) -> None:
-        """Lets go of the run. What is in shared memory stays, and the agent goes on with it."""
+        """Disconnects from the run. Shared memory stays, and the agent continues with it."""
         try:
             self._settle()
         finally:
@@ -387,7 +395,7 @@ class Saving:
         self._engine, self._native, self._copies, self._outcome = engine, native, copies, outcome
 
     def wait(self) -> Outcome:
-        """Waits until all is copied: the state is safe then, and its tensors may change."""
+        """Waits until everything is copied. The state is then safe, and its tensors may change."""
         if self._outcome is not None:
             return self._outcome
         native, self._native = self._native, None
@@ -418,11 +426,11 @@ def _leaf(rank: int, tensors: Mapping[str, Any], blobs: Mapping[tuple[int, str],
 
 
 def agent_status(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """How runs, saves and tiers are doing, as ``tensorcask agent status --json`` shows it."""
+    """Returns the status of runs, saves and tiers, as ``tensorcask agent status --json`` shows it."""
     found: dict[str, Any] = json.loads(_native.status(None if folder is None else os.fspath(folder)))
     return found
 
 
 def stop_agent(folder: str | os.PathLike[str] | None = None) -> None:
-    """Tells the agent to finish what waits, and to end."""
+    """Tells the agent to finish the waiting work, and to end."""
     _native.stop(None if folder is None else os.fspath(folder))

@@ -92,7 +92,7 @@ def test_what_any_ranks_saved_any_ranks_load(tmp_path):
         for placement in PLACEMENTS:
             store = tensorcask.Store(f"{url}-{world}-{placement}")
             assert [info.kind for info in store.snapshots()] == ["base", "delta"]
-            assert store.snapshots()[1].user == {"loss": 0.5}
+            assert store.snapshots()[1].user["loss"] == 0.5
             whole = store.load()
             assert torch.equal(whole["model"]["w"], expected(2).bfloat16()) and whole["step"] == 2
             assert torch.equal(whole["optim"]["state"]["w"]["master"], expected(2))

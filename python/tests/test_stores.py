@@ -40,7 +40,8 @@ def test_a_loop_saves_deltas(url):
     assert kinds == ["base", "delta", "delta", "base"]
     infos = tensorcask.Store(url).snapshots()
     assert [info.kind for info in infos] == kinds and infos[1].stored_bytes < infos[0].stored_bytes / 10
-    assert infos[1].parent == infos[0].id and infos[1].user == {"loss": 0.5, "worst": "nan"}
+    why = {"reason": "policy", "since_base": 1, "estimate": None}
+    assert infos[1].parent == infos[0].id and infos[1].user == {"loss": 0.5, "worst": "nan", "tc.policy": why}
     snapshot = tensorcask.Store(url).snapshot(1)
     assert snapshot.user["loss"] == 0.5 and [link[:2] for link in snapshot.chain] == [(1, "delta"), (0, "base")]
     assert snapshot.structure()[0] == {"w": snapshot.tensors()["w"], "step": 1}

@@ -68,6 +68,6 @@ pub struct PolicyDecision {
 }
 
 impl PolicyDecision {
-    /// Key under `user` of a manifest where the adaptive policy stores its decision.
+    /// Key under `user` of a manifest where a writer stores its decision.
     pub const KEY: &str = "tc.policy";
 }

@@ -90,8 +90,16 @@ impl VerifyReport {
         self.problems.is_empty()
     }
 
+    /// Adds a problem, unless the same problem of the same object is reported already. All deltas on a base report its
+    /// missing cask.
     fn note(&mut self, step: Option<u64>, result: Result<()>) {
-        if let Err(error) = result {
+        let Err(error) = result else { return };
+        let what = |error: &Error| (error.tensor_name().map(str::to_owned), error.chunk_number(), error.byte_offset());
+        let is_known = |Problem { error: known, .. }: &Problem| {
+            let same = known.object_name() == error.object_name() && known.message() == error.message();
+            same && error.object_name().is_some() && what(known) == what(&error)
+        };
+        if !self.problems.iter().any(is_known) {
             self.problems.push(Problem { step, error });
         }
     }

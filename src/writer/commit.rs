@@ -14,7 +14,7 @@ use super::changed_rows::ChangedRows;
 use super::parent::{Parent, is_damage};
 use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Writer, WriterOptions};
-use crate::chain::{DecisionReason, Policy, PolicyDecision, chain_of};
+use crate::chain::{DecisionReason, PolicyDecision, chain_of};
 use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
@@ -201,10 +201,8 @@ impl Writer {
         manifest.time_ms = now_ms();
         manifest.metadata = metadata.file.clone();
         manifest.user = metadata.user.clone();
-        if self.pipeline.options.policy == Policy::Adaptive {
-            let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
-            manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
-        }
+        let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+        manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
 
         let (bytes, manifest_digest) = manifest.encode()?;
         // Readers must accept the manifest: it may exceed a limit, or user metadata may be nested too deep.

@@ -10,8 +10,8 @@ use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::{Digest, Event, Id, LogEntry};
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, Slice, Store, StoreOptions, TensorView, Writer,
-    WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, PolicyDecision, Slice, Store, StoreOptions,
+    TensorView, Writer, WriterOptions,
 };
 
 async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::SavedSnapshot> {
@@ -399,9 +399,10 @@ async fn user_metadata_is_the_same_with_and_without_a_catalog() {
             "mixed": if step % 2 == 0 { serde_json::json!(1.5) } else { serde_json::json!("text") }, "loss": 1.0 / (step as f64 + 3.0),
         });
         metadata.user = user.as_object().unwrap().clone();
-        expected.push(metadata.user.clone());
         let state = SmallState::at(step);
-        writer.save(step, &state.tensors(), &[], &metadata).await.unwrap();
+        let saved = writer.save(step, &state.tensors(), &[], &metadata).await.unwrap();
+        metadata.user.insert(PolicyDecision::KEY.to_owned(), serde_json::to_value(saved.decision).unwrap());
+        expected.push(metadata.user);
     }
     let found: Vec<_> = store.snapshots().await.unwrap().into_iter().map(|info| info.user).collect();
     assert_eq!(found, expected);

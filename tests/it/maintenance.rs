@@ -9,8 +9,8 @@ use crate::common::{SmallState, objects_of, until, wrap};
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, CompactOptions, DoctorOptions, GcOptions, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, Dtype, ErrorKind, Latest, Metadata, Policy, Rect, Retention, Slice, Snapshot, SnapshotStatus, Store, StoreOptions,
-    TensorView, Writer, WriterOptions,
+    BaseKeeping, DecisionReason, Dtype, ErrorKind, Latest, Metadata, Policy, PolicyDecision, Rect, Retention, Slice, Snapshot,
+    SnapshotStatus, Store, StoreOptions, TensorView, Writer, WriterOptions,
 };
 use tokio::sync::{RwLock, RwLockReadGuard};
 
@@ -19,6 +19,13 @@ const NOW: GcOptions = GcOptions { apply: true, age_floor: Duration::ZERO, colle
 async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::SavedSnapshot> {
     let state = SmallState::at(step);
     writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step)).await
+}
+
+/// The facts that the user passed to the save.
+fn facts(snapshot: &Snapshot) -> serde_json::Map<String, serde_json::Value> {
+    let mut facts = snapshot.user().clone();
+    facts.remove(PolicyDecision::KEY);
+    facts
 }
 
 async fn check(snapshot: &Snapshot) -> tensorcask::Result<()> {
@@ -82,7 +89,12 @@ async fn a_folded_chain_restores_bit_for_bit_and_deltas_on_it_stay() {
     assert_eq!(after.inspect().chain().len(), 3, "6 and 5, on 4");
     assert_eq!(after.manifest().content, before.manifest().content);
     let folded = store.snapshot(4).await.unwrap();
-    assert_eq!((folded.manifest().id, folded.user()), (compacted.record.id, &SmallState::metadata(4).user));
+    assert_eq!((folded.manifest().id, facts(&folded)), (compacted.record.id, SmallState::metadata(4).user));
+    assert_eq!(
+        folded.inspect().decision().map(|decision| (decision.reason, decision.since_base)),
+        Some((DecisionReason::Policy, 3)),
+        "of the save"
+    );
 
     // The writer continues its own chain. A snapshot that is a base already is left alone.
     save(&mut writer, 7).await.unwrap();
@@ -210,11 +222,8 @@ async fn shards_of_many_ranks_become_whole_tensors() {
     assert_eq!(snapshot.read("model.wide", &Slice::all()).await.unwrap().data, wide);
     assert_eq!(snapshot.read("model.four", &Slice::all()).await.unwrap().data, packed);
     assert_eq!(snapshot.read_blob(1, "loader").await.unwrap(), [9; 5]);
-    assert_eq!(
-        (snapshot.user(), snapshot.metadata()),
-        (store.snapshot(3).await.unwrap().user(), store.snapshot(3).await.unwrap().metadata())
-    );
     let before = store.snapshot(3).await.unwrap();
+    assert_eq!((facts(&snapshot), snapshot.metadata()), (facts(&before), before.metadata()));
     let described = |snapshot: &Snapshot| snapshot.tensors();
     assert_eq!(described(&snapshot), described(&before));
     let shards: usize = snapshot.inspect().indexes().await.unwrap().iter().map(|(_, index)| index.shard_count()).sum();

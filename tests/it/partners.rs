@@ -90,7 +90,7 @@ async fn a_large_state_is_written_parameter_by_parameter() {
         if step == 1000 {
             base_bytes = saved.stored_bytes;
         } else {
-            assert!(saved.chunks.contains_key("tc.predict"), "{:?}", saved.chunks);
+            assert!(saved.chunks.contains_key("tc.replay"), "{:?}", saved.chunks);
             // Both moments are read again for a master that is encoded apart from them.
             assert!(read < 3 * base_bytes, "{read} bytes were read, the base has {base_bytes}");
         }

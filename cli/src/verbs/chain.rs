@@ -6,7 +6,7 @@ use tensorcask::{Result, StepSelector};
 
 use crate::output::Outcome;
 use crate::parse;
-use crate::text::{Text, human_bytes};
+use crate::text::{Text, counted, human_bytes};
 use crate::time::{human_time, rfc3339};
 
 #[derive(Debug, clap::Args)]
@@ -71,6 +71,6 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let stored_bytes = links.iter().map(|link| link.stored_bytes).fold(0, u64::saturating_add);
     let mut text = Text::default();
     text.table(&[">step", "kind", "status", "time", ">stored", ">casks"], &cells);
-    text.line(format!("{} in {} snapshots", human_bytes(stored_bytes), links.len()));
+    text.line(format!("{} in {}", human_bytes(stored_bytes), counted(links.len() as u64, "snapshot", "snapshots")));
     Outcome::new(&Report { store: &args.store, step: snapshot.step(), snapshot: snapshot.record().id.to_hex(), stored_bytes, links }, text)
 }

@@ -7,7 +7,7 @@ use tensorcask::maintain::CopyOptions;
 
 use crate::output::Outcome;
 use crate::progress::Progress;
-use crate::text::{Text, human_bytes};
+use crate::text::{Text, counted, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
@@ -46,10 +46,10 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     drop(progress);
     let mut text = Text::default();
     text.line(format!(
-        "copied {} snapshots ({} in {} objects); {} were there already",
-        copied.snapshots,
+        "copied {} ({} in {}); already present: {}",
+        counted(copied.snapshots, "snapshot", "snapshots"),
         human_bytes(copied.bytes),
-        copied.objects,
+        counted(copied.objects, "object", "objects"),
         copied.present
     ));
     let report = Report {

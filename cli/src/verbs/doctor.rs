@@ -11,7 +11,7 @@ use super::gc::Object;
 use crate::output::{ErrorJson, Outcome, code_of};
 use crate::parse;
 use crate::progress::Progress;
-use crate::text::{Text, human_bytes};
+use crate::text::{Text, counted, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
@@ -70,7 +70,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         }
     }
     if !found.young.is_empty() {
-        text.line(format!("{} unreferenced objects are younger than --age-floor and stay", found.young.len()));
+        let young = counted(found.young.len() as u64, "unreferenced object", "unreferenced objects");
+        text.line(format!("kept {young}, younger than --age-floor"));
     }
     for advice in &found.advice {
         text.line(format!("note: {advice}"));

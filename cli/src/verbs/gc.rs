@@ -10,7 +10,7 @@ use tensorcask::{Result, SnapshotRecord};
 use crate::output::Outcome;
 use crate::parse;
 use crate::progress::Progress;
-use crate::text::{Text, human_bytes};
+use crate::text::{Text, counted, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
@@ -87,10 +87,13 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     drop(progress);
     let mut text = Text::default();
     let (gives, frees) = if args.apply { ("collected", "freed") } else { ("would collect", "would free") };
-    text.line(format!("{gives} {} unneeded snapshots ({})", found.collected.len(), human_bytes(found.collected_bytes)));
-    text.line(format!("{frees} {} in {} objects", human_bytes(found.freed_bytes()), found.deleted.len()));
-    text.line(format!("{} in {} objects are younger than the age floor and wait", human_bytes(found.waiting_bytes()), found.waiting.len()));
-    text.line(format!("{} in {} forgotten snapshots are still needed by newer deltas", human_bytes(found.held_bytes), found.held.len()));
+    let objects = |objects: &[Deletable]| counted(objects.len() as u64, "object", "objects");
+    let snapshots =
+        |records: &[SnapshotRecord], of: &str| counted(records.len() as u64, &format!("{of} snapshot"), &format!("{of} snapshots"));
+    text.line(format!("{gives} {} ({})", snapshots(&found.collected, "unneeded"), human_bytes(found.collected_bytes)));
+    text.line(format!("{frees} {} in {}", human_bytes(found.freed_bytes()), objects(&found.deleted)));
+    text.line(format!("younger than the age floor: {} in {}", human_bytes(found.waiting_bytes()), objects(&found.waiting)));
+    text.line(format!("still needed by newer deltas: {} in {}", human_bytes(found.held_bytes), snapshots(&found.held, "forgotten")));
     if !found.held.is_empty() {
         text.line("run `tensorcask compact` to turn a step into a base that no longer needs its chain");
     }

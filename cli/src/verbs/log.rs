@@ -80,6 +80,10 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 fn describe(event: &Event, steps: &[u64], step_of: &HashMap<Id, u64>) -> String {
     let numbers: Vec<String> = steps.iter().map(u64::to_string).collect();
     let steps = numbers.join(", ");
+    let were = match numbers.len() {
+        1 => format!("step {steps} was"),
+        _ => format!("steps {steps} were"),
+    };
     match event {
         Event::Opened {} => "opened for writing".to_owned(),
         Event::Added { parent: None, .. } => format!("step {steps}, a base"),
@@ -87,13 +91,13 @@ fn describe(event: &Event, steps: &[u64], step_of: &HashMap<Id, u64>) -> String 
             Some(parent) => format!("step {steps}, a delta on step {parent}"),
             None => format!("step {steps}, a delta"),
         },
-        Event::Forgotten { .. } => format!("step {steps} was forgotten"),
+        Event::Forgotten { .. } => format!("{were} forgotten"),
         Event::Pinned { pinned: true, .. } => format!("step {steps} was pinned"),
         Event::Pinned { pinned: false, .. } => format!("step {steps} was unpinned"),
         Event::Compacted { roles: Some(roles), .. } => format!("step {steps} was reduced to {}", roles.join(", ")),
         Event::Compacted { parent: None, .. } => format!("step {steps} became a base"),
         Event::Compacted { parent: Some(_), .. } => format!("step {steps} was rewritten"),
-        Event::Collecting { .. } => format!("step {steps} was collected; gc deletes its bytes later"),
+        Event::Collecting { .. } => format!("{were} collected; gc deletes the bytes later"),
         Event::Upgraded { must_understand, may_ignore } => {
             format!("readers must support [{}], writers also [{}]", must_understand.join(", "), may_ignore.join(", "))
         }

@@ -78,7 +78,9 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     for info in store.snapshots()? {
         let record = &info.record;
         let ratio = ratio(info.tensor_bytes, info.stored_bytes);
-        let user: Vec<String> = info.user.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        // `stat` shows the reserved facts.
+        let facts = info.user.iter().filter(|(key, _)| !key.starts_with("tc."));
+        let user: Vec<String> = facts.map(|(key, value)| format!("{key}={value}")).collect();
         let elsewhere = beside.iter().filter(|(_, snapshots)| snapshots.contains(&record.id)).map(|(name, _)| name.clone());
         let places: Vec<String> = std::iter::once(args.store.clone()).chain(elsewhere).collect();
         cells.push(vec![

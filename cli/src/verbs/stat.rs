@@ -4,20 +4,21 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
-use tensorcask::wire::SnapshotKind;
-use tensorcask::{Result, RoundingReport, Slice, SnapshotStatus};
+use tensorcask::container::CaskIndex;
+use tensorcask::wire::{Id, SnapshotKind};
+use tensorcask::{Error, ErrorKind, Result, RoundingReport, Slice, SnapshotStatus};
 
 use crate::cask::{self, CodecCounts};
 use crate::decision::DecisionJson;
-use crate::output::Outcome;
+use crate::output::{ErrorJson, Outcome, code_of};
 use crate::progress::Progress;
 use crate::rounding::RoundingJson;
-use crate::text::{Text, human_bytes, human_ratio, ratio};
+use crate::text::{Text, counted, human_bytes, human_ratio, ratio};
 
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Counts the snapshots that `ls` lists. `kept` are the bytes of forgotten or replaced snapshots that newer deltas still
-need. Snapshots that nothing needs are not counted.
+need. Snapshots that nothing needs are not counted. A step that cannot be read is named, and its bytes are not counted.
 
 Example:
   tensorcask stat runs/a"
@@ -48,8 +49,12 @@ struct Report<'a> {
     rounding: BTreeMap<String, RoundingJson>,
     #[serde(skip)]
     rounding_reports: BTreeMap<String, RoundingReport>,
-    /// Decisions of the adaptive policy, by step.
+    /// Decisions of the policies, by step.
     decisions: Vec<DecisionRow>,
+    /// Steps that cannot be read. Only counted in `snapshots`, `bases` and `deltas`.
+    unreadable: Vec<UnreadableRow>,
+    #[serde(skip)]
+    problems: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -57,6 +62,13 @@ struct DecisionRow {
     step: u64,
     kind: &'static str,
     decision: DecisionJson,
+}
+
+#[derive(Debug, Serialize)]
+struct UnreadableRow {
+    step: u64,
+    #[serde(flatten)]
+    error: ErrorJson,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -71,30 +83,22 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let progress = Progress::start(&store, "reading indexes");
     let mut report = Report { store: &args.store, ..Report::default() };
     let mut kept = BTreeSet::new();
+    let mut code = 0;
     for info in store.snapshots()? {
-        let snapshot = store.snapshot(info.record.step)?;
         report.snapshots += 1;
-        match snapshot.record().kind() {
+        match info.record.kind() {
             SnapshotKind::Base => report.bases += 1,
             SnapshotKind::Delta => report.deltas += 1,
         }
-        report.add(&store, &snapshot)?;
-        for tensor in snapshot.rounding()? {
-            let of_role = report.rounding_reports.entry(tensor.role).or_default();
-            *of_role = of_role.and(tensor.total);
-        }
-        if let Some(decision) = snapshot.inspect().decision() {
-            report.decisions.push(DecisionRow {
-                step: snapshot.step(),
-                kind: snapshot.record().kind().name(),
-                decision: DecisionJson::of(&decision),
-            });
-        }
-        for link in snapshot.inspect().chain() {
-            if link.record.status != SnapshotStatus::Live && kept.insert(link.record.id) {
-                report.kept_snapshots += 1;
-                report.kept_bytes = report.kept_bytes.saturating_add(link.stored_bytes);
+        let step = info.record.step;
+        if let Err(error) = report.add_step(&store, step, &mut kept) {
+            if !is_damage(&error) {
+                return Err(error);
             }
+            // The exit code of corruption takes precedence.
+            code = if code == code_of(ErrorKind::Corrupt) { code } else { code_of(error.kind()) };
+            report.problems.push(format!("step {step} cannot be read: {error}"));
+            report.unreadable.push(UnreadableRow { step, error: ErrorJson::of(&error) });
         }
     }
     report.ratio = ratio(report.tensor_bytes, report.stored_bytes);
@@ -103,19 +107,45 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     report.overhead_bytes = report.stored_bytes.saturating_sub(pages);
     drop(progress);
     let text = report.describe();
-    Outcome::new(&report, text)
+    Ok(Outcome::new(&report, text)?.with_code(code))
+}
+
+/// Whether an error means that stored objects are unusable, as opposed to a storage that fails now.
+fn is_damage(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
 }
 
 impl Report<'_> {
-    fn add(&mut self, store: &Store, snapshot: &Snapshot) -> Result<()> {
+    /// Adds a step. Reads its indexes before it counts any of its bytes.
+    fn add_step(&mut self, store: &Store, step: u64, kept: &mut BTreeSet<Id>) -> Result<()> {
+        let snapshot = store.snapshot(step)?;
+        if let Some(decision) = snapshot.inspect().decision() {
+            let kind = snapshot.record().kind().name();
+            self.decisions.push(DecisionRow { step, kind, decision: DecisionJson::of(&decision) });
+        }
+        for link in snapshot.inspect().chain() {
+            if link.record.status != SnapshotStatus::Live && kept.insert(link.record.id) {
+                self.kept_snapshots += 1;
+                self.kept_bytes = self.kept_bytes.saturating_add(link.stored_bytes);
+            }
+        }
+        let indexes = store.block_on(snapshot.inspect().indexes())?;
+        for tensor in snapshot.rounding()? {
+            let of_role = self.rounding_reports.entry(tensor.role).or_default();
+            *of_role = of_role.and(tensor.total);
+        }
+        self.add(&snapshot, indexes.iter().map(|(_, index)| index.as_ref()))
+    }
+
+    fn add<'i>(&mut self, snapshot: &Snapshot, indexes: impl Iterator<Item = &'i CaskIndex>) -> Result<()> {
         let manifest = snapshot.manifest();
         self.tensor_bytes = self.tensor_bytes.saturating_add(manifest.tensor_bytes);
         self.stored_bytes = self.stored_bytes.saturating_add(manifest.stored_bytes());
         // Chunks and bytes in casks, by tensor.
         let mut found: BTreeMap<String, (u64, u64)> = BTreeMap::new();
         let mut stored: BTreeMap<String, u64> = BTreeMap::new();
-        for (_, index) in store.block_on(snapshot.inspect().indexes())? {
-            for tensor in cask::tensors(&index)? {
+        for index in indexes {
+            for tensor in cask::tensors(index)? {
                 for (codec, counts) in &tensor.codecs {
                     self.codecs.entry(codec.clone()).or_default().add(counts.chunks, counts.decoded_bytes, counts.stored_bytes);
                 }
@@ -124,7 +154,7 @@ impl Report<'_> {
                 *seen = (seen.0 + chunks, seen.1.saturating_add(tensor.decoded_bytes));
                 *stored.entry(tensor.name).or_default() += tensor.stored_bytes;
             }
-            self.blob_bytes = cask::blobs(&index).iter().map(|blob| blob.bytes).fold(self.blob_bytes, u64::saturating_add);
+            self.blob_bytes = cask::blobs(index).iter().map(|blob| blob.bytes).fold(self.blob_bytes, u64::saturating_add);
         }
         for tensor in snapshot.tensors().iter().filter(|tensor| tensor.alias_of.is_none()) {
             let elements = tensor.shape.iter().fold(1, |product: u64, &extent| product.saturating_mul(extent));
@@ -145,14 +175,22 @@ impl Report<'_> {
     fn describe(&self) -> Text {
         let mut text = Text::default();
         text.fields(&[
-            ("snapshots", format!("{} ({} bases, {} deltas)", self.snapshots, self.bases, self.deltas)),
+            (
+                "snapshots",
+                format!("{} ({}, {})", self.snapshots, counted(self.bases, "base", "bases"), counted(self.deltas, "delta", "deltas")),
+            ),
             ("tensors", human_bytes(self.tensor_bytes)),
             ("stored", human_bytes(self.stored_bytes)),
             ("ratio", human_ratio(self.ratio)),
             ("blobs", human_bytes(self.blob_bytes)),
             ("overhead", human_bytes(self.overhead_bytes)),
-            ("kept", format!("{} in {} older snapshots", human_bytes(self.kept_bytes), self.kept_snapshots)),
+            ("kept", format!("{} in {}", human_bytes(self.kept_bytes), counted(self.kept_snapshots, "older snapshot", "older snapshots"))),
         ]);
+        if !self.problems.is_empty() {
+            text.line("");
+            self.problems.iter().for_each(|problem| text.line(problem));
+            text.line("run `tensorcask verify` to find all damage; the other tables leave these steps out");
+        }
         let codecs: Vec<Vec<String>> = self
             .codecs
             .iter()

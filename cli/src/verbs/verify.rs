@@ -11,7 +11,7 @@ use crate::output::{ErrorJson, Outcome, code_of};
 use crate::parse;
 use crate::progress::Progress;
 use crate::rounding::RoundingJson;
-use crate::text::{Text, human_bytes};
+use crate::text::{Text, counted, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Depths:
@@ -88,16 +88,15 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     }
     let verdict = match found.problems.len() {
         0 => "ok".to_owned(),
-        1 => "1 problem".to_owned(),
-        count => format!("{count} problems"),
+        count => counted(count as u64, "problem", "problems"),
     };
     text.line(format!(
-        "{verdict}: {} log entries, {} snapshots, {} casks ({}), {} chunks decoded",
-        found.entries,
-        found.snapshots,
-        found.casks,
+        "{verdict}: {}, {}, {} ({}), {} decoded",
+        counted(found.entries, "log entry", "log entries"),
+        counted(found.snapshots, "snapshot", "snapshots"),
+        counted(found.casks, "cask", "casks"),
         human_bytes(found.cask_bytes),
-        found.chunks
+        counted(found.chunks, "chunk", "chunks")
     ));
     if let Some(rounding) = &rounding {
         text.line(format!("rounded tensors: {}", RoundingJson::of(rounding).line()));

@@ -71,6 +71,14 @@ fn damage_is_found_and_leaves_the_output_alone() {
 
     std::fs::remove_file(damaged).unwrap();
     assert_eq!(place.run("verify @run --depth log").status.code(), Some(3));
+    let report = one_object(&place.run("verify @run --json"));
+    assert_eq!(report["problems"].as_array().map(Vec::len), Some(1), "three steps need the cask: {report}");
+    let stat = place.run("stat @run --json");
+    assert_eq!(stat.status.code(), Some(3));
+    let report = one_object(&stat);
+    conforms("stat", &report);
+    assert_eq!((&report["snapshots"], &report["unreadable"][0]["step"]), (&json!(3), &json!(1000)));
+    assert_eq!(report["decisions"].as_array().map(Vec::len), Some(3), "the reasons are in the manifests");
 }
 
 #[test]

@@ -14,7 +14,9 @@ fn a_run_is_saved_listed_verified_and_restored() {
     let of = |key: &str| list["snapshots"].as_array().unwrap().iter().map(|row| row[key].clone()).collect::<Vec<_>>();
     assert_eq!(of("step"), [1000, 1001, 1010]);
     assert_eq!(of("kind"), ["base", "delta", "delta"]);
-    assert_eq!(of("user")[0], json!({"loss": 2.5, "note": "warm"}));
+    let why = json!({"reason": "first", "since_base": 0, "estimate": null});
+    assert_eq!(of("user")[0], json!({"loss": 2.5, "note": "warm", "tc.policy": why}));
+    assert!(!stdout(&place.run("ls @run")).contains("tc.policy"), "`stat` shows it");
     let bytes = |path: PathBuf| std::fs::metadata(path).unwrap().len();
     let on_disk: u64 = place.casks().into_iter().map(bytes).sum();
     assert_eq!(of("stored_bytes").iter().filter_map(Value::as_u64).sum::<u64>(), on_disk);
