@@ -71,7 +71,7 @@ def torch_dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def torch_shape_in_store(dtype: str, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
+def torch_shape_in_store(dtype: str, shape: tuple[int, ...], path: object) -> tuple[int, ...]:
     """Returns a shape in elements; torch counts pairs of f4 elements."""
     if dtype != "f4_e2m1":
         return shape

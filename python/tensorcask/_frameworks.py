@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _native
 from ._dtypes import (
     BITS,
     DTYPES,
-    TORCH,
     Unsupported,
     byte_count,
     numpy_dtype,
     torch_dtype,
-    torch_dtype_name,
     torch_shape,
     torch_shape_in_store,
 )
 from ._errors import InvalidTypeError, InvalidValueError
+from ._refusals import check_torch, is_plain_torch
 
 _PLAIN_NUMPY_KINDS = "biufc"
+_NO_ARRAYS = frozenset((dict, list, tuple, str, int, float, bool, bytes, bytearray, type(None)))
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class RawTensor:
     data: bytearray
 
 
-@dataclass(frozen=True)
-class Lent:
+class Lent(NamedTuple):
     """The borrowed bytes of an array. ``keep`` owns the memory.
 
     Without a buffer, the bytes are still to be fetched from ``keep``.
@@ -65,16 +65,31 @@ class Lent:
         return self.whole is not None and 0 in self.shape and 0 not in self.whole
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Memory to read a tensor into, and a function that returns the array when the memory is filled."""
 
     buffer: Any
     finish: Callable[[], Any]
 
 
+# Frameworks of the types of arrays that were seen. A state has many arrays of few types.
+_by_type: dict[type, str] = {}
+_MAX_TYPES = 64
+
+
 def framework_of(value: Any) -> str | None:
     """Returns the framework of an array; None for other values."""
+    known = _by_type.get(type(value))
+    if known is None:
+        known = _find_framework(value)
+        if known is not None and len(_by_type) < _MAX_TYPES:
+            _by_type[type(value)] = known
+    return known
+
+
+def _find_framework(value: Any) -> str | None:
+    if type(value) in _NO_ARRAYS:
+        return None
     if isinstance(value, RawTensor):
         return "bytes"
     for framework, module, names in (
@@ -91,7 +106,7 @@ def framework_of(value: Any) -> str | None:
 
 def inner_tensors(value: Any) -> dict[str, Any] | None:
     """Returns the inner tensors of a torch tensor subclass by attribute; None for other values and for a DTensor."""
-    if framework_of(value) != "torch" or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
+    if framework_of(value) != "torch" or is_plain_torch(value) or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
         return None
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
 
@@ -107,6 +122,7 @@ def default_framework() -> str:
     return "numpy"
 
 
+@cache
 def _import(framework: str) -> Any:
     try:
         return import_module(framework)
@@ -118,7 +134,7 @@ def _import(framework: str) -> Any:
 
 def lend(
     value: Any,
-    path: str,
+    path: object,
     contiguous: dict[Any, Any] | None = None,
     sharded: bool = False,
     deferred: Callable[[Any], bool] | None = None,
@@ -133,7 +149,7 @@ def lend(
     if sharded and is_dtensor(value):
         local, whole, offset = local_part(value, path)
         lent = lend(local, path, contiguous, deferred=deferred)
-        return replace(lent, whole=whole, offset=offset)
+        return lent._replace(whole=whole, offset=offset)
     if framework == "torch":
         return _lend_torch(value, path, {} if contiguous is None else contiguous, deferred)
     if framework == "numpy":
@@ -161,7 +177,7 @@ def is_dtensor(value: Any) -> bool:
     return hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")
 
 
-def local_part(value: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+def local_part(value: Any, path: object) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
     """Returns the local part of a DTensor, and its global shape and first index in elements of the store."""
     compute = import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
     for placement in value.placements:
@@ -189,7 +205,7 @@ class Wanted:
     extent: tuple[int, ...]
 
 
-def wanted_part(value: Any, path: str) -> Wanted | None:
+def wanted_part(value: Any, path: object) -> Wanted | None:
     """Describes the memory of a tensor of the caller; None for a shard without elements."""
     local, whole, offset = local_part(value, path) if is_dtensor(value) else (value, None, None)
     extent = tuple(local.shape)
@@ -200,49 +216,7 @@ def wanted_part(value: Any, path: str) -> Wanted | None:
     return None if 0 in extent and 0 not in whole else Wanted(local, whole, offset, extent)
 
 
-def check_torch_shape(tensor: Any, path: str) -> None:
-    """Refuses torch tensors without one shape."""
-    if sys.modules["torch"].nn.parameter.is_lazy(tensor):
-        raise Unsupported(f"{path}: a lazy parameter has no shape yet: it is uninitialized. Run the module once before saving")
-    if tensor.is_nested:
-        raise Unsupported(f"{path}: a nested tensor cannot be stored. Store the list that unbind() returns, or values() and offsets()")
-
-
-def check_torch_data(tensor: Any, path: str) -> None:
-    """Refuses torch tensors that have no elements of their own."""
-    torch = sys.modules["torch"]
-    check_torch_shape(tensor, path)
-    if hasattr(tensor, "fake_mode"):
-        raise Unsupported(f"{path}: a fake tensor has no data. Save outside of FakeTensorMode, or leave the tensor out of the state")
-    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise Unsupported(
-            f"{path}: a tensor inside a function transform (a functional tensor, or one of torch.func) has no data of its own. "
-            "Save outside of the function"
-        )
-
-
-def check_torch(tensor: Any, path: str) -> str:
-    """Returns the dtype in a store of a torch tensor. Refuses, by its path, a tensor that cannot be stored."""
-    check_torch_data(tensor, path)
-    if tensor.is_meta:
-        raise Unsupported(f"{path}: a meta tensor has no data; materialize it, or leave it out of the state")
-    if str(tensor.layout) != "torch.strided":
-        raise Unsupported(f"{path}: a tensor of layout {tensor.layout}; store to_dense(), or its values and indices")
-    if tensor.is_quantized:
-        raise Unsupported(f"{path}: a quantized tensor; store int_repr() and its scales")
-    if hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "to_local") or hasattr(tensor, "local_shards"):
-        raise Unsupported(
-            f"{path}: a {type(tensor).__qualname__} is distributed or made of several tensors; "
-            "save distributed states with torch.distributed.checkpoint and Store.writer()"
-        )
-    name = torch_dtype_name(tensor.dtype)
-    dtype = DTYPES.get(name)
-    if dtype is None or TORCH.get(dtype) != name:
-        raise Unsupported(f"{path}: dtype {tensor.dtype} cannot be stored")
-    return dtype
-
-
-def _lend_torch(tensor: Any, path: str, contiguous: dict[Any, Any], deferred: Callable[[Any], bool] | None) -> Lent:
+def _lend_torch(tensor: Any, path: object, contiguous: dict[Any, Any], deferred: Callable[[Any], bool] | None) -> Lent:
     torch = sys.modules["torch"]
     dtype = check_torch(tensor, path)
     shape = torch_shape_in_store(dtype, tuple(tensor.shape), path)
@@ -274,10 +248,11 @@ def torch_bytes(torch: Any, tensor: Any) -> Any:
     """Returns the memory of a contiguous tensor on the CPU."""
     if tensor.numel() == 0:
         return bytearray()
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    return (flat.detach() if flat.requires_grad else flat).view(torch.uint8).numpy()
 
 
-def _lend_numpy(array: Any, path: str, framework: str, contiguous: dict[Any, Any]) -> Lent:
+def _lend_numpy(array: Any, path: object, framework: str, contiguous: dict[Any, Any]) -> Lent:
     np = sys.modules["numpy"]
     if isinstance(array, np.ma.MaskedArray):
         raise Unsupported(f"{path}: a masked array; store its data and its mask")

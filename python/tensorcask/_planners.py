@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from . import _dtypes, _frameworks, _staging
+from . import _dtypes, _refusals, _staging
 from ._state import OnUnsupported, path_text
 
 
@@ -75,7 +75,7 @@ def check_plannable(on_unsupported: OnUnsupported) -> None:
     if not isinstance(state, dict):
         return
     try:
-        _staging.screen(state, "error", _frameworks.check_torch_shape)
+        _staging.screen(state, "error", _refusals.check_torch_shape)
     except _dtypes.Unsupported as error:
         if on_unsupported in (None, "error"):
             raise

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import _convert, _frameworks, _native, _state
+from . import _collector, _convert, _frameworks, _native, _state
 from ._errors import InvalidValueError
 from ._options import Device, DType, Framework, LoadOptions, Slices, check_slices
 from ._precision import TensorRounding
@@ -20,7 +20,8 @@ class Snapshot:
     def __init__(self, native: _native.Snapshot, store: _native.Store) -> None:
         self._native = native
         self._store = store
-        self._tensors = {row[0]: TensorInfo(row[0], row[1], tuple(row[2]), *row[3:]) for row in native.tensors()}
+        with _collector.paused():
+            self._tensors = {row[0]: TensorInfo(row[0], row[1], tuple(row[2]), *row[3:]) for row in native.tensors()}
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, kind={self.kind!r}, {len(self._tensors)} tensors)"
@@ -135,14 +136,7 @@ class Snapshot:
         def kind_of(name: str) -> str:
             return framework or saved_as.get(name) or _frameworks.default_framework()
 
-        places: dict[str, _frameworks.Place] = {}
-        requests: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
-        rounded: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
-
-        def is_rounded(name: str) -> bool:
-            return dtypes.get(name) == "bf16" and self._tensors[name].dtype == "f32"
-
-        for name in [*wanted, *rects]:
+        for name in [*wanted, *rects] if dtypes or device is not None else ():
             if name in targets:
                 continue
             if name in dtypes and kind_of(name) == "bytes":
@@ -150,30 +144,40 @@ class Snapshot:
             if device is not None:
                 _convert.check_device(kind_of(name), device)
 
+        places: dict[str, _frameworks.Place] = {}
+        requests: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
+        rounded: list[tuple[str, Sequence[int], Sequence[int], Any]] = []
+
+        def is_rounded(name: str) -> bool:
+            return dtypes.get(name) == "bf16" and self._tensors[name].dtype == "f32"
+
         held: list[tuple[str, Any]] = []
         tied: dict[str, str] = {}
         stored: dict[str, str] = {}
-        for name in wanted:
-            if name in rects:
-                continue
-            info = self._tensors[name]
-            if name not in targets:
-                # Tied tensors are one tensor again.
-                first = stored.setdefault(info.alias_of or name, name)
-                if first != name and kind_of(first) == kind_of(name) and dtypes.get(first) == dtypes.get(name):
-                    tied[name] = first
+        with _collector.paused():
+            for name in wanted:
+                if name in rects:
                     continue
-                if is_rounded(name):
-                    places[name] = _frameworks.place(kind_of(name), "bf16", info.shape, name)
-                    rounded.append((name, [0] * len(info.shape), info.shape, places[name].buffer))
-                    continue
-                places[name] = _frameworks.place(kind_of(name), info.dtype, info.shape, name)
-            else:
-                places[name] = _frameworks.place_in(targets[name], info.dtype, info.shape, name)
-                if have is not None:
-                    held.append((name, places[name].buffer))
-                    continue
-            requests.append((name, [0] * len(info.shape), info.shape, places[name].buffer))
+                info = self._tensors[name]
+                if name not in targets:
+                    # Tied tensors are one tensor again.
+                    first = stored.setdefault(info.alias_of or name, name)
+                    if first != name and kind_of(first) == kind_of(name) and dtypes.get(first) == dtypes.get(name):
+                        tied[name] = first
+                        continue
+                    if is_rounded(name):
+                        places[name] = _frameworks.place(kind_of(name), "bf16", info.shape, name)
+                        rounded.append((name, (0,) * len(info.shape), info.shape, places[name].buffer))
+                        continue
+                    place = _frameworks.place(kind_of(name), info.dtype, info.shape, name)
+                else:
+                    place = _frameworks.place_in(targets[name], info.dtype, info.shape, name)
+                    if have is not None:
+                        places[name] = place
+                        held.append((name, place.buffer))
+                        continue
+                places[name] = place
+                requests.append((name, (0,) * len(info.shape), info.shape, place.buffer))
         for name, (offset, shape) in rects.items():
             places[name] = _frameworks.place(kind_of(name), "bf16" if is_rounded(name) else self._tensors[name].dtype, shape, name)
             (rounded if is_rounded(name) else requests).append((name, offset, shape, places[name].buffer))
@@ -226,6 +230,8 @@ class Snapshot:
 
 def without_ties(tensors: Mapping[str, TensorInfo], requests: list[Any]) -> list[Any]:
     """Drops requests that read a tied tensor into the same memory again."""
+    if not any(info.alias_of for info in tensors.values()):
+        return requests
     seen: set[tuple[str, int]] = set()
     kept = []
     for request in requests:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from . import _frameworks, _native
+from . import _frameworks, _native, _refusals
 from ._dtypes import Unsupported
 from ._state import OnUnsupported
 
@@ -49,9 +49,9 @@ class Stager:
         self.sizes = tuple(source.numel() * source.element_size() for source in self._sources.values())
 
     def _note(self, tensor: torch.Tensor, path: str) -> None:
-        _frameworks.check_torch_data(tensor, path)
+        _refusals.check_torch_data(tensor, path)
         local = _local(tensor)
-        _frameworks.check_torch(local, path)
+        _refusals.check_torch(local, path)
         self._sources.setdefault(_key(local), local)
 
     def copy_into(self, arena: Arena) -> Any:
@@ -136,13 +136,13 @@ def check_whole(tensor: torch.Tensor, path: str) -> None:
 
 def check_value(tensor: torch.Tensor, path: str) -> None:
     """Refuses a tensor inside a value that cannot be stored with it."""
-    _frameworks.check_torch_data(tensor, path)
+    _refusals.check_torch_data(tensor, path)
     check_whole(tensor, path)
 
 
 def check_stored(tensor: torch.Tensor, path: str) -> None:
     """Refuses a tensor, or the shard of one, that cannot be stored."""
-    _frameworks.check_torch(tensor, path)
+    _refusals.check_torch(tensor, path)
 
 
 def _copied(value: Any, path: str) -> Any:

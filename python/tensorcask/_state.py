@@ -77,7 +77,7 @@ class _Flattener:
 
     def name(self, path: tuple[str | int, ...], taken: Mapping[str, Any]) -> str:
         """Chooses a unique name for a tensor or blob that is not reserved."""
-        name = ".".join(map(str, path)) or "#"
+        name = (path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))) or "#"
         if name.startswith("tc."):
             name = "#" + name
         found, count = name, 1
@@ -96,7 +96,7 @@ class _Flattener:
             if inner is not None:
                 self.container("dict", list(inner.items()), path)
             elif framework is not None:
-                lent = _frameworks.lend(value, path_text(path), self.contiguous, self.sharded, self.deferred)
+                lent = _frameworks.lend(value, _Path(path), self.contiguous, self.sharded, self.deferred)
                 name = self.name(path, self.flat.tensors)
                 self.flat.tensors[name] = lent
                 nodes.append(("tensor", (name, framework)))
@@ -170,11 +170,25 @@ def _scalar(value: Any, path: tuple[str | int, ...]) -> Node:
 
 
 def _encodable(text: str, path: tuple[str | int, ...]) -> str:
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise Unsupported(f"{path_text(path)}: text that is not valid Unicode: {error}") from None
     return text
+
+
+class _Path:
+    """A path that becomes text only in an error: most tensors have none."""
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, keys: tuple[Any, ...]) -> None:
+        self._keys = keys
+
+    def __str__(self) -> str:
+        return path_text(self._keys)
 
 
 def path_text(path: tuple[Any, ...]) -> str:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import _foreign, _native, _source, _state
+from . import _collector, _foreign, _native, _source, _state
 from ._errors import InvalidValueError
 from ._frameworks import RawTensor
 from ._native import Saved
@@ -160,9 +160,10 @@ class Store(Upkeep):
         """
         if keep_last is not None:
             keep_last = check_count("keep_last", keep_last)
-        flat = _state.flatten(state, on_unsupported)
-        blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
-        tensors = [(name, t.dtype, t.shape, [0] * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
+        with _collector.paused():
+            flat = _state.flatten(state, on_unsupported)
+            blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
+            tensors = [(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
         options = writer_options(policy, base_cache, verify_after_encode, objective, precision)
         rows = changed_row_lists(changed_rows)
         arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"), rows)

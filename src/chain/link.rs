@@ -2,6 +2,8 @@
 
 use std::sync::{Arc, OnceLock};
 
+use bytes::Bytes;
+
 use crate::commit::SnapshotRecord;
 use crate::container::CaskIndex;
 use crate::tensor::Rect;
@@ -16,6 +18,8 @@ pub(crate) struct Link {
     pub directory: Arc<Directory>,
     /// Indexes of the manifest's casks. Each is set once it has been read.
     pub indexes: Vec<OnceLock<Arc<CaskIndex>>>,
+    /// Bytes of each small cask that was read whole with its index.
+    pub small_casks: Vec<OnceLock<Bytes>>,
 }
 
 impl Link {
@@ -30,7 +34,8 @@ impl Link {
             .clause("manifest 2.4"));
         }
         let indexes = manifest.casks.iter().map(|_| OnceLock::new()).collect();
-        Ok(Self { record, manifest, directory, indexes })
+        let small_casks = manifest.casks.iter().map(|_| OnceLock::new()).collect();
+        Ok(Self { record, manifest, directory, indexes, small_casks })
     }
 
     pub(crate) fn index(&self, cask: usize) -> Option<&Arc<CaskIndex>> {

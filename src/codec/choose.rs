@@ -196,9 +196,11 @@ fn encode_best<'r>(
 ) -> Result<(&'r dyn Codec, Encoded, ChosenBy)> {
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
     let raw_bytes = cost(&[chunk.data.len() as u64]);
+    let is_tiny = raw_bytes == page_cost(1) && chunk.base.is_none() && chunk.partners.is_empty();
+    let is_candidate = |codec: &dyn Codec| codec.is_lossless() && !(is_tiny && is_futile(codec.id()));
     let mut tried: Option<(&dyn Codec, Encoded)> = None;
     if let (Some(preferred), None) = (wanted.preferred, given)
-        && let Some(codec) = registry.get(&preferred.codec).filter(|codec| codec.is_lossless() && codec.estimate(chunk).is_some())
+        && let Some(codec) = registry.get(&preferred.codec).filter(|codec| is_candidate(codec.as_ref()) && codec.estimate(chunk).is_some())
     {
         let encoded = codec.encode(chunk)?;
         let sizes = encoded.sizes();
@@ -210,7 +212,7 @@ fn encode_best<'r>(
     }
     let work = |codec: &dyn Codec| codec.cost().encode + codec.cost().decode;
     let mut candidates: Vec<(u64, f32, &dyn Codec)> = Vec::new();
-    for codec in registry.iter().filter(|codec| codec.is_lossless()) {
+    for codec in registry.iter().filter(|codec| is_candidate(codec.as_ref())) {
         let Some(pages) = codec.estimate(chunk) else { continue };
         candidates.push((cost(&pages), work(codec.as_ref()), codec.as_ref()));
     }
@@ -230,6 +232,11 @@ fn encode_best<'r>(
     };
     // An estimate may have been too low.
     if cost(&encoded.sizes()) <= raw_bytes { Ok((codec, encoded, ChosenBy::Estimate)) } else { raw() }
+}
+
+/// Whether a codec cannot beat raw on a chunk that fits one line of a page and has neither base nor partners.
+fn is_futile(codec: &str) -> bool {
+    codec.starts_with("tc.") && ![Raw::ID, "tc.constant"].contains(&codec)
 }
 
 /// Decodes the columns as a reader would, and compares the result with the source of the chunk. Returns the decoded

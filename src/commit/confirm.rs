@@ -20,7 +20,7 @@ use bytes::Bytes;
 use super::Log;
 use super::store_file::read_store_file;
 use crate::error::ResultExt;
-use crate::store::{Created, Store, concurrently};
+use crate::store::{Created, Store};
 use crate::wire::STORE_FILE;
 use crate::wire::{LogEntry, Manifest};
 use crate::{Error, ErrorKind, Result, boxed};
@@ -219,20 +219,14 @@ async fn missing(store: &Store, needs: &[Need]) -> Result<Option<Stale>> {
     }
     // Requests objects that the listing lacks, because listings may lag.
     let fits = |need: &Need, bytes: u64| need.bytes.is_none_or(|wanted| wanted == bytes);
-    let doubtful = needs.iter().filter(|need| listed.get(&need.path).is_none_or(|&bytes| !fits(need, bytes)));
-    let look = |need: &Need| {
-        let need = need.clone();
-        async move {
-            Ok(match store.objects().head_if_present(&need.path).await? {
-                None => Some(Stale::missing(&need.path, "is gone")),
-                Some(found) if !fits(&need, found.bytes) => {
-                    let what = format!("has {} bytes, {} were written", found.bytes, need.bytes.unwrap_or_default());
-                    Some(Stale::missing(&need.path, &what))
-                }
-                Some(_) => None,
-            })
+    let doubtful: Vec<&Need> = needs.iter().filter(|need| listed.get(&need.path).is_none_or(|&bytes| !fits(need, bytes))).collect();
+    let paths = doubtful.iter().map(|need| need.path.clone()).collect();
+    let sizes = store.objects().sizes(paths, CONCURRENT_REQUESTS).await?;
+    Ok(doubtful.into_iter().zip(sizes).find_map(|(need, size)| match size {
+        None => Some(Stale::missing(&need.path, "is gone")),
+        Some(bytes) if !fits(need, bytes) => {
+            Some(Stale::missing(&need.path, &format!("has {bytes} bytes, {} were written", need.bytes.unwrap_or_default())))
         }
-    };
-    let found: Vec<Option<Stale>> = concurrently(CONCURRENT_REQUESTS, doubtful.map(look)).await?;
-    Ok(found.into_iter().flatten().next())
+        Some(_) => None,
+    }))
 }

@@ -38,6 +38,11 @@ pub(crate) enum Appended {
     Refused(Stale),
 }
 
+/// Number of entries requested first in a log without a catalog. Enough for two saves: the entries `opened`, `added` and
+/// `added`, and the absent one after them.
+const FIRST_ENTRIES: u64 = 4;
+/// Number of entries requested together with a catalog. Such a log is long, and on average 32 entries follow the catalog.
+const ENTRIES_AFTER_CATALOG: u64 = 8;
 /// Number of manifests fetched at once.
 const CONCURRENT_MANIFESTS: usize = 32;
 /// Maximum number of attempts to send an entry while its outcome is unclear. The wait doubles after each attempt.
@@ -48,6 +53,9 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 impl Log {
     /// Reads the newest intact catalog and the entries after it.
+    ///
+    /// Requests few entries at first, and twice as many each time that all of them exist. Both the requests for absent
+    /// entries and the round trips stay few: at most five for the entries between two catalogs.
     #[boxed]
     pub(crate) async fn load(store: &Store) -> Result<Self> {
         let (store_file, catalogs) = tokio::join!(read_store_file(store), Catalog::list(store));
@@ -57,12 +65,12 @@ impl Log {
         for name in catalogs? {
             // The catalog's name tells its last entry, so the entries after it are requested at the same time.
             let first = Catalog::sequence_of(&name).unwrap_or_default().saturating_add(1);
-            let (catalog, entries) = tokio::join!(Catalog::read(store, &name), fetch_entries(store, first, to_next_catalog(first)));
+            let (catalog, entries) = tokio::join!(Catalog::read(store, &name), fetch_entries(store, first, ENTRIES_AFTER_CATALOG));
             match catalog {
                 Ok(state) => {
                     log.catalog = Some((state.sequence, name));
                     log.state = state;
-                    ahead = Some(entries?);
+                    ahead = Some((entries?, ENTRIES_AFTER_CATALOG));
                     break;
                 }
                 Err(e) if e.kind() == ErrorKind::Unsupported => return Err(e),
@@ -72,19 +80,19 @@ impl Log {
                 }
             }
         }
-        let entries = match ahead {
-            Some(entries) => entries,
+        let (entries, batch) = match ahead {
+            Some(ahead) => ahead,
             None => {
-                let (entries, directories) = tokio::join!(fetch_entries(store, 1, CATALOG_INTERVAL), store.objects().list("directories"));
+                let (entries, directories) = tokio::join!(fetch_entries(store, 1, FIRST_ENTRIES), store.objects().list("directories"));
                 // The directory is a hint and may be missing.
                 if let Ok([only]) = directories.as_deref() {
                     log.state.directory = only.path.rsplit('/').next().and_then(|name| Digest::from_hex(name).ok());
                 }
-                entries?
+                (entries?, FIRST_ENTRIES)
             }
         };
         if log.apply(entries)? {
-            log.refresh_by(CATALOG_INTERVAL).await?;
+            log.refresh_by(batch).await?;
         }
         Ok(log)
     }

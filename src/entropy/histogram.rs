@@ -68,7 +68,13 @@ pub(super) fn log2_ratio(bits: u32, x: u32) -> u32 {
 pub(crate) fn entropy_bits(histogram: &[u32]) -> u64 {
     let total: u64 = histogram.iter().map(|&n| u64::from(n)).sum();
     let all = u32::try_from(total).unwrap_or(u32::MAX);
-    let ideal: u64 = histogram.iter().filter(|&&n| n > 0).map(|&n| u64::from(n) * (log2(all).saturating_sub(log2(n)))).sum();
+    if all == 0 {
+        return 0;
+    }
+    let log2_of_all = log2(all);
+    // A chunk of few elements has few symbols, so most groups of counts are empty.
+    let groups = histogram.chunks(8).filter(|group| group.iter().fold(0, |any, n| any | n) > 0);
+    let ideal: u64 = groups.flatten().filter(|&&n| n > 0).map(|&n| u64::from(n) * log2_of_all.saturating_sub(log2(n))).sum();
     ideal >> 16
 }
 

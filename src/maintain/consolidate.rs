@@ -72,5 +72,5 @@ pub async fn consolidate(
     let mut user = snapshot.user().clone();
     user.remove(PolicyDecision::KEY);
     let metadata = Metadata { user, file: snapshot.metadata().clone() };
-    writer.commit(snapshot.step(), None, &prepared, &metadata).await?.done()
+    writer.commit(snapshot.step(), None, &prepared, vec![], &metadata).await?.done()
 }

@@ -1,15 +1,17 @@
 //! Blobs of a snapshot.
 
 use super::Snapshot;
+use super::execute::slice_of;
 use super::open_chain::OpenChain;
 use crate::container::{BlobEntry, PageEntry};
+use crate::error::ResultExt;
 use crate::wire::{ErrorsFile, blob_slot};
 use crate::{Blob, Error, Result, boxed};
 
 /// A blob of a snapshot, as its cask lists it.
 pub(super) struct StoredBlob {
-    /// Path of the cask.
-    pub path: String,
+    /// Number of the cask in the manifest of the newest link.
+    pub cask: usize,
     pub rank: u32,
     pub name: String,
     pub page: PageEntry,
@@ -18,8 +20,13 @@ pub(super) struct StoredBlob {
 impl StoredBlob {
     /// Reads the bytes and compares them with their checksum. An error names the blob by `label`.
     pub(super) async fn read(&self, chain: &OpenChain, label: &str) -> Result<bytes::Bytes> {
-        let bytes = chain.store.objects().get_range(&self.path, self.page.range.clone()).await?;
-        self.page.check(&bytes).map_err(|e| e.object(&self.path).tensor(label))?;
+        let link = chain.newest();
+        let path = link.manifest.casks[self.cask].path();
+        let bytes = match link.small_casks[self.cask].get() {
+            Some(whole) => slice_of(whole, &self.page.range).in_object(path.as_str())?,
+            None => chain.store.objects().get_range(&path, self.page.range.clone()).await?,
+        };
+        self.page.check(&bytes).map_err(|e| e.object(path).tensor(label))?;
         Ok(bytes)
     }
 }
@@ -73,7 +80,7 @@ pub(super) async fn stored_blobs(chain: &OpenChain) -> Result<Vec<StoredBlob>> {
             }
             let bytes = page.range.end.saturating_sub(page.range.start);
             crate::Limits::check(bytes, chain.store.limits().max_blob_bytes, "size of the blob").map_err(|e| e.tensor(name))?;
-            blobs.push(StoredBlob { path: cask.path(), rank, name: name.to_owned(), page });
+            blobs.push(StoredBlob { cask: at, rank, name: name.to_owned(), page });
         }
     }
     Ok(blobs)

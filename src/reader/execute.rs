@@ -9,6 +9,9 @@ use rayon::prelude::*;
 use super::Pages;
 use super::open_chain::OpenChain;
 use crate::chain::{Aim, Plans, Recipe, ShardPlan, Step, decode_recipe};
+use crate::container::PageEntry;
+use crate::error::ResultExt;
+use crate::limits::to_usize;
 use crate::store::concurrently;
 use crate::tensor::{ChunkGrid, Rect, Run, contiguous_runs, copy_run, element_span};
 use crate::wire::Directory;
@@ -265,7 +268,10 @@ impl OpenChain {
     /// Rebuilds the chunks of all jobs. Passes the chunks that were decoded into separate buffers to `apart`.
     async fn run(&self, shards: &[ShardPlan], jobs: Vec<Job<'_>>, mut apart: impl FnMut(Apart)) -> Result<()> {
         let mut batches = split(shards, jobs).into_iter().peekable();
-        let start = |batch: &Vec<Job<'_>>| tokio::spawn(fetch_jobs(self.store.clone(), self.wanted(batch)));
+        let start = |batch: &Vec<Job<'_>>| {
+            let steps = batch.iter().flat_map(|job| &job.recipe.ops).map(|op| &op.step);
+            tokio::spawn(PageFetch::new(self, steps, |_| true).read())
+        };
         let mut next = batches.peek().map(start);
         while let (Some(batch), Some(fetch)) = (batches.next(), next.take()) {
             let pages = fetch.await.map_err(|e| Error::new(crate::ErrorKind::Storage, format!("a fetch ended early: {e}")))??;
@@ -273,6 +279,8 @@ impl OpenChain {
             let pages_of = batch.iter().flat_map(|job| &job.recipe.ops).flat_map(|op| &op.step.entry.pages);
             let (count, bytes) = pages_of.fold((0, 0), |(count, bytes), page| (count + 1, bytes + (page.range.end - page.range.start)));
             self.count(batch.iter().map(|job| job.wanted.len() as u64).sum(), count, bytes);
+            let mut pages = pages.into_iter();
+            let pages: Vec<JobPages> = batch.iter().map(|job| pages.by_ref().take(job.recipe.ops.len()).collect()).collect();
             let decoded: Vec<Vec<Apart>> = parallel::run(|| {
                 batch.into_par_iter().zip(pages).map(|(job, pages)| self.decode(shards, job, &pages)).collect::<Result<_>>()
             })?;
@@ -307,12 +315,6 @@ impl OpenChain {
         let apart =
             made.into_iter().zip(places).filter_map(|(bytes, (shard, item))| Some(Apart { item: item?, shard, chunk, bytes: bytes? }));
         Ok(apart.collect())
-    }
-
-    /// Returns the objects and ranges of the pages of a batch, ordered by job and op.
-    fn wanted(&self, batch: &[Job<'_>]) -> Vec<Vec<(String, Vec<Range<u64>>)>> {
-        let of_step = |step: &Step| (self.path_of(step), step.entry.pages.iter().map(|page| page.range.clone()).collect());
-        batch.iter().map(|job| job.recipe.ops.iter().map(|op| of_step(&op.step)).collect()).collect()
     }
 }
 
@@ -379,29 +381,67 @@ fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
     batches
 }
 
-/// Reads the pages of a batch, ordered by job and op.
-#[boxed]
-async fn fetch_jobs(store: Store, wanted: Vec<Vec<(String, Vec<Range<u64>>)>>) -> Result<Vec<JobPages>> {
-    let flat: Vec<(String, Vec<Range<u64>>)> = wanted.iter().flatten().cloned().collect();
-    let mut pages = fetch_groups(&store, flat).await?.into_iter();
-    Ok(wanted.iter().map(|steps| pages.by_ref().take(steps.len()).collect()).collect())
+/// Pages to read: groups of ranges, each in one cask of the chain.
+pub(super) struct PageFetch {
+    store: Store,
+    casks: BTreeMap<CaskAt, CaskFetch>,
+    /// Cask and number of ranges of each group.
+    groups: Vec<(CaskAt, usize)>,
 }
 
-/// Reads groups of ranges: all ranges of an object in one fetch, several objects at once.
-#[boxed]
-pub(super) async fn fetch_groups(store: &Store, groups: Vec<(String, Vec<Range<u64>>)>) -> Result<Vec<Vec<Bytes>>> {
-    let mut objects: BTreeMap<String, Vec<Range<u64>>> = BTreeMap::new();
-    for (path, ranges) in &groups {
-        objects.entry(path.clone()).or_default().extend(ranges.iter().cloned());
+/// Numbers of a link and of a cask in its manifest.
+type CaskAt = (usize, usize);
+
+struct CaskFetch {
+    path: String,
+    /// Bytes of a cask that was read whole.
+    whole: Option<Bytes>,
+    ranges: Vec<Range<u64>>,
+}
+
+impl PageFetch {
+    /// Prepares to read the pages of steps for which `wanted` holds, one group for each step.
+    pub(super) fn new<'s>(chain: &OpenChain, steps: impl Iterator<Item = &'s Step>, wanted: impl Fn(&PageEntry) -> bool) -> Self {
+        let mut fetch = Self { store: chain.store.clone(), casks: BTreeMap::new(), groups: Vec::new() };
+        for step in steps {
+            let at = (step.link, step.cask);
+            let cask = fetch.casks.entry(at).or_insert_with(|| {
+                let whole = chain.links[step.link].0.small_casks[step.cask].get().cloned();
+                CaskFetch { path: chain.path_of(step), whole, ranges: Vec::new() }
+            });
+            let before = cask.ranges.len();
+            cask.ranges.extend(step.entry.pages.iter().filter(|page| wanted(page)).map(|page| page.range.clone()));
+            fetch.groups.push((at, cask.ranges.len() - before));
+        }
+        fetch
     }
-    let fetch = |(path, ranges): (String, Vec<Range<u64>>)| async move {
-        let bytes = store.objects().get_ranges(&path, &ranges).await?;
-        Ok((path, bytes.into_iter()))
-    };
-    let mut received: BTreeMap<String, std::vec::IntoIter<Bytes>> =
-        concurrently(CONCURRENT_OBJECTS, objects.into_iter().map(fetch)).await?.into_iter().collect();
-    Ok(groups
-        .iter()
-        .map(|(path, ranges)| received.get_mut(path).map(|bytes| bytes.by_ref().take(ranges.len()).collect()).unwrap_or_default())
-        .collect())
+
+    /// Reads all ranges of a cask in one fetch, and several casks at once. Returns the pages of each group.
+    #[boxed]
+    pub(super) async fn read(self) -> Result<Vec<Pages>> {
+        let Self { store, casks, groups } = self;
+        let fetch = |(at, cask): (CaskAt, CaskFetch)| {
+            let store = &store;
+            async move {
+                let pages = match &cask.whole {
+                    Some(whole) => cask.ranges.iter().map(|range| slice_of(whole, range)).collect::<Result<_>>().in_object(cask.path)?,
+                    None => store.objects().get_ranges(&cask.path, &cask.ranges).await?,
+                };
+                Ok((at, pages.into_iter()))
+            }
+        };
+        let mut received: BTreeMap<CaskAt, std::vec::IntoIter<Bytes>> =
+            concurrently(CONCURRENT_OBJECTS, casks.into_iter().map(fetch)).await?.into_iter().collect();
+        let pages_of = |(at, count)| received.get_mut(&at).map(|bytes| bytes.by_ref().take(count).collect()).unwrap_or_default();
+        Ok(groups.into_iter().map(pages_of).collect())
+    }
+}
+
+/// Returns a range of a cask that was read whole.
+pub(super) fn slice_of(whole: &Bytes, range: &Range<u64>) -> Result<Bytes> {
+    let (start, end) = (to_usize(range.start, "a page")?, to_usize(range.end, "a page")?);
+    match start <= end && end <= whole.len() {
+        true => Ok(whole.slice(start..end)),
+        false => Err(Error::corrupt(format!("has {} bytes, but {end} were written: truncated", whole.len())).offset(range.start)),
+    }
 }

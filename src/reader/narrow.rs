@@ -3,11 +3,12 @@
 use bytes::Bytes;
 use rayon::prelude::*;
 
-use super::execute::{ChunkItem, fetch_groups, touched};
+use super::execute::{ChunkItem, PageFetch, touched};
 use super::open_chain::OpenChain;
 use super::{ReadRequest, Snapshot};
 use crate::chain::{ShardPlan, Step};
 use crate::codec::{ChunkKind, Columns, Rounded};
+use crate::container::PageEntry;
 use crate::limits::{to_usize, zeroed};
 use crate::store::concurrently;
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
@@ -114,10 +115,10 @@ impl Bf16View<'_> {
         let elements = |wanted: &Wanted| shards[wanted.shard].grid.elements(wanted.chunk);
         let mut whole = Vec::new();
         let mut buffers = Vec::new();
-        let mut groups = Vec::new();
+        let mut steps = Vec::new();
         for wanted in &batch {
             match &wanted.rounded {
-                Some(step) => groups.push((self.chain.path_of(step), roundings(step).map(|page| page.range.clone()).collect())),
+                Some(step) => steps.push(step),
                 None => {
                     let bytes = shards[wanted.shard].grid.bytes(wanted.chunk);
                     buffers.push(zeroed(to_usize(bytes.end - bytes.start, "a chunk")?, "a chunk")?);
@@ -131,7 +132,7 @@ impl Bf16View<'_> {
         if !items.is_empty() {
             self.chain.read_chunks(items).await?;
         }
-        let pages = fetch_groups(&self.chain.store, groups).await?;
+        let pages = PageFetch::new(self.chain, steps.into_iter(), is_rounding).read().await?;
         let bytes = pages.iter().flatten().map(|page| page.len() as u64).sum();
         self.chain.count(pages.len() as u64, pages.iter().map(|pages| pages.len() as u64).sum(), bytes);
         let (mut pages, mut buffers) = (pages.into_iter(), buffers.into_iter());
@@ -171,8 +172,12 @@ enum Source<'a> {
 }
 
 /// Returns the pages of a chunk that hold its roundings.
-fn roundings(step: &Step) -> impl Iterator<Item = &crate::container::PageEntry> {
-    step.entry.pages.iter().filter(|page| Rounded::ROUNDINGS.contains(&page.column.as_str()))
+fn roundings(step: &Step) -> impl Iterator<Item = &PageEntry> {
+    step.entry.pages.iter().filter(|page| is_rounding(page))
+}
+
+fn is_rounding(page: &PageEntry) -> bool {
+    Rounded::ROUNDINGS.contains(&page.column.as_str())
 }
 
 fn decode_pages(step: &Step, pages: &[Bytes], out: &mut [u8]) -> Result<()> {

@@ -2,13 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use bytes::Bytes;
 
 use crate::chain::{Link, Rows, ShardPlan, Step, chain_of, check_link};
 use crate::commit::{LogState, SnapshotRecord, read_manifest};
 use crate::container::{CaskIndex, IndexDecoder, Progress};
 use crate::error::ResultExt;
+use crate::limits::to_usize;
 use crate::store::concurrently;
 use crate::tensor::Rect;
 use crate::wire::{CaskRef, Digest, Directory, Id, Manifest};
@@ -42,6 +45,8 @@ pub(super) struct ReadCounters {
 
 /// Number of objects read at once while a snapshot is opened.
 const CONCURRENT_REQUESTS: usize = 16;
+/// Cask size up to which the whole cask is read with its index. One request then replaces two.
+const SMALL_CASK_BYTES: u64 = 256 << 10;
 /// Index size above which the root is read first and the parts when they are needed.
 const WHOLE_INDEX_BYTES: u64 = 1 << 20;
 
@@ -100,8 +105,11 @@ impl OpenChain {
             let index = match self.store.caches().index(wanted).filter(|_| remembered) {
                 Some(index) => index,
                 None => {
-                    let index = Arc::new(read_index(&self.store, wanted).await?);
+                    let (index, small_cask) = read_cask(&self.store, wanted).await?;
+                    let index = Arc::new(index);
                     self.store.caches().keep_index(wanted, index.clone());
+                    // Fails only if a concurrent reader has set the same bytes.
+                    let _ = small_cask.map(|bytes| link.small_casks[cask].set(bytes));
                     index
                 }
             };
@@ -142,6 +150,21 @@ impl OpenChain {
             .flat_map(|(cask, parts)| parts.into_iter().map(move |(part, range)| (link, cask, part, range)))
             .collect();
         self.load_parts(parts).await
+    }
+
+    /// Returns a chain that reads pages from the store, even if an earlier read fetched their whole cask.
+    pub(super) fn without_small_casks(&self) -> Self {
+        let link = |link: &SharedLink| {
+            let link = &link.0;
+            SharedLink(Arc::new(Link {
+                record: link.record.clone(),
+                manifest: link.manifest.clone(),
+                directory: link.directory.clone(),
+                indexes: link.indexes.clone(),
+                small_casks: link.manifest.casks.iter().map(|_| OnceLock::new()).collect(),
+            }))
+        };
+        Self { links: self.links.iter().map(link).collect(), ..self.clone() }
     }
 
     /// Returns the links, newest first.
@@ -211,18 +234,26 @@ pub(crate) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<
 }
 
 /// Reads the index of a cask and compares it with the manifest.
-#[boxed]
 pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskIndex> {
+    Ok(read_cask(store, cask).await?.0)
+}
+
+/// Reads the index of a cask and compares it with the manifest. Also returns the whole cask if it is small. Its pages
+/// are not checked yet.
+#[boxed]
+async fn read_cask(store: &Store, cask: &CaskRef) -> Result<(CaskIndex, Option<Bytes>)> {
     let path = cask.path();
     let read = async {
         let mut decoder = IndexDecoder::new(cask.id, cask.bytes, store.limits().clone());
         let first = if cask.bytes - cask.index_offset <= WHOLE_INDEX_BYTES { cask.index_offset } else { cask.root_offset };
         crate::Limits::check(cask.bytes - first, store.limits().max_index_bytes, "size of the index")?;
-        let tail = store.objects().get_range(&path, first..cask.bytes).await.map_err(|e| match e.kind() {
+        let is_small = cask.bytes <= SMALL_CASK_BYTES;
+        let start = if is_small { 0 } else { first };
+        let read = store.objects().get_range(&path, start..cask.bytes).await.map_err(|e| match e.kind() {
             crate::ErrorKind::NotFound => Error::corrupt("a cask of a committed snapshot is missing").clause("manifest 2.3"),
             _ => e,
         })?;
-        decoder.push(first, tail)?;
+        decoder.push(first, read.slice(to_usize(first - start, "an offset")?..))?;
         let index = loop {
             match decoder.poll()? {
                 Progress::Done(index) => break index,
@@ -236,7 +267,7 @@ pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskInde
         if file.digest != cask.digest || file.index_offset != cask.index_offset || file.root_offset != cask.root_offset {
             return Err(Error::corrupt("is not the cask that the manifest names: its digest differs").clause("manifest 2.3"));
         }
-        Ok(index)
+        Ok((index, is_small.then_some(read)))
     };
     read.await.in_object(path.as_str())
 }

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::execute::{ChunkItem, fetch_groups};
+use super::execute::{ChunkItem, PageFetch};
 use super::open_chain::OpenChain;
 use super::{Pages, Snapshot};
 use crate::chain::{ChunkPlan, ShardPlan, Step};
@@ -158,10 +158,7 @@ impl Update<'_> {
                 Way::Rebuild => rebuild.push((work, held)),
             }
         }
-        let groups = advance.iter().flat_map(|(_, steps, _)| {
-            steps.iter().map(|step| (self.chain.path_of(step), step.entry.pages.iter().map(|page| page.range.clone()).collect()))
-        });
-        let mut pages = fetch_groups(&self.chain.store, groups.collect()).await?.into_iter();
+        let mut pages = PageFetch::new(self.chain, advance.iter().flat_map(|(_, steps, _)| steps), |_| true).read().await?.into_iter();
         for (work, steps, mut held) in advance {
             let plan = &self.shards[work.shard];
             let pages: Vec<Pages> = pages.by_ref().take(steps.len()).collect();

@@ -1,10 +1,12 @@
 //! Operations on whole small objects: get, create, list, delete.
 
+use std::io::Read;
+
 use bytes::Bytes;
 use futures::TryStreamExt;
 use object_store::{ObjectStoreExt, PutMode, PutOptions, PutPayload};
 
-use super::{Medium, Objects};
+use super::{Medium, Objects, concurrently};
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
 /// Outcome of a put-if-absent.
@@ -31,7 +33,14 @@ impl Objects {
     #[boxed]
     pub(crate) async fn get(&self, object: &str, max_bytes: u64) -> Result<Bytes> {
         self.counters.add(1, 0, 0);
-        let result = self.client()?.get(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
+        let client = self.client()?;
+        if let Medium::Local(root) = &self.medium {
+            let (path, object) = (root.join(object), object.to_owned());
+            let bytes = blocking(object.clone(), move || read_file(&path, &object, max_bytes)).await?;
+            self.counters.add(0, bytes.len() as u64, 0);
+            return Ok(bytes);
+        }
+        let result = client.get(&self.path(object)).await.map_err(|e| Error::storage(object, e))?;
         Limits::check(result.meta.size, max_bytes, "size of the object").map_err(|e| e.object(object))?;
         let declared = result.meta.size;
         let bytes = result.bytes().await.map_err(|e| Error::storage(object, e))?;
@@ -175,6 +184,18 @@ impl Objects {
         Ok(names)
     }
 
+    /// Returns the sizes of objects, or `None` for those that do not exist. Sends `limit` requests at once.
+    #[boxed]
+    pub(crate) async fn sizes(&self, objects: Vec<String>, limit: usize) -> Result<Vec<Option<u64>>> {
+        if let Medium::Local(root) = &self.medium {
+            self.counters.add(objects.len() as u64, 0, 0);
+            let root = root.clone();
+            return blocking(self.url.clone(), move || objects.iter().map(|object| file_bytes(&root.join(object), object)).collect()).await;
+        }
+        let size = |object: String| async move { Ok(self.head_if_present(&object).await?.map(|found| found.bytes)) };
+        concurrently(limit, objects.into_iter().map(size)).await
+    }
+
     /// Returns size and time of an object, or `None` if it does not exist.
     pub(crate) async fn head_if_present(&self, object: &str) -> Result<Option<Listed>> {
         match self.head(object).await {
@@ -211,6 +232,35 @@ impl Objects {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(e) => Err(Error::storage(object, e)),
         }
+    }
+}
+
+/// Runs work on local files on a thread that may wait. One hop to such a thread takes longer than most requests.
+async fn blocking<T: Send + 'static>(object: String, work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|e| Err(Error::new(ErrorKind::Storage, format!("a task for local files ended early: {e}")).object(object)))
+}
+
+/// Reads a file of at most `max_bytes`.
+fn read_file(path: &std::path::Path, object: &str, max_bytes: u64) -> Result<Bytes> {
+    let fail = |e: std::io::Error| match e.kind() {
+        std::io::ErrorKind::NotFound => Error::not_found("no such object").object(object).source(e),
+        _ => Error::io(object, e),
+    };
+    let mut file = std::fs::File::open(path).map_err(fail)?;
+    let declared = file.metadata().map_err(fail)?.len();
+    Limits::check(declared, max_bytes, "size of the object").map_err(|e| e.object(object))?;
+    let mut bytes = crate::limits::zeroed(crate::limits::to_usize(declared, "an object")?, "an object")?;
+    file.read_exact(&mut bytes).map_err(fail)?;
+    Ok(bytes.into())
+}
+
+fn file_bytes(path: &std::path::Path, object: &str) -> Result<Option<u64>> {
+    match std::fs::metadata(path) {
+        Ok(found) if found.is_file() => Ok(Some(found.len())),
+        Ok(_) => Ok(None),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::io(object, e)),
     }
 }
 

@@ -101,6 +101,11 @@ impl Upload {
         Ok(())
     }
 
+    /// Whether nothing was sent yet, and one request will send the whole object.
+    pub(crate) fn is_one_request(&self) -> bool {
+        self.multipart.is_none()
+    }
+
     /// Sends the rest and publishes the object.
     #[boxed]
     pub(crate) async fn finish(mut self) -> Result<()> {

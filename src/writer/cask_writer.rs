@@ -1,8 +1,9 @@
 //! One cask on its way into a store: encoded chunks and blobs are appended in cask order and uploaded as they come. The
 //! save pipeline and compaction both write their casks through this module.
 //!
-//! Invariants: a cask gets a random name and is published by [`CaskWriter::finish`] alone; without it nothing exists in
-//! the store. The stored bytes depend on the chunks, the options and the cask's id, and on nothing else.
+//! Invariants: a cask gets a random name. Only [`CaskWriter::finish`], or [`Upload::finish`] after [`CaskWriter::seal`],
+//! publishes it; without that nothing exists in the store. The stored bytes depend on the chunks, the options and the
+//! cask's id, and on nothing else.
 
 use bytes::Bytes;
 
@@ -117,12 +118,18 @@ impl CaskWriter {
     }
 
     /// Writes the index and publishes the cask.
-    #[boxed]
     pub(crate) async fn finish(self) -> Result<CaskRef> {
+        let (cask, upload) = self.seal().await?;
+        upload.finish().await?;
+        Ok(cask)
+    }
+
+    /// Writes the index. The caller publishes the cask with [`Upload::finish`].
+    #[boxed]
+    pub(crate) async fn seal(self) -> Result<(CaskRef, Upload)> {
         let Self { slot, encoder, mut upload, .. } = self;
         let (rest, receipt) = encoder.finish()?;
         upload.push(rest).await?;
-        upload.finish().await?;
-        Ok(receipt.in_slot(slot))
+        Ok((receipt.in_slot(slot), upload))
     }
 }

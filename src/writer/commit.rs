@@ -1,8 +1,8 @@
 //! The commit side of a writer: opens a store for writing, and commits the casks that a save or the ranks have
 //! uploaded.
 //!
-//! A commit writes directory, manifest and log entry, in this order. Creating the entry is the commit; before it
-//! nothing exists for readers.
+//! A commit writes small casks, directory and manifest, all at once, and then the log entry. Creating the entry is the
+//! commit; before it nothing exists for readers, so the order of the other objects does not matter.
 //!
 //! Invariants: a writer that another job fenced commits nothing. A commit is confirmed against the store as it is at
 //! that moment: the log and all objects that the snapshot needs must be there. After an unknown outcome nothing is
@@ -12,13 +12,13 @@ use std::collections::BTreeMap;
 
 use super::changed_rows::ChangedRows;
 use super::parent::{Parent, is_damage};
-use super::pipeline::SavePipeline;
+use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Writer, WriterOptions};
 use crate::chain::{DecisionReason, PolicyDecision, chain_of};
 use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
-use crate::store::{Created, probe};
+use crate::store::{Created, Upload, probe};
 use crate::wire::{CaskRef, Digest, Event, Id, Manifest, STORE_FILE, StoreFile};
 use crate::{Blob, Error, ErrorKind, Result, RoundingReport, Store, boxed};
 
@@ -178,13 +178,15 @@ impl Writer {
         }
     }
 
-    /// Writes directory and manifest, then commits the entry that makes them exist.
+    /// Writes the unpublished casks, the directory and the manifest, all at once. Then commits the entry that makes them
+    /// exist.
     #[boxed]
     pub(crate) async fn commit(
         &mut self,
         step: u64,
         parent: Option<&Parent>,
         prepared: &Prepared<'_>,
+        unpublished: Vec<Upload>,
         metadata: &Metadata,
     ) -> Result<Commit> {
         let Prepared { directory, tensor_bytes, content, blobs, decision, age, .. } = prepared;
@@ -206,11 +208,17 @@ impl Writer {
         // Readers must accept the manifest: it may exceed a limit, or user metadata may be nested too deep.
         Manifest::decode(&bytes, store.limits())
             .map_err(|e| Error::invalid(format!("the manifest would not be readable: {}", e.message())).source(e))?;
-        if self.durable_directory != Some(digest) {
-            store.objects().put_content_addressed(&format!("directories/{digest}"), directory.clone().into()).await?;
-            self.durable_directory = Some(digest);
-        }
-        store.objects().create_unique(&manifest.path(), bytes.into()).await?;
+        let is_durable = self.durable_directory == Some(digest);
+        let write_directory = async {
+            match is_durable {
+                true => Ok(()),
+                false => store.objects().put_content_addressed(&format!("directories/{digest}"), directory.clone().into()).await,
+            }
+        };
+        let path = manifest.path();
+        let written = tokio::join!(publish(unpublished), write_directory, store.objects().create_unique(&path, bytes.into()));
+        let ((), (), ()) = (written.0?, written.1?, written.2?);
+        self.durable_directory = Some(digest);
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
         let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.pipeline.options.age_floor);

@@ -32,9 +32,12 @@ use super::window::{EncodedWindow, WindowChunks, encode_window};
 use super::{BaseKeeping, WriterOptions};
 use crate::chain::{Policy, content_digests};
 use crate::precision::Setting;
-use crate::store::PartBudget;
+use crate::store::{PartBudget, Upload, concurrently};
 use crate::wire::{CaskRef, Digest, Directory, ErrorsFile, blob_slot};
 use crate::{AheadUploads, Error, Result, Store, boxed};
+
+/// Maximum number of casks that are published at once.
+const MAX_CASKS_AT_ONCE: usize = 8;
 
 /// Encodes and uploads one state at a time, and keeps what the next delta needs.
 #[derive(Debug)]
@@ -51,9 +54,11 @@ pub(super) struct SavePipeline {
     pub ahead: Option<AheadUploads>,
 }
 
-/// Result of a run of the pipeline: all casks are uploaded, and nothing is committed.
+/// Result of a run of the pipeline: all casks are uploaded or ready for one last request, and nothing is committed.
 pub(super) struct UploadedCasks {
     pub casks: Vec<CaskRef>,
+    /// Small casks that are still to be published. The commit sends them together with its other objects.
+    pub unpublished: Vec<Upload>,
     /// Number of chunks by codec id, or `unchanged`.
     pub chunk_counts: BTreeMap<String, u64>,
     /// CRC-32 of decoded chunks, by tensor, shard and chunk.
@@ -66,7 +71,12 @@ pub(super) struct UploadedCasks {
 impl UploadedCasks {
     fn new(layout: &StateLayout<'_>, next_base: Option<NextBase>) -> Self {
         let crcs = layout.tensors.iter().map(|tensor| tensor.shards.iter().map(|_| Vec::new()).collect()).collect();
-        Self { casks: vec![], chunk_counts: BTreeMap::new(), crcs, next_base, rounding: RoundingRecord::default() }
+        Self { casks: vec![], unpublished: vec![], chunk_counts: BTreeMap::new(), crcs, next_base, rounding: RoundingRecord::default() }
+    }
+
+    /// Publishes the casks that are still to be published, all at once.
+    pub(super) async fn publish(&mut self) -> Result<()> {
+        publish(std::mem::take(&mut self.unpublished)).await
     }
 
     /// Content digests by role, for the stored form of the state's directory.
@@ -202,16 +212,24 @@ impl SaveRun<'_> {
         }
     }
 
-    /// Appends the blobs and publishes the casks, by slot. If nothing in a slot changed, a delta has no cask for it.
+    /// Appends the blobs and the indexes, by slot, and publishes the large casks, all at once. If nothing in a slot
+    /// changed, a delta has no cask for it.
     async fn finish(mut self) -> Result<UploadedCasks> {
+        let mut large = Vec::new();
         for (slot, mut cask) in std::mem::take(&mut self.casks) {
             for (rank, name, bytes) in self.blobs_of_slot(slot)? {
                 cask.append_blob(rank, &name, bytes).await?;
             }
             if !cask.is_empty() || self.input.parent.is_none() {
-                self.uploaded.casks.push(cask.finish().await?);
+                let (cask, upload) = cask.seal().await?;
+                match upload.is_one_request() {
+                    true => self.uploaded.unpublished.push(upload),
+                    false => large.push(upload),
+                }
+                self.uploaded.casks.push(cask);
             }
         }
+        publish(large).await?;
         Ok(self.uploaded)
     }
 
@@ -229,6 +247,11 @@ impl SaveRun<'_> {
         }
         Ok(blobs)
     }
+}
+
+/// Publishes casks, all at once.
+pub(super) async fn publish(uploads: Vec<Upload>) -> Result<()> {
+    concurrently(MAX_CASKS_AT_ONCE, uploads.into_iter().map(Upload::finish)).await.map(|_: Vec<()>| ())
 }
 
 impl From<&WriterOptions> for EncodeOptions {

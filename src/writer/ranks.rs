@@ -108,7 +108,7 @@ impl RankWriter {
             None => None,
         };
         self.promote_pending(parent.as_ref());
-        let uploaded = loop {
+        let mut uploaded = loop {
             match self.pipeline.write_casks(&layout, parent.as_ref()).await {
                 Ok(uploaded) => break uploaded,
                 Err(error) => {
@@ -121,6 +121,11 @@ impl RankWriter {
                 }
             }
         };
+        if let Err(error) = uploaded.publish().await {
+            // The failed attempt may have released shards of the old base.
+            self.pipeline.base.clear();
+            return Err(error);
+        }
         let tensors = layout.tensors.iter().zip(&uploaded.crcs).map(|(tensor, crcs)| {
             let description = &tensor.description;
             let shards = tensor.shards.iter().zip(crcs).map(|(view, crcs)| ReceiptShard {

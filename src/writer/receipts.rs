@@ -90,11 +90,11 @@ impl Writer {
         let tensor_bytes = merged.tensor_bytes;
         let prepared =
             Prepared { directory, tensor_bytes, casks, content, blobs: None, chunk_counts: BTreeMap::new(), rounding: None, decision, age };
-        match self.commit(step, parent.as_ref(), &prepared, metadata).await? {
+        match self.commit(step, parent.as_ref(), &prepared, vec![], metadata).await? {
             // The log was replaced after `decide`. A base needs no other snapshot, so it is committed to the new log.
             Commit::Stale(stale) if stale.replaced && parent.is_none() => {
                 self.restart_in_replaced_store(&stale.error).await?;
-                self.commit(step, None, &prepared, metadata).await?.done()
+                self.commit(step, None, &prepared, vec![], metadata).await?.done()
             }
             Commit::Stale(stale) => {
                 let message = format!("{}. Save the step again, on all ranks", stale.error.message());

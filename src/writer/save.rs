@@ -112,7 +112,7 @@ impl Writer {
             decision,
             age,
         };
-        let committed = self.commit(step, parent, &prepared, metadata).await?;
+        let committed = self.commit(step, parent, &prepared, uploaded.unpublished, metadata).await?;
         if let Commit::Done(saved) = &committed {
             if let Some(next_base) = uploaded.next_base {
                 self.pipeline.base.promote(saved.id, next_base);

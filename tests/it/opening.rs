@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::common::wrap;
+use crate::common::{noise, wrap};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
@@ -24,6 +24,32 @@ async fn requests_to_open(objects: &Arc<InMemory>, step: u64) -> u64 {
     let store = wrap(objects.clone());
     assert_eq!(store.snapshot(Latest).await.unwrap().step(), step);
     store.io().requests
+}
+
+/// A reader of a short log asks for few entries that do not exist, in memory and on local disk.
+#[tokio::test]
+async fn a_few_elements_take_few_requests() {
+    let folder = tempfile::tempdir().unwrap();
+    let local = folder.path().join("run").to_str().unwrap().to_owned();
+    for url in ["memory://few-requests", &local] {
+        // The memory of a store lives as long as one of its handles.
+        let first = Store::open(url).unwrap();
+        let mut writer = first.writer(Policy::Intermittent { every: 8 }).await.unwrap();
+        let mut step = 0;
+        for (commits, most) in [(1, 10), (2, 12), (69, 16), (199, 32)] {
+            while step < commits {
+                save(&mut writer, step).await;
+                step += 1;
+            }
+            let store = Store::open(url).unwrap();
+            let snapshot = store.snapshot(Latest).await.unwrap();
+            let opened = store.io().requests;
+            let slice = Slice::ranges(&[0..1, 0..8]);
+            assert_eq!(snapshot.read("model.w", &slice).await.unwrap().data[0], (commits - 1) as u8);
+            let all = store.io().requests;
+            assert!(all <= most, "{commits} commits in {url}: {opened} requests to open, {all} in all");
+        }
+    }
 }
 
 /// At most 63 entries follow the newest catalog.
@@ -139,6 +165,7 @@ async fn the_first_rows_arrive_within_five_rounds() {
         })
         .await;
         assert_eq!(rows.data, row(last, 0)[..64]);
+        // Small casks are read whole, so a round brings both the index and the pages.
         assert!(rounds <= 5, "{rounds} rounds with {ranks} ranks and {commits} commits");
         // store.json, two listings (or a listing and a catalog), entries, two manifests, a directory, an index and
         // pages of each link.
@@ -160,9 +187,35 @@ async fn an_index_is_read_once() {
         snapshot.read("model.w", &Slice::rows(0..1)).await.unwrap();
         store.io().requests - before
     };
-    assert_eq!(read(&store).await, 4, "an index and a page of each of two links");
+    assert_eq!(read(&store).await, 2, "the whole of two small casks");
     assert_eq!(read(&store).await, 2, "pages only");
     let options = tensorcask::StoreOptions { index_cache_bytes: 0, ..Default::default() };
     let forgetful = Store::with_object_store(objects, Default::default(), options);
-    assert_eq!((read(&forgetful).await, read(&forgetful).await), (4, 4), "nothing is kept beyond the bound");
+    assert_eq!((read(&forgetful).await, read(&forgetful).await), (2, 2), "nothing is kept beyond the bound");
+    // Of a large cask, an index and a page are read.
+    let objects = Arc::new(InMemory::new());
+    let noise = noise(1, 1 << 20);
+    let state = [TensorView::new("model.w", Dtype::U8, &[1 << 20], &noise).unwrap()];
+    let mut writer = wrap(objects.clone()).writer(Policy::Full).await.unwrap();
+    writer.save(2, &state, &[], &Metadata::default()).await.unwrap();
+    let store = wrap(objects);
+    assert_eq!((read(&store).await, read(&store).await), (2, 1));
+}
+
+/// The casks, the manifest and the directory of a save are written at once.
+#[tokio::test(start_paused = true)]
+async fn a_delta_is_saved_within_five_rounds() {
+    let mut taken = Vec::new();
+    for saves in [2, 3] {
+        let (rounds, ..) = rounds(&Arc::new(InMemory::new()), async |store| {
+            let mut writer = store.writer(Policy::Intermittent { every: 100 }).await.unwrap();
+            for step in 0..saves {
+                save(&mut writer, step).await;
+            }
+        })
+        .await;
+        taken.push(rounds);
+    }
+    // The newest entry, the manifest of the parent, the objects, the check of the store, and the entry.
+    assert!(taken[1] - taken[0] <= 5, "{taken:?} rounds of two and of three saves");
 }
