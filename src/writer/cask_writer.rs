@@ -2,8 +2,7 @@
 //! save pipeline and compaction both write their casks through this module.
 //!
 //! Invariants: a cask gets a random name. Only [`CaskWriter::finish`], or [`Upload::finish`] after [`CaskWriter::seal`],
-//! publishes it; without that nothing exists in the store. The stored bytes depend on the chunks, the options and the
-//! cask's id, and on nothing else.
+//! publishes it; without that nothing exists in the store.
 
 use bytes::Bytes;
 

@@ -5,8 +5,8 @@
 //! is tried first for the next chunks, and kept if the result is about as small as expected. Every 16th chunk of a
 //! family is estimated by all codecs again.
 //!
-//! Invariant: the choices depend on the states that were saved before and on the order of chunks, not on timing or on
-//! the number of threads.
+//! Invariant: a choice is learned from whole windows, in the order of chunks, never from a chunk of the same window. So it
+//! does not depend on the number of threads.
 
 use std::collections::HashMap;
 

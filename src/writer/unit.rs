@@ -3,7 +3,8 @@
 //! Codecs may use other chunks of the unit as partners. [`encode_unit`] encodes a chunk after its partners and passes
 //! their *decoded* bytes, as a reader will have them. So a tensor that changes during a save cannot pass.
 //!
-//! Invariant: the result depends on the chunks and the options alone, so units can be encoded in any order.
+//! Invariant: units can be encoded in any order. What a unit decodes to does not depend on other units. Which codec wins,
+//! and with which coefficients, may: a codec tries the coefficients first that it found for another chunk.
 
 use super::cask_writer::{ChunkPlace, EncodeOptions};
 use crate::codec::{Candidate, Chosen, Chunk, ChunkKind, EncodedChunk, Partner, Preferred, Registry, Wanted, encode_given};
