@@ -5,8 +5,9 @@
 //! quotient of a few precise elements is a proposal, and the proposal under which most of the other elements are close
 //! to short mantissas wins. Its neighbours are then compared by the mean length of the gradients that they give.
 //!
-//! Gradients that were computed in binary32 are not short. The search fails, and is repeated only after 1, 2, 4, ...
-//! further chunks. What was found before is tried on every chunk.
+//! Gradients that were computed in binary32 are not short. The search fails, and is repeated only after 2, 16, 128, ...
+//! further chunks, each time with another beta beside the usual one: most of the cost is the search for a factor. What was
+//! found before is tried on every chunk.
 
 use super::Squared;
 use crate::kernels::digits::{ESCAPE, shape};
@@ -19,16 +20,41 @@ use crate::kernels::replay::Square;
 pub(super) struct Search {
     firsts: Vec<First>,
     seconds: Vec<Second>,
-    /// Number of chunks to pass over before the next search, and at its next failure.
+    of_firsts: Pace,
+    of_seconds: Pace,
+}
+
+/// Pace of searches that fail.
+#[derive(Debug, Default)]
+struct Pace {
+    /// Number of chunks to pass over before the next search, and after its failure.
     wait: u32,
     next_wait: u32,
+    failures: usize,
+}
+
+impl Pace {
+    /// Whether it is time for a search.
+    fn is_due(&mut self) -> bool {
+        let is_due = self.wait == 0;
+        self.wait = self.wait.saturating_sub(1);
+        is_due
+    }
+
+    fn fail(&mut self) {
+        self.next_wait = self.next_wait.saturating_mul(8).clamp(LEAST_CHUNKS_TO_WAIT, MOST_CHUNKS_TO_WAIT);
+        self.wait = self.next_wait;
+        self.failures = self.failures.wrapping_add(1);
+    }
 }
 
 const REMEMBERED: usize = 8;
-const MOST_CHUNKS_TO_WAIT: u32 = 64;
+const LEAST_CHUNKS_TO_WAIT: u32 = 2;
+const MOST_CHUNKS_TO_WAIT: u32 = 4096;
 
-/// Bits by which gradients must be shorter than under a wrong clip factor.
-const GAIN: f64 = 1.0;
+/// Bits by which gradients must be shorter than under a wrong clip factor. Gradients of binary32 are shorter by up to two
+/// bits under the factor 1, which is their own.
+const GAIN: f64 = 3.0;
 
 /// Returns the elements of a search: stretches of one cache line at equal distances.
 fn glance(data: &[u8], stretches: usize) -> Vec<u8> {
@@ -57,34 +83,21 @@ fn is_short(before: &[u8], now: &[u8], by: First) -> bool {
 }
 
 impl Search {
-    pub(super) fn first(&mut self, before: &[u8], now: &[u8]) -> Option<First> {
+    /// Returns the best of the steps that were found before, if it makes gradients short.
+    fn known(&self, before: &[u8], now: &[u8]) -> Option<First> {
         let (few_before, few_now) = (glance(before, 32), glance(now, 32));
         let score = |by: &First| (mean_length(&few_before, &few_now, *by), *by);
         let best = self.firsts.iter().map(score).reduce(|a, b| if b.0 < a.0 { b } else { a });
-        if let Some((_, known)) = best.filter(|(_, known)| is_short(&few_before, &few_now, *known)) {
-            return Some(known);
-        }
-        if self.wait > 0 {
-            self.wait -= 1;
-            return None;
-        }
-        match search(&glance(before, 256), &glance(now, 256)) {
-            Some(found) => {
-                (self.wait, self.next_wait) = (0, 0);
-                self.firsts.insert(0, found);
-                self.firsts.truncate(REMEMBERED);
-                Some(found)
-            }
-            None => {
-                self.next_wait = (2 * self.next_wait).clamp(1, MOST_CHUNKS_TO_WAIT);
-                self.wait = self.next_wait;
-                None
-            }
-        }
+        best.map(|(_, known)| known).filter(|known| is_short(&few_before, &few_now, *known))
+    }
+
+    pub(super) fn first(&mut self, before: &[u8], now: &[u8]) -> Option<First> {
+        self.known(before, now).or_else(|| search_paced(&mut self.of_firsts, &mut self.firsts, before, now))
     }
 
     pub(super) fn second(&mut self, inputs: Squared<'_>, data: &[u8]) -> Option<(First, Second, usize)> {
-        let first = self.first(inputs.before, inputs.now)?;
+        let known = self.known(inputs.before, inputs.now);
+        let first = known.or_else(|| search_paced(&mut self.of_seconds, &mut self.firsts, inputs.before, inputs.now))?;
         let [base, before, now, data] = [inputs.base, inputs.before, inputs.now, data].map(|data| glance(data, 64));
         let mut quotients = vec![0; now.len()];
         kernel::shorten(&before, &now, first, &mut quotients);
@@ -148,11 +161,28 @@ fn candidates(beta: f64) -> [f64; 2] {
     [beta, beta]
 }
 
-/// Usual first betas.
+/// Usual first betas, the most usual first.
 const BETAS: [f64; 5] = [0.9, 0.95, 0.8, 0.98, 0.99];
 
-fn search(before: &[u8], now: &[u8]) -> Option<First> {
-    for beta in BETAS {
+/// Searches for a step, if it is time for a search, and remembers it.
+fn search_paced(pace: &mut Pace, firsts: &mut Vec<First>, before: &[u8], now: &[u8]) -> Option<First> {
+    if !pace.is_due() {
+        return None;
+    }
+    let [usual, others @ ..] = BETAS;
+    let other = others.get(pace.failures % others.len()).copied().unwrap_or(usual);
+    let Some(found) = search(&glance(before, 256), &glance(now, 256), [usual, other]) else {
+        pace.fail();
+        return None;
+    };
+    *pace = Pace::default();
+    firsts.insert(0, found);
+    firsts.truncate(REMEMBERED);
+    Some(found)
+}
+
+fn search(before: &[u8], now: &[u8], betas: [f64; 2]) -> Option<First> {
+    for beta in betas {
         let weight = (1.0 - beta) as f32;
         let first = First { blend: Blend::Fused, decay: beta as f32, weight, clip: 1.0 };
         let (few_before, few_now) = (cut(before), cut(now));
