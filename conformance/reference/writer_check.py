@@ -171,7 +171,9 @@ def check_step(store: Store, step: int, state: State, metadata: dict[str, str], 
         _, ours, shape, data = state[name]
         expect((tensor.dtype.name, list(tensor.shape)) == (ours, shape), f"{name!r}: dtype or shape")
         expect(store.tensor(step, name) == data, f"{name!r}: bytes")
-    expect((snapshot.manifest["metadata"], snapshot.manifest["user"]) == (metadata, user), "metadata or user")
+    # Keys that begin with `tc.` are the writer's own.
+    own_user = {key: value for key, value in snapshot.manifest["user"].items() if not key.startswith("tc.")}
+    expect((snapshot.manifest["metadata"], own_user) == (metadata, user), "metadata or user")
     blobs = [cask.page(page) for cask in snapshot.casks.values() for _, name, page in cask.blobs if name != ERRORS]
     expect(blobs == ([] if blob is None else [blob]), "blobs")
 

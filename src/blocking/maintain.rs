@@ -1,4 +1,4 @@
-//! Blocking [`maintain`](crate::maintain).
+//! Blocking [`crate::maintain`].
 
 use super::Store;
 pub use crate::maintain::{
