@@ -275,9 +275,9 @@ impl Codec for Gradient {
     }
 
     fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
-        let wanted = if role == SECOND { COLUMNS_OF_SECOND[0] } else { COLUMNS_OF_FIRST[0] };
+        let other = if role == SECOND { COLUMNS_OF_FIRST[0] } else { COLUMNS_OF_SECOND[0] };
         match names.first() {
-            Some(first) if *first != wanted => {
+            Some(first) if *first == other => {
                 Err(Error::corrupt(format!("columns {} in a chunk of role `{role}`", names.join(", "))).clause("gradient 2"))
             }
             _ => Ok(()),

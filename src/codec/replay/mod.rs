@@ -221,9 +221,9 @@ impl Codec for Replay {
     }
 
     fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
-        let wanted = if role == "master" { COLUMNS_OF_STEP[0] } else { COLUMNS_OF_MOMENT[0] };
+        let other = if role == "master" { COLUMNS_OF_MOMENT[0] } else { COLUMNS_OF_STEP[0] };
         match names.first() {
-            Some(first) if *first != wanted => {
+            Some(first) if *first == other => {
                 Err(Error::corrupt(format!("columns {} in a chunk of role `{role}`", names.join(", "))).clause("replay 2"))
             }
             _ => Ok(()),
