@@ -4,10 +4,12 @@
 //! elements. The caller sizes the buffer that [`Codec::decode`] fills. A [`Registry`] is a value passed to writers and
 //! readers, so a program can add codecs without a process-wide table.
 
+mod adam;
 mod bitmask;
 mod blockwise;
 mod candidate;
 mod choose;
+mod classes;
 mod cluster;
 mod constant;
 mod factored;
@@ -23,6 +25,7 @@ mod raw;
 mod registry;
 mod remainder;
 mod replay;
+mod residual;
 mod rounded;
 mod rows;
 mod terms;

@@ -8,12 +8,13 @@
 //! Source: ours: an update moves a weight by a number of ulps that depends on the weight's exponent, so tokens of
 //!         similar exponents share a code
 
+use super::classes::{self, Base, Clauses};
+use super::residual::TokenClasses;
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
-use crate::entropy::{self, Histogram, entropy_bits};
+use crate::entropy::{self, entropy_bits};
 use crate::kernels::bytes;
 use crate::kernels::ordered::{self as kernel, Exponent, MAX_CLASSES};
-use crate::kernels::part::Parted;
-use crate::spare::{self, Spare};
+use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
 /// Stores how many representable numbers lie between each element and its value in the parent snapshot.
@@ -30,8 +31,7 @@ use crate::{Dtype, Error, Result};
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Ordered;
 
-/// Greatest number of classes that a writer makes.
-const CLASSES: usize = 10;
+const CLAUSES: Clauses = Clauses { bounds: "ordered 3", planes: "ordered 3.1" };
 
 /// Returns the position of the exponent, for types that this codec accepts.
 fn exponent_of(dtype: Dtype) -> Option<Exponent> {
@@ -50,29 +50,23 @@ fn exponent_for(dtype: Dtype) -> Result<Exponent> {
     exponent_of(dtype).ok_or_else(|| Error::corrupt(format!("chunks of {dtype}")).clause("ordered 1"))
 }
 
-/// Returns the last exponent of each class but the last. Adjacent exponents are merged, rarest first.
-pub(super) fn choose_bounds(histogram: &Histogram) -> Vec<u8> {
-    let mut groups: Vec<(u8, u64)> =
-        (0..=255u8).zip(histogram).filter(|(_, n)| **n > 0).map(|(exponent, n)| (exponent, u64::from(*n))).collect();
-    let total: u64 = groups.iter().map(|(_, n)| n).sum();
-    // A class needs enough members to pay for its table.
-    let few = |groups: &[(u8, u64)], at: usize| groups[at].1 + groups[at + 1].1 < total / 64 + 256 || groups.len() > CLASSES;
-    while let Some(at) = (0..groups.len().saturating_sub(1)).min_by_key(|&at| groups[at].1 + groups[at + 1].1)
-        && few(&groups, at)
-    {
-        let (_, count) = groups.remove(at);
-        groups[at].1 += count;
+impl Ordered {
+    /// Encodes like [`Codec::encode`], with the tokens in these classes.
+    pub(super) fn encode_in(chunk: &Chunk<'_>, token_classes: TokenClasses) -> Result<Encoded> {
+        let base = chunk.base.filter(|base| base.len() == chunk.data.len());
+        let base = base.ok_or_else(|| Error::invalid("needs a base chunk of equal length"))?;
+        let exponent = exponent_of(chunk.dtype).ok_or_else(|| Error::invalid(format!("cannot store {}", chunk.dtype)))?;
+        let width = chunk.dtype.unit_bytes();
+        let units = chunk.data.len() / width;
+        let mut tokens = Spare::new(units, "tokens")?;
+        kernel::tokens(width, base, chunk.data, &mut tokens);
+        let bits = kernel::put_extra(width, base, chunk.data, &tokens);
+        let code = match token_classes {
+            TokenClasses::ByExponent => classes::encode(Base { width, exponent, data: base }, &tokens)?,
+            TokenClasses::One => classes::encode_as_one(&tokens),
+        };
+        Ok(Encoded { uses_base: true, columns: vec![("tokens", code), ("bits", bits)] })
     }
-    groups.pop();
-    groups.into_iter().map(|(exponent, _)| exponent).collect()
-}
-
-pub(super) fn padded(bounds: &[u8]) -> [u8; MAX_CLASSES - 1] {
-    let mut all = [u8::MAX; MAX_CLASSES - 1];
-    for (slot, &bound) in all.iter_mut().zip(bounds) {
-        *slot = bound;
-    }
-    all
 }
 
 impl Codec for Ordered {
@@ -104,9 +98,7 @@ impl Codec for Ordered {
         let mut tokens = Spare::new(data.len() / width, "tokens").ok()?;
         let mut exponents = Spare::new(data.len() / width, "classes").ok()?;
         kernel::tokens(width, &base, &data, &mut tokens);
-        kernel::exponents(width, exponent, &base, &mut exponents);
-        let bounds = choose_bounds(&bytes::histogram(&exponents));
-        kernel::classes(&mut exponents, &padded(&bounds));
+        let bounds = classes::choose(Base { width, exponent, data: &base }, &mut exponents, bytes::histogram);
         let mut histograms = vec![[0u32; 256]; bounds.len() + 1];
         let mut extra = 0u64;
         for (&token, &class) in tokens.iter().zip(exponents.iter()) {
@@ -123,34 +115,7 @@ impl Codec for Ordered {
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
-        let base = chunk.base.filter(|base| base.len() == chunk.data.len());
-        let base = base.ok_or_else(|| Error::invalid("needs a base chunk of equal length"))?;
-        let exponent = exponent_of(chunk.dtype).ok_or_else(|| Error::invalid(format!("cannot store {}", chunk.dtype)))?;
-        let width = chunk.dtype.unit_bytes();
-        let units = chunk.data.len() / width;
-        let mut tokens = Spare::new(units, "tokens")?;
-        kernel::tokens(width, base, chunk.data, &mut tokens);
-        let mut classes = Spare::new(units, "classes")?;
-        kernel::exponents(width, exponent, base, &mut classes);
-        let bounds = choose_bounds(&entropy::count_about(&classes));
-        kernel::classes(&mut classes, &padded(&bounds));
-        let mut parted = parted(&classes, bounds.len() + 1)?;
-        parted.part(&classes, &tokens);
-        let bits = kernel::put_extra(width, base, chunk.data, &tokens);
-        let mut code = spare::output(units / 2);
-        code.push(bounds.len() as u8);
-        code.extend(&bounds);
-        let lengths_at = code.len();
-        code.resize(lengths_at + 4 * (bounds.len() + 1), 0);
-        for class in 0..=bounds.len() {
-            let before = code.len();
-            entropy::encode(parted.of(class), &mut code);
-            let bytes = code.len() - before;
-            for (i, slot) in code.iter_mut().skip(lengths_at + 4 * class).take(4).enumerate() {
-                *slot = (bytes >> (8 * i)) as u8;
-            }
-        }
-        Ok(Encoded { uses_base: true, columns: vec![("tokens", code), ("bits", bits)] })
+        Self::encode_in(chunk, TokenClasses::ByExponent)
     }
 
     fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
@@ -165,35 +130,8 @@ impl Codec for Ordered {
         let exponent = exponent_for(columns.dtype)?;
         let width = columns.dtype.unit_bytes();
         let units = out.len() / width;
-        let (&count, rest) = code.split_first().ok_or_else(|| bad("no classes".into(), "ordered 3"))?;
-        let count = usize::from(count);
-        let header = rest.split_at_checked(count).and_then(|(bounds, rest)| Some((bounds, rest.split_at_checked(4 * (count + 1))?)));
-        let (bounds, (lengths, mut planes)) =
-            header.filter(|_| count < MAX_CLASSES).ok_or_else(|| bad(format!("{count} bounds of classes"), "ordered 3"))?;
-        if !bounds.is_sorted_by(|a, b| a < b) || bounds.last() == Some(&u8::MAX) {
-            return Err(bad("bounds of classes do not ascend".into(), "ordered 3"));
-        }
         let mut tokens = Spare::new(units, "tokens")?;
-        let mut classes = Spare::new(if count == 0 { 0 } else { units }, "classes")?;
-        if count > 0 {
-            kernel::exponents(width, exponent, base, &mut classes);
-            kernel::classes(&mut classes, &padded(bounds));
-        }
-        let mut parted = parted(&classes, count + 1)?;
-        for (class, length) in lengths.as_chunks::<4>().0.iter().enumerate() {
-            let length = length.iter().rev().fold(0usize, |sum, &byte| sum << 8 | usize::from(byte));
-            let (plane, rest) =
-                planes.split_at_checked(length).ok_or_else(|| bad(format!("tokens of class {class} end early"), "ordered 3.1"))?;
-            planes = rest;
-            // The tokens of a single class are in the order of the units.
-            entropy::decode(plane, if count == 0 { &mut tokens } else { parted.of_mut(class) })?;
-        }
-        if !planes.is_empty() {
-            return Err(bad(format!("{} bytes after the tokens", planes.len()), "ordered 3.1"));
-        }
-        if count > 0 {
-            parted.join(&classes, &mut tokens);
-        }
+        classes::decode(code, Base { width, exponent, data: base }, CLAUSES, &mut tokens)?;
         if tokens.iter().copied().fold(0, u8::max) > kernel::max_token(width) {
             return Err(bad("a token is out of range".into(), "ordered 3.2"));
         }
@@ -202,28 +140,4 @@ impl Codec for Ordered {
             false => Err(bad("extra bits do not end with the last element".into(), "ordered 3.3")),
         }
     }
-}
-
-impl Ordered {
-    /// Encodes like [`Codec::encode`], in one class. If nearly all differences are zero, more classes only cost time.
-    pub(super) fn encode_as_one_class(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
-        let base = chunk.whole_base().ok_or_else(|| Error::invalid("needs a base chunk of equal length"))?;
-        let width = chunk.dtype.unit_bytes();
-        let mut tokens = Spare::new(chunk.data.len() / width, "tokens")?;
-        kernel::tokens(width, base, chunk.data, &mut tokens);
-        let bits = kernel::put_extra(width, base, chunk.data, &tokens);
-        let mut code = spare::output(tokens.len() / 8);
-        // No bound, and the length of the only plane.
-        code.extend([0; 5]);
-        entropy::encode(&tokens, &mut code);
-        let bytes = code.len() - 5;
-        for (i, slot) in code.iter_mut().skip(1).take(4).enumerate() {
-            *slot = (bytes >> (8 * i)) as u8;
-        }
-        Ok(Encoded { uses_base: true, columns: vec![("tokens", code), ("bits", bits)] })
-    }
-}
-
-pub(super) fn parted(classes: &[u8], count: usize) -> Result<Parted> {
-    Parted::new(classes, count).ok_or_else(|| Error::limit(format!("no memory for {} tokens", classes.len())))
 }

@@ -10,6 +10,7 @@
 //! Source: ours: fit Adam's update rule (Kingma and Ba, arXiv 1412.6980) to each chunk by least squares, and store the
 //!         residuals
 
+use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP, TokenClasses};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
 use crate::kernels::predict::{Moments, direction, moment, step, wide};
 use crate::spare::Spare;
@@ -38,9 +39,6 @@ const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
 const NEEDS_OF_MASTER: &[Need] = &[Need { role: FIRST, base: true }, Need { role: SECOND, base: true }];
 const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
-
-const COLUMNS_OF_STEP: [&str; 3] = ["step", "tokens", "bits"];
-const COLUMNS_OF_MOMENT: [&str; 3] = ["moment", "tokens", "bits"];
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
     match dtype {
@@ -321,13 +319,7 @@ impl Codec for Predict {
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         let (model, base) = Model::of(chunk)?;
         let by = glance(model, base, chunk.data)?;
-        let (data, predicted) = (sample(chunk.data, 4), model.predict_sample(base, by));
-        let seen = (data.len() / 4) as u64;
-        let small = Chunk { element_count: seen, data: &data, base: Some(&predicted), partners: &[], ..*chunk };
-        let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / seen.max(1);
-        let mut pages = vec![32];
-        pages.extend(Ordered.estimate(&small)?.into_iter().map(scaled));
-        Some(pages)
+        residual::estimate(chunk, 32, &model.predict_sample(base, by))
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
@@ -335,28 +327,19 @@ impl Codec for Predict {
         let by = coefficients(model, base, chunk.data);
         let mut predicted = Spare::new(base.len(), "predictions")?;
         model.predict(base, by, &mut predicted);
-        let rest = Ordered.encode(&Chunk { base: Some(&predicted), partners: &[], ..*chunk })?;
         let mut column = Vec::with_capacity(32);
         by.iter().for_each(|c| column.put_u64(c.to_bits()));
-        let mut columns = vec![(model.column(), column)];
-        columns.extend(rest.columns);
-        Ok(Encoded { uses_base: true, columns })
+        residual::encode(chunk, (model.column(), column), &predicted, TokenClasses::ByExponent)
     }
 
     fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
         check_dtype(dtype)?;
-        let columns = if names.first() == Some(&"step") { COLUMNS_OF_STEP } else { COLUMNS_OF_MOMENT };
-        super::are_columns(names.iter().copied(), &columns)
+        residual::check_columns(names)
     }
 
     fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
         let other = if role == "master" { COLUMNS_OF_MOMENT[0] } else { COLUMNS_OF_STEP[0] };
-        match names.first() {
-            Some(first) if *first == other => {
-                Err(Error::corrupt(format!("columns {} in a chunk of role `{role}`", names.join(", "))).clause("predict 2"))
-            }
-            _ => Ok(()),
-        }
+        residual::check_role(role, names, other, "predict 2")
     }
 
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
@@ -385,7 +368,6 @@ impl Codec for Predict {
         let by = read().map_err(|e| e.clause("predict 2"))?;
         let mut predicted = Spare::new(base.len(), "predictions")?;
         model.predict(base, by, &mut predicted);
-        let rest = columns.columns.get(1..).unwrap_or_default();
-        Ordered.decode(&Columns { columns: rest, base: Some(&predicted), partners: &[], ..*columns }, out)
+        residual::decode(columns, &predicted, out)
     }
 }

@@ -77,7 +77,7 @@ pub(crate) fn join(exponents: &[u8], lengths: &[u8], bits: &[u8], out: &mut [u8]
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{ESCAPE, join, split};
     use crate::kernels::floats::to_bytes;
 
     #[test]

@@ -36,11 +36,10 @@ pub(crate) fn is_hard() -> bool {
     is_x86_feature_detected!("fma")
 }
 
-#[cfg(test)]
+#[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
-    use super::*;
+    use super::{fma, is_hard, soft};
 
-    #[cfg(target_arch = "x86_64")]
     #[test]
     fn software_and_hardware_agree_to_the_bit() {
         #[target_feature(enable = "fma")]

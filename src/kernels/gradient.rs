@@ -10,7 +10,7 @@
 use super::Level;
 use super::environment::DefaultEnvironment;
 use super::fma::fma;
-use super::replay::{Square, combine_square, number, unit, with_fma};
+use super::replay::{Square, combine_square, gradient, number, unit, with_fma};
 
 /// How a first moment is computed from its earlier value *m*, its decay *b*, the gradient *g* and its weight *w*.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -176,16 +176,15 @@ fn square_any<const HARD: bool>(second: &[u8], before: &[u8], now: &[u8], (first
     let moments = before.as_chunks::<4>().0.iter().zip(now.as_chunks::<4>().0);
     for ((&v, (&before, &now)), out) in second.as_chunks::<4>().0.iter().zip(moments).zip(out.as_chunks_mut::<4>().0) {
         let quotient = number(*out);
-        let before = f64::from(number(before));
-        let estimate = (before + (f64::from(number(now)) - before) * inverse) as f32;
-        let gradient = if quotient.is_nan() { estimate } else { quotient * first.clip };
-        *out = unit(combine_square::<HARD>(by.square, by.decay, by.share, number(v), gradient));
+        let estimate = gradient(number(before), number(now), inverse);
+        let g = if quotient.is_nan() { estimate } else { quotient * first.clip };
+        *out = unit(combine_square::<HARD>(by.square, by.decay, by.share, number(v), g));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{Blend, First, Level, NONE, Second, Square, blend_at, number, shorten_at, square_at};
     use crate::kernels::floats::to_bytes;
 
     /// Generates numbers of all sizes, including subnormals, infinities and NaN.

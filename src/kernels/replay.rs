@@ -195,7 +195,7 @@ fn combine(weights: &[u8], first: &[u8], divisors: &[f32; BLOCK], out: &mut [u8]
 
 /// Returns the gradient that led from one first moment to the next, as far as rounding lets it be known.
 #[inline(always)]
-fn gradient(before: f32, now: f32, inverse: f64) -> f32 {
+pub(super) fn gradient(before: f32, now: f32, inverse: f64) -> f32 {
     let before = f64::from(before);
     (before + (f64::from(now) - before) * inverse) as f32
 }
@@ -235,7 +235,7 @@ fn fill((second, before, now): (&[u8], &[u8], &[u8]), inverse: f64, out: &mut [u
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{Divisor, Level, Moment, Square, Step, Update, moment, moment_at, step, step_at};
 
     /// Generates numbers of all sizes, including subnormals, infinities and NaN.
     #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]

@@ -17,12 +17,13 @@ mod search;
 
 use std::sync::{Mutex, PoisonError};
 
-use super::ordered::{choose_bounds, padded, parted};
+use super::classes::{self, Base, Clauses};
+use super::residual::{self, COLUMNS_OF_MOMENT, TokenClasses};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, sample};
 use crate::entropy::{self, entropy_bits};
 use crate::kernels::digits;
 use crate::kernels::gradient::{self as kernel, Blend, First, Second};
-use crate::kernels::ordered::{self as exponents, Exponent, MAX_CLASSES};
+use crate::kernels::ordered::{Exponent, MAX_CLASSES};
 use crate::kernels::replay::Square;
 use crate::spare::{self, Spare};
 use crate::wire::{Cursor, Put};
@@ -53,11 +54,12 @@ const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
 const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
 const COLUMNS_OF_FIRST: [&str; 4] = ["gradient", "exponents", "lengths", "digits"];
-const COLUMNS_OF_SECOND: [&str; 3] = ["moment", "tokens", "bits"];
-const EXPONENT: Exponent = Exponent { shift: 23, mask: 255 };
+const CLAUSES: Clauses = Clauses { bounds: "gradient 4", planes: "gradient 4" };
 
-/// Share of exact elements, in percent, from which one class of tokens does as well as many.
-const ONE_CLASS: usize = 90;
+/// Elements whose exponents give the classes.
+fn exponents_of(data: &[u8]) -> Base<'_> {
+    Base { width: 4, exponent: Exponent { shift: 23, mask: 255 }, data }
+}
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
     match dtype {
@@ -112,9 +114,7 @@ impl Gradient {
         let units = now.len() / 4;
         let (mut found, mut lengths, mut classes) = (vec![0; units], vec![0; units], vec![0; units]);
         let digits = digits::split(&quotients, &now, &mut found, &mut lengths);
-        exponents::exponents(4, EXPONENT, &before, &mut classes);
-        let bounds = choose_bounds(&entropy::count_about(&classes));
-        exponents::classes(&mut classes, &padded(&bounds));
+        classes::choose(exponents_of(&before), &mut classes, entropy::count_about);
         let mut histograms = vec![[0u32; 256]; MAX_CLASSES + 1];
         for ((&class, &exponent), &length) in classes.iter().zip(&found).zip(&lengths) {
             if let Some(histogram) = histograms.get_mut(usize::from(class)) {
@@ -136,25 +136,7 @@ impl Gradient {
         kernel::shorten(base, chunk.data, by, &mut quotients);
         let (mut found, mut lengths) = (Spare::new(units, "exponents")?, Spare::new(units, "lengths")?);
         let digits = digits::split(&quotients, chunk.data, &mut found, &mut lengths);
-        let mut classes = Spare::new(units, "classes")?;
-        exponents::exponents(4, EXPONENT, base, &mut classes);
-        let bounds = choose_bounds(&entropy::count_about(&classes));
-        exponents::classes(&mut classes, &padded(&bounds));
-        let mut by_class = parted(&classes, bounds.len() + 1)?;
-        by_class.part(&classes, &found);
-        let mut code = spare::output(units / 2);
-        code.push(bounds.len() as u8);
-        code.extend(&bounds);
-        let lengths_at = code.len();
-        code.resize(lengths_at + 4 * (bounds.len() + 1), 0);
-        for class in 0..=bounds.len() {
-            let start = code.len();
-            entropy::encode(by_class.of(class), &mut code);
-            let bytes = code.len() - start;
-            for (i, slot) in code.iter_mut().skip(lengths_at + 4 * class).take(4).enumerate() {
-                *slot = (bytes >> (8 * i)) as u8;
-            }
-        }
+        let code = classes::encode(exponents_of(base), &found)?;
         let mut length_code = spare::output(units / 2);
         entropy::encode(&lengths, &mut length_code);
         let mut column = Vec::with_capacity(13);
@@ -171,15 +153,10 @@ impl Gradient {
         if exact < 50 {
             return None;
         }
-        let [base, before, now, data] = [inputs.base, inputs.before, inputs.now, chunk.data].map(|data| sample(data, 4));
-        let mut replayed = vec![0; data.len()];
+        let [base, before, now] = [inputs.base, inputs.before, inputs.now].map(|data| sample(data, 4));
+        let mut replayed = vec![0; base.len()];
         Squared { base: &base, before: &before, now: &now }.replay((first, second), &mut replayed);
-        let seen = (data.len() / 4) as u64;
-        let small = Chunk { element_count: seen, data: &data, base: Some(&replayed), partners: &[], ..*chunk };
-        let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / seen.max(1);
-        let mut pages = vec![22];
-        pages.extend(Ordered.estimate(&small)?.into_iter().map(scaled));
-        Some(pages)
+        residual::estimate(chunk, 22, &replayed)
     }
 
     fn encode_second(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
@@ -187,15 +164,11 @@ impl Gradient {
         let (first, second, exact) = self.second(inputs, chunk.data).ok_or_else(unfit)?;
         let mut replayed = Spare::new(chunk.data.len(), "replayed elements")?;
         inputs.replay((first, second), &mut replayed);
-        let rest = Chunk { base: Some(&replayed), partners: &[], ..*chunk };
-        let rest = if exact >= ONE_CLASS { Ordered.encode_as_one_class(&rest) } else { Ordered.encode(&rest) }?;
         let mut column = Vec::with_capacity(22);
         put_first(first, &mut column);
         column.put_u8(Square::ALL.iter().position(|known| *known == second.square).unwrap_or(0) as u8);
         [second.decay, second.share].into_iter().for_each(|number| column.put_u32(number.to_bits()));
-        let mut columns = vec![("moment", column)];
-        columns.extend(rest.columns);
-        Ok(Encoded { uses_base: true, columns })
+        residual::encode(chunk, (COLUMNS_OF_MOMENT[0], column), &replayed, TokenClasses::of(exact))
     }
 }
 
@@ -270,18 +243,13 @@ impl Codec for Gradient {
         check_dtype(dtype)?;
         match names.first() {
             Some(&"gradient") => super::are_columns(names.iter().copied(), &COLUMNS_OF_FIRST),
-            _ => super::are_columns(names.iter().copied(), &COLUMNS_OF_SECOND),
+            _ => super::are_columns(names.iter().copied(), &COLUMNS_OF_MOMENT),
         }
     }
 
     fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
-        let other = if role == SECOND { COLUMNS_OF_FIRST[0] } else { COLUMNS_OF_SECOND[0] };
-        match names.first() {
-            Some(first) if *first == other => {
-                Err(Error::corrupt(format!("columns {} in a chunk of role `{role}`", names.join(", "))).clause("gradient 2"))
-            }
-            _ => Ok(()),
-        }
+        let other = if role == SECOND { COLUMNS_OF_FIRST[0] } else { COLUMNS_OF_MOMENT[0] };
+        residual::check_role(role, names, other, "gradient 2")
     }
 
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
@@ -290,7 +258,7 @@ impl Codec for Gradient {
         if let [("gradient", _), ..] = columns.columns {
             return decode_first(columns, base, out);
         }
-        let [column, _, _] = columns.exactly(COLUMNS_OF_SECOND)?;
+        let [column, _, _] = columns.exactly(COLUMNS_OF_MOMENT)?;
         let by = read_second(column).map_err(|e| e.clause("gradient 3"))?;
         let partner = columns.partner(FIRST)?;
         let before = partner.base.filter(|before| partner.dtype == Dtype::F32 && before.len() == partner.data.len());
@@ -298,8 +266,7 @@ impl Codec for Gradient {
             before.ok_or_else(|| Error::corrupt("the partner of role `exp_avg` is not f32 in both snapshots").clause("gradient 1"))?;
         let mut replayed = Spare::new(base.len(), "replayed elements")?;
         Squared { base, before, now: partner.data }.replay(by, &mut replayed);
-        let rest = columns.columns.get(1..).unwrap_or_default();
-        Ordered.decode(&Columns { columns: rest, base: Some(&replayed), partners: &[], ..*columns }, out)
+        residual::decode(columns, &replayed, out)
     }
 }
 
@@ -309,7 +276,7 @@ fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8]) -> Result<()
     let by = read_first(&mut cursor).and_then(|by| cursor.finish().map(|()| by)).map_err(|e| e.clause("gradient 3"))?;
     let units = out.len() / 4;
     let mut found = Spare::new(units, "exponents")?;
-    decode_exponents(exponent_code, base, &mut found)?;
+    classes::decode(exponent_code, exponents_of(base), CLAUSES, &mut found)?;
     let mut lengths = Spare::new(units, "lengths")?;
     entropy::decode(length_code, &mut lengths)?;
     let mut quotients = Spare::new(out.len(), "gradients")?;
@@ -319,33 +286,5 @@ fn decode_first(columns: &Columns<'_>, base: &[u8], out: &mut [u8]) -> Result<()
     kernel::blend(base, &quotients, by, out);
     let stored = quotients.as_chunks::<4>().0.iter().zip(lengths.iter()).zip(out.as_chunks_mut::<4>().0);
     stored.filter(|((_, length), _)| **length == digits::ESCAPE).for_each(|((quotient, _), out)| *out = *quotient);
-    Ok(())
-}
-
-/// Decodes the exponents, whose classes follow from the base.
-fn decode_exponents(code: &[u8], base: &[u8], out: &mut [u8]) -> Result<()> {
-    let bad = |message: &str| Error::corrupt(message.to_owned()).clause("gradient 4");
-    let (&count, rest) = code.split_first().ok_or_else(|| bad("no classes"))?;
-    let count = usize::from(count);
-    let header = rest.split_at_checked(count).and_then(|(bounds, rest)| Some((bounds, rest.split_at_checked(4 * (count + 1))?)));
-    let (bounds, (lengths, mut planes)) =
-        header.filter(|_| count < MAX_CLASSES).ok_or_else(|| bad("bounds of classes are cut or too many"))?;
-    if !bounds.is_sorted_by(|a, b| a < b) || bounds.last() == Some(&u8::MAX) {
-        return Err(bad("bounds of classes do not ascend"));
-    }
-    let mut classes = Spare::new(out.len(), "classes")?;
-    exponents::exponents(4, EXPONENT, base, &mut classes);
-    exponents::classes(&mut classes, &padded(bounds));
-    let mut by_class = parted(&classes, count + 1)?;
-    for (class, length) in lengths.as_chunks::<4>().0.iter().enumerate() {
-        let length = length.iter().rev().fold(0usize, |sum, &byte| sum << 8 | usize::from(byte));
-        let (plane, rest) = planes.split_at_checked(length).ok_or_else(|| bad("exponents of a class end early"))?;
-        planes = rest;
-        entropy::decode(plane, by_class.of_mut(class))?;
-    }
-    if !planes.is_empty() {
-        return Err(bad("bytes after the exponents"));
-    }
-    by_class.join(&classes, out);
     Ok(())
 }

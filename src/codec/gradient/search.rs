@@ -9,6 +9,8 @@
 //! further chunks, each time with another beta beside the usual one: most of the cost is the search for a factor. What was
 //! found before is tried on every chunk.
 
+use super::super::adam::{candidates, glance, second_beta};
+use super::super::residual::ONE_CLASS_PERCENT;
 use super::Squared;
 use crate::kernels::digits::{ESCAPE, shape};
 use crate::kernels::floats::floats;
@@ -56,16 +58,6 @@ const MOST_CHUNKS_TO_WAIT: u32 = 4096;
 /// bits under the factor 1, which is their own.
 const GAIN: f64 = 3.0;
 
-/// Returns the elements of a search: stretches of one cache line at equal distances.
-fn glance(data: &[u8], stretches: usize) -> Vec<u8> {
-    const BYTES: usize = 64;
-    if data.len() <= 2 * stretches * BYTES {
-        return data.to_vec();
-    }
-    let step = (data.len() - BYTES) / (stretches - 1) / BYTES * BYTES;
-    (0..stretches).flat_map(|i| data.get(i * step..i * step + BYTES).unwrap_or_default()).copied().collect()
-}
-
 /// Returns the mean length of gradients, in bits.
 fn mean_length(before: &[u8], now: &[u8], by: First) -> f64 {
     let mut quotients = vec![0; now.len()];
@@ -112,8 +104,8 @@ impl Search {
         if let Some((exact, second)) = known.filter(|(exact, _)| percent(*exact) >= ONE_CLASS_PERCENT) {
             return Some((first, second, percent(exact)));
         }
-        let gradients = floats(&quotients).map(|quotient| f64::from(quotient * first.clip));
-        let beta = beta(floats(&base).zip(floats(&data)).zip(gradients))?;
+        let gradients = floats(&quotients).map(|quotient| quotient * first.clip);
+        let beta = second_beta(floats(&base).zip(floats(&data)).zip(gradients).map(|((v0, v1), g)| [v0, v1, g].map(f64::from)))?;
         let mut best = known;
         for beta in candidates(beta) {
             for share in [(1.0 - beta) as f32, 1.0 - beta as f32] {
@@ -130,35 +122,6 @@ impl Search {
         self.seconds.truncate(REMEMBERED);
         Some((first, second, percent(exact)))
     }
-}
-
-const ONE_CLASS_PERCENT: usize = super::ONE_CLASS;
-
-/// Returns the second beta that explains second moments best: v1 - g^2 = beta * (v0 - g^2).
-fn beta(points: impl Iterator<Item = ((f32, f32), f64)>) -> Option<f64> {
-    let (mut xx, mut xy) = (0.0, 0.0);
-    for ((v0, v1), gradient) in points {
-        let (v0, v1, square) = (f64::from(v0), f64::from(v1), gradient * gradient);
-        let (x, y) = ((v0 - square) / v1, (v1 - square) / v1);
-        if x.is_finite() && y.is_finite() {
-            (xx, xy) = (xx + x * x, xy + x * y);
-        }
-    }
-    let beta = xy / xx;
-    (beta > 0.0 && beta < 1.0).then_some(beta)
-}
-
-/// Returns the shortest decimal near a fitted beta, and the beta itself.
-fn candidates(beta: f64) -> [f64; 2] {
-    let mut scale = 10.0f64;
-    for _ in 0..6 {
-        let short = (beta * scale).round() / scale;
-        if (short - beta).abs() < 2e-3 * (1.0 - beta) {
-            return [short, beta];
-        }
-        scale *= 10.0;
-    }
-    [beta, beta]
 }
 
 /// Usual first betas, the most usual first.

@@ -19,6 +19,7 @@ mod search;
 
 use std::sync::{Mutex, PoisonError};
 
+use super::residual::{self, COLUMNS_OF_MOMENT, COLUMNS_OF_STEP, TokenClasses};
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Ordered, Partner, sample};
 use crate::kernels::replay::{self as kernel, Divisor, Moment, Square, Step, Update};
 use crate::spare::Spare;
@@ -54,12 +55,6 @@ const FIRST: &str = "exp_avg";
 const SECOND: &str = "exp_avg_sq";
 const NEEDS_OF_MASTER: &[Need] = &[Need { role: FIRST, base: false }, Need { role: SECOND, base: false }];
 const NEEDS_OF_SECOND: &[Need] = &[Need { role: FIRST, base: true }];
-
-const COLUMNS_OF_STEP: [&str; 3] = ["step", "tokens", "bits"];
-const COLUMNS_OF_MOMENT: [&str; 3] = ["moment", "tokens", "bits"];
-
-/// Share of exact elements, in percent, from which one class of tokens does as well as many.
-const ONE_CLASS: usize = 90;
 
 fn check_dtype(dtype: Dtype) -> Result<()> {
     match dtype {
@@ -192,13 +187,7 @@ impl Codec for Replay {
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
         let inputs = Inputs::of(chunk)?;
         let found = self.search(inputs, chunk.data).filter(|found| found.exact_percent >= 50)?;
-        let (data, replayed) = (sample(chunk.data, 4), inputs.replay_sample(found.rule));
-        let seen = (data.len() / 4) as u64;
-        let small = Chunk { element_count: seen, data: &data, base: Some(&replayed), partners: &[], ..*chunk };
-        let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / seen.max(1);
-        let mut pages = vec![found.rule.column().len() as u64];
-        pages.extend(Ordered.estimate(&small)?.into_iter().map(scaled));
-        Some(pages)
+        residual::estimate(chunk, found.rule.column().len() as u64, &inputs.replay_sample(found.rule))
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
@@ -207,27 +196,17 @@ impl Codec for Replay {
         let found = self.search(inputs, chunk.data).ok_or_else(unfit)?;
         let mut replayed = Spare::new(chunk.data.len(), "replayed elements")?;
         inputs.replay(found.rule, &mut replayed);
-        let rest = Chunk { base: Some(&replayed), partners: &[], ..*chunk };
-        let rest = if found.exact_percent >= ONE_CLASS { Ordered.encode_as_one_class(&rest) } else { Ordered.encode(&rest) }?;
-        let mut columns = vec![(found.rule.name(), found.rule.column())];
-        columns.extend(rest.columns);
-        Ok(Encoded { uses_base: true, columns })
+        residual::encode(chunk, (found.rule.name(), found.rule.column()), &replayed, TokenClasses::of(found.exact_percent))
     }
 
     fn check_columns(&self, dtype: Dtype, names: &[&str]) -> Result<()> {
         check_dtype(dtype)?;
-        let columns = if names.first() == Some(&"step") { COLUMNS_OF_STEP } else { COLUMNS_OF_MOMENT };
-        super::are_columns(names.iter().copied(), &columns)
+        residual::check_columns(names)
     }
 
     fn check_role(&self, role: &str, names: &[&str]) -> Result<()> {
         let other = if role == "master" { COLUMNS_OF_MOMENT[0] } else { COLUMNS_OF_STEP[0] };
-        match names.first() {
-            Some(first) if *first == other => {
-                Err(Error::corrupt(format!("columns {} in a chunk of role `{role}`", names.join(", "))).clause("replay 2"))
-            }
-            _ => Ok(()),
-        }
+        residual::check_role(role, names, other, "replay 2")
     }
 
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
@@ -248,8 +227,7 @@ impl Codec for Replay {
         };
         let mut replayed = Spare::new(base.len(), "replayed elements")?;
         inputs.replay(rule, &mut replayed);
-        let rest = columns.columns.get(1..).unwrap_or_default();
-        Ordered.decode(&Columns { columns: rest, base: Some(&replayed), partners: &[], ..*columns }, out)
+        residual::decode(columns, &replayed, out)
     }
 }
 

@@ -8,8 +8,9 @@
 //!
 //! Rules that were found before are tried first. A search costs thousands of elements, a try costs a few hundred.
 
-use super::Inputs;
-use super::Rule;
+use super::super::adam::{candidates, glance, second_beta};
+use super::super::predict::log2_about;
+use super::{Inputs, Rule};
 use crate::kernels::floats::floats;
 use crate::kernels::replay::{Divisor, Moment, Square, Step, Update};
 
@@ -43,6 +44,9 @@ impl<T> Match<T> {
     }
 }
 
+/// Number of stretches in the sample of a search.
+const STRETCHES: usize = 64;
+
 /// Number of rules to remember: parameter groups differ in decay and learning rate.
 const REMEMBERED: usize = 8;
 
@@ -72,17 +76,6 @@ impl<T: Copy + PartialEq> Known<T> {
     }
 }
 
-/// Returns the elements of a search: stretches of one cache line at equal distances.
-fn glance(data: &[u8]) -> Vec<u8> {
-    const STRETCHES: usize = 64;
-    const BYTES: usize = 64;
-    if data.len() <= 2 * STRETCHES * BYTES {
-        return data.to_vec();
-    }
-    let step = (data.len() - BYTES) / (STRETCHES - 1) / BYTES * BYTES;
-    (0..STRETCHES).flat_map(|i| data.get(i * step..i * step + BYTES).unwrap_or_default()).copied().collect()
-}
-
 fn count<T>(inputs: Inputs<'_>, data: &[u8], rule: T, wrap: impl Fn(T) -> Rule) -> Match<T>
 where
     T: Copy,
@@ -95,7 +88,7 @@ where
 
 /// Searches for the step of weights.
 pub(super) fn step(known: &mut Known<Step>, weights: &[u8], first: &[u8], second: &[u8], data: &[u8]) -> Option<Match<Step>> {
-    let [weights, first, second, data] = [weights, first, second, data].map(glance);
+    let [weights, first, second, data] = [weights, first, second, data].map(|data| glance(data, STRETCHES));
     let inputs = Inputs::Step { weights: &weights, first: &first, second: &second };
     let count = |step| count(inputs, &data, step, Rule::Step);
     known.find(count, || {
@@ -184,8 +177,7 @@ fn fit(points: &[Point], epsilon: f64) -> Option<Fit> {
         let (_, tenth, _) = sorted.select_nth_unstable_by(rows.len() * 9 / 10, f64::total_cmp);
         worst = *tenth;
     }
-    let bits =
-        errors.iter().map(|error| super::super::predict::log2_about(1.0 + error * f64::from(1 << 24))).sum::<f64>() / rows.len() as f64;
+    let bits = errors.iter().map(|error| log2_about(1.0 + error * f64::from(1 << 24))).sum::<f64>() / rows.len() as f64;
     (bits.is_finite() && loss.is_finite() && scale.is_finite()).then_some(Fit { loss, scale, bits })
 }
 
@@ -265,7 +257,7 @@ fn short(x: f64) -> f64 {
 
 /// Searches for the step of second moments.
 pub(super) fn moment(known: &mut Known<Moment>, second: &[u8], before: &[u8], now: &[u8], data: &[u8]) -> Option<Match<Moment>> {
-    let [second, before, now, data] = [second, before, now, data].map(glance);
+    let [second, before, now, data] = [second, before, now, data].map(|data| glance(data, STRETCHES));
     let inputs = Inputs::Moment { second: &second, before: &before, now: &now };
     let count = |moment| count(inputs, &data, moment, Rule::Moment);
     known.find(count, || {
@@ -277,7 +269,8 @@ pub(super) fn moment(known: &mut Known<Moment>, second: &[u8], before: &[u8], no
             .collect();
         let mut best: Option<Match<Moment>> = None;
         for first in [0.9, 0.95, 0.8, 0.85, 0.98, 0.99, 0.5, 0.0, 0.7, 0.6, 0.92, 0.93, 0.96, 0.97, 0.975, 0.995, 0.999] {
-            let Some(beta) = second_beta(&points, first) else { continue };
+            let with_gradient = points.iter().map(|[v0, v1, m0, m1]| [*v0, *v1, m0 + (m1 - m0) / (1.0 - first)]);
+            let Some(beta) = second_beta(with_gradient) else { continue };
             for second in candidates(beta) {
                 // 1 - beta, computed in binary64 or in binary32.
                 let weights = [(1.0 - first) as f32, 1.0 - first as f32];
@@ -297,35 +290,4 @@ pub(super) fn moment(known: &mut Known<Moment>, second: &[u8], before: &[u8], no
         }
         Some(best.rule)
     })
-}
-
-/// Returns the second beta that explains the second moments best, given the first.
-fn second_beta(points: &[[f64; 4]], first: f64) -> Option<f64> {
-    let (mut xx, mut xy) = (0.0, 0.0);
-    for [v0, v1, m0, m1] in points {
-        let gradient = m0 + (m1 - m0) / (1.0 - first);
-        let square = gradient * gradient;
-        // v1 - g^2 = beta * (v0 - g^2)
-        let (x, y) = ((v0 - square) / v1, (v1 - square) / v1);
-        if x.is_finite() && y.is_finite() {
-            (xx, xy) = (xx + x * x, xy + x * y);
-        }
-    }
-    let beta = xy / xx;
-    (beta > 0.0 && beta < 1.0).then_some(beta)
-}
-
-/// Returns the shortest decimal near a fitted beta, and the beta itself.
-fn candidates(beta: f64) -> [f64; 2] {
-    let mut scale = 10.0f64;
-    let mut snapped = beta;
-    for _ in 0..6 {
-        let short = (beta * scale).round() / scale;
-        if (short - beta).abs() < 2e-3 * (1.0 - beta) {
-            snapped = short;
-            break;
-        }
-        scale *= 10.0;
-    }
-    [snapped, beta]
 }

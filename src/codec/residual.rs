@@ -1,0 +1,68 @@
+//! Residuals: a column that says how to predict the elements, then the columns of `tc.ordered` with the predictions as
+//! base. `tc.predict`, `tc.replay` and `tc.gradient` store their chunks so.
+
+use super::{Chunk, Codec, Columns, Encoded, Ordered, are_columns, sample};
+use crate::{Error, Result};
+
+/// Columns of a master: `step` says how to predict the elements.
+pub(super) const COLUMNS_OF_STEP: [&str; 3] = ["step", "tokens", "bits"];
+/// Columns of a second moment.
+pub(super) const COLUMNS_OF_MOMENT: [&str; 3] = ["moment", "tokens", "bits"];
+
+/// Share of exact predictions, in percent, from which one class of tokens does as well as many.
+pub(super) const ONE_CLASS_PERCENT: usize = 90;
+
+/// Classes of the tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TokenClasses {
+    ByExponent,
+    One,
+}
+
+impl TokenClasses {
+    /// Classes for predictions of which this percentage is exact.
+    pub(super) fn of(exact_percent: usize) -> Self {
+        if exact_percent >= ONE_CLASS_PERCENT { Self::One } else { Self::ByExponent }
+    }
+}
+
+/// Checks that columns are those of a master or of a second moment.
+pub(super) fn check_columns(names: &[&str]) -> Result<()> {
+    let columns = if names.first() == Some(&COLUMNS_OF_STEP[0]) { COLUMNS_OF_STEP } else { COLUMNS_OF_MOMENT };
+    are_columns(names.iter().copied(), &columns)
+}
+
+/// Refuses columns whose first is that of another role.
+pub(super) fn check_role(role: &str, names: &[&str], of_other: &str, clause: &'static str) -> Result<()> {
+    match names.first() {
+        Some(first) if *first == of_other => {
+            Err(Error::corrupt(format!("columns {} in a chunk of role `{role}`", names.join(", "))).clause(clause))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Estimates the bytes of all columns of an f32 chunk, from predictions of the elements of [`sample`].
+pub(super) fn estimate(chunk: &Chunk<'_>, column_bytes: u64, predicted: &[u8]) -> Option<Vec<u64>> {
+    let data = sample(chunk.data, 4);
+    let seen = (data.len() / 4) as u64;
+    let small = Chunk { element_count: seen, data: &data, base: Some(predicted), partners: &[], ..*chunk };
+    let scaled = |bytes: u64| bytes.saturating_mul(chunk.element_count) / seen.max(1);
+    let mut pages = vec![column_bytes];
+    pages.extend(Ordered.estimate(&small)?.into_iter().map(scaled));
+    Some(pages)
+}
+
+/// Encodes a chunk by its predictions.
+pub(super) fn encode(chunk: &Chunk<'_>, column: (&'static str, Vec<u8>), predicted: &[u8], classes: TokenClasses) -> Result<Encoded> {
+    let rest = Chunk { base: Some(predicted), partners: &[], ..*chunk };
+    let mut columns = vec![column];
+    columns.extend(Ordered::encode_in(&rest, classes)?.columns);
+    Ok(Encoded { uses_base: true, columns })
+}
+
+/// Decodes all columns but the first, which gave the predictions.
+pub(super) fn decode(columns: &Columns<'_>, predicted: &[u8], out: &mut [u8]) -> Result<()> {
+    let rest = columns.columns.get(1..).unwrap_or_default();
+    Ordered.decode(&Columns { columns: rest, base: Some(predicted), partners: &[], ..*columns }, out)
+}
