@@ -82,8 +82,9 @@ fn main() {
         first.len(),
         TARGET_BYTES >> 20
     );
-    let mut table = Table::new(title, &["s", "GB/s", "x memcpy", "stored / state", "peak, MiB", "peak - state, MiB"]);
-    let mut row = |name: &str, seconds: f64, stored: Option<u64>, peak: Option<u64>| {
+    let mut table =
+        Table::new(title, &["s", "GB/s", "x memcpy", "CPU s, user mode", "x memcpy", "stored / state", "peak, MiB", "peak - state, MiB"]);
+    let mut row = |name: &str, seconds: f64, user: Option<f64>, stored: Option<u64>, peak: Option<u64>| {
         let mebi = |bytes: f64| format!("{:.0}", bytes / (1 << 20) as f64);
         let optional = |value: Option<String>| value.unwrap_or_else(|| "-".into());
         let beyond = peak.map(|peak| peak as f64 - size as f64);
@@ -91,25 +92,28 @@ fn main() {
             format!("{seconds:.2}"),
             format!("{:.2}", size as f64 / seconds / 1e9),
             format!("{:.1}", seconds / memcpy),
+            optional(user.map(|user| format!("{user:.2}"))),
+            optional(user.map(|user| format!("{:.1}", user / memcpy))),
             optional(stored.map(|stored| format!("{:.3}", stored as f64 / size as f64))),
             optional(peak.map(|peak| mebi(peak as f64))),
             optional(beyond.map(mebi)),
         ];
         let value = json!({
-            "seconds": seconds, "times_memcpy": seconds / memcpy, "stored_bytes": stored, "peak_bytes": peak, "state_bytes": size,
+            "seconds": seconds, "times_memcpy": seconds / memcpy, "user_seconds": user, "stored_bytes": stored, "peak_bytes": peak, "state_bytes": size,
             "within_target": beyond.map(|beyond| beyond <= TARGET_BYTES as f64),
         });
         table.row(name, cells, value);
     };
-    row("memcpy", memcpy, None, None);
-    row("`safetensors::serialize_to_file`, fsync (in process)", column(1), Some(size), None);
-    row("copy of a file, fsync", column(2), Some(size), None);
+    row("memcpy", memcpy, None, None, None);
+    row("`safetensors::serialize_to_file`, fsync (in process)", column(1), None, Some(size), None);
+    row("copy of a file, fsync", column(2), None, Some(size), None);
     for (nth, name) in
         ["`tensorcask save`, base", "`tensorcask save`, delta of one step", "`tensorcask restore` of the delta"].into_iter().enumerate()
     {
         let wall = median(children[nth].iter().map(|usage| usage.seconds).collect());
         let peak = children[nth].iter().map(|usage| usage.peak_bytes).max();
-        row(name, wall, stored.get(nth).copied(), peak);
+        let user = median(children[nth].iter().map(|usage| usage.user_seconds).collect());
+        row(name, wall, Some(user), stored.get(nth).copied(), peak);
     }
     report("save_restore", &[table], arguments.json);
 }
@@ -138,6 +142,8 @@ fn settle(state_bytes: u64) {
 #[derive(Debug, Clone, Copy)]
 struct Usage {
     seconds: f64,
+    /// CPU time in user mode, of all threads.
+    user_seconds: f64,
     peak_bytes: u64,
 }
 
@@ -155,24 +161,26 @@ fn run(program: &Path, words: &[&str], store: &Path) -> (Usage, Vec<u8>) {
     assert!(output.status.success(), "the command line failed");
     let text = String::from_utf8(output.stdout).unwrap();
     let (said, usage) = text.trim_end().rsplit_once('\n').unwrap();
-    let (seconds, peak) = usage.split_once(' ').unwrap();
-    (Usage { seconds: seconds.parse().unwrap(), peak_bytes: peak.parse().unwrap() }, said.as_bytes().to_vec())
+    let mut usage = usage.split(' ');
+    let mut next = || usage.next().unwrap();
+    let (seconds, user_seconds) = (next().parse().unwrap(), next().parse().unwrap());
+    (Usage { seconds, user_seconds, peak_bytes: next().parse().unwrap() }, said.as_bytes().to_vec())
 }
 
-/// Runs another program and prints seconds and peak bytes in a last line. Runs in a process of its own: the peak that
+/// Runs another program and prints seconds, seconds in user mode, and peak bytes in a last line. Runs in a process of its own: the peak that
 /// the system reports for a child begins with the size of the process that started it.
 #[allow(clippy::zombie_processes, reason = "`wait` waits for it")]
 fn launch() {
     let mut words = std::env::args().skip(2);
     let mut command = Command::new(words.next().unwrap());
     command.args(words);
-    let (seconds, peak_bytes) = seconds(|| wait(&command.spawn().unwrap()));
-    println!("\n{seconds} {peak_bytes}");
+    let (seconds, (user_seconds, peak_bytes)) = seconds(|| wait(&command.spawn().unwrap()));
+    println!("\n{seconds} {user_seconds} {peak_bytes}");
 }
 
-/// Waits for a child that must succeed. Returns the peak of its resident set.
+/// Waits for a child that must succeed. Returns its seconds in user mode and the peak of its resident set.
 #[allow(unsafe_code, reason = "the standard library does not tell what a child used")]
-fn wait(child: &std::process::Child) -> u64 {
+fn wait(child: &std::process::Child) -> (f64, u64) {
     let mut status = 0;
     // SAFETY: `rusage` consists of plain integers, for which zero is a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
@@ -180,7 +188,8 @@ fn wait(child: &std::process::Child) -> u64 {
     let waited = unsafe { libc::wait4(child.id() as libc::pid_t, &raw mut status, 0, &raw mut usage) };
     assert_eq!((waited, status), (child.id() as libc::pid_t, 0), "the command line failed");
     // Linux counts kibibytes, other systems count bytes.
-    usage.ru_maxrss as u64 * if cfg!(target_os = "linux") { 1024 } else { 1 }
+    let peak_bytes = usage.ru_maxrss as u64 * if cfg!(target_os = "linux") { 1024 } else { 1 };
+    (usage.ru_utime.tv_sec as f64 + usage.ru_utime.tv_usec as f64 / 1e6, peak_bytes)
 }
 
 fn write_safetensors(state: &[Owned], path: &Path, fsync: bool) {

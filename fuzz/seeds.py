@@ -28,7 +28,8 @@ LONGEST = 40_000
 NOISE = ["codecs", "kernels", "log_model", "round_trip", "store_model"]
 CODECS = [
     "tc.planes", "tc.ordered", "tc.bitmask", "tc.raw", "tc.constant", "tc.remainder", "tc.predict step", "tc.predict moment", "tc.rows",
-    "tc.factored", "tc.rounded", "tc.loguniform", "tc.blockwise8", "tc.cluster", "tc.kmeans", "tc.magnitudes", "tc.replay step", "tc.replay moment", "tc.gradient gradient",
+    "tc.factored", "tc.rounded", "tc.loguniform", "tc.blockwise8", "tc.cluster", "tc.kmeans", "tc.magnitudes",
+    "tc.replay step", "tc.replay moment", "tc.gradient gradient",
     "tc.gradient moment",
 ]
 DTYPES = (

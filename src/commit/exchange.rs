@@ -1,4 +1,4 @@
-//! What the ranks of a job tell each other through the store: offers of the steps that a rank can load, and receipts of
+//! Messages of the ranks of a job, exchanged through the store: offers of the steps that a rank can load, and receipts of
 //! uploaded shards. Spec: `spec/manifest.md`, clauses 6 and 7.
 
 use serde::{Deserialize, Serialize};

@@ -56,6 +56,25 @@ mod tests {
     use super::{MAX_RANK, ROLES, rank_of_slot, role_slot, slots_of_rank, tensor_slot};
 
     #[test]
+    fn slots_are_those_of_the_spec() {
+        #[derive(serde::Deserialize)]
+        struct Vectors {
+            slot: Vec<Slot>,
+        }
+        #[derive(serde::Deserialize)]
+        struct Slot {
+            rank: u32,
+            role: String,
+            apart: u32,
+            together: u32,
+        }
+        let vectors: Vectors = toml::from_str(include_str!("../../spec/vectors/manifest.toml")).unwrap();
+        for Slot { rank, role, apart, together } in vectors.slot {
+            assert_eq!((role_slot(rank, &role), tensor_slot(rank, &role)), (apart, together), "rank {rank}, {role}");
+        }
+    }
+
+    #[test]
     fn ranks_share_no_slot() {
         for rank in [0, 1, 2, 1000, MAX_RANK - 1] {
             let (ours, next) = (slots_of_rank(rank), slots_of_rank(rank + 1));

@@ -51,7 +51,7 @@ impl ChunkPlace<'_> {
     }
 }
 
-/// Where the casks of one snapshot go.
+/// Destination of the casks of one snapshot.
 #[derive(Debug)]
 pub(crate) struct Destination<'a> {
     pub store: &'a Store,

@@ -110,6 +110,18 @@ impl<'a> Inputs<'a> {
         }
     }
 
+    /// Rule for a chunk whose rule is not found again, because threads share the rules that were found. Any rule
+    /// restores every bit; the right one takes few bytes.
+    fn usual_rule(&self) -> Rule {
+        match self {
+            Self::Step { .. } => {
+                let (update, divisor) = (Update::ScaleFirst, Divisor::Divided);
+                Rule::Step(Step { update, divisor, decay: 1.0, scale: 0.0, correction: 1.0, epsilon: 1e-8 })
+            }
+            Self::Moment { .. } => Rule::Moment(Moment { square: Square::Fused, decay: 0.95, share: 0.05, weight: 0.1 }),
+        }
+    }
+
     /// Replays the elements of [`sample`].
     fn replay_sample(&self, rule: Rule) -> Vec<u8> {
         let run = |inputs: Inputs<'_>, bytes: usize| {
@@ -193,7 +205,7 @@ impl Codec for Replay {
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let unfit = || Error::invalid("needs f32, a base, and moments");
         let inputs = Inputs::of(chunk).ok_or_else(unfit)?;
-        let found = self.search(inputs, chunk.data).ok_or_else(unfit)?;
+        let found = self.search(inputs, chunk.data).unwrap_or(Found { rule: inputs.usual_rule(), exact_percent: 0 });
         let mut replayed = Spare::new(chunk.data.len(), "replayed elements")?;
         inputs.replay(found.rule, &mut replayed);
         residual::encode(chunk, (found.rule.name(), found.rule.column()), &replayed, TokenClasses::of(found.exact_percent))
@@ -294,4 +306,29 @@ fn read_moment(column: &[u8]) -> Result<Rule> {
     let (square, [decay, share, weight]) = read().map_err(|e| e.clause("replay 3"))?;
     cursor.finish().map_err(|e| e.clause("replay 3"))?;
     Ok(Rule::Moment(Moment { square: form(&Square::ALL, square)?, decay, share, weight }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{FIRST, Replay, SECOND};
+    use crate::Dtype;
+    use crate::codec::{Chunk, Codec, Columns, Partner};
+
+    #[test]
+    fn a_chunk_whose_rule_is_not_found_again_comes_back() {
+        // No search can use numbers that are not finite.
+        let not_finite = [0x7f, 0xc0].repeat(2).repeat(1000);
+        let (base, data) = (not_finite.clone(), vec![0xff; not_finite.len()]);
+        let partners = [FIRST, SECOND].map(|role| Partner { role, dtype: Dtype::F32, data: &data, base: Some(&base) });
+        for role in ["master", SECOND] {
+            let chunk = Chunk { role, base: Some(&base), partners: &partners, ..Chunk::new(Dtype::F32, 1000, &data) };
+            assert_eq!(Replay::default().estimate(&chunk), None);
+            let encoded = Replay::default().encode(&chunk).unwrap();
+            let columns: Vec<(&str, bytes::Bytes)> = encoded.columns.into_iter().map(|(name, bytes)| (name, bytes.into())).collect();
+            let mut out = vec![0; data.len()];
+            let input = Columns { dtype: Dtype::F32, element_count: 1000, columns: &columns, base: Some(&base), partners: &partners };
+            Replay::default().decode(&input, &mut out).unwrap();
+            assert!(out == data, "{role}");
+        }
+    }
 }
