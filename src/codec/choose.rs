@@ -16,7 +16,7 @@ fn page_cost(bytes: u64) -> u64 {
 ///
 /// The score of a candidate is the weighted sum of three scores from 0 to 1 (BitSnap, arXiv 2511.12376, equation 5).
 /// Size and speed are relative to the best candidate. Speed is declared by the codec ([`Codec::cost`]), not measured,
-/// so every machine makes the same choice. The precision score of a lossless codec is 1.
+/// so a choice does not depend on the speed of the machine. The precision score of a lossless codec is 1.
 ///
 /// ```
 /// use tensorcask::codec::Objective;

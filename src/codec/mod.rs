@@ -267,8 +267,8 @@ impl BaseUse {
     }
 }
 
-/// Computing time of a codec, relative to copying the chunk once. The cost is declared, not measured, so every machine
-/// chooses the same codecs.
+/// Computing time of a codec, relative to copying the chunk once. The cost is declared, not measured, so choices do not
+/// depend on the speed of the machine.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cost {
     /// Encoding time, in copies of the chunk.

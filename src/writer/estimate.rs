@@ -1,6 +1,6 @@
 //! The estimate of the adaptive policy: stored size of a state as a base and as a delta, from a sample of its chunks.
 //!
-//! The sample is the same for the same state, so two runs over the same bytes decide alike.
+//! The sample is the same for the same state.
 
 use rayon::prelude::*;
 
