@@ -18,3 +18,19 @@ pub(crate) fn unit(number: f32) -> [u8; 4] {
 pub(crate) fn to_bytes(numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(|number| unit(*number)).collect()
 }
+
+/// Generates numbers of all sizes, including subnormals, infinities and NaN.
+#[cfg(test)]
+pub(super) fn odd_numbers(seed: u64, count: usize) -> Vec<f32> {
+    let mut x = seed;
+    let mut next = || {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (x >> 32) as u32
+    };
+    let bits = |i: usize, random: u32| match i % 7 {
+        0 => random,
+        1 => random & 0x807f_ffff,
+        _ => (random & 0x81ff_ffff) | 0x3800_0000,
+    };
+    (0..count).map(|i| f32::from_bits(bits(i, next()))).collect()
+}

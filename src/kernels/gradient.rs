@@ -185,22 +185,7 @@ fn square_any<const HARD: bool>(second: &[u8], before: &[u8], now: &[u8], (first
 #[cfg(test)]
 mod tests {
     use super::{Blend, First, Level, NONE, Second, Square, blend_at, number, shorten_at, square_at};
-    use crate::kernels::floats::to_bytes;
-
-    /// Generates numbers of all sizes, including subnormals, infinities and NaN.
-    fn numbers(seed: u64, count: usize) -> Vec<f32> {
-        let mut x = seed;
-        let mut next = || {
-            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (x >> 32) as u32
-        };
-        let bits = |i: usize, random: u32| match i % 11 {
-            0 => random,
-            1 => random & 0x807f_ffff,
-            _ => (random & 0x81ff_ffff) | 0x3800_0000,
-        };
-        (0..count).map(|i| f32::from_bits(bits(i, next()))).collect()
-    }
+    use crate::kernels::floats::{odd_numbers, to_bytes};
 
     #[test]
     fn all_levels_agree_to_the_bit() {
@@ -208,7 +193,7 @@ mod tests {
             for count in [1, 8, 1000, 4099] {
                 let first = First { blend, decay: 0.9, weight: 0.1, clip: 1.371_189_2 };
                 let second = Second { square: Square::Fused, decay: 0.95, share: 0.05 };
-                let [before, noise, v] = [1, 2, 3].map(|seed| numbers(seed, count));
+                let [before, noise, v] = [1, 2, 3].map(|seed| odd_numbers(seed, count));
                 let moved = |i: usize| if i.is_multiple_of(5) { noise[i] } else { before[i] + (noise[i] - before[i]) * 0.1 };
                 let now: Vec<f32> = (0..count).map(moved).collect();
                 let [before, now, v] = [&before, &now, &v].map(|numbers| to_bytes(numbers));

@@ -77,25 +77,10 @@ fn moment_any(second: &[u8], first: Moments<'_>, [a, b, c, d]: [f64; 4], out: &m
 mod tests {
     use super::*;
     use crate::kernels::Level;
-
-    /// Generates numbers of all sizes, including subnormals, infinities and NaN.
-    #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
-    fn floats(seed: u64, count: usize) -> Vec<u8> {
-        let mut x = seed;
-        let mut next = || {
-            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            x >> 32
-        };
-        let bits = |i: usize, random: u64| match i % 7 {
-            0 => random as u32,
-            1 => random as u32 & 0x807f_ffff,
-            _ => (random as u32 & 0x81ff_ffff) | 0x3800_0000,
-        };
-        (0..count).flat_map(|i| bits(i, next()).to_le_bytes()).collect()
-    }
+    use crate::kernels::floats::{odd_numbers, to_bytes};
 
     fn predictions(level: Level, count: usize) -> [Vec<u8>; 2] {
-        let [w, m0, m1, v0, v1] = [1, 2, 3, 4, 5].map(|seed| floats(seed, count));
+        let [w, m0, m1, v0, v1] = [1, 2, 3, 4, 5].map(|seed| to_bytes(&odd_numbers(seed, count)));
         let (first, second) = (Moments { before: &m0, now: &m1 }, Moments { before: &v0, now: &v1 });
         let mut out = [vec![1; 4 * count], vec![2; 4 * count]];
         let [weights, moments] = &mut out;
@@ -118,7 +103,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     fn the_environment_of_the_caller_does_not_matter() {
         let run = || {
-            let [w, m0, m1, v0, v1] = [1, 2, 3, 4, 5].map(|seed| floats(seed, 1000));
+            let [w, m0, m1, v0, v1] = [1, 2, 3, 4, 5].map(|seed| to_bytes(&odd_numbers(seed, 1000)));
             let (first, second) = (Moments { before: &m0, now: &m1 }, Moments { before: &v0, now: &v1 });
             let mut out = [vec![0; 4000], vec![0; 4000]];
             let [weights, moments] = &mut out;

@@ -236,22 +236,7 @@ fn fill((second, before, now): (&[u8], &[u8], &[u8]), inverse: f64, out: &mut [u
 #[cfg(test)]
 mod tests {
     use super::{Divisor, Level, Moment, Square, Step, Update, moment, moment_at, step, step_at};
-
-    /// Generates numbers of all sizes, including subnormals, infinities and NaN.
-    #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
-    fn floats(seed: u64, count: usize) -> Vec<u8> {
-        let mut x = seed;
-        let mut next = || {
-            x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (x >> 32) as u32
-        };
-        let bits = |i: usize, random: u32| match i % 7 {
-            0 => random,
-            1 => random & 0x807f_ffff,
-            _ => (random & 0x81ff_ffff) | 0x3800_0000,
-        };
-        (0..count).flat_map(|i| bits(i, next()).to_le_bytes()).collect()
-    }
+    use crate::kernels::floats::{odd_numbers, to_bytes};
 
     fn steps() -> Vec<Step> {
         let of = |update: Update, divisor| {
@@ -266,7 +251,7 @@ mod tests {
     }
 
     fn results(count: usize, run: impl Fn(&[Vec<u8>; 4], Result<Step, Moment>, &mut [u8])) -> Vec<Vec<u8>> {
-        let inputs = [1, 2, 3, 4].map(|seed| floats(seed, count));
+        let inputs = [1, 2, 3, 4].map(|seed| to_bytes(&odd_numbers(seed, count)));
         let forms = steps().into_iter().map(Ok).chain(moments().into_iter().map(Err));
         forms
             .map(|form| {
