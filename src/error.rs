@@ -178,6 +178,11 @@ impl Error {
         self.0.kind
     }
 
+    /// Whether stored objects are unusable, as opposed to a storage that fails now.
+    pub fn is_damage(&self) -> bool {
+        matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
+    }
+
     /// Returns the sentence without the place.
     pub fn message(&self) -> &str {
         &self.0.message

@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 
 use super::changed_rows::ChangedRows;
-use super::parent::{Parent, is_damage};
+use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Writer, WriterOptions};
 use crate::chain::{DecisionReason, PolicyDecision, chain_of};
@@ -170,7 +170,7 @@ impl Writer {
             )
             .object(existing.manifest_path())),
             // A damaged snapshot is not worth keeping.
-            Err(error) if is_damage(&error) => {
+            Err(error) if error.is_damage() => {
                 tracing::warn!(step, %error, "the saved snapshot of this step cannot be read; replacing it");
                 Ok(Some(existing.id))
             }

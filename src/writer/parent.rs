@@ -6,7 +6,7 @@
 use crate::commit::{LogState, refuse_features};
 use crate::reader::{ChunkItem, Snapshot};
 use crate::wire::{Id, ParentRef};
-use crate::{Error, ErrorKind, Result, Store, TensorView, boxed};
+use crate::{Error, Result, Store, TensorView, boxed};
 
 /// The parent of the snapshot that is being saved.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ impl Parent {
     pub(super) async fn open(store: &Store, state: &LogState, id: Id) -> Result<Option<Self>> {
         let snapshot = match Snapshot::load(store, state, id).await {
             Ok(snapshot) => snapshot,
-            Err(error) if is_damage(&error) => {
+            Err(error) if error.is_damage() => {
                 tracing::warn!(%error, "the parent of the next delta cannot be read; saving a base instead");
                 return Ok(None);
             }
@@ -57,9 +57,4 @@ impl Parent {
             Error::new(e.kind(), format!("the base at step {step} cannot be read back, so no delta can be made: {e}")).source(e)
         })
     }
-}
-
-/// Whether an error means that stored objects are unusable, as opposed to a storage that fails now.
-pub(super) fn is_damage(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
 }

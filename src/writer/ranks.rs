@@ -8,7 +8,7 @@
 use super::WriterOptions;
 use super::base_cache::NextBase;
 use super::layout::StateLayout;
-use super::parent::{Parent, is_damage};
+use super::parent::Parent;
 use super::pipeline::SavePipeline;
 use crate::commit::{Log, Standing, refuse_features};
 use crate::wire::{CaskRef, Id, MAX_RANK, RankSave, Receipt, ReceiptShard, ReceiptTensor};
@@ -113,7 +113,7 @@ impl RankWriter {
                 Ok(uploaded) => break uploaded,
                 Err(error) => {
                     self.pipeline.base.clear();
-                    if parent.is_none() || !is_damage(&error) {
+                    if parent.is_none() || !error.is_damage() {
                         return Err(error);
                     }
                     tracing::warn!(%error, "no delta can be made; saving this rank's shards whole");

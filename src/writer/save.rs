@@ -6,7 +6,7 @@
 use super::commit::{Commit, Prepared};
 use super::estimate::estimate;
 use super::layout::StateLayout;
-use super::parent::{Parent, is_damage};
+use super::parent::Parent;
 use super::{Metadata, SavedSnapshot, Writer, check_user};
 use crate::chain::{DecisionReason, Policy, PolicyDecision};
 use crate::commit::Age;
@@ -56,7 +56,7 @@ impl Writer {
                 }
                 Ok(Commit::Stale(stale)) => stale.error,
                 Ok(Commit::ParentLost(error)) => error,
-                Err(error) if parent.is_some() && is_damage(&error) => error,
+                Err(error) if parent.is_some() && error.is_damage() => error,
                 Err(error) => {
                     if self.pipeline.keeps_state(parent.as_ref()) {
                         // The failed attempt may have released shards of the old base.
@@ -86,7 +86,7 @@ impl Writer {
                 }
                 decision.estimate = Some(found);
             }
-            Err(error) if is_damage(&error) => {
+            Err(error) if error.is_damage() => {
                 tracing::warn!(%error, "no delta can be made; saving a base instead");
                 (*parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }

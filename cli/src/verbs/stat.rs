@@ -6,7 +6,7 @@ use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::container::CaskIndex;
 use tensorcask::wire::{Id, SnapshotKind};
-use tensorcask::{Error, ErrorKind, Result, RoundingReport, Slice, SnapshotStatus};
+use tensorcask::{ErrorKind, Result, RoundingReport, Slice, SnapshotStatus};
 
 use crate::cask::{self, CodecCounts};
 use crate::decision::DecisionJson;
@@ -92,7 +92,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         }
         let step = info.record.step;
         if let Err(error) = report.add_step(&store, step, &mut kept) {
-            if !is_damage(&error) {
+            if !error.is_damage() {
                 return Err(error);
             }
             // The exit code of corruption takes precedence.
@@ -108,11 +108,6 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     drop(progress);
     let text = report.describe();
     Ok(Outcome::new(&report, text)?.with_code(code))
-}
-
-/// Whether an error means that stored objects are unusable, as opposed to a storage that fails now.
-fn is_damage(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
 }
 
 impl Report<'_> {
