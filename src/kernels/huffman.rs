@@ -38,7 +38,10 @@ fn encode_at(level: Level, symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> 
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
         Level::Avx512 => unsafe { x86::encode(symbols, codes, &mut writer) },
-        _ => (symbols, true),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Level::Avx2 => unsafe { avx2::encode(symbols, codes, &mut writer) },
+        Level::Scalar => (symbols, true),
     };
     known &= put_groups_at(level, rest, codes, &mut writer);
     let bytes = writer.finish();
@@ -78,6 +81,9 @@ fn put_groups_any(symbols: &[u8], codes: &Codes, writer: &mut BitWriter<'_>) -> 
     }
     seen & NO_CODE == 0
 }
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {

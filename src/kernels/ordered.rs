@@ -152,6 +152,28 @@ fn all_literal(tokens: &[u8]) -> bool {
     u32::from(tokens.iter().copied().fold(0, u8::max)) < LITERALS
 }
 
+/// Returns whether so few tokens are `least` or more that they are better handled one by one.
+#[inline(always)]
+fn are_few(tokens: &[u8], least: u8) -> bool {
+    let count = tokens.iter().map(|&token| u32::from(token >= least)).fold(0, u32::wrapping_add);
+    count as usize <= tokens.len() / 16
+}
+
+/// Calls `act` with the position of each token that is `least` or more.
+#[inline(always)]
+fn for_each_from(tokens: &[u8], least: u8, mut act: impl FnMut(usize, u8)) {
+    for (at, some) in tokens.chunks(32).enumerate() {
+        if some.iter().copied().fold(0, u8::max) < least {
+            continue;
+        }
+        for (i, &token) in some.iter().enumerate() {
+            if token >= least {
+                act(32 * at + i, token);
+            }
+        }
+    }
+}
+
 #[inline(always)]
 fn put_extra_any(width: usize, base: &[u8], data: &[u8], tokens: &[u8], extract: impl Fn(u64, u64) -> u64) -> Vec<u8> {
     let of_block = |tokens: &[u8]| tokens.iter().map(|&token| extra_bits(token)).fold(0, u32::wrapping_add) as usize;
@@ -209,7 +231,7 @@ unit!(u32, 4);
 macro_rules! lanes {
     ($name:ident, $lane:ty, $signed:ty) => {
         mod $name {
-            use super::{BLOCK, BitReader, BitWriter, LITERALS, Unit, all_literal, extra_bits};
+            use super::{BLOCK, BitReader, BitWriter, LITERALS, Unit, all_literal, are_few, extra_bits, for_each_from};
 
             const BITS: u32 = <$lane>::BITS;
             /// Number of lanes in a word.
@@ -236,10 +258,28 @@ macro_rules! lanes {
             #[inline(always)]
             pub(super) fn differences<U: Unit<W>, const W: usize>(base: &[u8], data: &[u8], out: &mut [$lane]) {
                 for ((slot, base), new) in out.iter_mut().zip(base.as_chunks::<W>().0).zip(data.as_chunks::<W>().0) {
-                    let difference = order::<W>(U::get(*new)).wrapping_sub(order::<W>(U::get(*base))) as $signed >> (BITS - 8 * W as u32);
-                    let zigzag = (difference as $lane) << 1 ^ (difference >> (BITS - 1)) as $lane;
-                    *slot = zigzag & <$lane>::MAX >> (BITS - 8 * W as u32);
+                    *slot = difference::<W>(U::get(*base), U::get(*new));
                 }
+            }
+
+            #[inline(always)]
+            fn difference<const W: usize>(base: u32, new: u32) -> $lane {
+                let difference = order::<W>(new).wrapping_sub(order::<W>(base)) as $signed >> (BITS - 8 * W as u32);
+                let zigzag = (difference as $lane) << 1 ^ (difference >> (BITS - 1)) as $lane;
+                zigzag & <$lane>::MAX >> (BITS - 8 * W as u32)
+            }
+
+            /// Inverts [`difference`].
+            #[inline(always)]
+            fn sum<const W: usize>(base: u32, z: $lane) -> u32 {
+                let difference = (z >> 1) ^ (z & 1).wrapping_neg();
+                unorder::<W>(order::<W>(base).wrapping_add(difference << (BITS - 8 * W as u32)))
+            }
+
+            /// Returns a mask of a token's extra bits.
+            #[inline(always)]
+            fn mask_of(token: u8) -> u64 {
+                !(u64::MAX << (extra_bits(token) & (BITS - 1)))
             }
 
             /// Returns the smallest difference of a token.
@@ -302,6 +342,15 @@ macro_rules! lanes {
                     if all_literal(tokens) {
                         continue;
                     }
+                    if are_few(tokens, LITERALS as u8) {
+                        let (base, data) = (base.as_chunks::<W>().0, data.as_chunks::<W>().0);
+                        for_each_from(tokens, LITERALS as u8, |at, token| {
+                            let (Some(base), Some(new)) = (base.get(at), data.get(at)) else { return };
+                            let z = difference::<W>(U::get(*base), U::get(*new));
+                            writer.put(u64::from(z) & mask_of(token), extra_bits(token));
+                        });
+                        continue;
+                    }
                     differences::<U, W>(base, data, &mut block);
                     masks_of(tokens, &mut masks);
                     join(&block, &mut words);
@@ -325,6 +374,17 @@ macro_rules! lanes {
                 let mut words: Words = [0; BLOCK / LANES];
                 let outputs = base.chunks(BLOCK * W).zip(out.chunks_mut(BLOCK * W));
                 for (tokens, (base, out)) in tokens.chunks(BLOCK).zip(outputs) {
+                    if are_few(tokens, 1) && out.len() == base.len() {
+                        out.copy_from_slice(base);
+                        let (base, out) = (base.as_chunks::<W>().0, out.as_chunks_mut::<W>().0);
+                        for_each_from(tokens, 1, |at, token| {
+                            let extra = (reader.peek() & mask_of(token)) as $lane;
+                            reader.skip(extra_bits(token));
+                            let (Some(base), Some(unit)) = (base.get(at), out.get_mut(at)) else { return };
+                            *unit = U::put(sum::<W>(U::get(*base), least(token).wrapping_add(extra)));
+                        });
+                        continue;
+                    }
                     for (slot, &token) in block.iter_mut().zip(tokens) {
                         *slot = least(token);
                     }
@@ -343,9 +403,7 @@ macro_rules! lanes {
                         }
                     }
                     for ((unit, base), &z) in out.as_chunks_mut::<W>().0.iter_mut().zip(base.as_chunks::<W>().0).zip(&block) {
-                        let difference = (z >> 1) ^ (z & 1).wrapping_neg();
-                        let sum = order::<W>(U::get(*base)).wrapping_add(difference << (BITS - 8 * W as u32));
-                        *unit = U::put(unorder::<W>(sum));
+                        *unit = U::put(sum::<W>(U::get(*base), z));
                     }
                 }
             }
@@ -430,6 +488,8 @@ mod tests {
             for units in [0, 1, 15, 16, 17, 1000, 2 * BLOCK + 3] {
                 let (base, mut data) = (noise(1, width * units), noise(2, width * units));
                 data[..width * units / 2].copy_from_slice(&base[..width * units / 2]);
+                // Few of many differ.
+                (0..width * units / 2).step_by(61).for_each(|at| data[at] ^= 1 << (at % 8));
                 let exponent = Exponent { shift: 2, mask: 0x1f };
                 let mut bounds = [255; MAX_CLASSES - 1];
                 bounds[..3].copy_from_slice(&[3, 7, 20]);

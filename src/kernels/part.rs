@@ -1,7 +1,8 @@
 //! Groups symbols by class, in their order, and restores the original sequence.
 //!
 //! The vector form compresses (and expands) 64 symbols in registers, once per class. The memory form of vector compress
-//! is ten times slower on some processors.
+//! is ten times slower on some processors. The scalar form of the inverse restores [`RUNS`] runs of symbols in turn, so
+//! that no symbol waits for the position that the symbol before it, often of the same class, has just advanced.
 
 use super::Level;
 use super::ordered::MAX_CLASSES;
@@ -11,13 +12,33 @@ use crate::spare::Spare;
 #[derive(Debug)]
 pub(crate) struct Parted {
     symbols: Spare,
-    starts: [usize; MAX_CLASSES],
+    /// Position of the first symbol of each class, in each run.
+    starts: [[usize; MAX_CLASSES]; RUNS],
     counts: [usize; MAX_CLASSES],
     classes: usize,
 }
 
 /// Size of a vector in bytes.
 const VECTOR: usize = 64;
+
+/// Number of runs. The last may be longer than the others.
+const RUNS: usize = 4;
+
+/// Splits a slice into runs of equal length, and the rest of the last run.
+fn runs<T>(all: &[T]) -> ([&[T]; RUNS], &[T]) {
+    let length = all.len() / RUNS;
+    (std::array::from_fn(|run| &all[run * length..][..length]), &all[RUNS * length..])
+}
+
+/// Like [`runs`].
+fn runs_mut<T>(all: &mut [T]) -> ([&mut [T]; RUNS], &mut [T]) {
+    let length = all.len() / RUNS;
+    let (a, rest) = all.split_at_mut(length);
+    let (b, rest) = rest.split_at_mut(length);
+    let (c, rest) = rest.split_at_mut(length);
+    let (d, rest) = rest.split_at_mut(length);
+    ([a, b, c, d], rest)
+}
 
 /// Counts the symbols of each of the first `count` classes.
 fn members_at(level: Level, classes: &[u8], count: usize) -> [usize; MAX_CLASSES] {
@@ -38,11 +59,19 @@ fn members_at(level: Level, classes: &[u8], count: usize) -> [usize; MAX_CLASSES
 impl Parted {
     /// Reserves room for the symbols of `classes`, each below `count`. Returns `None` if memory is short.
     pub(crate) fn new(classes: &[u8], count: usize) -> Option<Self> {
-        let counts = members_at(Level::best(), classes, count);
-        let (mut starts, mut at) = ([0; MAX_CLASSES], 0);
-        for (start, &members) in starts.iter_mut().zip(&counts).take(count) {
-            *start = at;
-            at += members + VECTOR;
+        let (of_runs, rest) = runs(classes);
+        let of_runs = of_runs.map(|run| members_at(Level::best(), run, count));
+        let of_rest = members_at(Level::best(), rest, count);
+        let (mut starts, mut counts, mut at) = ([[0; MAX_CLASSES]; RUNS], [0; MAX_CLASSES], 0);
+        for class in 0..count.min(MAX_CLASSES) {
+            let first = at;
+            for (starts, members) in starts.iter_mut().zip(&of_runs) {
+                starts[class] = at;
+                at += members[class];
+            }
+            at += of_rest[class];
+            counts[class] = at - first;
+            at += VECTOR;
         }
         let symbols = Spare::new(at, "symbols by class").ok()?;
         Some(Self { symbols, starts, counts, classes: count.min(MAX_CLASSES) })
@@ -50,12 +79,12 @@ impl Parted {
 
     /// Symbols of a class.
     pub(crate) fn of(&self, class: usize) -> &[u8] {
-        &self.symbols[self.starts[class]..][..self.counts[class]]
+        &self.symbols[self.starts[0][class]..][..self.counts[class]]
     }
 
     /// Symbols of a class, to be filled.
     pub(crate) fn of_mut(&mut self, class: usize) -> &mut [u8] {
-        &mut self.symbols[self.starts[class]..][..self.counts[class]]
+        &mut self.symbols[self.starts[0][class]..][..self.counts[class]]
     }
 
     /// Appends each symbol to its class. `classes` must be the argument of [`Parted::new`].
@@ -64,12 +93,15 @@ impl Parted {
     }
 
     fn part_at(&mut self, level: Level, classes: &[u8], symbols: &[u8]) {
-        let mut next = self.starts;
+        let mut next = self.starts[0];
         let done = match level {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the level says that the features were detected.
             Level::Avx512 => unsafe { x86::part(classes, symbols, self.classes, &mut next, &mut self.symbols) },
-            _ => 0,
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Level::Avx2 => unsafe { x86::part_by_words(classes, symbols, self.classes, &mut next, &mut self.symbols) },
+            Level::Scalar => 0,
         };
         for (&class, &symbol) in classes.iter().zip(symbols).skip(done) {
             let next = &mut next[usize::from(class) % MAX_CLASSES];
@@ -90,19 +122,35 @@ impl Parted {
         let done = match level {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the level says that the features were detected.
-            Level::Avx512 => unsafe { x86::join(classes, &self.symbols, self.classes, &mut next, out) },
+            Level::Avx512 => unsafe { x86::join(classes, &self.symbols, self.classes, &mut next[0], out) },
             _ => 0,
         };
-        for (&class, slot) in classes.iter().zip(out).skip(done) {
+        let symbols = &self.symbols[..];
+        let take = |next: &mut [usize; MAX_CLASSES], class: u8| {
             let next = &mut next[usize::from(class) % MAX_CLASSES];
-            *slot = self.symbols.get(*next).copied().unwrap_or_default();
+            let symbol = symbols.get(*next).copied().unwrap_or_default();
             *next = next.wrapping_add(1);
+            symbol
+        };
+        if done > 0 {
+            classes.iter().zip(out).skip(done).for_each(|(&class, slot)| *slot = take(&mut next[0], class));
+            return;
         }
+        let (([a, b, c, d], rest), ([p, q, r, s], rest_of_out)) = (runs(classes), runs_mut(out));
+        for (((((((&a, p), &b), q), &c), r), &d), s) in a.iter().zip(p).zip(b).zip(q).zip(c).zip(r).zip(d).zip(s) {
+            *p = take(&mut next[0], a);
+            *q = take(&mut next[1], b);
+            *r = take(&mut next[2], c);
+            *s = take(&mut next[3], d);
+        }
+        rest.iter().zip(rest_of_out).for_each(|(&class, slot)| *slot = take(&mut next[RUNS - 1], class));
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    #![allow(clippy::host_endian_bytes, reason = "a kernel for little-endian processors")]
+
     use std::arch::x86_64::*;
 
     use super::{MAX_CLASSES, VECTOR};
@@ -138,6 +186,37 @@ mod x86 {
                 *next = next.wrapping_add(mask.count_ones() as usize);
             }
             done += VECTOR;
+        }
+        done
+    }
+
+    /// Groups whole vectors by class, a word of 8 symbols at a time. Returns the number of symbols grouped.
+    #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+    pub(super) fn part_by_words(classes: &[u8], symbols: &[u8], count: usize, next: &mut [usize; MAX_CLASSES], out: &mut [u8]) -> usize {
+        const WORD: usize = 8;
+        const WORDS: usize = 4;
+        let (groups, _) = classes.as_chunks::<{ WORDS * WORD }>();
+        let mut done = 0;
+        for (class_group, symbol_group) in groups.iter().zip(symbols.as_chunks::<{ WORDS * WORD }>().0) {
+            // SAFETY: a load of 32 bytes from an array of 32.
+            let c = unsafe { _mm256_loadu_si256(class_group.as_ptr().cast()) };
+            for (class, next) in (0i8..).zip(next.iter_mut().take(count)) {
+                let mask = _mm256_movemask_epi8(_mm256_cmpeq_epi8(c, _mm256_set1_epi8(class))) as u32;
+                if let Some(room) = out.get_mut(*next..).and_then(|room| room.first_chunk_mut::<{ (WORDS + 1) * WORD }>()) {
+                    let (mut left, mut at) = (mask, 0);
+                    for symbols in symbol_group.as_chunks::<WORD>().0 {
+                        let of_word = left & 0xff;
+                        let bytes = _pdep_u64(u64::from(of_word), 0x0101_0101_0101_0101).wrapping_mul(0xff);
+                        // SAFETY: each of the words before moved `at` by 8 at most, so this store of 8 bytes ends within
+                        // the 40 bytes of room.
+                        unsafe { room.as_mut_ptr().add(at).cast::<u64>().write_unaligned(_pext_u64(u64::from_ne_bytes(*symbols), bytes)) };
+                        at = at.wrapping_add(of_word.count_ones() as usize);
+                        left >>= WORD;
+                    }
+                }
+                *next = next.wrapping_add(mask.count_ones() as usize);
+            }
+            done += WORDS * WORD;
         }
         done
     }

@@ -72,7 +72,10 @@ fn encode_at(level: Level, symbols: &[u8], encoder: &Encoder, room: &mut Vec<u8>
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
         Level::Avx512 => unsafe { x86::encode(groups, encoder, &mut states, room, &mut at) },
-        _ => groups.iter().rev().for_each(|group| put(group, encoder, &mut states, room, &mut at)),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Level::Avx2 => unsafe { avx2::encode(groups, encoder, &mut states, room, &mut at) },
+        Level::Scalar => groups.iter().rev().for_each(|group| put(group, encoder, &mut states, room, &mut at)),
     }
     (states, at)
 }
@@ -144,26 +147,39 @@ pub(crate) fn decode(words: &[u8], states: [u32; LANES], decoder: &Decoder, out:
 fn decode_at(level: Level, words: &[u8], mut states: [u32; LANES], decoder: &Decoder, out: &mut [u8]) -> bool {
     let words = words.as_chunks::<2>().0;
     let (groups, rest) = out.as_chunks_mut::<LANES>();
-    let (done, mut at) = match level {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: the level says that the features were detected.
-        Level::Avx512 => unsafe {
-            let (done, at) = x86::decode(words, &mut states, decoder, groups);
-            // Pad the last words with zeros, because a few words may encode many symbols. If padding is used, the check
-            // of the end fails.
-            let mut padded = [[0u8; 2]; 2 * LANES];
-            padded.iter_mut().zip(words.get(at..).unwrap_or_default()).for_each(|(slot, word)| *slot = *word);
-            let (more, taken) = x86::decode(&padded, &mut states, decoder, groups.get_mut(done..).unwrap_or_default());
-            (done + more, at + taken)
-        },
-        _ => (0, 0),
-    };
+    let (mut done, mut at) = decode_groups(level, words, &mut states, decoder, groups);
+    // Pad the last words with zeros, because a few words may encode many symbols. If padding is used, the check of the
+    // end fails.
+    let mut padded = [[0u8; 2]; 2 * LANES];
+    padded.iter_mut().zip(words.get(at..).unwrap_or_default()).for_each(|(slot, word)| *slot = *word);
+    let (more, taken) = decode_groups(level, &padded, &mut states, decoder, groups.get_mut(done..).unwrap_or_default());
+    (done, at) = (done + more, at + taken);
     let mut enough = true;
     for group in groups.iter_mut().skip(done) {
         enough &= take(words, &mut at, &mut states, decoder, group);
     }
     enough &= take(words, &mut at, &mut states, decoder, rest);
     enough && at == words.len() && states.iter().all(|&state| state == LEAST)
+}
+
+/// Decodes groups with vectors, while there are words for all states. Returns the number of groups decoded and of words
+/// used.
+fn decode_groups(
+    level: Level,
+    words: &[[u8; 2]],
+    states: &mut [u32; LANES],
+    decoder: &Decoder,
+    groups: &mut [[u8; LANES]],
+) -> (usize, usize) {
+    match level {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the level says that the features were detected.
+        Level::Avx512 => unsafe { x86::decode(words, states, decoder, groups) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Level::Avx2 => unsafe { avx2::decode(words, states, decoder, groups) },
+        Level::Scalar => (0, 0),
+    }
 }
 
 /// Decodes a group, or a part of one. Returns false if words are missing.
@@ -194,6 +210,9 @@ fn take(words: &[[u8; 2]], at: &mut usize, states: &mut [u32; LANES], decoder: &
     *at = at.wrapping_add(taken);
     taken <= rest.len()
 }
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
