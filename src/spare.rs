@@ -115,7 +115,35 @@ pub(crate) fn output(capacity: usize) -> Vec<u8> {
         return Vec::with_capacity(capacity);
     }
     let kept = try_lock(&OUTPUT).and_then(|mut pool| pool.take(capacity));
-    kept.unwrap_or_else(|| Vec::with_capacity(capacity))
+    match kept {
+        Some(mut buffer) => {
+            buffer.clear();
+            buffer
+        }
+        None => Vec::with_capacity(capacity),
+    }
+}
+
+/// Makes an output buffer reusable.
+pub(crate) fn reuse(buffer: Vec<u8>) {
+    if buffer.capacity() >= LEAST_OUTPUT
+        && let Some(mut pool) = try_lock(&OUTPUT)
+    {
+        pool.give(buffer, OUTPUT_BYTES);
+    }
+}
+
+/// Returns a buffer of `bytes` with arbitrary content.
+pub(crate) fn output_of(bytes: usize, what: &str) -> Result<Vec<u8>> {
+    let kept = if bytes < LEAST_OUTPUT { None } else { try_lock(&OUTPUT).and_then(|mut pool| pool.take(bytes)) };
+    match kept {
+        Some(mut buffer) => {
+            // Only what the last user left unfilled costs time.
+            buffer.resize(bytes, 0);
+            Ok(buffer)
+        }
+        None => zeroed(bytes, what),
+    }
 }
 
 /// A buffer that becomes reusable when its last reader drops it.
@@ -129,11 +157,7 @@ impl AsRef<[u8]> for Returned {
 
 impl Drop for Returned {
     fn drop(&mut self) {
-        let mut buffer = std::mem::take(&mut self.0);
-        buffer.clear();
-        if let Some(mut pool) = try_lock(&OUTPUT) {
-            pool.give(buffer, OUTPUT_BYTES);
-        }
+        reuse(std::mem::take(&mut self.0));
     }
 }
 

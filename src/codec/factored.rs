@@ -12,7 +12,7 @@
 use super::planes;
 use super::terms::{LEAST, mean, term};
 use super::{Chunk, Codec, Columns, Cost, Encoded};
-use crate::entropy::{self, Histogram};
+use crate::entropy::{self, Histogram, Plane, PlaneBuffer};
 use crate::kernels::{bytes, factored as kernel};
 use crate::limits::reserve;
 use crate::spare::Spare;
@@ -143,7 +143,7 @@ impl Codec for Factored {
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let (_, columns) = matrix(chunk).ok_or_else(|| Error::invalid("needs rows and columns of bf16 or f32"))?;
         let mut planes = planes::split(chunk.data, None, chunk.dtype)?;
-        let mut exponents = planes.pop().unwrap_or_default();
+        let mut exponents = planes.pop().ok_or_else(|| Error::invalid("units without bytes"))?;
         let terms = Terms::fit(exponents.chunks(columns), columns)?;
         for (row, &term) in exponents.chunks_mut(columns).zip(&terms.rows) {
             kernel::to_symbols(offset(terms.center, term), &terms.columns, row);
@@ -151,9 +151,7 @@ impl Codec for Factored {
         let mut rows = vec![terms.center];
         rows.extend(terms.rows.iter().map(|&term| term as u8));
         let mut coded = vec![rows, terms.columns.iter().map(|&term| term as u8).collect()];
-        for plane in std::iter::once(&exponents).chain(&planes) {
-            coded.push(entropy::coded(plane));
-        }
+        coded.extend(std::iter::once(exponents).chain(planes).map(PlaneBuffer::encode));
         Ok(Encoded { uses_base: false, columns: names(chunk.dtype)?.iter().copied().zip(coded).collect() })
     }
 
@@ -173,19 +171,16 @@ impl Codec for Factored {
         if rows.len().checked_mul(terms.len()) != Some(units) {
             return Err(bad(format!("{} rows and {} columns for {units} elements", rows.len(), terms.len())));
         }
-        let mut decoded = Spare::new(out.len(), "byte planes")?;
-        let mut parts = decoded.chunks_mut(units.max(1));
-        for (_, code) in planes {
-            entropy::decode(code, parts.next().unwrap_or_default())?;
-        }
-        let last = parts.next().unwrap_or_default();
-        entropy::decode(exponents, last)?;
+        let mut planes = planes.iter().map(|(_, code)| Plane::read(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
+        let mut last = Spare::new(units, "exponents")?;
+        entropy::decode(exponents, &mut last)?;
         let mut by_column: Vec<i8> = reserve(terms.len(), "terms of columns")?;
         by_column.extend(terms.iter().map(|&term| term as i8));
         for (row, &term) in last.chunks_mut(by_column.len().max(1)).zip(rows) {
             kernel::to_exponents(offset(center, term as i8), &by_column, row);
         }
-        planes::merge(&decoded, None, columns.dtype, out);
+        planes.push(Plane::Decoded(last));
+        planes::merge(&planes, None, columns.dtype, out);
         Ok(())
     }
 }

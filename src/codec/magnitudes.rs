@@ -10,11 +10,9 @@
 //! Source: ours: row and column means predict the logarithm of a number. By Benford's law, the first bits of a mantissa
 //!         are not noise, so they compress together with the exponent
 
-use std::borrow::Cow;
-
 use super::terms::{LEAST, mean, term};
 use super::{Chunk, Codec, Columns, Cost, Encoded, sample};
-use crate::entropy::{self, Histogram};
+use crate::entropy::{self, Histogram, Plane, PlaneBuffer};
 use crate::kernels::bytes;
 use crate::kernels::magnitudes as kernel;
 use crate::limits::reserve;
@@ -50,21 +48,37 @@ fn names(dtype: Dtype) -> Result<&'static [&'static str]> {
 /// Units split into their parts.
 struct Split<'a> {
     /// Upper 16 bits of each unit.
-    tops: Cow<'a, [u8]>,
+    tops: Tops<'a>,
     /// Remaining bytes, plane by plane.
-    rest: Vec<Spare>,
+    rest: Vec<PlaneBuffer>,
+}
+
+/// Upper halves of units: the units themselves, or a copy.
+enum Tops<'a> {
+    Borrowed(&'a [u8]),
+    Own(Spare),
+}
+
+impl std::ops::Deref for Tops<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Borrowed(tops) => tops,
+            Self::Own(tops) => tops,
+        }
+    }
 }
 
 impl<'a> Split<'a> {
     fn of(data: &'a [u8], dtype: Dtype) -> Result<Self> {
         if dtype == Dtype::Bf16 {
-            return Ok(Self { tops: Cow::Borrowed(data), rest: vec![] });
+            return Ok(Self { tops: Tops::Borrowed(data), rest: vec![] });
         }
-        let mut tops: Vec<u8> = reserve(data.len() / 2, "upper halves")?;
-        tops.resize(data.len() / 2, 0);
-        let (mut plane0, mut plane1) = (Spare::new(data.len() / 4, "byte planes")?, Spare::new(data.len() / 4, "byte planes")?);
+        let mut tops = Spare::new(data.len() / 2, "upper halves")?;
+        let (mut plane0, mut plane1) = (PlaneBuffer::new(data.len() / 4, "byte planes")?, PlaneBuffer::new(data.len() / 4, "byte planes")?);
         kernel::split(data, &mut tops, &mut plane0, &mut plane1);
-        Ok(Self { tops: Cow::Owned(tops), rest: vec![plane0, plane1] })
+        Ok(Self { tops: Tops::Own(tops), rest: vec![plane0, plane1] })
     }
 
     fn units(&self) -> usize {
@@ -77,9 +91,9 @@ impl<'a> Split<'a> {
     }
 
     /// Packs signs and fractions.
-    fn packed(&self) -> Result<(Spare, Spare)> {
-        let mut signs = Spare::new(self.units().div_ceil(8), "signs")?;
-        let mut fractions = Spare::new(self.units().div_ceil(2), "fractions")?;
+    fn packed(&self) -> Result<(PlaneBuffer, PlaneBuffer)> {
+        let mut signs = PlaneBuffer::new(self.units().div_ceil(8), "signs")?;
+        let mut fractions = PlaneBuffer::new(self.units().div_ceil(2), "fractions")?;
         kernel::pack(&self.tops, &mut signs, &mut fractions);
         Ok((signs, fractions))
     }
@@ -273,13 +287,6 @@ fn bad(clause: &'static str, message: String) -> Error {
     Error::corrupt(message).clause(clause)
 }
 
-/// Decodes a plane of `symbols` symbols.
-fn plane(code: &[u8], symbols: usize, what: &str) -> Result<Spare> {
-    let mut plane = Spare::new(symbols, what)?;
-    entropy::decode(code, &mut plane)?;
-    Ok(plane)
-}
-
 impl Codec for Magnitudes {
     fn id(&self) -> &str {
         "tc.magnitudes"
@@ -316,10 +323,8 @@ impl Codec for Magnitudes {
         rows.extend(terms.rows.iter().map(|&term| term as u8));
         let stored = terms.columns.iter().take(if shape.columns { columns } else { 0 });
         let mut coded = vec![rows, stored.map(|&term| term as u8).collect()];
-        let planes: [&[u8]; 4] = [&symbols, &escaped, &signs, &fractions];
-        for plane in planes.into_iter().chain(split.rest.iter().map(|plane| &**plane)) {
-            coded.push(entropy::coded(plane));
-        }
+        coded.extend([entropy::coded(&symbols), entropy::coded(&escaped)]);
+        coded.extend([signs, fractions].into_iter().chain(split.rest).map(PlaneBuffer::encode));
         Ok(Encoded { uses_base: false, columns: names(chunk.dtype)?.iter().copied().zip(coded).collect() })
     }
 
@@ -352,8 +357,8 @@ impl Codec for Magnitudes {
             *slot = term as i8;
         }
 
-        let signs = plane(signs, units.div_ceil(8), "signs")?;
-        let fractions = plane(fractions, units.div_ceil(2), "fractions")?;
+        let signs = Plane::read(signs, units.div_ceil(8), "signs")?;
+        let fractions = Plane::read(fractions, units.div_ceil(2), "fractions")?;
         let beyond = |last: Option<&u8>, bits: usize| last.is_some_and(|last| bits > 0 && last >> bits != 0);
         if beyond(signs.last(), units % 8) || beyond(fractions.last(), units % 2 * 4) {
             return Err(bad("magnitudes 4", "bits beyond the last element are set".into()));
@@ -361,8 +366,8 @@ impl Codec for Magnitudes {
         let mut others = Spare::new(units, "signs and fractions")?;
         kernel::unpack(&signs, &fractions, &mut others);
 
-        let symbols = plane(symbols, units, "symbols")?;
-        let rest = rest.iter().map(|(_, code)| plane(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
+        let symbols = Plane::read(symbols, units, "symbols")?;
+        let rest = rest.iter().map(|(_, code)| Plane::read(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
         let decode_tops = |tops: &mut [u8]| {
             let parts = symbols.chunks(width.max(1)).zip(others.chunks(width.max(1))).zip(tops.chunks_mut(2 * width.max(1)));
             for (at, ((symbols, others), tops)) in parts.enumerate() {
@@ -389,7 +394,7 @@ impl Codec for Magnitudes {
 /// Writes the magnitudes of the elements without a symbol.
 fn put_escapes(code: &[u8], symbols: &[u8], tops: &mut [u8]) -> Result<()> {
     let count = kernel::count_escapes(symbols);
-    let both = plane(code, 2 * count, "escapes")?;
+    let both = Plane::read(code, 2 * count, "escapes")?;
     let (lows, highs) = both.split_at(count);
     if let Some((low, high)) = lows.iter().zip(highs).find(|(_, high)| **high > (kernel::MOST >> 8) as u8) {
         return Err(bad("magnitudes 3.1", format!("an escape of {}", u16::from(*high) << 8 | u16::from(*low))));

@@ -8,10 +8,10 @@
 //! Source: LMC (byte grouping, run-length, block-adaptive Huffman), ZipNN (only exponents compress)
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
-use crate::entropy;
+use crate::entropy::{self, Plane, PlaneBuffer};
 use crate::kernels::{bytes, planes};
 use crate::spare::Spare;
-use crate::{Dtype, Result};
+use crate::{Dtype, Error, Result};
 
 /// Stores each byte of the elements in a plane of its own.
 ///
@@ -34,9 +34,9 @@ fn rotates(dtype: Dtype) -> bool {
 }
 
 /// Splits units into planes.
-pub(super) fn split(data: &[u8], base: Option<&[u8]>, dtype: Dtype) -> Result<Vec<Spare>> {
+pub(super) fn split(data: &[u8], base: Option<&[u8]>, dtype: Dtype) -> Result<Vec<PlaneBuffer>> {
     let width = dtype.unit_bytes();
-    let mut all = (0..width).map(|_| Spare::new(data.len() / width, "byte planes")).collect::<Result<Vec<_>>>()?;
+    let mut all = (0..width).map(|_| PlaneBuffer::new(data.len() / width, "byte planes")).collect::<Result<Vec<_>>>()?;
     let mut borrowed: Vec<&mut [u8]> = all.iter_mut().map(|plane| &mut **plane).collect();
     planes::split(data, base, rotates(dtype), &mut borrowed);
     Ok(all)
@@ -49,14 +49,12 @@ pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &m
         return entropy::decode(code, out);
     }
     let units = out.len() / width;
-    let mut readers = codes.iter().map(|code| entropy::PlaneReader::new(code, units)).collect::<Result<Vec<_>>>()?;
-    let block = readers.first().map_or(0, entropy::PlaneReader::block);
-    if block == 0 || readers.iter().any(|reader| reader.block() != block) {
-        let mut decoded = Spare::new(units * width, "byte planes")?;
-        for (k, code) in codes.iter().enumerate() {
-            entropy::decode(code, decoded.get_mut(k * units..(k + 1) * units).unwrap_or_default())?;
-        }
-        merge(&decoded, base, dtype, out);
+    let mut sources = codes.iter().map(|code| Source::new(code, units)).collect::<Result<Vec<_>>>()?;
+    let mut blocks = sources.iter().filter_map(Source::block);
+    let block = blocks.next().unwrap_or(STORED_BLOCK);
+    if units == 0 || blocks.any(|other| other != block) {
+        let planes = codes.iter().map(|code| Plane::read(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
+        merge(&planes, base, dtype, out);
         return Ok(());
     }
     let mut decoded = Spare::new(block.min(units) * width, "byte planes")?;
@@ -64,8 +62,8 @@ pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &m
     for out in out.chunks_mut(block * width) {
         let count = out.len() / width;
         let mut planes: [&[u8]; 8] = [&[]; 8];
-        for ((reader, room), plane) in readers.iter_mut().zip(decoded.chunks_mut(block.min(units))).zip(&mut planes) {
-            *plane = match reader.next(room)? {
+        for ((source, room), plane) in sources.iter_mut().zip(decoded.chunks_mut(block.min(units))).zip(&mut planes) {
+            *plane = match source.next(room, count)? {
                 Some(raw) => raw,
                 None => room.get(..count).unwrap_or_default(),
             };
@@ -76,11 +74,49 @@ pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &m
     Ok(())
 }
 
-/// Merges planes, stored one after another, into units.
-pub(super) fn merge(all: &[u8], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8]) {
-    let width = dtype.unit_bytes();
-    let planes: Vec<&[u8]> = all.chunks((out.len() / width).max(1)).collect();
-    if planes.len() == width {
+/// Number of units that are merged at once if all planes are stored.
+const STORED_BLOCK: usize = 1 << 16;
+
+/// Where the symbols of a plane come from.
+enum Source<'a> {
+    /// Symbols that are left of a raw plane.
+    Stored(&'a [u8]),
+    Coded(entropy::PlaneReader<'a>),
+}
+
+impl<'a> Source<'a> {
+    fn new(code: &'a [u8], symbols: usize) -> Result<Self> {
+        match entropy::stored(code, symbols) {
+            Some(stored) => Ok(Self::Stored(stored)),
+            None => Ok(Self::Coded(entropy::PlaneReader::new(code, symbols)?)),
+        }
+    }
+
+    /// Number of symbols that must be taken at once, if that matters.
+    fn block(&self) -> Option<usize> {
+        match self {
+            Self::Stored(_) => None,
+            Self::Coded(reader) => Some(reader.block()),
+        }
+    }
+
+    /// Returns the next `count` symbols, or decodes them into the front of `room`.
+    fn next(&mut self, room: &mut [u8], count: usize) -> Result<Option<&'a [u8]>> {
+        match self {
+            Self::Stored(left) => {
+                let (next, rest) = left.split_at_checked(count).ok_or_else(|| Error::corrupt("a plane ends early"))?;
+                *left = rest;
+                Ok(Some(next))
+            }
+            Self::Coded(reader) => reader.next(room),
+        }
+    }
+}
+
+/// Merges planes into units.
+pub(super) fn merge(planes: &[Plane<'_>], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8]) {
+    let planes: Vec<&[u8]> = planes.iter().map(|plane| &**plane).collect();
+    if planes.len() == dtype.unit_bytes() {
         planes::merge(&planes, base, rotates(dtype), out);
     }
 }
@@ -130,7 +166,7 @@ impl Codec for Planes {
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let uses_base = chunk.base.is_some() && better(chunk).1;
         let split = split(chunk.data, chunk.base.filter(|_| uses_base), chunk.dtype)?;
-        let columns = NAMES.into_iter().zip(&split).map(|(name, plane)| (name, entropy::coded(plane))).collect();
+        let columns = NAMES.into_iter().zip(split).map(|(name, plane)| (name, plane.encode())).collect();
         Ok(Encoded { uses_base, columns })
     }
 

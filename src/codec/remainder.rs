@@ -9,9 +9,8 @@
 //!         optimizers keep the same pair of 16-bit weight and remainder
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Partner, sample};
-use crate::entropy;
+use crate::entropy::{self, Plane, PlaneBuffer};
 use crate::kernels::{bytes, remainder};
-use crate::spare::Spare;
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
 
@@ -58,16 +57,16 @@ fn check_dtype(dtype: Dtype) -> Result<()> {
 }
 
 /// Splits differences into the low and the high plane.
-fn split(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>; 2] {
+fn split(data: &[u8], partner: &[u8], f16: bool) -> Result<[PlaneBuffer; 2]> {
     let units = data.len() / 4;
-    let mut planes = [vec![0; units], vec![0; units]];
+    let mut planes = [PlaneBuffer::new(units, "differences")?, PlaneBuffer::new(units, "differences")?];
     let [low, high] = &mut planes;
     remainder::split(data, partner, f16, low, high);
-    planes
+    Ok(planes)
 }
 
 /// Returns the units that a mode does not restore.
-fn exceptions(data: &[u8], partner: &[u8], f16: bool, mode: u8, [low, high]: &[Vec<u8>; 2]) -> Vec<usize> {
+fn exceptions(data: &[u8], partner: &[u8], f16: bool, mode: u8, [low, high]: &[PlaneBuffer; 2]) -> Vec<usize> {
     // A stretch that fits the cache.
     const UNITS: usize = 4096;
     let mut decoded = vec![0; 4 * UNITS.min(low.len())];
@@ -85,7 +84,7 @@ fn exceptions(data: &[u8], partner: &[u8], f16: bool, mode: u8, [low, high]: &[V
 }
 
 /// Returns the mode with fewer exceptions, and its exceptions.
-fn best_mode(data: &[u8], partner: &[u8], f16: bool, planes: &[Vec<u8>; 2]) -> (u8, Vec<usize>) {
+fn best_mode(data: &[u8], partner: &[u8], f16: bool, planes: &[PlaneBuffer; 2]) -> (u8, Vec<usize>) {
     let nearest = exceptions(data, partner, f16, NEAREST, planes);
     // A few exceptions are mere ties, which do not justify a try of the other mode.
     if nearest.len() * 1024 <= data.len() {
@@ -96,16 +95,16 @@ fn best_mode(data: &[u8], partner: &[u8], f16: bool, planes: &[Vec<u8>; 2]) -> (
 }
 
 /// Encodes the bits of f32 beyond their 16-bit roundings: the columns `low`, `high` and `rounding`.
-pub(super) fn encode_beyond(data: &[u8], partner: &[u8], f16: bool) -> [Vec<u8>; 3] {
-    let planes = split(data, partner, f16);
+pub(super) fn encode_beyond(data: &[u8], partner: &[u8], f16: bool) -> Result<[Vec<u8>; 3]> {
+    let planes = split(data, partner, f16)?;
     let (mode, odd) = best_mode(data, partner, f16, &planes);
     let mut rounding = vec![mode];
     for unit in odd {
         rounding.put_u32(unit as u32);
         rounding.extend_from_slice(data.get(4 * unit..4 * unit + 4).unwrap_or_default());
     }
-    let [low, high] = planes.map(|plane| entropy::coded(&plane));
-    [low, high, rounding]
+    let [low, high] = planes.map(PlaneBuffer::encode);
+    Ok([low, high, rounding])
 }
 
 /// Inverts [`encode_beyond`].
@@ -119,12 +118,8 @@ pub(super) fn decode_beyond([low, high, rounding]: [&[u8]; 3], partner: &[u8], f
         return bad(format!("{} bytes of exceptions", rounding.len() - 1), "remainder 4");
     }
     let units = out.len() / 4;
-    let mut planes = [Spare::new(units, "a plane")?, Spare::new(units, "a plane")?];
-    for (code, plane) in [low, high].into_iter().zip(&mut planes) {
-        entropy::decode(code, plane)?;
-    }
-    let [low, high] = &planes;
-    remainder::join(partner, f16, mode == TRUNCATED, low, high, out);
+    let (low, high) = (Plane::read(low, units, "differences")?, Plane::read(high, units, "differences")?);
+    remainder::join(partner, f16, mode == TRUNCATED, &low, &high, out);
     let mut before = None;
     for exception in exceptions {
         let (position, bits) = exception.split_at(4);
@@ -146,12 +141,12 @@ pub(super) fn max_beyond_bytes(element_count: u64) -> u64 {
 }
 
 /// Estimates the column sizes of [`encode_beyond`] for `units` elements, from a sample of f32 and their roundings.
-pub(super) fn estimate_beyond(data: &[u8], partner: &[u8], f16: bool, units: u64) -> [u64; 3] {
-    let planes = split(data, partner, f16);
+pub(super) fn estimate_beyond(data: &[u8], partner: &[u8], f16: bool, units: u64) -> Result<[u64; 3]> {
+    let planes = split(data, partner, f16)?;
     let odd = best_mode(data, partner, f16, &planes).1.len() as u64;
     let odd = odd.saturating_mul(units) / (data.len() as u64 / 4).max(1);
     let [low, high] = planes.map(|plane| entropy::estimate(&bytes::histogram(&plane), units));
-    [low, high, odd.saturating_mul(EXCEPTION_BYTES as u64).saturating_add(1)]
+    Ok([low, high, odd.saturating_mul(EXCEPTION_BYTES as u64).saturating_add(1)])
 }
 
 impl Codec for Remainder {
@@ -189,14 +184,14 @@ impl Codec for Remainder {
             return None;
         }
         let units = (chunk.data.len() / 4) as u64;
-        Some(estimate_beyond(&sample(chunk.data, 4), &sample(partner.data, 2), f16, units).into())
+        Some(estimate_beyond(&sample(chunk.data, 4), &sample(partner.data, 2), f16, units).ok()?.into())
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let partner = chunk.partner("model").filter(|_| chunk.dtype == Dtype::F32);
         let partner = partner.ok_or_else(|| Error::invalid("needs f32, and the chunk of role `model`"))?;
         let f16 = is_f16(partner).ok_or_else(|| Error::invalid("needs a chunk of role `model` of bf16 or f16"))?;
-        let columns = COLUMNS.into_iter().zip(encode_beyond(chunk.data, partner.data, f16)).collect();
+        let columns = COLUMNS.into_iter().zip(encode_beyond(chunk.data, partner.data, f16)?).collect();
         Ok(Encoded { uses_base: false, columns })
     }
 

@@ -89,7 +89,7 @@ impl Codec for Rounded {
         let data = super::sample(chunk.data, 4);
         let rounded = round(&data).ok()?;
         let units = (chunk.data.len() / 4) as u64;
-        let beyond = estimate_beyond(&data, &rounded, false, units);
+        let beyond = estimate_beyond(&data, &rounded, false, units).ok()?;
         let planes = planes::split(&rounded, None, Dtype::Bf16).ok()?;
         let mut sizes: Vec<u64> = planes.iter().map(|plane| entropy::estimate(&bytes::histogram(plane), units)).collect();
         sizes.extend(beyond);
@@ -103,9 +103,9 @@ impl Codec for Rounded {
         let rounded = round(chunk.data)?;
         let mut codes = Vec::with_capacity(COLUMNS.len());
         for plane in planes::split(&rounded, None, Dtype::Bf16)? {
-            codes.push(entropy::coded(&plane));
+            codes.push(plane.encode());
         }
-        codes.extend(encode_beyond(chunk.data, &rounded, false));
+        codes.extend(encode_beyond(chunk.data, &rounded, false)?);
         Ok(Encoded { uses_base: false, columns: COLUMNS.into_iter().zip(codes).collect() })
     }
 

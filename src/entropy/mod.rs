@@ -8,8 +8,10 @@ mod histogram;
 mod huffman;
 mod plane;
 mod rans;
+mod raw;
 mod runs;
 mod table;
 
 pub(crate) use histogram::{Histogram, count_about, entropy_bits};
 pub(crate) use plane::{PlaneReader, coded, decode, encode, estimate, max_encoded_bytes};
+pub(crate) use raw::{Plane, PlaneBuffer, stored};

@@ -8,7 +8,7 @@ use super::table::Input;
 use crate::kernels::{huffman as huffman_kernel, rans as rans_kernel};
 use crate::{Error, Result, spare};
 
-const RAW: u8 = 0;
+pub(super) const RAW: u8 = 0;
 const CONSTANT: u8 = 1;
 const RUNS: u8 = 2;
 const HUFFMAN: u8 = 3;
@@ -17,8 +17,8 @@ const RANS: u8 = 5;
 const RANS_AGAIN: u8 = 6;
 
 /// Base-2 logarithm of the block length: the value of writers, and the range that readers accept.
-const BLOCK_EXPONENT: u8 = 16;
-const BLOCK_EXPONENTS: std::ops::RangeInclusive<u8> = 12..=20;
+pub(super) const BLOCK_EXPONENT: u8 = 16;
+pub(super) const BLOCK_EXPONENTS: std::ops::RangeInclusive<u8> = 12..=20;
 
 /// Greatest number of bytes that `symbols` symbols can take.
 pub(crate) fn max_encoded_bytes(symbols: u64) -> u64 {
@@ -29,7 +29,7 @@ pub(crate) fn max_encoded_bytes(symbols: u64) -> u64 {
 const SAMPLE: usize = 4096;
 
 /// Returns whether a sample shows that no coder will save bytes.
-fn is_noise(symbols: &[u8]) -> bool {
+pub(super) fn is_noise(symbols: &[u8]) -> bool {
     if symbols.len() < 4 * SAMPLE {
         return false;
     }
@@ -81,6 +81,11 @@ pub(crate) fn encode(symbols: &[u8], out: &mut Vec<u8>) {
     if symbols.is_empty() {
         return;
     }
+    encode_blocks(symbols, out);
+}
+
+/// Appends one or more symbols, in blocks of the usual length.
+pub(super) fn encode_blocks(symbols: &[u8], out: &mut Vec<u8>) {
     out.push(BLOCK_EXPONENT);
     let blocks = || symbols.chunks(1 << BLOCK_EXPONENT);
     if is_noise(symbols) {

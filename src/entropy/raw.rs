@@ -1,0 +1,150 @@
+//! Planes that no coder makes smaller, without a copy: the writer's buffer becomes the column, and a reader borrows the
+//! symbols from the column.
+
+use std::ops::{Deref, DerefMut};
+
+use super::plane::{BLOCK_EXPONENT, BLOCK_EXPONENTS, RAW, encode_blocks, is_noise};
+use super::{coded, decode};
+use crate::Result;
+use crate::spare::{self, Spare};
+
+/// Bytes before the symbols of a plane that is one raw block.
+const HEADER: usize = 2;
+
+/// A plane to encode: symbols for the caller to fill, with arbitrary content at first.
+#[derive(Debug)]
+pub(crate) struct PlaneBuffer(Vec<u8>);
+
+impl PlaneBuffer {
+    pub(crate) fn new(symbols: usize, what: &str) -> Result<Self> {
+        Ok(Self(spare::output_of(HEADER.saturating_add(symbols), what)?))
+    }
+
+    /// Encodes the plane as a column.
+    pub(crate) fn encode(self) -> Vec<u8> {
+        if !is_noise(&self) {
+            let column = coded(&self);
+            spare::reuse(self.0);
+            return column;
+        }
+        let exponent = BLOCK_EXPONENT.max(self.len().next_power_of_two().trailing_zeros() as u8);
+        let Self(mut column) = self;
+        match (BLOCK_EXPONENTS.contains(&exponent), column.first_chunk_mut::<HEADER>()) {
+            (true, Some(header)) => *header = [exponent, RAW],
+            // Too long for one block.
+            _ => {
+                let symbols = column.split_off(HEADER.min(column.len()));
+                column.clear();
+                encode_blocks(&symbols, &mut column);
+            }
+        }
+        column
+    }
+}
+
+impl Deref for PlaneBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.0.get(HEADER..).unwrap_or_default()
+    }
+}
+
+impl DerefMut for PlaneBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.0.get_mut(HEADER..).unwrap_or_default()
+    }
+}
+
+/// A plane that was read from a column.
+#[derive(Debug)]
+pub(crate) enum Plane<'a> {
+    /// Symbols of one raw block, in the column itself.
+    Stored(&'a [u8]),
+    Decoded(Spare),
+}
+
+impl<'a> Plane<'a> {
+    /// Reads a plane of exactly `symbols` symbols. `code` must hold nothing else.
+    pub(crate) fn read(code: &'a [u8], symbols: usize, what: &str) -> Result<Self> {
+        if let Some(stored) = stored(code, symbols) {
+            return Ok(Self::Stored(stored));
+        }
+        let mut plane = Spare::new(symbols, what)?;
+        decode(code, &mut plane)?;
+        Ok(Self::Decoded(plane))
+    }
+}
+
+impl Deref for Plane<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Stored(symbols) => symbols,
+            Self::Decoded(symbols) => symbols,
+        }
+    }
+}
+
+/// Returns the symbols of a plane, if it is valid and consists of one raw block.
+pub(crate) fn stored(code: &[u8], symbols: usize) -> Option<&[u8]> {
+    let (&[exponent, RAW], stored) = code.split_first_chunk::<HEADER>()? else { return None };
+    (BLOCK_EXPONENTS.contains(&exponent) && stored.len() == symbols && (1..=1 << exponent).contains(&symbols)).then_some(stored)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn noise(seed: usize, count: usize) -> Vec<u8> {
+        let mut state = seed as u64;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 56) as u8
+        };
+        (0..count).map(|_| next()).collect()
+    }
+
+    fn plane_of(symbols: &[u8]) -> PlaneBuffer {
+        let mut plane = PlaneBuffer::new(symbols.len(), "a test").unwrap();
+        plane.copy_from_slice(symbols);
+        plane
+    }
+
+    #[test]
+    fn planes_of_all_lengths_come_back() {
+        for symbols in [0, 1, 16_384, 65_536, 65_537, 300_000, 1 << 20, (1 << 20) + 1] {
+            for plain in [noise(symbols, symbols), vec![7; symbols]] {
+                let code = plane_of(&plain).encode();
+                assert!(code.len() as u64 <= super::super::max_encoded_bytes(symbols as u64));
+                let plane = Plane::read(&code, symbols, "a test").unwrap();
+                assert!(*plane == plain, "{symbols} symbols");
+                let mut out = vec![0xee; symbols];
+                decode(&code, &mut out).unwrap();
+                assert!(out == plain, "{symbols} symbols");
+            }
+        }
+    }
+
+    #[test]
+    fn noise_is_neither_copied_by_the_writer_nor_by_the_reader() {
+        let plane = plane_of(&noise(1, 200_000));
+        let place = plane.as_ptr();
+        let code = plane.encode();
+        assert_eq!(code[HEADER..].as_ptr(), place);
+        assert!(matches!(Plane::read(&code, 200_000, "a test"), Ok(Plane::Stored(symbols)) if symbols.as_ptr() == place));
+    }
+
+    #[test]
+    fn a_damaged_header_is_found() {
+        let good = plane_of(&noise(1, 100_000)).encode();
+        for (at, wrong) in [(0, 11), (0, 16), (0, 21), (1, 9)] {
+            let mut code = good.clone();
+            code[at] = wrong;
+            assert!(Plane::read(&code, 100_000, "a test").is_err(), "byte {at} is {wrong}");
+        }
+        assert!(Plane::read(&good, 99_999, "a test").is_err());
+        assert!(Plane::read(&good[..good.len() - 1], 100_000, "a test").is_err());
+    }
+}
