@@ -1,6 +1,9 @@
 //! Inner loops, and nearly all unsafe code of the library. Each kernel has a scalar form; tests compare its SIMD forms
 //! with the scalar form.
 
+/// Environment variable that names the best level to use, for measurements: `scalar`, `avx2` or `avx512`.
+const SWITCH: &str = "TENSORCASK_KERNELS";
+
 /// Instruction set of the processor, detected once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Level {
@@ -15,14 +18,34 @@ pub(crate) enum Level {
 }
 
 impl Level {
-    /// Returns the best level of this machine.
+    /// Returns the best level of this machine, or a lower level that the environment asks for.
     pub(crate) fn best() -> Self {
         #[cfg(feature = "fuzzing")]
         if SCALAR_ONLY.get() {
             return Self::Scalar;
         }
         static BEST: std::sync::OnceLock<Level> = std::sync::OnceLock::new();
-        *BEST.get_or_init(Self::detect)
+        *BEST.get_or_init(|| Self::detect().limited_by(std::env::var(SWITCH).ok().as_deref()))
+    }
+
+    /// Returns the level that a user asks for, or this level if the processor can do no more.
+    fn limited_by(self, wanted: Option<&str>) -> Self {
+        let wanted = match wanted {
+            None | Some("") => return self,
+            Some("scalar") => Self::Scalar,
+            #[cfg(target_arch = "x86_64")]
+            Some("avx2") => Self::Avx2,
+            #[cfg(target_arch = "x86_64")]
+            Some("avx512") => Self::Avx512,
+            Some(other) => {
+                tracing::warn!("{SWITCH}={other} is not a kernel of this processor; using {self:?}");
+                return self;
+            }
+        };
+        if wanted > self {
+            tracing::warn!("{SWITCH}: this processor has no {wanted:?}; using {self:?}");
+        }
+        wanted.min(self)
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -59,7 +82,7 @@ impl Level {
         let all = [Self::Scalar, Self::Avx2, Self::Avx512];
         #[cfg(not(target_arch = "x86_64"))]
         let all = [Self::Scalar];
-        all.into_iter().filter(|level| *level <= Self::best()).collect()
+        all.into_iter().filter(|level| *level <= Self::detect()).collect()
     }
 }
 
@@ -155,3 +178,18 @@ pub(crate) mod rans;
 pub(crate) mod remainder;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod replay;
+
+#[cfg(test)]
+mod tests {
+    use super::Level;
+
+    #[test]
+    fn the_switch_lowers_the_level_and_never_raises_it() {
+        for level in Level::available() {
+            assert_eq!(level.limited_by(None), level);
+            assert_eq!(level.limited_by(Some("scalar")), Level::Scalar);
+            assert_eq!(level.limited_by(Some("avx512")), level);
+            assert_eq!(level.limited_by(Some("AVX 9")), level);
+        }
+    }
+}
