@@ -200,9 +200,9 @@ fn encode_best<'r>(
     let is_candidate = |codec: &dyn Codec| codec.is_lossless() && !(is_tiny && is_futile(codec.id()));
     let mut tried: Option<(&dyn Codec, Encoded)> = None;
     if let (Some(preferred), None) = (wanted.preferred, given)
-        && let Some(codec) = registry.get(&preferred.codec).filter(|codec| is_candidate(codec.as_ref()) && codec.estimate(chunk).is_some())
+        && let Some(codec) = registry.get(&preferred.codec).filter(|codec| is_candidate(codec.as_ref()))
+        && let Ok(encoded) = codec.encode(chunk)
     {
-        let encoded = codec.encode(chunk)?;
         let sizes = encoded.sizes();
         let stored_bytes = sizes.iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
         if cost(&sizes) <= raw_bytes && preferred.accepts(chunk.data.len() as u64, stored_bytes) {

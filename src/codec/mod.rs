@@ -323,7 +323,8 @@ pub trait Codec: Send + Sync + Debug {
     /// codec cannot encode the chunk.
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>>;
 
-    /// Encodes a chunk for which [`Codec::estimate`] returned sizes.
+    /// Encodes a chunk. Returns an error if this codec cannot encode it; [`Codec::estimate`] then returns `None`. The
+    /// writer also calls this without an estimate, for chunks that are similar to earlier ones.
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded>;
 
     /// Checks that a chunk of this type may have these columns. Allows a delta to be checked without its base. By

@@ -63,7 +63,10 @@ fn fail(message: impl Into<String>) -> Error {
 
 /// Checks a round trip. Returns whether the codec took the chunk.
 fn round_trip(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<bool> {
-    let Some(estimate) = codec.estimate(chunk) else { return Ok(false) };
+    let Some(estimate) = codec.estimate(chunk) else {
+        refuse(codec, chunk)?;
+        return Ok(false);
+    };
     let encoded = codec.encode(chunk)?;
     if codec.encode(chunk)? != encoded {
         return Err(fail("encoding the same chunk twice gave different bytes"));
@@ -100,6 +103,19 @@ fn round_trip(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<bool> {
     }
     hostile(codec, &input, chunk)?;
     Ok(true)
+}
+
+/// Checks that a chunk without an estimate is refused, or encoded without loss all the same.
+fn refuse(codec: &dyn Codec, chunk: &Chunk<'_>) -> Result<()> {
+    let Ok(encoded) = codec.encode(chunk) else { return Ok(()) };
+    let columns: Vec<(&str, Bytes)> = encoded.columns.iter().map(|(name, bytes)| (*name, Bytes::from(bytes.clone()))).collect();
+    let base = chunk.base.filter(|_| encoded.uses_base);
+    let input = Columns { dtype: chunk.dtype, element_count: chunk.element_count, columns: &columns, base, partners: chunk.partners };
+    let mut decoded = vec![0xaa; chunk.data.len()];
+    match codec.decode(&input, &mut decoded) {
+        Ok(()) if decoded == chunk.data || !codec.is_lossless() => Ok(()),
+        _ => Err(fail("encoded a chunk that it does not estimate, and did not decode to it")),
+    }
 }
 
 /// Checks that damaged columns end in an error or in a full buffer. A panic fails the suite by itself.
