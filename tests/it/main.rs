@@ -14,6 +14,8 @@
 
 mod ahead;
 mod chains;
+#[cfg(unix)]
+mod changing_tensors;
 mod codecs;
 mod commits;
 mod common;
