@@ -22,6 +22,7 @@ FILES = {
     "manifest": ["**/snapshots/*.json"],
     "log_entry": ["**/log/*.json", "**/store.json"],
     "directory": ["**/directories/*"],
+    "inline": ["**/log/*.json"],
 }
 LONGEST = 40_000
 # These make their input from noise; a state of several tensors takes a lot of it.
@@ -53,7 +54,7 @@ def files(target: str) -> Iterator[tuple[str, bytes]]:
     for path in chain.from_iterable(store.glob(pattern) for store in STORES for pattern in FILES[target]):
         if path.stat().st_size < LONGEST:
             # No length is given to `index_split`: pieces of the default.
-            before = b"\0" if target == "index_split" else b""
+            before = b"\0" if target in ("index_split", "inline") else b""
             yield str(path.relative_to(ROOT)).replace("/", "_").replace(".", "_"), before + path.read_bytes()
 
 

@@ -161,6 +161,12 @@ impl Error {
         self
     }
 
+    /// Moves the byte offset, which counts from the beginning of a part of an object, to where the part begins.
+    pub(crate) fn within(mut self, part_offset: u64) -> Self {
+        self.0.offset = self.0.offset.map(|offset| offset.saturating_add(part_offset));
+        self
+    }
+
     /// Adds the violated clause of `spec/`.
     pub fn clause(mut self, clause: &'static str) -> Self {
         self.0.clause.get_or_insert(clause);

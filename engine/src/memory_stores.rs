@@ -12,7 +12,8 @@ use crate::folders::RunFolder;
 pub(crate) fn open_epoch(folder: &RunFolder, epoch: u64) -> Result<Store> {
     let path = folder.memory(epoch);
     let path = path.to_str().ok_or_else(|| Error::invalid("the path of the engine's folder must be UTF-8"))?;
-    StoreOptions { fsync: false, ..StoreOptions::default() }.open(path)
+    // Log entries are never deleted, and memory is small: snapshots stay out of them.
+    StoreOptions { fsync: false, inline_bytes: 0, ..StoreOptions::default() }.open(path)
 }
 
 /// Removes all stores in memory. The next store gets a new epoch, so that the result of an upload still under way is

@@ -9,8 +9,8 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
-use tensorcask::wire::{Digest, Event, Id, LogEntry, StoreFile};
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
+use tensorcask::wire::{Digest, Event, Id, LogEntry, StoreFile};
 use tensorcask::{ErrorKind, Store, StoreOptions};
 
 #[derive(Debug, Arbitrary)]
@@ -54,7 +54,8 @@ fn event(step: &Step) -> Event {
     match step {
         Step::Opened => Event::Opened {},
         Step::Added { id: number, step, parent } => {
-            Event::Added { snapshot: id(*number), step: u64::from(step % 4), parent: parent.map(id), manifest: Digest([1; 32]) }
+            let (snapshot, step, parent) = (id(*number), u64::from(step % 4), parent.map(id));
+            Event::Added { snapshot, step, parent, manifest: Digest([1; 32]), inline: None }
         }
         Step::Forgotten(numbers) => Event::Forgotten { snapshots: ids(numbers) },
         Step::Pinned(number, pinned) => Event::Pinned { snapshot: id(*number), pinned: *pinned },

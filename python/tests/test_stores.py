@@ -99,7 +99,7 @@ def damage(url, which):
 
 
 def test_damage_is_an_error_or_an_older_step_and_a_warning(url, caplog):
-    weights = {step: torch.randn(1000) for step in (1, 2)}
+    weights = {step: torch.randn(50_000) for step in (1, 2)}
     for step, w in weights.items():
         tensorcask.save({"w": w}, url, step=step, policy="full")
     damage(url, -1)
@@ -120,10 +120,10 @@ def test_damage_is_an_error_or_an_older_step_and_a_warning(url, caplog):
 
 def test_warnings_of_the_library_are_logged(url, caplog):
     store = tensorcask.Store(url)
-    store.save({"w": torch.randn(1000)}, step=1, policy="consecutive", base_cache="none")
+    store.save({"w": torch.randn(50_000)}, step=1, policy="consecutive", base_cache="none")
     damage(url, 0)
     with caplog.at_level(logging.INFO, "tensorcask"):
-        assert store.save({"w": torch.zeros(1000)}, step=2, policy="consecutive", base_cache="none").kind == "base"
+        assert store.save({"w": torch.zeros(50_000)}, step=2, policy="consecutive", base_cache="none").kind == "base"
     assert any(record.levelno == logging.WARNING and "saving a base instead" in record.getMessage() for record in caplog.records)
     assert any(record.levelno == logging.INFO and "committed" in record.getMessage() for record in caplog.records)
 

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use crate::commit::SnapshotRecord;
 use crate::container::CaskIndex;
 use crate::tensor::Rect;
-use crate::wire::{CaskRef, Directory, Manifest};
+use crate::wire::{CaskRef, Directory, InlineSnapshot, Manifest};
 use crate::{Dtype, Error, Result};
 
 /// One snapshot of a chain.
@@ -20,9 +20,12 @@ pub(crate) struct Link {
     pub indexes: Vec<OnceLock<Arc<CaskIndex>>>,
     /// Bytes of each small cask that was read whole with its index.
     pub small_casks: Vec<OnceLock<Bytes>>,
+    /// The casks, if the log entry of the snapshot holds them.
+    pub inline: Option<InlineSnapshot>,
 }
 
 impl Link {
+    /// A link whose casks are objects.
     pub(crate) fn new(record: SnapshotRecord, manifest: Manifest, directory: Arc<Directory>) -> Result<Self> {
         if directory.tensor_bytes() != manifest.tensor_bytes {
             return Err(Error::corrupt(format!(
@@ -30,12 +33,17 @@ impl Link {
                 manifest.tensor_bytes,
                 directory.tensor_bytes()
             ))
-            .object(manifest.path())
+            .object(record.manifest_path())
             .clause("manifest 2.4"));
         }
         let indexes = manifest.casks.iter().map(|_| OnceLock::new()).collect();
         let small_casks = manifest.casks.iter().map(|_| OnceLock::new()).collect();
-        Ok(Self { record, manifest, directory, indexes, small_casks })
+        Ok(Self { record, manifest, directory, indexes, small_casks, inline: None })
+    }
+
+    /// A link whose casks are in its log entry.
+    pub(crate) fn new_inline(record: SnapshotRecord, inline: InlineSnapshot, directory: Arc<Directory>) -> Result<Self> {
+        Ok(Self { inline: Some(inline.clone()), ..Self::new(record, inline.manifest, directory)? })
     }
 
     pub(crate) fn index(&self, cask: usize) -> Option<&Arc<CaskIndex>> {

@@ -135,7 +135,7 @@ impl ShardPlan {
     }
 
     fn fail(&self, links: &[impl AsRef<Link>], link: usize, message: String, clause: &'static str) -> Error {
-        let object = links.get(link).map(|link| link.as_ref().manifest.path()).unwrap_or_default();
+        let object = links.get(link).map(|link| link.as_ref().record.manifest_path()).unwrap_or_default();
         Error::corrupt(message).object(object).tensor(&self.name).clause(clause)
     }
 }

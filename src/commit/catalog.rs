@@ -27,6 +27,8 @@ pub(crate) const CATALOG_INTERVAL: u64 = 64;
 /// Limit on the user metadata of all snapshots, as text. More does not fit columns with 32-bit offsets and slows
 /// opening down.
 const MAX_USER_BYTES: usize = 1 << 28;
+/// Column of snapshots in log entries. Older catalogs lack it.
+const INLINE_COLUMN: &str = "inline";
 const USER_PREFIX: &str = "user.";
 const SEQUENCE_KEY: &str = "tensorcask.sequence";
 const ENTRY_KEY: &str = "tensorcask.entry";
@@ -157,6 +159,10 @@ fn table(state: &LogState) -> Result<RecordBatch> {
         ("time_ms".into(), numbers(&|r| r.time_ms), false),
         ("user".into(), texts(&|r| Some(Value::Object(summary(r).user).to_string())), false),
     ];
+    if records.iter().any(|record| record.inline.is_some()) {
+        let inline = UInt64Array::from_iter(records.iter().map(|record| record.inline));
+        columns.push((INLINE_COLUMN.into(), Arc::new(inline), true));
+    }
     let mut user: BTreeMap<String, Vec<Option<Value>>> = BTreeMap::new();
     for (row, record) in records.iter().enumerate() {
         for (key, value) in summary(record).user {
@@ -250,7 +256,9 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     if let Some(missing) = COLUMNS.iter().find(|name| schema.column_with_name(name).is_none()) {
         return Err(bad(format!("column `{missing}` is missing")));
     }
-    let wanted = ProjectionMask::columns(builder.parquet_schema(), COLUMNS.iter().copied());
+    let has_inline = schema.column_with_name(INLINE_COLUMN).is_some();
+    let names = COLUMNS.iter().copied().chain(has_inline.then_some(INLINE_COLUMN));
+    let wanted = ProjectionMask::columns(builder.parquet_schema(), names);
     for batch in builder.with_projection(wanted).build().map_err(parquet)? {
         let batch = batch.map_err(|e| bad(format!("not a valid Parquet table: {e}")))?;
         let rows = Rows { batch: &batch };
@@ -268,6 +276,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
                 pinned: rows.boolean("pinned", row)?,
                 time_ms: rows.number("time_ms", row)?,
                 roles: rows.roles(row)?,
+                inline: if has_inline { rows.number_if_present(INLINE_COLUMN, row)? } else { None },
                 summary: Some(Summary {
                     tensor_bytes: rows.number("tensor_bytes", row)?,
                     stored_bytes: rows.number("stored_bytes", row)?,
@@ -278,6 +287,9 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
             let expected = if parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base };
             if rows.text("kind", row)? != expected.name() {
                 return Err(bad(format!("row {row}: kind and parent disagree")));
+            }
+            if record.inline.is_some() && record.revision != record.sequence {
+                return Err(bad(format!("row {row}: a compacted snapshot is not in its log entry")));
             }
             if record.revision < record.sequence || record.revision > sequence {
                 return Err(bad(format!("row {row}: its revision is not an entry from its own to that of the catalog")));
@@ -302,9 +314,13 @@ impl Rows<'_> {
         column.ok_or_else(|| Error::corrupt(format!("column `{name}` is missing or not {wanted}")).clause("log 6.3"))
     }
 
-    fn number(&self, name: &str, row: usize) -> Result<u64> {
+    fn number_if_present(&self, name: &str, row: usize) -> Result<Option<u64>> {
         let column = self.column(name, &DataType::UInt64)?.as_primitive::<UInt64Type>();
-        if column.is_null(row) { Err(null(name, row)) } else { Ok(column.value(row)) }
+        Ok((!column.is_null(row)).then(|| column.value(row)))
+    }
+
+    fn number(&self, name: &str, row: usize) -> Result<u64> {
+        self.number_if_present(name, row)?.ok_or_else(|| null(name, row))
     }
 
     fn boolean(&self, name: &str, row: usize) -> Result<bool> {

@@ -17,8 +17,8 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 
-use super::Log;
 use super::store_file::read_store_file;
+use super::{Log, SnapshotRecord};
 use crate::error::ResultExt;
 use crate::store::{Created, Store};
 use crate::wire::STORE_FILE;
@@ -43,16 +43,26 @@ pub(crate) struct Need {
 }
 
 impl Need {
-    /// Lists the casks and the directory of a manifest.
+    /// The directory of a manifest.
+    pub(crate) fn directory(manifest: &Manifest) -> Self {
+        Self { path: format!("directories/{}", manifest.directory), bytes: None }
+    }
+
+    /// Lists the casks and the directory of a manifest, all of them objects.
     pub(crate) fn of(manifest: &Manifest) -> impl Iterator<Item = Self> {
-        let directory = Self { path: format!("directories/{}", manifest.directory), bytes: None };
+        let directory = Self::directory(manifest);
         let casks = manifest.casks.iter().map(|cask| Self { path: cask.path(), bytes: Some(cask.bytes) });
         casks.chain([directory])
     }
 
-    /// Lists the manifest at `path` and the casks and directory that it names.
-    pub(crate) fn with_manifest(path: String, manifest: &Manifest) -> impl Iterator<Item = Self> {
-        [Self { path, bytes: None }].into_iter().chain(Self::of(manifest))
+    /// Lists the objects of a committed snapshot: its manifest, casks and directory, or its log entry, of which the size may
+    /// be known, and directory.
+    pub(crate) fn of_committed(record: &SnapshotRecord, manifest: &Manifest, entry_bytes: Option<u64>) -> Vec<Self> {
+        let holder = Self { path: record.manifest_path(), bytes: entry_bytes };
+        match record.inline {
+            Some(_) => vec![holder, Self::directory(manifest)],
+            None => [holder].into_iter().chain(Self::of(manifest)).collect(),
+        }
     }
 }
 

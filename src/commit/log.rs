@@ -5,10 +5,10 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::store_file::read_store_file;
-use super::{CATALOG_INTERVAL, Catalog, LogState, Need, SnapshotStatus, Stale, Standing, Summary, now_ms};
+use super::{CATALOG_INTERVAL, Catalog, LogState, Need, SnapshotRecord, SnapshotStatus, Stale, Standing, Summary, now_ms, read_manifest};
 use crate::error::ResultExt;
 use crate::store::{Created, Medium, Store, concurrently};
-use crate::wire::{Digest, Event, Id, LogEntry, Manifest, StoreFile};
+use crate::wire::{Digest, Event, Id, InlineSnapshot, LogEntry, StoreFile};
 use crate::{Error, ErrorKind, Result, boxed};
 
 /// Log of a store, as far as it has been read.
@@ -152,6 +152,7 @@ impl Log {
             let Some(bytes) = bytes else { return Ok(false) };
             let (entry, digest) = LogEntry::decode(&bytes, sequence, self.store.limits()).in_object(LogEntry::path_of(sequence))?;
             self.state.apply(&entry, digest)?;
+            self.state.keep_entry(&entry, bytes);
         }
         Ok(true)
     }
@@ -159,17 +160,19 @@ impl Log {
     /// Commits the event that `decide` derives from the current state. If other writers commit first, decides again on
     /// the new state. Returns a `Conflict` if the store has been replaced.
     pub(crate) async fn append(&mut self, writer: Id, decide: impl FnMut(&LogState) -> Result<Event>) -> Result<u64> {
-        match self.append_relying_on(&[], writer, decide).await? {
+        match self.append_relying_on(&[], None, writer, decide).await? {
             Appended::Committed(sequence) => Ok(sequence),
             Appended::Refused(stale) => Err(stale.error),
         }
     }
 
     /// Does the same as [`append`](Self::append) for an entry that relies on these objects. First compares the store
-    /// with the known log and objects ([`confirm`](Self::confirm)).
+    /// with the known log and objects ([`confirm`](Self::confirm)). `inline` is the snapshot that the entry holds, if its
+    /// event says so.
     pub(crate) async fn append_relying_on(
         &mut self,
         needs: &[Need],
+        inline: Option<&[u8]>,
         writer: Id,
         mut decide: impl FnMut(&LogState) -> Result<Event>,
     ) -> Result<Appended> {
@@ -181,7 +184,9 @@ impl Log {
             let sequence = self.state.next_sequence()?;
             let token = Id::random()?;
             let entry = LogEntry::new(sequence, self.state.head, token, writer, now_ms(), event);
-            let (bytes, digest) = entry.encode()?;
+            let (mut bytes, digest) = entry.encode()?;
+            bytes.extend_from_slice(inline.unwrap_or_default());
+            let bytes = Bytes::from(bytes);
             // Never commits an entry that readers would refuse: nobody could open the store any more.
             LogEntry::decode(&bytes, sequence, self.store.limits())
                 .map_err(|e| Error::invalid(format!("the log entry would not be readable: {}", e.message())).source(e))?;
@@ -189,9 +194,10 @@ impl Log {
                 return Ok(Appended::Refused(stale));
             }
             confirmed = true;
-            match self.write_entry(sequence, token, bytes.into()).await? {
+            match self.write_entry(sequence, token, bytes.clone()).await? {
                 Attempt::Ours => {
                     self.state.apply(&entry, digest)?;
+                    self.state.keep_entry(&entry, bytes);
                     return Ok(Appended::Committed(sequence));
                 }
                 Attempt::Taken => {
@@ -206,17 +212,24 @@ impl Log {
     /// Fills in the summaries for listings. Reads the manifests that no catalog has summarised.
     #[boxed]
     pub(crate) async fn summarise(&mut self) -> Result<()> {
-        let missing: Vec<(usize, Digest, String)> = self
+        let missing: Vec<(usize, SnapshotRecord)> = self
             .state
             .snapshots()
             .iter()
             .enumerate()
             .filter(|(_, record)| record.summary.is_none() && record.status != SnapshotStatus::Collected)
-            .map(|(at, record)| (at, record.manifest, record.manifest_path()))
+            .map(|(at, record)| (at, record.clone()))
             .collect();
-        let store = &self.store;
-        let read = |(at, digest, path): (usize, Digest, String)| async move {
-            let manifest = read_manifest(store, &path, digest).await?;
+        let (store, state) = (&self.store, &self.state);
+        let read = |(at, record): (usize, SnapshotRecord)| async move {
+            let place = record.manifest_place();
+            let known = place.inline_in.and_then(|sequence| Some((sequence, state.inline_entry(sequence)?)));
+            let manifest = match known {
+                Some((sequence, entry)) => {
+                    InlineSnapshot::decode_manifest(entry, sequence, place.digest, store.limits()).in_object(place.path)?.0
+                }
+                None => read_manifest(store, &place).await?,
+            };
             Ok((at, Summary::of(&manifest)))
         };
         let found: Vec<(usize, Summary)> = concurrently(CONCURRENT_MANIFESTS, missing.into_iter().map(read)).await?;
@@ -348,19 +361,4 @@ pub(crate) fn refuse_features(may_ignore: &[String]) -> Result<()> {
         ))
         .clause("README 4")),
     }
-}
-
-/// Reads a manifest and compares it with the digest in the log.
-#[boxed]
-pub(crate) async fn read_manifest(store: &Store, path: &str, digest: Digest) -> Result<Manifest> {
-    let bytes = store.objects().get(path, store.limits().max_manifest_bytes).await;
-    let bytes = bytes.map_err(|e| match e.kind() {
-        ErrorKind::NotFound => Error::corrupt("the manifest of a committed snapshot is missing").object(path).clause("manifest 1"),
-        _ => e,
-    })?;
-    let (manifest, found) = Manifest::decode(&bytes, store.limits()).in_object(path)?;
-    if found != digest {
-        return Err(Error::corrupt("is not the manifest that the log names: replaced or swapped").object(path).clause("manifest 1"));
-    }
-    Ok(manifest)
 }

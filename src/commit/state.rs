@@ -1,7 +1,8 @@
 //! State of a store, built from the log entry by entry. No I/O.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use bytes::Bytes;
 use serde_json::{Map, Value};
 
 use crate::version::check_feature_names;
@@ -60,6 +61,8 @@ pub struct SnapshotRecord {
     pub time_ms: u64,
     /// Remaining roles, ascending, if the snapshot was reduced to some of its roles.
     pub roles: Option<Vec<String>>,
+    /// Size of the manifest in bytes, if the log entry holds manifest and casks; `None` if they are objects.
+    pub inline: Option<u64>,
     pub(crate) summary: Option<Summary>,
 }
 
@@ -69,13 +72,32 @@ impl SnapshotRecord {
         if self.parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base }
     }
 
-    /// Returns the path of the manifest below the store's root.
+    /// Returns the path below the store's root of the object that holds the manifest.
     pub fn manifest_path(&self) -> String {
+        if self.inline.is_some() {
+            return LogEntry::path_of(self.sequence);
+        }
         match self.revision == self.sequence {
             true => Manifest::path_of(self.step, self.id),
             false => Manifest::path_of_compacted(self.step, self.id, self.manifest),
         }
     }
+
+    /// Returns where the manifest lies.
+    pub(crate) fn manifest_place(&self) -> ManifestPlace {
+        ManifestPlace { path: self.manifest_path(), digest: self.manifest, inline_in: self.inline.map(|_| self.sequence) }
+    }
+}
+
+/// Where the manifest of a snapshot lies.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct ManifestPlace {
+    /// Path of the object that holds it.
+    pub path: String,
+    /// Digest of the manifest.
+    pub digest: Digest,
+    /// Number of the log entry, if the manifest lies in one.
+    pub inline_in: Option<u64>,
 }
 
 /// Summary of a snapshot for listings, copied from its manifest.
@@ -106,6 +128,9 @@ pub(crate) struct LastWriter {
     pub sequence: u64,
 }
 
+/// Number of entries with a snapshot whose bytes are kept: those from one catalog to the next.
+const MAX_INLINE_ENTRIES: usize = 64;
+
 /// State of a store after an entry of its log.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct LogState {
@@ -118,6 +143,8 @@ pub(crate) struct LogState {
     pub may_ignore: Vec<String>,
     /// Likely directory of the newest snapshot, as a hint for reading ahead.
     pub directory: Option<Digest>,
+    /// Newest entries that hold a snapshot, as they were read or written.
+    inline_entries: BTreeMap<u64, Bytes>,
     snapshots: Vec<SnapshotRecord>,
     by_id: HashMap<Id, usize>,
     /// Newest snapshot that was ever live, by step.
@@ -136,7 +163,7 @@ impl LogState {
         }
         match &entry.event {
             Event::Opened {} => {}
-            Event::Added { snapshot, step, parent, manifest } => {
+            Event::Added { snapshot, step, parent, manifest, inline } => {
                 if let Some(parent) = parent
                     && !self.by_id.contains_key(parent)
                 {
@@ -153,6 +180,7 @@ impl LogState {
                     pinned: false,
                     time_ms: entry.time_ms,
                     roles: None,
+                    inline: *inline,
                     summary: None,
                 })?;
             }
@@ -184,7 +212,7 @@ impl LogState {
                     record.roles = Some(roles.clone());
                 }
                 (record.parent, record.manifest, record.revision) = (*parent, *manifest, entry.sequence);
-                record.summary = None;
+                (record.inline, record.summary) = (None, None);
             }
             Event::Collecting { snapshots } => {
                 for id in snapshots {
@@ -208,6 +236,22 @@ impl LogState {
         self.sequence = entry.sequence;
         self.head = Some(digest);
         Ok(())
+    }
+
+    /// Keeps the bytes of an entry that holds a snapshot, so that opening the snapshot needs no request. Drops the oldest
+    /// such entry beyond a limit.
+    pub(crate) fn keep_entry(&mut self, entry: &LogEntry, bytes: Bytes) {
+        if matches!(entry.event, Event::Added { inline: Some(_), .. }) {
+            self.inline_entries.insert(entry.sequence, bytes);
+            if self.inline_entries.len() > MAX_INLINE_ENTRIES {
+                self.inline_entries.pop_first();
+            }
+        }
+    }
+
+    /// Returns the bytes of an entry that holds a snapshot, if they were kept.
+    pub(crate) fn inline_entry(&self, sequence: u64) -> Option<&Bytes> {
+        self.inline_entries.get(&sequence)
     }
 
     /// Adds a record. An older live record of the same step becomes superseded.

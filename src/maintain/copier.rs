@@ -1,23 +1,27 @@
 //! The copier: adds the snapshots of a run to a destination, as the one writer there.
 //!
 //! Casks, directories and manifests are copied byte by byte; the log of the destination is its own. Each snapshot is
-//! committed after all its objects are there. The agent of the engine keeps a copier for each further store;
+//! committed after all its objects are there; a small one is part of the entry that commits it. The agent of the engine keeps a copier for each further store;
 //! [`copy`](super::copy()) runs one once.
 //!
-//! Invariants: a cask is verified at the destination before the entry that names it is committed. Snapshots are added
+//! Invariants: a cask is verified before the entry that names or holds it is committed; a cask that is an object is
+//! verified at the destination. Snapshots are added
 //! in the order of the source. A copy that was interrupted is resumed by copying again.
 
 use std::time::Duration;
+
+use bytes::Bytes;
 
 use super::copy::{open_destination, snapshots_to_copy};
 use super::verify::verify_cask;
 use super::{CopyOptions, CopyReport};
 use crate::chain::chain_of;
-use crate::commit::{Age, Appended, Log, LogState, Need, SnapshotRecord, read_manifest, refuse_features};
+use crate::commit::{Age, Appended, Log, LogState, Need, SnapshotRecord, read_inline, read_manifest, read_manifest_bytes, refuse_features};
 use crate::error::ResultExt;
-use crate::store::{AheadUploads, Listed, Upload};
-use crate::wire::{CaskRef, Event, Id, Manifest};
-use crate::{Error, ErrorKind, Result, Store, boxed};
+use crate::reader::CaskSource;
+use crate::store::{AheadUploads, Listed, Upload, saves_inline};
+use crate::wire::{CaskRef, Event, Id, InlineSnapshot, Manifest};
+use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
 
 /// Number of bytes of a cask that are copied at once.
 const WINDOW_BYTES: u64 = 8 << 20;
@@ -91,19 +95,28 @@ impl Copier {
     #[boxed]
     async fn copy_snapshot(&mut self, source: &Store, state: &LogState, record: &SnapshotRecord, report: &mut CopyReport) -> Result<()> {
         let (destination, writer) = (&self.destination.clone(), self.writer);
-        let manifest = read_manifest(source, &record.manifest_path(), record.manifest).await?;
+        let stored = StoredSnapshot::read(source, record).await?;
+        let StoredSnapshot { manifest, manifest_bytes, .. } = &stored;
         refuse_features(manifest.may_ignore()).in_object(record.manifest_path())?;
         let now = destination.objects().clock_ms().await?;
         let mut oldest_ms = now;
         let age = Age::start();
-        for cask in &manifest.casks {
+        let is_base = record.parent.is_none();
+        // The `compacted` entry that reduces a copied snapshot names casks that are objects.
+        let fits = saves_inline(destination, (manifest_bytes.len() as u64).saturating_add(manifest.stored_bytes()));
+        let payload = match record.roles.is_none() && fits {
+            true => Some(stored.payload(is_base, destination.limits()).await?),
+            false => None,
+        };
+        for (cask, from) in manifest.casks.iter().zip(&stored.casks).filter(|_| payload.is_none()) {
+            let to = CaskSource::object(destination, cask);
             match present(destination, &cask.path(), cask.bytes).await? {
-                Some(found) if verify_cask(destination, cask, record.parent.is_none()).await.is_ok() => {
+                Some(found) if verify_cask(&to, cask, is_base, destination.limits()).await.is_ok() => {
                     oldest_ms = oldest_ms.min(found.modified_ms)
                 }
                 _ => {
-                    report.ahead_bytes += copy_cask(source, destination, cask, self.ahead.as_ref()).await?;
-                    verify_cask(destination, cask, record.parent.is_none()).await.in_object(cask.path())?;
+                    report.ahead_bytes += copy_cask(from, destination, cask, self.ahead.as_ref()).await?;
+                    verify_cask(&to, cask, is_base, destination.limits()).await?;
                     report.objects += 1;
                     report.bytes += cask.bytes;
                 }
@@ -116,23 +129,27 @@ impl Copier {
             report.bytes += bytes.len() as u64;
         }
         destination.objects().put_content_addressed(&directory, bytes).await?;
-        // A compacted manifest keeps its bytes, but gets the name that an `added` entry refers to.
-        let bytes = source.objects().get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
         let path = Manifest::path_of(record.step, record.id);
-        match present(destination, &path, bytes.len() as u64).await? {
-            Some(found) => oldest_ms = oldest_ms.min(found.modified_ms),
-            None => {
-                report.objects += 1;
-                report.bytes += bytes.len() as u64;
+        let mut needs = vec![Need::directory(manifest)];
+        if payload.is_none() {
+            // A compacted manifest keeps its bytes, but gets the name that an `added` entry refers to.
+            match present(destination, &path, manifest_bytes.len() as u64).await? {
+                Some(found) => oldest_ms = oldest_ms.min(found.modified_ms),
+                None => {
+                    report.objects += 1;
+                    report.bytes += manifest_bytes.len() as u64;
+                }
             }
+            destination.objects().create_unique(&path, manifest_bytes.clone()).await?;
+            needs.push(Need { path: path.clone(), bytes: None });
+            needs.extend(Need::of(manifest));
         }
-        destination.objects().create_unique(&path, bytes).await?;
+        let inline = payload.as_ref().map(|_| manifest_bytes.len() as u64);
         let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest_ms)));
-        let mut needs: Vec<Need> = Need::with_manifest(path.clone(), &manifest).collect();
         needs.extend(self.needs_of_chain(source, state, record.parent).await?);
         let mut repaired = false;
         loop {
-            let appended = self.log.append_relying_on(&needs, writer, |state| {
+            let appended = self.log.append_relying_on(&needs, payload.as_deref(), writer, |state| {
                 age.check(self.options.age_floor).map_err(|e| {
                     let advice = "; if an earlier copy left it, run `tensorcask gc --apply` on the destination first";
                     Error::new(e.kind(), format!("{}{advice}", e.message())).source(e)
@@ -143,19 +160,24 @@ impl Copier {
                 if let Some(parent) = record.parent {
                     chain_of(state, parent, destination.limits().max_chain_depth)?;
                 }
-                Ok(Event::Added { snapshot: record.id, step: record.step, parent: record.parent, manifest: record.manifest })
+                Ok(Event::Added { snapshot: record.id, step: record.step, parent: record.parent, manifest: record.manifest, inline })
             });
             match appended.await.in_object(path.as_str())? {
                 Appended::Committed(_) => break,
                 Appended::Refused(stale) if stale.replaced || repaired => return Err(stale.error),
                 Appended::Refused(stale) => {
                     tracing::warn!(error = %stale.error, "the destination has lost objects; copying them again");
-                    self.repair(source, state, record.id, report).await?;
+                    self.repair(source, state, record, inline.is_some(), report).await?;
                     repaired = true;
                 }
             }
         }
         report.snapshots += 1;
+        if let Some(payload) = &payload {
+            // The log entry holds the snapshot.
+            report.objects += 1;
+            report.bytes += payload.len() as u64;
+        }
         self.log.write_catalog_if_due().await;
         Ok(())
     }
@@ -168,23 +190,34 @@ impl Copier {
         for link in chain_of(self.log.state(), parent, self.destination.limits().max_chain_depth)? {
             // The source may have the same manifest, and is cheaper to read.
             let manifest = match state.by_id(link.id).filter(|ours| ours.manifest == link.manifest) {
-                Some(ours) => read_manifest(source, &ours.manifest_path(), ours.manifest).await?,
-                None => read_manifest(&self.destination, &link.manifest_path(), link.manifest).await?,
+                Some(ours) => read_manifest(source, &ours.manifest_place()).await?,
+                None => read_manifest(&self.destination, &link.manifest_place()).await?,
             };
-            needs.extend(Need::with_manifest(link.manifest_path(), &manifest));
+            needs.extend(Need::of_committed(&link, &manifest, None));
         }
         Ok(needs)
     }
 
-    /// Copies the objects of a chain that the destination lacks.
+    /// Copies the objects of a chain that the destination lacks. `is_inline` says whether the entry of the newest link
+    /// will hold it.
     #[boxed]
-    async fn repair(&self, source: &Store, state: &LogState, newest: Id, report: &mut CopyReport) -> Result<()> {
-        for link in chain_of(state, newest, source.limits().max_chain_depth)? {
-            let manifest = read_manifest(source, &link.manifest_path(), link.manifest).await?;
-            for cask in &manifest.casks {
+    async fn repair(
+        &self,
+        source: &Store,
+        state: &LogState,
+        newest: &SnapshotRecord,
+        is_inline: bool,
+        report: &mut CopyReport,
+    ) -> Result<()> {
+        for link in chain_of(state, newest.id, source.limits().max_chain_depth)? {
+            let stored = StoredSnapshot::read(source, &link).await?;
+            let StoredSnapshot { manifest, manifest_bytes, .. } = &stored;
+            let is_inline = self.log.state().by_id(link.id).map_or(is_inline, |theirs| theirs.inline.is_some());
+            for (cask, from) in manifest.casks.iter().zip(&stored.casks).filter(|_| !is_inline) {
                 if present(&self.destination, &cask.path(), cask.bytes).await?.is_none() {
-                    copy_cask(source, &self.destination, cask, None).await?;
-                    verify_cask(&self.destination, cask, link.parent.is_none()).await.in_object(cask.path())?;
+                    copy_cask(from, &self.destination, cask, None).await?;
+                    let to = CaskSource::object(&self.destination, cask);
+                    verify_cask(&to, cask, link.parent.is_none(), self.destination.limits()).await?;
                     report.objects += 1;
                     report.bytes += cask.bytes;
                 }
@@ -194,8 +227,9 @@ impl Copier {
                 .objects()
                 .put_content_addressed(&directory, source.objects().get(&directory, source.limits().max_directory_bytes).await?)
                 .await?;
-            let bytes = source.objects().get(&link.manifest_path(), source.limits().max_manifest_bytes).await?;
-            self.destination.objects().create_unique(&Manifest::path_of(link.step, link.id), bytes).await?;
+            if !is_inline {
+                self.destination.objects().create_unique(&Manifest::path_of(link.step, link.id), manifest_bytes.clone()).await?;
+            }
         }
         Ok(())
     }
@@ -248,6 +282,42 @@ impl Copier {
     }
 }
 
+/// Manifest and casks of a snapshot to copy.
+struct StoredSnapshot {
+    manifest: Manifest,
+    manifest_bytes: Bytes,
+    /// Sources of the casks, in the order of the manifest.
+    casks: Vec<CaskSource>,
+}
+
+impl StoredSnapshot {
+    #[boxed]
+    async fn read(store: &Store, record: &SnapshotRecord) -> Result<Self> {
+        let place = record.manifest_place();
+        if let Some(sequence) = place.inline_in {
+            let InlineSnapshot { manifest, manifest_bytes, casks, offsets, .. } = read_inline(store, &place, sequence, None).await?;
+            let source = |(bytes, offset)| CaskSource::Inline { path: place.path.clone(), offset, bytes };
+            return Ok(Self { manifest, manifest_bytes, casks: casks.into_iter().zip(offsets).map(source).collect() });
+        }
+        let (manifest, manifest_bytes) = read_manifest_bytes(store, &place).await?;
+        let casks = manifest.casks.iter().map(|cask| CaskSource::object(store, cask)).collect();
+        Ok(Self { manifest, manifest_bytes, casks })
+    }
+
+    /// The snapshot as a log entry holds it, every byte checked.
+    #[boxed]
+    async fn payload(&self, is_base: bool, limits: &Limits) -> Result<Vec<u8>> {
+        let mut casks = Vec::with_capacity(self.casks.len());
+        for (cask, from) in self.manifest.casks.iter().zip(&self.casks) {
+            let bytes = from.get_range(0..cask.bytes).await?;
+            let read = CaskSource::Inline { path: from.path().to_owned(), offset: 0, bytes: bytes.clone() };
+            verify_cask(&read, cask, is_base, limits).await?;
+            casks.push(bytes);
+        }
+        Ok(InlineSnapshot::encode(&self.manifest_bytes, casks.iter().map(|cask| cask.as_ref())))
+    }
+}
+
 fn fenced() -> Error {
     Error::new(ErrorKind::Fenced, "another job writes to the destination; stop one of the two jobs").clause("log 5")
 }
@@ -271,7 +341,7 @@ async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>
 
 /// Copies a cask, except bytes that were sent ahead. Returns the number of those bytes.
 #[boxed]
-async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef, ahead: Option<&AheadUploads>) -> Result<u64> {
+async fn copy_cask(source: &CaskSource, destination: &Store, cask: &CaskRef, ahead: Option<&AheadUploads>) -> Result<u64> {
     let path = cask.path();
     let begun = match ahead {
         Some(ahead) => ahead.take(&path).await,
@@ -283,7 +353,7 @@ async fn copy_cask(source: &Store, destination: &Store, cask: &CaskRef, ahead: O
     };
     while start < cask.bytes {
         let end = cask.bytes.min(start + WINDOW_BYTES);
-        upload.push(vec![source.objects().get_range(&path, start..end).await?]).await?;
+        upload.push(vec![source.get_range(start..end).await?]).await?;
         start = end;
     }
     upload.finish().await?;

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use super::Copier;
 use crate::chain::chain_of;
-use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, read_store_file, refuse_features};
+use crate::commit::{
+    DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, read_manifest_bytes, read_store_file, refuse_features,
+};
 use crate::error::ResultExt;
 use crate::store::{Created, probe};
 use crate::wire::{Event, Id, Manifest, STORE_FILE};
@@ -123,7 +125,7 @@ async fn mirror_status(source: &Store, destination: &Store, log: &mut Log, write
         if log.state().by_id(record.id).is_none_or(|found| found.roles == record.roles || found.manifest != record.manifest) {
             continue;
         }
-        let bytes = source.objects().get(&record.manifest_path(), source.limits().max_manifest_bytes).await?;
+        let (_, bytes) = read_manifest_bytes(source, &record.manifest_place()).await?;
         destination.objects().create_unique(&Manifest::path_of_compacted(record.step, record.id, record.manifest), bytes).await?;
         let (snapshot, parent, manifest) = (record.id, record.parent, record.manifest);
         log.append(writer, |_| Ok(Event::Compacted { snapshot, parent, manifest, roles: Some(roles.clone()) })).await?;

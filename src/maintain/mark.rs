@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 
-use crate::commit::{Catalog, LogState, SnapshotRecord, SnapshotStatus, read_manifest, refuse_features};
+use crate::commit::{Catalog, LogState, ManifestPlace, SnapshotRecord, SnapshotStatus, read_manifest, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::read_directory;
 use crate::store::concurrently;
@@ -21,24 +21,16 @@ use crate::{Error, ErrorKind, Result, Store, boxed};
 const CONCURRENT_REQUESTS: usize = 16;
 
 /// A manifest that the log names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct NamedManifest {
     step: u64,
     snapshot: Id,
-    digest: Digest,
-    compacted: bool,
+    place: ManifestPlace,
 }
 
 impl NamedManifest {
     fn by(record: &SnapshotRecord) -> Self {
-        Self { step: record.step, snapshot: record.id, digest: record.manifest, compacted: record.revision != record.sequence }
-    }
-
-    fn path(&self) -> String {
-        match self.compacted {
-            true => Manifest::path_of_compacted(self.step, self.snapshot, self.digest),
-            false => Manifest::path_of(self.step, self.snapshot),
-        }
+        Self { step: record.step, snapshot: record.id, place: record.manifest_place() }
     }
 }
 
@@ -128,7 +120,8 @@ impl History {
 pub(super) struct Marks {
     /// Paths of casks, manifests and directories.
     pub paths: BTreeSet<String>,
-    /// Size of the casks of each snapshot, in bytes, by the manifest that was added first.
+    /// Size of the casks of each snapshot, in bytes, by the manifest that was added first. Casks in log entries do not
+    /// count.
     cask_bytes: BTreeMap<Id, u64>,
     directories: BTreeSet<Digest>,
     /// Manifests that were added.
@@ -146,24 +139,28 @@ impl Marks {
     #[boxed]
     pub(super) async fn add(&mut self, store: &Store, named: &BTreeSet<NamedManifest>, needed: &BTreeSet<NamedManifest>) -> Result<()> {
         let read = |named: NamedManifest| async move {
-            let manifest = match read_manifest(store, &named.path(), named.digest).await {
+            let path = named.place.path.as_str();
+            let manifest = match read_manifest(store, &named.place).await {
                 Ok(manifest) => manifest,
-                Err(_) if !needed.contains(&named) && is_gone(store, &named.path()).await? => return Ok(None),
+                Err(_) if !needed.contains(&named) && is_gone(store, path).await? => return Ok(None),
                 Err(e) => {
                     let message = format!("{}; the objects that step {} needs are unknown, so nothing is deleted", e.message(), named.step);
-                    return Err(Error::new(e.kind(), message).object(named.path()).source(e));
+                    return Err(Error::new(e.kind(), message).object(path).source(e));
                 }
             };
-            refuse_features(manifest.may_ignore()).in_object(named.path())?;
+            refuse_features(manifest.may_ignore()).in_object(path)?;
             Ok(Some((named, manifest)))
         };
-        let new: Vec<NamedManifest> = named.difference(&self.added).copied().collect();
+        let new: Vec<NamedManifest> = named.difference(&self.added).cloned().collect();
         let found: Vec<Option<(NamedManifest, Manifest)>> = concurrently(CONCURRENT_REQUESTS, new.into_iter().map(read)).await?;
         for (named, manifest) in found.into_iter().flatten() {
             let directory = manifest.directory;
-            self.paths.insert(named.path());
-            self.paths.extend(manifest.casks.iter().map(|cask| cask.path()));
-            self.cask_bytes.entry(named.snapshot).or_insert(manifest.stored_bytes());
+            // Nothing can be freed of a snapshot that its log entry holds.
+            if named.place.inline_in.is_none() {
+                self.paths.insert(named.place.path.clone());
+                self.paths.extend(manifest.casks.iter().map(|cask| cask.path()));
+                self.cask_bytes.entry(named.snapshot).or_insert(manifest.stored_bytes());
+            }
             if self.directories.insert(directory) {
                 self.paths.insert(format!("directories/{directory}"));
                 if read_directory(store, directory).await?.features().may_ignore != 0 {

@@ -15,7 +15,7 @@ use super::rewrite::Rewriter;
 use crate::chain::chain_of;
 use crate::commit::{Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, now_ms, read_store_file, refuse_features};
 use crate::error::ResultExt;
-use crate::reader::{Snapshot, check_content};
+use crate::reader::{CaskSource, Snapshot, check_content};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind, blob_slot};
 use crate::{Error, ErrorKind, Result, Retention, Store, boxed};
 
@@ -180,19 +180,26 @@ async fn remaining_casks(
         casks.filter(|(_, cask)| slots.get(&cask.slot).is_some_and(|content| content.some_stay)).map(|(at, _)| (0, at)).collect();
     snapshot.chain.load_indexes(&kept).await?;
     for &(_, at) in &kept {
-        let (cask, index) = (&snapshot.manifest().casks[at], snapshot.chain.newest().index(at));
+        let index = snapshot.chain.newest().index(at);
         for codec in index.map(|index| index.codecs()).unwrap_or_default() {
             // It is unknown which partners an unknown codec needs: tensors that stay might not decode without roles
             // that go.
-            store.registry().resolve(codec).map(|_| ()).in_object(cask.path())?;
+            let source = CaskSource::of_link(store, snapshot.chain.newest(), at);
+            store.registry().resolve(codec).map(|_| ()).map_err(|e| source.locate(e))?;
         }
     }
     let blobs: BTreeSet<u32> = snapshot.blobs().await?.iter().map(|(rank, _)| blob_slot(*rank)).collect();
     let mut casks = Vec::new();
-    for cask in &snapshot.manifest().casks {
+    for (at, cask) in snapshot.manifest().casks.iter().enumerate() {
         match slots.get(&cask.slot).copied().unwrap_or_default() {
             SlotContent { some_stay: true, some_go: true } => return Ok(None),
-            SlotContent { some_go: false, .. } => casks.push(cask.clone()),
+            SlotContent { some_go: false, .. } => {
+                // The reduced manifest lies outside of the log entry, and so must its casks.
+                if let Some(bytes) = CaskSource::of_link(store, snapshot.chain.newest(), at).whole() {
+                    store.objects().create_unique(&cask.path(), bytes.clone()).await?;
+                }
+                casks.push(cask.clone());
+            }
             SlotContent { .. } if blobs.contains(&cask.slot) => {
                 let only_blobs = BTreeMap::from([(cask.slot, vec![])]);
                 let rewritten = Rewriter::new(store, snapshot, options, &|_| true).rewrite_casks(&only_blobs).await?;

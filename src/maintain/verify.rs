@@ -5,13 +5,13 @@ use std::ops::Range;
 
 use crate::chain::{Link, chain_of, check_link};
 use crate::codec::ChunkKind;
-use crate::commit::{Catalog, LogState, SnapshotRecord, live_step, read_manifest, read_store_file};
+use crate::commit::{Catalog, LogState, SnapshotRecord, live_step, read_inline, read_manifest, read_store_file};
 use crate::container::{PageEntry, padding_is_zero};
 use crate::error::ResultExt;
 use crate::limits::to_usize;
-use crate::reader::{Snapshot, read_directory, read_index};
+use crate::reader::{CaskSource, Snapshot, read_directory, read_index};
 use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry, Manifest};
-use crate::{Error, Result, Store, boxed};
+use crate::{Error, Limits, Result, Store, boxed};
 
 /// VerifyDepth of a verification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -90,6 +90,13 @@ impl VerifyReport {
         self.problems.is_empty()
     }
 
+    /// Counts a cask whose bytes were checked, and adds its problem.
+    fn cask(&mut self, step: u64, cask: &CaskRef, checked: Result<()>) {
+        self.casks += 1;
+        self.cask_bytes += cask.bytes;
+        self.note(Some(step), checked);
+    }
+
     /// Adds a problem, unless the same problem of the same object is reported already. All deltas on a base report its
     /// missing cask.
     fn note(&mut self, step: Option<u64>, result: Result<()>) {
@@ -150,8 +157,18 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
             let parent = link.parent.and_then(|parent| manifests.get(&parent)?.as_ref());
             let manifest = verify_manifest(store, link, parent, &sizes).await;
             match manifest {
-                Ok((manifest, problems)) => {
-                    casks.extend(manifest.casks.iter().map(|cask| (cask.id, (link.step, link.parent.is_none(), cask.clone()))));
+                Ok((verified, problems)) => {
+                    let (manifest, of_base) = (verified.manifest.clone(), link.parent.is_none());
+                    for (at, cask) in manifest.casks.iter().enumerate() {
+                        match CaskSource::of_link(store, &verified, at) {
+                            CaskSource::Object { .. } => _ = casks.insert(cask.id, (link.step, of_base, cask.clone())),
+                            // Checked now, so that the bytes need not be kept or read again.
+                            source if options.depth != VerifyDepth::Log && mine(u64::from(cask.id.0[0])) => {
+                                report.cask(link.step, cask, verify_cask(&source, cask, of_base, store.limits()).await);
+                            }
+                            CaskSource::Inline { .. } => {}
+                        }
+                    }
                     problems.into_iter().for_each(|e| report.note(Some(link.step), Err(e)));
                     manifests.insert(link.id, Some(manifest));
                 }
@@ -172,10 +189,7 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
         if !mine(u64::from(id.0[0])) || sizes.get(&cask.path()) != Some(&cask.bytes) {
             continue;
         }
-        let checked = verify_cask(store, cask, *of_base).await.in_object(cask.path());
-        report.casks += 1;
-        report.cask_bytes += cask.bytes;
-        report.note(Some(*step), checked);
+        report.cask(*step, cask, verify_cask(&CaskSource::object(store, cask), cask, *of_base, store.limits()).await);
     }
     if options.depth == VerifyDepth::Pages {
         return Ok(report);
@@ -270,20 +284,30 @@ async fn verify_catalog(store: &Store, path: &str, state: &LogState) -> Result<(
     Ok(())
 }
 
-/// Reads a manifest with its directory. Reports problems of the casks that the manifest names.
+/// Reads a manifest with its directory. Returns them as a link, and the problems of the casks that are objects.
 #[boxed]
 async fn verify_manifest(
     store: &Store,
     record: &SnapshotRecord,
     parent: Option<&Manifest>,
     sizes: &BTreeMap<String, u64>,
-) -> Result<(Manifest, Vec<Error>)> {
-    let manifest = read_manifest(store, &record.manifest_path(), record.manifest).await?;
+) -> Result<(Link, Vec<Error>)> {
+    let mut problems = Vec::new();
+    let place = record.manifest_place();
+    let (manifest, inline) = match place.inline_in {
+        Some(sequence) => {
+            let inline = read_inline(store, &place, sequence, None).await?;
+            (inline.manifest.clone(), Some(inline))
+        }
+        None => (read_manifest(store, &place).await?, None),
+    };
     check_link(record, &manifest, parent)?;
     let directory = read_directory(store, manifest.directory).await?;
-    Link::new(record.clone(), manifest.clone(), directory)?;
-    let mut problems = Vec::new();
-    for cask in &manifest.casks {
+    let link = match inline {
+        Some(inline) => Link::new_inline(record.clone(), inline, directory)?,
+        None => Link::new(record.clone(), manifest, directory)?,
+    };
+    for cask in link.manifest.casks.iter().filter(|_| link.inline.is_none()) {
         let message = match sizes.get(&cask.path()) {
             None => "a cask of a committed snapshot is missing".to_owned(),
             Some(&bytes) if bytes != cask.bytes => {
@@ -293,19 +317,23 @@ async fn verify_manifest(
         };
         problems.push(Error::corrupt(message).object(cask.path()).clause("manifest 2.3"));
     }
-    Ok((manifest, problems))
+    Ok((link, problems))
 }
 
 /// Checks every byte of a cask of a base or a delta.
 #[boxed]
-pub(super) async fn verify_cask(store: &Store, cask: &CaskRef, of_base: bool) -> Result<()> {
-    let path = cask.path();
-    let index = read_index(store, cask).await?;
+pub(super) async fn verify_cask(source: &CaskSource, cask: &CaskRef, of_base: bool, limits: &Limits) -> Result<()> {
+    verify_bytes(source, cask, of_base, limits).await.map_err(|e| source.locate(e))
+}
+
+#[boxed]
+async fn verify_bytes(source: &CaskSource, cask: &CaskRef, of_base: bool, limits: &Limits) -> Result<()> {
+    let index = read_index(source, cask, limits).await?;
     for (part, range) in index.missing_parts() {
-        let bytes = store.objects().get_range(&path, range.clone()).await?;
+        let bytes = source.get_range(range.clone()).await?;
         index.load_part(part, bytes)?;
     }
-    let header = store.objects().get_range(&path, 0..HEADER_BYTES).await?;
+    let header = source.get_range(0..HEADER_BYTES).await?;
     if Header::decode(&header)?.id != cask.id {
         return Err(Error::corrupt("holds a cask whose id differs from the name of the file").clause("container 2.4"));
     }
@@ -332,7 +360,7 @@ pub(super) async fn verify_cask(store: &Store, cask: &CaskRef, of_base: bool) ->
         let (now, later) = rest.split_at(count.max(1));
         rest = later;
         let last = now.last().map_or(end, |(_, _, page)| page.range.end);
-        let bytes = store.objects().get_range(&path, end..last).await?;
+        let bytes = source.get_range(end..last).await?;
         let slice = |range: Range<u64>| {
             let (start, stop) = (to_usize(range.start - end, "a page")?, to_usize(range.end - end, "a page")?);
             Ok::<_, Error>(bytes.slice(start..stop))
@@ -345,6 +373,6 @@ pub(super) async fn verify_cask(store: &Store, cask: &CaskRef, of_base: bool) ->
         }
         end = last;
     }
-    let padding = store.objects().get_range(&path, end..index.file().index_offset).await?;
+    let padding = source.get_range(end..index.file().index_offset).await?;
     padding_is_zero(&padding, end)
 }

@@ -4,7 +4,6 @@ use super::Snapshot;
 use super::execute::slice_of;
 use super::open_chain::OpenChain;
 use crate::container::{BlobEntry, PageEntry};
-use crate::error::ResultExt;
 use crate::wire::{ErrorsFile, blob_slot};
 use crate::{Blob, Error, Result, boxed};
 
@@ -21,12 +20,12 @@ impl StoredBlob {
     /// Reads the bytes and compares them with their checksum. An error names the blob by `label`.
     pub(super) async fn read(&self, chain: &OpenChain, label: &str) -> Result<bytes::Bytes> {
         let link = chain.newest();
-        let path = link.manifest.casks[self.cask].path();
+        let source = chain.source(0, self.cask);
         let bytes = match link.small_casks[self.cask].get() {
-            Some(whole) => slice_of(whole, &self.page.range).in_object(path.as_str())?,
-            None => chain.store.objects().get_range(&path, self.page.range.clone()).await?,
+            Some(whole) => slice_of(whole, &self.page.range).map_err(|e| source.locate(e))?,
+            None => source.get_range(self.page.range.clone()).await?,
         };
-        self.page.check(&bytes).map_err(|e| e.object(path).tensor(label))?;
+        self.page.check(&bytes).map_err(|e| source.locate(e).tensor(label))?;
         Ok(bytes)
     }
 }
@@ -76,7 +75,7 @@ pub(super) async fn stored_blobs(chain: &OpenChain) -> Result<Vec<StoredBlob>> {
         for BlobEntry { rank, name, page } in index.blobs() {
             if blob_slot(rank) != cask.slot {
                 let message = format!("a blob of rank {rank} in the cask of slot {}", cask.slot);
-                return Err(Error::corrupt(message).object(cask.path()).tensor(name).clause("manifest 5.4"));
+                return Err(Error::corrupt(message).object(chain.source(0, at).path()).tensor(name).clause("manifest 5.4"));
             }
             let bytes = page.range.end.saturating_sub(page.range.start);
             crate::Limits::check(bytes, chain.store.limits().max_blob_bytes, "size of the blob").map_err(|e| e.tensor(name))?;

@@ -20,7 +20,7 @@ pub(crate) async fn check_content(chain: &OpenChain) -> Result<()> {
         "the bytes of role `{}` in the chain do not have the content digest in the manifest",
         role.unwrap_or("?").escape_debug()
     ))
-    .object(link.manifest.path())
+    .object(link.record.manifest_path())
     .clause("manifest 4"))
 }
 

@@ -6,16 +6,15 @@ use std::ops::Range;
 use bytes::Bytes;
 use rayon::prelude::*;
 
-use super::Pages;
 use super::open_chain::OpenChain;
+use super::{CaskSource, Pages};
 use crate::chain::{Aim, Plans, Recipe, ShardPlan, Step, decode_recipe};
 use crate::container::PageEntry;
-use crate::error::ResultExt;
 use crate::limits::to_usize;
 use crate::store::concurrently;
 use crate::tensor::{ChunkGrid, Rect, Run, contiguous_runs, copy_run, element_span};
 use crate::wire::Directory;
-use crate::{Error, Result, Store, boxed, parallel};
+use crate::{Error, Result, boxed, parallel};
 
 /// A rectangle of a tensor, and the buffer that receives it.
 pub(crate) struct ReadItem<'a> {
@@ -292,7 +291,7 @@ impl OpenChain {
     fn decode(&self, shards: &[ShardPlan], job: Job<'_>, pages: &[Pages]) -> Result<Vec<Apart>> {
         let Job { chunk, recipe, wanted } = job;
         let locate = |(op, e): (usize, Error)| match recipe.ops.get(op) {
-            Some(op) => e.tensor(&shards[op.shard].name).chunk(chunk).object(self.path_of(&op.step)),
+            Some(op) => self.source(op.step.link, op.step.cask).locate(e.tensor(&shards[op.shard].name).chunk(chunk)),
             None => e,
         };
         for (at, (op, pages)) in recipe.ops.iter().zip(pages).enumerate() {
@@ -383,7 +382,6 @@ fn split<'a>(shards: &[ShardPlan], jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
 
 /// Pages to read: groups of ranges, each in one cask of the chain.
 pub(super) struct PageFetch {
-    store: Store,
     casks: BTreeMap<CaskAt, CaskFetch>,
     /// Cask and number of ranges of each group.
     groups: Vec<(CaskAt, usize)>,
@@ -393,7 +391,7 @@ pub(super) struct PageFetch {
 type CaskAt = (usize, usize);
 
 struct CaskFetch {
-    path: String,
+    source: CaskSource,
     /// Bytes of a cask that was read whole.
     whole: Option<Bytes>,
     ranges: Vec<Range<u64>>,
@@ -402,12 +400,12 @@ struct CaskFetch {
 impl PageFetch {
     /// Prepares to read the pages of steps for which `wanted` holds, one group for each step.
     pub(super) fn new<'s>(chain: &OpenChain, steps: impl Iterator<Item = &'s Step>, wanted: impl Fn(&PageEntry) -> bool) -> Self {
-        let mut fetch = Self { store: chain.store.clone(), casks: BTreeMap::new(), groups: Vec::new() };
+        let mut fetch = Self { casks: BTreeMap::new(), groups: Vec::new() };
         for step in steps {
             let at = (step.link, step.cask);
             let cask = fetch.casks.entry(at).or_insert_with(|| {
                 let whole = chain.links[step.link].0.small_casks[step.cask].get().cloned();
-                CaskFetch { path: chain.path_of(step), whole, ranges: Vec::new() }
+                CaskFetch { source: chain.source(step.link, step.cask), whole, ranges: Vec::new() }
             });
             let before = cask.ranges.len();
             cask.ranges.extend(step.entry.pages.iter().filter(|page| wanted(page)).map(|page| page.range.clone()));
@@ -419,16 +417,16 @@ impl PageFetch {
     /// Reads all ranges of a cask in one fetch, and several casks at once. Returns the pages of each group.
     #[boxed]
     pub(super) async fn read(self) -> Result<Vec<Pages>> {
-        let Self { store, casks, groups } = self;
-        let fetch = |(at, cask): (CaskAt, CaskFetch)| {
-            let store = &store;
-            async move {
-                let pages = match &cask.whole {
-                    Some(whole) => cask.ranges.iter().map(|range| slice_of(whole, range)).collect::<Result<_>>().in_object(cask.path)?,
-                    None => store.objects().get_ranges(&cask.path, &cask.ranges).await?,
-                };
-                Ok((at, pages.into_iter()))
-            }
+        let Self { casks, groups } = self;
+        let fetch = |(at, cask): (CaskAt, CaskFetch)| async move {
+            let pages = match &cask.whole {
+                Some(whole) => {
+                    let pages: Result<_> = cask.ranges.iter().map(|range| slice_of(whole, range)).collect();
+                    pages.map_err(|e| cask.source.locate(e))?
+                }
+                None => cask.source.get_ranges(&cask.ranges).await?,
+            };
+            Ok((at, pages.into_iter()))
         };
         let mut received: BTreeMap<CaskAt, std::vec::IntoIter<Bytes>> =
             concurrently(CONCURRENT_OBJECTS, casks.into_iter().map(fetch)).await?.into_iter().collect();

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `open` | chooses the snapshot to open, and lists snapshots |
 //! | `open_chain` | the opened chain: manifests, directories, indexes |
+//! | `cask_source` | the bytes of a cask: an object, or a part of a log entry |
 //! | `execute` | fetches and decodes chunks through an opened chain |
 //! | `narrow`, `view` | reads f32 as bf16; maps raw tensors of local files |
 //! | `since` | updates a state to another snapshot |
@@ -11,6 +12,7 @@
 //! | `recover`, `watch` | newest step that can be rebuilt; new snapshots as they are committed |
 
 mod blobs;
+mod cask_source;
 mod content;
 mod execute;
 mod inspect;
@@ -30,6 +32,7 @@ use bytes::Bytes;
 use serde_json::{Map, Value};
 
 pub(crate) use blobs::has_blobs;
+pub(crate) use cask_source::CaskSource;
 pub(crate) use content::{check_content, chunk_crcs};
 pub(crate) use execute::{ChunkItem, ReadItem};
 pub use inspect::{Inspection, LinkInfo, ReadCounts};
@@ -142,7 +145,7 @@ impl Snapshot {
 
     /// Decodes every chunk, compares it with its checksum, and compares the content digests.
     pub async fn verify(&self) -> Result<()> {
-        let chain = self.chain.without_small_casks();
+        let chain = self.chain.without_read_casks().await?;
         check_content(&chain).await?;
         chain.check_tensors(0..chain.newest().directory.len()).await?;
         for blob in stored_blobs(&chain).await? {

@@ -149,7 +149,8 @@ impl Bf16View<'_> {
             match source {
                 Source::Whole(data) => Rounded::round(&data, &mut rounded),
                 Source::Pages(step, pages) => decode_pages(step, &pages, &mut rounded)
-                    .map_err(|e| e.tensor(&shards[wanted.shard].name).chunk(wanted.chunk).object(self.chain.path_of(step)))?,
+                    .map_err(|e| self.chain.source(step.link, step.cask).locate(e))
+                    .map_err(|e| e.tensor(&shards[wanted.shard].name).chunk(wanted.chunk))?,
             }
             Ok(rounded)
         };

@@ -7,15 +7,16 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 
-use crate::chain::{Link, Rows, ShardPlan, Step, chain_of, check_link};
-use crate::commit::{LogState, SnapshotRecord, read_manifest};
+use super::CaskSource;
+use crate::chain::{Link, Rows, ShardPlan, chain_of, check_link};
+use crate::commit::{LogState, SnapshotRecord, read_inline, read_manifest};
 use crate::container::{CaskIndex, IndexDecoder, Progress};
 use crate::error::ResultExt;
 use crate::limits::to_usize;
 use crate::store::concurrently;
 use crate::tensor::Rect;
-use crate::wire::{CaskRef, Digest, Directory, Id, Manifest};
-use crate::{Error, Result, Store, boxed};
+use crate::wire::{CaskRef, Digest, Directory, Id, InlineSnapshot, Manifest};
+use crate::{Error, Limits, Result, Store, boxed};
 
 /// The links of a snapshot's chain, and the store that holds their objects. `execute` decodes chunks through it.
 #[derive(Debug, Clone)]
@@ -58,7 +59,16 @@ impl OpenChain {
     #[boxed]
     pub(crate) async fn load(store: &Store, state: &LogState, id: Id) -> Result<Self> {
         let records = chain_of(state, id, store.limits().max_chain_depth)?;
-        let read = |record: SnapshotRecord| async move { read_manifest(store, &record.manifest_path(), record.manifest).await };
+        let read = |record: SnapshotRecord| async move {
+            let place = record.manifest_place();
+            match place.inline_in {
+                Some(sequence) => {
+                    let inline = read_inline(store, &place, sequence, state.inline_entry(sequence).cloned()).await?;
+                    Ok((inline.manifest.clone(), Some(inline)))
+                }
+                None => Ok((read_manifest(store, &place).await?, None)),
+            }
+        };
         let ahead = async {
             // Reads the hinted directory into the cache. The hint may be wrong, so a later read reports any damage.
             if let Some(digest) = state.directory {
@@ -66,8 +76,8 @@ impl OpenChain {
             }
         };
         let manifests = concurrently(CONCURRENT_REQUESTS, records.iter().cloned().map(read));
-        let (manifests, ()): (Result<Vec<Manifest>>, ()) = tokio::join!(manifests, ahead);
-        let manifests = manifests?;
+        let (manifests, ()) = tokio::join!(manifests, ahead);
+        let (manifests, inline): (Vec<Manifest>, Vec<Option<InlineSnapshot>>) = manifests?.into_iter().unzip();
         for (at, (record, manifest)) in records.iter().zip(&manifests).enumerate() {
             check_link(record, manifest, manifests.get(at + 1))?;
         }
@@ -78,10 +88,14 @@ impl OpenChain {
         let directories: BTreeMap<Digest, Arc<Directory>> =
             concurrently(CONCURRENT_REQUESTS, digests.into_iter().map(read)).await?.into_iter().collect();
         let mut links = Vec::with_capacity(records.len());
-        for (record, manifest) in records.into_iter().zip(manifests) {
+        for ((record, manifest), inline) in records.into_iter().zip(manifests).zip(inline) {
             let directory = directories.get(&manifest.directory).cloned();
-            let directory = directory.ok_or_else(|| Error::corrupt("a directory was not read").object(manifest.path()))?;
-            links.push(SharedLink(Arc::new(Link::new(record, manifest, directory)?)));
+            let directory = directory.ok_or_else(|| Error::corrupt("a directory was not read").object(record.manifest_path()))?;
+            let link = match inline {
+                Some(inline) => Link::new_inline(record, inline, directory)?,
+                None => Link::new(record, manifest, directory)?,
+            };
+            links.push(SharedLink(Arc::new(link)));
         }
         Ok(Self { store: store.clone(), links, counts: Arc::default() })
     }
@@ -105,7 +119,7 @@ impl OpenChain {
             let index = match self.store.caches().index(wanted).filter(|_| remembered) {
                 Some(index) => index,
                 None => {
-                    let (index, small_cask) = read_cask(&self.store, wanted).await?;
+                    let (index, small_cask) = read_cask(&self.source(at, cask), wanted, self.store.limits()).await?;
                     let index = Arc::new(index);
                     self.store.caches().keep_index(wanted, index.clone());
                     // Fails only if a concurrent reader has set the same bytes.
@@ -131,11 +145,11 @@ impl OpenChain {
         }
         let load = |((link, cask), parts): ((usize, usize), PartRanges)| async move {
             let link = &self.links[link].0;
-            let path = link.manifest.casks[cask].path();
+            let source = CaskSource::of_link(&self.store, link, cask);
             let ranges: Vec<Range<u64>> = parts.iter().map(|(_, range)| range.clone()).collect();
-            let index = link.index(cask).ok_or_else(|| Error::invalid("its index has not been read").object(path.as_str()))?;
-            for ((part, _), bytes) in parts.iter().zip(self.store.objects().get_ranges(&path, &ranges).await?) {
-                index.load_part(*part, bytes).in_object(path.as_str())?;
+            let index = link.index(cask).ok_or_else(|| Error::invalid("its index has not been read").object(source.path()))?;
+            for ((part, _), bytes) in parts.iter().zip(source.get_ranges(&ranges).await?) {
+                index.load_part(*part, bytes).map_err(|e| source.locate(e))?;
             }
             Ok(())
         };
@@ -152,19 +166,33 @@ impl OpenChain {
         self.load_parts(parts).await
     }
 
-    /// Returns a chain that reads pages from the store, even if an earlier read fetched their whole cask.
-    pub(super) fn without_small_casks(&self) -> Self {
-        let link = |link: &SharedLink| {
+    /// Returns a chain that reads pages from the store, even if an earlier read fetched their whole cask. Reads log
+    /// entries that hold casks again.
+    #[boxed]
+    pub(super) async fn without_read_casks(&self) -> Result<Self> {
+        let read_again = |link: SharedLink| async move {
             let link = &link.0;
-            SharedLink(Arc::new(Link {
+            let place = link.record.manifest_place();
+            let inline = match place.inline_in {
+                Some(sequence) => Some(read_inline(&self.store, &place, sequence, None).await?),
+                None => None,
+            };
+            Ok(SharedLink(Arc::new(Link {
                 record: link.record.clone(),
                 manifest: link.manifest.clone(),
                 directory: link.directory.clone(),
                 indexes: link.indexes.clone(),
                 small_casks: link.manifest.casks.iter().map(|_| OnceLock::new()).collect(),
-            }))
+                inline,
+            })))
         };
-        Self { links: self.links.iter().map(link).collect(), ..self.clone() }
+        let links = concurrently(CONCURRENT_REQUESTS, self.links.iter().cloned().map(read_again)).await?;
+        Ok(Self { links, ..self.clone() })
+    }
+
+    /// Returns the source of a cask of a link.
+    pub(super) fn source(&self, link: usize, cask: usize) -> CaskSource {
+        CaskSource::of_link(&self.store, &self.links[link].0, cask)
     }
 
     /// Returns the links, newest first.
@@ -205,10 +233,6 @@ impl OpenChain {
         Ok(rows)
     }
 
-    pub(super) fn path_of(&self, step: &Step) -> String {
-        self.links[step.link].0.manifest.casks[step.cask].path()
-    }
-
     pub(super) fn count(&self, chunks: u64, pages: u64, page_bytes: u64) {
         self.counts.chunks.fetch_add(chunks, Ordering::Relaxed);
         self.counts.pages.fetch_add(pages, Ordering::Relaxed);
@@ -234,22 +258,21 @@ pub(crate) async fn read_directory(store: &Store, digest: Digest) -> Result<Arc<
 }
 
 /// Reads the index of a cask and compares it with the manifest.
-pub(crate) async fn read_index(store: &Store, cask: &CaskRef) -> Result<CaskIndex> {
-    Ok(read_cask(store, cask).await?.0)
+pub(crate) async fn read_index(source: &CaskSource, cask: &CaskRef, limits: &Limits) -> Result<CaskIndex> {
+    Ok(read_cask(source, cask, limits).await?.0)
 }
 
 /// Reads the index of a cask and compares it with the manifest. Also returns the whole cask if it is small. Its pages
 /// are not checked yet.
 #[boxed]
-async fn read_cask(store: &Store, cask: &CaskRef) -> Result<(CaskIndex, Option<Bytes>)> {
-    let path = cask.path();
+async fn read_cask(source: &CaskSource, cask: &CaskRef, limits: &Limits) -> Result<(CaskIndex, Option<Bytes>)> {
     let read = async {
-        let mut decoder = IndexDecoder::new(cask.id, cask.bytes, store.limits().clone());
+        let mut decoder = IndexDecoder::new(cask.id, cask.bytes, limits.clone());
         let first = if cask.bytes - cask.index_offset <= WHOLE_INDEX_BYTES { cask.index_offset } else { cask.root_offset };
-        crate::Limits::check(cask.bytes - first, store.limits().max_index_bytes, "size of the index")?;
+        Limits::check(cask.bytes - first, limits.max_index_bytes, "size of the index")?;
         let is_small = cask.bytes <= SMALL_CASK_BYTES;
         let start = if is_small { 0 } else { first };
-        let read = store.objects().get_range(&path, start..cask.bytes).await.map_err(|e| match e.kind() {
+        let read = source.get_range(start..cask.bytes).await.map_err(|e| match e.kind() {
             crate::ErrorKind::NotFound => Error::corrupt("a cask of a committed snapshot is missing").clause("manifest 2.3"),
             _ => e,
         })?;
@@ -258,7 +281,7 @@ async fn read_cask(store: &Store, cask: &CaskRef) -> Result<(CaskIndex, Option<B
             match decoder.poll()? {
                 Progress::Done(index) => break index,
                 Progress::Needs(range) => {
-                    let bytes = store.objects().get_range(&path, range.clone()).await?;
+                    let bytes = source.get_range(range.clone()).await?;
                     decoder.push(range.start, bytes)?;
                 }
             }
@@ -269,5 +292,5 @@ async fn read_cask(store: &Store, cask: &CaskRef) -> Result<(CaskIndex, Option<B
         }
         Ok((index, is_small.then_some(read)))
     };
-    read.await.in_object(path.as_str())
+    read.await.map_err(|e| source.locate(e))
 }

@@ -9,6 +9,7 @@ use crate::chain::{ChunkPlan, ShardPlan, Step};
 use crate::codec::Columns;
 use crate::limits::{to_usize, zeroed};
 use crate::tensor::{Rect, Run, contiguous_runs, copy_run};
+use crate::wire::Id;
 use crate::{Error, Result, boxed};
 
 /// Limit on the bytes of chunks that are updated together. A single larger chunk exceeds this limit.
@@ -118,7 +119,7 @@ impl Update<'_> {
     fn way(&self, plan: &ShardPlan, wanted: ChunkPlan, known: Option<ChunkPlan>) -> Way {
         let Some(known) = known else { return Way::Rebuild };
         let Some(between) = wanted.steps.len().checked_sub(known.steps.len()) else { return Way::Rebuild };
-        let same = |(ours, theirs): (&Step, &Step)| self.chain.path_of(ours) == self.have.path_of(theirs) && ours.entry == theirs.entry;
+        let same = |(ours, theirs): (&Step, &Step)| cask_of(self.chain, ours) == cask_of(self.have, theirs) && ours.entry == theirs.entry;
         if !wanted.steps.iter().skip(between).zip(&known.steps).all(same) {
             return Way::Rebuild;
         }
@@ -194,7 +195,7 @@ impl Update<'_> {
     fn advance(&self, plan: &ShardPlan, work: &Work, steps: &[Step], pages: &[Pages], held: &mut Vec<u8>) -> Result<()> {
         let elements = plan.grid.elements(work.chunk);
         for (step, pages) in steps.iter().zip(pages).rev() {
-            let locate = |e: Error| e.tensor(&plan.name).chunk(work.chunk).object(self.chain.path_of(step));
+            let locate = |e: Error| self.chain.source(step.link, step.cask).locate(e).tensor(&plan.name).chunk(work.chunk);
             for (page, bytes) in step.entry.pages.iter().zip(pages) {
                 page.check(bytes).map_err(locate)?;
             }
@@ -232,6 +233,11 @@ fn held_shard(have: &OpenChain, name: &str, stored_name: &str, wanted: &ShardPla
     });
     let shard = found.and_then(|tensor| Some((tensor, directory.find_shard(tensor, &wanted.rect)?)));
     shard.map(|(tensor, shard)| ShardPlan::new(&have.links, tensor, shard)).transpose()
+}
+
+/// Returns the id of the cask that holds the chunk of a step.
+fn cask_of(chain: &OpenChain, step: &Step) -> Id {
+    chain.links[step.link].0.manifest.casks[step.cask].id
 }
 
 /// Calls `each` for every run of a chunk, mapped from the chunk to the whole tensor.

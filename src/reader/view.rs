@@ -11,7 +11,8 @@ use crate::store::Medium;
 use crate::{Error, Result};
 
 impl Snapshot {
-    /// Maps the bytes of a whole tensor from its cask and compares the checksums. The store must be a local folder, and
+    /// Maps the bytes of a whole tensor from its cask and compares the checksums. A cask in a log entry is in memory
+    /// already. The store must be a local folder, and
     /// the tensor must be stored raw in one shard of this snapshot.
     ///
     /// Any other tensor is an `Unsupported` error: use [`read`](Self::read).
@@ -62,18 +63,21 @@ impl Snapshot {
         let (Some((link, cask)), Some((_, first, _)), Some((_, last, _))) = (file, pages.first(), pages.last()) else {
             return Ok(Bytes::new());
         };
-        let path = self.chain.links[link].0.manifest.casks[cask].path();
-        let mapped = map_file(&root.join(&path))?;
+        let source = self.chain.source(link, cask);
+        let mapped = match source.whole() {
+            Some(bytes) => bytes.clone(),
+            None => map_file(&root.join(source.path()))?,
+        };
         let slice = |start: u64, end: u64| {
             let (start, end) = (to_usize(start, "a cask")?, to_usize(end, "a cask")?);
             if end > mapped.len() {
-                return Err(Error::corrupt("the cask is truncated").object(path.as_str()));
+                return Err(source.locate(Error::corrupt("the cask is truncated")));
             }
             Ok(mapped.slice(start..end))
         };
         for (chunk, page, crc) in &pages {
             let bytes = slice(page.range.start, page.range.end)?;
-            let locate = |e: Error| e.object(path.as_str()).tensor(name).chunk(*chunk);
+            let locate = |e: Error| source.locate(e).tensor(name).chunk(*chunk);
             page.check(&bytes).map_err(locate)?;
             if crc32fast::hash(&bytes) != *crc {
                 return Err(locate(

@@ -112,6 +112,13 @@ impl Store {
     }
 }
 
+/// Returns whether a store saves a snapshot inside its log entry, if manifest and casks take this many bytes.
+pub(crate) fn saves_inline(store: &Store, bytes: u64) -> bool {
+    /// Room for the sealed part of an entry.
+    const HEAD_BYTES: u64 = 4096;
+    bytes <= store.inner.options.inline_bytes.min(store.limits().max_entry_bytes.saturating_sub(HEAD_BYTES))
+}
+
 fn assemble(url: String, medium: Medium, client: Option<Arc<dyn ObjectStore>>, root: Path, options: StoreOptions) -> Store {
     let objects = Objects::new(url, medium, client, root, options.fsync);
     let caches = Caches::new(options.index_cache_bytes);

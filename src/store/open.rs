@@ -53,7 +53,13 @@ pub struct StoreOptions {
     pub fsync: bool,
     /// Maximum bytes of cask indexes that the store and its clones cache.
     pub index_cache_bytes: u64,
+    /// Maximum bytes of manifest and casks of a snapshot that is saved inside its log entry, as one object. Log entries are
+    /// never deleted, so garbage collection cannot free these bytes. 0 saves every snapshot as objects of its own.
+    pub inline_bytes: u64,
 }
+
+/// Default of [`StoreOptions::inline_bytes`].
+const INLINE_BYTES: u64 = 64 << 10;
 
 impl Default for StoreOptions {
     fn default() -> Self {
@@ -63,6 +69,7 @@ impl Default for StoreOptions {
             config: BTreeMap::new(),
             fsync: true,
             index_cache_bytes: 256 << 20,
+            inline_bytes: INLINE_BYTES,
         }
     }
 }

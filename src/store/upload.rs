@@ -106,6 +106,11 @@ impl Upload {
         self.multipart.is_none()
     }
 
+    /// Bytes of an object of which nothing was sent. Gives the upload up.
+    pub(crate) fn into_bytes(mut self) -> Vec<Bytes> {
+        std::mem::take(&mut self.pending)
+    }
+
     /// Sends the rest and publishes the object.
     #[boxed]
     pub(crate) async fn finish(mut self) -> Result<()> {

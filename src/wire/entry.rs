@@ -26,6 +26,10 @@ pub enum Event {
         parent: Option<Id>,
         /// Digest of the manifest. The manifest's path follows from step and id.
         manifest: Digest,
+        /// Size of the manifest in bytes, if the entry itself holds the manifest and the casks; `None` if they are
+        /// objects.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        inline: Option<u64>,
     },
     /// Snapshots are no longer wanted. Each is kept while a chain needs it.
     Forgotten {
@@ -145,9 +149,16 @@ impl LogEntry {
         Ok((bytes, digest))
     }
 
-    /// Decodes an entry and returns its digest. `sequence` is the number in the entry's name.
+    /// Decodes an entry and returns its digest. `sequence` is the number in the entry's name. Does not look at the
+    /// manifest and the casks that an entry may hold after its seal.
     pub fn decode(bytes: &[u8], sequence: u64, limits: &Limits) -> Result<(Self, Digest)> {
-        let (json, digest) = seal::open_seal(bytes, limits.max_entry_bytes)?;
+        let (entry, digest, _) = Self::decode_head(bytes, sequence, limits)?;
+        Ok((entry, digest))
+    }
+
+    /// Decodes an entry. Also returns the size of its sealed part, after which manifest and casks follow.
+    pub(super) fn decode_head(bytes: &[u8], sequence: u64, limits: &Limits) -> Result<(Self, Digest, usize)> {
+        let (json, digest, sealed_bytes) = seal::open_first_seal(bytes, limits.max_entry_bytes)?;
         seal::check_preamble(json, FORMAT)?;
         if let Some(kind) = unknown_kind(json) {
             return Err(
@@ -163,7 +174,10 @@ impl LogEntry {
         if (sequence == 1) != entry.previous.is_none() {
             return Err(Error::corrupt("exactly the first entry must have no `previous` digest").clause("log 3.2"));
         }
-        Ok((entry, digest))
+        if !matches!(entry.event, Event::Added { inline: Some(_), .. }) && sealed_bytes != bytes.len() {
+            return Err(Error::corrupt("bytes follow the digest line of an entry that holds no snapshot").clause("log 1.2"));
+        }
+        Ok((entry, digest, sealed_bytes))
     }
 }
 

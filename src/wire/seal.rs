@@ -8,6 +8,8 @@ use crate::{Error, Limits, Result};
 
 const PREFIX: &[u8] = b"sha256:";
 const SEAL_BYTES: usize = PREFIX.len() + 64 + 1;
+/// Line end and prefix: the beginning of the first seal in an object.
+const SEAL_BEGIN: &[u8] = b"\nsha256:";
 
 /// Encodes `value` as JSON on one line, followed by `sha256:<hex>` over all bytes before.
 pub(super) fn seal(value: &impl Serialize) -> Result<Vec<u8>> {
@@ -37,6 +39,18 @@ pub(super) fn open_seal(bytes: &[u8], max_bytes: u64) -> Result<(&[u8], Digest)>
     }
     let json = body.strip_suffix(b"\n").ok_or_else(|| bad("no line end before the digest"))?;
     Ok((json, digest))
+}
+
+/// Opens the sealed object at the beginning of `bytes`. Its seal is the first line that begins with `sha256:`; valid JSON
+/// has no such line. Returns the JSON, the digest and the size of the sealed object.
+pub(super) fn open_first_seal(bytes: &[u8], max_bytes: u64) -> Result<(&[u8], Digest, usize)> {
+    Limits::check(bytes.len() as u64, max_bytes, "size of the object")?;
+    let line = bytes.windows(SEAL_BEGIN.len()).position(|window| window == SEAL_BEGIN);
+    // Without such a line, the end of the object is reported as the seal that it is not.
+    let end = line.map_or(bytes.len(), |line| line.saturating_add(1).saturating_add(SEAL_BYTES));
+    let sealed = bytes.get(..end).unwrap_or(bytes);
+    let (json, digest) = open_seal(sealed, max_bytes)?;
+    Ok((json, digest, sealed.len()))
 }
 
 /// Parses the JSON of a sealed object. Unknown fields, duplicate fields and trailing bytes are errors.

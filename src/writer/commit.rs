@@ -2,7 +2,8 @@
 //! uploaded.
 //!
 //! A commit writes small casks, directory and manifest, all at once, and then the log entry. Creating the entry is the
-//! commit; before it nothing exists for readers, so the order of the other objects does not matter.
+//! commit; before it nothing exists for readers, so the order of the other objects does not matter. If casks and manifest
+//! are small enough, the entry holds them, and the commit is one object.
 //!
 //! Invariants: a writer that another job fenced commits nothing. A commit is confirmed against the store as it is at
 //! that moment: the log and all objects that the snapshot needs must be there. After an unknown outcome nothing is
@@ -18,8 +19,8 @@ use crate::chain::{DecisionReason, PolicyDecision, chain_of};
 use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
-use crate::store::{Created, Upload, probe};
-use crate::wire::{CaskRef, Digest, Event, Id, Manifest, STORE_FILE, StoreFile};
+use crate::store::{Created, Upload, probe, saves_inline};
+use crate::wire::{CaskRef, Digest, Event, Id, InlineSnapshot, Manifest, STORE_FILE, StoreFile};
 use crate::{Blob, Error, ErrorKind, Result, RoundingReport, Store, boxed};
 
 /// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
@@ -179,7 +180,7 @@ impl Writer {
     }
 
     /// Writes the unpublished casks, the directory and the manifest, all at once. Then commits the entry that makes them
-    /// exist.
+    /// exist. The entry of a small snapshot holds casks and manifest itself.
     #[boxed]
     pub(crate) async fn commit(
         &mut self,
@@ -215,18 +216,31 @@ impl Writer {
                 false => store.objects().put_content_addressed(&format!("directories/{digest}"), directory.clone().into()).await,
             }
         };
-        let path = manifest.path();
-        let written = tokio::join!(publish(unpublished), write_directory, store.objects().create_unique(&path, bytes.into()));
-        let ((), (), ()) = (written.0?, written.1?, written.2?);
+        let fits = saves_inline(&store, (bytes.len() as u64).saturating_add(manifest.stored_bytes()));
+        // Casks that were published before the commit stay objects.
+        let inline = (fits && unpublished.len() == manifest.casks.len()).then_some(bytes.len() as u64);
+        let mut payload = None;
+        match inline {
+            Some(_) => {
+                let casks: Vec<Vec<u8>> = unpublished.into_iter().map(|upload| upload.into_bytes().concat()).collect();
+                payload = Some(InlineSnapshot::encode(&bytes, casks.iter().map(Vec::as_slice)));
+                write_directory.await?;
+            }
+            None => {
+                let path = manifest.path();
+                let written = tokio::join!(publish(unpublished), write_directory, store.objects().create_unique(&path, bytes.into()));
+                let ((), (), ()) = (written.0?, written.1?, written.2?);
+            }
+        }
         self.durable_directory = Some(digest);
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
         let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.pipeline.options.age_floor);
-        let needs = needs_of(&manifest, parent);
+        let needs = needs_of(&manifest, inline.is_some(), parent);
         let mut parent_is_lost = false;
         let appended = self
             .log
-            .append_relying_on(&needs, writer, |state| {
+            .append_relying_on(&needs, payload.as_deref(), writer, |state| {
                 check_fence(state, writer)?;
                 age.check(floor)?;
                 if let Some(now) = state.at_step(step)
@@ -248,7 +262,7 @@ impl Writer {
                     }
                 }
                 parent_is_lost = false;
-                Ok(Event::Added { snapshot: manifest.id, step, parent: parent_id, manifest: manifest_digest })
+                Ok(Event::Added { snapshot: manifest.id, step, parent: parent_id, manifest: manifest_digest, inline })
             })
             .await;
         let sequence = match appended.in_object(manifest.path()) {
@@ -300,10 +314,14 @@ impl Commit {
 }
 
 /// Objects that a snapshot needs: its own casks and directory, and those of the parent's chain.
-fn needs_of(manifest: &Manifest, parent: Option<&Parent>) -> Vec<Need> {
-    let mut needs: Vec<Need> = Need::of(manifest).collect();
+fn needs_of(manifest: &Manifest, is_inline: bool, parent: Option<&Parent>) -> Vec<Need> {
+    let mut needs: Vec<Need> = match is_inline {
+        true => vec![Need::directory(manifest)],
+        false => Need::of(manifest).collect(),
+    };
     for link in parent.into_iter().flat_map(|parent| parent.snapshot.chain.links()) {
-        needs.extend(Need::with_manifest(link.record.manifest_path(), &link.manifest));
+        let entry_bytes = link.inline.as_ref().map(|inline| inline.entry_bytes);
+        needs.extend(Need::of_committed(&link.record, &link.manifest, entry_bytes));
     }
     needs.sort_unstable();
     needs.dedup();

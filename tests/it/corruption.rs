@@ -7,7 +7,7 @@
 
 use std::path::Path;
 
-use crate::common::{GOLDEN, SmallState, objects_of, on_this_thread as on, store_of};
+use crate::common::{GOLDEN, SmallState, objects_of, on_this_thread as on, store_of, without_inline};
 use rayon::prelude::*;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::{ErrorKind, Latest, Policy, Slice};
@@ -17,7 +17,7 @@ const STEPS: [u64; 3] = [1, 2, 3];
 fn golden() -> Vec<(String, Vec<u8>)> {
     let folder = Path::new(GOLDEN);
     if !folder.exists() && std::env::var_os("TENSORCASK_BLESS").is_some() {
-        let store = tensorcask::blocking::Store::open(GOLDEN).unwrap();
+        let store = tensorcask::blocking::Store::with(without_inline().open(GOLDEN).unwrap()).unwrap();
         let mut writer = store.writer(Policy::Consecutive).unwrap();
         for step in STEPS {
             let state = SmallState::at(step);
@@ -206,6 +206,57 @@ fn flips_and_cuts_of_a_catalog_are_detected_and_harmless() {
     };
     for_some_flips(bytes, |flipped, bit| check(flipped, format!("bit {bit}")));
     for_some(bytes.len(), |length| check(bytes[..length].to_vec(), format!("cut to {length}")));
+}
+
+/// Objects of a store whose snapshots are inside of log entries.
+fn inline_objects() -> Vec<(String, Vec<u8>)> {
+    let folder = tempfile::tempdir().unwrap();
+    let options = tensorcask::StoreOptions { fsync: false, ..Default::default() };
+    let store = options.open(folder.path().to_str().unwrap()).unwrap();
+    let mut writer = on(store.writer(Policy::Consecutive)).unwrap();
+    for step in STEPS {
+        let state = SmallState::at(step);
+        on(writer.save(step, &state.tensors(), &state.blobs(), &SmallState::metadata(step))).unwrap();
+    }
+    let objects = objects_of(folder.path());
+    assert!(below(&objects, "casks/").is_empty() && below(&objects, "snapshots/").is_empty());
+    objects
+}
+
+#[test]
+fn flips_and_cuts_of_inline_snapshots_are_detected() {
+    let objects = inline_objects();
+    for entry in below(&objects, "log/") {
+        flip_and_cut(&objects, entry);
+    }
+}
+
+/// Damage to a snapshot inside of a log entry is located, and later entries are read as before.
+#[test]
+fn damage_to_an_inline_snapshot_is_located_and_leaves_the_log_whole() {
+    let objects = inline_objects();
+    let at = objects.iter().position(|(name, _)| name == "log/00000000000000000002.json").unwrap();
+    let (name, bytes) = &objects[at];
+    let state = SmallState::at(1);
+    let page = bytes.windows(state.dense.len()).position(|window| window == state.dense).unwrap();
+    let mut damaged = bytes.clone();
+    damaged[page] ^= 1;
+    let store = store_of(&with(&objects, at, damaged));
+    assert_eq!(on(store.snapshots()).unwrap().len(), 3);
+    let error = on(on(store.snapshot(1)).unwrap().read("model.dense", &Slice::all())).unwrap_err();
+    assert_eq!((error.object_name(), error.tensor_name(), error.chunk_number()), (Some(name.as_str()), Some("model.dense"), Some(0)));
+    let report = on(maintain::verify(&store, &VerifyOptions::default())).unwrap();
+    let error = &report.problems[0].error;
+    assert_eq!((error.object_name(), error.tensor_name(), error.chunk_number()), (Some(name.as_str()), Some("model.dense"), Some(0)));
+    assert_eq!(error.byte_offset(), Some(page as u64), "{error}");
+    for cut in [bytes.len() - 1, page] {
+        let store = store_of(&with(&objects, at, bytes[..cut].to_vec()));
+        assert_eq!(on(store.snapshots()).unwrap().len(), 3);
+        let error = on(store.snapshot(1)).unwrap_err();
+        assert_eq!((error.object_name(), error.clause_name()), (Some(name.as_str()), Some("log 3.7")), "{error}");
+        // The newer steps are deltas on the damaged one.
+        assert!(on(store.recover(&[])).is_err());
+    }
 }
 
 /// Intact objects in the place of others.

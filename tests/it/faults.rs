@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::common::wrap;
+use crate::common::{wrap, wrap_inline};
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, VerifyOptions};
@@ -102,7 +102,8 @@ async fn a_thousand_seeds_of_random_faults() {
         // Each handle has its own faults and an empty cache.
         let faulty = || {
             let nth = opened.fetch_add(1, Ordering::Relaxed);
-            wrap(Arc::new(FaultStore::seeded(memory.clone(), seed.wrapping_mul(1_000_003) + nth, [5, 30, 120][seed as usize % 3])))
+            let seeded = FaultStore::seeded(memory.clone(), seed.wrapping_mul(1_000_003) + nth, [5, 30, 120][seed as usize % 3]);
+            if seed % 2 == 0 { wrap(Arc::new(seeded)) } else { wrap_inline(Arc::new(seeded)) }
         };
         let (ok, bad) = storm(&faulty, &wrap(memory.clone()), 6, 4000, &format!("seed {seed}")).await;
         saved += ok;
@@ -136,6 +137,16 @@ async fn random_faults_in_uploads_of_many_parts() {
 /// Every fault, at every request of its kind, once and twice in a row.
 #[tokio::test(start_paused = true)]
 async fn every_fault_at_every_request() {
+    try_every_fault(wrap).await;
+}
+
+/// The same with snapshots inside of log entries: a save creates one object.
+#[tokio::test(start_paused = true)]
+async fn every_fault_at_every_request_of_inline_saves() {
+    try_every_fault(wrap_inline).await;
+}
+
+async fn try_every_fault(open: fn(Arc<dyn ObjectStore>) -> Store) {
     use Operation::{Create, Delete, Get, Head, List, Put};
     let mut met = 0;
     for operation in [Create, Put, Get, Head, List, Delete] {
@@ -151,7 +162,7 @@ async fn every_fault_at_every_request() {
                         true if (first..first + length).contains(&seen.fetch_add(1, Ordering::SeqCst)) => fault,
                         _ => Fault::None,
                     };
-                    let faulty = wrap(Arc::new(FaultStore::new(memory.clone(), decide)));
+                    let faulty = open(Arc::new(FaultStore::new(memory.clone(), decide)));
                     let what = format!("{fault:?} at {operation:?} {first}, {length} times");
                     let open = async || {
                         // At most two faults occur, so the third attempt meets none.

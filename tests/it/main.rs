@@ -26,6 +26,7 @@ mod fault_proxy;
 mod faults;
 mod floors;
 mod gradients;
+mod inline;
 mod maintenance;
 mod narrow;
 #[cfg(all(feature = "aws", feature = "azure"))]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::common::{SmallState, objects_of, until, wrap};
+use crate::common::{SmallState, objects_of, until, without_inline, wrap};
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, CompactOptions, DoctorOptions, GcOptions, VerifyOptions};
 use tensorcask::{
@@ -129,7 +129,7 @@ async fn catalogs_know_what_was_compacted_and_collected() {
 #[tokio::test]
 async fn gc_frees_what_nothing_needs_and_only_when_told() {
     let folder = tempfile::tempdir().unwrap();
-    let store = StoreOptions { fsync: false, ..StoreOptions::default() }.open(folder.path().to_str().unwrap()).unwrap();
+    let store = StoreOptions { fsync: false, ..without_inline() }.open(folder.path().to_str().unwrap()).unwrap();
     let mut writer = store.writer(Policy::Intermittent { every: 3 }).await.unwrap();
     for step in 1..=6 {
         save(&mut writer, step).await.unwrap();
@@ -417,7 +417,7 @@ async fn a_commit_that_took_too_long_is_refused() {
 async fn unknown_features_and_unreadable_manifests_stop_gc() {
     let (store, _writer) = chain(1..=3).await;
     let folder = tempfile::tempdir().unwrap();
-    let on_disk = Store::open(folder.path().to_str().unwrap()).unwrap();
+    let on_disk = without_inline().open(folder.path().to_str().unwrap()).unwrap();
     let mut writer = on_disk.writer(Policy::Full).await.unwrap();
     for step in 1..=2 {
         save(&mut writer, step).await.unwrap();
@@ -486,7 +486,7 @@ async fn writers_readers_compaction_and_gc_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let open = {
         let url = folder.path().to_str().unwrap().to_owned();
-        move || StoreOptions { fsync: false, ..StoreOptions::default() }.open(&url).unwrap()
+        move || StoreOptions { fsync: false, ..without_inline() }.open(&url).unwrap()
     };
     let ages = Ages::of(folder.path());
     let options = WriterOptions { policy: Policy::Intermittent { every: 5 }, age_floor: FLOOR, ..WriterOptions::default() };

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::common::{SmallState, wrap};
+use crate::common::{SmallState, without_inline, wrap};
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt};
 use tensorcask::maintain::{self, Copier, CopyOptions, VerifyOptions};
@@ -32,7 +32,7 @@ impl Run {
 
     /// Opens the store as a new process would, with empty caches.
     fn store(&self) -> Store {
-        Store::open(self.path().to_str().unwrap()).unwrap()
+        without_inline().open(self.path().to_str().unwrap()).unwrap()
     }
 
     async fn writer(&self) -> Writer {

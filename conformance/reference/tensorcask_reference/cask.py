@@ -42,9 +42,10 @@ class Chunk:
 class Cask:
     """Opens a cask and checks its index; `verify` reads the rest."""
 
-    def __init__(self, path: Path, id: bytes | None = None) -> None:
-        self.path = path
-        self.size = os.stat(path).st_size
+    def __init__(self, path: Path, id: bytes | None = None, held: bytes | None = None) -> None:
+        """`held` is the cask, if the file at `path` is a log entry that holds it (log 3.7)."""
+        self.path, self.held = path, held
+        self.size = os.stat(path).st_size if held is None else len(held)
         if self.size < HEADER + POSTSCRIPT:
             raise corrupt("container 1", f"{self.size} bytes are no cask")
         header, end = self.read(0, HEADER), self.read(self.size - POSTSCRIPT, POSTSCRIPT)
@@ -67,9 +68,12 @@ class Cask:
         self._parts()
 
     def read(self, offset: int, size: int) -> bytes:
-        with open(self.path, "rb") as file:
-            file.seek(offset)
-            data = file.read(size)
+        if self.held is not None:
+            data = self.held[offset:offset + size]
+        else:
+            with open(self.path, "rb") as file:
+                file.seek(offset)
+                data = file.read(size)
         if len(data) != size:
             raise corrupt("container 1", f"{self.path.name} ends before {offset + size}")
         return data

@@ -57,6 +57,8 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
     types = {column.name: str(column.type) for column in table.schema}
     if any(types.get(name) != type for name, type in TYPES.items()) or not isinstance(state, dict) or keys["sequence"] != str(int(sequence)):
         return None
+    if types.get("inline", U64) != U64:
+        return None
     if any(table[name].null_count for name in TYPES if name not in ("parent", "roles")):
         return None
     rows = table.to_pylist()
@@ -70,7 +72,7 @@ def expected_rows(state: State, snapshots: Snapshots) -> list[dict[str, Any]]:
     """log 6.3; without what only a manifest says that may be gone: of a snapshot collected or compacted since"""
     rows = []
     for record in state.snapshots.values():
-        names = ("sequence", "revision", "step", "parent", "manifest", "status", "pinned", "time_ms")
+        names = ("sequence", "revision", "step", "parent", "manifest", "status", "pinned", "inline", "time_ms")
         facts = {name: getattr(record, name) for name in names} | {"roles": record.roles}
         facts |= {"snapshot": record.id, "kind": "base" if record.parent is None else "delta"}
         if (snapshot := snapshots.by_id.get(record.id)) and snapshot.record.revision == record.revision:
@@ -108,7 +110,7 @@ def check_catalog(path: Path, state: State | None, snapshots: Snapshots) -> None
     if keys["entry"] != state.digest or found != said:
         raise corrupt("log 6.4", f"{path.name}: entry or state is not the log's")
     try:
-        facts = [{name: row[name] for name in TYPES if name != "ratio"} for row in rows]
+        facts = [{name: row[name] for name in TYPES if name != "ratio"} | {"inline": row.get("inline")} for row in rows]
         for fact in facts:
             fact["user"] = parse(fact["user"].encode())
             fact["roles"] = fact["roles"] and json.loads(fact["roles"])

@@ -15,8 +15,8 @@ from .codecs import Bytes, Codec, Partner
 from .columns import Shard, Tensor
 from .dtypes import chunk_count, elements
 from .errors import LIMITS, corrupt
-from .log import Record
-from .manifest import Directory, read_directory, read_manifest
+from .log import Record, entry_path, inline_parts
+from .manifest import Directory, parse_manifest, read_directory, read_manifest
 from .reserved import check_reserved
 from .sealed import inside
 
@@ -51,8 +51,17 @@ class Snapshots:
         self._casks: dict[str, Cask] = {}
 
     def open(self, record: Record) -> Snapshot:
-        path = self.root / "snapshots" / record.manifest_name()
-        manifest = read_manifest(path, record.manifest)
+        held: bytes | None = None
+        if record.inline is None:
+            path = self.root / "snapshots" / record.manifest_name()
+            manifest = read_manifest(path, record.manifest)
+        else:
+            path = entry_path(self.root, record.sequence)
+            with inside(path):
+                data, held = inline_parts(self.root, record)
+                manifest = parse_manifest(data, record.manifest)
+                if len(held) != sum(row["bytes"] for row in manifest["casks"]):
+                    raise corrupt("log 3.7", "the entry does not end with the last cask")
         named = manifest["parent"]
         if (manifest["id"], manifest["step"], named and named["snapshot"]) != (record.id, record.step, record.parent):
             raise corrupt("chain 2.3", f"id, step or parent of {path.name} is not that of its entry")
@@ -76,7 +85,11 @@ class Snapshots:
             if manifest["content"].keys() != snapshot.directory.used_roles():
                 raise corrupt("manifest 4.2", "roles of content are not those of the directory")
             for row in manifest["casks"]:
-                self._cask(snapshot, row)
+                if held is None:
+                    self._cask(snapshot, row, self.root / "casks" / f"{row['id']}.cask", None)
+                else:
+                    self._cask(snapshot, row, path, held[: row["bytes"]])
+                    held = held[row["bytes"]:]
             # Of one that is not live, the roles that its chain has lost may be gone (chain 2.9).
             judged = whole and (live or all(has_roles(link.record, record) for link in snapshot.chain()))
             if judged and (content := content_digests(snapshot)) != manifest["content"]:
@@ -84,16 +97,15 @@ class Snapshots:
         self.by_id[record.id] = snapshot
         return snapshot
 
-    def _cask(self, snapshot: Snapshot, row: dict[str, Any]) -> None:
-        """manifest 2.3, 5.2 to 5.4, chain 3.2, 3.3"""
-        path = self.root / "casks" / f"{row['id']}.cask"
+    def _cask(self, snapshot: Snapshot, row: dict[str, Any], path: Path, held: bytes | None) -> None:
+        """manifest 2.3, 5.2 to 5.4, chain 3.2, 3.3; `held` is the cask, if an entry holds it"""
         if not path.exists():
             raise corrupt("manifest 2.3", f"{path.name} is missing")
-        if path.stat().st_size != row["bytes"]:
+        if held is None and path.stat().st_size != row["bytes"]:
             raise corrupt("manifest 2.3", f"{path.name} does not have {row['bytes']} bytes")
         with inside(path):
             if row["id"] not in self._casks:
-                cask = Cask(path, bytes.fromhex(row["id"]))
+                cask = Cask(path, bytes.fromhex(row["id"]), held)
                 cask.verify()
                 self._casks[row["id"]] = cask
         cask = self._casks[row["id"]]

@@ -10,6 +10,7 @@ from .sealed import (
     COMMON,
     Fields,
     check_fields,
+    end_of_seal,
     inside,
     is_digest,
     is_id,
@@ -30,7 +31,7 @@ ENTRY: Fields = COMMON | {
 }
 EVENTS: dict[str, Fields] = {
     "opened": {},
-    "added": {"snapshot": is_id, "step": is_number, "parent": or_null(is_id), "manifest": is_digest},
+    "added": {"snapshot": is_id, "step": is_number, "parent": or_null(is_id), "manifest": is_digest, "inline": or_null(is_number)},
     "forgotten": {"snapshots": is_ids},
     "pinned": {"snapshot": is_id, "pinned": lambda value: isinstance(value, bool)},
     "compacted": {"snapshot": is_id, "parent": or_null(is_id), "manifest": is_digest, "roles": or_null(is_texts)},
@@ -53,6 +54,7 @@ class Record:
     status: str = "live"
     pinned: bool = False
     roles: list[str] | None = None
+    inline: int | None = None
 
     def manifest_name(self) -> str:
         """manifest 1"""
@@ -106,7 +108,7 @@ class State:
             self.known(parent)
         if step in (live := self.live()):
             live[step].status = "superseded"
-        self.snapshots[id] = Record(id, step, parent, event["manifest"], entry["sequence"], entry["time_ms"], entry["sequence"])
+        self.snapshots[id] = Record(id, step, parent, event["manifest"], entry["sequence"], entry["time_ms"], entry["sequence"], inline=event["inline"])
 
     def _forgotten(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         for id in event["snapshots"]:
@@ -126,7 +128,7 @@ class State:
             if not roles or any(a >= b for a, b in zip(roles, roles[1:])) or not set(roles) <= set(record.roles or roles):
                 raise corrupt("log 3.6", f"snapshot {record.id} cannot have the roles {roles}")
             record.roles = roles
-        record.parent, record.manifest, record.revision = parent, event["manifest"], entry["sequence"]
+        record.parent, record.manifest, record.revision, record.inline = parent, event["manifest"], entry["sequence"], None
 
     def _collecting(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         for id in event["snapshots"]:
@@ -145,8 +147,9 @@ def parse_store_file(data: bytes) -> dict[str, Any]:
 
 
 def parse_entry(data: bytes) -> tuple[dict[str, Any], str]:
-    """An entry and its digest (log 3)."""
-    entry, digest = unseal(data, "tensorcask-log")
+    """An entry and its digest (log 3); what it holds by log 3.7 is left alone."""
+    end = end_of_seal(data)
+    entry, digest = unseal(data[:end], "tensorcask-log")
     check_fields(entry, ENTRY, "an entry")
     kind = entry["event"].get("kind")
     if not is_text(kind):
@@ -154,7 +157,18 @@ def parse_entry(data: bytes) -> tuple[dict[str, Any], str]:
     if kind not in EVENTS:
         raise unsupported("log 3.3", f"event {kind!r}")
     check_fields(entry["event"], {"kind": is_text} | EVENTS[kind], "an event")
+    if end != len(data) and entry["event"].get("inline") is None:
+        raise corrupt("log 1.2", "bytes after the seal of an entry")
     return entry, digest
+
+
+def inline_parts(root: Path, record: Record) -> tuple[bytes, bytes]:
+    """The manifest that an entry holds, and the casks together (log 3.7)."""
+    data = read_object(entry_path(root, record.sequence), "max_entry_bytes", "log 3.1")
+    held = data[end_of_seal(data):]
+    if len(held) < record.inline:
+        raise corrupt("log 3.7", "the entry ends in the manifest")
+    return held[: record.inline], held[record.inline:]
 
 
 def read_store_file(root: Path) -> None:

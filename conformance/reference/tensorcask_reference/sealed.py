@@ -11,7 +11,8 @@ from typing import Any
 
 from .errors import LIMITS, Reject, check_features, check_version, corrupt
 
-SEAL = re.compile(rb"\nsha256:([0-9a-f]{64})\n\Z")
+SEAL = re.compile(rb"sha256:([0-9a-f]{64})\n\Z")
+SEAL_BYTES = 72
 VERSION = re.compile(r"(0|[1-9][0-9]{0,4})\.(0|[1-9][0-9]{0,4})")
 TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 MAX_NESTING = 127
@@ -58,10 +59,10 @@ COMMON: Fields = {"format": is_text, "version": is_text, "must_understand": is_t
 
 
 def check_fields(value: Any, fields: Fields, what: str) -> None:
-    """log 1.3: exactly the fields of the table; `parent`, `previous` and `roles` may be absent instead of null."""
+    """log 1.3: exactly the fields of the table; `parent`, `previous`, `roles` and `inline` may be absent instead of null."""
     if not is_object(value):
         raise corrupt("log 1.3", f"{what} is no object")
-    for name in ("parent", "previous", "roles"):
+    for name in ("parent", "previous", "roles", "inline"):
         if name in fields:
             value.setdefault(name, None)
     if value.keys() != fields.keys():
@@ -129,12 +130,18 @@ def parse(data: bytes) -> Any:
     return parser.value
 
 
+def end_of_seal(data: bytes) -> int:
+    """Where the first line ends that begins with `sha256:` (log 1.2); 0 if there is none."""
+    line = data.find(b"\nsha256:") + 1
+    return line + SEAL_BYTES if line else 0
+
+
 def unseal(data: bytes, format: str) -> tuple[dict[str, Any], str]:
     """Checks seal, format, version and features (log 1.2 to 1.4); returns the object and its digest."""
-    seal = SEAL.search(data, max(0, len(data) - 73))
-    if not seal or sha256(data[:-72]).hexdigest() != seal[1].decode():
+    seal = SEAL.match(data[-SEAL_BYTES:])
+    if not seal or end_of_seal(data) != len(data) or sha256(data[:-SEAL_BYTES]).hexdigest() != seal[1].decode():
         raise corrupt("log 1.2", f"seal of a {format}")
-    parser = _Parser(data[:-73])
+    parser = _Parser(data[: -SEAL_BYTES - 1])
     value = parser.value
     if not is_object(value):
         raise corrupt("log 1.3", f"{format} is no object")

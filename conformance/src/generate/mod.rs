@@ -17,6 +17,7 @@ mod stores;
 mod catalogs;
 mod coded;
 mod gaps;
+mod inline;
 mod invalid_casks;
 mod invalid_stores;
 mod large;
@@ -110,6 +111,7 @@ fn files() -> Result<BTreeMap<String, Vec<u8>>, Failure> {
     sketches.extend(catalogs::cases()?);
     sketches.extend(maintained::cases()?);
     sketches.extend(gaps::cases()?);
+    sketches.extend(inline::cases()?);
     sketches.extend(reserved::cases()?);
     sketches.extend(invalid_casks::cases());
     sketches.extend(invalid_stores::cases()?);

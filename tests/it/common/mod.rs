@@ -57,7 +57,18 @@ pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     (0..bytes).map(next).collect()
 }
 
+/// Returns options of a store whose snapshots are objects, however small.
+pub fn without_inline() -> StoreOptions {
+    StoreOptions { inline_bytes: 0, ..StoreOptions::default() }
+}
+
+/// Returns a store whose snapshots are objects, however small.
 pub fn wrap(objects: Arc<dyn ObjectStore>) -> Store {
+    Store::with_object_store(objects, Default::default(), without_inline())
+}
+
+/// Returns a store that saves small snapshots inside of log entries.
+pub fn wrap_inline(objects: Arc<dyn ObjectStore>) -> Store {
     Store::with_object_store(objects, Default::default(), StoreOptions::default())
 }
 

@@ -31,8 +31,15 @@ enum Victim {
 const VICTIMS: [Victim; 6] = [Victim::Save, Victim::LargeSave, Victim::Compact, Victim::Reduce, Victim::Gc, Victim::Copy];
 const COLLECT: GcOptions = GcOptions { apply: true, age_floor: Duration::ZERO, collect: true, directories: false };
 
-fn plain(folder: &Path) -> Store {
-    StoreOptions { fsync: false, ..StoreOptions::default() }.open(folder.to_str().unwrap()).unwrap()
+/// Maximum sizes of a snapshot inside of a log entry: snapshots are objects, or entries hold the small ones.
+const INLINE_BYTES: [u64; 2] = [0, 64 << 10];
+
+fn options(inline_bytes: u64) -> StoreOptions {
+    StoreOptions { fsync: false, inline_bytes, ..StoreOptions::default() }
+}
+
+fn plain(folder: &Path, inline_bytes: u64) -> Store {
+    options(inline_bytes).open(folder.to_str().unwrap()).unwrap()
 }
 
 async fn save_small(writer: &mut Writer, step: u64) {
@@ -51,12 +58,12 @@ fn large() -> Vec<u8> {
 }
 
 /// Runs an operation on the store `run` of a folder, through `CrashStore`.
-async fn run(victim: Victim, folder: &Path, kill: When) {
+async fn run(victim: Victim, inline_bytes: u64, folder: &Path, kill: When) {
     let open = |name: &str, kill: Option<When>| {
         let folder = folder.join(name);
         std::fs::create_dir_all(&folder).unwrap();
         let local = Arc::new(LocalFileSystem::new_with_prefix(folder).unwrap());
-        Store::with_object_store(Arc::new(CrashStore::new(local, kill)), Default::default(), StoreOptions::default())
+        Store::with_object_store(Arc::new(CrashStore::new(local, kill)), Default::default(), options(inline_bytes))
     };
     match victim {
         Victim::Save => save_small(&mut open("run", Some(kill)).writer(Policy::Consecutive).await.unwrap(), 4).await,
@@ -85,14 +92,15 @@ fn child() {
     let words: Vec<&str> = order.split(' ').collect();
     let victim = VICTIMS[words[0].parse::<usize>().unwrap()];
     let kill = When { write: words[1].parse().unwrap(), after: words[2] == "after" };
+    let inline_bytes = words[3].parse().unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    runtime.block_on(run(victim, Path::new(words[3]), kill));
+    runtime.block_on(run(victim, inline_bytes, Path::new(words[4]), kill));
 }
 
 /// Prepares steps 1 to 3 of a chain, and step 7. Step 7 is forgotten unless the operation reduces it. Before a copy,
 /// step 1 is forgotten, too, though the others need it.
-fn prepare(victim: Victim, folder: &Path) {
-    let store = plain(&folder.join("run"));
+fn prepare(victim: Victim, inline_bytes: u64, folder: &Path) {
+    let store = plain(&folder.join("run"), inline_bytes);
     on_this_thread(async {
         let mut other = store.writer(Policy::Full).await.unwrap();
         save_small(&mut other, 7).await;
@@ -135,8 +143,8 @@ async fn steps_of(store: &Store) -> Vec<u64> {
     steps
 }
 
-async fn after_the_crash(victim: Victim, folder: &Path, finished: bool) {
-    let store = plain(&folder.join("run"));
+async fn after_the_crash(victim: Victim, inline_bytes: u64, folder: &Path, finished: bool) {
+    let store = plain(&folder.join("run"), inline_bytes);
     let steps = steps_of(&store).await;
     match victim {
         Victim::Save | Victim::LargeSave => assert!(steps == [1, 2, 3, 4] || (!finished && steps == [1, 2, 3]), "{steps:?}"),
@@ -152,7 +160,7 @@ async fn after_the_crash(victim: Victim, folder: &Path, finished: bool) {
         assert_eq!(store.snapshot(3).await.unwrap().inspect().chain().len(), 1);
     }
     if victim == Victim::Copy {
-        let copied = plain(&folder.join("copy"));
+        let copied = plain(&folder.join("copy"), inline_bytes);
         // Each commit at the destination is a state of its own. A parent is live there until it is known not to be.
         let steps = steps_of(&copied).await;
         assert!(steps == [2, 3] || (!finished && [&[][..], &[1], &[1, 2], &[1, 2, 3]].contains(&&steps[..])), "{steps:?}");
@@ -169,16 +177,20 @@ async fn after_the_crash(victim: Victim, folder: &Path, finished: bool) {
     let casks = casks.filter(|entry| !entry.as_ref().unwrap().file_name().to_str().unwrap().contains('#')).count() as u64;
     let mut named = BTreeMap::new();
     for info in store.snapshots().await.unwrap() {
-        named.extend(
-            store.snapshot(info.record.step).await.unwrap().inspect().chain().into_iter().map(|link| (link.record.id, link.casks as u64)),
-        );
+        let chain = store.snapshot(info.record.step).await.unwrap().inspect().chain();
+        let objects = chain.into_iter().filter(|link| link.record.inline.is_none());
+        named.extend(objects.map(|link| (link.record.id, link.casks as u64)));
     }
     assert_eq!(casks, named.values().sum::<u64>(), "no leftovers");
 }
 
 fn kill_each_write_of(victim: Victim) {
+    INLINE_BYTES.iter().for_each(|&inline_bytes| kill_each_write(victim, inline_bytes));
+}
+
+fn kill_each_write(victim: Victim, inline_bytes: u64) {
     let template = tempfile::tempdir().unwrap();
-    prepare(victim, template.path());
+    prepare(victim, inline_bytes, template.path());
     let number = VICTIMS.iter().position(|v| *v == victim).unwrap();
     let mut crashes = 0;
     for write in 0.. {
@@ -186,7 +198,7 @@ fn kill_each_write_of(victim: Victim) {
         for after in [false, true] {
             let place = tempfile::tempdir().unwrap();
             copy_folder(template.path(), place.path());
-            let order = format!("{number} {write} {} {}", if after { "after" } else { "before" }, place.path().display());
+            let order = format!("{number} {write} {} {inline_bytes} {}", if after { "after" } else { "before" }, place.path().display());
             let mut child = Command::new(std::env::current_exe().unwrap());
             child.args(["crash::child", "--exact", "--nocapture"]).env(CHILD, &order).stdout(Stdio::null()).stderr(Stdio::piped());
             let output = child.output().unwrap();
@@ -194,7 +206,7 @@ fn kill_each_write_of(victim: Victim) {
             assert!(died || output.status.success(), "{order}: {}", String::from_utf8_lossy(&output.stderr));
             finished += u32::from(!died);
             crashes += u32::from(died);
-            on_this_thread(after_the_crash(victim, place.path(), !died));
+            on_this_thread(after_the_crash(victim, inline_bytes, place.path(), !died));
         }
         if finished == 2 {
             break;
