@@ -141,6 +141,7 @@ async fn every_fault_at_every_request() {
     for operation in [Create, Put, Get, Head, List, Delete] {
         for &fault in Fault::of(operation) {
             for first in 0..60u64 {
+                let mut is_met = false;
                 for length in [1, 2] {
                     let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
                     // Creates the store beforehand, because creation alone takes more than a hundred requests.
@@ -186,9 +187,11 @@ async fn every_fault_at_every_request() {
                         clean.history().entries().await.unwrap().into_iter().filter(|e| matches!(e.event, Event::Added { .. })).count();
                     assert_eq!(added, 4, "{what}");
                     assert!(maintain::verify(&clean, &VerifyOptions::default()).await.unwrap().is_clean(), "{what}");
+                    is_met |= count.load(Ordering::SeqCst) > first;
                     met += u64::from(count.load(Ordering::SeqCst) > first);
                 }
-                if met == 0 && first > 0 {
+                // Later requests of this kind do not exist either.
+                if !is_met {
                     break;
                 }
             }
