@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::common::is_thorough;
 use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::wire::Event;
 use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Store, StoreOptions, TensorView, Writer};
@@ -165,7 +166,7 @@ async fn break_requests(way: Way, bucket: &str, upstream: &str) -> Outcome {
     let mut writer = open().writer(Policy::Intermittent { every: 8 }).await.unwrap();
     let mut outcome = Outcome::default();
     // The first requests are all different. Of the many log entries of an opening, some are enough.
-    let (all_below, then_every) = if std::env::var_os("TENSORCASK_THOROUGH").is_some() { (u64::MAX, 1) } else { (6, 4) };
+    let (all_below, then_every) = if is_thorough() { (u64::MAX, 1) } else { (6, 16) };
     let mut step = 0;
     for at in (0..).filter(|&at: &u64| at < all_below || (at + way as u64).is_multiple_of(then_every)) {
         step += 1;
