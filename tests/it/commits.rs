@@ -44,13 +44,6 @@ async fn memory_keeps_the_contract() {
     tensorcask::testing::store::run_all(&Store::open("memory://").unwrap()).await.unwrap();
 }
 
-#[test]
-fn every_codec_keeps_the_contract() {
-    for codec in tensorcask::codec::Registry::default().iter() {
-        tensorcask::testing::codec::run_all(codec.as_ref()).unwrap();
-    }
-}
-
 /// Sixteen processes open one store. Each number of the log gets one entry, and all writers but the last are fenced.
 #[tokio::test(flavor = "multi_thread")]
 async fn of_sixteen_racing_writers_one_wins_each_number() {

@@ -7,7 +7,7 @@
 
 use std::path::Path;
 
-use crate::common::{GOLDEN, SmallState, objects_of, on_this_thread as on, store_of, without_inline};
+use crate::common::{GOLDEN, SmallState, is_thorough, objects_of, on_this_thread as on, store_of, without_inline};
 use rayon::prelude::*;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::{ErrorKind, Latest, Policy, Slice};
@@ -81,8 +81,7 @@ const SOME: usize = 700;
 
 /// Runs `run` for all numbers below `count`, or for `SOME` of them, evenly spread and covering every remainder by 8.
 fn for_some(count: usize, run: impl Fn(usize) + Send + Sync) {
-    let thorough = std::env::var_os("TENSORCASK_THOROUGH").is_some();
-    let stride = if thorough { 1 } else { count.div_ceil(SOME) | 1 };
+    let stride = if is_thorough() { 1 } else { count.div_ceil(SOME) | 1 };
     for_each(count.div_ceil(stride), |number| run(number * stride));
 }
 

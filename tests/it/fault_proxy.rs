@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::common::is_thorough;
 use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::wire::Event;
 use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Slice, Store, StoreOptions, TensorView, Writer};
@@ -146,58 +147,54 @@ fn honest(error: &tensorcask::Error, what: &str) {
     assert!(matches!(error.kind(), ErrorKind::Storage | ErrorKind::OutcomeUnknown), "{what}: {error}");
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_broken_connection_is_no_conflict_and_no_loss() {
-    let found = std::env::var("TENSORCASK_TEST_STORE").ok().filter(|bucket| bucket.starts_with("s3://"));
-    let (Some(bucket), Ok(endpoint)) = (found, std::env::var("AWS_ENDPOINT")) else {
-        eprintln!("NOT RUN: the fault proxy needs an S3 server; use `bash tests/servers/run`");
-        return;
-    };
-    let proxy = Proxy::start(endpoint.trim_start_matches("http://").to_owned()).await;
-    let config = BTreeMap::from([("aws_endpoint".to_owned(), proxy.address.clone()), ("timeout".to_owned(), "4s".to_owned())]);
+/// Number of requests that were broken, and number of those that a save or a restore reported.
+#[derive(Default)]
+struct Outcome {
+    broken: u64,
+    told: u64,
+}
+
+/// Breaks requests in one way, each in a save and a restore of its own, in a store of its own.
+async fn break_requests(way: Way, bucket: &str, upstream: &str) -> Outcome {
+    let proxy = Proxy::start(upstream.to_owned()).await;
+    let mut config = BTreeMap::from([("aws_endpoint".to_owned(), proxy.address.clone())]);
+    if way == Way::Hang {
+        config.insert("timeout".to_owned(), "4s".to_owned());
+    }
     let url = format!("{bucket}/proxy/{}", tensorcask::wire::Id::random().unwrap());
     let open = || StoreOptions { config: config.clone(), ..StoreOptions::default() }.open(&url).unwrap();
     let mut writer = open().writer(Policy::Intermittent { every: 8 }).await.unwrap();
-    let (mut step, mut broken, mut told) = (0u64, 0u64, 0u64);
+    let mut outcome = Outcome::default();
     // The first requests are all different. Of the many log entries of an opening, some are enough.
-    let (all_below, then_every) = if std::env::var_os("TENSORCASK_THOROUGH").is_some() { (15, 4) } else { (6, 16) };
-    for (nth, way) in WAYS.into_iter().enumerate() {
-        for at in 0.. {
-            if at >= all_below && !(at + nth as u64).is_multiple_of(then_every) {
-                if at > 90 {
-                    break;
-                }
-                continue;
+    let (all_below, then_every) = if is_thorough() { (u64::MAX, 1) } else { (6, 16) };
+    let mut step = 0;
+    for at in (0..).filter(|&at: &u64| at < all_below || (at + way as u64).is_multiple_of(then_every)) {
+        step += 1;
+        let what = format!("{way:?} at request {at}, step {step}");
+        proxy.aim(way, at);
+        if let Err(e) = save(&mut writer, step).await {
+            honest(&e, &what);
+            outcome.told += 1;
+            if e.kind() == ErrorKind::OutcomeUnknown {
+                writer = open().writer(Policy::Intermittent { every: 8 }).await.unwrap();
             }
-            step += 1;
-            let what = format!("{way:?} at request {at}, step {step}");
-            proxy.aim(way, at);
-            if let Err(e) = save(&mut writer, step).await {
-                honest(&e, &what);
-                told += 1;
-                if e.kind() == ErrorKind::OutcomeUnknown {
-                    writer = open().writer(Policy::Intermittent { every: 8 }).await.unwrap();
-                }
-                save(&mut writer, step).await.unwrap_or_else(|e| panic!("{what}: {e}"));
-            }
-            let restore = async || open().snapshot(step).await?.read("w", &Slice::all()).await;
-            let read = match restore().await {
-                Ok(read) => read,
-                Err(e) => {
-                    honest(&e, &what);
-                    told += 1;
-                    restore().await.unwrap_or_else(|e| panic!("{what}: {e}"))
-                }
-            };
-            assert!(read.data == state(step), "{what}");
-            if proxy.seen.load(Ordering::SeqCst) <= at {
-                break;
-            }
-            broken += 1;
+            save(&mut writer, step).await.unwrap_or_else(|e| panic!("{what}: {e}"));
         }
+        let restore = async || open().snapshot(step).await?.read("w", &Slice::all()).await;
+        let read = match restore().await {
+            Ok(read) => read,
+            Err(e) => {
+                honest(&e, &what);
+                outcome.told += 1;
+                restore().await.unwrap_or_else(|e| panic!("{what}: {e}"))
+            }
+        };
+        assert!(read.data == state(step), "{what}");
+        if proxy.seen.load(Ordering::SeqCst) <= at {
+            break;
+        }
+        outcome.broken += 1;
     }
-    proxy.aim(Way::Fin, u64::MAX);
-    assert!(broken > 40, "only {broken} requests were broken");
     let store = Store::open(&url).unwrap();
     let added: Vec<u64> = store
         .history()
@@ -210,7 +207,24 @@ async fn a_broken_connection_is_no_conflict_and_no_loss() {
     let mut once = added.clone();
     once.dedup();
     // Only a save that was reported as failed, but was stored, is committed again.
-    assert!(added.len() as u64 <= step + told && once.len() as u64 == step, "{} commits of {step} steps, {told} told", added.len());
-    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
-    eprintln!("{broken} requests broken, {told} of them told");
+    let (commits, told) = (added.len() as u64, outcome.told);
+    assert!(commits <= step + told && once.len() as u64 == step, "{way:?}: {commits} commits of {step} steps, {told} told");
+    assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean(), "{way:?}");
+    outcome
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_connection_is_no_conflict_and_no_loss() {
+    let found = std::env::var("TENSORCASK_TEST_STORE").ok().filter(|bucket| bucket.starts_with("s3://"));
+    let (Some(bucket), Ok(endpoint)) = (found, std::env::var("AWS_ENDPOINT")) else {
+        eprintln!("NOT RUN: the fault proxy needs an S3 server; use `bash tests/servers/run`");
+        return;
+    };
+    let upstream = endpoint.trim_start_matches("http://");
+    // All ways at once: the waits before retries, and those of requests that hang, overlap.
+    let outcomes = futures::future::join_all(WAYS.map(|way| break_requests(way, &bucket, upstream))).await;
+    for (way, Outcome { broken, told }) in WAYS.iter().zip(outcomes) {
+        assert!(broken > 6, "{way:?}: only {broken} requests were broken");
+        eprintln!("{way:?}: {broken} requests broken, {told} of them told");
+    }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::common::{wrap, wrap_inline};
+use crate::common::{is_thorough, wrap, wrap_inline};
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, VerifyOptions};
@@ -94,9 +94,10 @@ async fn storm(faulty: &dyn Fn() -> Store, clean: &Store, steps: u64, bytes: usi
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_thousand_seeds_of_random_faults() {
+async fn random_faults_of_many_seeds() {
+    let seeds = if is_thorough() { 1000 } else { 240 };
     let (mut saved, mut failed) = (0, 0);
-    for seed in 0..1000u64 {
+    for seed in 0..seeds {
         let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
         let opened = AtomicU64::new(0);
         // Each handle has its own faults and an empty cache.
@@ -109,7 +110,7 @@ async fn a_thousand_seeds_of_random_faults() {
         saved += ok;
         failed += bad;
     }
-    assert!(saved > 1500 && failed > 300, "{saved} saved, {failed} failed");
+    assert!(2 * saved > 3 * seeds && 10 * failed > 3 * seeds, "{saved} saved, {failed} failed");
 }
 
 /// Casks of several parts.
@@ -152,6 +153,7 @@ async fn try_every_fault(open: fn(Arc<dyn ObjectStore>) -> Store) {
     for operation in [Create, Put, Get, Head, List, Delete] {
         for &fault in Fault::of(operation) {
             for first in 0..60u64 {
+                let mut is_met = false;
                 for length in [1, 2] {
                     let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
                     // Creates the store beforehand, because creation alone takes more than a hundred requests.
@@ -197,9 +199,13 @@ async fn try_every_fault(open: fn(Arc<dyn ObjectStore>) -> Store) {
                         clean.history().entries().await.unwrap().into_iter().filter(|e| matches!(e.event, Event::Added { .. })).count();
                     assert_eq!(added, 4, "{what}");
                     assert!(maintain::verify(&clean, &VerifyOptions::default()).await.unwrap().is_clean(), "{what}");
-                    met += u64::from(count.load(Ordering::SeqCst) > first);
+                    if count.load(Ordering::SeqCst) > first {
+                        is_met = true;
+                        met += 1;
+                    }
                 }
-                if met == 0 && first > 0 {
+                // Later requests of this kind do not exist either.
+                if !is_met {
                     break;
                 }
             }

@@ -1,7 +1,7 @@
 //! Saved states are read back unchanged: every dtype, many shapes, every policy, sharded and not, by name, slice and
 //! chain.
 
-use crate::common::{data, objects_of, on_this_thread as on};
+use crate::common::{data, is_thorough, objects_of, on_this_thread as on};
 use proptest::prelude::*;
 use tensorcask::interchange::safetensors::{Files, Selected};
 use tensorcask::maintain::{self, VerifyOptions};
@@ -93,7 +93,7 @@ fn element(dtype: Dtype, bytes: &[u8], i: u64) -> Vec<bool> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, max_shrink_iters: 50, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: if is_thorough() { 60 } else { 20 }, max_shrink_iters: 50, ..ProptestConfig::default() })]
 
     #[test]
     fn states_come_back(specs in prop::collection::vec(spec(), 1..4), policy in policy(), keep in any::<bool>(), alignment in 6u8..13) {

@@ -47,6 +47,11 @@ pub fn store_of(objects: &[(String, Vec<u8>)]) -> Store {
     wrap(Arc::new(memory))
 }
 
+/// Whether the thorough tier runs (`TENSORCASK_THOROUGH=1`), which repeats a test over more positions, steps and seeds.
+pub fn is_thorough() -> bool {
+    std::env::var_os("TENSORCASK_THOROUGH").is_some()
+}
+
 /// Returns incompressible bytes.
 pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
