@@ -95,7 +95,7 @@ async fn storm(faulty: &dyn Fn() -> Store, clean: &Store, steps: u64, bytes: usi
 
 #[tokio::test(start_paused = true)]
 async fn random_faults_of_many_seeds() {
-    let seeds = if is_thorough() { 1000 } else { 240 };
+    let seeds: u64 = if is_thorough() { 1000 } else { 240 };
     let (mut saved, mut failed) = (0, 0);
     for seed in 0..seeds {
         let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
