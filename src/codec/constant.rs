@@ -41,6 +41,9 @@ impl Codec for Constant {
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
+        if self.estimate(chunk).is_none() {
+            return Err(Error::invalid("needs equal elements"));
+        }
         let first = chunk.data.get(..chunk.dtype.unit_bytes());
         let first = first.ok_or_else(|| Error::invalid("an empty chunk has no constant"))?;
         Ok(Encoded { uses_base: false, columns: vec![("values", first.to_vec())] })
