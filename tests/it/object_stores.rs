@@ -61,12 +61,13 @@ async fn old_steps_go_away_on_a_server() {
     let collect = |apply| GcOptions { apply, age_floor: Duration::ZERO, ..GcOptions::default() };
     let waits = maintain::gc(&store, &GcOptions { apply: true, ..GcOptions::default() }).await.unwrap();
     assert_eq!((waits.collected.len(), waits.deleted.len()), (2, 0), "{waits:?}");
-    // Clocks of servers tick in seconds: objects written in this second may look younger than none.
+    // Clocks of servers tick in seconds: objects written in this second may look younger than none. Only the compacted
+    // manifest of step 3 is an object that nothing needs: log entries hold the first manifests.
     let mut manifests = 0;
     until("all that nothing needs is deleted", async || {
         let gone = maintain::gc(&store, &collect(true)).await.unwrap();
         manifests += gone.deleted.iter().filter(|object| object.path.starts_with("snapshots/")).count();
-        manifests >= 2 && gone.waiting.iter().all(|object| object.path.starts_with("directories/"))
+        manifests >= 1 && gone.waiting.iter().all(|object| object.path.starts_with("directories/"))
     })
     .await;
     assert_eq!(maintain::gc(&store, &collect(false)).await.unwrap().deleted, []);
