@@ -105,7 +105,7 @@ pub(crate) struct SliceArg {
 
 /// Parses `NAME[a:b]` or `NAME[a:b,c:d]`. Both ends of a range are optional.
 pub(crate) fn slice(text: &str) -> Result<SliceArg, String> {
-    let bad = || "write NAME[a:b] or NAME[a:b,c:d], ends optional".to_owned();
+    let bad = || "write NAME[a:b] or NAME[a:b,c:d], where a or b may be left out; no negative numbers".to_owned();
     let parts = text.strip_suffix(']').and_then(|text| text.rsplit_once('['));
     let (name, ranges) = parts.filter(|(name, _)| !name.is_empty()).ok_or_else(bad)?;
     let end = |text: &str| match text.trim() {

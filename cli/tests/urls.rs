@@ -164,6 +164,30 @@ fn a_machine_without_a_role_has_no_credentials() {
 }
 
 #[test]
+fn a_metadata_service_that_forbids_has_no_credentials() {
+    let imds = Server::start(|_, _| response("403 Forbidden", ""));
+    let endpoint = format!("http://{}", imds.address);
+    let variables = [("AWS_METADATA_ENDPOINT", &*endpoint), ("AWS_IMDSV1_FALLBACK", "false")];
+    for count in [1, 2] {
+        let message = failure(&["ls", "s3://bucket/run"], &variables[..count]);
+        assert!(message.contains("no credentials for S3: set AWS_ACCESS_KEY_ID") && message.contains("answered 403"), "{message}");
+    }
+    assert_eq!(imds.requests().len(), 2);
+    let variables = [("AWS_METADATA_ENDPOINT", &*endpoint), ("AWS_IMDSV1_FALLBACK", "true")];
+    failure(&["ls", "s3://bucket/run"], &variables);
+    assert_eq!(imds.requests().iter().filter(|head| head.starts_with("GET")).count(), 1, "the older protocol is tried");
+}
+
+#[test]
+fn an_endpoint_without_tls_has_to_be_allowed() {
+    let mut variables = server_at("http://127.0.0.1:9");
+    variables.retain(|(name, _)| *name != "AWS_ALLOW_HTTP");
+    let message = failure(&["ls", "s3://bucket/run"], &variables);
+    assert!(message.contains("set AWS_ALLOW_HTTP=true, or `aws_allow_http`"), "{message}");
+    assert!(!message.contains("contact_timeout"), "waiting cannot help: {message}");
+}
+
+#[test]
 fn credentials_of_the_instance_are_used() {
     let imds = Server::start(|_, head| match head {
         _ if head.starts_with("PUT") => response("200 OK", "token"),

@@ -149,7 +149,7 @@ impl AgentCommand {
         command.current_dir("/").stdin(Stdio::null()).stdout(log).stderr(both);
         command.spawn().map_err(|e| {
             let message = format!(
-                "the agent could not be started: {e}. Install the `tensorcask` command (pip install tensorcask), set \
+                "the agent could not be started: {e}. Install the `tensorcask` command (pip install ./python, in a clone of the repository), set \
                  {PROGRAM_VARIABLE} to its path, or start `tensorcask agent` yourself"
             );
             Error::new(ErrorKind::NotFound, message).object(program.as_str()).source(e)

@@ -74,7 +74,7 @@ impl Writer {
 #[pymethods]
 impl Writer {
     /// Saves a state. `user` is JSON. `changed_rows` lists, for some tensors, the rows that may have changed since the
-    /// last save. `overwrite` replaces a live step with another content.
+    /// last save. `overwrite` replaces a live step with other content.
     #[pyo3(signature = (step, tensors, blobs, user, metadata, changed_rows=BTreeMap::new(), overwrite=false))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn save(

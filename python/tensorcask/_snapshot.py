@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from ._options import Device, DType, Framework, LoadOptions, Slices, check_slice
 from ._precision import TensorRounding
 from ._reports import ChainLink, TensorInfo
 from ._state import TREE
+
+_log = logging.getLogger("tensorcask")
 
 
 class Snapshot:
@@ -193,7 +196,16 @@ class Snapshot:
         loaded.update({name: loaded[first] for name, first in tied.items()})
         if partial or not trees:
             return loaded
-        return _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees_by_rank(trees, self._tree_ranks)])
+        state = _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees_by_rank(trees, self._tree_ranks)])
+        for path in _state.optimizers_with_text_keys(state):
+            _log.warning(
+                "step %s: %s['state'] has keys such as '0', but its parameters are numbered 0, 1, ...: DCP turned the keys into text. "
+                "Optimizer.load_state_dict ignores these moments without an error. Turn the keys into integers first, or load with "
+                "get_state_dict, dcp.load and set_state_dict",
+                self.step,
+                path,
+            )
+        return state
 
     def structure(self) -> tuple[Any, list[str]]:
         """Returns the state with a :class:`TensorInfo` for each tensor, and all names. Reads no tensor."""

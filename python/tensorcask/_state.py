@@ -259,6 +259,22 @@ def _whole_lists(value: Any, path: tuple[str | int, ...]) -> Any:
     return value
 
 
+def optimizers_with_text_keys(state: Any, path: tuple[str | int, ...] = ()) -> list[str]:
+    """Returns the paths of optimizer states whose ``param_groups`` number their parameters, but whose ``state`` has text
+    keys: ``"0"`` instead of ``0``. DCP turns keys into text. ``Optimizer.load_state_dict`` then finds no moments, without
+    an error."""
+    if not isinstance(state, dict):
+        return []
+    found = [inner for key, value in state.items() for inner in optimizers_with_text_keys(value, (*path, key))]
+    slots, groups = state.get("state"), state.get("param_groups")
+    if isinstance(slots, dict) and isinstance(groups, (list, tuple)):
+        lists = [group.get("params") for group in groups if isinstance(group, dict)]
+        numbers = {str(number) for params in lists if isinstance(params, (list, tuple)) for number in params if type(number) is int}
+        if any(isinstance(key, str) and key in numbers for key in slots):
+            found.append(path_text(path))
+    return found
+
+
 def flat_arrays(out: Any) -> dict[str, Any]:
     """Returns the tensors of a state by the names under which they are saved. Ignores other values."""
     found: dict[str, Any] = {}

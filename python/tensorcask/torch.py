@@ -14,7 +14,8 @@ names that are taken for one step would replace each other. Pass ``step=`` to ``
 to use other names.
 
 DCP turns the keys of mappings into text: it stores a state ``{7: tensor}`` as ``{"7": tensor}``.
-Loading into ``{7: tensor}`` fills key 7.
+Loading into ``{7: tensor}`` fills key 7. :func:`tensorcask.load` returns the text keys. ``Optimizer.load_state_dict``
+ignores moments under text keys, so pass states of ``get_state_dict`` and ``set_state_dict``, whose keys are names.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -404,7 +406,21 @@ class Reader(StorageReader):  # type: ignore[misc]
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        self._warn_about_moments_left_out({str(item.dest_index.fqn) for item in plan.items})
         return dataclasses.replace(plan, storage_data=self._told_id or self._open().id)
+
+    def _warn_about_moments_left_out(self, wanted: set[str]) -> None:
+        """DCP fills only what the caller's state has. A new optimizer has no moments, and their loss is no error."""
+        groups = {re.sub(r"param_groups(\..*)?$", "", name) for name in wanted if re.search(r"(^|\.)param_groups(\.|$)", name)}
+        for prefix in sorted(groups):
+            slots = f"{prefix}state."
+            if any(str(name).startswith(slots) for name in self._names) and not any(name.startswith(slots) for name in wanted):
+                _log.warning(
+                    "step %s has moments (%s*), but the state to load has none, so none are loaded. dcp.load fills only what the state "
+                    "has. Make the state with get_state_dict(model, optimizer), which creates the moments of a new optimizer",
+                    self._open().step,
+                    slots,
+                )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:

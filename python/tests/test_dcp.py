@@ -371,3 +371,50 @@ def test_writers_survive_pickling(url):
         dcp.save({"w": torch.full((1,), value), "bad": {1}}, checkpoint_id="1", storage_writer=again)
     store = tensorcask.Store(url)
     assert store.snapshots()[0].user["a"] == 1 and store.load() == {"w": torch.full((1,), 2.0)}
+
+
+def trained():
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_moments_with_text_keys_are_a_warning(url, caplog):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = trained()
+    store = tensorcask.Store(url)
+    numbered = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(numbered, checkpoint_id="1", storage_writer=store.writer())
+    assert list(store.load(step=1)["optimizer"]["state"]) == ["0", "1"]
+    assert "step 1: state['optimizer']['state'] has keys such as '0'" in caplog.text
+    caplog.clear()
+    named = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(named, checkpoint_id="2", storage_writer=store.writer())
+    assert set(store.load(step=2)["optimizer"]["state"]) == {"weight", "bias"}
+    store.save(numbered, step=3)
+    assert set(store.load(step=3)["optimizer"]["state"]) == {0, 1}
+    assert "moments" not in caplog.text
+
+
+def test_moments_that_a_load_leaves_out_are_a_warning(url, caplog):
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = trained()
+    store = tensorcask.Store(url)
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id="1", storage_writer=store.writer())
+    other = torch.nn.Linear(3, 2)
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    without = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
+    dcp.load(without, checkpoint_id="1", storage_reader=store.reader())
+    assert "step 1 has moments (optimizer.state.*), but the state to load has none" in caplog.text
+    caplog.clear()
+    state = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
+    dcp.load(state, checkpoint_id="1", storage_reader=store.reader())
+    set_state_dict(other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for key, values in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(values[name], other_optimizer.state_dict()["state"][key][name]) for name in values)
+    assert "moments" not in caplog.text

@@ -124,7 +124,7 @@ def test_a_store_that_another_job_made_in_its_place_is_left_to_it(url):
 def test_a_step_is_replaced_only_where_asked(url):
     tensorcask.save(state(1), url, step=1)
     tensorcask.save(state(1), url, step=1)
-    with pytest.raises(tensorcask.ConflictError, match=r"step 1 is saved already, with another content .*overwrite=True"):
+    with pytest.raises(tensorcask.ConflictError, match=r"step 1 is saved already, with other content .*overwrite=True"):
         tensorcask.save(state(2), url, step=1)
     with pytest.raises(tensorcask.ConflictError):
         tensorcask.save({**state(1), "step": 2}, url, step=1)

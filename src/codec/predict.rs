@@ -144,7 +144,8 @@ fn points(model: Model<'_>, base: &[u8], data: &[u8], most: usize) -> Vec<Point>
     (0..units).step_by(units.div_ceil(most).max(1)).map(point).filter(usable).collect()
 }
 
-/// Returns the features of a point, and the value that their weighted sum must match.
+/// Returns the numbers of one element that the fit weighs, and the value that their weighted sum must match. The numbers
+/// are Adam's new and old direction and the base of a master, or the base and products of the first moments.
 fn features(point: &Point, epsilon: Option<f64>) -> ([f64; 4], f64) {
     match epsilon {
         Some(epsilon) => {

@@ -26,7 +26,7 @@ impl TokenClasses {
     }
 }
 
-/// Checks that columns are those of a master or of a second moment.
+/// Checks that columns are `step`, `tokens`, `bits` (a master) or `moment`, `tokens`, `bits` (a second moment).
 pub(super) fn check_columns(names: &[&str]) -> Result<()> {
     let columns = if names.first() == Some(&COLUMNS_OF_STEP[0]) { COLUMNS_OF_STEP } else { COLUMNS_OF_MOMENT };
     are_columns(names.iter().copied(), &columns)

@@ -15,7 +15,7 @@ use crate::kernels::{bytes, remainder as kernel};
 use crate::spare::Spare;
 use crate::{Dtype, Error, Result};
 
-/// Stores f32 so that readers of bf16 need only half of the columns.
+/// Stores f32 so that readers of bf16 need only two of the five columns, about a third of the bytes.
 ///
 /// ```
 /// use tensorcask::{Dtype, codec::{Chunk, Codec, Rounded}};

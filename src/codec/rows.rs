@@ -31,7 +31,7 @@ pub struct Rows;
 
 /// Inner codecs, by number, and whether each takes the base.
 const INNER: [(&dyn Codec, bool); 4] = [(&Raw, false), (&Planes, false), (&Planes, true), (&Ordered, true)];
-/// Size of the head of `rows`: the number of the inner codec, and the bytes of a row.
+/// Bytes before the row data in the column `rows`: the number of the inner codec, and the bytes of a row.
 const HEADER: usize = 5;
 
 /// Changed rows of a chunk, one after another, with the same rows of the base.

@@ -74,8 +74,8 @@ impl Files {
         Ok(())
     }
 
-    /// Returns the tensors of all files. Fails if two files hold the same name, or if no file holds a name that an
-    /// index lists.
+    /// Returns the tensors of all files. Fails if two files hold the same name, or if an index lists a name that
+    /// no file holds.
     pub fn tensors(&self) -> Result<Vec<TensorView<'_>>> {
         let mut views = Vec::new();
         let mut seen: BTreeMap<String, &str> = BTreeMap::new();

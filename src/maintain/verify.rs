@@ -78,7 +78,7 @@ pub struct VerifyReport {
     pub casks: u64,
     /// Number of cask bytes that were checked.
     pub cask_bytes: u64,
-    /// Number of chunks that were decoded and compared.
+    /// Number of chunks that were read to be decoded and compared. The check of a snapshot ends at its first problem.
     pub chunks: u64,
     /// Problems found; empty for an intact store.
     pub problems: Vec<Problem>,

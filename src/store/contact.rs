@@ -44,8 +44,10 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    pub(super) fn new(cloud: Cloud, contact_timeout: Duration) -> Self {
-        Self { contacts: Arc::new(Contacts { cloud, contact_timeout, servers: Mutex::default() }) }
+    /// `imdsv1_fallback` is the setting of that name of `object_store`.
+    pub(super) fn new(cloud: Cloud, contact_timeout: Duration, imdsv1_fallback: Option<&str>) -> Self {
+        let imdsv1_fallback = imdsv1_fallback.is_some_and(|value| ["1", "true", "on", "yes", "y"].contains(&value.to_lowercase().as_str()));
+        Self { contacts: Arc::new(Contacts { cloud, contact_timeout, imdsv1_fallback, servers: Mutex::default() }) }
     }
 }
 
@@ -65,6 +67,8 @@ impl HttpConnector for Connector {
 struct Contacts {
     cloud: Cloud,
     contact_timeout: Duration,
+    /// Whether `object_store` asks EC2's metadata service again without a token after a 403.
+    imdsv1_fallback: bool,
     servers: Mutex<BTreeMap<String, Server>>,
 }
 
@@ -128,12 +132,14 @@ impl HttpService for Client {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let server = request.uri().authority().map_or_else(String::new, |authority| authority.as_str().to_owned());
         let is_metadata = METADATA_HEADERS.iter().any(|header| request.headers().contains_key(*header));
+        let has_fallback = self.contacts.imdsv1_fallback && request.method().as_str() == "PUT";
         let response = match self.contacts.has_answered(&server) {
             false => self.first_call(request, &server, is_metadata).await?,
             true => self.inner.execute(request).await.inspect_err(|e| self.contacts.note_failure(&server, e))?,
         };
         self.contacts.note_answer(&server);
-        if is_metadata && REFUSALS.contains(&response.status().as_u16()) {
+        let status = response.status().as_u16();
+        if is_metadata && (REFUSALS.contains(&status) || (status == 403 && !has_fallback)) {
             return Err(self.no_credentials(&format!("answered {}", response.status())));
         }
         Ok(response)
@@ -159,6 +165,9 @@ impl Client {
                 Ok(response) => return Ok(response),
                 Err(error) => error,
             };
+            if request.uri().scheme_str() == Some("http") && innermost(&error).to_string().contains(SCHEME_REFUSED) {
+                return Err(give_up(self.contacts.cloud.http_refused(server)));
+            }
             let may_repeat = match error.kind() {
                 HttpErrorKind::Connect | HttpErrorKind::Request => true,
                 HttpErrorKind::Timeout | HttpErrorKind::Interrupted => is_repeatable,
@@ -197,6 +206,23 @@ impl Cloud {
             Self::Web => "the server ",
         }
     }
+
+    fn http_refused(self, server: &str) -> String {
+        let allow = match self {
+            #[cfg(feature = "aws")]
+            Self::Aws => "set AWS_ALLOW_HTTP=true, or `aws_allow_http`",
+            #[cfg(feature = "gcp")]
+            Self::Gcp => "set GOOGLE_ALLOW_HTTP=true, or `google_allow_http`",
+            #[cfg(feature = "azure")]
+            Self::Azure => "set AZURE_ALLOW_HTTP=true, or `azure_allow_http`",
+            #[cfg(feature = "http")]
+            Self::Web => "set `allow_http`",
+        };
+        format!(
+            "the endpoint http://{server} is not encrypted, so no request was sent. Use https://, or {allow} to `true` in the config of \
+             the store"
+        )
+    }
 }
 
 /// Returns an error that `object_store` does not retry.
@@ -212,6 +238,9 @@ fn innermost(error: &dyn std::error::Error) -> &dyn fmt::Display {
     current
 }
 
+/// What `reqwest` says about a URL with `http://` if only `https://` is allowed.
+const SCHEME_REFUSED: &str = "scheme is not allowed";
+
 /// Default connect timeout of `object_store`.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -221,8 +250,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Headers that the metadata services of Amazon, Google and Azure require. No other request has them.
 const METADATA_HEADERS: [&str; 4] = ["x-aws-ec2-metadata-token-ttl-seconds", "x-aws-ec2-metadata-token", "metadata-flavor", "metadata"];
 
-/// Statuses by which a metadata service says that this machine has no identity. 403 is not among them, because
-/// `object_store` then tries an older protocol if one is configured.
+/// Statuses by which a metadata service says that this machine has no identity. 403 says so too, unless
+/// `object_store` then tries the older protocol of EC2.
 const REFUSALS: [u16; 3] = [400, 401, 404];
 
 #[cfg(feature = "aws")]

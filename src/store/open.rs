@@ -43,7 +43,7 @@ pub struct StoreOptions {
     /// | key | environment | default | meaning |
     /// |---|---|---|---|
     /// | `contact_timeout` | `TENSORCASK_CONTACT_TIMEOUT` | `5s` | time for which the first request to a server is retried |
-    /// | `retry_timeout` | `TENSORCASK_RETRY_TIMEOUT` | `3m` | time for which later requests are retried, each; below 5 min |
+    /// | `retry_timeout` | `TENSORCASK_RETRY_TIMEOUT` | `3m` | time for which each later request is retried; below 5 min |
     ///
     /// A server counts as contacted after its first answer, whatever the status. A wrong endpoint or missing
     /// credentials are therefore reported within seconds, while a long run survives a storage outage of a few minutes.
@@ -171,7 +171,8 @@ impl StoreOptions {
                 for (key, value) in self.cloud_config() {
                     builder = builder.with_config(config_key(key, url)?, value);
                 }
-                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Aws, url)?);
+                let fallback = builder.get_config_value(&object_store::aws::AmazonS3ConfigKey::ImdsV1Fallback);
+                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Aws, fallback.as_deref(), url)?);
                 return Ok(Arc::new(builder.build().map_err(fail)?));
             }
             #[cfg(feature = "gcp")]
@@ -180,7 +181,7 @@ impl StoreOptions {
                 for (key, value) in self.cloud_config() {
                     builder = builder.with_config(config_key(key, url)?, value);
                 }
-                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Gcp, url)?);
+                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Gcp, None, url)?);
                 return Ok(Arc::new(builder.build().map_err(fail)?));
             }
             #[cfg(feature = "azure")]
@@ -189,7 +190,7 @@ impl StoreOptions {
                 for (key, value) in self.cloud_config() {
                     builder = builder.with_config(config_key(key, url)?, value);
                 }
-                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Azure, url)?);
+                builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Azure, None, url)?);
                 return Ok(Arc::new(builder.build().map_err(|e| match e.to_string().contains("Account must be specified") {
                     true => Error::invalid(NO_AZURE_ACCOUNT).object(url),
                     false => fail(e),
@@ -199,7 +200,7 @@ impl StoreOptions {
             "http" | "https" => {
                 let options = object_store::ClientOptions::new().with_allow_http(true);
                 let builder = object_store::http::HttpBuilder::new().with_url(url).with_client_options(options);
-                let builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Web, url)?);
+                let builder = builder.with_retry(self.retry(url)?).with_http_connector(self.connector(Cloud::Web, None, url)?);
                 return Ok(Arc::new(builder.build().map_err(fail)?));
             }
             _ => Err(Error::unsupported(format!(
@@ -218,9 +219,9 @@ impl StoreOptions {
         self.config.iter().filter(|(key, _)| ![CONTACT_TIMEOUT, RETRY_TIMEOUT].contains(&key.as_str()))
     }
 
-    fn connector(&self, cloud: Cloud, url: &str) -> Result<Connector> {
+    fn connector(&self, cloud: Cloud, imdsv1_fallback: Option<&str>, url: &str) -> Result<Connector> {
         let contact_timeout = self.time(CONTACT_TIMEOUT, "TENSORCASK_CONTACT_TIMEOUT", url)?;
-        Ok(Connector::new(cloud, contact_timeout.unwrap_or(Duration::from_secs(5))))
+        Ok(Connector::new(cloud, contact_timeout.unwrap_or(Duration::from_secs(5)), imdsv1_fallback))
     }
 
     fn retry(&self, url: &str) -> Result<object_store::RetryConfig> {

@@ -139,7 +139,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Returns the live snapshot of the step, if it may be replaced. Refuses a snapshot with another content, unless
+    /// Returns the live snapshot of the step, if it may be replaced. Refuses a snapshot with other content, unless
     /// the options allow that.
     #[boxed]
     pub(super) async fn replaceable(
@@ -164,7 +164,7 @@ impl Writer {
             Ok(false) => Err(Error::new(
                 ErrorKind::Conflict,
                 format!(
-                    "step {step} is saved already, with another content (log entry {}); nothing was committed. Save under another step, or \
+                    "step {step} is saved already, with other content (log entry {}); nothing was committed. Save under another step, or \
                      ask for the step to be replaced: `overwrite=True` in Python, `--replace` on the command line, `ExistingStep::Replace` in Rust",
                     existing.sequence
                 ),

@@ -86,7 +86,7 @@ pub struct WriterOptions {
     pub verify_after_encode: bool,
     /// Page alignment: pages begin at multiples of two to the power of this, 6 to 12.
     pub alignment_exponent: u8,
-    /// How to treat a live snapshot of the same step with another content.
+    /// How to treat a live snapshot of the same step with other content.
     pub existing_step: ExistingStep,
     /// Id that the log names with each commit. Writers with the same id belong to one job and do not fence each other.
     /// By default each writer gets a random id.
@@ -115,7 +115,7 @@ impl Default for WriterOptions {
 /// How a save treats a live snapshot of the same step. Saving the same tensors and blobs again is never an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ExistingStep {
-    /// A save with another content fails with `Conflict`.
+    /// A save with other content fails with `Conflict`.
     #[default]
     Refuse,
     /// The new snapshot supersedes the old one.

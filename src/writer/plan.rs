@@ -37,7 +37,7 @@ pub(super) struct ShardPartner {
     pub role: &'static str,
     /// Position of the partner in the plan.
     pub shard: usize,
-    /// Whether codecs may use the partner's base.
+    /// Whether codecs may also use the same chunk of the partner in the parent.
     pub base: bool,
 }
 

@@ -185,7 +185,7 @@ async fn a_step_saved_again_is_refused_unless_it_is_the_same_or_to_be_replaced()
     for (value, blob) in [(4, "a"), (2, "b"), (2, "")] {
         let error = save(&mut writer, 2, value, blob).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Conflict);
-        assert!(error.to_string().contains("step 2 is saved already, with another content"), "{error}");
+        assert!(error.to_string().contains("step 2 is saved already, with other content"), "{error}");
     }
     // A job that missed the first answer saves the same state again.
     save(&mut writer, 3, 3, "a").await.unwrap();

@@ -37,7 +37,7 @@ pub(crate) struct Args {
     /// Restore tensors whose names match; `*` matches any characters
     #[arg(long, value_name = "GLOB")]
     tensor: Vec<String>,
-    /// Restore part of a tensor: one range per leading dimension, ends optional
+    /// Restore part of a tensor: one range per leading dimension; a or b may be left out
     #[arg(long, value_name = "NAME[a:b,c:d]", value_parser = parse::slice)]
     slice: Vec<SliceArg>,
     /// Write every blob to `DIR/RANK-NAME`; unusual characters of a name become %XX

@@ -91,12 +91,14 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         count => counted(count as u64, "problem", "problems"),
     };
     text.line(format!(
-        "{verdict}: {}, {}, {} ({}), {} decoded",
+        "{verdict}: {}, {}, {} ({}), {} {}",
         counted(found.entries, "log entry", "log entries"),
         counted(found.snapshots, "snapshot", "snapshots"),
         counted(found.casks, "cask", "casks"),
         human_bytes(found.cask_bytes),
-        counted(found.chunks, "chunk", "chunks")
+        counted(found.chunks, "chunk", "chunks"),
+        // A chunk that was read is not always one that could be decoded.
+        if found.is_clean() { "decoded" } else { "read" }
     ));
     if let Some(rounding) = &rounding {
         text.line(format!("rounded tensors: {}", RoundingJson::of(rounding).line()));

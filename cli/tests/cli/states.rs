@@ -154,7 +154,7 @@ fn import_and_export_name_the_python_package() {
         for rest in ["", "@model.pt @run --step 1", "--help"] {
             let (code, said) = place.error(&format!("{verb} {rest}"));
             let said = said.to_string();
-            assert!(code == 1 && said.contains("pip install tensorcask") && said.contains(instead), "{said}");
+            assert!(code == 1 && said.contains("pip install './python[torch]'") && said.contains(instead), "{said}");
         }
     }
 }

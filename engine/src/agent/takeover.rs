@@ -87,8 +87,8 @@ pub(super) async fn open_copier(run: &Run, tier: usize, orders: TierOrders, sour
     Ok(copier)
 }
 
-/// Fails with `Fenced` if another job has written to a tier since this host last saw it. Otherwise old states of this
-/// host would fence a job that continued on another host while the tier did not answer here.
+/// Fails with `Fenced` if another job has written to a tier since this host last saw it. Without this check, this host
+/// could commit old states and so fence a job that went on elsewhere while the tier was unreachable from here.
 async fn check_unchanged(run: &Run, sources: &[UploadSource], destination: &Store) -> Result<()> {
     let records = match destination.history().records().await {
         Ok(records) => records,
