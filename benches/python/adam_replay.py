@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=32, help="tokens in a row of a batch")
-    parser.add_argument("--first-step", type=int, default=30)
+    parser.add_argument("--first-step", type=int, default=20)
     parser.add_argument("--deltas", type=int, default=2, help="number of deltas")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
