@@ -1,0 +1,213 @@
+"""A small GPT that real optimizers of PyTorch train in mixed precision, for tests of states that training leaves.
+
+`benches/python/adam_replay.py` measures with the same trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorcask
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One way to train: an optimizer, and how its gradients come about."""
+
+    name: str
+    optimizer: str = "adamw"
+    # "single", "foreach" or "fused": the kernel of the optimizer.
+    kernel: str = "foreach"
+    # Type that gradients are computed in. f32 stands for training without mixed precision.
+    compute: torch.dtype = torch.bfloat16
+    # Number of micro-batches, whose gradients are added up in f32, or for None in the type of the gradients.
+    batches: int = 1
+    add_in: torch.dtype | None = torch.float32
+    # Whether the loss of a micro-batch is divided by their number, or the sum of the gradients.
+    divide: str = "loss"
+    # Norm to which gradients are clipped: of the whole model, or of each tensor.
+    clip: float | None = 1.0
+    clip_each: bool = False
+    groups: int = 2
+    loss_scale: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    # Type that ranks add up gradients in; None for one rank without FSDP2.
+    reduce: torch.dtype | None = None
+    # Role of the f32 weights.
+    weights: str = "master"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.ln_1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
+
+
+class Gpt(nn.Module):
+    """A GPT over bytes, with tied embeddings."""
+
+    def __init__(self, width: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.h = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for block in self.h:
+            x = block(x)
+        return F.cross_entropy((self.ln_f(x) @ self.wte.weight.T).float().flatten(0, 1), targets.flatten())
+
+
+def _text() -> torch.Tensor:
+    """Returns real text as bytes: a module of PyTorch that is mostly documentation."""
+    text = Path(torch.__file__).with_name("_torch_docs.py").read_bytes()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def _optimizer(trainer: Trainer, parameters: dict[str, Any]) -> torch.optim.Optimizer:
+    flags = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[trainer.kernel]
+    matrices = [p for p in parameters.values() if p.dim() > 1]
+    others = [p for p in parameters.values() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if trainer.groups == 1:
+        groups = [{"params": matrices + others, "weight_decay": 0.1}]
+    if trainer.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, **flags)
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[trainer.optimizer]
+    if trainer.optimizer == "adam":
+        # Adam's decay is part of the gradient; few use it.
+        groups = [{**group, "weight_decay": 0.0} for group in groups]
+    return kind(groups, lr=6e-4, betas=trainer.betas, **flags)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor, gathered from all ranks."""
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if gather else tensor).detach().clone()
+
+
+MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
+
+
+def states(trainer: Trainer, first_step: int, deltas: int, **size: int) -> dict[int, dict[str, Any]]:
+    """Returns the states of consecutive steps. All ranks call this, and all get the whole states."""
+    found = {}
+    for step, state in enumerate(train(trainer, **size), 1):
+        if step >= first_step:
+            found[step] = state()
+        if step == first_step + deltas:
+            break
+    return found
+
+
+def assert_restored(store: tensorcask.Store, saved: dict[int, dict[str, Any]]) -> None:
+    """Loads all steps, and compares every bit."""
+    for step, state in saved.items():
+        loaded = store.load(step=step)
+        assert loaded.keys() == state.keys()
+        for role, tensors in state.items():
+            assert loaded[role].keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(loaded[role][name].view(torch.uint8), tensor.view(torch.uint8)), (step, role, name)
+    assert store.verify().is_clean
+
+
+def train(trainer: Trainer, *, width: int, layers: int, length: int = 64, rows: int = 4) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Trains on and on. After each step, yields a function that returns a copy of the state."""
+    torch.manual_seed(0)
+    model = Gpt(width, layers, length)
+    rank = 0
+    if trainer.reduce is not None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        rank = dist.get_rank()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=trainer.compute, reduce_dtype=trainer.reduce)
+        for block in model.h:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        masters = dict(model.named_parameters())
+    elif trainer.compute == torch.float32:
+        masters = dict(model.named_parameters())
+    else:
+        masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+        model.to(trainer.compute)
+    optimizer = _optimizer(trainer, masters)
+    text, generator = _text(), torch.Generator().manual_seed(1 + rank)
+
+    def backward() -> None:
+        starts = torch.randint(len(text) - length - 1, (rows,), generator=generator).tolist()
+        tokens = torch.stack([text[start : start + length + 1] for start in starts])
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        share = trainer.batches if trainer.divide == "loss" else 1
+        (loss * (trainer.loss_scale / share)).backward()
+
+    def gradients() -> None:
+        """Leaves the gradients of a step in the masters."""
+        if trainer.reduce is not None or trainer.compute == torch.float32 or trainer.add_in is None:
+            for _ in range(trainer.batches):
+                backward()
+            for name, parameter in model.named_parameters():
+                if parameter is not masters[name]:
+                    masters[name].grad = parameter.grad.float()
+                    parameter.grad = None
+        else:
+            for parameter in masters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            for _ in range(trainer.batches):
+                backward()
+                for name, parameter in model.named_parameters():
+                    masters[name].grad += parameter.grad.to(trainer.add_in)
+                    parameter.grad = None
+        for parameter in masters.values():
+            if trainer.loss_scale != 1.0:
+                parameter.grad *= 1.0 / trainer.loss_scale
+            if trainer.divide == "sum":
+                parameter.grad /= trainer.batches
+
+    def state() -> dict[str, Any]:
+        whole = {name: _whole(p) for name, p in masters.items()}
+        found: dict[str, Any] = {trainer.weights: whole}
+        if trainer.compute != torch.float32 and trainer.weights == "master":
+            found["model"] = {name: p.to(trainer.compute) for name, p in whole.items()}
+        for key, role in MOMENTS.items():
+            moments = {name: optimizer.state[p][key] for name, p in masters.items() if key in optimizer.state[p]}
+            if moments:
+                found[role] = {name: _whole(moment) for name, moment in moments.items()}
+        return found
+
+    while True:
+        gradients()
+        if trainer.clip is not None:
+            together = [masters.values()] if not trainer.clip_each else [[p] for p in masters.values()]
+            for parameters in together:
+                nn.utils.clip_grad_norm_(parameters, trainer.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if trainer.reduce is None and trainer.compute != torch.float32:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(masters[name])
+        yield state
