@@ -31,14 +31,36 @@ impl Blend {
     pub(crate) const ALL: [Self; 5] = [Self::Fused, Self::Plain, Self::Sum, Self::FusedGradient, Self::FusedDecay];
 }
 
+/// Operation on quotients before the factor of all gradients, such as a division by the number of micro-batches.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Scale {
+    /// No operation: a factor of 1 changes no number.
+    None,
+    Times(f32),
+    Over(f32),
+}
+
 /// One step of a first moment.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct First {
     pub blend: Blend,
     pub decay: f32,
     pub weight: f32,
+    pub scale: Scale,
     /// Factor of all gradients.
     pub clip: f32,
+}
+
+impl First {
+    /// Returns the gradient of a quotient.
+    #[inline(always)]
+    pub(crate) fn gradient(self, quotient: f32) -> f32 {
+        match self.scale {
+            Scale::None => quotient * self.clip,
+            Scale::Times(scale) => quotient * scale * self.clip,
+            Scale::Over(scale) => quotient / scale * self.clip,
+        }
+    }
 }
 
 /// Quotient that stands for none.
@@ -123,15 +145,21 @@ fn max(a: f64, b: f64) -> f64 {
 }
 
 fn inverses(by: First) -> [f64; 2] {
-    [1.0 / f64::from(by.weight), 1.0 / f64::from(by.clip)]
+    let inverse_clip = 1.0 / f64::from(by.clip);
+    let inverse = match by.scale {
+        Scale::None => inverse_clip,
+        Scale::Times(scale) => inverse_clip / f64::from(scale),
+        Scale::Over(scale) => inverse_clip * f64::from(scale),
+    };
+    [1.0 / f64::from(by.weight), inverse]
 }
 
 #[inline(always)]
 #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
 fn shorten_any<const HARD: bool>(before: &[u8], now: &[u8], by: First, out: &mut [u8]) {
-    match by.blend {
+    match (by.blend, by.scale) {
         // The usual form, in a loop of its own that the compiler turns into vectors.
-        Blend::Fused => shorten_by::<HARD>(before, now, First { blend: Blend::Fused, ..by }, out),
+        (Blend::Fused, Scale::None) => shorten_by::<HARD>(before, now, First { blend: Blend::Fused, scale: Scale::None, ..by }, out),
         _ => shorten_by::<HARD>(before, now, by, out),
     }
 }
@@ -144,7 +172,7 @@ fn shorten_by<const HARD: bool>(before: &[u8], now: &[u8], by: First, out: &mut 
     for ((&before, &now), out) in units().zip(out.as_chunks_mut::<4>().0) {
         let (m0, m1) = (number(before), number(now));
         let quotient = candidate(m0, m1, inverses, MARGINS[0]);
-        let found = blended::<HARD>(by, m0, quotient * by.clip) == now;
+        let found = blended::<HARD>(by, m0, by.gradient(quotient)) == now;
         *out = if found { quotient.to_le_bytes() } else { NONE.to_le_bytes() };
     }
     for ((&before, &now), out) in units().zip(out.as_chunks_mut::<4>().0) {
@@ -154,7 +182,7 @@ fn shorten_by<const HARD: bool>(before: &[u8], now: &[u8], by: First, out: &mut 
         let (m0, m1) = (number(before), number(now));
         for margin in MARGINS.into_iter().skip(1) {
             let quotient = candidate(m0, m1, inverses, margin);
-            if blended::<HARD>(by, m0, quotient * by.clip) == now && !quotient.is_nan() {
+            if blended::<HARD>(by, m0, by.gradient(quotient)) == now && !quotient.is_nan() {
                 *out = quotient.to_le_bytes();
                 break;
             }
@@ -166,7 +194,7 @@ fn shorten_by<const HARD: bool>(before: &[u8], now: &[u8], by: First, out: &mut 
 fn blend_any<const HARD: bool>(before: &[u8], quotients: &[u8], by: First, out: &mut [u8]) {
     let units = before.as_chunks::<4>().0.iter().zip(quotients.as_chunks::<4>().0);
     for ((&before, &quotient), out) in units.zip(out.as_chunks_mut::<4>().0) {
-        *out = blended::<HARD>(by, number(before), number(quotient) * by.clip);
+        *out = blended::<HARD>(by, number(before), by.gradient(number(quotient)));
     }
 }
 
@@ -177,21 +205,22 @@ fn square_any<const HARD: bool>(second: &[u8], before: &[u8], now: &[u8], (first
     for ((&v, (&before, &now)), out) in second.as_chunks::<4>().0.iter().zip(moments).zip(out.as_chunks_mut::<4>().0) {
         let quotient = number(*out);
         let estimate = gradient(number(before), number(now), inverse);
-        let g = if quotient.is_nan() { estimate } else { quotient * first.clip };
+        let g = if quotient.is_nan() { estimate } else { first.gradient(quotient) };
         *out = unit(combine_square::<HARD>(by.square, by.decay, by.share, number(v), g));
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Blend, First, Level, NONE, Second, Square, blend_at, number, shorten_at, square_at};
+    use super::{Blend, First, Level, NONE, Scale, Second, Square, blend_at, number, shorten_at, square_at};
     use crate::kernels::floats::{odd_numbers, to_bytes};
 
     #[test]
     fn all_levels_agree_to_the_bit() {
-        for blend in Blend::ALL {
+        let scales = [Scale::None, Scale::Times(1.0 / 3.0), Scale::Over(3.0), Scale::Over(0.0)];
+        for (blend, scale) in Blend::ALL.into_iter().flat_map(|blend| scales.map(|scale| (blend, scale))) {
             for count in [1, 8, 1000, 4099] {
-                let first = First { blend, decay: 0.9, weight: 0.1, clip: 1.371_189_2 };
+                let first = First { blend, decay: 0.9, weight: 0.1, scale, clip: 1.371_189_2 };
                 let second = Second { square: Square::Fused, decay: 0.95, share: 0.05 };
                 let [before, noise, v] = [1, 2, 3].map(|seed| odd_numbers(seed, count));
                 let moved = |i: usize| if i.is_multiple_of(5) { noise[i] } else { before[i] + (noise[i] - before[i]) * 0.1 };
@@ -215,7 +244,7 @@ mod tests {
                 };
                 let expected = at(Level::Scalar);
                 for level in Level::available() {
-                    assert!(at(level) == expected, "{level:?}, {blend:?}, {count}");
+                    assert!(at(level) == expected, "{level:?}, {blend:?}, {scale:?}, {count}");
                 }
             }
         }

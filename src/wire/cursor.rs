@@ -53,6 +53,10 @@ impl<'a> Cursor<'a> {
         Err(Error::corrupt(format!("{}: reserved or padding bytes are not zero", self.what)))
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+
     pub(crate) fn finish(self) -> Result<()> {
         if self.rest.is_empty() {
             return Ok(());

@@ -14,22 +14,38 @@ BLENDS: list[Callable[..., Numbers]] = [
     lambda m, g, b, w: fma(g, w, m * b),
     lambda m, g, b, w: fma(m, b, g * w),
 ]
+# The gradient of a quotient, from the scale and the factor.
+SCALES: list[Callable[..., Numbers]] = [
+    lambda q, a, c: ((q * a).astype("<f4") * c).astype("<f4"),
+    lambda q, a, c: ((q / a).astype("<f4") * c).astype("<f4"),
+]
+# The factor of quotients, undone in binary64.
+UNSCALES: list[Callable[..., Numbers]] = [lambda j, a: j / a, lambda j, a: j * a]
 ESCAPE = 25
 
 
 def first(column: Numbers, exponents: Numbers, lengths: Numbers, digits: Numbers, base: Numbers) -> Numbers:
-    if column.size != 13:
+    if column.size not in (13, 18):
         raise corrupt("gradient 3", f"{column.size} bytes of a gradient")
+    code, a = _scale(column[13:])
     quotients, escaped = _quotients(exponents.astype(np.int64), lengths.astype(np.int64), digits)
     with np.errstate(all="ignore"):
         blend, b, w, c = _blend(column)
-        elements = canonical(blend(base.view("<f4"), (quotients.view("<f4") * c).astype("<f4"), b, w)).view("<u4")
+        elements = canonical(blend(base.view("<f4"), SCALES[code](quotients.view("<f4"), a, c), b, w)).view("<u4")
     return np.where(escaped, quotients, elements).astype("<u4").view(np.uint8)
 
 
 def _blend(column: Numbers) -> tuple[Callable[..., Numbers], np.float32, np.float32, np.float32]:
     b, w, c = column[1:13].copy().view("<f4")
     return form(BLENDS, int(column[0]), "gradient 3"), b, w, c
+
+
+def _scale(column: Numbers) -> tuple[int, np.float32]:
+    """The scale that ends a column. A product with 1 changes nothing."""
+    if not column.size:
+        return 0, np.float32(1)
+    form(SCALES, int(column[0]), "gradient 3")
+    return int(column[0]), column[1:].copy().view("<f4")[0]
 
 
 def _quotients(exponents: Numbers, lengths: Numbers, digits: Numbers) -> tuple[Numbers, Numbers]:
@@ -55,17 +71,21 @@ def _quotients(exponents: Numbers, lengths: Numbers, digits: Numbers) -> tuple[N
 
 
 def second(column: Numbers, v: Numbers, m1: Numbers, m0: Numbers) -> Numbers:
-    if column.size != 22:
+    if column.size not in (22, 27):
         raise corrupt("gradient 3", f"{column.size} bytes of a moment")
     blend, b1, w, c = _blend(column)
     square = form(SQUARES, int(column[13]), "gradient 3")
-    b, o = column[14:].copy().view("<f4")
+    b, o = column[14:22].copy().view("<f4")
+    scale = _scale(column[22:])
     with np.errstate(all="ignore"):
-        return canonical(square(v.view("<f4"), _gradients(blend, b1, w, c, m0.view("<f4"), m1.view("<f4")), b, o))
+        return canonical(square(v.view("<f4"), _gradients(blend, b1, w, c, scale, m0.view("<f4"), m1.view("<f4")), b, o))
 
 
-def _gradients(blend: Callable[..., Numbers], b: np.float32, w: np.float32, c: np.float32, m0: Numbers, m1: Numbers) -> Numbers:
-    i, j = np.float64(1) / np.float64(w), np.float64(1) / np.float64(c)
+def _gradients(
+    blend: Callable[..., Numbers], b: np.float32, w: np.float32, c: np.float32, scale: tuple[int, np.float32], m0: Numbers, m1: Numbers
+) -> Numbers:
+    code, a = scale
+    i, j = np.float64(1) / np.float64(w), UNSCALES[code](np.float64(1) / np.float64(c), np.float64(a))
     wide = m0.astype(np.float64)
     r = (m1.astype(np.float64) - wide) * i
     g = wide + r
@@ -82,7 +102,7 @@ def _gradients(blend: Callable[..., Numbers], b: np.float32, w: np.float32, c: n
             below = below | below >> np.uint64(shift)
         q = np.where(low > 0, (top & ~(below >> np.uint64(1))).view(np.float64), 0.0)
         q = np.where(z < 0, 0.0 - q, q).astype("<f4")
-        scaled = (q * c).astype("<f4")
+        scaled = SCALES[code](q, a, c)
         hit = (canonical(blend(m0, scaled, b, w)).view("<u4") == m1.view("<u4")) & ~np.isnan(q) & ~found
         gradients, found = np.where(hit, scaled, gradients), found | hit
     return gradients

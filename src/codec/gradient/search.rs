@@ -5,6 +5,9 @@
 //! quotient of a few precise elements is a proposal, and the proposal under which most of the other elements are close
 //! to short mantissas wins. Its neighbours are then compared by the mean length of the gradients that they give.
 //!
+//! A sum that was divided by 3 before it was clipped was rounded twice. With one factor for both, the true quotient gives
+//! many elements only nearly. So small odd divisors are tried too, and kept if they make gradients shorter.
+//!
 //! Gradients that were computed in binary32 are not short. The search fails, and is repeated only after 2, 16, 128, ...
 //! further chunks, each time with another beta beside the usual one: most of the cost is the search for a factor. What was
 //! found before is tried on every chunk.
@@ -14,7 +17,7 @@ use super::super::residual::ONE_CLASS_PERCENT;
 use super::Squared;
 use crate::kernels::digits::{ESCAPE, shape};
 use crate::kernels::floats::floats;
-use crate::kernels::gradient::{self as kernel, Blend, First, Second};
+use crate::kernels::gradient::{self as kernel, Blend, First, Scale, Second};
 use crate::kernels::replay::Square;
 
 /// Steps that were found last, the most recent first, and the pace of searches.
@@ -104,7 +107,7 @@ impl Search {
         if let Some((exact, second)) = known.filter(|(exact, _)| percent(*exact) >= ONE_CLASS_PERCENT) {
             return Some((first, second, percent(exact)));
         }
-        let gradients = floats(&quotients).map(|quotient| quotient * first.clip);
+        let gradients = floats(&quotients).map(|quotient| first.gradient(quotient));
         let beta = second_beta(floats(&base).zip(floats(&data)).zip(gradients).map(|((v0, v1), g)| [v0, v1, g].map(f64::from)))?;
         let mut best = known;
         for beta in candidates(beta) {
@@ -124,12 +127,16 @@ impl Search {
     }
 }
 
+/// Bytes of a chunk below which no search is tried. A few elements do not tell the factor, and a search that fails
+/// would put off that of the next large chunk.
+const LEAST_BYTES_TO_SEARCH: usize = 4 * 256;
+
 /// Usual first betas, the most usual first.
 const BETAS: [f64; 5] = [0.9, 0.95, 0.8, 0.98, 0.99];
 
 /// Searches for a step, if it is time for a search, and remembers it.
 fn search_paced(pace: &mut Pace, firsts: &mut Vec<First>, before: &[u8], now: &[u8]) -> Option<First> {
-    if !pace.is_due() {
+    if now.len() < LEAST_BYTES_TO_SEARCH || !pace.is_due() {
         return None;
     }
     let [usual, others @ ..] = BETAS;
@@ -147,23 +154,44 @@ fn search_paced(pace: &mut Pace, firsts: &mut Vec<First>, before: &[u8], now: &[
 fn search(before: &[u8], now: &[u8], betas: [f64; 2]) -> Option<First> {
     for beta in betas {
         let weight = (1.0 - beta) as f32;
-        let first = First { blend: Blend::Fused, decay: beta as f32, weight, clip: 1.0 };
+        let first = First { blend: Blend::Fused, decay: beta as f32, weight, scale: Scale::None, clip: 1.0 };
         let (few_before, few_now) = (cut(before), cut(now));
         let proposals = [Some(1.0), propose(before, now, f64::from(weight))];
         for clip in proposals.into_iter().flatten() {
-            let near = (-8i32..=8).map(|ulps| f32::from_bits((clip as f32).to_bits().wrapping_add_signed(ulps)));
-            let near: Vec<f32> = if clip == 1.0 { vec![1.0] } else { near.collect() };
+            let near: Vec<f32> = if clip == 1.0 { vec![1.0] } else { neighbours(clip as f32, 8).collect() };
             let forms = near.into_iter().map(|clip| First { clip, ..first });
             let Some(best) = shortest(few_before, few_now, forms) else { continue };
             let weights = [weight, 1.0 - beta as f32];
             let forms = weights.into_iter().flat_map(|weight| Blend::ALL.map(|blend| First { blend, weight, ..best }));
             let Some(best) = shortest(few_before, few_now, forms) else { continue };
             if is_short(few_before, few_now, best) {
-                return Some(best);
+                return Some(divided(few_before, few_now, best));
             }
         }
     }
     None
+}
+
+/// Returns the numbers at most so many ulps away.
+fn neighbours(x: f32, most_ulps: i32) -> impl Iterator<Item = f32> {
+    (-most_ulps..=most_ulps).map(move |ulps| f32::from_bits(x.to_bits().wrapping_add_signed(ulps)))
+}
+
+/// Odd numbers of micro-batches or ranks. Powers of two change no length.
+const DIVISORS: [f32; 7] = [3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0];
+
+/// Bits by which a scale must shorten gradients.
+const GAIN_OF_SCALE: f64 = 0.2;
+
+/// Splits the factor of a step into a division by a small number and a factor, if that makes gradients shorter.
+fn divided(before: &[u8], now: &[u8], best: First) -> First {
+    let forms = DIVISORS.into_iter().flat_map(|divisor| {
+        let clips = neighbours(best.clip * divisor, 4);
+        clips.flat_map(move |clip| [Scale::Over(divisor), Scale::Times(1.0 / divisor)].map(|scale| First { scale, clip, ..best }))
+    });
+    let found =
+        shortest(before, now, forms).filter(|found| mean_length(before, now, *found) + GAIN_OF_SCALE < mean_length(before, now, best));
+    found.unwrap_or(best)
 }
 
 /// Returns the first thousand elements of a sample.
