@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::sketch::{Outcome, Sketch};
 use super::stores::small;
-use super::writer::Store;
+use super::writer::{Store, commit_inline, save_inline};
 use crate::failure::Failure;
 
 const CORRUPT: &str = "corrupt";
@@ -12,9 +12,9 @@ const CORRUPT: &str = "corrupt";
 /// Returns a base and a delta, both inside of their entries, after an edit of the delta's entry.
 fn base_and_delta(edit: impl Fn(&mut Value, &mut Vec<u8>)) -> Result<Store, Failure> {
     let mut store = Store::new()?;
-    store.save_inline(small(10), None)?;
+    save_inline(&mut store, small(10), None)?;
     let snapshot = store.draft(small(20), Some(10));
-    store.commit_inline(snapshot.seal(), edit)?;
+    commit_inline(&mut store, snapshot.seal(), edit)?;
     Ok(store)
 }
 
@@ -37,17 +37,17 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
 
     let mut store = Store::new()?;
     store.save(small(10), None)?;
-    store.save_inline(small(20), Some(10))?;
+    save_inline(&mut store, small(20), Some(10))?;
     store.save(small(30), Some(20))?;
     add("in-a-chain-with-objects", "log 3.7", "a delta inside of its entry between two snapshots that are objects", store, false);
 
     let mut store = Store::new()?;
     let mut same = small(10);
     same.blobs.clear();
-    store.save_inline(same.clone(), None)?;
+    save_inline(&mut store, same.clone(), None)?;
     let mut again = same;
     (again.step, again.id) = (20, small(20).id);
-    store.save_inline(again, Some(10))?;
+    save_inline(&mut store, again, Some(10))?;
     add("without-casks", "log 3.7", "a delta inside of its entry in which nothing changed: a manifest and no cask", store, false);
 
     let mut store = base_and_delta(|_, _| {})?;
@@ -56,7 +56,7 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
 
     let mut store = Store::new()?;
     let snapshot = store.draft(small(10), None);
-    store.commit_inline(snapshot.seal(), |_, held| held.truncate(100))?;
+    commit_inline(&mut store, snapshot.seal(), |_, held| held.truncate(100))?;
     store.save(small(20), None)?;
     store.forget(&[10], 20)?;
     store.collect(&[10])?;

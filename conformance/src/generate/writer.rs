@@ -403,30 +403,6 @@ impl Store {
         self.append(event)
     }
 
-    /// Commits a snapshot inside its log entry, after an edit of the event and of the bytes that follow the seal: the
-    /// manifest and the casks.
-    pub(crate) fn commit_inline(&mut self, snapshot: Sealed, edit: impl Fn(&mut Value, &mut Vec<u8>)) -> Result<(), Failure> {
-        let Sealed { step, casks, directory, manifest } = snapshot;
-        self.objects.insert(format!("directories/{}", hex(&Sha256::digest(&directory))), directory);
-        let parent = manifest.parent.as_ref().map(|parent| parent.snapshot.clone());
-        let mut held = seal(&serde_json::to_string(&manifest)?);
-        let mut event = json!({
-            "kind": "added", "snapshot": self.id_of(step), "step": step, "parent": parent, "manifest": digest_of(&held), "inline": held.len(),
-        });
-        casks.into_iter().for_each(|(_, bytes)| held.extend(bytes));
-        edit(&mut event, &mut held);
-        self.append(event)?;
-        let entry = self.objects.get_mut(&format!("log/{:020}.json", self.sequence)).ok_or("no entry")?;
-        entry.extend(held);
-        Ok(())
-    }
-
-    /// Saves a state inside its log entry.
-    pub(crate) fn save_inline(&mut self, state: State, parent: Option<u64>) -> Result<(), Failure> {
-        let snapshot = self.draft(state, parent);
-        self.commit_inline(snapshot.seal(), |_, _| {})
-    }
-
     /// Writes the objects of a compacted snapshot and commits them, after an edit of the entry's event.
     pub(crate) fn commit_compacted(
         &mut self,
@@ -518,6 +494,30 @@ impl Store {
         let found = self.objects.keys().filter(|path| path.starts_with(folder)).nth(nth);
         Ok(found.ok_or_else(|| format!("no object {nth} in {folder}"))?.clone())
     }
+}
+
+/// Commits a snapshot inside its log entry, after an edit of the event and of the bytes that follow the seal: the
+/// manifest and the casks.
+pub(crate) fn commit_inline(store: &mut Store, snapshot: Sealed, edit: impl Fn(&mut Value, &mut Vec<u8>)) -> Result<(), Failure> {
+    let Sealed { step, casks, directory, manifest } = snapshot;
+    store.objects.insert(format!("directories/{}", hex(&Sha256::digest(&directory))), directory);
+    let parent = manifest.parent.as_ref().map(|parent| parent.snapshot.clone());
+    let mut held = seal(&serde_json::to_string(&manifest)?);
+    let mut event = json!({
+        "kind": "added", "snapshot": store.id_of(step), "step": step, "parent": parent, "manifest": digest_of(&held), "inline": held.len(),
+    });
+    casks.into_iter().for_each(|(_, bytes)| held.extend(bytes));
+    edit(&mut event, &mut held);
+    store.append(event)?;
+    let entry = store.objects.get_mut(&format!("log/{:020}.json", store.sequence)).ok_or("no entry")?;
+    entry.extend(held);
+    Ok(())
+}
+
+/// Saves a state inside its log entry.
+pub(crate) fn save_inline(store: &mut Store, state: State, parent: Option<u64>) -> Result<(), Failure> {
+    let snapshot = store.draft(state, parent);
+    commit_inline(store, snapshot.seal(), |_, _| {})
 }
 
 impl From<Store> for Input {

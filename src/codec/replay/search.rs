@@ -90,10 +90,6 @@ where
 pub(super) fn step(known: &mut Known<Step>, weights: &[u8], first: &[u8], second: &[u8], data: &[u8]) -> Option<Match<Step>> {
     let [weights, first, second, data] = [weights, first, second, data].map(|data| glance(data, STRETCHES));
     let inputs = Inputs::Step { weights: &weights, first: &first, second: &second };
-    let few = [&weights, &first, &second, &data].map(|data| glance(data, STRETCHES / 4));
-    let [few_weights, few_first, few_second, few_data] = &few;
-    let few_inputs = Inputs::Step { weights: few_weights, first: few_first, second: few_second };
-    let count_few = |step| count(few_inputs, few_data, step, Rule::Step);
     let count = |step| count(inputs, &data, step, Rule::Step);
     known.find(count, || {
         let points: Vec<Point> = floats(&weights)
@@ -103,7 +99,7 @@ pub(super) fn step(known: &mut Known<Step>, weights: &[u8], first: &[u8], second
             .filter(|point| [point.before, point.now, point.first, point.root].iter().all(|x| x.is_finite()))
             .collect();
         let (epsilon, fit) = fit_step(&points)?;
-        Some(climb(fit, epsilon, count, count_few))
+        Some(climb(fit, epsilon, count))
     })
 }
 
@@ -191,11 +187,8 @@ fn nudged(x: f32, ulps: i32) -> f32 {
     if moved.is_finite() && x != 0.0 { moved } else { x }
 }
 
-/// Share of exact elements, in percent, from which other bias corrections are not tried.
-const EXACT_ENOUGH: usize = 99;
-
-/// Tries the neighbours of a fit, other forms, and bias corrections. `count_few` counts in a part of the sample.
-fn climb(fit: Fit, epsilon: f64, count: impl Fn(Step) -> Match<Step>, count_few: impl Fn(Step) -> Match<Step>) -> Step {
+/// Tries the neighbours of a fit, other forms, and bias corrections.
+fn climb(fit: Fit, epsilon: f64, count: impl Fn(Step) -> Match<Step>) -> Step {
     let start = Step {
         update: Update::ScaleFirst,
         divisor: Divisor::Divided,
@@ -222,45 +215,36 @@ fn climb(fit: Fit, epsilon: f64, count: impl Fn(Step) -> Match<Step>, count_few:
             best = best.or_better(count(Step { update, decay, ..best.rule }));
         }
     }
-    if best.exact_percent() < EXACT_ENOUGH && fit.bits < HOPELESS / 2.0 {
-        let mut corrected: Vec<Match<Step>> = corrections(epsilon)
-            .flat_map(|(correction, epsilon)| {
-                let (scale, epsilon) = ((fit.scale / correction) as f32, epsilon as f32);
-                let divided = Step { divisor: Divisor::Divided, correction: correction as f32, scale, epsilon, ..best.rule };
-                let multiplied = Step { divisor: Divisor::Multiplied, correction: (1.0 / correction) as f32, ..divided };
-                [divided, multiplied]
-            })
-            .map(count_few)
-            .collect();
-        // A stable sort: the likelier correction comes first.
-        corrected.sort_by_key(|found| std::cmp::Reverse(found.exact));
-        for found in corrected.into_iter().take(MOST_CORRECTIONS) {
-            best = best.or_better(neighbours(count(found.rule)));
-        }
+    for correction in corrections(epsilon) {
+        let correction = correction.max(f64::from(f32::MIN_POSITIVE));
+        let (scale, epsilon) = (fit.scale / correction, short(epsilon / correction));
+        let step = Step { correction: correction as f32, scale: scale as f32, epsilon: epsilon as f32, ..best.rule };
+        best = best.or_better(count(step));
+        let step = Step { divisor: Divisor::Multiplied, correction: (1.0 / correction) as f32, ..step };
+        best = best.or_better(count(step));
     }
     neighbours(best).rule
 }
 
-/// Number of bias corrections to try on the whole sample.
-const MOST_CORRECTIONS: usize = 8;
-
-/// Returns the roots of bias corrections, early in training, and epsilon without them.
-///
-/// Where roots of second moments are far above epsilon, a fit does not tell epsilon: the usual one is tried too.
-fn corrections(epsilon: f64) -> impl Iterator<Item = (f64, f64)> {
-    let of_beta =
-        |beta: f64| (1..1000).map(move |step| beta.powi(step)).take_while(|power| *power > 1e-7).map(|power| f64::sqrt(1.0 - power));
-    let all = [0.999, 0.95, 0.98, 0.99].into_iter().flat_map(of_beta);
-    all.flat_map(move |correction| {
-        let unscaled = epsilon / correction;
-        // Epsilon is a short decimal.
-        let is_short = (short(unscaled) - unscaled).abs() <= 0.02 * unscaled;
-        let fitted = Some(short(unscaled)).filter(|fitted| is_short && *fitted != USUAL_EPSILON);
-        [(correction, USUAL_EPSILON)].into_iter().chain(fitted.map(|fitted| (correction, fitted)))
-    })
+/// Returns the roots of bias corrections, early in training, that may have scaled epsilon.
+fn corrections(epsilon: f64) -> Vec<f64> {
+    let mut all = Vec::new();
+    for beta in [0.999, 0.95, 0.98, 0.99] {
+        let mut power = 1.0;
+        for _ in 0..1000 {
+            power *= beta;
+            let correction = f64::sqrt(1.0 - power);
+            let unscaled = epsilon / correction;
+            // Epsilon is a short decimal.
+            if (short(unscaled) - unscaled).abs() < 0.02 * unscaled && power > 1e-7 {
+                all.push(correction);
+            }
+        }
+    }
+    // The search takes a bounded time.
+    all.truncate(400);
+    all
 }
-
-const USUAL_EPSILON: f64 = 1e-8;
 
 /// Returns the nearest number of one digit.
 fn short(x: f64) -> f64 {
