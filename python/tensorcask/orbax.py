@@ -75,7 +75,11 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
                 saved = store.save(state, step=step, **options)
             _markers.write(folder, address, step, saved.id)
 
-        return [self._worker.submit(save)]
+        async def save_in_turn() -> None:
+            await asyncio.wrap_future(self._worker.submit(save))
+
+        # Orbax makes the folder in the background, and signals when it is there.
+        return [ocp.future.CommitFutureAwaitingContractedSignals(save_in_turn(), name="tensorcask-orbax")]
 
     def save(self, directory: Any, args: Save) -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
