@@ -102,6 +102,24 @@ impl DerefMut for Spare {
     }
 }
 
+/// Bytes of someone else, or bytes in a scratch buffer.
+#[derive(Debug)]
+pub(crate) enum MaybeSpare<'a> {
+    Borrowed(&'a [u8]),
+    Own(Spare),
+}
+
+impl Deref for MaybeSpare<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Borrowed(bytes) => bytes,
+            Self::Own(bytes) => bytes,
+        }
+    }
+}
+
 /// Total bytes that unused output buffers may hold, and the smallest buffer that is kept.
 const OUTPUT_BYTES: usize = 32 << 20;
 const LEAST_OUTPUT: usize = 32 << 10;

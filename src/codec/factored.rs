@@ -12,10 +12,10 @@
 use super::planes;
 use super::terms::{LEAST, mean, term};
 use super::{Chunk, Codec, Columns, Cost, Encoded};
-use crate::entropy::{self, Histogram, Plane, PlaneBuffer};
+use crate::entropy::{self, Histogram, PlaneBuffer};
 use crate::kernels::{bytes, factored as kernel};
 use crate::limits::reserve;
-use crate::spare::Spare;
+use crate::spare::{MaybeSpare, Spare};
 use crate::{Dtype, Error, Result};
 
 /// Stores matrices whose magnitudes follow their rows and columns, such as optimizer moments.
@@ -171,7 +171,7 @@ impl Codec for Factored {
         if rows.len().checked_mul(terms.len()) != Some(units) {
             return Err(bad(format!("{} rows and {} columns for {units} elements", rows.len(), terms.len())));
         }
-        let mut planes = planes.iter().map(|(_, code)| Plane::read(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
+        let mut planes = planes.iter().map(|(_, code)| entropy::read_plane(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
         let mut last = Spare::new(units, "exponents")?;
         entropy::decode(exponents, &mut last)?;
         let mut by_column: Vec<i8> = reserve(terms.len(), "terms of columns")?;
@@ -179,7 +179,7 @@ impl Codec for Factored {
         for (row, &term) in last.chunks_mut(by_column.len().max(1)).zip(rows) {
             kernel::to_exponents(offset(center, term as i8), &by_column, row);
         }
-        planes.push(Plane::Decoded(last));
+        planes.push(MaybeSpare::Own(last));
         planes::merge(&planes, None, columns.dtype, out);
         Ok(())
     }

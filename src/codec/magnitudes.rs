@@ -12,11 +12,11 @@
 
 use super::terms::{LEAST, mean, term};
 use super::{Chunk, Codec, Columns, Cost, Encoded, sample};
-use crate::entropy::{self, Histogram, Plane, PlaneBuffer};
+use crate::entropy::{self, Histogram, PlaneBuffer};
 use crate::kernels::bytes;
 use crate::kernels::magnitudes as kernel;
 use crate::limits::reserve;
-use crate::spare::Spare;
+use crate::spare::{MaybeSpare, Spare};
 use crate::{Dtype, Error, Result};
 
 /// Stores floats by their logarithms in eighths of an octave, and the remaining bits apart. Takes fewer bytes than
@@ -48,37 +48,20 @@ fn names(dtype: Dtype) -> Result<&'static [&'static str]> {
 /// Units split into their parts.
 struct Split<'a> {
     /// Upper 16 bits of each unit.
-    tops: Tops<'a>,
+    tops: MaybeSpare<'a>,
     /// Remaining bytes, plane by plane.
     rest: Vec<PlaneBuffer>,
-}
-
-/// Upper halves of units: the units themselves, or a copy.
-enum Tops<'a> {
-    Borrowed(&'a [u8]),
-    Own(Spare),
-}
-
-impl std::ops::Deref for Tops<'_> {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Borrowed(tops) => tops,
-            Self::Own(tops) => tops,
-        }
-    }
 }
 
 impl<'a> Split<'a> {
     fn of(data: &'a [u8], dtype: Dtype) -> Result<Self> {
         if dtype == Dtype::Bf16 {
-            return Ok(Self { tops: Tops::Borrowed(data), rest: vec![] });
+            return Ok(Self { tops: MaybeSpare::Borrowed(data), rest: vec![] });
         }
         let mut tops = Spare::new(data.len() / 2, "upper halves")?;
         let (mut plane0, mut plane1) = (PlaneBuffer::new(data.len() / 4, "byte planes")?, PlaneBuffer::new(data.len() / 4, "byte planes")?);
         kernel::split(data, &mut tops, &mut plane0, &mut plane1);
-        Ok(Self { tops: Tops::Own(tops), rest: vec![plane0, plane1] })
+        Ok(Self { tops: MaybeSpare::Own(tops), rest: vec![plane0, plane1] })
     }
 
     fn units(&self) -> usize {
@@ -357,8 +340,8 @@ impl Codec for Magnitudes {
             *slot = term as i8;
         }
 
-        let signs = Plane::read(signs, units.div_ceil(8), "signs")?;
-        let fractions = Plane::read(fractions, units.div_ceil(2), "fractions")?;
+        let signs = entropy::read_plane(signs, units.div_ceil(8), "signs")?;
+        let fractions = entropy::read_plane(fractions, units.div_ceil(2), "fractions")?;
         let beyond = |last: Option<&u8>, bits: usize| last.is_some_and(|last| bits > 0 && last >> bits != 0);
         if beyond(signs.last(), units % 8) || beyond(fractions.last(), units % 2 * 4) {
             return Err(bad("magnitudes 4", "bits beyond the last element are set".into()));
@@ -366,8 +349,8 @@ impl Codec for Magnitudes {
         let mut others = Spare::new(units, "signs and fractions")?;
         kernel::unpack(&signs, &fractions, &mut others);
 
-        let symbols = Plane::read(symbols, units, "symbols")?;
-        let rest = rest.iter().map(|(_, code)| Plane::read(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
+        let symbols = entropy::read_plane(symbols, units, "symbols")?;
+        let rest = rest.iter().map(|(_, code)| entropy::read_plane(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
         let decode_tops = |tops: &mut [u8]| {
             let parts = symbols.chunks(width.max(1)).zip(others.chunks(width.max(1))).zip(tops.chunks_mut(2 * width.max(1)));
             for (at, ((symbols, others), tops)) in parts.enumerate() {
@@ -394,7 +377,7 @@ impl Codec for Magnitudes {
 /// Writes the magnitudes of the elements without a symbol.
 fn put_escapes(code: &[u8], symbols: &[u8], tops: &mut [u8]) -> Result<()> {
     let count = kernel::count_escapes(symbols);
-    let both = Plane::read(code, 2 * count, "escapes")?;
+    let both = entropy::read_plane(code, 2 * count, "escapes")?;
     let (lows, highs) = both.split_at(count);
     if let Some((low, high)) = lows.iter().zip(highs).find(|(_, high)| **high > (kernel::MOST >> 8) as u8) {
         return Err(bad("magnitudes 3.1", format!("an escape of {}", u16::from(*high) << 8 | u16::from(*low))));

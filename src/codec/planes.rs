@@ -8,10 +8,10 @@
 //! Source: LMC (byte grouping, run-length, block-adaptive Huffman), ZipNN (only exponents compress)
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, sample};
-use crate::entropy::{self, Plane, PlaneBuffer};
+use crate::entropy::{self, PlaneBuffer};
 use crate::kernels::{bytes, planes};
-use crate::spare::Spare;
-use crate::{Dtype, Error, Result};
+use crate::spare::{MaybeSpare, Spare};
+use crate::{Dtype, Result};
 
 /// Stores each byte of the elements in a plane of its own.
 ///
@@ -49,11 +49,11 @@ pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &m
         return entropy::decode(code, out);
     }
     let units = out.len() / width;
-    let mut sources = codes.iter().map(|code| Source::new(code, units)).collect::<Result<Vec<_>>>()?;
-    let mut blocks = sources.iter().filter_map(Source::block);
-    let block = blocks.next().unwrap_or(STORED_BLOCK);
+    let mut readers = codes.iter().map(|code| entropy::PlaneReader::new(code, units)).collect::<Result<Vec<_>>>()?;
+    let mut blocks = readers.iter().filter_map(entropy::PlaneReader::block);
+    let block = blocks.next().unwrap_or(USUAL_BLOCK);
     if units == 0 || blocks.any(|other| other != block) {
-        let planes = codes.iter().map(|code| Plane::read(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
+        let planes = codes.iter().map(|code| entropy::read_plane(code, units, "byte planes")).collect::<Result<Vec<_>>>()?;
         merge(&planes, base, dtype, out);
         return Ok(());
     }
@@ -62,8 +62,8 @@ pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &m
     for out in out.chunks_mut(block * width) {
         let count = out.len() / width;
         let mut planes: [&[u8]; 8] = [&[]; 8];
-        for ((source, room), plane) in sources.iter_mut().zip(decoded.chunks_mut(block.min(units))).zip(&mut planes) {
-            *plane = match source.next(room, count)? {
+        for ((reader, room), plane) in readers.iter_mut().zip(decoded.chunks_mut(block.min(units))).zip(&mut planes) {
+            *plane = match reader.next(room)? {
                 Some(raw) => raw,
                 None => room.get(..count).unwrap_or_default(),
             };
@@ -74,47 +74,11 @@ pub(super) fn decode(codes: &[&[u8]], base: Option<&[u8]>, dtype: Dtype, out: &m
     Ok(())
 }
 
-/// Number of units that are merged at once if all planes are stored.
-const STORED_BLOCK: usize = 1 << 16;
-
-/// Where the symbols of a plane come from.
-enum Source<'a> {
-    /// Symbols that are left of a raw plane.
-    Stored(&'a [u8]),
-    Coded(entropy::PlaneReader<'a>),
-}
-
-impl<'a> Source<'a> {
-    fn new(code: &'a [u8], symbols: usize) -> Result<Self> {
-        match entropy::stored(code, symbols) {
-            Some(stored) => Ok(Self::Stored(stored)),
-            None => Ok(Self::Coded(entropy::PlaneReader::new(code, symbols)?)),
-        }
-    }
-
-    /// Number of symbols that must be taken at once, if that matters.
-    fn block(&self) -> Option<usize> {
-        match self {
-            Self::Stored(_) => None,
-            Self::Coded(reader) => Some(reader.block()),
-        }
-    }
-
-    /// Returns the next `count` symbols, or decodes them into the front of `room`.
-    fn next(&mut self, room: &mut [u8], count: usize) -> Result<Option<&'a [u8]>> {
-        match self {
-            Self::Stored(left) => {
-                let (next, rest) = left.split_at_checked(count).ok_or_else(|| Error::corrupt("a plane ends early"))?;
-                *left = rest;
-                Ok(Some(next))
-            }
-            Self::Coded(reader) => reader.next(room),
-        }
-    }
-}
+/// Number of units that are merged at once if no plane has blocks.
+const USUAL_BLOCK: usize = 1 << 16;
 
 /// Merges planes into units.
-pub(super) fn merge(planes: &[Plane<'_>], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8]) {
+pub(super) fn merge(planes: &[MaybeSpare<'_>], base: Option<&[u8]>, dtype: Dtype, out: &mut [u8]) {
     let planes: Vec<&[u8]> = planes.iter().map(|plane| &**plane).collect();
     if planes.len() == dtype.unit_bytes() {
         planes::merge(&planes, base, rotates(dtype), out);

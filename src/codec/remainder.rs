@@ -9,7 +9,7 @@
 //!         optimizers keep the same pair of 16-bit weight and remainder
 
 use super::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Need, Partner, sample};
-use crate::entropy::{self, Plane, PlaneBuffer};
+use crate::entropy::{self, PlaneBuffer};
 use crate::kernels::{bytes, remainder};
 use crate::wire::{Cursor, Put};
 use crate::{Dtype, Error, Result};
@@ -118,7 +118,7 @@ pub(super) fn decode_beyond([low, high, rounding]: [&[u8]; 3], partner: &[u8], f
         return bad(format!("{} bytes of exceptions", rounding.len() - 1), "remainder 4");
     }
     let units = out.len() / 4;
-    let (low, high) = (Plane::read(low, units, "differences")?, Plane::read(high, units, "differences")?);
+    let (low, high) = (entropy::read_plane(low, units, "differences")?, entropy::read_plane(high, units, "differences")?);
     remainder::join(partner, f16, mode == TRUNCATED, &low, &high, out);
     let mut before = None;
     for exception in exceptions {

@@ -14,4 +14,4 @@ mod table;
 
 pub(crate) use histogram::{Histogram, count_about, entropy_bits};
 pub(crate) use plane::{PlaneReader, coded, decode, encode, estimate, max_encoded_bytes};
-pub(crate) use raw::{Plane, PlaneBuffer, stored};
+pub(crate) use raw::{PlaneBuffer, read_plane};

@@ -3,8 +3,8 @@
 use super::histogram::{Histogram, count, entropy_bits};
 use super::huffman::{self, Lengths};
 use super::rans::{self, Frequencies};
-use super::runs;
 use super::table::Input;
+use super::{raw, runs};
 use crate::kernels::{huffman as huffman_kernel, rans as rans_kernel};
 use crate::{Error, Result, spare};
 
@@ -325,6 +325,8 @@ pub(crate) struct PlaneReader<'a> {
     /// Number of symbols not yet decoded.
     left: usize,
     block: usize,
+    /// Symbols that are left of a plane that is one raw block.
+    stored: Option<&'a [u8]>,
     huffman: Option<huffman_kernel::Table>,
     rans: Option<Box<rans_kernel::Decoder>>,
 }
@@ -332,26 +334,33 @@ pub(crate) struct PlaneReader<'a> {
 impl<'a> PlaneReader<'a> {
     /// Reads a plane of exactly `symbols` symbols. `code` must hold nothing else.
     pub(crate) fn new(code: &'a [u8], symbols: usize) -> Result<Self> {
-        let mut input = Input::new(code);
+        let stored = raw::stored(code, symbols);
+        let mut input = Input::new(if stored.is_some() { &[] } else { code });
         let mut block = 0;
-        if symbols > 0 {
+        if symbols > 0 && stored.is_none() {
             let exponent = input.byte("a plane")?;
             if !BLOCK_EXPONENTS.contains(&exponent) {
                 return Err(Error::corrupt(format!("blocks of 2^{exponent} symbols")).clause("entropy 1.1"));
             }
             block = 1 << exponent;
         }
-        Ok(Self { input, left: symbols, block, huffman: None, rans: None })
+        Ok(Self { input, left: symbols, block, stored, huffman: None, rans: None })
     }
 
-    /// Number of symbols in each block but the last.
-    pub(crate) fn block(&self) -> usize {
-        self.block
+    /// Number of symbols in each block but the last; `None` if the whole plane is one raw block, of which any number may
+    /// be taken.
+    pub(crate) fn block(&self) -> Option<usize> {
+        self.stored.is_none().then_some(self.block)
     }
 
-    /// Returns the next block if it is stored raw; otherwise decodes it into the front of `out`. After the last block,
-    /// `code` must end.
+    /// Returns the next block if it is stored raw; otherwise decodes it into the front of `out`. Of a plane that is one
+    /// raw block, returns as many symbols as `out` has room for. After the last block, `code` must end.
     pub(crate) fn next(&mut self, out: &mut [u8]) -> Result<Option<&'a [u8]>> {
+        if let Some(stored) = self.stored {
+            let (next, rest) = stored.split_at(out.len().min(stored.len()));
+            self.stored = Some(rest);
+            return Ok(Some(next));
+        }
         let count = self.left.min(self.block);
         self.left -= count;
         let (input, out) = (&mut self.input, out.get_mut(..count).ok_or_else(|| Error::invalid("the block is larger than its buffer"))?);
@@ -395,7 +404,7 @@ pub(crate) fn decode(code: &[u8], out: &mut [u8]) -> Result<()> {
     if out.is_empty() {
         return reader.check_end();
     }
-    for block in out.chunks_mut(reader.block()) {
+    for block in out.chunks_mut(reader.block().unwrap_or(usize::MAX)) {
         if let Some(raw) = reader.next(block)? {
             block.copy_from_slice(raw);
         }

@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 use super::plane::{BLOCK_EXPONENT, BLOCK_EXPONENTS, RAW, encode_blocks, is_noise};
 use super::{coded, decode};
 use crate::Result;
-use crate::spare::{self, Spare};
+use crate::spare::{self, MaybeSpare, Spare};
 
 /// Bytes before the symbols of a plane that is one raw block.
 const HEADER: usize = 2;
@@ -56,46 +56,27 @@ impl DerefMut for PlaneBuffer {
     }
 }
 
-/// A plane that was read from a column.
-#[derive(Debug)]
-pub(crate) enum Plane<'a> {
-    /// Symbols of one raw block, in the column itself.
-    Stored(&'a [u8]),
-    Decoded(Spare),
-}
-
-impl<'a> Plane<'a> {
-    /// Reads a plane of exactly `symbols` symbols. `code` must hold nothing else.
-    pub(crate) fn read(code: &'a [u8], symbols: usize, what: &str) -> Result<Self> {
-        if let Some(stored) = stored(code, symbols) {
-            return Ok(Self::Stored(stored));
-        }
-        let mut plane = Spare::new(symbols, what)?;
-        decode(code, &mut plane)?;
-        Ok(Self::Decoded(plane))
+/// Reads a plane of exactly `symbols` symbols. `code` must hold nothing else. A plane that is one raw block is borrowed.
+pub(crate) fn read_plane<'a>(code: &'a [u8], symbols: usize, what: &str) -> Result<MaybeSpare<'a>> {
+    if let Some(stored) = stored(code, symbols) {
+        return Ok(MaybeSpare::Borrowed(stored));
     }
-}
-
-impl Deref for Plane<'_> {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Stored(symbols) => symbols,
-            Self::Decoded(symbols) => symbols,
-        }
-    }
+    let mut plane = Spare::new(symbols, what)?;
+    decode(code, &mut plane)?;
+    Ok(MaybeSpare::Own(plane))
 }
 
 /// Returns the symbols of a plane, if it is valid and consists of one raw block.
-pub(crate) fn stored(code: &[u8], symbols: usize) -> Option<&[u8]> {
+pub(super) fn stored(code: &[u8], symbols: usize) -> Option<&[u8]> {
     let (&[exponent, RAW], stored) = code.split_first_chunk::<HEADER>()? else { return None };
     (BLOCK_EXPONENTS.contains(&exponent) && stored.len() == symbols && (1..=1 << exponent).contains(&symbols)).then_some(stored)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{HEADER, PlaneBuffer, decode, read_plane};
+    use crate::entropy::max_encoded_bytes;
+    use crate::spare::MaybeSpare;
 
     fn noise(seed: usize, count: usize) -> Vec<u8> {
         let mut state = seed as u64;
@@ -117,8 +98,8 @@ mod tests {
         for symbols in [0, 1, 16_384, 65_536, 65_537, 300_000, 1 << 20, (1 << 20) + 1] {
             for plain in [noise(symbols, symbols), vec![7; symbols]] {
                 let code = plane_of(&plain).encode();
-                assert!(code.len() as u64 <= super::super::max_encoded_bytes(symbols as u64));
-                let plane = Plane::read(&code, symbols, "a test").unwrap();
+                assert!(code.len() as u64 <= max_encoded_bytes(symbols as u64));
+                let plane = read_plane(&code, symbols, "a test").unwrap();
                 assert!(*plane == plain, "{symbols} symbols");
                 let mut out = vec![0xee; symbols];
                 decode(&code, &mut out).unwrap();
@@ -133,7 +114,7 @@ mod tests {
         let place = plane.as_ptr();
         let code = plane.encode();
         assert_eq!(code[HEADER..].as_ptr(), place);
-        assert!(matches!(Plane::read(&code, 200_000, "a test"), Ok(Plane::Stored(symbols)) if symbols.as_ptr() == place));
+        assert!(matches!(read_plane(&code, 200_000, "a test"), Ok(MaybeSpare::Borrowed(symbols)) if symbols.as_ptr() == place));
     }
 
     #[test]
@@ -142,9 +123,9 @@ mod tests {
         for (at, wrong) in [(0, 11), (0, 16), (0, 21), (1, 9)] {
             let mut code = good.clone();
             code[at] = wrong;
-            assert!(Plane::read(&code, 100_000, "a test").is_err(), "byte {at} is {wrong}");
+            assert!(read_plane(&code, 100_000, "a test").is_err(), "byte {at} is {wrong}");
         }
-        assert!(Plane::read(&good, 99_999, "a test").is_err());
-        assert!(Plane::read(&good[..good.len() - 1], 100_000, "a test").is_err());
+        assert!(read_plane(&good, 99_999, "a test").is_err());
+        assert!(read_plane(&good[..good.len() - 1], 100_000, "a test").is_err());
     }
 }

@@ -17,7 +17,7 @@ use super::BaseKeeping;
 use super::input::ChunkRef;
 use crate::codec::{Columns, EncodedChunk, Registry, decode};
 use crate::limits::{reserve, to_usize};
-use crate::spare::Spare;
+use crate::spare::{MaybeSpare, Spare};
 use crate::tensor::{ChunkGrid, Rect};
 use crate::wire::Id;
 use crate::{Error, Result, TensorView};
@@ -90,24 +90,8 @@ pub(super) struct CachedChunk<'a> {
     pub chunk: u64,
 }
 
-/// A chunk of the base.
-pub(super) enum BaseChunk<'a> {
-    /// Kept in memory.
-    Kept(&'a [u8]),
-    /// Decoded or read for this save.
-    Read(Spare),
-}
-
-impl std::ops::Deref for BaseChunk<'_> {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Kept(bytes) => bytes,
-            Self::Read(bytes) => bytes,
-        }
-    }
-}
+/// A chunk of the base: kept in memory, or decoded or read for this save.
+pub(super) type BaseChunk<'a> = MaybeSpare<'a>;
 
 /// Kept shards of one committed snapshot.
 #[derive(Debug, Default)]
@@ -164,7 +148,7 @@ impl KeptShard {
         match &self.form {
             Form::Decoded(bytes) => {
                 let start = to_usize(range.start, "a shard")?;
-                Ok(BaseChunk::Kept(bytes.get(start..start.saturating_add(length)).ok_or_else(missing)?))
+                Ok(BaseChunk::Borrowed(bytes.get(start..start.saturating_add(length)).ok_or_else(missing)?))
             }
             Form::Encoded(chunks) => {
                 let chunk = usize::try_from(at.chunk).ok().and_then(|at| chunks.get(at)).ok_or_else(missing)?;
@@ -175,13 +159,13 @@ impl KeptShard {
                 let mut out = Spare::new(length, "a base chunk")?;
                 let input = Columns { dtype: at.grid.dtype(), element_count, columns: &columns, base: None, partners: &[] };
                 decode(codec.as_ref(), &input, &mut out)?;
-                Ok(BaseChunk::Read(out))
+                Ok(BaseChunk::Own(out))
             }
             Form::File { file, offset } => {
                 let mut out = Spare::new(length, "a base chunk")?;
                 let read = file.with(offset.saturating_add(range.start), |file| file.read_exact(&mut out));
                 read.map_err(|e| Error::io("the base on local disk", e))?;
-                Ok(BaseChunk::Read(out))
+                Ok(BaseChunk::Own(out))
             }
         }
     }

@@ -36,7 +36,7 @@ pub(super) async fn base_chunks<'b>(
             continue;
         }
         let buffer = Spare::new(input.original(at)?.len(), "a base chunk")?;
-        let BaseChunk::Read(out) = base.insert(BaseChunk::Read(buffer)) else { continue };
+        let BaseChunk::Own(out) = base.insert(BaseChunk::Own(buffer)) else { continue };
         items.push(ChunkItem { tensor, rect: input.view(at).rect().clone(), chunk: at.chunk, out });
     }
     if !items.is_empty() {
