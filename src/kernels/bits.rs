@@ -35,6 +35,15 @@ impl<'a> BitWriter<'a> {
     }
 }
 
+/// Moves the bytes of a word whose bit in `mask` is set to its lower end, in their order.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "bmi2")]
+pub(crate) fn pick_bytes(word: u64, mask: u8) -> u64 {
+    use std::arch::x86_64::{_pdep_u64, _pext_u64};
+    _pext_u64(word, _pdep_u64(u64::from(mask), 0x0101_0101_0101_0101).wrapping_mul(0xff))
+}
+
 /// Reads bits.
 #[derive(Debug)]
 pub(crate) struct BitReader<'a> {

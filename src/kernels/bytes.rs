@@ -56,6 +56,8 @@ fn most_frequent(bytes: &[u8]) -> Option<u8> {
 mod x86 {
     use std::arch::x86_64::*;
 
+    use crate::kernels::bits::pick_bytes;
+
     /// Counts the byte `most` by comparison, 64 bytes at a time. Counts all other bytes one by one.
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     pub(super) fn count_others(bytes: &[u8], most: u8, tables: &mut [[u32; 256]; 4]) {
@@ -102,10 +104,9 @@ mod x86 {
                 continue;
             }
             for word in group.as_chunks::<8>().0 {
-                let of_word = other & 0xff;
-                let mask = _pdep_u64(u64::from(of_word), 0x0101_0101_0101_0101).wrapping_mul(0xff);
+                let of_word = other as u8;
                 if let Some(place) = others.get_mut(filled..filled.wrapping_add(8)) {
-                    place.copy_from_slice(&_pext_u64(u64::from_ne_bytes(*word), mask).to_ne_bytes());
+                    place.copy_from_slice(&pick_bytes(u64::from_ne_bytes(*word), of_word).to_ne_bytes());
                 }
                 filled = filled.wrapping_add(of_word.count_ones() as usize);
                 other >>= 8;

@@ -154,6 +154,7 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::{MAX_CLASSES, VECTOR};
+    use crate::kernels::bits::pick_bytes;
 
     /// Counts the members of classes in whole vectors. Returns the number of symbols counted.
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
@@ -205,11 +206,11 @@ mod x86 {
                 if let Some(room) = out.get_mut(*next..).and_then(|room| room.first_chunk_mut::<{ (WORDS + 1) * WORD }>()) {
                     let (mut left, mut at) = (mask, 0);
                     for symbols in symbol_group.as_chunks::<WORD>().0 {
-                        let of_word = left & 0xff;
-                        let bytes = _pdep_u64(u64::from(of_word), 0x0101_0101_0101_0101).wrapping_mul(0xff);
+                        let of_word = left as u8;
+                        let picked = pick_bytes(u64::from_ne_bytes(*symbols), of_word);
                         // SAFETY: each of the words before moved `at` by 8 at most, so this store of 8 bytes ends within
                         // the 40 bytes of room.
-                        unsafe { room.as_mut_ptr().add(at).cast::<u64>().write_unaligned(_pext_u64(u64::from_ne_bytes(*symbols), bytes)) };
+                        unsafe { room.as_mut_ptr().add(at).cast::<u64>().write_unaligned(picked) };
                         at = at.wrapping_add(of_word.count_ones() as usize);
                         left >>= WORD;
                     }
