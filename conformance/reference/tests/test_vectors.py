@@ -152,6 +152,11 @@ class Vectors(unittest.TestCase):
             self.assertEqual((state.sequence, state.digest), (row["sequence"], row["digest"]))
         for row in tables["entry_alone"]:
             self.assertEqual(parse_entry(row["text"].encode())[1], row["digest"])
+        for row in tables["entry_inline"]:
+            entry, digest = parse_entry(row["text"].encode())
+            held = row["text"].encode()[-entry["event"]["inline"] :]
+            self.assertEqual((digest, entry["event"]["manifest"]), (row["digest"], row["manifest"]))
+            parse_manifest(held, row["manifest"])
         for row in tables["entry_invalid"]:
             alone = State(int(row["sequence"]) - 1, state.digest if row["sequence"] > 1 else None)
             self.rejects(row, lambda: alone.apply(*parse_entry(row["text"].encode())))

@@ -1,8 +1,9 @@
 //! Sealed JSON: manifests, `store.json`, log entries.
 
+use bytes::Bytes;
 use serde::Deserialize;
 use tensorcask::Limits;
-use tensorcask::wire::{LogEntry, Manifest, StoreFile};
+use tensorcask::wire::{Digest, InlineSnapshot, LogEntry, Manifest, StoreFile};
 
 use super::vectors::{Mismatches, vectors};
 
@@ -86,6 +87,17 @@ pub(crate) struct EntryAlone {
     pub(crate) digest: String,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct EntryInline {
+    #[serde(rename = "name")]
+    pub(crate) _name: String,
+    pub(crate) sequence: u64,
+    pub(crate) text: String,
+    pub(crate) digest: String,
+    pub(crate) manifest: String,
+}
+
 #[test]
 fn log_entries() {
     let mut previous = None;
@@ -101,6 +113,16 @@ fn log_entries() {
         let (entry, digest) = LogEntry::decode(vector.text.as_bytes(), sequence, &Limits::default()).unwrap();
         assert_eq!((entry.event.name(), LogEntry::path_of(sequence)), (vector.event.as_str(), vector.path));
         assert_eq!((entry.encode().unwrap().0.as_slice(), digest.to_hex()), (vector.text.as_bytes(), vector.digest));
+    }
+    for vector in vectors::<EntryInline>("log.toml", "entry_inline") {
+        let (text, limits) = (Bytes::from(vector.text), Limits::default());
+        assert_eq!(LogEntry::decode(&text, vector.sequence, &limits).unwrap().1.to_hex(), vector.digest);
+        let manifest = Digest::from_hex(&vector.manifest).unwrap();
+        let inline = InlineSnapshot::decode(&text, vector.sequence, manifest, &limits).unwrap();
+        assert!(inline.casks.is_empty() && inline.manifest_bytes.ends_with(format!("sha256:{}\n", vector.manifest).as_bytes()));
+        for end in 0..text.len() {
+            assert!(InlineSnapshot::decode(&text.slice(..end), vector.sequence, manifest, &limits).is_err(), "cut at {end}");
+        }
     }
     let mut mismatches = Mismatches::default();
     for vector in vectors::<SealedInvalid>("log.toml", "entry_invalid") {
