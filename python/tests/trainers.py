@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,10 @@ import tensorcask
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from train_gpt import GPT  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -43,39 +48,13 @@ class Trainer:
     weights: str = "master"
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.ln_1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
-
-
-class Gpt(nn.Module):
-    """A GPT over bytes, with tied embeddings."""
-
-    def __init__(self, width: int, layers: int, length: int) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.h = nn.ModuleList(Block(width, 4) for _ in range(layers))
-        self.ln_f = nn.LayerNorm(width)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
-        for block in self.h:
-            x = block(x)
-        return F.cross_entropy((self.ln_f(x) @ self.wte.weight.T).float().flatten(0, 1), targets.flatten())
+def _model(width: int, layers: int, length: int) -> nn.Module:
+    """Returns the model of the examples, with small weights."""
+    model = GPT(layers, width, 4, length)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+    return model
 
 
 def _text() -> torch.Tensor:
@@ -135,7 +114,7 @@ def assert_restored(store: tensorcask.Store, saved: dict[int, dict[str, Any]]) -
 def train(trainer: Trainer, *, width: int, layers: int, length: int = 64, rows: int = 4) -> Iterator[Callable[[], dict[str, Any]]]:
     """Trains on and on. After each step, yields a function that returns a copy of the state."""
     torch.manual_seed(0)
-    model = Gpt(width, layers, length)
+    model = _model(width, layers, length)
     rank = 0
     if trainer.reduce is not None:
         import torch.distributed as dist
@@ -145,7 +124,7 @@ def train(trainer: Trainer, *, width: int, layers: int, length: int = 64, rows: 
         rank = dist.get_rank()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=trainer.compute, reduce_dtype=trainer.reduce)
-        for block in model.h:
+        for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         masters = dict(model.named_parameters())
@@ -160,7 +139,7 @@ def train(trainer: Trainer, *, width: int, layers: int, length: int = 64, rows: 
     def backward() -> None:
         starts = torch.randint(len(text) - length - 1, (rows,), generator=generator).tolist()
         tokens = torch.stack([text[start : start + length + 1] for start in starts])
-        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss = F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
         share = trainer.batches if trainer.divide == "loss" else 1
         (loss * (trainer.loss_scale / share)).backward()
 
