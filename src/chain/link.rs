@@ -43,7 +43,8 @@ impl Link {
 
     /// A link whose casks are in its log entry.
     pub(crate) fn new_inline(record: SnapshotRecord, inline: InlineSnapshot, directory: Arc<Directory>) -> Result<Self> {
-        Ok(Self { inline: Some(inline.clone()), ..Self::new(record, inline.manifest, directory)? })
+        let link = Self::new(record, inline.manifest.clone(), directory)?;
+        Ok(Self { inline: Some(inline), ..link })
     }
 
     pub(crate) fn index(&self, cask: usize) -> Option<&Arc<CaskIndex>> {

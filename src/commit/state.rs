@@ -83,13 +83,13 @@ impl SnapshotRecord {
         }
     }
 
-    /// Returns where the manifest lies.
+    /// Returns the location of the manifest.
     pub(crate) fn manifest_place(&self) -> ManifestPlace {
         ManifestPlace { path: self.manifest_path(), digest: self.manifest, inline_in: self.inline.map(|_| self.sequence) }
     }
 }
 
-/// Where the manifest of a snapshot lies.
+/// Location of a manifest: an object of its own, or the log entry that holds it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ManifestPlace {
     /// Path of the object that holds it.

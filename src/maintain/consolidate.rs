@@ -18,7 +18,8 @@ use crate::{Error, Metadata, Policy, Result, SavedSnapshot, StepSelector, Store,
 
 /// Writes a snapshot of `source` into `destination` as a base in which no tensor is sharded. All tensors go into casks
 /// of rank 0. The blobs of each other rank go into one cask of that rank. Tensors, roles, blobs and metadata stay the
-/// same; the snapshot gets a new id. The destination is created, or must have no snapshot yet. Needs as much memory as [`compact`](super::compact()).
+/// same; the snapshot gets a new id. The destination is created, or must have no snapshot yet. Needs as much memory as
+/// [`compact`](super::compact()).
 pub async fn consolidate(
     source: &Store,
     destination: &Store,

@@ -1,12 +1,11 @@
 //! The copier: adds the snapshots of a run to a destination, as the one writer there.
 //!
 //! Casks, directories and manifests are copied byte by byte; the log of the destination is its own. Each snapshot is
-//! committed after all its objects are there; a small one is part of the entry that commits it. The agent of the engine keeps a copier for each further store;
-//! [`copy`](super::copy()) runs one once.
+//! committed after all its objects are there; a small one is part of the entry that commits it. The agent of the engine
+//! keeps a copier for each further store; [`copy`](super::copy()) runs one once.
 //!
 //! Invariants: a cask is verified before the entry that names or holds it is committed; a cask that is an object is
-//! verified at the destination. Snapshots are added
-//! in the order of the source. A copy that was interrupted is resumed by copying again.
+//! verified at the destination. Snapshots are added in the order of the source. A copy that was interrupted is resumed by copying again.
 
 use std::time::Duration;
 

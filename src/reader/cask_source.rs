@@ -1,4 +1,4 @@
-//! Where the bytes of a cask are read: from an object of its own, or from the log entry that holds it.
+//! Source of the bytes of a cask: an object of its own, or the log entry that holds the cask.
 
 use std::ops::Range;
 

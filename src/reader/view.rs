@@ -12,8 +12,7 @@ use crate::{Error, Result};
 
 impl Snapshot {
     /// Maps the bytes of a whole tensor from its cask and compares the checksums. A cask in a log entry is in memory
-    /// already. The store must be a local folder, and
-    /// the tensor must be stored raw in one shard of this snapshot.
+    /// already. The store must be a local folder, and the tensor must be stored raw in one shard of this snapshot.
     ///
     /// Any other tensor is an `Unsupported` error: use [`read`](Self::read).
     pub async fn view(&self, name: &str) -> Result<Bytes> {

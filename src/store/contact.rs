@@ -238,7 +238,7 @@ fn innermost(error: &dyn std::error::Error) -> &dyn fmt::Display {
     current
 }
 
-/// What `reqwest` says about a URL with `http://` if only `https://` is allowed.
+/// Message of `reqwest` for a URL with `http://` if only `https://` is allowed.
 const SCHEME_REFUSED: &str = "scheme is not allowed";
 
 /// Default connect timeout of `object_store`.

@@ -65,7 +65,7 @@ impl InlineSnapshot {
     }
 }
 
-/// Decodes the manifest of an entry, and returns where it lies.
+/// Decodes the manifest of an entry. Also returns the byte range of the manifest in the entry.
 fn find_manifest(entry: &Bytes, sequence: u64, digest: Digest, limits: &Limits) -> Result<(Manifest, Range<usize>)> {
     let (head, _, start) = LogEntry::decode_head(entry, sequence, limits)?;
     let Event::Added { inline: Some(bytes), .. } = head.event else {

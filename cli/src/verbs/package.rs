@@ -26,6 +26,7 @@ impl Args {
 /// The error of a verb that this program lacks; `instead` handles safetensors.
 pub(crate) fn refuse(verb: &str, instead: &str) -> Result<Outcome> {
     Err(Error::unsupported(format!(
-        "`tensorcask {verb}` needs the Python package: run `pip install './python[torch]'` in a clone of the repository. For safetensors files, use `tensorcask {instead}`"
+        "`tensorcask {verb}` needs the Python package: run `pip install './python[torch]'` in a clone of the repository. For \
+         safetensors files, use `tensorcask {instead}`"
     )))
 }
