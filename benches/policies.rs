@@ -60,7 +60,7 @@ fn main() {
     }
 
     let mut bases = Table::new(
-        format!("Where the base is kept: `intermittent(8)`, a state of {gigabytes:.2} GB"),
+        format!("Where the base is kept: `intermittent:8`, a state of {gigabytes:.2} GB"),
         &["kept base, GB per GB of state", "save of a delta, s", "store / all states"],
     );
     let keepings = [

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use tensorcask::PolicyDecision;
 
-use crate::text::{counted, human_bytes};
+use crate::text::human_bytes;
 
 /// Decision as JSON.
 #[derive(Debug, Serialize)]
@@ -32,12 +32,12 @@ impl DecisionJson {
         let sizes = sizes.map(|(delta, base)| format!(": a delta would take {}, a base {}", human_bytes(delta), human_bytes(base)));
         let since = match self.since_base {
             0 => String::new(),
-            count => format!("; {} since the last base", counted(count, "snapshot", "snapshots")),
+            position => format!("; snapshot {position} after the last base"),
         };
         format!("{}{}{since}", self.reason, sizes.unwrap_or_default())
     }
 
-    /// Cells of a table: reason, count, estimates.
+    /// Cells of a table: reason, position after the last base, estimates.
     pub(crate) fn cells(&self) -> [String; 4] {
         let bytes = |bytes: Option<u64>| bytes.map_or("-".to_owned(), human_bytes);
         [self.reason.to_owned(), self.since_base.to_string(), bytes(self.estimated_delta_bytes), bytes(self.estimated_base_bytes)]

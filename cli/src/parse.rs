@@ -105,16 +105,21 @@ pub(crate) struct SliceArg {
 
 /// Parses `NAME[a:b]` or `NAME[a:b,c:d]`. Both ends of a range are optional.
 pub(crate) fn slice(text: &str) -> Result<SliceArg, String> {
-    let bad = || "write NAME[a:b] or NAME[a:b,c:d], where a or b may be left out; no negative numbers".to_owned();
+    let bad = || "write NAME[a:b] or NAME[a:b,c:d]; a or b may be left out".to_owned();
     let parts = text.strip_suffix(']').and_then(|text| text.rsplit_once('['));
     let (name, ranges) = parts.filter(|(name, _)| !name.is_empty()).ok_or_else(bad)?;
     let end = |text: &str| match text.trim() {
         "" => Ok(None),
-        number => number.parse().map(Some).map_err(|_| bad()),
+        number if number.starts_with('-') => Err(format!("`{number}`: negative numbers are not supported; count from the start")),
+        number => number.parse().map(Some).map_err(|_| format!("`{}` is not a number: {}", number.escape_debug(), bad())),
     };
-    let range = |text: &str| {
-        let (from, to) = text.split_once(':').ok_or_else(bad)?;
-        Ok((end(from)?, end(to)?))
+    let range = |text: &str| match text.split(':').collect::<Vec<_>>()[..] {
+        [from, to] => Ok((end(from)?, end(to)?)),
+        [single] => match single.trim().parse::<u64>() {
+            Ok(index) => Err(format!("`{single}`: a single index is not supported; write {index}:{}", index.saturating_add(1))),
+            Err(_) => Err(bad()),
+        },
+        _ => Err(format!("`{}`: a slice has no step; write a:b", text.escape_debug())),
     };
     Ok(SliceArg { name: name.to_owned(), ranges: ranges.split(',').map(range).collect::<Result<_, String>>()? })
 }
@@ -166,6 +171,9 @@ mod tests {
         assert_eq!(of("w[:]"), Ok(("w".into(), Slice::rows(0..100))));
         for text in ["w", "[1:2]", "w[1]", "w[1:2", "w[]", "w[1:2,]", "w[-1:2]", "w[a:b]", "w[1:2:3]"] {
             assert!(slice(text).is_err(), "{text}");
+        }
+        for (text, cause) in [("w[5]", "write 5:6"), ("w[0:10:2]", "no step"), ("w[-3:]", "negative"), ("w[a:b]", "`a` is not a number")] {
+            assert!(slice(text).unwrap_err().contains(cause), "{text}");
         }
     }
 }

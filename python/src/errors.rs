@@ -9,7 +9,7 @@ create_exception!(
     tensorcask,
     Error,
     PyException,
-    "What went wrong in a store, and where.\n\nAttributes: kind, message, object, tensor, chunk, offset, clause."
+    "An error of a store: what happened, and to which object.\n\nAttributes: kind, message, object, tensor, chunk, offset, clause."
 );
 
 macro_rules! kinds {
@@ -32,15 +32,17 @@ macro_rules! kinds {
 }
 
 kinds! {
-    Corrupt CorruptionError "Stored bytes are not what was written: damaged, swapped, truncated or forged.";
-    NotFound NotFoundError "The store, snapshot, step, tensor or blob that was asked for does not exist.";
-    Conflict ConflictError "Another writer changed the store first; reading it again and retrying may succeed.";
-    Fenced FencedError "Another job took over this store; this writer must stop.";
-    OutcomeUnknown OutcomeUnknownError "A commit was sent and its result cannot be known; reopen the store before going on.";
-    InvalidArgument InvalidArgumentError "Something was passed that cannot be stored or read.";
-    Unsupported UnsupportedError "Well-formed, but this version or build cannot handle it.";
+    Corrupt CorruptionError "Stored bytes differ from the bytes that were written: damaged, swapped, truncated or forged.";
+    NotFound NotFoundError "The requested store, snapshot, step, tensor or blob does not exist.";
+    Conflict ConflictError
+        "The step exists with other content, or another writer changed the store first.\n\nTo replace a step, pass `overwrite=True`.";
+    Fenced FencedError
+        "Another job took over this store; this writer must stop.\n\nTo continue with this job, save through a new `tensorcask.Store(url)`.";
+    OutcomeUnknown OutcomeUnknownError "A commit was sent, and its result cannot be known; open the store again before the next save.";
+    InvalidArgument InvalidArgumentError "An argument cannot be stored or read.";
+    Unsupported UnsupportedError "The stored data is well-formed, but this version or build cannot handle it.";
     LimitExceeded LimitExceededError "A declared size or count is beyond the limits of a reader.";
-    UnsafeStore UnsafeStoreError "The storage does not keep the promises that commits need.";
+    UnsafeStore UnsafeStoreError "The storage does not give the guarantees that commits need (put if absent, links, fsync).";
     Storage StorageError "The storage failed: no space, no permission, no network.";
 }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import _native
-from ._dtypes import Unsupported
+from ._dtypes import UnstorableTypeError
 from ._options import Step
 
 
@@ -158,7 +158,7 @@ def _outcome(run: _Verb, parser: _Parser, words: list[str]) -> int:
         message = str(error)
         if isinstance(error, ImportError) and error.name == "torch":
             message = "this format needs PyTorch: pip install 'tensorcask[torch]'"
-        if isinstance(error, Unsupported):
+        if isinstance(error, UnstorableTypeError):
             message += ". To leave such values out, add --on-unsupported skip"
         if parser.json:
             _print_json_error(getattr(error, "kind", kind), message)

@@ -45,7 +45,7 @@ _NUMPY = {ours: theirs for theirs, ours in DTYPES.items() if not theirs.endswith
 TORCH = {ours: theirs for ours, theirs in _NUMPY.items() if BITS[ours] >= 8} | {"f4_e2m1": "float4_e2m1fn_x2"}
 
 
-class Unsupported(InvalidTypeError):
+class UnstorableTypeError(InvalidTypeError):
     """A value that cannot be stored."""
 
 
@@ -76,7 +76,7 @@ def torch_shape_in_store(dtype: str, shape: tuple[int, ...], path: object) -> tu
     if dtype != "f4_e2m1":
         return shape
     if not shape:
-        raise Unsupported(f"{path}: a float4_e2m1fn_x2 tensor without dimensions cannot be stored; reshape it to [1]")
+        raise UnstorableTypeError(f"{path}: a float4_e2m1fn_x2 tensor without dimensions cannot be stored; reshape it to [1]")
     return (*shape[:-1], shape[-1] * 2)
 
 

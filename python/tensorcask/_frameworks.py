@@ -16,7 +16,7 @@ from . import _native
 from ._dtypes import (
     BITS,
     DTYPES,
-    Unsupported,
+    UnstorableTypeError,
     byte_count,
     numpy_dtype,
     torch_dtype,
@@ -157,19 +157,21 @@ def lend(
     if framework == "jax":
         jax = import_module("jax")
         if isinstance(value, jax.core.Tracer):
-            raise Unsupported(f"{path}: an array that jax is tracing has no data; save outside of jax.jit, grad and vmap")
+            raise UnstorableTypeError(f"{path}: an array that jax is tracing has no data; save outside of jax.jit, grad and vmap")
         if value.is_deleted():
-            raise Unsupported(f"{path}: a jax array that was deleted, or donated to a function; save what the function returned")
+            raise UnstorableTypeError(f"{path}: a jax array that was deleted, or donated to a function; save what the function returned")
         if not value.is_fully_addressable:
-            raise Unsupported(f"{path}: a jax array with shards on other processes; gather it with process_allgather() first")
+            raise UnstorableTypeError(f"{path}: a jax array with shards on other processes; gather it with process_allgather() first")
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            raise Unsupported(f"{path}: a key of jax.random; store jax.random.key_data(key), and call wrap_key_data() after the load")
+            raise UnstorableTypeError(
+                f"{path}: a key of jax.random; store jax.random.key_data(key), and call wrap_key_data() after the load"
+            )
         return _lend_numpy(import_module("numpy").asarray(value), path, "jax", {} if contiguous is None else contiguous)
     if framework == "bytes":
         if len(value.data) != byte_count(value.dtype, value.shape):
-            raise Unsupported(f"{path}: {len(value.data)} bytes do not hold {value.dtype} of shape {list(value.shape)}")
+            raise UnstorableTypeError(f"{path}: {len(value.data)} bytes do not hold {value.dtype} of shape {list(value.shape)}")
         return Lent("bytes", value.dtype, tuple(value.shape), value.data, value)
-    raise Unsupported(f"{path}: {type(value).__qualname__} is not a tensor")
+    raise UnstorableTypeError(f"{path}: {type(value).__qualname__} is not a tensor")
 
 
 def is_dtensor(value: Any) -> bool:
@@ -182,11 +184,11 @@ def local_part(value: Any, path: object) -> tuple[Any, tuple[int, ...], tuple[in
     compute = import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
     for placement in value.placements:
         if type(placement).__name__ not in ("Shard", "Replicate"):
-            raise Unsupported(f"{path}: a DTensor with placement {placement}; only Shard and Replicate can be stored")
+            raise UnstorableTypeError(f"{path}: a DTensor with placement {placement}; only Shard and Replicate can be stored")
     local = value.to_local().detach()
     shape, offset = compute(value.shape, value.device_mesh, value.placements)
     if tuple(shape) != tuple(local.shape):
-        raise Unsupported(f"{path}: a DTensor whose local part has shape {list(local.shape)}; its placements give {list(shape)}")
+        raise UnstorableTypeError(f"{path}: a DTensor whose local part has shape {list(local.shape)}; its placements give {list(shape)}")
     dtype = check_torch(local, path)
     whole = torch_shape_in_store(dtype, tuple(value.shape), path)
     first = [int(at) for at in offset]
@@ -233,7 +235,7 @@ def _lend_torch(tensor: Any, path: object, contiguous: dict[Any, Any], deferred:
         except (AssertionError, RuntimeError) as error:
             # Nothing was allocated: the reason is the kind of tensor, not a lack of memory.
             reason = str(error).strip().partition("\n")[0]
-            raise Unsupported(f"{path}: the memory of this {type(tensor).__qualname__} cannot be read: {reason}") from error
+            raise UnstorableTypeError(f"{path}: the memory of this {type(tensor).__qualname__} cannot be read: {reason}") from error
     key = (tensor.device, tensor.dtype, tensor.data_ptr(), shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
     plain = contiguous.get(key)
     if plain is None:
@@ -255,10 +257,10 @@ def torch_bytes(torch: Any, tensor: Any) -> Any:
 def _lend_numpy(array: Any, path: object, framework: str, contiguous: dict[Any, Any]) -> Lent:
     np = sys.modules["numpy"]
     if isinstance(array, np.ma.MaskedArray):
-        raise Unsupported(f"{path}: a masked array; store its data and its mask")
+        raise UnstorableTypeError(f"{path}: a masked array; store its data and its mask")
     dtype = DTYPES.get(array.dtype.name)
     if dtype is None or array.dtype.fields is not None:
-        raise Unsupported(f"{path}: dtype {array.dtype} cannot be stored")
+        raise UnstorableTypeError(f"{path}: dtype {array.dtype} cannot be stored")
     array = np.asarray(array)
     shape = tuple(array.shape)
     if array.dtype.kind in _PLAIN_NUMPY_KINDS and array.dtype.byteorder == ">":

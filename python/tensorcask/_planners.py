@@ -76,7 +76,8 @@ def check_plannable(on_unsupported: OnUnsupported) -> None:
         return
     try:
         _staging.screen(state, "error", _refusals.check_torch_shape)
-    except _dtypes.Unsupported as error:
+    except _dtypes.UnstorableTypeError as error:
         if on_unsupported in (None, "error"):
             raise
-        raise _dtypes.Unsupported(f"{error}. dcp.save cannot ask on_unsupported about this tensor, but dcp.async_save can") from None
+        message = f"{error}. dcp.save cannot ask on_unsupported about this tensor, but dcp.async_save can"
+        raise _dtypes.UnstorableTypeError(message) from None

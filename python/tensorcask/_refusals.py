@@ -6,7 +6,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from ._dtypes import DTYPES, TORCH, Unsupported, torch_dtype_name
+from ._dtypes import DTYPES, TORCH, UnstorableTypeError, torch_dtype_name
 
 
 def is_plain_torch(value: Any) -> bool:
@@ -18,9 +18,11 @@ def is_plain_torch(value: Any) -> bool:
 def check_torch_shape(tensor: Any, path: object) -> None:
     """Refuses torch tensors without one shape."""
     if not is_plain_torch(tensor) and sys.modules["torch"].nn.parameter.is_lazy(tensor):
-        raise Unsupported(f"{path}: a lazy parameter has no shape yet: it is uninitialized. Run the module once before saving")
+        raise UnstorableTypeError(f"{path}: a lazy parameter has no shape yet: it is uninitialized. Run the module once before saving")
     if tensor.is_nested:
-        raise Unsupported(f"{path}: a nested tensor cannot be stored. Store the list that unbind() returns, or values() and offsets()")
+        raise UnstorableTypeError(
+            f"{path}: a nested tensor cannot be stored. Store the list that unbind() returns, or values() and offsets()"
+        )
 
 
 def check_torch_data(tensor: Any, path: object) -> None:
@@ -28,9 +30,11 @@ def check_torch_data(tensor: Any, path: object) -> None:
     torch = sys.modules["torch"]
     check_torch_shape(tensor, path)
     if not is_plain_torch(tensor) and hasattr(tensor, "fake_mode"):
-        raise Unsupported(f"{path}: a fake tensor has no data. Save outside of FakeTensorMode, or leave the tensor out of the state")
+        raise UnstorableTypeError(
+            f"{path}: a fake tensor has no data. Save outside of FakeTensorMode, or leave the tensor out of the state"
+        )
     if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise Unsupported(
+        raise UnstorableTypeError(
             f"{path}: a tensor inside a function transform (a functional tensor, or one of torch.func) has no data of its own. "
             "Save outside of the function"
         )
@@ -40,20 +44,20 @@ def check_torch(tensor: Any, path: object) -> str:
     """Returns the dtype in a store of a torch tensor. Refuses, by its path, a tensor that cannot be stored."""
     check_torch_data(tensor, path)
     if tensor.is_meta:
-        raise Unsupported(f"{path}: a meta tensor has no data; materialize it, or leave it out of the state")
+        raise UnstorableTypeError(f"{path}: a meta tensor has no data; materialize it, or leave it out of the state")
     if tensor.layout is not sys.modules["torch"].strided:
-        raise Unsupported(f"{path}: a tensor of layout {tensor.layout}; store to_dense(), or its values and indices")
+        raise UnstorableTypeError(f"{path}: a tensor of layout {tensor.layout}; store to_dense(), or its values and indices")
     if tensor.is_quantized:
-        raise Unsupported(f"{path}: a quantized tensor; store int_repr() and its scales")
+        raise UnstorableTypeError(f"{path}: a quantized tensor; store int_repr() and its scales")
     distributed = ("__tensor_flatten__", "to_local", "local_shards")
     if not is_plain_torch(tensor) and any(hasattr(tensor, name) for name in distributed):
-        raise Unsupported(
+        raise UnstorableTypeError(
             f"{path}: a {type(tensor).__qualname__} is distributed or made of several tensors; "
             "save distributed states with torch.distributed.checkpoint and Store.writer()"
         )
     dtype = _dtype_of_torch(tensor.dtype)
     if dtype is None:
-        raise Unsupported(f"{path}: dtype {tensor.dtype} cannot be stored")
+        raise UnstorableTypeError(f"{path}: dtype {tensor.dtype} cannot be stored")
     return dtype
 
 

@@ -208,7 +208,10 @@ class Snapshot:
         return state
 
     def structure(self) -> tuple[Any, list[str]]:
-        """Returns the state with a :class:`TensorInfo` for each tensor, and all names. Reads no tensor."""
+        """Returns a tuple: the state with a :class:`TensorInfo` in place of each tensor, and the names of all tensors.
+
+        Reads no tensor.
+        """
         trees = self._trees()
         if not trees:
             return dict(self._tensors), list(self._tensors)

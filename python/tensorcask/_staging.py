@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _frameworks, _native, _refusals
-from ._dtypes import Unsupported
+from ._dtypes import UnstorableTypeError
 from ._state import OnUnsupported
 
 # Stands for a value that is left out.
@@ -115,7 +115,7 @@ def screen(
             return take(value, path)
         check(value, path)
         return value
-    except Unsupported as error:
+    except UnstorableTypeError as error:
         if on_unsupported == "skip":
             return SKIPPED
         if not callable(on_unsupported):
@@ -128,7 +128,7 @@ def screen(
 def check_whole(tensor: torch.Tensor, path: str) -> None:
     """Refuses a sharded tensor inside a value that is stored or loaded as one."""
     if isinstance(tensor, DTensor) or hasattr(tensor, "local_shards"):
-        raise Unsupported(
+        raise UnstorableTypeError(
             f"{path}: a {type(tensor).__name__} inside a value that the planner does not take apart. "
             "Use a planner with flatten_state_dict=True, and no tuple around the tensor"
         )
@@ -150,7 +150,7 @@ def _copied(value: Any, path: str) -> Any:
         return copy.deepcopy(value)
     except Exception as error:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise Unsupported(f"{path}: {name} cannot be copied for an asynchronous save: {error}") from error
+        raise UnstorableTypeError(f"{path}: {name} cannot be copied for an asynchronous save: {error}") from error
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import _frameworks
-from ._dtypes import Unsupported
+from ._dtypes import UnstorableTypeError
 from ._errors import InvalidTypeError, InvalidValueError
 from ._frameworks import Lent
 from ._native import CorruptionError
@@ -114,7 +114,7 @@ class _Flattener:
                 self.blob("file", value.getvalue(), path)
             else:
                 nodes.append(_scalar(value, path))
-        except Unsupported:
+        except UnstorableTypeError:
             if not may_ask or self.on_unsupported in (None, "error"):
                 raise
             if self.on_unsupported == "skip":
@@ -122,13 +122,13 @@ class _Flattener:
             elif callable(self.on_unsupported):
                 try:
                     self.add(self.on_unsupported(path_text(path), value), path, False)
-                except Unsupported as error:
+                except UnstorableTypeError as error:
                     # A plain error, so that on_unsupported is not asked again about the containers around the value.
                     raise InvalidTypeError(f"{error}; on_unsupported returned this value") from None
 
     def key(self, key: Any, path: tuple[str | int, ...]) -> str | int:
         if isinstance(key, bool) or not isinstance(key, (str, int)):
-            raise Unsupported(f"{path_text(path)}: a key is {key!r}; keys have to be strings or integers")
+            raise UnstorableTypeError(f"{path_text(path)}: a key is {key!r}; keys have to be strings or integers")
         return _encodable(str.__str__(key), path) if isinstance(key, str) else int.__int__(key)
 
     def container(self, kind: str, items: list[tuple[str | int, Any]], path: tuple[str | int, ...]) -> None:
@@ -166,7 +166,7 @@ def _scalar(value: Any, path: tuple[str | int, ...]) -> Node:
     if isinstance(value, str):
         return ("str", _encodable(str.__str__(value), path))
     hint = "; store its state_dict()" if hasattr(value, "state_dict") else "; store its value" if isinstance(value, enum.Enum) else ""
-    raise Unsupported(f"{path_text(path)}: {type(value).__module__}.{type(value).__qualname__} cannot be stored{hint}")
+    raise UnstorableTypeError(f"{path_text(path)}: {type(value).__module__}.{type(value).__qualname__} cannot be stored{hint}")
 
 
 def _encodable(text: str, path: tuple[str | int, ...]) -> str:
@@ -175,7 +175,7 @@ def _encodable(text: str, path: tuple[str | int, ...]) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Unsupported(f"{path_text(path)}: text that is not valid Unicode: {error}") from None
+        raise UnstorableTypeError(f"{path_text(path)}: text that is not valid Unicode: {error}") from None
     return text
 
 

@@ -11,7 +11,7 @@
 
 A save costs one copy into shared memory. An *agent*, a process of its own that outlives this one, encodes it, keeps the last
 snapshots in memory and commits them to the store. A trainer that was killed restores from memory;
-``docs/src/guides/engine.md`` lists the data that survives each failure.
+``docs/src/guides/engine-failures.md`` lists the data that survives each failure.
 """
 
 from __future__ import annotations

@@ -250,3 +250,9 @@ def test_an_array_that_jax_deleted_is_named(memory):
         return x
 
     jax.jit(save)(np.ones(3))
+
+
+def test_a_value_that_cannot_be_stored_has_an_error_of_its_own(url):
+    with pytest.raises(tensorcask.InvalidArgumentError, match="lock") as raised:
+        tensorcask.save({"lock": object()}, url, step=1)
+    assert type(raised.value).__name__ == "UnstorableTypeError" and isinstance(raised.value, TypeError)

@@ -19,8 +19,10 @@ pub enum DecisionReason {
     BrokenParent,
     /// A base or a delta, as the policy prescribes.
     Policy,
-    /// A delta: it is clearly smaller than a base.
+    /// A delta: its estimate is at most 0.9 of a base.
     SmallDelta,
+    /// A delta: the adaptive policy had no sizes to compare, because the committing process has no tensors.
+    NotEstimated,
 }
 
 impl DecisionReason {
@@ -34,6 +36,7 @@ impl DecisionReason {
             Self::BrokenParent => "broken_parent",
             Self::Policy => "policy",
             Self::SmallDelta => "small_delta",
+            Self::NotEstimated => "not_estimated",
         }
     }
 }
@@ -61,7 +64,7 @@ impl DeltaEstimate {
 pub struct PolicyDecision {
     /// Reason for the decision.
     pub reason: DecisionReason,
-    /// Number of snapshots since the last base, including that base; 0 without a base.
+    /// Position after the last base: 1 for the first snapshot after it. 0 if the store has no base.
     pub since_base: u64,
     /// Size estimate, if the adaptive policy made one.
     pub estimate: Option<DeltaEstimate>,

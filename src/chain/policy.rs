@@ -71,7 +71,7 @@ impl Policy {
     }
 
     /// Returns the parent of a snapshot of `step` (`None` for a base) and the reason. Chooses a base if a delta would
-    /// exceed `max_depth` or its chain is broken. The caller estimates sizes.
+    /// exceed `max_depth` or its chain is broken. The caller estimates sizes and then changes `NotEstimated`.
     pub(crate) fn decide(self, state: &LogState, step: u64, max_depth: u64) -> (Option<Id>, PolicyDecision) {
         let decision = |reason, since_base| PolicyDecision { reason, since_base, estimate: None };
         let Some(latest) = state.latest() else { return (None, decision(DecisionReason::First, 0)) };
@@ -91,7 +91,7 @@ impl Policy {
             Self::Consecutive if (chain.len() as u64) < max_depth => delta(latest.id, DecisionReason::Policy),
             Self::Intermittent { every } if since < every && max_depth >= 2 => delta(base.id, DecisionReason::Policy),
             Self::Adaptive if jumps(state, base.sequence, step) => (None, decision(DecisionReason::Jump, since)),
-            Self::Adaptive if since < EVERY && max_depth >= 2 => delta(base.id, DecisionReason::SmallDelta),
+            Self::Adaptive if since < EVERY && max_depth >= 2 => delta(base.id, DecisionReason::NotEstimated),
             _ => full,
         }
     }
@@ -108,7 +108,7 @@ fn jumps(state: &LogState, base_sequence: u64, step: u64) -> bool {
 impl std::fmt::Display for Policy {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Intermittent { every } => write!(f, "intermittent({every})"),
+            Self::Intermittent { every } => write!(f, "intermittent:{every}"),
             other => f.write_str(other.name()),
         }
     }

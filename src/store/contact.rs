@@ -1,4 +1,4 @@
-//! First contact with a server: gives up early on a server that has never answered.
+//! First contact with a server: gives up early on a server that has never answered, and on a bucket that does not exist.
 //!
 //! `object_store` retries a request for three minutes. That is right during training, when the storage may be away for
 //! a moment. It is wrong for the first request, which usually fails because of a typing error, a missing credential or
@@ -12,6 +12,10 @@
 //! Requests for instance credentials (EC2, GCE, Azure VM) are recognized by the headers that the metadata services
 //! require. `object_store` sends these requests if nothing else is configured, so their failure means that there are no
 //! credentials.
+//!
+//! A server answers 404 for an object that does not exist and for a bucket that does not exist. The error code in the
+//! answer tells them apart. A missing bucket is an error of the storage: if it counted as a missing object, a reader would
+//! report an empty store for a mistyped URL.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -44,10 +48,11 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    /// `imdsv1_fallback` is the setting of that name of `object_store`.
-    pub(super) fn new(cloud: Cloud, contact_timeout: Duration, imdsv1_fallback: Option<&str>) -> Self {
+    /// `imdsv1_fallback` is the setting of that name of `object_store`. `url` is the URL of the store.
+    pub(super) fn new(cloud: Cloud, contact_timeout: Duration, imdsv1_fallback: Option<&str>, url: &str) -> Self {
         let imdsv1_fallback = imdsv1_fallback.is_some_and(|value| ["1", "true", "on", "yes", "y"].contains(&value.to_lowercase().as_str()));
-        Self { contacts: Arc::new(Contacts { cloud, contact_timeout, imdsv1_fallback, servers: Mutex::default() }) }
+        let store_url = url.to_owned();
+        Self { contacts: Arc::new(Contacts { cloud, contact_timeout, imdsv1_fallback, store_url, servers: Mutex::default() }) }
     }
 }
 
@@ -69,6 +74,7 @@ struct Contacts {
     contact_timeout: Duration,
     /// Whether `object_store` asks EC2's metadata service again without a token after a 403.
     imdsv1_fallback: bool,
+    store_url: String,
     servers: Mutex<BTreeMap<String, Server>>,
 }
 
@@ -119,6 +125,16 @@ impl Contacts {
             self.contact_timeout
         )
     }
+
+    /// Returns the sentence for a bucket or container that does not exist.
+    fn no_bucket(&self, server: &str) -> String {
+        let what = self.cloud.bucket_word();
+        let name = bucket_of(&self.store_url).unwrap_or_default();
+        format!(
+            "{what} `{name}` does not exist at {server}. Create it, or check the URL {}; tensorcask creates the store, not the {what}",
+            self.store_url
+        )
+    }
 }
 
 #[derive(Debug)]
@@ -133,6 +149,7 @@ impl HttpService for Client {
         let server = request.uri().authority().map_or_else(String::new, |authority| authority.as_str().to_owned());
         let is_metadata = METADATA_HEADERS.iter().any(|header| request.headers().contains_key(*header));
         let has_fallback = self.contacts.imdsv1_fallback && request.method().as_str() == "PUT";
+        let endpoint = format!("{}://{server}", request.uri().scheme_str().unwrap_or("https"));
         let response = match self.contacts.has_answered(&server) {
             false => self.first_call(request, &server, is_metadata).await?,
             true => self.inner.execute(request).await.inspect_err(|e| self.contacts.note_failure(&server, e))?,
@@ -142,7 +159,7 @@ impl HttpService for Client {
         if is_metadata && (REFUSALS.contains(&status) || (status == 403 && !has_fallback)) {
             return Err(self.no_credentials(&format!("answered {}", response.status())));
         }
-        Ok(response)
+        if status == 404 && !is_metadata { self.not_found(response, &endpoint).await } else { Ok(response) }
     }
 }
 
@@ -187,12 +204,49 @@ impl Client {
         }
     }
 
+    /// Returns the response, or an error if it says that the bucket does not exist. An answer to HEAD has no body; only
+    /// Azure names the code in a header too.
+    async fn not_found(&self, response: HttpResponse, endpoint: &str) -> Result<HttpResponse, HttpError> {
+        let Some(code) = self.contacts.cloud.missing_bucket_code() else { return Ok(response) };
+        let (parts, body) = response.into_parts();
+        // The status is the answer; a body that breaks off changes nothing.
+        let body = body.bytes().await.unwrap_or_default();
+        let header = parts.headers.get(AZURE_ERROR_CODE).map(|value| value.as_bytes());
+        let element = format!("<Code>{code}</Code>");
+        if header == Some(code.as_bytes()) || body.windows(element.len()).any(|window| window == element.as_bytes()) {
+            return Err(give_up(self.contacts.no_bucket(endpoint)));
+        }
+        Ok(HttpResponse::from_parts(parts, body.into()))
+    }
+
     fn no_credentials(&self, metadata: &str) -> HttpError {
         give_up(format!("{}{metadata}", self.contacts.cloud.missing_credentials()))
     }
 }
 
 impl Cloud {
+    fn bucket_word(self) -> &'static str {
+        match self {
+            #[cfg(feature = "azure")]
+            Self::Azure => "container",
+            _ => "bucket",
+        }
+    }
+
+    /// Returns the error code for a bucket that does not exist; `None` for a web server, which has no buckets.
+    fn missing_bucket_code(self) -> Option<&'static str> {
+        match self {
+            #[cfg(feature = "aws")]
+            Self::Aws => Some("NoSuchBucket"),
+            #[cfg(feature = "gcp")]
+            Self::Gcp => Some("NoSuchBucket"),
+            #[cfg(feature = "azure")]
+            Self::Azure => Some("ContainerNotFound"),
+            #[cfg(feature = "http")]
+            Self::Web => None,
+        }
+    }
+
     /// Returns the list of credentials that were tried. The text ends where the metadata service's answer follows.
     fn missing_credentials(self) -> &'static str {
         match self {
@@ -230,6 +284,15 @@ fn give_up(message: String) -> HttpError {
     HttpError::new(HttpErrorKind::Unknown, Advice(message))
 }
 
+/// Returns the bucket or container in the URL of a store: the host, or the user in `abfss://container@account`.
+fn bucket_of(url: &str) -> Option<String> {
+    let parsed = url::Url::parse(url).ok()?;
+    match parsed.username() {
+        "" => parsed.host_str().map(str::to_owned),
+        container => Some(container.to_owned()),
+    }
+}
+
 fn innermost(error: &dyn std::error::Error) -> &dyn fmt::Display {
     let mut current = error;
     while let Some(inner) = current.source() {
@@ -249,6 +312,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// Headers that the metadata services of Amazon, Google and Azure require. No other request has them.
 const METADATA_HEADERS: [&str; 4] = ["x-aws-ec2-metadata-token-ttl-seconds", "x-aws-ec2-metadata-token", "metadata-flavor", "metadata"];
+
+/// Header in which Azure repeats the error code of the body.
+const AZURE_ERROR_CODE: &str = "x-ms-error-code";
 
 /// Statuses by which a metadata service says that this machine has no identity. 403 says so too, unless
 /// `object_store` then tries the older protocol of EC2.

@@ -221,7 +221,7 @@ impl StoreOptions {
 
     fn connector(&self, cloud: Cloud, imdsv1_fallback: Option<&str>, url: &str) -> Result<Connector> {
         let contact_timeout = self.time(CONTACT_TIMEOUT, "TENSORCASK_CONTACT_TIMEOUT", url)?;
-        Ok(Connector::new(cloud, contact_timeout.unwrap_or(Duration::from_secs(5)), imdsv1_fallback))
+        Ok(Connector::new(cloud, contact_timeout.unwrap_or(Duration::from_secs(5)), imdsv1_fallback, url))
     }
 
     fn retry(&self, url: &str) -> Result<object_store::RetryConfig> {

@@ -124,7 +124,8 @@ impl Writer {
                 ErrorKind::Fenced,
                 format!(
                     "the store was deleted or replaced since this job last saved, and writer {} writes to the new store (log entry {}). \
-                     Stop one of the two jobs; to go on with this one, open the store again",
+                     Stop one of the two jobs. To continue with this one, open the store again (in Python: `tensorcask.Store(url)`) and \
+                     save through it",
                     last.writer, last.sequence
                 ),
             )
@@ -356,7 +357,8 @@ pub(super) fn check_fence(state: &LogState, writer: Id) -> Result<()> {
             Err(Error::new(
                 ErrorKind::Fenced,
                 format!(
-                    "another job took over {at}: writer {} (log entry {}). Stop one of the two jobs; to go on with this one, open the store again",
+                    "another job took over {at}: writer {} (log entry {}). Stop one of the two jobs. To continue with this one, open \
+                     the store again (in Python: `tensorcask.Store(url)`) and save through it",
                     last.writer, last.sequence
                 ),
             )

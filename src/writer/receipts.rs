@@ -50,10 +50,10 @@ impl Writer {
         let (_, mut decision) = self.decide(step).await?;
         let parent = self.common_parent(receipts).await?;
         match (&parent, decision.reason) {
-            (None, DecisionReason::SmallDelta | DecisionReason::Policy) if self.pipeline.options.policy != Policy::Full => {
+            (None, DecisionReason::NotEstimated | DecisionReason::Policy) if self.pipeline.options.policy != Policy::Full => {
                 decision.reason = DecisionReason::BrokenParent
             }
-            (Some(_), reason) if reason != DecisionReason::SmallDelta => decision.reason = DecisionReason::Policy,
+            (Some(_), reason) if reason != DecisionReason::NotEstimated => decision.reason = DecisionReason::Policy,
             _ => {}
         }
 

@@ -81,6 +81,7 @@ impl Writer {
         let (Policy::Adaptive, Some(base)) = (self.pipeline.options.policy, &parent) else { return Ok(()) };
         match estimate(&self.pipeline.input(layout, Some(base)), &self.pipeline.base).await {
             Ok(found) => {
+                decision.reason = DecisionReason::SmallDelta;
                 if found.is_too_large() {
                     (*parent, decision.reason) = (None, DecisionReason::LargeDelta);
                 }

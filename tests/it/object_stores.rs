@@ -46,6 +46,25 @@ async fn real_checkpoints_come_back_from_a_server() {
     assert!(report.is_clean(), "{:?}", report.problems);
 }
 
+/// A mistyped bucket is no empty store: reading and saving fail, and the error names the bucket.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bucket_that_does_not_exist_is_named() {
+    let Some(store) = store("bucket") else { return };
+    let (scheme, _) = store.url().split_once("://").unwrap();
+    let missing = format!("tensorcask-missing-{}", tensorcask::wire::Id::random().unwrap());
+    let missing = Store::open(&format!("{scheme}://{missing}/run")).unwrap();
+    let state = SmallState::at(1);
+    let read = missing.snapshot(Latest).await.map(|_| ());
+    let saved = match missing.writer(Policy::Full).await {
+        Ok(mut writer) => writer.save(1, &state.tensors(), &state.blobs(), &Metadata::default()).await.map(|_| ()),
+        Err(error) => Err(error),
+    };
+    for error in [read.unwrap_err(), saved.unwrap_err()] {
+        assert_eq!(error.kind(), ErrorKind::Storage, "{error}");
+        assert!(error.message().contains("does not exist at") && error.message().contains(missing.url()), "{error}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn old_steps_go_away_on_a_server() {
     let Some(store) = store("maintenance") else { return };

@@ -34,10 +34,10 @@ pub(crate) struct Args {
     /// Exit after this time without a trainer and without work, such as 15m; 0 means never
     #[arg(long, value_name = "TIME", default_value = "0", value_parser = parse::duration)]
     idle_exit: Duration,
-    /// Time for finishing the waiting states after a request to end
+    /// After a signal to end, continue waiting work for at most this time
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse::duration)]
     drain: Duration,
-    /// Scheduling priority (nice value): 0 to 19, higher gives way to the trainer
+    /// Nice value, 0 to 19; a higher value leaves more CPU time to the trainer
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(i32).range(0..20))]
     nice: i32,
     /// Detach from the session of the parent process

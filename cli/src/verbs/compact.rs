@@ -12,8 +12,8 @@ use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The step becomes a base that needs no other snapshot. Its id and its content stay the same, and so do the deltas that
-were made against it. The old casks stay until `forget` and `gc` release them. Safe while a writer runs.
+    after_help = "The step becomes a base that needs no other snapshot. It keeps its id and its content. Deltas on it stay valid. A later
+`forget` and `gc` delete the old casks. You can compact while a job saves.
 
 Example:
   tensorcask compact runs/a --step 1200"

@@ -11,13 +11,10 @@ use crate::progress::Progress;
 use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Merges the shards of all ranks into whole tensors. Two casks hold all tensors. DST must be empty; it is created if it does
-not exist.
+#[command(after_help = "Joins the shards of all ranks into whole tensors. Two casks hold all tensors. DST must be empty or must not exist.
 
 Example:
-  tensorcask consolidate s3://bucket/run42 archive/run42-step-9000 --step 9000"
-)]
+  tensorcask consolidate s3://bucket/run42 archive/run42-step-9000 --step 9000")]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,

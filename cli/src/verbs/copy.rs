@@ -11,8 +11,8 @@ use crate::text::{Text, counted, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Snapshots keep their ids, manifests and casks, byte for byte. The copy gets a new log of the same run. Forgotten snapshots
-that no copied snapshot needs are not copied. Every cask is checked at the destination before its snapshot is committed.
+    after_help = "Snapshots keep their ids, manifests and casks, byte for byte. The copy gets a new log of the same run. `copy` leaves out
+forgotten snapshots that no copied snapshot needs. It checks every cask at the destination before it commits the snapshot.
 Run the command again to resume an interrupted copy, or to add new snapshots to an earlier copy.
 
 Example:

@@ -14,8 +14,8 @@ use crate::text::{Text, human_shape, percent, share};
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Compares elements bit by bit. For floats, `ulps` is the largest distance in units in the last place, without pairs that
-contain a NaN. `NaN` is the number of NaNs in B. A step that was saved again is compared as it is now; the last line names
-the ids of both snapshots.
+contain a NaN. `NaN` is the number of NaNs in B. If a step was saved twice, `diff` compares its newest
+snapshot; the last line names the ids of both snapshots.
 
 Example:
   tensorcask diff runs/a 1000 1001"

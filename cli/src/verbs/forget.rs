@@ -10,12 +10,13 @@ use crate::text::{Text, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Deletes nothing: the bytes stay while a newer delta needs them, and until `gc --apply` deletes them. --keep-last and
---keep-every always keep pinned steps and the newest step. With both options, a step stays if either keeps it. --step
-forgets all its steps in one commit, or none. Safe while a writer runs.
+    after_help = "A forgotten step cannot be restored, and forgetting cannot be undone. `forget` deletes no bytes: `gc --apply` deletes them
+after a day, if no newer delta needs them. --keep-last and --keep-every always keep pinned steps and the newest step. With
+both options, a step stays if either option keeps it. --step forgets all its steps in one commit, or none. You can forget
+steps while a job saves.
 
---keep-role does not forget the steps. It reduces them to the tensors of the given roles; the next gc deletes the rest. A
-step stays whole if a newer step needs its other tensors. `latest` never means a reduced step; restore it by number.
+--keep-role does not forget the steps. It reduces them to the tensors of the given roles; the next gc deletes the other
+tensors. A step stays whole if a newer step needs its other tensors. `latest` skips reduced steps; restore them by number.
 
 Example:
   tensorcask forget runs/a --step 1000 1100
@@ -32,7 +33,7 @@ pub(crate) struct Args {
     /// Forget all but the last N committed steps
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     keep_last: Option<u64>,
-    /// Forget all steps that are not multiples of N
+    /// Keep steps whose number is a multiple of N, and forget the others
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     keep_every: Option<u64>,
     /// Keep the tensors of these roles and forget the others

@@ -14,13 +14,13 @@ use crate::text::{Text, counted, human_bytes};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Garbage collection has two phases. First, the log marks forgotten and replaced snapshots that no other snapshot needs as
-collected. Later, their objects and the leftovers of failed saves are deleted, once they have been unneeded for --age-floor
-by the clock of the storage. The first run therefore frees none of the snapshots that it collects: run it again later.
-Safe while writers, readers and compaction run.
+    after_help = "Garbage collection has two phases. A first run marks forgotten and replaced snapshots that no other snapshot needs as
+collected. A later run deletes their objects, and leftovers of failed saves, if nothing has needed them for --age-floor by
+the clock of the storage. So the first run frees no space: run it again after a day. You can run it beside writers, readers
+and compaction.
 
 A writer refuses to commit a save that began more than half the age floor ago. Writers assume a floor of 24h: do not use a
-lower one while a writer runs. Nothing is deleted while a needed manifest is unreadable.
+lower one while a writer runs. If gc cannot read a manifest that it needs, it deletes nothing.
 
 Example:
   tensorcask gc runs/a            # only list
@@ -29,13 +29,13 @@ Example:
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
-    /// Collect and delete; without this option both are only listed
+    /// Collect and delete; without this option, only list the objects
     #[arg(long)]
     apply: bool,
-    /// Time for which an object must have been unneeded, such as 30m, 24h or 7d
+    /// Delete only objects that nothing has needed for this time, such as 30m, 24h or 7d
     #[arg(long, visible_alias = "older-than", value_name = "TIME", default_value = "24h", value_parser = parse::duration)]
     age_floor: Duration,
-    /// Also delete unreferenced directories; no writer, compaction or copy may run meanwhile
+    /// Also delete directories that no manifest names; stop all writers, compactions and copies first
     #[arg(long)]
     directories: bool,
 }

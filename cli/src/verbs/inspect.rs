@@ -12,6 +12,7 @@ use tensorcask::wire::{DirectoryTensor, HEADER_BYTES, Header};
 use tensorcask::{Error, Limits, Result, StepSelector};
 
 use crate::cask::{self, CaskBlob, CaskTensor};
+use crate::decision::DecisionJson;
 use crate::hex::{self, Region};
 use crate::output::Outcome;
 use crate::parse;
@@ -19,11 +20,14 @@ use crate::rounding::TensorRoundingRow;
 use crate::text::{Text, human_bytes, human_shape};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Reads the headers and indexes of casks, not their tensors. The casks of a delta hold only what changed.
+#[command(
+    after_help = "Reads the headers and indexes of casks, not their tensors. The casks of a delta hold only changed chunks. `why` is the reason
+for a base or a delta.
 
 Example:
   tensorcask inspect runs/a --step 1000 --tensor model.wte.weight
-  tensorcask inspect runs/a/casks/6f0c52d1b4a94b0c8e2d7a915f3e6c08.cask --hex")]
+  tensorcask inspect runs/a/casks/6f0c52d1b4a94b0c8e2d7a915f3e6c08.cask --hex"
+)]
 pub(crate) struct Args {
     /// Path or URL of a store, or path of a cask file
     #[arg(value_name = "STORE|FILE.cask")]
@@ -57,6 +61,8 @@ struct StoreReport<'a> {
     step: u64,
     snapshot: String,
     kind: &'static str,
+    /// Reason for this kind; null if the writer stored none.
+    decision: Option<DecisionJson>,
     tensors: Vec<TensorRow>,
     /// How far tensors that were rounded are from what was saved.
     rounding: Vec<TensorRoundingRow>,
@@ -152,6 +158,10 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
     let kind = snapshot.record().kind().name();
     let mut text = Text::default();
     text.line(format!("step {}, a {kind}", snapshot.step()));
+    let decision = snapshot.inspect().decision().map(|decision| DecisionJson::of(&decision));
+    if let Some(decision) = &decision {
+        text.line(format!("why: {}", decision.line()));
+    }
     let cells: Vec<Vec<String>> = rows
         .iter()
         .map(|row| {
@@ -169,7 +179,8 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
     }
     casks.iter().for_each(|cask| cask.describe(&mut text));
     let snapshot_id = snapshot.record().id.to_hex();
-    let report = StoreReport { store: &args.object, step: snapshot.step(), snapshot: snapshot_id, kind, tensors: rows, rounding, casks };
+    let (store, step) = (&args.object, snapshot.step());
+    let report = StoreReport { store, step, snapshot: snapshot_id, kind, decision, tensors: rows, rounding, casks };
     Outcome::new(&report, text)
 }
 

@@ -8,7 +8,7 @@ use crate::output::Outcome;
 use crate::text::Text;
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "A pinned step cannot be forgotten. Safe while a writer runs.
+#[command(after_help = "A pinned step cannot be forgotten. You can pin steps while a job saves.
 
 Example:
   tensorcask pin runs/a --step 1000")]

@@ -20,7 +20,8 @@ use crate::text::{Text, human_bytes};
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "The output file appears whole or not at all. With --tensor or --slice it holds only the selected tensors. A slice keeps
-the name of its tensor. Only the needed chunks are read.
+the name of its tensor. `restore` reads only the needed chunks. A chunk is a run of rows, so a slice of columns reads the
+whole tensor. The tensors have the same bytes as the saved tensors; the header of the file may have another order.
 
 Example:
   tensorcask restore runs/a --step 1000 -o rows.safetensors --slice 'model.wte.weight[0:128]'"
@@ -40,7 +41,7 @@ pub(crate) struct Args {
     /// Restore part of a tensor: one range per leading dimension; a or b may be left out
     #[arg(long, value_name = "NAME[a:b,c:d]", value_parser = parse::slice)]
     slice: Vec<SliceArg>,
-    /// Write every blob to `DIR/RANK-NAME`; unusual characters of a name become %XX
+    /// Write every blob to `DIR/RANK-NAME`; characters other than letters, digits, `.`, `-` and `_` become %XX
     #[arg(long, value_name = "DIR")]
     blobs: Option<PathBuf>,
     /// Fail if the newest step is damaged, instead of restoring the newest intact step. A step given by number never

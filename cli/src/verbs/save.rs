@@ -20,8 +20,8 @@ use crate::text::{Text, human_bytes, human_ratio, ratio};
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "All files together are one state; a tensor name in two files is an error. The store is created if it does not exist.
-Saving takes over the store: another job that writes to it gets an error and stops.
+    after_help = "All files together are one state; a tensor name in two files is an error. `save` creates the store if it does not exist, but
+not the bucket. It takes the store over: if a job is writing to this store, its next save fails with `fenced`.
 
 `stored` is the size of the encoded tensors and blobs, in parentheses with directory, manifest and log entry (`stored_bytes`
 and `written_bytes` in JSON). `rounding` is `none (lossless)` unless --precision rounds tensors.
@@ -36,7 +36,7 @@ pub(crate) struct Args {
     /// Training step
     #[arg(long, value_name = "N")]
     step: u64,
-    /// Policy for bases and deltas. `full` writes only bases. Others write deltas against the first base (one_shot),
+    /// Policy for bases and deltas. `full` writes only bases. The other policies write deltas against the first base (one_shot),
     /// the previous snapshot (consecutive) or the last base (intermittent, adaptive). `adaptive` writes a base when a
     /// delta would save little
     #[arg(long, default_value = "adaptive", value_parser = ["adaptive", "full", "one_shot", "consecutive", "intermittent"])]
@@ -63,7 +63,7 @@ pub(crate) struct Args {
     /// in 'fp32copy.*=master:*'. Repeatable; the last match wins
     #[arg(long, value_name = "GLOB=ROLE[:PARAM]", value_parser = parse::role)]
     role: Vec<RoleRule>,
-    /// Replace a step that was saved before with different content; without this option that is an error
+    /// Replace an existing step with other content; without this option that is an error
     #[arg(long)]
     replace: bool,
     /// Do not decode and check each chunk before storing it

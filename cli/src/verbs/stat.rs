@@ -16,13 +16,14 @@ use crate::rounding::RoundingJson;
 use crate::text::{Text, counted, human_bytes, human_ratio, ratio};
 
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Counts the snapshots that `ls` lists. `kept` are the bytes of forgotten or replaced snapshots that newer deltas still
-need. Snapshots that nothing needs are not counted. A step that cannot be read is named, and its bytes are not counted.
+#[command(after_help = "Counts the snapshots that `ls` lists. If a step cannot be read, `stat` names it and leaves its bytes out.
+
+`overhead`: headers, indexes and padding of casks, part of `stored`.
+`kept`: forgotten or replaced snapshots that newer deltas still need, not part of `stored`.
+`after base`: position of the snapshot after the last base, 1 for the first snapshot after it.
 
 Example:
-  tensorcask stat runs/a"
-)]
+  tensorcask stat runs/a")]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
@@ -191,7 +192,9 @@ impl Report<'_> {
             .iter()
             .map(|(codec, counts)| {
                 let bytes = [counts.decoded_bytes, counts.stored_bytes, counts.saved_bytes].map(human_bytes);
-                [codec.clone(), counts.chunks.to_string()].into_iter().chain(bytes).collect()
+                // The name reads as lossy, but this codec keeps every bit.
+                let name = if codec == "tc.rounded" { "tc.rounded (lossless)".to_owned() } else { codec.clone() };
+                [name, counts.chunks.to_string()].into_iter().chain(bytes).collect()
             })
             .collect();
         text.line("");
@@ -209,7 +212,7 @@ impl Report<'_> {
             text.line("");
             let cells = |row: &DecisionRow| [row.step.to_string(), row.kind.to_owned()].into_iter().chain(row.decision.cells()).collect();
             let rows: Vec<Vec<String>> = self.decisions.iter().map(cells).collect();
-            text.table(&[">step", "kind", "why", ">since base", ">delta, estimated", ">base, estimated"], &rows);
+            text.table(&[">step", "kind", "why", ">after base", ">delta, estimated", ">base, estimated"], &rows);
         }
         text
     }

@@ -19,7 +19,8 @@ use crate::text::{Text, counted, human_bytes};
   pages  also check every byte of every cask
   full   also decode every chunk of every snapshot and compare its checksum
 
-Exits with 3 if stored data is damaged. To share the work among n machines, run --shard 0/n to --shard n-1/n.
+Exits with 3 if stored data is damaged, and with 1 if only --max-error was exceeded. To share the work
+among n machines, run --shard 0/n to --shard n-1/n.
 
 Example:
   tensorcask verify s3://bucket/run42 --depth pages --shard 0/8")]
@@ -35,7 +36,7 @@ pub(crate) struct Args {
     /// Check part i of n of the casks and snapshots, with i from 0; every part checks the log
     #[arg(long, value_name = "I/N", value_parser = parse::part)]
     shard: Option<(u64, u64)>,
-    /// Maximum relative rounding error; a larger error is reported as a problem
+    /// Report a problem if a tensor was rounded by a larger relative error
     #[arg(long, value_name = "X")]
     max_error: Option<f64>,
 }

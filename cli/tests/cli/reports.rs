@@ -108,7 +108,8 @@ fn casks_are_inspected() {
     assert_eq!(place.json(&format!("inspect @run --tensor {name}"))["tensors"][0]["name"], name);
     assert_eq!(place.error(&format!("inspect @run/casks/{id}.cask --tensor nothing")).0, 10);
     assert_eq!(place.error("inspect @run --tensor nothing").0, 10);
-    assert!(stdout(&place.run("inspect @run --step 1001")).contains("tc.ordered"));
+    let text = stdout(&place.run("inspect @run --step 1001"));
+    assert!(text.contains("tc.ordered") && text.contains("why: policy; snapshot 1 after the last base"), "{text}");
 
     let truncated = std::fs::read(place.path(&format!("run/casks/{id}.cask"))).unwrap();
     std::fs::write(place.path("short.cask"), &truncated[..truncated.len() - 1]).unwrap();
