@@ -7,7 +7,9 @@ pub(super) fn glance(data: &[u8], stretches: usize) -> Vec<u8> {
         return data.to_vec();
     }
     let step = (data.len() - BYTES) / (stretches - 1) / BYTES * BYTES;
-    (0..stretches).flat_map(|i| data.get(i * step..i * step + BYTES).unwrap_or_default()).copied().collect()
+    let mut some = Vec::with_capacity(stretches * BYTES);
+    (0..stretches).for_each(|i| some.extend_from_slice(data.get(i * step..i * step + BYTES).unwrap_or_default()));
+    some
 }
 
 /// Returns the second beta that explains second moments best, by least squares: `v1 - g^2 = beta * (v0 - g^2)`. A point

@@ -63,8 +63,8 @@ pub(super) fn choose(base: Base<'_>, classes: &mut [u8], count: impl Fn(&[u8]) -
 pub(super) fn encode(base: Base<'_>, symbols: &[u8]) -> Result<Vec<u8>> {
     let mut classes = Spare::new(symbols.len(), "classes")?;
     let bounds = choose(base, &mut classes, entropy::count_about);
-    let mut parted = parted(&classes, bounds.len() + 1)?;
-    parted.part(&classes, symbols);
+    let mut parted = parted(classes, bounds.len() + 1)?;
+    parted.part(symbols);
     Ok(put(&bounds, symbols.len(), |class| parted.of(class)))
 }
 
@@ -107,7 +107,7 @@ pub(super) fn decode(code: &[u8], base: Base<'_>, clauses: Clauses, out: &mut [u
         kernel::exponents(base.width, base.exponent, base.data, &mut classes);
         kernel::classes(&mut classes, &padded(bounds));
     }
-    let mut parted = parted(&classes, count + 1)?;
+    let mut parted = parted(classes, count + 1)?;
     for (class, length) in lengths.as_chunks::<4>().0.iter().enumerate() {
         let length = length.iter().rev().fold(0usize, |sum, &byte| sum << 8 | usize::from(byte));
         let (plane, rest) =
@@ -120,11 +120,12 @@ pub(super) fn decode(code: &[u8], base: Base<'_>, clauses: Clauses, out: &mut [u
         return Err(bad(format!("{} bytes after the planes", planes.len()), clauses.planes));
     }
     if count > 0 {
-        parted.join(&classes, out);
+        parted.join(out);
     }
     Ok(())
 }
 
-fn parted(classes: &[u8], count: usize) -> Result<Parted> {
-    Parted::new(classes, count).ok_or_else(|| Error::limit(format!("no memory for {} symbols", classes.len())))
+fn parted(classes: Spare, count: usize) -> Result<Parted> {
+    let symbols = classes.len();
+    Parted::new(classes, count).ok_or_else(|| Error::limit(format!("no memory for {symbols} symbols")))
 }

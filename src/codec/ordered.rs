@@ -59,13 +59,18 @@ impl Ordered {
         let width = chunk.dtype.unit_bytes();
         let units = chunk.data.len() / width;
         let mut tokens = Spare::new(units, "tokens")?;
-        kernel::tokens(width, base, chunk.data, &mut tokens);
-        let bits = kernel::put_extra(width, base, chunk.data, &tokens);
+        let bits = kernel::encode(width, base, chunk.data, &mut tokens);
         let code = match token_classes {
             TokenClasses::ByExponent => classes::encode(Base { width, exponent, data: base }, &tokens)?,
             TokenClasses::One => classes::encode_as_one(&tokens),
         };
         Ok(Encoded { uses_base: true, columns: vec![("tokens", code), ("bits", bits)] })
+    }
+
+    /// Decodes the columns `tokens` and `bits` of a base that is in `out`.
+    pub(super) fn decode_in_place(dtype: Dtype, [code, bits]: [&[u8]; 2], out: &mut [u8]) -> Result<()> {
+        let tokens = decode_tokens(dtype, code, out)?;
+        ends(kernel::apply_in_place(dtype.unit_bytes(), &tokens, bits, out))
     }
 }
 
@@ -126,18 +131,25 @@ impl Codec for Ordered {
     fn decode(&self, columns: &Columns<'_>, out: &mut [u8]) -> Result<()> {
         let [code, bits] = columns.exactly(["tokens", "bits"])?;
         let base = columns.base(out.len())?;
-        let bad = |message: String, clause: &'static str| Error::corrupt(message).clause(clause);
-        let exponent = exponent_for(columns.dtype)?;
-        let width = columns.dtype.unit_bytes();
-        let units = out.len() / width;
-        let mut tokens = Spare::new(units, "tokens")?;
-        classes::decode(code, Base { width, exponent, data: base }, CLAUSES, &mut tokens)?;
-        if tokens.iter().copied().fold(0, u8::max) > kernel::max_token(width) {
-            return Err(bad("a token is out of range".into(), "ordered 3.2"));
-        }
-        match kernel::apply(width, base, &tokens, bits, out) {
-            true => Ok(()),
-            false => Err(bad("extra bits do not end with the last element".into(), "ordered 3.3")),
-        }
+        let tokens = decode_tokens(columns.dtype, code, base)?;
+        ends(kernel::apply(columns.dtype.unit_bytes(), base, &tokens, bits, out))
+    }
+}
+
+fn decode_tokens(dtype: Dtype, code: &[u8], base: &[u8]) -> Result<Spare> {
+    let exponent = exponent_for(dtype)?;
+    let width = dtype.unit_bytes();
+    let mut tokens = Spare::new(base.len() / width, "tokens")?;
+    classes::decode(code, Base { width, exponent, data: base }, CLAUSES, &mut tokens)?;
+    if tokens.iter().copied().fold(0, u8::max) > kernel::max_token(width) {
+        return Err(Error::corrupt("a token is out of range").clause("ordered 3.2"));
+    }
+    Ok(tokens)
+}
+
+fn ends(at_last_element: bool) -> Result<()> {
+    match at_last_element {
+        true => Ok(()),
+        false => Err(Error::corrupt("extra bits do not end with the last element").clause("ordered 3.3")),
     }
 }

@@ -350,15 +350,9 @@ impl Codec for Predict {
             let found = moments(Some(columns.partner(role)?));
             found.ok_or_else(|| Error::corrupt(format!("the partner of role `{role}` is not f32 in both snapshots")).clause("predict 1"))
         };
-        let (by, model) = match columns.columns {
-            [("step", _), ..] => {
-                let [by, _, _] = columns.exactly(COLUMNS_OF_STEP)?;
-                (by, Model::Step { first: of(FIRST)?, second: of(SECOND)? })
-            }
-            _ => {
-                let [by, _, _] = columns.exactly(COLUMNS_OF_MOMENT)?;
-                (by, Model::Moment { first: of(FIRST)? })
-            }
+        let ([by, rest @ ..], model) = match columns.columns {
+            [("step", _), ..] => (columns.exactly(COLUMNS_OF_STEP)?, Model::Step { first: of(FIRST)?, second: of(SECOND)? }),
+            _ => (columns.exactly(COLUMNS_OF_MOMENT)?, Model::Moment { first: of(FIRST)? }),
         };
         let read = || -> Result<[f64; 4]> {
             let mut cursor = Cursor::new(by, "coefficients");
@@ -367,8 +361,7 @@ impl Codec for Predict {
             Ok(by.map(f64::from_bits))
         };
         let by = read().map_err(|e| e.clause("predict 2"))?;
-        let mut predicted = Spare::new(base.len(), "predictions")?;
-        model.predict(base, by, &mut predicted);
-        residual::decode(columns, &predicted, out)
+        model.predict(base, by, out);
+        residual::decode(rest, out)
     }
 }

@@ -1,8 +1,8 @@
 //! Residuals: a column that says how to predict the elements, then the columns of `tc.ordered` with the predictions as
 //! base. `tc.predict`, `tc.replay` and `tc.gradient` store their chunks so.
 
-use super::{Chunk, Codec, Columns, Encoded, Ordered, are_columns, sample};
-use crate::{Error, Result};
+use super::{Chunk, Codec, Encoded, Ordered, are_columns, sample};
+use crate::{Dtype, Error, Result};
 
 /// Columns of a master: `step` says how to predict the elements.
 pub(super) const COLUMNS_OF_STEP: [&str; 3] = ["step", "tokens", "bits"];
@@ -61,8 +61,7 @@ pub(super) fn encode(chunk: &Chunk<'_>, column: (&'static str, Vec<u8>), predict
     Ok(Encoded { uses_base: true, columns })
 }
 
-/// Decodes all columns but the first, which gave the predictions.
-pub(super) fn decode(columns: &Columns<'_>, predicted: &[u8], out: &mut [u8]) -> Result<()> {
-    let rest = columns.columns.get(1..).unwrap_or_default();
-    Ordered.decode(&Columns { columns: rest, base: Some(predicted), partners: &[], ..*columns }, out)
+/// Decodes the columns `tokens` and `bits` of predictions that are in `out`.
+pub(super) fn decode(columns: [&[u8]; 2], out: &mut [u8]) -> Result<()> {
+    Ordered::decode_in_place(Dtype::F32, columns, out)
 }

@@ -92,6 +92,32 @@ pub(crate) fn square(second: &[u8], before: &[u8], now: &[u8], by: (First, Secon
     square_at(Level::best(), second, before, now, by, out);
 }
 
+super::for_every_level! {
+    /// Counts the numbers from 1 to 2 whose quotient is so close to a multiple of 1 / `grid` that no distance exceeds the
+    /// tolerance. The mantissa of each quotient counts.
+    pub(crate) fn count_near / count_near_at(numbers: &[f64], by: Near) -> usize = count_near_any;
+}
+
+/// Divisor of numbers, and the multiples that their quotients are compared with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Near {
+    /// Inverse of the divisor.
+    pub inverse: f64,
+    pub grid: f64,
+    pub tolerance: f64,
+}
+
+#[inline(always)]
+fn count_near_any(numbers: &[f64], Near { inverse, grid, tolerance }: Near) -> usize {
+    let is_near = |number: f64| {
+        let x = number * inverse;
+        let x = (if x < 1.0 { 2.0 * x } else { x }) * grid;
+        // Adding and subtracting 1.5 * 2^52 rounds to an integer.
+        (x - ((x + 6_755_399_441_055_744.0) - 6_755_399_441_055_744.0)).abs() < grid * tolerance
+    };
+    numbers.iter().fold(0u64, |count, &number| count.wrapping_add(u64::from(is_near(number)))) as usize
+}
+
 with_fma!(fn shorten_at = shorten_any(before: &[u8], now: &[u8], by: First, out: &mut [u8]));
 with_fma!(fn blend_at = blend_any(before: &[u8], quotients: &[u8], by: First, out: &mut [u8]));
 with_fma!(fn square_at = square_any(second: &[u8], before: &[u8], now: &[u8], by: (First, Second), out: &mut [u8]));
@@ -212,7 +238,7 @@ fn square_any<const HARD: bool>(second: &[u8], before: &[u8], now: &[u8], (first
 
 #[cfg(test)]
 mod tests {
-    use super::{Blend, First, Level, NONE, Scale, Second, Square, blend_at, number, shorten_at, square_at};
+    use super::{Blend, First, Level, NONE, Near, Scale, Second, Square, blend_at, count_near_at, number, shorten_at, square_at};
     use crate::kernels::floats::{odd_numbers, to_bytes};
 
     #[test]
@@ -246,6 +272,18 @@ mod tests {
                 for level in Level::available() {
                     assert!(at(level) == expected, "{level:?}, {blend:?}, {scale:?}, {count}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn all_levels_count_alike() {
+        let numbers: Vec<f64> = odd_numbers(5, 1003).into_iter().map(|x| 1.0 + f64::from(x).abs().fract()).collect();
+        for (inverse, grid) in [(1.0, 32.0), (0.7, 2048.0), (0.51, 64.0)] {
+            let by = Near { inverse, grid, tolerance: 1e-4 };
+            let expected = count_near_at(Level::Scalar, &numbers, by);
+            for level in Level::available() {
+                assert_eq!(count_near_at(level, &numbers, by), expected, "{level:?}, {by:?}");
             }
         }
     }

@@ -134,6 +134,7 @@ macro_rules! for_every_level {
 }
 pub(crate) use for_every_level;
 
+#[allow(unsafe_code, reason = "unchecked loads and stores where room for all of them was made before")]
 pub(crate) mod bits;
 #[allow(unsafe_code, reason = "vector loads and stores within checked bounds")]
 pub(crate) mod bytes;

@@ -3,8 +3,11 @@
 //! The sign-magnitude bits of a float map to an unsigned integer in numeric order. Adjacent floats map to adjacent
 //! integers.
 
+mod lanes;
+
 use super::Level;
-use super::bits::{BitReader, BitWriter};
+use super::bits::{BitAppender, BitReader};
+use lanes::{Unit, narrow, wide};
 
 /// Position of the exponent in a float.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,9 +34,6 @@ pub(crate) fn max_token(width: usize) -> u8 {
     (LITERALS as usize + (8 * width - 4) * 8 - 1) as u8
 }
 
-/// Number of elements per step, so that their differences stay in the first-level cache.
-const BLOCK: usize = 2048;
-
 super::for_every_level! {
     /// Returns the token of each unit's difference from the base's unit, for a `width` of 1, 2 or 4 bytes.
     pub(crate) fn tokens / tokens_at(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) = tokens_any;
@@ -46,31 +46,37 @@ super::for_every_level! {
     /// Replaces each exponent by its class: the number of `bounds` below the exponent. Unused bounds are 255.
     pub(crate) fn classes / classes_at(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) = classes_any;
 }
-/// Returns the extra bits of all differences as a bit stream. `tokens` are the tokens of the differences.
-pub(crate) fn put_extra(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
-    put_extra_at(Level::best(), width, base, data, tokens)
+/// Fills `tokens` with the token of each unit's difference from the base's unit. Returns the extra bits of all
+/// differences as a bit stream.
+pub(crate) fn encode(width: usize, base: &[u8], data: &[u8], tokens: &mut [u8]) -> Vec<u8> {
+    encode_at(Level::best(), width, base, data, tokens)
 }
 
-fn put_extra_at(level: Level, width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
+fn encode_at(level: Level, width: usize, base: &[u8], data: &[u8], tokens: &mut [u8]) -> Vec<u8> {
     match (level, width) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
-        (Level::Avx2, _) => unsafe { x86::put_extra_avx2(width, base, data, tokens) },
+        (Level::Avx2, _) => unsafe { x86::encode_avx2(width, base, data, tokens) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        (Level::Avx512, _) => unsafe { x86::put_extra_avx512(width, base, data, tokens) },
-        (_, 4) => put_extra_any(width, base, data, tokens, extract::<2>),
-        _ => put_extra_any(width, base, data, tokens, extract::<4>),
+        (Level::Avx512, _) => unsafe { x86::encode_avx512(width, base, data, tokens) },
+        (_, 4) => encode_any(width, base, data, tokens, extract::<2>),
+        _ => encode_any(width, base, data, tokens, extract::<4>),
     }
 }
 
 /// Decodes units of `width` bytes from the base's units, tokens, and the stream of extra bits. Returns false if the
 /// stream does not end with the last unit. Differences wrap modulo the width.
 pub(crate) fn apply(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
-    apply_at(Level::best(), width, base, tokens, bits, out)
+    apply_at(Level::best(), width, Some(base), tokens, bits, out)
 }
 
-fn apply_at(level: Level, width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
+/// Like [`apply`]. `out` holds the base's units.
+pub(crate) fn apply_in_place(width: usize, tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
+    apply_at(Level::best(), width, None, tokens, bits, out)
+}
+
+fn apply_at(level: Level, width: usize, base: Option<&[u8]>, tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
     match (level, width) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
@@ -88,25 +94,25 @@ fn apply_at(level: Level, width: usize, base: &[u8], tokens: &[u8], bits: &[u8],
 mod x86 {
     use std::arch::x86_64::{_pdep_u64, _pext_u64};
 
-    use super::{apply_any, put_extra_any};
+    use super::{apply_any, encode_any};
 
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
-    pub(super) fn put_extra_avx2(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
-        put_extra_any(width, base, data, tokens, |word, mask| _pext_u64(word, mask))
+    pub(super) fn encode_avx2(width: usize, base: &[u8], data: &[u8], tokens: &mut [u8]) -> Vec<u8> {
+        encode_any(width, base, data, tokens, |word, mask| _pext_u64(word, mask))
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
-    pub(super) fn put_extra_avx512(width: usize, base: &[u8], data: &[u8], tokens: &[u8]) -> Vec<u8> {
-        put_extra_any(width, base, data, tokens, |word, mask| _pext_u64(word, mask))
+    pub(super) fn encode_avx512(width: usize, base: &[u8], data: &[u8], tokens: &mut [u8]) -> Vec<u8> {
+        encode_any(width, base, data, tokens, |word, mask| _pext_u64(word, mask))
     }
 
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
-    pub(super) fn apply_avx2(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
+    pub(super) fn apply_avx2(width: usize, base: Option<&[u8]>, tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
         apply_any(width, base, tokens, bits, out, |word, mask| _pdep_u64(word, mask))
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
-    pub(super) fn apply_avx512(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
+    pub(super) fn apply_avx512(width: usize, base: Option<&[u8]>, tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
         apply_any(width, base, tokens, bits, out, |word, mask| _pdep_u64(word, mask))
     }
 }
@@ -148,51 +154,18 @@ fn tokens_any(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) {
 }
 
 #[inline(always)]
-fn all_literal(tokens: &[u8]) -> bool {
-    u32::from(tokens.iter().copied().fold(0, u8::max)) < LITERALS
-}
-
-/// Returns whether so few tokens are `least` or more that they are better handled one by one.
-#[inline(always)]
-fn are_few(tokens: &[u8], least: u8) -> bool {
-    let count = tokens.iter().map(|&token| u32::from(token >= least)).fold(0, u32::wrapping_add);
-    count as usize <= tokens.len() / 16
-}
-
-/// Calls `act` with the position of each token that is `least` or more.
-#[inline(always)]
-fn for_each_from(tokens: &[u8], least: u8, mut act: impl FnMut(usize, u8)) {
-    for (at, some) in tokens.chunks(32).enumerate() {
-        if some.iter().copied().fold(0, u8::max) < least {
-            continue;
-        }
-        for (i, &token) in some.iter().enumerate() {
-            if token >= least {
-                act(32 * at + i, token);
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn put_extra_any(width: usize, base: &[u8], data: &[u8], tokens: &[u8], extract: impl Fn(u64, u64) -> u64) -> Vec<u8> {
-    let of_block = |tokens: &[u8]| tokens.iter().map(|&token| extra_bits(token)).fold(0, u32::wrapping_add) as usize;
-    let bits: usize = tokens.chunks(BLOCK).map(of_block).fold(0, usize::wrapping_add);
-    let mut out = crate::spare::output(bits.div_ceil(8) + 8);
-    out.resize(bits.div_ceil(8) + 8, 0);
-    let mut writer = BitWriter::new(&mut out);
+fn encode_any(width: usize, base: &[u8], data: &[u8], tokens: &mut [u8], extract: impl Fn(u64, u64) -> u64) -> Vec<u8> {
+    let mut bits = BitAppender::default();
     match width {
-        1 => narrow::put_extra::<u8, 1>(base, data, tokens, extract, &mut writer),
-        2 => narrow::put_extra::<u16, 2>(base, data, tokens, extract, &mut writer),
-        _ => wide::put_extra::<u32, 4>(base, data, tokens, extract, &mut writer),
+        1 => narrow::encode::<u8, 1>(base, data, tokens, extract, &mut bits),
+        2 => narrow::encode::<u16, 2>(base, data, tokens, extract, &mut bits),
+        _ => wide::encode::<u32, 4>(base, data, tokens, extract, &mut bits),
     }
-    let bytes = writer.finish();
-    out.truncate(bytes);
-    out
+    bits.finish()
 }
 
 #[inline(always)]
-fn apply_any(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u8], deposit: impl Fn(u64, u64) -> u64) -> bool {
+fn apply_any(width: usize, base: Option<&[u8]>, tokens: &[u8], bits: &[u8], out: &mut [u8], deposit: impl Fn(u64, u64) -> u64) -> bool {
     let mut reader = BitReader::new(bits);
     match width {
         1 => narrow::apply::<u8, 1>(base, tokens, &mut reader, out, deposit),
@@ -201,217 +174,6 @@ fn apply_any(width: usize, base: &[u8], tokens: &[u8], bits: &[u8], out: &mut [u
     }
     reader.is_at_end()
 }
-
-/// Unsigned integer of `W` bytes, in the byte order of elements.
-trait Unit<const W: usize>: Copy {
-    fn get(bytes: [u8; W]) -> u32;
-    fn put(value: u32) -> [u8; W];
-}
-macro_rules! unit {
-    ($type:ty, $width:literal) => {
-        #[allow(clippy::little_endian_bytes, reason = "a kernel: elements are little-endian")]
-        impl Unit<$width> for $type {
-            #[inline(always)]
-            fn get(bytes: [u8; $width]) -> u32 {
-                u32::from(<$type>::from_le_bytes(bytes))
-            }
-            #[inline(always)]
-            fn put(value: u32) -> [u8; $width] {
-                (value as $type).to_le_bytes()
-            }
-        }
-    };
-}
-unit!(u8, 1);
-unit!(u16, 2);
-unit!(u32, 4);
-
-/// Computes differences in blocks. Lanes have the narrowest type that fits: a vector holds twice as many 16-bit lanes
-/// as 32-bit lanes.
-macro_rules! lanes {
-    ($name:ident, $lane:ty, $signed:ty) => {
-        mod $name {
-            use super::{BLOCK, BitReader, BitWriter, LITERALS, Unit, all_literal, are_few, extra_bits, for_each_from};
-
-            const BITS: u32 = <$lane>::BITS;
-            /// Number of lanes in a word.
-            const LANES: usize = 64 / BITS as usize;
-            type Block = [$lane; BLOCK];
-            type Words = [u64; BLOCK / LANES];
-
-            /// Returns the ordered integer in the upper bits of a lane, with zeros below, so that all widths wrap
-            /// alike.
-            #[inline(always)]
-            fn order<const W: usize>(unit: u32) -> $lane {
-                let x = (unit as $lane) << (BITS - 8 * W as u32);
-                let negative = ((x as $signed) >> (BITS - 1)) as $lane;
-                // The complement of a negative number sets the bits below the integer; clear them.
-                (x ^ (negative | 1 << (BITS - 1))) & <$lane>::MAX << (BITS - 8 * W as u32)
-            }
-
-            #[inline(always)]
-            fn unorder<const W: usize>(x: $lane) -> u32 {
-                let positive = ((x as $signed) >> (BITS - 1)) as $lane;
-                u32::from((x ^ (!positive | 1 << (BITS - 1))) >> (BITS - 8 * W as u32))
-            }
-
-            #[inline(always)]
-            pub(super) fn differences<U: Unit<W>, const W: usize>(base: &[u8], data: &[u8], out: &mut [$lane]) {
-                for ((slot, base), new) in out.iter_mut().zip(base.as_chunks::<W>().0).zip(data.as_chunks::<W>().0) {
-                    *slot = difference::<W>(U::get(*base), U::get(*new));
-                }
-            }
-
-            #[inline(always)]
-            fn difference<const W: usize>(base: u32, new: u32) -> $lane {
-                let difference = order::<W>(new).wrapping_sub(order::<W>(base)) as $signed >> (BITS - 8 * W as u32);
-                let zigzag = (difference as $lane) << 1 ^ (difference >> (BITS - 1)) as $lane;
-                zigzag & <$lane>::MAX >> (BITS - 8 * W as u32)
-            }
-
-            /// Inverts [`difference`].
-            #[inline(always)]
-            fn sum<const W: usize>(base: u32, z: $lane) -> u32 {
-                let difference = (z >> 1) ^ (z & 1).wrapping_neg();
-                unorder::<W>(order::<W>(base).wrapping_add(difference << (BITS - 8 * W as u32)))
-            }
-
-            /// Returns a mask of a token's extra bits.
-            #[inline(always)]
-            fn mask_of(token: u8) -> u64 {
-                !(u64::MAX << (extra_bits(token) & (BITS - 1)))
-            }
-
-            /// Returns the smallest difference of a token.
-            #[inline(always)]
-            pub(super) fn least(token: u8) -> $lane {
-                let buckets = <$lane>::from(8 | token & 7) << (extra_bits(token) & (BITS - 1));
-                if token < 8 { <$lane>::from(token) } else { buckets }
-            }
-
-            /// Writes a mask of each token's extra bits; zero for the rest of the block.
-            #[inline(always)]
-            fn masks_of(tokens: &[u8], masks: &mut Block) {
-                for (mask, &token) in masks.iter_mut().zip(tokens) {
-                    *mask = !(<$lane>::MAX << (extra_bits(token) & (BITS - 1)));
-                }
-                masks[tokens.len()..].fill(0);
-            }
-
-            #[inline(always)]
-            fn join(numbers: &Block, words: &mut Words) {
-                for (word, numbers) in words.iter_mut().zip(numbers.as_chunks::<LANES>().0) {
-                    let mut joined = 0;
-                    for (lane, &number) in (0u32..).zip(numbers) {
-                        joined |= u64::from(number) << BITS.wrapping_mul(lane);
-                    }
-                    *word = joined;
-                }
-            }
-
-            #[inline(always)]
-            pub(super) fn tokens<U: Unit<W>, const W: usize>(base: &[u8], data: &[u8], out: &mut [u8]) {
-                let mut block: Block = [0; BLOCK];
-                let inputs = base.chunks(BLOCK * W).zip(data.chunks(BLOCK * W));
-                for (out, (base, data)) in out.chunks_mut(BLOCK).zip(inputs) {
-                    differences::<U, W>(base, data, &mut block);
-                    for (slot, &z) in out.iter_mut().zip(&block) {
-                        let z = u32::from(z);
-                        // A token of a difference of 16 or more holds the position of its top bit and the next three
-                        // bits.
-                        let e = 31u32.wrapping_sub((z | LITERALS).leading_zeros());
-                        let top = (z >> (e.wrapping_sub(3) & 31)) & 7;
-                        let bucket = LITERALS.wrapping_add(e.wrapping_sub(4).wrapping_mul(8)).wrapping_add(top);
-                        *slot = if z < LITERALS { z } else { bucket } as u8;
-                    }
-                }
-            }
-
-            #[inline(always)]
-            pub(super) fn put_extra<U: Unit<W>, const W: usize>(
-                base: &[u8],
-                data: &[u8],
-                tokens: &[u8],
-                extract: impl Fn(u64, u64) -> u64,
-                writer: &mut BitWriter<'_>,
-            ) {
-                let (mut block, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
-                let (mut words, mut under): (Words, Words) = ([0; BLOCK / LANES], [0; BLOCK / LANES]);
-                let inputs = base.chunks(BLOCK * W).zip(data.chunks(BLOCK * W));
-                for (tokens, (base, data)) in tokens.chunks(BLOCK).zip(inputs) {
-                    if all_literal(tokens) {
-                        continue;
-                    }
-                    if are_few(tokens, LITERALS as u8) {
-                        let (base, data) = (base.as_chunks::<W>().0, data.as_chunks::<W>().0);
-                        for_each_from(tokens, LITERALS as u8, |at, token| {
-                            let (Some(base), Some(new)) = (base.get(at), data.get(at)) else { return };
-                            let z = difference::<W>(U::get(*base), U::get(*new));
-                            writer.put(u64::from(z) & mask_of(token), extra_bits(token));
-                        });
-                        continue;
-                    }
-                    differences::<U, W>(base, data, &mut block);
-                    masks_of(tokens, &mut masks);
-                    join(&block, &mut words);
-                    join(&masks, &mut under);
-                    // Append as many numbers as fit into 56 bits.
-                    for (&word, &mask) in words.iter().zip(&under).take(tokens.len().div_ceil(LANES)) {
-                        writer.put(extract(word, mask), mask.count_ones());
-                    }
-                }
-            }
-
-            #[inline(always)]
-            pub(super) fn apply<U: Unit<W>, const W: usize>(
-                base: &[u8],
-                tokens: &[u8],
-                reader: &mut BitReader<'_>,
-                out: &mut [u8],
-                deposit: impl Fn(u64, u64) -> u64,
-            ) {
-                let (mut block, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
-                let mut words: Words = [0; BLOCK / LANES];
-                let outputs = base.chunks(BLOCK * W).zip(out.chunks_mut(BLOCK * W));
-                for (tokens, (base, out)) in tokens.chunks(BLOCK).zip(outputs) {
-                    if are_few(tokens, 1) && out.len() == base.len() {
-                        out.copy_from_slice(base);
-                        let (base, out) = (base.as_chunks::<W>().0, out.as_chunks_mut::<W>().0);
-                        for_each_from(tokens, 1, |at, token| {
-                            let extra = (reader.peek() & mask_of(token)) as $lane;
-                            reader.skip(extra_bits(token));
-                            let (Some(base), Some(unit)) = (base.get(at), out.get_mut(at)) else { return };
-                            *unit = U::put(sum::<W>(U::get(*base), least(token).wrapping_add(extra)));
-                        });
-                        continue;
-                    }
-                    for (slot, &token) in block.iter_mut().zip(tokens) {
-                        *slot = least(token);
-                    }
-                    if !all_literal(tokens) {
-                        masks_of(tokens, &mut masks);
-                        join(&masks, &mut words);
-                        for word in words.iter_mut().take(tokens.len().div_ceil(LANES)) {
-                            let mask = *word;
-                            *word = deposit(reader.peek(), mask);
-                            reader.skip(mask.count_ones());
-                        }
-                        for (numbers, &word) in block.as_chunks_mut::<LANES>().0.iter_mut().zip(&words) {
-                            for (lane, number) in (0u32..).zip(numbers) {
-                                *number = number.wrapping_add((word >> BITS.wrapping_mul(lane)) as $lane);
-                            }
-                        }
-                    }
-                    for ((unit, base), &z) in out.as_chunks_mut::<W>().0.iter_mut().zip(base.as_chunks::<W>().0).zip(&block) {
-                        *unit = U::put(sum::<W>(U::get(*base), z));
-                    }
-                }
-            }
-        }
-    };
-}
-lanes!(narrow, u16, i16);
-lanes!(wide, u32, i32);
 
 #[inline(always)]
 fn exponents_any(width: usize, exponent: Exponent, units: &[u8], out: &mut [u8]) {
@@ -442,6 +204,7 @@ fn classes_any(exponents: &mut [u8], bounds: &[u8; MAX_CLASSES - 1]) {
 
 #[cfg(test)]
 mod tests {
+    use super::lanes::BLOCK;
     use super::*;
 
     #[test]
@@ -504,15 +267,20 @@ mod tests {
                 }
                 let all = |level| {
                     let (mut t, mut c) = (vec![0; units], vec![0; units]);
-                    tokens_at(level, width, &base, &data, &mut t);
+                    let mut only_tokens = t.clone();
+                    let bits = encode_at(level, width, &base, &data, &mut t);
+                    tokens_at(level, width, &base, &data, &mut only_tokens);
+                    assert!(t == only_tokens);
                     exponents_at(level, width, exponent, &base, &mut c);
                     classes_at(level, &mut c, &bounds);
-                    let bits = put_extra_at(level, width, &base, &data, &t);
                     let mut out = vec![0xaa; width * units];
-                    assert!(apply_at(level, width, &base, &t, &bits, &mut out));
+                    assert!(apply_at(level, width, Some(&base), &t, &bits, &mut out));
                     assert!(out == data, "{level:?}, {units} of {width}");
+                    out.copy_from_slice(&base);
+                    assert!(apply_at(level, width, None, &t, &bits, &mut out));
+                    assert!(out == data, "in place, {level:?}, {units} of {width}");
                     let longer = [bits.as_slice(), &[0]].concat();
-                    assert!(!apply_at(level, width, &base, &t, &longer, &mut out), "a byte too many");
+                    assert!(!apply_at(level, width, Some(&base), &t, &longer, &mut out), "a byte too many");
                     for (&t, &z) in t.iter().zip(&z) {
                         assert!(t <= max_token(width) && z >= wide::least(t) && z - wide::least(t) < 1 << extra_bits(t));
                     }

@@ -295,15 +295,14 @@ impl Codec for Gradient {
         if let [("gradient", _), ..] = columns.columns {
             return decode_first(columns, base, out);
         }
-        let [column, _, _] = columns.exactly(COLUMNS_OF_MOMENT)?;
+        let [column, tokens, bits] = columns.exactly(COLUMNS_OF_MOMENT)?;
         let by = read_second(column).map_err(|e| e.clause("gradient 3"))?;
         let partner = columns.partner(FIRST)?;
         let before = partner.base.filter(|before| partner.dtype == Dtype::F32 && before.len() == partner.data.len());
         let before =
             before.ok_or_else(|| Error::corrupt("the partner of role `exp_avg` is not f32 in both snapshots").clause("gradient 1"))?;
-        let mut replayed = Spare::new(base.len(), "replayed elements")?;
-        Squared { base, before, now: partner.data }.replay(by, &mut replayed);
-        residual::decode(columns, &replayed, out)
+        Squared { base, before, now: partner.data }.replay(by, out);
+        residual::decode([tokens, bits], out)
     }
 }
 

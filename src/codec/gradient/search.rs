@@ -9,15 +9,16 @@
 //! many elements only nearly. So small odd divisors are tried too, and kept if they make gradients shorter.
 //!
 //! Gradients that were computed in binary32 are not short. The search fails, and is repeated only after 2, 16, 128, ...
-//! further chunks, each time with another beta beside the usual one: most of the cost is the search for a factor. What was
-//! found before is tried on every chunk.
+//! further chunks, each time with another beta beside the usual one: most of the cost is the search for a factor. Chunks of
+//! first and second moments count alike, because both are searched for the same factor. What was found before is tried on
+//! every chunk.
 
 use super::super::adam::{candidates, glance, second_beta};
 use super::super::residual::ONE_CLASS_PERCENT;
 use super::Squared;
 use crate::kernels::digits::{ESCAPE, shape};
 use crate::kernels::floats::floats;
-use crate::kernels::gradient::{self as kernel, Blend, First, Scale, Second};
+use crate::kernels::gradient::{self as kernel, Blend, First, Near, Scale, Second};
 use crate::kernels::replay::Square;
 
 /// Steps that were found last, the most recent first, and the pace of searches.
@@ -25,8 +26,7 @@ use crate::kernels::replay::Square;
 pub(super) struct Search {
     firsts: Vec<First>,
     seconds: Vec<Second>,
-    of_firsts: Pace,
-    of_seconds: Pace,
+    pace: Pace,
 }
 
 /// Pace of searches that fail.
@@ -87,12 +87,12 @@ impl Search {
     }
 
     pub(super) fn first(&mut self, before: &[u8], now: &[u8]) -> Option<First> {
-        self.known(before, now).or_else(|| search_paced(&mut self.of_firsts, &mut self.firsts, before, now))
+        self.known(before, now).or_else(|| search_paced(&mut self.pace, &mut self.firsts, before, now))
     }
 
     pub(super) fn second(&mut self, inputs: Squared<'_>, data: &[u8]) -> Option<(First, Second, usize)> {
         let known = self.known(inputs.before, inputs.now);
-        let first = known.or_else(|| search_paced(&mut self.of_seconds, &mut self.firsts, inputs.before, inputs.now))?;
+        let first = known.or_else(|| search_paced(&mut self.pace, &mut self.firsts, inputs.before, inputs.now))?;
         let [base, before, now, data] = [inputs.base, inputs.before, inputs.now, data].map(|data| glance(data, 64));
         let mut quotients = vec![0; now.len()];
         kernel::shorten(&before, &now, first, &mut quotients);
@@ -234,6 +234,7 @@ fn propose(before: &[u8], now: &[u8], weight: f64) -> Option<f64> {
     if voters.len() < 8 {
         return None;
     }
+    let first_voters = voters.get(..FIRST_VOTERS).unwrap_or(&voters);
     let mut best = (LEAST_SCORE, None);
     for bits in 5..12u32 {
         let grid = f64::from(1u32 << bits);
@@ -241,18 +242,12 @@ fn propose(before: &[u8], now: &[u8], weight: f64) -> Option<f64> {
         for &anchor in voters.iter().take(ANCHORS) {
             for k in 1 << bits..2u32 << bits {
                 let clip = mantissa(anchor * grid / f64::from(k));
-                let inverse = 1.0 / clip;
-                let is_near = |voter: &&f64| {
-                    let x = **voter * inverse;
-                    let x = (if x < 1.0 { 2.0 * x } else { x }) * grid;
-                    // Adding and subtracting 1.5 * 2^52 rounds to an integer.
-                    (x - ((x + 6_755_399_441_055_744.0) - 6_755_399_441_055_744.0)).abs() < grid * TOLERANCE
-                };
-                let early = voters.iter().take(FIRST_VOTERS).filter(is_near).count() as f64 / voters.len().min(FIRST_VOTERS) as f64;
-                if early < best.0 / 2.0 + chance {
+                let by = Near { inverse: 1.0 / clip, grid, tolerance: TOLERANCE };
+                let share = |voters: &[f64]| kernel::count_near(voters, by) as f64 / voters.len() as f64;
+                if share(first_voters) < best.0 / 2.0 + chance {
                     continue;
                 }
-                let score = voters.iter().filter(is_near).count() as f64 / voters.len() as f64 - chance;
+                let score = share(&voters) - chance;
                 if score > best.0 + 1e-9 {
                     best = (score, Some((clip, grid)));
                 }

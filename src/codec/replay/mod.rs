@@ -226,20 +226,19 @@ impl Codec for Replay {
         let base = columns.base(out.len())?;
         let not_f32 = |role: &str| Error::corrupt(format!("the partner of role `{role}` is not f32")).clause("replay 1");
         let now = |role: &'static str| now(Some(columns.partner(role)?)).ok_or_else(|| not_f32(role));
-        let (rule, inputs) = match columns.columns {
+        let (rule, inputs, rest) = match columns.columns {
             [("step", _), ..] => {
-                let [column, _, _] = columns.exactly(COLUMNS_OF_STEP)?;
-                (read_step(column)?, Inputs::Step { weights: base, first: now(FIRST)?, second: now(SECOND)? })
+                let [column, rest @ ..] = columns.exactly(COLUMNS_OF_STEP)?;
+                (read_step(column)?, Inputs::Step { weights: base, first: now(FIRST)?, second: now(SECOND)? }, rest)
             }
             _ => {
-                let [column, _, _] = columns.exactly(COLUMNS_OF_MOMENT)?;
+                let [column, rest @ ..] = columns.exactly(COLUMNS_OF_MOMENT)?;
                 let before = before(Some(columns.partner(FIRST)?)).ok_or_else(|| not_f32(FIRST))?;
-                (read_moment(column)?, Inputs::Moment { second: base, before, now: now(FIRST)? })
+                (read_moment(column)?, Inputs::Moment { second: base, before, now: now(FIRST)? }, rest)
             }
         };
-        let mut replayed = Spare::new(base.len(), "replayed elements")?;
-        inputs.replay(rule, &mut replayed);
-        residual::decode(columns, &replayed, out)
+        inputs.replay(rule, out);
+        residual::decode(rest, out)
     }
 }
 
