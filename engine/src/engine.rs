@@ -120,13 +120,13 @@ impl Engine {
         // Read before the arena is opened: an agent that removes all arenas does so before it changes these notes.
         let known_tiers = KnownTiers::read(&self.run);
         self.arena.open(&self.session.spec.run)?;
-        let local = LocalMemory { known_tiers, has_arena: self.arena.arena().is_some() };
+        let local = LocalMemory { known_tiers, has_states: self.arena.newest_complete()? > 0 };
         let check = check_freshness(&self.session.spec, &self.run, &local, self.options.store_timeout);
         let report = self.runtime.block_on(check)?;
         self.unreachable = report.unreachable;
         if let Freshness::Stale(latest) = report.freshness {
             self.session.mark_stale(latest);
-            self.arena.remove()?;
+            self.arena.discard_all()?;
         }
         let is_inline = self.options.encode == Encode::Inline;
         if self.session.is_stale() && is_inline {
@@ -144,6 +144,9 @@ impl Engine {
             let encoder = self.runtime.block_on(open)?;
             self.session.set_last_save(self.runtime.block_on(encoder.last_generation())?);
             self.inline = Some(encoder);
+        } else {
+            // A predecessor may have died before all memory was present. This process has mapped none of it yet.
+            self.arena.populate();
         }
         self.arena.raise_generation(progress.encoded.max(progress.durable));
         if !self.session.is_stale() {
@@ -153,6 +156,28 @@ impl Engine {
         self.reported = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
         self.session.memory_was_cleared();
         Ok(())
+    }
+
+    /// Makes room for states of about this many bytes before the first save. Returns at once; a thread takes the memory in
+    /// the background. Without this, the first save takes memory as it copies, and is several times slower than later ones.
+    /// Does nothing if the run has an arena from before, or encodes inline. If a state turns out larger, its save makes a
+    /// larger arena.
+    ///
+    /// Fails with `Storage` if there is too little shared memory.
+    ///
+    /// ```no_run
+    /// # use tensorcask::{Latest, Result};
+    /// # use tensorcask_engine::{Engine, EngineOptions};
+    /// let mut engine = Engine::start(EngineOptions::new("s3://bucket/run42"))?;
+    /// let parameters = 1_000_000_000;
+    /// engine.prepare(parameters * 14)?; // bf16 weights, f32 master weights and two moments
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn prepare(&mut self, state_bytes: u64) -> Result<()> {
+        match self.options.encode {
+            Encode::Agent => self.arena.prepare(&mut self.session, state_bytes),
+            Encode::Inline => Ok(()),
+        }
     }
 
     /// Saves a state: all tensors, or the shards of this rank. Returns after copying the state into shared memory.
