@@ -1,11 +1,14 @@
 //! The memory of an arena file, which becomes present block by block.
 //!
-//! A new file in shared memory has no pages yet. Taking and zeroing them costs several times as much as the copy of a
-//! state. So creating an arena takes none. A [`Population`](crate::population::Population) makes all blocks present in the
-//! background, and a save makes those present that it is about to write.
+//! A new file in shared memory has no pages yet. Taking and zeroing them costs several times as much as the copy of
+//! a state. So creating an arena takes none. A [`Population`](crate::population::Population) makes all blocks present
+//! in the background, and a save makes those present that it is about to write.
 //!
-//! Making a block present changes no byte, so any process may do it at any moment, whoever holds the slot. If it is done
-//! twice, or a process dies in the middle, nothing is lost but time.
+//! Making a block present changes no byte, so any process may do it at any moment, whoever holds the slot. If it is
+//! done twice, or a process dies in the middle, nothing is lost but time.
+//!
+//! Why not `pwrite`, which zeroes nothing? A file lets in one writer at a time, so copy threads would wait for each
+//! other, and its pages stay small where huge pages are offered.
 //!
 //! Invariant: no byte is written through the map unless its block is present. A write to a page that the system cannot
 //! provide would kill the process; making the block present fails with an error instead.

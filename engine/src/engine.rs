@@ -144,9 +144,6 @@ impl Engine {
             let encoder = self.runtime.block_on(open)?;
             self.session.set_last_save(self.runtime.block_on(encoder.last_generation())?);
             self.inline = Some(encoder);
-        } else {
-            // A predecessor may have died before all memory was present. This process has mapped none of it yet.
-            self.arena.populate();
         }
         self.arena.raise_generation(progress.encoded.max(progress.durable));
         if !self.session.is_stale() {
@@ -158,10 +155,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes room for states of about this many bytes before the first save. Returns at once; a thread takes the memory in
-    /// the background. Without this, the first save takes memory as it copies, and is several times slower than later ones.
-    /// Does nothing if the run has an arena from before, or encodes inline. If a state turns out larger, its save makes a
-    /// larger arena.
+    /// Makes room for states of about this many bytes before the first save. Returns at once; a thread takes the memory
+    /// in the background. Without this, the first save takes memory as it copies, and is several times slower than
+    /// later ones. An arena that the run has from before is kept. If a state turns out larger, its save makes a larger
+    /// arena. Does nothing with [`Encode::Inline`].
     ///
     /// Fails with `Storage` if there is too little shared memory.
     ///
@@ -185,7 +182,7 @@ impl Engine {
     /// Fails with `Fenced` once another job has taken the store over. Fails with `Storage` if there is too little
     /// shared memory for the arena, and, with [`OnAgentLoss::Fail`](crate::OnAgentLoss::Fail), if the agent is gone.
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Outcome> {
-        let span = self.save_span(step);
+        let span = save_span(&self.session.spec.run, step);
         let _entered = span.enter();
         let Some(inline) = &mut self.inline else {
             let saving = self.begin_save(step, tensors, &[], blobs, metadata)?;
@@ -246,7 +243,7 @@ impl Engine {
 
     /// Completes a save after all its buffers have been written.
     pub fn finish_save(&mut self, saving: Saving) -> Result<Outcome> {
-        let span = self.save_span(saving.timer.step);
+        let span = save_span(&self.session.spec.run, saving.timer.step);
         let _entered = span.enter();
         self.outstanding.check(&saving.token)?;
         self.publish(saving, &span)
@@ -258,19 +255,6 @@ impl Engine {
         let saved = copy.map(|copy| self.arena.publish(timer.step, copy)).transpose()?;
         drop(token);
         self.report_saved(timer, saved, span)
-    }
-
-    fn save_span(&self, step: u64) -> tracing::Span {
-        tracing::info_span!(
-            "save",
-            run = self.session.spec.run,
-            step,
-            generation = Empty,
-            stall_ms = Empty,
-            copy_ms = Empty,
-            bytes_in = Empty,
-            queue_depth = Empty
-        )
     }
 
     /// Reports a state in shared memory to the agent. `None`: the save was skipped.
@@ -471,6 +455,10 @@ impl Engine {
             store_timeout: self.options.store_timeout,
         }
     }
+}
+
+fn save_span(run: &str, step: u64) -> tracing::Span {
+    tracing::info_span!("save", run, step, generation = Empty, stall_ms = Empty, copy_ms = Empty, bytes_in = Empty, queue_depth = Empty)
 }
 
 fn check_metadata(metadata: &Metadata) -> Result<()> {

@@ -39,8 +39,8 @@ impl SharedMemory {
         }
     }
 
-    /// Makes the pages of a range present and writable. Changes no byte. Fails where a write would kill this process, and
-    /// in kernels before 5.14.
+    /// Makes the pages of a range present and writable. Changes no byte. Fails where a write would kill this process,
+    /// and in kernels before 5.14.
     pub(crate) fn populate(&self, offset: usize, length: usize) -> std::io::Result<()> {
         self.check(offset, length).map_err(std::io::Error::other)?;
         self.map.advise_range(Advice::PopulateWrite, offset, length)
