@@ -83,7 +83,8 @@ mod linux {
         let tables = [stall(&large, rounds, folder), restore(&large, rounds, folder)];
         drop(large);
         let small = states(small);
-        let tables = tables.into_iter().chain([run(&small, saves, folder), memory(&small, folder)]).collect::<Vec<_>>();
+        let further = [run(&small, saves, folder), memory(&small, folder), bases(&small, rounds, folder)];
+        let tables = tables.into_iter().chain(further).collect::<Vec<_>>();
         report("engine", &tables, arguments.json);
     }
 
@@ -101,7 +102,41 @@ mod linux {
         median((0..3).map(|_| memcpy.seconds(state.iter().map(|tensor| tensor.data.as_slice()))).collect())
     }
 
+    /// First saves of runs whose arena is there: prepared before the save, or left by an earlier process.
+    fn first_saves(state: &[Owned], rounds: usize, folder: Option<&str>) -> [f64; 3] {
+        let (mut fresh, mut prepared, mut restarted) = (Vec::new(), Vec::new(), Vec::new());
+        let save =
+            |engine: &mut Engine, step: u64| engine.save(step, &views(state), &[], &Metadata::default()).unwrap().stall.as_secs_f64();
+        for _ in 0..rounds.min(3) {
+            let host = Host::new(folder);
+            let mut engine = Engine::start(host.options()).unwrap();
+            fresh.push(save(&mut engine, 1));
+            engine.finish().unwrap();
+            let host = Host::new(folder);
+            let mut engine = Engine::start(host.options()).unwrap();
+            engine.prepare(bytes_of(state)).unwrap();
+            wait_for_memory(&host);
+            prepared.push(save(&mut engine, 1));
+            assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+            drop(engine);
+            let mut engine = Engine::start(host.options()).unwrap();
+            restarted.push(save(&mut engine, 2));
+            engine.finish().unwrap();
+        }
+        [fresh, prepared, restarted].map(median)
+    }
+
+    /// Waits until the memory of the whole arena is present.
+    fn wait_for_memory(host: &Host) {
+        use std::os::unix::fs::MetadataExt;
+        let arena = arena_of(host);
+        while std::fs::metadata(&arena).is_ok_and(|found| found.blocks() * 512 < found.len()) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
     fn stall(states: &[Vec<Owned>; 2], rounds: usize, folder: Option<&str>) -> Table {
+        let [fresh, prepared, restarted] = first_saves(&states[0], rounds, folder);
         let host = Host::new(folder);
         let size = bytes_of(&states[0]);
         let mut memcpy = Memcpy::new(size as usize);
@@ -112,7 +147,7 @@ mod linux {
             let views = views(&states[step as usize % 2]);
             engine.save(step, &views, &[], &Metadata::default()).unwrap().stall.as_secs_f64()
         };
-        let first = save(&mut engine);
+        save(&mut engine);
         let (mut copies, mut idle, mut busy) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..rounds {
             assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
@@ -136,7 +171,9 @@ mod linux {
         );
         let mut table = Table::new(title, &crate::common::SPEED);
         table.speed("memcpy", size, copy, copy);
-        table.speed("first save: the arena is made", size, first, copy);
+        table.speed("first save of a run", size, fresh, copy);
+        table.speed("first save after `prepare`", size, prepared, copy);
+        table.speed("first save of a trainer that was started again", size, restarted, copy);
         table.speed("save", size, median(idle), copy);
         table.speed("save while the agent encodes", size, median(busy), copy);
         table.speed("agent: encode a delta, nobody waits", size, encode, copy);
@@ -333,5 +370,55 @@ mod linux {
             engine.finish().unwrap();
         }
         table
+    }
+
+    /// CPU and private memory of the agent, by the form in which it keeps the base.
+    fn bases(states: &[Vec<Owned>; 2], rounds: usize, folder: Option<&str>) -> Table {
+        let size = bytes_of(&states[0]);
+        let title = format!(
+            "Agent of a run of {:.2} GB, by policy and form of the base; a delta of one step, median of {rounds}",
+            size as f64 / 1e9
+        );
+        let mut table = Table::new(title, &["CPU-s per delta (user)", "private memory, x state", "delta, x state"]);
+        for policy in [Policy::Adaptive, Policy::Consecutive] {
+            for keep_base_decoded in [true, false] {
+                let host = Host::new(folder);
+                let mut engine = Engine::start(EngineOptions { policy, keep_base_decoded, ..host.options() }).unwrap();
+                let agent = agent_status(Some(&host.memory.path().join("engine"))).unwrap().pid;
+                let mut save = |step: u64| {
+                    let before = user_seconds(agent);
+                    engine.save(step, &views(&states[step as usize % 2]), &[], &Metadata::default()).unwrap();
+                    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+                    user_seconds(agent) - before
+                };
+                save(0);
+                // Each delta is of one step: against the base, or against the step before.
+                let stride = if policy == Policy::Consecutive { 1 } else { 2 };
+                let deltas = (0..rounds as u64).map(|round| save(stride * round + 1)).collect();
+                let (cpu, private) = (median(deltas), private_bytes(agent) as f64 / size as f64);
+                let stored = host.status().0.saves.iter().rev().find_map(|save| save.bytes_out).unwrap_or(0) as f64 / size as f64;
+                let form = if keep_base_decoded { "decoded" } else { "encoded" };
+                let cells = vec![format!("{cpu:.3}"), format!("{private:.2}"), format!("{stored:.3}")];
+                let values = json!({ "cpu_seconds": cpu, "private": private, "stored": stored });
+                table.row(&format!("{}, base {form}", policy.name()), cells, values);
+                engine.finish().unwrap();
+            }
+        }
+        table
+    }
+
+    /// User time of a process so far, in seconds.
+    fn user_seconds(pid: u32) -> f64 {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let after_name = stat.rsplit_once(')').unwrap().1;
+        // Clock ticks are 1/100 s on Linux, whatever the kernel's own clock is.
+        after_name.split_whitespace().nth(11).unwrap().parse::<f64>().unwrap() / 100.0
+    }
+
+    /// Memory of a process that no file backs.
+    fn private_bytes(pid: u32) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
     }
 }

@@ -40,7 +40,7 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// Creates an arena in place of an existing one, with all its memory present. Its generations follow `generation`.
+    /// Creates an arena in place of an existing one. Its slots take no memory yet. Its generations follow `generation`.
     pub(crate) fn create(path: &Path, slots: u32, slot_bytes: usize, generation: u64) -> Result<Self> {
         ArenaFile::create(path, slots, slot_bytes, generation).map(|file| Self { file })
     }
@@ -137,6 +137,13 @@ impl Arena {
             }
         }
         Ok(discarded)
+    }
+
+    /// Discards all states, so that the arena can serve as a new one. Returns `false` if the agent is encoding one of
+    /// them: the arena cannot be used again then.
+    pub(crate) fn reset(&self) -> Result<bool> {
+        self.discard(|_| true)?;
+        Ok(self.words()?.iter().all(|word| word.state == SlotState::Empty))
     }
 
     /// Decodes the complete state in a slot, without comparing checksums.

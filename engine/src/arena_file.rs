@@ -6,17 +6,19 @@
 //! then          the bytes of slot 0, slot 1, ...: tensors, each at a cache line, then the description
 //! ```
 //!
+//! The pages of the slots become present later: see [`arena_memory`](crate::arena_memory).
+//!
 //! All numbers are 64-bit atomic words in native byte order: the file never leaves the host.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::FallocateFlags;
 use tensorcask::{Error, ErrorKind, Result};
 
+use crate::arena_memory::ArenaMemory;
 use crate::folders::describe_free_space;
 use crate::memory::SharedMemory;
 use crate::slot::{SlotState, SlotWord};
@@ -51,7 +53,7 @@ pub(crate) mod field {
 pub(crate) struct ArenaFile {
     path: PathBuf,
     identity: FileIdentity,
-    memory: SharedMemory,
+    memory: ArenaMemory,
     slots: usize,
     slot_bytes: usize,
 }
@@ -64,7 +66,8 @@ struct FileIdentity {
 }
 
 impl ArenaFile {
-    /// Creates a file in place of an existing one, with all its memory present. Its generations follow `generation`.
+    /// Creates a file in place of an existing one. Its slots take no memory yet. Its generations follow `generation`.
+    /// Fails with `Storage` if the file system has too little free space for all slots.
     pub(crate) fn create(path: &Path, slots: u32, slot_bytes: usize, generation: u64) -> Result<Self> {
         let fail = |e: std::io::Error| Error::io(path.display().to_string(), e);
         if !SLOTS.contains(&slots) {
@@ -77,14 +80,13 @@ impl ArenaFile {
         let new = path.with_extension("new");
         let _ = std::fs::remove_file(&new);
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&new).map_err(fail)?;
-        // `fallocate` would allocate small pages. Mapping first, with advice, can get huge pages.
         let sized = match has_room(path, bytes) {
             true => file.set_len(bytes as u64).map_err(fail),
-            false => Err(no_room(path, slots, bytes)),
+            false => Err(no_room(path, slots as usize, bytes)),
         };
-        let made = sized.and_then(|()| SharedMemory::map(&file, path)).and_then(|memory| {
-            memory.prefault();
-            reserve(&file, path, slots, bytes)?;
+        let made = sized.and_then(|()| ArenaMemory::map(file, path)).and_then(|mapped| {
+            mapped.make_present(0, PAGE * (1 + slots as usize)).map_err(|e| no_room_or(e, path, slots as usize, bytes))?;
+            let memory = mapped.shared();
             for (offset, value) in
                 [(head::MAGIC, MAGIC), (head::VERSION, VERSION), (head::SLOTS, u64::from(slots)), (head::SLOT_BYTES, slot_bytes as u64)]
             {
@@ -94,7 +96,8 @@ impl ArenaFile {
             (1..=slots as usize)
                 .try_for_each(|page| memory.word(PAGE * page + field::WORD).map(|word| word.store(empty, Ordering::Release)))?;
             std::fs::rename(&new, path).map_err(fail)?;
-            Ok((memory, identity(&file.metadata().map_err(fail)?)))
+            let identity = identity(&mapped.file().metadata().map_err(fail)?);
+            Ok((mapped, identity))
         });
         match made {
             Ok((memory, identity)) => Ok(Self { path: path.to_owned(), identity, memory, slots: slots as usize, slot_bytes }),
@@ -114,7 +117,8 @@ impl ArenaFile {
         if !meta.is_file() || meta.uid() != rustix::process::getuid().as_raw() || meta.mode() & 0o077 != 0 {
             return Err(Error::invalid("is not an arena that only this user can access; remove it").object(name));
         }
-        let memory = SharedMemory::map(&file, path)?;
+        let mapped = ArenaMemory::map(file, path)?;
+        let memory = mapped.shared();
         let read = |offset: usize| memory.word(offset).map(|word| word.load(Ordering::Relaxed));
         let corrupt = |message: &str| Error::corrupt(message).object(name.as_str());
         if memory.len() < PAGE || read(head::MAGIC)? != MAGIC {
@@ -131,7 +135,7 @@ impl ArenaFile {
         if bytes != Some(memory.len()) {
             return Err(corrupt("the size of the arena differs from its header"));
         }
-        Ok(Self { path: path.to_owned(), identity: identity(&meta), memory, slots, slot_bytes })
+        Ok(Self { path: path.to_owned(), identity: identity(&meta), memory: mapped, slots, slot_bytes })
     }
 
     /// Whether the path still leads to this file. The file of a finished run is removed.
@@ -141,7 +145,32 @@ impl ArenaFile {
 
     /// The mapped memory.
     pub(crate) fn memory(&self) -> &SharedMemory {
-        &self.memory
+        self.memory.shared()
+    }
+
+    /// Number of blocks that the memory becomes present in.
+    pub(crate) fn blocks(&self) -> usize {
+        self.memory.blocks()
+    }
+
+    /// Takes the memory of a block. Fails with `Storage` if there is none.
+    pub(crate) fn make_block_present(&self, block: usize) -> Result<()> {
+        self.memory.make_block_present(block).map_err(|e| self.no_room_or(e))
+    }
+
+    /// Takes the memory of a range. Fails with `Storage` if there is none.
+    pub(crate) fn make_present(&self, offset: usize, bytes: usize) -> Result<()> {
+        self.memory.make_present(offset, bytes).map_err(|e| self.no_room_or(e))
+    }
+
+    /// Copies bytes into a slot that the caller fills. Takes the memory first, if that is not done yet.
+    pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        self.make_present(offset, bytes.len())?;
+        self.memory().write(offset, bytes)
+    }
+
+    fn no_room_or(&self, error: std::io::Error) -> Error {
+        no_room_or(error, &self.path, self.slots, self.memory().len())
     }
 
     /// The path, for error messages.
@@ -161,7 +190,7 @@ impl ArenaFile {
 
     /// Total size in bytes.
     pub(crate) fn bytes(&self) -> u64 {
-        self.memory.len() as u64
+        self.memory().len() as u64
     }
 
     /// Whether a state of this size fits into a slot.
@@ -171,12 +200,12 @@ impl ArenaFile {
 
     /// A word of page 0.
     pub(crate) fn head(&self, name: usize) -> Result<&AtomicU64> {
-        self.memory.word(name)
+        self.memory().word(name)
     }
 
     /// A word of a slot's page.
     pub(crate) fn field(&self, slot: usize, name: usize) -> Result<&AtomicU64> {
-        self.memory.word(PAGE * (slot + 1) + name)
+        self.memory().word(PAGE * (slot + 1) + name)
     }
 
     /// Offset of the bytes of a slot.
@@ -195,19 +224,14 @@ fn has_room(path: &Path, bytes: usize) -> bool {
     limited.is_none_or(|found| found.f_bavail.saturating_mul(found.f_frsize) >= bytes as u64)
 }
 
-/// Allocates the memory of the file now, so that no later copy runs out of memory.
-fn reserve(file: &File, path: &Path, slots: u32, bytes: usize) -> Result<()> {
-    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes as u64) {
-        Ok(()) => Ok(()),
-        Err(rustix::io::Errno::NOSPC) => {
-            let _ = file.set_len(0);
-            Err(no_room(path, slots, bytes))
-        }
-        Err(e) => Err(Error::io(path.display().to_string(), e.into())),
+fn no_room_or(error: std::io::Error, path: &Path, slots: usize, bytes: usize) -> Error {
+    match error.kind() {
+        std::io::ErrorKind::StorageFull => no_room(path, slots, bytes),
+        _ => Error::io(path.display().to_string(), error),
     }
 }
 
-fn no_room(path: &Path, slots: u32, bytes: usize) -> Error {
+fn no_room(path: &Path, slots: usize, bytes: usize) -> Error {
     let free = describe_free_space(path.parent().unwrap_or(path));
     let message = format!("no space: an arena of {slots} slots for this state needs {bytes} bytes of shared memory, and {free}");
     Error::new(ErrorKind::Storage, message).object(path.display().to_string())

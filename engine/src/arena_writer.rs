@@ -10,6 +10,7 @@ use crate::copy_plan::{CopyPlan, Deferred};
 use crate::files::remove_file;
 use crate::folders::RankFolder;
 use crate::options::{BackPressure, EngineOptions};
+use crate::population::Population;
 use crate::protocol::AttachMode;
 use crate::saving::{Attempts, PendingCopy, SavedState};
 use crate::session::{Pause, Session};
@@ -30,6 +31,8 @@ pub(crate) struct StateView<'a> {
 #[derive(Debug)]
 pub(crate) struct ArenaWriter {
     folder: RankFolder,
+    /// Dropped before the arena that it works on.
+    population: Option<Population>,
     arena: Option<Arc<Arena>>,
     /// Newest generation of this rank. A new arena continues the count.
     generation: u64,
@@ -45,7 +48,7 @@ impl ArenaWriter {
         let threads = rayon::ThreadPoolBuilder::new().num_threads(options.copy_threads).thread_name(|n| format!("tensorcask-copy-{n}"));
         let pool = threads.build().map_err(|e| Error::new(ErrorKind::Storage, format!("cannot start the copy threads: {e}")))?;
         let (slots, world, back_pressure) = (options.slots, options.world, options.back_pressure);
-        Ok(Self { folder, arena: None, generation: 0, attempts: Attempts::default(), slots, world, back_pressure, pool })
+        Ok(Self { folder, population: None, arena: None, generation: 0, attempts: Attempts::default(), slots, world, back_pressure, pool })
     }
 
     /// Opens the arena of a predecessor, if there is one. Abandons its incomplete copy; removes an arena that cannot be
@@ -84,19 +87,52 @@ impl ArenaWriter {
 
     /// Closes the arena without removing it.
     pub(crate) fn close(&mut self) {
-        self.arena = None;
+        (self.population, self.arena) = (None, None);
     }
 
     /// Closes the arena if its file has been removed.
     pub(crate) fn close_if_removed(&mut self) {
-        self.arena.take_if(|arena| !arena.file().is_in_place());
+        if self.arena.as_ref().is_some_and(|arena| !arena.file().is_in_place()) {
+            self.close();
+        }
     }
 
-    /// Removes the arena, whose states are out of date.
+    /// Removes the arena.
     pub(crate) fn remove(&mut self) -> Result<()> {
         self.newest_complete()?;
-        self.arena = None;
+        self.close();
         remove_file(&self.folder.arena())
+    }
+
+    /// Discards all states, which are out of date. Keeps the arena for the next save, because its memory is present
+    /// already, unless the agent is still reading it.
+    pub(crate) fn discard_all(&mut self) -> Result<()> {
+        self.newest_complete()?;
+        match self.arena.as_ref().map(|arena| arena.reset()) {
+            Some(Ok(true)) => Ok(()),
+            _ => self.remove(),
+        }
+    }
+
+    /// Makes an arena for states of about this size, if there is none, and takes its memory in the background.
+    pub(crate) fn prepare(&mut self, session: &mut Session, state_bytes: u64) -> Result<()> {
+        if self.arena.is_none() {
+            let bytes = usize::try_from(state_bytes).map_err(|_| Error::limit("the state has more bytes than this machine can address"))?;
+            // Some room for the description. A state that does not fit gets another arena.
+            self.create(session, bytes.saturating_add(bytes / 64).saturating_add(1 << 20))?;
+        }
+        self.populate();
+        Ok(())
+    }
+
+    /// Takes the memory of the arena in the background.
+    pub(crate) fn populate(&mut self) {
+        if let (Some(arena), None) = (&self.arena, &self.population) {
+            match Population::start(arena) {
+                Ok(population) => self.population = Some(population),
+                Err(error) => tracing::warn!(%error, "saves take the memory of the arena themselves"),
+            }
+        }
     }
 
     pub(crate) fn raise_generation(&mut self, generation: u64) {
@@ -137,7 +173,12 @@ impl ArenaWriter {
             let current = arena.session()?;
             let attempt = self.attempts.of(current, state.step);
             match self.pool.install(|| claimed.fill(plan, current, attempt)) {
-                Ok(slot) => return Ok(Some(PendingCopy { slot, time: begun.elapsed(), bytes })),
+                Ok(slot) => {
+                    let time = begun.elapsed();
+                    // Not before the copy, which needs the processors and the memory for itself.
+                    self.populate();
+                    return Ok(Some(PendingCopy { slot, time, bytes }));
+                }
                 // The description has grown.
                 Err(e) if e.kind() == ErrorKind::LimitExceeded && !has_grown => {
                     has_grown = true;
@@ -187,7 +228,7 @@ impl ArenaWriter {
         while let Some(arena) = &self.arena {
             if !arena.words()?.iter().any(|word| word.state.is_pending()) {
                 self.newest_complete()?;
-                self.arena = None;
+                self.close();
                 break;
             }
             if self.back_pressure == BackPressure::Skip {
@@ -199,10 +240,16 @@ impl ArenaWriter {
         // The new arena needs the memory of the old one, so the agent must unmap it first.
         remove_file(&self.folder.arena())?;
         session.attach(AttachMode::Continue)?;
+        self.create(session, slot_bytes)?;
+        Ok(true)
+    }
+
+    /// Creates an arena, where there is none, and tells the agent.
+    fn create(&mut self, session: &mut Session, slot_bytes: usize) -> Result<()> {
         let arena = Arena::create(&self.folder.arena(), self.slots, slot_bytes, self.generation)?;
         arena.raise_session(session.progress().session)?;
         self.arena = Some(Arc::new(arena));
         session.attach(AttachMode::Continue)?;
-        Ok(true)
+        Ok(())
     }
 }

@@ -185,9 +185,9 @@ pub(crate) struct CopiedState {
 }
 
 impl CopiedState {
-    /// Offset and size of each deferred piece. Tensors tied to others have none.
-    pub(crate) fn deferred(&self) -> impl Iterator<Item = (usize, usize)> {
-        self.deferred.iter().filter_map(|number| self.image.pieces.get(*number)).map(|piece| (piece.at, piece.bytes))
+    /// The deferred pieces. Tensors tied to others have none.
+    pub(crate) fn deferred(&self) -> impl Iterator<Item = Piece> {
+        self.deferred.iter().filter_map(|number| self.image.pieces.get(*number)).copied()
     }
 
     /// Computes the checksums of the deferred pieces, read through `read` (offset in the slot, size), and describes the

@@ -120,13 +120,13 @@ impl Engine {
         // Read before the arena is opened: an agent that removes all arenas does so before it changes these notes.
         let known_tiers = KnownTiers::read(&self.run);
         self.arena.open(&self.session.spec.run)?;
-        let local = LocalMemory { known_tiers, has_arena: self.arena.arena().is_some() };
+        let local = LocalMemory { known_tiers, has_states: self.arena.newest_complete()? > 0 };
         let check = check_freshness(&self.session.spec, &self.run, &local, self.options.store_timeout);
         let report = self.runtime.block_on(check)?;
         self.unreachable = report.unreachable;
         if let Freshness::Stale(latest) = report.freshness {
             self.session.mark_stale(latest);
-            self.arena.remove()?;
+            self.arena.discard_all()?;
         }
         let is_inline = self.options.encode == Encode::Inline;
         if self.session.is_stale() && is_inline {
@@ -155,12 +155,34 @@ impl Engine {
         Ok(())
     }
 
+    /// Makes room for states of about this many bytes before the first save. Returns at once; a thread takes the memory
+    /// in the background. Without this, the first save takes memory as it copies, and is several times slower than
+    /// later ones. An arena that the run has from before is kept. If a state turns out larger, its save makes a larger
+    /// arena. Does nothing with [`Encode::Inline`].
+    ///
+    /// Fails with `Storage` if there is too little shared memory.
+    ///
+    /// ```no_run
+    /// # use tensorcask::{Latest, Result};
+    /// # use tensorcask_engine::{Engine, EngineOptions};
+    /// let mut engine = Engine::start(EngineOptions::new("s3://bucket/run42"))?;
+    /// let parameters = 1_000_000_000;
+    /// engine.prepare(parameters * 14)?; // bf16 weights, f32 master weights and two moments
+    /// # Ok::<(), tensorcask::Error>(())
+    /// ```
+    pub fn prepare(&mut self, state_bytes: u64) -> Result<()> {
+        match self.options.encode {
+            Encode::Agent => self.arena.prepare(&mut self.session, state_bytes),
+            Encode::Inline => Ok(()),
+        }
+    }
+
     /// Saves a state: all tensors, or the shards of this rank. Returns after copying the state into shared memory.
     ///
     /// Fails with `Fenced` once another job has taken the store over. Fails with `Storage` if there is too little
     /// shared memory for the arena, and, with [`OnAgentLoss::Fail`](crate::OnAgentLoss::Fail), if the agent is gone.
     pub fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<Outcome> {
-        let span = self.save_span(step);
+        let span = save_span(&self.session.spec.run, step);
         let _entered = span.enter();
         let Some(inline) = &mut self.inline else {
             let saving = self.begin_save(step, tensors, &[], blobs, metadata)?;
@@ -221,7 +243,7 @@ impl Engine {
 
     /// Completes a save after all its buffers have been written.
     pub fn finish_save(&mut self, saving: Saving) -> Result<Outcome> {
-        let span = self.save_span(saving.timer.step);
+        let span = save_span(&self.session.spec.run, saving.timer.step);
         let _entered = span.enter();
         self.outstanding.check(&saving.token)?;
         self.publish(saving, &span)
@@ -233,19 +255,6 @@ impl Engine {
         let saved = copy.map(|copy| self.arena.publish(timer.step, copy)).transpose()?;
         drop(token);
         self.report_saved(timer, saved, span)
-    }
-
-    fn save_span(&self, step: u64) -> tracing::Span {
-        tracing::info_span!(
-            "save",
-            run = self.session.spec.run,
-            step,
-            generation = Empty,
-            stall_ms = Empty,
-            copy_ms = Empty,
-            bytes_in = Empty,
-            queue_depth = Empty
-        )
     }
 
     /// Reports a state in shared memory to the agent. `None`: the save was skipped.
@@ -446,6 +455,10 @@ impl Engine {
             store_timeout: self.options.store_timeout,
         }
     }
+}
+
+fn save_span(run: &str, step: u64) -> tracing::Span {
+    tracing::info_span!("save", run, step, generation = Empty, stall_ms = Empty, copy_ms = Empty, bytes_in = Empty, queue_depth = Empty)
 }
 
 fn check_metadata(metadata: &Metadata) -> Result<()> {

@@ -51,8 +51,8 @@ impl UnreachableTier {
 pub(crate) struct LocalMemory {
     /// Notes about the tiers, read before the arena was opened.
     pub known_tiers: KnownTiers,
-    /// Whether the rank has an arena.
-    pub has_arena: bool,
+    /// Whether the arena of the rank holds a complete state.
+    pub has_states: bool,
 }
 
 /// Compares this host's memory with the tiers. Notes the newest snapshots of the tiers if memory is current.
@@ -69,7 +69,7 @@ pub(crate) async fn check_freshness(spec: &RunSpec, run: &RunFolder, local: &Loc
             memory.stores.push((store, contents));
         }
     }
-    let is_empty = epochs.is_empty() && !local.has_arena;
+    let is_empty = epochs.is_empty() && !local.has_states;
     let (mut first, mut unreachable): (Option<TierContents>, _) = (None, Vec::new());
     // Time of the newest save that is known to be ours, for comparison with farther tiers.
     let (mut newest_here, has_further) = (0, stores.len() > 1);

@@ -35,6 +35,8 @@ mod image;
 
 mod copy_plan;
 
+mod arena_memory;
+
 mod arena_file;
 
 mod arena;
@@ -72,6 +74,8 @@ mod agreement;
 mod connection;
 mod saving;
 mod session;
+
+mod population;
 
 mod arena_writer;
 

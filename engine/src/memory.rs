@@ -32,14 +32,18 @@ impl SharedMemory {
         self.map.len()
     }
 
-    /// Makes all pages present, as huge pages if the system offers them, to spare later copies the page faults. Advice
-    /// that the kernel does not support is no error.
-    pub(crate) fn prefault(&self) {
-        for advice in [Advice::HugePage, Advice::PopulateWrite] {
-            if let Err(error) = self.map.advise(advice) {
-                tracing::debug!(?advice, %error, "the kernel did not take this memory advice");
-            }
+    /// Asks for huge pages. A kernel that does not offer them is no error.
+    pub(crate) fn prefer_huge_pages(&self) {
+        if let Err(error) = self.map.advise(Advice::HugePage) {
+            tracing::debug!(%error, "no huge pages for shared memory");
         }
+    }
+
+    /// Makes the pages of a range present and writable. Changes no byte. Fails where a write would kill this process,
+    /// and in kernels before 5.14.
+    pub(crate) fn populate(&self, offset: usize, length: usize) -> std::io::Result<()> {
+        self.check(offset, length).map_err(std::io::Error::other)?;
+        self.map.advise_range(Advice::PopulateWrite, offset, length)
     }
 
     /// An atomic word at a multiple of eight bytes.
@@ -64,7 +68,8 @@ impl SharedMemory {
     /// Copies bytes into the map. Bypasses the cache where possible, because this process does not read the bytes again
     /// soon.
     ///
-    /// The caller must be the only writer of these bytes: it is filling the slot, and one thread copies each part.
+    /// The caller must be the only writer of these bytes: it is filling the slot, and one thread copies each part. The
+    /// pages must be present: if the system has no memory for one, this process is killed.
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         self.check(offset, bytes.len())?;
         // SAFETY: in bounds. The source is a Rust reference, so it cannot overlap a slot that is being filled: no

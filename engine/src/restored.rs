@@ -25,6 +25,15 @@ pub struct Restored<'a> {
     pub seconds: f64,
 }
 
+impl Restored<'_> {
+    /// Size of the state in bytes: blobs and tensors, tied ones once, for [`Engine::prepare`](crate::Engine::prepare).
+    pub fn state_bytes(&self) -> u64 {
+        let own = self.tensors.iter().filter(|tensor| tensor.tied_to.is_none());
+        let tensors = own.filter_map(|tensor| tensor.rect.element_count().and_then(|count| tensor.dtype.byte_count(count)));
+        tensors.chain(self.blobs.iter().map(|blob| blob.data.len() as u64)).fold(0, u64::saturating_add)
+    }
+}
+
 /// Place that serves a restore.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Source {

@@ -5,12 +5,13 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use rayon::prelude::*;
 use tensorcask::{Error, ErrorKind, Result};
 
 use crate::arena::{Arena, SlotHeader};
 use crate::arena_file::field;
 use crate::copy_plan::{CopiedState, CopyPlan};
-use crate::image::StoredState;
+use crate::image::{Piece, StoredState};
 use crate::slot::{Claimable, SlotState, SlotWord, Transition, choose_slot, next_generation, next_to_encode};
 
 /// A slot that the trainer fills. Dropped before it is published, it is abandoned.
@@ -48,7 +49,10 @@ impl ClaimedSlot {
         if !arena.file().fits(plan.data_bytes) {
             return Err(too_small(arena, plan.data_bytes));
         }
-        let copied = plan.copy(|at, bytes| arena.file().memory().write(start + at, bytes))?;
+        let copied = plan.copy(|at, bytes| arena.file().write(start + at, bytes))?;
+        // A device writes these bytes later, and cannot report that there is no memory.
+        let deferred: Vec<Piece> = copied.deferred().flat_map(Piece::extents).collect();
+        deferred.par_iter().try_for_each(|extent| arena.file().make_present(start + extent.at, extent.bytes))?;
         let end = copied.data_bytes.saturating_add(copied.description.len());
         if !arena.file().fits(end) {
             return Err(too_small(arena, end));
@@ -78,7 +82,7 @@ impl FilledSlot {
     /// Buffers for the deferred tensors, in their order. Tensors tied to others have none.
     pub(crate) fn deferred(&mut self) -> Result<Vec<&mut [u8]>> {
         let start = self.claimed.arena.file().start(self.claimed.slot);
-        let parts: Vec<_> = self.copied.deferred().map(|(at, bytes)| (start + at, bytes)).collect();
+        let parts: Vec<_> = self.copied.deferred().map(|piece| (start + piece.at, piece.bytes)).collect();
         self.claimed.arena.file().memory().writable(&parts)
     }
 
@@ -100,7 +104,7 @@ impl FilledSlot {
         if !arena.file().fits(at.saturating_add(description.len())) {
             return Err(too_small(arena, at.saturating_add(description.len())));
         }
-        memory.write(start + at, description)?;
+        arena.file().write(start + at, description)?;
         for (name, value) in [
             (field::STEP, step),
             (field::DESCRIPTION_AT, at as u64),
@@ -253,6 +257,21 @@ mod tests {
         }
         write(2_500_096 + 5, b"X");
         assert!(arena.read(0).is_err());
+    }
+
+    #[test]
+    fn an_arena_is_reset_unless_the_agent_reads_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let arena = arena(&folder);
+        save(&arena, 10, Claimable::Free).unwrap();
+        save(&arena, 11, Claimable::Free).unwrap();
+        let taken = TakenSlot::take(&arena, |_| true).unwrap().unwrap();
+        assert!(!arena.reset().unwrap(), "the agent is encoding a state");
+        taken.release().unwrap();
+        assert!(arena.reset().unwrap());
+        assert_eq!((arena.headers().unwrap(), arena.failed().unwrap()), (vec![], vec![]));
+        assert_eq!(save(&arena, 12, Claimable::Free).unwrap(), Some(3), "generations continue");
+        check(&arena, 0, 12);
     }
 
     #[test]

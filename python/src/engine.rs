@@ -209,6 +209,13 @@ impl Engine {
         Ok(facts)
     }
 
+    /// Takes memory for states of about this size, in the background.
+    fn prepare(&self, py: Python<'_>, state_bytes: u64) -> PyResult<()> {
+        let mut engine = self.lock(py)?;
+        let engine = opened(&mut engine)?;
+        py.detach(|| engine.prepare(state_bytes)).map_err(|e| raise(&e))
+    }
+
     /// Returns the steps that can be restored here, newest first, with their locations.
     fn loadable(&self, py: Python<'_>) -> PyResult<Vec<(u64, Place)>> {
         let mut engine = self.lock(py)?;

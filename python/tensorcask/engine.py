@@ -330,6 +330,14 @@ class Engine:
         user = json.loads(facts.pop("user"))
         return Restored(state=state, source=source, url=url, user=user, passed_over=passed_over, **facts)
 
+    def prepare(self, state_bytes: int) -> None:
+        """Takes shared memory for states of about this many bytes, in the background, before the first save.
+
+        Without this, the first save takes the memory as it copies, and is several times slower than later ones. Memory
+        from an earlier start is kept. If a state turns out larger, its save makes more room.
+        """
+        self._native.prepare(state_bytes)
+
     def loadable(self) -> list[Loadable]:
         """Lists the steps that can be restored here, newest first, each from the nearest place. Reads no tensor."""
         return [Loadable(step, source, url) for step, (source, url) in self._native.loadable()]

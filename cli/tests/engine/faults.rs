@@ -11,6 +11,7 @@ use tensorcask::{ErrorKind, Latest, Policy};
 use tensorcask_engine::{BackPressure, Encode, Engine, EngineOptions, Source, Until};
 
 use super::host::*;
+use super::memory::arena_is_present;
 
 #[test]
 fn saves_wait_in_memory_while_the_store_is_unavailable() {
@@ -156,7 +157,7 @@ fn a_memory_cap_smaller_than_a_chain_stops_no_save() {
 }
 
 /// Mounts a tmpfs of this size; `None` without the permission to mount.
-fn mounted(size: &str) -> Option<tempfile::TempDir> {
+pub(crate) fn mounted(size: &str) -> Option<tempfile::TempDir> {
     let folder = tempfile::tempdir().unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(folder.path()).status();
     if mounted.is_ok_and(|status| status.success()) {
@@ -166,7 +167,7 @@ fn mounted(size: &str) -> Option<tempfile::TempDir> {
     None
 }
 
-fn unmount(folder: &tempfile::TempDir) {
+pub(crate) fn unmount(folder: &tempfile::TempDir) {
     let agent: i32 = std::fs::read_to_string(folder.path().join("e/agent.lock")).unwrap().parse().unwrap();
     rustix::process::kill_process(rustix::process::Pid::from_raw(agent).unwrap(), Signal::KILL).unwrap();
     until("the folder is free", || Command::new("umount").arg(folder.path()).status().unwrap().success());
@@ -189,9 +190,11 @@ fn too_little_shared_memory_is_an_error_that_names_the_needed_size() {
 /// The arena fits into memory, and an encoded snapshot does not.
 #[test]
 fn too_little_shared_memory_for_a_snapshot_fails_only_that_save() {
-    let Some(folder) = mounted("10m") else { return };
+    let Some(folder) = mounted("13m") else { return };
     let host = Host::new();
     let mut engine = Engine::start(EngineOptions { folder: Some(folder.path().join("e")), ..host.options() }).unwrap();
+    engine.prepare(4_000_000).unwrap();
+    arena_is_present(&folder.path().join("e"));
     let mut x = 1u64;
     let noise: Vec<u8> = (0..4_000_000)
         .map(|_| {

@@ -9,5 +9,6 @@ mod faults;
 mod host;
 mod kills;
 mod lost_stores;
+mod memory;
 mod ranks;
 mod tiers;

@@ -1,0 +1,161 @@
+//! The memory of an arena: taken in the background, again after a crash, and used again by a later start of the job.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use tensorcask::{ErrorKind, Latest};
+use tensorcask_engine::{Engine, EngineOptions, Source, Until};
+
+use super::faults::{mounted, unmount};
+use super::host::*;
+
+/// The only arena in an engine's folder.
+fn arena_of(engine_folder: &Path) -> PathBuf {
+    let entries = std::fs::read_dir(engine_folder).unwrap().map(|entry| entry.unwrap().path().join("rank-0/arena"));
+    entries.into_iter().find(|path| path.is_file()).expect("no arena")
+}
+
+/// Size of the only arena, and the part that memory was taken for.
+fn arena_bytes(engine_folder: &Path) -> (u64, u64) {
+    let meta = std::fs::metadata(arena_of(engine_folder)).unwrap();
+    (meta.len(), meta.blocks() * 512)
+}
+
+/// Waits until all memory of the arena is present.
+pub(crate) fn arena_is_present(engine_folder: &Path) {
+    until("all slots are present", || matches!(arena_bytes(engine_folder), (size, present) if size == present));
+}
+
+/// Leaves the arena as a trainer does that dies before any slot is present.
+fn lose_memory(engine_folder: &Path) {
+    let arena = std::fs::OpenOptions::new().write(true).open(arena_of(engine_folder)).unwrap();
+    let bytes = arena.metadata().unwrap().len();
+    // Page 0 and the pages of two slots.
+    arena.set_len(3 * 4096).unwrap();
+    arena.set_len(bytes).unwrap();
+    assert_eq!(arena_bytes(engine_folder), (bytes, 3 * 4096));
+}
+
+#[test]
+fn a_prepared_arena_is_present_before_the_first_save() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    engine.prepare(SMALL as u64 * 2).unwrap();
+    arena_is_present(&host.engine_folder());
+    let prepared = std::fs::metadata(arena_of(&host.engine_folder())).unwrap().ino();
+    save(&mut engine, 1);
+    save(&mut engine, 2);
+    engine.prepare(SMALL as u64 * 100).unwrap();
+    assert_eq!(std::fs::metadata(arena_of(&host.engine_folder())).unwrap().ino(), prepared, "the first save uses the prepared arena");
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, &found.source), (2, &Source::Slot));
+    check(&found, SMALL);
+}
+
+#[test]
+fn a_state_larger_than_prepared_gets_a_larger_arena() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    engine.prepare(1000).unwrap();
+    let state = State::new(1, 4 << 20);
+    state.save(&mut engine).unwrap();
+    check(&engine.restore(Latest).unwrap(), 4 << 20);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    check_stored(&host.store(), 1, 4 << 20);
+}
+
+#[test]
+fn the_first_save_is_followed_by_memory_for_all_slots() {
+    let host = Host::new();
+    let mut engine = Engine::start(EngineOptions { slots: 4, ..host.options() }).unwrap();
+    save(&mut engine, 1);
+    arena_is_present(&host.engine_folder());
+    check(&engine.restore(Latest).unwrap(), SMALL);
+}
+
+#[test]
+fn a_trainer_that_dies_before_its_memory_is_present_does_no_harm() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    engine.prepare(SMALL as u64).unwrap();
+    drop(engine);
+    lose_memory(&host.engine_folder());
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    check(&engine.restore(Latest).unwrap(), SMALL);
+    arena_is_present(&host.engine_folder());
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    check_stored(&host.store(), 2, SMALL);
+}
+
+/// Something else takes the memory between the creation of the arena and its use.
+#[test]
+fn a_save_without_memory_for_its_slot_fails_and_a_later_one_succeeds() {
+    let Some(folder) = mounted("20m") else { return };
+    let (host, engine_folder) = (Host::new(), folder.path().join("e"));
+    let options = EngineOptions { folder: Some(engine_folder.clone()), ..host.options() };
+    let mut engine = Engine::start(options.clone()).unwrap();
+    engine.prepare(4 << 20).unwrap();
+    drop(engine);
+    lose_memory(&engine_folder);
+    let filler = folder.path().join("filler");
+    std::fs::write(&filler, vec![1; 18 << 20]).unwrap();
+    let mut engine = Engine::start(options).unwrap();
+    let state = State::new(1, 4 << 20);
+    let error = state.save(&mut engine).unwrap_err();
+    std::fs::remove_file(&filler).unwrap();
+    let saved = state.save(&mut engine).map(|_| engine.restore(Latest).unwrap().source);
+    drop(engine);
+    unmount(&folder);
+    assert_eq!(error.kind(), ErrorKind::Storage, "{error}");
+    assert!(error.message().contains("--shm-size"), "{error}");
+    assert_eq!(saved.unwrap(), Source::Slot);
+}
+
+/// The job ran on another host and comes back: the states in the arena are out of date, and its memory is not.
+#[test]
+fn an_arena_with_out_of_date_states_is_used_again_without_them() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    save(&mut engine, 2);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let arena = std::fs::metadata(arena_of(&host.engine_folder())).unwrap().ino();
+    drop(engine);
+    let elsewhere = Host::new();
+    let mut other = Engine::start(EngineOptions { folder: Some(elsewhere.engine_folder()), ..host.options() }).unwrap();
+    save(&mut other, 3);
+    assert!(other.wait(Until::Durable, LONG).unwrap().reached);
+    drop(other);
+    let mut engine = host.engine();
+    assert!(!engine.loadable().unwrap().iter().any(|found| found.source == Source::Slot), "{:?}", engine.loadable());
+    let found = engine.restore(Latest).unwrap();
+    assert!(matches!((found.step, &found.source), (3, Source::Tier(0, _))), "{found:?}");
+    drop(found);
+    save(&mut engine, 4);
+    assert_eq!(std::fs::metadata(arena_of(&host.engine_folder())).unwrap().ino(), arena);
+    let found = engine.restore(Latest).unwrap();
+    assert_eq!((found.step, &found.source), (4, &Source::Slot));
+    check(&found, SMALL);
+    drop(found);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    assert_eq!(host.stored_steps(), [1, 2, 3, 4]);
+}
+
+/// An arena belongs to its run: another job in the same folder makes its own.
+#[test]
+fn another_run_has_another_arena() {
+    let host = Host::new();
+    let mut engine = host.engine();
+    save(&mut engine, 1);
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    drop(engine);
+    let elsewhere = Host::new();
+    let mut other = Engine::start(EngineOptions { folder: Some(host.engine_folder()), ..elsewhere.options() }).unwrap();
+    assert_eq!(other.restore(Latest).unwrap_err().kind(), ErrorKind::NotFound);
+    save(&mut other, 7);
+    assert_eq!(other.restore(Latest).unwrap().step, 7);
+    drop(other);
+    assert_eq!(host.engine().restore(Latest).unwrap().step, 1);
+}
