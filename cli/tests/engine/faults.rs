@@ -278,25 +278,27 @@ fn a_run_whose_last_save_failed_is_not_finished() {
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     let away = Away::take(&host.store_path());
-    save(&mut engine, 2);
-    assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
-    until("the agent has tried to upload the snapshot", || host.status().runs[0].tiers[0].problem.is_some());
+    // While step 2 waits, the agent has not read step 3 yet, and cannot upload it as it was before the damage.
+    for step in 2..=3 {
+        save(&mut engine, step);
+        assert!(engine.wait(Until::Encoded, LONG).unwrap().reached);
+    }
     damage_newest_cask(&host);
     away.back();
     let error = engine.finish().unwrap_err();
-    assert!(error.message().contains("step 2: ") && error.message().contains("damaged in memory"), "{error}");
+    assert!(error.message().contains("step 3: ") && error.message().contains("damaged in memory"), "{error}");
     // The next trainer cannot finish the run either, until it has saved a step.
     let mut engine = host.engine();
     assert!(engine.wait(Until::Durable, LONG).unwrap().failed);
-    assert!(engine.finish().unwrap_err().message().contains("step 2: "));
+    assert!(engine.finish().unwrap_err().message().contains("step 3: "));
     let mut engine = host.engine();
     let found = engine.restore(Latest).unwrap();
-    assert_eq!((found.step, &found.source), (2, &Source::Slot));
+    assert_eq!((found.step, &found.source), (3, &Source::Slot));
     check(&found, SMALL);
     drop(found);
-    save(&mut engine, 3);
+    save(&mut engine, 4);
     engine.finish().unwrap();
-    assert_eq!(host.stored_steps(), [1, 3]);
+    assert_eq!(host.stored_steps(), [1, 2, 4]);
 }
 
 /// Memory at its cap is freed as soon as the store is available, even if the new trainer has not saved yet.

@@ -192,6 +192,17 @@ fn every_tier_has_the_rounding_report() {
 /// The first tier is the disk of one host, the second a store that all hosts share.
 #[test]
 fn a_job_that_continued_on_another_host_is_followed_through_the_far_tier() {
+    continue_elsewhere_and_return(|_| ());
+}
+
+/// The agent forgets the abandoned step itself, before or after it asks whether another job has written to the disk.
+#[test]
+fn an_abandoned_step_that_is_already_forgotten_fences_nobody() {
+    continue_elsewhere_and_return(|host| _ = host.store().forget(&[4]).unwrap());
+}
+
+/// Saves steps 1 to 4 on one host and 4 to 6 on another, calls `between`, and saves step 7 on the first host.
+fn continue_elsewhere_and_return(between: impl Fn(&Host)) {
     let host = Host::new();
     let mut engine = Engine::start(options(&host)).unwrap();
     (1..=3).for_each(|step| _ = save(&mut engine, step));
@@ -212,6 +223,7 @@ fn a_job_that_continued_on_another_host_is_followed_through_the_far_tier() {
     assert!(other.wait(Until::Durable, LONG).unwrap().reached);
     wait_for_all_tiers(&elsewhere);
     drop(other);
+    between(&host);
     // The job returns to the first host, whose memory and disk end with step 4.
     let mut engine = Engine::start(options(&host)).unwrap();
     let found = engine.restore(Latest).unwrap();

@@ -95,8 +95,11 @@ async fn check_unchanged(run: &Run, sources: &[UploadSource], destination: &Stor
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
         Err(e) => return Err(e),
     };
-    let Some(latest) = records.iter().rev().find(|record| is_restorable(record)) else { return Ok(()) };
-    if KnownTiers::read(&run.folder).tier(destination.url()).latest == Some(latest.id) {
+    let newest = records.iter().rposition(is_restorable);
+    let Some((latest, later)) = newest.and_then(|at| records[at..].split_first()) else { return Ok(()) };
+    // The known snapshot may have been forgotten since: by `forget_abandoned`, or by hand. Then an older one is the latest.
+    let known = KnownTiers::read(&run.folder).tier(destination.url()).latest;
+    if known.is_some_and(|known| latest.id == known || later.iter().any(|record| record.id == known)) {
         return Ok(());
     }
     for source in sources {
