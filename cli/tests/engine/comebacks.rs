@@ -362,11 +362,7 @@ fn saves_after_memory_was_removed_are_not_out_of_date() {
     save(&mut engine, 1);
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     drop(engine);
-    let elsewhere = Host::new();
-    let mut other = Engine::start(EngineOptions { folder: Some(elsewhere.engine_folder()), ..host.options() }).unwrap();
-    save(&mut other, 2);
-    assert!(other.wait(Until::Durable, LONG).unwrap().reached);
-    drop(other);
+    save_elsewhere(&host, 2);
     let mut engine = host.engine();
     assert_eq!(engine.restore(Latest).unwrap().step, 2);
     let away = Away::take(&host.store_path());

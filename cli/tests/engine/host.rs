@@ -232,6 +232,14 @@ pub(crate) fn save(engine: &mut Engine, step: u64) -> tensorcask_engine::Outcome
     State::new(step, SMALL).save(engine).unwrap()
 }
 
+/// Saves a step of the same job on another host, until it is durable.
+pub(crate) fn save_elsewhere(host: &Host, step: u64) {
+    let elsewhere = Host::new();
+    let mut other = Engine::start(EngineOptions { folder: Some(elsewhere.engine_folder()), ..host.options() }).unwrap();
+    save(&mut other, step);
+    assert!(other.wait(Until::Durable, LONG).unwrap().reached);
+}
+
 pub(crate) const SMALL: usize = 1 << 20;
 
 /// Checks that every bit of a restored state belongs to its step.
@@ -383,13 +391,20 @@ pub(crate) struct Away {
 impl Away {
     pub(crate) fn take(path: &Path) -> Self {
         let kept = path.with_extension("away");
-        std::fs::rename(path, &kept).unwrap();
-        std::fs::write(path, b"no folder").unwrap();
-        Self { path: path.to_owned(), kept }
+        std::fs::write(&kept, b"no folder").unwrap();
+        let away = Self { path: path.to_owned(), kept };
+        away.exchange();
+        away
     }
 
     pub(crate) fn back(self) {
-        std::fs::remove_file(&self.path).unwrap();
-        std::fs::rename(&self.kept, &self.path).unwrap();
+        self.exchange();
+        std::fs::remove_file(&self.kept).unwrap();
+    }
+
+    /// Exchanges folder and file in one step, so that an agent never finds the path empty and makes a folder there.
+    fn exchange(&self) {
+        use rustix::fs::{CWD, RenameFlags, renameat_with};
+        renameat_with(CWD, &self.path, CWD, &self.kept, RenameFlags::EXCHANGE).unwrap();
     }
 }

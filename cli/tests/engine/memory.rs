@@ -123,11 +123,7 @@ fn an_arena_with_out_of_date_states_is_used_again_without_them() {
     assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     let arena = std::fs::metadata(arena_of(&host.engine_folder())).unwrap().ino();
     drop(engine);
-    let elsewhere = Host::new();
-    let mut other = Engine::start(EngineOptions { folder: Some(elsewhere.engine_folder()), ..host.options() }).unwrap();
-    save(&mut other, 3);
-    assert!(other.wait(Until::Durable, LONG).unwrap().reached);
-    drop(other);
+    save_elsewhere(&host, 3);
     let mut engine = host.engine();
     assert!(!engine.loadable().unwrap().iter().any(|found| found.source == Source::Slot), "{:?}", engine.loadable());
     let found = engine.restore(Latest).unwrap();
