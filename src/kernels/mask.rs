@@ -211,41 +211,7 @@ mod x86 {
 mod avx2 {
     use std::arch::x86_64::*;
 
-    /// Source lane of each lane when the selected lanes move to the front.
-    const COMPRESS: [[u8; 8]; 256] = {
-        let mut table = [[0; 8]; 256];
-        let mut mask = 0;
-        while mask < 256 {
-            let (mut lane, mut to) = (0, 0);
-            while lane < 8 {
-                if mask >> lane & 1 == 1 {
-                    table[mask][to] = lane as u8;
-                    to += 1;
-                }
-                lane += 1;
-            }
-            mask += 1;
-        }
-        table
-    };
-
-    /// Source lane of each selected lane when the front lanes spread out; 128 for lanes that stay.
-    const EXPAND: [[u8; 8]; 256] = {
-        let mut table = [[128; 8]; 256];
-        let mut mask = 0;
-        while mask < 256 {
-            let (mut lane, mut from) = (0, 0);
-            while lane < 8 {
-                if mask >> lane & 1 == 1 {
-                    table[mask][lane] = from;
-                    from += 1;
-                }
-                lane += 1;
-            }
-            mask += 1;
-        }
-        table
-    };
+    use crate::kernels::shuffles::{COMPRESS, EXPAND};
 
     /// Converts a table of lanes to a table of bytes in 16-bit lanes.
     const fn by_bytes(lanes: &[[u8; 8]; 256]) -> [[u8; 16]; 256] {
@@ -267,8 +233,6 @@ mod avx2 {
 
     static COMPRESS_BYTES: [[u8; 16]; 256] = by_bytes(&COMPRESS);
     static EXPAND_BYTES: [[u8; 16]; 256] = by_bytes(&EXPAND);
-    static COMPRESS_LANES: [[u8; 8]; 256] = COMPRESS;
-    static EXPAND_LANES: [[u8; 8]; 256] = EXPAND;
 
     /// Packs whole groups of eight units and returns the number of bytes packed. `values` must have room for all
     /// changed units and one more vector.
@@ -301,7 +265,7 @@ mod avx2 {
                 let bits = !_mm256_movemask_ps(_mm256_castsi256_ps(equal)) as u8;
                 // SAFETY: a load of 8 bytes from a row of 8; the check above leaves room for 32 bytes at `at`, within the capacity.
                 unsafe {
-                    let order = _mm256_cvtepu8_epi32(_mm_loadl_epi64(COMPRESS_LANES[usize::from(bits)].as_ptr().cast()));
+                    let order = _mm256_cvtepu8_epi32(_mm_loadl_epi64(COMPRESS[usize::from(bits)].as_ptr().cast()));
                     _mm256_storeu_si256(values.as_mut_ptr().add(at).cast(), _mm256_permutevar8x32_epi32(new, order));
                 }
                 bits
@@ -336,7 +300,7 @@ mod avx2 {
                     _mm_storeu_si128(out.as_mut_ptr().cast(), _mm_blendv_epi8(new, base, order));
                 } else {
                     let base = _mm256_loadu_si256(base.as_ptr().cast());
-                    let order = _mm_loadl_epi64(EXPAND_LANES[usize::from(bits)].as_ptr().cast());
+                    let order = _mm_loadl_epi64(EXPAND[usize::from(bits)].as_ptr().cast());
                     let stay = _mm256_castsi256_ps(_mm256_slli_epi32::<24>(_mm256_cvtepu8_epi32(order)));
                     let new = _mm256_permutevar8x32_epi32(_mm256_loadu_si256(from.cast()), _mm256_cvtepu8_epi32(order));
                     let merged = _mm256_blendv_ps(_mm256_castsi256_ps(new), _mm256_castsi256_ps(base), stay);

@@ -179,6 +179,8 @@ pub(crate) mod rans;
 pub(crate) mod remainder;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod replay;
+#[cfg(target_arch = "x86_64")]
+mod shuffles;
 
 #[cfg(test)]
 mod tests {

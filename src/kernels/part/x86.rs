@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::{MAX_CLASSES, VECTOR};
+use crate::kernels::shuffles::COMPRESS;
 
 /// Counts the members of classes in whole vectors. Returns the number of symbols counted.
 #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
@@ -64,24 +65,6 @@ pub(super) fn members_avx2(classes: &[u8], count: usize, members: &mut [usize; M
     vectors.len() * 32
 }
 
-/// For each mask of 8 bytes: the shuffle that moves these bytes to the lower end, in their order.
-static TO_LOWER_END: [[u8; 8]; 256] = {
-    let mut table = [[0x80; 8]; 256];
-    let mut mask = 0usize;
-    while mask < 256 {
-        let (mut to, mut from) = (0, 0);
-        while from < 8 {
-            if mask >> from & 1 == 1 {
-                table[mask][to] = from as u8;
-                to += 1;
-            }
-            from += 1;
-        }
-        mask += 1;
-    }
-    table
-};
-
 /// Groups whole vectors by class, a word of 8 symbols at a time. Returns the number of symbols grouped.
 #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
 pub(super) fn part_by_words(classes: &[u8], symbols: &[u8], count: usize, next: &mut [usize; MAX_CLASSES], out: &mut [u8]) -> usize {
@@ -102,7 +85,7 @@ pub(super) fn part_by_words(classes: &[u8], symbols: &[u8], count: usize, next: 
                     // SAFETY: loads of 8 bytes from arrays of 8. Each of the words before moved `at` by 8 at most, so this
                     // store of 8 bytes ends within the 40 bytes of room.
                     unsafe {
-                        let shuffle = _mm_loadl_epi64(TO_LOWER_END[usize::from(of_word)].as_ptr().cast());
+                        let shuffle = _mm_loadl_epi64(COMPRESS[usize::from(of_word)].as_ptr().cast());
                         let picked = _mm_shuffle_epi8(_mm_loadl_epi64(word.as_ptr().cast()), shuffle);
                         _mm_storel_epi64(room.as_mut_ptr().add(at).cast(), picked);
                     }
