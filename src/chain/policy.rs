@@ -71,7 +71,8 @@ impl Policy {
     }
 
     /// Returns the parent of a snapshot of `step` (`None` for a base) and the reason. Chooses a base if a delta would
-    /// exceed `max_depth` or its chain is broken. The caller estimates sizes and then changes `NotEstimated`.
+    /// exceed `max_depth` or its chain is broken. A caller that estimates sizes replaces
+    /// `NotEstimated`.
     pub(crate) fn decide(self, state: &LogState, step: u64, max_depth: u64) -> (Option<Id>, PolicyDecision) {
         let decision = |reason, since_base| PolicyDecision { reason, since_base, estimate: None };
         let Some(latest) = state.latest() else { return (None, decision(DecisionReason::First, 0)) };

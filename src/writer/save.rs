@@ -81,10 +81,11 @@ impl Writer {
         let (Policy::Adaptive, Some(base)) = (self.pipeline.options.policy, &parent) else { return Ok(()) };
         match estimate(&self.pipeline.input(layout, Some(base)), &self.pipeline.base).await {
             Ok(found) => {
-                decision.reason = DecisionReason::SmallDelta;
-                if found.is_too_large() {
-                    (*parent, decision.reason) = (None, DecisionReason::LargeDelta);
-                }
+                decision.reason = match found.is_too_large() {
+                    true => DecisionReason::LargeDelta,
+                    false => DecisionReason::SmallDelta,
+                };
+                parent.take_if(|_| found.is_too_large());
                 decision.estimate = Some(found);
             }
             Err(error) if error.is_damage() => {
