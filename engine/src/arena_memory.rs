@@ -7,8 +7,8 @@
 //! Making a block present changes no byte, so any process may do it at any moment, whoever holds the slot. If it is
 //! done twice, or a process dies in the middle, nothing is lost but time.
 //!
-//! Why not `pwrite`, which zeroes nothing? A file lets in one writer at a time, so copy threads would wait for each
-//! other, and its pages stay small where huge pages are offered.
+//! Why not `pwrite`, which zeroes nothing? The kernel admits one writer of a file at a time, so copy threads would wait
+//! for each other.
 //!
 //! Invariant: no byte is written through the map unless its block is present. A write to a page that the system cannot
 //! provide would kill the process; making the block present fails with an error instead.
