@@ -92,6 +92,12 @@ impl Choices {
         absolute.or(family.preferred.as_ref()).cloned().map_or(Trial::All, Trial::One)
     }
 
+    /// The delta that was given up for the sake of its base. It is smaller, where the base is loaded in any case.
+    pub(crate) fn spared_delta(&self, family: &ChunkFamily) -> Option<Preferred> {
+        let family = self.families.get(family).filter(|family| family.is_spared && family.sample.is_some())?;
+        family.preferred.clone()
+    }
+
     /// Decides again which families are stored without their bases. To be called before each window.
     pub(crate) fn spare_bases(&mut self) {
         let mut families: Vec<(&ChunkFamily, &mut Family)> = self.families.iter_mut().collect();
@@ -219,6 +225,8 @@ mod tests {
         }
         choices.spare_bases();
         assert_eq!(choices.next(&second), Trial::One(form(5020)));
+        assert_eq!(choices.spared_delta(&second).unwrap().kind, ChunkKind::Delta);
+        assert_eq!(choices.spared_delta(&model), None);
         assert!(matches!(choices.next(&model), Trial::One(Preferred { kind: ChunkKind::Delta, .. })));
     }
 }

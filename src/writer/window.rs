@@ -16,7 +16,7 @@ use super::plan::SavePlan;
 use super::rounding::{stored_form, stored_form_alone};
 use super::schedule::Window;
 use super::unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
-use crate::codec::{ChosenBy, Chunk, Need, Trial};
+use crate::codec::{ChosenBy, Chunk, Need, Preferred, Trial};
 use crate::precision::{Rounded, Setting};
 use crate::{Result, boxed, parallel};
 
@@ -155,6 +155,17 @@ impl WindowChunks {
                 for link in self.partners[index].iter().filter(|link| link.base) {
                     let is_needed = |needs: &[Need]| needs.iter().any(|need| need.role == link.role && need.base);
                     self.is_withheld[range.start + link.position] &= !needs.is_none_or(is_needed);
+                }
+            }
+            // A base that another chunk of the unit needs is loaded in any case.
+            for (&shard, index) in unit.shards.iter().zip(range.clone()).filter(|(_, index)| !self.is_withheld[*index]) {
+                let role = &input.tensor(self.refs[index]).description.role;
+                let needs_no_other =
+                    |delta: &Preferred| registry.get(&delta.codec).is_some_and(|codec| !codec.needs(role).iter().any(|need| need.base));
+                if let (Trial::One(_), Some(delta)) =
+                    (&self.trials[index], choices.spared_delta(&plan.shards[shard].family).filter(needs_no_other))
+                {
+                    self.trials[index] = Trial::One(delta);
                 }
             }
         }
