@@ -90,7 +90,7 @@ impl Objective {
 /// # Ok::<(), tensorcask::Error>(())
 /// ```
 pub fn encode_chunk(registry: &Registry, objective: Objective, chunk: &Chunk<'_>, check: EncodeCheck) -> Result<EncodedChunk> {
-    let wanted = Wanted { objective, verify: check == EncodeCheck::Decode, decoded: false, preferred: None };
+    let wanted = Wanted { objective, verify: check == EncodeCheck::Decode, decoded: false, trial: &Trial::All };
     Ok(encode_given(registry, wanted, chunk, None)?.encoded)
 }
 
@@ -108,17 +108,40 @@ pub enum EncodeCheck {
 pub(crate) struct Preferred {
     /// Id of the codec.
     pub codec: String,
+    /// Whether the codec made a delta. The next chunk is stored the same way.
+    pub kind: ChunkKind,
     pub decoded_bytes: u64,
     pub stored_bytes: u64,
 }
 
 impl Preferred {
+    /// Whether the codec takes the base of the chunk and those of its partners.
+    pub(crate) fn uses_bases(&self) -> bool {
+        self.kind != ChunkKind::Absolute
+    }
+
+    /// The chunk as the codec takes it.
+    fn input<'a>(&self, chunk: &Chunk<'a>) -> Chunk<'a> {
+        if self.uses_bases() { *chunk } else { without_base(chunk) }
+    }
+
     /// Whether a chunk is about as small as expected: at most 3 % larger, and a little for columns of fixed size.
     fn accepts(&self, decoded_bytes: u64, stored_bytes: u64) -> bool {
         const FIXED_BYTES: u128 = 256;
         let expected = u128::from(decoded_bytes) * u128::from(self.stored_bytes) / u128::from(self.decoded_bytes.max(1));
         u128::from(stored_bytes) <= expected + expected * 3 / 100 + FIXED_BYTES
     }
+}
+
+/// Codecs that are tried for a chunk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Trial {
+    /// All codecs.
+    All,
+    /// All codecs, and all once more without the base. The gain of the base is then known.
+    WithAndWithoutBase,
+    /// One codec. All codecs, if its result is larger than expected.
+    One(Preferred),
 }
 
 /// Way in which a codec was chosen.
@@ -128,6 +151,8 @@ pub(crate) enum ChosenBy {
     Estimate,
     /// The preferred codec. No other was tried.
     Preference,
+    /// The best of the estimates by all codecs, because the result of the preferred codec was larger than expected.
+    Fallback,
 }
 
 /// How a chunk is encoded, and which results are wanted.
@@ -139,8 +164,8 @@ pub(crate) struct Wanted<'a> {
     pub verify: bool,
     /// Whether the decoded bytes are returned.
     pub decoded: bool,
-    /// Codec to try first.
-    pub preferred: Option<&'a Preferred>,
+    /// Codecs to try.
+    pub trial: &'a Trial,
 }
 
 /// A chunk, encoded with the codec that was chosen.
@@ -150,6 +175,14 @@ pub(crate) struct Chosen {
     /// Decoded bytes, if they were wanted.
     pub decoded: Option<Spare>,
     pub by: ChosenBy,
+    /// The best form without the base, if it is a different one and was wanted.
+    pub absolute: Option<Preferred>,
+}
+
+impl Chosen {
+    fn unchanged(crc: u32, decoded: Option<Spare>) -> Self {
+        Self { encoded: EncodedChunk::unchanged(crc), decoded, by: ChosenBy::Estimate, absolute: None }
+    }
 }
 
 /// Encodes a chunk like [`encode_chunk`], with one more candidate: the encoding by the codec that rounded the chunk.
@@ -164,16 +197,21 @@ pub(crate) fn encode_given(registry: &Registry, wanted: Wanted<'_>, chunk: &Chun
     }
     if let Some(base) = chunk.base.filter(|base| *base == chunk.data) {
         let decoded = if wanted.decoded { Some(Spare::copy_of(base)?) } else { None };
-        return Ok(Chosen { encoded: EncodedChunk::unchanged(crc32fast::hash(base)), decoded, by: ChosenBy::Estimate });
+        return Ok(Chosen::unchanged(crc32fast::hash(base), decoded));
     }
     if chunk.changed_rows.is_some_and(<[u64]>::is_empty) && chunk.base.is_none() {
         let decoded = if wanted.decoded { Some(Spare::copy_of(chunk.data)?) } else { None };
         let crc = crc32fast::hash(decoded.as_ref().map_or(chunk.data, |copy| &**copy));
-        return Ok(Chosen { encoded: EncodedChunk::unchanged(crc), decoded, by: ChosenBy::Estimate });
+        return Ok(Chosen::unchanged(crc, decoded));
     }
     let crc_of_source = if wanted.verify { None } else { Some(crc32fast::hash(chunk.data)) };
     let (codec, encoded, by) = encode_best(registry, wanted, chunk, given)?;
     let kind = if encoded.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
+    let is_sample = *wanted.trial == Trial::WithAndWithoutBase && wanted.objective.speed > 0 && given.is_none() && chunk.base.is_some();
+    let absolute = match is_sample && kind == ChunkKind::Delta {
+        true => Some(absolute_form(registry, wanted, chunk)?),
+        false => None,
+    };
     let columns: Vec<(String, Bytes)> = encoded.into_bytes().into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect();
     let (crc, decoded) = match crc_of_source {
         Some(crc) => (crc, None),
@@ -183,7 +221,14 @@ pub(crate) fn encode_given(registry: &Registry, wanted: Wanted<'_>, chunk: &Chun
         }
     };
     let codec = Some(CodecRef { id: codec.id().to_owned(), version: codec.version() });
-    Ok(Chosen { encoded: EncodedChunk { kind, codec, columns, crc }, decoded, by })
+    Ok(Chosen { encoded: EncodedChunk { kind, codec, columns, crc }, decoded, by, absolute })
+}
+
+/// Codec and size of a chunk without its base.
+fn absolute_form(registry: &Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>) -> Result<Preferred> {
+    let (codec, encoded, _) = encode_best(registry, Wanted { trial: &Trial::All, ..wanted }, &without_base(chunk), None)?;
+    let stored_bytes = encoded.sizes().into_iter().fold(0, u64::saturating_add);
+    Ok(Preferred { codec: codec.id().to_owned(), kind: ChunkKind::Absolute, decoded_bytes: chunk.data.len() as u64, stored_bytes })
 }
 
 /// Encodes a chunk with the preferred codec, if the result is as small as expected; otherwise with the lossless codec of
@@ -199,39 +244,60 @@ fn encode_best<'r>(
     let is_tiny = raw_bytes == page_cost(1) && chunk.base.is_none() && chunk.partners.is_empty();
     let is_candidate = |codec: &dyn Codec| codec.is_lossless() && !(is_tiny && is_futile(codec.id()));
     let mut tried: Option<(&dyn Codec, Encoded)> = None;
-    if let (Some(preferred), None) = (wanted.preferred, given)
+    if let (Trial::One(preferred), None) = (wanted.trial, given)
         && let Some(codec) = registry.get(&preferred.codec).filter(|codec| is_candidate(codec.as_ref()))
-        && let Ok(encoded) = codec.encode(chunk)
+        && let Ok(encoded) = codec.encode(&preferred.input(chunk))
     {
         let sizes = encoded.sizes();
         let stored_bytes = sizes.iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
         if cost(&sizes) <= raw_bytes && preferred.accepts(chunk.data.len() as u64, stored_bytes) {
             return Ok((codec.as_ref(), encoded, ChosenBy::Preference));
         }
-        tried = Some((codec.as_ref(), encoded));
+        tried = Some((codec.as_ref(), encoded)).filter(|_| preferred.uses_bases() || chunk.base.is_none());
     }
-    let work = |codec: &dyn Codec| codec.cost().encode + codec.cost().decode;
-    let mut candidates: Vec<(u64, f32, &dyn Codec)> = Vec::new();
-    for codec in registry.iter().filter(|codec| is_candidate(codec.as_ref())) {
-        let Some(pages) = codec.estimate(chunk) else { continue };
-        candidates.push((cost(&pages), work(codec.as_ref()), codec.as_ref()));
-    }
+    let by = if matches!(wanted.trial, Trial::One(_)) { ChosenBy::Fallback } else { ChosenBy::Estimate };
+    let codecs = registry.iter().filter(|codec| is_candidate(codec.as_ref()));
+    let mut candidates: Vec<Estimate<'_>> =
+        codecs.filter_map(|codec| Some(Estimate { codec: codec.as_ref(), bytes: cost(&codec.estimate(chunk)?) })).collect();
     if let Some(given) = given {
-        candidates.push((cost(&given.encoded.sizes()), work(given.codec.as_ref()), given.codec.as_ref()));
+        candidates.push(Estimate { codec: given.codec.as_ref(), bytes: cost(&given.encoded.sizes()) });
     }
-    candidates.retain(|(bytes, _, _)| *bytes <= raw_bytes);
-    let least = candidates.iter().fold((u64::MAX, f32::MAX), |least, (bytes, work, _)| (least.0.min(*bytes), least.1.min(*work)));
-    let scored = candidates.iter().map(|&(bytes, work, codec)| (wanted.objective.score((bytes, work), least), bytes, codec));
-    let best = scored.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1 < a.1) { b } else { a });
-    let raw = || Ok((&Raw as &dyn Codec, Raw.encode(chunk)?, ChosenBy::Estimate));
-    let Some((_, _, codec)) = best.filter(|(_, _, codec)| codec.id() != Raw::ID) else { return raw() };
+    let raw = || Ok((&Raw as &dyn Codec, Raw.encode(chunk)?, by));
+    candidates.retain(|candidate| candidate.bytes <= raw_bytes);
+    let Some(codec) = best(wanted.objective, &candidates).filter(|codec| codec.id() != Raw::ID) else { return raw() };
     let encoded = match (given.filter(|given| given.codec.id() == codec.id()), tried.filter(|(tried, _)| tried.id() == codec.id())) {
         (Some(given), _) => given.encoded.clone(),
         (None, Some((_, encoded))) => encoded,
         (None, None) => codec.encode(chunk)?,
     };
     // An estimate may have been too low.
-    if cost(&encoded.sizes()) <= raw_bytes { Ok((codec, encoded, ChosenBy::Estimate)) } else { raw() }
+    if cost(&encoded.sizes()) <= raw_bytes { Ok((codec, encoded, by)) } else { raw() }
+}
+
+/// A codec and the bytes that it is expected to take, padding included.
+#[derive(Clone, Copy)]
+struct Estimate<'r> {
+    codec: &'r dyn Codec,
+    bytes: u64,
+}
+
+impl Estimate<'_> {
+    fn work(&self) -> f32 {
+        self.codec.cost().encode + self.codec.cost().decode
+    }
+}
+
+/// The codec of the highest score; `None` without a candidate.
+fn best<'r>(objective: Objective, candidates: &[Estimate<'r>]) -> Option<&'r dyn Codec> {
+    let least = candidates.iter().fold((u64::MAX, f32::MAX), |least, next| (least.0.min(next.bytes), least.1.min(next.work())));
+    let scored = candidates.iter().map(|&candidate| (objective.score((candidate.bytes, candidate.work()), least), candidate));
+    let best = scored.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1.bytes < a.1.bytes) { b } else { a });
+    best.map(|(_, candidate)| candidate.codec)
+}
+
+/// The chunk for codecs that may not use its base.
+fn without_base<'a>(chunk: &Chunk<'a>) -> Chunk<'a> {
+    Chunk { base: None, changed_rows: None, ..*chunk }
 }
 
 /// Whether a codec cannot beat raw on a chunk that fits one line of a page and has neither base nor partners.

@@ -55,7 +55,7 @@ pub use rounded::Rounded;
 pub use rows::Rows;
 
 pub(crate) use candidate::Candidate;
-pub(crate) use choose::{Chosen, ChosenBy, Preferred, Wanted, encode_given, estimate_chunk};
+pub(crate) use choose::{Chosen, ChosenBy, Preferred, Trial, Wanted, encode_given, estimate_chunk};
 pub use choose::{EncodeCheck, Objective, encode_chunk};
 
 use crate::spare;

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use tokio::sync::OnceCell;
 
 use super::compact::CompactOptions;
-use crate::codec::{Candidate, Chunk, Codec, Preferred};
+use crate::codec::{Candidate, Chunk, Codec, Trial};
 use crate::limits::{to_usize, zeroed};
 use crate::precision::Setting;
 use crate::reader::{ChunkItem, ReadItem, Snapshot, shard_errors};
@@ -96,8 +96,8 @@ impl<'a> Rewriter<'a> {
         let mut choices = Choices::default();
         for window in schedule(&planned, WINDOW_BYTES) {
             let chunks = self.read_window(&shards, &window).await?;
-            let preferred = window.units.iter().map(|unit| unit.shards.iter().map(|&shard| choices.next(&shards[shard].family)).collect());
-            let mut encoded = self.encode_window(&shards, &chunks, &window, preferred.collect(), options).await?;
+            let trials = window.units.iter().map(|unit| unit.shards.iter().map(|&shard| choices.next(&shards[shard].family)).collect());
+            let mut encoded = self.encode_window(&shards, &chunks, &window, trials.collect(), options).await?;
             for entry in window.in_cask_order() {
                 let (Entry::Chunk { shard, .. } | Entry::EmptyShard(shard)) = entry;
                 let source = &shards[shard];
@@ -138,7 +138,7 @@ impl<'a> Rewriter<'a> {
                 let grid = ChunkGrid::new(directory.dtype(*tensor), &rect.shape)?;
                 let shape = directory.shape(*tensor);
                 let row = directory.tensor(*tensor);
-                let family = ChunkFamily::new(&row.role, &row.param, false);
+                let family = ChunkFamily::new(&row.role, &row.param, None);
                 sources.push(SourceShard { slot, tensor: *tensor, shape, rect: rect.clone(), grid, partners: vec![], family });
             }
         }
@@ -184,14 +184,14 @@ impl<'a> Rewriter<'a> {
         shards: &[SourceShard],
         chunks: &[Vec<DecodedChunk>],
         window: &Window,
-        preferred: Vec<Vec<Option<Preferred>>>,
+        trials: Vec<Vec<Trial>>,
         options: EncodeOptions,
     ) -> Result<Vec<Vec<Option<UnitResult>>>> {
         // Encoding a window is long work without an await. A caller that selects on something else gets a turn here.
         tokio::task::yield_now().await;
         let rounding_codecs = self.rounding_codecs.get_or_try_init(|| read_rounding_codecs(self.snapshot)).await?;
         let directory = &self.snapshot.chain.newest().directory;
-        let encode = |((unit, decoded), preferred): ((&Unit, &Vec<DecodedChunk>), Vec<Option<Preferred>>)| {
+        let encode = |((unit, decoded), trials): ((&Unit, &Vec<DecodedChunk>), Vec<Trial>)| {
             let chunks: Vec<Chunk<'_>> =
                 unit.shards.iter().zip(decoded).map(|(&shard, decoded)| shards[shard].as_chunk(directory, decoded)).collect();
             let rounded: Vec<Option<Candidate>> = unit
@@ -203,7 +203,7 @@ impl<'a> Rewriter<'a> {
                     rounding_codecs.get(&key).and_then(|codec| encode_rounded(codec, chunk))
                 })
                 .collect();
-            let members = unit.shards.iter().zip(chunks).zip(&rounded).zip(preferred).map(|(((&shard, chunk), rounded), preferred)| {
+            let members = unit.shards.iter().zip(chunks).zip(&rounded).zip(trials).map(|(((&shard, chunk), rounded), trial)| {
                 let source = &shards[shard];
                 let link = |&(role, partner): &(&'static str, usize)| {
                     let position = unit.shards.iter().position(|&known| known == partner)?;
@@ -215,12 +215,12 @@ impl<'a> Rewriter<'a> {
                     rounded: rounded.as_ref(),
                     partners: source.partners.iter().filter_map(link).collect(),
                     is_encoded: true,
-                    preferred,
+                    trial,
                 }
             });
             encode_unit(self.store.registry(), options, Standalone::NotWanted, &members.collect::<Vec<_>>())
         };
-        parallel::run(|| window.units.par_iter().zip(chunks).zip(preferred).map(encode).collect())
+        parallel::run(|| window.units.par_iter().zip(chunks).zip(trials).map(encode).collect())
     }
 }
 

@@ -117,6 +117,12 @@ impl BaseCache {
         None
     }
 
+    /// CRC-32 of a chunk of the base, if the chunk is kept.
+    pub(super) fn crc(&self, snapshot: Id, key: &ShardKey, chunk: u64) -> Option<u32> {
+        let shard = self.shards.get(key).filter(|_| self.snapshot == Some(snapshot))?;
+        shard.crcs.get(usize::try_from(chunk).ok()?).copied()
+    }
+
     /// Drops a shard that this save needs no more. Old and new base together then take little more memory than one.
     pub(super) fn release(&mut self, key: &ShardKey) {
         self.shards.remove(key);

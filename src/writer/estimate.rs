@@ -24,7 +24,7 @@ pub(super) async fn estimate(input: &SaveInput<'_>, cache: &BaseCache) -> Result
     let plan = SavePlan::new(input)?;
     let window = sample(&plan);
     let chunks = WindowChunks::of(&plan, &window);
-    let bases: Vec<Option<BaseChunk<'_>>> = base_chunks(input, cache, &chunks.refs).await?;
+    let bases: Vec<Option<BaseChunk<'_>>> = base_chunks(input, cache, &chunks.refs, &chunks.is_withheld).await?;
     let rounded = chunks.stored_forms(input, &bases)?;
     let registry = input.store.registry();
     let sizes_of = |index: usize, first: usize| {

@@ -33,6 +33,8 @@ pub(super) struct SaveInput<'a> {
     pub store: &'a Store,
     pub options: &'a WriterOptions,
     pub changed_rows: &'a ChangedRows,
+    /// Training step of the state.
+    pub step: u64,
     pub layout: &'a StateLayout<'a>,
     /// Parent of the delta; `None` for a base.
     pub parent: Option<&'a Parent>,

@@ -14,7 +14,7 @@
 //! | `pipeline` | runs the stages and uploads one cask per slot |
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
 //! | `input`, `base_chunks`, `rounding`, `changed_rows`, `window`, `unit`, `cask_writer` | the stages |
-//! | `choices` | which codec is tried first |
+//! | `choices`, `spared` | which codec is tried first, and which chunks do without a base |
 //! | `base_cache`, `parent` | where the base of a delta comes from |
 //! | `commit` | directory, manifest, log entry |
 //!
@@ -38,6 +38,7 @@ mod receipts;
 mod rounding;
 mod save;
 mod schedule;
+mod spared;
 mod unit;
 mod window;
 

@@ -98,8 +98,8 @@ impl SavePipeline {
     }
 
     /// Input of a save of this state against a parent, for stages that run before the save.
-    pub(super) fn input<'a>(&'a self, layout: &'a StateLayout<'a>, parent: Option<&'a Parent>) -> SaveInput<'a> {
-        SaveInput { store: &self.store, options: &self.options, changed_rows: &self.changed_rows, layout, parent }
+    pub(super) fn input<'a>(&'a self, step: u64, layout: &'a StateLayout<'a>, parent: Option<&'a Parent>) -> SaveInput<'a> {
+        SaveInput { store: &self.store, options: &self.options, changed_rows: &self.changed_rows, step, layout, parent }
     }
 
     /// Whether the pipeline keeps a state that is saved against this parent, as the base of the next delta.
@@ -119,10 +119,10 @@ impl SavePipeline {
 
     /// Encodes and uploads all casks of a state: as a delta against `parent`, or as a base.
     #[boxed]
-    pub(super) async fn write_casks(&mut self, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<UploadedCasks> {
+    pub(super) async fn write_casks(&mut self, step: u64, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<UploadedCasks> {
         let next_base = self.keeps_state(parent).then(|| NextBase::new(self.options.base_cache.clone()));
         let Self { store, options, base, changed_rows, choices, ahead } = self;
-        let input = SaveInput { store, options, changed_rows, layout, parent };
+        let input = SaveInput { store, options, changed_rows, step, layout, parent };
         let mut slots = layout.slots();
         if layout.tensors.iter().any(|tensor| input.precision(tensor).setting != Setting::Lossless) {
             // The blob of rounding errors.
@@ -135,7 +135,7 @@ impl SavePipeline {
         let plan = SavePlan::new(&input)?;
         let mut run = SaveRun { input, plan: &plan, base, choices, casks, uploaded: UploadedCasks::new(layout, next_base) };
         for window in &plan.windows {
-            let chunks = WindowChunks::of(&plan, window).prefer(&plan, window, run.choices);
+            let chunks = WindowChunks::of(&plan, window).prefer(&input, &plan, window, run.choices)?;
             let encoded = encode_window(&input, run.base, options, run.uploaded.next_base.as_ref(), chunks).await?;
             run.append_window(window, encoded)?;
             run.send().await?;

@@ -109,7 +109,7 @@ impl RankWriter {
         };
         self.promote_pending(parent.as_ref());
         let mut uploaded = loop {
-            match self.pipeline.write_casks(&layout, parent.as_ref()).await {
+            match self.pipeline.write_casks(step, &layout, parent.as_ref()).await {
                 Ok(uploaded) => break uploaded,
                 Err(error) => {
                     self.pipeline.base.clear();

@@ -47,7 +47,7 @@ impl Writer {
             if refusal.is_some() && parent.is_some() {
                 (parent, decision.reason) = (None, DecisionReason::BrokenParent);
             }
-            self.reconsider_delta(request.layout, &mut parent, &mut decision).await?;
+            self.reconsider_delta(request, &mut parent, &mut decision).await?;
             let error = match self.attempt(request, parent.as_ref(), decision).await {
                 Ok(Commit::Done(saved)) => return Ok(saved),
                 Ok(Commit::Stale(stale)) if stale.replaced => {
@@ -77,9 +77,10 @@ impl Writer {
 
     /// Gives up a delta that would save too little, or whose parent cannot be read. Only the adaptive policy estimates.
     #[boxed]
-    async fn reconsider_delta(&self, layout: &StateLayout<'_>, parent: &mut Option<Parent>, decision: &mut PolicyDecision) -> Result<()> {
+    async fn reconsider_delta(&self, request: &Request<'_>, parent: &mut Option<Parent>, decision: &mut PolicyDecision) -> Result<()> {
+        let &Request { step, layout, .. } = request;
         let (Policy::Adaptive, Some(base)) = (self.pipeline.options.policy, &parent) else { return Ok(()) };
-        match estimate(&self.pipeline.input(layout, Some(base)), &self.pipeline.base).await {
+        match estimate(&self.pipeline.input(step, layout, Some(base)), &self.pipeline.base).await {
             Ok(found) => {
                 decision.reason = match found.is_too_large() {
                     true => DecisionReason::LargeDelta,
@@ -102,7 +103,7 @@ impl Writer {
     async fn attempt(&mut self, request: &Request<'_>, parent: Option<&Parent>, decision: PolicyDecision) -> Result<Commit> {
         let &Request { step, layout, metadata } = request;
         let age = Age::start();
-        let uploaded = self.pipeline.write_casks(layout, parent).await?;
+        let uploaded = self.pipeline.write_casks(step, layout, parent).await?;
         let directory = layout.directory()?;
         let prepared = Prepared {
             content: uploaded.content(&directory, &self.pipeline.store)?,

@@ -7,7 +7,7 @@
 //! and with which coefficients, may: a codec tries the coefficients first that it found for another chunk.
 
 use super::cask_writer::{ChunkPlace, EncodeOptions};
-use crate::codec::{Candidate, Chosen, Chunk, ChunkKind, EncodedChunk, Partner, Preferred, Registry, Wanted, encode_given};
+use crate::codec::{Candidate, Chosen, Chunk, ChunkKind, EncodedChunk, Partner, Registry, Trial, Wanted, encode_given};
 use crate::spare::Spare;
 use crate::{Error, Result};
 
@@ -22,8 +22,8 @@ pub(crate) struct UnitChunk<'a> {
     pub partners: Vec<PartnerLink>,
     /// Whether the chunk is encoded. Other chunks are only partners.
     pub is_encoded: bool,
-    /// Codec to try first.
-    pub preferred: Option<Preferred>,
+    /// Codecs to try.
+    pub trial: Trial,
 }
 
 /// A partner of a chunk: another chunk of the same unit.
@@ -70,8 +70,8 @@ pub(crate) fn encode_unit(
         };
         let partners: Vec<Partner<'_>> = member.partners.iter().filter_map(partner).collect();
         let chunk = Chunk { partners: &partners, ..member.chunk };
-        let preferred = member.preferred.as_ref();
-        let wanted = Wanted { objective: options.objective, verify: options.verify_after_encode, decoded: is_partner, preferred };
+        let trial = &member.trial;
+        let wanted = Wanted { objective: options.objective, verify: options.verify_after_encode, decoded: is_partner, trial };
         let mut chosen = encode_given(registry, wanted, &chunk, member.rounded).map_err(|e| member.place.locate(e))?;
         let own = chosen.decoded.take();
         let has_base = chunk.base.is_some() || chunk.changed_rows.is_some();
@@ -102,7 +102,7 @@ fn encode_alone(registry: &Registry, options: EncodeOptions, member: &UnitChunk<
         return Ok(encoded.clone());
     }
     let chunk = Chunk { base: None, changed_rows: None, partners: &[], ..member.chunk };
-    let wanted = Wanted { objective: options.objective, verify: false, decoded: false, preferred: None };
+    let wanted = Wanted { objective: options.objective, verify: false, decoded: false, trial: &Trial::All };
     Ok(encode_given(registry, wanted, &chunk, None).map_err(|e| member.place.locate(e))?.encoded)
 }
 

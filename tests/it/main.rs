@@ -38,6 +38,7 @@ mod ranks;
 mod replaced;
 mod roundtrip;
 mod rows;
+mod spared_bases;
 mod spec;
 #[cfg(target_os = "linux")]
 mod storage;
