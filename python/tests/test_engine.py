@@ -51,6 +51,20 @@ def stop(pid):
         os.close(process)
 
 
+def pause(pid):
+    """Stops a process, and returns once all its threads have stopped: one on another core may run a little longer."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def is_running(thread):
+        try:
+            return ") T " not in (thread / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    while any(is_running(thread) for thread in Path(f"/proc/{pid}/task").iterdir()):
+        os.sched_yield()
+
+
 def once_it_waits(engine, act):
     """Calls a function from a signal handler as soon as a call of the engine is under way in this thread."""
 
@@ -325,7 +339,7 @@ def test_a_save_that_waits_is_ended_by_a_signal(url, folder):
         engine.save(state, step=1)
         agent = int(Path(folder, "agent.lock").read_text())
         assert engine.wait(timeout=60).reached
-        os.kill(agent, signal.SIGSTOP)
+        pause(agent)
         before = signal.getsignal(signal.SIGALRM)
         try:
             engine.save(state, step=2)
@@ -357,7 +371,7 @@ def test_a_handler_of_a_signal_cannot_use_an_engine_that_waits(url, folder):
         engine.save(state, step=1)
         agent = int(Path(folder, "agent.lock").read_text())
         assert engine.wait(timeout=60).reached
-        os.kill(agent, signal.SIGSTOP)
+        pause(agent)
         before = signal.getsignal(signal.SIGALRM)
         try:
             engine.save(state, step=2)

@@ -70,8 +70,19 @@ impl Host {
         Pid::from_raw(pid.parse().ok()?).filter(|_| !stat.contains(") Z "))
     }
 
+    /// Sends a signal to the agent. After `STOP`, returns once all its threads have stopped: one on another core may
+    /// still run when the kernel has accepted the signal.
     pub(crate) fn signal_agent(&self, signal: Signal) {
-        kill_process(self.agent().expect("an agent"), signal).unwrap();
+        let agent = self.agent().expect("an agent");
+        kill_process(agent, signal).unwrap();
+        if signal == Signal::STOP {
+            let has_stopped = |thread: std::fs::DirEntry| match std::fs::read_to_string(thread.path().join("stat")) {
+                Ok(stat) => stat.contains(") T "),
+                Err(_) => true,
+            };
+            let threads = || std::fs::read_dir(format!("/proc/{}/task", agent.as_raw_nonzero())).unwrap();
+            until("the agent stops", || threads().all(|thread| has_stopped(thread.unwrap())));
+        }
     }
 
     /// Starts an agent and waits until it listens.
