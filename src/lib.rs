@@ -101,6 +101,7 @@ pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision};
 pub use commit::{History, RankExchange, Retention, SnapshotRecord, SnapshotStatus};
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
+pub use kernels::statistics::{ChangeStatistics, ValueStatistics};
 pub use limits::Limits;
 pub use precision::{Precision, RoundingReport, TensorRounding};
 pub use reader::{
@@ -110,4 +111,5 @@ pub use reader::{
 pub use store::{AheadUploads, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
+pub use wire::ChunkStatistics;
 pub use writer::{BaseKeeping, ExistingStep, Metadata, Rank, RankWriter, SavedSnapshot, Writer, WriterOptions};

@@ -76,10 +76,15 @@ impl RoleRule {
     }
 }
 
+/// Parses a glob of names.
+pub(crate) fn glob(text: &str) -> Result<GlobMatcher, String> {
+    GlobBuilder::new(text).build().map(|glob| glob.compile_matcher()).map_err(|e| e.to_string())
+}
+
 /// Parses `GLOB=ROLE` or `GLOB=ROLE:PARAM`.
 pub(crate) fn role(text: &str) -> Result<RoleRule, String> {
     let (words, given) = text.rsplit_once('=').filter(|(glob, role)| !glob.is_empty() && !role.is_empty()).ok_or("write GLOB=ROLE")?;
-    let names = GlobBuilder::new(words).build().map_err(|e| e.to_string())?.compile_matcher();
+    let names = glob(words)?;
     let (role, param) = match given.split_once(':') {
         None => (given, None),
         Some((role, param)) if role.is_empty() || param.is_empty() => return Err(format!("`{given}`: write ROLE:PARAM")),

@@ -81,6 +81,7 @@ fn read_store(path: &str) -> Result<Value> {
         }
         trees.iter().try_for_each(|(rank, tree)| names_lead_somewhere(tree, *rank, &tensors, &names))?;
         snapshot.rounding()?;
+        snapshot.statistics()?;
         steps.insert(
             snapshot.step().to_string(),
             json!({ "tensors": tensors, "blobs": blobs, "metadata": snapshot.metadata(), "user": snapshot.user() }),

@@ -4,7 +4,6 @@
 //! library, without the interpreter lock, and knows no framework.
 
 mod buffer;
-mod catalog;
 mod codec;
 mod command;
 mod elements;
@@ -15,6 +14,7 @@ mod logging;
 mod precision;
 mod snapshot;
 mod store;
+mod table;
 mod tree;
 mod upkeep;
 mod wait;
@@ -48,7 +48,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     engine::add(module)?;
     module.add_class::<precision::RoundingReport>()?;
     module.add_class::<precision::RoundingChoice>()?;
-    module.add_class::<catalog::Catalog>()?;
+    module.add_class::<table::Catalog>()?;
+    module.add_class::<table::Statistics>()?;
     module.add_class::<codec::Coder>()?;
     module.add_class::<codec::Encoded>()?;
     module.add_function(wrap_pyfunction!(codec::codecs, module)?)?;

@@ -3,11 +3,12 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorcask::interchange::safetensors::{self, Selected};
-use tensorcask::{ReadRequest, Slice, blocking};
+use tensorcask::{ChunkStatistics, ReadRequest, Slice, blocking};
 
 use crate::buffer::{Target, writable};
 use crate::errors::raise;
 use crate::precision::RoundingReport;
+use crate::table::Statistics;
 use crate::wait::until_done;
 
 /// Snapshot, wrapped by the Python package.
@@ -122,6 +123,14 @@ impl Snapshot {
     fn rounding(&self, py: Python<'_>) -> PyResult<Vec<(String, String, String, RoundingReport)>> {
         let found = py.detach(|| until_done(&self.store, self.inner.rounding()))?;
         Ok(found.into_iter().map(|tensor| (tensor.name, tensor.role, tensor.setting, RoundingReport::of(&tensor.total))).collect())
+    }
+
+    /// Returns the statistics of the chunks of the snapshot.
+    fn stats(&self, py: Python<'_>) -> PyResult<Statistics> {
+        py.detach(|| {
+            let rows = until_done(&self.store, self.inner.inspect().statistics())?;
+            ChunkStatistics::table(&[(self.inner.step(), rows)]).map(Statistics::new).map_err(|e| raise(&e))
+        })
     }
 
     /// Refuses a snapshot with an element whose relative error exceeds `bound`.

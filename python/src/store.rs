@@ -9,11 +9,11 @@ use tensorcask::blocking;
 use tensorcask::codec::Objective;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{Policy, Precision, Rank, StepSelector, StoreOptions, WriterOptions};
+use tensorcask::{ChunkStatistics, Policy, Precision, Rank, StepSelector, StoreOptions, WriterOptions};
 
-use crate::catalog::Catalog;
 use crate::errors::raise;
 use crate::snapshot::Snapshot;
+use crate::table::{Catalog, Statistics};
 use crate::wait::until_done;
 use crate::writer::{self, RankWriter, Writer};
 
@@ -92,6 +92,20 @@ impl Store {
         py.detach(|| until_done(store, store.inner().history().catalog())).map(Catalog::new)
     }
 
+    /// Returns the statistics of the chunks of all live steps.
+    fn stats(&self, py: Python<'_>) -> PyResult<Statistics> {
+        let store = &self.inner;
+        py.detach(|| {
+            let infos = until_done(store, store.inner().snapshots())?;
+            let of_step = |step: u64| {
+                let snapshot = until_done(store, store.inner().snapshot(step))?;
+                Ok((step, until_done(store, snapshot.inspect().statistics())?))
+            };
+            let steps = infos.iter().map(|info| of_step(info.record.step)).collect::<PyResult<Vec<_>>>()?;
+            ChunkStatistics::table(&steps).map(Statistics::new).map_err(|e| raise(&e))
+        })
+    }
+
     /// Verifies the store. Returns the counts, and step, object and message of each problem.
     #[pyo3(signature = (depth, step=None))]
     fn verify<'py>(&self, py: Python<'py>, depth: &str, step: Option<u64>) -> PyResult<Bound<'py, PyDict>> {
@@ -128,7 +142,7 @@ impl Store {
     }
 
     /// Opens the store for writing. Creates the store if it does not exist.
-    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![]))]
+    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![], statistics=false))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn writer(
         &self,
@@ -139,15 +153,16 @@ impl Store {
         verify_after_encode: bool,
         objective: &str,
         precision: Vec<String>,
+        statistics: bool,
     ) -> PyResult<Writer> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics)?;
         let store = &self.inner;
         let inner = py.detach(|| until_done(store, store.inner().writer_with(options)))?;
         Ok(Writer::new(store.clone(), inner))
     }
 
     /// Opens the store for the saves of one rank.
-    #[pyo3(signature = (rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![]))]
+    #[pyo3(signature = (rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![], statistics=false))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn rank_writer(
         &self,
@@ -160,8 +175,9 @@ impl Store {
         verify_after_encode: bool,
         objective: &str,
         precision: Vec<String>,
+        statistics: bool,
     ) -> PyResult<RankWriter> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics)?;
         let store = &self.inner;
         let rank = Rank { rank, world, attempt: 0 };
         let inner = py.detach(|| until_done(store, store.inner().rank_writer(rank, options)))?;
@@ -214,12 +230,14 @@ fn options(
     verify_after_encode: bool,
     objective: &str,
     precision: &[String],
+    statistics: bool,
 ) -> PyResult<WriterOptions> {
     Ok(WriterOptions {
         policy: Policy::from_name(policy, every).map_err(|e| raise(&e))?,
         base_cache: writer::keeping(base_cache)?,
         id: Some(job()?),
         verify_after_encode,
+        statistics,
         objective: Objective::from_name(objective).map_err(|e| raise(&e))?,
         precision: Precision::parse(precision.iter().map(String::as_str)).map_err(|e| raise(&e))?,
         ..WriterOptions::default()

@@ -29,8 +29,8 @@ Slices = Mapping[str, slice | tuple[slice, ...]]
 DType = Any
 # A device of torch, or a device or sharding of jax.
 Device = Any
-# Policy, number of the policy, base_cache, verify_after_encode, objective, precision.
-WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...]]
+# Policy, number of the policy, base_cache, verify_after_encode, objective, precision, statistics.
+WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...], bool]
 
 _POLICIES = "adaptive, full, one_shot, consecutive, intermittent or intermittent:N, with N of 1 or more"
 _BASE_CACHES = ("memory", "encoded", "none")
@@ -199,7 +199,12 @@ def parse_policy(policy: Policy) -> tuple[str, int | None]:
 
 
 def writer_options(
-    policy: Policy, base_cache: BaseCache, verify_after_encode: bool, objective: Objective, precision: str | Sequence[str]
+    policy: Policy,
+    base_cache: BaseCache,
+    verify_after_encode: bool,
+    objective: Objective,
+    precision: str | Sequence[str],
+    statistics: bool,
 ) -> WriterOptions:
     """Returns the options of a writer. Checks everything that the library does not check itself."""
     is_folder = isinstance(base_cache, str) and base_cache.startswith(_DISK) and base_cache != _DISK
@@ -207,7 +212,7 @@ def writer_options(
         raise InvalidValueError(f"base_cache {base_cache!r}: use memory, encoded, none or disk:FOLDER")
     if not isinstance(objective, str):
         raise InvalidTypeError(f"objective {objective!r}: use smallest, balanced, fastest, or weights such as '0.6,0.4,0'")
-    return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, _precision.words(precision))
+    return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, _precision.words(precision), bool(statistics))
 
 
 def text_values(mapping: Mapping[str, str] | None, argument: str) -> dict[str, str]:

@@ -87,6 +87,7 @@ class Store(Upkeep):
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
+        statistics: bool = False,
         changed_rows: Mapping[str, Sequence[int]] | None = None,
         overwrite: bool = False,
         keep_last: int | None = None,
@@ -123,6 +124,7 @@ class Store(Upkeep):
             objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, or weights of size, speed
                 and precision, such as ``"0.6,0.4,0"``.
             precision: Which f32 tensors are rounded before they are stored; see below.
+            statistics: Whether the snapshot gets statistics of its tensors, which :meth:`stats` returns.
             changed_rows: Indices (first dimension) of the rows that may have changed since this store object last saved
                 the tensor, by tensor name. All other rows are taken to be equal. With ``base_cache="none"`` these
                 tensors then need no base. A row that changed and is left out fails the save, or makes that part of the
@@ -164,7 +166,7 @@ class Store(Upkeep):
             flat = _state.flatten(state, on_unsupported)
             blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
             tensors = [(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
-        options = writer_options(policy, base_cache, verify_after_encode, objective, precision)
+        options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics)
         rows = changed_row_lists(changed_rows)
         arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"), rows)
         with watching(self.native(), progress, f"save step {arguments[0]}"):
@@ -257,6 +259,7 @@ class Store(Upkeep):
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
+        statistics: bool = False,
         overwrite: bool = False,
         on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
@@ -274,6 +277,7 @@ class Store(Upkeep):
             verify_after_encode=verify_after_encode,
             objective=objective,
             precision=precision,
+            statistics=statistics,
             overwrite=overwrite,
             on_unsupported=on_unsupported,
             max_failed_saves=max_failed_saves,

@@ -10,7 +10,7 @@ from datetime import timedelta
 from . import _foreign, _native
 from ._frameworks import RawTensor
 from ._handle import StoreHandle
-from ._native import Catalog
+from ._native import Catalog, Statistics
 from ._options import Step, VerifyDepth, check_step, parse_duration, step_or_latest
 from ._progress import Progress, watching
 from ._reports import CompactReport, GcReport, SnapshotInfo, VerifyReport
@@ -34,6 +34,13 @@ class Upkeep(StoreHandle):
         """Returns all snapshots as a table for Arrow: ``pyarrow.table(store.catalog())``, polars or DuckDB."""
         with _foreign.explained(self._url):
             return self.native().catalog()
+
+    def stats(self) -> Statistics:
+        """Returns the statistics of all live steps as a table for Arrow: one row for each chunk that was saved with
+        ``statistics=True``. Reads no tensor.
+        """
+        with _foreign.explained(self._url):
+            return self.native().stats()
 
     def verify(self, depth: VerifyDepth = "full", *, step: int | None = None, progress: Progress = None) -> VerifyReport:
         """Checks the store.

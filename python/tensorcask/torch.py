@@ -73,8 +73,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
     """A ``storage_writer`` for ``dcp.save`` and ``dcp.async_save``. It is also the stager of ``async_save``.
 
     ``step``: the training step; without it, ``checkpoint_id`` names the step. ``policy``, ``metadata``, ``base_cache``,
-    ``verify_after_encode``, ``objective`` and ``precision`` are those of :meth:`tensorcask.Store.save`. ``user`` may
-    also be a function of the step.
+    ``verify_after_encode``, ``objective``, ``precision`` and ``statistics`` are those of :meth:`tensorcask.Store.save`.
+    ``user`` may also be a function of the step.
 
     ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
     path and the value that returns a value to store instead. A function cannot replace the shards of a distributed
@@ -107,6 +107,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         verify_after_encode: bool = True,
         objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
+        statistics: bool = False,
         overwrite: bool = False,
         on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
@@ -114,7 +115,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         check_on_unsupported(on_unsupported)
         self._store = store
         self._given_step = None if step is None else check_step(step)
-        self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision)
+        self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics)
         self._user = user
         self._metadata = dict(metadata or {})
         self._overwrite = overwrite

@@ -13,6 +13,7 @@ import textwrap
 import threading
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
 import tensorcask
@@ -45,6 +46,36 @@ def test_a_loop_saves_deltas(url):
     snapshot = tensorcask.Store(url).snapshot(1)
     assert snapshot.user["loss"] == 0.5 and [link[:2] for link in snapshot.chain] == [(1, "delta"), (0, "base")]
     assert snapshot.structure()[0] == {"w": snapshot.tensors()["w"], "step": 1}
+
+
+def test_statistics_are_those_of_numpy_and_find_a_nan(url):
+    store = tensorcask.Store(url)
+    random = np.random.default_rng(7)
+    tensors = {
+        "w": random.standard_normal((300, 1000), dtype=np.float32),
+        "h": (random.standard_normal(5000) * 1e-6).astype(np.float16),
+        "d": random.standard_normal(999) * 1e-3,
+    }
+    tensors["w"][3, :10] = 0
+    store.save(tensors, step=1, statistics=True)
+    tensors["w"][299, 999] = np.nan
+    store.save(tensors, step=2, statistics=True, policy="consecutive")
+    rows = pyarrow.table(store.stats()).to_pylist()
+    assert len(rows) == len(store.stats()) == 8 and {row["step"] for row in rows} == {1, 2}
+    assert [(row["step"], row["tensor"], row["chunk"]) for row in rows if row["nan"]] == [(2, "w", 1)]
+    for name, array in tensors.items():
+        of_tensor = [row for row in rows if row["step"] == 2 and row["tensor"] == name]
+        finite = array[np.isfinite(array)].astype(np.float64)
+        least = np.finfo(array.dtype).smallest_normal
+        total = {key: sum(row[key] for row in of_tensor) for key in ("elements", "nan", "zero", "subnormal", "sum", "sum_squares")}
+        assert total["elements"] == array.size and total["nan"] == np.isnan(array).sum() and total["zero"] == (array == 0).sum()
+        assert total["subnormal"] == ((finite != 0) & (abs(finite) < least)).sum()
+        assert min(row["min"] for row in of_tensor) == finite.min() and max(row["max"] for row in of_tensor) == finite.max()
+        assert abs(total["sum"] - finite.sum()) <= 1e-12 * abs(finite).sum()
+        assert abs(total["sum_squares"] - (finite**2).sum()) <= 1e-12 * (finite**2).sum()
+    changed = {row["tensor"]: row["changed"] for row in rows if row["step"] == 2 and row["chunk"] == 0}
+    assert changed == {"w": 0, "h": 0, "d": 0}
+    assert len(store.snapshot(1).stats()) == 4 and "nan" in store.snapshot(1).stats().column_names
 
 
 def test_the_catalog_is_arrow(url):

@@ -236,6 +236,11 @@ impl Snapshot {
         self.runtime.wait(self.inner.rounding())
     }
 
+    /// See [`Inspection::statistics`](crate::Inspection::statistics).
+    pub fn statistics(&self) -> Result<Vec<crate::ChunkStatistics>> {
+        self.runtime.wait(self.inner.inspect().statistics())
+    }
+
     /// See [`Snapshot::check_rounding`](crate::Snapshot::check_rounding).
     pub fn check_rounding(&self, bound: f64) -> Result<()> {
         self.runtime.wait(self.inner.check_rounding(bound))

@@ -181,6 +181,8 @@ pub(crate) mod remainder;
 pub(crate) mod replay;
 #[cfg(target_arch = "x86_64")]
 mod shuffles;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod statistics;
 
 #[cfg(test)]
 mod tests {

@@ -4,7 +4,7 @@ use super::Snapshot;
 use super::execute::slice_of;
 use super::open_chain::OpenChain;
 use crate::container::{BlobEntry, PageEntry};
-use crate::wire::{ErrorsFile, blob_slot};
+use crate::wire::{blob_slot, is_writers_blob};
 use crate::{Blob, Error, Result, boxed};
 
 /// A blob of a snapshot, as its cask lists it.
@@ -48,7 +48,7 @@ impl Snapshot {
 #[boxed]
 pub(crate) async fn has_blobs(snapshot: &Snapshot, wanted: &[&Blob<'_>]) -> Result<bool> {
     let mut found = stored_blobs(&snapshot.chain).await?;
-    found.retain(|stored| stored.name != ErrorsFile::BLOB);
+    found.retain(|stored| !is_writers_blob(&stored.name));
     if found.len() != wanted.len() {
         return Ok(false);
     }

@@ -28,7 +28,7 @@ use crate::{Result, Slice};
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct Inspection<'s> {
-    snapshot: &'s Snapshot,
+    pub(super) snapshot: &'s Snapshot,
 }
 
 /// Counts of the tensor data that a snapshot has read.

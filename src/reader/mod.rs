@@ -22,6 +22,7 @@ mod open_chain;
 mod recover;
 mod rounding;
 mod since;
+mod statistics;
 mod view;
 mod watch;
 

@@ -20,6 +20,7 @@ mod postscript;
 mod receipt;
 mod seal;
 mod slots;
+mod statistics;
 mod store_file;
 mod tree;
 mod unique;
@@ -32,6 +33,7 @@ pub use inline::InlineSnapshot;
 pub use manifest::{CaskRef, Manifest, ParentRef, SnapshotKind};
 pub use postscript::{POSTSCRIPT_BYTES, Postscript};
 pub use receipt::{Receipt, ReceiptShard, ReceiptTensor};
+pub use statistics::ChunkStatistics;
 pub use store_file::StoreFile;
 pub use tree::{Tree, TreeKey, TreeNode};
 
@@ -44,6 +46,11 @@ pub(crate) use store_file::STORE_FILE;
 
 /// Alignment of index columns in bytes, the alignment of Arrow buffers.
 pub(crate) const COLUMN_ALIGNMENT: u64 = 64;
+
+/// Returns whether a blob describes how a snapshot was saved, and is no part of the state.
+pub(crate) fn is_writers_blob(name: &str) -> bool {
+    [ErrorsFile::BLOB, ChunkStatistics::BLOB].contains(&name)
+}
 
 /// Rounds `value` up to a multiple of `alignment`, a power of two. Returns `None` beyond u64.
 pub(crate) fn align_up(value: u64, alignment: u64) -> Option<u64> {

@@ -20,6 +20,8 @@ pub(crate) struct EncodeOptions {
     pub objective: Objective,
     /// Whether each chunk is decoded again before it is uploaded.
     pub verify_after_encode: bool,
+    /// Whether each chunk is measured.
+    pub statistics: bool,
     /// Page alignment: two to the power of this, 6 to 12.
     pub alignment_exponent: u8,
 }

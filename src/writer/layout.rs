@@ -10,7 +10,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use super::schedule::WINDOW_BYTES;
 use crate::tensor::{Rect, element_count, tiles};
-use crate::wire::{Directory, DirectoryShard, DirectoryTensor, ErrorsFile, MAX_RANK, blob_slot, role_slot, tensor_slot};
+use crate::wire::{Directory, DirectoryShard, DirectoryTensor, MAX_RANK, blob_slot, is_writers_blob, role_slot, tensor_slot};
 use crate::{Blob, Error, Limits, Result, TensorView};
 
 /// The layout of a state.
@@ -82,9 +82,9 @@ impl<'a> StateLayout<'a> {
             return Err(Error::invalid(format!("two blobs of rank {} have this name", twice.rank)).tensor(&twice.name));
         }
         for blob in &blobs {
-            if blob.name == ErrorsFile::BLOB {
-                return Err(Error::invalid("this name is reserved for the errors of rounded tensors; save the blob under another name")
-                    .tensor(&blob.name));
+            if is_writers_blob(&blob.name) {
+                let message = "this name is reserved for a report that the writer adds; save the blob under another name";
+                return Err(Error::invalid(message).tensor(&blob.name));
             }
             if rank.is_some_and(|rank| rank != blob.rank) {
                 return Err(Error::invalid(format!("the blob belongs to rank {}, but another rank saves it", blob.rank)).tensor(&blob.name));

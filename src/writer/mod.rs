@@ -14,6 +14,7 @@
 //! | `pipeline` | runs the stages and uploads one cask per slot |
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
 //! | `input`, `base_chunks`, `rounding`, `changed_rows`, `window`, `unit`, `cask_writer` | the stages |
+//! | `statistics` | statistics of each chunk, for the blob `tc.statistics` |
 //! | `choices`, `spared` | which codec is tried first, and which chunks do without a base |
 //! | `base_cache`, `parent` | where the base of a delta comes from |
 //! | `commit` | directory, manifest, log entry |
@@ -39,6 +40,7 @@ mod rounding;
 mod save;
 mod schedule;
 mod spared;
+mod statistics;
 mod unit;
 mod window;
 
@@ -85,6 +87,9 @@ pub struct WriterOptions {
     pub precision: Precision,
     /// Whether each chunk is decoded again before it is uploaded.
     pub verify_after_encode: bool,
+    /// Whether the snapshot gets statistics of each chunk, which
+    /// [`Inspection::statistics`](crate::Inspection::statistics) returns. Off by default.
+    pub statistics: bool,
     /// Page alignment: pages begin at multiples of two to the power of this, 6 to 12.
     pub alignment_exponent: u8,
     /// How to treat a live snapshot of the same step with other content.
@@ -105,6 +110,7 @@ impl Default for WriterOptions {
             objective: Objective::default(),
             precision: Precision::default(),
             verify_after_encode: true,
+            statistics: false,
             alignment_exponent: 6,
             existing_step: ExistingStep::default(),
             id: None,

@@ -27,13 +27,14 @@ use super::parent::Parent;
 use super::plan::SavePlan;
 use super::rounding::RoundingRecord;
 use super::schedule::{Entry, Window};
+use super::statistics::StatisticsRecord;
 use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
 use super::{BaseKeeping, WriterOptions};
 use crate::chain::{Policy, content_digests};
 use crate::precision::Setting;
 use crate::store::{PartBudget, Upload, concurrently};
-use crate::wire::{CaskRef, Digest, Directory, ErrorsFile, blob_slot};
+use crate::wire::{CaskRef, ChunkStatistics, Digest, Directory, ErrorsFile, blob_slot};
 use crate::{AheadUploads, Error, Result, Store, boxed};
 
 /// Maximum number of casks that are published at once.
@@ -66,12 +67,21 @@ pub(super) struct UploadedCasks {
     /// The state, if it becomes the base of the next delta and is kept.
     pub next_base: Option<NextBase>,
     pub rounding: RoundingRecord,
+    statistics: StatisticsRecord,
 }
 
 impl UploadedCasks {
     fn new(layout: &StateLayout<'_>, next_base: Option<NextBase>) -> Self {
         let crcs = layout.tensors.iter().map(|tensor| tensor.shards.iter().map(|_| Vec::new()).collect()).collect();
-        Self { casks: vec![], unpublished: vec![], chunk_counts: BTreeMap::new(), crcs, next_base, rounding: RoundingRecord::default() }
+        Self {
+            casks: vec![],
+            unpublished: vec![],
+            chunk_counts: BTreeMap::new(),
+            crcs,
+            next_base,
+            rounding: RoundingRecord::default(),
+            statistics: StatisticsRecord::default(),
+        }
     }
 
     /// Publishes the casks that are still to be published, all at once.
@@ -124,8 +134,9 @@ impl SavePipeline {
         let Self { store, options, base, changed_rows, choices, ahead } = self;
         let input = SaveInput { store, options, changed_rows, step, layout, parent };
         let mut slots = layout.slots();
-        if layout.tensors.iter().any(|tensor| input.precision(tensor).setting != Setting::Lossless) {
-            // The blob of rounding errors.
+        let is_rounded = layout.tensors.iter().any(|tensor| input.precision(tensor).setting != Setting::Lossless);
+        if is_rounded || options.statistics {
+            // The blob of rounding errors, and that of statistics.
             slots.insert(blob_slot(layout.rank));
         }
         let options = EncodeOptions::from(input.options);
@@ -168,7 +179,7 @@ impl SaveRun<'_> {
                 continue;
             };
             let at = shard.chunk(window.units[unit].chunk);
-            let Some((rounded, UnitResult { chosen, standalone })) = encoded.take(unit, member) else {
+            let Some((rounded, UnitResult { chosen, standalone, statistics })) = encoded.take(unit, member) else {
                 return Err(input.locate(at, Error::invalid("a chunk was not encoded")));
             };
             self.choices.learn(&shard.family, rounded.data.len() as u64, &chosen);
@@ -177,6 +188,9 @@ impl SaveRun<'_> {
             *self.uploaded.chunk_counts.entry(codec.to_owned()).or_default() += 1;
             self.uploaded.crcs[at.tensor][at.shard].push(encoded.crc);
             self.uploaded.rounding.record(&input, at, rounded.errors)?;
+            if let Some(measured) = statistics {
+                self.uploaded.statistics.record(&input, at, measured)?;
+            }
             cask.append(&input.place(at), encoded)?;
             let Some(next) = &mut self.uploaded.next_base else { continue };
             let view = input.view(at);
@@ -233,16 +247,20 @@ impl SaveRun<'_> {
         Ok(self.uploaded)
     }
 
-    /// Blobs of a slot by rank and name: those of the caller, and the errors of all tensors that were rounded.
+    /// Blobs of a slot by rank and name: those of the caller, the errors of all tensors that were rounded, and statistics.
     fn blobs_of_slot(&mut self, slot: u32) -> Result<Vec<(u32, String, Bytes)>> {
         let layout = self.input.layout;
         let own = layout.blobs.iter().filter(|blob| blob_slot(blob.rank) == slot);
         let mut blobs: Vec<(u32, String, Bytes)> =
             own.map(|blob| (blob.rank, blob.name.to_string(), Bytes::copy_from_slice(&blob.data))).collect();
-        if blob_slot(layout.rank) == slot
-            && let Some(errors) = self.uploaded.rounding.take_blob()?
-        {
-            blobs.push((layout.rank, ErrorsFile::BLOB.to_owned(), errors.into()));
+        if blob_slot(layout.rank) == slot {
+            let own = [
+                (ErrorsFile::BLOB, self.uploaded.rounding.take_blob()?),
+                (ChunkStatistics::BLOB, self.uploaded.statistics.take_blob(self.input.store.limits())?),
+            ];
+            for (name, bytes) in own {
+                blobs.extend(bytes.map(|bytes| (layout.rank, name.to_owned(), Bytes::from(bytes))));
+            }
             blobs.sort_by(|a, b| (a.0, &a.1).cmp(&(b.0, &b.1)));
         }
         Ok(blobs)
@@ -256,7 +274,7 @@ pub(super) async fn publish(uploads: Vec<Upload>) -> Result<()> {
 
 impl From<&WriterOptions> for EncodeOptions {
     fn from(options: &WriterOptions) -> Self {
-        let &WriterOptions { objective, verify_after_encode, alignment_exponent, .. } = options;
-        Self { objective, verify_after_encode, alignment_exponent }
+        let &WriterOptions { objective, verify_after_encode, alignment_exponent, statistics, .. } = options;
+        Self { objective, verify_after_encode, alignment_exponent, statistics }
     }
 }

@@ -7,6 +7,7 @@
 //! and with which coefficients, may: a codec tries the coefficients first that it found for another chunk.
 
 use super::cask_writer::{ChunkPlace, EncodeOptions};
+use super::statistics::Measured;
 use crate::codec::{Candidate, Chosen, Chunk, ChunkKind, EncodedChunk, Partner, Registry, Trial, Wanted, encode_given};
 use crate::spare::Spare;
 use crate::{Error, Result};
@@ -43,6 +44,8 @@ pub(crate) struct UnitResult {
     pub chosen: Chosen,
     /// Form that decodes without a base and without partners, if it was wanted.
     pub standalone: Option<EncodedChunk>,
+    /// Statistics of the elements, if the options ask for them.
+    pub statistics: Option<Measured>,
 }
 
 /// Encodes the chunks of a unit. Each gets the codec that the objective prefers; `None` for a chunk that is only a
@@ -82,7 +85,9 @@ pub(crate) fn encode_unit(
             Standalone::Wanted => Some(encode_alone(registry, options, member, &chosen.encoded)?),
             Standalone::NotWanted => None,
         };
-        results[position] = Some(UnitResult { chosen, standalone });
+        // The chunk is in cache now.
+        let statistics = options.statistics.then(|| Measured::of(&chunk, chosen.encoded.kind));
+        results[position] = Some(UnitResult { chosen, standalone, statistics });
         decoded[position] = own;
     }
     Ok(results)

@@ -40,5 +40,6 @@ mod roundtrip;
 mod rows;
 mod spared_bases;
 mod spec;
+mod statistics;
 #[cfg(target_os = "linux")]
 mod storage;

@@ -19,6 +19,7 @@ mod pin;
 mod restore;
 mod save;
 mod stat;
+mod stats;
 mod verify;
 
 use clap::Subcommand;
@@ -49,6 +50,8 @@ pub(crate) enum Verb {
     Analyze(analyze::Args),
     /// Show totals of the store by codec and by role, without reading tensors
     Stat(stat::Args),
+    /// Show statistics of tensors, such as NaN, extremes and norms, without reading tensors
+    Stats(stats::Args),
     /// Pin a step so that it cannot be forgotten, or unpin it
     Pin(pin::Args),
     /// Forget steps, or some of their roles; gc deletes them later
@@ -103,6 +106,7 @@ impl Verb {
             Self::Diff(args) => diff::run(&args),
             Self::Analyze(args) => analyze::run(&args),
             Self::Stat(args) => stat::run(&args),
+            Self::Stats(args) => stats::run(&args),
             Self::Pin(args) => pin::run(&args),
             Self::Forget(args) => forget::run(&args),
             Self::Compact(args) => compact::run(&args),

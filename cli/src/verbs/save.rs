@@ -66,6 +66,9 @@ pub(crate) struct Args {
     /// Replace an existing step with other content; without this option that is an error
     #[arg(long)]
     replace: bool,
+    /// Add statistics of each chunk (NaN, extremes, sums, exponents) to the snapshot; `tensorcask stats` shows them
+    #[arg(long)]
+    statistics: bool,
     /// Do not decode and check each chunk before storing it
     #[arg(long)]
     no_verify_after_encode: bool,
@@ -133,6 +136,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         objective: args.objective,
         precision: Precision::parse(args.precision.iter().map(String::as_str))?,
         verify_after_encode: !args.no_verify_after_encode,
+        statistics: args.statistics,
         existing_step: if args.replace { ExistingStep::Replace } else { ExistingStep::Refuse },
         ..WriterOptions::default()
     })?;

@@ -6,4 +6,5 @@ mod faults;
 mod place;
 mod reports;
 mod states;
+mod statistics;
 mod upkeep;

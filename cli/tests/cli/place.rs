@@ -175,6 +175,7 @@ fn check(value: &Value, schema: &Value, schemas: &Value, at: &str) {
                 "id" => value.as_str().is_some_and(hex),
                 "time" => value.as_str().is_some_and(|text| text.len() == 24 && text.starts_with("20") && text.ends_with('Z')),
                 "strings" => value.as_array().is_some_and(|all| all.iter().all(Value::is_string)),
+                "uints" => value.as_array().is_some_and(|all| all.iter().all(Value::is_u64)),
                 "any" => true,
                 other => panic!("{at}: no such type: {other}"),
             };

@@ -1,18 +1,31 @@
-"""The blobs `tc.tree` (spec/tree.md) and `tc.errors` (spec/errors.md)."""
+"""The blobs `tc.tree` (spec/tree.md), `tc.errors` (spec/errors.md) and `tc.statistics` (spec/statistics.md)."""
 
+import importlib.util
+import io
 import json
 import re
 from math import isfinite
 from typing import Any
 
+from .dtypes import DTYPES, chunk_count, elements_of_chunk
 from .errors import LIMITS, corrupt
 from .sealed import COMMON, check_fields, is_number, is_text, unseal
 
-TREE, ERRORS = "tc.tree", "tc.errors"
+TREE, ERRORS, STATISTICS = "tc.tree", "tc.errors", "tc.statistics"
 MAX_DEPTH = 512
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 FLOAT = re.compile(r"[0-9a-f]{16}")
 Blobs = dict[tuple[int, str], bytes]
+MEASURED = {"f16", "bf16", "f32", "f64"}
+COUNTS = ("nan", "positive_infinity", "negative_infinity", "zero", "subnormal")
+# Columns of statistics: type, and whether there may be nulls (statistics 1.1).
+STATISTICS_COLUMNS = {
+    "tensor": ("text", False), "role": ("text", False), "dtype": ("text", False), "shard_offset": ("list", False),
+    "shard_shape": ("list", False), "chunk": ("number", False), "elements": ("number", False),
+    **{name: ("number", True) for name in COUNTS},
+    "min": ("float", True), "max": ("float", True), "sum": ("float", True), "sum_squares": ("float", True), "exponents": ("list", True),
+    "reference_step": ("number", True), "changed": ("number", True), "change_squares": ("float", True), "change_ulps": ("number", True),
+}  # fmt: skip
 
 
 def check_reserved(blobs: Blobs, tensors: set[str]) -> None:
@@ -24,6 +37,8 @@ def check_reserved(blobs: Blobs, tensors: set[str]) -> None:
             merged = tree if merged is None else merge(merged, tree)
         elif name == ERRORS:
             check_errors(data)
+        elif name == STATISTICS and importlib.util.find_spec("pyarrow") is not None:
+            check_statistics(data)
     if merged is not None:
         check_lists(merged)
 
@@ -147,3 +162,78 @@ def check_errors(data: bytes) -> None:
             raise corrupt("errors 2", "chunks are not in order")
     if any(a >= b for a, b in zip(places, places[1:], strict=False)):
         raise corrupt("errors 1", "shards are not in order")
+
+
+def check_statistics(data: bytes) -> None:
+    """Statistics of chunks (statistics 1 to 4)."""
+    last: Any = None
+    for row in read_statistics(data):
+        dtype = next((dtype for dtype in DTYPES.values() if dtype.name == row["dtype"]), None)
+        shape = tuple(row["shard_shape"])
+        if dtype is None:
+            raise corrupt("statistics 1.1", f"a dtype {row['dtype']!r:.50}")
+        place = (row["tensor"].encode(), row["shard_offset"], row["shard_shape"], row["chunk"])
+        if last is not None and last >= place:
+            raise corrupt("statistics 2", "rows are not in order")
+        last = place
+        if len(row["shard_offset"]) != len(shape) or row["chunk"] >= chunk_count(dtype, shape):
+            raise corrupt("statistics 2.2", "a chunk that the shard does not have")
+        if row["elements"] != elements_of_chunk(dtype, shape, row["chunk"]):
+            raise corrupt("statistics 2.2", "another number of elements")
+        check_values(row)
+
+
+def read_statistics(data: bytes) -> list[dict[str, Any]]:
+    """The rows of a table of exactly these columns (statistics 1.1)."""
+    # Only now: it takes longer to load than most stores to read.
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    LIMITS.check("max_blob_bytes", len(data))
+    types = {"text": pa.types.is_string, "number": pa.types.is_uint64, "float": pa.types.is_float64}
+    try:
+        file = pq.ParquetFile(io.BytesIO(data))
+        LIMITS.check("max_shards", file.metadata.num_rows)
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        if {group.column(i).compression for group in groups for i in range(group.num_columns)} - {"UNCOMPRESSED", "SNAPPY"}:
+            raise corrupt("statistics 1.1", "another compression")
+        # One thread: those of pyarrow may outlive the interpreter, which then aborts.
+        table = file.read(use_threads=False)
+    except (ValueError, OSError, pa.ArrowException):
+        raise corrupt("statistics 1", "no Parquet table") from None
+    if table.column_names != list(STATISTICS_COLUMNS):
+        raise corrupt("statistics 1.1", "other columns")
+    for name, (kind, nullable) in STATISTICS_COLUMNS.items():
+        found = table.schema.field(name).type
+        if not (pa.types.is_list(found) and pa.types.is_uint64(found.value_type) if kind == "list" else types[kind](found)):
+            raise corrupt("statistics 1.1", f"type of column {name}")
+        if not nullable and table[name].null_count:
+            raise corrupt("statistics 1.1", f"null in column {name}")
+    rows = table.to_pylist()
+    if any(None in row[name] for row in rows for name in ("shard_offset", "shard_shape", "exponents") if row[name] is not None):
+        raise corrupt("statistics 1.1", "null in a list")
+    return rows
+
+
+def check_values(row: dict[str, Any]) -> None:
+    """statistics 3, 4"""
+    floats = ("min", "max", "sum", "sum_squares")
+    present = [row[name] is not None for name in (*COUNTS, "exponents")]
+    if row["dtype"] in MEASURED and not all(present):
+        raise corrupt("statistics 3", "values of a float are missing")
+    if row["dtype"] not in MEASURED and (any(present) or any(row[name] is not None for name in floats)):
+        raise corrupt("statistics 3", "values of a type that has none")
+    if any(row[name] is not None and not isfinite(row[name]) for name in (*floats, "change_squares")):
+        raise corrupt("statistics 3", "a number that is not finite")
+    if row["dtype"] in MEASURED:
+        if len(row["exponents"]) != 16 or sum(row["exponents"]) > -(-row["elements"] // 16):
+            raise corrupt("statistics 3.3", "exponents")
+        if sum(row[name] for name in COUNTS) > row["elements"]:
+            raise corrupt("statistics 3", "counts beyond the number of elements")
+        if (row["min"] is None) != (row["max"] is None) or (row["min"] is not None and row["min"] > row["max"]):
+            raise corrupt("statistics 3.1", "a minimum above the maximum")
+    change = [row[name] is not None for name in ("reference_step", "changed", "change_ulps")]
+    if any(change) != all(change) or (row["change_squares"] is not None and not all(change)):
+        raise corrupt("statistics 4", "a part of a change")
+    if row["changed"] is not None and row["changed"] > row["elements"]:
+        raise corrupt("statistics 4", "more changed elements than there are")

@@ -38,6 +38,7 @@ fn either(name: &str, clause: &str, why: &str, kind: &'static str, store: Store)
 pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
     let mut cases = trees()?;
     cases.extend(receipts()?);
+    cases.extend(statistics()?);
     Ok(cases)
 }
 
@@ -176,5 +177,47 @@ fn receipts() -> Result<Vec<Sketch>, Failure> {
     }
     let newer = edited("1.0", "2.0")?;
     cases.push(either("errors/of-a-newer-version", "errors 1", "a receipt of a major version that is not known", "unsupported", newer));
+    Ok(cases)
+}
+
+macro_rules! statistics {
+    ($name:literal) => {
+        ($name, &include_bytes!(concat!("vectors/statistics/", $name, ".parquet"))[..])
+    };
+}
+
+/// Statistics, which `conformance/statistics.py` made once.
+fn statistics() -> Result<Vec<Sketch>, Failure> {
+    let with = |bytes: &[u8]| with_blobs(vec![vec![Blob::new(0, "tc.statistics", bytes)]]);
+    let mut cases = Vec::new();
+    for ((name, bytes), clause, why) in [
+        (statistics!("whole"), "statistics 1", "the statistics of all tensors of a base"),
+        (statistics!("other-forms"), "statistics 1.1", "the same rows, with other encodings and row groups of one row"),
+        (statistics!("tensor-that-is-gone"), "statistics 1", "statistics of a tensor that the directory does not have"),
+        (statistics!("change"), "statistics 4", "a change since a reference step"),
+    ] {
+        cases.push(accept(&format!("statistics/{name}"), clause, why, with(bytes)?));
+    }
+    for ((name, bytes), clause, why) in [
+        (statistics!("out-of-order"), "statistics 2", "rows that do not ascend"),
+        (statistics!("row-twice"), "statistics 2", "a chunk with two rows"),
+        (statistics!("wrong-type"), "statistics 1.1", "a count of another type"),
+        (statistics!("missing-column"), "statistics 1.1", "a column that is missing"),
+        (statistics!("another-column"), "statistics 1.1", "a column that is not there"),
+        (statistics!("null-tensor"), "statistics 1.1", "a row without a tensor"),
+        (statistics!("unknown-dtype"), "statistics 1.1", "a dtype that is not there"),
+        (statistics!("no-such-chunk"), "statistics 2.2", "a chunk that the shard does not have"),
+        (statistics!("wrong-elements"), "statistics 2.2", "another number of elements than the chunk has"),
+        (statistics!("counts-beyond-elements"), "statistics 3", "more zeros than elements"),
+        (statistics!("infinite-sum"), "statistics 3", "a sum that is not finite"),
+        (statistics!("values-of-an-integer"), "statistics 3", "a count of NaN of integers"),
+        (statistics!("no-values-of-a-float"), "statistics 3", "no counts of a float"),
+        (statistics!("minimum-above-maximum"), "statistics 3.1", "a minimum above the maximum"),
+        (statistics!("short-exponents"), "statistics 3.3", "a histogram of 15 counts"),
+        (statistics!("change-without-a-step"), "statistics 4", "a change without a reference step"),
+        (("no-table", b"PAR1 is no table PAR1".as_slice()), "statistics 1", "bytes that are no Parquet file"),
+    ] {
+        cases.push(either(&format!("statistics/{name}"), clause, why, CORRUPT, with(bytes)?));
+    }
     Ok(cases)
 }
