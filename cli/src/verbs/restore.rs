@@ -32,7 +32,7 @@ pub(crate) struct Args {
     /// Step number or `latest`
     #[arg(long, value_name = "N", default_value = "latest", value_parser = parse::at)]
     step: StepSelector,
-    /// Output file; its folder must exist
+    /// Output file, replaced if it exists; its folder must exist
     #[arg(short, long, value_name = "OUT.safetensors")]
     output: PathBuf,
     /// Restore tensors whose names match; `*` matches any characters

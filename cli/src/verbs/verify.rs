@@ -19,8 +19,8 @@ use crate::text::{Text, counted, human_bytes};
   pages  also check every byte of every cask
   full   also decode every chunk of every snapshot and compare its checksum
 
-Exits with 3 if stored data is damaged, and with 1 if only --max-error was exceeded. To share the work
-among n machines, run --shard 0/n to --shard n-1/n.
+Exits with 3 if stored data is damaged, and with 1 if there are only other problems: an unknown codec, or an
+exceeded --max-error. To share the work among n machines, run --shard 0/n to --shard n-1/n.
 
 Example:
   tensorcask verify s3://bucket/run42 --depth pages --shard 0/8")]
