@@ -20,7 +20,7 @@ pub(crate) struct Measured {
 }
 
 impl Measured {
-    /// Measures a chunk that was encoded as `kind`.
+    /// Measures a chunk that was encoded as `kind`. Its data must be the decoded bytes.
     pub(crate) fn of(chunk: &Chunk<'_>, kind: ChunkKind) -> Self {
         let change = match (kind, chunk.base) {
             (ChunkKind::Unchanged, _) => Some(ChangeStatistics { changed: 0, squares: Some(0.0), ulps: 0 }),

@@ -74,7 +74,8 @@ pub(crate) fn encode_unit(
         let partners: Vec<Partner<'_>> = member.partners.iter().filter_map(partner).collect();
         let chunk = Chunk { partners: &partners, ..member.chunk };
         let trial = &member.trial;
-        let wanted = Wanted { objective: options.objective, verify: options.verify_after_encode, decoded: is_partner, trial };
+        let is_wanted = is_partner || options.statistics;
+        let wanted = Wanted { objective: options.objective, verify: options.verify_after_encode, decoded: is_wanted, trial };
         let mut chosen = encode_given(registry, wanted, &chunk, member.rounded).map_err(|e| member.place.locate(e))?;
         let own = chosen.decoded.take();
         let has_base = chunk.base.is_some() || chunk.changed_rows.is_some();
@@ -85,10 +86,13 @@ pub(crate) fn encode_unit(
             Standalone::Wanted => Some(encode_alone(registry, options, member, &chosen.encoded)?),
             Standalone::NotWanted => None,
         };
-        // The chunk is in cache now.
-        let statistics = options.statistics.then(|| Measured::of(&chunk, chosen.encoded.kind));
+        // The decoded bytes are in cache now. The source may have changed since they were compared.
+        let statistics = match &own {
+            Some(data) if options.statistics => Some(Measured::of(&Chunk { data, ..chunk }, chosen.encoded.kind)),
+            _ => None,
+        };
         results[position] = Some(UnitResult { chosen, standalone, statistics });
-        decoded[position] = own;
+        decoded[position] = own.filter(|_| is_partner);
     }
     Ok(results)
 }
