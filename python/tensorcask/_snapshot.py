@@ -9,7 +9,6 @@ from typing import Any
 
 from . import _collector, _convert, _frameworks, _native, _state
 from ._errors import InvalidValueError
-from ._native import Statistics
 from ._options import Device, DType, Framework, LoadOptions, Slices, check_slices
 from ._precision import TensorRounding
 from ._reports import ChainLink, TensorInfo
@@ -81,10 +80,6 @@ class Snapshot:
     def rounding(self) -> list[TensorRounding]:
         """Reports the rounding errors of tensors, by name; empty if the snapshot is lossless. Reads no tensor."""
         return [TensorRounding.of(*row) for row in self._native.rounding()]
-
-    def stats(self) -> Statistics:
-        """Returns the statistics of each chunk as a table for Arrow; see :meth:`Store.stats`."""
-        return self._native.stats()
 
     def verify(self) -> None:
         """Decodes and checks every chunk. Raises an error if something is wrong."""

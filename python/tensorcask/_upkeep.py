@@ -35,12 +35,14 @@ class Upkeep(StoreHandle):
         with _foreign.explained(self._url):
             return self.native().catalog()
 
-    def stats(self) -> Statistics:
-        """Returns the statistics of all live steps as a table for Arrow: one row for each chunk that was saved with
-        ``statistics=True``. Reads no tensor.
+    def stats(self, *, step: Step | None = None) -> Statistics:
+        """Returns the statistics of all live steps, or of one, as a table for Arrow: one row for each chunk that was
+        saved with ``statistics=True``. Reads no tensor.
         """
         with _foreign.explained(self._url):
-            return self.native().stats()
+            if step is None:
+                return self.native().stats()
+            return self.native().snapshot(step_or_latest(step)).stats()
 
     def verify(self, depth: VerifyDepth = "full", *, step: int | None = None, progress: Progress = None) -> VerifyReport:
         """Checks the store.

@@ -61,7 +61,7 @@ def import_(
     kind = format or (_format_of_folder(paths[0]) if paths[0].is_dir() else _format_of(paths[0], False))
     if kind == "safetensors":
         paths = [_files_of_model(path) if path.is_dir() else path for path in paths]
-        options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
+        options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", (), False)
         arguments = (check_step(step), [str(path) for path in paths], user_json(user))
         return store.with_writer(options, lambda writer: writer.save_safetensors(*arguments))
     if len(paths) != 1:

@@ -75,7 +75,7 @@ def import_deltas(
     training causes this. The import ends at a version without an index, because this version is still being written.
     """
     store = open_store(url, None)
-    options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", ())
+    options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", (), False)
     live = _live(store)
     versions = list(_versions(Path(folder)))
     steps = [*([check_step(base_step)] if base is not None else []), *(version.step for version in versions)]

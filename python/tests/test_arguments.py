@@ -20,6 +20,7 @@ SAVE = {
     "verify_after_encode",
     "objective",
     "precision",
+    "statistics",
     "changed_rows",
     "overwrite",
     "keep_last",
