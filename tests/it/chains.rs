@@ -72,9 +72,10 @@ async fn the_adaptive_policy_says_why() {
     assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
 }
 
-/// Every base cache leads to the same stored bytes. Ids are random, but all have one length.
+/// Every base cache leads to the same snapshots. Their sizes may differ a little: a codec first tries the coefficients
+/// that it found for another chunk, and chunks are encoded in any order.
 #[tokio::test]
-async fn four_ways_to_keep_a_base_make_equal_stores() {
+async fn four_ways_to_keep_a_base_make_equal_snapshots() {
     let scratch = tempfile::tempdir().unwrap();
     let keepings = [BaseKeeping::Memory, BaseKeeping::Encoded, BaseKeeping::Disk(scratch.path().join("bases")), BaseKeeping::None];
     let files = ["step-1000.safetensors", "step-1001.safetensors", "step-1010.safetensors"];
@@ -85,15 +86,15 @@ async fn four_ways_to_keep_a_base_make_equal_stores() {
             let store = wrap(objects.clone());
             let options = WriterOptions { policy, base_cache: base_cache.clone(), ..WriterOptions::default() };
             let mut writer = store.writer_with(options).await.unwrap();
-            let mut saves = Vec::new();
-            let mut read = Vec::new();
+            let (mut kinds, mut sizes, mut read) = (Vec::new(), Vec::new(), Vec::new());
             for step in 0..5u64 {
                 let input = Files::open(&[data(files[step as usize % 3])]).unwrap();
                 let before = store.io().bytes_read;
                 let saved = writer.save(step, &input.tensors().unwrap(), &[], &Metadata::default()).await.unwrap();
                 read.push(store.io().bytes_read - before);
                 let content = format!("{:?}", store.snapshot(step).await.unwrap().manifest().content);
-                saves.push((saved.stored_bytes, saved.chunks, content));
+                kinds.push((saved.kind, content));
+                sizes.push(saved.stored_bytes as f64);
                 let kept = writer.base_cache_bytes();
                 match base_cache {
                     BaseKeeping::Memory => assert!(kept >= saved.tensor_bytes, "{kept}"),
@@ -111,9 +112,13 @@ async fn four_ways_to_keep_a_base_make_equal_stores() {
                     assert!(snapshot.read(view.name(), &Slice::all()).await.unwrap().data == view.data());
                 }
             }
-            seen.push(saves);
+            seen.push((kinds, sizes));
         }
-        assert!(seen.iter().all(|saves| *saves == seen[0]), "{policy}");
+        for (keeping, (kinds, sizes)) in keepings.iter().zip(&seen) {
+            assert_eq!(kinds, &seen[0].0, "{policy}, {keeping:?}");
+            let is_near = |(a, b): (&f64, &f64)| (a - b).abs() <= 0.01 * b;
+            assert!(sizes.iter().zip(&seen[0].1).all(is_near), "{policy}, {keeping:?}: {sizes:?}, {:?}", seen[0].1);
+        }
     }
     assert!(objects_of(scratch.path()).is_empty(), "files of bases have no name");
 }
