@@ -5,7 +5,7 @@ use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use rayon::prelude::*;
-use tensorcask::{Blob, ChunkStatistics, Error, Metadata, ReadRequest, Rect, Result, Slice, Snapshot, TensorRounding};
+use tensorcask::{Blob, Error, Metadata, ReadRequest, Rect, Result, Slice, Snapshot, is_writers_blob};
 
 use crate::arena::Arena;
 use crate::image::EXTENT_BYTES;
@@ -61,9 +61,7 @@ pub(crate) async fn read_snapshot<'a>(snapshot: &Snapshot, source: Source, reque
     });
     let tensors = tensors.collect();
     let mut blobs = Vec::new();
-    // The rounding report and the statistics belong to the writer and are no part of the state.
-    let is_state = |name: &str| ![TensorRounding::BLOB, ChunkStatistics::BLOB].contains(&name);
-    for (rank, name) in snapshot.blobs().await?.into_iter().filter(|(_, name)| is_state(name)) {
+    for (rank, name) in snapshot.blobs().await?.into_iter().filter(|(_, name)| !is_writers_blob(name)) {
         let data = snapshot.read_blob(rank, &name).await?.into();
         blobs.push(Blob { rank, name, data });
     }

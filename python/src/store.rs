@@ -162,7 +162,10 @@ impl Store {
     }
 
     /// Opens the store for the saves of one rank.
-    #[pyo3(signature = (rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![], statistics=false))]
+    #[pyo3(signature = (
+        rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![],
+        statistics=false
+    ))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn rank_writer(
         &self,

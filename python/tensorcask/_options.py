@@ -200,11 +200,11 @@ def parse_policy(policy: Policy) -> tuple[str, int | None]:
 
 def writer_options(
     policy: Policy,
-    base_cache: BaseCache,
-    verify_after_encode: bool,
-    objective: Objective,
-    precision: str | Sequence[str],
-    statistics: bool,
+    base_cache: BaseCache = "memory",
+    verify_after_encode: bool = True,
+    objective: Objective = "balanced",
+    precision: str | Sequence[str] = (),
+    statistics: bool = False,
 ) -> WriterOptions:
     """Returns the options of a writer. Checks everything that the library does not check itself."""
     is_folder = isinstance(base_cache, str) and base_cache.startswith(_DISK) and base_cache != _DISK

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from . import _native
 from ._files import into_place
 from ._native import Saved
-from ._options import Step, WriterOptions, check_step, parse_policy, user_json
+from ._options import Step, check_step, user_json, writer_options
 from ._snapshot import Snapshot
 from ._state import OnUnsupported
 from ._store import Store, open_store
@@ -61,7 +61,7 @@ def import_(
     kind = format or (_format_of_folder(paths[0]) if paths[0].is_dir() else _format_of(paths[0], False))
     if kind == "safetensors":
         paths = [_files_of_model(path) if path.is_dir() else path for path in paths]
-        options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", (), False)
+        options = writer_options(policy)
         arguments = (check_step(step), [str(path) for path in paths], user_json(user))
         return store.with_writer(options, lambda writer: writer.save_safetensors(*arguments))
     if len(paths) != 1:

@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 from . import _dtypes, _native
 from ._files import into_place, write_whole
 from ._frameworks import RawTensor
-from ._options import WriterOptions, check_step, parse_policy, user_json
+from ._options import check_step, user_json, writer_options
 from ._store import Store, open_store
 from .interchange import import_
 
@@ -75,7 +75,7 @@ def import_deltas(
     training causes this. The import ends at a version without an index, because this version is still being written.
     """
     store = open_store(url, None)
-    options: WriterOptions = (*parse_policy(policy), "memory", True, "balanced", (), False)
+    options = writer_options(policy)
     live = _live(store)
     versions = list(_versions(Path(folder)))
     steps = [*([check_step(base_step)] if base is not None else []), *(version.step for version in versions)]

@@ -407,7 +407,8 @@ fn compare<E: Element<W>, const W: usize>(before: &[u8], after: &[u8]) -> Change
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{ChangeStatistics, LANES, ValueStatistics, changes_at, values, values_at};
+    use crate::Dtype;
     use crate::kernels::Level;
     use crate::kernels::floats::{odd_numbers, to_bytes};
 

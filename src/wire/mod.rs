@@ -47,8 +47,14 @@ pub(crate) use store_file::STORE_FILE;
 /// Alignment of index columns in bytes, the alignment of Arrow buffers.
 pub(crate) const COLUMN_ALIGNMENT: u64 = 64;
 
-/// Returns whether a blob describes how a snapshot was saved, and is no part of the state.
-pub(crate) fn is_writers_blob(name: &str) -> bool {
+/// Returns whether a writer added the blob of this name itself, such as a rounding report. Such a blob is no part of the
+/// state.
+///
+/// ```
+/// assert!(tensorcask::is_writers_blob(tensorcask::ChunkStatistics::BLOB));
+/// assert!(!tensorcask::is_writers_blob("tokenizer.json"));
+/// ```
+pub fn is_writers_blob(name: &str) -> bool {
     [ErrorsFile::BLOB, ChunkStatistics::BLOB].contains(&name)
 }
 
