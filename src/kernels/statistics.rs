@@ -520,6 +520,49 @@ mod tests {
         }
     }
 
+    #[test]
+    fn vectors_of_the_spec_hold_at_every_level() {
+        let vectors: toml::Table = toml::from_str(include_str!("../../spec/vectors/statistics.toml")).unwrap();
+        let tables = |name: &str| vectors[name].as_array().unwrap().iter().map(|table| table.as_table().unwrap());
+        let dtype = |table: &toml::Table| Dtype::from_name(table["dtype"].as_str().unwrap()).unwrap();
+        let data = |table: &toml::Table, key: &str| -> Vec<u8> {
+            let digits = table[key].as_str().unwrap().as_bytes().as_chunks::<2>().0;
+            digits.iter().map(|pair| u8::from_str_radix(str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
+        };
+        let count = |table: &toml::Table, key: &str| table[key].as_integer().unwrap() as u64;
+        let float = |table: &toml::Table, key: &str| {
+            table.get(key).map(|hex| f64::from_bits(u64::from_str_radix(hex.as_str().unwrap(), 16).unwrap()))
+        };
+        for table in tables("values") {
+            let expected = ValueStatistics {
+                nan: count(table, "nan"),
+                positive_infinity: count(table, "positive_infinity"),
+                negative_infinity: count(table, "negative_infinity"),
+                zero: count(table, "zero"),
+                subnormal: count(table, "subnormal"),
+                min: float(table, "min"),
+                max: float(table, "max"),
+                sum: float(table, "sum"),
+                squares: float(table, "sum_squares"),
+                exponents: table["exponents"].clone().try_into().unwrap(),
+            };
+            for level in Level::available() {
+                // `Debug` shows the sign of a zero.
+                let found = values_at(level, dtype(table), &data(table, "data"));
+                assert_eq!(format!("{found:?}"), format!("{:?}", Some(expected)), "{level:?}, {table:?}");
+            }
+        }
+        for table in tables("changes") {
+            let squares = float(table, "change_squares");
+            let ulps = table["change_ulps"].as_str().unwrap().parse().unwrap();
+            let expected = ChangeStatistics { changed: count(table, "changed"), squares, ulps };
+            for level in Level::available() {
+                let found = changes_at(level, dtype(table), &data(table, "before"), &data(table, "after"));
+                assert_eq!(found, Some(expected), "{level:?}, {table:?}");
+            }
+        }
+    }
+
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn the_environment_of_the_caller_does_not_count() {
