@@ -72,7 +72,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     match parsed {
         Ok(Cli { verb, json }) => {
             let json = json || verb.wants_json();
-            match verb.run(json) {
+            match verb.run(json, Cli::command) {
                 Ok(outcome) => outcome.print(json),
                 Err(e) => output::print_error(&e, json),
             }

@@ -1,4 +1,4 @@
-//! Spinner on stderr with the bytes transferred so far. Shown only if stderr is a terminal.
+//! Spinner on stderr with the bytes transferred so far and their rate. Shown only if stderr is a terminal.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -20,9 +20,11 @@ impl Progress {
             return Self(None);
         }
         let store = store.inner().clone();
-        let moved = move |_: &ProgressState, out: &mut dyn fmt::Write| {
+        let moved = move |state: &ProgressState, out: &mut dyn fmt::Write| {
             let io = store.io();
-            let _ = out.write_str(&human_bytes(io.bytes_read.saturating_add(io.bytes_written)));
+            let bytes = io.bytes_read.saturating_add(io.bytes_written);
+            let rate = bytes as f64 / state.elapsed().as_secs_f64().max(0.001);
+            let _ = write!(out, "{}, {}/s,", human_bytes(bytes), human_bytes(rate as u64));
         };
         let style = ProgressStyle::with_template("{spinner} {msg} {moved} in {elapsed}");
         let style = style.unwrap_or_else(|_| ProgressStyle::default_spinner());

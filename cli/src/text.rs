@@ -11,6 +11,12 @@ impl Text {
         &self.0
     }
 
+    /// Text that is printed as it is. It must not hold anything from outside of this program.
+    #[cfg(feature = "manual")]
+    pub(crate) fn verbatim(text: String) -> Self {
+        Self(text)
+    }
+
     pub(crate) fn line(&mut self, line: impl AsRef<str>) {
         self.0.push_str(printable(line.as_ref()).trim_end());
         self.0.push('\n');

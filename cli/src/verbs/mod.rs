@@ -14,6 +14,8 @@ mod gc;
 mod inspect;
 mod log;
 mod ls;
+#[cfg(feature = "manual")]
+mod manual;
 mod package;
 mod pin;
 mod restore;
@@ -22,7 +24,7 @@ mod stat;
 mod stats;
 mod verify;
 
-use clap::Subcommand;
+use clap::{Command, Subcommand};
 use tensorcask::Result;
 
 use crate::output::Outcome;
@@ -73,6 +75,12 @@ pub(crate) enum Verb {
     /// Run the agent of the asynchronous engine, or show its status
     #[cfg(all(feature = "engine", target_os = "linux"))]
     Agent(agent::Args),
+    /// Print a script that completes commands in a shell
+    #[cfg(feature = "manual")]
+    Completions(manual::CompletionsArgs),
+    /// Write man pages for this command and its verbs
+    #[cfg(feature = "manual")]
+    Man(manual::ManArgs),
 }
 
 impl Verb {
@@ -90,11 +98,12 @@ impl Verb {
         matches!(self, Self::Import(args) | Self::Export(args) if args.wants_json())
     }
 
+    /// Runs the verb. `command` describes the whole command line.
     #[cfg_attr(
-        not(all(feature = "engine", target_os = "linux")),
-        allow(unused_variables, reason = "only the verb agent prints while it runs")
+        not(all(feature = "engine", feature = "manual", target_os = "linux")),
+        allow(unused_variables, reason = "only the verb agent prints while it runs, and only manuals need the command")
     )]
-    pub(crate) fn run(self, json: bool) -> Result<Outcome> {
+    pub(crate) fn run(self, json: bool, command: fn() -> Command) -> Result<Outcome> {
         match self {
             Self::Save(args) => save::run(args),
             Self::Restore(args) => restore::run(&args),
@@ -118,6 +127,10 @@ impl Verb {
             Self::Doctor(args) => doctor::run(&args),
             #[cfg(all(feature = "engine", target_os = "linux"))]
             Self::Agent(args) => agent::run(&args, json),
+            #[cfg(feature = "manual")]
+            Self::Completions(args) => manual::completions(&args, command()),
+            #[cfg(feature = "manual")]
+            Self::Man(args) => manual::man(&args, command()),
         }
     }
 }

@@ -127,3 +127,40 @@ fn the_doctor_finds_leftovers_and_broken_links() {
     conforms("doctor", &broken);
     assert_eq!(broken["problems"][0]["object"], format!("casks/{}", cask.file_name().unwrap().to_str().unwrap()));
 }
+
+#[test]
+fn completions_and_man_pages_know_every_verb() {
+    let place = Place::new();
+    let help = String::from_utf8(place.run("--help").stdout).unwrap();
+    let verbs = help.lines().skip_while(|line| !line.starts_with("Commands:")).skip(1).take_while(|line| !line.is_empty());
+    let verbs: Vec<&str> = verbs.filter_map(|line| line.split_whitespace().next()).filter(|verb| *verb != "help").collect();
+    assert!(verbs.contains(&"save") && verbs.contains(&"man"), "{verbs:?}");
+    for shell in ["bash", "zsh", "fish"] {
+        let script = place.json(&format!("completions {shell}"));
+        conforms("completions", &script);
+        let script = script["script"].as_str().unwrap();
+        assert!(verbs.iter().all(|verb| script.contains(verb)), "{shell}");
+        assert_eq!(place.run(&format!("completions {shell}")).stdout, script.as_bytes(), "{shell}");
+    }
+    let pages = place.json("man @man1");
+    conforms("man", &pages);
+    for verb in verbs {
+        let page = std::fs::read_to_string(place.path(&format!("man1/tensorcask-{verb}.1"))).unwrap();
+        assert!(page.contains(".TH") && page.contains("SYNOPSIS"), "{verb}");
+    }
+}
+
+/// bash itself reads the script, and completes a verb and an option.
+#[test]
+fn bash_completes_verbs_and_options() {
+    let place = Place::new();
+    std::fs::write(place.path("script"), place.run("completions bash").stdout).unwrap();
+    let complete = |words: &[&str]| {
+        let program = "source \"$0\"; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); _tensorcask tensorcask \"${COMP_WORDS[COMP_CWORD]}\" \"\"; \
+                       echo \"${COMPREPLY[@]}\"";
+        let output = std::process::Command::new("bash").arg("-c").arg(program).arg(place.path("script")).args(words).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(complete(&["tensorcask", "rest"]).trim(), "restore");
+    assert!(complete(&["tensorcask", "save", "--pol"]).contains("--policy"));
+}
