@@ -37,6 +37,7 @@ pub(crate) fn gc<'py>(py: Python<'py>, store: &Store, age_floor: Duration, apply
     report.set_item("waiting_bytes", found.waiting_bytes())?;
     report.set_item("held", steps(&found.held))?;
     report.set_item("held_bytes", found.held_bytes)?;
+    report.set_item("held_by", steps(&found.held_by))?;
     Ok(report)
 }
 

@@ -14,6 +14,8 @@ True
 # _precision _state _steps _unpickle _staging _planners _options _reports _snapshot _handle _upkeep | torch _store _save_load
 # _markers codec engine interchange slime lightning megatron orbax transformers agent __main__
 
+from ._dtypes import UnstorableTypeError
+from ._errors import InvalidTypeError, InvalidValueError
 from ._frameworks import RawTensor
 from ._native import (
     Catalog,
@@ -52,6 +54,8 @@ __all__ = [
     "FencedError",
     "GcReport",
     "InvalidArgumentError",
+    "InvalidTypeError",
+    "InvalidValueError",
     "LimitExceededError",
     "NotFoundError",
     "OutcomeUnknownError",
@@ -67,6 +71,7 @@ __all__ = [
     "TensorInfo",
     "TensorRounding",
     "UnsafeStoreError",
+    "UnstorableTypeError",
     "UnsupportedError",
     "VerifyReport",
     "__version__",

@@ -72,6 +72,7 @@ class GcReport:
 
     ``collected``: steps given up in the log because no chain needs them. ``deleted``: objects deleted, ``freed_bytes`` in total.
     ``waiting``: objects that nothing needs, but that are not old enough. ``held``: forgotten steps that chains of other steps need.
+    ``held_by``: the steps to compact, so that they no longer need those.
     """
 
     applied: bool
@@ -83,6 +84,7 @@ class GcReport:
     waiting_bytes: int
     held: list[int]
     held_bytes: int
+    held_by: list[int]
 
 
 @dataclass(frozen=True)

@@ -257,3 +257,22 @@ def test_a_value_that_cannot_be_stored_has_an_error_of_its_own(url):
     with pytest.raises(tensorcask.InvalidArgumentError, match="lock") as raised:
         tensorcask.save({"lock": object()}, url, step=1)
     assert type(raised.value).__name__ == "UnstorableTypeError" and isinstance(raised.value, TypeError)
+
+
+def test_errors_of_python_code_have_the_attributes_of_all_errors(tmp_path):
+    url = str(tmp_path / "run")
+    tensorcask.save({"w": np.zeros((4, 4), np.float32), "n": 1}, url, step=1)
+    for call, kind in [
+        (lambda: tensorcask.load(url, tensors="nope*"), "not_found"),
+        (lambda: tensorcask.load(url, slices={"w": slice(0, 4, 2)}), "invalid_argument"),
+        (lambda: tensorcask.load(url, step=9), "not_found"),
+        (lambda: tensorcask.load(url, step=-1), "invalid_argument"),
+    ]:
+        with pytest.raises(tensorcask.Error) as caught:
+            call()
+        assert caught.value.kind == kind
+        assert caught.value.message and caught.value.message in str(caught.value)
+        for name in ("object", "tensor", "chunk", "offset", "clause"):
+            getattr(caught.value, name)
+    assert issubclass(tensorcask.InvalidValueError, ValueError)
+    assert issubclass(tensorcask.UnstorableTypeError, TypeError)

@@ -64,6 +64,8 @@ pub struct GcReport {
     pub held: Vec<SnapshotRecord>,
     /// Size of the casks of those snapshots, in bytes.
     pub held_bytes: u64,
+    /// Snapshots whose parent is one of those. Compaction of them lets the held snapshots go.
+    pub held_by: Vec<SnapshotRecord>,
 }
 
 impl GcReport {
@@ -100,6 +102,7 @@ pub async fn gc(store: &Store, options: &GcOptions) -> Result<GcReport> {
         }
     }
     report.held = unneeded(log.state()).1.into_iter().cloned().collect();
+    report.held_by = needing(log.state(), &report.held);
 
     let now = if options.apply { store.objects().clock_ms().await? } else { now_ms() };
     let floor_ms = u64::try_from(options.age_floor.as_millis()).unwrap_or(u64::MAX);
@@ -165,6 +168,13 @@ fn unneeded(state: &LogState) -> (Vec<&SnapshotRecord>, Vec<&SnapshotRecord>) {
     }
     let idle = state.snapshots().iter().filter(|record| !is_root(record) && record.status != SnapshotStatus::Collected);
     idle.partition(|record| !needed.contains(&record.id))
+}
+
+/// Snapshots that are no leftovers themselves, and whose parent is one of these.
+fn needing(state: &LogState, held: &[SnapshotRecord]) -> Vec<SnapshotRecord> {
+    let held: BTreeSet<Id> = held.iter().map(|record| record.id).collect();
+    let needs = |record: &&SnapshotRecord| is_root(record) && record.parent.is_some_and(|parent| held.contains(&parent));
+    state.snapshots().iter().filter(needs).cloned().collect()
 }
 
 fn is_root(record: &SnapshotRecord) -> bool {

@@ -40,6 +40,9 @@ pub(crate) struct Args {
     directories: bool,
 }
 
+/// Number of steps that the text names.
+const MAX_SHOWN: usize = 10;
+
 #[derive(Debug, Serialize)]
 struct Report<'a> {
     store: &'a str,
@@ -52,6 +55,7 @@ struct Report<'a> {
     waiting_bytes: u64,
     held: Vec<Row>,
     held_bytes: u64,
+    held_by: Vec<Row>,
 }
 
 #[derive(Debug, Serialize)]
@@ -94,8 +98,12 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     text.line(format!("{frees} {} in {}", human_bytes(found.freed_bytes()), objects(&found.deleted)));
     text.line(format!("younger than the age floor: {} in {}", human_bytes(found.waiting_bytes()), objects(&found.waiting)));
     text.line(format!("still needed by newer deltas: {} in {}", human_bytes(found.held_bytes), snapshots(&found.held, "forgotten")));
-    if !found.held.is_empty() {
-        text.line("run `tensorcask compact` to turn a step into a base that no longer needs its chain");
+    let shown = found.held_by.iter().take(MAX_SHOWN);
+    let steps: Vec<String> =
+        shown.map(|record| format!("step {} needs them: run `tensorcask compact {} --step {0}`", record.step, args.store)).collect();
+    steps.iter().for_each(|line| text.line(line));
+    if found.held_by.len() > MAX_SHOWN {
+        text.line(format!("{} more steps need them: see `held_by` of --json", found.held_by.len() - MAX_SHOWN));
     }
     if !args.apply {
         text.line("nothing was changed; use --apply to collect and delete");
@@ -111,6 +119,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         waiting: Object::list(&found.waiting),
         held: rows(&found.held),
         held_bytes: found.held_bytes,
+        held_by: rows(&found.held_by),
     };
     Outcome::new(&report, text)
 }

@@ -27,6 +27,7 @@ fn old_steps_are_folded_forgotten_and_collected() {
     let told = place.json("gc @run --age-floor 0");
     assert_eq!((&told["collected"][0]["step"], &told["held"][0]["step"]), (&json!(1001), &json!(1000)), "1010 needs 1000");
     assert!(told["held_bytes"].as_u64() > Some(0));
+    assert_eq!(told["held_by"].as_array().unwrap().iter().map(|row| row["step"].as_u64()).collect::<Vec<_>>(), [Some(1010)]);
     let folded = place.json("compact @run");
     assert_eq!((&folded["compacted"][0]["links"], &folded["compacted"][0]["changed"]), (&json!(2), &json!(true)));
     assert_eq!(place.json("gc @run --apply")["freed_bytes"], 0, "not before the floor");
