@@ -81,10 +81,15 @@ function timeline() {
     ["NaN or infinity", (row) => nonfiniteOf(row) > 0, { symbol: "x-thin-open", size: 10, color: color("bad"), line: { width: 2 } }],
     ["damaged", (row) => row.damage !== null, { symbol: "square-x-open", size: 16, color: color("bad"), line: { width: 2 } }],
   ];
+  const deepest = extremes(data.snapshots.map((row) => row.depth))[1];
+  const margin = 0.15 * Math.max(1, deepest);
   const shown = groups.map(([name, is, marker]) => dots(name, data.snapshots.filter(is), marker)).filter((trace) => trace.x.length);
   return {
     traces: [line, ...shown],
-    layout: { xaxis: { title: { text: "step" } }, yaxis: { title: { text: "links to the base" }, rangemode: "tozero", dtick: undefined } },
+    layout: {
+      xaxis: { title: { text: "step" } },
+      yaxis: { title: { text: "links to the base" }, range: [-margin, deepest + margin], dtick: Math.ceil((deepest + 1) / 8), zeroline: false },
+    },
   };
 }
 
@@ -134,10 +139,14 @@ function gaps() {
 function nonfinite() {
   const rows = live.filter((row) => nonfiniteOf(row) > 0).sort((a, b) => a.step - b.step);
   const kinds = [["NaN", "nan", "bad"], ["+infinity", "positive_infinity", "marked"], ["-infinity", "negative_infinity", "accent"]];
+  const [first, last] = extremes(live.map((row) => row.step));
+  const width = Math.max(0.8, (last - first) / 150);
   const traces = kinds.map(([name, key, tone]) => ({
-    type: "bar", name, x: rows.map((row) => String(row.step)), y: rows.map((row) => row[key]), marker: { color: color(tone) },
+    type: "bar", name, width, x: rows.map((row) => row.step), y: rows.map((row) => row[key]), marker: { color: color(tone) },
+    hovertemplate: "step %{x}: %{y}",
   }));
-  return { traces, layout: { barmode: "stack", xaxis: stepAxis, yaxis: { title: { text: "elements" } } }, height: 240 };
+  const xaxis = { title: { text: "step" }, range: [first - width, last + width] };
+  return { traces, layout: { barmode: "stack", xaxis, yaxis: { title: { text: "elements" }, rangemode: "tozero" } }, height: 240 };
 }
 
 function lines(key, title) {
