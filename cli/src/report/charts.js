@@ -45,7 +45,8 @@ function chart(id, build) {
   draw(id);
 }
 
-const stepAxis = { type: "category", title: { text: "step" }, nticks: 12, tickangle: 0 };
+const isNarrow = document.documentElement.clientWidth < 600;
+const stepAxis = { type: "category", title: { text: "step" }, nticks: isNarrow ? 5 : 12, tickangle: 0 };
 
 function hoverOf(row) {
   const lines = [`step ${row.step}: ${row.kind}, ${row.status}${row.pinned ? ", pinned" : ""}`, row.time];
@@ -168,7 +169,7 @@ function heat(names, z, texts, marks, title) {
   for (let power = low; power <= high; power += every) ticks.push(power);
   const rows = names.map((_, i) => i);
   const map = {
-    type: "heatmap", x: steps, y: rows, z: logs, text: texts, hoverinfo: "text", colorscale: "Viridis", xgap: steps.length > 120 ? 0 : 1,
+    type: "heatmap", x: steps, y: rows, z: logs, text: texts, hoverinfo: "text", colorscale: "Viridis", xgap: isNarrow || steps.length > 120 ? 0 : 1,
     ygap: names.length > 50 ? 0 : 1,
     colorbar: { title: { text: title, side: "right" }, tickvals: ticks, ticktext: ticks.map((power) => `10<sup>${power}</sup>`), thickness: 14, outlinewidth: 0 },
   };
@@ -180,7 +181,8 @@ function heat(names, z, texts, marks, title) {
   const height = Math.min(900, Math.max(200, 90 + names.length * 18));
   const shownEvery = Math.ceil((names.length * 13) / (height - 90));
   const labelled = rows.filter((row) => row % shownEvery === 0);
-  const label = (name) => (name.length > 40 ? `${name.slice(0, 39)}…` : name);
+  const room = isNarrow ? 16 : 40;
+  const label = (name) => (name.length > room ? `${name.slice(0, room - 1)}…` : name);
   return {
     traces: marks ? [map, marked] : [map],
     layout: {
@@ -239,6 +241,7 @@ function rounding() {
     .filter((role) => role.rounding.some(Boolean))
     .map((role) => ({
       name: plain(role.name), x: steps, y: role.rounding.map((error) => error?.mean_relative ?? null), mode: "lines+markers",
+      line: { color: COLORS[data.roles.indexOf(role) % COLORS.length] },
     }));
   return { traces, layout: { xaxis: stepAxis, yaxis: { title: { text: "mean relative error" }, exponentformat: "power" }, showlegend: true }, height: 240 };
 }
