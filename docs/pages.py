@@ -3,35 +3,25 @@
 Each page is opened in light and dark, on a wide and a narrow screen. A page fails if the console shows an error, a file
 of the book is missing, a picture stays empty, or the text is wider than the screen.
 
-    python docs/pages.py docs/book [FOLDER]      # FOLDER: where to store a screenshot of each page
-
-Needs `playwright` from pip, and Chromium or Chrome on the path; `bash docs/check_pages` installs both.
+`bash docs/check_pages [FOLDER]` runs it and stores a screenshot of each page in the folder.
 """
 
 import pathlib
-import shutil
 import sys
 
+from chromium import launch, overflow, watch
 from playwright.sync_api import Page, sync_playwright
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 WIDE, NARROW = (1280, 900), (390, 800)
 EMPTY_PICTURES = "[...document.images].filter(i => !i.complete || i.naturalWidth === 0).map(i => i.src)"
-OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 def faults(page: Page, file: pathlib.Path) -> list[str]:
     """Opens a page and returns what is wrong with it."""
-    found: list[str] = []
-    page.on("console", lambda message: found.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: found.append(str(error)))
-    page.on("requestfailed", lambda request: found.append(f"not loaded: {request.url}"))
+    found = watch(page)
     page.goto(file.resolve().as_uri(), wait_until="load")
     found += [f"empty picture: {source}" for source in page.evaluate(EMPTY_PICTURES)]
-    overflow = page.evaluate(OVERFLOW)
-    if overflow > 0:
-        found.append(f"the page is {overflow} pixels wider than the screen")
-    return found
+    return found + overflow(page)
 
 
 def main() -> int:
@@ -43,8 +33,7 @@ def main() -> int:
         return 1
     failures = 0
     with sync_playwright() as playwright:
-        chromium = next(filter(None, map(shutil.which, PROGRAMS)), None)
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = launch(playwright)
         for scheme in ("light", "dark"):
             for width, height in (WIDE, NARROW):
                 context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": height})

@@ -15,6 +15,8 @@ mod output;
 mod pair;
 mod parse;
 mod progress;
+#[cfg(feature = "report")]
+mod report;
 mod rounding;
 mod text;
 mod time;

@@ -18,6 +18,8 @@ mod ls;
 mod manual;
 mod package;
 mod pin;
+#[cfg(feature = "report")]
+mod report;
 mod restore;
 mod save;
 mod stat;
@@ -54,6 +56,9 @@ pub(crate) enum Verb {
     Stat(stat::Args),
     /// Show statistics of tensors, such as NaN, extremes and norms, without reading tensors
     Stats(stats::Args),
+    /// Write the history of a store as an HTML page that opens in any browser
+    #[cfg(feature = "report")]
+    Report(report::Args),
     /// Pin a step so that it cannot be forgotten, or unpin it
     Pin(pin::Args),
     /// Forget steps, or some of their roles; gc deletes them later
@@ -116,6 +121,8 @@ impl Verb {
             Self::Analyze(args) => analyze::run(&args),
             Self::Stat(args) => stat::run(&args),
             Self::Stats(args) => stats::run(&args),
+            #[cfg(feature = "report")]
+            Self::Report(args) => report::run(&args),
             Self::Pin(args) => pin::run(&args),
             Self::Forget(args) => forget::run(&args),
             Self::Compact(args) => compact::run(&args),

@@ -1,0 +1,15 @@
+//! The report of a store: one HTML file that shows the history of a run without reading a tensor.
+//!
+//! [`gather`] reads the store into [`data`], whose size is bounded whatever the store holds. [`page`] writes the data as JSON
+//! into an HTML page, beside the scripts that draw them. The page is filled by the browser, from text alone: a tensor name
+//! never becomes markup.
+
+mod data;
+mod gather;
+mod layers;
+mod page;
+mod totals;
+
+pub(crate) use data::{Bounds, Data, SnapshotRow};
+pub(crate) use gather::gather;
+pub(crate) use page::render;
