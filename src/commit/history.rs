@@ -75,11 +75,17 @@ impl History<'_> {
         Ok(Log::load(self.store).await?.state().snapshots().to_vec())
     }
 
-    /// Returns all snapshots in the log as a table with the columns of a catalog (log 6).
+    /// Returns all snapshots in the log as a table with the columns of a catalog (log 6). Leaves out snapshots whose
+    /// manifests are damaged, with a warning.
     pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
         let mut log = Log::load(self.store).await?;
-        log.summarise().await?;
-        Catalog::table(log.state())
+        let damaged = log.summarise_readable().await?;
+        for (record, error) in &damaged {
+            tracing::warn!(step = record.step, %error, "the manifest of this step cannot be read; the step is left out");
+        }
+        let is_readable = |record: &&SnapshotRecord| damaged.iter().all(|(damaged, _)| damaged.id != record.id);
+        let records: Vec<&SnapshotRecord> = log.state().snapshots().iter().filter(is_readable).collect();
+        Catalog::table(&records)
     }
 
     /// Returns the live snapshots that [`Store::retain`] would forget.

@@ -212,6 +212,16 @@ impl Log {
     /// Fills in the summaries for listings. Reads the manifests that no catalog has summarised.
     #[boxed]
     pub(crate) async fn summarise(&mut self) -> Result<()> {
+        match self.summarise_readable().await?.into_iter().next() {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Does the same as [`summarise`](Self::summarise). Returns the snapshots whose manifests are damaged, and their
+    /// errors.
+    #[boxed]
+    pub(crate) async fn summarise_readable(&mut self) -> Result<Vec<(SnapshotRecord, Error)>> {
         let missing: Vec<(usize, SnapshotRecord)> = self
             .state
             .snapshots()
@@ -225,20 +235,29 @@ impl Log {
             let place = record.manifest_place();
             let known = place.inline_in.and_then(|sequence| Some((sequence, state.inline_entry(sequence)?)));
             let manifest = match known {
-                Some((sequence, entry)) => {
-                    InlineSnapshot::decode_manifest(entry, sequence, place.digest, store.limits()).in_object(place.path)?.0
-                }
-                None => read_manifest(store, &place).await?,
+                Some((sequence, entry)) => InlineSnapshot::decode_manifest(entry, sequence, place.digest, store.limits())
+                    .in_object(place.path)
+                    .map(|found| found.0),
+                None => read_manifest(store, &place).await,
             };
-            Ok((at, Summary::of(&manifest)))
+            match manifest {
+                Ok(manifest) => Ok(Ok((at, Summary::of(&manifest)))),
+                Err(error) if error.is_damage() => Ok(Err((record, error))),
+                Err(error) => Err(error),
+            }
         };
-        let found: Vec<(usize, Summary)> = concurrently(CONCURRENT_MANIFESTS, missing.into_iter().map(read)).await?;
-        for (at, summary) in found {
-            if let Some(record) = self.state.snapshot_mut(at) {
-                record.summary = Some(summary);
+        let mut unreadable = Vec::new();
+        for found in concurrently(CONCURRENT_MANIFESTS, missing.into_iter().map(read)).await? {
+            match found {
+                Ok((at, summary)) => {
+                    if let Some(record) = self.state.snapshot_mut(at) {
+                        record.summary = Some(summary);
+                    }
+                }
+                Err(damaged) => unreadable.push(damaged),
             }
         }
-        Ok(())
+        Ok(unreadable)
     }
 
     /// Stores a summary that is already known.
