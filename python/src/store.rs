@@ -96,21 +96,21 @@ impl Store {
     #[pyo3(signature = (steps=None))]
     fn stats(&self, py: Python<'_>, steps: Option<Vec<u64>>) -> PyResult<Statistics> {
         let store = &self.inner;
-        py.detach(|| until_done(store, store.inner().statistics_tables(steps.as_deref()))).map(Statistics::new)
+        py.detach(|| until_done(store, store.inner().history().tables().statistics(steps.as_deref()))).map(Statistics::new)
     }
 
     /// Returns the tensors of all live steps, or of some steps. Leaves out damaged steps.
     #[pyo3(signature = (steps=None))]
     fn tensors(&self, py: Python<'_>, steps: Option<Vec<u64>>) -> PyResult<Tensors> {
         let store = &self.inner;
-        py.detach(|| until_done(store, store.inner().tensor_tables(steps.as_deref()))).map(Tensors::new)
+        py.detach(|| until_done(store, store.inner().history().tables().tensors(steps.as_deref()))).map(Tensors::new)
     }
 
     /// Returns the chunks of all live steps, or of some steps, as they are stored. Leaves out damaged steps.
     #[pyo3(signature = (steps=None))]
     fn chunks(&self, py: Python<'_>, steps: Option<Vec<u64>>) -> PyResult<Chunks> {
         let store = &self.inner;
-        py.detach(|| until_done(store, store.inner().chunk_tables(steps.as_deref()))).map(Chunks::new)
+        py.detach(|| until_done(store, store.inner().history().tables().chunks(steps.as_deref()))).map(Chunks::new)
     }
 
     /// Returns the entries of the log.

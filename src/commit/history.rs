@@ -2,6 +2,7 @@
 
 use futures::{StreamExt, TryStreamExt};
 
+use super::log::Damaged;
 use super::retention::forget_by_id;
 use super::store_file::read_store_file;
 use super::{Catalog, Log, LogState, Retention, SnapshotRecord};
@@ -30,7 +31,7 @@ const BATCH: u64 = 32;
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct History<'s> {
-    store: &'s Store,
+    pub(crate) store: &'s Store,
 }
 
 impl Store {
@@ -79,7 +80,7 @@ impl History<'_> {
     /// manifests are damaged, with a warning.
     pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
         let mut log = Log::load(self.store).await?;
-        let damaged = log.summarise_readable().await?;
+        let Damaged(damaged) = log.summarise().await?;
         for (record, error) in &damaged {
             tracing::warn!(step = record.step, %error, "the manifest of this step cannot be read; the step is left out");
         }

@@ -51,6 +51,17 @@ const FIRST_WAIT: Duration = Duration::from_millis(50);
 /// Time after which no further attempt begins. Each attempt includes the retries and timeouts of the object store.
 const DEADLINE: Duration = Duration::from_secs(120);
 
+/// Snapshots whose manifests are damaged, with their errors.
+#[must_use]
+pub(crate) struct Damaged(pub Vec<(SnapshotRecord, Error)>);
+
+impl Damaged {
+    /// Returns the first error, if any.
+    pub(crate) fn refuse(self) -> Result<()> {
+        self.0.into_iter().next().map_or(Ok(()), |(_, error)| Err(error))
+    }
+}
+
 impl Log {
     /// Reads the newest intact catalog and the entries after it.
     ///
@@ -209,19 +220,10 @@ impl Log {
         }
     }
 
-    /// Fills in the summaries for listings. Reads the manifests that no catalog has summarised.
+    /// Fills in the summaries for listings. Reads the manifests that no catalog has summarised. Snapshots whose manifests
+    /// are damaged get no summary.
     #[boxed]
-    pub(crate) async fn summarise(&mut self) -> Result<()> {
-        match self.summarise_readable().await?.into_iter().next() {
-            Some((_, error)) => Err(error),
-            None => Ok(()),
-        }
-    }
-
-    /// Does the same as [`summarise`](Self::summarise). Returns the snapshots whose manifests are damaged, and their
-    /// errors.
-    #[boxed]
-    pub(crate) async fn summarise_readable(&mut self) -> Result<Vec<(SnapshotRecord, Error)>> {
+    pub(crate) async fn summarise(&mut self) -> Result<Damaged> {
         let missing: Vec<(usize, SnapshotRecord)> = self
             .state
             .snapshots()
@@ -257,7 +259,7 @@ impl Log {
                 Err(damaged) => unreadable.push(damaged),
             }
         }
-        Ok(unreadable)
+        Ok(Damaged(unreadable))
     }
 
     /// Stores a summary that is already known.
@@ -275,7 +277,7 @@ impl Log {
         if self.state.sequence == 0 || !self.state.sequence.is_multiple_of(CATALOG_INTERVAL) {
             return;
         }
-        let written = match self.summarise().await {
+        let written = match self.summarise().await.and_then(Damaged::refuse) {
             Ok(()) => Catalog::write(&self.store, &self.state).await,
             Err(e) => Err(e),
         };

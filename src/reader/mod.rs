@@ -48,6 +48,7 @@ pub use recover::{RecoveredSnapshot, SkippedSnapshot};
 pub(crate) use rounding::shard_errors;
 pub use since::UpdateReport;
 pub use survey::Survey;
+pub use tables::StoreTables;
 pub use watch::SnapshotWatch;
 
 use crate::commit::{LogState, SnapshotRecord};

@@ -3,14 +3,14 @@
 use std::future::Future;
 
 use super::{SkippedSnapshot, Snapshot};
-use crate::commit::{Log, SnapshotRecord};
+use crate::commit::{History, Log, SnapshotRecord};
 use crate::store::concurrently;
-use crate::{Error, Result, Store};
+use crate::{Error, Result};
 
 /// Number of snapshots read at once.
 const CONCURRENT_SNAPSHOTS: usize = 8;
 
-/// Results of [`Store::survey`].
+/// Results of [`History::survey`].
 #[derive(Debug)]
 pub struct Survey<T> {
     /// Step and result of each snapshot, ordered by commit.
@@ -19,7 +19,7 @@ pub struct Survey<T> {
     pub skipped: Vec<SkippedSnapshot>,
 }
 
-impl Store {
+impl History<'_> {
     /// Calls `read` for each live snapshot, or only for those of `steps`. Reads several snapshots at once.
     ///
     /// Skips damaged snapshots with a warning. Any other error (network, permission) is returned. So is `NotFound` if
@@ -33,7 +33,7 @@ impl Store {
     /// for step in [1, 2] {
     ///     writer.save(step, &[TensorView::new("w", Dtype::U8, &[2], &[1, 2])?], &[], &Metadata::default()).await?;
     /// }
-    /// let counted = store.survey(None, |snapshot| async move { Ok(snapshot.tensors().len()) }).await?;
+    /// let counted = store.history().survey(None, |snapshot| async move { Ok(snapshot.tensors().len()) }).await?;
     /// assert_eq!(counted.found, [(1, 1), (2, 1)]);
     /// assert!(counted.skipped.is_empty());
     /// # Ok(()) }
@@ -42,17 +42,17 @@ impl Store {
     where
         F: Future<Output = Result<T>>,
     {
-        let log = Log::load(self).await?;
+        let log = Log::load(self.store).await?;
         let state = log.state();
         if state.sequence == 0 {
             // Reports an empty folder as a missing store.
-            self.history().run().await?;
+            self.run().await?;
         }
         let records: Vec<&SnapshotRecord> = match steps {
             None => state.live().collect(),
             Some(steps) => {
                 let missing = |step: u64| Error::not_found(format!("the store has no step {step}; `tensorcask ls` lists its steps"));
-                let of_step = |&step: &u64| state.at_step(step).ok_or_else(|| missing(step).object(self.url()));
+                let of_step = |&step: &u64| state.at_step(step).ok_or_else(|| missing(step).object(self.store.url()));
                 let mut records: Vec<&SnapshotRecord> = steps.iter().map(of_step).collect::<Result<_>>()?;
                 records.sort_unstable_by_key(|record| record.sequence);
                 records.dedup();
@@ -63,7 +63,7 @@ impl Store {
         let of_record = |record: &SnapshotRecord| {
             let (step, id) = (record.step, record.id);
             async move {
-                let result = match Snapshot::load(self, state, id).await {
+                let result = match Snapshot::load(self.store, state, id).await {
                     Ok(snapshot) => read(snapshot).await,
                     Err(error) => Err(error),
                 };

@@ -9,19 +9,33 @@ use arrow_schema::{DataType, Field, Schema};
 
 use super::{Snapshot, Survey};
 use crate::codec::ChunkKind;
+use crate::commit::History;
 use crate::tensor::{ChunkGrid, Rect, element_count};
 use crate::wire::Directory;
-use crate::{ChunkStatistics, Error, Limits, Result, Store, boxed};
+use crate::{ChunkStatistics, Error, Limits, Result, boxed};
 
 /// Limit on the number of chunks in shards that no cask of the snapshot holds. A directory alone could claim any size.
 const MAX_CHUNKS_WITHOUT_CASK: u64 = 1 << 22;
 
-impl Store {
+/// View of many snapshots as tables. [`History::tables`] returns it.
+#[derive(Debug, Clone, Copy)]
+pub struct StoreTables<'s> {
+    history: History<'s>,
+}
+
+impl<'s> History<'s> {
+    /// Returns a view of the live snapshots as Arrow tables. Sends no request.
+    pub fn tables(self) -> StoreTables<'s> {
+        StoreTables { history: self }
+    }
+}
+
+impl StoreTables<'_> {
     /// Returns tables with a row for each tensor of each live snapshot, or of the live snapshots of `steps`: `step`,
     /// `tensor`, `role`, `param`, `dtype`, `shape`, `alias_of`, `elements`, `bytes`, `stored_bytes`, `chunks`.
     ///
     /// `stored_bytes` counts the pages that the snapshot itself added. The bytes of tied tensors count once, in the row
-    /// of `alias_of`. Leaves out damaged snapshots, see [`Store::survey`]. Reads indexes and no tensor bytes. The first
+    /// of `alias_of`. Leaves out damaged snapshots, see [`History::survey`]. Reads indexes and no tensor bytes. The first
     /// table has no rows, so that there is always a schema.
     ///
     /// ```
@@ -30,33 +44,33 @@ impl Store {
     /// let store = Store::open("memory://tables-example")?;
     /// let state = [TensorView::new("w", Dtype::U8, &[2], &[1, 2])?];
     /// store.writer(Policy::Full).await?.save(1, &state, &[], &Metadata::default()).await?;
-    /// let tables = store.tensor_tables(None).await?;
+    /// let tables = store.history().tables().tensors(None).await?;
     /// assert_eq!(tables.iter().map(|table| table.num_rows()).collect::<Vec<_>>(), [0, 1]);
     /// # Ok(()) }
     /// ```
-    pub async fn tensor_tables(&self, steps: Option<&[u64]>) -> Result<Vec<RecordBatch>> {
-        let found = self.survey(steps, |snapshot| async move { tensor_table(&snapshot).await }).await?;
+    pub async fn tensors(&self, steps: Option<&[u64]>) -> Result<Vec<RecordBatch>> {
+        let found = self.history.survey(steps, |snapshot| async move { tensor_table(&snapshot).await }).await?;
         Ok(with_schema(TensorColumns::default().finish()?, found))
     }
 
     /// Returns tables with a row for each chunk of each tensor: `step`, `tensor`, `role`, `dtype`, `shard_offset`,
     /// `shard_shape`, `chunk`, `elements`, `kind`, `codec`, `bytes`, `stored_bytes`. In other respects like
-    /// [`tensor_tables`](Self::tensor_tables).
+    /// [`tensors`](Self::tensors).
     ///
     /// `kind` is `absolute`, `delta` or `unchanged`. An unchanged chunk has no codec and no stored bytes.
-    pub async fn chunk_tables(&self, steps: Option<&[u64]>) -> Result<Vec<RecordBatch>> {
-        let found = self.survey(steps, |snapshot| async move { chunk_table(&snapshot).await }).await?;
+    pub async fn chunks(&self, steps: Option<&[u64]>) -> Result<Vec<RecordBatch>> {
+        let found = self.history.survey(steps, |snapshot| async move { chunk_table(&snapshot).await }).await?;
         Ok(with_schema(ChunkColumns::default().finish()?, found))
     }
 
     /// Returns the statistics of each chunk as tables with the columns of [`ChunkStatistics::table`]. Snapshots without
-    /// statistics have no rows. In other respects like [`tensor_tables`](Self::tensor_tables).
-    pub async fn statistics_tables(&self, steps: Option<&[u64]>) -> Result<Vec<RecordBatch>> {
+    /// statistics have no rows. In other respects like [`tensors`](Self::tensors).
+    pub async fn statistics(&self, steps: Option<&[u64]>) -> Result<Vec<RecordBatch>> {
         let of_snapshot = |snapshot: Snapshot| async move {
             let rows = snapshot.inspect().statistics().await?;
             ChunkStatistics::table(&[(snapshot.step(), rows)])
         };
-        let found = self.survey(steps, of_snapshot).await?;
+        let found = self.history.survey(steps, of_snapshot).await?;
         Ok(with_schema(ChunkStatistics::table(&[])?, found))
     }
 }

@@ -104,7 +104,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let found = match args.step {
         Some(step) => vec![read(&store, step)?],
         None => {
-            let survey = store.block_on(store.inner().survey(None, |snapshot| async move { Measured::of(&snapshot).await }))?;
+            let survey = store.block_on(store.inner().history().survey(None, |snapshot| async move { Measured::of(&snapshot).await }))?;
             for skipped in &survey.skipped {
                 code = code_with(code, &skipped.error);
                 report.unreadable.push(UnreadableStep::of(skipped.step, &skipped.error));
