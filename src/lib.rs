@@ -106,7 +106,7 @@ pub use limits::Limits;
 pub use precision::{Precision, RoundingReport, TensorRounding};
 pub use reader::{
     Bf16View, Inspection, Latest, LinkInfo, ReadCounts, ReadRequest, RecoveredSnapshot, SkippedSnapshot, Snapshot, SnapshotInfo,
-    SnapshotWatch, StepSelector, UpdateReport,
+    SnapshotWatch, StepSelector, StoreTables, Survey, UpdateReport,
 };
 pub use store::{AheadUploads, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};

@@ -8,6 +8,7 @@ mod analysis;
 mod atomic;
 mod cask;
 mod chart;
+mod commits;
 mod compare;
 mod decision;
 mod hex;
@@ -27,6 +28,7 @@ use std::ffi::OsString;
 
 use clap::{CommandFactory, Parser};
 
+pub use commits::{Commit, commits};
 use verbs::Verb;
 pub use warnings::{install as show_warnings, line_of, show as show_warning};
 

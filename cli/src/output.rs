@@ -71,6 +71,26 @@ pub(crate) fn code_of(kind: ErrorKind) -> u8 {
     }
 }
 
+/// Returns the exit code of a report that leaves out damaged steps, after one more of them. The code of corruption takes
+/// precedence.
+pub(crate) fn code_with(code: u8, left_out: &Error) -> u8 {
+    if code == code_of(ErrorKind::Corrupt) { code } else { code_of(left_out.kind()) }
+}
+
+/// A step that a report leaves out because it is damaged.
+#[derive(Debug, Serialize)]
+pub(crate) struct UnreadableStep {
+    step: u64,
+    #[serde(flatten)]
+    error: ErrorJson,
+}
+
+impl UnreadableStep {
+    pub(crate) fn of(step: u64, error: &Error) -> Self {
+        Self { step, error: ErrorJson::of(error) }
+    }
+}
+
 #[derive(Debug, Serialize)]
 struct ErrorReport {
     error: ErrorJson,

@@ -50,6 +50,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<precision::RoundingChoice>()?;
     module.add_class::<table::Catalog>()?;
     module.add_class::<table::Statistics>()?;
+    module.add_class::<table::Tensors>()?;
+    module.add_class::<table::Chunks>()?;
+    module.add_class::<table::Commits>()?;
     module.add_class::<codec::Coder>()?;
     module.add_class::<codec::Encoded>()?;
     module.add_function(wrap_pyfunction!(codec::codecs, module)?)?;

@@ -129,7 +129,7 @@ impl Snapshot {
     fn stats(&self, py: Python<'_>) -> PyResult<Statistics> {
         py.detach(|| {
             let rows = until_done(&self.store, self.inner.inspect().statistics())?;
-            ChunkStatistics::table(&[(self.inner.step(), rows)]).map(Statistics::new).map_err(|e| raise(&e))
+            ChunkStatistics::table(&[(self.inner.step(), rows)]).map(|table| Statistics::new(vec![table])).map_err(|e| raise(&e))
         })
     }
 

@@ -9,11 +9,11 @@ use tensorcask::blocking;
 use tensorcask::codec::Objective;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{ChunkStatistics, Policy, Precision, Rank, StepSelector, StoreOptions, WriterOptions};
+use tensorcask::{Policy, Precision, Rank, StepSelector, StoreOptions, WriterOptions};
 
 use crate::errors::raise;
 use crate::snapshot::Snapshot;
-use crate::table::{Catalog, Statistics};
+use crate::table::{Catalog, Chunks, Commits, Statistics, Tensors};
 use crate::wait::until_done;
 use crate::writer::{self, RankWriter, Writer};
 
@@ -89,21 +89,35 @@ impl Store {
     /// Returns the table of all snapshots.
     fn catalog(&self, py: Python<'_>) -> PyResult<Catalog> {
         let store = &self.inner;
-        py.detach(|| until_done(store, store.inner().history().catalog())).map(Catalog::new)
+        py.detach(|| until_done(store, store.inner().history().catalog())).map(|table| Catalog::new(vec![table]))
     }
 
-    /// Returns the statistics of the chunks of all live steps.
-    fn stats(&self, py: Python<'_>) -> PyResult<Statistics> {
+    /// Returns the statistics of the chunks of all live steps, or of some steps. Leaves out damaged steps.
+    #[pyo3(signature = (steps=None))]
+    fn stats(&self, py: Python<'_>, steps: Option<Vec<u64>>) -> PyResult<Statistics> {
         let store = &self.inner;
-        py.detach(|| {
-            let infos = until_done(store, store.inner().snapshots())?;
-            let of_step = |step: u64| {
-                let snapshot = until_done(store, store.inner().snapshot(step))?;
-                Ok((step, until_done(store, snapshot.inspect().statistics())?))
-            };
-            let steps = infos.iter().map(|info| of_step(info.record.step)).collect::<PyResult<Vec<_>>>()?;
-            ChunkStatistics::table(&steps).map(Statistics::new).map_err(|e| raise(&e))
-        })
+        py.detach(|| until_done(store, store.inner().history().tables().statistics(steps.as_deref()))).map(Statistics::new)
+    }
+
+    /// Returns the tensors of all live steps, or of some steps. Leaves out damaged steps.
+    #[pyo3(signature = (steps=None))]
+    fn tensors(&self, py: Python<'_>, steps: Option<Vec<u64>>) -> PyResult<Tensors> {
+        let store = &self.inner;
+        py.detach(|| until_done(store, store.inner().history().tables().tensors(steps.as_deref()))).map(Tensors::new)
+    }
+
+    /// Returns the chunks of all live steps, or of some steps, as they are stored. Leaves out damaged steps.
+    #[pyo3(signature = (steps=None))]
+    fn chunks(&self, py: Python<'_>, steps: Option<Vec<u64>>) -> PyResult<Chunks> {
+        let store = &self.inner;
+        py.detach(|| until_done(store, store.inner().history().tables().chunks(steps.as_deref()))).map(Chunks::new)
+    }
+
+    /// Returns the entries of the log.
+    fn log(&self, py: Python<'_>) -> PyResult<Commits> {
+        let store = &self.inner;
+        let entries = py.detach(|| until_done(store, store.inner().history().entries()))?;
+        Commits::of(&tensorcask_cli::commits(&entries))
     }
 
     /// Verifies the store. Returns the counts, and step, object and message of each problem.

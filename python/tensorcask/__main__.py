@@ -1,24 +1,32 @@
 """The ``tensorcask`` command, which is also ``python -m tensorcask``.
 
-It runs the same code as the ``tensorcask`` binary. Only ``import`` and ``export`` are written in Python, because they need
-Python's frameworks.
+It runs the same code as the ``tensorcask`` binary. Only ``import``, ``export`` and ``sql`` are written in Python, because
+they need Python's frameworks and DuckDB.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
+import io
 import json
+import math
 import os
 import pickle
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import _native
 from ._dtypes import UnstorableTypeError
 from ._options import Step
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyRelation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,10 +104,67 @@ def _export(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
     return {"store": given.store, "target": given.target}, given.target
 
 
+def _sql(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    from ._store import Store
+
+    parser.add_argument("store", metavar="STORE", help="path or URL")
+    parser.add_argument("query", metavar="QUERY", help="SQL over snapshots, tensors, chunks, stats and log; - reads it from stdin")
+    parser.add_argument("--step", type=int, action="append", metavar="N", help="read only this step of tensors, chunks and stats; repeatable")
+    parser.add_argument("--csv", action="store_true", help="comma-separated values instead of a table")
+    given = parser.parse(words)
+    if given.csv and given.json:
+        parser.error("--csv and --json: give one of them")
+    query = sys.stdin.read() if given.query == "-" else given.query
+    try:
+        found = Store(given.store).sql(query, steps=given.step)
+        if given.json:
+            rows = [[_json_cell(cell) for cell in row] for row in found.fetchall()]
+            return {"store": given.store, "columns": found.columns, "rows": rows}, ""
+        return {}, _csv_of(found) if given.csv else _table_of(found)
+    except _errors_of_duckdb() as error:
+        raise ValueError(str(error)) from error
+
+
+def _errors_of_duckdb() -> tuple[type[Exception], ...]:
+    """Returns the class of DuckDB's errors, if a query has loaded DuckDB."""
+    duckdb = sys.modules.get("duckdb")
+    return () if duckdb is None else (duckdb.Error,)
+
+
+def _csv_of(found: DuckDBPyRelation) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(found.columns)
+    writer.writerows(found.fetchall())
+    return text.getvalue().rstrip("\n")
+
+
+def _table_of(found: DuckDBPyRelation) -> str:
+    """Returns a result as DuckDB shows it. A pipe gets every row and every column."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WHOLE
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        found.show(max_width=width, max_rows=_WHOLE, max_col_width=_WHOLE)
+    return text.getvalue().rstrip("\n")
+
+
+def _json_cell(cell: Any) -> Any:
+    """Returns a cell of a result as JSON can hold it. NaN, infinities, times and decimals become text."""
+    if isinstance(cell, dict):
+        return {str(key): _json_cell(value) for key, value in cell.items()}
+    if isinstance(cell, list | tuple):
+        return [_json_cell(value) for value in cell]
+    if cell is None or isinstance(cell, str | int) or (isinstance(cell, float) and math.isfinite(cell)):
+        return cell
+    return str(cell)
+
+
+_WHOLE = 1_000_000
 _Verb = Callable[["_Parser", Sequence[str]], tuple[dict[str, Any], str]]
 _VERBS: dict[str, tuple[_Verb, str]] = {
     "import": (_import, "Saves a checkpoint of another format as a snapshot, or each version of a slime folder."),
     "export": (_export, "Writes a snapshot in another format."),
+    "sql": (_sql, "Queries snapshots, tensors, chunks, statistics and the log of a store with SQL, by DuckDB."),
 }
 # Kinds and exit codes of errors, as the binary has them.
 _KINDS: list[tuple[type[BaseException], str, int]] = [

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from . import _foreign, _native
+from . import _foreign, _native, _sql
 from ._frameworks import RawTensor
 from ._handle import StoreHandle
 from ._native import Catalog, Statistics
 from ._options import Step, VerifyDepth, check_step, parse_duration, step_or_latest
 from ._progress import Progress, watching
 from ._reports import CompactReport, GcReport, SnapshotInfo, VerifyReport
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyRelation
 
 # RawTensor is here for the examples.
 __all__ = ["RawTensor", "Upkeep"]
@@ -38,11 +42,44 @@ class Upkeep(StoreHandle):
     def stats(self, *, step: Step | None = None) -> Statistics:
         """Returns the statistics of all live steps, or of one, as a table for Arrow: one row for each chunk that was
         saved with ``statistics=True``. Reads no tensor.
+
+        If all steps are read, damaged steps are left out with a warning.
         """
         with _foreign.explained(self._url):
             if step is None:
                 return self.native().stats()
             return self.native().snapshot(step_or_latest(step)).stats()
+
+    def sql(
+        self,
+        query: str,
+        parameters: Sequence[Any] | Mapping[str, Any] | None = None,
+        *,
+        steps: Sequence[int] | None = None,
+        progress: Progress = None,
+    ) -> DuckDBPyRelation:
+        """Runs an SQL query over the store, and returns a relation of DuckDB: ``.show()``, ``.fetchall()``,
+        ``.arrow()``, ``.df()``, ``.pl()``. Needs ``pip install 'tensorcask[sql]'``.
+
+        The tables are ``snapshots``, ``tensors``, ``chunks``, ``stats`` and ``log``. Only tables that the query names
+        are read, and no tensor bytes. A query cannot change the store. Damaged steps are left out with a warning.
+
+        Args:
+            query: One or more statements; the last one is the result.
+            parameters: Values of ``?`` or ``$name`` in the query.
+            steps: Steps to read for ``tensors``, ``chunks`` and ``stats``. Default: all live steps.
+            progress: See :meth:`save`.
+
+        >>> import tensorcask
+        >>> store = tensorcask.Store("memory://sql-example")
+        >>> for step in (1, 2):
+        ...     _ = store.save({"w": RawTensor("u8", (3,), bytearray([step, 2, 3]))}, step=step, user={"loss": 1 / step})
+        >>> store.sql("select step, user.loss from snapshots where user.loss < ?", [0.7]).fetchall()
+        [(2, 0.5)]
+        """
+        wanted = None if steps is None else [check_step(step) for step in steps]
+        with watching(self.native(), progress, "sql"), _foreign.explained(self._url):
+            return _sql.run(self.native(), query, parameters, wanted)
 
     def verify(self, depth: VerifyDepth = "full", *, step: int | None = None, progress: Progress = None) -> VerifyReport:
         """Checks the store.

@@ -71,9 +71,9 @@ def test_python_m_is_the_same_command(model, url):
 def test_help_and_version():
     assert run("--version").stdout.split() == ["tensorcask", tensorcask.__version__]
     words = run("--help").stdout
-    for verb in ("save", "restore", "verify", "ls", "gc", "compact", "copy", "forget", "import", "export", "doctor"):
+    for verb in ("save", "restore", "verify", "ls", "gc", "compact", "copy", "forget", "import", "export", "sql", "doctor"):
         assert f"\n  {verb} " in words, verb
-    for verb in ("import", "export"):
+    for verb in ("import", "export", "sql"):
         for asked in ([verb, "--help"], ["help", verb]):
             ended = run(*asked)
             assert ended.returncode == 0 and f"usage: tensorcask {verb}" in ended.stdout and "--step" in ended.stdout

@@ -101,9 +101,9 @@ impl Catalog {
         decoded.map_err(|e| e.object(path))
     }
 
-    /// Returns the rows of a catalog. All records of `state` must be summarised.
-    pub(crate) fn table(state: &LogState) -> Result<RecordBatch> {
-        table(state)
+    /// Returns the rows of a catalog. All records must be summarised.
+    pub(crate) fn table(records: &[&SnapshotRecord]) -> Result<RecordBatch> {
+        table(records)
     }
 
     /// Writes the catalog of a state and returns its path. All records of `state` must be summarised.
@@ -126,18 +126,19 @@ fn parse_name(path: &str) -> Option<(u64, Digest)> {
     Some((number, Digest::from_hex(digest).ok()?))
 }
 
-/// Builds the rows of a catalog. All records of `state` must be summarised.
-fn table(state: &LogState) -> Result<RecordBatch> {
-    let records = state.snapshots();
+/// Builds the rows of a catalog. All records must be summarised.
+fn table(records: &[&SnapshotRecord]) -> Result<RecordBatch> {
     let user_bytes = |r: &SnapshotRecord| r.summary.as_ref().map_or(0, |s| s.user.iter().map(|(k, v)| k.len() + v.to_string().len()).sum());
-    if records.iter().map(user_bytes).sum::<usize>() > MAX_USER_BYTES {
+    if records.iter().copied().map(user_bytes).sum::<usize>() > MAX_USER_BYTES {
         return Err(Error::limit(format!("user metadata of all snapshots exceeds {MAX_USER_BYTES} bytes")).clause("log 6"));
     }
     let summary = |record: &SnapshotRecord| record.summary.clone().unwrap_or_default();
-    let numbers =
-        |value: &dyn Fn(&SnapshotRecord) -> u64| -> ArrayRef { Arc::new(UInt64Array::from_iter_values(records.iter().map(value))) };
-    let texts =
-        |value: &dyn Fn(&SnapshotRecord) -> Option<String>| -> ArrayRef { Arc::new(StringArray::from_iter(records.iter().map(value))) };
+    let numbers = |value: &dyn Fn(&SnapshotRecord) -> u64| -> ArrayRef {
+        Arc::new(UInt64Array::from_iter_values(records.iter().copied().map(value)))
+    };
+    let texts = |value: &dyn Fn(&SnapshotRecord) -> Option<String>| -> ArrayRef {
+        Arc::new(StringArray::from_iter(records.iter().copied().map(value)))
+    };
     let ratios = records.iter().map(|record| {
         let summary = summary(record);
         summary.stored_bytes as f64 / summary.tensor_bytes.max(1) as f64
@@ -179,7 +180,7 @@ fn table(state: &LogState) -> Result<RecordBatch> {
 }
 
 fn encode(state: &LogState) -> Result<Bytes> {
-    let batch = table(state)?;
+    let batch = table(&state.snapshots().iter().collect::<Vec<_>>())?;
     let note = StateNote {
         writer: state.last_writer.map(|last| last.writer),
         writer_sequence: state.last_writer.map(|last| last.sequence),

@@ -2,6 +2,7 @@
 
 use futures::{StreamExt, TryStreamExt};
 
+use super::log::Damaged;
 use super::retention::forget_by_id;
 use super::store_file::read_store_file;
 use super::{Catalog, Log, LogState, Retention, SnapshotRecord};
@@ -30,7 +31,7 @@ const BATCH: u64 = 32;
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct History<'s> {
-    store: &'s Store,
+    pub(crate) store: &'s Store,
 }
 
 impl Store {
@@ -75,11 +76,17 @@ impl History<'_> {
         Ok(Log::load(self.store).await?.state().snapshots().to_vec())
     }
 
-    /// Returns all snapshots in the log as a table with the columns of a catalog (log 6).
+    /// Returns all snapshots in the log as a table with the columns of a catalog (log 6). Leaves out snapshots whose
+    /// manifests are damaged, with a warning.
     pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
         let mut log = Log::load(self.store).await?;
-        log.summarise().await?;
-        Catalog::table(log.state())
+        let Damaged(damaged) = log.summarise().await?;
+        for (record, error) in &damaged {
+            tracing::warn!(step = record.step, %error, "the manifest of this step cannot be read; the step is left out");
+        }
+        let is_readable = |record: &&SnapshotRecord| damaged.iter().all(|(damaged, _)| damaged.id != record.id);
+        let records: Vec<&SnapshotRecord> = log.state().snapshots().iter().filter(is_readable).collect();
+        Catalog::table(&records)
     }
 
     /// Returns the live snapshots that [`Store::retain`] would forget.

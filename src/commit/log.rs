@@ -51,6 +51,17 @@ const FIRST_WAIT: Duration = Duration::from_millis(50);
 /// Time after which no further attempt begins. Each attempt includes the retries and timeouts of the object store.
 const DEADLINE: Duration = Duration::from_secs(120);
 
+/// Snapshots whose manifests are damaged, with their errors.
+#[must_use]
+pub(crate) struct Damaged(pub Vec<(SnapshotRecord, Error)>);
+
+impl Damaged {
+    /// Returns the first error, if any.
+    pub(crate) fn refuse(self) -> Result<()> {
+        self.0.into_iter().next().map_or(Ok(()), |(_, error)| Err(error))
+    }
+}
+
 impl Log {
     /// Reads the newest intact catalog and the entries after it.
     ///
@@ -209,9 +220,10 @@ impl Log {
         }
     }
 
-    /// Fills in the summaries for listings. Reads the manifests that no catalog has summarised.
+    /// Fills in the summaries for listings. Reads the manifests that no catalog has summarised. Snapshots whose manifests
+    /// are damaged get no summary.
     #[boxed]
-    pub(crate) async fn summarise(&mut self) -> Result<()> {
+    pub(crate) async fn summarise(&mut self) -> Result<Damaged> {
         let missing: Vec<(usize, SnapshotRecord)> = self
             .state
             .snapshots()
@@ -225,20 +237,29 @@ impl Log {
             let place = record.manifest_place();
             let known = place.inline_in.and_then(|sequence| Some((sequence, state.inline_entry(sequence)?)));
             let manifest = match known {
-                Some((sequence, entry)) => {
-                    InlineSnapshot::decode_manifest(entry, sequence, place.digest, store.limits()).in_object(place.path)?.0
-                }
-                None => read_manifest(store, &place).await?,
+                Some((sequence, entry)) => InlineSnapshot::decode_manifest(entry, sequence, place.digest, store.limits())
+                    .in_object(place.path)
+                    .map(|found| found.0),
+                None => read_manifest(store, &place).await,
             };
-            Ok((at, Summary::of(&manifest)))
+            match manifest {
+                Ok(manifest) => Ok(Ok((at, Summary::of(&manifest)))),
+                Err(error) if error.is_damage() => Ok(Err((record, error))),
+                Err(error) => Err(error),
+            }
         };
-        let found: Vec<(usize, Summary)> = concurrently(CONCURRENT_MANIFESTS, missing.into_iter().map(read)).await?;
-        for (at, summary) in found {
-            if let Some(record) = self.state.snapshot_mut(at) {
-                record.summary = Some(summary);
+        let mut unreadable = Vec::new();
+        for found in concurrently(CONCURRENT_MANIFESTS, missing.into_iter().map(read)).await? {
+            match found {
+                Ok((at, summary)) => {
+                    if let Some(record) = self.state.snapshot_mut(at) {
+                        record.summary = Some(summary);
+                    }
+                }
+                Err(damaged) => unreadable.push(damaged),
             }
         }
-        Ok(())
+        Ok(Damaged(unreadable))
     }
 
     /// Stores a summary that is already known.
@@ -256,7 +277,7 @@ impl Log {
         if self.state.sequence == 0 || !self.state.sequence.is_multiple_of(CATALOG_INTERVAL) {
             return;
         }
-        let written = match self.summarise().await {
+        let written = match self.summarise().await.and_then(Damaged::refuse) {
             Ok(()) => Catalog::write(&self.store, &self.state).await,
             Err(e) => Err(e),
         };

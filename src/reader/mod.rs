@@ -9,6 +9,7 @@
 //! | `narrow`, `view` | reads f32 as bf16; maps raw tensors of local files |
 //! | `since` | updates a state to another snapshot |
 //! | `content`, `rounding`, `blobs`, `inspect` | digests, rounding errors, blobs, and how a snapshot is stored |
+//! | `tables`, `survey` | tensors and chunks as Arrow tables; the same read of many snapshots |
 //! | `recover`, `watch` | newest step that can be rebuilt; new snapshots as they are committed |
 
 mod blobs;
@@ -23,6 +24,8 @@ mod recover;
 mod rounding;
 mod since;
 mod statistics;
+mod survey;
+mod tables;
 mod view;
 mod watch;
 
@@ -44,6 +47,8 @@ pub(crate) use open_chain::{read_directory, read_index};
 pub use recover::{RecoveredSnapshot, SkippedSnapshot};
 pub(crate) use rounding::shard_errors;
 pub use since::UpdateReport;
+pub use survey::Survey;
+pub use tables::StoreTables;
 pub use watch::SnapshotWatch;
 
 use crate::commit::{LogState, SnapshotRecord};

@@ -75,6 +75,8 @@ pub(crate) enum Verb {
     Import(package::Args),
     /// Write a snapshot in another format: torch.save, DCP, sharded safetensors (Python package only)
     Export(package::Args),
+    /// Query snapshots, tensors, chunks, statistics and the log with SQL (Python package only)
+    Sql(package::Args),
     /// Find broken links, unsafe storage and leftovers
     Doctor(doctor::Args),
     /// Run the agent of the asynchronous engine, or show its status
@@ -100,7 +102,7 @@ impl Verb {
 
     /// Whether `--json` stands where only the verb can tell.
     pub(crate) fn wants_json(&self) -> bool {
-        matches!(self, Self::Import(args) | Self::Export(args) if args.wants_json())
+        matches!(self, Self::Import(args) | Self::Export(args) | Self::Sql(args) if args.wants_json())
     }
 
     /// Runs the verb. `command` describes the whole command line.
@@ -129,8 +131,9 @@ impl Verb {
             Self::Gc(args) => gc::run(&args),
             Self::Copy(args) => copy::run(&args),
             Self::Consolidate(args) => consolidate::run(&args),
-            Self::Import(_) => package::refuse("import", "save"),
-            Self::Export(_) => package::refuse("export", "restore"),
+            Self::Import(_) => package::refuse("import", "torch", "For safetensors files, use `tensorcask save`"),
+            Self::Export(_) => package::refuse("export", "torch", "For safetensors files, use `tensorcask restore`"),
+            Self::Sql(_) => package::refuse("sql", "sql", "`tensorcask stats --parquet FILE` writes a table for other tools"),
             Self::Doctor(args) => doctor::run(&args),
             #[cfg(all(feature = "engine", target_os = "linux"))]
             Self::Agent(args) => agent::run(&args, json),

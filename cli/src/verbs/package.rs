@@ -1,6 +1,6 @@
-//! `tensorcask import` and `tensorcask export`: the verbs that need PyTorch.
+//! `tensorcask import`, `tensorcask export` and `tensorcask sql`: the verbs that need PyTorch or DuckDB.
 //!
-//! The command of the Python package runs both by itself. They stand here for the help, and to tell users of the binary.
+//! The command of the Python package runs them by itself. They stand here for the help, and to tell users of the binary.
 
 use std::ffi::OsString;
 
@@ -23,10 +23,10 @@ impl Args {
     }
 }
 
-/// The error of a verb that this program lacks; `instead` handles safetensors.
-pub(crate) fn refuse(verb: &str, instead: &str) -> Result<Outcome> {
+/// The error of a verb that this program lacks. `extra` is the extra of the Python package that brings it; `instead` says
+/// what this program can do.
+pub(crate) fn refuse(verb: &str, extra: &str, instead: &str) -> Result<Outcome> {
     Err(Error::unsupported(format!(
-        "`tensorcask {verb}` needs the Python package: run `pip install './python[torch]'` in a clone of the repository. For \
-         safetensors files, use `tensorcask {instead}`"
+        "`tensorcask {verb}` needs the Python package: run `pip install './python[{extra}]'` in a clone of the repository. {instead}"
     )))
 }

@@ -6,11 +6,11 @@ use serde::Serialize;
 use tensorcask::blocking::{Snapshot, Store};
 use tensorcask::container::CaskIndex;
 use tensorcask::wire::{Id, SnapshotKind};
-use tensorcask::{ErrorKind, Result, RoundingReport, Slice, SnapshotStatus};
+use tensorcask::{Result, RoundingReport, Slice, SnapshotStatus};
 
 use crate::cask::{self, CodecCounts};
 use crate::decision::DecisionJson;
-use crate::output::{ErrorJson, Outcome, code_of};
+use crate::output::{Outcome, UnreadableStep, code_with};
 use crate::progress::Progress;
 use crate::rounding::RoundingJson;
 use crate::text::{Text, counted, human_bytes, human_ratio, ratio};
@@ -53,7 +53,7 @@ struct Report<'a> {
     /// Decisions of the policies, by step.
     decisions: Vec<DecisionRow>,
     /// Steps that cannot be read. Only counted in `snapshots`, `bases` and `deltas`.
-    unreadable: Vec<UnreadableRow>,
+    unreadable: Vec<UnreadableStep>,
     #[serde(skip)]
     problems: Vec<String>,
 }
@@ -63,13 +63,6 @@ struct DecisionRow {
     step: u64,
     kind: &'static str,
     decision: DecisionJson,
-}
-
-#[derive(Debug, Serialize)]
-struct UnreadableRow {
-    step: u64,
-    #[serde(flatten)]
-    error: ErrorJson,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -96,10 +89,9 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             if !error.is_damage() {
                 return Err(error);
             }
-            // The exit code of corruption takes precedence.
-            code = if code == code_of(ErrorKind::Corrupt) { code } else { code_of(error.kind()) };
+            code = code_with(code, &error);
             report.problems.push(format!("step {step} cannot be read: {error}"));
-            report.unreadable.push(UnreadableRow { step, error: ErrorJson::of(&error) });
+            report.unreadable.push(UnreadableStep::of(step, &error));
         }
     }
     report.ratio = ratio(report.tensor_bytes, report.stored_bytes);

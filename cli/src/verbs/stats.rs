@@ -8,7 +8,7 @@ use tensorcask::blocking::Store;
 use tensorcask::{ChangeStatistics, ChunkStatistics, Error, Result, StepSelector, ValueStatistics};
 
 use crate::atomic::AtomicFile;
-use crate::output::Outcome;
+use crate::output::{Outcome, UnreadableStep, code_with};
 use crate::parse;
 use crate::progress::Progress;
 use crate::text::{Text, counted, percent, share};
@@ -19,6 +19,8 @@ use crate::text::{Text, counted, percent, share};
 table has one row for each tensor and step. --parquet writes one row for each chunk.
 
 `changed` and `change norm` refer to the parent of a delta. They are empty if the save did not load all bases of the tensor.
+
+If a step is damaged, `stats` names the step and leaves it out.
 
 Example:
   tensorcask stats runs/a --where nan
@@ -60,6 +62,8 @@ struct Report<'a> {
     steps: u64,
     /// Steps without statistics.
     without_statistics: Vec<u64>,
+    /// Steps that are left out because they or their statistics are damaged.
+    unreadable: Vec<UnreadableStep>,
     tensors: Vec<TensorRow>,
     /// File with the rows of the chunks; null without --parquet.
     parquet: Option<String>,
@@ -94,18 +98,24 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     // Report an empty folder as a missing store.
     store.history().run()?;
     let progress = Progress::start(&store, "reading statistics");
-    let steps: Vec<StepSelector> = match args.step {
-        Some(step) => vec![step],
-        None => store.snapshots()?.iter().map(|info| StepSelector::Step(info.record.step)).collect(),
+    let mut report =
+        Report { store: &args.store, steps: 0, without_statistics: vec![], unreadable: vec![], tensors: vec![], parquet: None };
+    let mut code = 0;
+    let found = match args.step {
+        Some(step) => vec![read(&store, step)?],
+        None => {
+            let survey = store.block_on(store.inner().history().survey(None, |snapshot| async move { Measured::of(&snapshot).await }))?;
+            for skipped in &survey.skipped {
+                code = code_with(code, &skipped.error);
+                report.unreadable.push(UnreadableStep::of(skipped.step, &skipped.error));
+            }
+            survey.found
+        }
     };
-    let mut report = Report { store: &args.store, steps: 0, without_statistics: vec![], tensors: vec![], parquet: None };
     let mut chunks: Vec<(u64, Vec<ChunkStatistics>)> = Vec::new();
-    for step in steps {
-        let snapshot = store.snapshot(step)?;
-        let step = snapshot.step();
-        let rows = snapshot.statistics()?;
+    for (step, Measured { rows, has_tensors }) in found {
         report.steps += 1;
-        if rows.is_empty() && !snapshot.tensors().is_empty() {
+        if rows.is_empty() && has_tensors {
             report.without_statistics.push(step);
         }
         let mut wanted = Vec::new();
@@ -130,7 +140,25 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         report.parquet = Some(path.display().to_string());
     }
     let text = report.describe();
-    Outcome::new(&report, text)
+    Ok(Outcome::new(&report, text)?.with_code(code))
+}
+
+/// Statistics of a snapshot.
+struct Measured {
+    rows: Vec<ChunkStatistics>,
+    has_tensors: bool,
+}
+
+impl Measured {
+    async fn of(snapshot: &tensorcask::Snapshot) -> Result<Self> {
+        Ok(Self { rows: snapshot.inspect().statistics().await?, has_tensors: !snapshot.tensors().is_empty() })
+    }
+}
+
+/// Reads the statistics of a step. Unlike a survey, fails if they are damaged.
+fn read(store: &Store, step: StepSelector) -> Result<(u64, Measured)> {
+    let snapshot = store.block_on(store.inner().snapshot(step))?;
+    Ok((snapshot.step(), store.block_on(Measured::of(&snapshot))?))
 }
 
 impl TensorRow {
@@ -212,6 +240,10 @@ impl Report<'_> {
         if !self.without_statistics.is_empty() {
             let steps = counted(self.without_statistics.len() as u64, "step has", "steps have");
             text.line(format!("{steps} no statistics: save with --statistics"));
+        }
+        if !self.unreadable.is_empty() {
+            let steps = counted(self.unreadable.len() as u64, "step is", "steps are");
+            text.line(format!("{steps} damaged and left out: run `tensorcask verify` to find all damage"));
         }
         if let Some(path) = &self.parquet {
             text.line(format!("wrote {path}"));

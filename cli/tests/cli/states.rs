@@ -148,13 +148,15 @@ fn what_is_rounded_is_told_by_every_verb() {
 }
 
 #[test]
-fn import_and_export_name_the_python_package() {
+fn verbs_of_the_python_package_name_it() {
     let place = Place::new();
-    for (verb, instead) in [("import", "`tensorcask save`"), ("export", "`tensorcask restore`")] {
+    let verbs =
+        [("import", "[torch]", "`tensorcask save`"), ("export", "[torch]", "`tensorcask restore`"), ("sql", "[sql]", "`tensorcask stats")];
+    for (verb, extra, instead) in verbs {
         for rest in ["", "@model.pt @run --step 1", "--help"] {
             let (code, said) = place.error(&format!("{verb} {rest}"));
             let said = said.to_string();
-            assert!(code == 1 && said.contains("pip install './python[torch]'") && said.contains(instead), "{said}");
+            assert!(code == 1 && said.contains(&format!("pip install './python{extra}'")) && said.contains(instead), "{said}");
         }
     }
 }

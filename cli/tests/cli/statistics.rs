@@ -1,5 +1,7 @@
 //! `tensorcask stats` on the states of a small training run.
 
+use std::path::PathBuf;
+
 use safetensors::tensor::Dtype;
 
 use crate::place::{Place, conforms, stdout, training_file};
@@ -48,20 +50,26 @@ fn steps_without_statistics_are_named() {
     assert!(text.contains("--statistics"), "{text}");
 }
 
-#[test]
-fn damaged_statistics_name_the_object_and_leave_the_tensors_alone() {
-    let place = Place::new();
-    place.json(&format!("save @run --step 1000 --statistics {}", training_file(1000).display()));
+/// Flips a byte in the statistics of each cask that is not in `spared`. Returns the damaged casks.
+fn damage_statistics(place: &Place, spared: &[PathBuf]) -> Vec<PathBuf> {
     let mut damaged = Vec::new();
-    for cask in place.casks() {
+    for cask in place.casks().into_iter().filter(|cask| !spared.contains(cask)) {
         let mut bytes = std::fs::read(&cask).unwrap();
         let Some(start) = bytes.windows(4).position(|window| window == b"PAR1") else { continue };
         bytes[start + 100] ^= 1;
         std::fs::write(&cask, bytes).unwrap();
         damaged.push(cask);
     }
+    damaged
+}
+
+#[test]
+fn damaged_statistics_name_the_object_and_leave_the_tensors_alone() {
+    let place = Place::new();
+    place.json(&format!("save @run --step 1000 --statistics {}", training_file(1000).display()));
+    let damaged = damage_statistics(&place, &[]);
     assert_eq!(damaged.len(), 1);
-    let (code, error) = place.error("stats @run --where nan");
+    let (code, error) = place.error("stats @run --step 1000 --where nan");
     assert_eq!((code, &error["kind"]), (3, &"corrupt".into()));
     let object = error["object"].as_str().unwrap();
     assert!(object.contains(damaged[0].file_name().unwrap().to_str().unwrap()), "{object}");
@@ -69,4 +77,27 @@ fn damaged_statistics_name_the_object_and_leave_the_tensors_alone() {
     place.json("restore @run -o @out");
     assert_eq!(place.run("stats @run --where nonsense").status.code(), Some(2));
     assert_eq!(place.error("stats @nowhere").0, 10);
+}
+
+#[test]
+fn a_damaged_step_leaves_the_statistics_of_other_steps_alone() {
+    let place = Place::new();
+    let save = |step: u64| place.json(&format!("save @run --step {step} --statistics --policy full {}", training_file(step).display()));
+    save(1000);
+    let spared = place.casks();
+    save(1001);
+    assert_eq!(damage_statistics(&place, &spared).len(), 1);
+    let output = place.run("stats @run");
+    assert_eq!(output.status.code(), Some(3));
+    let warnings = String::from_utf8(output.stderr.clone()).unwrap();
+    assert!(warnings.contains("step=1001") && warnings.contains("left out"), "{warnings}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("\n1000  ") && !text.contains("\n1001  ") && text.contains("1 step is damaged and left out"), "{text}");
+
+    let output = place.run("--json stats @run");
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    conforms("stats", &found);
+    assert_eq!((output.status.code(), &found["steps"]), (Some(3), &1.into()));
+    assert_eq!((&found["unreadable"][0]["step"], &found["unreadable"][0]["kind"]), (&1001.into(), &"corrupt".into()));
+    assert!(found["tensors"].as_array().unwrap().iter().all(|row| row["step"] == 1000));
 }

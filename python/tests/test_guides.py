@@ -1,0 +1,71 @@
+"""The examples of the guides about statistics and SQL, with the results that the pages show."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorcask
+
+ROOT = Path(__file__).parents[2]
+GUIDES = ROOT / "docs" / "src" / "guides"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the store of the guide, made as the guide says."""
+    folder = tmp_path_factory.mktemp("guides")
+    subprocess.run([sys.executable, ROOT / "examples" / "broken_run.py", "runs/broken"], cwd=folder, check=True)
+    return folder
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", (GUIDES / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def cells(table):
+    """Returns the rows of a table as DuckDB shows it, without the row of the types."""
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if line.startswith("│")]
+    return [rows[0], *rows[2:]]
+
+
+def questions():
+    """Returns heading, query and result of each section with a query."""
+    found = re.findall(r"^### (.*?)\n.*?^```sql\n(.*?)^```\n\n```text\n(.*?)^```$", (GUIDES / "sql.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(found) == len(blocks("sql.md", "sql")) == 10
+    return found
+
+
+@pytest.mark.parametrize(("heading", "query", "result"), questions(), ids=[heading for heading, _, _ in questions()])
+def test_queries_of_the_guide(heading, query, result, folder):
+    found = tensorcask.Store(folder / "runs" / "broken").sql(query)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        found.show(max_width=200)
+    expected, actual = cells(result), cells(shown.getvalue())
+    if "time" in heading:
+        # Times differ from run to run.
+        expected, actual = ([row[0] for row in rows] + rows[0] for rows in (expected, actual))
+    assert actual == expected
+
+
+@pytest.mark.parametrize("page", ["sql.md", "statistics.md"])
+def test_python_examples(page, folder):
+    [example] = blocks(page, "python")
+    ended = subprocess.run([sys.executable, "-c", example], cwd=folder, capture_output=True, text=True, check=True)
+    printed = re.findall(r"^print\(.*\) +# (.*)$", example, re.MULTILINE)
+    assert printed and [line for line in ended.stdout.splitlines() if line in printed] == printed, ended.stdout
+
+
+def test_commands_of_the_guide(folder):
+    [commands] = [block for block in blocks("sql.md", "sh") if "tensorcask sql" in block]
+    (folder / "query.sql").write_text("select count(*) as steps\nfrom snapshots")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for line in commands.splitlines():
+        if line.startswith("tensorcask "):
+            subprocess.run(["bash", "-c", line], cwd=folder, env=environment, check=True)
+    assert (folder / "result.csv").read_text() == "steps\n12\n"
