@@ -4,6 +4,7 @@
 mod differences;
 mod faults;
 mod place;
+mod report;
 mod reports;
 mod states;
 mod statistics;
