@@ -151,8 +151,12 @@ fn update_error(setting: Setting, now: &[TensorView<'_>], keep: impl Fn(&TensorV
 fn profile(precision: &Precision, states: &[(u64, &State)]) -> Vec<f64> {
     let name: String = precision.to_string().chars().filter(char::is_ascii_alphanumeric).collect();
     let store = Store::open(&format!("memory://precision-{name}")).unwrap();
-    let options =
-        WriterOptions { precision: precision.clone(), policy: Policy::OneShot, objective: Objective::SMALLEST, ..WriterOptions::default() };
+    let options = WriterOptions {
+        precision: precision.clone(),
+        policy: Policy::OneShot,
+        objective: Objective::SMALLEST.into(),
+        ..WriterOptions::default()
+    };
     let mut writer = store.writer_with(options).unwrap();
     let saves = states.iter().map(|(step, state)| {
         let saved = writer.save(*step, &state.tensors(), &[], &Metadata::default()).unwrap();

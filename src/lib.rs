@@ -112,4 +112,4 @@ pub use store::{AheadUploads, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, is_writers_blob};
-pub use writer::{BaseKeeping, ExistingStep, Metadata, Rank, RankWriter, SavedSnapshot, Writer, WriterOptions};
+pub use writer::{BaseKeeping, ExistingStep, Metadata, ObjectiveReport, Rank, RankWriter, SavedSnapshot, Writer, WriterOptions};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use globset::{GlobBuilder, GlobMatcher};
 use serde_json::Value;
-use tensorcask::codec::Objective;
+use tensorcask::codec::ObjectiveSetting;
 use tensorcask::{Precision, Result, Slice, StepSelector};
 
 /// Parses `N` or `latest`.
@@ -44,9 +44,9 @@ pub(crate) fn blob(text: &str) -> Result<(String, String), String> {
     Ok((name.to_owned(), file.to_owned()))
 }
 
-/// Parses `smallest`, `balanced`, `fastest` or three weights.
-pub(crate) fn objective(text: &str) -> Result<Objective, String> {
-    Objective::from_name(text).map_err(|e| e.message().to_owned())
+/// Parses `auto`, `smallest`, `balanced`, `fastest` or three weights.
+pub(crate) fn objective(text: &str) -> Result<ObjectiveSetting, String> {
+    ObjectiveSetting::from_name(text).map_err(|e| e.message().to_owned())
 }
 
 /// Checks a profile or `PATTERN=SETTING`.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tensorcask::codec::Objective;
+use tensorcask::codec::ObjectiveSetting;
 use tensorcask::{Error, Policy, Precision, Result, absolute_url};
 
 use crate::arena_file::SLOTS;
@@ -89,8 +89,8 @@ pub struct EngineOptions {
     pub memory_cap: Option<u64>,
     /// Policy for writing bases and deltas.
     pub policy: Policy,
-    /// Objective of the choice between codecs.
-    pub objective: Objective,
+    /// Objective of the choice between codecs. `Auto` makes a snapshot soonest complete in memory, not in the store.
+    pub objective: ObjectiveSetting,
     /// Tensors to round before encoding, and their precision. Raw states in the arena are exact.
     pub precision: Precision,
     /// Whether the agent keeps the base of the next delta decoded. Otherwise it decodes the base for each delta.
@@ -128,7 +128,7 @@ impl EngineOptions {
             keep: 2,
             memory_cap: None,
             policy: Policy::default(),
-            objective: Objective::default(),
+            objective: ObjectiveSetting::default(),
             precision: Precision::default(),
             keep_base_decoded: true,
             back_pressure: BackPressure::default(),
@@ -173,7 +173,7 @@ impl EngineOptions {
             memory_cap: self.memory_cap,
             policy: policy.to_owned(),
             every,
-            objective: [self.objective.size, self.objective.speed, self.objective.precision],
+            objective: self.objective.to_string(),
             precision: self.precision.words(),
             keep_base_decoded: self.keep_base_decoded,
             inline: self.encode == Encode::Inline,

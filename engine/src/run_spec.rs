@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use tensorcask::codec::Objective;
+use tensorcask::codec::ObjectiveSetting;
 use tensorcask::wire::Digest;
 use tensorcask::{BaseKeeping, ExistingStep, Policy, Precision, Result, Store, StoreOptions, WriterOptions};
 
@@ -24,7 +24,7 @@ pub(crate) struct RunSpec {
     pub memory_cap: Option<u64>,
     pub policy: String,
     pub every: Option<u64>,
-    pub objective: [u16; 3],
+    pub objective: String,
     pub precision: Vec<String>,
     pub keep_base_decoded: bool,
     pub inline: bool,
@@ -57,11 +57,10 @@ impl RunSpec {
 
     /// Options of the writer that encodes into memory.
     pub(crate) fn writer_options(&self) -> Result<WriterOptions> {
-        let [size, speed, precision] = self.objective;
         Ok(WriterOptions {
             policy: Policy::from_name(&self.policy, self.every)?,
             base_cache: if self.keep_base_decoded { BaseKeeping::Memory } else { BaseKeeping::None },
-            objective: Objective { size, speed, precision },
+            objective: ObjectiveSetting::from_name(&self.objective)?,
             precision: Precision::parse(self.precision.iter().map(String::as_str))?,
             // A trainer that resumes from an older step saves the steps after it again.
             existing_step: ExistingStep::Replace,

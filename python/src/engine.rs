@@ -11,7 +11,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyBytes, PyDict};
-use tensorcask::codec::Objective;
+use tensorcask::codec::ObjectiveSetting;
 use tensorcask::{Dtype, Error, ErrorKind, Policy, Precision, Rect, StepSelector};
 use tensorcask_engine::{
     AgentOptions, BackPressure, Deferred, Destination, Encode, Ended, EngineOptions, Mapping, OnAgentLoss, Outcome, Part, Restored,
@@ -461,7 +461,7 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
             "memory_cap" => options.memory_cap = value.extract()?,
             "policy" => policy = Some(text()?),
             "every" => every = value.extract()?,
-            "objective" => options.objective = Objective::from_name(&text()?).map_err(name_of)?,
+            "objective" => options.objective = ObjectiveSetting::from_name(&text()?).map_err(name_of)?,
             "precision" => {
                 let words: Vec<String> = value.extract()?;
                 options.precision = Precision::parse(words.iter().map(String::as_str)).map_err(name_of)?;

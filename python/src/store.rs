@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorcask::blocking;
-use tensorcask::codec::Objective;
+use tensorcask::codec::ObjectiveSetting;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
 use tensorcask::{Policy, Precision, Rank, StepSelector, StoreOptions, WriterOptions};
@@ -255,7 +255,7 @@ fn options(
         id: Some(job()?),
         verify_after_encode,
         statistics,
-        objective: Objective::from_name(objective).map_err(|e| raise(&e))?,
+        objective: ObjectiveSetting::from_name(objective).map_err(|e| raise(&e))?,
         precision: Precision::parse(precision.iter().map(String::as_str)).map_err(|e| raise(&e))?,
         ..WriterOptions::default()
     })

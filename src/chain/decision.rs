@@ -15,6 +15,8 @@ pub enum DecisionReason {
     Jump,
     /// A base: a delta would be nearly as large.
     LargeDelta,
+    /// A base: with the objective `auto`, a delta would be durable later.
+    SlowDelta,
     /// A base: the chain that a delta would extend cannot be read.
     BrokenParent,
     /// A base or a delta, as the policy prescribes.
@@ -33,6 +35,7 @@ impl DecisionReason {
             Self::Interval => "interval",
             Self::Jump => "jump",
             Self::LargeDelta => "large_delta",
+            Self::SlowDelta => "slow_delta",
             Self::BrokenParent => "broken_parent",
             Self::Policy => "policy",
             Self::SmallDelta => "small_delta",

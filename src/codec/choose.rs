@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{Candidate, Chunk, ChunkKind, Codec, CodecRef, Columns, Encoded, EncodedChunk, Raw, Registry};
+use super::{Candidate, Chunk, ChunkKind, Codec, CodecRef, Columns, Encoded, EncodedChunk, Objective, Raw, Registry};
 use crate::kernels::DefaultEnvironment;
 use crate::spare::Spare;
 use crate::{Error, ErrorKind, Result};
@@ -10,70 +10,6 @@ use crate::{Error, ErrorKind, Result};
 /// Returns the bytes that a page of `bytes` adds to a cask: the padded page and its row in the index.
 fn page_cost(bytes: u64) -> u64 {
     bytes.next_multiple_of(64).saturating_add(9)
-}
-
-/// Weights for the choice of codecs, in thousandths that add up to 1000.
-///
-/// The score of a candidate is the weighted sum of three scores from 0 to 1 (BitSnap, arXiv 2511.12376, equation 5).
-/// Size and speed are relative to the best candidate. Speed is declared by the codec ([`Codec::cost`]), not measured,
-/// so a choice does not depend on the speed of the machine. The precision score of a lossless codec is 1.
-///
-/// ```
-/// use tensorcask::codec::Objective;
-/// assert_eq!(Objective::from_name("balanced")?, Objective::BALANCED);
-/// assert_eq!(Objective::from_name("0.6,0.3,0.1")?, Objective { size: 600, speed: 300, precision: 100 });
-/// assert!(Objective::from_name("0.6,0.3,0.3").is_err());
-/// # Ok::<(), tensorcask::Error>(())
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Objective {
-    /// Weight of the size score.
-    pub size: u16,
-    /// Weight of the speed score.
-    pub speed: u16,
-    /// Weight of the precision score.
-    pub precision: u16,
-}
-
-impl Default for Objective {
-    fn default() -> Self {
-        Self::BALANCED
-    }
-}
-
-impl Objective {
-    /// Fewest bytes, at any cost in time.
-    pub const SMALLEST: Self = Self { size: 1000, speed: 0, precision: 0 };
-    /// Few bytes. Gives up the last few percent of size if they take several times the work.
-    pub const BALANCED: Self = Self { size: 960, speed: 40, precision: 0 };
-    /// Little work, unless more work saves about a quarter of the bytes.
-    pub const FASTEST: Self = Self { size: 720, speed: 280, precision: 0 };
-
-    /// Parses `smallest`, `balanced`, `fastest`, or three weights that add up to 1: size, speed, precision.
-    pub fn from_name(name: &str) -> Result<Self> {
-        match name {
-            "smallest" => return Ok(Self::SMALLEST),
-            "balanced" => return Ok(Self::BALANCED),
-            "fastest" => return Ok(Self::FASTEST),
-            _ => {}
-        }
-        let weight = |text: &str| text.trim().parse::<f64>().ok().filter(|w| (0.0..=1.0).contains(w)).map(|w| (w * 1000.0).round() as u16);
-        let weights: Option<Vec<u16>> = name.split(',').map(weight).collect();
-        match weights.as_deref() {
-            Some(&[size, speed, precision]) if size + speed + precision == 1000 => Ok(Self { size, speed, precision }),
-            _ => Err(Error::invalid(format!(
-                "`{}` is not an objective; use smallest, balanced, fastest, or three weights of size, speed and precision that add up to 1",
-                name.escape_debug()
-            ))),
-        }
-    }
-
-    /// Scores a candidate by its bytes and work, relative to the least bytes and the least work of all candidates.
-    fn score(self, (bytes, work): (u64, f32), (least_bytes, least_work): (u64, f32)) -> f64 {
-        let size = least_bytes as f64 / bytes.max(1) as f64;
-        let speed = f64::from(least_work) / f64::from(work.max(f32::MIN_POSITIVE));
-        f64::from(self.size) * size + f64::from(self.speed) * speed + f64::from(self.precision)
-    }
 }
 
 /// Encodes a chunk with the lossless codec of the highest score. Ties go to the fewest bytes, then to the first id.
@@ -177,11 +113,25 @@ pub(crate) struct Chosen {
     pub by: ChosenBy,
     /// The best form without the base, if it is a different one and was wanted.
     pub absolute: Option<Preferred>,
+    /// Expected bytes and work with each objective of [`LEVELS`], if the codecs were compared.
+    pub levels: Option<[LevelEstimate; LEVELS.len()]>,
+}
+
+/// Objectives that [`ObjectiveSetting::Auto`](super::ObjectiveSetting::Auto) chooses from, by work.
+pub(crate) const LEVELS: [Objective; 3] = [Objective::FASTEST, Objective::BALANCED, Objective::SMALLEST];
+
+/// What a chunk would take with the codec that an objective prefers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct LevelEstimate {
+    /// Bytes in the cask, padding included.
+    pub bytes: u64,
+    /// Declared work of encoding and verifying, in units of one copy of a byte ([`Codec::cost`]).
+    pub work: f32,
 }
 
 impl Chosen {
     fn unchanged(crc: u32, decoded: Option<Spare>) -> Self {
-        Self { encoded: EncodedChunk::unchanged(crc), decoded, by: ChosenBy::Estimate, absolute: None }
+        Self { encoded: EncodedChunk::unchanged(crc), decoded, by: ChosenBy::Estimate, absolute: None, levels: None }
     }
 }
 
@@ -205,7 +155,7 @@ pub(crate) fn encode_given(registry: &Registry, wanted: Wanted<'_>, chunk: &Chun
         return Ok(Chosen::unchanged(crc, decoded));
     }
     let crc_of_source = if wanted.verify { None } else { Some(crc32fast::hash(chunk.data)) };
-    let (codec, encoded, by) = encode_best(registry, wanted, chunk, given)?;
+    let Best { codec, encoded, by, levels } = encode_best(registry, wanted, chunk, given)?;
     let kind = if encoded.uses_base { ChunkKind::Delta } else { ChunkKind::Absolute };
     let is_sample = *wanted.trial == Trial::WithAndWithoutBase && wanted.objective.speed > 0 && given.is_none() && chunk.base.is_some();
     let absolute = match is_sample && kind == ChunkKind::Delta {
@@ -221,24 +171,27 @@ pub(crate) fn encode_given(registry: &Registry, wanted: Wanted<'_>, chunk: &Chun
         }
     };
     let codec = Some(CodecRef { id: codec.id().to_owned(), version: codec.version() });
-    Ok(Chosen { encoded: EncodedChunk { kind, codec, columns, crc }, decoded, by, absolute })
+    Ok(Chosen { encoded: EncodedChunk { kind, codec, columns, crc }, decoded, by, absolute, levels })
 }
 
 /// Codec and size of a chunk without its base.
 fn absolute_form(registry: &Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>) -> Result<Preferred> {
-    let (codec, encoded, _) = encode_best(registry, Wanted { trial: &Trial::All, ..wanted }, &without_base(chunk), None)?;
+    let Best { codec, encoded, .. } = encode_best(registry, Wanted { trial: &Trial::All, ..wanted }, &without_base(chunk), None)?;
     let stored_bytes = encoded.sizes().into_iter().fold(0, u64::saturating_add);
     Ok(Preferred { codec: codec.id().to_owned(), kind: ChunkKind::Absolute, decoded_bytes: chunk.data.len() as u64, stored_bytes })
 }
 
+/// A chunk as its codec encoded it.
+struct Best<'r> {
+    codec: &'r dyn Codec,
+    encoded: Encoded,
+    by: ChosenBy,
+    levels: Option<[LevelEstimate; LEVELS.len()]>,
+}
+
 /// Encodes a chunk with the preferred codec, if the result is as small as expected; otherwise with the lossless codec of
 /// the highest score, or with the given candidate.
-fn encode_best<'r>(
-    registry: &'r Registry,
-    wanted: Wanted<'_>,
-    chunk: &Chunk<'_>,
-    given: Option<&'r Candidate>,
-) -> Result<(&'r dyn Codec, Encoded, ChosenBy)> {
+fn encode_best<'r>(registry: &'r Registry, wanted: Wanted<'_>, chunk: &Chunk<'_>, given: Option<&'r Candidate>) -> Result<Best<'r>> {
     let cost = |pages: &[u64]| pages.iter().fold(0u64, |sum, &bytes| sum.saturating_add(page_cost(bytes)));
     let raw_bytes = cost(&[chunk.data.len() as u64]);
     let is_tiny = raw_bytes == page_cost(1) && chunk.base.is_none() && chunk.partners.is_empty();
@@ -251,7 +204,7 @@ fn encode_best<'r>(
         let sizes = encoded.sizes();
         let stored_bytes = sizes.iter().fold(0, |sum: u64, &bytes| sum.saturating_add(bytes));
         if cost(&sizes) <= raw_bytes && preferred.accepts(chunk.data.len() as u64, stored_bytes) {
-            return Ok((codec.as_ref(), encoded, ChosenBy::Preference));
+            return Ok(Best { codec: codec.as_ref(), encoded, by: ChosenBy::Preference, levels: None });
         }
         tried = Some((codec.as_ref(), encoded)).filter(|_| preferred.uses_bases() || chunk.base.is_none());
     }
@@ -262,16 +215,22 @@ fn encode_best<'r>(
     if let Some(given) = given {
         candidates.push(Estimate { codec: given.codec.as_ref(), bytes: cost(&given.encoded.sizes()) });
     }
-    let raw = || Ok((&Raw as &dyn Codec, Raw.encode(chunk)?, by));
     candidates.retain(|candidate| candidate.bytes <= raw_bytes);
-    let Some(codec) = best(wanted.objective, &candidates).filter(|codec| codec.id() != Raw::ID) else { return raw() };
+    let level = |objective| {
+        let (bytes, work) = best(objective, &candidates).map_or((raw_bytes, 0.0), |best| (best.bytes, best.work()));
+        LevelEstimate { bytes, work }
+    };
+    let levels = Some(LEVELS.map(level));
+    let raw = || Ok(Best { codec: &Raw, encoded: Raw.encode(chunk)?, by, levels });
+    let chosen = best(wanted.objective, &candidates).map(|best| best.codec);
+    let Some(codec) = chosen.filter(|codec| codec.id() != Raw::ID) else { return raw() };
     let encoded = match (given.filter(|given| given.codec.id() == codec.id()), tried.filter(|(tried, _)| tried.id() == codec.id())) {
         (Some(given), _) => given.encoded.clone(),
         (None, Some((_, encoded))) => encoded,
         (None, None) => codec.encode(chunk)?,
     };
     // An estimate may have been too low.
-    if cost(&encoded.sizes()) <= raw_bytes { Ok((codec, encoded, by)) } else { raw() }
+    if cost(&encoded.sizes()) <= raw_bytes { Ok(Best { codec, encoded, by, levels }) } else { raw() }
 }
 
 /// A codec and the bytes that it is expected to take, padding included.
@@ -287,12 +246,12 @@ impl Estimate<'_> {
     }
 }
 
-/// The codec of the highest score; `None` without a candidate.
-fn best<'r>(objective: Objective, candidates: &[Estimate<'r>]) -> Option<&'r dyn Codec> {
+/// The candidate of the highest score; `None` without a candidate.
+fn best<'r>(objective: Objective, candidates: &[Estimate<'r>]) -> Option<Estimate<'r>> {
     let least = candidates.iter().fold((u64::MAX, f32::MAX), |least, next| (least.0.min(next.bytes), least.1.min(next.work())));
     let scored = candidates.iter().map(|&candidate| (objective.score((candidate.bytes, candidate.work()), least), candidate));
     let best = scored.reduce(|a, b| if b.0 > a.0 || (b.0 == a.0 && b.1.bytes < a.1.bytes) { b } else { a });
-    best.map(|(_, candidate)| candidate.codec)
+    best.map(|(_, candidate)| candidate)
 }
 
 /// The chunk for codecs that may not use its base.

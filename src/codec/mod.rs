@@ -18,6 +18,7 @@ mod kmeans;
 mod loguniform;
 mod magnitudes;
 mod maps;
+mod objective;
 mod ordered;
 mod planes;
 mod predict;
@@ -55,8 +56,11 @@ pub use rounded::Rounded;
 pub use rows::Rows;
 
 pub(crate) use candidate::Candidate;
-pub(crate) use choose::{Chosen, ChosenBy, Preferred, Trial, Wanted, encode_given, estimate_chunk};
-pub use choose::{EncodeCheck, Objective, encode_chunk};
+#[cfg(test)]
+pub(crate) use choose::LevelEstimate;
+pub(crate) use choose::{Chosen, ChosenBy, LEVELS, Preferred, Trial, Wanted, encode_given, estimate_chunk};
+pub use choose::{EncodeCheck, encode_chunk};
+pub use objective::{Objective, ObjectiveSetting};
 
 use crate::spare;
 use crate::wire::index::CodecRef as WireCodecRef;

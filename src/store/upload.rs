@@ -1,11 +1,13 @@
 //! Uploads one object in bounded memory: a single put while the object is small, otherwise equal multipart parts.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use bytes::Bytes;
 use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use super::ahead::{AheadUploads, Tee};
 use super::io::unconditional;
@@ -19,13 +21,94 @@ const MAX_PARTS: u64 = 9_000;
 /// Number of parts in flight at once. Limits the memory of uploads to this many parts.
 const CONCURRENT_PARTS: usize = 4;
 
-/// A limit on parts in flight that several uploads share.
+/// A limit on parts in flight that several uploads share, and the measured rate of these uploads.
 #[derive(Debug, Clone)]
-pub(crate) struct PartBudget(Arc<Semaphore>);
+pub(crate) struct PartBudget {
+    permits: Arc<Semaphore>,
+    meter: Arc<Mutex<Meter>>,
+}
 
 impl Default for PartBudget {
     fn default() -> Self {
-        Self(Arc::new(Semaphore::new(CONCURRENT_PARTS)))
+        Self { permits: Arc::new(Semaphore::new(CONCURRENT_PARTS)), meter: Arc::default() }
+    }
+}
+
+/// Bytes that were sent, and the time during which at least one request was sending.
+#[derive(Debug, Default)]
+struct Meter {
+    sent_bytes: u64,
+    busy: Duration,
+    requests: u32,
+    bytes_in_flight: u64,
+    /// Time up to which `busy` counts, while a request is sending.
+    counted_to: Option<Instant>,
+}
+
+impl Meter {
+    fn count(&mut self, now: Instant) {
+        if let Some(since) = self.counted_to.filter(|_| self.requests > 0) {
+            self.busy = self.busy.saturating_add(now.saturating_duration_since(since));
+        }
+        self.counted_to = Some(now);
+    }
+}
+
+/// Progress of the uploads of a budget.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct UploadProgress {
+    /// Bytes that the store has taken.
+    pub sent_bytes: u64,
+    /// Time during which at least one request was sending.
+    pub busy: Duration,
+    /// Bytes of requests that have no answer yet.
+    pub bytes_in_flight: u64,
+}
+
+impl PartBudget {
+    fn meter(&self) -> MutexGuard<'_, Meter> {
+        self.meter.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was sent so far.
+    pub(crate) fn progress(&self) -> UploadProgress {
+        let mut meter = self.meter();
+        meter.count(Instant::now());
+        UploadProgress { sent_bytes: meter.sent_bytes, busy: meter.busy, bytes_in_flight: meter.bytes_in_flight }
+    }
+
+    /// Begins to measure a request.
+    fn measure(&self, bytes: u64) -> Measurement {
+        let mut meter = self.meter();
+        meter.count(Instant::now());
+        meter.requests = meter.requests.saturating_add(1);
+        meter.bytes_in_flight = meter.bytes_in_flight.saturating_add(bytes);
+        Measurement { budget: self.clone(), bytes, is_sent: false }
+    }
+}
+
+/// A request that is being sent. Dropping it ends the measurement.
+struct Measurement {
+    budget: PartBudget,
+    bytes: u64,
+    is_sent: bool,
+}
+
+impl Measurement {
+    fn end(mut self, is_sent: bool) {
+        self.is_sent = is_sent;
+    }
+}
+
+impl Drop for Measurement {
+    fn drop(&mut self) {
+        let mut meter = self.budget.meter();
+        meter.count(Instant::now());
+        meter.requests = meter.requests.saturating_sub(1);
+        meter.bytes_in_flight = meter.bytes_in_flight.saturating_sub(self.bytes);
+        if self.is_sent {
+            meter.sent_bytes = meter.sent_bytes.saturating_add(self.bytes);
+        }
     }
 }
 
@@ -116,7 +199,10 @@ impl Upload {
     pub(crate) async fn finish(mut self) -> Result<()> {
         let rest = std::mem::take(&mut self.pending);
         if self.multipart.is_none() {
-            return self.store.objects().put_whole(&self.object, PutPayload::from_iter(rest)).await;
+            let measurement = self.budget.measure(self.total_bytes);
+            let sent = self.store.objects().put_whole(&self.object, PutPayload::from_iter(rest)).await;
+            measurement.end(sent.is_ok());
+            return sent;
         }
         let sent = async {
             if !rest.is_empty() {
@@ -170,14 +256,17 @@ impl Upload {
         while let Some(done) = self.running.try_join_next() {
             self.part_done(done)?;
         }
-        let permit = self.budget.0.clone().acquire_owned().await;
+        let permit = self.budget.permits.clone().acquire_owned().await;
         if let Some(multipart) = self.multipart.as_mut() {
             let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
             self.store.objects().counters.add(1, 0, bytes);
             let sent = multipart.put_part(PutPayload::from_iter(part));
+            let measurement = self.budget.measure(bytes);
             self.running.spawn(async move {
                 let _permit = permit;
-                sent.await
+                let sent = sent.await;
+                measurement.end(sent.is_ok());
+                sent
             });
         }
         Ok(())

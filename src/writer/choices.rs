@@ -158,7 +158,13 @@ mod tests {
     fn chosen(by: ChosenBy) -> Chosen {
         let codec = Some(CodecRef { id: "tc.planes".into(), version: 1 });
         let columns = vec![("planes".to_owned(), vec![0; 5000].into())];
-        Chosen { encoded: EncodedChunk { kind: ChunkKind::Absolute, codec, columns, crc: 0 }, decoded: None, by, absolute: None }
+        Chosen {
+            encoded: EncodedChunk { kind: ChunkKind::Absolute, codec, columns, crc: 0 },
+            decoded: None,
+            by,
+            absolute: None,
+            levels: None,
+        }
     }
 
     #[test]

@@ -279,7 +279,7 @@ impl Writer {
         self.log.note_summary(manifest.id, Summary::of(&manifest));
         self.log.write_catalog_if_due().await;
         tracing::info!(step, snapshot = %manifest.id, kind = manifest.kind.name(), bytes = manifest.stored_bytes(), "committed");
-        Ok(Commit::Done(SavedSnapshot {
+        Ok(Commit::Done(Box::new(SavedSnapshot {
             id: manifest.id,
             step,
             kind: manifest.kind,
@@ -290,14 +290,15 @@ impl Writer {
             chunks: prepared.chunk_counts.clone(),
             rounding: prepared.rounding,
             decision: *decision,
-        }))
+            objective: None,
+        })))
     }
 }
 
 /// Outcome of a commit.
 pub(crate) enum Commit {
     /// The snapshot is committed.
-    Done(SavedSnapshot),
+    Done(Box<SavedSnapshot>),
     /// The store was changed from outside; nothing was committed.
     Stale(Stale),
     /// The parent was collected or reduced in the meantime; nothing was committed.
@@ -308,7 +309,7 @@ impl Commit {
     /// The snapshot, or the error that kept it from being committed.
     pub(crate) fn done(self) -> Result<SavedSnapshot> {
         match self {
-            Self::Done(saved) => Ok(saved),
+            Self::Done(saved) => Ok(*saved),
             Self::Stale(Stale { error, .. }) | Self::ParentLost(error) => Err(error),
         }
     }

@@ -15,6 +15,7 @@
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
 //! | `input`, `base_chunks`, `rounding`, `changed_rows`, `window`, `unit`, `cask_writer` | the stages |
 //! | `statistics` | statistics of each chunk, for the blob `tc.statistics` |
+//! | `pace` | the objective `auto`: measured rates, and the choice for each window |
 //! | `choices`, `spared` | which codec is tried first, and which chunks do without a base |
 //! | `base_cache`, `parent` | where the base of a delta comes from |
 //! | `commit` | directory, manifest, log entry |
@@ -31,6 +32,7 @@ mod commit;
 mod estimate;
 mod input;
 mod layout;
+mod pace;
 mod parent;
 mod pipeline;
 mod plan;
@@ -53,13 +55,14 @@ pub(crate) use cask_writer::{CaskWriter, ChunkPlace, Destination, EncodeOptions,
 pub(crate) use choices::{Choices, ChunkFamily};
 pub(crate) use commit::Prepared;
 pub(crate) use layout::slot_of_role;
+pub use pace::ObjectiveReport;
 use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
 pub(crate) use schedule::{Entry, PlannedShard, Unit, WINDOW_BYTES, Window, schedule};
 pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
 
 use crate::chain::{Policy, PolicyDecision};
-use crate::codec::Objective;
+use crate::codec::ObjectiveSetting;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{AheadUploads, Error, ErrorKind, Precision, Result, RoundingReport, Store};
@@ -81,8 +84,8 @@ pub struct WriterOptions {
     pub policy: Policy,
     /// How the base of the next delta is kept between saves.
     pub base_cache: BaseKeeping,
-    /// Weights by which codecs are chosen: size, speed, precision.
-    pub objective: Objective,
+    /// Goal of the choice of codecs: weights of size and speed, or the least time until the save is durable.
+    pub objective: ObjectiveSetting,
     /// Which tensors are rounded before they are stored, and how far. By default no tensor is rounded.
     pub precision: Precision,
     /// Whether each chunk is decoded again before it is uploaded.
@@ -107,7 +110,7 @@ impl Default for WriterOptions {
         Self {
             policy: Policy::default(),
             base_cache: BaseKeeping::default(),
-            objective: Objective::default(),
+            objective: ObjectiveSetting::default(),
             precision: Precision::default(),
             verify_after_encode: true,
             statistics: false,
@@ -169,6 +172,8 @@ pub struct SavedSnapshot {
     pub rounding: Option<RoundingReport>,
     /// Why the snapshot became a base or a delta.
     pub decision: PolicyDecision,
+    /// What the objective `auto` measured and chose; `None` for other objectives.
+    pub objective: Option<ObjectiveReport>,
 }
 
 /// Saves snapshots into a store.

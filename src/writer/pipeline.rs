@@ -13,7 +13,8 @@
 //!
 //! Memory beyond the state: the base (as [`BaseKeeping`] says), one window, its base chunks, and upload parts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::time::Instant;
 
 use bytes::Bytes;
 
@@ -23,6 +24,7 @@ use super::changed_rows::ChangedRows;
 use super::choices::Choices;
 use super::input::{SaveInput, label};
 use super::layout::StateLayout;
+use super::pace::{ObjectiveReport, Pace, PacedSave};
 use super::parent::Parent;
 use super::plan::SavePlan;
 use super::rounding::RoundingRecord;
@@ -32,9 +34,10 @@ use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
 use super::{BaseKeeping, WriterOptions};
 use crate::chain::{Policy, content_digests};
+use crate::codec::{Objective, ObjectiveSetting};
 use crate::precision::Setting;
 use crate::store::{PartBudget, Upload, concurrently};
-use crate::wire::{CaskRef, ChunkStatistics, Digest, Directory, ErrorsFile, blob_slot};
+use crate::wire::{CaskRef, ChunkStatistics, Digest, Directory, ErrorsFile, SnapshotKind, blob_slot};
 use crate::{AheadUploads, Error, Result, Store, boxed};
 
 /// Maximum number of casks that are published at once.
@@ -49,8 +52,10 @@ pub(super) struct SavePipeline {
     pub base: BaseCache,
     /// Rows that changed since that state, as far as callers named them.
     pub changed_rows: ChangedRows,
-    /// Codecs that were chosen in earlier saves.
-    choices: Choices,
+    /// Codecs that were chosen in earlier saves, by objective.
+    choices: HashMap<Objective, Choices>,
+    /// Measured rates, for the objective `auto`.
+    pub pace: Pace,
     /// Second store that casks are sent to while they are being written.
     pub ahead: Option<AheadUploads>,
 }
@@ -68,6 +73,8 @@ pub(super) struct UploadedCasks {
     pub next_base: Option<NextBase>,
     pub rounding: RoundingRecord,
     statistics: StatisticsRecord,
+    /// What the objective `auto` chose.
+    pub objective: Option<ObjectiveReport>,
 }
 
 impl UploadedCasks {
@@ -81,6 +88,7 @@ impl UploadedCasks {
             next_base,
             rounding: RoundingRecord::default(),
             statistics: StatisticsRecord::default(),
+            objective: None,
         }
     }
 
@@ -104,7 +112,7 @@ impl UploadedCasks {
 impl SavePipeline {
     pub(super) fn new(store: &Store, options: WriterOptions) -> Self {
         let (store, base, changed_rows) = (store.clone(), BaseCache::default(), ChangedRows::default());
-        Self { store, options, base, changed_rows, choices: Choices::default(), ahead: None }
+        Self { store, options, base, changed_rows, choices: HashMap::new(), pace: Pace::default(), ahead: None }
     }
 
     /// Input of a save of this state against a parent, for stages that run before the save.
@@ -131,7 +139,7 @@ impl SavePipeline {
     #[boxed]
     pub(super) async fn write_casks(&mut self, step: u64, layout: &StateLayout<'_>, parent: Option<&Parent>) -> Result<UploadedCasks> {
         let next_base = self.keeps_state(parent).then(|| NextBase::new(self.options.base_cache.clone()));
-        let Self { store, options, base, changed_rows, choices, ahead } = self;
+        let Self { store, options, base, changed_rows, choices, pace, ahead } = self;
         let input = SaveInput { store, options, changed_rows, step, layout, parent };
         let mut slots = layout.slots();
         let is_rounded = layout.tensors.iter().any(|tensor| input.precision(tensor).setting != Setting::Lossless);
@@ -139,16 +147,28 @@ impl SavePipeline {
             // The blob of rounding errors, and that of statistics.
             slots.insert(blob_slot(layout.rank));
         }
-        let options = EncodeOptions::from(input.options);
-        let destination = Destination { store: input.store, ahead: ahead.as_ref(), budget: PartBudget::default() };
+        let kind = if parent.is_some() { SnapshotKind::Delta } else { SnapshotKind::Base };
+        let (fixed, paced) = match options.objective {
+            ObjectiveSetting::Fixed(objective) => (objective, None),
+            ObjectiveSetting::Auto => (Objective::default(), Some(pace.begin(kind, layout.tensor_bytes))),
+        };
+        let budget = paced.as_ref().map_or_else(PartBudget::default, PacedSave::budget);
+        let destination = Destination { store: input.store, ahead: ahead.as_ref(), budget };
+        let options = EncodeOptions::new(input.options, fixed);
         let open = |slot| Ok((slot, CaskWriter::new(&destination, slot, options, layout.slot_bytes(slot))?));
         let casks = slots.into_iter().map(open).collect::<Result<_>>()?;
         let plan = SavePlan::new(&input)?;
-        let mut run = SaveRun { input, plan: &plan, base, choices, casks, uploaded: UploadedCasks::new(layout, next_base) };
+        let mut run = SaveRun { input, plan: &plan, base, paced, casks, uploaded: UploadedCasks::new(layout, next_base) };
         for window in &plan.windows {
-            let chunks = WindowChunks::of(&plan, window).prefer(&input, &plan, window, run.choices)?;
+            let objective = run.paced.as_mut().map_or(fixed, PacedSave::next_objective);
+            let choices = choices.entry(objective).or_default();
+            let chunks = WindowChunks::of(&plan, window).prefer(&input, &plan, window, choices)?;
+            let (began, options) = (Instant::now(), EncodeOptions { objective, ..options });
             let encoded = encode_window(&input, run.base, options, run.uploaded.next_base.as_ref(), chunks).await?;
-            run.append_window(window, encoded)?;
+            if let Some(paced) = &mut run.paced {
+                paced.add_window(plan.decoded_bytes(window), began.elapsed());
+            }
+            run.append_window(window, encoded, choices)?;
             run.send().await?;
         }
         run.finish().await
@@ -160,7 +180,8 @@ struct SaveRun<'a> {
     input: SaveInput<'a>,
     plan: &'a SavePlan,
     base: &'a mut BaseCache,
-    choices: &'a mut Choices,
+    /// Choice of the objective of each window, if it is `auto`.
+    paced: Option<PacedSave<'a>>,
     /// Casks by slot.
     casks: BTreeMap<u32, CaskWriter>,
     uploaded: UploadedCasks,
@@ -168,7 +189,7 @@ struct SaveRun<'a> {
 
 impl SaveRun<'_> {
     /// Records an encoded window, appends its chunks to their casks, and takes them into the next base.
-    fn append_window(&mut self, window: &Window, mut encoded: EncodedWindow<'_>) -> Result<()> {
+    fn append_window(&mut self, window: &Window, mut encoded: EncodedWindow<'_>, choices: &mut Choices) -> Result<()> {
         let input = self.input;
         for entry in window.in_cask_order() {
             let (Entry::Chunk { shard, .. } | Entry::EmptyShard(shard)) = entry;
@@ -182,7 +203,10 @@ impl SaveRun<'_> {
             let Some((rounded, UnitResult { chosen, standalone, statistics })) = encoded.take(unit, member) else {
                 return Err(input.locate(at, Error::invalid("a chunk was not encoded")));
             };
-            self.choices.learn(&shard.family, rounded.data.len() as u64, &chosen);
+            choices.learn(&shard.family, rounded.data.len() as u64, &chosen);
+            if let Some(paced) = &mut self.paced {
+                paced.add_chunk(rounded.data.len() as u64, &chosen);
+            }
             let encoded = chosen.encoded;
             let codec = encoded.codec.as_ref().map_or("unchanged", |codec| codec.id.as_str());
             *self.uploaded.chunk_counts.entry(codec.to_owned()).or_default() += 1;
@@ -244,6 +268,10 @@ impl SaveRun<'_> {
             }
         }
         publish(large).await?;
+        self.uploaded.objective = self.paced.map(|paced| paced.report());
+        if let Some(report) = &self.uploaded.objective {
+            tracing::info!(step = self.input.step, "objective auto: {report}");
+        }
         Ok(self.uploaded)
     }
 
@@ -272,9 +300,9 @@ pub(super) async fn publish(uploads: Vec<Upload>) -> Result<()> {
     concurrently(MAX_CASKS_AT_ONCE, uploads.into_iter().map(Upload::finish)).await.map(|_: Vec<()>| ())
 }
 
-impl From<&WriterOptions> for EncodeOptions {
-    fn from(options: &WriterOptions) -> Self {
-        let &WriterOptions { objective, verify_after_encode, alignment_exponent, statistics, .. } = options;
+impl EncodeOptions {
+    fn new(options: &WriterOptions, objective: Objective) -> Self {
+        let &WriterOptions { verify_after_encode, alignment_exponent, statistics, .. } = options;
         Self { objective, verify_after_encode, alignment_exponent, statistics }
     }
 }

@@ -51,6 +51,12 @@ pub(super) struct SavePlan {
 }
 
 impl SavePlan {
+    /// Decoded bytes of a window.
+    pub(super) fn decoded_bytes(&self, window: &Window) -> u64 {
+        let chunks = window.units.iter().flat_map(|unit| unit.shards.iter().map(|&shard| self.shards[shard].grid.bytes(unit.chunk)));
+        chunks.map(|range| range.end.saturating_sub(range.start)).fold(0, u64::saturating_add)
+    }
+
     pub(super) fn new(input: &SaveInput<'_>) -> Result<Self> {
         let mut shards = shards(input)?;
         let positions: HashMap<(usize, usize), usize> =

@@ -9,6 +9,7 @@ use super::layout::StateLayout;
 use super::parent::Parent;
 use super::{Metadata, SavedSnapshot, Writer, check_user};
 use crate::chain::{DecisionReason, Policy, PolicyDecision};
+use crate::codec::ObjectiveSetting;
 use crate::commit::Age;
 use crate::{Blob, Error, ErrorKind, Result, TensorView, boxed};
 
@@ -49,7 +50,7 @@ impl Writer {
             }
             self.reconsider_delta(request, &mut parent, &mut decision).await?;
             let error = match self.attempt(request, parent.as_ref(), decision).await {
-                Ok(Commit::Done(saved)) => return Ok(saved),
+                Ok(Commit::Done(saved)) => return Ok(*saved),
                 Ok(Commit::Stale(stale)) if stale.replaced => {
                     self.restart_in_replaced_store(&stale.error).await?;
                     stale.error
@@ -75,18 +76,20 @@ impl Writer {
         Err(Error::new(ErrorKind::Conflict, message).object(self.pipeline.store.url()).source(cause))
     }
 
-    /// Gives up a delta that would save too little, or whose parent cannot be read. Only the adaptive policy estimates.
+    /// Gives up a delta that would save too little or take too long, or whose parent cannot be read. Only the adaptive policy estimates.
     #[boxed]
-    async fn reconsider_delta(&self, request: &Request<'_>, parent: &mut Option<Parent>, decision: &mut PolicyDecision) -> Result<()> {
+    async fn reconsider_delta(&mut self, request: &Request<'_>, parent: &mut Option<Parent>, decision: &mut PolicyDecision) -> Result<()> {
         let &Request { step, layout, .. } = request;
         let (Policy::Adaptive, Some(base)) = (self.pipeline.options.policy, &parent) else { return Ok(()) };
+        let is_auto = self.pipeline.options.objective == ObjectiveSetting::Auto;
         match estimate(&self.pipeline.input(step, layout, Some(base)), &self.pipeline.base).await {
             Ok(found) => {
                 decision.reason = match found.is_too_large() {
                     true => DecisionReason::LargeDelta,
+                    false if is_auto && self.pipeline.pace.prefers_base(layout.tensor_bytes, &found) => DecisionReason::SlowDelta,
                     false => DecisionReason::SmallDelta,
                 };
-                parent.take_if(|_| found.is_too_large());
+                parent.take_if(|_| decision.reason != DecisionReason::SmallDelta);
                 decision.estimate = Some(found);
             }
             Err(error) if error.is_damage() => {
@@ -116,8 +119,9 @@ impl Writer {
             decision,
             age,
         };
-        let committed = self.commit(step, parent, &prepared, uploaded.unpublished, metadata).await?;
-        if let Commit::Done(saved) = &committed {
+        let mut committed = self.commit(step, parent, &prepared, uploaded.unpublished, metadata).await?;
+        if let Commit::Done(saved) = &mut committed {
+            saved.objective = uploaded.objective;
             if let Some(next_base) = uploaded.next_base {
                 self.pipeline.base.promote(saved.id, next_base);
             }

@@ -31,6 +31,7 @@ mod maintenance;
 mod narrow;
 #[cfg(all(feature = "aws", feature = "azure"))]
 mod object_stores;
+mod objective;
 mod opening;
 mod partners;
 mod precision;

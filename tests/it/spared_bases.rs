@@ -3,10 +3,9 @@
 
 use std::sync::Arc;
 
-use crate::common::{data, is_thorough, noise, wrap};
+use crate::common::{Layers, is_thorough, noise, wrap};
 use object_store::memory::InMemory;
 use tensorcask::codec::Objective;
-use tensorcask::interchange::safetensors::Files;
 use tensorcask::{BaseKeeping, Dtype, Metadata, Policy, ReadRequest, SavedSnapshot, Slice, Store, TensorView, Writer, WriterOptions};
 
 /// Layers of a state of three windows. What a window teaches is used in the next.
@@ -19,43 +18,8 @@ fn memory() -> Store {
 }
 
 async fn writer(store: &Store, objective: Objective, base_cache: BaseKeeping) -> Writer {
-    let options = WriterOptions { policy: Policy::Consecutive, objective, base_cache, ..WriterOptions::default() };
+    let options = WriterOptions { policy: Policy::Consecutive, objective: objective.into(), base_cache, ..WriterOptions::default() };
     store.writer_with(options).await.unwrap()
-}
-
-/// A state whose layers are copies of a real one.
-struct Layers {
-    own: Files,
-    /// Bytes of the layers. Each has memory of its own: tensors that share memory would be tied.
-    layers: Vec<Vec<Vec<u8>>>,
-}
-
-impl Layers {
-    /// Layers as they were at the given steps of a training run.
-    fn at_steps(steps: &[u64]) -> Self {
-        let open = |step: u64| Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
-        let bytes = |&step: &u64| -> Vec<Vec<u8>> { by_name(&open(step)).iter().map(|view| view.data().to_vec()).collect() };
-        Self { own: open(steps[0]), layers: steps.iter().map(bytes).collect() }
-    }
-
-    fn tensors(&self) -> Vec<TensorView<'_>> {
-        let views = by_name(&self.own);
-        let mut tensors = Vec::new();
-        for (layer, contents) in self.layers.iter().enumerate() {
-            for (view, bytes) in views.iter().zip(contents) {
-                let (name, param) = (format!("{}.{layer:03}", view.name()), format!("{}.{layer:03}", view.param()));
-                let tensor = TensorView::new(name, view.dtype(), view.shape(), bytes).unwrap();
-                tensors.push(tensor.with_role(view.role().to_owned(), param));
-            }
-        }
-        tensors
-    }
-}
-
-fn by_name(files: &Files) -> Vec<TensorView<'_>> {
-    let mut views = files.tensors().unwrap();
-    views.sort_by(|a, b| a.name().cmp(b.name()));
-    views
 }
 
 async fn save(writer: &mut Writer, step: u64, tensors: &[TensorView<'_>]) -> SavedSnapshot {

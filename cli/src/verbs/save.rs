@@ -7,9 +7,11 @@ use std::time::Instant;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use tensorcask::blocking::Store;
-use tensorcask::codec::Objective;
+use tensorcask::codec::ObjectiveSetting;
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{BaseKeeping, Blob, Error, ExistingStep, Metadata, Policy, Precision, Result, SavedSnapshot, TensorView, WriterOptions};
+use tensorcask::{
+    BaseKeeping, Blob, Error, ExistingStep, Metadata, ObjectiveReport, Policy, Precision, Result, SavedSnapshot, TensorView, WriterOptions,
+};
 
 use crate::decision::DecisionJson;
 use crate::output::{Outcome, complain};
@@ -50,9 +52,10 @@ pub(crate) struct Args {
     /// File to store as opaque bytes with the tensors
     #[arg(long, value_name = "NAME=FILE", value_parser = parse::blob)]
     blob: Vec<(String, String)>,
-    /// Goal for choosing codecs: smallest, balanced, fastest, or three weights for size, speed and precision
+    /// Goal for choosing codecs: smallest, balanced, fastest, or three weights for size, speed and precision; or auto,
+    /// which measures encoding and uploading and makes the save durable soonest
     #[arg(long, value_name = "NAME|W1,W2,W3", default_value = "balanced", value_parser = parse::objective)]
-    objective: Objective,
+    objective: ObjectiveSetting,
     /// Precision of stored tensors: a profile (lossless, near, compact) or PATTERN=SETTING. PATTERN is a role or a glob
     /// of names. SETTING is loguniform:STEPS, remainder:BITS, cluster, kmeans, blockwise8 or lossless; append `<=X` to
     /// bound the relative error. Repeatable; the last match wins
@@ -95,7 +98,27 @@ struct Report {
     decision: DecisionJson,
     /// Rounding report; null if nothing was rounded.
     rounding: Option<RoundingJson>,
+    /// What `--objective auto` measured and chose; null for other objectives.
+    objective: Option<ObjectiveJson>,
     seconds: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct ObjectiveJson {
+    /// Number of windows by objective.
+    windows: BTreeMap<String, u64>,
+    encode_bytes_per_second: Option<f64>,
+    upload_bytes_per_second: Option<f64>,
+    #[serde(skip)]
+    line: String,
+}
+
+impl ObjectiveJson {
+    fn of(report: ObjectiveReport) -> Self {
+        let line = format!("auto: {report}");
+        let ObjectiveReport { windows, encode_bytes_per_second, upload_bytes_per_second } = report;
+        Self { windows, encode_bytes_per_second, upload_bytes_per_second, line }
+    }
 }
 
 impl Args {
@@ -158,6 +181,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         chunks: saved.chunks,
         decision: DecisionJson::of(&saved.decision),
         rounding: saved.rounding.as_ref().map(RoundingJson::of),
+        objective: saved.objective.map(ObjectiveJson::of),
         seconds: begun.elapsed().as_secs_f64(),
     };
     let text = describe(&report);
@@ -185,7 +209,7 @@ fn describe(report: &Report) -> Text {
     let chunks: Vec<String> = report.chunks.iter().map(|(codec, count)| format!("{codec} {count}")).collect();
     let rounding = report.rounding.as_ref().map_or_else(|| "none (lossless)".to_owned(), RoundingJson::line);
     let mut text = Text::default();
-    text.fields(&[
+    let mut fields = vec![
         ("step", report.step.to_string()),
         ("kind", kind),
         ("why", report.decision.line()),
@@ -194,7 +218,9 @@ fn describe(report: &Report) -> Text {
         ("ratio", human_ratio(report.ratio)),
         ("chunks", chunks.join(", ")),
         ("rounding", rounding),
-        ("seconds", format!("{:.2}", report.seconds)),
-    ]);
+    ];
+    fields.extend(report.objective.as_ref().map(|objective| ("objective", objective.line.clone())));
+    fields.push(("seconds", format!("{:.2}", report.seconds)));
+    text.fields(&fields);
     text
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt, PutPayload};
 use tensorcask::blocking;
+use tensorcask::interchange::safetensors::Files;
 use tensorcask::{Blob, Dtype, Metadata, Rect, Store, StoreOptions, TensorView};
 
 pub const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/v1");
@@ -180,4 +181,40 @@ impl SmallState {
             ("optimizer.step", self.scalar.clone()),
         ]
     }
+}
+
+/// A state whose layers are copies of a real one.
+pub struct Layers {
+    own: Files,
+    /// Bytes of the layers. Each has memory of its own: tensors that share memory would be tied.
+    pub layers: Vec<Vec<Vec<u8>>>,
+}
+
+impl Layers {
+    /// Returns layers as they were at the given steps of a training run.
+    pub fn at_steps(steps: &[u64]) -> Self {
+        let open = |step: u64| Files::open(&[data(&format!("step-{step}.safetensors"))]).unwrap();
+        let bytes = |&step: &u64| -> Vec<Vec<u8>> { by_name(&open(step)).iter().map(|view| view.data().to_vec()).collect() };
+        Self { own: open(steps[0]), layers: steps.iter().map(bytes).collect() }
+    }
+
+    /// Returns the tensors of all layers, each with a parameter of its own.
+    pub fn tensors(&self) -> Vec<TensorView<'_>> {
+        let views = by_name(&self.own);
+        let mut tensors = Vec::new();
+        for (layer, contents) in self.layers.iter().enumerate() {
+            for (view, bytes) in views.iter().zip(contents) {
+                let (name, param) = (format!("{}.{layer:03}", view.name()), format!("{}.{layer:03}", view.param()));
+                let tensor = TensorView::new(name, view.dtype(), view.shape(), bytes).unwrap();
+                tensors.push(tensor.with_role(view.role().to_owned(), param));
+            }
+        }
+        tensors
+    }
+}
+
+fn by_name(files: &Files) -> Vec<TensorView<'_>> {
+    let mut views = files.tensors().unwrap();
+    views.sort_by(|a, b| a.name().cmp(b.name()));
+    views
 }
