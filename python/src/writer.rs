@@ -51,6 +51,10 @@ pub(crate) struct Saved {
     chunks: BTreeMap<String, u64>,
     /// Rounding error of all rounded tensors; None if nothing was rounded, or if ranks saved together.
     rounding: Option<RoundingReport>,
+    /// Why the snapshot became a base or a delta, such as `small_delta`.
+    reason: &'static str,
+    /// What the objective `auto` measured and chose, as a line; None for other objectives.
+    objective: Option<String>,
 }
 
 /// Name, dtype, global shape, first index and extent per dimension, bytes.
@@ -194,6 +198,8 @@ impl Saved {
             stored_bytes: saved.stored_bytes,
             chunks: saved.chunks,
             rounding: saved.rounding.as_ref().map(RoundingReport::of),
+            reason: saved.decision.reason.name(),
+            objective: saved.objective.map(|report| report.to_string()),
         }
     }
 }

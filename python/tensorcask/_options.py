@@ -18,7 +18,7 @@ Policy = Literal["adaptive", "full", "one_shot", "consecutive", "intermittent"] 
 # Includes `disk:FOLDER`.
 BaseCache = Literal["memory", "encoded", "none"] | str
 # Includes weights of size, speed and precision, such as `0.6,0.4,0`.
-Objective = Literal["smallest", "balanced", "fastest"] | str
+Objective = Literal["smallest", "balanced", "fastest", "auto"] | str
 Framework = Literal["torch", "numpy", "jax", "bytes"]
 VerifyDepth = Literal["log", "pages", "full"]
 # A training step, or the newest step.
@@ -211,7 +211,7 @@ def writer_options(
     if base_cache not in _BASE_CACHES and not is_folder:
         raise InvalidValueError(f"base_cache {base_cache!r}: use memory, encoded, none or disk:FOLDER")
     if not isinstance(objective, str):
-        raise InvalidTypeError(f"objective {objective!r}: use smallest, balanced, fastest, or weights such as '0.6,0.4,0'")
+        raise InvalidTypeError(f"objective {objective!r}: use auto, smallest, balanced, fastest, or weights such as '0.6,0.4,0'")
     return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, _precision.words(precision), bool(statistics))
 
 
