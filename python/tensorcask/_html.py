@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._snapshot import Snapshot
 
 # Rows of a table, columns of facts, and characters of a cell.
-_ROWS, _FACTS, _CHARACTERS = 20, 6, 200
+_ROWS, _FACTS, _CHARACTERS = 10, 6, 200
 
 
 def of_store(store: StoreHandle, infos: Sequence[SnapshotInfo]) -> str:
