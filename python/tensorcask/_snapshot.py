@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import _collector, _convert, _frameworks, _native, _state
+from . import _collector, _convert, _frameworks, _html, _native, _state
 from ._errors import InvalidValueError
 from ._options import Device, DType, Framework, LoadOptions, Slices, check_slices
 from ._precision import TensorRounding
@@ -28,6 +28,10 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, kind={self.kind!r}, {len(self._tensors)} tensors)"
+
+    def _repr_html_(self) -> str:
+        # For notebooks. It reads nothing.
+        return _html.of_snapshot(self)
 
     @property
     def native(self) -> _native.Snapshot:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from . import _foreign, _native, _sql
+from . import _foreign, _html, _native, _sql
 from ._frameworks import RawTensor
 from ._handle import StoreHandle
 from ._native import Catalog, Statistics
@@ -27,6 +27,13 @@ _log = logging.getLogger("tensorcask")
 
 class Upkeep(StoreHandle):
     """The part of :class:`Store` that lists, checks, forgets, compacts and collects snapshots."""
+
+    def _repr_html_(self) -> str:
+        # For notebooks. Reads the log; a store that cannot be read is shown with its error.
+        try:
+            return _html.of_store(self, self.snapshots())
+        except (_native.Error, OSError) as error:
+            return _html.of_error(f"Store {self.url}", error)
 
     def snapshots(self) -> list[SnapshotInfo]:
         """Lists all live snapshots, in commit order."""

@@ -1,4 +1,4 @@
-"""The examples of the guides about statistics and SQL, with the results that the pages show."""
+"""The examples of the guides about statistics, SQL and trackers, with the results that the pages show."""
 
 import contextlib
 import io
@@ -59,6 +59,36 @@ def test_python_examples(page, folder):
     ended = subprocess.run([sys.executable, "-c", example], cwd=folder, capture_output=True, text=True, check=True)
     printed = re.findall(r"^print\(.*\) +# (.*)$", example, re.MULTILINE)
     assert printed and [line for line in ended.stdout.splitlines() if line in printed] == printed, ended.stdout
+
+
+def run_example(folder, name, **variables):
+    """Runs the example of the guide to trackers that names a module."""
+    [example] = [block for block in blocks("trackers.md", "python") if name in block]
+    subprocess.run([sys.executable, "-c", example], cwd=folder, env=os.environ | variables, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_statistics_in_tensorboard(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_example(folder, "tensorboard")
+    events = EventAccumulator(str(folder / "tensorboard" / "broken"), size_guidance={"scalars": 0, "histograms": 0})
+    events.Reload()
+    rows = tensorcask.Store(folder / "runs" / "broken").sql("from stats").fetchall()
+    assert len(events.Tags()["scalars"]) == 2 * len({row[1] for row in rows})
+    nans = {event.step: event.value for event in events.Scalars("nan/model.layers.1.down.weight")}
+    assert [step for step, count in nans.items() if count] == [50, 55, 60] and nans[50] == 1 and len(nans) == 12
+    [first] = [row for row in rows if row[:2] == (5, "model.head.weight")]
+    histogram = events.Histograms("exponents/model.head.weight")[0]
+    assert histogram.step == 5 and histogram.histogram_value.num == sum(first[18])
+    assert events.Scalars("norm/model.head.weight")[0].value == pytest.approx(first[17] ** 0.5)
+
+
+def test_statistics_in_wandb_offline(folder):
+    # No account, no network, no files in the home folder.
+    home = {name: str(folder / "wandb-home") for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
+    run_example(folder, "wandb", WANDB_SILENT="true", WANDB__DISABLE_STATS="true", **home)
+    [written] = (folder / "wandb").glob("offline-run-*/*.wandb")
+    assert b"nan/model.layers.1.down.weight" in written.read_bytes()
 
 
 def test_commands_of_the_guide(folder):
