@@ -6,7 +6,6 @@ expect.
 
 from __future__ import annotations
 
-from typing import Any
 
 from ._native import (
     ConflictError,
@@ -39,8 +38,8 @@ _KINDS: dict[type[Error], str] = {
 class _Text:
     """The text of an error, unless the library has set another message."""
 
-    def __get__(self, error: Error | None, owner: type[Error]) -> Any:
-        return self if error is None else str(error)
+    def __get__(self, error: Error | None, owner: type[Error]) -> str:
+        return "" if error is None else str(error)
 
 
 # Errors that Python code raises have the attributes of the library's errors.
