@@ -105,8 +105,8 @@ pub use kernels::statistics::{ChangeStatistics, ValueStatistics};
 pub use limits::Limits;
 pub use precision::{Precision, RoundingReport, TensorRounding};
 pub use reader::{
-    Bf16View, Inspection, Latest, LinkInfo, ReadCounts, ReadRequest, RecoveredSnapshot, SkippedSnapshot, Snapshot, SnapshotInfo,
-    SnapshotWatch, StepSelector, StoreTables, Survey, UpdateReport,
+    Bf16View, Bisection, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, Predicate, ReadCounts, ReadRequest, RecoveredSnapshot,
+    SkippedSnapshot, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables, Survey, TensorStatistics, UpdateReport,
 };
 pub use store::{AheadUploads, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};

@@ -9,7 +9,7 @@ use tensorcask::blocking;
 use tensorcask::codec::Objective;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{Policy, Precision, Rank, StepSelector, StoreOptions, WriterOptions};
+use tensorcask::{Policy, Precision, Predicate, Rank, StepSelector, StoreOptions, WriterOptions};
 
 use crate::errors::raise;
 use crate::snapshot::Snapshot;
@@ -97,6 +97,29 @@ impl Store {
     fn stats(&self, py: Python<'_>, steps: Option<Vec<u64>>) -> PyResult<Statistics> {
         let store = &self.inner;
         py.detach(|| until_done(store, store.inner().history().tables().statistics(steps.as_deref()))).map(Statistics::new)
+    }
+
+    /// Finds the first live step with a tensor for which a predicate on its statistics holds.
+    #[pyo3(signature = (predicate, tensor=None))]
+    fn bisect<'py>(&self, py: Python<'py>, predicate: &str, tensor: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
+        let parsed = Predicate::parse(predicate).and_then(|parsed| match tensor {
+            Some(glob) => parsed.of_tensors(glob),
+            None => Ok(parsed),
+        });
+        let (store, predicate) = (&self.inner, parsed.map_err(|e| raise(&e))?);
+        let found = py.detach(|| until_done(store, store.inner().history().bisect(&predicate)))?;
+        let report = PyDict::new(py);
+        let matches = found.first.iter().flat_map(|first| &first.tensors).map(|found| {
+            let chunk = found.first_chunk.as_ref().map(|row| (row.shard.offset.clone(), row.shard.shape.clone(), row.chunk));
+            (found.statistics.tensor.clone(), chunk)
+        });
+        report.set_item("step", found.first.as_ref().map(|first| first.step))?;
+        report.set_item("tensors", matches.collect::<Vec<_>>())?;
+        report.set_item("last_good", found.last_good)?;
+        report.set_item("examined", found.examined)?;
+        report.set_item("without_statistics", found.unmeasured)?;
+        report.set_item("damaged", found.skipped.iter().map(|skipped| skipped.step).collect::<Vec<_>>())?;
+        Ok(report)
     }
 
     /// Returns the tensors of all live steps, or of some steps. Leaves out damaged steps.

@@ -27,8 +27,8 @@ use runtime::Runtime;
 use crate::interchange::safetensors::{self, Selected};
 use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
-    Blob, ExistingStep, Metadata, Policy, Result, Retention, SavedSnapshot, Slice, SnapshotInfo, SnapshotRecord, StepSelector,
-    StoreOptions, Tensor, TensorView, WriterOptions,
+    Bisection, Blob, ExistingStep, Metadata, Policy, Predicate, Result, Retention, SavedSnapshot, Slice, SnapshotInfo, SnapshotRecord,
+    StepSelector, StoreOptions, Tensor, TensorView, WriterOptions,
 };
 
 /// Blocking [`Store`](crate::Store). Do not use it in async code: it would panic inside the calling runtime.
@@ -163,6 +163,11 @@ impl History<'_> {
     /// See [`History::records`](crate::History::records).
     pub fn records(&self) -> Result<Vec<SnapshotRecord>> {
         self.store.block_on(self.store.inner.history().records())
+    }
+
+    /// See [`History::bisect`](crate::History::bisect).
+    pub fn bisect(&self, predicate: &Predicate) -> Result<Bisection> {
+        self.store.block_on(self.store.inner.history().bisect(predicate))
     }
 
     /// See [`History::unwanted`](crate::History::unwanted).

@@ -13,6 +13,7 @@
 )]
 
 mod ahead;
+mod bisect;
 mod chains;
 #[cfg(unix)]
 mod changing_tensors;
