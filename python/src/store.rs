@@ -9,7 +9,7 @@ use tensorcask::blocking;
 use tensorcask::codec::Objective;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{Policy, Precision, Predicate, Rank, StepSelector, StoreOptions, WriterOptions};
+use tensorcask::{FiniteCheck, Policy, Precision, Predicate, Rank, StepSelector, StoreOptions, WriterOptions};
 
 use crate::errors::raise;
 use crate::snapshot::Snapshot;
@@ -179,7 +179,7 @@ impl Store {
     }
 
     /// Opens the store for writing. Creates the store if it does not exist.
-    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![], statistics=false))]
+    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![], statistics=false, check=None, frozen=vec![]))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn writer(
         &self,
@@ -191,8 +191,10 @@ impl Store {
         objective: &str,
         precision: Vec<String>,
         statistics: bool,
+        check: Option<&str>,
+        frozen: Vec<String>,
     ) -> PyResult<Writer> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen)?;
         let store = &self.inner;
         let inner = py.detach(|| until_done(store, store.inner().writer_with(options)))?;
         Ok(Writer::new(store.clone(), inner))
@@ -201,7 +203,7 @@ impl Store {
     /// Opens the store for the saves of one rank.
     #[pyo3(signature = (
         rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![],
-        statistics=false
+        statistics=false, check=None, frozen=vec![]
     ))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn rank_writer(
@@ -216,8 +218,10 @@ impl Store {
         objective: &str,
         precision: Vec<String>,
         statistics: bool,
+        check: Option<&str>,
+        frozen: Vec<String>,
     ) -> PyResult<RankWriter> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen)?;
         let store = &self.inner;
         let rank = Rank { rank, world, attempt: 0 };
         let inner = py.detach(|| until_done(store, store.inner().rank_writer(rank, options)))?;
@@ -263,6 +267,7 @@ fn job() -> PyResult<Id> {
     Ok(*JOB.get_or_init(|| own))
 }
 
+#[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
 fn options(
     policy: &str,
     every: Option<u64>,
@@ -271,6 +276,8 @@ fn options(
     objective: &str,
     precision: &[String],
     statistics: bool,
+    check: Option<&str>,
+    frozen: Vec<String>,
 ) -> PyResult<WriterOptions> {
     Ok(WriterOptions {
         policy: Policy::from_name(policy, every).map_err(|e| raise(&e))?,
@@ -278,6 +285,8 @@ fn options(
         id: Some(job()?),
         verify_after_encode,
         statistics,
+        frozen,
+        check: check.map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name).map_err(|e| raise(&e))?,
         objective: Objective::from_name(objective).map_err(|e| raise(&e))?,
         precision: Precision::parse(precision.iter().map(String::as_str)).map_err(|e| raise(&e))?,
         ..WriterOptions::default()

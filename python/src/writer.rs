@@ -51,6 +51,10 @@ pub(crate) struct Saved {
     chunks: BTreeMap<String, u64>,
     /// Rounding error of all rounded tensors; None if nothing was rounded, or if ranks saved together.
     rounding: Option<RoundingReport>,
+    /// Whether all parameters and moments are finite; None if nobody looked.
+    finite: Option<bool>,
+    /// Trained parameters that did not change in the last saves, and the step since when.
+    unchanged: Vec<(String, u64)>,
 }
 
 /// Name, dtype, global shape, first index and extent per dimension, bytes.
@@ -194,6 +198,8 @@ impl Saved {
             stored_bytes: saved.stored_bytes,
             chunks: saved.chunks,
             rounding: saved.rounding.as_ref().map(RoundingReport::of),
+            finite: saved.finite,
+            unchanged: saved.unchanged.into_iter().map(|found| (found.tensor, found.since_step)).collect(),
         }
     }
 }

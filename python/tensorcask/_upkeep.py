@@ -12,7 +12,7 @@ from . import _foreign, _native, _sql
 from ._frameworks import RawTensor
 from ._handle import StoreHandle
 from ._native import Catalog, Statistics
-from ._options import Step, VerifyDepth, check_step, parse_duration, step_or_latest
+from ._options import Retention, Step, VerifyDepth, check_step, parse_duration, step_or_latest
 from ._progress import Progress, watching
 from ._reports import BisectReport, CompactReport, GcReport, MatchedTensor, SnapshotInfo, VerifyReport
 
@@ -193,8 +193,8 @@ class Upkeep(StoreHandle):
         with watching(self.native(), progress, f"compact step {step}"):
             return CompactReport(**_native.compact(self.native(), step_or_latest(step)))
 
-    def _retain(self, keep_last: int) -> None:
+    def _retain(self, retention: Retention) -> None:
         try:
-            _native.retain(self.native(), keep_last)
+            _native.retain(self.native(), *retention)
         except _native.Error as error:
             _log.warning("the step is saved, but older steps could not be forgotten; the next save tries again: %s", error)

@@ -27,6 +27,7 @@ mod fault_proxy;
 mod faults;
 mod floors;
 mod gradients;
+mod guards;
 mod inline;
 mod maintenance;
 mod narrow;

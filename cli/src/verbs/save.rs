@@ -9,7 +9,9 @@ use serde_json::{Map, Value};
 use tensorcask::blocking::Store;
 use tensorcask::codec::Objective;
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::{BaseKeeping, Blob, Error, ExistingStep, Metadata, Policy, Precision, Result, SavedSnapshot, TensorView, WriterOptions};
+use tensorcask::{
+    BaseKeeping, Blob, Error, ExistingStep, FiniteCheck, Metadata, Policy, Precision, Result, SavedSnapshot, TensorView, WriterOptions,
+};
 
 use crate::decision::DecisionJson;
 use crate::output::{Outcome, complain};
@@ -69,6 +71,9 @@ pub(crate) struct Args {
     /// Add statistics of each chunk (NaN, extremes, sums, exponents) to the snapshot; `tensorcask stats` shows them
     #[arg(long)]
     statistics: bool,
+    /// Check parameters and moments for NaN and infinities: `finite` refuses such a state, `tag` saves and marks it
+    #[arg(long, value_name = "CHECK", value_parser = ["finite", "tag"])]
+    check: Option<String>,
     /// Do not decode and check each chunk before storing it
     #[arg(long)]
     no_verify_after_encode: bool,
@@ -95,6 +100,8 @@ struct Report {
     decision: DecisionJson,
     /// Rounding report; null if nothing was rounded.
     rounding: Option<RoundingJson>,
+    /// Whether all parameters and moments are finite; null if nobody looked.
+    finite: Option<bool>,
     seconds: f64,
 }
 
@@ -137,6 +144,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         precision: Precision::parse(args.precision.iter().map(String::as_str))?,
         verify_after_encode: !args.no_verify_after_encode,
         statistics: args.statistics,
+        check: args.check.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name)?,
         existing_step: if args.replace { ExistingStep::Replace } else { ExistingStep::Refuse },
         ..WriterOptions::default()
     })?;
@@ -158,6 +166,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         chunks: saved.chunks,
         decision: DecisionJson::of(&saved.decision),
         rounding: saved.rounding.as_ref().map(RoundingJson::of),
+        finite: saved.finite,
         seconds: begun.elapsed().as_secs_f64(),
     };
     let text = describe(&report);
@@ -184,6 +193,11 @@ fn describe(report: &Report) -> Text {
     };
     let chunks: Vec<String> = report.chunks.iter().map(|(codec, count)| format!("{codec} {count}")).collect();
     let rounding = report.rounding.as_ref().map_or_else(|| "none (lossless)".to_owned(), RoundingJson::line);
+    let finite = match report.finite {
+        None => "not checked",
+        Some(true) => "yes",
+        Some(false) => "no: NaN or infinities in parameters or moments",
+    };
     let mut text = Text::default();
     text.fields(&[
         ("step", report.step.to_string()),
@@ -194,6 +208,7 @@ fn describe(report: &Report) -> Text {
         ("ratio", human_ratio(report.ratio)),
         ("chunks", chunks.join(", ")),
         ("rounding", rounding),
+        ("finite", finite.to_owned()),
         ("seconds", format!("{:.2}", report.seconds)),
     ]);
     text
