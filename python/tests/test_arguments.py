@@ -23,7 +23,11 @@ SAVE = {
     "statistics",
     "changed_rows",
     "overwrite",
+    "check",
+    "frozen",
     "keep_last",
+    "keep_every",
+    "keep_weights_every",
     "progress",
 }
 LOAD = {"tensors", "slices", "out", "device", "framework", "strict", "dtype", "have", "max_error", "progress"}

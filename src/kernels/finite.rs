@@ -8,6 +8,7 @@ super::for_every_level! {
 }
 
 #[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are stored in this order")]
 fn is_finite_any(dtype: Dtype, data: &[u8]) -> bool {
     match dtype {
         Dtype::F16 => all(data, |bytes| u16::from_le_bytes(bytes) & 0x7c00 != 0x7c00),
@@ -27,6 +28,7 @@ fn all<const W: usize>(data: &[u8], is_finite: impl Fn([u8; W]) -> bool) -> bool
 }
 
 #[cfg(test)]
+#[allow(clippy::little_endian_bytes, reason = "test data")]
 mod tests {
     use super::*;
     use crate::kernels::Level;

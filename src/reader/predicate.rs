@@ -124,11 +124,15 @@ impl Predicate {
 
 /// Joins truths of three values. `decisive` decides whatever the others are: `true` for `or`, `false` for `and`.
 fn fold(truths: impl Iterator<Item = Option<bool>>, decisive: bool) -> Option<bool> {
-    truths.fold(Some(!decisive), |joined, truth| match (joined, truth) {
-        (Some(known), _) | (_, Some(known)) if known == decisive => Some(decisive),
-        (Some(_), Some(known)) => Some(known),
-        _ => None,
-    })
+    let mut joined = Some(!decisive);
+    for truth in truths {
+        match truth {
+            Some(known) if known == decisive => return truth,
+            Some(_) => {}
+            None => joined = None,
+        }
+    }
+    joined
 }
 
 /// Splits a predicate into names, numbers and operators.

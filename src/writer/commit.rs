@@ -284,7 +284,7 @@ impl Writer {
         self.log.write_catalog_if_due().await;
         retain(&mut self.log, self.pipeline.options.retention).await;
         tracing::info!(step, snapshot = %manifest.id, kind = manifest.kind.name(), bytes = manifest.stored_bytes(), "committed");
-        Ok(Commit::Done(SavedSnapshot {
+        Ok(Commit::Done(Box::new(SavedSnapshot {
             id: manifest.id,
             step,
             kind: manifest.kind,
@@ -297,7 +297,7 @@ impl Writer {
             finite: prepared.finite,
             unchanged: vec![],
             decision: *decision,
-        }))
+        })))
     }
 }
 
@@ -312,7 +312,7 @@ async fn retain(log: &mut Log, retention: Option<Retention>) {
 /// Outcome of a commit.
 pub(crate) enum Commit {
     /// The snapshot is committed.
-    Done(SavedSnapshot),
+    Done(Box<SavedSnapshot>),
     /// The store was changed from outside; nothing was committed.
     Stale(Stale),
     /// The parent was collected or reduced in the meantime; nothing was committed.
@@ -323,7 +323,7 @@ impl Commit {
     /// The snapshot, or the error that kept it from being committed.
     pub(crate) fn done(self) -> Result<SavedSnapshot> {
         match self {
-            Self::Done(saved) => Ok(saved),
+            Self::Done(saved) => Ok(*saved),
             Self::Stale(Stale { error, .. }) | Self::ParentLost(error) => Err(error),
         }
     }

@@ -49,7 +49,7 @@ impl Writer {
             }
             self.reconsider_delta(request, &mut parent, &mut decision).await?;
             let error = match self.attempt(request, parent.as_ref(), decision).await {
-                Ok(Commit::Done(saved)) => return Ok(saved),
+                Ok(Commit::Done(saved)) => return Ok(*saved),
                 Ok(Commit::Stale(stale)) if stale.replaced => {
                     self.restart_in_replaced_store(&stale.error).await?;
                     stale.error

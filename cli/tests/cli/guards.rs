@@ -5,7 +5,7 @@ use safetensors::tensor::Dtype;
 use crate::place::{Place, conforms, stdout};
 
 fn write(place: &Place, number: f32) {
-    let bytes = number.to_le_bytes();
+    let bytes: Vec<u8> = [number].into_iter().flat_map(f32::to_le_bytes).collect();
     place.write("state", &[("model.w", Dtype::F32, &[1], &bytes), ("optimizer.exp_avg.w", Dtype::F32, &[1], &[0; 4])]);
 }
 

@@ -27,7 +27,8 @@ fn a_refused_state_is_reported_at_the_next_call_and_saving_goes_on() {
     assert_eq!(host.stored_steps(), [1, 3]);
     drop(engine);
 
-    let inline = EngineOptions { check: FiniteCheck::Refuse, encode: Encode::Inline, ..Host::new().options() };
+    let host = Host::new();
+    let inline = EngineOptions { check: FiniteCheck::Refuse, encode: Encode::Inline, ..host.options() };
     let mut engine = Engine::start(inline).unwrap();
     assert!(save_number(&mut engine, 4, f32::INFINITY).unwrap_err().message().contains("1000 infinities"));
 }
@@ -43,6 +44,6 @@ fn the_agent_forgets_old_steps_and_keeps_the_last_finite_one() {
         assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
     }
     until("old steps are forgotten", || host.stored_steps() == [3, 5, 6]);
-    let nothing = EngineOptions { retention: Some(Retention::default()), ..Host::new().options() };
+    let nothing = EngineOptions { retention: Some(Retention::default()), ..host.options() };
     assert!(Engine::start(nothing).is_err());
 }
