@@ -98,18 +98,21 @@ pub fn with_scalar_kernels<T>(run: impl FnOnce() -> T) -> T {
 pub(crate) use async_recursion::async_recursion as boxed;
 
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision};
-pub use commit::{History, RankExchange, Retention, SnapshotRecord, SnapshotStatus};
+pub use commit::{History, RankExchange, Retained, Retention, SnapshotRecord, SnapshotStatus};
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
 pub use kernels::statistics::{ChangeStatistics, ValueStatistics};
 pub use limits::Limits;
 pub use precision::{Precision, RoundingReport, TensorRounding};
 pub use reader::{
-    Bf16View, Inspection, Latest, LinkInfo, ReadCounts, ReadRequest, RecoveredSnapshot, SkippedSnapshot, Snapshot, SnapshotInfo,
-    SnapshotWatch, StepSelector, StoreTables, Survey, UpdateReport,
+    Bf16View, Bisection, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, Predicate, ReadCounts, ReadRequest, RecoveredSnapshot,
+    SkippedSnapshot, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables, Survey, TensorStatistics, UpdateReport,
 };
 pub use store::{AheadUploads, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, is_writers_blob};
-pub use writer::{BaseKeeping, ExistingStep, Metadata, ObjectiveReport, Rank, RankWriter, SavedSnapshot, Writer, WriterOptions};
+pub use writer::{
+    BaseKeeping, ExistingStep, FiniteCheck, Metadata, ObjectiveReport, Rank, RankWriter, SavedSnapshot, UnchangedTensor, Writer,
+    WriterOptions,
+};

@@ -19,6 +19,7 @@ mod progress;
 #[cfg(feature = "report")]
 mod report;
 mod rounding;
+mod tensor_row;
 mod text;
 mod time;
 mod verbs;

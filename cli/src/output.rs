@@ -86,6 +86,10 @@ pub(crate) struct UnreadableStep {
 }
 
 impl UnreadableStep {
+    pub(crate) fn step(&self) -> u64 {
+        self.step
+    }
+
     pub(crate) fn of(step: u64, error: &Error) -> Self {
         Self { step, error: ErrorJson::of(error) }
     }

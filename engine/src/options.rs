@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tensorcask::codec::ObjectiveSetting;
-use tensorcask::{Error, Policy, Precision, Result, absolute_url};
+use tensorcask::{Error, FiniteCheck, Policy, Precision, Result, Retention, absolute_url};
 
 use crate::arena_file::SLOTS;
 use crate::run_spec::{RunSpec, run_key};
@@ -93,6 +93,12 @@ pub struct EngineOptions {
     pub objective: ObjectiveSetting,
     /// Tensors to round before encoding, and their precision. Raw states in the arena are exact.
     pub precision: Precision,
+    /// Treatment of a state whose parameters or moments hold NaN or infinities. A refused save is reported as a failure of the
+    /// save at the next call.
+    pub check: FiniteCheck,
+    /// Steps to keep in each tier. After each upload, the agent forgets the others, and reduces steps of `keep_weights_every`
+    /// to their weights, as [`maintain::retain`](tensorcask::maintain::retain()) does. By default all steps are kept.
+    pub retention: Option<Retention>,
     /// Whether the agent keeps the base of the next delta decoded. Otherwise it decodes the base for each delta.
     pub keep_base_decoded: bool,
     /// Behaviour of a save while no slot is free.
@@ -130,6 +136,8 @@ impl EngineOptions {
             policy: Policy::default(),
             objective: ObjectiveSetting::default(),
             precision: Precision::default(),
+            check: FiniteCheck::Off,
+            retention: None,
             keep_base_decoded: true,
             back_pressure: BackPressure::default(),
             on_agent_loss: OnAgentLoss::default(),
@@ -156,6 +164,7 @@ impl EngineOptions {
         if self.encode == Encode::Inline && self.world > 1 {
             return Err(Error::unsupported("inline encoding supports only one rank; use Encode::Agent"));
         }
+        self.retention.map_or(Ok(()), Retention::check)?;
         let tiers = std::iter::once(&self.store).chain(&self.next_tiers).map(|url| absolute_url(url)).collect::<Result<Vec<_>>>()?;
         let run = self.run.clone().unwrap_or_else(|| tiers.first().cloned().unwrap_or_default());
         let (policy, every) = match self.policy {
@@ -175,6 +184,10 @@ impl EngineOptions {
             every,
             objective: self.objective.to_string(),
             precision: self.precision.words(),
+            check: self.check.name().map(str::to_owned),
+            retention: self
+                .retention
+                .map(|Retention { keep_last, keep_every, keep_weights_every }| [keep_last, keep_every, keep_weights_every]),
             keep_base_decoded: self.keep_base_decoded,
             inline: self.encode == Encode::Inline,
         })

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use tensorcask::codec::ObjectiveSetting;
 use tensorcask::wire::Digest;
-use tensorcask::{BaseKeeping, ExistingStep, Policy, Precision, Result, Store, StoreOptions, WriterOptions};
+use tensorcask::{BaseKeeping, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions};
 
 use crate::folders::{EngineFolder, RunFolder};
 
@@ -26,6 +26,12 @@ pub(crate) struct RunSpec {
     pub every: Option<u64>,
     pub objective: String,
     pub precision: Vec<String>,
+    /// Name of the check for finite values; `None` for no check.
+    #[serde(default)]
+    pub check: Option<String>,
+    /// `keep_last`, `keep_every` and `keep_weights_every` of the tiers; `None` to keep all steps.
+    #[serde(default)]
+    pub retention: Option<[Option<u64>; 3]>,
     pub keep_base_decoded: bool,
     pub inline: bool,
 }
@@ -55,6 +61,12 @@ impl RunSpec {
         self.memory_cap.map_or_else(|| Ok(folder.capacity_bytes()? / 2), Ok)
     }
 
+    /// Which steps to keep in each tier; `None` to keep all.
+    pub(crate) fn retention(&self) -> Option<Retention> {
+        let of = |[keep_last, keep_every, keep_weights_every]: [Option<u64>; 3]| Retention { keep_last, keep_every, keep_weights_every };
+        self.retention.map(of)
+    }
+
     /// Options of the writer that encodes into memory.
     pub(crate) fn writer_options(&self) -> Result<WriterOptions> {
         Ok(WriterOptions {
@@ -62,6 +74,7 @@ impl RunSpec {
             base_cache: if self.keep_base_decoded { BaseKeeping::Memory } else { BaseKeeping::None },
             objective: ObjectiveSetting::from_name(&self.objective)?,
             precision: Precision::parse(self.precision.iter().map(String::as_str))?,
+            check: self.check.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name)?,
             // A trainer that resumes from an older step saves the steps after it again.
             existing_step: ExistingStep::Replace,
             ..WriterOptions::default()

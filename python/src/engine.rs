@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyBytes, PyDict};
 use tensorcask::codec::ObjectiveSetting;
-use tensorcask::{Dtype, Error, ErrorKind, Policy, Precision, Rect, StepSelector};
+use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, Rect, Retention, StepSelector};
 use tensorcask_engine::{
     AgentOptions, BackPressure, Deferred, Destination, Encode, Ended, EngineOptions, Mapping, OnAgentLoss, Outcome, Part, Restored,
     RestoredTensor, Source, Until, agent_status, agree, run_agent, stop_agent,
@@ -465,6 +465,14 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
             "precision" => {
                 let words: Vec<String> = value.extract()?;
                 options.precision = Precision::parse(words.iter().map(String::as_str)).map_err(name_of)?;
+            }
+            "check" => {
+                let name: Option<String> = value.extract()?;
+                options.check = name.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name).map_err(name_of)?;
+            }
+            "retention" => {
+                let of = |(keep_last, keep_every, keep_weights_every)| Retention { keep_last, keep_every, keep_weights_every };
+                options.retention = value.extract::<Option<(Option<u64>, Option<u64>, Option<u64>)>>()?.map(of);
             }
             "keep_base_decoded" => options.keep_base_decoded = value.extract()?,
             "back_pressure" => options.back_pressure = BackPressure::from_name(&text()?).map_err(name_of)?,

@@ -9,7 +9,7 @@ use tensorcask::blocking;
 use tensorcask::codec::ObjectiveSetting;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{Policy, Precision, Rank, StepSelector, StoreOptions, WriterOptions};
+use tensorcask::{FiniteCheck, Policy, Precision, Predicate, Rank, StepSelector, StoreOptions, WriterOptions};
 
 use crate::errors::raise;
 use crate::snapshot::Snapshot;
@@ -99,6 +99,29 @@ impl Store {
         py.detach(|| until_done(store, store.inner().history().tables().statistics(steps.as_deref()))).map(Statistics::new)
     }
 
+    /// Finds the first live step with a tensor for which a predicate on its statistics holds.
+    #[pyo3(signature = (predicate, tensor=None))]
+    fn bisect<'py>(&self, py: Python<'py>, predicate: &str, tensor: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
+        let parsed = Predicate::parse(predicate).and_then(|parsed| match tensor {
+            Some(glob) => parsed.of_tensors(glob),
+            None => Ok(parsed),
+        });
+        let (store, predicate) = (&self.inner, parsed.map_err(|e| raise(&e))?);
+        let found = py.detach(|| until_done(store, store.inner().history().bisect(&predicate)))?;
+        let report = PyDict::new(py);
+        let matches = found.first.iter().flat_map(|first| &first.tensors).map(|found| {
+            let chunk = found.first_chunk.as_ref().map(|row| (row.shard.offset.clone(), row.shard.shape.clone(), row.chunk));
+            (found.statistics.tensor.clone(), chunk)
+        });
+        report.set_item("step", found.first.as_ref().map(|first| first.step))?;
+        report.set_item("tensors", matches.collect::<Vec<_>>())?;
+        report.set_item("last_good", found.last_good)?;
+        report.set_item("examined", found.examined)?;
+        report.set_item("without_statistics", found.unmeasured)?;
+        report.set_item("damaged", found.skipped.iter().map(|skipped| skipped.step).collect::<Vec<_>>())?;
+        Ok(report)
+    }
+
     /// Returns the tensors of all live steps, or of some steps. Leaves out damaged steps.
     #[pyo3(signature = (steps=None))]
     fn tensors(&self, py: Python<'_>, steps: Option<Vec<u64>>) -> PyResult<Tensors> {
@@ -156,7 +179,7 @@ impl Store {
     }
 
     /// Opens the store for writing. Creates the store if it does not exist.
-    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![], statistics=false))]
+    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![], statistics=false, check=None, frozen=vec![]))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn writer(
         &self,
@@ -168,8 +191,10 @@ impl Store {
         objective: &str,
         precision: Vec<String>,
         statistics: bool,
+        check: Option<&str>,
+        frozen: Vec<String>,
     ) -> PyResult<Writer> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen)?;
         let store = &self.inner;
         let inner = py.detach(|| until_done(store, store.inner().writer_with(options)))?;
         Ok(Writer::new(store.clone(), inner))
@@ -178,7 +203,7 @@ impl Store {
     /// Opens the store for the saves of one rank.
     #[pyo3(signature = (
         rank, world, policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![],
-        statistics=false
+        statistics=false, check=None, frozen=vec![]
     ))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn rank_writer(
@@ -193,8 +218,10 @@ impl Store {
         objective: &str,
         precision: Vec<String>,
         statistics: bool,
+        check: Option<&str>,
+        frozen: Vec<String>,
     ) -> PyResult<RankWriter> {
-        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics)?;
+        let options = options(policy, every, base_cache, verify_after_encode, objective, &precision, statistics, check, frozen)?;
         let store = &self.inner;
         let rank = Rank { rank, world, attempt: 0 };
         let inner = py.detach(|| until_done(store, store.inner().rank_writer(rank, options)))?;
@@ -240,6 +267,7 @@ fn job() -> PyResult<Id> {
     Ok(*JOB.get_or_init(|| own))
 }
 
+#[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
 fn options(
     policy: &str,
     every: Option<u64>,
@@ -248,6 +276,8 @@ fn options(
     objective: &str,
     precision: &[String],
     statistics: bool,
+    check: Option<&str>,
+    frozen: Vec<String>,
 ) -> PyResult<WriterOptions> {
     Ok(WriterOptions {
         policy: Policy::from_name(policy, every).map_err(|e| raise(&e))?,
@@ -256,6 +286,8 @@ fn options(
         verify_after_encode,
         statistics,
         objective: ObjectiveSetting::from_name(objective).map_err(|e| raise(&e))?,
+        frozen,
+        check: check.map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name).map_err(|e| raise(&e))?,
         precision: Precision::parse(precision.iter().map(String::as_str)).map_err(|e| raise(&e))?,
         ..WriterOptions::default()
     })

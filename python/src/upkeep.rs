@@ -73,11 +73,20 @@ pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, 
     Ok(report)
 }
 
-/// Forgets all live steps except the newest ones to keep and the pinned ones. Returns the forgotten steps.
+/// Forgets the live steps that nothing keeps, and reduces steps to their weights. Returns the forgotten steps, and the finite
+/// step that stays only because the kept steps may hold NaN.
 #[pyfunction]
-pub(crate) fn retain(py: Python<'_>, store: &Store, keep_last: u64) -> PyResult<Vec<u64>> {
-    let retention = Retention { keep_last: Some(keep_last), keep_every: None };
+#[pyo3(signature = (store, keep_last=None, keep_every=None, keep_weights_every=None))]
+pub(crate) fn retain(
+    py: Python<'_>,
+    store: &Store,
+    keep_last: Option<u64>,
+    keep_every: Option<u64>,
+    keep_weights_every: Option<u64>,
+) -> PyResult<(Vec<u64>, Option<u64>)> {
+    let retention = Retention { keep_last, keep_every, keep_weights_every };
     let store = &store.inner;
-    let forgotten = py.detach(|| until_done(store, store.inner().retain(retention)))?;
-    Ok(forgotten.iter().map(|record| record.step).collect())
+    let report = py.detach(|| until_done(store, maintain::retain(store.inner(), retention, &CompactOptions::default())))?;
+    let forgotten = report.retained.forgotten.iter().map(|record| record.step).collect();
+    Ok((forgotten, report.retained.kept_finite.map(|record| record.step)))
 }

@@ -55,6 +55,10 @@ pub(crate) struct Saved {
     reason: &'static str,
     /// What the objective `auto` measured and chose, as a line; None for other objectives.
     objective: Option<String>,
+    /// Whether all parameters and moments are finite; None if nobody looked.
+    finite: Option<bool>,
+    /// Trained parameters that did not change in the last saves, and the step since when.
+    unchanged: Vec<(String, u64)>,
 }
 
 /// Name, dtype, global shape, first index and extent per dimension, bytes.
@@ -200,6 +204,8 @@ impl Saved {
             rounding: saved.rounding.as_ref().map(RoundingReport::of),
             reason: saved.decision.reason.name(),
             objective: saved.objective.map(|report| report.to_string()),
+            finite: saved.finite,
+            unchanged: saved.unchanged.into_iter().map(|found| (found.tensor, found.since_step)).collect(),
         }
     }
 }

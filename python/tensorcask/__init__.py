@@ -37,13 +37,14 @@ from ._native import (
     __version__,
 )
 from ._precision import TensorRounding, search_precision
-from ._reports import CompactReport, CopyReport, GcReport, SnapshotInfo, TensorInfo, VerifyReport
+from ._reports import BisectReport, CompactReport, CopyReport, GcReport, MatchedTensor, SnapshotInfo, TensorInfo, VerifyReport
 from ._save_load import load, save
 from ._snapshot import Snapshot
 from ._store import Store
 from .engine import Engine
 
 __all__ = [
+    "BisectReport",
     "Catalog",
     "CompactReport",
     "ConflictError",
@@ -57,6 +58,7 @@ __all__ = [
     "InvalidTypeError",
     "InvalidValueError",
     "LimitExceededError",
+    "MatchedTensor",
     "NotFoundError",
     "OutcomeUnknownError",
     "RawTensor",

@@ -29,11 +29,16 @@ Slices = Mapping[str, slice | tuple[slice, ...]]
 DType = Any
 # A device of torch, or a device or sharding of jax.
 Device = Any
-# Policy, number of the policy, base_cache, verify_after_encode, objective, precision, statistics.
-WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...], bool]
+# Refuse or mark a state whose parameters or moments hold NaN or infinities.
+Check = Literal["finite", "tag"] | None
+# Values of keep_last, keep_every and keep_weights_every.
+Retention = tuple[int | None, int | None, int | None]
+# Policy, number of the policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen.
+WriterOptions = tuple[str, int | None, str, bool, str, tuple[str, ...], bool, str | None, tuple[str, ...]]
 
 _POLICIES = "adaptive, full, one_shot, consecutive, intermittent or intermittent:N, with N of 1 or more"
 _BASE_CACHES = ("memory", "encoded", "none")
+_CHECKS = ("finite", "tag", None)
 _DISK = "disk:"
 _MAX_STEP = 2**64 - 1
 _ROLES = {"model", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "ema", "step"}
@@ -205,6 +210,8 @@ def writer_options(
     objective: Objective = "balanced",
     precision: str | Sequence[str] = (),
     statistics: bool = False,
+    check: Check = None,
+    frozen: str | Sequence[str] = (),
 ) -> WriterOptions:
     """Returns the options of a writer. Checks everything that the library does not check itself."""
     is_folder = isinstance(base_cache, str) and base_cache.startswith(_DISK) and base_cache != _DISK
@@ -212,7 +219,27 @@ def writer_options(
         raise InvalidValueError(f"base_cache {base_cache!r}: use memory, encoded, none or disk:FOLDER")
     if not isinstance(objective, str):
         raise InvalidTypeError(f"objective {objective!r}: use auto, smallest, balanced, fastest, or weights such as '0.6,0.4,0'")
-    return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, _precision.words(precision), bool(statistics))
+    if check not in _CHECKS:
+        raise InvalidValueError(f"check {check!r}: use 'finite', 'tag' or None")
+    words = _precision.words(precision)
+    return (*parse_policy(policy), base_cache, bool(verify_after_encode), objective, words, bool(statistics), check, _patterns(frozen))
+
+
+def _patterns(frozen: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns patterns of names. Refuses other values."""
+    patterns = (frozen,) if isinstance(frozen, str) else frozen
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise InvalidTypeError(f"frozen: {frozen!r}; use a pattern of names, or a sequence of them")
+    return tuple(patterns)
+
+
+def retention_of(keep_last: int | None, keep_every: int | None, keep_weights_every: int | None) -> Retention | None:
+    """Returns which steps to keep; None to keep all."""
+    given = {"keep_last": keep_last, "keep_every": keep_every, "keep_weights_every": keep_weights_every}
+    if all(number is None for number in given.values()):
+        return None
+    counts = [None if number is None else check_count(name, number) for name, number in given.items()]
+    return (counts[0], counts[1], counts[2])
 
 
 def text_values(mapping: Mapping[str, str] | None, argument: str) -> dict[str, str]:

@@ -66,6 +66,36 @@ class VerifyReport:
         return not self.problems
 
 
+class MatchedTensor(NamedTuple):
+    """A tensor whose statistics match, and the first chunk that matches on its own: the offset and the shape of its shard, and its
+    number in the shard. ``first_chunk`` is None if only the whole tensor matches."""
+
+    tensor: str
+    first_chunk: tuple[list[int], list[int], int] | None
+
+
+@dataclass(frozen=True)
+class BisectReport:
+    """Result of :meth:`Store.bisect`.
+
+    ``step``: first step that matches, or None. ``tensors``: its tensors that match. ``last_good``: last step before it that does not
+    match. ``examined``: number of steps whose statistics were read. ``without_statistics`` and ``damaged``: earlier steps that may
+    match as well, because their statistics are missing or damaged.
+    """
+
+    step: int | None
+    tensors: list[MatchedTensor]
+    last_good: int | None
+    examined: int
+    without_statistics: list[int]
+    damaged: list[int]
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the statistics of all earlier steps were read."""
+        return not self.without_statistics and not self.damaged
+
+
 @dataclass(frozen=True)
 class GcReport:
     """Result of :meth:`Store.gc`; of a dry run, what would be done. An object is a path below the store and its bytes.

@@ -8,7 +8,7 @@ from typing import Any
 
 from ._frameworks import RawTensor
 from ._native import Saved
-from ._options import BaseCache, Device, DType, Framework, Objective, Policy, Slices, Step
+from ._options import BaseCache, Check, Device, DType, Framework, Objective, Policy, Slices, Step
 from ._progress import Progress
 from ._state import OnUnsupported
 from ._store import Store, open_store
@@ -32,9 +32,13 @@ def save(
     objective: Objective = "balanced",
     precision: str | Sequence[str] = "lossless",
     statistics: bool = False,
+    check: Check = None,
+    frozen: str | Sequence[str] = (),
     changed_rows: Mapping[str, Sequence[int]] | None = None,
     overwrite: bool = False,
     keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_weights_every: int | None = None,
     progress: Progress = None,
 ) -> Saved:
     """Saves a state into the store at a URL. Creates the store if it does not exist.
@@ -60,9 +64,13 @@ def save(
         objective=objective,
         precision=precision,
         statistics=statistics,
+        check=check,
+        frozen=frozen,
         changed_rows=changed_rows,
         overwrite=overwrite,
         keep_last=keep_last,
+        keep_every=keep_every,
+        keep_weights_every=keep_weights_every,
         progress=progress,
     )
 

@@ -15,6 +15,7 @@ from ._frameworks import RawTensor
 from ._native import Saved
 from ._options import (
     BaseCache,
+    Check,
     Device,
     DType,
     Framework,
@@ -24,8 +25,8 @@ from ._options import (
     Slices,
     Step,
     changed_row_lists,
-    check_count,
     check_step,
+    retention_of,
     step_or_latest,
     text_values,
     user_json,
@@ -88,9 +89,13 @@ class Store(Upkeep):
         objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
+        check: Check = None,
+        frozen: str | Sequence[str] = (),
         changed_rows: Mapping[str, Sequence[int]] | None = None,
         overwrite: bool = False,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_weights_every: int | None = None,
         progress: Progress = None,
     ) -> Saved:
         """Saves a state: nested dicts, lists and tuples of tensors, numbers, text, bytes and None.
@@ -126,6 +131,12 @@ class Store(Upkeep):
                 and precision, such as ``"0.6,0.4,0"``.
             precision: Which f32 tensors are rounded before they are stored; see below.
             statistics: Whether the snapshot gets statistics of its tensors, which :meth:`stats` returns.
+            check: What to do with a state whose parameters or moments hold NaN or infinities: ``"finite"`` refuses it with an
+                ``InvalidArgumentError`` that names tensor and chunk; ``"tag"`` saves it and marks the step
+                (``Saved.finite``, ``user["tc.finite"]``). Tensors whose name contains ``mask`` may hold negative infinities.
+            frozen: Patterns of names of parameters that are not trained. All other parameters with a moment in the state are
+                trained. If a trained parameter stays the same for two more saves, a warning is logged once, and
+                ``Saved.unchanged`` names it with the step since when.
             changed_rows: Indices (first dimension) of the rows that may have changed since this store object last saved
                 the tensor, by tensor name. All other rows are taken to be equal. With ``base_cache="none"`` these
                 tensors then need no base. A row that changed and is left out fails the save, or makes that part of the
@@ -133,8 +144,11 @@ class Store(Upkeep):
             overwrite: Whether to replace a step that exists. Without it, saving other content for an existing step is a
                 ``ConflictError``; saving the same content again is not.
             keep_last: Number of live steps to keep. After the commit, older steps are forgotten, except pinned ones.
-                :meth:`gc` frees their disk space. If forgetting fails, a warning is logged, the step stays saved, and the
-                next save with ``keep_last`` tries again.
+                :meth:`gc` frees their disk space. If all kept steps are known to hold NaN or infinities (``check="tag"`` or
+                ``statistics=True``), the newest finite step stays too, with a warning. If forgetting fails, a warning is
+                logged, the step stays saved, and the next save with ``keep_last`` tries again.
+            keep_every: Interval of steps to keep besides the last ones: the multiples of this number.
+            keep_weights_every: Interval of steps of which only the weights (role ``model``) are kept.
             progress: A function of the bytes read and written so far, called a few times a second from another thread;
                 or True for a bar of tqdm.
 
@@ -161,19 +175,18 @@ class Store(Upkeep):
         >>> store.save({"table": RawTensor("u8", (1024, 64), table)}, step=2, base_cache="none", changed_rows={"table": [7]}).chunks
         {'tc.rows': 1}
         """
-        if keep_last is not None:
-            keep_last = check_count("keep_last", keep_last)
+        retention = retention_of(keep_last, keep_every, keep_weights_every)
         with _collector.paused():
             flat = _state.flatten(state, on_unsupported)
             blobs = [*flat.blobs.items(), (TREE, _native.encode_tree(flat.nodes))]
             tensors = [(name, t.dtype, t.shape, (0,) * len(t.shape), t.shape, t.buffer) for name, t in flat.tensors.items()]
-        options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics)
+        options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check, frozen)
         rows = changed_row_lists(changed_rows)
         arguments = (check_step(step), tensors, blobs, user_json(user), text_values(metadata, "metadata"), rows)
         with watching(self.native(), progress, f"save step {arguments[0]}"):
             saved = self.with_writer(options, lambda writer: writer.save(*arguments, overwrite=overwrite))
-            if keep_last is not None:
-                self._retain(keep_last)
+            if retention is not None:
+                self._retain(retention)
             return saved
 
     def load(
@@ -261,6 +274,7 @@ class Store(Upkeep):
         objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
+        check: Check = None,
         overwrite: bool = False,
         on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
@@ -279,6 +293,7 @@ class Store(Upkeep):
             objective=objective,
             precision=precision,
             statistics=statistics,
+            check=check,
             overwrite=overwrite,
             on_unsupported=on_unsupported,
             max_failed_saves=max_failed_saves,

@@ -12,9 +12,9 @@ from . import _foreign, _html, _native, _sql
 from ._frameworks import RawTensor
 from ._handle import StoreHandle
 from ._native import Catalog, Statistics
-from ._options import Step, VerifyDepth, check_step, parse_duration, step_or_latest
+from ._options import Retention, Step, VerifyDepth, check_step, parse_duration, step_or_latest
 from ._progress import Progress, watching
-from ._reports import CompactReport, GcReport, SnapshotInfo, VerifyReport
+from ._reports import BisectReport, CompactReport, GcReport, MatchedTensor, SnapshotInfo, VerifyReport
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyRelation
@@ -56,6 +56,35 @@ class Upkeep(StoreHandle):
             if step is None:
                 return self.native().stats()
             return self.native().snapshot(step_or_latest(step)).stats()
+
+    def bisect(self, first: str, *, tensor: str | None = None, progress: Progress = None) -> BisectReport:
+        """Finds the first step with a tensor whose statistics satisfy ``first``, such as ``"nan > 0"``. Reads no tensor.
+
+        ``first`` compares columns with numbers, joined by ``and`` and ``or``; ``and`` binds tighter. Columns: ``nan``,
+        ``positive_infinity``, ``negative_infinity``, ``inf``, ``nonfinite``, ``zero``, ``subnormal``, ``min``, ``max``, ``sum``,
+        ``sum_squares``, ``norm``, ``elements``, and ``changed``, ``change_squares``, ``change_norm``, ``change_ulps`` since the
+        parent of a delta.
+
+        Steps are read in ascending order up to the first match. Steps that are damaged or were saved without statistics
+        are reported: one of them may match earlier.
+
+        Args:
+            first: Predicate on the statistics of a tensor.
+            tensor: Pattern of the names of tensors to look at; ``*`` stands for any characters.
+            progress: See :meth:`save`.
+
+        >>> import math, struct, tensorcask
+        >>> store = tensorcask.Store("memory://bisect-example")
+        >>> for step, number in enumerate([0.5, 0.25, math.nan, math.nan]):
+        ...     w = RawTensor("f32", (1,), bytearray(struct.pack("<f", number)))
+        ...     _ = store.save({"w": w}, step=step, statistics=True)
+        >>> found = store.bisect("nan > 0")
+        >>> found.step, [found.tensor for found in found.tensors], found.last_good
+        (2, ['w'], 1)
+        """
+        with watching(self.native(), progress, "bisect"), _foreign.explained(self._url):
+            found = self.native().bisect(first, tensor)
+        return BisectReport(**{**found, "tensors": [MatchedTensor(*match) for match in found["tensors"]]})
 
     def sql(
         self,
@@ -171,8 +200,8 @@ class Upkeep(StoreHandle):
         with watching(self.native(), progress, f"compact step {step}"):
             return CompactReport(**_native.compact(self.native(), step_or_latest(step)))
 
-    def _retain(self, keep_last: int) -> None:
+    def _retain(self, retention: Retention) -> None:
         try:
-            _native.retain(self.native(), keep_last)
+            _native.retain(self.native(), *retention)
         except _native.Error as error:
             _log.warning("the step is saved, but older steps could not be forgotten; the next save tries again: %s", error)

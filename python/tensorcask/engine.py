@@ -26,7 +26,7 @@ from typing import Any
 
 from . import _device, _frameworks, _native, _precision, _state
 from ._errors import InvalidValueError
-from ._options import check_step, parse_policy, user_json
+from ._options import Check, check_step, parse_policy, retention_of, user_json
 from ._snapshot import address_of
 from ._state import TREE, OnUnsupported, flat_arrays
 from ._store import Store
@@ -107,7 +107,11 @@ class Engine:
     ``memory_cap``: bytes of these. ``back_pressure``: with no slot free, ``wait``, ``skip`` the save, or
     ``drop_oldest_uncommitted``. ``on_agent_loss``: ``restart``, or ``fail``. ``encode``: ``agent``, or ``inline``, which encodes in
     this process straight into memory. ``keep_base_decoded=False`` saves memory for time. ``policy``, ``objective``,
-    ``precision``: as in :meth:`tensorcask.Store.save`; raw states in memory are exact.
+    ``precision``, ``check``: as in :meth:`tensorcask.Store.save`; raw states in memory are exact. A save that ``check="finite"``
+    refuses is one of the ``failures`` of the next call.
+
+    ``keep_last``, ``keep_every``, ``keep_weights_every``: steps to keep in each tier, as in :meth:`tensorcask.Store.save`. The agent
+    forgets the others after each upload.
 
     ``agent``: the agent's program and first arguments; this Python, if neither that nor ``$TENSORCASK_AGENT`` is set. It ends
     after ``agent_idle_exit`` seconds without work. ``folder``: in shared memory; ``$TENSORCASK_ENGINE_DIR``, or
@@ -132,6 +136,10 @@ class Engine:
         policy: str = "adaptive",
         objective: str = "balanced",
         precision: str | Sequence[str] = "lossless",
+        check: Check = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_weights_every: int | None = None,
         keep_base_decoded: bool = True,
         back_pressure: str = "wait",
         on_agent_loss: str = "restart",
@@ -168,6 +176,8 @@ class Engine:
                 "every": every,
                 "objective": objective,
                 "precision": list(_precision.words(precision)),
+                "check": check,
+                "retention": retention_of(keep_last, keep_every, keep_weights_every),
                 "keep_base_decoded": keep_base_decoded,
                 "back_pressure": back_pressure,
                 "on_agent_loss": on_agent_loss,

@@ -47,7 +47,7 @@ from torch.futures import Future
 
 from . import _dtypes, _frameworks, _native, _planners, _staging, _state
 from ._handle import StoreHandle as Store
-from ._options import BaseCache, Framework, Objective, Policy, Step, WriterOptions, check_step, user_json, writer_options
+from ._options import BaseCache, Check, Framework, Objective, Policy, Step, WriterOptions, check_step, user_json, writer_options
 from ._reports import TensorInfo
 from ._snapshot import Snapshot
 from ._state import OnUnsupported, check_on_unsupported, path_text
@@ -73,7 +73,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
     """A ``storage_writer`` for ``dcp.save`` and ``dcp.async_save``. It is also the stager of ``async_save``.
 
     ``step``: the training step; without it, ``checkpoint_id`` names the step. ``policy``, ``metadata``, ``base_cache``,
-    ``verify_after_encode``, ``objective``, ``precision`` and ``statistics`` are those of :meth:`tensorcask.Store.save`.
+    ``verify_after_encode``, ``objective``, ``precision``, ``statistics`` and ``check`` are those of :meth:`tensorcask.Store.save`.
     ``user`` may also be a function of the step.
 
     ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
@@ -108,6 +108,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         objective: Objective = "balanced",
         precision: str | Sequence[str] = "lossless",
         statistics: bool = False,
+        check: Check = None,
         overwrite: bool = False,
         on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
@@ -115,7 +116,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         check_on_unsupported(on_unsupported)
         self._store = store
         self._given_step = None if step is None else check_step(step)
-        self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics)
+        self._options = writer_options(policy, base_cache, verify_after_encode, objective, precision, statistics, check)
         self._user = user
         self._metadata = dict(metadata or {})
         self._overwrite = overwrite

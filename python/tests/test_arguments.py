@@ -23,7 +23,11 @@ SAVE = {
     "statistics",
     "changed_rows",
     "overwrite",
+    "check",
+    "frozen",
     "keep_last",
+    "keep_every",
+    "keep_weights_every",
     "progress",
 }
 LOAD = {"tensors", "slices", "out", "device", "framework", "strict", "dtype", "have", "max_error", "progress"}
@@ -134,6 +138,8 @@ def load(*arguments, **options):
         (save(objective=1), TypeError, "objective 1.*balanced"),
         (save(precision=16), TypeError, "precision: 16"),
         (save(precision=[16]), TypeError, "precision: 16"),
+        (save(frozen=3), TypeError, "frozen: 3"),
+        (save(check="all"), ValueError, "check 'all'.*'finite', 'tag'"),
         (save(metadata={"a": 1}), TypeError, r"metadata\['a'\]: 1"),
         (save(user=[1]), TypeError, r"user: \[1\]"),
         (save(user={"a": {"b": object()}}), TypeError, r"user\['a'\]\['b'\]: <object"),

@@ -91,6 +91,20 @@ def test_statistics_in_wandb_offline(folder):
     assert b"nan/model.layers.1.down.weight" in written.read_bytes()
 
 
+def test_guards(folder):
+    """Runs all examples of the page in order. A command is followed by what it prints."""
+    page = (GUIDES / "guards.md").read_text()
+    found = re.findall(r"^```(python|sh)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", page, re.DOTALL | re.MULTILINE)
+    assert [language for language, _, _ in found] == ["sh", "sh", "python", "sh"]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for language, example, expected in found:
+        command = [sys.executable, "-c", example] if language == "python" else ["bash", "-c", example]
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+        if language == "python":
+            expected = "".join(f"{line}\n" for line in re.findall(r"^ *print\(.*\) +# (.*)$", example, re.MULTILINE))
+        assert ended.stdout == expected
+
+
 def test_commands_of_the_guide(folder):
     [commands] = [block for block in blocks("sql.md", "sh") if "tensorcask sql" in block]
     (folder / "query.sql").write_text("select count(*) as steps\nfrom snapshots")

@@ -3,7 +3,7 @@
 use super::Store;
 pub use crate::maintain::{
     CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, ProbeReport, Problem,
-    Reduced, VerifyDepth, VerifyOptions, VerifyReport,
+    Reduced, RetentionReport, VerifyDepth, VerifyOptions, VerifyReport,
 };
 use crate::{Result, Retention, SavedSnapshot, StepSelector, maintain};
 
@@ -40,6 +40,11 @@ pub fn keep_roles(store: &Store, steps: &[u64], roles: &[String], options: &Comp
 /// See [`maintain::retain_roles`](maintain::retain_roles()).
 pub fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
     store.block_on(maintain::retain_roles(store.inner(), retention, roles, options))
+}
+
+/// See [`maintain::retain`](maintain::retain()).
+pub fn retain(store: &Store, retention: Retention, options: &CompactOptions) -> Result<RetentionReport> {
+    store.block_on(maintain::retain(store.inner(), retention, options))
 }
 
 /// See [`maintain::copy`](maintain::copy()).

@@ -27,8 +27,8 @@ use runtime::Runtime;
 use crate::interchange::safetensors::{self, Selected};
 use crate::wire::{Id, LogEntry, Receipt};
 use crate::{
-    Blob, ExistingStep, Metadata, Policy, Result, Retention, SavedSnapshot, Slice, SnapshotInfo, SnapshotRecord, StepSelector,
-    StoreOptions, Tensor, TensorView, WriterOptions,
+    Bisection, Blob, ExistingStep, Metadata, Policy, Predicate, Result, Retained, Retention, SavedSnapshot, Slice, SnapshotInfo,
+    SnapshotRecord, StepSelector, StoreOptions, Tensor, TensorView, WriterOptions,
 };
 
 /// Blocking [`Store`](crate::Store). Do not use it in async code: it would panic inside the calling runtime.
@@ -139,7 +139,7 @@ impl Store {
     }
 
     /// See [`Store::retain`](crate::Store::retain).
-    pub fn retain(&self, retention: Retention) -> Result<Vec<SnapshotRecord>> {
+    pub fn retain(&self, retention: Retention) -> Result<Retained> {
         self.block_on(self.inner.retain(retention))
     }
 
@@ -165,8 +165,13 @@ impl History<'_> {
         self.store.block_on(self.store.inner.history().records())
     }
 
+    /// See [`History::bisect`](crate::History::bisect).
+    pub fn bisect(&self, predicate: &Predicate) -> Result<Bisection> {
+        self.store.block_on(self.store.inner.history().bisect(predicate))
+    }
+
     /// See [`History::unwanted`](crate::History::unwanted).
-    pub fn unwanted(&self, retention: Retention) -> Result<Vec<SnapshotRecord>> {
+    pub fn unwanted(&self, retention: Retention) -> Result<Retained> {
         self.store.block_on(self.store.inner.history().unwanted(retention))
     }
 }

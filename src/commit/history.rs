@@ -5,7 +5,7 @@ use futures::{StreamExt, TryStreamExt};
 use super::log::Damaged;
 use super::retention::forget_by_id;
 use super::store_file::read_store_file;
-use super::{Catalog, Log, LogState, Retention, SnapshotRecord};
+use super::{Catalog, FiniteTags, Log, LogState, Retained, Retention, SnapshotRecord};
 use crate::error::ResultExt;
 use crate::wire::{Id, LogEntry};
 use crate::{Result, Store};
@@ -80,7 +80,7 @@ impl History<'_> {
     /// manifests are damaged, with a warning.
     pub async fn catalog(&self) -> Result<arrow_array::RecordBatch> {
         let mut log = Log::load(self.store).await?;
-        let Damaged(damaged) = log.summarise().await?;
+        let Damaged(damaged) = log.summarise(None).await?;
         for (record, error) in &damaged {
             tracing::warn!(step = record.step, %error, "the manifest of this step cannot be read; the step is left out");
         }
@@ -89,9 +89,11 @@ impl History<'_> {
         Catalog::table(&records)
     }
 
-    /// Returns the live snapshots that [`Store::retain`] would forget.
-    pub async fn unwanted(&self, retention: Retention) -> Result<Vec<SnapshotRecord>> {
-        retention.unwanted(Log::load(self.store).await?.state())
+    /// Returns what [`Store::retain`] would do, and does nothing.
+    pub async fn unwanted(&self, retention: Retention) -> Result<Retained> {
+        let mut log = Log::load(self.store).await?;
+        let decision = FiniteTags::default().decide(&mut log, retention).await?;
+        Ok(Retained { forgotten: decision.forget, kept_finite: decision.kept_finite })
     }
 
     /// Forgets snapshots by id. Skips snapshots that are no longer live, such as those whose step was saved again

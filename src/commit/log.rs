@@ -220,16 +220,17 @@ impl Log {
         }
     }
 
-    /// Fills in the summaries for listings. Reads the manifests that no catalog has summarised. Snapshots whose manifests
-    /// are damaged get no summary.
+    /// Fills in the summaries for listings, of all snapshots or only of some. Reads the manifests that no catalog has
+    /// summarised. Snapshots whose manifests are damaged get no summary.
     #[boxed]
-    pub(crate) async fn summarise(&mut self) -> Result<Damaged> {
+    pub(crate) async fn summarise(&mut self, only: Option<&[Id]>) -> Result<Damaged> {
+        let is_wanted = |record: &SnapshotRecord| only.is_none_or(|ids| ids.contains(&record.id));
         let missing: Vec<(usize, SnapshotRecord)> = self
             .state
             .snapshots()
             .iter()
             .enumerate()
-            .filter(|(_, record)| record.summary.is_none() && record.status != SnapshotStatus::Collected)
+            .filter(|(_, record)| record.summary.is_none() && record.status != SnapshotStatus::Collected && is_wanted(record))
             .map(|(at, record)| (at, record.clone()))
             .collect();
         let (store, state) = (&self.store, &self.state);
@@ -277,7 +278,7 @@ impl Log {
         if self.state.sequence == 0 || !self.state.sequence.is_multiple_of(CATALOG_INTERVAL) {
             return;
         }
-        let written = match self.summarise().await.and_then(Damaged::refuse) {
+        let written = match self.summarise(None).await.and_then(Damaged::refuse) {
             Ok(()) => Catalog::write(&self.store, &self.state).await,
             Err(e) => Err(e),
         };

@@ -1,9 +1,9 @@
 //! Pin, forget and retention: log entries that never disturb a writer.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Log, LogState, SnapshotRecord, SnapshotStatus};
-use crate::wire::{Event, Id};
+use crate::wire::{Event, FINITE, Id};
 use crate::{Error, ErrorKind, Result, Store};
 
 impl Store {
@@ -45,22 +45,78 @@ impl Store {
     /// Forgets the live steps that `retention` does not keep. Decides again on the state of the log at each
     /// commit, so a step that is pinned or saved meanwhile is safe. [`History::unwanted`](super::History::unwanted)
     /// returns the same snapshots and forgets nothing.
-    pub async fn retain(&self, retention: Retention) -> Result<Vec<SnapshotRecord>> {
-        let mut log = Log::load(self).await?;
-        let writer = Id::random()?;
-        let mut forgotten = Vec::new();
-        while !retention.unwanted(log.state())?.is_empty() {
-            let mut last: Vec<Id> = Vec::new();
-            log.append(writer, |state| {
-                last = retention.unwanted(state)?.iter().take(MAX_FORGOTTEN).map(|record| record.id).collect();
-                Ok(Event::Forgotten { snapshots: last.clone() })
-            })
-            .await?;
-            log.write_catalog_if_due().await;
-            forgotten.append(&mut last);
-        }
-        Ok(forgotten.into_iter().filter_map(|id| log.state().by_id(id).cloned()).collect())
+    ///
+    /// If all kept steps may hold NaN or infinities, the newest step that is known to be finite stays, too. Steps are known
+    /// to be finite or not if they were saved with statistics or with a [`FiniteCheck`](crate::FiniteCheck).
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+    /// use tensorcask::{Dtype, FiniteCheck, Metadata, Policy, Retention, Store, TensorView, WriterOptions};
+    /// let store = Store::open("memory://retain-example")?;
+    /// let options = WriterOptions { policy: Policy::Full, check: FiniteCheck::Tag, ..WriterOptions::default() };
+    /// let mut writer = store.writer_with(options).await?;
+    /// for (step, value) in [(1, 0.5f32), (2, 0.25), (3, f32::NAN), (4, f32::NAN)] {
+    ///     let state = [TensorView::new("w", Dtype::F32, &[], &value.to_le_bytes())?];
+    ///     writer.save(step, &state, &[], &Metadata::default()).await?;
+    /// }
+    /// let retained = store.retain(Retention { keep_last: Some(2), ..Retention::default() }).await?;
+    /// assert_eq!(retained.forgotten.iter().map(|record| record.step).collect::<Vec<_>>(), [1]);
+    /// assert_eq!(retained.kept_finite.map(|record| record.step), Some(2));
+    /// # Ok(()) }
+    /// ```
+    pub async fn retain(&self, retention: Retention) -> Result<Retained> {
+        forget_unwanted(&mut Log::load(self).await?, retention).await
     }
+}
+
+/// Forgets the live steps of a log that `retention` does not keep.
+pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Result<Retained> {
+    let writer = Id::random()?;
+    let mut tags = FiniteTags::default();
+    let (mut forgotten, mut kept_finite): (Vec<Id>, Option<SnapshotRecord>) = (Vec::new(), None);
+    loop {
+        let decision = tags.decide(log, retention).await?;
+        kept_finite = decision.kept_finite.or(kept_finite);
+        if decision.forget.is_empty() {
+            break;
+        }
+        let (mut last, mut is_outdated): (Vec<Id>, bool) = (Vec::new(), false);
+        let appended = log
+            .append(writer, |state| {
+                let decision = retention.decide(state, &tags)?;
+                last = decision.forget.iter().take(MAX_FORGOTTEN).map(|record| record.id).collect();
+                // Another process changed the store: which of its snapshots are finite is not known yet.
+                is_outdated = !decision.unknown.is_empty() || last.is_empty();
+                match is_outdated {
+                    true => Err(Error::new(ErrorKind::Conflict, "the store changed while steps were being forgotten; try again")),
+                    false => Ok(Event::Forgotten { snapshots: last.clone() }),
+                }
+            })
+            .await;
+        match appended {
+            Ok(_) => {
+                log.write_catalog_if_due().await;
+                forgotten.append(&mut last);
+            }
+            // Each round reads at least one more entry of another process.
+            Err(error) if is_outdated && error.kind() == ErrorKind::Conflict => {}
+            Err(error) => return Err(error),
+        }
+    }
+    if let Some(kept) = &kept_finite {
+        tracing::warn!(step = kept.step, "all other kept steps may hold NaN or infinities, so the newest finite step stays");
+    }
+    Ok(Retained { forgotten: forgotten.into_iter().filter_map(|id| log.state().by_id(id).cloned()).collect(), kept_finite })
+}
+
+/// Result of [`Store::retain`].
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Retained {
+    /// Snapshots that were forgotten, or would be, ordered by commit.
+    pub forgotten: Vec<SnapshotRecord>,
+    /// Snapshot that the retention alone would not keep. It stays because it is the newest finite one, and all kept
+    /// snapshots may hold NaN or infinities.
+    pub kept_finite: Option<SnapshotRecord>,
 }
 
 async fn set_pinned(store: &Store, step: u64, pinned: bool) -> Result<SnapshotRecord> {
@@ -101,26 +157,134 @@ pub struct Retention {
     pub keep_last: Option<u64>,
     /// Interval of steps to keep: the multiples of this number.
     pub keep_every: Option<u64>,
+    /// Interval of steps that are not forgotten, although nothing else keeps them.
+    /// [`maintain::retain`](crate::maintain::retain()) reduces them to their weights.
+    pub keep_weights_every: Option<u64>,
 }
 
 impl Retention {
-    /// Returns the live snapshots that this retention does not keep, ordered by commit.
-    pub(crate) fn unwanted(self, state: &LogState) -> Result<Vec<SnapshotRecord>> {
-        if self == Self::default() || self.keep_every == Some(0) || self.keep_last == Some(0) {
-            return Err(Error::invalid(
-                "nothing to keep was given: set how many last steps to keep, or an interval of steps, each at least 1",
-            ));
+    /// Refuses a retention that keeps nothing.
+    pub fn check(self) -> Result<()> {
+        let all = [self.keep_last, self.keep_every, self.keep_weights_every];
+        match self == Self::default() || all.contains(&Some(0)) {
+            true => {
+                Err(Error::invalid("nothing to keep was given: set how many last steps to keep, or an interval of steps, each at least 1"))
+            }
+            false => Ok(()),
         }
-        let keeps = |nth: u64, step: u64| {
-            nth == 0 || self.keep_last.is_some_and(|last| nth < last) || self.keep_every.is_some_and(|every| step.is_multiple_of(every))
+    }
+
+    /// Decides which live snapshots this retention keeps, as far as `tags` tell which of them are finite.
+    pub(crate) fn decide(self, state: &LogState, tags: &FiniteTags) -> Result<Decision> {
+        self.check()?;
+        let is_multiple = |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
+        let keeps = |nth: u64, record: &SnapshotRecord| {
+            nth == 0 || record.pinned || self.keep_last.is_some_and(|last| nth < last) || is_multiple(self.keep_every, record.step)
         };
-        let live = state.live().rev().zip(0u64..);
-        let mut unwanted: Vec<SnapshotRecord> =
-            live.filter(|(record, nth)| !record.pinned && !keeps(*nth, record.step)).map(|(record, _)| record.clone()).collect();
-        unwanted.reverse();
-        Ok(unwanted)
+        let (kept, dropped): (Vec<_>, Vec<_>) = state.live().rev().zip(0u64..).partition(|(record, nth)| keeps(*nth, record));
+        let (kept, mut dropped): (Vec<_>, Vec<_>) =
+            (kept.into_iter().map(|(record, _)| record).collect(), dropped.into_iter().map(|(record, _)| record).collect());
+        let mut decision = Decision::default();
+        // Steps that are whole, newest first. A reduced step cannot be resumed from.
+        let whole = |records: &[&SnapshotRecord]| -> Vec<Id> {
+            records.iter().filter(|record| record.roles.is_none()).map(|record| record.id).collect()
+        };
+        match tags.first_finite(&whole(&kept)) {
+            _ if dropped.is_empty() => {}
+            FirstFinite::Unknown(ids) => decision.unknown = ids,
+            FirstFinite::Found(_) => {}
+            FirstFinite::None if kept.iter().any(|record| tags.is_broken(record.id)) => match tags.first_finite(&whole(&dropped)) {
+                FirstFinite::Unknown(ids) => decision.unknown = ids,
+                FirstFinite::Found(id) => decision.kept_finite = state.by_id(id).cloned(),
+                FirstFinite::None => {}
+            },
+            FirstFinite::None => {}
+        }
+        let finite = decision.kept_finite.as_ref().map(|record| record.id);
+        dropped.retain(|record| Some(record.id) != finite);
+        dropped.reverse();
+        let (reduce, forget): (Vec<_>, Vec<_>) = dropped.into_iter().partition(|record| is_multiple(self.keep_weights_every, record.step));
+        decision.reduce = reduce.into_iter().filter(|record| record.roles.is_none()).cloned().collect();
+        decision.forget = forget.into_iter().cloned().collect();
+        Ok(decision)
     }
 }
+
+/// What a retention does with the live snapshots that it does not keep whole, ordered by commit.
+#[derive(Debug, Default)]
+pub(crate) struct Decision {
+    pub forget: Vec<SnapshotRecord>,
+    /// Snapshots to reduce to their weights.
+    pub reduce: Vec<SnapshotRecord>,
+    /// Newest finite snapshot, if it stays only for being that.
+    pub kept_finite: Option<SnapshotRecord>,
+    /// Snapshots that may be finite or not. The decision holds only once it is known of these.
+    unknown: Vec<Id>,
+}
+
+/// What the manifests of some snapshots say about NaN and infinities. Spec: `spec/manifest.md`, 1.4.
+#[derive(Debug, Default)]
+pub(crate) struct FiniteTags(BTreeMap<Id, FiniteTag>);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FiniteTag {
+    Finite,
+    NotFinite,
+    /// The manifest does not say, or cannot be read.
+    Unchecked,
+}
+
+enum FirstFinite {
+    Found(Id),
+    None,
+    /// These come before, and are not known yet.
+    Unknown(Vec<Id>),
+}
+
+impl FiniteTags {
+    /// Decides what to forget. Reads manifests until it is known whether the kept snapshots are finite, newest first.
+    pub(crate) async fn decide(&mut self, log: &mut Log, retention: Retention) -> Result<Decision> {
+        loop {
+            let decision = retention.decide(log.state(), self)?;
+            if decision.unknown.is_empty() {
+                return Ok(decision);
+            }
+            // Nothing is known of snapshots whose manifests are damaged.
+            let _damaged = log.summarise(Some(&decision.unknown)).await?;
+            for id in decision.unknown {
+                let summary = log.state().by_id(id).and_then(|record| record.summary.as_ref());
+                let tag = match summary.and_then(|summary| summary.user.get(FINITE)?.as_bool()) {
+                    Some(true) => FiniteTag::Finite,
+                    Some(false) => FiniteTag::NotFinite,
+                    None => FiniteTag::Unchecked,
+                };
+                self.0.insert(id, tag);
+            }
+        }
+    }
+
+    /// Finds the first finite snapshot of a list.
+    fn first_finite(&self, ids: &[Id]) -> FirstFinite {
+        for (at, id) in ids.iter().enumerate() {
+            match self.0.get(id) {
+                Some(FiniteTag::Finite) => return FirstFinite::Found(*id),
+                Some(_) => {}
+                None => {
+                    let unknown = ids.iter().skip(at).filter(|id| !self.0.contains_key(id));
+                    return FirstFinite::Unknown(unknown.take(MANIFESTS_AT_ONCE).copied().collect());
+                }
+            }
+        }
+        FirstFinite::None
+    }
+
+    fn is_broken(&self, id: Id) -> bool {
+        self.0.get(&id) == Some(&FiniteTag::NotFinite)
+    }
+}
+
+/// Number of manifests that are read before the next decision.
+const MANIFESTS_AT_ONCE: usize = 8;
 
 /// Maximum number of snapshots that one entry forgets. Keeps the entry well below its size limit.
 const MAX_FORGOTTEN: usize = 10_000;

@@ -150,6 +150,8 @@ pub(crate) use environment::with_odd_environment;
 pub(crate) mod errors;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod factored;
+#[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
+pub(crate) mod finite;
 pub(crate) mod floats;
 #[cfg_attr(test, allow(unsafe_code, reason = "a test calls a function compiled for a detected processor feature"))]
 pub(crate) mod fma;

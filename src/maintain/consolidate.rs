@@ -67,8 +67,9 @@ pub async fn consolidate(
     })?;
     let decision = PolicyDecision { reason: DecisionReason::Policy, since_base: 0, estimate: None };
     let tensor_bytes = directory.tensor_bytes();
-    let (chunk_counts, rounding) = (BTreeMap::new(), None);
-    let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding, decision, age };
+    // Whether the state is finite is in the metadata of the snapshot.
+    let (chunk_counts, rounding, finite) = (BTreeMap::new(), None, None);
+    let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding, finite, decision, age };
     let mut user = snapshot.user().clone();
     user.remove(PolicyDecision::KEY);
     let metadata = Metadata { user, file: snapshot.metadata().clone() };

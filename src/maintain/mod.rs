@@ -47,7 +47,7 @@ pub use copier::Copier;
 pub use copy::{CopyOptions, CopyReport, copy, create_for_run_of};
 pub use doctor::{DoctorOptions, DoctorReport, doctor};
 pub use gc::{Deletable, GcOptions, GcReport, gc};
-pub use reduce::{Reduced, keep_roles, retain_roles};
+pub use reduce::{Reduced, RetentionReport, keep_roles, retain, retain_roles};
 pub use verify::{Problem, VerifyDepth, VerifyOptions, VerifyReport, verify};
 
 pub use crate::store::ProbeReport;

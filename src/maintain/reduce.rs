@@ -13,11 +13,13 @@ use super::CompactOptions;
 use super::compact::{check_unchanged, put_manifest};
 use super::rewrite::Rewriter;
 use crate::chain::chain_of;
-use crate::commit::{Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, now_ms, read_store_file, refuse_features};
+use crate::commit::{
+    Age, FiniteTags, Log, LogState, SnapshotRecord, SnapshotStatus, forget_unwanted, live_step, now_ms, read_store_file, refuse_features,
+};
 use crate::error::ResultExt;
 use crate::reader::{CaskSource, Snapshot, check_content};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind, blob_slot};
-use crate::{Error, ErrorKind, Result, Retention, Store, boxed};
+use crate::{Error, ErrorKind, Result, Retained, Retention, Store, boxed};
 
 /// Result of the reduction of one snapshot.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,9 +48,52 @@ pub async fn keep_roles(store: &Store, steps: &[u64], roles: &[String], options:
 
 /// Reduces the snapshots that `retention` does not keep to tensors of the given roles.
 pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
-    let log = Log::load(store).await?;
-    let records = retention.unwanted(log.state())?;
+    let mut log = Log::load(store).await?;
+    let decision = FiniteTags::default().decide(&mut log, retention).await?;
+    let records = [decision.forget, decision.reduce].concat();
     reduce_all(store, log, records, roles, options).await
+}
+
+/// Result of [`retain`].
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct RetentionReport {
+    /// Snapshots that were forgotten, and the finite snapshot that was kept.
+    pub retained: Retained,
+    /// Snapshots of [`Retention::keep_weights_every`] that were reduced to role `model`, or are held as they are, newest first.
+    pub reduced: Vec<Reduced>,
+}
+
+/// Forgets the live steps that `retention` does not keep, as [`Store::retain`] does, and reduces the steps of
+/// [`Retention::keep_weights_every`] to their weights. Nothing is deleted until [`gc`](super::gc()) runs.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+/// use tensorcask::{Dtype, Metadata, Policy, Retention, Store, TensorView, maintain};
+/// let store = Store::open("memory://maintain-retain-example")?;
+/// let mut writer = store.writer(Policy::Full).await?;
+/// for step in 1..=5 {
+///     let names = ["model.w", "optimizer.exp_avg.w"];
+///     let state = names.map(|name| TensorView::new(name, Dtype::U8, &[2], &[1, 2]).unwrap());
+///     writer.save(step, &state, &[], &Metadata::default()).await?;
+/// }
+/// let retention = Retention { keep_last: Some(2), keep_weights_every: Some(2), ..Retention::default() };
+/// let report = maintain::retain(&store, retention, &maintain::CompactOptions::default()).await?;
+/// assert_eq!(report.retained.forgotten.iter().map(|record| record.step).collect::<Vec<_>>(), [1, 3]);
+/// assert_eq!(report.reduced[0].record.roles.as_deref(), Some(&["model".to_owned()][..])); // step 2
+/// # Ok(()) }
+/// ```
+pub async fn retain(store: &Store, retention: Retention, options: &CompactOptions) -> Result<RetentionReport> {
+    let mut log = Log::load(store).await?;
+    let retained = forget_unwanted(&mut log, retention).await?;
+    let records = match retention.keep_weights_every {
+        Some(_) => FiniteTags::default().decide(&mut log, retention).await?.reduce,
+        None => vec![],
+    };
+    let reduced = match records.is_empty() {
+        true => vec![],
+        false => reduce_all(store, log, records, &["model".to_owned()], options).await?,
+    };
+    Ok(RetentionReport { retained, reduced })
 }
 
 #[boxed]

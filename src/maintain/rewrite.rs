@@ -332,6 +332,6 @@ async fn read_across_shards(snapshot: &Snapshot, decoded: &mut DecodedChunk) -> 
 impl From<&CompactOptions> for EncodeOptions {
     fn from(options: &CompactOptions) -> Self {
         let &CompactOptions { objective, verify_after_encode, alignment_exponent, .. } = options;
-        Self { objective, verify_after_encode, alignment_exponent, statistics: false }
+        Self { objective, verify_after_encode, alignment_exponent, statistics: false, finite: false }
     }
 }

@@ -10,8 +10,10 @@
 //! | `since` | updates a state to another snapshot |
 //! | `content`, `rounding`, `blobs`, `inspect` | digests, rounding errors, blobs, and how a snapshot is stored |
 //! | `tables`, `survey` | tensors and chunks as Arrow tables; the same read of many snapshots |
+//! | `bisect`, `predicate` | first step whose statistics satisfy a condition |
 //! | `recover`, `watch` | newest step that can be rebuilt; new snapshots as they are committed |
 
+mod bisect;
 mod blobs;
 mod cask_source;
 mod content;
@@ -20,6 +22,7 @@ mod inspect;
 mod narrow;
 mod open;
 mod open_chain;
+mod predicate;
 mod recover;
 mod rounding;
 mod since;
@@ -35,6 +38,7 @@ use blobs::stored_blobs;
 use bytes::Bytes;
 use serde_json::{Map, Value};
 
+pub use bisect::{Bisection, MatchedStep, MatchedTensor};
 pub(crate) use blobs::has_blobs;
 pub(crate) use cask_source::CaskSource;
 pub(crate) use content::{check_content, chunk_crcs};
@@ -44,6 +48,7 @@ pub use narrow::Bf16View;
 pub use open::{Latest, SnapshotInfo, StepSelector};
 use open_chain::OpenChain;
 pub(crate) use open_chain::{read_directory, read_index};
+pub use predicate::{Predicate, TensorStatistics};
 pub use recover::{RecoveredSnapshot, SkippedSnapshot};
 pub(crate) use rounding::shard_errors;
 pub use since::UpdateReport;

@@ -61,7 +61,7 @@ impl Store {
     /// Returns all live snapshots, ordered by commit.
     pub async fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
         let mut log = Log::load(self).await?;
-        log.summarise().await?.refuse()?;
+        log.summarise(None).await?.refuse()?;
         Ok(log
             .state()
             .live()

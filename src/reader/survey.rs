@@ -8,7 +8,7 @@ use crate::store::concurrently;
 use crate::{Error, Result};
 
 /// Number of snapshots read at once.
-const CONCURRENT_SNAPSHOTS: usize = 8;
+pub(super) const CONCURRENT_SNAPSHOTS: usize = 8;
 
 /// Results of [`History::survey`].
 #[derive(Debug)]

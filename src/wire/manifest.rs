@@ -11,6 +11,9 @@ use crate::{Error, Limits, Result};
 
 const FORMAT: &str = "tensorcask-snapshot";
 
+/// Key under `user` of a manifest where a writer says whether all parameters and moments are finite. Spec: manifest 1.4.
+pub(crate) const FINITE: &str = "tc.finite";
+
 /// Kind of a snapshot: self-contained or dependent on its parent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

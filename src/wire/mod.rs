@@ -30,6 +30,7 @@ pub use entry::{Event, LogEntry};
 pub use header::{HEADER_BYTES, Header};
 pub use ids::{Digest, Id};
 pub use inline::InlineSnapshot;
+pub(crate) use manifest::FINITE;
 pub use manifest::{CaskRef, Manifest, ParentRef, SnapshotKind};
 pub use postscript::{POSTSCRIPT_BYTES, Postscript};
 pub use receipt::{Receipt, ReceiptShard, ReceiptTensor};

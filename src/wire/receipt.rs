@@ -64,6 +64,9 @@ pub struct Receipt {
     pub casks: Vec<CaskRef>,
     /// Tensors, by name.
     pub tensors: Vec<ReceiptTensor>,
+    /// Whether all parameters and moments of this rank are finite; `None` if the rank did not look.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub finite: Option<bool>,
 }
 
 /// Identity of the save that a receipt belongs to.
@@ -91,6 +94,7 @@ impl Receipt {
             parent,
             casks,
             tensors,
+            finite: None,
         }
     }
 

@@ -22,6 +22,8 @@ pub(crate) struct EncodeOptions {
     pub verify_after_encode: bool,
     /// Whether each chunk is measured.
     pub statistics: bool,
+    /// Whether NaN and infinities of each chunk are counted.
+    pub finite: bool,
     /// Page alignment: two to the power of this, 6 to 12.
     pub alignment_exponent: u8,
 }

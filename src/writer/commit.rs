@@ -14,19 +14,21 @@ use std::collections::BTreeMap;
 use super::changed_rows::ChangedRows;
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
-use super::{ExistingStep, Metadata, SavedSnapshot, Writer, WriterOptions};
+use super::{ExistingStep, Frozen, Metadata, SavedSnapshot, UnchangedTensors, Writer, WriterOptions};
 use crate::chain::{DecisionReason, PolicyDecision, chain_of};
-use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms, read_store_file};
+use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
 use crate::store::{Created, Upload, probe, saves_inline};
-use crate::wire::{CaskRef, Digest, Event, Id, InlineSnapshot, Manifest, STORE_FILE, StoreFile};
-use crate::{Blob, Error, ErrorKind, Result, RoundingReport, Store, boxed};
+use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Manifest, STORE_FILE, StoreFile};
+use crate::{Blob, Error, ErrorKind, Result, Retention, RoundingReport, Store, boxed};
 
 /// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
 /// writers.
 #[boxed]
 pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer> {
+    options.retention.map_or(Ok(()), Retention::check)?;
+    let (unchanged, frozen) = (UnchangedTensors::default(), Frozen::parse(&options.frozen)?);
     let id = match options.id {
         Some(id) => id,
         None => Id::random()?,
@@ -35,7 +37,8 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
     log.append(id, |_| Ok(Event::Opened {})).await?;
     log.write_catalog_if_due().await;
     let predecessors = log.state().writers.clone();
-    Ok(Writer { pipeline: SavePipeline::new(store, options), id, log, predecessors, durable_directory: None, stopped: None })
+    let pipeline = SavePipeline::new(store, options);
+    Ok(Writer { pipeline, id, log, predecessors, durable_directory: None, unchanged, frozen, stopped: None })
 }
 
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
@@ -191,7 +194,7 @@ impl Writer {
         unpublished: Vec<Upload>,
         metadata: &Metadata,
     ) -> Result<Commit> {
-        let Prepared { directory, tensor_bytes, content, blobs, decision, age, .. } = prepared;
+        let Prepared { directory, tensor_bytes, content, blobs, finite, decision, age, .. } = prepared;
         let store = self.pipeline.store.clone();
         let replaceable = self.replaceable(step, content, *blobs).await?;
         let digest = Digest::of(directory);
@@ -205,6 +208,7 @@ impl Writer {
         manifest.user = metadata.user.clone();
         let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
         manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
+        manifest.user.extend(finite.map(|finite| (FINITE.to_owned(), finite.into())));
 
         let (bytes, manifest_digest) = manifest.encode()?;
         // Readers must accept the manifest: it may exceed a limit, or user metadata may be nested too deep.
@@ -278,6 +282,7 @@ impl Writer {
         };
         self.log.note_summary(manifest.id, Summary::of(&manifest));
         self.log.write_catalog_if_due().await;
+        retain(&mut self.log, self.pipeline.options.retention).await;
         tracing::info!(step, snapshot = %manifest.id, kind = manifest.kind.name(), bytes = manifest.stored_bytes(), "committed");
         Ok(Commit::Done(Box::new(SavedSnapshot {
             id: manifest.id,
@@ -289,9 +294,19 @@ impl Writer {
             stored_bytes: manifest.stored_bytes(),
             chunks: prepared.chunk_counts.clone(),
             rounding: prepared.rounding,
+            finite: prepared.finite,
+            unchanged: vec![],
             decision: *decision,
             objective: None,
         })))
+    }
+}
+
+/// Forgets the steps that the options of a writer do not keep. A snapshot is committed already, so a failure is a warning.
+async fn retain(log: &mut Log, retention: Option<Retention>) {
+    let Some(retention) = retention else { return };
+    if let Err(error) = forget_unwanted(log, retention).await {
+        tracing::warn!(%error, "the step is saved, but older steps could not be forgotten; the next save tries again");
     }
 }
 
@@ -345,6 +360,8 @@ pub(crate) struct Prepared<'a> {
     pub chunk_counts: BTreeMap<String, u64>,
     /// Rounding errors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
+    /// Whether all parameters and moments are finite; `None` if nobody looked.
+    pub finite: Option<bool>,
     pub decision: PolicyDecision,
     /// Age of the oldest cask.
     pub age: Age,

@@ -14,6 +14,8 @@
 //! | `pipeline` | runs the stages and uploads one cask per slot |
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
 //! | `input`, `base_chunks`, `rounding`, `changed_rows`, `window`, `unit`, `cask_writer` | the stages |
+//! | `finite` | check for NaN and infinities |
+//! | `unchanged` | warning of parameters that stay the same |
 //! | `statistics` | statistics of each chunk, for the blob `tc.statistics` |
 //! | `pace` | the objective `auto`: measured rates, and the choice for each window |
 //! | `choices`, `spared` | which codec is tried first, and which chunks do without a base |
@@ -30,6 +32,7 @@ mod changed_rows;
 mod choices;
 mod commit;
 mod estimate;
+mod finite;
 mod input;
 mod layout;
 mod pace;
@@ -43,6 +46,7 @@ mod save;
 mod schedule;
 mod spared;
 mod statistics;
+mod unchanged;
 mod unit;
 mod window;
 
@@ -54,18 +58,22 @@ use serde_json::{Map, Value};
 pub(crate) use cask_writer::{CaskWriter, ChunkPlace, Destination, EncodeOptions, ShardLabel};
 pub(crate) use choices::{Choices, ChunkFamily};
 pub(crate) use commit::Prepared;
+pub use finite::FiniteCheck;
+pub(crate) use finite::NonFinite;
 pub(crate) use layout::slot_of_role;
 pub use pace::ObjectiveReport;
 use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
 pub(crate) use schedule::{Entry, PlannedShard, Unit, WINDOW_BYTES, Window, schedule};
+pub use unchanged::UnchangedTensor;
+use unchanged::{Frozen, UnchangedTensors};
 pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
 
 use crate::chain::{Policy, PolicyDecision};
 use crate::codec::ObjectiveSetting;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
-use crate::{AheadUploads, Error, ErrorKind, Precision, Result, RoundingReport, Store};
+use crate::{AheadUploads, Error, ErrorKind, Precision, Result, Retention, RoundingReport, Store};
 
 /// Metadata of a snapshot.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -93,6 +101,14 @@ pub struct WriterOptions {
     /// Whether the snapshot gets statistics of each chunk, which
     /// [`Inspection::statistics`](crate::Inspection::statistics) returns. Off by default.
     pub statistics: bool,
+    /// How to treat a state whose parameters or moments hold NaN or infinities. Not checked by default.
+    pub check: FiniteCheck,
+    /// Steps to keep: after each commit, the writer forgets the others as [`Store::retain`] does. If forgetting fails, the writer
+    /// warns, the snapshot stays saved, and the next save tries again. By default all steps are kept. The writer does not
+    /// reduce steps of `keep_weights_every`; [`maintain::retain`](crate::maintain::retain()) does.
+    pub retention: Option<Retention>,
+    /// Globs of names of parameters that are not trained. [`SavedSnapshot::unchanged`] does not name them.
+    pub frozen: Vec<String>,
     /// Page alignment: pages begin at multiples of two to the power of this, 6 to 12.
     pub alignment_exponent: u8,
     /// How to treat a live snapshot of the same step with other content.
@@ -114,6 +130,9 @@ impl Default for WriterOptions {
             precision: Precision::default(),
             verify_after_encode: true,
             statistics: false,
+            check: FiniteCheck::Off,
+            retention: None,
+            frozen: vec![],
             alignment_exponent: 6,
             existing_step: ExistingStep::default(),
             id: None,
@@ -170,6 +189,12 @@ pub struct SavedSnapshot {
     pub chunks: BTreeMap<String, u64>,
     /// Rounding errors of all tensors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
+    /// Whether all parameters and moments are finite, by the rules of [`FiniteCheck`]; `None` unless the writer checks them or
+    /// takes statistics.
+    pub finite: Option<bool>,
+    /// Trained parameters whose content is that of the last two saves of this writer, or more. A parameter with a moment in
+    /// the state is trained. In a state without moments, these are all parameters, or none.
+    pub unchanged: Vec<UnchangedTensor>,
     /// Why the snapshot became a base or a delta.
     pub decision: PolicyDecision,
     /// What the objective `auto` measured and chose; `None` for other objectives.
@@ -210,6 +235,8 @@ pub struct Writer {
     predecessors: BTreeSet<Id>,
     /// Digest of the last directory that this writer made durable.
     durable_directory: Option<Digest>,
+    unchanged: UnchangedTensors,
+    frozen: Frozen,
     /// Message of the commit with unknown outcome that stopped this writer.
     stopped: Option<String>,
 }

@@ -32,7 +32,7 @@ use super::schedule::{Entry, Window};
 use super::statistics::StatisticsRecord;
 use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
-use super::{BaseKeeping, WriterOptions};
+use super::{BaseKeeping, FiniteCheck, WriterOptions};
 use crate::chain::{Policy, content_digests};
 use crate::codec::{Objective, ObjectiveSetting};
 use crate::precision::Setting;
@@ -72,6 +72,8 @@ pub(super) struct UploadedCasks {
     /// The state, if it becomes the base of the next delta and is kept.
     pub next_base: Option<NextBase>,
     pub rounding: RoundingRecord,
+    /// Whether all parameters and moments are finite; `None` if nobody looked.
+    pub finite: Option<bool>,
     statistics: StatisticsRecord,
     /// What the objective `auto` chose.
     pub objective: Option<ObjectiveReport>,
@@ -87,6 +89,7 @@ impl UploadedCasks {
             crcs,
             next_base,
             rounding: RoundingRecord::default(),
+            finite: None,
             statistics: StatisticsRecord::default(),
             objective: None,
         }
@@ -158,7 +161,9 @@ impl SavePipeline {
         let open = |slot| Ok((slot, CaskWriter::new(&destination, slot, options, layout.slot_bytes(slot))?));
         let casks = slots.into_iter().map(open).collect::<Result<_>>()?;
         let plan = SavePlan::new(&input)?;
-        let mut run = SaveRun { input, plan: &plan, base, paced, casks, uploaded: UploadedCasks::new(layout, next_base) };
+        let mut uploaded = UploadedCasks::new(layout, next_base);
+        uploaded.finite = options.finite.then_some(true);
+        let mut run = SaveRun { input, plan: &plan, base, paced, casks, uploaded };
         for window in &plan.windows {
             let objective = run.paced.as_mut().map_or(fixed, PacedSave::next_objective);
             let choices = choices.entry(objective).or_default();
@@ -200,7 +205,7 @@ impl SaveRun<'_> {
                 continue;
             };
             let at = shard.chunk(window.units[unit].chunk);
-            let Some((rounded, UnitResult { chosen, standalone, statistics })) = encoded.take(unit, member) else {
+            let Some((rounded, UnitResult { chosen, standalone, statistics, non_finite })) = encoded.take(unit, member) else {
                 return Err(input.locate(at, Error::invalid("a chunk was not encoded")));
             };
             choices.learn(&shard.family, rounded.data.len() as u64, &chosen);
@@ -212,6 +217,13 @@ impl SaveRun<'_> {
             *self.uploaded.chunk_counts.entry(codec.to_owned()).or_default() += 1;
             self.uploaded.crcs[at.tensor][at.shard].push(encoded.crc);
             self.uploaded.rounding.record(&input, at, rounded.errors)?;
+            if let Some(found) = non_finite {
+                if input.options.check == FiniteCheck::Refuse {
+                    let elements = input.grid(at)?.elements(at.chunk);
+                    return Err(input.locate(at, found.refusal(elements.end.saturating_sub(elements.start))));
+                }
+                self.uploaded.finite = Some(false);
+            }
             if let Some(measured) = statistics {
                 self.uploaded.statistics.record(&input, at, measured)?;
             }
@@ -302,7 +314,8 @@ pub(super) async fn publish(uploads: Vec<Upload>) -> Result<()> {
 
 impl EncodeOptions {
     fn new(options: &WriterOptions, objective: Objective) -> Self {
-        let &WriterOptions { verify_after_encode, alignment_exponent, statistics, .. } = options;
-        Self { objective, verify_after_encode, alignment_exponent, statistics }
+        let &WriterOptions { verify_after_encode, alignment_exponent, statistics, check, .. } = options;
+        let finite = statistics || check != FiniteCheck::Off;
+        Self { objective, verify_after_encode, alignment_exponent, statistics, finite }
     }
 }

@@ -145,7 +145,8 @@ impl RankWriter {
             }
         });
         let parent = parent.as_ref().map(Parent::reference);
-        let receipt = Receipt::new(RankSave { step, attempt, rank, world }, parent, uploaded.casks, tensors.collect());
+        let mut receipt = Receipt::new(RankSave { step, attempt, rank, world }, parent, uploaded.casks, tensors.collect());
+        receipt.finite = uploaded.finite;
         self.pending = uploaded.next_base.map(|next| (receipt.casks.clone(), next));
         Ok(receipt)
     }

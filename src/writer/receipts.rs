@@ -88,8 +88,14 @@ impl Writer {
             crc.copied().ok_or_else(|| Error::invalid("a receipt has too few checksums for its shards"))
         })?;
         let tensor_bytes = merged.tensor_bytes;
+        // Nobody knows whether the state is finite if a rank did not look.
+        let finite = receipts.iter().map(|receipt| receipt.finite).reduce(|a, b| match (a, b) {
+            (Some(false), _) | (_, Some(false)) => Some(false),
+            (a, b) => Some(a? && b?),
+        });
+        let (finite, chunk_counts) = (finite.flatten(), BTreeMap::new());
         let prepared =
-            Prepared { directory, tensor_bytes, casks, content, blobs: None, chunk_counts: BTreeMap::new(), rounding: None, decision, age };
+            Prepared { directory, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding: None, finite, decision, age };
         match self.commit(step, parent.as_ref(), &prepared, vec![], metadata).await? {
             // The log was replaced after `decide`. A base needs no other snapshot, so it is committed to the new log.
             Commit::Stale(stale) if stale.replaced && parent.is_none() => {

@@ -116,12 +116,14 @@ impl Writer {
             blobs: Some(&layout.blobs),
             chunk_counts: uploaded.chunk_counts,
             rounding: uploaded.rounding.total,
+            finite: uploaded.finite,
             decision,
             age,
         };
         let mut committed = self.commit(step, parent, &prepared, uploaded.unpublished, metadata).await?;
         if let Commit::Done(saved) = &mut committed {
             saved.objective = uploaded.objective;
+            saved.unchanged = self.unchanged.record(step, layout, &uploaded.crcs, &self.frozen);
             if let Some(next_base) = uploaded.next_base {
                 self.pipeline.base.promote(saved.id, next_base);
             }

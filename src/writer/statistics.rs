@@ -20,6 +20,11 @@ pub(crate) struct Measured {
 }
 
 impl Measured {
+    /// Counts, extremes and sums; `None` for types that are not measured.
+    pub(crate) fn values(&self) -> Option<&ValueStatistics> {
+        self.values.as_ref()
+    }
+
     /// Measures a chunk that was encoded as `kind`. Its data must be the decoded bytes.
     pub(crate) fn of(chunk: &Chunk<'_>, kind: ChunkKind) -> Self {
         let change = match (kind, chunk.base) {

@@ -6,6 +6,7 @@
 //! Invariant: units can be encoded in any order. What a unit decodes to does not depend on other units. Which codec wins,
 //! and with which coefficients, may: a codec tries the coefficients first that it found for another chunk.
 
+use super::NonFinite;
 use super::cask_writer::{ChunkPlace, EncodeOptions};
 use super::statistics::Measured;
 use crate::codec::{Candidate, Chosen, Chunk, ChunkKind, EncodedChunk, Partner, Registry, Trial, Wanted, encode_given};
@@ -46,6 +47,8 @@ pub(crate) struct UnitResult {
     pub standalone: Option<EncodedChunk>,
     /// Statistics of the elements, if the options ask for them.
     pub statistics: Option<Measured>,
+    /// Elements that should be finite and are not, if the options ask for them.
+    pub non_finite: Option<NonFinite>,
 }
 
 /// Encodes the chunks of a unit. Each gets the codec that the objective prefers; `None` for a chunk that is only a
@@ -91,7 +94,15 @@ pub(crate) fn encode_unit(
             Some(data) if options.statistics => Some(Measured::of(&Chunk { data, ..chunk }, chosen.encoded.kind)),
             _ => None,
         };
-        results[position] = Some(UnitResult { chosen, standalone, statistics });
+        let non_finite = match options.finite {
+            true => {
+                let measured = statistics.as_ref().and_then(Measured::values);
+                let data = own.as_deref().unwrap_or(chunk.data);
+                NonFinite::find(member.place.shard.tensor, chunk.role, chunk.dtype, data, measured)
+            }
+            false => None,
+        };
+        results[position] = Some(UnitResult { chosen, standalone, statistics, non_finite });
         decoded[position] = own.filter(|_| is_partner);
     }
     Ok(results)

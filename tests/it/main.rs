@@ -13,6 +13,7 @@
 )]
 
 mod ahead;
+mod bisect;
 mod chains;
 #[cfg(unix)]
 mod changing_tensors;
@@ -26,6 +27,7 @@ mod fault_proxy;
 mod faults;
 mod floors;
 mod gradients;
+mod guards;
 mod inline;
 mod maintenance;
 mod narrow;

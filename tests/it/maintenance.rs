@@ -62,17 +62,19 @@ async fn chain(steps: impl IntoIterator<Item = u64>) -> (Store, Writer) {
 async fn retention_keeps_the_last_every_nth_pins_and_the_newest() {
     let (store, _writer) = chain(1..=9).await;
     store.pin(2).await.unwrap();
-    let retention = Retention { keep_last: Some(2), keep_every: Some(4) };
+    let retention = Retention { keep_last: Some(2), keep_every: Some(4), ..Retention::default() };
     let steps = |records: Vec<tensorcask::SnapshotRecord>| records.iter().map(|record| record.step).collect::<Vec<_>>();
-    assert_eq!(steps(store.history().unwanted(retention).await.unwrap()), [1, 3, 5, 6, 7]);
+    assert_eq!(steps(store.history().unwanted(retention).await.unwrap().forgotten), [1, 3, 5, 6, 7]);
     assert_eq!(store.snapshots().await.unwrap().len(), 9, "only told");
-    assert_eq!(steps(store.retain(retention).await.unwrap()), [1, 3, 5, 6, 7]);
+    assert_eq!(steps(store.retain(retention).await.unwrap().forgotten), [1, 3, 5, 6, 7]);
     assert_holds(&store, [2, 4, 8, 9]).await;
-    assert_eq!(steps(store.retain(Retention { keep_last: None, keep_every: Some(100) }).await.unwrap()), [4, 8]);
+    assert_eq!(steps(store.retain(Retention { keep_every: Some(100), ..Retention::default() }).await.unwrap().forgotten), [4, 8]);
     assert_holds(&store, [2, 9]).await;
-    for nothing in
-        [Retention::default(), Retention { keep_last: Some(0), keep_every: None }, Retention { keep_last: None, keep_every: Some(0) }]
-    {
+    for nothing in [
+        Retention::default(),
+        Retention { keep_last: Some(0), ..Retention::default() },
+        Retention { keep_every: Some(0), ..Retention::default() },
+    ] {
         assert_eq!(store.retain(nothing).await.unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
 }
@@ -115,7 +117,7 @@ async fn a_folded_chain_restores_bit_for_bit_and_deltas_on_it_stay() {
 async fn catalogs_know_what_was_compacted_and_collected() {
     let (store, mut writer) = chain(1..=20).await;
     maintain::compact(&store, 20, &CompactOptions::default()).await.unwrap();
-    store.retain(Retention { keep_last: Some(1), keep_every: None }).await.unwrap();
+    store.retain(Retention { keep_last: Some(1), ..Retention::default() }).await.unwrap();
     maintain::gc(&store, &NOW).await.unwrap();
     for step in 21..=63 {
         save(&mut writer, step).await.unwrap();
@@ -241,7 +243,7 @@ async fn old_steps_keep_their_weights_and_lose_the_rest() {
     }
     store.pin(2).await.unwrap();
     let model = ["model".to_owned()];
-    let keep = Retention { keep_last: Some(2), keep_every: None };
+    let keep = Retention { keep_last: Some(2), ..Retention::default() };
     let reduced = maintain::retain_roles(&store, keep, &model, &CompactOptions::default()).await.unwrap();
     let held: Vec<(u64, bool)> = reduced.iter().map(|one| (one.record.step, one.held.is_some())).collect();
     // Steps 7 and 8 stay, and so do the snapshots that they and the pinned step 2 need. Step 7 is a base, and 1 is the
@@ -500,7 +502,7 @@ async fn writers_readers_compaction_and_gc_at_once() {
         async move {
             while !done.load(Ordering::SeqCst) {
                 let operation = ages.operation().await;
-                store.retain(Retention { keep_last: Some(6), keep_every: Some(25) }).await.unwrap();
+                store.retain(Retention { keep_last: Some(6), keep_every: Some(25), ..Retention::default() }).await.unwrap();
                 drop(operation);
                 let report = maintain::gc(&store, &GcOptions { age_floor: FLOOR, ..NOW }).await.unwrap();
                 freed.fetch_add(report.deleted.len() as u64, Ordering::SeqCst);

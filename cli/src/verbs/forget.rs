@@ -3,7 +3,7 @@
 use serde::Serialize;
 use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::{CompactOptions, Reduced};
-use tensorcask::{Error, Result, Retention};
+use tensorcask::{Error, Result, Retained, Retention};
 
 use crate::output::Outcome;
 use crate::text::{Text, human_bytes};
@@ -23,7 +23,7 @@ Example:
   tensorcask forget runs/a --keep-last 5 --keep-every 1000
   tensorcask forget runs/a --keep-last 5 --keep-role model"
 )]
-#[command(group(clap::ArgGroup::new("which").required(true).multiple(true).args(["steps", "keep_last", "keep_every"])))]
+#[command(group(clap::ArgGroup::new("which").required(true).multiple(true).args(["steps", "keep_last", "keep_every", "keep_weights_every"])))]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
@@ -36,6 +36,9 @@ pub(crate) struct Args {
     /// Keep steps whose number is a multiple of N, and forget the others
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     keep_every: Option<u64>,
+    /// Keep the weights (role model) of steps whose number is a multiple of N, and drop their other tensors
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with_all = ["steps", "keep_role", "dry_run"])]
+    keep_weights_every: Option<u64>,
     /// Keep the tensors of these roles and forget the others
     #[arg(long, value_name = "ROLE", num_args = 1.., value_delimiter = ',', conflicts_with = "dry_run")]
     keep_role: Vec<String>,
@@ -49,6 +52,8 @@ struct Report {
     dry_run: bool,
     forgotten: Vec<Row>,
     reduced: Vec<ReducedRow>,
+    /// Step that stays only because it is the newest finite one; null if there is none.
+    kept_finite: Option<u64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -75,11 +80,17 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     if !args.keep_role.is_empty() {
         return reduce(args, &store, &steps);
     }
-    let records = match (steps.is_empty(), args.dry_run) {
-        (true, false) => store.retain(retention(args))?,
+    let explicit = |forgotten| Retained { forgotten, kept_finite: None };
+    let mut reduced = Vec::new();
+    let Retained { forgotten: records, kept_finite } = match (steps.is_empty(), args.dry_run) {
+        (true, false) => {
+            let report = maintain::retain(&store, retention(args), &CompactOptions::default())?;
+            reduced = report.reduced;
+            report.retained
+        }
         (true, true) => store.history().unwanted(retention(args))?,
-        (false, false) => store.forget(&steps)?,
-        (false, true) => {
+        (false, false) => explicit(store.forget(&steps)?),
+        (false, true) => explicit({
             let live = store.snapshots()?;
             let find = |step: &u64| {
                 let found = live.iter().find(|info| info.record.step == *step && !info.record.pinned);
@@ -87,7 +98,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
                 found.ok_or_else(|| Error::not_found(format!("the store has no step {step} that is not pinned")))
             };
             steps.iter().map(find).collect::<Result<_>>()?
-        }
+        }),
     };
     let mut text = Text::default();
     let mut forgotten = Vec::new();
@@ -95,14 +106,19 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         text.line(format!("step {} {} forgotten", record.step, if args.dry_run { "would be" } else { "is" }));
         forgotten.push(Row { step: record.step, snapshot: record.id.to_hex() });
     }
-    if forgotten.is_empty() {
+    let reduced = describe(reduced, &mut text);
+    if forgotten.is_empty() && reduced.is_empty() {
         text.line("nothing to forget");
     }
-    Outcome::new(&Report { dry_run: args.dry_run, forgotten, reduced: vec![] }, text)
+    if let Some(kept) = &kept_finite {
+        text.line(format!("step {} stays: it is the newest finite step, and the other kept steps may hold NaN or infinities", kept.step));
+    }
+    let kept_finite = kept_finite.map(|record| record.step);
+    Outcome::new(&Report { dry_run: args.dry_run, forgotten, reduced, kept_finite }, text)
 }
 
 fn retention(args: &Args) -> Retention {
-    Retention { keep_last: args.keep_last, keep_every: args.keep_every }
+    Retention { keep_last: args.keep_last, keep_every: args.keep_every, keep_weights_every: args.keep_weights_every }
 }
 
 fn reduce(args: &Args, store: &Store, steps: &[u64]) -> Result<Outcome> {
@@ -112,6 +128,14 @@ fn reduce(args: &Args, store: &Store, steps: &[u64]) -> Result<Outcome> {
         steps => maintain::keep_roles(store, steps, &args.keep_role, &options)?,
     };
     let mut text = Text::default();
+    let reduced = describe(made, &mut text);
+    if reduced.is_empty() {
+        text.line("nothing to reduce");
+    }
+    Outcome::new(&Report { dry_run: false, forgotten: vec![], reduced, kept_finite: None }, text)
+}
+
+fn describe(made: Vec<Reduced>, text: &mut Text) -> Vec<ReducedRow> {
     let mut reduced = Vec::new();
     for Reduced { record, stored_bytes_before, stored_bytes, held } in made {
         text.line(match (&held, &record.roles) {
@@ -127,8 +151,5 @@ fn reduce(args: &Args, store: &Store, steps: &[u64]) -> Result<Outcome> {
         let (step, snapshot, roles) = (record.step, record.id.to_hex(), record.roles);
         reduced.push(ReducedRow { step, snapshot, roles, stored_bytes_before, stored_bytes, held });
     }
-    if reduced.is_empty() {
-        text.line("nothing to reduce");
-    }
-    Outcome::new(&Report { dry_run: false, forgotten: vec![], reduced }, text)
+    reduced
 }

@@ -3,6 +3,7 @@
 #[cfg(all(feature = "engine", target_os = "linux"))]
 mod agent;
 mod analyze;
+mod bisect;
 mod chain;
 mod compact;
 mod consolidate;
@@ -56,6 +57,8 @@ pub(crate) enum Verb {
     Stat(stat::Args),
     /// Show statistics of tensors, such as NaN, extremes and norms, without reading tensors
     Stats(stats::Args),
+    /// Find the first step whose statistics satisfy a condition, such as `nan > 0`, without reading tensors
+    Bisect(bisect::Args),
     /// Write the history of a store as an HTML page that opens in any browser
     #[cfg(feature = "report")]
     Report(report::Args),
@@ -123,6 +126,7 @@ impl Verb {
             Self::Analyze(args) => analyze::run(&args),
             Self::Stat(args) => stat::run(&args),
             Self::Stats(args) => stats::run(&args),
+            Self::Bisect(args) => bisect::run(&args),
             #[cfg(feature = "report")]
             Self::Report(args) => report::run(&args),
             Self::Pin(args) => pin::run(&args),

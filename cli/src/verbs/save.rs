@@ -10,7 +10,8 @@ use tensorcask::blocking::Store;
 use tensorcask::codec::ObjectiveSetting;
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::{
-    BaseKeeping, Blob, Error, ExistingStep, Metadata, ObjectiveReport, Policy, Precision, Result, SavedSnapshot, TensorView, WriterOptions,
+    BaseKeeping, Blob, Error, ExistingStep, FiniteCheck, Metadata, ObjectiveReport, Policy, Precision, Result, SavedSnapshot, TensorView,
+    WriterOptions,
 };
 
 use crate::decision::DecisionJson;
@@ -72,6 +73,9 @@ pub(crate) struct Args {
     /// Add statistics of each chunk (NaN, extremes, sums, exponents) to the snapshot; `tensorcask stats` shows them
     #[arg(long)]
     statistics: bool,
+    /// Check parameters and moments for NaN and infinities: `finite` refuses such a state, `tag` saves and marks it
+    #[arg(long, value_name = "CHECK", value_parser = ["finite", "tag"])]
+    check: Option<String>,
     /// Do not decode and check each chunk before storing it
     #[arg(long)]
     no_verify_after_encode: bool,
@@ -100,6 +104,8 @@ struct Report {
     rounding: Option<RoundingJson>,
     /// What `--objective auto` measured and chose; null for other objectives.
     objective: Option<ObjectiveJson>,
+    /// Whether all parameters and moments are finite; null if nobody looked.
+    finite: Option<bool>,
     seconds: f64,
 }
 
@@ -160,6 +166,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         precision: Precision::parse(args.precision.iter().map(String::as_str))?,
         verify_after_encode: !args.no_verify_after_encode,
         statistics: args.statistics,
+        check: args.check.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name)?,
         existing_step: if args.replace { ExistingStep::Replace } else { ExistingStep::Refuse },
         ..WriterOptions::default()
     })?;
@@ -182,6 +189,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         decision: DecisionJson::of(&saved.decision),
         rounding: saved.rounding.as_ref().map(RoundingJson::of),
         objective: saved.objective.map(ObjectiveJson::of),
+        finite: saved.finite,
         seconds: begun.elapsed().as_secs_f64(),
     };
     let text = describe(&report);
@@ -208,6 +216,11 @@ fn describe(report: &Report) -> Text {
     };
     let chunks: Vec<String> = report.chunks.iter().map(|(codec, count)| format!("{codec} {count}")).collect();
     let rounding = report.rounding.as_ref().map_or_else(|| "none (lossless)".to_owned(), RoundingJson::line);
+    let finite = match report.finite {
+        None => "not checked",
+        Some(true) => "yes",
+        Some(false) => "no: NaN or infinities in parameters or moments",
+    };
     let mut text = Text::default();
     let mut fields = vec![
         ("step", report.step.to_string()),
@@ -218,6 +231,7 @@ fn describe(report: &Report) -> Text {
         ("ratio", human_ratio(report.ratio)),
         ("chunks", chunks.join(", ")),
         ("rounding", rounding),
+        ("finite", finite.to_owned()),
     ];
     fields.extend(report.objective.as_ref().map(|objective| ("objective", objective.line.clone())));
     fields.push(("seconds", format!("{:.2}", report.seconds)));

@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use globset::GlobMatcher;
 use serde::Serialize;
 use tensorcask::blocking::Store;
-use tensorcask::{ChangeStatistics, ChunkStatistics, Error, Result, StepSelector, ValueStatistics};
+use tensorcask::{ChunkStatistics, Error, Result, StepSelector, TensorStatistics};
 
 use crate::atomic::AtomicFile;
 use crate::output::{Outcome, UnreadableStep, code_with};
 use crate::parse;
 use crate::progress::Progress;
-use crate::text::{Text, counted, percent, share};
+use crate::tensor_row::TensorRow;
+use crate::text::{Text, counted};
 
 #[derive(Debug, clap::Args)]
 #[command(
@@ -69,30 +70,6 @@ struct Report<'a> {
     parquet: Option<String>,
 }
 
-/// Statistics of a tensor at a step. Numbers are null for types that are not measured.
-#[derive(Debug, Serialize)]
-struct TensorRow {
-    step: u64,
-    tensor: String,
-    role: String,
-    dtype: &'static str,
-    elements: u64,
-    nan: Option<u64>,
-    positive_infinity: Option<u64>,
-    negative_infinity: Option<u64>,
-    zero: Option<u64>,
-    subnormal: Option<u64>,
-    min: Option<f64>,
-    max: Option<f64>,
-    sum: Option<f64>,
-    sum_squares: Option<f64>,
-    exponents: Option<[u64; 16]>,
-    reference_step: Option<u64>,
-    changed: Option<u64>,
-    change_squares: Option<f64>,
-    change_ulps: Option<u64>,
-}
-
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     // Report an empty folder as a missing store.
@@ -120,9 +97,9 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         }
         let mut wanted = Vec::new();
         for rows in rows.chunk_by(|a, b| a.tensor == b.tensor) {
-            let Some(row) = TensorRow::of(step, rows) else { continue };
+            let Some(row) = TensorStatistics::of(rows).map(|found| TensorRow::of(step, found)) else { continue };
             let is_named = args.tensor.as_ref().is_none_or(|names| names.is_match(&row.tensor));
-            if is_named && args.filter.is_none_or(|filter| row.is(filter)) {
+            if is_named && args.filter.is_none_or(|filter| filter.holds(&row)) {
                 if args.parquet.is_some() {
                     wanted.extend_from_slice(rows);
                 }
@@ -161,72 +138,17 @@ fn read(store: &Store, step: StepSelector) -> Result<(u64, Measured)> {
     Ok((snapshot.step(), store.block_on(Measured::of(&snapshot))?))
 }
 
-impl TensorRow {
-    const HEADINGS: [&str; 12] =
-        [">step", "tensor", "role", ">elements", ">nan", ">inf", ">zero", ">min", ">max", ">norm", ">changed", ">change norm"];
-
-    /// Adds up the chunks of a tensor; `None` without chunks.
-    fn of(step: u64, chunks: &[ChunkStatistics]) -> Option<Self> {
-        let first = chunks.first()?;
-        let values: Option<ValueStatistics> = chunks.iter().map(|chunk| chunk.values).reduce(|a, b| Some(a?.and(b?)))?;
-        let change: Option<ChangeStatistics> = chunks.iter().map(|chunk| chunk.change).reduce(|a, b| Some(a?.and(b?)))?;
-        Some(Self {
-            step,
-            tensor: first.tensor.clone(),
-            role: first.role.clone(),
-            dtype: first.dtype.name(),
-            elements: chunks.iter().fold(0, |sum, chunk| sum.saturating_add(chunk.elements)),
-            nan: values.map(|values| values.nan),
-            positive_infinity: values.map(|values| values.positive_infinity),
-            negative_infinity: values.map(|values| values.negative_infinity),
-            zero: values.map(|values| values.zero),
-            subnormal: values.map(|values| values.subnormal),
-            min: values.and_then(|values| values.min),
-            max: values.and_then(|values| values.max),
-            sum: values.and_then(|values| values.sum),
-            sum_squares: values.and_then(|values| values.squares),
-            exponents: values.map(|values| values.exponents),
-            reference_step: change.and(first.reference_step),
-            changed: change.map(|change| change.changed),
-            change_squares: change.and_then(|change| change.squares),
-            change_ulps: change.map(|change| change.ulps),
-        })
-    }
-
-    fn infinities(&self) -> Option<u64> {
-        Some(self.positive_infinity?.saturating_add(self.negative_infinity?))
-    }
-
-    fn is(&self, filter: Filter) -> bool {
+impl Filter {
+    fn holds(self, row: &TensorRow) -> bool {
         let has = |count: Option<u64>| count.is_some_and(|count| count > 0);
-        match filter {
-            Filter::Nan => has(self.nan),
-            Filter::Inf => has(self.infinities()),
-            Filter::Nonfinite => has(self.nan) || has(self.infinities()),
-            Filter::Subnormal => has(self.subnormal),
-            Filter::Zero => self.zero == Some(self.elements),
-            Filter::Unchanged => self.changed == Some(0),
+        match self {
+            Filter::Nan => has(row.nan),
+            Filter::Inf => has(row.infinities()),
+            Filter::Nonfinite => has(row.nan) || has(row.infinities()),
+            Filter::Subnormal => has(row.subnormal),
+            Filter::Zero => row.zero == Some(row.elements),
+            Filter::Unchanged => row.changed == Some(0),
         }
-    }
-
-    fn cells(&self) -> Vec<String> {
-        let count = |count: Option<u64>| count.map_or(String::new(), |count| count.to_string());
-        let number = |number: Option<f64>| number.map_or(String::new(), |number| format!("{number:.4e}"));
-        let part = |part: Option<u64>| part.map_or(String::new(), |part| percent(share(part, self.elements)));
-        vec![
-            self.step.to_string(),
-            self.tensor.clone(),
-            self.role.clone(),
-            self.elements.to_string(),
-            count(self.nan),
-            count(self.infinities()),
-            part(self.zero),
-            number(self.min),
-            number(self.max),
-            number(self.sum_squares.map(f64::sqrt)),
-            part(self.changed),
-            number(self.change_squares.map(f64::sqrt)),
-        ]
     }
 }
 

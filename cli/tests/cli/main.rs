@@ -3,6 +3,7 @@
 
 mod differences;
 mod faults;
+mod guards;
 mod place;
 mod report;
 mod reports;

@@ -101,3 +101,50 @@ fn a_damaged_step_leaves_the_statistics_of_other_steps_alone() {
     assert_eq!((&found["unreadable"][0]["step"], &found["unreadable"][0]["kind"]), (&1001.into(), &"corrupt".into()));
     assert!(found["tensors"].as_array().unwrap().iter().all(|row| row["step"] == 1000));
 }
+
+#[test]
+fn bisect_names_the_first_step_its_tensors_and_the_last_good_step() {
+    let place = with_nan();
+    let found = place.json("bisect @run --first nan>0");
+    conforms("bisect", &found);
+    let first = &found["first"];
+    assert_eq!((&first["step"], &found["last_good"], &found["certain"]), (&2.into(), &1.into(), &true.into()));
+    let tensors = first["tensors"].as_array().unwrap();
+    assert_eq!((tensors.len(), &tensors[0]["tensor"], &tensors[0]["nan"]), (1, &"layers.0.w".into(), &1.into()));
+    assert_eq!(tensors[0]["first_chunk"]["chunk"], 0);
+    let text = stdout(&place.run("bisect @run --first nan>0"));
+    assert!(text.starts_with("step 2 is the first with nan > 0\n") && text.ends_with("\nlast good step: 1\n"), "{text}");
+
+    let none = place.json("bisect @run --first nan>0 --tensor layers.1.*");
+    conforms("bisect", &none);
+    assert!(none["first"].is_null() && none["last_good"] == 2 && none["certain"] == true, "{none}");
+    assert_eq!(stdout(&place.run("bisect @run --first nan>1")), "no step with nan > 1 in 2 steps with statistics\n");
+    // The change of a base is not known.
+    let unchanged = place.json("bisect @run --first changed=0");
+    assert_eq!((&unchanged["first"]["step"], &unchanged["without_statistics"][0]), (&2.into(), &1.into()));
+    assert_eq!((&unchanged["certain"], &unchanged["last_good"]), (&false.into(), &serde_json::Value::Null));
+
+    assert_eq!(place.run("bisect @run --first loss>3").status.code(), Some(2));
+    assert_eq!(place.error("bisect @run --first nan>0 --tensor none.*").0, 10);
+    assert_eq!(place.error("bisect @nowhere --first nan>0").0, 10);
+}
+
+#[test]
+fn bisect_names_steps_that_it_cannot_judge() {
+    let place = Place::new();
+    let save = |step: u64, options: &str| {
+        place.json(&format!("save @run --step {step} {options} --policy full {}", training_file(step).display()));
+    };
+    save(1000, "--statistics");
+    let spared = place.casks();
+    save(1001, "--statistics");
+    damage_statistics(&place, &spared);
+    save(1010, "");
+    let output = place.run("--json bisect @run --first nan>0");
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    conforms("bisect", &found);
+    assert_eq!((output.status.code(), &found["certain"], &found["last_good"]), (Some(3), &false.into(), &1000.into()));
+    assert_eq!((&found["unreadable"][0]["step"], &found["without_statistics"][0]), (&1001.into(), &1010.into()));
+    let text = stdout(&place.run("bisect @run --first nan>0"));
+    assert!(text.contains("not known for 1 step (1001): damaged") && text.contains("not known for 1 step (1010): no statistics"), "{text}");
+}

@@ -6,6 +6,7 @@ mod agents;
 mod comebacks;
 mod deferred;
 mod faults;
+mod guards;
 mod host;
 mod kills;
 mod lost_stores;

@@ -89,6 +89,18 @@ fn json_of_users() -> Result<Vec<Sketch>, Failure> {
             "escapes, a surrogate pair, a byte-order mark and a zero in texts",
             user(r#"{"\u0000":"\ud83e\udd80","a\/b":"\ufeff"}"#, json!({ "\0": "\u{1f980}", "a/b": "\u{feff}" }))?,
         ),
+        accept(
+            "manifest/not-finite",
+            "manifest 1.4",
+            "a mark that the state holds NaN; a reader may ignore it",
+            user(r#"{"tc.finite":false}"#, json!({ "tc.finite": false }))?,
+        ),
+        accept(
+            "manifest/finite-of-another-type",
+            "manifest 1.4",
+            "a mark that is no Boolean says nothing",
+            user(r#"{"tc.finite":"no"}"#, json!({ "tc.finite": "no" }))?,
+        ),
         accept("manifest/nested-127-deep", "log 1.3", "values nested as deep as a writer may", nested(125)?),
     ];
     let bad = [

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tensorcask::maintain::Copier;
-use tensorcask::{ErrorKind, Result, SnapshotRecord, SnapshotStatus};
+use tensorcask::maintain::{self, CompactOptions, Copier};
+use tensorcask::{ErrorKind, Result, SnapshotRecord, SnapshotStatus, Store};
 use tracing::field::Empty;
 use tracing::{Instrument, Span};
 
@@ -98,6 +98,9 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, copier: &mut Option<
     if copied > 0 {
         KnownTiers::update(&run.folder, destination.url(), |known| known.latest = copier.latest().map(|latest| latest.id))?;
     }
+    if copied > 0 {
+        retain(run, destination).await;
+    }
     if run.spec.inline && tier == 0 {
         note_inline_memory(run, newest.epoch, &records)?;
     }
@@ -116,6 +119,21 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, copier: &mut Option<
         times: UploadTimes { upload_ms, ahead_bytes, time_ms: now_ms() },
     }));
     Ok(())
+}
+
+/// Forgets the steps of a tier that the options do not keep. A failure is a warning: the next upload tries again.
+async fn retain(run: &Run, tier: &Store) {
+    let Some(retention) = run.spec.retention() else { return };
+    match maintain::retain(tier, retention, &CompactOptions::default()).await {
+        Ok(report) => {
+            for record in &report.retained.forgotten {
+                tracing::info!(run = run.spec.run, tier = tier.url(), step = record.step, "forgotten");
+            }
+        }
+        Err(error) => {
+            tracing::warn!(run = run.spec.run, tier = tier.url(), %error, "older steps could not be forgotten; the next upload tries again");
+        }
+    }
 }
 
 /// Reports the contents of memory that the trainer itself encodes.

@@ -1,0 +1,61 @@
+//! Finds NaN and infinities: floats whose exponent has all bits set. Reads each chunk once, as fast as memory gives it.
+
+use crate::Dtype;
+
+super::for_every_level! {
+    /// Returns whether all elements are finite. Elements of types other than `f16`, `bf16`, `f32` and `f64` count as finite.
+    pub(crate) fn is_finite / is_finite_at(dtype: Dtype, data: &[u8]) -> bool = is_finite_any;
+}
+
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: elements are stored in this order")]
+fn is_finite_any(dtype: Dtype, data: &[u8]) -> bool {
+    match dtype {
+        Dtype::F16 => all(data, |bytes| u16::from_le_bytes(bytes) & 0x7c00 != 0x7c00),
+        Dtype::Bf16 => all(data, |bytes| u16::from_le_bytes(bytes) & 0x7f80 != 0x7f80),
+        Dtype::F32 => all(data, |bytes| u32::from_le_bytes(bytes) & 0x7f80_0000 != 0x7f80_0000),
+        Dtype::F64 => all(data, |bytes| u64::from_le_bytes(bytes) & 0x7ff0_0000_0000_0000 != 0x7ff0_0000_0000_0000),
+        _ => true,
+    }
+}
+
+/// Number of bytes after which the search may stop. Within a block there is no branch, so that the loop is vectorised.
+const BLOCK_BYTES: usize = 4096;
+
+#[inline(always)]
+fn all<const W: usize>(data: &[u8], is_finite: impl Fn([u8; W]) -> bool) -> bool {
+    data.chunks(BLOCK_BYTES).all(|block| block.as_chunks::<W>().0.iter().fold(true, |all, &bytes| all & is_finite(bytes)))
+}
+
+#[cfg(test)]
+#[allow(clippy::little_endian_bytes, reason = "test data")]
+mod tests {
+    use super::*;
+    use crate::kernels::Level;
+
+    /// One element of every kind at every place of a short list, and at the ends of a long one.
+    #[test]
+    fn every_level_finds_each_element_that_is_not_finite() {
+        let numbers = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE / 2.0, -0.0];
+        let encode = |dtype: Dtype, number: f32| match dtype {
+            Dtype::F16 => half::f16::from_f32(number.clamp(-6e4, 6e4)).to_le_bytes().to_vec(),
+            Dtype::Bf16 => half::bf16::from_bits((number.to_bits() >> 16) as u16).to_le_bytes().to_vec(),
+            Dtype::F32 => number.to_le_bytes().to_vec(),
+            _ => f64::from(number).to_le_bytes().to_vec(),
+        };
+        for level in Level::available() {
+            for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64] {
+                for number in numbers {
+                    let number = if dtype == Dtype::F16 && number.is_infinite() { f32::NAN } else { number };
+                    for (count, places) in [(67usize, (0..67).collect::<Vec<_>>()), (5000, vec![0, 4999])] {
+                        for place in places {
+                            let data: Vec<u8> = (0..count).flat_map(|at| encode(dtype, if at == place { number } else { 1.5 })).collect();
+                            assert_eq!(is_finite_at(level, dtype, &data), number.is_finite(), "{dtype:?} {number} at {place}");
+                        }
+                    }
+                }
+            }
+            assert!(is_finite_at(level, Dtype::U8, &[0xff; 64]));
+        }
+    }
+}

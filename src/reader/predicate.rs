@@ -1,0 +1,381 @@
+//! Conditions on the statistics of a tensor, such as `nan > 0 or norm > 1e4`.
+//!
+//! ```text
+//! predicate   = conjunction { "or" conjunction }
+//! conjunction = comparison { "and" comparison }
+//! comparison  = COLUMN ( ">" | ">=" | "<" | "<=" | "=" | "==" | "!=" ) NUMBER
+//! ```
+//!
+//! A comparison is true, false or not known, and `and` and `or` follow the logic of three values that SQL uses. So a
+//! tensor whose change was not measured is not taken for a tensor that did not change. Counts are compared as binary64.
+
+use std::fmt;
+
+use globset::{GlobBuilder, GlobMatcher};
+
+use crate::{ChangeStatistics, ChunkStatistics, Dtype, Error, Result, ValueStatistics};
+
+/// Statistics of a tensor of a snapshot: those of its chunks, added up.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TensorStatistics {
+    /// Name of the tensor.
+    pub tensor: String,
+    /// Role of the tensor.
+    pub role: String,
+    /// Type of the elements.
+    pub dtype: Dtype,
+    /// Number of elements.
+    pub elements: u64,
+    /// Counts, extremes and sums; `None` for types that are not measured.
+    pub values: Option<ValueStatistics>,
+    /// Change since the reference step; `None` unless the writer had the bases of all chunks.
+    pub change: Option<ChangeStatistics>,
+    /// Step that the change refers to. There exactly if `change` is.
+    pub reference_step: Option<u64>,
+}
+
+impl TensorStatistics {
+    /// Adds up the chunks of one tensor; `None` without chunks.
+    pub fn of(chunks: &[ChunkStatistics]) -> Option<Self> {
+        let first = chunks.first()?;
+        let values = chunks.iter().map(|chunk| chunk.values).reduce(|a, b| Some(a?.and(b?)))?;
+        let change = chunks.iter().map(|chunk| chunk.change).reduce(|a, b| Some(a?.and(b?)))?;
+        Some(Self {
+            tensor: first.tensor.clone(),
+            role: first.role.clone(),
+            dtype: first.dtype,
+            elements: chunks.iter().fold(0, |sum, chunk| sum.saturating_add(chunk.elements)),
+            values,
+            change,
+            reference_step: change.and(first.reference_step),
+        })
+    }
+}
+
+/// Condition on the statistics of a tensor: comparisons of a column with a number, joined by `and` and `or`.
+///
+/// `and` binds tighter than `or`; there are no parentheses. Columns are those of the statistics (`nan`,
+/// `positive_infinity`, `negative_infinity`, `zero`, `subnormal`, `min`, `max`, `sum`, `sum_squares`, `changed`,
+/// `change_squares`, `change_ulps`, `elements`), and `inf` (infinities of either sign), `nonfinite` (NaN and infinities),
+/// `norm` and `change_norm` (roots of the sums of squares).
+///
+/// ```
+/// use tensorcask::Predicate;
+/// assert_eq!(Predicate::parse("nan>0 or norm >= 1e4 and zero = 0")?.to_string(), "nan > 0 or norm >= 10000 and zero = 0");
+/// assert!(Predicate::parse("nan > 0 or").is_err());
+/// assert!(Predicate::parse("loss > 3").is_err());
+/// # Ok::<(), tensorcask::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Predicate {
+    /// Conjunctions of which one must hold.
+    any_of: Vec<Vec<Comparison>>,
+    /// Names of the tensors to look at; `None` for all.
+    tensors: Option<GlobMatcher>,
+}
+
+impl Predicate {
+    /// Parses a predicate on all tensors.
+    pub fn parse(text: &str) -> Result<Self> {
+        let bad = |message: String| Error::invalid(format!("predicate `{}`: {message}", text.escape_debug()));
+        let mut words = words(text).into_iter();
+        let mut any_of = vec![Vec::new()];
+        loop {
+            let column = words.next().ok_or_else(|| bad("write COLUMN OPERATOR NUMBER, such as `nan > 0`".into()))?;
+            let column = Column::from_name(column).ok_or_else(|| {
+                let names: Vec<&str> = COLUMNS.iter().map(|(name, _)| *name).collect();
+                bad(format!("`{}` is no column; columns are {}", column.escape_debug(), names.join(", ")))
+            })?;
+            let operator = words.next().unwrap_or_default();
+            let operator = Operator::from_name(operator)
+                .ok_or_else(|| bad(format!("write one of > >= < <= = != instead of `{}`", operator.escape_debug())))?;
+            let number = words.next().unwrap_or_default();
+            let number = number.parse().ok().filter(|number: &f64| number.is_finite());
+            let number = number.ok_or_else(|| bad("a comparison ends with a finite number, such as `0` or `1e4`".into()))?;
+            if let Some(all_of) = any_of.last_mut() {
+                all_of.push(Comparison { column, operator, number });
+            }
+            match words.next() {
+                None => return Ok(Self { any_of, tensors: None }),
+                Some("and") => {}
+                Some("or") => any_of.push(Vec::new()),
+                Some(word) => return Err(bad(format!("write `and` or `or` instead of `{}`", word.escape_debug()))),
+            }
+        }
+    }
+
+    /// Restricts the predicate to tensors whose name matches a glob, in which `*` stands for any characters.
+    pub fn of_tensors(self, glob: &str) -> Result<Self> {
+        let glob = GlobBuilder::new(glob).build().map_err(|e| Error::invalid(format!("pattern of tensors: {e}")))?;
+        Ok(Self { tensors: Some(glob.compile_matcher()), ..self })
+    }
+
+    /// Whether the predicate looks at a tensor of this name.
+    pub(super) fn is_about(&self, tensor: &str) -> bool {
+        self.tensors.as_ref().is_none_or(|names| names.is_match(tensor))
+    }
+
+    /// Returns whether the predicate holds for a tensor; `None` if statistics that decide this are missing.
+    pub fn holds(&self, tensor: &TensorStatistics) -> Option<bool> {
+        let all = |all_of: &Vec<Comparison>| fold(all_of.iter().map(|comparison| comparison.holds(tensor)), false);
+        fold(self.any_of.iter().map(all), true)
+    }
+}
+
+/// Joins truths of three values. `decisive` decides whatever the others are: `true` for `or`, `false` for `and`.
+fn fold(truths: impl Iterator<Item = Option<bool>>, decisive: bool) -> Option<bool> {
+    let mut joined = Some(!decisive);
+    for truth in truths {
+        match truth {
+            Some(known) if known == decisive => return truth,
+            Some(_) => {}
+            None => joined = None,
+        }
+    }
+    joined
+}
+
+/// Splits a predicate into names, numbers and operators.
+fn words(text: &str) -> Vec<&str> {
+    let is_operator = |letter: char| matches!(letter, '<' | '>' | '=' | '!');
+    text.split_whitespace()
+        .flat_map(|word| {
+            let mut parts = Vec::new();
+            let mut rest = word;
+            while let Some(first) = rest.chars().next() {
+                let end = rest.find(|letter| is_operator(letter) != is_operator(first)).unwrap_or(rest.len());
+                let (part, tail) = rest.split_at(end);
+                parts.push(part);
+                rest = tail;
+            }
+            parts
+        })
+        .collect()
+}
+
+impl fmt::Display for Predicate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, all_of) in self.any_of.iter().enumerate() {
+            f.write_str(if number == 0 { "" } else { " or " })?;
+            for (number, comparison) in all_of.iter().enumerate() {
+                f.write_str(if number == 0 { "" } else { " and " })?;
+                let Comparison { column, operator, number } = comparison;
+                write!(f, "{} {} {number}", column.name(), operator.name())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Comparison {
+    column: Column,
+    operator: Operator,
+    number: f64,
+}
+
+impl Comparison {
+    fn holds(self, tensor: &TensorStatistics) -> Option<bool> {
+        let number = match self.column.of(tensor) {
+            Cell::Number(number) => number,
+            Cell::None => return Some(false),
+            Cell::Unknown => return None,
+        };
+        Some(match self.operator {
+            Operator::Greater => number > self.number,
+            Operator::AtLeast => number >= self.number,
+            Operator::Less => number < self.number,
+            Operator::AtMost => number <= self.number,
+            Operator::Equal => number == self.number,
+            Operator::Differs => number != self.number,
+        })
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Operator {
+    Greater,
+    AtLeast,
+    Less,
+    AtMost,
+    Equal,
+    Differs,
+}
+
+/// Operators by name. The first name of an operator is the one that is shown.
+const OPERATORS: [(&str, Operator); 7] = [
+    (">", Operator::Greater),
+    (">=", Operator::AtLeast),
+    ("<", Operator::Less),
+    ("<=", Operator::AtMost),
+    ("=", Operator::Equal),
+    ("==", Operator::Equal),
+    ("!=", Operator::Differs),
+];
+
+impl Operator {
+    fn from_name(text: &str) -> Option<Self> {
+        OPERATORS.iter().find(|(name, _)| *name == text).map(|(_, operator)| *operator)
+    }
+
+    fn name(self) -> &'static str {
+        OPERATORS.iter().find(|(_, operator)| *operator == self).map_or("", |(name, _)| name)
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Column {
+    Elements,
+    Nan,
+    PositiveInfinity,
+    NegativeInfinity,
+    Infinity,
+    NonFinite,
+    Zero,
+    Subnormal,
+    Min,
+    Max,
+    Sum,
+    SumSquares,
+    Norm,
+    Changed,
+    ChangeSquares,
+    ChangeNorm,
+    ChangeUlps,
+}
+
+const COLUMNS: [(&str, Column); 17] = [
+    ("elements", Column::Elements),
+    ("nan", Column::Nan),
+    ("positive_infinity", Column::PositiveInfinity),
+    ("negative_infinity", Column::NegativeInfinity),
+    ("inf", Column::Infinity),
+    ("nonfinite", Column::NonFinite),
+    ("zero", Column::Zero),
+    ("subnormal", Column::Subnormal),
+    ("min", Column::Min),
+    ("max", Column::Max),
+    ("sum", Column::Sum),
+    ("sum_squares", Column::SumSquares),
+    ("norm", Column::Norm),
+    ("changed", Column::Changed),
+    ("change_squares", Column::ChangeSquares),
+    ("change_norm", Column::ChangeNorm),
+    ("change_ulps", Column::ChangeUlps),
+];
+
+/// Value of a column for a tensor.
+enum Cell {
+    Number(f64),
+    /// The tensor has no such value: its type is not measured, or it has no finite element.
+    None,
+    /// The tensor has such a value, but it was not measured or exceeds binary64.
+    Unknown,
+}
+
+impl Column {
+    fn from_name(text: &str) -> Option<Self> {
+        COLUMNS.iter().find(|(name, _)| *name == text).map(|(_, column)| *column)
+    }
+
+    fn name(self) -> &'static str {
+        COLUMNS.iter().find(|(_, column)| *column == self).map_or("", |(name, _)| name)
+    }
+
+    fn of(self, tensor: &TensorStatistics) -> Cell {
+        let count = |count: u64| Cell::Number(count as f64);
+        let or_unknown = |number: Option<f64>| number.map_or(Cell::Unknown, Cell::Number);
+        let (values, change) = (tensor.values, tensor.change);
+        match self {
+            Self::Elements => return count(tensor.elements),
+            Self::Changed => return change.map_or(Cell::Unknown, |change| count(change.changed)),
+            Self::ChangeSquares => return or_unknown(change.and_then(|change| change.squares)),
+            Self::ChangeNorm => return or_unknown(change.and_then(|change| change.squares).map(f64::sqrt)),
+            Self::ChangeUlps => return change.map_or(Cell::Unknown, |change| count(change.ulps)),
+            _ => {}
+        }
+        let Some(values) = values else { return Cell::None };
+        let infinities = values.positive_infinity.saturating_add(values.negative_infinity);
+        match self {
+            Self::Nan => count(values.nan),
+            Self::PositiveInfinity => count(values.positive_infinity),
+            Self::NegativeInfinity => count(values.negative_infinity),
+            Self::Infinity => count(infinities),
+            Self::NonFinite => count(infinities.saturating_add(values.nan)),
+            Self::Zero => count(values.zero),
+            Self::Subnormal => count(values.subnormal),
+            Self::Min => values.min.map_or(Cell::None, Cell::Number),
+            Self::Max => values.max.map_or(Cell::None, Cell::Number),
+            Self::Sum => or_unknown(values.sum),
+            Self::SumSquares => or_unknown(values.squares),
+            Self::Norm => or_unknown(values.squares.map(f64::sqrt)),
+            Self::Elements | Self::Changed | Self::ChangeSquares | Self::ChangeNorm | Self::ChangeUlps => Cell::None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor() -> TensorStatistics {
+        let values = ValueStatistics { nan: 2, negative_infinity: 1, sum: Some(-3.0), squares: Some(9.0), ..ValueStatistics::default() };
+        TensorStatistics {
+            tensor: "w".into(),
+            role: "model".into(),
+            dtype: Dtype::F32,
+            elements: 10,
+            values: Some(values),
+            change: None,
+            reference_step: None,
+        }
+    }
+
+    #[test]
+    fn comparisons_follow_the_logic_of_three_values() {
+        let cases = [
+            ("nan > 0", Some(true)),
+            ("nan>2", Some(false)),
+            ("nan >= 2 and inf == 1", Some(true)),
+            ("nonfinite=3", Some(true)),
+            ("norm = 3 and sum = -3 and sum_squares <= 9", Some(true)),
+            // No element is finite, so there is no minimum.
+            ("min < 0", Some(false)),
+            ("changed = 0", None),
+            ("changed = 0 or nan > 0", Some(true)),
+            ("changed = 0 or nan > 9", None),
+            ("changed = 0 and nan > 0", None),
+            ("changed = 0 and nan > 9", Some(false)),
+            ("zero > 0 and nan > 0 or elements != 9", Some(true)),
+            ("elements != 9 or nan > 0 and zero > 0", Some(true)),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(Predicate::parse(text).unwrap().holds(&tensor()), expected, "{text}");
+        }
+        let integers = TensorStatistics { dtype: Dtype::I64, values: None, ..tensor() };
+        assert_eq!(Predicate::parse("zero >= 0").unwrap().holds(&integers), Some(false));
+    }
+
+    #[test]
+    fn other_texts_are_refused() {
+        for text in [
+            "",
+            "nan",
+            "nan >",
+            "nan > x",
+            "nan > nan",
+            "nan > inf",
+            "nan => 0",
+            "> 0",
+            "nan > 0 nan",
+            "nan > 0 or",
+            "nan > 0 and and",
+            "é > 0",
+            "(nan > 0)",
+        ] {
+            let error = Predicate::parse(text).unwrap_err();
+            assert!(error.message().starts_with("predicate `"), "{error}");
+        }
+        assert!(Predicate::parse("nan > 0").unwrap().of_tensors("[").is_err());
+    }
+}

@@ -1,0 +1,114 @@
+//! Check of a state for NaN and infinities.
+//!
+//! Checked are parameters and moments, of the types that statistics measure. Other tensors may hold anything: a mask
+//! buffer holds negative infinities on purpose. Buffers have role `model` unless the caller states another, so negative
+//! infinities also pass in tensors whose names say *mask*.
+
+use std::fmt;
+
+use crate::kernels::finite::is_finite;
+use crate::kernels::statistics::{ValueStatistics, values};
+use crate::{Dtype, Error, Result};
+
+/// How a save treats a state whose parameters or moments hold NaN or infinities.
+///
+/// Checked are tensors of type `f16`, `bf16`, `f32` or `f64` and role `model`, `master`, `exp_avg`, `exp_avg_sq`,
+/// `max_exp_avg_sq`, `momentum` or `ema`. Negative infinities are allowed in tensors whose name contains `mask`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FiniteCheck {
+    /// Does not look.
+    #[default]
+    Off,
+    /// Fails with `InvalidArgument`, which names tensor and chunk. Nothing is committed.
+    Refuse,
+    /// Commits the snapshot, and marks it as not finite. Retention then keeps the newest finite snapshot.
+    Tag,
+}
+
+impl FiniteCheck {
+    /// Parses `finite` (refuse) or `tag`.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "finite" => Ok(Self::Refuse),
+            "tag" => Ok(Self::Tag),
+            _ => Err(Error::invalid(format!("unknown check `{}`: use finite or tag", name.escape_debug()))),
+        }
+    }
+
+    /// Name that [`from_name`](Self::from_name) reads; `None` for no check.
+    pub fn name(self) -> Option<&'static str> {
+        match self {
+            Self::Off => None,
+            Self::Refuse => Some("finite"),
+            Self::Tag => Some("tag"),
+        }
+    }
+}
+
+/// Number of elements of a chunk that are not finite although they should be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct NonFinite {
+    nan: u64,
+    infinite: u64,
+}
+
+impl NonFinite {
+    /// Looks for elements that should be finite; `None` if there are none. `measured` are the statistics of the chunk, if
+    /// they are known.
+    pub(crate) fn find(tensor: &str, role: &str, dtype: Dtype, data: &[u8], measured: Option<&ValueStatistics>) -> Option<Self> {
+        if !CHECKED_ROLES.contains(&role) || (measured.is_none() && is_finite(dtype, data)) {
+            return None;
+        }
+        let ValueStatistics { nan, positive_infinity, negative_infinity, .. } = measured.copied().or_else(|| values(dtype, data))?;
+        let is_mask = tensor.to_ascii_lowercase().contains("mask");
+        let infinite = positive_infinity.saturating_add(if is_mask { 0 } else { negative_infinity });
+        (nan > 0 || infinite > 0).then_some(Self { nan, infinite })
+    }
+
+    /// The error of a refused save.
+    pub(crate) fn refusal(self, elements: u64) -> Error {
+        Error::invalid(format!(
+            "{self} among {elements} elements of this chunk. The state was not saved, because the save asked for a check for finite \
+             values. Load an earlier step, or save with the check `tag` to keep this state and mark it"
+        ))
+    }
+}
+
+impl fmt::Display for NonFinite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let infinities = if self.infinite == 1 { "infinity" } else { "infinities" };
+        match (self.nan, self.infinite) {
+            (nan, 0) => write!(f, "{nan} NaN"),
+            (0, infinite) => write!(f, "{infinite} {infinities}"),
+            (nan, infinite) => write!(f, "{nan} NaN and {infinite} {infinities}"),
+        }
+    }
+}
+
+/// Roles of parameters and of moments.
+const CHECKED_ROLES: [&str; 7] = ["model", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "ema"];
+
+#[cfg(test)]
+#[allow(clippy::little_endian_bytes, reason = "test data")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_and_moments_are_checked_and_masks_may_hold_negative_infinities() {
+        let find = |tensor: &str, role: &str, numbers: &[f32]| {
+            let data: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+            let measured = values(Dtype::F32, &data);
+            let found = NonFinite::find(tensor, role, Dtype::F32, &data, None);
+            assert_eq!(found, NonFinite::find(tensor, role, Dtype::F32, &data, measured.as_ref()));
+            found.map(|found| found.to_string())
+        };
+        let numbers = [1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+        assert_eq!(find("h.0.w", "model", &numbers).as_deref(), Some("1 NaN and 2 infinities"));
+        assert_eq!(find("h.0.w", "exp_avg_sq", &numbers[2..3]).as_deref(), Some("1 infinity"));
+        assert_eq!(find("h.0.w", "model", &numbers[..1]), None);
+        assert_eq!(find("h.0.w", "buffer", &numbers), None);
+        assert_eq!(find("h.0.attn.causal_mask", "model", &numbers[3..]), None);
+        assert_eq!(find("h.0.attn.Mask", "model", &numbers[..2]).as_deref(), Some("1 NaN"));
+        assert_eq!(NonFinite::find("ids", "model", Dtype::I32, &[0xff; 4], None), None);
+    }
+}

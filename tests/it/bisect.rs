@@ -1,0 +1,94 @@
+//! The first step whose statistics satisfy a predicate.
+
+use tensorcask::blocking::Store;
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Predicate, TensorView, WriterOptions};
+
+/// Saves 40 steps, in another order than their numbers. A NaN is in the second chunk of one layer from step 23 on, except
+/// that it vanishes again at step 30.
+fn run(name: &str) -> Store {
+    let store = Store::open(&format!("memory://{name}")).unwrap();
+    let options = WriterOptions { policy: Policy::Full, statistics: true, ..WriterOptions::default() };
+    let mut writer = store.writer_with(options).unwrap();
+    let mut values = vec![0.5f32; 300_000];
+    for step in (20..40u64).chain(0..20) {
+        values[299_999] = if step >= 23 && step != 30 { f32::NAN } else { 0.25 };
+        values[0] = step as f32;
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let state = [
+            TensorView::new("layers.0.w", Dtype::F32, &[100], &bytes[..400]).unwrap(),
+            TensorView::new("layers.1.w", Dtype::F32, &[300_000], &bytes).unwrap(),
+            TensorView::new("empty", Dtype::F32, &[0], &[]).unwrap(),
+        ];
+        writer.save(step, &state, &[], &Metadata::default()).unwrap();
+    }
+    store
+}
+
+#[test]
+fn steps_are_scanned_by_number_and_a_nan_may_vanish() {
+    let store = run("bisect-scan");
+    let find = |text: &str| store.history().bisect(&Predicate::parse(text).unwrap()).unwrap();
+    let found = find("nan > 0");
+    let first = found.first.as_ref().unwrap();
+    assert_eq!((first.step, found.last_good, found.examined), (23, Some(22), 24));
+    assert!(found.is_certain() && first.tensors.len() == 1);
+    let tensor = &first.tensors[0];
+    assert_eq!((tensor.statistics.tensor.as_str(), tensor.statistics.elements), ("layers.1.w", 300_000));
+    assert_eq!(tensor.first_chunk.as_ref().map(|chunk| chunk.chunk), Some(1));
+
+    let found = find("max >= 35 and nan = 0");
+    assert_eq!((found.first.as_ref().unwrap().step, found.last_good), (35, Some(34)));
+    assert_eq!(found.first.unwrap().tensors[0].statistics.tensor, "layers.0.w");
+    // Only the sum over both chunks exceeds this.
+    let found = find("elements > 290000");
+    assert_eq!(found.first.unwrap().tensors[0].first_chunk, None);
+    let found = find("max > 100");
+    assert_eq!((found.first, found.last_good, found.examined), (None, Some(39), 40));
+}
+
+#[test]
+fn tensors_are_chosen_by_name() {
+    let store = run("bisect-names");
+    let find = |glob: &str| store.history().bisect(&Predicate::parse("nan > 0").unwrap().of_tensors(glob).unwrap());
+    assert_eq!(find("*.0.*").unwrap().first, None);
+    assert_eq!(find("layers.*").unwrap().first.unwrap().step, 23);
+    assert_eq!(find("decoder.*").unwrap_err().kind(), ErrorKind::NotFound);
+    // A tensor without elements has no statistics, and needs none.
+    assert!(find("empty").unwrap().is_certain());
+}
+
+#[test]
+fn reads_no_tensor_bytes_and_no_step_after_the_match() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run");
+    let store = Store::open(path.to_str().unwrap()).unwrap();
+    let options = WriterOptions { policy: Policy::Full, statistics: true, ..WriterOptions::default() };
+    let mut writer = store.writer_with(options).unwrap();
+    // Numbers that do not compress.
+    let mut state = 1u32;
+    let mut noise = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state & 0x7f7f_ffff
+    };
+    for step in 0..4u64 {
+        let bytes: Vec<u8> = (0..500_000).flat_map(|_| noise().to_le_bytes()).collect();
+        writer.save(step, &[TensorView::new("w", Dtype::F32, &[500_000], &bytes).unwrap()], &[], &Metadata::default()).unwrap();
+    }
+    let store = Store::open(path.to_str().unwrap()).unwrap();
+    let before = store.inner().io().bytes_read;
+    assert_eq!(store.history().bisect(&Predicate::parse("nan > 0").unwrap()).unwrap().last_good, Some(3));
+    let read = store.inner().io().bytes_read - before;
+    assert!(read < 500_000, "{read} bytes of four steps of 2 MB");
+}
+
+#[test]
+fn an_empty_store_has_no_match_and_a_missing_store_is_an_error() {
+    let predicate = Predicate::parse("nan > 0").unwrap();
+    let store = Store::open("memory://bisect-empty").unwrap();
+    assert_eq!(store.history().bisect(&predicate).unwrap_err().kind(), ErrorKind::NotFound);
+    store.writer(Policy::Full).unwrap();
+    let found = store.history().bisect(&predicate).unwrap();
+    assert!(found.first.is_none() && found.last_good.is_none() && found.examined == 0);
+}

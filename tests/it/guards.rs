@@ -1,0 +1,223 @@
+//! The check for finite values, and retention that keeps the last finite step.
+
+use tensorcask::blocking::{Store, Writer, maintain};
+use tensorcask::{
+    Dtype, ErrorKind, FiniteCheck, Metadata, Policy, Rank, Retention, SavedSnapshot, SnapshotRecord, TensorView, WriterOptions,
+};
+
+fn options(check: FiniteCheck) -> WriterOptions {
+    WriterOptions { policy: Policy::Consecutive, check, ..WriterOptions::default() }
+}
+
+fn bytes_of(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+}
+
+/// Saves one tensor of role `model`, its first moment, and a mask.
+fn save(writer: &mut Writer, step: u64, weight: f32, moment: f32) -> tensorcask::Result<SavedSnapshot> {
+    let mut numbers = vec![0.5f32; 300_000];
+    (numbers[0], numbers[299_999]) = (step as f32, weight);
+    let (weights, moments) = (bytes_of(&numbers), bytes_of(&[0.25, moment]));
+    let mask = bytes_of(&[0.0, f32::NEG_INFINITY]);
+    let state = [
+        TensorView::new("model.w", Dtype::F32, &[300_000], &weights)?,
+        TensorView::new("optimizer.exp_avg.w", Dtype::F32, &[2], &moments)?,
+        TensorView::new("model.attn.mask", Dtype::F32, &[2], &mask)?,
+    ];
+    writer.save(step, &state, &[], &Metadata::default())
+}
+
+fn steps(records: &[SnapshotRecord]) -> Vec<u64> {
+    records.iter().map(|record| record.step).collect()
+}
+
+fn last(keep_last: u64) -> Retention {
+    Retention { keep_last: Some(keep_last), ..Retention::default() }
+}
+
+#[test]
+fn a_state_that_is_not_finite_is_refused_and_the_writer_goes_on() {
+    let store = Store::open("memory://guards-refuse").unwrap();
+    let mut writer = store.writer_with(options(FiniteCheck::Refuse)).unwrap();
+    assert_eq!(save(&mut writer, 1, 1.0, 1.0).unwrap().finite, Some(true));
+    let error = save(&mut writer, 2, f32::NAN, 1.0).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    let text = error.to_string();
+    assert!(text.contains("tensor `model.w`, chunk 1") && text.contains("1 NaN among 37856 elements"), "{text}");
+    let error = save(&mut writer, 2, 1.0, f32::INFINITY).unwrap_err();
+    assert!(error.to_string().contains("tensor `optimizer.exp_avg.w`, chunk 0") && error.message().contains("1 infinity"), "{error}");
+    let saved = save(&mut writer, 3, 2.0, 1.0).unwrap();
+    assert_eq!((saved.kind.name(), saved.finite), ("delta", Some(true)));
+    assert_eq!(store.snapshots().unwrap().iter().map(|info| info.record.step).collect::<Vec<_>>(), [1, 3]);
+    assert!(maintain::verify(&store, &maintain::VerifyOptions::default()).unwrap().is_clean());
+}
+
+#[test]
+fn statistics_and_the_check_mark_a_snapshot_and_otherwise_nothing_is_known() {
+    let store = Store::open("memory://guards-tag").unwrap();
+    let tag = |step: u64| store.snapshot(step).unwrap().user().get("tc.finite").cloned();
+    let mut writer = store.writer_with(options(FiniteCheck::Tag)).unwrap();
+    save(&mut writer, 1, 1.0, 1.0).unwrap();
+    assert_eq!(save(&mut writer, 2, 1.0, f32::NAN).unwrap().finite, Some(false));
+    let mut writer = store.writer_with(WriterOptions { statistics: true, ..options(FiniteCheck::Off) }).unwrap();
+    assert_eq!(save(&mut writer, 3, f32::NEG_INFINITY, 1.0).unwrap().finite, Some(false));
+    let mut writer = store.writer_with(options(FiniteCheck::Off)).unwrap();
+    assert_eq!(save(&mut writer, 4, f32::NAN, 1.0).unwrap().finite, None);
+    assert_eq!([1, 2, 3, 4].map(tag), [Some(true.into()), Some(false.into()), Some(false.into()), None]);
+    maintain::compact(&store, 2, &maintain::CompactOptions::default()).unwrap();
+    assert_eq!(tag(2), Some(false.into()));
+}
+
+#[test]
+fn the_marks_of_all_ranks_are_joined() {
+    let store = Store::open("memory://guards-ranks").unwrap();
+    let mut coordinator = store.writer_with(options(FiniteCheck::Tag)).unwrap();
+    let checks = [[FiniteCheck::Tag, FiniteCheck::Tag], [FiniteCheck::Off, FiniteCheck::Tag], [FiniteCheck::Off, FiniteCheck::Tag]];
+    let numbers = [1.0, 1.0, f32::NAN];
+    for (step, (checks, number)) in (1..).zip(checks.into_iter().zip(numbers)) {
+        let bytes = [bytes_of(&[1.0]), bytes_of(&[number])];
+        let mut receipts = Vec::new();
+        for (rank, (check, bytes)) in (0..).zip(checks.into_iter().zip(&bytes)) {
+            let mut writer = store.rank_writer(Rank { rank, world: 2, attempt: 0 }, options(check)).unwrap();
+            let name = format!("w{rank}");
+            receipts.push(writer.save(step, &[TensorView::new(&name, Dtype::F32, &[1], bytes).unwrap()], &[]).unwrap());
+        }
+        coordinator.commit_receipts(step, &receipts, &Metadata::default()).unwrap();
+    }
+    let tag = |step: u64| store.snapshot(step).unwrap().user().get("tc.finite").and_then(serde_json::Value::as_bool);
+    assert_eq!([1, 2, 3].map(tag), [Some(true), None, Some(false)]);
+}
+
+#[test]
+fn retention_keeps_the_newest_finite_step_while_all_kept_steps_are_broken() {
+    let store = Store::open("memory://guards-retain").unwrap();
+    let mut writer = store.writer_with(options(FiniteCheck::Tag)).unwrap();
+    for (step, weight) in [(1, 1.0), (2, 2.0), (3, f32::NAN), (4, 3.0), (5, f32::NAN), (6, f32::NAN), (7, f32::NAN)] {
+        save(&mut writer, step, weight, 1.0).unwrap();
+    }
+    let told = store.history().unwanted(last(2)).unwrap();
+    assert_eq!((steps(&told.forgotten), told.kept_finite.map(|record| record.step)), (vec![1, 2, 3, 5], Some(4)));
+    let retained = store.retain(last(2)).unwrap();
+    assert_eq!((steps(&retained.forgotten), retained.kept_finite.map(|record| record.step)), (vec![1, 2, 3, 5], Some(4)));
+    // Again: nothing to forget, and the step stays.
+    let again = Store::open("memory://guards-retain").unwrap().retain(last(2)).unwrap();
+    assert_eq!((again.forgotten, again.kept_finite.map(|record| record.step)), (vec![], Some(4)));
+    // Once a finite step is among those to keep, the older one goes.
+    save(&mut writer, 8, 4.0, 1.0).unwrap();
+    let retained = store.retain(last(2)).unwrap();
+    assert_eq!((steps(&retained.forgotten), retained.kept_finite), (vec![4, 6], None));
+    assert!(maintain::verify(&store, &maintain::VerifyOptions::default()).unwrap().is_clean());
+}
+
+#[test]
+fn unchecked_and_reduced_steps_are_not_taken_for_finite_ones() {
+    let store = Store::open("memory://guards-unchecked").unwrap();
+    let options = |check| WriterOptions { policy: Policy::Full, ..options(check) };
+    let mut writer = store.writer_with(options(FiniteCheck::Tag)).unwrap();
+    for step in [1, 2] {
+        save(&mut writer, step, 1.0, 1.0).unwrap();
+    }
+    let mut unchecked = store.writer_with(options(FiniteCheck::Off)).unwrap();
+    for step in [3, 4] {
+        save(&mut unchecked, step, 1.0, 1.0).unwrap();
+    }
+    // Nothing says that the kept steps are broken.
+    assert_eq!(steps(&store.history().unwanted(last(2)).unwrap().forgotten), [1, 2]);
+    let mut writer = store.writer_with(options(FiniteCheck::Tag)).unwrap();
+    save(&mut writer, 5, f32::NAN, 1.0).unwrap();
+    let told = store.history().unwanted(last(2)).unwrap();
+    assert_eq!((steps(&told.forgotten), told.kept_finite.map(|record| record.step)), (vec![1, 3], Some(2)));
+    // Weights alone are no state to resume from.
+    maintain::keep_roles(&store, &[2], &["model".to_owned()], &maintain::CompactOptions::default()).unwrap();
+    let reduced = store.snapshot(2).unwrap().record().roles.is_some();
+    let told = store.history().unwanted(last(2)).unwrap();
+    assert_eq!((reduced, told.kept_finite.map(|record| record.step)), (true, Some(1)));
+    // A pin keeps a step in any case.
+    store.pin(1).unwrap();
+    let told = store.history().unwanted(last(2)).unwrap();
+    assert_eq!((steps(&told.forgotten), told.kept_finite), (vec![2, 3], None));
+}
+
+#[test]
+fn a_writer_forgets_by_itself_and_keeps_the_last_finite_step() {
+    let store = Store::open("memory://guards-automatic").unwrap();
+    let retention = Retention { keep_every: Some(4), ..last(2) };
+    let with = WriterOptions { retention: Some(retention), ..options(FiniteCheck::Tag) };
+    let mut writer = store.writer_with(with.clone()).unwrap();
+    let live = || store.snapshots().unwrap().iter().map(|info| info.record.step).collect::<Vec<_>>();
+    for step in 1..=6 {
+        save(&mut writer, step, step as f32, 1.0).unwrap();
+    }
+    assert_eq!(live(), [4, 5, 6]);
+    for step in 7..=10 {
+        save(&mut writer, step, f32::NAN, 1.0).unwrap();
+    }
+    // Step 4 is finite and kept, so no other step needs to stay.
+    assert_eq!(live(), [4, 8, 9, 10]);
+    let retention = Some(last(1));
+    let mut writer = store.writer_with(WriterOptions { retention, ..with.clone() }).unwrap();
+    save(&mut writer, 11, f32::NAN, 1.0).unwrap();
+    assert_eq!(live(), [4, 11]);
+    let nothing = WriterOptions { retention: Some(Retention::default()), ..with };
+    assert_eq!(store.writer_with(nothing).unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
+#[test]
+fn steps_are_reduced_to_weights_except_the_last_finite_one() {
+    let store = Store::open("memory://guards-weights").unwrap();
+    let mut writer = store.writer_with(WriterOptions { policy: Policy::Full, ..options(FiniteCheck::Tag) }).unwrap();
+    for step in 1..=8 {
+        save(&mut writer, step, if step > 6 { f32::NAN } else { 1.0 }, 1.0).unwrap();
+    }
+    let retention = Retention { keep_weights_every: Some(2), ..last(2) };
+    let report = maintain::retain(&store, retention, &maintain::CompactOptions::default()).unwrap();
+    assert_eq!((steps(&report.retained.forgotten), report.retained.kept_finite.map(|record| record.step)), (vec![1, 3, 5], Some(6)));
+    let roles: Vec<(u64, bool)> = store.snapshots().unwrap().iter().map(|info| (info.record.step, info.record.roles.is_some())).collect();
+    assert_eq!(roles, [(2, true), (4, true), (6, false), (7, false), (8, false)]);
+    // Steps that are reduced already are left alone.
+    assert_eq!(maintain::retain(&store, retention, &maintain::CompactOptions::default()).unwrap().reduced, []);
+}
+
+#[test]
+fn trained_parameters_that_stay_the_same_are_named_after_three_saves() {
+    let store = Store::open("memory://guards-unchanged").unwrap();
+    let frozen = WriterOptions { frozen: vec!["model.frozen*".into()], ..options(FiniteCheck::Off) };
+    let mut writer = store.writer_with(frozen).unwrap();
+    let names =
+        ["model.a", "model.b", "model.frozen", "model.mask", "optimizer.exp_avg.a", "optimizer.exp_avg.b", "optimizer.exp_avg.frozen"];
+    let mut save = |step: u64, a: f32, b: f32| {
+        let bytes: Vec<Vec<u8>> = names.iter().map(|name| bytes_of(&[if name.ends_with('a') { a } else { b }, 1.0])).collect();
+        let fixed = bytes_of(&[1.0, 1.0]);
+        let data = |name: &str, bytes| if name.contains("frozen") || name.contains("mask") { &fixed } else { bytes };
+        let state = names.iter().zip(&bytes).map(|(name, bytes)| TensorView::new(*name, Dtype::F32, &[2], data(name, bytes)).unwrap());
+        let state: Vec<TensorView<'_>> = state.collect();
+        let saved = writer.save(step, &state, &[], &Metadata::default()).unwrap();
+        saved.unchanged.into_iter().map(|found| (found.tensor, found.since_step)).collect::<Vec<_>>()
+    };
+    assert_eq!(save(1, 1.0, 1.0), []);
+    assert_eq!(save(2, 2.0, 2.0), []);
+    assert_eq!(save(3, 3.0, 2.0), []);
+    // Saving a step again is no further step.
+    assert_eq!(save(3, 3.0, 2.0), []);
+    assert_eq!(save(4, 4.0, 2.0), [("model.b".to_owned(), 2)]);
+    assert_eq!(save(5, 5.0, 2.0), [("model.b".to_owned(), 2)]);
+    assert_eq!(save(6, 6.0, 3.0), []);
+}
+
+#[test]
+fn weights_alone_are_named_only_if_none_of_them_changed() {
+    let store = Store::open("memory://guards-unchanged-weights").unwrap();
+    let mut writer = store.writer_with(options(FiniteCheck::Off)).unwrap();
+    let mut save = |step: u64, number: f32| {
+        let (changing, constant) = (bytes_of(&[number]), bytes_of(&[0.5]));
+        let state = [("w", &changing), ("inv_freq", &constant)];
+        let state = state.map(|(name, bytes)| TensorView::new(name, Dtype::F32, &[1], bytes).unwrap());
+        writer.save(step, &state, &[], &Metadata::default()).unwrap().unchanged
+    };
+    for step in 1..=4u64 {
+        assert_eq!(save(step, step as f32), []);
+    }
+    assert_eq!(save(5, 4.0), []);
+    let stale: Vec<String> = save(6, 4.0).into_iter().map(|found| found.tensor).collect();
+    assert_eq!(stale, ["inv_freq", "w"]);
+}
