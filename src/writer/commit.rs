@@ -15,7 +15,7 @@ use super::changed_rows::ChangedRows;
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Writer, WriterOptions};
-use crate::chain::{DecisionReason, PolicyDecision, chain_of};
+use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of};
 use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
@@ -35,7 +35,16 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
     log.append(id, |_| Ok(Event::Opened {})).await?;
     log.write_catalog_if_due().await;
     let predecessors = log.state().writers.clone();
-    Ok(Writer { pipeline: SavePipeline::new(store, options), id, log, predecessors, durable_directory: None, stopped: None })
+    Ok(Writer {
+        pipeline: SavePipeline::new(store, options),
+        id,
+        log,
+        predecessors,
+        durable_directory: None,
+        previous: None,
+        measures_saves: true,
+        stopped: None,
+    })
 }
 
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
@@ -205,6 +214,11 @@ impl Writer {
         manifest.user = metadata.user.clone();
         let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
         manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
+        let times = SaveTimes { previous: self.previous, ..prepared.times };
+        if times != SaveTimes::default() {
+            let value = serde_json::to_value(times).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+            manifest.user.insert(SaveTimes::KEY.to_owned(), value);
+        }
 
         let (bytes, manifest_digest) = manifest.encode()?;
         // Readers must accept the manifest: it may exceed a limit, or user metadata may be nested too deep.
@@ -345,6 +359,8 @@ pub(crate) struct Prepared<'a> {
     /// Rounding errors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
     pub decision: PolicyDecision,
+    /// Times of encoding and upload, if they were measured.
+    pub times: SaveTimes,
     /// Age of the oldest cask.
     pub age: Age,
 }

@@ -14,6 +14,7 @@
 //! Memory beyond the state: the base (as [`BaseKeeping`] says), one window, its base chunks, and upload parts.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
@@ -31,7 +32,7 @@ use super::statistics::StatisticsRecord;
 use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
 use super::{BaseKeeping, WriterOptions};
-use crate::chain::{Policy, content_digests};
+use crate::chain::{Policy, SaveTimes, content_digests, milliseconds};
 use crate::precision::Setting;
 use crate::store::{PartBudget, Upload, concurrently};
 use crate::wire::{CaskRef, ChunkStatistics, Digest, Directory, ErrorsFile, blob_slot};
@@ -67,6 +68,8 @@ pub(super) struct UploadedCasks {
     /// The state, if it becomes the base of the next delta and is kept.
     pub next_base: Option<NextBase>,
     pub rounding: RoundingRecord,
+    /// How long encoding took, and for how long it waited for uploads.
+    pub times: SaveTimes,
     statistics: StatisticsRecord,
 }
 
@@ -80,6 +83,7 @@ impl UploadedCasks {
             crcs,
             next_base,
             rounding: RoundingRecord::default(),
+            times: SaveTimes::default(),
             statistics: StatisticsRecord::default(),
         }
     }
@@ -145,13 +149,23 @@ impl SavePipeline {
         let casks = slots.into_iter().map(open).collect::<Result<_>>()?;
         let plan = SavePlan::new(&input)?;
         let mut run = SaveRun { input, plan: &plan, base, choices, casks, uploaded: UploadedCasks::new(layout, next_base) };
+        let (mut encoding, mut uploading) = (Duration::ZERO, Duration::ZERO);
         for window in &plan.windows {
+            let begun = Instant::now();
             let chunks = WindowChunks::of(&plan, window).prefer(&input, &plan, window, run.choices)?;
             let encoded = encode_window(&input, run.base, options, run.uploaded.next_base.as_ref(), chunks).await?;
             run.append_window(window, encoded)?;
+            let encoded = Instant::now();
             run.send().await?;
+            encoding = encoding.saturating_add(encoded.duration_since(begun));
+            uploading = uploading.saturating_add(encoded.elapsed());
         }
-        run.finish().await
+        let begun = Instant::now();
+        let mut uploaded = run.finish().await?;
+        uploading = uploading.saturating_add(begun.elapsed());
+        let (encode_ms, upload_ms) = (Some(milliseconds(encoding)), Some(milliseconds(uploading)));
+        uploaded.times = SaveTimes { encode_ms, upload_ms, previous: None };
+        Ok(uploaded)
     }
 }
 
