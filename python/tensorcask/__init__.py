@@ -37,13 +37,14 @@ from ._native import (
     __version__,
 )
 from ._precision import TensorRounding, search_precision
-from ._reports import CompactReport, CopyReport, GcReport, SnapshotInfo, TensorInfo, VerifyReport
+from ._reports import Advice, CompactReport, CopyReport, GcReport, KnownTime, SnapshotInfo, TensorInfo, VerifyReport
 from ._save_load import load, save
 from ._snapshot import Snapshot
 from ._store import Store
 from .engine import Engine
 
 __all__ = [
+    "Advice",
     "Catalog",
     "CompactReport",
     "ConflictError",
@@ -56,6 +57,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidTypeError",
     "InvalidValueError",
+    "KnownTime",
     "LimitExceededError",
     "NotFoundError",
     "OutcomeUnknownError",
