@@ -97,7 +97,7 @@ pub fn with_scalar_kernels<T>(run: impl FnOnce() -> T) -> T {
 /// not again inside each caller, including callers in other crates.
 pub(crate) use async_recursion::async_recursion as boxed;
 
-pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision};
+pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
 pub use commit::{History, RankExchange, Retained, Retention, SnapshotRecord, SnapshotStatus};
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};

@@ -68,6 +68,34 @@ pub(crate) fn human_bytes(bytes: u64) -> String {
     format!("{value:.1} {}", UNITS[unit])
 }
 
+/// Time with a unit, or with two above a minute.
+pub(crate) fn human_seconds(seconds: f64) -> String {
+    let two = |whole: f64, unit: &str, rest: &str, parts: f64| {
+        let (units, left) = ((whole / parts).floor(), whole % parts);
+        if left == 0.0 { format!("{units} {unit}") } else { format!("{units} {unit} {left} {rest}") }
+    };
+    match seconds {
+        s if s < 0.9995 => format!("{} ms", significant(s * 1e3)),
+        s if s < 59.95 => format!("{} s", significant(s)),
+        s if s < 3599.5 => two(s.round(), "min", "s", 60.0),
+        s if s < 86_370.0 => two((s / 60.0).round(), "h", "min", 60.0),
+        s => two((s / 3600.0).round(), "d", "h", 24.0),
+    }
+}
+
+/// Number with three digits, or all digits of its whole part.
+fn significant(value: f64) -> String {
+    let decimals = if value < 9.995 {
+        2
+    } else if value < 99.95 {
+        1
+    } else {
+        0
+    };
+    let text = format!("{value:.decimals$}");
+    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
+}
+
 /// Number of things, with the noun in the singular or the plural.
 pub(crate) fn counted(count: u64, one: &str, many: &str) -> String {
     match count {
@@ -125,6 +153,12 @@ mod tests {
         let mut text = Text::default();
         text.table(&["name", ">n"], &[vec!["x\n".into(), "10".into()]]);
         assert_eq!(text.as_str(), "name   n\nx\\n   10\n");
+    }
+
+    #[test]
+    fn times_are_short() {
+        let times = [0.0, 0.0123, 0.9996, 1.5, 59.96, 170.0, 3600.0, 7860.0, 86_400.0, 90_000.0].map(human_seconds);
+        assert_eq!(times, ["0 ms", "12.3 ms", "1 s", "1.5 s", "1 min", "2 min 50 s", "1 h", "2 h 11 min", "1 d", "1 d 1 h"]);
     }
 
     #[test]

@@ -11,8 +11,8 @@ use std::time::Duration;
 use tensorcask::maintain::{self, GcOptions};
 use tensorcask::wire::Id;
 use tensorcask::{
-    AheadUploads, Blob, Error, ErrorKind, Metadata, Rank, RankWriter, Rect, Result, SavedSnapshot, SnapshotRecord, SnapshotStatus, Store,
-    TensorView, Writer, WriterOptions,
+    AheadUploads, Blob, Error, ErrorKind, Metadata, PreviousSave, Rank, RankWriter, Rect, Result, SavedSnapshot, SnapshotRecord,
+    SnapshotStatus, Store, TensorView, Writer, WriterOptions,
 };
 
 use crate::files::remove_folder;
@@ -98,7 +98,9 @@ impl MemoryTier {
     }
 
     async fn open_writers(folder: &RunFolder, epoch: u64, store: Store, options: WriterOptions, world: u32) -> Result<Self> {
-        let writer = store.writer_with(options.clone()).await?;
+        let mut writer = store.writer_with(options.clone()).await?;
+        // A save into memory is not the whole save.
+        writer.set_previous_save(None);
         let mut ranks = Vec::new();
         if world > 1 {
             for rank in 0..world {
@@ -132,6 +134,11 @@ impl MemoryTier {
     pub(crate) fn send_ahead(&mut self, ahead: Option<&AheadUploads>) {
         self.writer.send_ahead(ahead.cloned());
         self.ranks.iter_mut().for_each(|rank| rank.send_ahead(ahead.cloned()));
+    }
+
+    /// Sets the times of an earlier save, which the next snapshot records.
+    pub(crate) fn set_previous_save(&mut self, previous: Option<PreviousSave>) {
+        self.writer.set_previous_save(previous);
     }
 
     /// Encodes a complete state of one process.

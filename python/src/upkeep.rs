@@ -1,12 +1,13 @@
 //! Maintenance of a store: garbage collection, compaction, copies, retention. Returns reports as dicts; the Python
 //! package turns them into dataclasses.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorcask::maintain::{self, CompactOptions, CopyOptions, Deletable, GcOptions};
-use tensorcask::{Retention, SnapshotRecord, StepSelector};
+use tensorcask::maintain::{self, CompactOptions, CopyOptions, Deletable, GcOptions, GivenTimes, KnownTime};
+use tensorcask::{Retention, SaveTimes, SnapshotRecord, StepSelector};
 
 use crate::errors::raise;
 use crate::store::Store;
@@ -89,4 +90,65 @@ pub(crate) fn retain(
     let report = py.detach(|| until_done(store, maintain::retain(store.inner(), retention, &CompactOptions::default())))?;
     let forgotten = report.retained.forgotten.iter().map(|record| record.step).collect();
     Ok((forgotten, report.retained.kept_finite.map(|record| record.step)))
+}
+
+/// Times that the user gives for advice: stall, restore, step and `torch.save`.
+type Given = (Option<Duration>, Option<Duration>, Option<Duration>, Option<Duration>);
+
+/// Advises how often to save and how many steps to keep. Measures the time of a restore if asked to.
+#[pyfunction]
+pub(crate) fn advise<'py>(
+    py: Python<'py>,
+    store: &Store,
+    mtbf: Duration,
+    given: Given,
+    measure_restore: bool,
+) -> PyResult<Bound<'py, PyDict>> {
+    let (stall, restore, step, torch_save) = given;
+    let given = GivenTimes { stall, restore, step, torch_save };
+    let store = &store.inner;
+    let work = async {
+        let mut times = maintain::measure(&store.inner().snapshots().await?, given)?;
+        if measure_restore {
+            times.restore = maintain::measured_restore(store.inner()).await?;
+        }
+        maintain::advise(times, mtbf)
+    };
+    let found = py.detach(|| until_done(store, work))?;
+    let times = found.times;
+    let known = [
+        ("stall", Some(times.stall)),
+        ("save", Some(times.save)),
+        ("stage", Some(times.stage)),
+        ("restore", Some(times.restore)),
+        ("step", times.step),
+        ("torch_save", Some(times.torch_save)),
+    ];
+    let of_times: BTreeMap<&str, Option<(f64, &str, String)>> = known
+        .into_iter()
+        .map(|(name, time)| (name, time.map(|KnownTime { seconds, origin, how }| (seconds, origin.name(), how))))
+        .collect();
+    let report = PyDict::new(py);
+    report.set_item("mtbf_s", found.mtbf_s)?;
+    report.set_item("interval_s", found.interval_s)?;
+    report.set_item("interval_steps", found.interval_steps)?;
+    report.set_item("limited_by_saves", found.is_limited_by_saves)?;
+    report.set_item("lost_share", found.lost_share)?;
+    report.set_item("torch_save_lost_share", found.torch_lost_share)?;
+    report.set_item("keep_last", found.keep_last)?;
+    report.set_item("keep_every", found.keep_every)?;
+    report.set_item("times", of_times)?;
+    Ok(report)
+}
+
+/// Stall, encoding, upload and whole save in milliseconds, by step; `None` for unknown times.
+type Times = BTreeMap<u64, (Option<f64>, Option<f64>, Option<f64>, Option<f64>)>;
+
+/// Returns the times of saves by step, from step and user metadata (JSON) of snapshots in the order of their commits.
+#[pyfunction]
+pub(crate) fn times_of_saves(snapshots: Vec<(u64, String)>) -> Times {
+    let parsed: Vec<(u64, serde_json::Map<String, serde_json::Value>)> =
+        snapshots.iter().filter_map(|(step, user)| Some((*step, serde_json::from_str(user).ok()?))).collect();
+    let found = SaveTimes::by_step(parsed.iter().map(|(step, user)| (*step, user)));
+    found.into_iter().map(|(step, times)| (step, (times.stall_ms, times.encode_ms, times.upload_ms, times.save_ms))).collect()
 }

@@ -37,13 +37,25 @@ from ._native import (
     __version__,
 )
 from ._precision import TensorRounding, search_precision
-from ._reports import BisectReport, CompactReport, CopyReport, GcReport, MatchedTensor, SnapshotInfo, TensorInfo, VerifyReport
+from ._reports import (
+    Advice,
+    BisectReport,
+    CompactReport,
+    CopyReport,
+    GcReport,
+    KnownTime,
+    MatchedTensor,
+    SnapshotInfo,
+    TensorInfo,
+    VerifyReport,
+)
 from ._save_load import load, save
 from ._snapshot import Snapshot
 from ._store import Store
 from .engine import Engine
 
 __all__ = [
+    "Advice",
     "BisectReport",
     "Catalog",
     "CompactReport",
@@ -57,6 +69,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidTypeError",
     "InvalidValueError",
+    "KnownTime",
     "LimitExceededError",
     "MatchedTensor",
     "NotFoundError",

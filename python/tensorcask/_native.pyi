@@ -36,6 +36,7 @@ __all__ = [
     "Writer",
     "__version__",
     "absolute_url",
+    "advise",
     "codecs",
     "compact",
     "copy_all",
@@ -56,6 +57,7 @@ __all__ = [
     "serve",
     "status",
     "stop",
+    "times_of_saves",
     "unpack",
 ]
 
@@ -359,6 +361,18 @@ def copy_to(store: Store, destination: Store, steps: Sequence[int] | None = None
 def retain(
     store: Store, keep_last: int | None = None, keep_every: int | None = None, keep_weights_every: int | None = None
 ) -> tuple[list[int], int | None]: ...
+
+_Seconds = timedelta | None
+
+def advise(
+    store: Store, mtbf: timedelta, given: tuple[_Seconds, _Seconds, _Seconds, _Seconds], measure_restore: bool
+) -> dict[str, Any]: ...
+
+_Milliseconds = float | None
+
+def times_of_saves(
+    snapshots: Sequence[tuple[int, str]],
+) -> dict[int, tuple[_Milliseconds, _Milliseconds, _Milliseconds, _Milliseconds]]: ...
 def run_command(arguments: Sequence[str]) -> int: ...
 def absolute_url(url: str) -> str: ...
 def job_id() -> str: ...

@@ -27,7 +27,7 @@ _WITH_LAYER = f"select step, tensor, {_LAYER} as layer, * exclude (step, tensor)
 _TIME = "case when {0}.time_ms < 253402300800000 then epoch_ms({0}.time_ms::bigint) end as time"
 _SNAPSHOTS = f"""
     select one.step, one.kind, one.status, {_TIME.format("one")}, one.tensor_bytes, one.stored_bytes, parent.step as parent_step,
-        one.pinned, one."user", one.roles, one.sequence, one.snapshot, one.user_json
+        one.stall_ms, one.encode_ms, one.upload_ms, one.save_ms, one.pinned, one."user", one.roles, one.sequence, one.snapshot, one.user_json
     from loaded as one left join loaded as parent on parent.snapshot = one.parent order by one.sequence"""
 _LOG = f"select sequence, {_TIME.format('loaded')}, kind, what, steps, writer from loaded order by sequence"
 
@@ -84,7 +84,21 @@ def _snapshots(arrow: Any, store: _native.Store, _: Sequence[int] | None) -> pya
             facts[name] = arrow.array(*_typed([row.get(name) for row in rows], arrow))
     user = arrow.StructArray.from_arrays(list(facts.values()), list(facts)) if facts else arrow.nulls(len(table))
     columns = [name for name in table.column_names if name != "user" and not name.startswith("user.")]
-    return table.select(columns).append_column("user", user).append_column("user_json", table["user"])
+    found = table.select(columns).append_column("user", user).append_column("user_json", table["user"])
+    for name, times in _times_of_saves(table).items():
+        found = found.append_column(name, arrow.array(times, arrow.float64()))
+    return found
+
+
+def _times_of_saves(table: Any) -> dict[str, list[float | None]]:
+    """Returns the times of the save of each row. Of replaced snapshots, only those of the newest one are known."""
+    steps, sequences = table["step"].to_pylist(), table["sequence"].to_pylist()
+    order = sorted(range(len(steps)), key=lambda row: sequences[row])
+    users = table["user"].to_pylist()
+    known = _native.times_of_saves([(steps[row], users[row]) for row in order])
+    newest = {steps[row]: row for row in order}
+    rows = [known.get(step) if newest[step] == row else None for row, step in enumerate(steps)]
+    return {name: [None if times is None else times[at] for times in rows] for at, name in enumerate(_TIMES)}
 
 
 def _typed(values: list[Any], arrow: Any) -> tuple[list[Any], Any]:
@@ -98,6 +112,7 @@ def _typed(values: list[Any], arrow: Any) -> tuple[list[Any], Any]:
     return [value if value is None or isinstance(value, str) else json.dumps(value) for value in values], arrow.string()
 
 
+_TIMES = ("stall_ms", "encode_ms", "upload_ms", "save_ms")
 _NOT_FINITE = ("nan", "inf", "-inf")
 _Load = Callable[[Any, _native.Store, Sequence[int] | None], "pyarrow.Table"]
 _TABLES: dict[str, tuple[_Load, str]] = {

@@ -14,7 +14,7 @@ from ._handle import StoreHandle
 from ._native import Catalog, Statistics
 from ._options import Retention, Step, VerifyDepth, check_step, parse_duration, step_or_latest
 from ._progress import Progress, watching
-from ._reports import BisectReport, CompactReport, GcReport, MatchedTensor, SnapshotInfo, VerifyReport
+from ._reports import Advice, BisectReport, CompactReport, GcReport, KnownTime, MatchedTensor, SnapshotInfo, VerifyReport
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyRelation
@@ -199,6 +199,45 @@ class Upkeep(StoreHandle):
         """
         with watching(self.native(), progress, f"compact step {step}"):
             return CompactReport(**_native.compact(self.native(), step_or_latest(step)))
+
+    def advise(
+        self,
+        *,
+        mtbf: str | timedelta,
+        stall: str | timedelta | None = None,
+        restore: str | timedelta | None = None,
+        step_time: str | timedelta | None = None,
+        torch_save: str | timedelta | None = None,
+        progress: Progress = None,
+    ) -> Advice:
+        """Advises how often to save and how many steps to keep, from the times that saves recorded.
+
+        Args:
+            mtbf: Mean time between failures of the whole job, such as ``"8h"``.
+            stall: Time for which a save stops the training. Default: as recorded.
+            restore: Time of a restore, or ``"measure"`` to read, decode and check the newest step now. Default: as long
+                as a save.
+            step_time: Time of a training step. Default: from the times between saves.
+            torch_save: Time of ``torch.save``, for the comparison. Default: all tensors at 1 GB/s.
+            progress: See :meth:`save`.
+
+        >>> import tensorcask
+        >>> store = tensorcask.Store("memory://advise-example-2")
+        >>> for step in (100, 200):
+        ...     _ = store.save({"w": RawTensor("u8", (3,), bytearray([1, 2, 3]))}, step=step)
+        >>> advice = store.advise(mtbf="8h", stall="500ms", step_time="2s")
+        >>> advice.interval_steps, advice.times["stall"].origin, advice.times["restore"].origin
+        (85, 'given', 'assumed')
+        """
+        def parsed(time: str | timedelta | None) -> timedelta | None:
+            return None if time is None else parse_duration(time)
+
+        measure = restore == "measure"
+        given = (parsed(stall), parsed(None if measure else restore), parsed(step_time), parsed(torch_save))
+        with watching(self.native(), progress, "advise"), _foreign.explained(self._url):
+            found = _native.advise(self.native(), parse_duration(mtbf), given, measure)
+        times = {name: None if time is None else KnownTime(*time) for name, time in found.pop("times").items()}
+        return Advice(**found, times=times)
 
     def _retain(self, retention: Retention) -> None:
         try:

@@ -466,3 +466,18 @@ def test_ranks_save_one_state_agree_and_another_number_of_them_restores_it(url, 
 
 def test_ranks_that_differ_in_what_should_be_one_tensor_are_told(url, folder, tmp_path):
     on_ranks(2, tmp_path, differing, url, folder)
+
+
+def test_snapshots_record_how_long_saves_stopped_the_trainer(url, folder):
+    with tensorcask.Engine(url, folder=folder) as engine:
+        for step in (1, 2):
+            engine.save({"w": torch.full((1000,), float(step))}, step=step)
+            assert engine.wait("durable", timeout=120).reached
+    store = tensorcask.Store(url)
+    times = store.snapshot(2).user["tc.times"]
+    assert times["encode_ms"] > 0 and "upload_ms" not in times
+    previous = times["previous"]
+    assert previous["step"] == 1 and set(previous) == {"step", "stall_ms", "encode_ms", "upload_ms", "save_ms"}
+    assert previous["save_ms"] >= previous["upload_ms"] > 0
+    advice = store.advise(mtbf="8h")
+    assert advice.times["stall"].how == "time for which a save stopped the training, median of 1 save"

@@ -47,6 +47,8 @@ def check_tables(store):
     assert rows == [(10, "base", "live", None, False, 0.1), (20, "delta", "live", 10, False, 0.05), (30, "delta", "live", 20, False, 1 / 30)]
     infos = store.snapshots()
     assert store.sql("select tensor_bytes, stored_bytes from snapshots").fetchall() == [(info.tensor_bytes, info.stored_bytes) for info in infos]
+    saves = store.sql("select encode_ms > 0, upload_ms >= 0, save_ms >= encode_ms + upload_ms, stall_ms from snapshots order by step").fetchall()
+    assert saves == [(True, True, True, None)] * 2 + [(True, True, None, None)]
     times = store.sql("select epoch_ms(time) from snapshots").fetchall()
     assert [time for (time,) in times] == [info.time_ms for info in infos]
 

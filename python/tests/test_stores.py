@@ -42,6 +42,8 @@ def test_a_loop_saves_deltas(url):
     infos = tensorcask.Store(url).snapshots()
     assert [info.kind for info in infos] == kinds and infos[1].stored_bytes < infos[0].stored_bytes / 10
     why = {"reason": "policy", "since_base": 1, "estimate": None}
+    times = infos[1].user.pop("tc.times")
+    assert times["previous"]["step"] == 0 and times["previous"]["save_ms"] > 0 and times["encode_ms"] > 0
     assert infos[1].parent == infos[0].id and infos[1].user == {"loss": 0.5, "worst": "nan", "tc.policy": why}
     snapshot = tensorcask.Store(url).snapshot(1)
     assert snapshot.user["loss"] == 0.5 and [link[:2] for link in snapshot.chain] == [(1, "delta"), (0, "base")]

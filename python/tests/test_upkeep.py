@@ -234,3 +234,22 @@ def test_ctrl_c_ends_upkeep(work):
         _, said = run.communicate(timeout=60)
         connection.close()
     assert "KeyboardInterrupt" in said and run.returncode == -signal.SIGINT
+
+
+def test_advice_uses_the_times_of_saves(memory):
+    store = tensorcask.Store(memory)
+    for step in (100, 200, 300):
+        store.save({"w": np.full(1000, step, np.float32)}, step=step)
+    advice = store.advise(mtbf="8h", stall="500ms", step_time=datetime.timedelta(seconds=2), restore="measure", torch_save="2m")
+    assert (advice.interval_steps, advice.interval_s, advice.limited_by_saves) == (85, 170.0, False)
+    assert 0 < advice.lost_share < advice.torch_save_lost_share < 1
+    assert advice.keep_last == 100 and advice.keep_every % 85 == 0
+    assert {name: time.origin for name, time in advice.times.items()} == {
+        "stall": "given", "save": "measured", "stage": "given", "restore": "measured", "step": "given", "torch_save": "given"
+    }
+    assert store.advise(mtbf="8h").times["stall"].how == "time from the call of a save to its commit, median of 2 saves"
+    for wrong in ({"mtbf": "soon"}, {"mtbf": "0"}, {"mtbf": "8h", "stall": "fast"}):
+        with pytest.raises(tensorcask.InvalidArgumentError):
+            store.advise(**wrong)
+    with pytest.raises(tensorcask.NotFoundError, match="no store"):
+        tensorcask.Store(memory + "-nowhere").advise(mtbf="8h")

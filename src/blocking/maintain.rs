@@ -2,8 +2,8 @@
 
 use super::Store;
 pub use crate::maintain::{
-    CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, ProbeReport, Problem,
-    Reduced, RetentionReport, VerifyDepth, VerifyOptions, VerifyReport,
+    Advice, CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, GivenTimes,
+    KnownTime, Origin, ProbeReport, Problem, Reduced, RetentionReport, RunTimes, VerifyDepth, VerifyOptions, VerifyReport, advise, measure,
 };
 use crate::{Result, Retention, SavedSnapshot, StepSelector, maintain};
 
@@ -50,6 +50,11 @@ pub fn retain(store: &Store, retention: Retention, options: &CompactOptions) -> 
 /// See [`maintain::copy`](maintain::copy()).
 pub fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
     source.block_on(maintain::copy(source.inner(), destination.inner(), options))
+}
+
+/// See [`maintain::measured_restore`](maintain::measured_restore()).
+pub fn measured_restore(store: &Store) -> Result<KnownTime> {
+    store.block_on(maintain::measured_restore(store.inner()))
 }
 
 /// See [`maintain::consolidate`](maintain::consolidate()).

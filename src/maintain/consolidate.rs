@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use super::CompactOptions;
 use super::rewrite::Rewriter;
-use crate::chain::{DecisionReason, PolicyDecision, content_digests};
+use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, content_digests};
 use crate::commit::{Age, refuse_features};
 use crate::reader::check_content;
 use crate::tensor::Rect;
@@ -69,7 +69,9 @@ pub async fn consolidate(
     let tensor_bytes = directory.tensor_bytes();
     // Whether the state is finite is in the metadata of the snapshot.
     let (chunk_counts, rounding, finite) = (BTreeMap::new(), None, None);
-    let prepared = Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding, finite, decision, age };
+    let times = SaveTimes::default();
+    let prepared =
+        Prepared { directory: bytes, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding, finite, decision, times, age };
     let mut user = snapshot.user().clone();
     user.remove(PolicyDecision::KEY);
     let metadata = Metadata { user, file: snapshot.metadata().clone() };

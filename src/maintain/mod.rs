@@ -1,4 +1,4 @@
-//! Maintenance of a store: verification, compaction, reduction, consolidation, copies, garbage collection and
+//! Maintenance of a store: verification, advice, compaction, reduction, consolidation, copies, garbage collection and
 //! examination. Each task is a function of a store and options.
 //!
 //! Each task is safe beside running writers and readers: it commits by the same log, and never fences a writer of the
@@ -28,25 +28,30 @@
 //! | `copy`, `copier` | snapshots in another store |
 //! | `gc`, `mark` | deletes objects that no state of the log needs |
 //! | `verify` | compares every object, page and chunk with its checksum |
+//! | `advise`, `interval` | how often to save, and how many saves to keep |
 //! | `doctor` | examines a store and finds leftovers |
 
+mod advise;
 mod compact;
 mod consolidate;
 mod copier;
 mod copy;
 mod doctor;
 mod gc;
+mod interval;
 mod mark;
 mod reduce;
 mod rewrite;
 mod verify;
 
+pub use advise::{Advice, GivenTimes, KnownTime, Origin, RunTimes, advise, measure, measured_restore};
 pub use compact::{CompactOptions, Compacted, compact};
 pub use consolidate::consolidate;
 pub use copier::Copier;
 pub use copy::{CopyOptions, CopyReport, copy, create_for_run_of};
 pub use doctor::{DoctorOptions, DoctorReport, doctor};
 pub use gc::{Deletable, GcOptions, GcReport, gc};
+pub use interval::{daly_interval, lost_share, young_interval};
 pub use reduce::{Reduced, RetentionReport, keep_roles, retain, retain_roles};
 pub use verify::{Problem, VerifyDepth, VerifyOptions, VerifyReport, verify};
 

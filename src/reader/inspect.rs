@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use super::Snapshot;
 use super::content::check_content;
 use super::execute::chunk_count;
-use crate::chain::{Link, PolicyDecision};
+use crate::chain::{Link, PolicyDecision, SaveTimes};
 use crate::commit::SnapshotRecord;
 use crate::container::CaskIndex;
 use crate::wire::SnapshotKind;
@@ -66,6 +66,11 @@ impl Inspection<'_> {
     /// Returns why the adaptive policy chose a base or a delta. `None` if another policy saved the snapshot.
     pub fn decision(&self) -> Option<PolicyDecision> {
         serde_json::from_value(self.snapshot.user().get(PolicyDecision::KEY)?.clone()).ok()
+    }
+
+    /// Returns how long the save took, as far as the snapshot records it. Its `previous` is about an earlier save.
+    pub fn times(&self) -> Option<SaveTimes> {
+        SaveTimes::of(self.snapshot.user())
     }
 
     /// Returns the chain, newest first.

@@ -15,7 +15,7 @@ use super::changed_rows::ChangedRows;
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Frozen, Metadata, SavedSnapshot, UnchangedTensors, Writer, WriterOptions};
-use crate::chain::{DecisionReason, PolicyDecision, chain_of};
+use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of};
 use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
@@ -38,7 +38,18 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
     log.write_catalog_if_due().await;
     let predecessors = log.state().writers.clone();
     let pipeline = SavePipeline::new(store, options);
-    Ok(Writer { pipeline, id, log, predecessors, durable_directory: None, unchanged, frozen, stopped: None })
+    Ok(Writer {
+        pipeline,
+        id,
+        log,
+        predecessors,
+        durable_directory: None,
+        unchanged,
+        frozen,
+        previous: None,
+        measures_saves: true,
+        stopped: None,
+    })
 }
 
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
@@ -209,6 +220,11 @@ impl Writer {
         let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
         manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
         manifest.user.extend(finite.map(|finite| (FINITE.to_owned(), finite.into())));
+        let times = SaveTimes { previous: self.previous, ..prepared.times };
+        if times != SaveTimes::default() {
+            let value = serde_json::to_value(times).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+            manifest.user.insert(SaveTimes::KEY.to_owned(), value);
+        }
 
         let (bytes, manifest_digest) = manifest.encode()?;
         // Readers must accept the manifest: it may exceed a limit, or user metadata may be nested too deep.
@@ -363,6 +379,8 @@ pub(crate) struct Prepared<'a> {
     /// Whether all parameters and moments are finite; `None` if nobody looked.
     pub finite: Option<bool>,
     pub decision: PolicyDecision,
+    /// Times of encoding and upload, if they were measured.
+    pub times: SaveTimes,
     /// Age of the oldest cask.
     pub age: Age,
 }

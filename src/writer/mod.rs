@@ -69,7 +69,7 @@ pub use unchanged::UnchangedTensor;
 use unchanged::{Frozen, UnchangedTensors};
 pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
 
-use crate::chain::{Policy, PolicyDecision};
+use crate::chain::{Policy, PolicyDecision, PreviousSave};
 use crate::codec::ObjectiveSetting;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, SnapshotKind};
@@ -237,6 +237,10 @@ pub struct Writer {
     durable_directory: Option<Digest>,
     unchanged: UnchangedTensors,
     frozen: Frozen,
+    /// Times of the newest save that was committed, for the next snapshot.
+    previous: Option<PreviousSave>,
+    /// Whether this writer measures `previous` by itself.
+    measures_saves: bool,
     /// Message of the commit with unknown outcome that stopped this writer.
     stopped: Option<String>,
 }
@@ -274,6 +278,12 @@ impl Writer {
         self.pipeline.ahead = ahead;
     }
 
+    /// Sets the times of an earlier save, which the next snapshots record. From then on, this writer no longer measures
+    /// whole saves, nor uploads. For programs that save to a nearer place first, such as the engine.
+    pub fn set_previous_save(&mut self, previous: Option<PreviousSave>) {
+        (self.previous, self.measures_saves) = (previous, false);
+    }
+
     /// Sets how the next saves treat a step that exists.
     pub fn on_existing_step(&mut self, existing_step: ExistingStep) {
         self.pipeline.options.existing_step = existing_step;
@@ -285,16 +295,13 @@ impl Writer {
             Some(message) => Err(Error::new(ErrorKind::OutcomeUnknown, format!("this writer has stopped: {message}"))),
         }
     }
+}
 
-    /// Stops the writer after a commit with unknown outcome. A fenced writer is not stopped: each save reads the log
-    /// again.
-    fn stop_if_final(&mut self, saved: &Result<SavedSnapshot>) {
-        if let Err(e) = saved
-            && e.kind() == ErrorKind::OutcomeUnknown
-        {
-            self.stopped = Some(e.message().to_owned());
-        }
-    }
+/// Returns the message of a commit with unknown outcome, which stops a writer. A fenced writer is not stopped: each save
+/// reads the log again.
+fn final_message(saved: &Result<SavedSnapshot>) -> Option<String> {
+    let error = saved.as_ref().err().filter(|error| error.kind() == ErrorKind::OutcomeUnknown)?;
+    Some(error.message().to_owned())
 }
 
 fn check_user(metadata: &Metadata) -> Result<()> {

@@ -14,7 +14,7 @@
 //! Memory beyond the state: the base (as [`BaseKeeping`] says), one window, its base chunks, and upload parts.
 
 use std::collections::{BTreeMap, HashMap};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
@@ -33,7 +33,7 @@ use super::statistics::StatisticsRecord;
 use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
 use super::{BaseKeeping, FiniteCheck, WriterOptions};
-use crate::chain::{Policy, content_digests};
+use crate::chain::{Policy, SaveTimes, content_digests, milliseconds};
 use crate::codec::{Objective, ObjectiveSetting};
 use crate::precision::Setting;
 use crate::store::{PartBudget, Upload, concurrently};
@@ -74,6 +74,8 @@ pub(super) struct UploadedCasks {
     pub rounding: RoundingRecord,
     /// Whether all parameters and moments are finite; `None` if nobody looked.
     pub finite: Option<bool>,
+    /// How long encoding took, and for how long it waited for uploads.
+    pub times: SaveTimes,
     statistics: StatisticsRecord,
     /// What the objective `auto` chose.
     pub objective: Option<ObjectiveReport>,
@@ -90,6 +92,7 @@ impl UploadedCasks {
             next_base,
             rounding: RoundingRecord::default(),
             finite: None,
+            times: SaveTimes::default(),
             statistics: StatisticsRecord::default(),
             objective: None,
         }
@@ -164,19 +167,29 @@ impl SavePipeline {
         let mut uploaded = UploadedCasks::new(layout, next_base);
         uploaded.finite = options.finite.then_some(true);
         let mut run = SaveRun { input, plan: &plan, base, paced, casks, uploaded };
+        let (mut encoding, mut uploading) = (Duration::ZERO, Duration::ZERO);
         for window in &plan.windows {
+            let begun = Instant::now();
             let objective = run.paced.as_mut().map_or(fixed, PacedSave::next_objective);
             let choices = choices.entry(objective).or_default();
             let chunks = WindowChunks::of(&plan, window).prefer(&input, &plan, window, choices)?;
-            let (began, options) = (Instant::now(), EncodeOptions { objective, ..options });
+            let options = EncodeOptions { objective, ..options };
             let encoded = encode_window(&input, run.base, options, run.uploaded.next_base.as_ref(), chunks).await?;
-            if let Some(paced) = &mut run.paced {
-                paced.add_window(plan.decoded_bytes(window), began.elapsed());
-            }
             run.append_window(window, encoded, choices)?;
+            let encoded = Instant::now();
+            if let Some(paced) = &mut run.paced {
+                paced.add_window(plan.decoded_bytes(window), encoded.duration_since(begun));
+            }
             run.send().await?;
+            encoding = encoding.saturating_add(encoded.duration_since(begun));
+            uploading = uploading.saturating_add(encoded.elapsed());
         }
-        run.finish().await
+        let begun = Instant::now();
+        let mut uploaded = run.finish().await?;
+        uploading = uploading.saturating_add(begun.elapsed());
+        let (encode_ms, upload_ms) = (Some(milliseconds(encoding)), Some(milliseconds(uploading)));
+        uploaded.times = SaveTimes { encode_ms, upload_ms, previous: None };
+        Ok(uploaded)
     }
 }
 

@@ -11,8 +11,8 @@ use std::time::Duration;
 use super::commit::{Commit, Prepared};
 use super::layout::check_tiles;
 use super::parent::Parent;
-use super::{Metadata, SavedSnapshot, Writer, check_user};
-use crate::chain::{DecisionReason, Policy, content_digests};
+use super::{Metadata, SavedSnapshot, Writer, check_user, final_message};
+use crate::chain::{DecisionReason, Policy, SaveTimes, content_digests};
 use crate::codec::Registry;
 use crate::commit::Age;
 use crate::store::concurrently;
@@ -39,7 +39,7 @@ impl Writer {
         self.check_usable()?;
         check_user(metadata)?;
         let saved = self.commit_all(step, receipts, metadata).await;
-        self.stop_if_final(&saved);
+        self.stopped = final_message(&saved);
         saved
     }
 
@@ -93,9 +93,9 @@ impl Writer {
             (Some(false), _) | (_, Some(false)) => Some(false),
             (a, b) => Some(a? && b?),
         });
-        let (finite, chunk_counts) = (finite.flatten(), BTreeMap::new());
+        let (finite, chunk_counts, times) = (finite.flatten(), BTreeMap::new(), SaveTimes::default());
         let prepared =
-            Prepared { directory, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding: None, finite, decision, age };
+            Prepared { directory, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding: None, finite, decision, times, age };
         match self.commit(step, parent.as_ref(), &prepared, vec![], metadata).await? {
             // The log was replaced after `decide`. A base needs no other snapshot, so it is committed to the new log.
             Commit::Stale(stale) if stale.replaced && parent.is_none() => {

@@ -3,12 +3,14 @@
 //! A save tries again, with a base, if the store changed under it or if its parent turns out to be damaged. A failed
 //! save leaves the store as it was. The work is elsewhere: `pipeline` encodes and uploads, `commit` commits.
 
+use std::time::Instant;
+
 use super::commit::{Commit, Prepared};
 use super::estimate::estimate;
 use super::layout::StateLayout;
 use super::parent::Parent;
-use super::{Metadata, SavedSnapshot, Writer, check_user};
-use crate::chain::{DecisionReason, Policy, PolicyDecision};
+use super::{Metadata, SavedSnapshot, Writer, check_user, final_message};
+use crate::chain::{DecisionReason, Policy, PolicyDecision, PreviousSave, SaveTimes, milliseconds};
 use crate::codec::ObjectiveSetting;
 use crate::commit::Age;
 use crate::{Blob, Error, ErrorKind, Result, TensorView, boxed};
@@ -31,11 +33,16 @@ impl Writer {
     /// [`BaseKeeping::None`](crate::BaseKeeping::None)), a window of 32 MiB with its base chunks, at most four upload
     /// parts, the begun part of each cask (up to 8 MiB), and one blob.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<SavedSnapshot> {
+        let begun = Instant::now();
         self.check_usable()?;
         check_user(metadata)?;
         let layout = StateLayout::new(tensors, blobs, self.pipeline.store.limits())?;
         let saved = self.save_layout(&Request { step, layout: &layout, metadata }).await;
-        self.stop_if_final(&saved);
+        if saved.is_ok() && self.measures_saves {
+            let save_ms = Some(milliseconds(begun.elapsed()));
+            self.previous = Some(PreviousSave { step, save_ms, ..PreviousSave::default() });
+        }
+        self.stopped = final_message(&saved);
         saved
     }
 
@@ -118,6 +125,7 @@ impl Writer {
             rounding: uploaded.rounding.total,
             finite: uploaded.finite,
             decision,
+            times: SaveTimes { upload_ms: uploaded.times.upload_ms.filter(|_| self.measures_saves), ..uploaded.times },
             age,
         };
         let mut committed = self.commit(step, parent, &prepared, uploaded.unpublished, metadata).await?;

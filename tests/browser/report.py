@@ -76,6 +76,12 @@ def a_run_with_a_nan(cli: Cli, browser: Browser, folder: pathlib.Path, screensho
     for row in listed:
         shown = live[row["step"]]
         assert all(shown[key] == row[key] for key in ("snapshot", "kind", "tensor_bytes", "stored_bytes", "ratio", "pinned")), row
+    # Each step shows the times that it recorded. Other programs saved the steps, so none knows how long a save took in all.
+    timed = {trace["name"]: trace for trace in opened.traces("chart-times")}
+    assert set(timed) == {"encoding", "upload"} and timed["encoding"]["x"] == sorted(live)
+    for step, shown in zip(timed["encoding"]["x"], timed["encoding"]["y"], strict=True):
+        user = next(row["user"] for row in listed if row["step"] == step)
+        assert math.isclose(shown, user["tc.times"]["encode_ms"] / 1000, rel_tol=1e-9)
     statuses = {row["status"] for row in data["snapshots"]}
     assert statuses == {"live", "forgotten", "superseded"} and [row["step"] for row in data["snapshots"] if row["pinned"]] == [500]
     names = {trace["name"] for trace in opened.traces("chart-timeline")}

@@ -10,8 +10,8 @@ use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::{Digest, Event, Id, LogEntry};
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, PolicyDecision, Slice, Store, StoreOptions,
-    TensorView, Writer, WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, PolicyDecision, PreviousSave, SaveTimes, Slice,
+    Store, StoreOptions, TensorView, Writer, WriterOptions,
 };
 
 async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::SavedSnapshot> {
@@ -29,6 +29,40 @@ async fn assert_holds(store: &Store, step: u64) {
 async fn assert_clean(store: &Store) {
     let report = maintain::verify(store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn snapshots_record_the_times_of_saves() {
+    let store = Store::open("memory://times-of-saves").unwrap();
+    let mut writer = store.writer(Policy::Consecutive).await.unwrap();
+    for step in [1, 2] {
+        save(&mut writer, step).await.unwrap();
+    }
+    let times_of = async |step: u64| store.snapshot(step).await.unwrap().inspect().times();
+    let (first, second) = (times_of(1).await.unwrap(), times_of(2).await.unwrap());
+    assert!(first.encode_ms.is_some() && first.upload_ms.is_some() && first.previous.is_none());
+    let previous = second.previous.unwrap();
+    assert_eq!((previous.step, previous.stall_ms), (1, None));
+    assert!(previous.save_ms.unwrap() >= first.encode_ms.unwrap() + first.upload_ms.unwrap());
+
+    // A save that fails leaves the times of the last one; those that a caller sets replace the measured ones.
+    let name = Metadata { user: serde_json::Map::from_iter([("tc.times".into(), 1.into())]), ..Metadata::default() };
+    assert!(writer.save(3, &[], &[], &name).await.is_err());
+    let given = PreviousSave { step: 2, stall_ms: Some(0.5), save_ms: Some(40.0), ..PreviousSave::default() };
+    writer.set_previous_save(Some(given));
+    for step in [3, 4] {
+        save(&mut writer, step).await.unwrap();
+        let times = times_of(step).await.unwrap();
+        assert_eq!((times.previous, times.upload_ms), (Some(given), None));
+    }
+    let infos = store.snapshots().await.unwrap();
+    let by_step = SaveTimes::by_step(infos.iter().map(|info| (info.record.step, &info.user)));
+    assert_eq!(by_step.keys().copied().collect::<Vec<_>>(), [1, 2, 3, 4]);
+    assert_eq!((by_step[&1].save_ms, by_step[&2].stall_ms), (previous.save_ms, Some(0.5)));
+
+    // Compaction keeps them: they are about the save.
+    maintain::compact(&store, 2, &maintain::CompactOptions::default()).await.unwrap();
+    assert_eq!(times_of(2).await.unwrap(), second);
 }
 
 /// Local disk fulfils the same contract as memory, with real files.
@@ -395,6 +429,8 @@ async fn user_metadata_is_the_same_with_and_without_a_catalog() {
         let state = SmallState::at(step);
         let saved = writer.save(step, &state.tensors(), &[], &metadata).await.unwrap();
         metadata.user.insert(PolicyDecision::KEY.to_owned(), serde_json::to_value(saved.decision).unwrap());
+        let times = store.snapshot(step).await.unwrap().user()[SaveTimes::KEY].clone();
+        metadata.user.insert(SaveTimes::KEY.to_owned(), times);
         expected.push(metadata.user);
     }
     let found: Vec<_> = store.snapshots().await.unwrap().into_iter().map(|info| info.user).collect();

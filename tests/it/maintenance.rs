@@ -9,7 +9,7 @@ use crate::common::{SmallState, objects_of, until, without_inline, wrap};
 use object_store::memory::InMemory;
 use tensorcask::maintain::{self, CompactOptions, DoctorOptions, GcOptions, VerifyOptions};
 use tensorcask::{
-    BaseKeeping, DecisionReason, Dtype, ErrorKind, Latest, Metadata, Policy, PolicyDecision, Rect, Retention, Slice, Snapshot,
+    BaseKeeping, DecisionReason, Dtype, ErrorKind, Latest, Metadata, Policy, PolicyDecision, Rect, Retention, SaveTimes, Slice, Snapshot,
     SnapshotStatus, Store, StoreOptions, TensorView, Writer, WriterOptions,
 };
 use tokio::sync::{RwLock, RwLockReadGuard};
@@ -25,6 +25,7 @@ async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::
 fn facts(snapshot: &Snapshot) -> serde_json::Map<String, serde_json::Value> {
     let mut facts = snapshot.user().clone();
     facts.remove(PolicyDecision::KEY);
+    facts.remove(SaveTimes::KEY);
     facts
 }
 

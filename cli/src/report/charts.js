@@ -137,6 +137,24 @@ function gaps() {
   return { traces: [trace], layout: { xaxis: { title: { text: "step" } }, yaxis: { title: { text: "seconds" }, rangemode: "tozero" } }, height: 220 };
 }
 
+const TIMES = [["stall", "stall_ms"], ["encoding", "encode_ms"], ["upload", "upload_ms"], ["whole save", "save_ms"]];
+const timed = TIMES.filter(([, key]) => live.some((row) => row[key] !== null));
+
+function times() {
+  const rows = [...live].sort((a, b) => a.step - b.step);
+  const traces = timed.map(([name, key]) => ({
+    name,
+    x: rows.map((row) => row.step),
+    y: rows.map((row) => (row[key] === null ? null : row[key] / 1000)),
+    text: rows.map((row) => (row[key] === null ? "" : `step ${row.step}: ${name} ${duration(row[key])}`)),
+    hoverinfo: "text",
+    mode: "lines+markers",
+    line: { color: COLORS[TIMES.findIndex(([other]) => other === name)], width: 1 },
+    marker: { size: 5 },
+  }));
+  return { traces, layout: { xaxis: { title: { text: "step" } }, yaxis: { title: { text: "seconds" }, rangemode: "tozero" }, showlegend: true }, height: 260 };
+}
+
 function nonfinite() {
   const rows = live.filter((row) => nonfiniteOf(row) > 0).sort((a, b) => a.step - b.step);
   const kinds = [["NaN", "nan", "bad"], ["+infinity", "positive_infinity", "marked"], ["-infinity", "negative_infinity", "accent"]];
@@ -358,6 +376,7 @@ function tensorTable() {
 function sections() {
   const keep = (id, shown) => (at(id).hidden = !shown);
   keep("gaps", data.snapshots.length > 1);
+  keep("times", timed.length > 0);
   keep("rounding", data.rounding.length > 0);
   keep("verify", data.verify !== null);
   for (const section of document.querySelectorAll(".measured")) section.hidden = !hasStatistics;
@@ -463,6 +482,7 @@ notices();
 if (data.snapshots.length) {
   chart("chart-timeline", timeline);
   if (data.snapshots.length > 1) chart("chart-gaps", gaps);
+  if (timed.length) chart("chart-times", times);
   if (data.steps.length) chart("chart-bytes", storedBytes);
   if (hasStatistics) measured();
   if (data.rounding.length) roundingErrors();

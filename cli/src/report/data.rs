@@ -1,6 +1,7 @@
 //! The data in a report, as the scripts of the page read them.
 
 use serde::Serialize;
+use tensorcask::StepTimes;
 
 use crate::rounding::RoundingJson;
 
@@ -85,6 +86,8 @@ pub(crate) struct SnapshotRow {
     pub tensor_bytes: Option<u64>,
     pub stored_bytes: Option<u64>,
     pub ratio: Option<f64>,
+    #[serde(flatten)]
+    pub times: StepTimes,
     /// Whether the snapshot has statistics; null if it was not read.
     pub measured: Option<bool>,
     pub nan: Option<u64>,

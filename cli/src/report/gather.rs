@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use tensorcask::blocking::{Snapshot, Store, maintain};
 use tensorcask::maintain::{VerifyDepth, VerifyOptions};
 use tensorcask::wire::{DirectoryTensor, Id};
-use tensorcask::{ChunkStatistics, Result, SnapshotRecord, SnapshotStatus, ValueStatistics};
+use tensorcask::{ChunkStatistics, Result, SaveTimes, SnapshotRecord, SnapshotStatus, ValueStatistics};
 
 use super::data::{Bounds, Data, NonfiniteRow, ProblemRow, Role, RoundingRow, SnapshotRow, TensorRow, Verification};
 use super::layers::Layers;
@@ -57,8 +57,12 @@ fn verification(store: &Store, depth: VerifyDepth, bounds: &Bounds) -> Result<Ve
 
 /// The newest snapshots, in the order of their commits.
 fn snapshot_rows(store: &Store, records: &[SnapshotRecord], bounds: &Bounds, faults: &mut Vec<String>) -> Result<Vec<SnapshotRow>> {
+    let mut times = BTreeMap::new();
     let sizes: HashMap<Id, [u64; 2]> = match store.snapshots() {
-        Ok(infos) => infos.iter().map(|info| (info.record.id, [info.tensor_bytes, info.stored_bytes])).collect(),
+        Ok(infos) => {
+            times = SaveTimes::by_step(infos.iter().map(|info| (info.record.step, &info.user)));
+            infos.iter().map(|info| (info.record.id, [info.tensor_bytes, info.stored_bytes])).collect()
+        }
         Err(error) if error.is_damage() => {
             faults.push(error.to_string());
             HashMap::new()
@@ -87,6 +91,7 @@ fn snapshot_rows(store: &Store, records: &[SnapshotRecord], bounds: &Bounds, fau
             tensor_bytes: None,
             stored_bytes: None,
             ratio: None,
+            times: Default::default(),
             measured: None,
             nan: None,
             positive_infinity: None,
@@ -95,6 +100,7 @@ fn snapshot_rows(store: &Store, records: &[SnapshotRecord], bounds: &Bounds, fau
         };
         if let Some(&[tensor_bytes, stored_bytes]) = sizes.get(&record.id) {
             row.set_sizes(tensor_bytes, stored_bytes);
+            row.times = times.get(&record.step).copied().unwrap_or_default();
         }
         rows.push(row);
     }

@@ -27,7 +27,7 @@ function bytes(number) {
 /** Duration in milliseconds with a unit. */
 function duration(ms) {
   const size = Math.abs(ms);
-  if (size < 1000) return `${ms} ms`;
+  if (size < 1000) return `${Number(ms.toPrecision(3))} ms`;
   if (size < 120e3) return `${(ms / 1000).toFixed(1)} s`;
   if (size < 7200e3) return `${(ms / 60e3).toFixed(1)} min`;
   return `${(ms / 3600e3).toFixed(1)} h`;

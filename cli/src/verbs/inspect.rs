@@ -9,7 +9,7 @@ use serde::Serialize;
 use tensorcask::blocking::Store;
 use tensorcask::container::{CaskIndex, IndexDecoder, Progress};
 use tensorcask::wire::{DirectoryTensor, HEADER_BYTES, Header};
-use tensorcask::{Error, Limits, Result, StepSelector};
+use tensorcask::{Error, Limits, PreviousSave, Result, SaveTimes, StepSelector, StepTimes};
 
 use crate::cask::{self, CaskBlob, CaskTensor};
 use crate::decision::DecisionJson;
@@ -17,12 +17,12 @@ use crate::hex::{self, Region};
 use crate::output::Outcome;
 use crate::parse;
 use crate::rounding::TensorRoundingRow;
-use crate::text::{Text, human_bytes, human_shape};
+use crate::text::{Text, human_bytes, human_seconds, human_shape};
 
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Reads the headers and indexes of casks, not their tensors. The casks of a delta hold only changed chunks. `why` is the reason
-for a base or a delta.
+for a base or a delta. `times` are those of the save, and of the save before it.
 
 Example:
   tensorcask inspect runs/a --step 1000 --tensor model.wte.weight
@@ -63,10 +63,38 @@ struct StoreReport<'a> {
     kind: &'static str,
     /// Reason for this kind; null if the writer stored none.
     decision: Option<DecisionJson>,
+    /// Times of the save, and of the save before it; null if the writer stored none.
+    times: Option<TimesJson>,
     tensors: Vec<TensorRow>,
     /// How far tensors that were rounded are from what was saved.
     rounding: Vec<TensorRoundingRow>,
     casks: Vec<CaskReport>,
+}
+
+/// Times in milliseconds; null if unknown.
+#[derive(Debug, Serialize)]
+struct TimesJson {
+    encode_ms: Option<f64>,
+    upload_ms: Option<f64>,
+    previous: Option<PreviousJson>,
+}
+
+/// Times of the save before, in milliseconds.
+#[derive(Debug, Serialize)]
+struct PreviousJson {
+    step: u64,
+    #[serde(flatten)]
+    times: StepTimes,
+}
+
+impl TimesJson {
+    fn of(&SaveTimes { encode_ms, upload_ms, previous }: &SaveTimes) -> Self {
+        let previous = previous.map(|save| {
+            let PreviousSave { step, stall_ms, encode_ms, upload_ms, save_ms } = save;
+            PreviousJson { step, times: StepTimes { stall_ms, encode_ms, upload_ms, save_ms } }
+        });
+        Self { encode_ms, upload_ms, previous }
+    }
 }
 
 /// A tensor of the snapshot, whether its casks hold a part of it or not.
@@ -162,6 +190,10 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
     if let Some(decision) = &decision {
         text.line(format!("why: {}", decision.line()));
     }
+    let times = snapshot.inspect().times();
+    if let Some(times) = &times {
+        text.line(format!("times: {}", describe_times(times)));
+    }
     let cells: Vec<Vec<String>> = rows
         .iter()
         .map(|row| {
@@ -180,8 +212,29 @@ fn inspect_store(args: &Args) -> Result<Outcome> {
     casks.iter().for_each(|cask| cask.describe(&mut text));
     let snapshot_id = snapshot.record().id.to_hex();
     let (store, step) = (&args.object, snapshot.step());
-    let report = StoreReport { store, step, snapshot: snapshot_id, kind, decision, tensors: rows, rounding, casks };
+    let report = StoreReport {
+        store,
+        step,
+        snapshot: snapshot_id,
+        kind,
+        decision,
+        times: times.as_ref().map(TimesJson::of),
+        tensors: rows,
+        rounding,
+        casks,
+    };
     Outcome::new(&report, text)
+}
+
+fn describe_times(times: &SaveTimes) -> String {
+    let time = |name: &str, ms: Option<f64>| ms.map(|ms| format!("{name} {}", human_seconds(ms / 1e3)));
+    let list = |found: Vec<Option<String>>| found.into_iter().flatten().collect::<Vec<_>>().join(", ");
+    let own = list(vec![time("encode", times.encode_ms), time("upload", times.upload_ms)]);
+    let previous = times.previous.map(|save| {
+        let stages = [time("stall", save.stall_ms), time("encode", save.encode_ms), time("upload", save.upload_ms)];
+        format!("step {} before: {}", save.step, list(stages.into_iter().chain([time("in all", save.save_ms)]).collect()))
+    });
+    [Some(own).filter(|own| !own.is_empty()), previous].into_iter().flatten().collect::<Vec<_>>().join("; ")
 }
 
 impl CaskReport {

@@ -1,5 +1,6 @@
 //! One module per verb: its arguments and its work.
 
+mod advise;
 #[cfg(all(feature = "engine", target_os = "linux"))]
 mod agent;
 mod analyze;
@@ -62,6 +63,8 @@ pub(crate) enum Verb {
     /// Write the history of a store as an HTML page that opens in any browser
     #[cfg(feature = "report")]
     Report(report::Args),
+    /// Advise how often to save and how many steps to keep, from the times of the saves
+    Advise(advise::Args),
     /// Pin a step so that it cannot be forgotten, or unpin it
     Pin(pin::Args),
     /// Forget steps, or some of their roles; gc deletes them later
@@ -129,6 +132,7 @@ impl Verb {
             Self::Bisect(args) => bisect::run(&args),
             #[cfg(feature = "report")]
             Self::Report(args) => report::run(&args),
+            Self::Advise(args) => advise::run(&args),
             Self::Pin(args) => pin::run(&args),
             Self::Forget(args) => forget::run(&args),
             Self::Compact(args) => compact::run(&args),

@@ -70,6 +70,8 @@ fn json_of_users() -> Result<Vec<Sketch>, Failure> {
         "below": -9_223_372_036_854_775_808.0, "beyond": 18_446_744_073_709_551_616.0, "greatest": u64::MAX, "half": 0.5, "least": i64::MIN,
         "one": 1, "real": 1.0, "tiny": 0.0,
     });
+    let times = r#"{"tc.times":{"encode_ms":12.5,"later":[],"previous":{"save_ms":40,"stall_ms":0.25,"step":7},"upload_ms":0}}"#;
+    let no_times = r#"{"tc.times":{"encode_ms":"soon","previous":[],"upload_ms":-1}}"#;
     let nested = |arrays: usize| -> Result<Store, Failure> {
         // The manifest and `user` are the first two levels.
         let text = format!("{{\"deep\":{}{}}}", "[".repeat(arrays), "]".repeat(arrays));
@@ -82,6 +84,18 @@ fn json_of_users() -> Result<Vec<Sketch>, Failure> {
             "log 1.3",
             "integers of 64 bits are themselves, other numbers the nearest binary64",
             user(numbers, found)?,
+        ),
+        accept(
+            "manifest/times",
+            "manifest 2.5",
+            "times of saves, with a field that is not known",
+            user(times, serde_json::from_str(times)?)?,
+        ),
+        accept(
+            "manifest/times-of-another-form",
+            "manifest 2.5",
+            "times that are no numbers, or negative: facts of the writer never make a snapshot unreadable",
+            user(no_times, serde_json::from_str(no_times)?)?,
         ),
         accept(
             "manifest/texts-of-the-user",

@@ -196,6 +196,7 @@ async fn encode_taken(run: &Run, memory: &mut MemoryTier, arenas: &[Arc<Arena>],
         taken.iter().map(|taken| taken.state().and_then(|state| state.verify().map(|()| state))).collect();
     let ahead = run.ahead_destination().map(AheadUploads::new);
     memory.send_ahead(ahead.as_ref());
+    memory.set_previous_save(run.read(|state, _| state.saves.last_committed()));
     let saved = match &states {
         Ok(states) => encode(memory, states).instrument(span.clone()).await,
         Err(error) => Err(Error::new(error.kind(), error.to_string())),

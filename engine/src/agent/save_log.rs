@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use tensorcask::PreviousSave;
+
 use crate::protocol::SaveNote;
 use crate::status::SaveStatus;
 
@@ -51,6 +53,13 @@ impl SaveLog {
     /// Step of a save; 0 if it is unknown.
     pub(super) fn step_of(&self, generation: u64) -> u64 {
         self.saves.iter().rfind(|save| save.generation == generation).map_or(0, |save| save.step)
+    }
+
+    /// Times of the newest save that is committed in the first tier.
+    pub(super) fn last_committed(&self) -> Option<PreviousSave> {
+        let save = self.saves.iter().rev().find(|save| save.commit_ms.is_some())?;
+        let &SaveStatus { step, stall_ms, encode_ms, upload_ms, commit_ms, .. } = save;
+        Some(PreviousSave { step, stall_ms: Some(stall_ms), encode_ms, upload_ms, save_ms: commit_ms })
     }
 
     pub(super) fn on_saved(&mut self, note: &SaveNote, queue_depth: u64) {
