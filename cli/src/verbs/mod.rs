@@ -127,7 +127,7 @@ impl Verb {
             Self::Stat(args) => stat::run(&args),
             Self::Stats(args) => stats::run(&args),
             #[cfg(feature = "report")]
-            Self::Report(args) => report::run(&args),
+            Self::Report(args) => report::run(&args, json),
             Self::Advise(args) => advise::run(&args),
             Self::Pin(args) => pin::run(&args),
             Self::Forget(args) => forget::run(&args),
