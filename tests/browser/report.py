@@ -9,6 +9,7 @@ import json
 import math
 import pathlib
 import re
+import subprocess
 import sys
 import tempfile
 
@@ -240,6 +241,28 @@ def the_largest_page(browser: Browser, wide: pathlib.Path, snapshots: int) -> No
     opened.close()
 
 
+def a_served_report(cli: Cli, browser: Browser, folder: pathlib.Path) -> None:
+    """The page of `--serve` loads itself again, and then shows a step that was saved meanwhile."""
+    store = stores.real(cli, folder, DATA)
+    server = subprocess.Popen([cli.program, "report", store, "--serve=0", "--json"], stdout=subprocess.PIPE, text=True)
+    try:
+        address = json.loads(server.stdout.readline())["address"]
+        context = browser.new_context()
+        page = context.new_page()
+        faults, requests = watch(page), []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(address)
+        page.wait_for_selector("body[data-ready=true]")
+        assert "1010" in page.locator("#summary").inner_text()
+        cli.run("save", store, "--step", 1011, DATA / "step-1010.safetensors")
+        page.locator("#summary dd", has_text="1011").wait_for(timeout=120_000)
+        assert not faults and {url.rstrip("/") for url in requests if not url.startswith(("data:", "blob:"))} == {address}, (faults, requests)
+        context.close()
+    finally:
+        server.kill()
+        server.wait()
+
+
 def main() -> int:
     cli = Cli(sys.argv[1])
     screenshots = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else None
@@ -247,12 +270,13 @@ def main() -> int:
         screenshots.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as scratch:
         browser = launch(playwright)
-        folders = {name: pathlib.Path(scratch) / name for name in ("run", "plain", "damage", "long", "wide")}
+        folders = {name: pathlib.Path(scratch) / name for name in ("run", "plain", "damage", "served", "long", "wide")}
         for folder in folders.values():
             folder.mkdir()
         a_run_with_a_nan(cli, browser, folders["run"], screenshots)
         a_store_without_statistics(cli, browser, folders["plain"])
         rounding_and_damage(cli, browser, folders["damage"])
+        a_served_report(cli, browser, folders["served"])
         a_long_run(cli, browser, folders["long"], 1000)
         wide = a_wide_state(cli, browser, folders["wide"], 10_000)
         the_largest_page(browser, wide, 2000)

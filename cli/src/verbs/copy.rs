@@ -6,7 +6,7 @@ use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::CopyOptions;
 
 use crate::output::Outcome;
-use crate::progress::Progress;
+use crate::progress::{Progress, stored_bytes};
 use crate::text::{Text, counted, human_bytes};
 
 #[derive(Debug, clap::Args)]
@@ -41,6 +41,7 @@ struct Report<'a> {
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let (source, destination) = (Store::open(&args.source)?, Store::open(&args.destination)?);
     let progress = Progress::start(&source, "copying");
+    progress.expect(|| stored_bytes(&source, &args.steps));
     let steps = Some(args.steps.clone()).filter(|steps| !steps.is_empty());
     let copied = maintain::copy(&source, &destination, &CopyOptions { steps, ..CopyOptions::default() })?;
     drop(progress);

@@ -131,7 +131,7 @@ impl Verb {
             Self::Stats(args) => stats::run(&args),
             Self::Bisect(args) => bisect::run(&args),
             #[cfg(feature = "report")]
-            Self::Report(args) => report::run(&args),
+            Self::Report(args) => report::run(&args, json),
             Self::Advise(args) => advise::run(&args),
             Self::Pin(args) => pin::run(&args),
             Self::Forget(args) => forget::run(&args),

@@ -1,7 +1,7 @@
 //! `tensorcask report`: writes the history of a store as an HTML page.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
@@ -24,14 +24,18 @@ Damaged steps are marked in the page. The page is then written, and the exit cod
 
 Example:
   tensorcask report runs/a -o run.html
-  tensorcask report s3://bucket/run42 -o run.html --verify=log"
+  tensorcask report s3://bucket/run42 -o run.html --verify=log
+  tensorcask report runs/a --serve"
 )]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
     /// HTML file to write; an existing file is replaced
-    #[arg(short, long, value_name = "FILE")]
-    output: PathBuf,
+    #[arg(short, long, value_name = "FILE", required_unless_present = "serve")]
+    output: Option<PathBuf>,
+    /// Serve the page on 127.0.0.1 until Ctrl-C, to follow a job that runs; 0 is any free port
+    #[arg(long, value_name = "PORT", num_args = 0..=1, require_equals = true, default_missing_value = "8642", conflicts_with_all = ["output", "verify"])]
+    serve: Option<u16>,
     /// Also verify the store, to a depth of `log`, `pages` or `full`, and list the problems
     #[arg(long, value_name = "DEPTH", num_args = 0..=1, require_equals = true, default_missing_value = "full",
         value_parser = ["log", "pages", "full"])]
@@ -61,30 +65,51 @@ struct DamageRow {
     message: String,
 }
 
-pub(crate) fn run(args: &Args) -> Result<Outcome> {
+pub(crate) fn run(args: &Args, json: bool) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     // Report an empty folder as a missing store.
     store.history().run()?;
+    if let Some(port) = args.serve {
+        return serve(&store, &args.store, port, json);
+    }
+    let Some(output) = &args.output else { return Err(Error::invalid("give --output or --serve")) };
     let depth = args.verify.as_deref().map(VerifyDepth::from_name).transpose()?;
-    let file = AtomicFile::create(&args.output)?;
+    let file = AtomicFile::create(output)?;
     let progress = Progress::start(&store, "reading statistics");
     let data = report::gather(&store, &args.store, depth, Bounds::DEFAULT)?;
     drop(progress);
     let page = report::render(&data)?;
-    file.file().write_all(page.as_bytes()).map_err(|e| Error::io(args.output.display().to_string(), e))?;
+    file.file().write_all(page.as_bytes()).map_err(|e| Error::io(output.display().to_string(), e))?;
     file.commit()?;
-    let report = Report::of(args, &data, page.len() as u64);
+    let report = Report::of(&args.store, output, &data, page.len() as u64);
     let is_damaged = !report.damaged.is_empty() || !data.faults.is_empty() || report.problems.is_some_and(|count| count > 0);
     let text = report.describe(&data);
     Ok(Outcome::new(&report, text)?.with_code(if is_damaged { code_of(ErrorKind::Corrupt) } else { 0 }))
 }
 
+/// Prints the address of the page, and serves it until the process ends.
+fn serve(store: &Store, url: &str, port: u16, json: bool) -> Result<Outcome> {
+    let outcome = |address: &str| {
+        let mut text = Text::default();
+        text.line(format!("{address} shows {url}; Ctrl-C ends it"));
+        Outcome::new(&Served { store: url, address }, text)
+    };
+    report::serve(store, url, port, |address| outcome(address).map(|line| line.print(json)).map(|_| ()))?;
+    Outcome::new(&Served { store: url, address: "" }, Text::default())
+}
+
+#[derive(Debug, Serialize)]
+struct Served<'a> {
+    store: &'a str,
+    address: &'a str,
+}
+
 impl<'a> Report<'a> {
-    fn of(args: &'a Args, data: &Data, bytes: u64) -> Self {
+    fn of(store: &'a str, output: &Path, data: &Data, bytes: u64) -> Self {
         let damage = |row: &report::SnapshotRow| row.damage.clone().map(|message| DamageRow { step: row.step, message });
         Self {
-            store: &args.store,
-            output: args.output.display().to_string(),
+            store,
+            output: output.display().to_string(),
             bytes,
             snapshots: data.all_snapshots,
             steps: data.live_steps,

@@ -105,6 +105,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         } else {
             store.snapshot(args.step)?
         };
+        let whole = args.tensor.is_empty() && args.slice.is_empty();
+        progress.expect(|| whole.then(|| snapshot.inspect().chain().iter().map(|link| link.stored_bytes).fold(0, u64::saturating_add)));
         match restore(args, &snapshot) {
             // The index of the step is intact, its pages are damaged.
             Err(error) if fall_back && error.kind() == ErrorKind::Corrupt => {
