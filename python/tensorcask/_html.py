@@ -6,23 +6,21 @@ Every text comes from a store, which anybody may have written. So each one is ma
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 
-if TYPE_CHECKING:
-    from ._handle import StoreHandle
-    from ._reports import SnapshotInfo
-    from ._snapshot import Snapshot
+from ._reports import ChainLink, SnapshotInfo, TensorInfo
 
 # Rows of a table, columns of facts, and characters of a cell.
 _ROWS, _FACTS, _CHARACTERS = 10, 6, 200
 
 
-def of_store(store: StoreHandle, infos: Sequence[SnapshotInfo]) -> str:
+def of_store(url: str, infos: Sequence[SnapshotInfo]) -> str:
     """Returns the newest steps of a store as a table."""
     if not infos:
-        return _section(f"Store {store.url}", "no steps")
+        return _section(f"Store {url}", "no steps")
     shown = infos[: -_ROWS - 1 : -1]
     step_of = {info.id: info.step for info in infos}
     facts = list(dict.fromkeys(name for info in shown for name in info.user if not name.startswith("tc.")))[:_FACTS]
@@ -34,21 +32,19 @@ def of_store(store: StoreHandle, infos: Sequence[SnapshotInfo]) -> str:
         rows.append([info.step, kind, parent, *sizes, _time(info.time_ms), *(info.user.get(name, "") for name in facts)])
     total = _bytes(sum(info.stored_bytes for info in infos))
     summary = f"{_counted(len(infos), 'live step')}, {total} stored{_left_out(len(shown), len(infos), 'newest')}"
-    return _section(f"Store {store.url}", summary, ["step", "kind", "parent", "tensors", "stored", "saved (UTC)", *facts], rows)
+    return _section(f"Store {url}", summary, ["step", "kind", "parent", "tensors", "stored", "saved (UTC)", *facts], rows)
 
 
-def of_snapshot(snapshot: Snapshot) -> str:
+def of_snapshot(step: int, tensors: Mapping[str, TensorInfo], chain: Sequence[ChainLink]) -> str:
     """Returns the tensors of a snapshot as a table."""
-    tensors = list(snapshot.tensors().values())
-    chain = snapshot.chain
-    rows = [[t.name, t.dtype, f"[{', '.join(map(str, t.shape))}]", t.role, t.alias_of or ""] for t in tensors[:_ROWS]]
+    rows = [[t.name, t.dtype, f"[{', '.join(map(str, t.shape))}]", t.role, t.alias_of or ""] for t in islice(tensors.values(), _ROWS)]
     headings = ["tensor", "dtype", "shape", "role", "tied to"]
     if not any(row[-1] for row in rows):
         headings, rows = headings[:-1], [row[:-1] for row in rows]
     links = " ← ".join(f"{link.step} ({link.kind})" for link in reversed(chain[:_ROWS]))
     more = "… ← " if len(chain) > _ROWS else ""
     summary = f"{_counted(len(tensors), 'tensor')}{_left_out(len(rows), len(tensors), 'first')}; chain: {more}{links}"
-    return _section(f"Snapshot of step {snapshot.step}", summary, headings, rows)
+    return _section(f"Snapshot of step {step}", summary, headings, rows)
 
 
 def of_error(title: str, error: Exception) -> str:

@@ -31,7 +31,7 @@ class Snapshot:
 
     def _repr_html_(self) -> str:
         # For notebooks. It reads nothing.
-        return _html.of_snapshot(self)
+        return _html.of_snapshot(self.step, self.tensors(), self.chain)
 
     @property
     def native(self) -> _native.Snapshot:
@@ -132,8 +132,8 @@ class Snapshot:
             raise InvalidValueError(f"`{twice}`: a slice cannot be read into `out`")
 
         # A part of the state needs the tree only for the frameworks of its tensors.
-        trees = [] if partial and framework else self._trees()
-        saved_as = {value[0]: value[1] for tree in trees for kind, value in tree if kind == "tensor"}
+        trees = [] if partial and framework else trees_of(self._native)
+        saved_as = {value[0]: value[1] for _, tree in trees for kind, value in tree if kind == "tensor"}
         unknown = next((name for name in saved_as if name not in self._tensors), None)
         if unknown is not None:
             raise _native.CorruptionError(f"tc.tree: names tensor `{unknown}`, which the snapshot does not have [spec: tree 2.7]")
@@ -200,7 +200,7 @@ class Snapshot:
         loaded.update({name: loaded[first] for name, first in tied.items()})
         if partial or not trees:
             return loaded
-        state = _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees_by_rank(trees, self._tree_ranks)])
+        state = _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees])
         for path in _state.optimizers_with_text_keys(state):
             _log.warning(
                 "step %s: %s['state'] has keys such as '0', but its parameters are numbered 0, 1, ...: DCP turned the keys into text. "
@@ -216,15 +216,11 @@ class Snapshot:
 
         Reads no tensor.
         """
-        trees = self._trees()
+        trees = trees_of(self._native)
         if not trees:
             return dict(self._tensors), list(self._tensors)
-        nested = [self._nested(rank, tree, self._tensors) for rank, tree in trees_by_rank(trees, self._tree_ranks)]
+        nested = [self._nested(rank, tree, self._tensors) for rank, tree in trees]
         return _state.merge(nested), list(self._tensors)
-
-    def _trees(self) -> list[list[_state.Node]]:
-        self._tree_ranks = sorted(rank for rank, name in self._native.blobs() if name == TREE)
-        return [_native.decode_tree(self._native.read_blob(rank, TREE)) for rank in self._tree_ranks]
 
     def _nested(self, rank: int, tree: list[_state.Node], tensors: Mapping[str, Any]) -> Any:
         def leaf(kind: str, value: Any) -> Any:
@@ -279,9 +275,10 @@ def rect_of(step: int, name: str, info: TensorInfo | None, ranges: tuple[slice, 
     return offset, shape
 
 
-def trees_by_rank(trees: list[list[_state.Node]], ranks: list[int]) -> list[tuple[int, list[_state.Node]]]:
-    """Pairs each tree with the rank that saved it."""
-    return list(zip(ranks, trees, strict=True))
+def trees_of(snapshot: _native.Snapshot) -> list[tuple[int, list[_state.Node]]]:
+    """Returns the tree of each rank that saved one, with the rank."""
+    ranks = sorted(rank for rank, name in snapshot.blobs() if name == TREE)
+    return [(rank, _native.decode_tree(snapshot.read_blob(rank, TREE))) for rank in ranks]
 
 
 def address_of(buffer: Any) -> int:

@@ -31,7 +31,7 @@ class Upkeep(StoreHandle):
     def _repr_html_(self) -> str:
         # For notebooks. Reads the log; a store that cannot be read is shown with its error.
         try:
-            return _html.of_store(self, self.snapshots())
+            return _html.of_store(self.url, self.snapshots())
         except (_native.Error, OSError) as error:
             return _html.of_error(f"Store {self.url}", error)
 
