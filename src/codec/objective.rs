@@ -5,7 +5,7 @@ use crate::{Error, Result};
 /// Weights for the choice of codecs, in thousandths that add up to 1000.
 ///
 /// The score of a candidate is the weighted sum of three scores from 0 to 1 (BitSnap, arXiv 2511.12376, equation 5).
-/// Size and speed are relative to the best candidate. Speed is declared by the codec ([`Codec::cost`]), not measured,
+/// Size and speed are relative to the best candidate. Speed is declared by the codec ([`Codec::cost`](super::Codec::cost)), not measured,
 /// so a choice does not depend on the speed of the machine. The precision score of a lossless codec is 1.
 ///
 /// ```
