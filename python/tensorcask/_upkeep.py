@@ -243,4 +243,4 @@ class Upkeep(StoreHandle):
         try:
             _native.retain(self.native(), *retention)
         except _native.Error as error:
-            _log.warning("the step is saved, but older steps could not be forgotten; the next save tries again: %s", error)
+            _log.warning("the step is saved, but older steps could not be forgotten or reduced; the next save tries again: %s", error)

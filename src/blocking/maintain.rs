@@ -38,7 +38,7 @@ pub fn keep_roles(store: &Store, steps: &[u64], roles: &[String], options: &Comp
 }
 
 /// See [`maintain::retain_roles`](maintain::retain_roles()).
-pub fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
+pub fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<RetentionReport> {
     store.block_on(maintain::retain_roles(store.inner(), retention, roles, options))
 }
 

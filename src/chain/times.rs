@@ -72,7 +72,7 @@ impl SaveTimes {
     pub fn by_step<'a>(snapshots: impl IntoIterator<Item = (u64, &'a Map<String, Value>)>) -> BTreeMap<u64, StepTimes> {
         let mut found: BTreeMap<u64, StepTimes> = BTreeMap::new();
         for (step, user) in snapshots {
-            let Some(times) = Self::of(user) else { continue };
+            let times = Self::of(user).unwrap_or_default();
             found.insert(step, StepTimes { encode_ms: times.encode_ms, upload_ms: times.upload_ms, ..StepTimes::default() });
             let Some(previous) = times.previous else { continue };
             // A step that is gone has no row of its own.
@@ -82,6 +82,7 @@ impl SaveTimes {
             row.upload_ms = previous.upload_ms.or(row.upload_ms);
             row.save_ms = previous.save_ms.or(row.save_ms);
         }
+        found.retain(|_, times| *times != StepTimes::default());
         found
     }
 }

@@ -120,7 +120,7 @@ pub(crate) struct Chosen {
 /// Objectives that [`ObjectiveSetting::Auto`](super::ObjectiveSetting::Auto) chooses from, by work.
 pub(crate) const LEVELS: [Objective; 3] = [Objective::FASTEST, Objective::BALANCED, Objective::SMALLEST];
 
-/// What a chunk would take with the codec that an objective prefers.
+/// Expected size and work of a chunk with the codec that an objective prefers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct LevelEstimate {
     /// Bytes in the cask, padding included.

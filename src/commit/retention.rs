@@ -46,8 +46,8 @@ impl Store {
     /// commit, so a step that is pinned or saved meanwhile is safe. [`History::unwanted`](super::History::unwanted)
     /// returns the same snapshots and forgets nothing.
     ///
-    /// If all kept steps may hold NaN or infinities, the newest step that is known to be finite stays, too. Steps are known
-    /// to be finite or not if they were saved with statistics or with a [`FiniteCheck`](crate::FiniteCheck).
+    /// If a kept step is marked as not finite, the newest finite step before it stays, too. Saves with statistics or with
+    /// a [`FiniteCheck`](crate::FiniteCheck) mark their steps.
     ///
     /// ```
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
@@ -56,7 +56,8 @@ impl Store {
     /// let options = WriterOptions { policy: Policy::Full, check: FiniteCheck::Tag, ..WriterOptions::default() };
     /// let mut writer = store.writer_with(options).await?;
     /// for (step, value) in [(1, 0.5f32), (2, 0.25), (3, f32::NAN), (4, f32::NAN)] {
-    ///     let state = [TensorView::new("w", Dtype::F32, &[], &value.to_le_bytes())?];
+    ///     let bytes = value.to_le_bytes();
+    ///     let state = [TensorView::new("w", Dtype::F32, &[], &bytes)?];
     ///     writer.save(step, &state, &[], &Metadata::default()).await?;
     /// }
     /// let retained = store.retain(Retention { keep_last: Some(2), ..Retention::default() }).await?;
@@ -73,12 +74,11 @@ impl Store {
 pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Result<Retained> {
     let writer = Id::random()?;
     let mut tags = FiniteTags::default();
-    let (mut forgotten, mut kept_finite): (Vec<Id>, Option<SnapshotRecord>) = (Vec::new(), None);
-    loop {
+    let mut forgotten: Vec<Id> = Vec::new();
+    let kept_finite = loop {
         let decision = tags.decide(log, retention).await?;
-        kept_finite = decision.kept_finite.or(kept_finite);
         if decision.forget.is_empty() {
-            break;
+            break decision.kept_finite;
         }
         let (mut last, mut is_outdated): (Vec<Id>, bool) = (Vec::new(), false);
         let appended = log
@@ -102,9 +102,9 @@ pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Resu
             Err(error) if is_outdated && error.kind() == ErrorKind::Conflict => {}
             Err(error) => return Err(error),
         }
-    }
+    };
     if let Some(kept) = &kept_finite {
-        tracing::warn!(step = kept.step, "all other kept steps may hold NaN or infinities, so the newest finite step stays");
+        tracing::warn!(step = kept.step, "steps that are kept hold NaN or infinities, so the newest finite step before them stays");
     }
     Ok(Retained { forgotten: forgotten.into_iter().filter_map(|id| log.state().by_id(id).cloned()).collect(), kept_finite })
 }
@@ -114,8 +114,8 @@ pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Resu
 pub struct Retained {
     /// Snapshots that were forgotten, or would be, ordered by commit.
     pub forgotten: Vec<SnapshotRecord>,
-    /// Snapshot that the retention alone would not keep. It stays because it is the newest finite one, and all kept
-    /// snapshots may hold NaN or infinities.
+    /// Snapshot that the retention alone would not keep. It stays because it is the newest finite one, and a newer snapshot
+    /// that is kept holds NaN or infinities.
     pub kept_finite: Option<SnapshotRecord>,
 }
 
@@ -182,23 +182,19 @@ impl Retention {
             nth == 0 || record.pinned || self.keep_last.is_some_and(|last| nth < last) || is_multiple(self.keep_every, record.step)
         };
         let (kept, dropped): (Vec<_>, Vec<_>) = state.live().rev().zip(0u64..).partition(|(record, nth)| keeps(*nth, record));
-        let (kept, mut dropped): (Vec<_>, Vec<_>) =
-            (kept.into_iter().map(|(record, _)| record).collect(), dropped.into_iter().map(|(record, _)| record).collect());
+        let without_position = |(record, _)| record;
+        let (kept, mut dropped): (Vec<&SnapshotRecord>, Vec<&SnapshotRecord>) =
+            (kept.into_iter().map(without_position).collect(), dropped.into_iter().map(without_position).collect());
         let mut decision = Decision::default();
-        // Steps that are whole, newest first. A reduced step cannot be resumed from.
-        let whole = |records: &[&SnapshotRecord]| -> Vec<Id> {
-            records.iter().filter(|record| record.roles.is_none()).map(|record| record.id).collect()
-        };
-        match tags.first_finite(&whole(&kept)) {
-            _ if dropped.is_empty() => {}
-            FirstFinite::Unknown(ids) => decision.unknown = ids,
-            FirstFinite::Found(_) => {}
-            FirstFinite::None if kept.iter().any(|record| tags.is_broken(record.id)) => match tags.first_finite(&whole(&dropped)) {
-                FirstFinite::Unknown(ids) => decision.unknown = ids,
-                FirstFinite::Found(id) => decision.kept_finite = state.by_id(id).cloned(),
-                FirstFinite::None => {}
-            },
-            FirstFinite::None => {}
+        if !dropped.is_empty() {
+            let kept: BTreeSet<Id> = kept.iter().map(|record| record.id).collect();
+            // Snapshots with all roles, newest first. A job cannot resume from a reduced snapshot.
+            let whole = state.live().rev().filter(|record| record.roles.is_none());
+            match tags.last_good(whole.map(|record| (record.id, kept.contains(&record.id)))) {
+                LastGood::Unknown(ids) => decision.unknown = ids,
+                LastGood::Dropped(id) => decision.kept_finite = state.by_id(id).cloned(),
+                LastGood::NotNeeded => {}
+            }
         }
         let finite = decision.kept_finite.as_ref().map(|record| record.id);
         dropped.retain(|record| Some(record.id) != finite);
@@ -222,7 +218,7 @@ pub(crate) struct Decision {
     unknown: Vec<Id>,
 }
 
-/// What the manifests of some snapshots say about NaN and infinities. Spec: `spec/manifest.md`, 1.4.
+/// Marks of snapshots as finite or not, from their manifests. Spec: `spec/manifest.md`, 1.4.
 #[derive(Debug, Default)]
 pub(crate) struct FiniteTags(BTreeMap<Id, FiniteTag>);
 
@@ -234,10 +230,13 @@ enum FiniteTag {
     Unchecked,
 }
 
-enum FirstFinite {
-    Found(Id),
-    None,
-    /// These come before, and are not known yet.
+/// The last finite snapshot, from the view of a retention.
+enum LastGood {
+    /// No snapshot has to stay: the newest finite one is kept, or no newer one that is kept is known to hold NaN.
+    NotNeeded,
+    /// The newest finite snapshot would be dropped, and a newer one that is kept is not finite.
+    Dropped(Id),
+    /// Snapshots that come first and whose manifests were not read yet.
     Unknown(Vec<Id>),
 }
 
@@ -263,28 +262,29 @@ impl FiniteTags {
         }
     }
 
-    /// Finds the first finite snapshot of a list.
-    fn first_finite(&self, ids: &[Id]) -> FirstFinite {
-        for (at, id) in ids.iter().enumerate() {
-            match self.0.get(id) {
-                Some(FiniteTag::Finite) => return FirstFinite::Found(*id),
-                Some(_) => {}
+    /// Finds the last finite snapshot among whole snapshots: ids, and whether each is kept, newest first.
+    fn last_good(&self, snapshots: impl Iterator<Item = (Id, bool)>) -> LastGood {
+        let mut is_broken = false;
+        let mut snapshots = snapshots.peekable();
+        while let Some(&(id, is_kept)) = snapshots.peek() {
+            match self.0.get(&id) {
+                Some(FiniteTag::Finite) if is_broken && !is_kept => return LastGood::Dropped(id),
+                Some(FiniteTag::Finite) => return LastGood::NotNeeded,
+                Some(FiniteTag::NotFinite) => is_broken |= is_kept,
+                Some(FiniteTag::Unchecked) => {}
                 None => {
-                    let unknown = ids.iter().skip(at).filter(|id| !self.0.contains_key(id));
-                    return FirstFinite::Unknown(unknown.take(MANIFESTS_AT_ONCE).copied().collect());
+                    let unknown = snapshots.map(|(id, _)| id).filter(|id| !self.0.contains_key(id));
+                    return LastGood::Unknown(unknown.take(MANIFESTS_AT_ONCE).collect());
                 }
             }
+            snapshots.next();
         }
-        FirstFinite::None
-    }
-
-    fn is_broken(&self, id: Id) -> bool {
-        self.0.get(&id) == Some(&FiniteTag::NotFinite)
+        LastGood::NotNeeded
     }
 }
 
 /// Number of manifests that are read before the next decision.
-const MANIFESTS_AT_ONCE: usize = 8;
+const MANIFESTS_AT_ONCE: usize = 32;
 
 /// Maximum number of snapshots that one entry forgets. Keeps the entry well below its size limit.
 const MAX_FORGOTTEN: usize = 10_000;

@@ -34,6 +34,14 @@ pub struct Reduced {
     pub held: Option<String>,
 }
 
+impl Reduced {
+    /// A snapshot that stays as it is.
+    fn held(record: SnapshotRecord, reason: String) -> Self {
+        let bytes = record.summary.as_ref().map_or(0, |summary| summary.stored_bytes);
+        Self { record, stored_bytes_before: bytes, stored_bytes: bytes, held: Some(reason) }
+    }
+}
+
 /// Reduces the snapshots of these steps to tensors of the given roles, newest first. Blobs stay. A step whose other
 /// roles a newer snapshot needs stays as it is and is reported as held. Nothing is deleted until [`gc`](super::gc())
 /// runs.
@@ -43,15 +51,16 @@ pub async fn keep_roles(store: &Store, steps: &[u64], roles: &[String], options:
     for &step in steps.iter().collect::<BTreeSet<_>>() {
         records.push(live_step(log.state(), step)?.clone());
     }
-    reduce_all(store, log, records, roles, options).await
+    reduce_all(store, log, records, roles, options, OnDamage::Fail).await
 }
 
 /// Reduces the snapshots that `retention` does not keep to tensors of the given roles.
-pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
+pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<RetentionReport> {
     let mut log = Log::load(store).await?;
     let decision = FiniteTags::default().decide(&mut log, retention).await?;
     let records = [decision.forget, decision.reduce].concat();
-    reduce_all(store, log, records, roles, options).await
+    let reduced = reduce_all(store, log, records, roles, options, OnDamage::Fail).await?;
+    Ok(RetentionReport { retained: Retained { forgotten: vec![], kept_finite: decision.kept_finite }, reduced })
 }
 
 /// Result of [`retain`].
@@ -91,9 +100,23 @@ pub async fn retain(store: &Store, retention: Retention, options: &CompactOption
     };
     let reduced = match records.is_empty() {
         true => vec![],
-        false => reduce_all(store, log, records, &["model".to_owned()], options).await?,
+        false => reduce_all(store, log, records, &["model".to_owned()], options, OnDamage::Hold).await?,
     };
     Ok(RetentionReport { retained, reduced })
+}
+
+/// What happens if a snapshot cannot be reduced, because it is damaged or its tensors are tied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OnDamage {
+    /// The call fails.
+    Fail,
+    /// The snapshot stays as it is, and the others are reduced.
+    Hold,
+}
+
+/// Whether an error lies in the snapshot, and not in the store or in another process.
+fn is_of_snapshot(error: &Error) -> bool {
+    error.is_damage() || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidArgument | ErrorKind::LimitExceeded)
 }
 
 #[boxed]
@@ -103,6 +126,7 @@ async fn reduce_all(
     mut records: Vec<SnapshotRecord>,
     roles: &[String],
     options: &CompactOptions,
+    on_damage: OnDamage,
 ) -> Result<Vec<Reduced>> {
     let roles: BTreeSet<String> = roles.iter().cloned().collect();
     if roles.is_empty() {
@@ -114,7 +138,13 @@ async fn reduce_all(
     records.sort_by_key(|record| std::cmp::Reverse(record.sequence));
     let mut reduced = Vec::new();
     for record in records {
-        reduced.push(reduce(store, &mut log, record, &roles, options).await?);
+        reduced.push(match reduce(store, &mut log, record.clone(), &roles, options).await {
+            Err(error) if on_damage == OnDamage::Hold && is_of_snapshot(&error) => {
+                tracing::warn!(step = record.step, %error, "the step cannot be reduced to its weights");
+                Reduced::held(record, error.message().to_owned())
+            }
+            reduced => reduced?,
+        });
     }
     Ok(reduced)
 }
@@ -129,8 +159,7 @@ async fn reduce(
 ) -> Result<Reduced> {
     let age = Age::start();
     if let Some(reason) = reason_to_hold(log.state(), &record, roles) {
-        let bytes = record.summary.as_ref().map_or(0, |summary| summary.stored_bytes);
-        return Ok(Reduced { record, stored_bytes_before: bytes, stored_bytes: bytes, held: Some(reason) });
+        return Ok(Reduced::held(record, reason));
     }
     let snapshot = Snapshot::load(store, log.state(), record.id).await?;
     refuse_features(snapshot.manifest().may_ignore())?;

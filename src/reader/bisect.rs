@@ -74,7 +74,8 @@ impl History<'_> {
     /// let options = WriterOptions { policy: Policy::Full, statistics: true, ..WriterOptions::default() };
     /// let mut writer = store.writer_with(options).await?;
     /// for (step, value) in [(1, 0.5f32), (2, 0.25), (3, f32::NAN), (4, f32::NAN)] {
-    ///     let state = [TensorView::new("w", Dtype::F32, &[], &value.to_le_bytes())?];
+    ///     let bytes = value.to_le_bytes();
+    ///     let state = [TensorView::new("w", Dtype::F32, &[], &bytes)?];
     ///     writer.save(step, &state, &[], &Metadata::default()).await?;
     /// }
     /// let found = store.history().bisect(&Predicate::parse("nan > 0")?).await?;

@@ -70,7 +70,7 @@ impl PartBudget {
         self.meter.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What was sent so far.
+    /// Progress until now.
     pub(crate) fn progress(&self) -> UploadProgress {
         let mut meter = self.meter();
         meter.count(Instant::now());

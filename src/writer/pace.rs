@@ -30,6 +30,10 @@ const BALANCED: usize = 1;
 const SMALLEST: usize = 2;
 /// Share of older measurements that is kept at the start of each save.
 const KEPT: f64 = 0.5;
+/// Largest number of bases in a row because deltas were slow.
+const BASES_IN_A_ROW: u32 = 4;
+/// Smallest share of the measured bytes with which a level counts as measured. Older measurements fade below it.
+const MEASURED: f64 = 1.0 / 16.0;
 
 /// Measured rates of one writer.
 #[derive(Debug, Default)]
@@ -40,6 +44,8 @@ pub(super) struct Pace {
     uploaded: Rate,
     /// Uploads of the last save.
     uploads: PartBudget,
+    /// Number of bases in a row that were preferred to a delta.
+    preferred_bases: u32,
 }
 
 /// Measured rates of bases, or of deltas.
@@ -97,10 +103,11 @@ impl KindPace {
         sums.for_each(|sum| *sum *= KEPT);
     }
 
-    /// Seconds of encoding per decoded byte, by level: as measured, or from the nearest level that was measured, in
-    /// proportion to the declared work.
+    /// Seconds of encoding per decoded byte, by level: as measured in the last saves, or from the nearest level that was
+    /// measured, in proportion to the declared work.
     fn encode_seconds(&self) -> Option<[f64; LEVELS.len()]> {
-        let measured = self.encoded.map(Rate::seconds_per_byte);
+        let most = self.encoded.iter().map(|rate| rate.bytes).fold(0.0, f64::max);
+        let measured = self.encoded.map(|rate| rate.seconds_per_byte().filter(|_| rate.bytes >= most * MEASURED));
         let mut seconds = [0.0; LEVELS.len()];
         for (level, seconds) in seconds.iter_mut().enumerate() {
             let known = (0..LEVELS.len()).filter(|&known| measured[known].is_some()).min_by_key(|&known| known.abs_diff(level))?;
@@ -117,7 +124,7 @@ impl KindPace {
     }
 }
 
-/// What is known about the rest of a save.
+/// Expected rates for the rest of a save.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Forecast {
     /// Seconds of encoding per decoded byte, by level.
@@ -159,6 +166,9 @@ impl Pace {
         self.uploaded.bytes *= KEPT;
         self.uploaded.seconds *= KEPT;
         self.of(kind).fade();
+        if kind == SnapshotKind::Delta {
+            self.preferred_bases = 0;
+        }
         PacedSave { pace: self, kind, rest: bytes, level: BALANCED, windows: [0; LEVELS.len()], encoded: Rate::default() }
     }
 
@@ -175,11 +185,19 @@ impl Pace {
         Some(Forecast { encode: pace.encode_seconds()?, stored: pace.stored_shares()?, upload })
     }
 
-    /// Whether a base would be durable in at most 0.8 of the time of a delta. `false` while one of them was not timed.
+    /// Whether a base would be durable in at most 0.8 of the time of a delta. `false` while one of them was not timed. The
+    /// time of deltas is forgotten after [`BASES_IN_A_ROW`], so that another delta is tried and timed.
     pub(super) fn prefers_base(&mut self, bytes: u64, estimate: &DeltaEstimate) -> bool {
         let base = self.seconds(SnapshotKind::Base, bytes, estimate.base_bytes);
         let delta = self.seconds(SnapshotKind::Delta, bytes, estimate.delta_bytes);
-        base.zip(delta).is_some_and(|(base, delta)| base <= delta * 0.8)
+        let prefers_base = base.zip(delta).is_some_and(|(base, delta)| base <= delta * 0.8);
+        if prefers_base && self.preferred_bases >= BASES_IN_A_ROW {
+            self.deltas = KindPace::default();
+            self.preferred_bases = 0;
+            return false;
+        }
+        self.preferred_bases = if prefers_base { self.preferred_bases + 1 } else { 0 };
+        prefers_base
     }
 
     /// Seconds until a state of `bytes` is durable, as a base or as a delta that is expected to store `stored` bytes;
@@ -221,7 +239,7 @@ impl PacedSave<'_> {
         LEVELS[self.level]
     }
 
-    /// Takes over the time that a window took.
+    /// Records the encoding time of a window.
     pub(super) fn add_window(&mut self, bytes: u64, time: Duration) {
         self.rest = self.rest.saturating_sub(bytes);
         self.windows[self.level] += 1;
@@ -229,7 +247,7 @@ impl PacedSave<'_> {
         self.pace.of(self.kind).encoded[self.level].add(bytes, time);
     }
 
-    /// Takes over what is known of an encoded chunk.
+    /// Records the sizes of an encoded chunk.
     pub(super) fn add_chunk(&mut self, bytes: u64, chosen: &Chosen) {
         let pace = self.pace.of(self.kind);
         let bytes = bytes as f64;
@@ -257,7 +275,7 @@ impl PacedSave<'_> {
     }
 }
 
-/// What a save with the objective `auto` measured and chose.
+/// Measurements and choices of the objective `auto`.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ObjectiveReport {
     /// Number of windows of at most 32 MiB by objective: `fastest`, `balanced`, `smallest`.
@@ -286,7 +304,7 @@ impl std::fmt::Display for ObjectiveReport {
 mod tests {
     use std::time::Duration;
 
-    use super::{Forecast, ObjectiveReport, Pace};
+    use super::{Forecast, KindPace, ObjectiveReport, Pace};
     use crate::chain::DeltaEstimate;
     use crate::codec::{Chosen, ChosenBy, EncodedChunk, LEVELS, LevelEstimate};
     use crate::wire::SnapshotKind;
@@ -346,6 +364,29 @@ mod tests {
         assert!(!prefers_base(1, 3), "the base waits for its upload");
         assert!(!prefers_base(5, 7));
         assert!(prefers_base(5, 20), "the delta takes long to encode");
+    }
+
+    #[test]
+    fn a_delta_is_tried_again_after_some_bases() {
+        let estimate = DeltaEstimate { base_bytes: 600, delta_bytes: 200, sampled_chunks: 1 };
+        let mut pace = Pace::default();
+        record(&mut pace, SnapshotKind::Base, 5, 600);
+        record(&mut pace, SnapshotKind::Delta, 20, 200);
+        let decisions: Vec<bool> = (0..6).map(|_| pace.prefers_base(1000, &estimate)).collect();
+        assert_eq!(decisions, [true, true, true, true, false, false], "the fifth save is a delta");
+    }
+
+    #[test]
+    fn a_level_is_measured_again_once_its_measurement_is_old() {
+        let mut pace = KindPace::default();
+        pace.sample.work = [1.0, 2.0, 4.0];
+        pace.encoded[1].add(1000, Duration::from_secs(80));
+        for _ in 0..5 {
+            pace.fade();
+            pace.encoded[0].add(1000, Duration::from_secs(1));
+        }
+        let seconds = pace.encode_seconds().unwrap();
+        assert!(seconds[1] < 0.003, "twice the time of the fastest, not that of a busy hour: {seconds:?}");
     }
 
     #[test]

@@ -1,9 +1,14 @@
 //! The check for finite values, and retention that keeps the last finite step.
 
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
 use tensorcask::blocking::{Store, Writer, maintain};
 use tensorcask::{
     Dtype, ErrorKind, FiniteCheck, Metadata, Policy, Rank, Retention, SavedSnapshot, SnapshotRecord, TensorView, WriterOptions,
 };
+
+use crate::common::without_inline;
 
 fn options(check: FiniteCheck) -> WriterOptions {
     WriterOptions { policy: Policy::Consecutive, check, ..WriterOptions::default() }
@@ -110,6 +115,19 @@ fn retention_keeps_the_newest_finite_step_while_all_kept_steps_are_broken() {
 }
 
 #[test]
+fn an_old_finite_step_that_is_kept_does_not_replace_the_last_good_one() {
+    let store = Store::open("memory://guards-old-finite").unwrap();
+    let mut writer = store.writer_with(options(FiniteCheck::Tag)).unwrap();
+    for (step, weight) in [(0, 1.0), (100, 2.0), (240, 3.0), (249, 4.0), (250, f32::NAN), (251, f32::NAN)] {
+        save(&mut writer, step, weight, 1.0).unwrap();
+    }
+    store.pin(0).unwrap();
+    let retention = Retention { keep_last: Some(2), keep_every: Some(100), ..Retention::default() };
+    let retained = store.retain(retention).unwrap();
+    assert_eq!((steps(&retained.forgotten), retained.kept_finite.map(|record| record.step)), (vec![240], Some(249)));
+}
+
+#[test]
 fn unchecked_and_reduced_steps_are_not_taken_for_finite_ones() {
     let store = Store::open("memory://guards-unchecked").unwrap();
     let options = |check| WriterOptions { policy: Policy::Full, ..options(check) };
@@ -152,12 +170,12 @@ fn a_writer_forgets_by_itself_and_keeps_the_last_finite_step() {
     for step in 7..=10 {
         save(&mut writer, step, f32::NAN, 1.0).unwrap();
     }
-    // Step 4 is finite and kept, so no other step needs to stay.
-    assert_eq!(live(), [4, 8, 9, 10]);
+    // Step 4 is finite and kept, but step 6 is the last good one.
+    assert_eq!(live(), [4, 6, 8, 9, 10]);
     let retention = Some(last(1));
     let mut writer = store.writer_with(WriterOptions { retention, ..with.clone() }).unwrap();
     save(&mut writer, 11, f32::NAN, 1.0).unwrap();
-    assert_eq!(live(), [4, 11]);
+    assert_eq!(live(), [6, 11]);
     let nothing = WriterOptions { retention: Some(Retention::default()), ..with };
     assert_eq!(store.writer_with(nothing).unwrap_err().kind(), ErrorKind::InvalidArgument);
 }
@@ -176,6 +194,28 @@ fn steps_are_reduced_to_weights_except_the_last_finite_one() {
     assert_eq!(roles, [(2, true), (4, true), (6, false), (7, false), (8, false)]);
     // Steps that are reduced already are left alone.
     assert_eq!(maintain::retain(&store, retention, &maintain::CompactOptions::default()).unwrap().reduced, []);
+}
+
+#[test]
+fn a_damaged_step_does_not_keep_others_from_being_reduced() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::with(without_inline().open(folder.path().to_str().unwrap()).unwrap()).unwrap();
+    let mut writer = store.writer_with(WriterOptions { policy: Policy::Full, ..options(FiniteCheck::Off) }).unwrap();
+    let casks =
+        || -> BTreeSet<PathBuf> { std::fs::read_dir(folder.path().join("casks")).unwrap().map(|file| file.unwrap().path()).collect() };
+    for step in 1..=8 {
+        let before = if step == 6 { casks() } else { BTreeSet::new() };
+        save(&mut writer, step, step as f32, 1.0).unwrap();
+        for path in casks().difference(&before).filter(|_| step == 6) {
+            let bytes = std::fs::read(path).unwrap();
+            std::fs::write(path, vec![0; bytes.len()]).unwrap();
+        }
+    }
+    let retention = Retention { keep_weights_every: Some(2), ..last(1) };
+    let report = maintain::retain(&store, retention, &maintain::CompactOptions::default()).unwrap();
+    assert_eq!(steps(&report.retained.forgotten), [1, 3, 5, 7]);
+    let reduced: Vec<(u64, bool)> = report.reduced.iter().map(|one| (one.record.step, one.held.is_some())).collect();
+    assert_eq!(reduced, [(6, true), (4, false), (2, false)]);
 }
 
 #[test]

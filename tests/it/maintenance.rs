@@ -245,7 +245,7 @@ async fn old_steps_keep_their_weights_and_lose_the_rest() {
     store.pin(2).await.unwrap();
     let model = ["model".to_owned()];
     let keep = Retention { keep_last: Some(2), ..Retention::default() };
-    let reduced = maintain::retain_roles(&store, keep, &model, &CompactOptions::default()).await.unwrap();
+    let reduced = maintain::retain_roles(&store, keep, &model, &CompactOptions::default()).await.unwrap().reduced;
     let held: Vec<(u64, bool)> = reduced.iter().map(|one| (one.record.step, one.held.is_some())).collect();
     // Steps 7 and 8 stay, and so do the snapshots that they and the pinned step 2 need. Step 7 is a base, and 1 is the
     // base of 2.
@@ -264,7 +264,7 @@ async fn old_steps_keep_their_weights_and_lose_the_rest() {
     }
     let report = maintain::verify(&store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
-    let again = maintain::retain_roles(&store, keep, &model, &CompactOptions::default()).await.unwrap();
+    let again = maintain::retain_roles(&store, keep, &model, &CompactOptions::default()).await.unwrap().reduced;
     assert!(again.iter().all(|one| one.held.is_some()), "{again:?}");
     // A copy of the store also has the reduced snapshots.
     let copy = wrap(Arc::new(InMemory::new()));

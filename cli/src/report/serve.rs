@@ -47,8 +47,11 @@ pub(crate) fn serve(store: &Store, url: &str, port: u16, ready: impl FnOnce(&str
         let free = Arc::new(Semaphore::new(CONNECTIONS));
         loop {
             let Ok(permit) = free.clone().acquire_owned().await else { return Ok(()) };
-            // A client that is gone already is no reason to end.
-            let Ok((stream, _)) = listener.accept().await else { continue };
+            let Ok((stream, _)) = listener.accept().await else {
+                // A client that is gone already is no reason to end. While files run out, every attempt fails at once.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            };
             let pages = pages.clone();
             tokio::spawn(async move {
                 let _permit = permit;

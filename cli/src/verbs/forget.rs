@@ -3,7 +3,7 @@
 use serde::Serialize;
 use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::{CompactOptions, Reduced};
-use tensorcask::{Error, Result, Retained, Retention};
+use tensorcask::{Error, Result, Retained, Retention, SnapshotRecord};
 
 use crate::output::Outcome;
 use crate::text::{Text, human_bytes};
@@ -110,10 +110,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     if forgotten.is_empty() && reduced.is_empty() {
         text.line("nothing to forget");
     }
-    if let Some(kept) = &kept_finite {
-        text.line(format!("step {} stays: it is the newest finite step, and the other kept steps may hold NaN or infinities", kept.step));
-    }
-    let kept_finite = kept_finite.map(|record| record.step);
+    let kept_finite = describe_kept(kept_finite, &mut text);
     Outcome::new(&Report { dry_run: args.dry_run, forgotten, reduced, kept_finite }, text)
 }
 
@@ -123,16 +120,27 @@ fn retention(args: &Args) -> Retention {
 
 fn reduce(args: &Args, store: &Store, steps: &[u64]) -> Result<Outcome> {
     let options = CompactOptions::default();
-    let made = match steps {
-        [] => maintain::retain_roles(store, retention(args), &args.keep_role, &options)?,
-        steps => maintain::keep_roles(store, steps, &args.keep_role, &options)?,
+    let (kept_finite, made) = match steps {
+        [] => {
+            let report = maintain::retain_roles(store, retention(args), &args.keep_role, &options)?;
+            (report.retained.kept_finite, report.reduced)
+        }
+        steps => (None, maintain::keep_roles(store, steps, &args.keep_role, &options)?),
     };
     let mut text = Text::default();
     let reduced = describe(made, &mut text);
     if reduced.is_empty() {
         text.line("nothing to reduce");
     }
-    Outcome::new(&Report { dry_run: false, forgotten: vec![], reduced, kept_finite: None }, text)
+    let kept_finite = describe_kept(kept_finite, &mut text);
+    Outcome::new(&Report { dry_run: false, forgotten: vec![], reduced, kept_finite }, text)
+}
+
+/// Names the finite step that stays although the retention alone would not keep it.
+fn describe_kept(kept: Option<SnapshotRecord>, text: &mut Text) -> Option<u64> {
+    let step = kept?.step;
+    text.line(format!("step {step} stays: it is the newest finite step, and a newer step that is kept holds NaN or infinities"));
+    Some(step)
 }
 
 fn describe(made: Vec<Reduced>, text: &mut Text) -> Vec<ReducedRow> {

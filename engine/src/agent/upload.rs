@@ -98,9 +98,6 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, copier: &mut Option<
     if copied > 0 {
         KnownTiers::update(&run.folder, destination.url(), |known| known.latest = copier.latest().map(|latest| latest.id))?;
     }
-    if copied > 0 {
-        retain(run, destination).await;
-    }
     if run.spec.inline && tier == 0 {
         note_inline_memory(run, newest.epoch, &records)?;
     }
@@ -118,6 +115,9 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, copier: &mut Option<
         copied,
         times: UploadTimes { upload_ms, ahead_bytes, time_ms: now_ms() },
     }));
+    if copied > 0 {
+        retain(run, destination).await;
+    }
     Ok(())
 }
 
@@ -131,7 +131,7 @@ async fn retain(run: &Run, tier: &Store) {
             }
         }
         Err(error) => {
-            tracing::warn!(run = run.spec.run, tier = tier.url(), %error, "older steps could not be forgotten; the next upload tries again");
+            tracing::warn!(run = run.spec.run, tier = tier.url(), %error, "older steps could not be forgotten or reduced; the next upload tries again");
         }
     }
 }
