@@ -128,7 +128,7 @@ impl<'a> Input<'a> {
 
     fn signed(&mut self) -> Result<i64, &'static str> {
         let number = self.varint()?;
-        Ok((number >> 1).cast_signed() ^ -(number & 1).cast_signed())
+        Ok((number >> 1).cast_signed() ^ (number & 1).cast_signed().wrapping_neg())
     }
 
     /// Reads a number of 32 bits that is not negative.
@@ -197,6 +197,7 @@ impl<'a> Input<'a> {
 }
 
 #[cfg(test)]
+#[allow(clippy::indexing_slicing, reason = "a panic fails the test")]
 mod tests {
     use std::sync::Arc;
 
