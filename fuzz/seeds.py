@@ -25,6 +25,8 @@ FILES = {
     "inline": ["**/log/*.json"],
 }
 LONGEST = 40_000
+# Of the target `statistics`.
+PREDICATES = [b"nan > 0", b"norm >= 1e4 or nonfinite != 0 and zero = 0", b"changed == 0 and change_norm <= 0.5 or min<-1 and max>1"]
 # These make their input from noise; a state of several tensors takes a lot of it.
 NOISE = ["codecs", "kernels", "log_model", "round_trip", "store_model"]
 CODECS = [
@@ -58,6 +60,19 @@ def files(target: str) -> Iterator[tuple[str, bytes]]:
             yield str(path.relative_to(ROOT)).replace("/", "_").replace(".", "_"), before + path.read_bytes()
 
 
+def statistics() -> Iterator[tuple[str, bytes]]:
+    """The blobs `tc.statistics` of casks, each after a line with a predicate; and noise."""
+    for store in STORES:
+        for path in store.glob("**/*.cask"):
+            content = path.read_bytes()
+            # A Parquet file starts and ends with these letters. No other blob of these casks has them.
+            start, end = content.find(b"PAR1"), content.rfind(b"PAR1")
+            if start < end <= start + LONGEST:
+                yield str(path.relative_to(ROOT)).replace("/", "_"), PREDICATES[0] + b"\n" + content[start : end + 4]
+    for number in range(100):
+        yield f"noise-{number}", PREDICATES[number % len(PREDICATES)] + b"\n" + os.urandom(800)
+
+
 def vectors() -> Iterator[tuple[str, bytes]]:
     """In the form of `ChunkInput` in src/lib.rs."""
     seeds = []
@@ -79,6 +94,7 @@ for target in sys.argv[1:]:
     if target in NOISE:
         seeds = ((f"noise-{i}", os.urandom(800)) for i in range(100) if not (folder / f"noise-{i}").exists())
     else:
-        seeds = vectors() if target == "decoders" else files(target)
+        made = {"decoders": vectors, "statistics": statistics}
+        seeds = made[target]() if target in made else files(target)
     for name, seed in seeds:
         (folder / name).write_bytes(seed)

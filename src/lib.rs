@@ -93,6 +93,20 @@ pub fn with_scalar_kernels<T>(run: impl FnOnce() -> T) -> T {
     kernels::with_scalar(run)
 }
 
+/// Encodes the rows of a statistics blob, which may be any rows.
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub fn encode_statistics(rows: &[ChunkStatistics]) -> Result<Vec<u8>> {
+    ChunkStatistics::encode(rows)
+}
+
+/// Decodes a statistics blob.
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub fn decode_statistics(bytes: bytes::Bytes, limits: &Limits) -> Result<Vec<ChunkStatistics>> {
+    ChunkStatistics::decode(bytes, limits)
+}
+
 /// Makes an async function return a boxed future. A caller then holds a pointer, so the body is compiled once here and
 /// not again inside each caller, including callers in other crates.
 pub(crate) use async_recursion::async_recursion as boxed;

@@ -68,6 +68,18 @@ def test_python_m_is_the_same_command(model, url):
     assert tensorcask.Store(url).steps == [3]
 
 
+def test_the_package_installs_completions_and_man_pages(tmp_path):
+    share = Path(sys.prefix) / "share"
+    scripts = {"bash": "bash-completion/completions/tensorcask", "zsh": "zsh/site-functions/_tensorcask"}
+    scripts["fish"] = "fish/vendor_completions.d/tensorcask.fish"
+    for shell, path in scripts.items():
+        script = (share / path).read_text()
+        assert script == run("completions", shell).stdout and "bisect" in script
+    for page in told("man", tmp_path / "man1")["files"]:
+        assert (share / "man" / "man1" / Path(page).name).read_bytes() == Path(page).read_bytes()
+    assert (share / "man" / "man1" / "tensorcask-save.1").is_file()
+
+
 def test_help_and_version():
     assert run("--version").stdout.split() == ["tensorcask", tensorcask.__version__]
     words = run("--help").stdout

@@ -125,7 +125,11 @@ def test_notebooks_give_the_pages_of_the_book(notebook, tmp_path):
 
 
 def test_the_notebook_finds_the_element_that_it_broke():
+    """By SQL, by bisect, in the report and by a guard."""
     page = (ROOT / "docs" / "src" / "guides" / "notebook.md").read_text()
     assert "model[2].weight[5, 7] = math.nan" in page and "if step == 60" in page
     assert "<td>60</td><td>model.2.weight</td><td>model.2</td><td>1</td><td>1024</td>" in page
     assert "(60, 'model.2.weight')" in page and "chunks with a NaN: 0" in page
+    assert "first bad step 60: model.2.weight; last good step 59" in page
+    assert re.search(r"{'step': 60,\s+'tensor': 'model.2.weight',\s+'role': 'model',\s+'nan': 1,", page)
+    assert "tensor `model.2.weight`, chunk 0: 1 NaN among 1024 elements" in page

@@ -18,6 +18,7 @@ use serde_json::{Map, Value};
 use super::state::LastWriter;
 use super::{LogState, SnapshotRecord, SnapshotStatus, Summary};
 use crate::store::Store;
+use crate::wire::parquet_pages::check_pages;
 use crate::wire::{Digest, Id, SnapshotKind};
 use crate::{Error, ErrorKind, Result, boxed};
 
@@ -228,7 +229,8 @@ fn user_column(values: &[Option<Value>]) -> ArrayRef {
 fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     let bad = |message: String| Error::corrupt(message).clause("log 6.3");
     let parquet = |e: parquet::errors::ParquetError| bad(format!("not a valid Parquet table: {e}"));
-    let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(parquet)?;
+    let builder = ParquetRecordBatchReaderBuilder::try_new(bytes.clone()).map_err(parquet)?;
+    check_pages(&bytes, builder.metadata()).map_err(|message| bad(message.to_owned()))?;
     let pairs: BTreeMap<String, String> = builder
         .metadata()
         .file_metadata()

@@ -15,6 +15,7 @@ pub(crate) mod index;
 mod inline;
 mod layout;
 mod manifest;
+pub(crate) mod parquet_pages;
 pub(crate) mod part;
 mod postscript;
 mod receipt;

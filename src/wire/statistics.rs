@@ -15,6 +15,7 @@ use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 
+use super::parquet_pages::check_pages;
 use crate::kernels::statistics::{ChangeStatistics, ValueStatistics, is_measured};
 use crate::tensor::{ChunkGrid, Rect};
 use crate::{Dtype, Error, ErrorKind, Limits, Result};
@@ -226,7 +227,7 @@ fn item() -> Arc<Field> {
 
 fn decode(bytes: Bytes, limits: &Limits) -> Result<Vec<ChunkStatistics>> {
     let parquet = |e: ParquetError| bad(format!("not a valid Parquet table: {e}"));
-    let builder = ParquetRecordBatchReaderBuilder::try_new(bytes).map_err(parquet)?;
+    let builder = ParquetRecordBatchReaderBuilder::try_new(bytes.clone()).map_err(parquet)?;
     let file = builder.metadata();
     let declared = u64::try_from(file.file_metadata().num_rows()).map_err(|_| bad("a negative number of rows"))?;
     Limits::check(declared, limits.max_shards, "number of rows of statistics")?;
@@ -236,6 +237,7 @@ fn decode(bytes: Bytes, limits: &Limits) -> Result<Vec<ChunkStatistics>> {
     if columns().any(|column| u64::try_from(column.num_values()).is_ok_and(|values| values > max_values)) {
         return Err(bad("a column has more values than its rows can hold"));
     }
+    check_pages(&bytes, file).map_err(bad)?;
     let mut rows: Vec<ChunkStatistics> = Vec::new();
     for batch in builder.build().map_err(parquet)? {
         let batch = batch.map_err(|e| bad(format!("not a valid Parquet table: {e}")))?;

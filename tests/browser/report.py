@@ -123,6 +123,15 @@ def a_run_with_a_nan(cli: Cli, browser: Browser, folder: pathlib.Path, screensho
     assert [row[:2] for row in opened.rows("table-nonfinite")] == [[str(NAN_STEP), NAN_TENSOR], [str(INFINITY_STEP), f"model.{HOSTILE[0]}"]]
     assert f"step {NAN_STEP}" in opened.page.locator("#summary").inner_text()
 
+    # `bisect` finds the same step, and a guard refuses it.
+    found = cli.run("bisect", store, "--first", "nan > 0")
+    first = found["first"]
+    assert (first["step"], [row["tensor"] for row in first["tensors"]], found["last_good"]) == (NAN_STEP, [NAN_TENSOR], NAN_STEP - 10)
+    broken, guarded = folder / "broken.safetensors", folder / "guarded"
+    cli.run("restore", store, "--step", NAN_STEP, "-o", broken)
+    refusal = cli.run("save", guarded, "--step", NAN_STEP, "--check", "finite", broken, codes=(1,))["error"]
+    assert refusal["tensor"] == NAN_TENSOR and "1 NaN" in refusal["message"], refusal
+
     # Hostile names are text.
     for name in HOSTILE:
         shown = f"model.{name}"
