@@ -54,7 +54,7 @@ pub struct MatchedStep {
 /// A tensor that matches.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MatchedTensor {
-    /// Statistics of the whole tensor.
+    /// Statistics of the whole tensor, or of the part that was measured.
     pub statistics: TensorStatistics,
     /// First chunk that matches on its own; `None` if only the whole tensor does.
     pub first_chunk: Option<ChunkStatistics>,
@@ -162,9 +162,12 @@ impl Examined {
                 examined.is_decided &= elements == 0;
                 continue;
             };
-            let holds = predicate.holds(&statistics);
             // A rank may have saved its shards without statistics.
-            examined.is_decided &= holds.is_some() && statistics.elements == elements;
+            let holds = match statistics.elements == elements {
+                true => predicate.holds(&statistics),
+                false => predicate.holds_with_part(&statistics, elements),
+            };
+            examined.is_decided &= holds.is_some();
             if holds == Some(true) {
                 let matches = |chunk: &&ChunkStatistics| {
                     let alone = TensorStatistics::of(std::slice::from_ref(*chunk));

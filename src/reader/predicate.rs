@@ -117,8 +117,16 @@ impl Predicate {
 
     /// Returns whether the predicate holds for a tensor; `None` if statistics that decide this are missing.
     pub fn holds(&self, tensor: &TensorStatistics) -> Option<bool> {
-        let all = |all_of: &Vec<Comparison>| fold(all_of.iter().map(|comparison| comparison.holds(tensor)), false);
-        fold(self.any_of.iter().map(all), true)
+        self.holds_by(|comparison| comparison.holds(tensor))
+    }
+
+    /// Returns whether the predicate holds for a tensor of this many elements, of which `part` measures only some.
+    pub(super) fn holds_with_part(&self, part: &TensorStatistics, elements: u64) -> Option<bool> {
+        self.holds_by(|comparison| comparison.holds_with_part(part, elements))
+    }
+
+    fn holds_by(&self, holds: impl Fn(&Comparison) -> Option<bool>) -> Option<bool> {
+        fold(self.any_of.iter().map(|all_of| fold(all_of.iter().map(&holds), false)), true)
     }
 }
 
@@ -175,20 +183,39 @@ struct Comparison {
 }
 
 impl Comparison {
-    fn holds(self, tensor: &TensorStatistics) -> Option<bool> {
-        let number = match self.column.of(tensor) {
-            Cell::Number(number) => number,
-            Cell::None => return Some(false),
-            Cell::Unknown => return None,
+    fn holds(&self, tensor: &TensorStatistics) -> Option<bool> {
+        match self.column.of(tensor) {
+            Cell::Number(number) => Some(self.compare(number)),
+            Cell::None => Some(false),
+            Cell::Unknown => None,
+        }
+    }
+
+    /// The other elements can only add to counts and norms, raise `max` and lower `min`.
+    fn holds_with_part(&self, part: &TensorStatistics, elements: u64) -> Option<bool> {
+        let is_lasting = match self.column {
+            Column::Elements => return Some(self.compare(elements as f64)),
+            Column::Sum => false,
+            Column::Min => matches!(self.operator, Operator::Less | Operator::AtMost),
+            _ => matches!(self.operator, Operator::Greater | Operator::AtLeast),
         };
-        Some(match self.operator {
+        match self.column.of(part) {
+            Cell::Number(number) => (is_lasting && self.compare(number)).then_some(true),
+            // The type has no such value.
+            Cell::None if part.values.is_none() => Some(false),
+            Cell::None | Cell::Unknown => None,
+        }
+    }
+
+    fn compare(&self, number: f64) -> bool {
+        match self.operator {
             Operator::Greater => number > self.number,
             Operator::AtLeast => number >= self.number,
             Operator::Less => number < self.number,
             Operator::AtMost => number <= self.number,
             Operator::Equal => number == self.number,
             Operator::Differs => number != self.number,
-        })
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The first step whose statistics satisfy a predicate.
 
 use tensorcask::blocking::Store;
-use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Predicate, TensorView, WriterOptions};
+use tensorcask::{Bisection, Dtype, ErrorKind, Metadata, Policy, Predicate, Rank, Rect, TensorView, WriterOptions};
 
 /// Saves 40 steps, in another order than their numbers. A NaN is in the second chunk of one layer from step 23 on, except
 /// that it vanishes again at step 30.
@@ -91,4 +91,41 @@ fn an_empty_store_has_no_match_and_a_missing_store_is_an_error() {
     store.writer(Policy::Full).unwrap();
     let found = store.history().bisect(&predicate).unwrap();
     assert!(found.first.is_none() && found.last_good.is_none() && found.examined == 0);
+}
+
+#[test]
+fn statistics_of_a_part_of_a_tensor_prove_no_more_than_the_part_does() {
+    let store = Store::open("memory://bisect-part").unwrap();
+    let options = |statistics| WriterOptions { policy: Policy::Full, statistics, ..WriterOptions::default() };
+    let mut coordinator = store.writer_with(options(true)).unwrap();
+    // Rank 1 takes no statistics. At step 1, each rank would match `norm < 1` alone, but only step 2 matches as a whole.
+    for (step, numbers) in [(1, [0.5f32, 9.0]), (2, [0.5, 0.5]), (3, [f32::NAN, 0.5])] {
+        let bytes = numbers.map(f32::to_le_bytes);
+        let mut receipts = Vec::new();
+        for (rank, bytes) in (0..).zip(&bytes) {
+            let mut writer = store.rank_writer(Rank { rank, world: 2, attempt: 0 }, options(rank == 0)).unwrap();
+            let rect = Rect { offset: vec![rank.into()], shape: vec![1] };
+            let shard = TensorView::shard("w", Dtype::F32, &[2], rect, bytes).unwrap();
+            receipts.push(writer.save(step, &[shard], &[]).unwrap());
+        }
+        coordinator.commit_receipts(step, &receipts, &Metadata::default()).unwrap();
+    }
+    let find = |text: &str| store.history().bisect(&Predicate::parse(text).unwrap()).unwrap();
+    for text in ["norm < 1", "nan = 0", "max < 3", "min > 0.1", "norm < 1 and zero >= 0"] {
+        let found = find(text);
+        assert_eq!((&found.first, found.last_good, &found.unmeasured[..]), (&None, None, &[1, 2, 3][..]), "{text}");
+        assert!(!found.is_certain());
+    }
+    // What one part has too much of, the whole has, too. The number of elements is known.
+    for (text, first, unmeasured) in [
+        ("nan > 0", 3, &[1, 2][..]),
+        ("norm > 0.4", 1, &[]),
+        ("max >= 0.5", 1, &[]),
+        ("min <= 0.5", 1, &[]),
+        ("elements = 2 and nan >= 1", 3, &[1, 2]),
+    ] {
+        let Bisection { first: found, unmeasured: unknown, .. } = find(text);
+        assert_eq!((found.unwrap().step, unknown.as_slice()), (first, unmeasured), "{text}");
+    }
+    assert_eq!(find("elements != 2").last_good, Some(3));
 }
