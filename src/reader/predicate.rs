@@ -201,7 +201,7 @@ impl Comparison {
         };
         match self.column.of(part) {
             Cell::Number(number) => (is_lasting && self.compare(number)).then_some(true),
-            // The type has no such value.
+            // Elements of the type have no such value.
             Cell::None if part.values.is_none() => Some(false),
             Cell::None | Cell::Unknown => None,
         }
@@ -294,7 +294,7 @@ const COLUMNS: [(&str, Column); 17] = [
 /// Value of a column for a tensor.
 enum Cell {
     Number(f64),
-    /// The tensor has no such value: its type is not measured, or it has no finite element.
+    /// The tensor has no such value: its elements are integers or Booleans, or none of them is finite.
     None,
     /// The tensor has such a value, but it was not measured or exceeds binary64.
     Unknown,
@@ -321,7 +321,9 @@ impl Column {
             Self::ChangeUlps => return change.map_or(Cell::Unknown, |change| count(change.ulps)),
             _ => {}
         }
-        let Some(values) = values else { return Cell::None };
+        let Some(values) = values else {
+            return if tensor.dtype.is_float() { Cell::Unknown } else { Cell::None };
+        };
         let infinities = values.positive_infinity.saturating_add(values.negative_infinity);
         match self {
             Self::Nan => count(values.nan),
@@ -379,8 +381,10 @@ mod tests {
         for (text, expected) in cases {
             assert_eq!(Predicate::parse(text).unwrap().holds(&tensor()), expected, "{text}");
         }
-        let integers = TensorStatistics { dtype: Dtype::I64, values: None, ..tensor() };
-        assert_eq!(Predicate::parse("zero >= 0").unwrap().holds(&integers), Some(false));
+        for (dtype, expected) in [(Dtype::I64, Some(false)), (Dtype::Bool, Some(false)), (Dtype::C64, None), (Dtype::F8E4M3, None)] {
+            let tensor = TensorStatistics { dtype, values: None, ..tensor() };
+            assert_eq!(Predicate::parse("zero >= 0").unwrap().holds(&tensor), expected, "{dtype}");
+        }
     }
 
     #[test]

@@ -129,3 +129,15 @@ fn statistics_of_a_part_of_a_tensor_prove_no_more_than_the_part_does() {
     }
     assert_eq!(find("elements != 2").last_good, Some(3));
 }
+
+#[test]
+fn a_float_type_without_statistics_is_not_known_to_be_good() {
+    for (dtype, is_known) in [(Dtype::F8E5M2, false), (Dtype::F8E8M0, false), (Dtype::U8, true), (Dtype::Bool, true)] {
+        let store = Store::open(&format!("memory://bisect-dtype-{dtype}")).unwrap();
+        let mut writer = store.writer_with(WriterOptions { statistics: true, ..WriterOptions::default() }).unwrap();
+        let state = [TensorView::new("w", dtype, &[2], &[1, 0]).unwrap()];
+        writer.save(1, &state, &[], &Metadata::default()).unwrap();
+        let found = store.history().bisect(&Predicate::parse("nan > 0").unwrap()).unwrap();
+        assert_eq!((found.is_certain(), found.last_good.is_some()), (is_known, is_known), "{dtype}");
+    }
+}
