@@ -54,9 +54,10 @@ pub struct MatchedStep {
 /// A tensor that matches.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MatchedTensor {
-    /// Statistics of the whole tensor, or of the part that was measured.
+    /// Statistics of the whole tensor, or of the part that was measured. Of a tied tensor, under the name that the
+    /// predicate asks for.
     pub statistics: TensorStatistics,
-    /// First chunk that matches on its own; `None` if only the whole tensor does.
+    /// First chunk that matches on its own, under the name of the stored tensor; `None` if only the whole tensor does.
     pub first_chunk: Option<ChunkStatistics>,
 }
 
@@ -149,10 +150,13 @@ impl Examined {
         let rows = snapshot.inspect().statistics().await?;
         let mut examined = Self { matches: vec![], is_decided: true, has_tensors: false, has_rows: !rows.is_empty() };
         let directory = &snapshot.chain.newest().directory;
-        let is_wanted = |&tensor: &usize| directory.alias_of(tensor).is_none() && predicate.is_about(directory.name(tensor));
-        for tensor in (0..directory.len()).filter(is_wanted) {
+        for tensor in (0..directory.len()).filter(|&tensor| predicate.is_about(directory.name(tensor))) {
             examined.has_tensors = true;
-            let name = directory.name(tensor);
+            let name = directory.name(directory.alias_of(tensor).unwrap_or(tensor));
+            if directory.alias_of(tensor).is_some() && predicate.is_about(name) {
+                // The stored tensor is examined under its own name.
+                continue;
+            }
             // Rows ascend by tensor.
             let start = rows.partition_point(|row| row.tensor.as_str() < name);
             let end = rows.partition_point(|row| row.tensor.as_str() <= name);
@@ -174,6 +178,7 @@ impl Examined {
                     alone.is_some_and(|alone| predicate.holds(&alone) == Some(true))
                 };
                 let first_chunk = chunks.iter().find(matches).cloned();
+                let statistics = TensorStatistics { tensor: directory.name(tensor).to_owned(), ..statistics };
                 examined.matches.push(MatchedTensor { statistics, first_chunk });
             }
         }

@@ -141,3 +141,29 @@ fn a_float_type_without_statistics_is_not_known_to_be_good() {
         assert_eq!((found.is_certain(), found.last_good.is_some()), (is_known, is_known), "{dtype}");
     }
 }
+
+#[test]
+fn a_tied_tensor_is_examined_under_the_name_that_was_asked_for() {
+    let store = Store::open("memory://bisect-tied").unwrap();
+    let mut writer = store.writer_with(WriterOptions { statistics: true, ..WriterOptions::default() }).unwrap();
+    for (step, number) in [(1, 0.5f32), (2, f32::NAN)] {
+        let (bytes, bias) = (number.to_le_bytes(), step.to_string().repeat(4).into_bytes());
+        let tensor = |name: &str, bytes| TensorView::new(name, Dtype::F32, &[], bytes).unwrap();
+        // Tensors of the same bytes in memory are tied; the first one by name is stored.
+        let state = [tensor("embed.weight", &bytes), tensor("lm_head.weight", &bytes), tensor("lm_head.bias", &bias)];
+        writer.save(step, &state, &[], &Metadata::default()).unwrap();
+    }
+    assert!(store.snapshot(1).unwrap().tensor("lm_head.weight").unwrap().alias_of.is_some());
+    let names = |glob: Option<&str>| -> Vec<String> {
+        let predicate = Predicate::parse("nan > 0").unwrap();
+        let predicate = glob.map_or(predicate.clone(), |glob| predicate.of_tensors(glob).unwrap());
+        let found = store.history().bisect(&predicate).unwrap();
+        assert_eq!(found.last_good, Some(1));
+        found.first.unwrap().tensors.into_iter().map(|found| found.statistics.tensor).collect()
+    };
+    assert_eq!(names(Some("lm_head.weight")), ["lm_head.weight"]);
+    assert_eq!(names(Some("lm_head*")), ["lm_head.weight"]);
+    // With both names in question, the stored tensor is enough.
+    assert_eq!(names(Some("*weight")), ["embed.weight"]);
+    assert_eq!(names(None), ["embed.weight"]);
+}
