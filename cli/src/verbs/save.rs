@@ -73,7 +73,9 @@ pub(crate) struct Args {
     /// Add statistics of each chunk (NaN, extremes, sums, exponents) to the snapshot; `tensorcask stats` shows them
     #[arg(long)]
     statistics: bool,
-    /// Check parameters and moments for NaN and infinities: `finite` refuses such a state, `tag` saves and marks it
+    /// Check parameters and moments of 16, 32 and 64 bits for NaN and infinities: `finite` refuses such a state, `tag`
+    /// saves and marks it. If parameters or moments have another float type or a complex type, the step is not marked
+    /// as finite
     #[arg(long, value_name = "CHECK", value_parser = ["finite", "tag"])]
     check: Option<String>,
     /// Do not decode and check each chunk before storing it
@@ -217,7 +219,7 @@ fn describe(report: &Report) -> Text {
     let chunks: Vec<String> = report.chunks.iter().map(|(codec, count)| format!("{codec} {count}")).collect();
     let rounding = report.rounding.as_ref().map_or_else(|| "none (lossless)".to_owned(), RoundingJson::line);
     let finite = match report.finite {
-        None => "not checked",
+        None => "not known",
         Some(true) => "yes",
         Some(false) => "no: NaN or infinities in parameters or moments",
     };
