@@ -126,9 +126,9 @@ class Store(Upkeep):
                 path and the value that returns a replacement.
             base_cache: Where the base of the next delta is kept: ``memory``, ``encoded``, ``disk:FOLDER`` or ``none``.
             verify_after_encode: Whether each encoded chunk is decoded again and compared before it is written.
-            objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, ``auto`` (the save is durable
-                soonest, by measured rates of encoding and uploading), or weights of size, speed
-                and precision, such as ``"0.6,0.4,0"``.
+            objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, ``auto`` (the save is durable as
+                early as possible, by measured rates of encoding and uploading), or weights of size, speed and precision,
+                such as ``"0.6,0.4,0"``.
             precision: Which f32 tensors are rounded before they are stored; see below.
             statistics: Whether the snapshot gets statistics of its tensors, which :meth:`stats` returns.
             check: What to do with a state whose parameters or moments hold NaN or infinities: ``"finite"`` refuses it with an

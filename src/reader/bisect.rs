@@ -128,7 +128,8 @@ impl History<'_> {
             }
         }
         if !has_tensors && found.skipped.is_empty() && !records.is_empty() {
-            return Err(Error::not_found("no step has a tensor whose name matches").object(self.store.url()));
+            return Err(Error::not_found("no step has a tensor that matches the pattern; `tensorcask inspect` lists tensors")
+                .object(self.store.url()));
         }
         Ok(found)
     }

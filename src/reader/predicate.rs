@@ -84,7 +84,7 @@ impl Predicate {
             let column = words.next().ok_or_else(|| bad("write COLUMN OPERATOR NUMBER, such as `nan > 0`".into()))?;
             let column = Column::from_name(column).ok_or_else(|| {
                 let names: Vec<&str> = COLUMNS.iter().map(|(name, _)| *name).collect();
-                bad(format!("`{}` is no column; columns are {}", column.escape_debug(), names.join(", ")))
+                bad(format!("`{}` is not a column. Use one of {}", column.escape_debug(), names.join(", ")))
             })?;
             let operator = words.next().unwrap_or_default();
             let operator = Operator::from_name(operator)

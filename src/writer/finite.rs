@@ -17,12 +17,12 @@ use crate::{Dtype, Error, Result};
 /// tensor of such a role has another float type or a complex type, the snapshot is not marked as finite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FiniteCheck {
-    /// Does not look.
+    /// No check.
     #[default]
     Off,
-    /// Fails with `InvalidArgument`, which names tensor and chunk. Nothing is committed.
+    /// Refusal: the save fails with `InvalidArgument`, which names tensor and chunk, and commits nothing.
     Refuse,
-    /// Commits the snapshot, and marks it as not finite. Retention then keeps the newest finite snapshot.
+    /// Mark: the snapshot is committed and marked as not finite. Retention then keeps the newest finite snapshot.
     Tag,
 }
 
@@ -74,8 +74,8 @@ impl NonFinite {
     /// The error of a refused save.
     pub(crate) fn refusal(self, elements: u64) -> Error {
         Error::invalid(format!(
-            "{self} among {elements} elements of this chunk. The state was not saved, because the save asked for a check for finite \
-             values. Load an earlier step, or save with the check `tag` to keep this state and mark it"
+            "this chunk holds {self} among {elements} elements; nothing was saved. Load an earlier step, or save with the check \
+             `tag` to keep and mark this state"
         ))
     }
 }

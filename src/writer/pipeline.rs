@@ -72,7 +72,7 @@ pub(super) struct UploadedCasks {
     /// The state, if it becomes the base of the next delta and is kept.
     pub next_base: Option<NextBase>,
     pub rounding: RoundingRecord,
-    /// Whether all parameters and moments are finite; `None` if nobody looked.
+    /// Whether all parameters and moments are finite; `None` without a check, or if a type is not checked.
     pub finite: Option<bool>,
     /// How long encoding took, and for how long it waited for uploads.
     pub times: SaveTimes,

@@ -54,7 +54,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME=FILE", value_parser = parse::blob)]
     blob: Vec<(String, String)>,
     /// Goal for choosing codecs: smallest, balanced, fastest, or three weights for size, speed and precision; or auto,
-    /// which measures encoding and uploading and makes the save durable soonest
+    /// which measures encoding and uploading and makes the save durable as early as possible
     #[arg(long, value_name = "NAME|W1,W2,W3", default_value = "balanced", value_parser = parse::objective)]
     objective: ObjectiveSetting,
     /// Precision of stored tensors: a profile (lossless, near, compact) or PATTERN=SETTING. PATTERN is a role or a glob
@@ -106,7 +106,7 @@ struct Report {
     rounding: Option<RoundingJson>,
     /// What `--objective auto` measured and chose; null for other objectives.
     objective: Option<ObjectiveJson>,
-    /// Whether all parameters and moments are finite; null if nobody looked.
+    /// Whether all parameters and moments are finite; null without a check, or if a type is not checked.
     finite: Option<bool>,
     seconds: f64,
 }
