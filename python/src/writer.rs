@@ -55,7 +55,7 @@ pub(crate) struct Saved {
     reason: &'static str,
     /// What the objective `auto` measured and chose, as a line; None for other objectives.
     objective: Option<String>,
-    /// Whether all parameters and moments are finite; None if nobody looked.
+    /// Whether all parameters and moments are finite; None without a check, or if a type is not checked.
     finite: Option<bool>,
     /// Trained parameters that did not change in the last saves, and the step since when.
     unchanged: Vec<(String, u64)>,

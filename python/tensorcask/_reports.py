@@ -160,8 +160,8 @@ class Advice:
     """Result of :meth:`Store.advise`.
 
     ``interval_s``: best time of training between two saves; ``interval_steps``: the same in steps, if the time of a step is
-    known. ``limited_by_saves``: whether saves would pile up with the interval of the formula. ``lost_share``: expected share of
-    time that is lost, from 0 to 1; ``torch_save_lost_share``: the same with ``torch.save`` every 1,000 steps. ``keep_last``:
+    known. ``limited_by_saves``: whether saves cannot be written as often as the formula asks. ``lost_share``: expected share
+    of time that is lost, from 0 to 1; ``torch_save_lost_share``: the same with ``torch.save`` every 1,000 steps. ``keep_last``:
     number of newest steps to keep; ``keep_every``: older steps to keep are its multiples. ``times``: the times that the advice
     rests on: ``stall``, ``save``, ``stage`` (the slowest of a save), ``restore``, ``step``, ``torch_save``.
     """

@@ -126,14 +126,16 @@ class Store(Upkeep):
                 path and the value that returns a replacement.
             base_cache: Where the base of the next delta is kept: ``memory``, ``encoded``, ``disk:FOLDER`` or ``none``.
             verify_after_encode: Whether each encoded chunk is decoded again and compared before it is written.
-            objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, ``auto`` (the save is durable
-                soonest, by measured rates of encoding and uploading), or weights of size, speed
-                and precision, such as ``"0.6,0.4,0"``.
+            objective: Goal of the choice of codecs: ``smallest``, ``balanced``, ``fastest``, ``auto`` (the save is durable as
+                early as possible, by measured rates of encoding and uploading), or weights of size, speed and precision,
+                such as ``"0.6,0.4,0"``.
             precision: Which f32 tensors are rounded before they are stored; see below.
             statistics: Whether the snapshot gets statistics of its tensors, which :meth:`stats` returns.
             check: What to do with a state whose parameters or moments hold NaN or infinities: ``"finite"`` refuses it with an
                 ``InvalidArgumentError`` that names tensor and chunk; ``"tag"`` saves it and marks the step
                 (``Saved.finite``, ``user["tc.finite"]``). Tensors whose name contains ``mask`` may hold negative infinities.
+                ``Saved.finite`` is None if parameters or moments have a float type of 8 bits or less or a complex type, which
+                is not checked.
             frozen: Patterns of names of parameters that are not trained. All other parameters with a moment in the state are
                 trained. If a trained parameter stays the same for two more saves, a warning is logged once, and
                 ``Saved.unchanged`` names it with the step since when.

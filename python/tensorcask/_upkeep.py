@@ -65,8 +65,8 @@ class Upkeep(StoreHandle):
         ``sum_squares``, ``norm``, ``elements``, and ``changed``, ``change_squares``, ``change_norm``, ``change_ulps`` since the
         parent of a delta.
 
-        Steps are read in ascending order up to the first match. Steps that are damaged or were saved without statistics
-        are reported: one of them may match earlier.
+        Steps are read in ascending order up to the first match. Steps that are damaged, have no statistics, or whose statistics
+        do not decide ``first`` are reported: one of them may match earlier.
 
         Args:
             first: Predicate on the statistics of a tensor.

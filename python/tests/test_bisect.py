@@ -20,7 +20,7 @@ def test_a_nan_in_one_element_is_found(tmp_path):
     assert (found.step, found.tensors, found.last_good) == (None, [], 9)
     with pytest.raises(tensorcask.NotFoundError):
         store.bisect("nan > 0", tensor="decoder.*")
-    with pytest.raises(tensorcask.InvalidArgumentError, match="no column"):
+    with pytest.raises(tensorcask.InvalidArgumentError, match="not a column"):
         store.bisect("loss > 3")
 
 

@@ -58,6 +58,6 @@ def test_stale_weights_are_named_once_in_the_log(caplog):
     with caplog.at_level(logging.WARNING, "tensorcask"):
         found = [store.save(state(1, moment=step), step=step).unchanged for step in range(1, 6)]
     assert found == [[], [], [("model.w", 1)], [("model.w", 1)], [("model.w", 1)]]
-    assert sum("unchanged since step 1" in record.getMessage() for record in caplog.records) == 1
+    assert sum("has not changed since step 1" in record.getMessage() for record in caplog.records) == 1
     quiet = tensorcask.Store("memory://stale-frozen")
     assert [quiet.save(state(1), step=step, frozen="model.*").unchanged for step in range(1, 5)] == [[]] * 4

@@ -8,12 +8,12 @@
 //! 17(9), 1974, pages 530-531. J. T. Daly, *A higher order estimate of the optimum checkpoint interval for restart
 //! dumps*, Future Generation Computer Systems 22(3), 2006, pages 303-312.
 
-/// Best interval between the end of a save and the begin of the next one, by Young: sqrt(2 delta M).
+/// Best interval between the end of a save and the start of the next one, by Young: sqrt(2 delta M).
 pub fn young_interval(save_s: f64, mtbf_s: f64) -> f64 {
     (2.0 * save_s * mtbf_s).sqrt()
 }
 
-/// Best interval between the end of a save and the begin of the next one, by Daly (equation 37):
+/// Best interval between the end of a save and the start of the next one, by Daly (equation 37):
 ///
 /// ```text
 /// sqrt(2 delta M) (1 + 1/3 sqrt(delta / 2M) + 1/9 delta / 2M) - delta    if delta < 2M

@@ -54,9 +54,10 @@ pub struct MatchedStep {
 /// A tensor that matches.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MatchedTensor {
-    /// Statistics of the whole tensor.
+    /// Statistics of the whole tensor, or of the part that was measured. Of a tied tensor, under the name that the
+    /// predicate asks for.
     pub statistics: TensorStatistics,
-    /// First chunk that matches on its own; `None` if only the whole tensor does.
+    /// First chunk that matches on its own, under the name of the stored tensor; `None` if only the whole tensor does.
     pub first_chunk: Option<ChunkStatistics>,
 }
 
@@ -128,7 +129,8 @@ impl History<'_> {
             }
         }
         if !has_tensors && found.skipped.is_empty() && !records.is_empty() {
-            return Err(Error::not_found("no step has a tensor whose name matches").object(self.store.url()));
+            return Err(Error::not_found("no step has a tensor that matches the pattern; `tensorcask inspect` lists tensors")
+                .object(self.store.url()));
         }
         Ok(found)
     }
@@ -150,10 +152,13 @@ impl Examined {
         let rows = snapshot.inspect().statistics().await?;
         let mut examined = Self { matches: vec![], is_decided: true, has_tensors: false, has_rows: !rows.is_empty() };
         let directory = &snapshot.chain.newest().directory;
-        let is_wanted = |&tensor: &usize| directory.alias_of(tensor).is_none() && predicate.is_about(directory.name(tensor));
-        for tensor in (0..directory.len()).filter(is_wanted) {
+        for tensor in (0..directory.len()).filter(|&tensor| predicate.is_about(directory.name(tensor))) {
             examined.has_tensors = true;
-            let name = directory.name(tensor);
+            let name = directory.name(directory.alias_of(tensor).unwrap_or(tensor));
+            if directory.alias_of(tensor).is_some() && predicate.is_about(name) {
+                // The stored tensor is examined under its own name.
+                continue;
+            }
             // Rows ascend by tensor.
             let start = rows.partition_point(|row| row.tensor.as_str() < name);
             let end = rows.partition_point(|row| row.tensor.as_str() <= name);
@@ -163,15 +168,19 @@ impl Examined {
                 examined.is_decided &= elements == 0;
                 continue;
             };
-            let holds = predicate.holds(&statistics);
             // A rank may have saved its shards without statistics.
-            examined.is_decided &= holds.is_some() && statistics.elements == elements;
+            let holds = match statistics.elements == elements {
+                true => predicate.holds(&statistics),
+                false => predicate.holds_with_part(&statistics, elements),
+            };
+            examined.is_decided &= holds.is_some();
             if holds == Some(true) {
                 let matches = |chunk: &&ChunkStatistics| {
                     let alone = TensorStatistics::of(std::slice::from_ref(*chunk));
                     alone.is_some_and(|alone| predicate.holds(&alone) == Some(true))
                 };
                 let first_chunk = chunks.iter().find(matches).cloned();
+                let statistics = TensorStatistics { tensor: directory.name(tensor).to_owned(), ..statistics };
                 examined.matches.push(MatchedTensor { statistics, first_chunk });
             }
         }

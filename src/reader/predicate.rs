@@ -84,7 +84,7 @@ impl Predicate {
             let column = words.next().ok_or_else(|| bad("write COLUMN OPERATOR NUMBER, such as `nan > 0`".into()))?;
             let column = Column::from_name(column).ok_or_else(|| {
                 let names: Vec<&str> = COLUMNS.iter().map(|(name, _)| *name).collect();
-                bad(format!("`{}` is no column; columns are {}", column.escape_debug(), names.join(", ")))
+                bad(format!("`{}` is not a column. Use one of {}", column.escape_debug(), names.join(", ")))
             })?;
             let operator = words.next().unwrap_or_default();
             let operator = Operator::from_name(operator)
@@ -117,8 +117,16 @@ impl Predicate {
 
     /// Returns whether the predicate holds for a tensor; `None` if statistics that decide this are missing.
     pub fn holds(&self, tensor: &TensorStatistics) -> Option<bool> {
-        let all = |all_of: &Vec<Comparison>| fold(all_of.iter().map(|comparison| comparison.holds(tensor)), false);
-        fold(self.any_of.iter().map(all), true)
+        self.holds_by(|comparison| comparison.holds(tensor))
+    }
+
+    /// Returns whether the predicate holds for a tensor of this many elements, of which `part` measures only some.
+    pub(super) fn holds_with_part(&self, part: &TensorStatistics, elements: u64) -> Option<bool> {
+        self.holds_by(|comparison| comparison.holds_with_part(part, elements))
+    }
+
+    fn holds_by(&self, holds: impl Fn(&Comparison) -> Option<bool>) -> Option<bool> {
+        fold(self.any_of.iter().map(|all_of| fold(all_of.iter().map(&holds), false)), true)
     }
 }
 
@@ -175,20 +183,39 @@ struct Comparison {
 }
 
 impl Comparison {
-    fn holds(self, tensor: &TensorStatistics) -> Option<bool> {
-        let number = match self.column.of(tensor) {
-            Cell::Number(number) => number,
-            Cell::None => return Some(false),
-            Cell::Unknown => return None,
+    fn holds(&self, tensor: &TensorStatistics) -> Option<bool> {
+        match self.column.of(tensor) {
+            Cell::Number(number) => Some(self.compare(number)),
+            Cell::None => Some(false),
+            Cell::Unknown => None,
+        }
+    }
+
+    /// The other elements can only add to counts and norms, raise `max` and lower `min`.
+    fn holds_with_part(&self, part: &TensorStatistics, elements: u64) -> Option<bool> {
+        let is_lasting = match self.column {
+            Column::Elements => return Some(self.compare(elements as f64)),
+            Column::Sum => false,
+            Column::Min => matches!(self.operator, Operator::Less | Operator::AtMost),
+            _ => matches!(self.operator, Operator::Greater | Operator::AtLeast),
         };
-        Some(match self.operator {
+        match self.column.of(part) {
+            Cell::Number(number) => (is_lasting && self.compare(number)).then_some(true),
+            // Elements of the type have no such value.
+            Cell::None if part.values.is_none() => Some(false),
+            Cell::None | Cell::Unknown => None,
+        }
+    }
+
+    fn compare(&self, number: f64) -> bool {
+        match self.operator {
             Operator::Greater => number > self.number,
             Operator::AtLeast => number >= self.number,
             Operator::Less => number < self.number,
             Operator::AtMost => number <= self.number,
             Operator::Equal => number == self.number,
             Operator::Differs => number != self.number,
-        })
+        }
     }
 }
 
@@ -267,7 +294,7 @@ const COLUMNS: [(&str, Column); 17] = [
 /// Value of a column for a tensor.
 enum Cell {
     Number(f64),
-    /// The tensor has no such value: its type is not measured, or it has no finite element.
+    /// The tensor has no such value: its elements are integers or Booleans, or none of them is finite.
     None,
     /// The tensor has such a value, but it was not measured or exceeds binary64.
     Unknown,
@@ -294,7 +321,9 @@ impl Column {
             Self::ChangeUlps => return change.map_or(Cell::Unknown, |change| count(change.ulps)),
             _ => {}
         }
-        let Some(values) = values else { return Cell::None };
+        let Some(values) = values else {
+            return if tensor.dtype.is_float() { Cell::Unknown } else { Cell::None };
+        };
         let infinities = values.positive_infinity.saturating_add(values.negative_infinity);
         match self {
             Self::Nan => count(values.nan),
@@ -352,8 +381,10 @@ mod tests {
         for (text, expected) in cases {
             assert_eq!(Predicate::parse(text).unwrap().holds(&tensor()), expected, "{text}");
         }
-        let integers = TensorStatistics { dtype: Dtype::I64, values: None, ..tensor() };
-        assert_eq!(Predicate::parse("zero >= 0").unwrap().holds(&integers), Some(false));
+        for (dtype, expected) in [(Dtype::I64, Some(false)), (Dtype::Bool, Some(false)), (Dtype::C64, None), (Dtype::F8E4M3, None)] {
+            let tensor = TensorStatistics { dtype, values: None, ..tensor() };
+            assert_eq!(Predicate::parse("zero >= 0").unwrap().holds(&tensor), expected, "{dtype}");
+        }
     }
 
     #[test]

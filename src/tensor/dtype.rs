@@ -113,6 +113,24 @@ impl Dtype {
         self.bits() < 8
     }
 
+    /// Returns whether elements are floats or complex numbers.
+    pub(crate) fn is_float(self) -> bool {
+        !matches!(
+            self,
+            Self::Bool
+                | Self::U8
+                | Self::U16
+                | Self::U32
+                | Self::U64
+                | Self::I8
+                | Self::I16
+                | Self::I32
+                | Self::I64
+                | Self::Int4
+                | Self::Uint4
+        )
+    }
+
     /// Returns the bytes of `elements` elements, or `None` beyond u64.
     pub fn byte_count(self, elements: u64) -> Option<u64> {
         elements.checked_mul(self.bits()).map(|bits| bits.div_ceil(8))

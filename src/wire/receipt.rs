@@ -64,7 +64,7 @@ pub struct Receipt {
     pub casks: Vec<CaskRef>,
     /// Tensors, by name.
     pub tensors: Vec<ReceiptTensor>,
-    /// Whether all parameters and moments of this rank are finite; `None` if the rank did not look.
+    /// Whether all parameters and moments of this rank are finite; `None` without a check.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub finite: Option<bool>,
 }

@@ -7,21 +7,22 @@
 use std::fmt;
 
 use crate::kernels::finite::is_finite;
-use crate::kernels::statistics::{ValueStatistics, values};
+use crate::kernels::statistics::{ValueStatistics, is_measured, values};
 use crate::{Dtype, Error, Result};
 
 /// How a save treats a state whose parameters or moments hold NaN or infinities.
 ///
 /// Checked are tensors of type `f16`, `bf16`, `f32` or `f64` and role `model`, `master`, `exp_avg`, `exp_avg_sq`,
-/// `max_exp_avg_sq`, `momentum` or `ema`. Negative infinities are allowed in tensors whose name contains `mask`.
+/// `max_exp_avg_sq`, `momentum` or `ema`. Negative infinities are allowed in tensors whose name contains `mask`. If a
+/// tensor of such a role has another float type or a complex type, the snapshot is not marked as finite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FiniteCheck {
-    /// Does not look.
+    /// No check.
     #[default]
     Off,
-    /// Fails with `InvalidArgument`, which names tensor and chunk. Nothing is committed.
+    /// Refusal: the save fails with `InvalidArgument`, which names tensor and chunk, and commits nothing.
     Refuse,
-    /// Commits the snapshot, and marks it as not finite. Retention then keeps the newest finite snapshot.
+    /// Mark: the snapshot is committed and marked as not finite. Retention then keeps the newest finite snapshot.
     Tag,
 }
 
@@ -65,11 +66,16 @@ impl NonFinite {
         (nan > 0 || infinite > 0).then_some(Self { nan, infinite })
     }
 
+    /// Whether [`find`](Self::find) passes over a tensor whose elements may be NaN or infinite.
+    pub(crate) fn is_blind_to(role: &str, dtype: Dtype) -> bool {
+        CHECKED_ROLES.contains(&role) && dtype.is_float() && !is_measured(dtype)
+    }
+
     /// The error of a refused save.
     pub(crate) fn refusal(self, elements: u64) -> Error {
         Error::invalid(format!(
-            "{self} among {elements} elements of this chunk. The state was not saved, because the save asked for a check for finite \
-             values. Load an earlier step, or save with the check `tag` to keep this state and mark it"
+            "this chunk holds {self} among {elements} elements; nothing was saved. Load an earlier step, or save with the check \
+             `tag` to keep and mark this state"
         ))
     }
 }

@@ -23,7 +23,7 @@ use super::cask_writer::{CaskWriter, Destination, EncodeOptions};
 use super::changed_rows::ChangedRows;
 use super::choices::Choices;
 use super::input::{SaveInput, label};
-use super::layout::StateLayout;
+use super::layout::{LayoutTensor, StateLayout};
 use super::pace::{ObjectiveReport, Pace, PacedSave};
 use super::parent::Parent;
 use super::plan::SavePlan;
@@ -32,7 +32,7 @@ use super::schedule::{Entry, Window};
 use super::statistics::StatisticsRecord;
 use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
-use super::{BaseKeeping, FiniteCheck, WriterOptions};
+use super::{BaseKeeping, FiniteCheck, NonFinite, WriterOptions};
 use crate::chain::{Policy, SaveTimes, content_digests, milliseconds};
 use crate::codec::{Objective, ObjectiveSetting};
 use crate::precision::Setting;
@@ -72,7 +72,7 @@ pub(super) struct UploadedCasks {
     /// The state, if it becomes the base of the next delta and is kept.
     pub next_base: Option<NextBase>,
     pub rounding: RoundingRecord,
-    /// Whether all parameters and moments are finite; `None` if nobody looked.
+    /// Whether all parameters and moments are finite; `None` without a check, or if a type is not checked.
     pub finite: Option<bool>,
     /// How long encoding took, and for how long it waited for uploads.
     pub times: SaveTimes,
@@ -165,7 +165,11 @@ impl SavePipeline {
         let casks = slots.into_iter().map(open).collect::<Result<_>>()?;
         let plan = SavePlan::new(&input)?;
         let mut uploaded = UploadedCasks::new(layout, next_base);
-        uploaded.finite = options.finite.then_some(true);
+        let is_unchecked = |tensor: &LayoutTensor<'_>| {
+            let has_elements = tensor.shards.iter().any(|view| !view.data().is_empty());
+            has_elements && NonFinite::is_blind_to(&tensor.description.role, tensor.description.dtype)
+        };
+        uploaded.finite = (options.finite && !layout.tensors.iter().any(is_unchecked)).then_some(true);
         let mut run = SaveRun { input, plan: &plan, base, paced, casks, uploaded };
         let (mut encoding, mut uploading) = (Duration::ZERO, Duration::ZERO);
         for window in &plan.windows {

@@ -88,7 +88,7 @@ impl Writer {
             crc.copied().ok_or_else(|| Error::invalid("a receipt has too few checksums for its shards"))
         })?;
         let tensor_bytes = merged.tensor_bytes;
-        // Nobody knows whether the state is finite if a rank did not look.
+        // The state is not known to be finite if one rank made no check.
         let finite = receipts.iter().map(|receipt| receipt.finite).reduce(|a, b| match (a, b) {
             (Some(false), _) | (_, Some(false)) => Some(false),
             (a, b) => Some(a? && b?),

@@ -1,8 +1,8 @@
 //! Parameters that stay the same from save to save although they are being trained.
 //!
 //! A job that saves stale weights again and again writes checkpoints that look healthy. A writer therefore remembers the
-//! checksums of the last save, tensor by tensor. They exist in any case, so this costs a few bytes per tensor and no
-//! pass over the elements.
+//! checksums of the last save, tensor by tensor. The checksums exist in any case, so the comparison costs a few bytes per
+//! tensor and no pass over the elements.
 //!
 //! A state does not say which tensors are trained. Buffers look like weights, and never change. A weight or master whose
 //! parameter has a moment in the same state is trained. In a state without moments, no single tensor is reported, but all
@@ -103,8 +103,15 @@ impl UnchangedTensors {
         let new: Vec<&UnchangedTensor> = unchanged.iter().filter(|found| self.named.insert(found.tensor.clone())).collect();
         let Some(first) = new.first() else { return };
         let more = new.len().saturating_sub(1);
-        let names = if more > 0 { format!("`{}` and {more} more tensors", first.tensor) } else { format!("tensor `{}`", first.tensor) };
-        tracing::warn!(step, "{names} unchanged since step {}: are they trained?", first.since_step);
+        let (tensor, since) = (&first.tensor, first.since_step);
+        match more {
+            0 => tracing::warn!(step, "tensor `{tensor}` has not changed since step {since}. If it is not trained, name it in `frozen`"),
+            _ => tracing::warn!(
+                step,
+                "tensor `{tensor}` has not changed since step {since}, and {more} more tensors have not changed. Name those that are \
+                 not trained in `frozen`"
+            ),
+        }
     }
 }
 

@@ -77,7 +77,8 @@ pub(crate) fn encode_unit(
         let partners: Vec<Partner<'_>> = member.partners.iter().filter_map(partner).collect();
         let chunk = Chunk { partners: &partners, ..member.chunk };
         let trial = &member.trial;
-        let is_wanted = is_partner || options.statistics;
+        // Statistics and the check read the bytes that are stored: the source may have changed since they were encoded.
+        let is_wanted = is_partner || options.statistics || options.finite;
         let wanted = Wanted { objective: options.objective, verify: options.verify_after_encode, decoded: is_wanted, trial };
         let mut chosen = encode_given(registry, wanted, &chunk, member.rounded).map_err(|e| member.place.locate(e))?;
         let own = chosen.decoded.take();
@@ -89,7 +90,7 @@ pub(crate) fn encode_unit(
             Standalone::Wanted => Some(encode_alone(registry, options, member, &chosen.encoded)?),
             Standalone::NotWanted => None,
         };
-        // The decoded bytes are in cache now. The source may have changed since they were compared.
+        // The decoded bytes are in cache now.
         let statistics = match &own {
             Some(data) if options.statistics => Some(Measured::of(&Chunk { data, ..chunk }, chosen.encoded.kind)),
             _ => None,

@@ -1,7 +1,7 @@
 //! The first step whose statistics satisfy a predicate.
 
 use tensorcask::blocking::Store;
-use tensorcask::{Dtype, ErrorKind, Metadata, Policy, Predicate, TensorView, WriterOptions};
+use tensorcask::{Bisection, Dtype, ErrorKind, Metadata, Policy, Predicate, Rank, Rect, TensorView, WriterOptions};
 
 /// Saves 40 steps, in another order than their numbers. A NaN is in the second chunk of one layer from step 23 on, except
 /// that it vanishes again at step 30.
@@ -91,4 +91,79 @@ fn an_empty_store_has_no_match_and_a_missing_store_is_an_error() {
     store.writer(Policy::Full).unwrap();
     let found = store.history().bisect(&predicate).unwrap();
     assert!(found.first.is_none() && found.last_good.is_none() && found.examined == 0);
+}
+
+#[test]
+fn statistics_of_a_part_of_a_tensor_prove_no_more_than_the_part_does() {
+    let store = Store::open("memory://bisect-part").unwrap();
+    let options = |statistics| WriterOptions { policy: Policy::Full, statistics, ..WriterOptions::default() };
+    let mut coordinator = store.writer_with(options(true)).unwrap();
+    // Rank 1 takes no statistics. At step 1, each rank would match `norm < 1` alone, but only step 2 matches as a whole.
+    for (step, numbers) in [(1, [0.5f32, 9.0]), (2, [0.5, 0.5]), (3, [f32::NAN, 0.5])] {
+        let bytes = numbers.map(f32::to_le_bytes);
+        let mut receipts = Vec::new();
+        for (rank, bytes) in (0..).zip(&bytes) {
+            let mut writer = store.rank_writer(Rank { rank, world: 2, attempt: 0 }, options(rank == 0)).unwrap();
+            let rect = Rect { offset: vec![rank.into()], shape: vec![1] };
+            let shard = TensorView::shard("w", Dtype::F32, &[2], rect, bytes).unwrap();
+            receipts.push(writer.save(step, &[shard], &[]).unwrap());
+        }
+        coordinator.commit_receipts(step, &receipts, &Metadata::default()).unwrap();
+    }
+    let find = |text: &str| store.history().bisect(&Predicate::parse(text).unwrap()).unwrap();
+    for text in ["norm < 1", "nan = 0", "max < 3", "min > 0.1", "norm < 1 and zero >= 0"] {
+        let found = find(text);
+        assert_eq!((&found.first, found.last_good, &found.unmeasured[..]), (&None, None, &[1, 2, 3][..]), "{text}");
+        assert!(!found.is_certain());
+    }
+    // What one part has too much of, the whole has, too. The number of elements is known.
+    for (text, first, unmeasured) in [
+        ("nan > 0", 3, &[1, 2][..]),
+        ("norm > 0.4", 1, &[]),
+        ("max >= 0.5", 1, &[]),
+        ("min <= 0.5", 1, &[]),
+        ("elements = 2 and nan >= 1", 3, &[1, 2]),
+    ] {
+        let Bisection { first: found, unmeasured: unknown, .. } = find(text);
+        assert_eq!((found.unwrap().step, unknown.as_slice()), (first, unmeasured), "{text}");
+    }
+    assert_eq!(find("elements != 2").last_good, Some(3));
+}
+
+#[test]
+fn a_float_type_without_statistics_is_not_known_to_be_good() {
+    for (dtype, is_known) in [(Dtype::F8E5M2, false), (Dtype::F8E8M0, false), (Dtype::U8, true), (Dtype::Bool, true)] {
+        let store = Store::open(&format!("memory://bisect-dtype-{dtype}")).unwrap();
+        let mut writer = store.writer_with(WriterOptions { statistics: true, ..WriterOptions::default() }).unwrap();
+        let state = [TensorView::new("w", dtype, &[2], &[1, 0]).unwrap()];
+        writer.save(1, &state, &[], &Metadata::default()).unwrap();
+        let found = store.history().bisect(&Predicate::parse("nan > 0").unwrap()).unwrap();
+        assert_eq!((found.is_certain(), found.last_good.is_some()), (is_known, is_known), "{dtype}");
+    }
+}
+
+#[test]
+fn a_tied_tensor_is_examined_under_the_name_that_was_asked_for() {
+    let store = Store::open("memory://bisect-tied").unwrap();
+    let mut writer = store.writer_with(WriterOptions { statistics: true, ..WriterOptions::default() }).unwrap();
+    for (step, number) in [(1, 0.5f32), (2, f32::NAN)] {
+        let (bytes, bias) = (number.to_le_bytes(), step.to_string().repeat(4).into_bytes());
+        let tensor = |name: &str, bytes| TensorView::new(name, Dtype::F32, &[], bytes).unwrap();
+        // Tensors of the same bytes in memory are tied; the first one by name is stored.
+        let state = [tensor("embed.weight", &bytes), tensor("lm_head.weight", &bytes), tensor("lm_head.bias", &bias)];
+        writer.save(step, &state, &[], &Metadata::default()).unwrap();
+    }
+    assert!(store.snapshot(1).unwrap().tensor("lm_head.weight").unwrap().alias_of.is_some());
+    let names = |glob: Option<&str>| -> Vec<String> {
+        let predicate = Predicate::parse("nan > 0").unwrap();
+        let predicate = glob.map_or(predicate.clone(), |glob| predicate.of_tensors(glob).unwrap());
+        let found = store.history().bisect(&predicate).unwrap();
+        assert_eq!(found.last_good, Some(1));
+        found.first.unwrap().tensors.into_iter().map(|found| found.statistics.tensor).collect()
+    };
+    assert_eq!(names(Some("lm_head.weight")), ["lm_head.weight"]);
+    assert_eq!(names(Some("lm_head*")), ["lm_head.weight"]);
+    // With both names in question, the stored tensor is enough.
+    assert_eq!(names(Some("*weight")), ["embed.weight"]);
+    assert_eq!(names(None), ["embed.weight"]);
 }

@@ -12,7 +12,7 @@ use object_store::memory::InMemory;
 use tensorcask::codec::{BaseUse, Chunk, Codec, Columns, Cost, Encoded, Raw, Registry};
 use tensorcask::interchange::safetensors::Files;
 use tensorcask::maintain::{self, VerifyOptions};
-use tensorcask::{ErrorKind, Metadata, Policy, Result, Slice, Store, StoreOptions, TensorView, Writer, WriterOptions};
+use tensorcask::{ErrorKind, FiniteCheck, Metadata, Policy, Result, Slice, Store, StoreOptions, TensorView, Writer, WriterOptions};
 
 fn store_with(codec: impl Codec + 'static) -> Store {
     let registry = Registry::default().with(Arc::new(codec)).unwrap();
@@ -142,13 +142,18 @@ async fn check(store: &Store, step: u64, tensors: &[TensorView<'_>], ranges: &BT
     }
 }
 
-/// Stores chunks raw and flips one bit of the result.
-#[derive(Debug)]
-struct Flipper;
+/// Stores chunks raw, and calls a function with each result.
+struct RawThen<F>(F);
 
-impl Codec for Flipper {
+impl<F> std::fmt::Debug for RawThen<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("RawThen")
+    }
+}
+
+impl<F: Fn(&mut Encoded) + Send + Sync> Codec for RawThen<F> {
     fn id(&self) -> &str {
-        "example.org.flipper"
+        "example.org.raw-then"
     }
 
     fn base_use(&self) -> BaseUse {
@@ -170,9 +175,7 @@ impl Codec for Flipper {
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
         let mut encoded = Raw.encode(chunk)?;
-        if let Some(byte) = encoded.columns.first_mut().and_then(|(_, column)| column.last_mut()) {
-            *byte ^= 0x10;
-        }
+        (self.0)(&mut encoded);
         Ok(encoded)
     }
 
@@ -182,11 +185,39 @@ impl Codec for Flipper {
 }
 
 #[tokio::test]
+async fn the_check_for_nan_sees_the_bytes_that_are_stored() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("changing.safetensors");
+    let header = r#"{"w":{"dtype":"F32","shape":[4096],"data_offsets":[0,16384]}}"#;
+    let start = 8 + header.len() as u64;
+    let nan = f32::NAN.to_le_bytes();
+    let content = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &nan, &[0; 16_380]].concat();
+    for verify_after_encode in [false, true] {
+        std::fs::write(&path, &content).unwrap();
+        let file = std::fs::File::options().write(true).open(&path).unwrap();
+        // Another program sets the element to 1 after the chunk was encoded.
+        let store = store_with(RawThen(move |_: &mut Encoded| file.write_all_at(&1f32.to_le_bytes(), start).unwrap()));
+        let check = FiniteCheck::Refuse;
+        let options = WriterOptions { policy: Policy::Full, check, verify_after_encode, ..WriterOptions::default() };
+        let mut writer = store.writer_with(options).await.unwrap();
+        let input = Files::open(&[&path]).unwrap();
+        let error = writer.save(1, &input.tensors().unwrap(), &[], &Metadata::default()).await.unwrap_err();
+        let expected = if verify_after_encode { "changed during the save" } else { "1 NaN" };
+        assert!(error.message().contains(expected), "{error}");
+        assert_eq!(steps(&store).await, [0u64; 0], "nothing was committed");
+    }
+}
+
+#[tokio::test]
 async fn a_flipped_bit_between_encoding_and_storing_is_found_before_the_commit() {
-    let store = store_with(Flipper);
+    let store = store_with(RawThen(|encoded: &mut Encoded| {
+        if let Some(byte) = encoded.columns.first_mut().and_then(|(_, column)| column.last_mut()) {
+            *byte ^= 0x10;
+        }
+    }));
     let mut writer = writer_of(&store).await;
     let input = Files::open(&[data("step-1000.safetensors")]).unwrap();
     let error = writer.save(1000, &input.tensors().unwrap(), &[], &Metadata::default()).await.unwrap_err();
-    assert!(error.to_string().contains("example.org.flipper") && error.tensor_name().is_some(), "{error}");
+    assert!(error.to_string().contains("example.org.raw-then") && error.tensor_name().is_some(), "{error}");
     assert_eq!(steps(&store).await, [0u64; 0], "nothing was committed");
 }

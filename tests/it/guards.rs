@@ -74,6 +74,35 @@ fn statistics_and_the_check_mark_a_snapshot_and_otherwise_nothing_is_known() {
 }
 
 #[test]
+fn a_float_type_that_is_not_checked_leaves_the_snapshot_without_a_mark() {
+    for (dtype, role, finite) in [
+        (Dtype::F8E5M2, "model", None),
+        (Dtype::F8E8M0, "model", None),
+        (Dtype::U8, "model", Some(true)),
+        (Dtype::F8E5M2, "buffer", Some(true)),
+    ] {
+        for check in [FiniteCheck::Refuse, FiniteCheck::Tag] {
+            let store = Store::open(&format!("memory://guards-{dtype}-{role}-{}", check.name().unwrap())).unwrap();
+            let mut writer = store.writer_with(options(check)).unwrap();
+            let mut save = |step, number: f32| {
+                let wide = number.to_le_bytes();
+                // NaN in all of these float types.
+                let narrow = TensorView::new("a", dtype, &[1], &[0xff])?.with_role(role, "a");
+                let state = [narrow, TensorView::new("w", Dtype::F32, &[1], &wide)?, TensorView::new("z", Dtype::F8E5M2, &[0], &[])?];
+                writer.save(step, &state, &[], &Metadata::default())
+            };
+            assert_eq!(save(1, 1.0).unwrap().finite, finite, "{dtype} {role}");
+            assert_eq!(store.snapshot(1).unwrap().user().get("tc.finite").cloned(), finite.map(Into::into));
+            // Other tensors are checked all the same.
+            match save(2, f32::NAN) {
+                Ok(saved) => assert_eq!((check, saved.finite), (FiniteCheck::Tag, Some(false))),
+                Err(error) => assert_eq!((check, error.kind()), (FiniteCheck::Refuse, ErrorKind::InvalidArgument)),
+            }
+        }
+    }
+}
+
+#[test]
 fn the_marks_of_all_ranks_are_joined() {
     let store = Store::open("memory://guards-ranks").unwrap();
     let mut coordinator = store.writer_with(options(FiniteCheck::Tag)).unwrap();

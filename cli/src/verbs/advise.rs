@@ -128,7 +128,7 @@ fn describe(advice: &Advice) -> Text {
         None => format!("after every {interval} of training; give --step-time to see it in steps"),
     };
     let keep = match advice.keep_every {
-        Some(every) => format!("the last {}, and every step that {every} divides", advice.keep_last),
+        Some(every) => format!("the last {}, and every step that is a multiple of {every}", advice.keep_last),
         None => format!("the last {}, and one in {}", advice.keep_last, human_seconds(advice.mtbf_s)),
     };
     let mut lines = vec![("save", save), ("keep", keep), ("lost time", lost(advice.lost_share))];
@@ -137,7 +137,7 @@ fn describe(advice: &Advice) -> Text {
     }
     text.fields(&lines);
     if advice.is_limited_by_saves {
-        text.line("A shorter interval would lose less, but saves would pile up: the slowest stage of a save takes that long.");
+        text.line("A shorter interval would lose less time, but saves take longer than that interval to write.");
     }
     text.line("");
     let times = &advice.times;

@@ -17,7 +17,7 @@ inf and nonfinite (sums of counts); norm (root of sum_squares); and changed, cha
 parent of a delta.
 
 `bisect` reads the statistics of each step in ascending order and stops at the first step with a tensor that matches. Steps that
-are damaged or lack statistics are named: one of them may match earlier.
+are damaged, have no statistics, or whose statistics do not decide PREDICATE are named: one of them may match earlier.
 
 Example:
   tensorcask bisect runs/a --first 'nan > 0'
@@ -140,7 +140,7 @@ impl Report<'_> {
     fn describe(&self) -> Text {
         let mut text = Text::default();
         match &self.first {
-            None => text.line(format!("no step with {} in {} with statistics", self.predicate, counted(self.examined, "step", "steps"))),
+            None => text.line(format!("no match for {} in the statistics of {}", self.predicate, counted(self.examined, "step", "steps"))),
             Some(first) => {
                 text.line(format!("step {} is the first with {}", first.step, self.predicate));
                 let headings: Vec<&str> = TensorRow::HEADINGS.into_iter().chain(["first chunk"]).collect();
@@ -149,7 +149,7 @@ impl Report<'_> {
         }
         match (self.last_good, &self.first) {
             (Some(step), Some(_)) => text.line(format!("last good step: {step}")),
-            (None, Some(_)) => text.line("no good step before it"),
+            (None, Some(_)) => text.line("no earlier step is known to be good"),
             (_, None) => {}
         }
         let named = |steps: &[u64]| {

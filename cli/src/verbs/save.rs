@@ -54,7 +54,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME=FILE", value_parser = parse::blob)]
     blob: Vec<(String, String)>,
     /// Goal for choosing codecs: smallest, balanced, fastest, or three weights for size, speed and precision; or auto,
-    /// which measures encoding and uploading and makes the save durable soonest
+    /// which measures encoding and uploading and makes the save durable as early as possible
     #[arg(long, value_name = "NAME|W1,W2,W3", default_value = "balanced", value_parser = parse::objective)]
     objective: ObjectiveSetting,
     /// Precision of stored tensors: a profile (lossless, near, compact) or PATTERN=SETTING. PATTERN is a role or a glob
@@ -73,7 +73,9 @@ pub(crate) struct Args {
     /// Add statistics of each chunk (NaN, extremes, sums, exponents) to the snapshot; `tensorcask stats` shows them
     #[arg(long)]
     statistics: bool,
-    /// Check parameters and moments for NaN and infinities: `finite` refuses such a state, `tag` saves and marks it
+    /// Check parameters and moments of 16, 32 and 64 bits for NaN and infinities: `finite` refuses such a state, `tag`
+    /// saves and marks it. If parameters or moments have another float type or a complex type, the step is not marked
+    /// as finite
     #[arg(long, value_name = "CHECK", value_parser = ["finite", "tag"])]
     check: Option<String>,
     /// Do not decode and check each chunk before storing it
@@ -104,7 +106,7 @@ struct Report {
     rounding: Option<RoundingJson>,
     /// What `--objective auto` measured and chose; null for other objectives.
     objective: Option<ObjectiveJson>,
-    /// Whether all parameters and moments are finite; null if nobody looked.
+    /// Whether all parameters and moments are finite; null without a check, or if a type is not checked.
     finite: Option<bool>,
     seconds: f64,
 }
@@ -217,7 +219,7 @@ fn describe(report: &Report) -> Text {
     let chunks: Vec<String> = report.chunks.iter().map(|(codec, count)| format!("{codec} {count}")).collect();
     let rounding = report.rounding.as_ref().map_or_else(|| "none (lossless)".to_owned(), RoundingJson::line);
     let finite = match report.finite {
-        None => "not checked",
+        None => "not known",
         Some(true) => "yes",
         Some(false) => "no: NaN or infinities in parameters or moments",
     };

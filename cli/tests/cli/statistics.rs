@@ -118,7 +118,7 @@ fn bisect_names_the_first_step_its_tensors_and_the_last_good_step() {
     let none = place.json("bisect @run --first nan>0 --tensor layers.1.*");
     conforms("bisect", &none);
     assert!(none["first"].is_null() && none["last_good"] == 2 && none["certain"] == true, "{none}");
-    assert_eq!(stdout(&place.run("bisect @run --first nan>1")), "no step with nan > 1 in 2 steps with statistics\n");
+    assert_eq!(stdout(&place.run("bisect @run --first nan>1")), "no match for nan > 1 in the statistics of 2 steps\n");
     // The change of a base is not known.
     let unchanged = place.json("bisect @run --first changed=0");
     assert_eq!((&unchanged["first"]["step"], &unchanged["without_statistics"][0]), (&2.into(), &1.into()));
