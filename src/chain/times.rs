@@ -68,7 +68,7 @@ impl SaveTimes {
     }
 
     /// Joins the times that snapshots record about themselves with those that later snapshots record about them.
-    /// `snapshots`: step and user metadata of each snapshot, in the order of the commits.
+    /// `snapshots`: step and user metadata of each snapshot, in the order of the commits. A step without any time is left out.
     pub fn by_step<'a>(snapshots: impl IntoIterator<Item = (u64, &'a Map<String, Value>)>) -> BTreeMap<u64, StepTimes> {
         let mut found: BTreeMap<u64, StepTimes> = BTreeMap::new();
         for (step, user) in snapshots {
@@ -119,10 +119,12 @@ mod tests {
         let two = user(json!({ "encode_ms": 3, "previous": { "step": 10, "save_ms": 4, "stall_ms": 0.5 } }));
         let gone = user(json!({ "previous": { "step": 15, "save_ms": 9 } }));
         let own = user(json!({ "previous": { "step": 40, "save_ms": 9 } }));
-        let found = SaveTimes::by_step([(10, &one), (20, &two), (30, &gone), (40, &own), (50, &Map::new())]);
-        assert_eq!(found.keys().copied().collect::<Vec<_>>(), [10, 20, 30, 40]);
+        let of_unmeasured = user(json!({ "previous": { "step": 50, "save_ms": 7 } }));
+        let none = Map::new();
+        let found = SaveTimes::by_step([(10, &one), (20, &two), (30, &gone), (40, &own), (50, &none), (60, &of_unmeasured), (70, &none)]);
+        assert_eq!(found.keys().copied().collect::<Vec<_>>(), [10, 20, 50]);
         assert_eq!(found[&10], StepTimes { stall_ms: Some(0.5), encode_ms: Some(1.5), upload_ms: Some(2.0), save_ms: Some(4.0) });
         assert_eq!(found[&20], StepTimes { encode_ms: Some(3.0), ..StepTimes::default() });
-        assert_eq!(found[&40], StepTimes::default());
+        assert_eq!(found[&50], StepTimes { save_ms: Some(7.0), ..StepTimes::default() }, "it records none itself");
     }
 }
