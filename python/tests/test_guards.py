@@ -38,7 +38,7 @@ def test_marks_tell_retention_which_steps_are_finite(caplog):
         for step in range(4, 7):
             saved = store.save(state(math.nan), step=step, check="tag", keep_last=2)
     assert (saved.finite, store.steps) == (False, [3, 5, 6])
-    assert any("newest finite step stays" in record.getMessage() for record in caplog.records)
+    assert any("newest finite step before them stays" in record.getMessage() for record in caplog.records)
     assert store.save(state(7), step=7, policy="full").finite is None
 
 
