@@ -132,4 +132,4 @@ def test_the_notebook_finds_the_element_that_it_broke():
     assert "(60, 'model.2.weight')" in page and "chunks with a NaN: 0" in page
     assert "first bad step 60: model.2.weight; last good step 59" in page
     assert re.search(r"{'step': 60,\s+'tensor': 'model.2.weight',\s+'role': 'model',\s+'nan': 1,", page)
-    assert "tensor `model.2.weight`, chunk 0: 1 NaN among 1024 elements" in page
+    assert "tensor `model.2.weight`, chunk 0: this chunk holds 1 NaN among 1024 elements" in page
