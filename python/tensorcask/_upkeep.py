@@ -217,7 +217,8 @@ class Upkeep(StoreHandle):
             stall: Time for which a save stops the training. Default: as recorded.
             restore: Time of a restore, or ``"measure"`` to read, decode and check the newest step now. Default: as long
                 as a save.
-            step_time: Time of a training step. Default: from the times between saves.
+            step_time: Time of a training step. Default: from the times between saves. Give it for a copy of a store, which has
+                the times of the copy.
             torch_save: Time of ``torch.save``, for the comparison. Default: all tensors at 1 GB/s.
             progress: See :meth:`save`.
 
