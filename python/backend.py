@@ -27,7 +27,7 @@ from maturin import (  # noqa: F401 - the other hooks of a backend
 from maturin import build_wheel as build_with_maturin
 
 DATA = Path(__file__).parent / "tensorcask._native.data"
-# Where shells look for completions, below the prefix.
+# Folders below the prefix in which shells look for completions.
 COMPLETIONS = {
     "bash": "share/bash-completion/completions/tensorcask",
     "zsh": "share/zsh/site-functions/_tensorcask",

@@ -22,7 +22,7 @@ PAGES = {ROOT / "docs" / "notebooks" / "find_a_nan.ipynb": ROOT / "docs" / "src"
 
 def page_of(notebook: Path, folder: Path) -> str:
     """Executes a notebook in a folder and returns it as Markdown. Raises the error of a cell that fails."""
-    # What Jupyter keeps in the home folder otherwise.
+    # Jupyter keeps these files in the home folder otherwise.
     os.environ["IPYTHONDIR"] = os.environ["JUPYTER_RUNTIME_DIR"] = str(folder / ".jupyter")
     # Sockets in that folder instead of ports that other users of this machine can open.
     kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(folder / ".kernel"))

@@ -179,7 +179,10 @@ impl Store {
     }
 
     /// Opens the store for writing. Creates the store if it does not exist.
-    #[pyo3(signature = (policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![], statistics=false, check=None, frozen=vec![]))]
+    #[pyo3(signature = (
+        policy, every=None, base_cache="memory", verify_after_encode=true, objective="balanced", precision=vec![],
+        statistics=false, check=None, frozen=vec![]
+    ))]
     #[allow(clippy::too_many_arguments, reason = "as in Python, where they have names")]
     fn writer(
         &self,

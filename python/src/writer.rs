@@ -53,7 +53,7 @@ pub(crate) struct Saved {
     rounding: Option<RoundingReport>,
     /// Why the snapshot became a base or a delta, such as `small_delta`.
     reason: &'static str,
-    /// What the objective `auto` measured and chose, as a line; None for other objectives.
+    /// Measurements and choices of the objective `auto`, as a line; None for other objectives.
     objective: Option<String>,
     /// Whether all parameters and moments are finite; None without a check, or if a type is not checked.
     finite: Option<bool>,

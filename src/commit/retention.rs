@@ -66,19 +66,20 @@ impl Store {
     /// # Ok(()) }
     /// ```
     pub async fn retain(&self, retention: Retention) -> Result<Retained> {
-        forget_unwanted(&mut Log::load(self).await?, retention).await
+        forget_unwanted(&mut Log::load(self).await?, retention).await.map(|(retained, _)| retained)
     }
 }
 
-/// Forgets the live steps of a log that `retention` does not keep.
-pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Result<Retained> {
+/// Forgets the live steps of a log that `retention` does not keep. Also returns the snapshots that it reduces to their
+/// weights, which are still whole.
+pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Result<(Retained, Vec<SnapshotRecord>)> {
     let writer = Id::random()?;
     let mut tags = FiniteTags::default();
     let mut forgotten: Vec<Id> = Vec::new();
-    let kept_finite = loop {
+    let Decision { reduce, kept_finite, .. } = loop {
         let decision = tags.decide(log, retention).await?;
         if decision.forget.is_empty() {
-            break decision.kept_finite;
+            break decision;
         }
         let (mut last, mut is_outdated): (Vec<Id>, bool) = (Vec::new(), false);
         let appended = log
@@ -106,7 +107,8 @@ pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Resu
     if let Some(kept) = &kept_finite {
         tracing::warn!(step = kept.step, "steps that are kept hold NaN or infinities, so the newest finite step before them stays");
     }
-    Ok(Retained { forgotten: forgotten.into_iter().filter_map(|id| log.state().by_id(id).cloned()).collect(), kept_finite })
+    let forgotten = forgotten.into_iter().filter_map(|id| log.state().by_id(id).cloned()).collect();
+    Ok((Retained { forgotten, kept_finite }, reduce))
 }
 
 /// Result of [`Store::retain`].
@@ -206,7 +208,7 @@ impl Retention {
     }
 }
 
-/// What a retention does with the live snapshots that it does not keep whole, ordered by commit.
+/// Live snapshots that a retention forgets or reduces, ordered by commit.
 #[derive(Debug, Default)]
 pub(crate) struct Decision {
     pub forget: Vec<SnapshotRecord>,

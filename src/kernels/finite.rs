@@ -30,7 +30,8 @@ fn all<const W: usize>(data: &[u8], is_finite: impl Fn([u8; W]) -> bool) -> bool
 #[cfg(test)]
 #[allow(clippy::little_endian_bytes, reason = "test data")]
 mod tests {
-    use super::*;
+    use super::is_finite_at;
+    use crate::Dtype;
     use crate::kernels::Level;
 
     /// One element of every kind at every place of a short list, and at the ends of a long one.

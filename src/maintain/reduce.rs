@@ -93,11 +93,7 @@ pub struct RetentionReport {
 /// ```
 pub async fn retain(store: &Store, retention: Retention, options: &CompactOptions) -> Result<RetentionReport> {
     let mut log = Log::load(store).await?;
-    let retained = forget_unwanted(&mut log, retention).await?;
-    let records = match retention.keep_weights_every {
-        Some(_) => FiniteTags::default().decide(&mut log, retention).await?.reduce,
-        None => vec![],
-    };
+    let (retained, records) = forget_unwanted(&mut log, retention).await?;
     let reduced = match records.is_empty() {
         true => vec![],
         false => reduce_all(store, log, records, &["model".to_owned()], options, OnDamage::Hold).await?,
@@ -105,7 +101,7 @@ pub async fn retain(store: &Store, retention: Retention, options: &CompactOption
     Ok(RetentionReport { retained, reduced })
 }
 
-/// What happens if a snapshot cannot be reduced, because it is damaged or its tensors are tied.
+/// Treatment of a snapshot that cannot be reduced, because it is damaged or its tensors are tied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum OnDamage {
     /// The call fails.

@@ -136,7 +136,7 @@ impl History<'_> {
     }
 }
 
-/// What the statistics of a step say about a predicate.
+/// Result of a predicate for the statistics of a step.
 struct Examined {
     matches: Vec<MatchedTensor>,
     /// Whether the statistics of all tensors decide the predicate.

@@ -345,7 +345,8 @@ impl Column {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{Predicate, TensorStatistics};
+    use crate::{Dtype, ValueStatistics};
 
     fn tensor() -> TensorStatistics {
         let values = ValueStatistics { nan: 2, negative_infinity: 1, sum: Some(-3.0), squares: Some(9.0), ..ValueStatistics::default() };

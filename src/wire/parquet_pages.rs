@@ -206,7 +206,7 @@ mod tests {
     use parquet::arrow::ArrowWriter;
     use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
-    use super::*;
+    use super::{Input, MALFORMED, PageHeader, check_pages};
 
     fn check(file: Vec<u8>) -> Result<(), &'static str> {
         let file = Bytes::from(file);

@@ -97,7 +97,9 @@ const CHECKED_ROLES: [&str; 7] = ["model", "master", "exp_avg", "exp_avg_sq", "m
 #[cfg(test)]
 #[allow(clippy::little_endian_bytes, reason = "test data")]
 mod tests {
-    use super::*;
+    use super::NonFinite;
+    use crate::Dtype;
+    use crate::kernels::statistics::values;
 
     #[test]
     fn parameters_and_moments_are_checked_and_masks_may_hold_negative_infinities() {

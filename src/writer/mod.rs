@@ -197,7 +197,7 @@ pub struct SavedSnapshot {
     pub unchanged: Vec<UnchangedTensor>,
     /// Why the snapshot became a base or a delta.
     pub decision: PolicyDecision,
-    /// What the objective `auto` measured and chose; `None` for other objectives.
+    /// Measurements and choices of the objective `auto`; `None` for other objectives.
     pub objective: Option<ObjectiveReport>,
 }
 

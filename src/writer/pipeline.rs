@@ -77,7 +77,7 @@ pub(super) struct UploadedCasks {
     /// How long encoding took, and for how long it waited for uploads.
     pub times: SaveTimes,
     statistics: StatisticsRecord,
-    /// What the objective `auto` chose.
+    /// Measurements and choices of the objective `auto`.
     pub objective: Option<ObjectiveReport>,
 }
 

@@ -104,7 +104,7 @@ struct Report {
     decision: DecisionJson,
     /// Rounding report; null if nothing was rounded.
     rounding: Option<RoundingJson>,
-    /// What `--objective auto` measured and chose; null for other objectives.
+    /// Measurements and choices of `--objective auto`; null for other objectives.
     objective: Option<ObjectiveJson>,
     /// Whether all parameters and moments are finite; null without a check, or if a type is not checked.
     finite: Option<bool>,
