@@ -13,7 +13,7 @@ pub fn young_interval(save_s: f64, mtbf_s: f64) -> f64 {
     (2.0 * save_s * mtbf_s).sqrt()
 }
 
-/// Best interval between the end of a save and the start of the next one, by Daly (equation 37):
+/// Best interval between the end of a save and the start of the next one, by Daly (2006):
 ///
 /// ```text
 /// sqrt(2 delta M) (1 + 1/3 sqrt(delta / 2M) + 1/9 delta / 2M) - delta    if delta < 2M
@@ -34,7 +34,7 @@ pub fn daly_interval(save_s: f64, mtbf_s: f64) -> f64 {
 }
 
 /// Expected share of all time that is lost to saves, repeated training and restarts, from 0 to 1. By Daly's complete
-/// model (equation 20), in which a training of Ts seconds takes
+/// model, in which a training of Ts seconds takes
 ///
 /// ```text
 /// M e^(R / M) (e^((tau + delta) / M) - 1) Ts / tau
