@@ -93,6 +93,8 @@ pub struct EngineOptions {
     pub objective: ObjectiveSetting,
     /// Tensors to round before encoding, and their precision. Raw states in the arena are exact.
     pub precision: Precision,
+    /// Whether snapshots get statistics of each chunk, as with [`WriterOptions::statistics`](tensorcask::WriterOptions::statistics).
+    pub statistics: bool,
     /// Treatment of a state whose parameters or moments hold NaN or infinities. A refused save is reported as a failure of the
     /// save at the next call.
     pub check: FiniteCheck,
@@ -136,6 +138,7 @@ impl EngineOptions {
             policy: Policy::default(),
             objective: ObjectiveSetting::default(),
             precision: Precision::default(),
+            statistics: false,
             check: FiniteCheck::Off,
             retention: None,
             keep_base_decoded: true,
@@ -184,6 +187,7 @@ impl EngineOptions {
             every,
             objective: self.objective.to_string(),
             precision: self.precision.words(),
+            statistics: self.statistics,
             check: self.check.name().map(str::to_owned),
             retention: self
                 .retention

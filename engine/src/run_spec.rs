@@ -26,6 +26,9 @@ pub(crate) struct RunSpec {
     pub every: Option<u64>,
     pub objective: String,
     pub precision: Vec<String>,
+    /// Whether snapshots get statistics.
+    #[serde(default)]
+    pub statistics: bool,
     /// Name of the check for finite values; `None` for no check.
     #[serde(default)]
     pub check: Option<String>,
@@ -74,6 +77,7 @@ impl RunSpec {
             base_cache: if self.keep_base_decoded { BaseKeeping::Memory } else { BaseKeeping::None },
             objective: ObjectiveSetting::from_name(&self.objective)?,
             precision: Precision::parse(self.precision.iter().map(String::as_str))?,
+            statistics: self.statistics,
             check: self.check.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name)?,
             // A trainer that resumes from an older step saves the steps after it again.
             existing_step: ExistingStep::Replace,
