@@ -55,7 +55,7 @@ pub(crate) struct Saved {
     reason: &'static str,
     /// Measurements and choices of the objective `auto`, as a line; None for other objectives.
     objective: Option<String>,
-    /// Whether all parameters and moments are finite; None without a check, or if a type is not checked.
+    /// Whether all parameters and moments are finite; None without a check.
     finite: Option<bool>,
     /// Trained parameters that did not change in the last saves, and the step since when.
     unchanged: Vec<(String, u64)>,

@@ -134,8 +134,6 @@ class Store(Upkeep):
             check: What to do with a state whose parameters or moments hold NaN or infinities: ``"finite"`` refuses it with an
                 ``InvalidArgumentError`` that names tensor and chunk; ``"tag"`` saves it and marks the step
                 (``Saved.finite``, ``user["tc.finite"]``). Tensors whose name contains ``mask`` may hold negative infinities.
-                ``Saved.finite`` is None if parameters or moments have a float type of 8 bits or less or a complex type, which
-                is not checked.
             frozen: Patterns of names of parameters that are not trained. All other parameters with a moment in the state are
                 trained. If a trained parameter stays the same for two more saves, a warning is logged once, and
                 ``Saved.unchanged`` names it with the step since when.

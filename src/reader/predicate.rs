@@ -322,7 +322,13 @@ impl Column {
             _ => {}
         }
         let Some(values) = values else {
-            return if tensor.dtype.is_float() { Cell::Unknown } else { Cell::None };
+            let is_about_special =
+                matches!(self, Self::Nan | Self::PositiveInfinity | Self::NegativeInfinity | Self::Infinity | Self::NonFinite);
+            return match tensor.dtype.is_float() {
+                true if tensor.dtype.is_packed() && is_about_special => count(0),
+                true => Cell::Unknown,
+                false => Cell::None,
+            };
         };
         let infinities = values.positive_infinity.saturating_add(values.negative_infinity);
         match self {

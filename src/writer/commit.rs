@@ -376,7 +376,7 @@ pub(crate) struct Prepared<'a> {
     pub chunk_counts: BTreeMap<String, u64>,
     /// Rounding errors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
-    /// Whether all parameters and moments are finite; `None` without a check, or if a type is not checked.
+    /// Whether all parameters and moments are finite; `None` without a check.
     pub finite: Option<bool>,
     pub decision: PolicyDecision,
     /// Times of encoding and upload, if they were measured.

@@ -190,7 +190,7 @@ pub struct SavedSnapshot {
     /// Rounding errors of all tensors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
     /// Whether all parameters and moments are finite, by the rules of [`FiniteCheck`]; `None` without a check and
-    /// without statistics, or if a float or complex type is not checked.
+    /// without statistics.
     pub finite: Option<bool>,
     /// Trained parameters whose content is that of the last two saves of this writer, or more. A parameter with a moment in
     /// the state is trained. In a state without moments, these are all parameters, or none.

@@ -73,9 +73,7 @@ pub(crate) struct Args {
     /// Add statistics of each chunk (NaN, extremes, sums, exponents) to the snapshot; `tensorcask stats` shows them
     #[arg(long)]
     statistics: bool,
-    /// Check parameters and moments of 16, 32 and 64 bits for NaN and infinities: `finite` refuses such a state, `tag`
-    /// saves and marks it. If parameters or moments have another float type or a complex type, the step is not marked
-    /// as finite
+    /// Check parameters and moments for NaN and infinities: `finite` refuses such a state, `tag` saves and marks it
     #[arg(long, value_name = "CHECK", value_parser = ["finite", "tag"])]
     check: Option<String>,
     /// Do not decode and check each chunk before storing it
@@ -106,7 +104,7 @@ struct Report {
     rounding: Option<RoundingJson>,
     /// Measurements and choices of `--objective auto`; null for other objectives.
     objective: Option<ObjectiveJson>,
-    /// Whether all parameters and moments are finite; null without a check, or if a type is not checked.
+    /// Whether all parameters and moments are finite; null without a check.
     finite: Option<bool>,
     seconds: f64,
 }
