@@ -99,7 +99,7 @@ pub struct EngineOptions {
     /// save at the next call.
     pub check: FiniteCheck,
     /// Steps to keep in each tier. After each upload, the agent forgets the others, and reduces steps of `keep_weights_every`
-    /// to their weights, as [`maintain::retain`](tensorcask::maintain::retain()) does. By default all steps are kept.
+    /// to their weights, as [`maintain::apply_retention`](tensorcask::maintain::apply_retention()) does. By default all steps are kept.
     pub retention: Option<Retention>,
     /// Whether the agent keeps the base of the next delta decoded. Otherwise it decodes the base for each delta.
     pub keep_base_decoded: bool,

@@ -8,6 +8,7 @@ use std::fmt;
 
 use crate::kernels::finite::is_finite;
 use crate::kernels::statistics::{ValueStatistics, values};
+use crate::tensor::{is_moment, is_parameter};
 use crate::{Dtype, Error, Result};
 
 /// How a save treats a state whose parameters or moments hold NaN or infinities.
@@ -56,7 +57,7 @@ impl NonFinite {
     /// Looks for elements that should be finite; `None` if there are none. `measured` are the statistics of the chunk, if
     /// they are known.
     pub(crate) fn find(tensor: &str, role: &str, dtype: Dtype, data: &[u8], measured: Option<&ValueStatistics>) -> Option<Self> {
-        if !CHECKED_ROLES.contains(&role) || (measured.is_none() && is_finite(dtype, data)) {
+        if !is_checked(role) || (measured.is_none() && is_finite(dtype, data)) {
             return None;
         }
         let ValueStatistics { nan, positive_infinity, negative_infinity, .. } = measured.copied().or_else(|| values(dtype, data))?;
@@ -85,8 +86,10 @@ impl fmt::Display for NonFinite {
     }
 }
 
-/// Roles of parameters and of moments.
-const CHECKED_ROLES: [&str; 7] = ["model", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "ema"];
+/// Whether tensors of a role hold parameters, averages of parameters, or moments.
+fn is_checked(role: &str) -> bool {
+    is_parameter(role) || is_moment(role) || role == "ema"
+}
 
 #[cfg(test)]
 #[allow(clippy::little_endian_bytes, reason = "test data")]

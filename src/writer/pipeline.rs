@@ -190,7 +190,7 @@ impl SavePipeline {
         let mut uploaded = run.finish().await?;
         uploading = uploading.saturating_add(begun.elapsed());
         let (encode_ms, upload_ms) = (Some(milliseconds(encoding)), Some(milliseconds(uploading)));
-        uploaded.times = SaveTimes { encode_ms, upload_ms, previous: None };
+        uploaded.times = SaveTimes { encode_ms, upload_ms, ..SaveTimes::default() };
         Ok(uploaded)
     }
 }

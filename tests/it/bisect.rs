@@ -1,7 +1,7 @@
 //! The first step whose statistics satisfy a predicate.
 
 use tensorcask::blocking::Store;
-use tensorcask::{Bisection, Dtype, ErrorKind, Metadata, Policy, Predicate, Rank, Rect, TensorView, WriterOptions};
+use tensorcask::{Bisection, Dtype, ErrorKind, Metadata, NamePatterns, Policy, Predicate, Rank, Rect, TensorView, WriterOptions};
 
 /// Saves 40 steps, in another order than their numbers. A NaN is in the second chunk of one layer from step 23 on, except
 /// that it vanishes again at step 30.
@@ -49,7 +49,7 @@ fn steps_are_scanned_by_number_and_a_nan_may_vanish() {
 #[test]
 fn tensors_are_chosen_by_name() {
     let store = run("bisect-names");
-    let find = |glob: &str| store.history().bisect(&Predicate::parse("nan > 0").unwrap().of_tensors(glob).unwrap());
+    let find = |glob: &str| store.history().bisect(&Predicate::parse("nan > 0").unwrap().of_tensors(NamePatterns::parse([glob]).unwrap()));
     assert_eq!(find("*.0.*").unwrap().first, None);
     assert_eq!(find("layers.*").unwrap().first.unwrap().step, 23);
     assert_eq!(find("decoder.*").unwrap_err().kind(), ErrorKind::NotFound);
@@ -161,7 +161,7 @@ fn a_tied_tensor_is_examined_under_the_name_that_was_asked_for() {
     assert!(store.snapshot(1).unwrap().tensor("lm_head.weight").unwrap().alias_of.is_some());
     let names = |glob: Option<&str>| -> Vec<String> {
         let predicate = Predicate::parse("nan > 0").unwrap();
-        let predicate = glob.map_or(predicate.clone(), |glob| predicate.of_tensors(glob).unwrap());
+        let predicate = glob.map_or(predicate.clone(), |glob| predicate.of_tensors(NamePatterns::parse([glob]).unwrap()));
         let found = store.history().bisect(&predicate).unwrap();
         assert_eq!(found.last_good, Some(1));
         found.first.unwrap().tensors.into_iter().map(|found| found.statistics.tensor).collect()

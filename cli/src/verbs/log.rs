@@ -1,19 +1,24 @@
 //! `tensorcask log`: lists the commits.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
-use tensorcask::Result;
 use tensorcask::blocking::Store;
+use tensorcask::{Result, SaveTimes, StepTimes};
 
 use crate::commits::commits;
-use crate::output::Outcome;
-use crate::text::Text;
+use crate::output::{Outcome, complain};
+use crate::text::{Text, human_seconds};
 use crate::time::{human_time, rfc3339};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Checks each entry against the previous one. Times come from the clocks of the writers.
+#[command(
+    after_help = "Checks each entry against the previous one. Times come from the clocks of the writers. `save` is the time from the call of a save
+to its commit, `stall` the time for which it stopped the training. The next save records both.
 
 Example:
-  tensorcask log runs/a")]
+  tensorcask log runs/a"
+)]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
@@ -34,18 +39,26 @@ struct Row {
     what: String,
     steps: Vec<u64>,
     snapshots: Vec<String>,
+    /// Times of the save that made a live snapshot, as far as they were recorded; null for other entries.
+    times: Option<StepTimes>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
+    let commits = commits(&store.history().entries()?);
+    let times = times(&store);
     let mut rows = Vec::new();
     let mut cells = Vec::new();
-    for commit in commits(&store.history().entries()?) {
+    for commit in commits {
+        let of_save = commit.snapshots.iter().filter(|_| commit.kind == "added").find_map(|id| times.get(id).copied());
+        let shown = |ms: Option<f64>| ms.map_or(String::new(), |ms| human_seconds(ms / 1e3));
         cells.push(vec![
             commit.sequence.to_string(),
             human_time(commit.time_ms),
             commit.kind.to_owned(),
             commit.writer.chars().take(8).collect(),
+            shown(of_save.and_then(|times| times.save_ms)),
+            shown(of_save.and_then(|times| times.stall_ms)),
             commit.what.clone(),
         ]);
         rows.push(Row {
@@ -56,9 +69,20 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             what: commit.what,
             steps: commit.steps,
             snapshots: commit.snapshots,
+            times: of_save,
         });
     }
     let mut text = Text::default();
-    text.table(&[">entry", "time", "kind", "writer", "what"], &cells);
+    text.table(&[">entry", "time", "kind", "writer", ">save", ">stall", "what"], &cells);
     Outcome::new(&Report { store: &args.store, entries: rows }, text)
+}
+
+/// Times of the saves of live snapshots, by id. The log is listed without them if a manifest cannot be read.
+fn times(store: &Store) -> BTreeMap<String, StepTimes> {
+    let infos = store.snapshots().unwrap_or_else(|error| {
+        complain(&format!("warning: the times of saves cannot be read: {error}"));
+        vec![]
+    });
+    let of_steps = SaveTimes::by_step(infos.iter().map(|info| (info.record.step, &info.user)));
+    infos.iter().filter_map(|info| Some((info.record.id.to_hex(), *of_steps.get(&info.record.step)?))).collect()
 }
