@@ -12,13 +12,12 @@ use crate::text::{Text, human_seconds};
 use crate::time::{human_time, rfc3339};
 
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Checks each entry against the previous one. Times come from the clocks of the writers. `save` is the time from the call of a save
-to its commit, `stall` the time for which it stopped the training. The next save records both.
+#[command(after_help = "Checks each entry against the previous one. Times come from the clocks of the writers. `save` is the time from
+the call of a save to its commit, and the stall of the training. The next save of the same process records both. Until then, `save`
+shows the times of encoding and upload.
 
 Example:
-  tensorcask log runs/a"
-)]
+  tensorcask log runs/a")]
 pub(crate) struct Args {
     /// Path or URL of the store
     store: String,
@@ -51,14 +50,12 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let mut cells = Vec::new();
     for commit in commits {
         let of_save = commit.snapshots.iter().filter(|_| commit.kind == "added").find_map(|id| times.get(id).copied());
-        let shown = |ms: Option<f64>| ms.map_or(String::new(), |ms| human_seconds(ms / 1e3));
         cells.push(vec![
             commit.sequence.to_string(),
             human_time(commit.time_ms),
             commit.kind.to_owned(),
             commit.writer.chars().take(8).collect(),
-            shown(of_save.and_then(|times| times.save_ms)),
-            shown(of_save.and_then(|times| times.stall_ms)),
+            of_save.map_or(String::new(), describe),
             commit.what.clone(),
         ]);
         rows.push(Row {
@@ -73,8 +70,19 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         });
     }
     let mut text = Text::default();
-    text.table(&[">entry", "time", "kind", "writer", ">save", ">stall", "what"], &cells);
+    text.table(&[">entry", "time", "kind", "writer", "save", "what"], &cells);
     Outcome::new(&Report { store: &args.store, entries: rows }, text)
+}
+
+/// Time of a whole save, or of its parts if nobody measured the whole, and its stall.
+fn describe(times: StepTimes) -> String {
+    let StepTimes { stall_ms, encode_ms, upload_ms, save_ms } = times;
+    let time = |name: &str, ms: Option<f64>| ms.map(|ms| format!("{name}{}", human_seconds(ms / 1e3)));
+    let parts = match save_ms {
+        Some(_) => vec![time("", save_ms), time("stall ", stall_ms)],
+        None => vec![time("stall ", stall_ms), time("encode ", encode_ms), time("upload ", upload_ms)],
+    };
+    parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 /// Times of the saves of live snapshots, by id. The log is listed without them if a manifest cannot be read.
