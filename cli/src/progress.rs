@@ -1,5 +1,5 @@
-//! Line on stderr with the bytes transferred so far, their rate, and the time left. Shown only if stderr is a terminal, and only by
-//! verbs that take longer than [`DELAY`].
+//! Line on stderr with the bytes transferred so far, their rate, and the time left. Shown only if stderr is a terminal,
+//! and only by verbs that take longer than [`DELAY`].
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -67,8 +67,8 @@ impl Progress {
         Self(Some(Shown { bar, expected, delayed: Some((sender, thread)) }))
     }
 
-    /// Sets the number of bytes that will be read in all, for the time left. Calls `bytes` only if the line may be shown;
-    /// `None` if they are unknown.
+    /// Sets the number of bytes that will be read in all, for the time left. Calls `bytes` only if the line may be
+    /// shown; `None` if they are unknown.
     pub(crate) fn expect(&self, bytes: impl FnOnce() -> Option<u64>) {
         if let Some(Shown { expected, .. }) = &self.0 {
             expected.store(bytes().unwrap_or(0), Ordering::Relaxed);

@@ -87,7 +87,8 @@ impl RunSpec {
     }
 }
 
-/// Reads an objective as a text. An older agent has stored three weights, in thousandths: the snapshots in its memory must not be left behind.
+/// Reads an objective as a text. An older agent has stored three weights, in thousandths: the snapshots in its memory
+/// must not be left behind.
 fn objective_text<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<String, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]

@@ -159,7 +159,8 @@ impl Writer {
         })
     }
 
-    /// Forgets the live steps that the numbers do not keep, and reduces steps to their weights. Keeps the log between calls.
+    /// Forgets the live steps that the numbers do not keep, and reduces steps to their weights. Keeps the log between
+    /// calls.
     #[pyo3(signature = (keep_last=None, keep_every=None, keep_weights_every=None))]
     fn retain(
         &self,

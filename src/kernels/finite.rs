@@ -1,5 +1,5 @@
-//! Finds NaN and infinities: in most types, floats whose exponent has all bits set. Reads each chunk once, for these types as
-//! fast as memory gives it.
+//! Finds NaN and infinities: in most types, floats whose exponent has all bits set. Reads each chunk once, for these
+//! types as fast as memory gives it.
 
 use super::float8::Float8;
 use crate::Dtype;

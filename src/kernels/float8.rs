@@ -1,7 +1,7 @@
 //! Statistics of 8-bit floats, by tables of all 256 elements. Spec: spec/statistics.md, clauses 3 and 4.
 //!
-//! Most of a chunk's statistics follow from the number of times that each of the 256 elements occurs. Only the sums and the sample
-//! depend on the order of the elements.
+//! Most of a chunk's statistics follow from the number of times that each of the 256 elements occurs. Only the sums and
+//! the sample depend on the order of the elements.
 
 use super::statistics::{ChangeStatistics, LANES, SAMPLE, ValueStatistics, range_of, total};
 use crate::Dtype;

@@ -109,7 +109,8 @@ pub(crate) fn is_measured(dtype: Dtype) -> bool {
     dtype.is_float() && !dtype.is_packed()
 }
 
-/// Returns how many numbers of a measured type an element holds: the two parts of a complex number are measured one after the other.
+/// Returns how many numbers of a measured type an element holds: the two parts of a complex number are measured one
+/// after the other.
 pub(crate) fn numbers_per_element(dtype: Dtype) -> u64 {
     match dtype {
         Dtype::C64 | Dtype::C128 => 2,

@@ -207,8 +207,8 @@ pub async fn measured_restore(store: &Store) -> Result<TimeEstimate> {
     Ok(TimeEstimate::new(begun.elapsed().as_secs_f64(), Origin::Measured, "reading, decoding and checking the newest step now"))
 }
 
-/// Time of a training step, from the times between saves. In a copy of a store, log entries have the times of the copy; snapshots
-/// record the times of their saves.
+/// Time of a training step, from the times between saves. In a copy of a store, log entries have the times of the copy;
+/// snapshots record the times of their saves.
 fn step_time(snapshots: &[SnapshotInfo], stall_s: f64) -> Option<TimeEstimate> {
     let recorded = |info: &SnapshotInfo| SaveTimes::of(&info.user).and_then(|times| times.saved_ms);
     let pairs = snapshots.iter().zip(snapshots.iter().skip(1));

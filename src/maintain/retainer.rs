@@ -13,7 +13,8 @@ use crate::{Result, Retained, Retention, Store};
 pub struct RetentionReport {
     /// Snapshots that were forgotten, and the finite snapshot that was kept.
     pub retained: Retained,
-    /// Snapshots of [`Retention::keep_weights_every`] that were reduced to role `model`, or are held as they are, newest first.
+    /// Snapshots of [`Retention::keep_weights_every`] that were reduced to role `model`, or are held as they are,
+    /// newest first.
     pub reduced: Vec<Reduced>,
 }
 
@@ -49,8 +50,8 @@ pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String],
     Ok(RetentionReport { retained: Retained { forgotten: vec![], kept_finite: decision.kept_finite }, reduced })
 }
 
-/// Applies a retention after each save, as [`apply_retention`] does. Keeps the log and the manifests between the calls, and does
-/// not look again at snapshots that cannot be reduced.
+/// Applies a retention after each save, as [`apply_retention`] does. Keeps the log and the manifests between the calls,
+/// and does not look again at snapshots that cannot be reduced.
 #[derive(Debug)]
 pub struct Retainer {
     store: Store,

@@ -38,8 +38,8 @@ async fn content(chain: &OpenChain) -> Result<BTreeMap<String, Digest>> {
     content_digests(&directory, |shard, chunk| Ok(shards[shard].chunk(&chain.links, &rows[shard], chunk)?.crc))
 }
 
-/// Returns the CRC-32 of the decoded bytes of all chunks of some tensors, by tensor, shard and chunk; nothing for other tensors.
-/// Reads indexes but no page.
+/// Returns the CRC-32 of the decoded bytes of all chunks of some tensors, by tensor, shard and chunk; nothing for other
+/// tensors. Reads indexes but no page.
 #[boxed]
 pub(crate) async fn tensor_crcs(chain: &OpenChain, wanted: &(dyn Fn(usize) -> bool + Sync)) -> Result<Vec<Vec<Vec<u32>>>> {
     let directory = chain.newest().directory.clone();

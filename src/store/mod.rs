@@ -70,8 +70,8 @@ pub struct IoCounts {
     pub bytes_read: u64,
     /// Number of object bytes sent.
     pub bytes_written: u64,
-    /// Work that operations have planned: bytes of saves, verifications and compactions, objects that garbage collection deletes.
-    /// Equals `work_done` while no such operation runs.
+    /// Work that operations have planned: bytes of saves, verifications and compactions, objects that garbage
+    /// collection deletes. Equals `work_done` while no such operation runs.
     pub work_planned: u64,
     /// Work that was done, or given up after a failure.
     pub work_done: u64,

@@ -1,8 +1,8 @@
 //! Check of a state for NaN and infinities.
 //!
-//! Checked are parameters and moments, of all types that can hold NaN or infinities. Other tensors may hold anything: a mask
-//! buffer holds negative infinities on purpose. Buffers have role `model` unless the caller states another, so negative
-//! infinities also pass in tensors whose names say *mask*.
+//! Checked are parameters and moments, of all types that can hold NaN or infinities. Other tensors may hold anything: a
+//! mask buffer holds negative infinities on purpose. Buffers have role `model` unless the caller states another, so
+//! negative infinities also pass in tensors whose names say *mask*.
 
 use std::fmt;
 
@@ -13,8 +13,8 @@ use crate::{Dtype, Error, Result};
 
 /// How a save treats a state whose parameters or moments hold NaN or infinities.
 ///
-/// Checked are tensors of a float or complex type and role `model`, `master`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`,
-/// `momentum` or `ema`. Negative infinities are allowed in tensors whose name contains `mask`.
+/// Checked are tensors of a float or complex type and role `model`, `master`, `exp_avg`, `exp_avg_sq`,
+/// `max_exp_avg_sq`, `momentum` or `ema`. Negative infinities are allowed in tensors whose name contains `mask`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FiniteCheck {
     /// No check.

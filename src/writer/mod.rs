@@ -108,12 +108,12 @@ pub struct WriterOptions {
     /// warns, the snapshot stays saved, and the next save tries again. By default all steps are kept. The writer does not
     /// reduce steps of `keep_weights_every`; [`maintain::apply_retention`](crate::maintain::apply_retention()) does.
     pub retention: Option<Retention>,
-    /// Patterns of names of parameters that are not trained, as for [`NamePatterns`]. [`SavedSnapshot::unchanged`] does not
-    /// name them.
+    /// Patterns of names of parameters that are not trained, as for [`NamePatterns`]. [`SavedSnapshot::unchanged`] does
+    /// not name them.
     pub frozen: Vec<String>,
     /// Whether the first save of this writer is compared with the two newest stored snapshots before it, for
-    /// [`SavedSnapshot::unchanged`]. For programs that save once. Reads the indexes of these snapshots, unless their chains have more
-    /// than 16 links. Off by default: then a writer remembers its own saves only.
+    /// [`SavedSnapshot::unchanged`]. For programs that save once. Reads the indexes of these snapshots, unless their
+    /// chains have more than 16 links. Off by default: then a writer remembers its own saves only.
     pub recall: bool,
     /// Page alignment: pages begin at multiples of two to the power of this, 6 to 12.
     pub alignment_exponent: u8,
@@ -199,9 +199,9 @@ pub struct SavedSnapshot {
     /// Whether all parameters and moments are finite, by the rules of [`FiniteCheck`]; `None` without a check and
     /// without statistics.
     pub finite: Option<bool>,
-    /// Trained parameters whose content is that of the last two saves of this writer, or more. A parameter with a moment in
-    /// the state is trained. In a state without moments, these are all parameters, or none. A coordinator finds them from the
-    /// receipts of all ranks.
+    /// Trained parameters whose content is that of the last two saves of this writer, or more. A parameter with a
+    /// moment in the state is trained. In a state without moments, these are all parameters, or none. A coordinator
+    /// finds them from the receipts of all ranks.
     pub unchanged: Vec<UnchangedTensor>,
     /// Why the snapshot became a base or a delta.
     pub decision: PolicyDecision,
@@ -294,8 +294,8 @@ impl Writer {
         (self.previous, self.measures_saves) = (previous, false);
     }
 
-    /// Notes for how long the last committed save stopped the training. The next snapshot records it. Without a note, readers
-    /// take the time of the whole save.
+    /// Notes for how long the last committed save stopped the training. The next snapshot records it. Without a note,
+    /// readers take the time of the whole save.
     pub fn note_stall(&mut self, stall: Duration) {
         if let Some(previous) = &mut self.previous {
             previous.stall_ms = Some(milliseconds(stall));

@@ -26,8 +26,8 @@ const CONCURRENT_REQUESTS: usize = 32;
 
 impl Writer {
     /// Parent of the deltas of all ranks for a snapshot of `step`, by the policy; `None` for a base. Fails with
-    /// `Conflict`, before any rank uploads, if the step is saved already and must not be replaced. The time of the save counts from
-    /// this call on.
+    /// `Conflict`, before any rank uploads, if the step is saved already and must not be replaced. The time of the save
+    /// counts from this call on.
     pub async fn next_parent(&mut self, step: u64) -> Result<Option<Id>> {
         let begun = Instant::now();
         check_usable(self)?;
@@ -147,8 +147,8 @@ impl Writer {
     }
 }
 
-/// Times of the slowest rank, as far as all ranks know theirs. A receipt comes from another process: numbers that are no times are
-/// left out.
+/// Times of the slowest rank, as far as all ranks know theirs. A receipt comes from another process: numbers that are
+/// no times are left out.
 fn times_of(receipts: &[Receipt], measures_uploads: bool) -> SaveTimes {
     let slowest = |time: fn(&Receipt) -> Option<f64>| {
         let times = receipts.iter().map(|receipt| time(receipt).filter(|ms| ms.is_finite() && *ms >= 0.0));

@@ -1,13 +1,13 @@
 //! Parameters that stay the same from save to save although they are being trained.
 //!
-//! A job that saves stale weights again and again writes checkpoints that look healthy. A writer therefore remembers the
-//! checksums of the last save, tensor by tensor. The checksums exist in any case, so the comparison costs a few bytes per
-//! tensor and no pass over the elements. A writer that saves only once has nothing to remember; it can read the checksums of
-//! the two snapshots before from their indexes ([`recall`]).
+//! A job that saves stale weights again and again writes checkpoints that look healthy. A writer therefore remembers
+//! the checksums of the last save, tensor by tensor. The checksums exist in any case, so the comparison costs a few
+//! bytes per tensor and no pass over the elements. A writer that saves only once has nothing to remember; it can read
+//! the checksums of the two snapshots before from their indexes ([`recall`]).
 //!
-//! A state does not say which tensors are trained. Buffers look like weights, and never change. A weight or master whose
-//! parameter has a moment in the same state is trained. In a state without moments, no single tensor is reported, but all
-//! of them are if none changed.
+//! A state does not say which tensors are trained. Buffers look like weights, and never change. A weight or master
+//! whose parameter has a moment in the same state is trained. In a state without moments, no single tensor is reported,
+//! but all of them are if none changed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,8 +58,8 @@ struct Content {
 const REPEATS: u64 = 2;
 
 impl UnchangedTensors {
-    /// Records a committed save. Returns the trained parameters that did not change in at least two saves, and warns of each
-    /// once. Tensors that match `frozen` are not reported.
+    /// Records a committed save. Returns the trained parameters that did not change in at least two saves, and warns of
+    /// each once. Tensors that match `frozen` are not reported.
     fn record(&mut self, step: u64, tensors: &[ChunkCrcs<'_>], frozen: &NamePatterns) -> Vec<UnchangedTensor> {
         let unchanged = self.compare(step, tensors, frozen);
         self.warn(step, &unchanged);
@@ -142,8 +142,8 @@ pub(super) async fn find_unchanged(writer: &mut Writer, step: u64, tensors: &[Ch
 /// Number of links of a chain up to which [`recall`] reads its indexes.
 const MAX_LINKS: usize = 16;
 
-/// Remembers the two newest live snapshots before a step, from their indexes. Reads no tensor bytes. Remembers nothing if there
-/// are not two, or if a chain is long: the comparison is not worth many requests.
+/// Remembers the two newest live snapshots before a step, from their indexes. Reads no tensor bytes. Remembers nothing
+/// if there are not two, or if a chain is long: the comparison is not worth many requests.
 #[boxed]
 async fn recall(store: &Store, state: &LogState, step: u64, frozen: &NamePatterns) -> Result<UnchangedTensors> {
     let mut unchanged = UnchangedTensors::default();
