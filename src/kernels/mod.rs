@@ -152,6 +152,7 @@ pub(crate) mod errors;
 pub(crate) mod factored;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod finite;
+mod float8;
 pub(crate) mod floats;
 #[cfg_attr(test, allow(unsafe_code, reason = "a test calls a function compiled for a detected processor feature"))]
 pub(crate) mod fma;

@@ -67,6 +67,12 @@ pub struct Receipt {
     /// Whether all parameters and moments of this rank are finite; `None` without a check.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub finite: Option<bool>,
+    /// Time of encoding this rank's part, in milliseconds; `None` if it is unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encode_ms: Option<f64>,
+    /// Time for which the rank waited for uploads beyond that, in milliseconds; `None` if it is unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub upload_ms: Option<f64>,
 }
 
 /// Identity of the save that a receipt belongs to.
@@ -95,6 +101,8 @@ impl Receipt {
             casks,
             tensors,
             finite: None,
+            encode_ms: None,
+            upload_ms: None,
         }
     }
 

@@ -46,3 +46,4 @@ mod spec;
 mod statistics;
 #[cfg(target_os = "linux")]
 mod storage;
+mod work;
