@@ -171,9 +171,7 @@ impl Cluster {
     }
 
     fn id(&mut self) -> Id {
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&self.random.next().to_be_bytes());
-        Id(bytes)
+        Id::from_hex(&format!("{:032x}", self.random.next())).expect("32 digits")
     }
 
     fn happen(&mut self, happening: Happening) {
