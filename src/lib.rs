@@ -112,7 +112,7 @@ pub fn decode_statistics(bytes: bytes::Bytes, limits: &Limits) -> Result<Vec<Chu
 pub(crate) use async_recursion::async_recursion as boxed;
 
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
-pub use commit::{History, RankExchange, Retained, Retention, SnapshotRecord, SnapshotStatus};
+pub use commit::{AttemptStart, History, Leadership, Leading, RankExchange, Refusal, Retained, Retention, SnapshotRecord, SnapshotStatus};
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
 pub use kernels::statistics::{ChangeStatistics, ValueStatistics};

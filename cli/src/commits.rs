@@ -58,7 +58,8 @@ fn describe(event: &Event, steps: &[u64], step_of: &HashMap<Id, u64>) -> String 
         _ => format!("steps {steps} were"),
     };
     match event {
-        Event::Opened {} => "opened for writing".to_owned(),
+        Event::Opened { leader: None } => "opened for writing".to_owned(),
+        Event::Opened { leader: Some(leader) } => format!("opened for writing by leader {} of session {}", leader.term, leader.session),
         Event::Added { parent: None, .. } => format!("step {steps}, a base"),
         Event::Added { parent: Some(parent), .. } => match step_of.get(parent) {
             Some(parent) => format!("step {steps}, a delta on step {parent}"),

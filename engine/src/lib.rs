@@ -58,6 +58,10 @@ mod memory_tier;
 
 mod inline_generation;
 
+// Many hosts.
+#[allow(dead_code, unused_imports, reason = "the agent does not use it yet")]
+mod hosts;
+
 // The agent.
 mod status;
 

@@ -52,7 +52,7 @@ fn id(number: u8) -> Id {
 fn event(step: &Step) -> Event {
     let ids = |numbers: &[u8]| numbers.iter().map(|&number| id(number)).collect();
     match step {
-        Step::Opened => Event::Opened {},
+        Step::Opened => Event::Opened { leader: None },
         Step::Added { id: number, step, parent } => {
             let (snapshot, step, parent) = (id(*number), u64::from(step % 4), parent.map(id));
             Event::Added { snapshot, step, parent, manifest: Digest([1; 32]), inline: None }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::state::LastWriter;
-use super::{LogState, SnapshotRecord, SnapshotStatus, Summary};
+use super::{Leadership, Leading, LogState, SnapshotRecord, SnapshotStatus, Summary};
 use crate::store::Store;
 use crate::wire::parquet_pages::check_pages;
 use crate::wire::{Digest, Id, SnapshotKind};
@@ -35,6 +35,7 @@ const SEQUENCE_KEY: &str = "tensorcask.sequence";
 const ENTRY_KEY: &str = "tensorcask.entry";
 const STATE_KEY: &str = "tensorcask.state";
 const DIRECTORY_KEY: &str = "tensorcask.directory";
+const LEADERSHIP_KEY: &str = "tensorcask.leadership";
 
 /// Columns that are read back.
 const COLUMNS: &[&str] = &[
@@ -193,6 +194,10 @@ fn encode(state: &LogState) -> Result<Bytes> {
     let mut pairs = vec![(SEQUENCE_KEY, state.sequence.to_string()), (ENTRY_KEY, head), (STATE_KEY, note)];
     let newest = state.snapshots().last().and_then(|record| record.summary.as_ref()?.directory).or(state.directory);
     pairs.extend(newest.map(|digest| (DIRECTORY_KEY, digest.to_hex())));
+    if let Some(leading) = state.leadership.leading() {
+        let json = serde_json::to_string(leading).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+        pairs.push((LEADERSHIP_KEY, json));
+    }
     let properties = WriterProperties::builder()
         .set_key_value_metadata(Some(pairs.into_iter().map(|(key, value)| KeyValue::new(key.to_owned(), value)).collect()))
         .build();
@@ -253,6 +258,12 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     state.must_understand = note.must_understand;
     state.may_ignore = note.may_ignore;
     state.directory = pairs.get(DIRECTORY_KEY).and_then(|digest| Digest::from_hex(digest).ok());
+    let leading: Option<Leading> = pairs
+        .get(LEADERSHIP_KEY)
+        .map(|json| serde_json::from_str(json))
+        .transpose()
+        .map_err(|e| bad(format!("`{LEADERSHIP_KEY}`: {e}")))?;
+    state.leadership = Leadership::from_catalog(leading, note.writer_sequence);
     // Checks that every column is there, even in a table without rows. The typed columns of user metadata are only for
     // SQL.
     let schema = builder.schema().clone();

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use bytes::Bytes;
 use serde_json::{Map, Value};
 
+use super::Leadership;
 use crate::version::check_feature_names;
 use crate::wire::{Digest, Event, Id, LogEntry, Manifest, SnapshotKind};
 use crate::{Error, Result};
@@ -137,6 +138,8 @@ pub(crate) struct LogState {
     pub sequence: u64,
     pub head: Option<Digest>,
     pub last_writer: Option<LastWriter>,
+    /// Leader of the many hosts that write to the store, if they do.
+    pub leadership: Leadership,
     /// Ids of the writers of the `opened` and `added` entries read so far. A catalog holds only the last.
     pub writers: BTreeSet<Id>,
     pub must_understand: Vec<String>,
@@ -162,7 +165,7 @@ impl LogState {
             return bad("does not continue the entry before it: one of the two was replaced".into(), "log 3.2");
         }
         match &entry.event {
-            Event::Opened {} => {}
+            Event::Opened { leader } => self.leadership.on_opened(entry.writer, entry.sequence, *leader),
             Event::Added { snapshot, step, parent, manifest, inline } => {
                 if let Some(parent) = parent
                     && !self.by_id.contains_key(parent)
@@ -183,6 +186,7 @@ impl LogState {
                     inline: *inline,
                     summary: None,
                 })?;
+                self.leadership.on_added(entry.writer, entry.sequence, *step);
             }
             Event::Forgotten { snapshots } => {
                 for id in snapshots {
@@ -229,7 +233,7 @@ impl LogState {
             }
         }
         self.may_ignore.extend(entry.may_ignore().iter().cloned());
-        if matches!(entry.event, Event::Opened {} | Event::Added { .. }) {
+        if matches!(entry.event, Event::Opened { .. } | Event::Added { .. }) {
             self.last_writer = Some(LastWriter { writer: entry.writer, sequence: entry.sequence });
             self.writers.insert(entry.writer);
         }

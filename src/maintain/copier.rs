@@ -271,7 +271,7 @@ impl Copier {
             let url = self.destination.url().to_owned();
             let opened = self.log.append(self.writer, |state| match only_from {
                 Some(last) if state.last_writer.map(|last| last.writer) != last => Err(fenced().object(&url)),
-                _ => Ok(Event::Opened {}),
+                _ => Ok(Event::Opened { leader: None }),
             });
             opened.await?;
             self.opened = true;

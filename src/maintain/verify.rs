@@ -287,7 +287,11 @@ async fn verify_catalog(store: &Store, path: &str, state: &LogState) -> Result<(
     // Compares names as sets, because their order does not matter.
     let set = |names: &[String]| names.iter().cloned().collect::<BTreeSet<String>>();
     let features = |state: &LogState| (set(&state.must_understand), set(&state.may_ignore));
-    if catalog.head != state.head || catalog.last_writer != state.last_writer || features(&catalog) != features(state) {
+    if catalog.head != state.head
+        || catalog.last_writer != state.last_writer
+        || catalog.leadership != state.leadership
+        || features(&catalog) != features(state)
+    {
         return fail("was made from another log".into());
     }
     let facts = |record: &SnapshotRecord| SnapshotRecord { summary: None, ..record.clone() };

@@ -15,7 +15,11 @@ const FORMAT: &str = "tensorcask-log";
 #[non_exhaustive]
 pub enum Event {
     /// A writer takes over the store.
-    Opened {},
+    Opened {
+        /// The session that the writer leads, if it commits for many hosts; `None` for an ordinary writer.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        leader: Option<Leader>,
+    },
     /// A snapshot is committed.
     Added {
         /// Id of the snapshot.
@@ -76,7 +80,7 @@ impl Event {
     /// Name in JSON and listings.
     pub fn name(&self) -> &'static str {
         match self {
-            Self::Opened {} => "opened",
+            Self::Opened { .. } => "opened",
             Self::Added { .. } => "added",
             Self::Forgotten { .. } => "forgotten",
             Self::Pinned { .. } => "pinned",
@@ -85,6 +89,20 @@ impl Event {
             Self::Upgraded { .. } => "upgraded",
         }
     }
+}
+
+/// Leadership of a session: one host commits the steps that all hosts of a job save.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Leader {
+    /// Id of the session: one start of a job on all its hosts.
+    pub session: Id,
+    /// Number of the last log entry when the job started, 0 for an empty log. It orders the sessions of a store.
+    pub after: u64,
+    /// Number of the attempt that the leader commits: how often the job has returned to an older step in this session.
+    pub attempt: u64,
+    /// Number of the leader in its session, from 1. The highest term leads.
+    pub term: u64,
 }
 
 /// One commit of a store.

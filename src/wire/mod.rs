@@ -27,7 +27,7 @@ mod tree;
 mod unique;
 
 pub use directory::{Directory, DirectoryShard, DirectoryTensor};
-pub use entry::{Event, LogEntry};
+pub use entry::{Event, Leader, LogEntry};
 pub use header::{HEADER_BYTES, Header};
 pub use ids::{Digest, Id};
 pub use inline::InlineSnapshot;

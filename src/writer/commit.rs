@@ -34,7 +34,7 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
         None => Id::random()?,
     };
     let mut log = open_log(store).await?;
-    log.append(id, |_| Ok(Event::Opened {})).await?;
+    log.append(id, |_| Ok(Event::Opened { leader: None })).await?;
     log.write_catalog_if_due().await;
     let predecessors = log.state().writers.clone();
     let pipeline = SavePipeline::new(store, options);
@@ -146,7 +146,7 @@ impl Writer {
             )
             .object(store.url())
             .clause("log 5.5")),
-            _ => Ok(Event::Opened {}),
+            _ => Ok(Event::Opened { leader: None }),
         });
         opened.await?;
         log.write_catalog_if_due().await;

@@ -50,8 +50,10 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
             return None
         # One thread: those of pyarrow may outlive the interpreter, which then aborts.
         table = file.read(use_threads=False)
-        keys = {key: (file.metadata.metadata or {})[b"tensorcask." + key.encode()].decode() for key in ("sequence", "entry", "state")}
+        pairs = file.metadata.metadata or {}
+        keys = {key: pairs[b"tensorcask." + key.encode()].decode() for key in ("sequence", "entry", "state")}
         state = parse(keys["state"].encode())
+        leadership = parse(pairs[b"tensorcask.leadership"]) if b"tensorcask.leadership" in pairs else None
     except (Reject, KeyError, ValueError, OSError, pa.ArrowException):
         return None
     types = {column.name: str(column.type) for column in table.schema}
@@ -65,7 +67,7 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
     for row in rows:
         if (row["kind"] == "delta") != (row["parent"] is not None) or not isclose(row["ratio"], row["stored_bytes"] / max(row["tensor_bytes"], 1)):
             return None
-    return keys | {"state": state}, rows
+    return keys | {"state": state, "leadership": leadership}, rows
 
 
 def expected_rows(state: State, snapshots: Snapshots) -> list[dict[str, Any]]:
@@ -107,7 +109,7 @@ def check_catalog(path: Path, state: State | None, snapshots: Snapshots) -> None
     said = {"writer": state.writer, "writer_sequence": state.writer_sequence}
     said |= {name: sorted(getattr(state, name)) for name in ("must_understand", "may_ignore")}
     found = {name: sorted(value) if isinstance(value, list) else value for name, value in keys["state"].items()}
-    if keys["entry"] != state.digest or found != said:
+    if keys["entry"] != state.digest or found != said or keys["leadership"] != state.leadership:
         raise corrupt("log 6.4", f"{path.name}: entry or state is not the log's")
     try:
         facts = [{name: row[name] for name in TYPES if name != "ratio"} | {"inline": row.get("inline")} for row in rows]

@@ -29,8 +29,9 @@ STORE: Fields = COMMON | {"run": is_id}
 ENTRY: Fields = COMMON | {
     "sequence": is_number, "previous": or_null(is_digest), "token": is_id, "writer": is_id, "time_ms": is_number, "event": is_object,
 }
+LEADER: Fields = {"session": is_id, "after": is_number, "attempt": is_number, "term": is_number}
 EVENTS: dict[str, Fields] = {
-    "opened": {},
+    "opened": {"leader": or_null(is_object)},
     "added": {"snapshot": is_id, "step": is_number, "parent": or_null(is_id), "manifest": is_digest, "inline": or_null(is_number)},
     "forgotten": {"snapshots": is_ids},
     "pinned": {"snapshot": is_id, "pinned": lambda value: isinstance(value, bool)},
@@ -71,6 +72,7 @@ class State:
     snapshots: dict[str, Record] = field(default_factory=dict)
     writer: str | None = None
     writer_sequence: int | None = None
+    leadership: dict[str, Any] | None = None
     must_understand: set[str] = field(default_factory=set)
     may_ignore: set[str] = field(default_factory=set)
 
@@ -98,9 +100,23 @@ class State:
 
     def _opened(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         self.writer, self.writer_sequence = entry["writer"], entry["sequence"]
+        old, leader = self.leadership, event["leader"]
+        if leader is None:
+            self.leadership = None
+            return
+        same = old is not None and old["leader"]["session"] == leader["session"]
+        attempts: list[dict[str, int]] = list(old["attempts"]) if old and same else []
+        if not attempts or attempts[-1]["attempt"] != leader["attempt"]:
+            attempts.append({"attempt": leader["attempt"], "since": entry["sequence"]})
+        newest = old["newest"] if old and same and old["leader"]["attempt"] == leader["attempt"] else None
+        self.leadership = {"leader": leader, "writer": entry["writer"], "attempts": attempts, "newest": newest}
 
     def _added(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
-        self._opened(entry, event)
+        """log 8.1"""
+        self.writer, self.writer_sequence = entry["writer"], entry["sequence"]
+        if (old := self.leadership) is not None:
+            newest = max(old["newest"] or 0, event["step"])
+            self.leadership = old | {"newest": newest} if old["writer"] == entry["writer"] else None
         id, step, parent = event["snapshot"], event["step"], event["parent"]
         if id in self.snapshots:
             raise corrupt("log 3.4", f"snapshot {id} is added twice")
@@ -157,6 +173,8 @@ def parse_entry(data: bytes) -> tuple[dict[str, Any], str]:
     if kind not in EVENTS:
         raise unsupported("log 3.3", f"event {kind!r}")
     check_fields(entry["event"], {"kind": is_text} | EVENTS[kind], "an event")
+    if (leader := entry["event"].get("leader")) is not None:
+        check_fields(leader, LEADER, "a leader")
     if end != len(data) and entry["event"].get("inline") is None:
         raise corrupt("log 1.2", "bytes after the seal of an entry")
     return entry, digest

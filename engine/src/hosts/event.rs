@@ -1,0 +1,112 @@
+//! Events that change what a host knows, and the actions that follow from them.
+
+use std::collections::BTreeSet;
+
+use tensorcask::wire::{Id, Leader};
+use tensorcask::{Leadership, SnapshotRecord};
+
+/// Identifies a step within a session. States of all ranks with the same key are parts of one snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct StepKey {
+    /// How often the job has returned to an older step in this session.
+    pub attempt: u64,
+    pub step: u64,
+}
+
+/// The log of the store, as a host has read it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct LogView {
+    pub leadership: Leadership,
+    /// Committed steps of the session.
+    pub committed: BTreeSet<StepKey>,
+}
+
+impl LogView {
+    /// The view of a session, from the snapshots in the log.
+    pub(crate) fn new<'a>(leadership: &Leadership, session: Id, records: impl IntoIterator<Item = &'a SnapshotRecord>) -> Self {
+        let steps = records.into_iter().map(|record| (record.sequence, record.step));
+        Self::from_steps(leadership, session, steps)
+    }
+
+    /// The same from sequence and step of each snapshot.
+    pub(crate) fn from_steps(leadership: &Leadership, session: Id, steps: impl IntoIterator<Item = (u64, u64)>) -> Self {
+        let key = |(sequence, step)| Some(StepKey { attempt: leadership.attempt_of(session, sequence)?, step });
+        let committed = steps.into_iter().filter_map(key).collect();
+        Self { leadership: leadership.clone(), committed }
+    }
+}
+
+/// A step of which receipts are in the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SurveyedStep {
+    pub key: StepKey,
+    /// Whether the receipts of all ranks are there.
+    pub is_complete: bool,
+    /// Whether the receipts of all ranks of this host are there.
+    pub has_ours: bool,
+}
+
+/// A request to the store that a host has at most once under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Request {
+    ReadLog,
+    Survey,
+    /// An entry of the log: `Open` or `Commit`.
+    Append,
+}
+
+/// An event of a trainer, a clock or a request.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Event {
+    /// The job has started, and this host has its rank 0. `known`: the last log entry when it started.
+    Begin { known: u64 },
+    /// An agent has replaced one that died. Its session may be under way.
+    Rejoin,
+    /// All ranks of this host have copied a state into memory.
+    Copied(StepKey),
+    /// The parent of a step is fixed for all ranks; `None` for a base.
+    ParentFixed { key: StepKey, parent: Option<Id> },
+    /// Casks and receipts of all ranks of this host are durable in the store.
+    Uploaded(StepKey),
+    /// The state of a step cannot be uploaded, ever.
+    Dropped(StepKey),
+    /// The log was read.
+    LogRead(LogView),
+    /// The receipts of the session were listed.
+    Surveyed(Vec<SurveyedStep>),
+    /// This host has opened the log as leader.
+    Opened { leader: Leader, view: LogView },
+    /// This host has committed a step.
+    Committed(LogView),
+    /// The log does not admit the entry any more.
+    Refused(LogView),
+    /// The receipts of a complete step make no snapshot.
+    Impossible(StepKey),
+    /// A request failed. The next tick may send it again.
+    Failed(Request),
+    /// The clock of the host, which may run fast, slow or apart from others.
+    Tick { now_ms: u64 },
+}
+
+/// An action that follows from an event.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Action {
+    /// Fix the parent of a step in the store, by put if absent.
+    FixParent(StepKey),
+    /// Encode a step against this parent, and upload casks and receipts. Write whole chunks if the parent cannot be used.
+    Upload { key: StepKey, parent: Option<Id> },
+    /// Read the new entries of the log.
+    ReadLog,
+    /// List the receipts of the session for steps that are not committed.
+    Survey,
+    /// Open the log as this leader, unless it refuses that.
+    Open { leader: Leader },
+    /// Commit a step of which all receipts are there, unless the log refuses that.
+    Commit { leader: Leader, key: StepKey },
+    /// Report a step of this host as durable.
+    Durable(StepKey),
+    /// Report that a step will never be committed.
+    GiveUp(StepKey),
+    /// Stop: the session has ended. A step that waits may have been committed before.
+    Stop,
+}
