@@ -16,7 +16,7 @@ const HUFFMAN_AGAIN: u8 = 4;
 const SPLIT: u8 = 5;
 
 /// Greatest number of blocks that a block may lie in.
-const DEPTH: u8 = 8;
+const MAX_DEPTH: u8 = 8;
 
 /// Base-2 logarithm of the block length: the value of writers, and the range that readers accept.
 pub(super) const BLOCK_EXPONENT: u8 = 16;
@@ -56,8 +56,8 @@ pub(crate) fn estimate(histogram: &Histogram, symbols: u64) -> u64 {
     (bits * 1013 / 1000).saturating_mul(symbols) / sampled / 8 + 64
 }
 
-/// A code with its prepared encoder.
-struct Made {
+/// A code, prepared for the encoder.
+struct PreparedCode {
     table: Lengths,
     encoder: huffman_kernel::Codes,
 }
@@ -136,7 +136,7 @@ struct Writer {
     /// Code shared by all blocks.
     shared: Option<Lengths>,
     /// Code written last.
-    huffman: Option<Made>,
+    huffman: Option<PreparedCode>,
     /// Number of blocks that the blocks lie in.
     depth: u8,
 }
@@ -184,7 +184,7 @@ impl Writer {
     fn is_skewed(&self, histogram: &Histogram) -> bool {
         let entropy = entropy_bits(histogram);
         let huffman = self.shared.as_ref().and_then(|lengths| lengths.bits(histogram));
-        self.depth < DEPTH && huffman.is_some_and(|huffman| Self::split_bytes(entropy) < huffman / 8)
+        self.depth < MAX_DEPTH && huffman.is_some_and(|huffman| Self::split_bytes(entropy) < huffman / 8)
     }
 
     /// Expected bytes of a split block: the entropy, two tables, and 3 % that the split must save.
@@ -244,14 +244,14 @@ impl Writer {
     fn put_best(&mut self, block: &[u8], histogram: &Histogram, out: &mut Vec<u8>) {
         let (bytes, choice) = self.choose(block, histogram);
         let start = out.len();
-        if self.depth < DEPTH && Self::split_bytes(entropy_bits(histogram)) < bytes {
-            let is_split = self.put_split(block, histogram, out);
-            // The decoder's last table is one of the parts.
-            self.huffman = None;
-            if is_split && ((out.len() - start) as u64) < bytes {
+        if self.depth < MAX_DEPTH && Self::split_bytes(entropy_bits(histogram)) < bytes {
+            // After a split block, the last table that a reader has is one of its parts.
+            let before = self.huffman.take();
+            if self.put_split(block, histogram, out) && ((out.len() - start) as u64) < bytes {
                 return;
             }
             out.truncate(start);
+            self.huffman = before;
         }
         match choice {
             Choice::Raw => {
@@ -276,13 +276,13 @@ impl Writer {
     /// Appends a block in two parts: a mask of the symbols that differ from the most frequent one, and these symbols.
     /// Returns false without memory for the parts.
     fn put_split(&self, block: &[u8], histogram: &Histogram, out: &mut Vec<u8>) -> bool {
-        let (most, count) = (0u8..=255).zip(histogram).fold((0, 0), |best, (symbol, &n)| if n > best.1 { (symbol, n) } else { best });
+        let (frequent, count) = (0u8..=255).zip(histogram).fold((0, 0), |best, (symbol, &n)| if n > best.1 { (symbol, n) } else { best });
         let room = block.len().saturating_sub(count as usize) + split_kernel::ROOM;
         let (Ok(mut mask), Ok(mut others)) = (Spare::new(block.len().div_ceil(8), "a mask"), Spare::new(room, "symbols")) else {
             return false;
         };
-        let number = split_kernel::split(block, most, &mut mask, &mut others);
-        out.extend([SPLIT, most]);
+        let number = split_kernel::split(block, frequent, &mut mask, &mut others);
+        out.extend([SPLIT, frequent]);
         self.put_part(&mask, out);
         if number > 0 {
             self.put_part(&others[..number], out);
@@ -302,7 +302,7 @@ impl Writer {
         out.push(if again { HUFFMAN_AGAIN } else { HUFFMAN });
         if let (false, Some(table)) = (again, wanted) {
             table.put(out);
-            self.huffman = Some(Made { encoder: table.codes(), table });
+            self.huffman = Some(PreparedCode { encoder: table.codes(), table });
         }
         self.huffman.as_ref().is_some_and(|made| huffman::encode(block, &made.encoder, out))
     }
@@ -424,7 +424,7 @@ impl Tables {
                 let no_table = || Error::corrupt("a block reuses the table of an earlier block, but there is none").clause("entropy 3");
                 huffman::decode(input, self.huffman.as_ref().ok_or_else(no_table)?, out)?;
             }
-            SPLIT if depth < DEPTH => self.split(input, out, depth)?,
+            SPLIT if depth < MAX_DEPTH => self.split(input, out, depth)?,
             SPLIT => return Err(Error::corrupt(format!("a split block lies in {depth} others")).clause("entropy 7.2")),
             tag => return Err(Error::corrupt(format!("a block of kind {tag}")).clause("entropy 3")),
         }
@@ -432,7 +432,7 @@ impl Tables {
     }
 
     fn split(&mut self, input: &mut Input<'_>, out: &mut [u8], depth: u8) -> Result<()> {
-        let most = input.byte("a split block")?;
+        let frequent = input.byte("a split block")?;
         let mask = self.part(input, out.len().div_ceil(8), depth)?;
         let unused = if out.len().is_multiple_of(8) { 0 } else { mask.last().map_or(0, |last| last >> (out.len() % 8)) };
         if unused != 0 {
@@ -442,7 +442,7 @@ impl Tables {
             0 => MaybeSpare::Borrowed(&[]),
             number => self.part(input, number, depth)?,
         };
-        split_kernel::join(&mask, &others, most, out);
+        split_kernel::join(&mask, &others, frequent, out);
         Ok(())
     }
 
@@ -501,6 +501,23 @@ mod tests {
             _ => (2 + i % 60 * 4) as u8 ^ 1,
         };
         round_trip(&(0..1 << 17).map(symbol).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn a_split_that_is_taken_back_keeps_the_table() {
+        // A code of 8 bits for 128 symbols, and of 7 bits for 64 others.
+        let of_8_bits: Vec<u8> = (0..120).chain(248..=255).collect();
+        let frequent: Vec<u8> = (0..1 << 16).map(|i| if i % 2 == 0 { 128 + (i / 2 % 64) as u8 } else { of_8_bits[i / 2 % 128] }).collect();
+        let mut writer = Writer::new(&count(&frequent), 0);
+        let mut out = Vec::new();
+        writer.put_best(&frequent, &count(&frequent), &mut out);
+        assert_eq!(out[0], HUFFMAN);
+        // This code takes 7.7 bits for each of these symbols, their entropy is 6.6. The tables of a split cost more.
+        let rare: Vec<u8> = (0..1000).map(|i| if i % 10 < 7 { of_8_bits[2 * i % 128] } else { 128 + (i * 7 % 32) as u8 }).collect();
+        let start = out.len();
+        writer.put_best(&rare, &count(&rare), &mut out);
+        assert_eq!(out[start], HUFFMAN_AGAIN);
+        assert!(out.len() - start <= rare.len() + 1);
     }
 
     #[test]

@@ -1,33 +1,32 @@
-//! Splits the most frequent symbol off a run of symbols: a bit mask of the other symbols, and these symbols alone. Joins
-//! them again.
+//! Separates the most frequent symbol of a block from the others: a bit mask, and the other symbols. Joins them again.
 
 use super::Level;
 
 /// Room that [`split`] needs behind the other symbols, for stores of whole vectors.
 pub(crate) const ROOM: usize = 64;
 
-/// Fills `mask` with a bit for each symbol that differs from `most` (least significant bit first, unused bits zero), and
+/// Fills `mask` with a bit for each symbol that differs from `frequent` (least significant bit first, unused bits zero), and
 /// the front of `others` with these symbols. Returns their number. `mask` has a byte for every 8 symbols; `others` has
 /// room for all other symbols and [`ROOM`] more.
-pub(crate) fn split(symbols: &[u8], most: u8, mask: &mut [u8], others: &mut [u8]) -> usize {
-    split_at(Level::best(), symbols, most, mask, others)
+pub(crate) fn split(symbols: &[u8], frequent: u8, mask: &mut [u8], others: &mut [u8]) -> usize {
+    split_at(Level::best(), symbols, frequent, mask, others)
 }
 
-fn split_at(level: Level, symbols: &[u8], most: u8, mask: &mut [u8], others: &mut [u8]) -> usize {
+fn split_at(level: Level, symbols: &[u8], frequent: u8, mask: &mut [u8], others: &mut [u8]) -> usize {
     let (done, mut at) = match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
-        Level::Avx512 => unsafe { x86::split(symbols, most, mask, others) },
+        Level::Avx512 => unsafe { x86::split(symbols, frequent, mask, others) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx2 => unsafe { avx2::split(symbols, most, mask, others) },
+        Level::Avx2 => unsafe { avx2::split(symbols, frequent, mask, others) },
         Level::Scalar => (0, 0),
     };
     let rest = symbols.get(done..).unwrap_or_default().chunks(8);
     for (bits, group) in mask.iter_mut().skip(done / 8).zip(rest) {
         *bits = 0;
         for (i, &symbol) in group.iter().enumerate() {
-            let differs = u8::from(symbol != most);
+            let differs = u8::from(symbol != frequent);
             *bits |= differs << (i & 7);
             if let Some(slot) = others.get_mut(at) {
                 *slot = symbol;
@@ -38,25 +37,25 @@ fn split_at(level: Level, symbols: &[u8], most: u8, mask: &mut [u8], others: &mu
     at
 }
 
-/// Fills `out` with `most`, and with the next of `others` wherever the mask has a bit. `others` has as many symbols as
+/// Fills `out` with `frequent`, and with the next of `others` wherever the mask has a bit. `others` has as many symbols as
 /// the mask has bits.
-pub(crate) fn join(mask: &[u8], others: &[u8], most: u8, out: &mut [u8]) {
-    join_at(Level::best(), mask, others, most, out);
+pub(crate) fn join(mask: &[u8], others: &[u8], frequent: u8, out: &mut [u8]) {
+    join_at(Level::best(), mask, others, frequent, out);
 }
 
-fn join_at(level: Level, mask: &[u8], others: &[u8], most: u8, out: &mut [u8]) {
+fn join_at(level: Level, mask: &[u8], others: &[u8], frequent: u8, out: &mut [u8]) {
     let (done, used) = match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the features were detected.
-        Level::Avx512 => unsafe { x86::join(mask, others, most, out) },
+        Level::Avx512 => unsafe { x86::join(mask, others, frequent, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx2 => unsafe { avx2::join(mask, others, most, out) },
+        Level::Avx2 => unsafe { avx2::join(mask, others, frequent, out) },
         Level::Scalar => (0, 0),
     };
     let mut others = others.iter().skip(used);
     for (&bits, group) in mask.iter().skip(done / 8).zip(out.get_mut(done..).unwrap_or_default().chunks_mut(8)) {
-        group.fill(most);
+        group.fill(frequent);
         let mut left = bits;
         while left != 0 {
             if let (Some(slot), Some(&other)) = (group.get_mut(left.trailing_zeros() as usize), others.next()) {
@@ -76,13 +75,13 @@ mod x86 {
 
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: the mask is defined byte by byte, and this is its order")]
-    pub(super) fn split(symbols: &[u8], most: u8, mask: &mut [u8], others: &mut [u8]) -> (usize, usize) {
+    pub(super) fn split(symbols: &[u8], frequent: u8, mask: &mut [u8], others: &mut [u8]) -> (usize, usize) {
         let (mut done, mut at) = (0, 0usize);
         for (vector, bits) in symbols.as_chunks::<VECTOR>().0.iter().zip(mask.as_chunks_mut::<8>().0) {
             let Some(room) = others.get_mut(at..).and_then(|rest| rest.first_chunk_mut::<VECTOR>()) else { break };
             // SAFETY: a load of 64 bytes from an array of 64.
             let vector = unsafe { _mm512_loadu_si512(vector.as_ptr().cast()) };
-            let differ = _mm512_cmpneq_epu8_mask(vector, _mm512_set1_epi8(most as i8));
+            let differ = _mm512_cmpneq_epu8_mask(vector, _mm512_set1_epi8(frequent as i8));
             *bits = differ.to_le_bytes();
             if differ != 0 {
                 // SAFETY: a store of 64 bytes to an array of 64.
@@ -96,9 +95,9 @@ mod x86 {
 
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: the mask is defined byte by byte, and this is its order")]
-    pub(super) fn join(mask: &[u8], others: &[u8], most: u8, out: &mut [u8]) -> (usize, usize) {
+    pub(super) fn join(mask: &[u8], others: &[u8], frequent: u8, out: &mut [u8]) -> (usize, usize) {
         let (mut done, mut at) = (0, 0usize);
-        let filler = _mm512_set1_epi8(most as i8);
+        let filler = _mm512_set1_epi8(frequent as i8);
         for (bits, out) in mask.as_chunks::<8>().0.iter().zip(out.as_chunks_mut::<VECTOR>().0) {
             let differ = u64::from_le_bytes(*bits);
             let mut vector = filler;
@@ -129,13 +128,13 @@ mod avx2 {
 
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: symbols and mask are defined byte by byte, and this is their order")]
-    pub(super) fn split(symbols: &[u8], most: u8, mask: &mut [u8], others: &mut [u8]) -> (usize, usize) {
+    pub(super) fn split(symbols: &[u8], frequent: u8, mask: &mut [u8], others: &mut [u8]) -> (usize, usize) {
         let (mut done, mut at) = (0, 0usize);
         for (group, bits) in symbols.as_chunks::<VECTOR>().0.iter().zip(mask.as_chunks_mut::<4>().0) {
             let Some(room) = others.get_mut(at..).and_then(|rest| rest.first_chunk_mut::<{ VECTOR + 8 }>()) else { break };
             // SAFETY: a load of 32 bytes from an array of 32.
             let vector = unsafe { _mm256_loadu_si256(group.as_ptr().cast()) };
-            let differ = !_mm256_movemask_epi8(_mm256_cmpeq_epi8(vector, _mm256_set1_epi8(most as i8))) as u32;
+            let differ = !_mm256_movemask_epi8(_mm256_cmpeq_epi8(vector, _mm256_set1_epi8(frequent as i8))) as u32;
             *bits = differ.to_le_bytes();
             if differ != 0 {
                 let mut to = 0usize;
@@ -154,12 +153,12 @@ mod avx2 {
 
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
     #[allow(clippy::little_endian_bytes, reason = "a kernel: symbols are defined byte by byte, and this is their order")]
-    pub(super) fn join(mask: &[u8], others: &[u8], most: u8, out: &mut [u8]) -> (usize, usize) {
+    pub(super) fn join(mask: &[u8], others: &[u8], frequent: u8, out: &mut [u8]) -> (usize, usize) {
         let (mut done, mut at) = (0, 0usize);
-        let filler = u64::from(most).wrapping_mul(0x0101_0101_0101_0101);
+        let filler = u64::from(frequent).wrapping_mul(0x0101_0101_0101_0101);
         for (bits, out) in mask.as_chunks::<4>().0.iter().zip(out.as_chunks_mut::<VECTOR>().0) {
             if *bits == [0; 4] {
-                out.fill(most);
+                out.fill(frequent);
                 done += VECTOR;
                 continue;
             }

@@ -3,7 +3,7 @@
 //! Layers of a model are alike: the weights of `layers.3.mlp` and `layers.7.mlp` compress alike. A *family* is the
 //! role, the parameter's name without its numbers, and the distance in steps to the base. The codec that won for one
 //! chunk of a family is tried first for the next chunks, and kept if the result is about as small as expected. Some
-//! chunks of a family are estimated by all codecs again: the 17th, the 33rd, the 65th, and every 128th after that.
+//! chunks of a family are estimated by all codecs: the first, the 17th, 33rd and 65th, and every 128th after that.
 //!
 //! A choice also says whether the codec took the base. Deltas gain little for most optimizer states several steps apart
 //! (see [`spared`](super::spared)), and then the base of the next chunk need not be read. Distances count in powers of

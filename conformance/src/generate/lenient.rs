@@ -101,7 +101,7 @@ pub(crate) fn plane(data: &[u8], count: usize) -> Vec<u8> {
     out
 }
 
-/// Decodes a block. It ends with the data, so blocks in blocks do.
+/// Decodes a block. Returns zeros once the data has ended, so that nested blocks end too.
 fn block(source: &mut Source<'_>, table: &mut Huffman, count: usize) -> Vec<u8> {
     if source.0.is_empty() {
         return vec![0; count];
