@@ -57,7 +57,7 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
     }
 }
 
-/// What an uploader keeps between uploads.
+/// State of an uploader between uploads.
 struct Uploader<'a> {
     copier: &'a mut Option<Copier>,
     retainer: Option<&'a mut Retainer>,
