@@ -30,7 +30,9 @@ fn main() {
         result
     };
 
-    let title = format!("Policies: {steps} steps of a state of {gigabytes:.2} GB; every step changes a twentieth of the weights");
+    let title = format!(
+        "Policies: {steps} steps of a state of {gigabytes:.2} GB; every step flips the lowest bit of a twentieth of the elements (synthetic)"
+    );
     let mut policies = Table::new(
         title,
         &["bases", "store / one state", "store / all states", "restore, s", "read / state", "kept base, GB per GB of state", "save, s"],
@@ -88,8 +90,8 @@ fn main() {
         ("k = 1, learning rate 5e-4", 1000, 1001),
         ("k = 10, learning rate 5e-4", 1000, 1010),
         ("k = 100, learning rate 5e-4", 1000, 1100),
-        ("k = 1, learning rate 6e-5, weights only", 2400, 2401),
-        ("k = 10, learning rate 6e-5, weights only", 2400, 2410),
+        ("k = 1, learning rate 2e-6, weights only", 2400, 2401),
+        ("k = 10, learning rate 2e-6", 2400, 2410),
     ] {
         if !file(from).exists() || !file(to).exists() {
             continue;
