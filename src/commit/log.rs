@@ -112,6 +112,11 @@ impl Log {
         &self.state
     }
 
+    /// Id of the training run.
+    pub(crate) fn run(&self) -> Id {
+        self.store_file.run
+    }
+
     /// Reads the entries that have been committed since, usually none. Returns a `Conflict` if the store has been
     /// replaced.
     pub(crate) async fn refresh(&mut self) -> Result<()> {

@@ -9,7 +9,7 @@
 //! | module | job |
 //! |---|---|
 //! | `save` | one save of a whole state: base or delta, attempts |
-//! | `ranks`, `receipts` | one save of many ranks: upload by each, one commit |
+//! | `ranks`, `host_writer`, `receipts` | one save of many ranks: upload by each, or by each host; one commit |
 //! | `layout` | names, shards, ties and slots of a state |
 //! | `pipeline` | runs the stages and uploads one cask per slot |
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
@@ -33,6 +33,7 @@ mod choices;
 mod commit;
 mod estimate;
 mod finite;
+mod host_writer;
 mod input;
 mod layout;
 mod pace;
@@ -60,6 +61,7 @@ pub(crate) use choices::{Choices, ChunkFamily};
 pub(crate) use commit::Prepared;
 pub use finite::FiniteCheck;
 pub(crate) use finite::NonFinite;
+pub use host_writer::{HostWriter, RankState};
 pub(crate) use layout::slot_of_role;
 pub use pace::ObjectiveReport;
 use pipeline::SavePipeline;
@@ -72,7 +74,7 @@ pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_uni
 use crate::chain::{Policy, PolicyDecision, PreviousSave};
 use crate::codec::ObjectiveSetting;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
-use crate::wire::{Digest, Id, SnapshotKind};
+use crate::wire::{Digest, Id, Leader, SnapshotKind};
 use crate::{AheadUploads, Error, ErrorKind, Precision, Result, Retention, RoundingReport, Store};
 
 /// Metadata of a snapshot.
@@ -243,6 +245,8 @@ pub struct Writer {
     measures_saves: bool,
     /// Message of the commit with unknown outcome that stopped this writer.
     stopped: Option<String>,
+    /// The session that this writer commits for, as leader of many hosts.
+    leader: Option<Leader>,
 }
 
 impl Store {
@@ -253,7 +257,16 @@ impl Store {
 
     /// Opens the store for writing with the given options.
     pub async fn writer_with(&self, options: WriterOptions) -> Result<Writer> {
-        commit::open(self, options).await
+        commit::open(self, options, None).await
+    }
+
+    /// Opens the store as the leader of a session of many hosts. Creates the store if it does not exist.
+    ///
+    /// Fails with `Fenced` if the session has ended, and with `Conflict` if another host leads it: see
+    /// [`Leadership::may_open`](crate::Leadership::may_open). [`Writer::commit_receipts`] then commits steps of this
+    /// session and attempt.
+    pub async fn lead(&self, leader: Leader, options: WriterOptions) -> Result<Writer> {
+        commit::open(self, options, Some(leader)).await
     }
 }
 

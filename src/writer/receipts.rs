@@ -17,7 +17,9 @@ use crate::codec::Registry;
 use crate::commit::Age;
 use crate::store::concurrently;
 use crate::tensor::{Rect, element_count};
-use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, slots_of_rank};
+use crate::wire::{
+    CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, SessionName, slots_of_rank,
+};
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
 /// Number of casks that are checked at once.
@@ -34,11 +36,17 @@ impl Writer {
     }
 
     /// Commits one snapshot of the casks of all ranks, or nothing. There must be a receipt of each rank for this step
-    /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store.
+    /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store. Metadata of the
+    /// receipts is added to `metadata`.
     pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         self.check_usable()?;
-        check_user(metadata)?;
-        let saved = self.commit_all(step, receipts, metadata).await;
+        let mut metadata = metadata.clone();
+        for receipt in receipts {
+            metadata.user.extend(receipt.user.clone());
+            metadata.file.extend(receipt.metadata.clone());
+        }
+        check_user(&metadata)?;
+        let saved = self.commit_all(step, receipts, &metadata).await;
         self.stopped = final_message(&saved);
         saved
     }
@@ -46,6 +54,7 @@ impl Writer {
     #[boxed]
     async fn commit_all(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         check_ranks(step, receipts)?;
+        self.check_session(receipts)?;
         let store = self.pipeline.store.clone();
         let (_, mut decision) = self.decide(step).await?;
         let parent = self.common_parent(receipts).await?;
@@ -107,6 +116,16 @@ impl Writer {
                 Err(Error::new(ErrorKind::Conflict, message).object(store.url()).source(stale.error))
             }
             other => other.done(),
+        }
+    }
+
+    /// Refuses receipts of another session or attempt than those that this writer leads.
+    fn check_session(&self, receipts: &[Receipt]) -> Result<()> {
+        let session = self.leader.map(|leader| SessionName { run: self.log.run(), session: leader.session });
+        let is_ours = |receipt: &Receipt| receipt.session == session && self.leader.is_none_or(|leader| leader.attempt == receipt.attempt);
+        match receipts.iter().find(|receipt| !is_ours(receipt)) {
+            None => Ok(()),
+            Some(other) => Err(Error::invalid(format!("the receipt of rank {} is of another session or attempt", other.rank))),
         }
     }
 
