@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, StepSelector, TensorView};
+use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, SessionLog, StepSelector, TensorView};
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
@@ -13,6 +13,7 @@ use crate::arena_writer::{ArenaWriter, StateView};
 use crate::copy_plan::Deferred;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::freshness::{Freshness, LocalMemory, UnreachableTier, check_freshness};
+use crate::host_notes::HostNotes;
 use crate::inline_encoder::InlineEncoder;
 use crate::known_tiers::KnownTiers;
 use crate::lock::Lock;
@@ -22,6 +23,7 @@ use crate::protocol::{AttachMode, Failure, SaveNote, Until};
 use crate::restore::{RestorePlaces, find, loadable};
 use crate::restore_request::{RestoreRequest, Wanted};
 use crate::restored::{Destination, Loadable, Part, Restored};
+use crate::run_spec::RunSpec;
 use crate::runtime;
 use crate::saving::{Outcome, OutstandingSave, SaveTimer, SavedState, Saving, Waited};
 use crate::session::Session;
@@ -133,6 +135,7 @@ impl Engine {
             // Before the agent attaches, because it would upload these snapshots.
             remove_all_epochs(&self.run)?;
         }
+        self.join_session()?;
         let mode = if self.session.is_stale() { AttachMode::TakeOverAfresh } else { AttachMode::TakeOver };
         let progress = self.session.attach(mode)?;
         // The agent no longer frees memory of this run. If it freed the arena just before, because the run had
@@ -153,6 +156,17 @@ impl Engine {
         self.reported = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
         self.session.memory_was_cleared();
         Ok(())
+    }
+
+    /// Notes that this rank starts in the session of a run on many hosts. Rank 0 also notes the end of the log: the session
+    /// begins after it.
+    fn join_session(&mut self) -> Result<()> {
+        let Some(hosts) = self.session.spec.hosts.clone() else { return Ok(()) };
+        let after = match self.options.rank {
+            0 => Some(self.runtime.block_on(log_end(&self.session.spec))?),
+            _ => None,
+        };
+        HostNotes::start_rank(&self.run, hosts.session, self.options.rank, after)
     }
 
     /// Makes room for states of about this many bytes before the first save. Returns at once; a thread takes the memory
@@ -454,6 +468,17 @@ impl Engine {
             unreachable: &self.unreachable,
             store_timeout: self.options.store_timeout,
         }
+    }
+}
+
+/// Number of the last entry in the log of the first tier; 0 if there is no store.
+async fn log_end(spec: &RunSpec) -> Result<u64> {
+    let stores = spec.stores()?;
+    let first = stores.first().ok_or_else(|| Error::invalid("no tier"))?;
+    match SessionLog::open(first).await {
+        Ok(log) => Ok(log.sequence()),
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(0),
+        Err(e) => Err(e),
     }
 }
 

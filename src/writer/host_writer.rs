@@ -4,8 +4,8 @@
 //! All ranks of a host share one view of the log, so a save costs few requests. The leader of the session commits.
 
 use super::WriterOptions;
-use super::ranks::{Rank, RankPart};
-use crate::commit::{Log, SessionExchange, Standing};
+use super::ranks::{Rank, RankPart, open_parent};
+use crate::commit::{Log, SessionExchange, Standing, refuse_features};
 use crate::wire::{Id, MAX_RANK, Receipt, SessionName, SessionStep};
 use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
 
@@ -75,10 +75,12 @@ impl HostWriter {
             // Another host chose a snapshot that was committed since.
             self.catch_up().await?;
         }
+        refuse_features(&self.log.state().may_ignore)?;
+        let parent = open_parent(&self.store, self.log.state(), parent).await?;
         let mut receipts = Vec::with_capacity(states.len());
         for (part, state) in self.parts.iter_mut().zip(states) {
             part.rank.attempt = at.attempt;
-            let mut receipt = part.upload(self.log.state(), at.step, parent, &state.tensors, &state.blobs).await?;
+            let mut receipt = part.upload(at.step, parent.as_ref(), &state.tensors, &state.blobs).await?;
             receipt.session = Some(self.session);
             (receipt.user, receipt.metadata) = (state.metadata.user.clone(), state.metadata.file.clone());
             self.exchange.put_receipt(&receipt).await?;

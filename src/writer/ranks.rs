@@ -73,7 +73,14 @@ impl RankWriter {
         let pipeline = &self.part.pipeline;
         let (parent, _) = pipeline.options.policy.decide(self.log.state(), step, pipeline.store.limits().max_chain_depth);
         let parent = parent.filter(|_| presence == StorePresence::Present);
-        self.part.upload(self.log.state(), step, parent, tensors, blobs).await
+        self.upload(step, parent, tensors, blobs).await
+    }
+
+    #[boxed]
+    async fn upload(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
+        refuse_features(&self.log.state().may_ignore)?;
+        let parent = open_parent(&self.part.pipeline.store, self.log.state(), parent).await?;
+        self.part.upload(step, parent.as_ref(), tensors, blobs).await
     }
 
     /// Reads the log entries committed since the last save. Reads the whole log if the store was deleted or replaced.
@@ -100,7 +107,7 @@ impl RankWriter {
     /// [`Writer::next_parent`](crate::Writer::next_parent).
     pub async fn save_on(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
         self.catch_up().await?;
-        self.part.upload(self.log.state(), step, parent, tensors, blobs).await
+        self.upload(step, parent, tensors, blobs).await
     }
 }
 
@@ -115,27 +122,21 @@ impl RankPart {
         self.pending = None;
     }
 
-    /// Encodes and uploads a state against this parent, or whole if the log does not have the parent.
+    /// Encodes and uploads a state against this parent, or whole without one.
     #[boxed]
     pub(super) async fn upload(
         &mut self,
-        log: &LogState,
         step: u64,
-        parent: Option<Id>,
+        mut parent: Option<&Parent>,
         tensors: &[TensorView<'_>],
         blobs: &[Blob<'_>],
     ) -> Result<Receipt> {
-        refuse_features(&log.may_ignore)?;
         let store = self.pipeline.store.clone();
         let Rank { rank, world, attempt } = self.rank;
         let layout = StateLayout::of_rank(tensors, blobs, store.limits(), Some(rank))?;
-        let mut parent = match parent.filter(|id| log.by_id(*id).is_some()) {
-            Some(id) => Parent::open(&store, log, id).await?,
-            None => None,
-        };
-        self.promote_pending(parent.as_ref());
+        self.promote_pending(parent);
         let mut uploaded = loop {
-            match self.pipeline.write_casks(step, &layout, parent.as_ref()).await {
+            match self.pipeline.write_casks(step, &layout, parent).await {
                 Ok(uploaded) => break uploaded,
                 Err(error) => {
                     self.pipeline.base.clear();
@@ -170,7 +171,7 @@ impl RankPart {
                 shards: shards.collect(),
             }
         });
-        let parent = parent.as_ref().map(Parent::reference);
+        let parent = parent.map(Parent::reference);
         let mut receipt = Receipt::new(RankSave { step, attempt, rank, world }, parent, uploaded.casks, tensors.collect());
         receipt.finite = uploaded.finite;
         self.pending = uploaded.next_base.map(|next| (receipt.casks.clone(), next));
@@ -186,5 +187,14 @@ impl RankPart {
             }
             _ => {}
         }
+    }
+}
+
+/// Opens the parent of deltas; `None` if the log does not have it, or it cannot be read.
+#[boxed]
+pub(super) async fn open_parent(store: &Store, log: &LogState, parent: Option<Id>) -> Result<Option<Parent>> {
+    match parent.filter(|id| log.by_id(*id).is_some()) {
+        Some(id) => Parent::open(store, log, id).await,
+        None => Ok(None),
     }
 }

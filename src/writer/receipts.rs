@@ -18,7 +18,8 @@ use crate::commit::Age;
 use crate::store::concurrently;
 use crate::tensor::{Rect, element_count};
 use crate::wire::{
-    CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, SessionName, slots_of_rank,
+    CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, Leader, MAX_RANK, Receipt, ReceiptTensor, SessionName, SessionStep,
+    slots_of_rank,
 };
 use crate::{Error, ErrorKind, Limits, Result, boxed};
 
@@ -70,25 +71,7 @@ impl Writer {
         check_partners(&merged, receipts, store.registry())?;
         let mut casks: Vec<CaskRef> = receipts.iter().flat_map(|receipt| receipt.casks.iter().cloned()).collect();
         casks.sort_by_key(|cask| cask.slot);
-        let modified_ms = |cask: &CaskRef| {
-            let (store, path, bytes) = (store.clone(), cask.path(), cask.bytes);
-            async move {
-                match store.objects().head(&path).await {
-                    Ok(found) if found.bytes == bytes => Ok(found.modified_ms),
-                    Ok(found) => {
-                        Err(Error::corrupt(format!("the cask has {} bytes, but its receipt says {bytes}", found.bytes)).object(path))
-                    }
-                    Err(error) if error.kind() == ErrorKind::NotFound => {
-                        Err(Error::not_found("a receipt names this cask, but the store does not have it").object(path))
-                    }
-                    Err(error) => Err(error),
-                }
-            }
-        };
-        let (age, now) = (Age::start(), store.objects().clock_ms().await?);
-        let written: Vec<u64> = concurrently(CONCURRENT_REQUESTS, casks.iter().map(modified_ms)).await?;
-        let oldest = written.into_iter().min().unwrap_or(now);
-        let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest)));
+        let age = self.age_of(step, &casks).await?;
         let directory = Directory::encode(&merged.rows)?;
         let decoded = Directory::decode(directory.clone().into(), Digest::of(&directory), store.limits())
             .map_err(|e| Error::invalid(format!("the tensors of the receipts make no valid directory: {}", e.message())).source(e))?;
@@ -116,6 +99,35 @@ impl Writer {
                 Err(Error::new(ErrorKind::Conflict, message).object(store.url()).source(stale.error))
             }
             other => other.done(),
+        }
+    }
+
+    /// Age of the oldest cask. In a session, the message with the parent is older than all casks of its step.
+    #[boxed]
+    async fn age_of(&self, step: u64, casks: &[CaskRef]) -> Result<Age> {
+        let objects = self.pipeline.store.objects();
+        let (age, now) = (Age::start(), objects.clock_ms().await?);
+        let oldest = match self.leader {
+            Some(Leader { session, attempt, .. }) => {
+                let name = SessionName { run: self.log.run(), session };
+                objects.head(&name.parent_path(SessionStep { attempt, step })).await?.modified_ms
+            }
+            None => {
+                concurrently(CONCURRENT_REQUESTS, casks.iter().map(|cask| self.modified_ms(cask))).await?.into_iter().min().unwrap_or(now)
+            }
+        };
+        Ok(age.older_by(Duration::from_millis(now.saturating_sub(oldest))))
+    }
+
+    async fn modified_ms(&self, cask: &CaskRef) -> Result<u64> {
+        let (path, bytes) = (cask.path(), cask.bytes);
+        match self.pipeline.store.objects().head(&path).await {
+            Ok(found) if found.bytes == bytes => Ok(found.modified_ms),
+            Ok(found) => Err(Error::corrupt(format!("the cask has {} bytes, but its receipt says {bytes}", found.bytes)).object(path)),
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                Err(Error::not_found("a receipt names this cask, but the store does not have it").object(path))
+            }
+            Err(error) => Err(error),
         }
     }
 
