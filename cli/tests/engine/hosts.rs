@@ -7,7 +7,7 @@ use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::{GcOptions, VerifyOptions};
 use tensorcask::wire::{Event, Leader};
 use tensorcask::{Blob, Dtype, Metadata, Rect, Slice, TensorView};
-use tensorcask_engine::{Engine, EngineOptions, Hosts, OnAgentLoss, Until};
+use tensorcask_engine::{Engine, EngineOptions, Hosts, Until};
 
 use super::host::*;
 
@@ -43,14 +43,7 @@ impl Job {
     fn options(&self, rank: u32, session: &str) -> EngineOptions {
         let host = rank / RANKS;
         let hosts = Hosts { patience: Duration::from_millis(300), ..Hosts::new(session, host * RANKS..(host + 1) * RANKS) };
-        EngineOptions {
-            rank,
-            world: WORLD,
-            hosts: Some(hosts),
-            store: self.store_path.clone(),
-            on_agent_loss: OnAgentLoss::Fail,
-            ..self.hosts[host as usize].options()
-        }
+        EngineOptions { rank, world: WORLD, hosts: Some(hosts), store: self.store_path.clone(), ..self.hosts[host as usize].options() }
     }
 
     fn start(&self, session: &str, salt: u64) -> Start {
@@ -150,18 +143,13 @@ fn another_host_commits_after_the_leader_was_killed_between_receipts_and_commit(
     let leaders = job.leaders();
     assert_eq!(leaders.iter().map(|leader| leader.term).collect::<Vec<_>>(), [1, 2]);
     assert_eq!(leaders[0].session, leaders[1].session);
-    // The next agent of the first host finds that its step is committed.
-    let mut agent = job.hosts[0].start_agent(&[]);
-    let first = &mut start.engines[0];
-    until("the first host hears of the commit", || first.wait(Until::Durable, LONG).is_ok_and(|waited| waited.reached));
+    // The next agent of the first host, which its trainers start, finds that its step is committed.
+    start.wait(0, Until::Durable);
     start.save_all(3);
-    start.wait(1, Until::Durable);
+    start.wait_all();
     assert_eq!(job.steps(), [1, 2, 3]);
     (1..=3).for_each(|step| job.assert_holds(step, 1));
     job.assert_clean();
-    drop(start);
-    agent.kill().unwrap();
-    agent.wait().unwrap();
 }
 
 #[test]

@@ -16,9 +16,9 @@ use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
 /// Commits, or waits for commits, until the agent ends.
 pub(super) async fn host_commit_loop(work: Arc<HostWork>, mut actions: UnboundedReceiver<Action>) {
     let Some(store) = work.run.tiers.first().cloned() else { return };
-    let mut committer = Committer { work: work.clone(), store, log: None, exchange: None, writer: None, has_begun: false };
+    let mut committer =
+        Committer { work: work.clone(), store, log: None, exchange: None, writer: None, has_begun: false, earlier: Earlier::Unknown };
     work.run.apply(RunEvent::NothingToUpload { tier: 0 });
-    work.apply(Event::Rejoin);
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -41,6 +41,16 @@ struct Committer {
     /// The writer that this host leads with.
     writer: Option<(Leader, Writer)>,
     has_begun: bool,
+    earlier: Earlier,
+}
+
+/// Whether the fate of the steps that an earlier agent uploaded is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Earlier {
+    Unknown,
+    /// The log is being read for it.
+    Asked,
+    Known,
 }
 
 impl Committer {
@@ -52,6 +62,11 @@ impl Committer {
             self.has_begun = true;
             self.work.apply(Event::Begin { known });
         }
+        // An earlier agent may have uploaded what is in the arenas.
+        if self.earlier == Earlier::Unknown && self.work.has_arenas() {
+            self.earlier = Earlier::Asked;
+            self.work.apply(Event::Rejoin);
+        }
         self.work.apply(Event::Tick { now_ms: self.work.elapsed_ms() });
     }
 
@@ -61,7 +76,13 @@ impl Committer {
             // The encoder does both.
             Action::FixParent(_) | Action::Upload { .. } => {}
             Action::ReadLog => match self.read_log().await {
-                Ok(view) => work.apply(Event::LogRead(view)),
+                Ok(view) => {
+                    if self.earlier == Earlier::Asked {
+                        self.earlier = Earlier::Known;
+                        work.report_earlier(&view);
+                    }
+                    work.apply(Event::LogRead(view));
+                }
                 Err(error) => self.fail(Request::ReadLog, &error),
             },
             Action::Survey => match self.survey().await {

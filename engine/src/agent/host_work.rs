@@ -13,7 +13,7 @@ use super::run::Run;
 use super::run_event::{Event as RunEvent, RankGeneration, Upload};
 use super::save_log::UploadTimes;
 use crate::clock::now_ms;
-use crate::hosts::{Action, Event, HostOptions, HostProtocol, StepKey};
+use crate::hosts::{Action, Event, HostOptions, HostProtocol, LogView, StepKey};
 use crate::hosts_option::HostsSpec;
 
 /// The work of a host.
@@ -39,7 +39,7 @@ struct Shared {
 /// A step that this host has uploaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct UploadedStep {
-    /// Number of the save among those of this agent.
+    /// Number of the save among those of this agent, from 1; 0 for a save of an earlier agent.
     pub sequence: u64,
     pub generations: Vec<RankGeneration>,
     pub uploaded_ms: u64,
@@ -88,14 +88,14 @@ impl HostWork {
             early
         };
         if let Some(fate) = early {
-            self.report(key, Some(step), fate);
+            self.report(key, step, fate);
         }
         self.apply(Event::Uploaded(key));
     }
 
     /// Reports the fate of a step of this host.
     pub(super) fn decide(&self, key: StepKey, fate: Fate) {
-        let (known, is_last) = {
+        let known = {
             let mut shared = self.lock();
             let known = shared.uploaded.remove(&key);
             if known.is_none() {
@@ -105,38 +105,73 @@ impl HostWork {
                     shared.early.pop_first();
                 }
             }
-            (known, shared.protocol.waiting() == 0)
+            known
         };
-        if known.is_some() || (is_last && fate == Fate::Durable) {
-            self.report(key, known, fate);
+        match known {
+            Some(step) => self.report(key, step, fate),
+            // An earlier agent uploaded the step. If this agent is uploading it now, its slots do not count as encoded yet.
+            None => self.report_found(key, fate),
         }
     }
 
-    /// `step`: `None` for a step of an earlier agent, after which nothing waits.
-    fn report(&self, key: StepKey, step: Option<UploadedStep>, fate: Fate) {
-        match (fate, step) {
-            (Fate::Durable, step) => {
-                let encoded = match &step {
-                    Some(step) => step.generations.iter().map(|known| (known.rank, known.generation)).collect(),
-                    None => self.run.read(|state, _| state.ranks.iter().map(|(rank, state)| (*rank, state.encoded)).collect()),
-                };
-                let upload_ms = step.as_ref().map_or(0, |step| now_ms().saturating_sub(step.uploaded_ms)) as f64;
-                self.run.apply(RunEvent::Uploaded(Upload {
-                    tier: 0,
-                    encoded,
-                    epoch: 0,
-                    sequence: step.as_ref().map_or(0, |step| step.sequence),
-                    step: Some(key.step),
-                    pending_before: u64::from(step.is_some()),
-                    copied: 1,
-                    times: UploadTimes { upload_ms, ahead_bytes: 0, time_ms: now_ms() },
-                }));
+    /// Reports the newest step that an earlier agent uploaded, if its fate is in the log.
+    pub(super) fn report_earlier(&self, view: &LogView) {
+        let newest = self.encoded_steps().into_keys().max();
+        let Some(key) = newest.filter(|key| !self.lock().uploaded.contains_key(key)) else { return };
+        let leading = view.leadership.of(self.hosts.session);
+        let is_passed = leading.is_some_and(|leading| {
+            key.attempt < leading.leader.attempt || (key.attempt == leading.leader.attempt && leading.newest >= Some(key.step))
+        });
+        if is_passed {
+            let fate = if view.committed.contains(&key) { Fate::Durable } else { Fate::GivenUp };
+            self.report_found(key, fate);
+        }
+    }
+
+    /// Whether all ranks of this host have an arena.
+    pub(super) fn has_arenas(&self) -> bool {
+        self.run.read(|_, arenas| arenas.all(self.run.spec.local_ranks())).is_some()
+    }
+
+    fn report_found(&self, key: StepKey, fate: Fate) {
+        if let Some(generations) = self.encoded_steps().remove(&key) {
+            self.report(key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
+        }
+    }
+
+    /// Encoded states of this session that are still in their slots.
+    fn encoded_steps(&self) -> BTreeMap<StepKey, Vec<RankGeneration>> {
+        let mut found: BTreeMap<StepKey, Vec<RankGeneration>> = BTreeMap::new();
+        self.run.read(|state, arenas| {
+            for rank in self.run.spec.local_ranks() {
+                let Some(arena) = arenas.get(rank) else { continue };
+                let (headers, encoded) = (arena.headers().unwrap_or_default(), arena.encoded().unwrap_or(0));
+                for header in headers.iter().filter(|header| header.session == state.session && header.word.generation <= encoded) {
+                    let key = StepKey { attempt: header.attempt, step: header.step };
+                    found.entry(key).or_default().push(RankGeneration { rank, generation: header.word.generation });
+                }
             }
-            (Fate::GivenUp, Some(UploadedStep { sequence, generations, .. })) => {
+        });
+        found
+    }
+
+    fn report(&self, key: StepKey, step: UploadedStep, fate: Fate) {
+        let UploadedStep { sequence, generations, uploaded_ms } = step;
+        match fate {
+            Fate::Durable => self.run.apply(RunEvent::Uploaded(Upload {
+                tier: 0,
+                encoded: generations.iter().map(|known| (known.rank, known.generation)).collect(),
+                epoch: 0,
+                sequence,
+                step: Some(key.step),
+                pending_before: u64::from(sequence > 0),
+                copied: 1,
+                times: UploadTimes { upload_ms: now_ms().saturating_sub(uploaded_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
+            })),
+            Fate::GivenUp => {
                 let message = "another rank has not saved this step, and all ranks have saved a newer one".to_owned();
                 self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message });
             }
-            (Fate::GivenUp, None) => {}
         }
     }
 }

@@ -169,11 +169,6 @@ impl HostProtocol {
         matches!(self.role, Role::Leader(_))
     }
 
-    /// Number of steps of this host that are neither committed nor given up.
-    pub(crate) fn waiting(&self) -> usize {
-        self.steps.len()
-    }
-
     /// The session has ended: another one has the store.
     #[cfg(test)]
     pub(crate) fn is_ended(&self) -> bool {
