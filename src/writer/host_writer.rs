@@ -31,22 +31,20 @@ pub struct HostWriter {
     options: WriterOptions,
 }
 
-impl Store {
+impl HostWriter {
     /// Opens a store for the saves of some ranks of a session. Fails with `NotFound` before the first leader has opened
     /// the store. All hosts use the same policy.
-    pub async fn host_writer(&self, session: Id, ranks: &[u32], world: u32, options: WriterOptions) -> Result<HostWriter> {
+    pub async fn open(store: &Store, session: Id, ranks: &[u32], world: u32, options: WriterOptions) -> Result<Self> {
         if world > MAX_RANK || ranks.iter().any(|rank| *rank >= world) {
             return Err(Error::invalid(format!("ranks {ranks:?} of {world}: ranks count from 0 to world - 1")));
         }
-        let log = Log::load(self).await?;
-        let session = SessionName { run: log.run(), session };
-        let part = |rank: &u32| RankPart::new(self, Rank { rank: *rank, world, attempt: 0 }, options.clone());
+        let log = Log::load(store).await?;
+        let session = SessionName { run: log.store_file.run, session };
+        let part = |rank: &u32| RankPart::new(store, Rank { rank: *rank, world, attempt: 0 }, options.clone());
         let parts = ranks.iter().map(part).collect();
-        Ok(HostWriter { store: self.clone(), session, exchange: SessionExchange::new(self, session), log, parts, options })
+        Ok(Self { store: store.clone(), session, exchange: SessionExchange::new(store, session), log, parts, options })
     }
-}
 
-impl HostWriter {
     /// Name of the session.
     pub fn session(&self) -> SessionName {
         self.session
@@ -64,7 +62,7 @@ impl HostWriter {
         self.exchange.fix_parent(at, parent).await
     }
 
-    /// Encodes and uploads the states of all ranks of this host, in the order of [`Store::host_writer`], and publishes
+    /// Encodes and uploads the states of all ranks of this host, in the order of [`open`](Self::open), and publishes
     /// their receipts. A rank whose parent cannot be used writes whole chunks. Returns the receipts.
     #[boxed]
     pub async fn save(&mut self, at: SessionStep, parent: Option<Id>, states: &[RankState<'_>]) -> Result<Vec<Receipt>> {

@@ -259,18 +259,18 @@ impl Store {
     pub async fn writer_with(&self, options: WriterOptions) -> Result<Writer> {
         commit::open(self, options, None).await
     }
-
-    /// Opens the store as the leader of a session of many hosts. Creates the store if it does not exist.
-    ///
-    /// Fails with `Fenced` if the session has ended, and with `Conflict` if another host leads it: see
-    /// [`Leadership::may_open`](crate::Leadership::may_open). [`Writer::commit_receipts`] then commits steps of this
-    /// session and attempt.
-    pub async fn lead(&self, leader: Leader, options: WriterOptions) -> Result<Writer> {
-        commit::open(self, options, Some(leader)).await
-    }
 }
 
 impl Writer {
+    /// Opens the store as the leader of a session of many hosts. Creates the store if it does not exist.
+    ///
+    /// Fails with `Fenced` if the session has ended, and with `Conflict` if another host leads it: see
+    /// [`Leadership::may_open`](crate::Leadership::may_open). [`commit_receipts`](Self::commit_receipts) then commits steps
+    /// of this session and attempt.
+    pub async fn lead(store: &Store, leader: Leader, options: WriterOptions) -> Result<Self> {
+        commit::open(store, options, Some(leader)).await
+    }
+
     /// Id of this writer, as the log names it with each commit.
     pub fn id(&self) -> Id {
         self.id

@@ -109,7 +109,7 @@ impl Writer {
         let (age, now) = (Age::start(), objects.clock_ms().await?);
         let oldest = match self.leader {
             Some(Leader { session, attempt, .. }) => {
-                let name = SessionName { run: self.log.run(), session };
+                let name = SessionName { run: self.log.store_file.run, session };
                 objects.head(&name.parent_path(SessionStep { attempt, step })).await?.modified_ms
             }
             None => {
@@ -133,7 +133,7 @@ impl Writer {
 
     /// Refuses receipts of another session or attempt than those that this writer leads.
     fn check_session(&self, receipts: &[Receipt]) -> Result<()> {
-        let session = self.leader.map(|leader| SessionName { run: self.log.run(), session: leader.session });
+        let session = self.leader.map(|leader| SessionName { run: self.log.store_file.run, session: leader.session });
         let is_ours = |receipt: &Receipt| receipt.session == session && self.leader.is_none_or(|leader| leader.attempt == receipt.attempt);
         match receipts.iter().find(|receipt| !is_ours(receipt)) {
             None => Ok(()),

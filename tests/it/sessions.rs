@@ -51,11 +51,11 @@ impl Session {
             Err(e) if e.kind() == ErrorKind::NotFound => 0,
             Err(e) => panic!("{e}"),
         };
-        let leader = store.lead(Leader { session: id, after, attempt: 0, term: 1 }, options()).await.unwrap();
+        let leader = Writer::lead(store, Leader { session: id, after, attempt: 0, term: 1 }, options()).await.unwrap();
         let mut hosts = Vec::new();
         for host in 0..HOSTS {
             let ranks: Vec<u32> = (host * RANKS_PER_HOST..(host + 1) * RANKS_PER_HOST).collect();
-            hosts.push(store.host_writer(id, &ranks, WORLD, options()).await.unwrap());
+            hosts.push(HostWriter::open(store, id, &ranks, WORLD, options()).await.unwrap());
         }
         (Self { store: store.clone(), hosts }, leader)
     }
@@ -141,8 +141,8 @@ async fn another_host_takes_over_and_the_former_leader_commits_nothing() {
     let (mut session, mut first) = Session::begin(&store, id).await;
     session.save(at(0, 1)).await;
     let takeover = Leader { session: id, after: 0, attempt: 0, term: 2 };
-    let mut second = store.lead(takeover, options()).await.unwrap();
-    assert_eq!(store.lead(takeover, options()).await.unwrap_err().kind(), ErrorKind::Conflict, "the term is taken");
+    let mut second = Writer::lead(&store, takeover, options()).await.unwrap();
+    assert_eq!(Writer::lead(&store, takeover, options()).await.unwrap_err().kind(), ErrorKind::Conflict, "the term is taken");
     assert!(session.commit(&mut first, at(0, 1)).await.is_err());
     session.commit(&mut second, at(0, 1)).await.unwrap();
     let again = session.commit(&mut second, at(0, 1)).await.unwrap_err();
@@ -161,7 +161,7 @@ async fn an_ended_session_commits_nothing_and_never_comes_back() {
     assert_eq!(session.commit(&mut leader, at(0, 1)).await.unwrap_err().kind(), ErrorKind::Fenced);
     for term in [1, 2] {
         let back = Leader { session: old, after: 0, attempt: 0, term };
-        assert_eq!(store.lead(back, options()).await.unwrap_err().kind(), ErrorKind::Fenced, "term {term}");
+        assert_eq!(Writer::lead(&store, back, options()).await.unwrap_err().kind(), ErrorKind::Fenced, "term {term}");
     }
     next.save(at(0, 1)).await;
     // Receipts of two sessions are never mixed.
@@ -184,7 +184,7 @@ async fn a_return_to_an_older_step_is_another_attempt() {
     }
     session.save(at(1, 2)).await;
     assert!(session.commit(&mut leader, at(1, 2)).await.is_err(), "the leader opened the log for attempt 0");
-    let mut leader = store.lead(Leader { session: id, after: 0, attempt: 1, term: 2 }, options()).await.unwrap();
+    let mut leader = Writer::lead(&store, Leader { session: id, after: 0, attempt: 1, term: 2 }, options()).await.unwrap();
     session.commit(&mut leader, at(1, 2)).await.unwrap();
     let log = SessionLog::open(&store).await.unwrap();
     let attempts: Vec<_> = log.records().iter().map(|record| (record.step, log.leadership().attempt_of(id, record.sequence))).collect();
@@ -233,11 +233,11 @@ async fn requests(hosts: u32, ranks_per_host: u32) -> u64 {
     let open = || Store::with_object_store(objects.clone(), "run".into(), StoreOptions::default());
     let (stores, of_leader): (Vec<Store>, Store) = ((0..hosts).map(|_| open()).collect(), open());
     let (id, world) = (Id::random().unwrap(), hosts * ranks_per_host);
-    let mut leader = of_leader.lead(Leader { session: id, after: 0, attempt: 0, term: 1 }, options()).await.unwrap();
+    let mut leader = Writer::lead(&of_leader, Leader { session: id, after: 0, attempt: 0, term: 1 }, options()).await.unwrap();
     let mut writers = Vec::new();
     for (host, store) in (0..).zip(&stores) {
         let ranks: Vec<u32> = (host * ranks_per_host..(host + 1) * ranks_per_host).collect();
-        writers.push(store.host_writer(id, &ranks, world, options()).await.unwrap());
+        writers.push(HostWriter::open(store, id, &ranks, world, options()).await.unwrap());
     }
     let exchange = SessionExchange::new(&of_leader, writers[0].session());
     let total = || stores.iter().chain([&of_leader]).map(|store| store.io().requests).sum::<u64>();
@@ -268,5 +268,5 @@ async fn a_commit_takes_few_requests_per_rank_and_per_host() {
     let per_host = (more_hosts - small) as f64 / 2.0 - 2.0 * per_rank;
     let constant = small as f64 - 4.0 * per_rank - 2.0 * per_host;
     println!("{per_rank} requests per rank, {per_host} per host, and {constant}");
-    assert!(per_rank <= 4.0 && per_host <= 8.0 && constant <= 24.0, "{per_rank} {per_host} {constant}");
+    assert!(per_rank <= 5.0 && per_host <= 7.0 && constant <= 18.0, "{per_rank} {per_host} {constant}");
 }

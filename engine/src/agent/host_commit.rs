@@ -175,7 +175,7 @@ impl Committer {
         })?;
         self.writer = None;
         let options = WriterOptions { id: Some(id), retention: run.spec.retention(), ..run.spec.writer_options()? };
-        self.writer = Some((leader, self.store.lead(leader, options).await?));
+        self.writer = Some((leader, Writer::lead(&self.store, leader, options).await?));
         Ok(())
     }
 

@@ -141,7 +141,7 @@ impl HostEncoder {
 async fn open_writer(work: &HostWork, store: Option<&Store>) -> Result<HostWriter> {
     let (spec, store) = (&work.run.spec, store.ok_or_else(|| Error::invalid("no tier"))?);
     let ranks: Vec<u32> = spec.local_ranks().collect();
-    store.host_writer(work.hosts.session, &ranks, spec.world, spec.writer_options()?).await
+    HostWriter::open(store, work.hosts.session, &ranks, spec.world, spec.writer_options()?).await
 }
 
 /// The states in taken slots. Their bytes may have been damaged since the copy.
