@@ -130,6 +130,6 @@ pub use tensor::{Blob, ChunkGrid, Dtype, Rect, RoleAndParam, Slice, Tensor, Tens
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, is_writers_blob};
 pub use writer::{
-    BaseKeeping, ExistingStep, FiniteCheck, HostWriter, Metadata, ObjectiveReport, Rank, RankState, RankWriter, SavedSnapshot,
-    UnchangedTensor, Writer, WriterOptions,
+    BaseKeeping, ExistingStep, FiniteCheck, HostWriter, LeaderWriter, Metadata, ObjectiveReport, Rank, RankState, RankWriter,
+    SavedSnapshot, UnchangedTensor, Writer, WriterOptions,
 };

@@ -135,7 +135,7 @@ impl Engine {
             // Before the agent attaches, because it would upload these snapshots.
             remove_all_epochs(&self.run)?;
         }
-        self.join_session()?;
+        self.runtime.block_on(join_session(&self.session.spec, &self.run, self.options.rank))?;
         let mode = if self.session.is_stale() { AttachMode::TakeOverAfresh } else { AttachMode::TakeOver };
         let progress = self.session.attach(mode)?;
         // The agent no longer frees memory of this run. If it freed the arena just before, because the run had
@@ -156,17 +156,6 @@ impl Engine {
         self.reported = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
         self.session.memory_was_cleared();
         Ok(())
-    }
-
-    /// Notes that this rank starts in the session of a run on many hosts. Rank 0 also notes the end of the log: the session
-    /// begins after it.
-    fn join_session(&mut self) -> Result<()> {
-        let Some(hosts) = self.session.spec.hosts.clone() else { return Ok(()) };
-        let after = match self.options.rank {
-            0 => Some(self.runtime.block_on(log_end(&self.session.spec))?),
-            _ => None,
-        };
-        HostNotes::start_rank(&self.run, hosts.session, self.options.rank, after)
     }
 
     /// Makes room for states of about this many bytes before the first save. Returns at once; a thread takes the memory
@@ -471,15 +460,19 @@ impl Engine {
     }
 }
 
-/// Number of the last entry in the log of the first tier; 0 if there is no store.
-async fn log_end(spec: &RunSpec) -> Result<u64> {
-    let stores = spec.stores()?;
-    let first = stores.first().ok_or_else(|| Error::invalid("no tier"))?;
-    match SessionLog::open(first).await {
-        Ok(log) => Ok(log.sequence()),
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(0),
-        Err(e) => Err(e),
-    }
+/// Notes that a rank starts in the session of a run on many hosts. Rank 0 also notes the end of the log: the session begins
+/// after it.
+async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32) -> Result<()> {
+    let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
+    let after = match (rank, stores.first()) {
+        (0, Some(first)) => match SessionLog::open(first).await {
+            Ok(log) => Some(log.sequence()),
+            Err(e) if e.kind() == ErrorKind::NotFound => Some(0),
+            Err(e) => return Err(e),
+        },
+        _ => None,
+    };
+    HostNotes::start_rank(run, hosts.session, rank, after)
 }
 
 fn save_span(run: &str, step: u64) -> tracing::Span {

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use crate::error::ResultExt;
-use crate::store::{Created, concurrently};
+use crate::store::{Created, concurrently, objects_after};
 use crate::wire::{Id, Receipt, SessionName, SessionStep, SharedParent};
 use crate::{Error, ErrorKind, Result, Store};
 
@@ -144,7 +144,7 @@ impl SessionExchange {
     pub async fn survey(&self, after: Option<SessionStep>) -> Result<BTreeMap<SessionStep, BTreeSet<u32>>> {
         let after = after.map(SessionStep::folder).unwrap_or_default();
         let mut found: BTreeMap<SessionStep, BTreeSet<u32>> = BTreeMap::new();
-        for (name, object) in self.store.objects().objects_after(&self.session.folder(), &after).await? {
+        for (name, object) in objects_after(self.store.objects(), &self.session.folder(), &after).await? {
             let rank = object.strip_suffix(".json").and_then(|rank| rank.parse().ok());
             if let (Some(at), Some(rank)) = (SessionStep::from_folder(&name), rank) {
                 found.entry(at).or_default().insert(rank);

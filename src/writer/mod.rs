@@ -9,7 +9,7 @@
 //! | module | job |
 //! |---|---|
 //! | `save` | one save of a whole state: base or delta, attempts |
-//! | `ranks`, `host_writer`, `receipts` | one save of many ranks: upload by each, or by each host; one commit |
+//! | `ranks`, `host_writer`, `leader_writer`, `receipts` | one save of many ranks: upload by each, or by each host; one commit |
 //! | `layout` | names, shards, ties and slots of a state |
 //! | `pipeline` | runs the stages and uploads one cask per slot |
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
@@ -36,6 +36,7 @@ mod finite;
 mod host_writer;
 mod input;
 mod layout;
+mod leader_writer;
 mod pace;
 mod parent;
 mod pipeline;
@@ -63,6 +64,7 @@ pub use finite::FiniteCheck;
 pub(crate) use finite::NonFinite;
 pub use host_writer::{HostWriter, RankState};
 pub(crate) use layout::slot_of_role;
+pub use leader_writer::LeaderWriter;
 pub use pace::ObjectiveReport;
 use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
@@ -262,15 +264,6 @@ impl Store {
 }
 
 impl Writer {
-    /// Opens the store as the leader of a session of many hosts. Creates the store if it does not exist.
-    ///
-    /// Fails with `Fenced` if the session has ended, and with `Conflict` if another host leads it: see
-    /// [`Leadership::may_open`](crate::Leadership::may_open). [`commit_receipts`](Self::commit_receipts) then commits steps
-    /// of this session and attempt.
-    pub async fn lead(store: &Store, leader: Leader, options: WriterOptions) -> Result<Self> {
-        commit::open(store, options, Some(leader)).await
-    }
-
     /// Id of this writer, as the log names it with each commit.
     pub fn id(&self) -> Id {
         self.id

@@ -9,8 +9,8 @@ use object_store::memory::InMemory;
 use tensorcask::maintain::{self, GcOptions, VerifyOptions};
 use tensorcask::wire::{Id, Leader, SessionStep};
 use tensorcask::{
-    Dtype, ErrorKind, HostWriter, Latest, Metadata, Policy, RankState, Rect, SavedSnapshot, SessionExchange, SessionLog, Slice, Store,
-    StoreOptions, TensorView, Writer, WriterOptions,
+    Dtype, ErrorKind, HostWriter, Latest, LeaderWriter, Metadata, Policy, RankState, Rect, SavedSnapshot, SessionExchange, SessionLog,
+    Slice, Store, StoreOptions, TensorView, WriterOptions,
 };
 
 const HOSTS: u32 = 3;
@@ -45,13 +45,13 @@ struct Session {
 }
 
 impl Session {
-    async fn begin(store: &Store, id: Id) -> (Self, Writer) {
+    async fn begin(store: &Store, id: Id) -> (Self, LeaderWriter) {
         let after = match SessionLog::open(store).await {
             Ok(log) => log.sequence(),
             Err(e) if e.kind() == ErrorKind::NotFound => 0,
             Err(e) => panic!("{e}"),
         };
-        let leader = Writer::lead(store, Leader { session: id, after, attempt: 0, term: 1 }, options()).await.unwrap();
+        let leader = LeaderWriter::open(store, Leader { session: id, after, attempt: 0, term: 1 }, options()).await.unwrap();
         let mut hosts = Vec::new();
         for host in 0..HOSTS {
             let ranks: Vec<u32> = (host * RANKS_PER_HOST..(host + 1) * RANKS_PER_HOST).collect();
@@ -79,9 +79,9 @@ impl Session {
         }
     }
 
-    async fn commit(&self, leader: &mut Writer, at: SessionStep) -> tensorcask::Result<SavedSnapshot> {
+    async fn commit(&self, leader: &mut LeaderWriter, at: SessionStep) -> tensorcask::Result<SavedSnapshot> {
         let receipts = self.exchange().receipts(at, WORLD).await?;
-        leader.commit_receipts(at.step, &receipts, &Metadata::default()).await
+        leader.commit(at.step, &receipts).await
     }
 }
 
@@ -141,8 +141,8 @@ async fn another_host_takes_over_and_the_former_leader_commits_nothing() {
     let (mut session, mut first) = Session::begin(&store, id).await;
     session.save(at(0, 1)).await;
     let takeover = Leader { session: id, after: 0, attempt: 0, term: 2 };
-    let mut second = Writer::lead(&store, takeover, options()).await.unwrap();
-    assert_eq!(Writer::lead(&store, takeover, options()).await.unwrap_err().kind(), ErrorKind::Conflict, "the term is taken");
+    let mut second = LeaderWriter::open(&store, takeover, options()).await.unwrap();
+    assert_eq!(LeaderWriter::open(&store, takeover, options()).await.unwrap_err().kind(), ErrorKind::Conflict, "the term is taken");
     assert!(session.commit(&mut first, at(0, 1)).await.is_err());
     session.commit(&mut second, at(0, 1)).await.unwrap();
     let again = session.commit(&mut second, at(0, 1)).await.unwrap_err();
@@ -161,13 +161,13 @@ async fn an_ended_session_commits_nothing_and_never_comes_back() {
     assert_eq!(session.commit(&mut leader, at(0, 1)).await.unwrap_err().kind(), ErrorKind::Fenced);
     for term in [1, 2] {
         let back = Leader { session: old, after: 0, attempt: 0, term };
-        assert_eq!(Writer::lead(&store, back, options()).await.unwrap_err().kind(), ErrorKind::Fenced, "term {term}");
+        assert_eq!(LeaderWriter::open(&store, back, options()).await.unwrap_err().kind(), ErrorKind::Fenced, "term {term}");
     }
     next.save(at(0, 1)).await;
     // Receipts of two sessions are never mixed.
     let mut receipts = next.exchange().receipts(at(0, 1), WORLD).await.unwrap();
     receipts[0] = session.exchange().receipts(at(0, 1), WORLD).await.unwrap().remove(0);
-    let mixed = leader_of_next.commit_receipts(1, &receipts, &Metadata::default()).await.unwrap_err();
+    let mixed = leader_of_next.commit(1, &receipts).await.unwrap_err();
     assert_eq!(mixed.kind(), ErrorKind::InvalidArgument, "{mixed}");
     next.commit(&mut leader_of_next, at(0, 1)).await.unwrap();
     assert_holds(&store, 1).await;
@@ -184,7 +184,7 @@ async fn a_return_to_an_older_step_is_another_attempt() {
     }
     session.save(at(1, 2)).await;
     assert!(session.commit(&mut leader, at(1, 2)).await.is_err(), "the leader opened the log for attempt 0");
-    let mut leader = Writer::lead(&store, Leader { session: id, after: 0, attempt: 1, term: 2 }, options()).await.unwrap();
+    let mut leader = LeaderWriter::open(&store, Leader { session: id, after: 0, attempt: 1, term: 2 }, options()).await.unwrap();
     session.commit(&mut leader, at(1, 2)).await.unwrap();
     let log = SessionLog::open(&store).await.unwrap();
     let attempts: Vec<_> = log.records().iter().map(|record| (record.step, log.leadership().attempt_of(id, record.sequence))).collect();
@@ -233,7 +233,7 @@ async fn requests(hosts: u32, ranks_per_host: u32) -> u64 {
     let open = || Store::with_object_store(objects.clone(), "run".into(), StoreOptions::default());
     let (stores, of_leader): (Vec<Store>, Store) = ((0..hosts).map(|_| open()).collect(), open());
     let (id, world) = (Id::random().unwrap(), hosts * ranks_per_host);
-    let mut leader = Writer::lead(&of_leader, Leader { session: id, after: 0, attempt: 0, term: 1 }, options()).await.unwrap();
+    let mut leader = LeaderWriter::open(&of_leader, Leader { session: id, after: 0, attempt: 0, term: 1 }, options()).await.unwrap();
     let mut writers = Vec::new();
     for (host, store) in (0..).zip(&stores) {
         let ranks: Vec<u32> = (host * ranks_per_host..(host + 1) * ranks_per_host).collect();
@@ -254,7 +254,7 @@ async fn requests(hosts: u32, ranks_per_host: u32) -> u64 {
         let found = exchange.survey(step.checked_sub(1).map(|before| at(0, before))).await.unwrap();
         assert_eq!(found[&at(0, step)].len(), world as usize);
         let receipts = exchange.receipts(at(0, step), world).await.unwrap();
-        let saved = leader.commit_receipts(step, &receipts, &Metadata::default()).await.unwrap();
+        let saved = leader.commit(step, &receipts).await.unwrap();
         assert_eq!(saved.parent.is_some(), step > 1);
     }
     total() - before

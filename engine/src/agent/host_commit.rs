@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tensorcask::wire::{Id, Leader, SessionName, SessionStep};
-use tensorcask::{Error, ErrorKind, Metadata, Result, SessionExchange, SessionLog, Store, Writer, WriterOptions};
+use tensorcask::{Error, ErrorKind, LeaderWriter, Result, SessionExchange, SessionLog, Store, WriterOptions};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::host_work::{Fate, HostWork};
@@ -39,7 +39,7 @@ struct Committer {
     log: Option<SessionLog>,
     exchange: Option<SessionExchange>,
     /// The writer that this host leads with.
-    writer: Option<(Leader, Writer)>,
+    writer: Option<LeaderWriter>,
     has_begun: bool,
     earlier: Earlier,
 }
@@ -175,7 +175,7 @@ impl Committer {
         })?;
         self.writer = None;
         let options = WriterOptions { id: Some(id), retention: run.spec.retention(), ..run.spec.writer_options()? };
-        self.writer = Some((leader, Writer::lead(&self.store, leader, options).await?));
+        self.writer = Some(LeaderWriter::open(&self.store, leader, options).await?);
         Ok(())
     }
 
@@ -191,10 +191,10 @@ impl Committer {
             Err(error) if error.kind() == ErrorKind::Corrupt => return self.is_impossible(key, &error),
             Err(error) => return self.fail(Request::Append, &error),
         };
-        let Some((_, writer)) = self.writer.as_mut().filter(|(known, _)| *known == leader) else {
+        let Some(writer) = self.writer.as_mut().filter(|writer| writer.leader() == leader) else {
             return self.work.apply(Event::Unseated);
         };
-        let committed = writer.commit_receipts(key.step, &receipts, &Metadata::default()).await.map(|_| ());
+        let committed = writer.commit(key.step, &receipts).await.map(|_| ());
         match committed {
             // The receipts do not fit together.
             Err(error) if !is_refusal(&error) && !matches!(error.kind(), ErrorKind::Storage | ErrorKind::OutcomeUnknown) => {
