@@ -13,6 +13,7 @@ sys.path.insert(0, str(HERE / "reference"))
 
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
+from forged_pages import forged  # noqa: E402
 from tensorcask_reference.log import State, apply_entry  # noqa: E402
 from tensorcask_reference.sealed import unseal  # noqa: E402
 
@@ -89,6 +90,7 @@ def main():
     write("wrong-roles", table(keys, [row | {"roles": None} for row in rows]))
     write("wrong-writer", table(keys | {"state": json.dumps(json.loads(keys["state"]) | {"writer": "ee" * 16})}, rows))
     write("missing-row", table(keys, rows[:-1]))
+    (OUT / "pages-of-gigabytes.parquet").write_bytes(forged(table(keys, rows)))
     write("of-another-entry", table(older_keys | {"sequence": "6"}, older))
 
 

@@ -6,7 +6,7 @@
 import io
 import struct
 import sys
-from math import floor, inf, isfinite, isnan, log2
+from math import floor, inf, isfinite, isnan, log2, nan
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -14,6 +14,7 @@ sys.path.insert(0, str(HERE / "reference"))
 
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
+from forged_pages import forged  # noqa: E402
 from tensorcask_reference.reserved import STATISTICS_COLUMNS  # noqa: E402
 
 OUT = HERE / "src" / "generate" / "vectors" / "statistics"
@@ -68,6 +69,11 @@ def write(name, rows, types=None, drop=(), more=(), **options):
     print(name, len(out.getvalue()))
 
 
+def write_forged(name, rows):
+    columns = {name: pa.array([row[name] for row in rows], TYPES[kind]) for name, (kind, _) in STATISTICS_COLUMNS.items()}
+    (OUT / f"{name}.parquet").write_bytes(forged(pa.table(columns)))
+
+
 def main():
     weight, moment, counter = rows()
     whole = [weight, moment, counter]
@@ -91,6 +97,17 @@ def main():
     write("values-of-an-integer", [counter | {"nan": 0}])
     write("no-values-of-a-float", [weight | dict.fromkeys(measure([], 0))])
     write("short-exponents", [weight | {"exponents": [0] * 15}])
+    complex_number = {"tensor": "a.rotation", "dtype": "c64", "shard_offset": [0], "shard_shape": [2], "elements": 2}
+    complex_number = weight | complex_number | measure([0.0, 1.5, nan, -2.0], 2.0**-126)
+    narrow = {"tensor": "a.scale", "dtype": "f8_e4m3", "shard_offset": [0], "shard_shape": [4], "elements": 4}
+    narrow = weight | narrow | measure([0.0, 448.0, nan, 2.0**-9], 2.0**-6)
+    unmeasured = dict.fromkeys(measure([], 0))
+    write("complex-and-narrow", [complex_number, narrow, *whole])
+    write("not-measured", [complex_number | unmeasured, narrow | unmeasured, *whole])
+    write("counts-beyond-the-parts", [complex_number | {"zero": 4}])
+    write("some-values-of-a-narrow-float", [narrow | {"exponents": None}])
+    write("values-of-a-packed-float", [narrow | {"dtype": "f4_e2m1"}])
+    write_forged("pages-of-gigabytes", whole)
     write("change-without-a-step", [weight | change | {"reference_step": None}])
 
 

@@ -2,10 +2,9 @@
 
 use std::time::Duration;
 
-use globset::{GlobBuilder, GlobMatcher};
 use serde_json::Value;
 use tensorcask::codec::ObjectiveSetting;
-use tensorcask::{Precision, Result, Slice, StepSelector};
+use tensorcask::{NamePatterns, Precision, Result, Slice, StepSelector};
 
 /// Parses `N` or `latest`.
 pub(crate) fn at(text: &str) -> Result<StepSelector, String> {
@@ -57,7 +56,9 @@ pub(crate) fn precision(text: &str) -> Result<String, String> {
 /// Rule that gives tensors a role and a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct RoleRule {
-    names: GlobMatcher,
+    /// The pattern as it was written.
+    words: String,
+    names: NamePatterns,
     role: String,
     param: Option<String>,
 }
@@ -65,26 +66,31 @@ pub(crate) struct RoleRule {
 impl RoleRule {
     /// Returns role and parameter for a name that matches. Without a parameter in the rule, the guessed one stays.
     pub(crate) fn give(&self, name: &str, guessed: &str) -> Option<(String, String)> {
-        if !self.names.is_match(name) {
+        if !self.names.matches(name) {
             return None;
         }
         let Some(param) = &self.param else { return Some((self.role.clone(), guessed.to_owned())) };
         // The text of the glob before and after its star.
-        let (before, after) = self.names.glob().glob().split_once('*').unwrap_or_default();
+        let (before, after) = self.words.split_once('*').unwrap_or_default();
         let star = name.strip_prefix(before).and_then(|rest| rest.strip_suffix(after)).unwrap_or(name);
         Some((self.role.clone(), param.replace('*', star)))
     }
 }
 
-/// Parses a glob of names.
-pub(crate) fn glob(text: &str) -> Result<GlobMatcher, String> {
-    GlobBuilder::new(text).build().map(|glob| glob.compile_matcher()).map_err(|e| e.to_string())
+/// Parses a pattern of names.
+pub(crate) fn names(text: &str) -> Result<NamePatterns, String> {
+    NamePatterns::parse([text]).map_err(|e| e.message().to_owned())
+}
+
+/// Checks a pattern of names.
+pub(crate) fn frozen(text: &str) -> Result<String, String> {
+    names(text).map(|_| text.to_owned())
 }
 
 /// Parses `GLOB=ROLE` or `GLOB=ROLE:PARAM`.
 pub(crate) fn role(text: &str) -> Result<RoleRule, String> {
     let (words, given) = text.rsplit_once('=').filter(|(glob, role)| !glob.is_empty() && !role.is_empty()).ok_or("write GLOB=ROLE")?;
-    let names = glob(words)?;
+    let names = names(words)?;
     let (role, param) = match given.split_once(':') {
         None => (given, None),
         Some((role, param)) if role.is_empty() || param.is_empty() => return Err(format!("`{given}`: write ROLE:PARAM")),
@@ -94,7 +100,7 @@ pub(crate) fn role(text: &str) -> Result<RoleRule, String> {
     if param.as_ref().is_some_and(|param| param.contains('*')) && (stars != 1 || words.contains(['?', '[', '{', '\\'])) {
         return Err(format!("a `*` in PARAM needs a glob with exactly one `*` and no other wildcard; `{words}` is not one"));
     }
-    Ok(RoleRule { names, role: role.to_owned(), param })
+    Ok(RoleRule { words: words.to_owned(), names, role: role.to_owned(), param })
 }
 
 fn pair(text: &str) -> Result<(&str, &str), String> {

@@ -96,11 +96,15 @@ pub struct EngineOptions {
     pub objective: ObjectiveSetting,
     /// Tensors to round before encoding, and their precision. Raw states in the arena are exact.
     pub precision: Precision,
+    /// Whether snapshots get statistics of each chunk, as with
+    /// [`WriterOptions::statistics`](tensorcask::WriterOptions::statistics).
+    pub statistics: bool,
     /// Treatment of a state whose parameters or moments hold NaN or infinities. A refused save is reported as a failure of the
     /// save at the next call.
     pub check: FiniteCheck,
-    /// Steps to keep in each tier. After each upload, the agent forgets the others, and reduces steps of `keep_weights_every`
-    /// to their weights, as [`maintain::retain`](tensorcask::maintain::retain()) does. By default all steps are kept.
+    /// Steps to keep in each tier. After each upload, the agent forgets the others, and reduces steps of
+    /// `keep_weights_every` to their weights, as [`maintain::apply_retention`](tensorcask::maintain::apply_retention())
+    /// does. By default all steps are kept.
     pub retention: Option<Retention>,
     /// Whether the agent keeps the base of the next delta decoded. Otherwise it decodes the base for each delta.
     pub keep_base_decoded: bool,
@@ -140,6 +144,7 @@ impl EngineOptions {
             policy: Policy::default(),
             objective: ObjectiveSetting::default(),
             precision: Precision::default(),
+            statistics: false,
             check: FiniteCheck::Off,
             retention: None,
             keep_base_decoded: true,
@@ -191,6 +196,7 @@ impl EngineOptions {
             every,
             objective: self.objective.to_string(),
             precision: self.precision.words(),
+            statistics: self.statistics,
             check: self.check.name().map(str::to_owned),
             retention: self
                 .retention

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-use tensorcask::codec::ObjectiveSetting;
+use serde::{Deserialize, Deserializer, Serialize};
+use tensorcask::codec::{Objective, ObjectiveSetting};
 use tensorcask::wire::Digest;
 use tensorcask::{BaseKeeping, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions};
 
@@ -26,8 +26,12 @@ pub(crate) struct RunSpec {
     pub memory_cap: Option<u64>,
     pub policy: String,
     pub every: Option<u64>,
+    #[serde(deserialize_with = "objective_text")]
     pub objective: String,
     pub precision: Vec<String>,
+    /// Whether snapshots get statistics.
+    #[serde(default)]
+    pub statistics: bool,
     /// Name of the check for finite values; `None` for no check.
     #[serde(default)]
     pub check: Option<String>,
@@ -87,6 +91,7 @@ impl RunSpec {
             base_cache: if self.keep_base_decoded { BaseKeeping::Memory } else { BaseKeeping::None },
             objective: ObjectiveSetting::from_name(&self.objective)?,
             precision: Precision::parse(self.precision.iter().map(String::as_str))?,
+            statistics: self.statistics,
             check: self.check.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name)?,
             // A trainer that resumes from an older step saves the steps after it again.
             existing_step: ExistingStep::Replace,
@@ -95,9 +100,52 @@ impl RunSpec {
     }
 }
 
+/// Reads an objective as a text. An older agent has stored three weights, in thousandths: the snapshots in its memory
+/// must not be left behind.
+fn objective_text<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<String, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Stored {
+        Text(String),
+        Weights([u16; 3]),
+    }
+    Ok(match Stored::deserialize(deserializer)? {
+        Stored::Text(text) => text,
+        Stored::Weights([size, speed, precision]) => Objective { size, speed, precision }.to_string(),
+    })
+}
+
 /// The folder name of a run: a hash, because the run's name may contain any character.
 pub(crate) fn run_key(run: &str) -> String {
     let mut digest = Digest::of(run.as_bytes()).to_hex();
     digest.truncate(16);
     digest
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+    use tensorcask::codec::{Objective, ObjectiveSetting};
+
+    use super::RunSpec;
+    use crate::options::EngineOptions;
+
+    #[test]
+    fn the_description_of_an_older_agent_is_read() {
+        let spec = EngineOptions::new("/tmp/run").spec().unwrap();
+        let mut stored = serde_json::to_value(&spec).unwrap();
+        assert_eq!(serde_json::from_value::<RunSpec>(stored.clone()).unwrap(), spec);
+        for newer in ["statistics", "check", "retention"] {
+            stored.as_object_mut().unwrap().remove(newer);
+        }
+        let fastest = Objective::FASTEST;
+        for (weights, name) in [([600, 400, 0], "0.6,0.4,0"), ([fastest.size, fastest.speed, fastest.precision], "fastest")] {
+            stored["objective"] = json!(weights);
+            let read: RunSpec = serde_json::from_value(stored.clone()).unwrap();
+            assert_eq!((read.objective.as_str(), read.statistics), (name, false));
+            assert!(ObjectiveSetting::from_name(&read.objective).is_ok());
+        }
+        stored["objective"] = Value::Null;
+        assert!(serde_json::from_value::<RunSpec>(stored).is_err());
+    }
 }

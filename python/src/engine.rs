@@ -466,6 +466,7 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
                 let words: Vec<String> = value.extract()?;
                 options.precision = Precision::parse(words.iter().map(String::as_str)).map_err(name_of)?;
             }
+            "statistics" => options.statistics = value.extract()?,
             "check" => {
                 let name: Option<String> = value.extract()?;
                 options.check = name.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name).map_err(name_of)?;

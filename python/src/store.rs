@@ -9,7 +9,7 @@ use tensorcask::blocking;
 use tensorcask::codec::ObjectiveSetting;
 use tensorcask::maintain::{self, VerifyDepth, VerifyOptions};
 use tensorcask::wire::Id;
-use tensorcask::{FiniteCheck, Policy, Precision, Predicate, Rank, StepSelector, StoreOptions, WriterOptions};
+use tensorcask::{FiniteCheck, NamePatterns, Policy, Precision, Predicate, Rank, StepSelector, StoreOptions, WriterOptions};
 
 use crate::errors::raise;
 use crate::snapshot::Snapshot;
@@ -103,7 +103,7 @@ impl Store {
     #[pyo3(signature = (predicate, tensor=None))]
     fn bisect<'py>(&self, py: Python<'py>, predicate: &str, tensor: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
         let parsed = Predicate::parse(predicate).and_then(|parsed| match tensor {
-            Some(glob) => parsed.of_tensors(glob),
+            Some(names) => Ok(parsed.of_tensors(NamePatterns::parse([names])?)),
             None => Ok(parsed),
         });
         let (store, predicate) = (&self.inner, parsed.map_err(|e| raise(&e))?);

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorcask::maintain::{self, CompactOptions, CopyOptions, Deletable, GcOptions, GivenTimes, KnownTime};
-use tensorcask::{Retention, SaveTimes, SnapshotRecord, StepSelector};
+use tensorcask::maintain::{self, CompactOptions, CopyOptions, Deletable, GcOptions, RetentionReport, TimeEstimate, TimeOverrides};
+use tensorcask::{SaveTimes, SnapshotRecord, StepSelector};
 
 use crate::errors::raise;
 use crate::store::Store;
@@ -74,22 +74,10 @@ pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, 
     Ok(report)
 }
 
-/// Forgets the live steps that nothing keeps, and reduces steps to their weights. Returns the forgotten steps, and the finite
-/// step that stays only because the kept steps may hold NaN.
-#[pyfunction]
-#[pyo3(signature = (store, keep_last=None, keep_every=None, keep_weights_every=None))]
-pub(crate) fn retain(
-    py: Python<'_>,
-    store: &Store,
-    keep_last: Option<u64>,
-    keep_every: Option<u64>,
-    keep_weights_every: Option<u64>,
-) -> PyResult<(Vec<u64>, Option<u64>)> {
-    let retention = Retention { keep_last, keep_every, keep_weights_every };
-    let store = &store.inner;
-    let report = py.detach(|| until_done(store, maintain::retain(store.inner(), retention, &CompactOptions::default())))?;
+/// Forgotten steps, and the step that stays only because the kept steps may hold NaN.
+pub(crate) fn steps_of(report: &RetentionReport) -> (Vec<u64>, Option<u64>) {
     let forgotten = report.retained.forgotten.iter().map(|record| record.step).collect();
-    Ok((forgotten, report.retained.kept_finite.map(|record| record.step)))
+    (forgotten, report.retained.kept_finite.as_ref().map(|record| record.step))
 }
 
 /// Times that the user gives for advice: stall, restore, step and `torch.save`.
@@ -105,7 +93,7 @@ pub(crate) fn advise<'py>(
     measure_restore: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let (stall, restore, step, torch_save) = given;
-    let given = GivenTimes { stall, restore, step, torch_save };
+    let given = TimeOverrides { stall, restore, step, torch_save };
     let store = &store.inner;
     let work = async {
         let mut times = maintain::measure(&store.inner().snapshots().await?, given)?;
@@ -126,7 +114,7 @@ pub(crate) fn advise<'py>(
     ];
     let of_times: BTreeMap<&str, Option<(f64, &str, String)>> = known
         .into_iter()
-        .map(|(name, time)| (name, time.map(|KnownTime { seconds, origin, how }| (seconds, origin.name(), how))))
+        .map(|(name, time)| (name, time.map(|TimeEstimate { seconds, origin, how }| (seconds, origin.name(), how))))
         .collect();
     let report = PyDict::new(py);
     report.set_item("mtbf_s", found.mtbf_s)?;

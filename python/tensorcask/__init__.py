@@ -43,10 +43,10 @@ from ._reports import (
     CompactReport,
     CopyReport,
     GcReport,
-    KnownTime,
     MatchedTensor,
     SnapshotInfo,
     TensorInfo,
+    TimeEstimate,
     VerifyReport,
 )
 from ._save_load import load, save
@@ -69,7 +69,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidTypeError",
     "InvalidValueError",
-    "KnownTime",
+    "TimeEstimate",
     "LimitExceededError",
     "MatchedTensor",
     "NotFoundError",

@@ -147,7 +147,7 @@ class CopyReport:
     bytes: int
 
 
-class KnownTime(NamedTuple):
+class TimeEstimate(NamedTuple):
     """A time that advice rests on: seconds; ``measured``, ``given`` or ``assumed``; how it was found."""
 
     seconds: float
@@ -174,4 +174,4 @@ class Advice:
     torch_save_lost_share: float | None
     keep_last: int
     keep_every: int | None
-    times: dict[str, KnownTime | None]
+    times: dict[str, TimeEstimate | None]

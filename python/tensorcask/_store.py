@@ -22,8 +22,10 @@ from ._options import (
     LoadOptions,
     Objective,
     Policy,
+    Retention,
     Slices,
     Step,
+    WriterOptions,
     changed_row_lists,
     check_step,
     retention_of,
@@ -134,8 +136,6 @@ class Store(Upkeep):
             check: What to do with a state whose parameters or moments hold NaN or infinities: ``"finite"`` refuses it with an
                 ``InvalidArgumentError`` that names tensor and chunk; ``"tag"`` saves it and marks the step
                 (``Saved.finite``, ``user["tc.finite"]``). Tensors whose name contains ``mask`` may hold negative infinities.
-                ``Saved.finite`` is None if parameters or moments have a float type of 8 bits or less or a complex type, which
-                is not checked.
             frozen: Patterns of names of parameters that are not trained. All other parameters with a moment in the state are
                 trained. If a trained parameter stays the same for two more saves, a warning is logged once, and
                 ``Saved.unchanged`` names it with the step since when.
@@ -188,8 +188,14 @@ class Store(Upkeep):
         with watching(self.native(), progress, f"save step {arguments[0]}"):
             saved = self.with_writer(options, lambda writer: writer.save(*arguments, overwrite=overwrite))
             if retention is not None:
-                self._retain(retention)
+                self._retain(options, retention)
             return saved
+
+    def _retain(self, options: WriterOptions, retention: Retention) -> None:
+        try:
+            self.with_writer(options, lambda writer: writer.retain(*retention))
+        except _native.Error as error:
+            _log.warning("the step is saved, but older steps could not be forgotten or reduced; the next save tries again: %s", error)
 
     def load(
         self,

@@ -12,9 +12,9 @@ from . import _foreign, _html, _native, _sql
 from ._frameworks import RawTensor
 from ._handle import StoreHandle
 from ._native import Catalog, Statistics
-from ._options import Retention, Step, VerifyDepth, check_step, parse_duration, step_or_latest
+from ._options import Step, VerifyDepth, check_step, parse_duration, step_or_latest
 from ._progress import Progress, watching
-from ._reports import Advice, BisectReport, CompactReport, GcReport, KnownTime, MatchedTensor, SnapshotInfo, VerifyReport
+from ._reports import Advice, BisectReport, CompactReport, GcReport, MatchedTensor, SnapshotInfo, TimeEstimate, VerifyReport
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyRelation
@@ -217,8 +217,7 @@ class Upkeep(StoreHandle):
             stall: Time for which a save stops the training. Default: as recorded.
             restore: Time of a restore, or ``"measure"`` to read, decode and check the newest step now. Default: as long
                 as a save.
-            step_time: Time of a training step. Default: from the times between saves. Give it for a copy of a store, which has
-                the times of the copy.
+            step_time: Time of a training step. Default: from the times between saves.
             torch_save: Time of ``torch.save``, for the comparison. Default: all tensors at 1 GB/s.
             progress: See :meth:`save`.
 
@@ -237,11 +236,5 @@ class Upkeep(StoreHandle):
         given = (parsed(stall), parsed(None if measure else restore), parsed(step_time), parsed(torch_save))
         with watching(self.native(), progress, "advise"), _foreign.explained(self._url):
             found = _native.advise(self.native(), parse_duration(mtbf), given, measure)
-        times = {name: None if time is None else KnownTime(*time) for name, time in found.pop("times").items()}
+        times = {name: None if time is None else TimeEstimate(*time) for name, time in found.pop("times").items()}
         return Advice(**found, times=times)
-
-    def _retain(self, retention: Retention) -> None:
-        try:
-            _native.retain(self.native(), *retention)
-        except _native.Error as error:
-            _log.warning("the step is saved, but older steps could not be forgotten or reduced; the next save tries again: %s", error)

@@ -107,8 +107,8 @@ class Engine:
     ``memory_cap``: bytes of these. ``back_pressure``: with no slot free, ``wait``, ``skip`` the save, or
     ``drop_oldest_uncommitted``. ``on_agent_loss``: ``restart``, or ``fail``. ``encode``: ``agent``, or ``inline``, which encodes in
     this process straight into memory. ``keep_base_decoded=False`` saves memory for time. ``policy``, ``objective``,
-    ``precision``, ``check``: as in :meth:`tensorcask.Store.save`; raw states in memory are exact. A save that ``check="finite"``
-    refuses is one of the ``failures`` of the next call.
+    ``precision``, ``statistics``, ``check``: as in :meth:`tensorcask.Store.save`; raw states in memory are exact. A save that
+    ``check="finite"`` refuses is one of the ``failures`` of the next call.
 
     ``keep_last``, ``keep_every``, ``keep_weights_every``: steps to keep in each tier, as in :meth:`tensorcask.Store.save`. The agent
     forgets the others after each upload.
@@ -136,6 +136,7 @@ class Engine:
         policy: str = "adaptive",
         objective: str = "balanced",
         precision: str | Sequence[str] = "lossless",
+        statistics: bool = False,
         check: Check = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -176,6 +177,7 @@ class Engine:
                 "every": every,
                 "objective": objective,
                 "precision": list(_precision.words(precision)),
+                "statistics": bool(statistics),
                 "check": check,
                 "retention": retention_of(keep_last, keep_every, keep_weights_every),
                 "keep_base_decoded": keep_base_decoded,

@@ -130,10 +130,11 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._is_coordinator = False
         self._world = 1
         self._failures: list[BaseException] = []
+        self._stall_seconds: float | None = None
         self._arenas: list[_staging.Arena] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = ("saved", "_is_coordinator", "_world", "_failures", "_arenas")
+        fresh = ("saved", "_is_coordinator", "_world", "_failures", "_stall_seconds", "_arenas")
         return {name: value for name, value in self.__dict__.items() if name not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,11 +190,16 @@ class Writer(StorageWriter):  # type: ignore[misc]
         receipts = [result.storage_data for of_rank in results for result in of_rank]
         user = user_json(self._user(step) if callable(self._user) else self._user)
         store = _shared(self._store)
-        self.saved = self._noting(
-            lambda: store.with_writer(
-                self._options, lambda writer: writer.commit(step, receipts, user, self._metadata, self._overwrite)
-            )
-        )
+        stall, self._stall_seconds = self._stall_seconds, None
+
+        def commit(writer: _native.Writer) -> _native.Saved:
+            saved = writer.commit(step, receipts, user, self._metadata, self._overwrite)
+            if stall is not None:
+                # The training went on while the ranks uploaded.
+                writer.note_stall(stall)
+            return saved
+
+        self.saved = self._noting(lambda: store.with_writer(self._options, commit))
         self._failures.clear()
 
     @classmethod
@@ -267,6 +273,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 failures, self._failures = len(self._failures), []
                 raise RuntimeError(f"{failures} saves in a row have failed. The last error: {last}") from last
             _log.warning("a save in the background has failed: %s", last)
+        begun = time.monotonic()
         stager = _staging.Stager(state_dict, self._on_unsupported)
         arena = _free_arena(self._arenas, stager.sizes)
         if arena is None:
@@ -274,6 +281,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             arena = _staging.Arena(stager.sizes)
             self._arenas.append(arena)
         staged: dict[str, Any] = stager.copy_into(arena)
+        self._stall_seconds = time.monotonic() - begun
         return staged
 
     def synchronize_staging(self) -> None:

@@ -285,6 +285,29 @@ def test_async_saves_store_what_was_staged(url):
     assert len(writer._arenas) == 1, "each save reuses the memory"
 
 
+def test_saves_record_their_times_and_stale_weights_are_named(url, caplog):
+    store = tensorcask.Store(url)
+    writer = store.writer(policy="consecutive")
+    state = {"model": {"a": torch.zeros(1000), "b": torch.zeros(1000)}, "optimizer": {"exp_avg": {"a": torch.ones(1000), "b": torch.ones(1000)}}}
+    for step in range(1, 5):
+        state["model"]["a"].fill_(step)
+        if step == 1:
+            dcp.save(state, checkpoint_id=f"step_{step}", storage_writer=writer)
+        else:
+            dcp.async_save(state, checkpoint_id=f"step_{step}", storage_writer=writer).result()
+    assert writer.saved.unchanged == [("model.b", 1)]
+    assert sum("tensor `model.b` has not changed since step 1" in record.getMessage() for record in caplog.records) == 1
+    times = [store.snapshot(step).user["tc.times"] for step in range(1, 5)]
+    assert all(of_step["encode_ms"] > 0 and of_step["upload_ms"] >= 0 for of_step in times)
+    previous = [of_step.get("previous") for of_step in times]
+    assert previous[0] is None and [of_step["step"] for of_step in previous[1:]] == [1, 2, 3]
+    assert all(of_step["save_ms"] >= times[at]["encode_ms"] for at, of_step in enumerate(previous[1:]))
+    # `dcp.save` stops the training for the whole save, `async_save` for the copy.
+    assert "stall_ms" not in previous[1] and previous[2]["stall_ms"] > 0
+    advice = store.advise(mtbf="8h", step_time="1s")
+    assert advice.times["stall"].how == "time for which a save stopped the training, median of 2 saves"
+
+
 def test_overlapping_stages_do_not_share_memory(url):
     writer = tensorcask.Store(url).writer()
     first = writer.stage({"w": torch.ones(1000)})

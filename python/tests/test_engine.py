@@ -468,6 +468,20 @@ def test_ranks_that_differ_in_what_should_be_one_tensor_are_told(url, folder, tm
     on_ranks(2, tmp_path, differing, url, folder)
 
 
+@pytest.mark.parametrize("encode", ["agent", "inline"])
+def test_snapshots_have_statistics(encode, url, folder):
+    with tensorcask.Engine(url, folder=folder, encode=encode, statistics=True) as engine:
+        for step in (1, 2, 3):
+            w = torch.full((1000,), float(step))
+            w[7] = float("nan") if step == 3 else 0
+            engine.save({"w": w}, step=step)
+            assert engine.wait("durable", timeout=120).reached
+    store = tensorcask.Store(url)
+    assert store.sql("select step, nan, zero from stats order by step").fetchall() == [(1, 0, 1), (2, 0, 1), (3, 1, 0)]
+    found = store.bisect("nan > 0")
+    assert (found.step, found.last_good, found.is_certain) == (3, 2, True)
+
+
 def test_snapshots_record_how_long_saves_stopped_the_trainer(url, folder):
     with tensorcask.Engine(url, folder=folder) as engine:
         for step in (1, 2):

@@ -2,8 +2,9 @@
 
 use super::Store;
 pub use crate::maintain::{
-    Advice, CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, GivenTimes,
-    KnownTime, Origin, ProbeReport, Problem, Reduced, RetentionReport, RunTimes, VerifyDepth, VerifyOptions, VerifyReport, advise, measure,
+    Advice, CompactOptions, Compacted, CopyOptions, CopyReport, Deletable, DoctorOptions, DoctorReport, GcOptions, GcReport, Origin,
+    ProbeReport, Problem, Reduced, RetentionReport, RunTimes, TimeEstimate, TimeOverrides, VerifyDepth, VerifyOptions, VerifyReport,
+    advise, measure,
 };
 use crate::{Result, Retention, SavedSnapshot, StepSelector, maintain};
 
@@ -42,9 +43,9 @@ pub fn retain_roles(store: &Store, retention: Retention, roles: &[String], optio
     store.block_on(maintain::retain_roles(store.inner(), retention, roles, options))
 }
 
-/// See [`maintain::retain`](maintain::retain()).
-pub fn retain(store: &Store, retention: Retention, options: &CompactOptions) -> Result<RetentionReport> {
-    store.block_on(maintain::retain(store.inner(), retention, options))
+/// See [`maintain::apply_retention`](maintain::apply_retention()).
+pub fn apply_retention(store: &Store, retention: Retention, options: &CompactOptions) -> Result<RetentionReport> {
+    store.block_on(maintain::apply_retention(store.inner(), retention, options))
 }
 
 /// See [`maintain::copy`](maintain::copy()).
@@ -53,7 +54,7 @@ pub fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Resul
 }
 
 /// See [`maintain::measured_restore`](maintain::measured_restore()).
-pub fn measured_restore(store: &Store) -> Result<KnownTime> {
+pub fn measured_restore(store: &Store) -> Result<TimeEstimate> {
     store.block_on(maintain::measured_restore(store.inner()))
 }
 

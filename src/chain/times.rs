@@ -12,6 +12,10 @@ use serde_json::{Map, Value};
 /// Times that a snapshot records, in milliseconds. `None`: unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct SaveTimes {
+    /// Time of the save, in milliseconds since 1970 by the clock of the writer. Unlike the time of the log entry, it
+    /// stays as it is in a copy of the store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub saved_ms: Option<u64>,
     /// Time of encoding, with the reading of base chunks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encode_ms: Option<f64>,

@@ -5,7 +5,7 @@ use futures::{StreamExt, TryStreamExt};
 use super::log::Damaged;
 use super::retention::forget_by_id;
 use super::store_file::read_store_file;
-use super::{Catalog, FiniteTags, Log, LogState, Retained, Retention, SnapshotRecord};
+use super::{Catalog, FiniteMarks, Log, LogState, Retained, Retention, SnapshotRecord};
 use crate::error::ResultExt;
 use crate::wire::{Id, LogEntry};
 use crate::{Result, Store};
@@ -92,7 +92,7 @@ impl History<'_> {
     /// Returns what [`Store::retain`] would do, and does nothing.
     pub async fn unwanted(&self, retention: Retention) -> Result<Retained> {
         let mut log = Log::load(self.store).await?;
-        let decision = FiniteTags::default().decide(&mut log, retention).await?;
+        let decision = FiniteMarks::default().decide(&mut log, retention).await?;
         Ok(Retained { forgotten: decision.forget, kept_finite: decision.kept_finite })
     }
 

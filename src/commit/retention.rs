@@ -1,9 +1,9 @@
 //! Pin, forget and retention: log entries that never disturb a writer.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
-use super::{Log, LogState, SnapshotRecord, SnapshotStatus};
-use crate::wire::{Event, FINITE, Id};
+use super::{Decision, FiniteMarks, Log, LogState, Retention, SnapshotRecord, SnapshotStatus};
+use crate::wire::{Event, Id};
 use crate::{Error, ErrorKind, Result, Store};
 
 impl Store {
@@ -74,17 +74,17 @@ impl Store {
 /// weights, which are still whole.
 pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Result<(Retained, Vec<SnapshotRecord>)> {
     let writer = Id::random()?;
-    let mut tags = FiniteTags::default();
+    let mut marks = FiniteMarks::default();
     let mut forgotten: Vec<Id> = Vec::new();
     let Decision { reduce, kept_finite, .. } = loop {
-        let decision = tags.decide(log, retention).await?;
+        let decision = marks.decide(log, retention).await?;
         if decision.forget.is_empty() {
             break decision;
         }
         let (mut last, mut is_outdated): (Vec<Id>, bool) = (Vec::new(), false);
         let appended = log
             .append(writer, |state| {
-                let decision = retention.decide(state, &tags)?;
+                let decision = retention.decide(state, &marks)?;
                 last = decision.forget.iter().take(MAX_FORGOTTEN).map(|record| record.id).collect();
                 // Another process changed the store: which of its snapshots are finite is not known yet.
                 is_outdated = !decision.unknown.is_empty() || last.is_empty();
@@ -151,142 +151,6 @@ pub(super) async fn forget_by_id(store: &Store, snapshots: &[Id]) -> Result<Vec<
     }
     Ok(forgotten)
 }
-
-/// Live steps to keep; all others are forgotten. Pinned steps and the newest step are always kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Retention {
-    /// Number of newest snapshots to keep, by commit.
-    pub keep_last: Option<u64>,
-    /// Interval of steps to keep: the multiples of this number.
-    pub keep_every: Option<u64>,
-    /// Interval of steps that are not forgotten, although nothing else keeps them.
-    /// [`maintain::retain`](crate::maintain::retain()) reduces them to their weights.
-    pub keep_weights_every: Option<u64>,
-}
-
-impl Retention {
-    /// Refuses a retention that keeps nothing.
-    pub fn check(self) -> Result<()> {
-        let all = [self.keep_last, self.keep_every, self.keep_weights_every];
-        match self == Self::default() || all.contains(&Some(0)) {
-            true => {
-                Err(Error::invalid("nothing to keep was given: set how many last steps to keep, or an interval of steps, each at least 1"))
-            }
-            false => Ok(()),
-        }
-    }
-
-    /// Decides which live snapshots this retention keeps, as far as `tags` tell which of them are finite.
-    pub(crate) fn decide(self, state: &LogState, tags: &FiniteTags) -> Result<Decision> {
-        self.check()?;
-        let is_multiple = |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
-        let keeps = |nth: u64, record: &SnapshotRecord| {
-            nth == 0 || record.pinned || self.keep_last.is_some_and(|last| nth < last) || is_multiple(self.keep_every, record.step)
-        };
-        let (kept, dropped): (Vec<_>, Vec<_>) = state.live().rev().zip(0u64..).partition(|(record, nth)| keeps(*nth, record));
-        let without_position = |(record, _)| record;
-        let (kept, mut dropped): (Vec<&SnapshotRecord>, Vec<&SnapshotRecord>) =
-            (kept.into_iter().map(without_position).collect(), dropped.into_iter().map(without_position).collect());
-        let mut decision = Decision::default();
-        if !dropped.is_empty() {
-            let kept: BTreeSet<Id> = kept.iter().map(|record| record.id).collect();
-            // Snapshots with all roles, newest first. A job cannot resume from a reduced snapshot.
-            let whole = state.live().rev().filter(|record| record.roles.is_none());
-            match tags.last_good(whole.map(|record| (record.id, kept.contains(&record.id)))) {
-                LastGood::Unknown(ids) => decision.unknown = ids,
-                LastGood::Dropped(id) => decision.kept_finite = state.by_id(id).cloned(),
-                LastGood::NotNeeded => {}
-            }
-        }
-        let finite = decision.kept_finite.as_ref().map(|record| record.id);
-        dropped.retain(|record| Some(record.id) != finite);
-        dropped.reverse();
-        let (reduce, forget): (Vec<_>, Vec<_>) = dropped.into_iter().partition(|record| is_multiple(self.keep_weights_every, record.step));
-        decision.reduce = reduce.into_iter().filter(|record| record.roles.is_none()).cloned().collect();
-        decision.forget = forget.into_iter().cloned().collect();
-        Ok(decision)
-    }
-}
-
-/// Live snapshots that a retention forgets or reduces, ordered by commit.
-#[derive(Debug, Default)]
-pub(crate) struct Decision {
-    pub forget: Vec<SnapshotRecord>,
-    /// Snapshots to reduce to their weights.
-    pub reduce: Vec<SnapshotRecord>,
-    /// Newest finite snapshot, if it stays only for being that.
-    pub kept_finite: Option<SnapshotRecord>,
-    /// Snapshots that may be finite or not. The decision holds only once it is known of these.
-    unknown: Vec<Id>,
-}
-
-/// Marks of snapshots as finite or not, from their manifests. Spec: `spec/manifest.md`, 1.4.
-#[derive(Debug, Default)]
-pub(crate) struct FiniteTags(BTreeMap<Id, FiniteTag>);
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum FiniteTag {
-    Finite,
-    NotFinite,
-    /// The manifest does not say, or cannot be read.
-    Unchecked,
-}
-
-/// The last finite snapshot, from the view of a retention.
-enum LastGood {
-    /// No snapshot has to stay: the newest finite one is kept, or no newer one that is kept is known to hold NaN.
-    NotNeeded,
-    /// The newest finite snapshot would be dropped, and a newer one that is kept is not finite.
-    Dropped(Id),
-    /// Snapshots that come first and whose manifests were not read yet.
-    Unknown(Vec<Id>),
-}
-
-impl FiniteTags {
-    /// Decides what to forget. Reads manifests until it is known whether the kept snapshots are finite, newest first.
-    pub(crate) async fn decide(&mut self, log: &mut Log, retention: Retention) -> Result<Decision> {
-        loop {
-            let decision = retention.decide(log.state(), self)?;
-            if decision.unknown.is_empty() {
-                return Ok(decision);
-            }
-            // Nothing is known of snapshots whose manifests are damaged.
-            let _damaged = log.summarise(Some(&decision.unknown)).await?;
-            for id in decision.unknown {
-                let summary = log.state().by_id(id).and_then(|record| record.summary.as_ref());
-                let tag = match summary.and_then(|summary| summary.user.get(FINITE)?.as_bool()) {
-                    Some(true) => FiniteTag::Finite,
-                    Some(false) => FiniteTag::NotFinite,
-                    None => FiniteTag::Unchecked,
-                };
-                self.0.insert(id, tag);
-            }
-        }
-    }
-
-    /// Finds the last finite snapshot among whole snapshots: ids, and whether each is kept, newest first.
-    fn last_good(&self, snapshots: impl Iterator<Item = (Id, bool)>) -> LastGood {
-        let mut is_broken = false;
-        let mut snapshots = snapshots.peekable();
-        while let Some(&(id, is_kept)) = snapshots.peek() {
-            match self.0.get(&id) {
-                Some(FiniteTag::Finite) if is_broken && !is_kept => return LastGood::Dropped(id),
-                Some(FiniteTag::Finite) => return LastGood::NotNeeded,
-                Some(FiniteTag::NotFinite) => is_broken |= is_kept,
-                Some(FiniteTag::Unchecked) => {}
-                None => {
-                    let unknown = snapshots.map(|(id, _)| id).filter(|id| !self.0.contains_key(id));
-                    return LastGood::Unknown(unknown.take(MANIFESTS_AT_ONCE).collect());
-                }
-            }
-            snapshots.next();
-        }
-        LastGood::NotNeeded
-    }
-}
-
-/// Number of manifests that are read before the next decision.
-const MANIFESTS_AT_ONCE: usize = 32;
 
 /// Maximum number of snapshots that one entry forgets. Keeps the entry well below its size limit.
 const MAX_FORGOTTEN: usize = 10_000;

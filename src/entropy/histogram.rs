@@ -59,11 +59,6 @@ fn log2(x: u32) -> u64 {
     (u64::from(exponent) << 16) + u64::from(LOG2_FRACTION[fraction as usize])
 }
 
-/// Returns log2(2^bits / x) in units of 1/65536, for 0 < x <= 2^bits.
-pub(super) fn log2_ratio(bits: u32, x: u32) -> u32 {
-    ((u64::from(bits) << 16).saturating_sub(log2(x.max(1)))) as u32
-}
-
 /// Returns the bits that an ideal order-0 coder takes for all counted symbols.
 pub(crate) fn entropy_bits(histogram: &[u32]) -> u64 {
     let total: u64 = histogram.iter().map(|&n| u64::from(n)).sum();

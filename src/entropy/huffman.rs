@@ -3,6 +3,7 @@
 use super::histogram::Histogram;
 use super::table::{Input, span};
 use crate::kernels::huffman::{self as kernel, MAX_BITS, STREAMS};
+use crate::spare::Spare;
 use crate::{Error, Result};
 
 /// Code length of each symbol; 0 if the symbol does not occur.
@@ -117,10 +118,11 @@ impl Lengths {
 
     /// Returns the code (least significant bit first) and length of each symbol.
     pub(super) fn codes(&self) -> kernel::Codes {
+        let mut counts = [0u16; 256];
+        self.0.iter().for_each(|&length| counts[usize::from(length)] += 1);
         let mut next = [0u16; MAX_BITS as usize + 2];
         for length in 1..=MAX_BITS as usize {
-            let count = self.0.iter().filter(|&&l| usize::from(l) == length).count() as u16;
-            next[length + 1] = next[length].wrapping_add(count) << 1;
+            next[length + 1] = next[length].wrapping_add(counts[length]) << 1;
         }
         let mut codes = kernel::Codes { low: [0; 256], high: [0; 256], length: self.0 };
         for (symbol, &length) in self.0.iter().enumerate().filter(|(_, l)| **l > 0) {
@@ -139,22 +141,23 @@ fn segment(count: usize) -> usize {
     count.div_ceil(STREAMS)
 }
 
-/// Appends the streams of a block. Returns false if a symbol has no code; the appended bytes are then invalid.
+/// Appends the streams of a block. Returns false if a symbol has no code, or without memory; the appended bytes are then
+/// invalid.
 #[must_use]
 pub(super) fn encode(symbols: &[u8], codes: &kernel::Codes, out: &mut Vec<u8>) -> bool {
+    let length = segment(symbols.len()).max(1);
+    let Ok(mut room) = Spare::new(kernel::room_for(length), "a Huffman stream") else { return false };
     let sizes_at = out.len();
     out.extend([0; 4 * STREAMS]);
-    let mut parts = symbols.chunks(segment(symbols.len()).max(1));
-    let mut known = true;
+    let mut parts = symbols.chunks(length);
     for stream in 0..STREAMS {
-        let before = out.len();
-        known &= kernel::encode(parts.next().unwrap_or_default(), codes, out);
-        let bytes = (out.len() - before) as u32;
+        let Some(bytes) = kernel::encode(parts.next().unwrap_or_default(), codes, &mut room) else { return false };
+        out.extend_from_slice(&room[..bytes]);
         for i in 0..4 {
             out[sizes_at + 4 * stream + i] = (bytes >> (8 * i)) as u8;
         }
     }
-    known
+    true
 }
 
 /// Bytes that [`encode`] adds to the streams: their sizes and their partial last bytes.

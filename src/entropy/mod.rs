@@ -1,13 +1,12 @@
 //! Entropy coding of byte planes, shared by codecs. Spec: `spec/entropy.md`.
 //!
 //! A *plane* is a sequence of symbols (bytes) of known length. It is coded in blocks. Each block uses the coder that
-//! stores it in the fewest bytes: raw, constant, runs, Huffman or rANS. A block may reuse the table of an earlier
-//! block.
+//! stores it in the fewest bytes: raw, constant, runs or Huffman. A block may also be split into a mask of its most
+//! frequent symbol and the other symbols; both parts are blocks again. A block may reuse the table of an earlier block.
 
 mod histogram;
 mod huffman;
 mod plane;
-mod rans;
 mod raw;
 mod runs;
 mod table;

@@ -2,19 +2,21 @@
 
 use super::histogram::{Histogram, count, entropy_bits};
 use super::huffman::{self, Lengths};
-use super::rans::{self, Frequencies};
 use super::table::Input;
 use super::{raw, runs};
-use crate::kernels::{huffman as huffman_kernel, rans as rans_kernel};
-use crate::{Error, Result, spare};
+use crate::kernels::{huffman as huffman_kernel, mask, split as split_kernel};
+use crate::spare::{self, MaybeSpare, Spare};
+use crate::{Error, Result};
 
 pub(super) const RAW: u8 = 0;
 const CONSTANT: u8 = 1;
 const RUNS: u8 = 2;
 const HUFFMAN: u8 = 3;
 const HUFFMAN_AGAIN: u8 = 4;
-const RANS: u8 = 5;
-const RANS_AGAIN: u8 = 6;
+const SPLIT: u8 = 5;
+
+/// Greatest number of blocks that a block may lie in.
+const DEPTH: u8 = 8;
 
 /// Base-2 logarithm of the block length: the value of writers, and the range that readers accept.
 pub(super) const BLOCK_EXPONENT: u8 = 16;
@@ -54,10 +56,10 @@ pub(crate) fn estimate(histogram: &Histogram, symbols: u64) -> u64 {
     (bits * 1013 / 1000).saturating_mul(symbols) / sampled / 8 + 64
 }
 
-/// A code table with its prepared encoder.
-struct Made<T, E> {
-    table: T,
-    encoder: E,
+/// A code with its prepared encoder.
+struct Made {
+    table: Lengths,
+    encoder: huffman_kernel::Codes,
 }
 
 /// Coder of one block.
@@ -66,7 +68,6 @@ enum Choice {
     Constant,
     Runs,
     Huffman { own: bool },
-    Rans { own: bool },
 }
 
 /// Encodes `symbols` as a column.
@@ -86,6 +87,7 @@ pub(crate) fn encode(symbols: &[u8], out: &mut Vec<u8>) {
 
 /// Appends one or more symbols, in blocks of the usual length.
 pub(super) fn encode_blocks(symbols: &[u8], out: &mut Vec<u8>) {
+    let exponent_at = out.len();
     out.push(BLOCK_EXPONENT);
     let blocks = || symbols.chunks(1 << BLOCK_EXPONENT);
     if is_noise(symbols) {
@@ -104,7 +106,15 @@ pub(super) fn encode_blocks(symbols: &[u8], out: &mut Vec<u8>) {
         return;
     }
     let histograms: Vec<Histogram> = blocks().map(count).collect();
-    let mut writer = Writer::new(&sum(&histograms));
+    let total = sum(&histograms);
+    let mut writer = Writer::new(&total, 0);
+    let exponent = symbols.len().next_power_of_two().trailing_zeros() as u8;
+    if histograms.len() > 1 && BLOCK_EXPONENTS.contains(&exponent) && writer.is_skewed(&total) {
+        // The tables of the parts of a split block are its own, so one block is better than several.
+        out[exponent_at] = exponent;
+        writer.put_best(symbols, &total, out);
+        return;
+    }
     for (block, histogram) in blocks().zip(&histograms) {
         writer.put_best(block, histogram, out);
     }
@@ -123,14 +133,12 @@ fn sum(histograms: &[Histogram]) -> Histogram {
 /// State that passes from block to block.
 #[derive(Default)]
 struct Writer {
-    /// Tables shared by all blocks.
-    shared_lengths: Option<Lengths>,
-    shared_frequencies: Option<Frequencies>,
-    /// Tables written last.
-    huffman: Option<Made<Lengths, huffman_kernel::Codes>>,
-    rans: Option<Made<Frequencies, Box<rans_kernel::Encoder>>>,
-    /// Scratch space for rANS.
-    room: Vec<u8>,
+    /// Code shared by all blocks.
+    shared: Option<Lengths>,
+    /// Code written last.
+    huffman: Option<Made>,
+    /// Number of blocks that the blocks lie in.
+    depth: u8,
 }
 
 /// Sampled counts include one in this many symbols.
@@ -165,14 +173,24 @@ fn count_some(block: &[u8]) -> Histogram {
 }
 
 impl Writer {
-    /// Prepares shared tables for symbols with this histogram.
-    fn new(total: &Histogram) -> Self {
+    /// Prepares a shared code for symbols with this histogram.
+    fn new(total: &Histogram, depth: u8) -> Self {
         let several = total.iter().filter(|&&n| n > 0).count() > 1;
-        Self {
-            shared_lengths: several.then(|| Lengths::new(total)),
-            shared_frequencies: several.then(|| Frequencies::new(total)),
-            ..Self::default()
-        }
+        Self { shared: several.then(|| Lengths::new(total)), huffman: None, depth }
+    }
+
+    /// Whether a Huffman code takes so much more than the entropy that a split block is better: it spends at least one
+    /// bit on a frequent symbol that deserves less.
+    fn is_skewed(&self, histogram: &Histogram) -> bool {
+        let entropy = entropy_bits(histogram);
+        let huffman = self.shared.as_ref().and_then(|lengths| lengths.bits(histogram));
+        self.depth < DEPTH && huffman.is_some_and(|huffman| Self::split_bytes(entropy) < huffman / 8)
+    }
+
+    /// Expected bytes of a split block: the entropy, two tables, and 3 % that the split must save.
+    fn split_bytes(entropy_bits: u64) -> u64 {
+        const TABLES: u64 = 128;
+        (entropy_bits + entropy_bits / 32) / 8 + TABLES
     }
 
     /// Prepares a shared Huffman code from a sample, for many symbols that such a code suits. Returns the sampled
@@ -185,7 +203,7 @@ impl Writer {
         let mut total = sum(&histograms);
         let sampled: u64 = total.iter().map(|&n| u64::from(n)).sum();
         let bits = entropy_bits(&total);
-        // Below this range, rANS or runs do better. Above, there is little to gain.
+        // Below this range, splits or runs do better. Above, there is little to gain.
         if bits * 10 < sampled * 18 || bits * 100 > sampled * 790 {
             return None;
         }
@@ -200,19 +218,19 @@ impl Writer {
         let lengths = Lengths::new(&total);
         // Huffman spends at least one bit on a frequent symbol that deserves less. Accept at most 4 % loss.
         let fits = lengths.bits(&total).is_some_and(|huffman| huffman * 25 < bits * SAMPLED as u64 * 26);
-        fits.then(|| (Self { shared_lengths: Some(lengths), ..Self::default() }, histograms))
+        fits.then(|| (Self { shared: Some(lengths), ..Self::default() }, histograms))
     }
 
     /// Appends a block with the shared Huffman code. Returns false if the code is too poor for the sampled symbols, or
     /// lacks a symbol of the block.
     fn put_shared(&mut self, block: &[u8], sampled: &Histogram, out: &mut Vec<u8>) -> bool {
-        let Some(bits) = self.shared_lengths.as_ref().and_then(|lengths| lengths.bits(sampled)) else { return false };
+        let Some(bits) = self.shared.as_ref().and_then(|lengths| lengths.bits(sampled)) else { return false };
         let ideal = entropy_bits(sampled);
         if ideal + ideal / 24 < bits || block.len() < STRETCH * SAMPLED {
             return false;
         }
         let start = out.len();
-        let known = self.put_huffman(block, self.shared_lengths.clone(), out);
+        let known = self.put_huffman(block, self.shared.clone(), out);
         // The sample may have missed symbols, so the result can be larger than the raw block.
         if !known || out.len() - start > block.len() {
             out.truncate(start);
@@ -224,7 +242,18 @@ impl Writer {
 
     /// Appends a block in the form that takes the fewest bytes.
     fn put_best(&mut self, block: &[u8], histogram: &Histogram, out: &mut Vec<u8>) {
-        match self.choose(block, histogram) {
+        let (bytes, choice) = self.choose(block, histogram);
+        let start = out.len();
+        if self.depth < DEPTH && Self::split_bytes(entropy_bits(histogram)) < bytes {
+            let is_split = self.put_split(block, histogram, out);
+            // The decoder's last table is one of the parts.
+            self.huffman = None;
+            if is_split && ((out.len() - start) as u64) < bytes {
+                return;
+            }
+            out.truncate(start);
+        }
+        match choice {
             Choice::Raw => {
                 out.push(RAW);
                 out.extend_from_slice(block);
@@ -238,22 +267,33 @@ impl Writer {
                 runs::encode(block, out);
             }
             Choice::Huffman { own } => {
-                let wanted = if own { Some(Lengths::new(histogram)) } else { self.shared_lengths.clone() };
+                let wanted = if own { Some(Lengths::new(histogram)) } else { self.shared.clone() };
                 self.put_huffman(block, wanted, out);
             }
-            Choice::Rans { own } => {
-                let wanted = if own { Some(Frequencies::new(histogram)) } else { self.shared_frequencies.clone() };
-                let again = self.rans.as_ref().is_some_and(|made| Some(&made.table) == wanted.as_ref());
-                out.push(if again { RANS_AGAIN } else { RANS });
-                if let (false, Some(table)) = (again, wanted) {
-                    table.put(out);
-                    self.rans = Some(Made { encoder: table.encoder(), table });
-                }
-                if let Some(made) = &self.rans {
-                    rans::encode(block, &made.encoder, &mut self.room, out);
-                }
-            }
         }
+    }
+
+    /// Appends a block in two parts: a mask of the symbols that differ from the most frequent one, and these symbols.
+    /// Returns false without memory for the parts.
+    fn put_split(&self, block: &[u8], histogram: &Histogram, out: &mut Vec<u8>) -> bool {
+        let (most, count) = (0u8..=255).zip(histogram).fold((0, 0), |best, (symbol, &n)| if n > best.1 { (symbol, n) } else { best });
+        let room = block.len().saturating_sub(count as usize) + split_kernel::ROOM;
+        let (Ok(mut mask), Ok(mut others)) = (Spare::new(block.len().div_ceil(8), "a mask"), Spare::new(room, "symbols")) else {
+            return false;
+        };
+        let number = split_kernel::split(block, most, &mut mask, &mut others);
+        out.extend([SPLIT, most]);
+        self.put_part(&mask, out);
+        if number > 0 {
+            self.put_part(&others[..number], out);
+        }
+        true
+    }
+
+    /// Appends a block that lies in a block.
+    fn put_part(&self, symbols: &[u8], out: &mut Vec<u8>) {
+        let histogram = count(symbols);
+        Self::new(&histogram, self.depth + 1).put_best(symbols, &histogram, out);
     }
 
     /// Appends a block in a Huffman code. Returns whether every symbol has a code.
@@ -267,11 +307,11 @@ impl Writer {
         self.huffman.as_ref().is_some_and(|made| huffman::encode(block, &made.encoder, out))
     }
 
-    fn choose(&self, block: &[u8], histogram: &Histogram) -> Choice {
-        let (huffman, rans) = (self.huffman.as_ref(), self.rans.as_ref());
+    /// Returns the form that takes the fewest bytes, and its bytes. Splits are not considered.
+    fn choose(&self, block: &[u8], histogram: &Histogram) -> (u64, Choice) {
         let used = histogram.iter().filter(|&&n| n > 0).count();
         if used == 1 {
-            return Choice::Constant;
+            return (1, Choice::Constant);
         }
         let mut best = (block.len() as u64, Choice::Raw);
         let offer = |best: &mut (u64, Choice), bytes: u64, choice: Choice| {
@@ -279,11 +319,11 @@ impl Writer {
                 *best = (bytes, choice);
             }
         };
-        let entropy = entropy_bits(histogram) / 8;
-        if let Some(lengths) = &self.shared_lengths {
-            let table = if huffman.is_some_and(|made| made.table == *lengths) { 0 } else { lengths.table_bytes() };
+        if let Some(lengths) = &self.shared {
+            let table = if self.huffman.as_ref().is_some_and(|made| made.table == *lengths) { 0 } else { lengths.table_bytes() };
             let shared = lengths.bits(histogram).map_or(u64::MAX, |bits| bits / 8 + huffman::OVERHEAD);
             offer(&mut best, shared.saturating_add(table), Choice::Huffman { own: false });
+            let entropy = entropy_bits(histogram) / 8;
             // A new table takes time to build, for the writer and every reader, so it must save enough.
             if entropy + entropy / 64 + 128 < shared {
                 let own = Lengths::new(histogram);
@@ -293,29 +333,13 @@ impl Writer {
                 }
             }
         }
-        // Huffman spends at least a bit on every symbol. If less would do, rANS is worth the time.
-        if used > 1 && entropy + entropy / 20 < best.0 {
-            let shared =
-                self.shared_frequencies.as_ref().filter(|frequencies| frequencies.covers(histogram)).map_or(u64::MAX, |frequencies| {
-                    let table = if rans.is_some_and(|made| made.table == *frequencies) { 0 } else { frequencies.table_bytes() };
-                    rans::bits(frequencies, histogram) / 8 + rans::OVERHEAD + table
-                });
-            // rANS is several times slower than Huffman, so it must save at least a twentieth.
-            let weigh = |bytes: u64| bytes.saturating_add(bytes / 20);
-            offer(&mut best, weigh(shared), Choice::Rans { own: false });
-            if entropy + entropy / 64 + 64 < shared {
-                let own = Frequencies::new(histogram);
-                let bytes = rans::bits(&own, histogram) / 8 + own.table_bytes() + rans::OVERHEAD;
-                offer(&mut best, weigh(bytes), Choice::Rans { own: true });
-            }
-        }
         let most = histogram.iter().max().copied().unwrap_or(0);
         if (u64::from(most) * 8 > block.len() as u64 * 7 || runs::are_likely(block))
             && let Some(bytes) = runs::size(block, best.0 as usize)
         {
             offer(&mut best, bytes as u64, Choice::Runs);
         }
-        best.1
+        best
     }
 }
 
@@ -327,8 +351,7 @@ pub(crate) struct PlaneReader<'a> {
     block: usize,
     /// Symbols that are left of a plane that is one raw block.
     stored: Option<&'a [u8]>,
-    huffman: Option<huffman_kernel::Table>,
-    rans: Option<Box<rans_kernel::Decoder>>,
+    tables: Tables,
 }
 
 impl<'a> PlaneReader<'a> {
@@ -344,7 +367,7 @@ impl<'a> PlaneReader<'a> {
             }
             block = 1 << exponent;
         }
-        Ok(Self { input, left: symbols, block, stored, huffman: None, rans: None })
+        Ok(Self { input, left: symbols, block, stored, tables: Tables::default() })
     }
 
     /// Number of symbols in each block but the last; `None` if the whole plane is one raw block, of which any number may
@@ -363,27 +386,8 @@ impl<'a> PlaneReader<'a> {
         }
         let count = self.left.min(self.block);
         self.left -= count;
-        let (input, out) = (&mut self.input, out.get_mut(..count).ok_or_else(|| Error::invalid("the block is larger than its buffer"))?);
-        let no_table = || Error::corrupt("a block reuses the table of an earlier block, but there is none").clause("entropy 3");
-        let mut raw = None;
-        match input.byte("a block")? {
-            RAW => raw = Some(input.take(count, "a raw block")?),
-            CONSTANT => out.fill(input.byte("a constant block")?),
-            RUNS => runs::decode(input, out)?,
-            tag @ (HUFFMAN | HUFFMAN_AGAIN) => {
-                if tag == HUFFMAN {
-                    self.huffman = Some(huffman::decode_table(&Lengths::get(input)?));
-                }
-                huffman::decode(input, self.huffman.as_ref().ok_or_else(no_table)?, out)?;
-            }
-            tag @ (RANS | RANS_AGAIN) => {
-                if tag == RANS {
-                    self.rans = Some(Frequencies::get(input)?.decoder());
-                }
-                rans::decode(input, self.rans.as_ref().ok_or_else(no_table)?, out)?;
-            }
-            tag => return Err(Error::corrupt(format!("a block of kind {tag}")).clause("entropy 3")),
-        }
+        let out = out.get_mut(..count).ok_or_else(|| Error::invalid("the block is larger than its buffer"))?;
+        let raw = self.tables.block(&mut self.input, out, 0)?;
         if self.left == 0 {
             self.check_end()?;
         }
@@ -395,6 +399,58 @@ impl<'a> PlaneReader<'a> {
             return Ok(());
         }
         Err(Error::corrupt(format!("{} bytes after a plane", self.input.len())).clause("entropy 1.2"))
+    }
+}
+
+/// State that passes from block to block of a reader.
+#[derive(Default)]
+struct Tables {
+    /// Code read last.
+    huffman: Option<huffman_kernel::Table>,
+}
+
+impl Tables {
+    /// Returns the symbols of a block if they are stored raw; otherwise decodes them into `out`. The block lies in
+    /// `depth` others.
+    fn block<'a>(&mut self, input: &mut Input<'a>, out: &mut [u8], depth: u8) -> Result<Option<&'a [u8]>> {
+        match input.byte("a block")? {
+            RAW => return Ok(Some(input.take(out.len(), "a raw block")?)),
+            CONSTANT => out.fill(input.byte("a constant block")?),
+            RUNS => runs::decode(input, out)?,
+            tag @ (HUFFMAN | HUFFMAN_AGAIN) => {
+                if tag == HUFFMAN {
+                    self.huffman = Some(huffman::decode_table(&Lengths::get(input)?));
+                }
+                let no_table = || Error::corrupt("a block reuses the table of an earlier block, but there is none").clause("entropy 3");
+                huffman::decode(input, self.huffman.as_ref().ok_or_else(no_table)?, out)?;
+            }
+            SPLIT if depth < DEPTH => self.split(input, out, depth)?,
+            SPLIT => return Err(Error::corrupt(format!("a split block lies in {depth} others")).clause("entropy 7.2")),
+            tag => return Err(Error::corrupt(format!("a block of kind {tag}")).clause("entropy 3")),
+        }
+        Ok(None)
+    }
+
+    fn split(&mut self, input: &mut Input<'_>, out: &mut [u8], depth: u8) -> Result<()> {
+        let most = input.byte("a split block")?;
+        let mask = self.part(input, out.len().div_ceil(8), depth)?;
+        let unused = if out.len().is_multiple_of(8) { 0 } else { mask.last().map_or(0, |last| last >> (out.len() % 8)) };
+        if unused != 0 {
+            return Err(Error::corrupt("an unused bit of a mask is set").clause("entropy 7.1"));
+        }
+        let others = match mask::count_ones(&mask) {
+            0 => MaybeSpare::Borrowed(&[]),
+            number => self.part(input, number, depth)?,
+        };
+        split_kernel::join(&mask, &others, most, out);
+        Ok(())
+    }
+
+    /// Returns the symbols of a block that lies in another one.
+    fn part<'a>(&mut self, input: &mut Input<'a>, symbols: usize, depth: u8) -> Result<MaybeSpare<'a>> {
+        let mut part = Spare::new(symbols, "a part of a block")?;
+        let raw = self.block(input, &mut part, depth + 1)?;
+        Ok(raw.map_or(MaybeSpare::Own(part), MaybeSpare::Borrowed))
     }
 }
 

@@ -47,7 +47,3 @@ impl<'a> Input<'a> {
         self.rest.len()
     }
 }
-
-pub(super) fn put_u32(out: &mut Vec<u8>, value: u32) {
-    out.extend((0..4).map(|i| (value >> (8 * i)) as u8));
-}

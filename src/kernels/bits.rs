@@ -116,6 +116,16 @@ pub(crate) fn pick_bytes(word: u64, mask: u8) -> u64 {
     _pext_u64(word, _pdep_u64(u64::from(mask), 0x0101_0101_0101_0101).wrapping_mul(0xff))
 }
 
+/// Replaces the bytes of `filler` whose bit in `mask` is set by the lowest bytes of a word, in their order.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "bmi2")]
+pub(crate) fn place_bytes(word: u64, mask: u8, filler: u64) -> u64 {
+    use std::arch::x86_64::_pdep_u64;
+    let bytes = _pdep_u64(u64::from(mask), 0x0101_0101_0101_0101).wrapping_mul(0xff);
+    _pdep_u64(word, bytes) | (filler & !bytes)
+}
+
 /// Reads bits.
 #[derive(Debug)]
 pub(crate) struct BitReader<'a> {

@@ -1,9 +1,11 @@
-//! Finds NaN and infinities: floats whose exponent has all bits set. Reads each chunk once, as fast as memory gives it.
+//! Finds NaN and infinities: in most types, floats whose exponent has all bits set. Reads each chunk once, for these
+//! types as fast as memory gives it.
 
+use super::float8::Float8;
 use crate::Dtype;
 
 super::for_every_level! {
-    /// Returns whether all elements are finite. Elements of types other than `f16`, `bf16`, `f32` and `f64` count as finite.
+    /// Returns whether all elements are finite. Elements of integer types and of packed floats always are.
     pub(crate) fn is_finite / is_finite_at(dtype: Dtype, data: &[u8]) -> bool = is_finite_any;
 }
 
@@ -13,9 +15,9 @@ fn is_finite_any(dtype: Dtype, data: &[u8]) -> bool {
     match dtype {
         Dtype::F16 => all(data, |bytes| u16::from_le_bytes(bytes) & 0x7c00 != 0x7c00),
         Dtype::Bf16 => all(data, |bytes| u16::from_le_bytes(bytes) & 0x7f80 != 0x7f80),
-        Dtype::F32 => all(data, |bytes| u32::from_le_bytes(bytes) & 0x7f80_0000 != 0x7f80_0000),
-        Dtype::F64 => all(data, |bytes| u64::from_le_bytes(bytes) & 0x7ff0_0000_0000_0000 != 0x7ff0_0000_0000_0000),
-        _ => true,
+        Dtype::F32 | Dtype::C64 => all(data, |bytes| u32::from_le_bytes(bytes) & 0x7f80_0000 != 0x7f80_0000),
+        Dtype::F64 | Dtype::C128 => all(data, |bytes| u64::from_le_bytes(bytes) & 0x7ff0_0000_0000_0000 != 0x7ff0_0000_0000_0000),
+        _ => Float8::of(dtype).is_none_or(|all| all.is_finite(data)),
     }
 }
 
@@ -57,6 +59,19 @@ mod tests {
                 }
             }
             assert!(is_finite_at(level, Dtype::U8, &[0xff; 64]));
+            let (mut parts, infinity) = ([0; 64], f32::INFINITY.to_le_bytes());
+            parts[60..].copy_from_slice(&infinity);
+            assert!(!is_finite_at(level, Dtype::C64, &parts) && is_finite_at(level, Dtype::C64, &parts[..56]));
+            for (dtype, special) in [
+                (Dtype::F8E4M3, vec![0x7f, 0xff]),
+                (Dtype::F8E5M2, vec![0x7c, 0x7d, 0x7e, 0x7f, 0xfc, 0xfd, 0xfe, 0xff]),
+                (Dtype::F8E4M3Fnuz, vec![0x80]),
+                (Dtype::F8E5M2Fnuz, vec![0x80]),
+                (Dtype::F8E8M0, vec![0xff]),
+            ] {
+                let found: Vec<u8> = (0..=255).filter(|&bits| !is_finite_at(level, dtype, &[0, bits, 0])).collect();
+                assert_eq!(found, special, "{dtype}");
+            }
         }
     }
 }

@@ -22,17 +22,19 @@ pub(crate) struct Codes {
     pub(crate) length: [u8; 256],
 }
 
-/// Appends one stream: the codes of `symbols`, then zero bits up to a whole byte. Returns false if a symbol has no
-/// code; the stream is then invalid.
-pub(crate) fn encode(symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> bool {
-    encode_at(Level::best(), symbols, codes, out)
+/// Returns the room that [`encode`] needs for so many symbols: for the longest codes, and for stores of whole words past
+/// the end.
+pub(crate) fn room_for(symbols: usize) -> usize {
+    (symbols * MAX_BITS as usize).div_ceil(8) + 16
 }
 
-fn encode_at(level: Level, symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> bool {
-    let start = out.len();
-    // Reserve room for the longest codes, and for stores of whole words past the end.
-    out.resize(start + (symbols.len() * MAX_BITS as usize).div_ceil(8) + 16, 0);
-    let room = &mut out[start..];
+/// Writes one stream to the front of `room`: the codes of `symbols`, then zero bits up to a whole byte. Returns its bytes,
+/// or `None` if a symbol has no code.
+pub(crate) fn encode(symbols: &[u8], codes: &Codes, room: &mut [u8]) -> Option<usize> {
+    encode_at(Level::best(), symbols, codes, room)
+}
+
+fn encode_at(level: Level, symbols: &[u8], codes: &Codes, room: &mut [u8]) -> Option<usize> {
     let mut writer = BitWriter::new(room);
     let (rest, mut known) = match level {
         #[cfg(target_arch = "x86_64")]
@@ -44,9 +46,7 @@ fn encode_at(level: Level, symbols: &[u8], codes: &Codes, out: &mut Vec<u8>) -> 
         Level::Scalar => (symbols, true),
     };
     known &= put_groups_at(level, rest, codes, &mut writer);
-    let bytes = writer.finish();
-    out.truncate(start + bytes);
-    known
+    known.then(|| writer.finish())
 }
 
 super::for_every_level! {
@@ -352,13 +352,15 @@ mod tests {
         without.length[usize::from(symbols[70])] = 0;
         symbols.iter_mut().take(70).for_each(|symbol| *symbol = 0);
         for count in [0, 1, 63, 64, 65, 1000, 5000] {
-            let mut scalar = vec![1, 2, 3];
-            assert!(encode_at(Level::Scalar, &symbols[..count], &codes, &mut scalar));
+            let stream = |level, codes: &Codes| {
+                let mut room = vec![0xff; room_for(count)];
+                encode_at(level, &symbols[..count], codes, &mut room).map(|bytes| room[..bytes].to_vec())
+            };
+            let scalar = stream(Level::Scalar, &codes);
+            assert!(scalar.is_some());
             for level in Level::available() {
-                let mut out = vec![1, 2, 3];
-                assert!(encode_at(level, &symbols[..count], &codes, &mut out));
-                assert!(out == scalar, "{level:?}, {count} symbols");
-                assert_eq!(encode_at(level, &symbols[..count], &without, &mut vec![]), count <= 70, "{level:?}, {count} symbols");
+                assert!(stream(level, &codes) == scalar, "{level:?}, {count} symbols");
+                assert_eq!(stream(level, &without).is_some(), count <= 70, "{level:?}, {count} symbols");
             }
         }
     }

@@ -152,6 +152,7 @@ pub(crate) mod errors;
 pub(crate) mod factored;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod finite;
+mod float8;
 pub(crate) mod floats;
 #[cfg_attr(test, allow(unsafe_code, reason = "a test calls a function compiled for a detected processor feature"))]
 pub(crate) mod fma;
@@ -175,14 +176,14 @@ pub(crate) mod part;
 pub(crate) mod planes;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod predict;
-#[allow(unsafe_code, reason = "vector loads, look-ups and stores within checked bounds")]
-pub(crate) mod rans;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod remainder;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod replay;
 #[cfg(target_arch = "x86_64")]
 mod shuffles;
+#[allow(unsafe_code, reason = "vector loads and stores within checked bounds")]
+pub(crate) mod split;
 #[allow(unsafe_code, reason = "calls of functions compiled for detected processor features")]
 pub(crate) mod statistics;
 

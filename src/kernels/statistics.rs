@@ -5,6 +5,7 @@
 //! infinities, which are few, take the loops that leave these out.
 
 use super::environment::DefaultEnvironment;
+use super::float8::Float8;
 use crate::Dtype;
 
 /// Counts, extremes, sums and exponents of the elements of a chunk.
@@ -82,11 +83,11 @@ impl ChangeStatistics {
 }
 
 /// Number of partial sums. Element *i* belongs to sum *i* mod 16.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 /// Number of elements in a block. Counts of a block fit 16 bits.
 const BLOCK: usize = 512;
 /// One element in this many is sampled.
-const SAMPLE: usize = 16;
+pub(super) const SAMPLE: usize = 16;
 /// Exponent at which the first range would begin, and number of exponents in a range.
 const FIRST_EXPONENT: i32 = -48;
 const WIDTH: i32 = 1 << WIDTH_BITS;
@@ -103,9 +104,18 @@ super::for_every_level! {
     pub(crate) fn changes / changes_at(dtype: Dtype, before: &[u8], after: &[u8]) -> Option<ChangeStatistics> = changes_any;
 }
 
-/// Returns whether elements of this type are measured.
+/// Returns whether elements of this type are measured. These are all types that can hold NaN or infinities.
 pub(crate) fn is_measured(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64)
+    dtype.is_float() && !dtype.is_packed()
+}
+
+/// Returns how many numbers of a measured type an element holds: the two parts of a complex number are measured one
+/// after the other.
+pub(crate) fn numbers_per_element(dtype: Dtype) -> u64 {
+    match dtype {
+        Dtype::C64 | Dtype::C128 => 2,
+        _ => 1,
+    }
 }
 
 #[inline(always)]
@@ -114,9 +124,9 @@ fn values_any(dtype: Dtype, data: &[u8]) -> Option<ValueStatistics> {
     match dtype {
         Dtype::F16 => Some(measure::<F16, 2>(data)),
         Dtype::Bf16 => Some(measure::<Bf16, 2>(data)),
-        Dtype::F32 => Some(measure::<F32, 4>(data)),
-        Dtype::F64 => Some(measure::<F64, 8>(data)),
-        _ => None,
+        Dtype::F32 | Dtype::C64 => Some(measure::<F32, 4>(data)),
+        Dtype::F64 | Dtype::C128 => Some(measure::<F64, 8>(data)),
+        _ => Float8::of(dtype).map(|all| all.measure(data)),
     }
 }
 
@@ -126,9 +136,9 @@ fn changes_any(dtype: Dtype, before: &[u8], after: &[u8]) -> Option<ChangeStatis
     match dtype {
         Dtype::F16 => Some(compare::<F16, 2>(before, after)),
         Dtype::Bf16 => Some(compare::<Bf16, 2>(before, after)),
-        Dtype::F32 => Some(compare::<F32, 4>(before, after)),
-        Dtype::F64 => Some(compare::<F64, 8>(before, after)),
-        _ => None,
+        Dtype::F32 | Dtype::C64 => Some(compare::<F32, 4>(before, after)),
+        Dtype::F64 | Dtype::C128 => Some(compare::<F64, 8>(before, after)),
+        _ => Float8::of(dtype).map(|all| all.compare(before, after)),
     }
 }
 
@@ -310,7 +320,7 @@ fn measure<E: Element<W>, const W: usize>(data: &[u8]) -> ValueStatistics {
 /// Range of the exponent of a value; 16 for zero. The subnormal numbers of binary64 have the exponent field 0, far below
 /// the second range.
 #[inline(always)]
-fn range_of(value: f64) -> usize {
+pub(super) fn range_of(value: f64) -> usize {
     let bits = value.to_bits();
     let exponent = (bits >> 52 & 0x7ff) as i32 - 1023;
     let range = ((exponent - FIRST_EXPONENT) >> WIDTH_BITS).clamp(0, 15) as usize;
@@ -332,7 +342,7 @@ fn add_all<const SQUARES: bool>(sums: &mut [f64; LANES], values: &[f64; BLOCK]) 
 
 /// Adds the partial sums in order; `None` if the result is not finite.
 #[inline(always)]
-fn total(sums: &[f64; LANES]) -> Option<f64> {
+pub(super) fn total(sums: &[f64; LANES]) -> Option<f64> {
     Some(sums.iter().fold(0.0, |all, &sum| all + sum)).filter(|sum: &f64| sum.is_finite())
 }
 
@@ -410,9 +420,20 @@ mod tests {
     use super::{ChangeStatistics, LANES, ValueStatistics, changes_at, values, values_at};
     use crate::Dtype;
     use crate::kernels::Level;
+    use crate::kernels::float8::Float8;
     use crate::kernels::floats::{odd_numbers, to_bytes};
 
-    const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
+    const DTYPES: [Dtype; 9] = [
+        Dtype::F16,
+        Dtype::Bf16,
+        Dtype::F32,
+        Dtype::F64,
+        Dtype::F8E4M3,
+        Dtype::F8E5M2,
+        Dtype::F8E4M3Fnuz,
+        Dtype::F8E5M2Fnuz,
+        Dtype::F8E8M0,
+    ];
 
     /// Bytes of elements of all kinds, including the extremes.
     fn odd_bytes(seed: u64, dtype: Dtype, count: usize) -> Vec<u8> {
@@ -432,6 +453,7 @@ mod tests {
             Dtype::F16 => bytes.chunks(2).map(|unit| half::f16::from_bits(half(unit)).into()).collect(),
             Dtype::Bf16 => bytes.chunks(2).map(|unit| half::bf16::from_bits(half(unit)).into()).collect(),
             Dtype::F32 => bytes.as_chunks::<4>().0.iter().map(|unit| f32::from_le_bytes(*unit).into()).collect(),
+            _ if let Some(all) = Float8::of(dtype) => bytes.iter().map(|&bits| all.value(bits)).collect(),
             _ => bytes.as_chunks::<8>().0.iter().map(|unit| f64::from_le_bytes(*unit)).collect(),
         }
     }
@@ -441,7 +463,7 @@ mod tests {
         let least_normal = match dtype {
             Dtype::F16 => 2f64.powi(-14),
             Dtype::Bf16 | Dtype::F32 => f64::from(f32::MIN_POSITIVE),
-            _ => f64::MIN_POSITIVE,
+            _ => Float8::of(dtype).map_or(f64::MIN_POSITIVE, Float8::least_normal),
         };
         let mut found = ValueStatistics::default();
         let (mut sums, mut squares) = ([0.0; LANES], [0.0; LANES]);
@@ -499,7 +521,7 @@ mod tests {
             let ordered = |unit: &[u8]| {
                 let bits = unit.iter().rev().fold(0i128, |bits, &byte| bits << 8 | i128::from(byte));
                 let sign = 1i128 << (dtype.bits() - 1);
-                if bits & sign == 0 { bits } else { sign - bits }
+                if bits & sign == 0 || dtype == Dtype::F8E8M0 { bits } else { sign - bits }
             };
             let (mut changed, mut squares, mut ulps) = (0, [0.0; LANES], 0);
             let pairs = numbers(dtype, &before).into_iter().zip(numbers(dtype, &after));
@@ -580,5 +602,15 @@ mod tests {
         assert_eq!(ValueStatistics { sum: None, squares: None, ..added }, ValueStatistics { sum: None, squares: None, ..whole });
         assert_eq!((ValueStatistics::first_exponent(0), ValueStatistics::first_exponent(1)), (None, Some(-44)));
         assert_eq!(values(Dtype::I32, &bytes), None);
+        assert_eq!(values(Dtype::F4E2M1, &bytes), None);
+    }
+
+    #[test]
+    fn complex_numbers_are_measured_by_their_parts() {
+        let (before, after) = (odd_bytes(1, Dtype::F64, 400), odd_bytes(2, Dtype::F64, 400));
+        for (complex, part) in [(Dtype::C64, Dtype::F32), (Dtype::C128, Dtype::F64)] {
+            assert_eq!(values(complex, &before), values(part, &before));
+            assert_eq!(super::changes(complex, &before, &after), super::changes(part, &before, &after));
+        }
     }
 }

@@ -44,7 +44,7 @@ impl Origin {
 
 /// A time that advice rests on.
 #[derive(Debug, Clone, PartialEq)]
-pub struct KnownTime {
+pub struct TimeEstimate {
     /// Seconds.
     pub seconds: f64,
     /// Origin of the time.
@@ -53,7 +53,7 @@ pub struct KnownTime {
     pub how: String,
 }
 
-impl KnownTime {
+impl TimeEstimate {
     fn new(seconds: f64, origin: Origin, how: impl Into<String>) -> Self {
         Self { seconds, origin, how: how.into() }
     }
@@ -61,7 +61,7 @@ impl KnownTime {
 
 /// Times that the user gives, in place of those that the store records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct GivenTimes {
+pub struct TimeOverrides {
     /// Time for which a save stops the training.
     pub stall: Option<Duration>,
     /// Time of a restore.
@@ -76,17 +76,17 @@ pub struct GivenTimes {
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunTimes {
     /// Time for which a save stops the training.
-    pub stall: KnownTime,
+    pub stall: TimeEstimate,
     /// Time from the call of a save to its commit.
-    pub save: KnownTime,
+    pub save: TimeEstimate,
     /// Time of the slowest stage of a save; saves cannot follow each other faster.
-    pub stage: KnownTime,
+    pub stage: TimeEstimate,
     /// Time of a restore.
-    pub restore: KnownTime,
+    pub restore: TimeEstimate,
     /// Time of a training step; `None` if it is unknown.
-    pub step: Option<KnownTime>,
+    pub step: Option<TimeEstimate>,
     /// Time of `torch.save`.
-    pub torch_save: KnownTime,
+    pub torch_save: TimeEstimate,
 }
 
 /// Advice for a run.
@@ -153,30 +153,30 @@ pub fn advise(times: RunTimes, mtbf: Duration) -> Result<Advice> {
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
 /// use std::time::Duration;
-/// use tensorcask::maintain::{GivenTimes, Origin, advise, measure};
+/// use tensorcask::maintain::{TimeOverrides, Origin, advise, measure};
 /// use tensorcask::{Dtype, Metadata, Policy, Store, TensorView};
 /// let store = Store::open("memory://advise-example")?;
 /// let mut writer = store.writer(Policy::Full).await?;
 /// for step in [100, 200] {
 ///     writer.save(step, &[TensorView::new("w", Dtype::U8, &[2], &[1, 2])?], &[], &Metadata::default()).await?;
 /// }
-/// let given = GivenTimes { step: Some(Duration::from_secs(1)), ..GivenTimes::default() };
+/// let given = TimeOverrides { step: Some(Duration::from_secs(1)), ..TimeOverrides::default() };
 /// let times = measure(&store.snapshots().await?, given)?;
 /// assert_eq!((times.stall.origin, times.restore.origin), (Origin::Measured, Origin::Assumed));
 /// let advice = advise(times, Duration::from_secs(8 * 3600))?;
 /// assert!(advice.lost_share < advice.torch_lost_share.unwrap());
 /// # Ok(()) }
 /// ```
-pub fn measure(snapshots: &[SnapshotInfo], given: GivenTimes) -> Result<RunTimes> {
+pub fn measure(snapshots: &[SnapshotInfo], given: TimeOverrides) -> Result<RunTimes> {
     let newest = snapshots.get(snapshots.len().saturating_sub(SAVES)..).unwrap_or_default();
     let Some(last) = newest.last() else { return Err(Error::not_found("the store has no steps; save some first")) };
     let of_steps = SaveTimes::by_step(newest.iter().map(|info| (info.record.step, &info.user)));
     let median_of = |time: fn(&StepTimes) -> Option<f64>, what: &str| {
         let found: Vec<f64> = of_steps.values().filter_map(time).map(|ms| ms / 1e3).collect();
         let how = format!("{what}, median of {}", counted(found.len()));
-        median(found).map(|seconds| KnownTime::new(seconds, Origin::Measured, how))
+        median(found).map(|seconds| TimeEstimate::new(seconds, Origin::Measured, how))
     };
-    let given_time = |time: Option<Duration>| time.map(|time| KnownTime::new(time.as_secs_f64(), Origin::Given, "as given"));
+    let given_time = |time: Option<Duration>| time.map(|time| TimeEstimate::new(time.as_secs_f64(), Origin::Given, "as given"));
     let recorded_stall = median_of(|times| times.stall_ms, "time for which a save stopped the training");
     let encode = median_of(|times| times.encode_ms, "time of encoding");
     let upload = median_of(|times| times.upload_ms, "time of the upload");
@@ -188,36 +188,39 @@ pub fn measure(snapshots: &[SnapshotInfo], given: GivenTimes) -> Result<RunTimes
                        which a save stops the training (`--stall 2s`, in Python `stall=\"2s\"`)";
         return Err(Error::not_found(message));
     };
-    let save = whole.unwrap_or_else(|| KnownTime { origin: Origin::Assumed, how: "as long as the stall".into(), ..stall.clone() });
-    let slower = |a: KnownTime, b: KnownTime| if a.seconds < b.seconds { b } else { a };
+    let save = whole.unwrap_or_else(|| TimeEstimate { origin: Origin::Assumed, how: "as long as the stall".into(), ..stall.clone() });
+    let slower = |a: TimeEstimate, b: TimeEstimate| if a.seconds < b.seconds { b } else { a };
     let stage = [encode, upload].into_iter().flatten().fold(stall.clone(), slower);
-    let restore = given_time(given.restore).unwrap_or_else(|| KnownTime::new(save.seconds, Origin::Assumed, "as long as a save"));
+    let restore = given_time(given.restore).unwrap_or_else(|| TimeEstimate::new(save.seconds, Origin::Assumed, "as long as a save"));
     let step = given_time(given.step).or_else(|| step_time(newest, stall.seconds)).filter(|step| step.seconds > 0.0);
     let torch_save = given_time(given.torch_save).unwrap_or_else(|| {
         let how = "all tensors at 1 GB/s, which the training waits for; reading them back takes as long";
-        KnownTime::new(last.tensor_bytes as f64 / TORCH_BYTES_PER_S, Origin::Assumed, how)
+        TimeEstimate::new(last.tensor_bytes as f64 / TORCH_BYTES_PER_S, Origin::Assumed, how)
     });
     Ok(RunTimes { stall, save, stage, restore, step, torch_save })
 }
 
 /// Measures the time of a restore: reads, decodes and checks the newest step. Holds only a few chunks at a time.
-pub async fn measured_restore(store: &Store) -> Result<KnownTime> {
+pub async fn measured_restore(store: &Store) -> Result<TimeEstimate> {
     let begun = Instant::now();
     store.snapshot(Latest).await?.verify().await?;
-    Ok(KnownTime::new(begun.elapsed().as_secs_f64(), Origin::Measured, "reading, decoding and checking the newest step now"))
+    Ok(TimeEstimate::new(begun.elapsed().as_secs_f64(), Origin::Measured, "reading, decoding and checking the newest step now"))
 }
 
-/// Time of a training step, from the times between commits.
-fn step_time(snapshots: &[SnapshotInfo], stall_s: f64) -> Option<KnownTime> {
+/// Time of a training step, from the times between saves. In a copy of a store, log entries have the times of the copy;
+/// snapshots record the times of their saves.
+fn step_time(snapshots: &[SnapshotInfo], stall_s: f64) -> Option<TimeEstimate> {
+    let recorded = |info: &SnapshotInfo| SaveTimes::of(&info.user).and_then(|times| times.saved_ms);
     let pairs = snapshots.iter().zip(snapshots.iter().skip(1));
     let times = pairs.filter_map(|(a, b)| {
         let steps = b.record.step.checked_sub(a.record.step).filter(|steps| *steps > 0)?;
-        let seconds = b.record.time_ms.checked_sub(a.record.time_ms)? as f64 / 1e3 - stall_s;
+        let (begin, end) = recorded(a).zip(recorded(b)).unwrap_or((a.record.time_ms, b.record.time_ms));
+        let seconds = end.checked_sub(begin)? as f64 / 1e3 - stall_s;
         (seconds > 0.0).then_some(seconds / steps as f64)
     });
     let times: Vec<f64> = times.collect();
-    let how = format!("time between commits without the stall, median of {}", counted(times.len()));
-    median(times).map(|seconds| KnownTime::new(seconds, Origin::Measured, how))
+    let how = format!("time between saves without the stall, median of {}", counted(times.len()));
+    median(times).map(|seconds| TimeEstimate::new(seconds, Origin::Measured, how))
 }
 
 fn counted(saves: usize) -> String {
@@ -234,12 +237,18 @@ fn median(mut values: Vec<f64>) -> Option<f64> {
 mod tests {
     use std::time::Duration;
 
-    use super::{GivenTimes, KnownTime, Origin, RunTimes, advise, measure, median};
+    use serde_json::Map;
+
+    use super::{Origin, RunTimes, TimeEstimate, TimeOverrides, advise, measure, median};
+    use crate::chain::SaveTimes;
+    use crate::commit::{SnapshotRecord, SnapshotStatus};
+    use crate::reader::SnapshotInfo;
+    use crate::wire::{Digest, Id};
 
     const HOUR: Duration = Duration::from_secs(3600);
 
     fn times(stall: f64, save: f64, stage: f64, step: Option<f64>) -> RunTimes {
-        let known = |seconds| KnownTime::new(seconds, Origin::Given, "");
+        let known = |seconds| TimeEstimate::new(seconds, Origin::Given, "");
         let (restore, torch_save) = (known(60.0), known(120.0));
         RunTimes { stall: known(stall), save: known(save), stage: known(stage), restore, step: step.map(known), torch_save }
     }
@@ -267,8 +276,37 @@ mod tests {
     }
 
     #[test]
+    fn a_step_takes_as_long_as_between_saves_also_in_a_copy() {
+        let info = |step: u64, logged_ms: u64, saved_ms: Option<u64>| {
+            let times = SaveTimes { saved_ms, encode_ms: Some(500.0), upload_ms: Some(500.0), ..SaveTimes::default() };
+            let user = Map::from_iter([(SaveTimes::KEY.to_owned(), serde_json::to_value(times).unwrap())]);
+            let record = SnapshotRecord {
+                sequence: step,
+                revision: step,
+                id: Id([step as u8; 16]),
+                step,
+                parent: None,
+                manifest: Digest::of(b""),
+                status: SnapshotStatus::Live,
+                pinned: false,
+                time_ms: logged_ms,
+                roles: None,
+                inline: None,
+                summary: None,
+            };
+            SnapshotInfo { record, tensor_bytes: 1, stored_bytes: 1, user }
+        };
+        let step_s = |infos: &[SnapshotInfo]| measure(infos, TimeOverrides::default()).unwrap().step.map(|step| step.seconds);
+        // A stall of one second, and ten steps in the twenty seconds after it.
+        let copied = [info(10, 1_000, Some(100_000)), info(20, 1_100, Some(121_000)), info(30, 1_200, Some(142_000))];
+        assert_eq!(step_s(&copied), Some(2.0));
+        let unrecorded = [info(10, 100_000, None), info(20, 121_000, None)];
+        assert_eq!(step_s(&unrecorded), Some(2.0));
+    }
+
+    #[test]
     fn a_store_without_steps_has_no_times() {
-        assert!(measure(&[], GivenTimes::default()).unwrap_err().message().contains("no steps"));
+        assert!(measure(&[], TimeOverrides::default()).unwrap_err().message().contains("no steps"));
         assert_eq!(
             (median(vec![]), median(vec![3.0]), median(vec![4.0, 1.0]), median(vec![9.0, 1.0, 2.0])),
             (None, Some(3.0), Some(2.5), Some(2.0))

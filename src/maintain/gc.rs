@@ -9,11 +9,12 @@
 //! them, agree that nothing needs it. Objects that name others are deleted after them.
 
 use std::collections::BTreeSet;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::mark::{History, Marks};
 use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features};
-use crate::store::{Listed, concurrently};
+use crate::store::{Listed, Work, concurrently};
 use crate::wire::{Event, Id};
 use crate::{Result, Store, boxed};
 
@@ -130,11 +131,16 @@ pub async fn gc(store: &Store, options: &GcOptions) -> Result<GcReport> {
         refuse_features(&history.state().may_ignore)?;
         marks.add(store, &history.named, &history.needed()).await?;
         ripe_now.retain(|listed| again.contains(&(listed.path.clone(), listed.modified_ms)) && ripe(listed, &marks));
+        let work = Mutex::new(Work::plan(store, ripe_now.len() as u64));
         for folder in FOLDERS {
             let of_folder = ripe_now.iter().filter(|listed| listed.path.split('/').next() == Some(folder));
             let delete = |path: &str| {
-                let path = path.to_owned();
-                async move { store.objects().delete(&path).await }
+                let (path, work) = (path.to_owned(), &work);
+                async move {
+                    store.objects().delete(&path).await?;
+                    work.lock().unwrap_or_else(PoisonError::into_inner).add(1);
+                    Ok(())
+                }
             };
             concurrently(CONCURRENT_DELETES, of_folder.map(|listed| delete(&listed.path))).await.map(|_: Vec<()>| ())?;
         }

@@ -25,6 +25,7 @@
 //! |---|---|
 //! | `compact`, `reduce`, `consolidate` | new casks for a snapshot: folded chain, fewer roles, no shards |
 //! | `rewrite` | reads shards through the chain and writes them into casks; used by those three |
+//! | `retainer` | forgets and reduces steps, after each save or once |
 //! | `copy`, `copier` | snapshots in another store |
 //! | `gc`, `mark` | deletes objects that no state of the log needs |
 //! | `verify` | compares every object, page and chunk with its checksum |
@@ -41,10 +42,11 @@ mod gc;
 mod interval;
 mod mark;
 mod reduce;
+mod retainer;
 mod rewrite;
 mod verify;
 
-pub use advise::{Advice, GivenTimes, KnownTime, Origin, RunTimes, advise, measure, measured_restore};
+pub use advise::{Advice, Origin, RunTimes, TimeEstimate, TimeOverrides, advise, measure, measured_restore};
 pub use compact::{CompactOptions, Compacted, compact};
 pub use consolidate::consolidate;
 pub use copier::Copier;
@@ -52,7 +54,8 @@ pub use copy::{CopyOptions, CopyReport, copy, create_for_run_of};
 pub use doctor::{DoctorOptions, DoctorReport, doctor};
 pub use gc::{Deletable, GcOptions, GcReport, gc};
 pub use interval::{daly_interval, lost_share, young_interval};
-pub use reduce::{Reduced, RetentionReport, keep_roles, retain, retain_roles};
+pub use reduce::{Reduced, keep_roles};
+pub use retainer::{Retainer, RetentionReport, apply_retention, retain_roles};
 pub use verify::{Problem, VerifyDepth, VerifyOptions, VerifyReport, verify};
 
 pub use crate::store::ProbeReport;

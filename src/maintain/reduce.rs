@@ -13,13 +13,11 @@ use super::CompactOptions;
 use super::compact::{check_unchanged, put_manifest};
 use super::rewrite::Rewriter;
 use crate::chain::chain_of;
-use crate::commit::{
-    Age, FiniteTags, Log, LogState, SnapshotRecord, SnapshotStatus, forget_unwanted, live_step, now_ms, read_store_file, refuse_features,
-};
+use crate::commit::{Age, Log, LogState, SnapshotRecord, SnapshotStatus, live_step, now_ms, read_store_file, refuse_features};
 use crate::error::ResultExt;
 use crate::reader::{CaskSource, Snapshot, check_content};
 use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Event, Id, SnapshotKind, blob_slot};
-use crate::{Error, ErrorKind, Result, Retained, Retention, Store, boxed};
+use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Result of the reduction of one snapshot.
 #[derive(Debug, Clone, PartialEq)]
@@ -32,13 +30,15 @@ pub struct Reduced {
     pub stored_bytes: u64,
     /// Reason why the snapshot stays as it is; `None` if it was reduced.
     pub held: Option<String>,
+    /// Whether the reason holds as long as the snapshot stays as it is.
+    pub(super) is_lasting: bool,
 }
 
 impl Reduced {
     /// A snapshot that stays as it is.
-    fn held(record: SnapshotRecord, reason: String) -> Self {
+    fn held(record: SnapshotRecord, reason: String, is_lasting: bool) -> Self {
         let bytes = record.summary.as_ref().map_or(0, |summary| summary.stored_bytes);
-        Self { record, stored_bytes_before: bytes, stored_bytes: bytes, held: Some(reason) }
+        Self { record, stored_bytes_before: bytes, stored_bytes: bytes, held: Some(reason), is_lasting }
     }
 }
 
@@ -46,64 +46,17 @@ impl Reduced {
 /// roles a newer snapshot needs stays as it is and is reported as held. Nothing is deleted until [`gc`](super::gc())
 /// runs.
 pub async fn keep_roles(store: &Store, steps: &[u64], roles: &[String], options: &CompactOptions) -> Result<Vec<Reduced>> {
-    let log = Log::load(store).await?;
+    let mut log = Log::load(store).await?;
     let mut records = Vec::new();
     for &step in steps.iter().collect::<BTreeSet<_>>() {
         records.push(live_step(log.state(), step)?.clone());
     }
-    reduce_all(store, log, records, roles, options, OnDamage::Fail).await
-}
-
-/// Reduces the snapshots that `retention` does not keep to tensors of the given roles.
-pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<RetentionReport> {
-    let mut log = Log::load(store).await?;
-    let decision = FiniteTags::default().decide(&mut log, retention).await?;
-    let records = [decision.forget, decision.reduce].concat();
-    let reduced = reduce_all(store, log, records, roles, options, OnDamage::Fail).await?;
-    Ok(RetentionReport { retained: Retained { forgotten: vec![], kept_finite: decision.kept_finite }, reduced })
-}
-
-/// Result of [`retain`].
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct RetentionReport {
-    /// Snapshots that were forgotten, and the finite snapshot that was kept.
-    pub retained: Retained,
-    /// Snapshots of [`Retention::keep_weights_every`] that were reduced to role `model`, or are held as they are, newest first.
-    pub reduced: Vec<Reduced>,
-}
-
-/// Forgets the live steps that `retention` does not keep, as [`Store::retain`] does, and reduces the steps of
-/// [`Retention::keep_weights_every`] to their weights. Nothing is deleted until [`gc`](super::gc()) runs.
-///
-/// ```
-/// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
-/// use tensorcask::{Dtype, Metadata, Policy, Retention, Store, TensorView, maintain};
-/// let store = Store::open("memory://maintain-retain-example")?;
-/// let mut writer = store.writer(Policy::Full).await?;
-/// for step in 1..=5 {
-///     let names = ["model.w", "optimizer.exp_avg.w"];
-///     let state = names.map(|name| TensorView::new(name, Dtype::U8, &[2], &[1, 2]).unwrap());
-///     writer.save(step, &state, &[], &Metadata::default()).await?;
-/// }
-/// let retention = Retention { keep_last: Some(2), keep_weights_every: Some(2), ..Retention::default() };
-/// let report = maintain::retain(&store, retention, &maintain::CompactOptions::default()).await?;
-/// assert_eq!(report.retained.forgotten.iter().map(|record| record.step).collect::<Vec<_>>(), [1, 3]);
-/// assert_eq!(report.reduced[0].record.roles.as_deref(), Some(&["model".to_owned()][..])); // step 2
-/// # Ok(()) }
-/// ```
-pub async fn retain(store: &Store, retention: Retention, options: &CompactOptions) -> Result<RetentionReport> {
-    let mut log = Log::load(store).await?;
-    let (retained, records) = forget_unwanted(&mut log, retention).await?;
-    let reduced = match records.is_empty() {
-        true => vec![],
-        false => reduce_all(store, log, records, &["model".to_owned()], options, OnDamage::Hold).await?,
-    };
-    Ok(RetentionReport { retained, reduced })
+    reduce_all(store, &mut log, records, roles, options, OnDamage::Fail).await
 }
 
 /// Treatment of a snapshot that cannot be reduced, because it is damaged or its tensors are tied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum OnDamage {
+pub(super) enum OnDamage {
     /// The call fails.
     Fail,
     /// The snapshot stays as it is, and the others are reduced.
@@ -115,10 +68,11 @@ fn is_of_snapshot(error: &Error) -> bool {
     error.is_damage() || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidArgument | ErrorKind::LimitExceeded)
 }
 
+/// Reduces snapshots to tensors of the given roles, newest first.
 #[boxed]
-async fn reduce_all(
+pub(super) async fn reduce_all(
     store: &Store,
-    mut log: Log,
+    log: &mut Log,
     mut records: Vec<SnapshotRecord>,
     roles: &[String],
     options: &CompactOptions,
@@ -134,10 +88,10 @@ async fn reduce_all(
     records.sort_by_key(|record| std::cmp::Reverse(record.sequence));
     let mut reduced = Vec::new();
     for record in records {
-        reduced.push(match reduce(store, &mut log, record.clone(), &roles, options).await {
+        reduced.push(match reduce(store, log, record.clone(), &roles, options).await {
             Err(error) if on_damage == OnDamage::Hold && is_of_snapshot(&error) => {
                 tracing::warn!(step = record.step, %error, "the step cannot be reduced to its weights");
-                Reduced::held(record, error.message().to_owned())
+                Reduced::held(record, error.message().to_owned(), true)
             }
             reduced => reduced?,
         });
@@ -155,13 +109,19 @@ async fn reduce(
 ) -> Result<Reduced> {
     let age = Age::start();
     if let Some(reason) = reason_to_hold(log.state(), &record, roles) {
-        return Ok(Reduced::held(record, reason));
+        return Ok(Reduced::held(record, reason, false));
     }
     let snapshot = Snapshot::load(store, log.state(), record.id).await?;
     refuse_features(snapshot.manifest().may_ignore())?;
     let mut manifest = snapshot.manifest().clone();
     let before = manifest.stored_bytes();
-    let held = |record, reason: &str| Reduced { record, stored_bytes_before: before, stored_bytes: before, held: Some(reason.into()) };
+    let held = |record, reason: &str| Reduced {
+        record,
+        stored_bytes_before: before,
+        stored_bytes: before,
+        held: Some(reason.into()),
+        is_lasting: true,
+    };
     if manifest.content.keys().all(|role| roles.contains(role)) {
         return Ok(held(record, "it has no other roles"));
     }
@@ -200,7 +160,7 @@ async fn reduce(
     log.write_catalog_if_due().await;
     tracing::info!(step = record.step, snapshot = %record.id, roles = ?kept, "reduced");
     let record = log.state().by_id(record.id).cloned().unwrap_or(record);
-    Ok(Reduced { record, stored_bytes_before: before, stored_bytes: manifest.stored_bytes(), held: None })
+    Ok(Reduced { record, stored_bytes_before: before, stored_bytes: manifest.stored_bytes(), held: None, is_lasting: false })
 }
 
 /// Reason why all roles of a snapshot have to stay; `None` if it can be reduced.

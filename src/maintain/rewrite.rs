@@ -16,7 +16,7 @@ use crate::codec::{Candidate, Chunk, Codec, Trial};
 use crate::limits::{to_usize, zeroed};
 use crate::precision::Setting;
 use crate::reader::{ChunkItem, ReadItem, Snapshot, shard_errors};
-use crate::store::PartBudget;
+use crate::store::{PartBudget, Work};
 use crate::tensor::{ChunkGrid, Rect, Run, copy_run, rects_of_run};
 use crate::wire::{CaskRef, Directory, blob_slot, rank_of_slot};
 use crate::writer::{
@@ -94,7 +94,13 @@ impl<'a> Rewriter<'a> {
         }
         let planned: Vec<PlannedShard> = shards.iter().map(SourceShard::planned).collect();
         let mut choices = Choices::default();
-        for window in schedule(&planned, WINDOW_BYTES) {
+        let bytes_of = |window: &Window| -> u64 {
+            let chunks = window.units.iter().flat_map(|unit| unit.shards.iter().map(move |&shard| (shard, unit.chunk)));
+            chunks.map(|(shard, chunk)| decoded_bytes(&shards[shard], chunk)).fold(0, u64::saturating_add)
+        };
+        let windows = schedule(&planned, WINDOW_BYTES);
+        let mut work = Work::plan(self.store, windows.iter().map(bytes_of).fold(0, u64::saturating_add));
+        for window in windows {
             let chunks = self.read_window(&shards, &window).await?;
             let trials = window.units.iter().map(|unit| unit.shards.iter().map(|&shard| choices.next(&shards[shard].family)).collect());
             let mut encoded = self.encode_window(&shards, &chunks, &window, trials.collect(), options).await?;
@@ -117,6 +123,7 @@ impl<'a> Rewriter<'a> {
             for (cask, _) in casks.values_mut() {
                 cask.send().await?;
             }
+            work.add(bytes_of(&window));
         }
         let mut rewritten = BTreeMap::new();
         for (slot, (mut cask, crcs)) in casks {

@@ -9,7 +9,8 @@ use crate::commit::{Catalog, LogState, SnapshotRecord, live_step, read_inline, r
 use crate::container::{PageEntry, padding_is_zero};
 use crate::error::ResultExt;
 use crate::limits::to_usize;
-use crate::reader::{CaskSource, Snapshot, read_directory, read_index};
+use crate::reader::{CaskSource, Snapshot, read_directory, read_index, verify_counting};
+use crate::store::Work;
 use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry, Manifest};
 use crate::{Error, Limits, Result, Store, boxed};
 
@@ -184,22 +185,29 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
         return Ok(report);
     }
 
-    for (id, (step, of_base, cask)) in &casks {
-        // Skips casks that are missing or have the wrong size. The comparison of sizes has already reported them.
-        if !mine(u64::from(id.0[0])) || sizes.get(&cask.path()) != Some(&cask.bytes) {
-            continue;
+    // Skips casks that are missing or have the wrong size. The comparison of sizes has already reported them.
+    casks.retain(|id, (.., cask)| mine(u64::from(id.0[0])) && sizes.get(&cask.path()) == Some(&cask.bytes));
+    let decoded: Vec<(&SnapshotRecord, u64)> = match options.depth {
+        VerifyDepth::Full => {
+            let all = wanted.into_iter().filter(|record| mine(record.sequence));
+            all.map(|record| (record, chain_bytes(store, &state, record, &manifests))).collect()
         }
-        report.cask(*step, cask, verify_cask(&CaskSource::object(store, cask), cask, *of_base, store.limits()).await);
+        _ => vec![],
+    };
+    let mut left = decoded.iter().map(|(_, bytes)| *bytes).chain(casks.values().map(|(.., cask)| cask.bytes)).fold(0, u64::saturating_add);
+    let mut work = Work::plan(store, left);
+    for (step, of_base, cask) in casks.values() {
+        let source = CaskSource::object(store, cask);
+        let checked = verify_bytes(&source, cask, *of_base, store.limits(), Some(&mut work)).await;
+        report.cask(*step, cask, checked.map_err(|e| source.locate(e)));
+        left = left.saturating_sub(cask.bytes);
+        work.leave(left);
     }
-    if options.depth == VerifyDepth::Pages {
-        return Ok(report);
-    }
-
-    for record in wanted.into_iter().filter(|record| mine(record.sequence)) {
+    for (record, bytes) in decoded {
         let step = Some(record.step);
         match Snapshot::load(store, &state, record.id).await {
             Ok(snapshot) => {
-                report.note(step, snapshot.verify().await);
+                report.note(step, verify_counting(&snapshot, &mut work).await);
                 report.chunks += snapshot.inspect().read_counts().chunks;
             }
             Err(e) => {
@@ -212,8 +220,17 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
                 }
             }
         }
+        left = left.saturating_sub(bytes);
+        work.leave(left);
     }
     Ok(report)
+}
+
+/// Size of the casks of a chain, in bytes, as far as its manifests could be read.
+fn chain_bytes(store: &Store, state: &LogState, record: &SnapshotRecord, manifests: &BTreeMap<Id, Option<Manifest>>) -> u64 {
+    let chain = chain_of(state, record.id, store.limits().max_chain_depth).unwrap_or_default();
+    let links = chain.iter().filter_map(|link| manifests.get(&link.id)?.as_ref());
+    links.map(Manifest::stored_bytes).fold(0, u64::saturating_add)
 }
 
 /// Reads all entries from the first on, and compares catalogs with them. Stops at a broken entry, because later
@@ -327,11 +344,12 @@ async fn verify_manifest(
 /// Checks every byte of a cask of a base or a delta.
 #[boxed]
 pub(super) async fn verify_cask(source: &CaskSource, cask: &CaskRef, of_base: bool, limits: &Limits) -> Result<()> {
-    verify_bytes(source, cask, of_base, limits).await.map_err(|e| source.locate(e))
+    verify_bytes(source, cask, of_base, limits, None).await.map_err(|e| source.locate(e))
 }
 
+/// Counts the bytes of pages as work.
 #[boxed]
-async fn verify_bytes(source: &CaskSource, cask: &CaskRef, of_base: bool, limits: &Limits) -> Result<()> {
+async fn verify_bytes(source: &CaskSource, cask: &CaskRef, of_base: bool, limits: &Limits, mut work: Option<&mut Work>) -> Result<()> {
     let index = read_index(source, cask, limits).await?;
     for (part, range) in index.missing_parts() {
         let bytes = source.get_range(range.clone()).await?;
@@ -374,6 +392,9 @@ async fn verify_bytes(source: &CaskSource, cask: &CaskRef, of_base: bool, limits
             padding_is_zero(&slice(position..page.range.start)?, position)?;
             page.check(&slice(page.range.clone())?).map_err(|e| e.tensor(name).chunk(*chunk))?;
             position = page.range.end;
+        }
+        if let Some(work) = &mut work {
+            work.add(last.saturating_sub(end));
         }
         end = last;
     }

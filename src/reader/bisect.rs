@@ -8,9 +8,9 @@
 //! Invariant: a step counts as good only if the statistics of all its tensors were read and decide the predicate. Memory
 //! is bounded by the statistics of [`CONCURRENT_SNAPSHOTS`] steps.
 
-use super::predicate::{Predicate, TensorStatistics};
+use super::predicate::Predicate;
 use super::survey::CONCURRENT_SNAPSHOTS;
-use super::{SkippedSnapshot, Snapshot};
+use super::{SkippedSnapshot, Snapshot, TensorStatistics};
 use crate::commit::{History, Log, SnapshotRecord};
 use crate::store::concurrently;
 use crate::tensor::element_count;

@@ -38,6 +38,29 @@ async fn content(chain: &OpenChain) -> Result<BTreeMap<String, Digest>> {
     content_digests(&directory, |shard, chunk| Ok(shards[shard].chunk(&chain.links, &rows[shard], chunk)?.crc))
 }
 
+/// Returns the CRC-32 of the decoded bytes of all chunks of some tensors, by tensor, shard and chunk; nothing for other
+/// tensors. Reads indexes but no page.
+#[boxed]
+pub(crate) async fn tensor_crcs(chain: &OpenChain, wanted: &(dyn Fn(usize) -> bool + Sync)) -> Result<Vec<Vec<Vec<u32>>>> {
+    let directory = chain.newest().directory.clone();
+    let mut shards = Vec::new();
+    for tensor in (0..directory.len()).filter(|&tensor| wanted(tensor)) {
+        for shard in directory.shards_of(tensor) {
+            shards.push((tensor, ShardPlan::new(&chain.links, tensor, shard)?));
+        }
+    }
+    let (tensors, shards): (Vec<usize>, Vec<ShardPlan>) = shards.into_iter().unzip();
+    let rows = chain.load_plans(&shards).await?;
+    let mut found: Vec<Vec<Vec<u32>>> = vec![vec![]; directory.len()];
+    for ((tensor, shard), rows) in tensors.into_iter().zip(&shards).zip(&rows) {
+        let crcs = (0..shard.grid.chunk_count()).map(|chunk| Ok(shard.chunk(&chain.links, rows, chunk)?.crc));
+        if let Some(of_tensor) = found.get_mut(tensor) {
+            of_tensor.push(crcs.collect::<Result<_>>()?);
+        }
+    }
+    Ok(found)
+}
+
 /// Returns the CRC-32 of the decoded bytes of chunks, identified by tensor, rectangle and chunk number. Reads
 /// indexes but no page.
 #[boxed]

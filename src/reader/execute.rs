@@ -11,7 +11,7 @@ use super::{CaskSource, Pages};
 use crate::chain::{Aim, Plans, Recipe, ShardPlan, Step, decode_recipe};
 use crate::container::PageEntry;
 use crate::limits::to_usize;
-use crate::store::concurrently;
+use crate::store::{Work, concurrently};
 use crate::tensor::{ChunkGrid, Rect, Run, contiguous_runs, copy_run, element_span};
 use crate::wire::Directory;
 use crate::{Error, Result, boxed, parallel};
@@ -172,7 +172,7 @@ impl OpenChain {
             }
         }
         let jobs = jobs.jobs;
-        self.run(shards, jobs, |apart: Apart| {
+        self.run(shards, jobs, None, |apart: Apart| {
             if let Some((rect, out)) = copies.get_mut(apart.item).and_then(Option::as_mut) {
                 let plan = &shards[apart.shard];
                 let window = plan.grid.elements(apart.chunk);
@@ -223,11 +223,12 @@ impl OpenChain {
             jobs.add(shard, chunk, Target::InPlace(out))?;
         }
         let jobs = jobs.jobs;
-        self.run(shards, jobs, |_| {}).await
+        self.run(shards, jobs, None, |_| {}).await
     }
 
     /// Decodes and checks every chunk of some tensors, then drops the bytes.
-    pub(crate) async fn check_tensors(&self, tensors: impl IntoIterator<Item = usize>) -> Result<()> {
+    /// Counts the page bytes that were read as work.
+    pub(crate) async fn check_tensors(&self, tensors: impl IntoIterator<Item = usize>, work: &mut Work) -> Result<()> {
         let mut shards = Vec::new();
         for tensor in tensors {
             for shard in self.newest().directory.shards_of(tensor) {
@@ -243,7 +244,7 @@ impl OpenChain {
             }
         }
         let jobs = jobs.jobs;
-        self.run(&plans.shards, jobs, |_| {}).await
+        self.run(&plans.shards, jobs, Some(work), |_| {}).await
     }
 
     /// Plans shards and the partners that their chunks need, and reads their indexes and parts. Takes two rounds of
@@ -265,7 +266,7 @@ impl OpenChain {
     }
 
     /// Rebuilds the chunks of all jobs. Passes the chunks that were decoded into separate buffers to `apart`.
-    async fn run(&self, shards: &[ShardPlan], jobs: Vec<Job<'_>>, mut apart: impl FnMut(Apart)) -> Result<()> {
+    async fn run(&self, shards: &[ShardPlan], jobs: Vec<Job<'_>>, mut work: Option<&mut Work>, mut apart: impl FnMut(Apart)) -> Result<()> {
         let mut batches = split(shards, jobs).into_iter().peekable();
         let start = |batch: &Vec<Job<'_>>| {
             let steps = batch.iter().flat_map(|job| &job.recipe.ops).map(|op| &op.step);
@@ -284,6 +285,9 @@ impl OpenChain {
                 batch.into_par_iter().zip(pages).map(|(job, pages)| self.decode(shards, job, &pages)).collect::<Result<_>>()
             })?;
             decoded.into_iter().flatten().for_each(&mut apart);
+            if let Some(work) = &mut work {
+                work.add(bytes);
+            }
         }
         Ok(())
     }

@@ -10,6 +10,7 @@
 //! | `since` | updates a state to another snapshot |
 //! | `content`, `rounding`, `blobs`, `inspect` | digests, rounding errors, blobs, and how a snapshot is stored |
 //! | `tables`, `survey` | tensors and chunks as Arrow tables; the same read of many snapshots |
+//! | `tensor_statistics` | statistics of whole tensors |
 //! | `bisect`, `predicate` | first step whose statistics satisfy a condition |
 //! | `recover`, `watch` | newest step that can be rebuilt; new snapshots as they are committed |
 
@@ -29,6 +30,7 @@ mod since;
 mod statistics;
 mod survey;
 mod tables;
+mod tensor_statistics;
 mod view;
 mod watch;
 
@@ -41,23 +43,25 @@ use serde_json::{Map, Value};
 pub use bisect::{Bisection, MatchedStep, MatchedTensor};
 pub(crate) use blobs::has_blobs;
 pub(crate) use cask_source::CaskSource;
-pub(crate) use content::{check_content, chunk_crcs};
+pub(crate) use content::{check_content, chunk_crcs, tensor_crcs};
 pub(crate) use execute::{ChunkItem, ReadItem};
 pub use inspect::{Inspection, LinkInfo, ReadCounts};
 pub use narrow::Bf16View;
 pub use open::{Latest, SnapshotInfo, StepSelector};
 use open_chain::OpenChain;
 pub(crate) use open_chain::{read_directory, read_index};
-pub use predicate::{Predicate, TensorStatistics};
+pub use predicate::Predicate;
 pub use recover::{RecoveredSnapshot, SkippedSnapshot};
 pub(crate) use rounding::shard_errors;
 pub use since::UpdateReport;
 pub use survey::Survey;
 pub use tables::StoreTables;
+pub use tensor_statistics::TensorStatistics;
 pub use watch::SnapshotWatch;
 
 use crate::commit::{LogState, SnapshotRecord};
 use crate::limits::{to_usize, zeroed};
+use crate::store::Work;
 use crate::wire::{DirectoryTensor, Id, Manifest};
 use crate::{Result, Slice, Store, Tensor, boxed};
 
@@ -156,14 +160,19 @@ impl Snapshot {
 
     /// Decodes every chunk, compares it with its checksum, and compares the content digests.
     pub async fn verify(&self) -> Result<()> {
-        let chain = self.chain.without_read_casks().await?;
-        check_content(&chain).await?;
-        chain.check_tensors(0..chain.newest().directory.len()).await?;
-        for blob in stored_blobs(&chain).await? {
-            blob.read(&chain, &format!("blob {}/{}", blob.rank, blob.name)).await?;
-        }
-        Ok(())
+        verify_counting(self, &mut Work::plan(&self.chain.store, 0)).await
     }
+}
+
+/// Like [`Snapshot::verify`]. Counts the bytes of pages as work.
+pub(crate) async fn verify_counting(snapshot: &Snapshot, work: &mut Work) -> Result<()> {
+    let chain = snapshot.chain.without_read_casks().await?;
+    check_content(&chain).await?;
+    chain.check_tensors(0..chain.newest().directory.len(), work).await?;
+    for blob in stored_blobs(&chain).await? {
+        blob.read(&chain, &format!("blob {}/{}", blob.rank, blob.name)).await?;
+    }
+    Ok(())
 }
 
 /// Pages of one step, in column order.

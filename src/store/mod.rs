@@ -13,6 +13,7 @@ mod objects;
 mod open;
 mod probe;
 mod upload;
+mod work;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,6 +31,7 @@ pub use open::{StoreOptions, absolute_url};
 pub use probe::ProbeReport;
 pub(crate) use probe::probe;
 pub(crate) use upload::{PartBudget, Upload};
+pub(crate) use work::Work;
 
 use crate::Limits;
 use crate::codec::Registry;
@@ -59,7 +61,7 @@ struct Inner {
     caches: Caches,
 }
 
-/// Requests and bytes of a store and its clones.
+/// Requests, bytes and work of a store and its clones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct IoCounts {
     /// Number of requests sent, of every kind.
@@ -68,6 +70,11 @@ pub struct IoCounts {
     pub bytes_read: u64,
     /// Number of object bytes sent.
     pub bytes_written: u64,
+    /// Work that operations have planned: bytes of saves, verifications and compactions, objects that garbage
+    /// collection deletes. Equals `work_done` while no such operation runs.
+    pub work_planned: u64,
+    /// Work that was done, or given up after a failure.
+    pub work_done: u64,
 }
 
 impl Store {
@@ -93,13 +100,17 @@ impl Store {
         &self.inner.options.registry
     }
 
-    /// Returns the requests and bytes so far.
+    /// Returns the requests, bytes and work so far.
     pub fn io(&self) -> IoCounts {
-        let counters = &self.objects().counters;
+        let (counters, work) = (&self.objects().counters, &self.objects().work);
+        // In this order, so that no more work is done than planned.
+        let work_done = work.done.load(Ordering::Relaxed);
         IoCounts {
             requests: counters.requests.load(Ordering::Relaxed),
             bytes_read: counters.bytes_read.load(Ordering::Relaxed),
             bytes_written: counters.bytes_written.load(Ordering::Relaxed),
+            work_planned: work.planned.load(Ordering::Relaxed),
+            work_done,
         }
     }
 

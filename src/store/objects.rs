@@ -7,6 +7,7 @@ use object_store::ObjectStore;
 use object_store::path::Path;
 
 use super::open::local_objects;
+use super::work::WorkCounters;
 use crate::{Error, Result};
 
 /// Requests to the object store below one root. Counts requests and bytes.
@@ -17,6 +18,7 @@ pub(crate) struct Objects {
     pub(super) root: Path,
     pub(super) fsync: bool,
     pub(super) counters: Counters,
+    pub(super) work: WorkCounters,
 }
 
 /// Storage below a store. Decides how errors are interpreted.
@@ -42,7 +44,7 @@ impl Objects {
         if let Some(client) = client {
             let _ = cell.set(client);
         }
-        Self { url, medium, client: cell, root, fsync, counters: Counters::default() }
+        Self { url, medium, client: cell, root, fsync, counters: Counters::default(), work: WorkCounters::default() }
     }
 
     pub(crate) fn medium(&self) -> &Medium {

@@ -50,6 +50,16 @@ pub fn infer_role(name: &str) -> RoleAndParam {
     RoleAndParam { role: role.to_owned(), param: param.join(".") }
 }
 
+/// Whether tensors of a role are parameters, as the model or the optimizer holds them.
+pub(crate) fn is_parameter(role: &str) -> bool {
+    matches!(role, "model" | "master")
+}
+
+/// Whether tensors of a role are moments of an optimizer.
+pub(crate) fn is_moment(role: &str) -> bool {
+    matches!(role, "exp_avg" | "exp_avg_sq" | "max_exp_avg_sq" | "momentum")
+}
+
 /// Returns whether a segment names one of several optimizers that Megatron chains.
 fn is_chained(segment: &str) -> bool {
     segment.strip_prefix("chained_").is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))

@@ -11,7 +11,8 @@ use crate::{Error, Limits, Result};
 
 const FORMAT: &str = "tensorcask-snapshot";
 
-/// Key under `user` of a manifest where a writer says whether all parameters and moments are finite. Spec: manifest 1.4.
+/// Key under `user` of a manifest where a writer says whether all parameters and moments are finite. Spec: manifest
+/// 1.4.1.
 pub(crate) const FINITE: &str = "tc.finite";
 
 /// Kind of a snapshot: self-contained or dependent on its parent.

@@ -16,7 +16,7 @@ use parquet::errors::ParquetError;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 
 use super::parquet_pages::check_pages;
-use crate::kernels::statistics::{ChangeStatistics, ValueStatistics, is_measured};
+use crate::kernels::statistics::{ChangeStatistics, ValueStatistics, is_measured, numbers_per_element};
 use crate::tensor::{ChunkGrid, Rect};
 use crate::{Dtype, Error, ErrorKind, Limits, Result};
 
@@ -237,7 +237,7 @@ fn decode(bytes: Bytes, limits: &Limits) -> Result<Vec<ChunkStatistics>> {
     if columns().any(|column| u64::try_from(column.num_values()).is_ok_and(|values| values > max_values)) {
         return Err(bad("a column has more values than its rows can hold"));
     }
-    check_pages(&bytes, file).map_err(bad)?;
+    check_pages(&bytes, file).map_err(|message| bad(message).clause("statistics 1.2"))?;
     let mut rows: Vec<ChunkStatistics> = Vec::new();
     for batch in builder.build().map_err(parquet)? {
         let batch = batch.map_err(|e| bad(format!("not a valid Parquet table: {e}")))?;
@@ -335,10 +335,12 @@ impl<'a> Table<'a> {
         if elements.end.saturating_sub(elements.start) != found.elements {
             return refuse("another number of elements than the chunk has", "statistics 2.2");
         }
-        if found.change.is_some() != found.reference_step.is_some() || found.change.is_some_and(|change| change.changed > found.elements) {
+        let numbers = found.elements.saturating_mul(numbers_per_element(dtype));
+        if found.change.is_some() != found.reference_step.is_some() || found.change.is_some_and(|change| change.changed > numbers) {
             return refuse("a change without a reference step, or of more elements than there are", "statistics 4");
         }
-        if found.values.is_some() != is_measured(dtype) {
+        let is_always_measured = matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64);
+        if found.values.is_some() && !is_measured(dtype) || found.values.is_none() && is_always_measured {
             return refuse("values of a type that has none, or none of a type that has them", "statistics 3");
         }
         if let Some(values) = &found.values {
@@ -346,8 +348,7 @@ impl<'a> Table<'a> {
             let counted = counts.iter().fold(0u64, |sum, &count| sum.saturating_add(count));
             let sampled = values.exponents.iter().fold(0u64, |sum, &count| sum.saturating_add(count));
             let ordered = values.min.zip(values.max).is_none_or(|(min, max)| min <= max);
-            if counted > found.elements || sampled > found.elements.div_ceil(16) || !ordered || values.min.is_some() != values.max.is_some()
-            {
+            if counted > numbers || sampled > numbers.div_ceil(16) || !ordered || values.min.is_some() != values.max.is_some() {
                 return refuse("counts beyond the number of elements, or a minimum above the maximum", "statistics 3");
             }
         }

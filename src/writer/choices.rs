@@ -2,8 +2,8 @@
 //!
 //! Layers of a model are alike: the weights of `layers.3.mlp` and `layers.7.mlp` compress alike. A *family* is the
 //! role, the parameter's name without its numbers, and the distance in steps to the base. The codec that won for one
-//! chunk of a family is tried first for the next chunks, and kept if the result is about as small as expected. Every
-//! 16th chunk of a family is estimated by all codecs again.
+//! chunk of a family is tried first for the next chunks, and kept if the result is about as small as expected. Some
+//! chunks of a family are estimated by all codecs again: the 17th, the 33rd, the 65th, and every 128th after that.
 //!
 //! A choice also says whether the codec took the base. Deltas gain little for most optimizer states several steps apart
 //! (see [`spared`](super::spared)), and then the base of the next chunk need not be read. Distances count in powers of
@@ -18,8 +18,14 @@ use std::collections::BTreeMap;
 use super::spared::{FamilySizes, spare_bases};
 use crate::codec::{Chosen, ChosenBy, ChunkKind, Preferred, Trial};
 
-/// Every how many chunks of a family all codecs are tried.
-const SAMPLED_EVERY: u64 = 16;
+/// Number of chunks of a family after which all codecs are tried again. This number doubles up to the most.
+const SAMPLED_FIRST: u64 = 16;
+const SAMPLED_EVERY: u64 = 128;
+
+/// Whether all codecs are tried for the chunk of this number in its family.
+fn is_sampled(number: u64) -> bool {
+    number.is_multiple_of(SAMPLED_EVERY) || (number >= SAMPLED_FIRST && number.is_power_of_two())
+}
 /// Smallest chunk from which choices are learned, in bytes. The sizes of smaller chunks are mostly padding.
 const LEAST_BYTES: u64 = 4 << 10;
 
@@ -85,7 +91,7 @@ impl Choices {
         let Some(family) = self.families.get_mut(family) else { return Trial::All };
         let number = family.chunks;
         family.chunks = number.wrapping_add(1);
-        if number.is_multiple_of(SAMPLED_EVERY) {
+        if is_sampled(number) {
             return Trial::WithAndWithoutBase;
         }
         let absolute = family.sample.as_ref().filter(|_| family.is_spared).map(|sample| &sample.absolute);
@@ -186,6 +192,8 @@ mod tests {
             assert_eq!(choices.next(&family), Trial::One(preferred.clone()));
         }
         assert_eq!(choices.next(&family), Trial::WithAndWithoutBase, "the 17th chunk");
+        let sampled: Vec<u64> = (0..600).filter(|&number| super::is_sampled(number)).collect();
+        assert_eq!(sampled, [0, 16, 32, 64, 128, 256, 384, 512]);
     }
 
     #[test]

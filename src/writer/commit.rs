@@ -14,21 +14,21 @@ use std::collections::BTreeMap;
 use super::changed_rows::ChangedRows;
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
-use super::{ExistingStep, Frozen, Metadata, SavedSnapshot, UnchangedTensors, Writer, WriterOptions};
+use super::{ExistingStep, Metadata, SavedSnapshot, UnchangedTensors, Writer, WriterOptions};
 use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of};
 use crate::commit::{Age, Appended, Log, LogState, Need, Refusal, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
 use crate::store::{Created, Upload, probe, saves_inline};
 use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Leader, Manifest, STORE_FILE, StoreFile};
-use crate::{Blob, Error, ErrorKind, Result, Retention, RoundingReport, Store, boxed};
+use crate::{Blob, Error, ErrorKind, NamePatterns, Result, Retention, RoundingReport, Store, boxed};
 
 /// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
 /// writers.
 #[boxed]
 pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<Leader>) -> Result<Writer> {
     options.retention.map_or(Ok(()), Retention::check)?;
-    let (unchanged, frozen) = (UnchangedTensors::default(), Frozen::parse(&options.frozen)?);
+    let (unchanged, frozen) = (UnchangedTensors::default(), NamePatterns::parse(&options.frozen)?);
     let id = match options.id {
         Some(id) => id,
         None => Id::random()?,
@@ -55,6 +55,7 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         unchanged,
         frozen,
         previous: None,
+        begun: None,
         measures_saves: true,
         stopped: None,
         leader,
@@ -239,11 +240,9 @@ impl Writer {
         let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
         manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
         manifest.user.extend(finite.map(|finite| (FINITE.to_owned(), finite.into())));
-        let times = SaveTimes { previous: self.previous, ..prepared.times };
-        if times != SaveTimes::default() {
-            let value = serde_json::to_value(times).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
-            manifest.user.insert(SaveTimes::KEY.to_owned(), value);
-        }
+        let times = SaveTimes { saved_ms: Some(manifest.time_ms), previous: self.previous, ..prepared.times };
+        let value = serde_json::to_value(times).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
+        manifest.user.insert(SaveTimes::KEY.to_owned(), value);
 
         let (bytes, manifest_digest) = manifest.encode()?;
         // Readers must accept the manifest: it may exceed a limit, or user metadata may be nested too deep.
@@ -399,7 +398,7 @@ pub(crate) struct Prepared<'a> {
     pub chunk_counts: BTreeMap<String, u64>,
     /// Rounding errors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
-    /// Whether all parameters and moments are finite; `None` without a check, or if a type is not checked.
+    /// Whether all parameters and moments are finite; `None` without a check.
     pub finite: Option<bool>,
     pub decision: PolicyDecision,
     /// Times of encoding and upload, if they were measured.

@@ -1,20 +1,20 @@
 //! Check of a state for NaN and infinities.
 //!
-//! Checked are parameters and moments, of the types that statistics measure. Other tensors may hold anything: a mask
-//! buffer holds negative infinities on purpose. Buffers have role `model` unless the caller states another, so negative
-//! infinities also pass in tensors whose names say *mask*.
+//! Checked are parameters and moments, of all types that can hold NaN or infinities. Other tensors may hold anything: a
+//! mask buffer holds negative infinities on purpose. Buffers have role `model` unless the caller states another, so
+//! negative infinities also pass in tensors whose names say *mask*.
 
 use std::fmt;
 
 use crate::kernels::finite::is_finite;
-use crate::kernels::statistics::{ValueStatistics, is_measured, values};
+use crate::kernels::statistics::{ValueStatistics, values};
+use crate::tensor::{is_moment, is_parameter};
 use crate::{Dtype, Error, Result};
 
 /// How a save treats a state whose parameters or moments hold NaN or infinities.
 ///
-/// Checked are tensors of type `f16`, `bf16`, `f32` or `f64` and role `model`, `master`, `exp_avg`, `exp_avg_sq`,
-/// `max_exp_avg_sq`, `momentum` or `ema`. Negative infinities are allowed in tensors whose name contains `mask`. If a
-/// tensor of such a role has another float type or a complex type, the snapshot is not marked as finite.
+/// Checked are tensors of a float or complex type and role `model`, `master`, `exp_avg`, `exp_avg_sq`,
+/// `max_exp_avg_sq`, `momentum` or `ema`. Negative infinities are allowed in tensors whose name contains `mask`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FiniteCheck {
     /// No check.
@@ -57,18 +57,13 @@ impl NonFinite {
     /// Looks for elements that should be finite; `None` if there are none. `measured` are the statistics of the chunk, if
     /// they are known.
     pub(crate) fn find(tensor: &str, role: &str, dtype: Dtype, data: &[u8], measured: Option<&ValueStatistics>) -> Option<Self> {
-        if !CHECKED_ROLES.contains(&role) || (measured.is_none() && is_finite(dtype, data)) {
+        if !is_checked(role) || (measured.is_none() && is_finite(dtype, data)) {
             return None;
         }
         let ValueStatistics { nan, positive_infinity, negative_infinity, .. } = measured.copied().or_else(|| values(dtype, data))?;
         let is_mask = tensor.to_ascii_lowercase().contains("mask");
         let infinite = positive_infinity.saturating_add(if is_mask { 0 } else { negative_infinity });
         (nan > 0 || infinite > 0).then_some(Self { nan, infinite })
-    }
-
-    /// Whether [`find`](Self::find) passes over a tensor whose elements may be NaN or infinite.
-    pub(crate) fn is_blind_to(role: &str, dtype: Dtype) -> bool {
-        CHECKED_ROLES.contains(&role) && dtype.is_float() && !is_measured(dtype)
     }
 
     /// The error of a refused save.
@@ -91,8 +86,10 @@ impl fmt::Display for NonFinite {
     }
 }
 
-/// Roles of parameters and of moments.
-const CHECKED_ROLES: [&str; 7] = ["model", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum", "ema"];
+/// Whether tensors of a role hold parameters, averages of parameters, or moments.
+fn is_checked(role: &str) -> bool {
+    is_parameter(role) || is_moment(role) || role == "ema"
+}
 
 #[cfg(test)]
 #[allow(clippy::little_endian_bytes, reason = "test data")]

@@ -17,7 +17,7 @@
 //! | `finite` | check for NaN and infinities |
 //! | `unchanged` | warning of parameters that stay the same |
 //! | `statistics` | statistics of each chunk, for the blob `tc.statistics` |
-//! | `pace` | the objective `auto`: measured rates, and the choice for each window |
+//! | `pace`, `forecast` | the objective `auto`: measured rates; the choice for each window |
 //! | `choices`, `spared` | which codec is tried first, and which chunks do without a base |
 //! | `base_cache`, `parent` | where the base of a delta comes from |
 //! | `commit` | directory, manifest, log entry |
@@ -33,6 +33,7 @@ mod choices;
 mod commit;
 mod estimate;
 mod finite;
+mod forecast;
 mod host_writer;
 mod input;
 mod layout;
@@ -53,7 +54,7 @@ mod unit;
 mod window;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
 
@@ -70,14 +71,14 @@ use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
 pub(crate) use schedule::{Entry, PlannedShard, Unit, WINDOW_BYTES, Window, schedule};
 pub use unchanged::UnchangedTensor;
-use unchanged::{Frozen, UnchangedTensors};
+use unchanged::UnchangedTensors;
 pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
 
-use crate::chain::{Policy, PolicyDecision, PreviousSave};
+use crate::chain::{Policy, PolicyDecision, PreviousSave, milliseconds};
 use crate::codec::ObjectiveSetting;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
 use crate::wire::{Digest, Id, Leader, SnapshotKind};
-use crate::{AheadUploads, Error, ErrorKind, Precision, Result, Retention, RoundingReport, Store};
+use crate::{AheadUploads, Error, ErrorKind, NamePatterns, Precision, Result, Retention, RoundingReport, Store};
 
 /// Metadata of a snapshot.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -109,10 +110,15 @@ pub struct WriterOptions {
     pub check: FiniteCheck,
     /// Steps to keep: after each commit, the writer forgets the others as [`Store::retain`] does. If forgetting fails, the writer
     /// warns, the snapshot stays saved, and the next save tries again. By default all steps are kept. The writer does not
-    /// reduce steps of `keep_weights_every`; [`maintain::retain`](crate::maintain::retain()) does.
+    /// reduce steps of `keep_weights_every`; [`maintain::apply_retention`](crate::maintain::apply_retention()) does.
     pub retention: Option<Retention>,
-    /// Globs of names of parameters that are not trained. [`SavedSnapshot::unchanged`] does not name them.
+    /// Patterns of names of parameters that are not trained, as for [`NamePatterns`]. [`SavedSnapshot::unchanged`] does
+    /// not name them.
     pub frozen: Vec<String>,
+    /// Whether the first save of this writer is compared with the two newest stored snapshots before it, for
+    /// [`SavedSnapshot::unchanged`]. For programs that save once. Reads the indexes of these snapshots, unless their
+    /// chains have more than 16 links. Off by default: then a writer remembers its own saves only.
+    pub recall: bool,
     /// Page alignment: pages begin at multiples of two to the power of this, 6 to 12.
     pub alignment_exponent: u8,
     /// How to treat a live snapshot of the same step with other content.
@@ -137,6 +143,7 @@ impl Default for WriterOptions {
             check: FiniteCheck::Off,
             retention: None,
             frozen: vec![],
+            recall: false,
             alignment_exponent: 6,
             existing_step: ExistingStep::default(),
             id: None,
@@ -194,10 +201,11 @@ pub struct SavedSnapshot {
     /// Rounding errors of all tensors; `None` if nothing was rounded.
     pub rounding: Option<RoundingReport>,
     /// Whether all parameters and moments are finite, by the rules of [`FiniteCheck`]; `None` without a check and
-    /// without statistics, or if a float or complex type is not checked.
+    /// without statistics.
     pub finite: Option<bool>,
-    /// Trained parameters whose content is that of the last two saves of this writer, or more. A parameter with a moment in
-    /// the state is trained. In a state without moments, these are all parameters, or none.
+    /// Trained parameters whose content is that of the last two saves of this writer, or more. A parameter with a
+    /// moment in the state is trained. In a state without moments, these are all parameters, or none. A coordinator
+    /// finds them from the receipts of all ranks.
     pub unchanged: Vec<UnchangedTensor>,
     /// Why the snapshot became a base or a delta.
     pub decision: PolicyDecision,
@@ -240,9 +248,11 @@ pub struct Writer {
     /// Digest of the last directory that this writer made durable.
     durable_directory: Option<Digest>,
     unchanged: UnchangedTensors,
-    frozen: Frozen,
+    frozen: NamePatterns,
     /// Times of the newest save that was committed, for the next snapshot.
     previous: Option<PreviousSave>,
+    /// Step and start of the save of many ranks that is under way.
+    begun: Option<(u64, Instant)>,
     /// Whether this writer measures `previous` by itself.
     measures_saves: bool,
     /// Message of the commit with unknown outcome that stopped this writer.
@@ -290,16 +300,25 @@ impl Writer {
         (self.previous, self.measures_saves) = (previous, false);
     }
 
+    /// Notes for how long the last committed save stopped the training. The next snapshot records it. Without a note,
+    /// readers take the time of the whole save.
+    pub fn note_stall(&mut self, stall: Duration) {
+        if let Some(previous) = &mut self.previous {
+            previous.stall_ms = Some(milliseconds(stall));
+        }
+    }
+
     /// Sets how the next saves treat a step that exists.
     pub fn on_existing_step(&mut self, existing_step: ExistingStep) {
         self.pipeline.options.existing_step = existing_step;
     }
+}
 
-    fn check_usable(&self) -> Result<()> {
-        match &self.stopped {
-            None => Ok(()),
-            Some(message) => Err(Error::new(ErrorKind::OutcomeUnknown, format!("this writer has stopped: {message}"))),
-        }
+/// Refuses to go on after a commit with unknown outcome.
+fn check_usable(writer: &Writer) -> Result<()> {
+    match &writer.stopped {
+        None => Ok(()),
+        Some(message) => Err(Error::new(ErrorKind::OutcomeUnknown, format!("this writer has stopped: {message}"))),
     }
 }
 

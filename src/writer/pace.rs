@@ -14,18 +14,17 @@
 //! proportion to the work that the codecs declare. The rate of the store is the bytes that it took over the time
 //! during which requests were open.
 //!
-//! [`Forecast`] is pure: it holds no clock. Nothing here affects what is decoded, only how many bytes are stored and when.
+//! Nothing here affects what is decoded, only how many bytes are stored and when.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::forecast::{BALANCED, Forecast};
 use crate::chain::DeltaEstimate;
 use crate::codec::{Chosen, ChunkKind, LEVELS, Objective};
 use crate::store::PartBudget;
 use crate::wire::SnapshotKind;
 
-/// Position of `balanced` in [`LEVELS`]: the level while nothing is measured.
-const BALANCED: usize = 1;
 /// Position of `smallest` in [`LEVELS`].
 const SMALLEST: usize = 2;
 /// Share of older measurements that is kept at the start of each save.
@@ -121,33 +120,6 @@ impl KindPace {
     fn stored_shares(&self) -> Option<[f64; LEVELS.len()]> {
         let changed = self.changed_bytes / self.bytes.max(1.0);
         (self.sample.bytes > 0.0).then(|| self.sample.stored.map(|bytes| changed * bytes / self.sample.bytes))
-    }
-}
-
-/// Expected rates for the rest of a save.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Forecast {
-    /// Seconds of encoding per decoded byte, by level.
-    pub encode: [f64; LEVELS.len()],
-    /// Stored bytes per decoded byte, by level.
-    pub stored: [f64; LEVELS.len()],
-    /// Seconds of uploading per stored byte.
-    pub upload: f64,
-}
-
-impl Forecast {
-    /// Seconds until `rest` decoded bytes are durable at a level, with `in_flight` bytes on their way already.
-    fn seconds(&self, level: usize, rest: f64, in_flight: f64) -> f64 {
-        let upload = (in_flight + rest * self.stored[level]) * self.upload;
-        (rest * self.encode[level]).max(upload)
-    }
-
-    /// The level for the rest of a save.
-    fn level(&self, rest: f64, in_flight: f64) -> usize {
-        let seconds = |level: usize| self.seconds(level, rest, in_flight);
-        let least = (0..LEVELS.len()).map(seconds).fold(f64::INFINITY, f64::min);
-        let near = (0..LEVELS.len()).filter(|&level| seconds(level) <= least * 1.1);
-        near.min_by(|&a, &b| self.stored[a].total_cmp(&self.stored[b])).unwrap_or(BALANCED)
     }
 }
 
@@ -304,10 +276,11 @@ impl std::fmt::Display for ObjectiveReport {
 mod tests {
     use std::time::Duration;
 
-    use super::{Forecast, KindPace, ObjectiveReport, Pace};
+    use super::{KindPace, ObjectiveReport, Pace};
     use crate::chain::DeltaEstimate;
     use crate::codec::{Chosen, ChosenBy, EncodedChunk, LEVELS, LevelEstimate};
     use crate::wire::SnapshotKind;
+    use crate::writer::forecast::Forecast;
 
     /// Levels of a state whose smallest form takes 5 times as long to encode as the fastest: 5, 2 and 1 GB/s, for
     /// 0.35, 0.28 and 0.26 of the bytes.

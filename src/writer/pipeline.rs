@@ -23,7 +23,7 @@ use super::cask_writer::{CaskWriter, Destination, EncodeOptions};
 use super::changed_rows::ChangedRows;
 use super::choices::Choices;
 use super::input::{SaveInput, label};
-use super::layout::{LayoutTensor, StateLayout};
+use super::layout::StateLayout;
 use super::pace::{ObjectiveReport, Pace, PacedSave};
 use super::parent::Parent;
 use super::plan::SavePlan;
@@ -32,11 +32,11 @@ use super::schedule::{Entry, Window};
 use super::statistics::StatisticsRecord;
 use super::unit::UnitResult;
 use super::window::{EncodedWindow, WindowChunks, encode_window};
-use super::{BaseKeeping, FiniteCheck, NonFinite, WriterOptions};
+use super::{BaseKeeping, FiniteCheck, WriterOptions};
 use crate::chain::{Policy, SaveTimes, content_digests, milliseconds};
 use crate::codec::{Objective, ObjectiveSetting};
 use crate::precision::Setting;
-use crate::store::{PartBudget, Upload, concurrently};
+use crate::store::{PartBudget, Upload, Work, concurrently};
 use crate::wire::{CaskRef, ChunkStatistics, Digest, Directory, ErrorsFile, SnapshotKind, blob_slot};
 use crate::{AheadUploads, Error, Result, Store, boxed};
 
@@ -72,7 +72,7 @@ pub(super) struct UploadedCasks {
     /// The state, if it becomes the base of the next delta and is kept.
     pub next_base: Option<NextBase>,
     pub rounding: RoundingRecord,
-    /// Whether all parameters and moments are finite; `None` without a check, or if a type is not checked.
+    /// Whether all parameters and moments are finite; `None` without a check.
     pub finite: Option<bool>,
     /// How long encoding took, and for how long it waited for uploads.
     pub times: SaveTimes,
@@ -165,12 +165,9 @@ impl SavePipeline {
         let casks = slots.into_iter().map(open).collect::<Result<_>>()?;
         let plan = SavePlan::new(&input)?;
         let mut uploaded = UploadedCasks::new(layout, next_base);
-        let is_unchecked = |tensor: &LayoutTensor<'_>| {
-            let has_elements = tensor.shards.iter().any(|view| !view.data().is_empty());
-            has_elements && NonFinite::is_blind_to(&tensor.description.role, tensor.description.dtype)
-        };
-        uploaded.finite = (options.finite && !layout.tensors.iter().any(is_unchecked)).then_some(true);
+        uploaded.finite = options.finite.then_some(true);
         let mut run = SaveRun { input, plan: &plan, base, paced, casks, uploaded };
+        let mut work = Work::plan(store, layout.tensor_bytes);
         let (mut encoding, mut uploading) = (Duration::ZERO, Duration::ZERO);
         for window in &plan.windows {
             let begun = Instant::now();
@@ -185,6 +182,7 @@ impl SavePipeline {
                 paced.add_window(plan.decoded_bytes(window), encoded.duration_since(begun));
             }
             run.send().await?;
+            work.add(plan.decoded_bytes(window));
             encoding = encoding.saturating_add(encoded.duration_since(begun));
             uploading = uploading.saturating_add(encoded.elapsed());
         }
@@ -192,7 +190,7 @@ impl SavePipeline {
         let mut uploaded = run.finish().await?;
         uploading = uploading.saturating_add(begun.elapsed());
         let (encode_ms, upload_ms) = (Some(milliseconds(encoding)), Some(milliseconds(uploading)));
-        uploaded.times = SaveTimes { encode_ms, upload_ms, previous: None };
+        uploaded.times = SaveTimes { encode_ms, upload_ms, ..SaveTimes::default() };
         Ok(uploaded)
     }
 }

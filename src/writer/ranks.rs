@@ -174,6 +174,7 @@ impl RankPart {
         let parent = parent.map(Parent::reference);
         let mut receipt = Receipt::new(RankSave { step, attempt, rank, world }, parent, uploaded.casks, tensors.collect());
         receipt.finite = uploaded.finite;
+        (receipt.encode_ms, receipt.upload_ms) = (uploaded.times.encode_ms, uploaded.times.upload_ms);
         self.pending = uploaded.next_base.map(|next| (receipt.casks.clone(), next));
         Ok(receipt)
     }

@@ -6,13 +6,14 @@
 //! Invariants: receipts of two steps or two attempts are never mixed, and all deltas share one parent.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::commit::{Commit, Prepared};
 use super::layout::check_tiles;
 use super::parent::Parent;
-use super::{Metadata, SavedSnapshot, Writer, check_user, final_message};
-use crate::chain::{DecisionReason, Policy, SaveTimes, content_digests};
+use super::unchanged::{ChunkCrcs, find_unchanged};
+use super::{Metadata, SavedSnapshot, Writer, check_usable, check_user, final_message};
+use crate::chain::{DecisionReason, Policy, PreviousSave, SaveTimes, content_digests, milliseconds};
 use crate::codec::Registry;
 use crate::commit::Age;
 use crate::store::concurrently;
@@ -41,11 +42,14 @@ impl LedSession {
 
 impl Writer {
     /// Parent of the deltas of all ranks for a snapshot of `step`, by the policy; `None` for a base. Fails with
-    /// `Conflict`, before any rank uploads, if the step is saved already and must not be replaced.
+    /// `Conflict`, before any rank uploads, if the step is saved already and must not be replaced. The time of the save
+    /// counts from this call on.
     pub async fn next_parent(&mut self, step: u64) -> Result<Option<Id>> {
-        self.check_usable()?;
+        let begun = Instant::now();
+        check_usable(self)?;
         let (parent, _) = self.decide(step).await?;
         self.replaceable(step, &BTreeMap::new(), None).await?;
+        self.begun = Some((step, begun));
         Ok(parent)
     }
 
@@ -53,7 +57,7 @@ impl Writer {
     /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store. Metadata of the
     /// receipts is added to `metadata`.
     pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
-        self.check_usable()?;
+        check_usable(self)?;
         let mut metadata = metadata.clone();
         for receipt in receipts {
             metadata.user.extend(receipt.user.clone());
@@ -61,6 +65,11 @@ impl Writer {
         }
         check_user(&metadata)?;
         let saved = self.commit_all(step, receipts, &metadata).await;
+        let begun = self.begun.take().filter(|(begun_step, _)| *begun_step == step);
+        if saved.is_ok() && self.measures_saves {
+            let save_ms = begun.map(|(_, begun)| milliseconds(begun.elapsed()));
+            self.previous = Some(PreviousSave { step, save_ms, ..PreviousSave::default() });
+        }
         self.stopped = final_message(&saved);
         saved
     }
@@ -99,21 +108,23 @@ impl Writer {
             (Some(false), _) | (_, Some(false)) => Some(false),
             (a, b) => Some(a? && b?),
         });
-        let (finite, chunk_counts, times) = (finite.flatten(), BTreeMap::new(), SaveTimes::default());
+        let (finite, chunk_counts, times) = (finite.flatten(), BTreeMap::new(), times_of(receipts, self.measures_saves));
         let prepared =
             Prepared { directory, tensor_bytes, casks, content, blobs: None, chunk_counts, rounding: None, finite, decision, times, age };
-        match self.commit(step, parent.as_ref(), &prepared, vec![], metadata).await? {
+        let mut saved = match self.commit(step, parent.as_ref(), &prepared, vec![], metadata).await? {
             // The log was replaced after `decide`. A base needs no other snapshot, so it is committed to the new log.
             Commit::Stale(stale) if stale.replaced && parent.is_none() => {
                 self.restart_in_replaced_store(&stale.error).await?;
-                self.commit(step, None, &prepared, vec![], metadata).await?.done()
+                self.commit(step, None, &prepared, vec![], metadata).await?.done()?
             }
             Commit::Stale(stale) => {
                 let message = format!("{}. Save the step again, on all ranks", stale.error.message());
-                Err(Error::new(ErrorKind::Conflict, message).object(store.url()).source(stale.error))
+                return Err(Error::new(ErrorKind::Conflict, message).object(store.url()).source(stale.error));
             }
-            other => other.done(),
-        }
+            other => other.done()?,
+        };
+        saved.unchanged = find_unchanged(self, step, &merged.tensors()).await;
+        Ok(saved)
     }
 
     /// Opens the common parent of all deltas; `None` if no rank wrote a delta. A rank that wrote its shards whole
@@ -178,6 +189,17 @@ fn check_session(led: Option<LedSession>, receipts: &[Receipt]) -> Result<()> {
         None => Ok(()),
         Some(other) => Err(Error::invalid(format!("the receipt of rank {} is of another session or attempt", other.rank))),
     }
+}
+
+/// Times of the slowest rank, as far as all ranks know theirs. A receipt comes from another process: numbers that are
+/// no times are left out.
+fn times_of(receipts: &[Receipt], measures_uploads: bool) -> SaveTimes {
+    let slowest = |time: fn(&Receipt) -> Option<f64>| {
+        let times = receipts.iter().map(|receipt| time(receipt).filter(|ms| ms.is_finite() && *ms >= 0.0));
+        times.reduce(|a, b| Some(a?.max(b?))).flatten()
+    };
+    let upload_ms = slowest(|receipt| receipt.upload_ms).filter(|_| measures_uploads);
+    SaveTimes { encode_ms: slowest(|receipt| receipt.encode_ms), upload_ms, ..SaveTimes::default() }
 }
 
 /// Refuses partners that are not unique. Readers find a partner by role and parameter among the tensors of all ranks,
@@ -255,6 +277,18 @@ struct Merged {
 }
 
 impl Merged {
+    /// Checksums of each tensor, by shard.
+    fn tensors(&self) -> Vec<ChunkCrcs<'_>> {
+        let mut rest = self.crcs.as_slice();
+        let mut tensors = Vec::with_capacity(self.rows.len());
+        for (tensor, shards) in &self.rows {
+            let (crcs, others) = rest.split_at_checked(shards.len()).unwrap_or_default();
+            rest = others;
+            tensors.push(ChunkCrcs { tensor, crcs });
+        }
+        tensors
+    }
+
     fn new(receipts: &[Receipt], limits: &Limits) -> Result<Self> {
         let mut tensors: BTreeMap<&str, Vec<&ReceiptTensor>> = BTreeMap::new();
         for tensor in receipts.iter().flat_map(|receipt| &receipt.tensors) {

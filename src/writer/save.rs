@@ -9,7 +9,8 @@ use super::commit::{Commit, Prepared};
 use super::estimate::estimate;
 use super::layout::StateLayout;
 use super::parent::Parent;
-use super::{Metadata, SavedSnapshot, Writer, check_user, final_message};
+use super::unchanged::{ChunkCrcs, find_unchanged};
+use super::{Metadata, SavedSnapshot, Writer, check_usable, check_user, final_message};
 use crate::chain::{DecisionReason, Policy, PolicyDecision, PreviousSave, SaveTimes, milliseconds};
 use crate::codec::ObjectiveSetting;
 use crate::commit::Age;
@@ -34,7 +35,7 @@ impl Writer {
     /// parts, the begun part of each cask (up to 8 MiB), and one blob.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<SavedSnapshot> {
         let begun = Instant::now();
-        self.check_usable()?;
+        check_usable(self)?;
         check_user(metadata)?;
         let layout = StateLayout::new(tensors, blobs, self.pipeline.store.limits())?;
         let saved = self.save_layout(&Request { step, layout: &layout, metadata }).await;
@@ -131,7 +132,9 @@ impl Writer {
         let mut committed = self.commit(step, parent, &prepared, uploaded.unpublished, metadata).await?;
         if let Commit::Done(saved) = &mut committed {
             saved.objective = uploaded.objective;
-            saved.unchanged = self.unchanged.record(step, layout, &uploaded.crcs, &self.frozen);
+            let tensors = layout.tensors.iter().zip(&uploaded.crcs);
+            let tensors: Vec<ChunkCrcs<'_>> = tensors.map(|(tensor, crcs)| ChunkCrcs { tensor: &tensor.description, crcs }).collect();
+            saved.unchanged = find_unchanged(self, step, &tensors).await;
             if let Some(next_base) = uploaded.next_base {
                 self.pipeline.base.promote(saved.id, next_base);
             }

@@ -1,31 +1,41 @@
 //! Parameters that stay the same from save to save although they are being trained.
 //!
-//! A job that saves stale weights again and again writes checkpoints that look healthy. A writer therefore remembers the
-//! checksums of the last save, tensor by tensor. The checksums exist in any case, so the comparison costs a few bytes per
-//! tensor and no pass over the elements.
+//! A job that saves stale weights again and again writes checkpoints that look healthy. A writer therefore remembers
+//! the checksums of the last save, tensor by tensor. The checksums exist in any case, so the comparison costs a few
+//! bytes per tensor and no pass over the elements. A writer that saves only once has nothing to remember; it can read
+//! the checksums of the two snapshots before from their indexes ([`recall`]).
 //!
-//! A state does not say which tensors are trained. Buffers look like weights, and never change. A weight or master whose
-//! parameter has a moment in the same state is trained. In a state without moments, no single tensor is reported, but all
-//! of them are if none changed.
+//! A state does not say which tensors are trained. Buffers look like weights, and never change. A weight or master
+//! whose parameter has a moment in the same state is trained. In a state without moments, no single tensor is reported,
+//! but all of them are if none changed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use globset::{Glob, GlobSet, GlobSetBuilder};
-
-use super::layout::StateLayout;
+use super::Writer;
+use crate::chain::chain_of;
+use crate::commit::LogState;
 use crate::kernels::statistics::is_measured;
-use crate::{Error, Result};
+use crate::reader::{Snapshot, tensor_crcs};
+use crate::tensor::{is_moment, is_parameter};
+use crate::wire::DirectoryTensor;
+use crate::{NamePatterns, Result, Store, boxed};
 
 /// A trained parameter that did not change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnchangedTensor {
     /// Name of the tensor.
     pub tensor: String,
-    /// Step of the first save of this writer with the same content.
+    /// Step of the first known save with the same content.
     pub since_step: u64,
 }
 
-/// What a writer remembers of the tensors that it saved.
+/// A tensor of a save, and the checksums of its chunks by shard.
+pub(super) struct ChunkCrcs<'a> {
+    pub tensor: &'a DirectoryTensor,
+    pub crcs: &'a [Vec<u32>],
+}
+
+/// Memory of a writer of the tensors that it saved.
 #[derive(Debug, Default)]
 pub(super) struct UnchangedTensors {
     last: BTreeMap<String, Content>,
@@ -48,22 +58,21 @@ struct Content {
 const REPEATS: u64 = 2;
 
 impl UnchangedTensors {
-    /// Takes over a committed save. Returns the trained parameters that did not change in at least two saves.
-    ///
-    /// `crcs` are the checksums of the chunks by tensor and shard. Tensors in `frozen` are not reported.
-    pub(super) fn record(&mut self, step: u64, layout: &StateLayout<'_>, crcs: &[Vec<Vec<u32>>], frozen: &Frozen) -> Vec<UnchangedTensor> {
+    /// Records a committed save. Returns the trained parameters that did not change in at least two saves, and warns of
+    /// each once. Tensors that match `frozen` are not reported.
+    fn record(&mut self, step: u64, tensors: &[ChunkCrcs<'_>], frozen: &NamePatterns) -> Vec<UnchangedTensor> {
+        let unchanged = self.compare(step, tensors, frozen);
+        self.warn(step, &unchanged);
+        unchanged
+    }
+
+    fn compare(&mut self, step: u64, tensors: &[ChunkCrcs<'_>], frozen: &NamePatterns) -> Vec<UnchangedTensor> {
         let mut now: BTreeMap<String, Content> = BTreeMap::new();
-        let has_moment: BTreeSet<&str> = layout
-            .tensors
-            .iter()
-            .filter(|tensor| MOMENTS.contains(&tensor.description.role.as_str()))
-            .map(|tensor| &*tensor.description.param)
-            .collect();
+        let moments = tensors.iter().map(|saved| saved.tensor).filter(|tensor| is_moment(&tensor.role));
+        let has_moment: BTreeSet<&str> = moments.map(|tensor| &*tensor.param).collect();
         let (mut reported, mut candidates, mut all_unchanged) = (Vec::new(), Vec::new(), true);
-        for (tensor, crcs) in layout.tensors.iter().zip(crcs) {
-            let description = &tensor.description;
-            let is_weight = WEIGHTS.contains(&description.role.as_str()) && is_measured(description.dtype);
-            if !is_weight || crcs.iter().all(Vec::is_empty) || frozen.0.is_match(&description.name) {
+        for ChunkCrcs { tensor, crcs } in tensors {
+            if !is_compared(tensor) || crcs.iter().all(Vec::is_empty) || frozen.matches(&tensor.name) {
                 continue;
             }
             let mut hasher = crc32fast::Hasher::new();
@@ -71,7 +80,7 @@ impl UnchangedTensors {
                 hasher.update(format!("{shard}:{chunks:x?}").as_bytes());
             }
             let checksum = hasher.finalize();
-            let before = self.last.get(&description.name).filter(|before| before.checksum == checksum && before.since_step <= step);
+            let before = self.last.get(&tensor.name).filter(|before| before.checksum == checksum && before.since_step <= step);
             let content = match before {
                 Some(&Content { since_step, repeats, .. }) => {
                     // The same step, saved again, is no further step without a change.
@@ -81,21 +90,19 @@ impl UnchangedTensors {
                 None => Content { checksum, since_step: step, repeats: 0 },
             };
             let unchanged =
-                (content.repeats >= REPEATS).then(|| UnchangedTensor { tensor: description.name.clone(), since_step: content.since_step });
+                (content.repeats >= REPEATS).then(|| UnchangedTensor { tensor: tensor.name.clone(), since_step: content.since_step });
             all_unchanged &= unchanged.is_some();
-            match has_moment.contains(&*description.param) {
+            match has_moment.contains(&*tensor.param) {
                 true => reported.extend(unchanged),
                 false => candidates.extend(unchanged),
             }
-            now.insert(description.name.clone(), content);
+            now.insert(tensor.name.clone(), content);
         }
         (self.last, self.last_step) = (now, Some(step));
-        let unchanged = match all_unchanged && has_moment.is_empty() {
+        match all_unchanged && has_moment.is_empty() {
             true => candidates,
             false => reported,
-        };
-        self.warn(step, &unchanged);
-        unchanged
+        }
     }
 
     /// Warns of each tensor once.
@@ -115,23 +122,46 @@ impl UnchangedTensors {
     }
 }
 
-/// Names of tensors that are not trained.
-#[derive(Debug, Default)]
-pub(super) struct Frozen(GlobSet);
-
-impl Frozen {
-    /// Parses globs, in which `*` stands for any characters.
-    pub(super) fn parse(globs: &[String]) -> Result<Self> {
-        let bad = |e: globset::Error| Error::invalid(format!("pattern of frozen tensors: {e}"));
-        let mut set = GlobSetBuilder::new();
-        for glob in globs {
-            set.add(Glob::new(glob).map_err(bad)?);
-        }
-        Ok(Self(set.build().map_err(bad)?))
-    }
+/// Whether a tensor is a parameter that training changes.
+fn is_compared(tensor: &DirectoryTensor) -> bool {
+    is_parameter(&tensor.role) && is_measured(tensor.dtype)
 }
 
-/// Roles of parameters.
-const WEIGHTS: [&str; 2] = ["model", "master"];
-/// Roles of moments.
-const MOMENTS: [&str; 4] = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum"];
+/// Finds the trained parameters of a committed snapshot that did not change.
+#[boxed]
+pub(super) async fn find_unchanged(writer: &mut Writer, step: u64, tensors: &[ChunkCrcs<'_>]) -> Vec<UnchangedTensor> {
+    if writer.pipeline.options.recall && writer.unchanged.last_step.is_none() {
+        match recall(&writer.pipeline.store, writer.log.state(), step, &writer.frozen).await {
+            Ok(unchanged) => writer.unchanged = unchanged,
+            Err(error) => tracing::debug!(step, %error, "the snapshots before cannot be compared"),
+        }
+    }
+    writer.unchanged.record(step, tensors, &writer.frozen)
+}
+
+/// Number of links of a chain up to which [`recall`] reads its indexes.
+const MAX_LINKS: usize = 16;
+
+/// Remembers the two newest live snapshots before a step, from their indexes. Reads no tensor bytes. Remembers nothing
+/// if there are not two, or if a chain is long: the comparison is not worth many requests.
+#[boxed]
+async fn recall(store: &Store, state: &LogState, step: u64, frozen: &NamePatterns) -> Result<UnchangedTensors> {
+    let mut unchanged = UnchangedTensors::default();
+    let mut before: Vec<_> = state.live().filter(|record| record.step < step).collect();
+    before.sort_unstable_by_key(|record| record.step);
+    let Some((_, newest)) = before.split_last_chunk::<{ REPEATS as usize }>() else { return Ok(unchanged) };
+    let is_long = |id| chain_of(state, id, store.limits().max_chain_depth).map_or(true, |chain| chain.len() > MAX_LINKS);
+    if newest.iter().any(|record| is_long(record.id)) {
+        return Ok(unchanged);
+    }
+    for record in newest {
+        let snapshot = Snapshot::load(store, state, record.id).await?;
+        let directory = &snapshot.chain.newest().directory;
+        let tensors: Vec<DirectoryTensor> = (0..directory.len()).map(|tensor| directory.tensor(tensor)).collect();
+        let wanted = |tensor: usize| tensors.get(tensor).is_some_and(|tensor| is_compared(tensor) && !frozen.matches(&tensor.name));
+        let crcs = tensor_crcs(&snapshot.chain, &wanted).await?;
+        let saved: Vec<ChunkCrcs<'_>> = tensors.iter().zip(&crcs).map(|(tensor, crcs)| ChunkCrcs { tensor, crcs }).collect();
+        unchanged.compare(record.step, &saved, frozen);
+    }
+    Ok(unchanged)
+}

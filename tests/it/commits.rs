@@ -10,8 +10,8 @@ use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
 use tensorcask::wire::{Digest, Event, Id, LogEntry};
 use tensorcask::{
-    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, PolicyDecision, PreviousSave, SaveTimes, Slice,
-    Store, StoreOptions, TensorView, Writer, WriterOptions,
+    BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, PolicyDecision, PreviousSave, Rank, SaveTimes,
+    Slice, SnapshotInfo, Store, StoreOptions, TensorView, Writer, WriterOptions,
 };
 
 async fn save(writer: &mut Writer, step: u64) -> tensorcask::Result<tensorcask::SavedSnapshot> {
@@ -29,6 +29,47 @@ async fn assert_holds(store: &Store, step: u64) {
 async fn assert_clean(store: &Store) {
     let report = maintain::verify(store, &VerifyOptions::default()).await.unwrap();
     assert!(report.is_clean(), "{:?}", report.problems);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn snapshots_of_ranks_record_the_times_of_the_slowest() {
+    let store = Store::open("memory://times-of-ranks").unwrap();
+    let mut coordinator = store.writer(Policy::Consecutive).await.unwrap();
+    for step in 1..=4 {
+        let parent = coordinator.next_parent(step).await.unwrap();
+        let mut receipts = Vec::new();
+        for rank in [0, 1] {
+            let name = format!("w{rank}");
+            let mut writer = store.rank_writer(Rank { rank, world: 2, attempt: 0 }, WriterOptions::default()).await.unwrap();
+            let data = [step as u8; 4];
+            let state = [TensorView::new(&name, Dtype::U8, &[4], &data).unwrap()];
+            let mut receipt = writer.save_on(step, parent, &state, &[]).await.unwrap();
+            assert!(receipt.encode_ms.is_some() && receipt.upload_ms.is_some());
+            (receipt.encode_ms, receipt.upload_ms) = match step {
+                // An earlier version of the library, or a forged receipt.
+                3 => (Some(f64::NAN), Some(-1.0)),
+                4 => (None, None),
+                _ => (Some(f64::from(rank + 1)), Some(f64::from(2 - rank))),
+            };
+            receipts.push(receipt);
+        }
+        coordinator.commit_receipts(step, &receipts, &Metadata::default()).await.unwrap();
+        if step == 1 {
+            coordinator.note_stall(std::time::Duration::from_millis(5));
+        }
+    }
+    let times_of = async |step: u64| store.snapshot(step).await.unwrap().inspect().times();
+    let (first, second) = (times_of(1).await.unwrap(), times_of(2).await.unwrap());
+    assert_eq!((first.encode_ms, first.upload_ms, first.previous), (Some(2.0), Some(2.0), None));
+    let previous = second.previous.unwrap();
+    assert_eq!((previous.step, previous.stall_ms), (1, Some(5.0)));
+    assert!(previous.save_ms.unwrap() > 0.0);
+    for step in [3, 4] {
+        let times = times_of(step).await.unwrap();
+        assert_eq!((times.encode_ms, times.upload_ms, times.previous.map(|save| save.step)), (None, None, Some(step - 1)));
+    }
+    let measured = maintain::measure(&store.snapshots().await.unwrap(), maintain::TimeOverrides::default()).unwrap();
+    assert_eq!((measured.stall.seconds, measured.save.origin), (0.005, maintain::Origin::Measured));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -59,6 +100,13 @@ async fn snapshots_record_the_times_of_saves() {
     let by_step = SaveTimes::by_step(infos.iter().map(|info| (info.record.step, &info.user)));
     assert_eq!(by_step.keys().copied().collect::<Vec<_>>(), [1, 2, 3, 4]);
     assert_eq!((by_step[&1].save_ms, by_step[&2].stall_ms), (previous.save_ms, Some(0.5)));
+
+    // A copy has log entries of its own, a moment apart. The times of the saves stay.
+    let copy = Store::open("memory://times-of-saves-copied").unwrap();
+    maintain::copy(&store, &copy, &maintain::CopyOptions::default()).await.unwrap();
+    let saved_ms = |infos: &[SnapshotInfo]| infos.iter().map(|info| SaveTimes::of(&info.user).unwrap().saved_ms).collect::<Vec<_>>();
+    assert!(saved_ms(&infos).iter().all(Option::is_some));
+    assert_eq!(saved_ms(&copy.snapshots().await.unwrap()), saved_ms(&infos));
 
     // Compaction keeps them: they are about the save.
     maintain::compact(&store, 2, &maintain::CompactOptions::default()).await.unwrap();

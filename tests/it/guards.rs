@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use tensorcask::blocking::{Store, Writer, maintain};
 use tensorcask::{
-    Dtype, ErrorKind, FiniteCheck, Metadata, Policy, Rank, Retention, SavedSnapshot, SnapshotRecord, TensorView, WriterOptions,
+    Dtype, ErrorKind, FiniteCheck, Metadata, Policy, Rank, Rect, Retention, SavedSnapshot, SnapshotRecord, TensorView, WriterOptions,
 };
 
 use crate::common::without_inline;
@@ -74,29 +74,34 @@ fn statistics_and_the_check_mark_a_snapshot_and_otherwise_nothing_is_known() {
 }
 
 #[test]
-fn a_float_type_that_is_not_checked_leaves_the_snapshot_without_a_mark() {
-    for (dtype, role, finite) in [
-        (Dtype::F8E5M2, "model", None),
-        (Dtype::F8E8M0, "model", None),
-        (Dtype::U8, "model", Some(true)),
-        (Dtype::F8E5M2, "buffer", Some(true)),
+fn narrow_floats_and_complex_numbers_are_checked() {
+    // The last bytes are a NaN, except in a type that has none.
+    for (dtype, role, is_finite) in [
+        (Dtype::F8E4M3, "model", false),
+        (Dtype::F8E5M2, "model", false),
+        (Dtype::F8E8M0, "model", false),
+        (Dtype::C64, "model", false),
+        (Dtype::C128, "exp_avg", false),
+        (Dtype::F6E2M3, "model", true),
+        (Dtype::U8, "model", true),
+        (Dtype::F8E5M2, "buffer", true),
     ] {
+        let bytes = dtype.byte_count(4).unwrap() as usize;
+        let state_of = |last: u8| [vec![1; bytes - 1], vec![last]].concat();
         for check in [FiniteCheck::Refuse, FiniteCheck::Tag] {
             let store = Store::open(&format!("memory://guards-{dtype}-{role}-{}", check.name().unwrap())).unwrap();
             let mut writer = store.writer_with(options(check)).unwrap();
-            let mut save = |step, number: f32| {
-                let wide = number.to_le_bytes();
-                // NaN in all of these float types.
-                let narrow = TensorView::new("a", dtype, &[1], &[0xff])?.with_role(role, "a");
-                let state = [narrow, TensorView::new("w", Dtype::F32, &[1], &wide)?, TensorView::new("z", Dtype::F8E5M2, &[0], &[])?];
-                writer.save(step, &state, &[], &Metadata::default())
+            let mut save = |step, last: u8| {
+                let data = match dtype {
+                    Dtype::C64 | Dtype::C128 if last == 0xff => vec![0xff; bytes],
+                    _ => state_of(last),
+                };
+                writer.save(step, &[TensorView::new("a", dtype, &[4], &data)?.with_role(role, "a")], &[], &Metadata::default())
             };
-            assert_eq!(save(1, 1.0).unwrap().finite, finite, "{dtype} {role}");
-            assert_eq!(store.snapshot(1).unwrap().user().get("tc.finite").cloned(), finite.map(Into::into));
-            // Other tensors are checked all the same.
-            match save(2, f32::NAN) {
-                Ok(saved) => assert_eq!((check, saved.finite), (FiniteCheck::Tag, Some(false))),
-                Err(error) => assert_eq!((check, error.kind()), (FiniteCheck::Refuse, ErrorKind::InvalidArgument)),
+            assert_eq!(save(1, 1).unwrap().finite, Some(true), "{dtype} {role}");
+            match save(2, 0xff) {
+                Ok(saved) => assert!(saved.finite == Some(is_finite) && (is_finite || check == FiniteCheck::Tag), "{dtype} {role}"),
+                Err(error) => assert!(!is_finite && check == FiniteCheck::Refuse && error.kind() == ErrorKind::InvalidArgument, "{error}"),
             }
         }
     }
@@ -217,12 +222,12 @@ fn steps_are_reduced_to_weights_except_the_last_finite_one() {
         save(&mut writer, step, if step > 6 { f32::NAN } else { 1.0 }, 1.0).unwrap();
     }
     let retention = Retention { keep_weights_every: Some(2), ..last(2) };
-    let report = maintain::retain(&store, retention, &maintain::CompactOptions::default()).unwrap();
+    let report = maintain::apply_retention(&store, retention, &maintain::CompactOptions::default()).unwrap();
     assert_eq!((steps(&report.retained.forgotten), report.retained.kept_finite.map(|record| record.step)), (vec![1, 3, 5], Some(6)));
     let roles: Vec<(u64, bool)> = store.snapshots().unwrap().iter().map(|info| (info.record.step, info.record.roles.is_some())).collect();
     assert_eq!(roles, [(2, true), (4, true), (6, false), (7, false), (8, false)]);
     // Steps that are reduced already are left alone.
-    assert_eq!(maintain::retain(&store, retention, &maintain::CompactOptions::default()).unwrap().reduced, []);
+    assert_eq!(maintain::apply_retention(&store, retention, &maintain::CompactOptions::default()).unwrap().reduced, []);
 }
 
 #[test]
@@ -241,7 +246,7 @@ fn a_damaged_step_does_not_keep_others_from_being_reduced() {
         }
     }
     let retention = Retention { keep_weights_every: Some(2), ..last(1) };
-    let report = maintain::retain(&store, retention, &maintain::CompactOptions::default()).unwrap();
+    let report = maintain::apply_retention(&store, retention, &maintain::CompactOptions::default()).unwrap();
     assert_eq!(steps(&report.retained.forgotten), [1, 3, 5, 7]);
     let reduced: Vec<(u64, bool)> = report.reduced.iter().map(|one| (one.record.step, one.held.is_some())).collect();
     assert_eq!(reduced, [(6, true), (4, false), (2, false)]);
@@ -289,4 +294,71 @@ fn weights_alone_are_named_only_if_none_of_them_changed() {
     assert_eq!(save(5, 4.0), []);
     let stale: Vec<String> = save(6, 4.0).into_iter().map(|found| found.tensor).collect();
     assert_eq!(stale, ["inv_freq", "w"]);
+}
+
+#[test]
+fn a_coordinator_names_parameters_of_ranks_that_stay_the_same() {
+    let store = Store::open("memory://guards-unchanged-ranks").unwrap();
+    let mut coordinator = store.writer_with(options(FiniteCheck::Off)).unwrap();
+    let mut writers: Vec<_> =
+        (0..2).map(|rank| store.rank_writer(Rank { rank, world: 2, attempt: 0 }, options(FiniteCheck::Off)).unwrap()).collect();
+    for step in 1..=4u64 {
+        let mut receipts = Vec::new();
+        for (rank, writer) in (0u64..).zip(&mut writers) {
+            // Rank 1 stops training `b` after step 1.
+            let (a, b) = (bytes_of(&[step as f32]), bytes_of(&[if rank == 0 { 0.5 } else { step.min(2) as f32 }]));
+            let rect = Rect { offset: vec![rank], shape: vec![1] };
+            let shard = |name: &str, bytes| TensorView::shard(name, Dtype::F32, &[2], rect.clone(), bytes).unwrap();
+            let state = [shard("model.a", &a), shard("model.b", &b), shard("optimizer.exp_avg.a", &a), shard("optimizer.exp_avg.b", &a)];
+            receipts.push(writer.save(step, &state, &[]).unwrap());
+        }
+        let saved = coordinator.commit_receipts(step, &receipts, &Metadata::default()).unwrap();
+        let named: Vec<_> = saved.unchanged.iter().map(|found| (found.tensor.as_str(), found.since_step)).collect();
+        assert_eq!(named, if step == 4 { vec![("model.b", 2)] } else { vec![] }, "step {step}");
+    }
+}
+
+#[test]
+fn a_writer_that_saves_once_recalls_the_two_steps_before() {
+    let store = Store::open("memory://guards-recall").unwrap();
+    let save = |step: u64, b: f32, recall: bool| {
+        let (a, b) = (bytes_of(&[step as f32]), bytes_of(&[b]));
+        let state = [("model.a", &a), ("model.b", &b), ("optimizer.exp_avg.a", &a), ("optimizer.exp_avg.b", &a)];
+        let state = state.map(|(name, bytes)| TensorView::new(name, Dtype::F32, &[1], bytes).unwrap());
+        let options = WriterOptions { recall, policy: Policy::Consecutive, ..options(FiniteCheck::Off) };
+        let saved = store.writer_with(options).unwrap().save(step, &state, &[], &Metadata::default()).unwrap();
+        saved.unchanged.into_iter().map(|found| (found.tensor, found.since_step)).collect::<Vec<_>>()
+    };
+    let named = |since: u64| vec![("model.b".to_owned(), since)];
+    assert_eq!([save(1, 1.0, true), save(2, 1.0, true)], [vec![], vec![]]);
+    assert_eq!(save(3, 1.0, false), []);
+    assert_eq!(save(4, 1.0, true), named(2), "only two steps are read");
+    assert_eq!([save(5, 2.0, true), save(6, 2.0, true)], [vec![], vec![]]);
+    assert_eq!(save(7, 2.0, true), named(5));
+    // A step that is saved again is compared with the steps before it.
+    store.forget(&[5, 6, 7]).unwrap();
+    assert_eq!(save(5, 1.0, true), named(3));
+}
+
+#[tokio::test]
+async fn a_retainer_does_not_load_again_what_it_cannot_reduce() {
+    let store = tensorcask::Store::open("memory://guards-retainer").unwrap();
+    let mut writer = store.writer(Policy::Full).await.unwrap();
+    let retention = Retention { keep_last: Some(1), keep_weights_every: Some(2), ..Retention::default() };
+    let mut retainer = tensorcask::maintain::Retainer::new(&store, retention, maintain::CompactOptions::default());
+    let bytes = bytes_of(&[1.0]);
+    // Weights alone: nothing can be dropped.
+    let state = [TensorView::new("model.w", Dtype::F32, &[1], &bytes).unwrap()];
+    let mut requests = Vec::new();
+    for step in 1..=24u64 {
+        writer.save(step, &state, &[], &Metadata::default()).await.unwrap();
+        let before = store.io().requests;
+        let report = retainer.apply().await.unwrap();
+        requests.push(store.io().requests - before);
+        let held: Vec<u64> = report.reduced.iter().map(|reduced| reduced.record.step).collect();
+        assert_eq!(held, (1..step).rev().filter(|step| step % 2 == 0).collect::<Vec<_>>());
+        assert!(report.reduced.iter().all(|reduced| reduced.held.as_deref() == Some("it has no other roles")));
+    }
+    // The number of requests does not grow with the number of held steps.
+    assert!(requests[20..].iter().max() <= requests[4..8].iter().max(), "{requests:?}");
 }

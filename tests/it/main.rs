@@ -47,3 +47,4 @@ mod spec;
 mod statistics;
 #[cfg(target_os = "linux")]
 mod storage;
+mod work;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::Serialize;
 use tensorcask::Result;
 use tensorcask::blocking::{Store, maintain};
-use tensorcask::maintain::{Advice, GivenTimes, KnownTime};
+use tensorcask::maintain::{Advice, TimeEstimate, TimeOverrides};
 
 use crate::output::Outcome;
 use crate::parse;
@@ -80,14 +80,14 @@ struct TimeJson<'a> {
 }
 
 impl<'a> TimeJson<'a> {
-    fn of(time: &'a KnownTime) -> Self {
+    fn of(time: &'a TimeEstimate) -> Self {
         Self { seconds: time.seconds, origin: time.origin.name(), how: &time.how }
     }
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
-    let given = GivenTimes { stall: args.stall, restore: args.restore, step: args.step_time, torch_save: args.torch_save };
+    let given = TimeOverrides { stall: args.stall, restore: args.restore, step: args.step_time, torch_save: args.torch_save };
     let mut times = maintain::measure(&store.snapshots()?, given)?;
     if args.measure_restore {
         let progress = Progress::start(&store, "measuring a restore");

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
-use tensorcask::{Bisection, ChunkStatistics, MatchedStep, MatchedTensor, Predicate, Result};
+use tensorcask::{Bisection, ChunkStatistics, MatchedStep, MatchedTensor, NamePatterns, Predicate, Result};
 
 use crate::output::{Outcome, UnreadableStep, code_with};
 use crate::progress::Progress;
@@ -30,8 +30,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PREDICATE", value_parser = predicate)]
     first: Predicate,
     /// Only tensors whose name matches
-    #[arg(long, value_name = "GLOB", value_parser = crate::parse::glob)]
-    tensor: Option<globset::GlobMatcher>,
+    #[arg(long, value_name = "GLOB", value_parser = crate::parse::names)]
+    tensor: Option<NamePatterns>,
 }
 
 fn predicate(text: &str) -> Result<Predicate, String> {
@@ -84,7 +84,7 @@ struct Chunk {
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let store = Store::open(&args.store)?;
     let predicate = match &args.tensor {
-        Some(names) => args.first.clone().of_tensors(names.glob().glob())?,
+        Some(names) => args.first.clone().of_tensors(names.clone()),
         None => args.first.clone(),
     };
     let progress = Progress::start(&store, "reading statistics");

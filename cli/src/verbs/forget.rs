@@ -84,7 +84,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let mut reduced = Vec::new();
     let Retained { forgotten: records, kept_finite } = match (steps.is_empty(), args.dry_run) {
         (true, false) => {
-            let report = maintain::retain(&store, retention(args), &CompactOptions::default())?;
+            let report = maintain::apply_retention(&store, retention(args), &CompactOptions::default())?;
             reduced = report.reduced;
             report.retained
         }
@@ -145,7 +145,7 @@ fn describe_kept(kept: Option<SnapshotRecord>, text: &mut Text) -> Option<u64> {
 
 fn describe(made: Vec<Reduced>, text: &mut Text) -> Vec<ReducedRow> {
     let mut reduced = Vec::new();
-    for Reduced { record, stored_bytes_before, stored_bytes, held } in made {
+    for Reduced { record, stored_bytes_before, stored_bytes, held, .. } in made {
         text.line(match (&held, &record.roles) {
             (Some(reason), _) => format!("step {} stays as it is: {reason}", record.step),
             (None, roles) => format!(

@@ -71,9 +71,10 @@ struct StoreReport<'a> {
     casks: Vec<CaskReport>,
 }
 
-/// Times in milliseconds; null if unknown.
+/// Times in milliseconds, and the time of the save since 1970; null if unknown.
 #[derive(Debug, Serialize)]
 struct TimesJson {
+    saved_ms: Option<u64>,
     encode_ms: Option<f64>,
     upload_ms: Option<f64>,
     previous: Option<PreviousJson>,
@@ -88,12 +89,12 @@ struct PreviousJson {
 }
 
 impl TimesJson {
-    fn of(&SaveTimes { encode_ms, upload_ms, previous }: &SaveTimes) -> Self {
+    fn of(&SaveTimes { saved_ms, encode_ms, upload_ms, previous }: &SaveTimes) -> Self {
         let previous = previous.map(|save| {
             let PreviousSave { step, stall_ms, encode_ms, upload_ms, save_ms } = save;
             PreviousJson { step, times: StepTimes { stall_ms, encode_ms, upload_ms, save_ms } }
         });
-        Self { encode_ms, upload_ms, previous }
+        Self { saved_ms, encode_ms, upload_ms, previous }
     }
 }
 

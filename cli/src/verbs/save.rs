@@ -73,11 +73,12 @@ pub(crate) struct Args {
     /// Add statistics of each chunk (NaN, extremes, sums, exponents) to the snapshot; `tensorcask stats` shows them
     #[arg(long)]
     statistics: bool,
-    /// Check parameters and moments of 16, 32 and 64 bits for NaN and infinities: `finite` refuses such a state, `tag`
-    /// saves and marks it. If parameters or moments have another float type or a complex type, the step is not marked
-    /// as finite
+    /// Check parameters and moments for NaN and infinities: `finite` refuses such a state, `tag` saves and marks it
     #[arg(long, value_name = "CHECK", value_parser = ["finite", "tag"])]
     check: Option<String>,
+    /// Parameters that are not trained: no warning if they stay the same. Repeatable
+    #[arg(long, value_name = "GLOB", value_parser = parse::frozen)]
+    frozen: Vec<String>,
     /// Do not decode and check each chunk before storing it
     #[arg(long)]
     no_verify_after_encode: bool,
@@ -106,9 +107,17 @@ struct Report {
     rounding: Option<RoundingJson>,
     /// Measurements and choices of `--objective auto`; null for other objectives.
     objective: Option<ObjectiveJson>,
-    /// Whether all parameters and moments are finite; null without a check, or if a type is not checked.
+    /// Whether all parameters and moments are finite; null without a check.
     finite: Option<bool>,
+    /// Trained parameters with the content of at least the last two steps before.
+    unchanged: Vec<Unchanged>,
     seconds: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Unchanged {
+    tensor: String,
+    since_step: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -169,6 +178,8 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         verify_after_encode: !args.no_verify_after_encode,
         statistics: args.statistics,
         check: args.check.as_deref().map_or(Ok(FiniteCheck::Off), FiniteCheck::from_name)?,
+        frozen: args.frozen,
+        recall: true,
         existing_step: if args.replace { ExistingStep::Replace } else { ExistingStep::Refuse },
         ..WriterOptions::default()
     })?;
@@ -192,6 +203,7 @@ pub(crate) fn run(args: Args) -> Result<Outcome> {
         rounding: saved.rounding.as_ref().map(RoundingJson::of),
         objective: saved.objective.map(ObjectiveJson::of),
         finite: saved.finite,
+        unchanged: saved.unchanged.into_iter().map(|found| Unchanged { tensor: found.tensor, since_step: found.since_step }).collect(),
         seconds: begun.elapsed().as_secs_f64(),
     };
     let text = describe(&report);

@@ -2,10 +2,9 @@
 
 use std::path::PathBuf;
 
-use globset::GlobMatcher;
 use serde::Serialize;
 use tensorcask::blocking::Store;
-use tensorcask::{ChunkStatistics, Error, Result, StepSelector, TensorStatistics};
+use tensorcask::{ChunkStatistics, Error, NamePatterns, Result, StepSelector, TensorStatistics};
 
 use crate::atomic::AtomicFile;
 use crate::output::{Outcome, UnreadableStep, code_with};
@@ -34,8 +33,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", value_parser = parse::at)]
     step: Option<StepSelector>,
     /// Only tensors whose name matches
-    #[arg(long, value_name = "GLOB", value_parser = parse::glob)]
-    tensor: Option<GlobMatcher>,
+    #[arg(long, value_name = "GLOB", value_parser = parse::names)]
+    tensor: Option<NamePatterns>,
     /// Only tensors with NaN, with infinities, with either (nonfinite), with subnormal elements, with nothing but zeros, or without
     /// a change since the parent
     #[arg(long = "where", value_name = "WHAT")]
@@ -98,7 +97,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         let mut wanted = Vec::new();
         for rows in rows.chunk_by(|a, b| a.tensor == b.tensor) {
             let Some(row) = TensorStatistics::of(rows).map(|found| TensorRow::of(step, found)) else { continue };
-            let is_named = args.tensor.as_ref().is_none_or(|names| names.is_match(&row.tensor));
+            let is_named = args.tensor.as_ref().is_none_or(|names| names.matches(&row.tensor));
             if is_named && args.filter.is_none_or(|filter| filter.holds(&row)) {
                 if args.parquet.is_some() {
                     wanted.extend_from_slice(rows);

@@ -43,3 +43,23 @@ fn forget_says_which_finite_step_stays() {
     let steps = |rows: &serde_json::Value| rows.as_array().unwrap().iter().map(|row| row["step"].as_u64().unwrap()).collect::<Vec<_>>();
     assert_eq!((steps(&done["forgotten"]), steps(&done["reduced"])), (vec![3], vec![4, 2]));
 }
+
+#[test]
+fn a_save_compares_its_parameters_with_the_steps_before() {
+    let place = Place::new();
+    let save = |step: u64, options: &str| {
+        write(&place, 0.5);
+        place.run(&format!("save @run --step {step} {options} @state"))
+    };
+    for step in [1, 2] {
+        assert!(save(step, "").stderr.is_empty());
+    }
+    let warned = save(3, "");
+    let warning = String::from_utf8(warned.stderr).unwrap();
+    assert!(warned.status.success() && warning.contains("tensor `model.w` has not changed since step 1"), "{warning}");
+    assert!(save(4, "--frozen model.*").stderr.is_empty());
+    let saved = place.json("save @run --step 5 @state");
+    conforms("save", &saved);
+    assert_eq!((&saved["unchanged"][0]["tensor"], &saved["unchanged"][0]["since_step"]), (&"model.w".into(), &3.into()));
+    assert_eq!(save(6, "--frozen [").status.code(), Some(2));
+}

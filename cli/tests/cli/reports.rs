@@ -53,6 +53,10 @@ fn the_log_the_chain_and_the_totals() {
     let kinds: Vec<&str> = log["entries"].as_array().unwrap().iter().map(|entry| entry["kind"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["opened", "added", "opened", "added", "opened", "added", "pinned", "forgotten"]);
     assert_eq!(log["entries"][5]["what"], "step 1010, a delta on step 1000");
+    assert!(stdout(&place.run("log @run")).contains("encode "));
+    let times = |entry: usize| &log["entries"][entry]["times"];
+    assert!(times(5)["encode_ms"].as_f64() > Some(0.0) && times(5)["save_ms"].is_null());
+    assert!(times(1).is_null() && times(6).is_null(), "a forgotten snapshot, and an entry that saves nothing");
     assert_eq!((&log["entries"][7]["steps"], &log["entries"][6]["steps"]), (&json!([1000]), &json!([1001])));
 
     let chain = place.json("chain @run");

@@ -1,13 +1,11 @@
-"""Entropy coding of planes: runs, Huffman, rANS (entropy)."""
-
-from collections.abc import Callable
+"""Entropy coding of planes: runs, Huffman, splits (entropy)."""
 
 import numpy as np
 
 from .errors import corrupt
 
-STATES, SLOTS, LOW, HIGH = 16, 4096, 1 << 15, 1 << 31
 MAX_LENGTH = 11
+MAX_DEPTH = 8
 
 
 class Reader:
@@ -80,50 +78,6 @@ class Huffman:
         return b"".join(self.stream(reader.take(size), count) for size, count in zip(sizes, counts))
 
 
-class Rans:
-    """Frequencies, as symbol, frequency, and distance from its start, of each slot (entropy 7.2)."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.slots: list[tuple[int, int, int]] = []
-        for symbol in reader.symbols("entropy 7.1"):
-            frequency = reader.byte()
-            if frequency >= 128:
-                high = reader.byte()
-                if not 1 <= high <= 127:
-                    raise corrupt("entropy 7.1", "frequency not in its form")
-                frequency += (high - 1) * 128
-            if not self.slots and not frequency:
-                raise corrupt("entropy 7.1", "first symbol of frequency 0")
-            self.slots += [(symbol, frequency, i) for i in range(frequency)]
-            if len(self.slots) > SLOTS:
-                raise corrupt("entropy 7.1", f"frequencies add up to more than {SLOTS}")
-        if not frequency or len(self.slots) != SLOTS:
-            raise corrupt("entropy 7.1", f"last frequency {frequency}, sum {len(self.slots)}")
-
-    def block(self, reader: Reader, m: int) -> bytes:
-        size = reader.u32()
-        if size % 2:
-            raise corrupt("entropy 7.3", f"{size} bytes of words")
-        x = [reader.u32() for _ in range(STATES)]
-        if not all(LOW <= state < HIGH for state in x):
-            raise corrupt("entropy 7.3", "state out of range")
-        words = iter(np.frombuffer(reader.take(size), "<u2").tolist())
-        slots, result = self.slots, bytearray(m)
-        for i in range(m):
-            state = x[i % STATES]
-            result[i], frequency, beyond = slots[state % SLOTS]
-            state = frequency * (state // SLOTS) + beyond
-            if state < LOW:
-                word = next(words, None)
-                if word is None:
-                    raise corrupt("entropy 7.3", "words are missing")
-                state = state << 16 | word
-            x[i % STATES] = state
-        if next(words, None) is not None or any(state != LOW for state in x):
-            raise corrupt("entropy 7.3", "words are left over, or other final states")
-        return bytes(result)
-
-
 def runs(reader: Reader, m: int) -> bytes:
     """entropy 6"""
     result, before = bytearray(), -1
@@ -144,31 +98,50 @@ def runs(reader: Reader, m: int) -> bytes:
     return bytes(result)
 
 
-TABLES: dict[int, Callable[[Reader], Huffman | Rans]] = {3: Huffman, 5: Rans}
+class Blocks:
+    """The blocks of a plane, and the previous table."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.table: Huffman | None = None
+
+    def block(self, m: int, depth: int = 0) -> bytes:
+        """The symbols of a block of `m` that lies in `depth` others (entropy 3)."""
+        if depth > MAX_DEPTH:
+            raise corrupt("entropy 7.2", f"a block in {depth} others")
+        kind = self.reader.byte()
+        if kind == 3:
+            self.table = Huffman(self.reader)
+        if kind == 0:
+            return self.reader.take(m)
+        if kind == 1:
+            return self.reader.take(1) * m
+        if kind == 2:
+            return runs(self.reader, m)
+        if kind in (3, 4) and self.table:
+            return self.table.block(self.reader, m)
+        if kind == 5:
+            return self.split(m, depth)
+        raise corrupt("entropy 3", f"kind {kind}, or no table before")
+
+    def split(self, m: int, depth: int) -> bytes:
+        """entropy 7"""
+        result = np.full(m, self.reader.byte(), np.uint8)
+        mask = self.block(-(-m // 8), depth + 1)
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").astype(bool)
+        if bits[m:].any():
+            raise corrupt("entropy 7.1", "a bit beyond the block is 1")
+        if others := int(bits.sum()):
+            result[bits[:m]] = np.frombuffer(self.block(others, depth + 1), np.uint8)
+        return result.tobytes()
 
 
 def _blocks(reader: Reader, n: int) -> bytes:
     e = reader.byte()
     if not 12 <= e <= 20:
         raise corrupt("entropy 1.1", f"block exponent {e}")
-    result: list[bytes] = []
-    tables: dict[int, Huffman | Rans] = {}
-    for start in range(0, n, 1 << e):
-        m = min(n - start, 1 << e)
-        kind = reader.byte()
-        if kind in TABLES:
-            tables[kind] = TABLES[kind](reader)
-        if kind == 0:
-            result.append(reader.take(m))
-        elif kind == 1:
-            result.append(reader.take(1) * m)
-        elif kind == 2:
-            result.append(runs(reader, m))
-        elif kind <= 6 and (table := tables.get(kind - 1 + kind % 2)):
-            result.append(table.block(reader, m))
-        else:
-            raise corrupt("entropy 3", f"kind {kind}, or no table before")
-    return b"".join(result)
+    blocks = Blocks(reader)
+    return b"".join(blocks.block(min(n - start, 1 << e)) for start in range(0, n, 1 << e))
 
 
 def decode_plane(data: np.ndarray, n: int) -> np.ndarray:

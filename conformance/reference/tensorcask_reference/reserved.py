@@ -17,6 +17,9 @@ INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 FLOAT = re.compile(r"[0-9a-f]{16}")
 Blobs = dict[tuple[int, str], bytes]
 MEASURED = {"f16", "bf16", "f32", "f64"}
+COMPLEX = {"c64", "c128"}
+# Dtypes that a writer may measure (statistics 3.4).
+MEASURABLE = MEASURED | COMPLEX | {"f8_e4m3", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz", "f8_e8m0"}
 COUNTS = ("nan", "positive_infinity", "negative_infinity", "zero", "subnormal")
 # Columns of statistics: type, and whether there may be nulls (statistics 1.1).
 STATISTICS_COLUMNS = {
@@ -219,21 +222,23 @@ def check_values(row: dict[str, Any]) -> None:
     """statistics 3, 4"""
     floats = ("min", "max", "sum", "sum_squares")
     present = [row[name] is not None for name in (*COUNTS, "exponents")]
-    if row["dtype"] in MEASURED and not all(present):
+    is_measured = any(present) or any(row[name] is not None for name in floats)
+    numbers = row["elements"] * (2 if row["dtype"] in COMPLEX else 1)
+    if (is_measured or row["dtype"] in MEASURED) and not all(present):
         raise corrupt("statistics 3", "values of a float are missing")
-    if row["dtype"] not in MEASURED and (any(present) or any(row[name] is not None for name in floats)):
+    if is_measured and row["dtype"] not in MEASURABLE:
         raise corrupt("statistics 3", "values of a type that has none")
     if any(row[name] is not None and not isfinite(row[name]) for name in (*floats, "change_squares")):
         raise corrupt("statistics 3", "a number that is not finite")
-    if row["dtype"] in MEASURED:
-        if len(row["exponents"]) != 16 or sum(row["exponents"]) > -(-row["elements"] // 16):
+    if is_measured:
+        if len(row["exponents"]) != 16 or sum(row["exponents"]) > -(-numbers // 16):
             raise corrupt("statistics 3.3", "exponents")
-        if sum(row[name] for name in COUNTS) > row["elements"]:
+        if sum(row[name] for name in COUNTS) > numbers:
             raise corrupt("statistics 3", "counts beyond the number of elements")
         if (row["min"] is None) != (row["max"] is None) or (row["min"] is not None and row["min"] > row["max"]):
             raise corrupt("statistics 3.1", "a minimum above the maximum")
     change = [row[name] is not None for name in ("reference_step", "changed", "change_ulps")]
     if any(change) != all(change) or (row["change_squares"] is not None and not all(change)):
         raise corrupt("statistics 4", "a part of a change")
-    if row["changed"] is not None and row["changed"] > row["elements"]:
+    if row["changed"] is not None and row["changed"] > numbers:
         raise corrupt("statistics 4", "more changed elements than there are")

@@ -83,6 +83,12 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
         }),
         accept("wrong-type", "log 6.3", "`step` is i64: damaged, and skipped", with(9, catalog!("wrong-type"))?),
         accept("null-status", "log 6.3", "a null where none is allowed: damaged, and skipped", with(9, catalog!("null-status"))?),
+        accept(
+            "pages-of-gigabytes",
+            "log 6.3",
+            "pages that claim 2 GiB each: damaged, and skipped",
+            with(9, catalog!("pages-of-gigabytes"))?,
+        ),
         accept("missing-column", "log 6.3", "no column `pinned`: damaged, and skipped", with(9, catalog!("missing-column"))?),
         reject("wrong-entry", "log 6.4", "`tensorcask.entry` is not the digest of the entry", with(9, catalog!("wrong-entry"))?),
         reject("wrong-status", "log 6.4", "a forgotten snapshot is said to be live", with(9, catalog!("wrong-status"))?),

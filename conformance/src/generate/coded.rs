@@ -104,7 +104,7 @@ fn every_plane(entropy: &Table) -> Result<Sketch, Failure> {
     Ok(casks::accept(
         "entropy/every-kind-of-block",
         "entropy 3",
-        "raw, constant, runs, Huffman and rANS, with a table of their own or the one before",
+        "raw, constant, runs, split, and Huffman with a table of its own or the one before",
         &cask,
     ))
 }

@@ -71,37 +71,6 @@ fn huffman_block(source: &mut Source<'_>, table: &Huffman, count: usize) -> Vec<
     out
 }
 
-/// Symbol, frequency, and distance from its start, for each slot (entropy 7.2).
-type Rans = Vec<(u8, u32, u32)>;
-
-fn rans_table(source: &mut Source<'_>) -> Rans {
-    let (first, last) = (source.byte(), source.byte());
-    let mut slots = Rans::new();
-    for symbol in first..=last {
-        let low = u32::from(source.byte());
-        let frequency = if low < 128 { low } else { low - 128 + 128 * u32::from(source.byte()) };
-        slots.extend((0..frequency).map(|i| (symbol, frequency, i)));
-    }
-    slots
-}
-
-fn rans_block(source: &mut Source<'_>, slots: &Rans, count: usize) -> Vec<u8> {
-    let bytes = source.number(4) as usize;
-    let mut states: Vec<u32> = (0..16).map(|_| source.number(4)).collect();
-    let mut words = Source(source.take(bytes));
-    let mut out = Vec::new();
-    for i in 0..count {
-        let state = &mut states[i % 16];
-        let (symbol, frequency, beyond) = slots.get((*state % 4096) as usize).copied().unwrap_or_default();
-        *state = frequency.wrapping_mul(*state / 4096).wrapping_add(beyond);
-        if *state < 1 << 15 {
-            *state = *state << 16 | words.number(2);
-        }
-        out.push(symbol);
-    }
-    out
-}
-
 fn runs(source: &mut Source<'_>, count: usize) -> Vec<u8> {
     let mut out = Vec::new();
     while out.len() < count {
@@ -123,28 +92,41 @@ fn runs(source: &mut Source<'_>, count: usize) -> Vec<u8> {
 /// Decodes the symbols of a plane.
 pub(crate) fn plane(data: &[u8], count: usize) -> Vec<u8> {
     let mut source = Source(data);
-    let block = 1usize << source.byte().min(20);
-    let (mut huffman, mut rans) = (Huffman::new(), Rans::new());
+    let block_symbols = 1usize << source.byte().min(20);
+    let mut table = Huffman::new();
     let mut out = Vec::new();
     while out.len() < count {
-        let now = block.min(count - out.len());
-        let kind = source.byte();
-        match kind {
-            3 => huffman = huffman_table(&mut source),
-            5 => rans = rans_table(&mut source),
-            _ => {}
-        }
-        let mut symbols = match kind {
-            1 => vec![source.byte(); now],
-            2 => runs(&mut source, now),
-            3 | 4 => huffman_block(&mut source, &huffman, now),
-            5 | 6 => rans_block(&mut source, &rans, now),
-            _ => source.take(now).to_vec(),
-        };
-        symbols.resize(now, 0);
-        out.extend(symbols);
+        out.extend(block(&mut source, &mut table, block_symbols.min(count - out.len())));
     }
     out
+}
+
+/// Decodes a block. It ends with the data, so blocks in blocks do.
+fn block(source: &mut Source<'_>, table: &mut Huffman, count: usize) -> Vec<u8> {
+    if source.0.is_empty() {
+        return vec![0; count];
+    }
+    let kind = source.byte();
+    if kind == 3 {
+        *table = huffman_table(source);
+    }
+    let mut symbols = match kind {
+        1 => vec![source.byte(); count],
+        2 => runs(source, count),
+        3 | 4 => huffman_block(source, table, count),
+        5 => split(source, table, count),
+        _ => source.take(count).to_vec(),
+    };
+    symbols.resize(count, 0);
+    symbols
+}
+
+fn split(source: &mut Source<'_>, table: &mut Huffman, count: usize) -> Vec<u8> {
+    let most = source.byte();
+    let mask = block(source, table, count.div_ceil(8));
+    let number = mask.iter().map(|byte| byte.count_ones() as usize).sum();
+    let mut others = if number == 0 { vec![] } else { block(source, table, number) }.into_iter();
+    (0..count).map(|i| if bit(&mask, i) == 0 { most } else { others.next().unwrap_or_default() }).collect()
 }
 
 /// Decodes a chunk of `tc.planes` (planes 3) with units of `width` bytes, rotated or not.

@@ -195,6 +195,8 @@ fn statistics() -> Result<Vec<Sketch>, Failure> {
         (statistics!("other-forms"), "statistics 1.1", "the same rows, with other encodings and row groups of one row"),
         (statistics!("tensor-that-is-gone"), "statistics 1", "statistics of a tensor that the directory does not have"),
         (statistics!("change"), "statistics 4", "a change since a reference step"),
+        (statistics!("complex-and-narrow"), "statistics 3.5", "values of complex numbers and of an 8-bit float"),
+        (statistics!("not-measured"), "statistics 3.4", "complex numbers and 8-bit floats that were not measured"),
     ] {
         cases.push(accept(&format!("statistics/{name}"), clause, why, with(bytes)?));
     }
@@ -213,8 +215,12 @@ fn statistics() -> Result<Vec<Sketch>, Failure> {
         (statistics!("values-of-an-integer"), "statistics 3", "a count of NaN of integers"),
         (statistics!("no-values-of-a-float"), "statistics 3", "no counts of a float"),
         (statistics!("minimum-above-maximum"), "statistics 3.1", "a minimum above the maximum"),
+        (statistics!("counts-beyond-the-parts"), "statistics 3.5", "more zeros and NaN than parts of complex numbers"),
+        (statistics!("some-values-of-a-narrow-float"), "statistics 3.4", "counts of an 8-bit float without exponents"),
+        (statistics!("values-of-a-packed-float"), "statistics 3.4", "values of a 4-bit float"),
         (statistics!("short-exponents"), "statistics 3.3", "a histogram of 15 counts"),
         (statistics!("change-without-a-step"), "statistics 4", "a change without a reference step"),
+        (statistics!("pages-of-gigabytes"), "statistics 1.2", "pages that claim 2 GiB each"),
         (("no-table", b"PAR1 is no table PAR1".as_slice()), "statistics 1", "bytes that are no Parquet file"),
     ] {
         cases.push(either(&format!("statistics/{name}"), clause, why, CORRUPT, with(bytes)?));

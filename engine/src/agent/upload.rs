@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tensorcask::maintain::{self, CompactOptions, Copier};
+use tensorcask::maintain::{CompactOptions, Copier, Retainer};
 use tensorcask::{ErrorKind, Result, SnapshotRecord, SnapshotStatus, Store};
 use tracing::field::Empty;
 use tracing::{Instrument, Span};
@@ -23,11 +23,18 @@ use crate::memory_stores::memory_bytes;
 /// Fills a tier until the agent ends.
 pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
     let mut copier = None;
+    let mut retainer = run.tiers.get(tier).zip(run.spec.retention()).map(|(store, retention)| {
+        // Its log and its manifests stay in memory between uploads.
+        Retainer::new(store, retention, CompactOptions::default())
+    });
     let mut backoff = Backoff::new();
     loop {
         let span = tracing::info_span!("upload", run = run.spec.run, tier, snapshots = Empty, step = Empty, upload_ms = Empty);
         let orders = run.read(|state, _| state.tiers.get(tier).map(|tier| tier.orders)).unwrap_or_default();
-        match upload(&run, tier, orders, &mut copier, &span).instrument(span.clone()).await {
+        match upload(&run, tier, orders, Uploader { copier: &mut copier, retainer: retainer.as_mut() }, &span)
+            .instrument(span.clone())
+            .await
+        {
             Ok(()) => {
                 backoff.reset();
                 run.wakes.uploader_woken(tier).await;
@@ -50,7 +57,14 @@ pub(super) async fn upload_loop(run: Arc<Run>, tier: usize) {
     }
 }
 
-async fn upload(run: &Run, tier: usize, orders: TierOrders, copier: &mut Option<Copier>, span: &Span) -> Result<()> {
+/// What an uploader keeps between uploads.
+struct Uploader<'a> {
+    copier: &'a mut Option<Copier>,
+    retainer: Option<&'a mut Retainer>,
+}
+
+async fn upload(run: &Run, tier: usize, orders: TierOrders, uploader: Uploader<'_>, span: &Span) -> Result<()> {
+    let Uploader { copier, retainer } = uploader;
     let (Some(destination), false) = (run.tiers.get(tier), run.is_stopped() || run.is_outdated()) else { return Ok(()) };
     // Read before the sources, which then contain all of these generations.
     let encoded = run.read(|state, _| state.ranks.iter().map(|(rank, state)| (*rank, state.encoded)).collect());
@@ -115,16 +129,15 @@ async fn upload(run: &Run, tier: usize, orders: TierOrders, copier: &mut Option<
         copied,
         times: UploadTimes { upload_ms, ahead_bytes, time_ms: now_ms() },
     }));
-    if copied > 0 {
-        retain(run, destination).await;
+    if let (true, Some(retainer)) = (copied > 0, retainer) {
+        retain(run, destination, retainer).await;
     }
     Ok(())
 }
 
 /// Forgets the steps of a tier that the options do not keep. A failure is a warning: the next upload tries again.
-async fn retain(run: &Run, tier: &Store) {
-    let Some(retention) = run.spec.retention() else { return };
-    match maintain::retain(tier, retention, &CompactOptions::default()).await {
+async fn retain(run: &Run, tier: &Store, retainer: &mut Retainer) {
+    match retainer.apply().await {
         Ok(report) => {
             for record in &report.retained.forgotten {
                 tracing::info!(run = run.spec.run, tier = tier.url(), step = record.step, "forgotten");

@@ -1,0 +1,100 @@
+//! Retention of a store that a job goes on saving to: forgets steps, and reduces others to their weights.
+
+use std::collections::BTreeMap;
+
+use super::CompactOptions;
+use super::reduce::{OnDamage, Reduced, reduce_all};
+use crate::commit::{FiniteMarks, Log, SnapshotRecord, Standing, forget_unwanted};
+use crate::wire::Id;
+use crate::{Result, Retained, Retention, Store};
+
+/// Result of [`apply_retention`].
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct RetentionReport {
+    /// Snapshots that were forgotten, and the finite snapshot that was kept.
+    pub retained: Retained,
+    /// Snapshots of [`Retention::keep_weights_every`] that were reduced to role `model`, or are held as they are,
+    /// newest first.
+    pub reduced: Vec<Reduced>,
+}
+
+/// Forgets the live steps that `retention` does not keep, as [`Store::retain`] does, and reduces the steps of
+/// [`Retention::keep_weights_every`] to their weights. Nothing is deleted until [`gc`](super::gc()) runs.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+/// use tensorcask::{Dtype, Metadata, Policy, Retention, Store, TensorView, maintain};
+/// let store = Store::open("memory://maintain-retain-example")?;
+/// let mut writer = store.writer(Policy::Full).await?;
+/// for step in 1..=5 {
+///     let names = ["model.w", "optimizer.exp_avg.w"];
+///     let state = names.map(|name| TensorView::new(name, Dtype::U8, &[2], &[1, 2]).unwrap());
+///     writer.save(step, &state, &[], &Metadata::default()).await?;
+/// }
+/// let retention = Retention { keep_last: Some(2), keep_weights_every: Some(2), ..Retention::default() };
+/// let report = maintain::apply_retention(&store, retention, &maintain::CompactOptions::default()).await?;
+/// assert_eq!(report.retained.forgotten.iter().map(|record| record.step).collect::<Vec<_>>(), [1, 3]);
+/// assert_eq!(report.reduced[0].record.roles.as_deref(), Some(&["model".to_owned()][..])); // step 2
+/// # Ok(()) }
+/// ```
+pub async fn apply_retention(store: &Store, retention: Retention, options: &CompactOptions) -> Result<RetentionReport> {
+    Retainer::new(store, retention, options.clone()).apply().await
+}
+
+/// Reduces the snapshots that `retention` does not keep to tensors of the given roles.
+pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String], options: &CompactOptions) -> Result<RetentionReport> {
+    let mut log = Log::load(store).await?;
+    let decision = FiniteMarks::default().decide(&mut log, retention).await?;
+    let records = [decision.forget, decision.reduce].concat();
+    let reduced = reduce_all(store, &mut log, records, roles, options, OnDamage::Fail).await?;
+    Ok(RetentionReport { retained: Retained { forgotten: vec![], kept_finite: decision.kept_finite }, reduced })
+}
+
+/// Applies a retention after each save, as [`apply_retention`] does. Keeps the log and the manifests between the calls,
+/// and does not look again at snapshots that cannot be reduced.
+#[derive(Debug)]
+pub struct Retainer {
+    store: Store,
+    retention: Retention,
+    options: CompactOptions,
+    /// The log; `None` before the first call and after a failed one.
+    log: Option<Log>,
+    /// Snapshots that cannot be reduced as long as they stay as they are.
+    irreducible: BTreeMap<Id, Reduced>,
+}
+
+impl Retainer {
+    /// Sends no request.
+    pub fn new(store: &Store, retention: Retention, options: CompactOptions) -> Self {
+        Self { store: store.clone(), retention, options, log: None, irreducible: BTreeMap::new() }
+    }
+
+    /// The retention that is applied.
+    pub fn retention(&self) -> Retention {
+        self.retention
+    }
+
+    /// Forgets and reduces steps. After an error, the next call starts anew.
+    pub async fn apply(&mut self) -> Result<RetentionReport> {
+        let mut log = match self.log.take() {
+            Some(mut log) => match log.catch_up().await? {
+                Standing::Same => log,
+                Standing::Stale(_) => Log::load(&self.store).await?,
+            },
+            None => Log::load(&self.store).await?,
+        };
+        let (retained, mut records) = forget_unwanted(&mut log, self.retention).await?;
+        let is_known =
+            |record: &SnapshotRecord| self.irreducible.get(&record.id).is_some_and(|held| held.record.revision == record.revision);
+        let mut reduced: Vec<Reduced> =
+            records.extract_if(.., |record| is_known(record)).filter_map(|record| self.irreducible.get(&record.id).cloned()).collect();
+        if !records.is_empty() {
+            let roles = ["model".to_owned()];
+            reduced.extend(reduce_all(&self.store, &mut log, records, &roles, &self.options, OnDamage::Hold).await?);
+        }
+        self.irreducible = reduced.iter().filter(|held| held.is_lasting).map(|held| (held.record.id, held.clone())).collect();
+        reduced.sort_by_key(|reduced| std::cmp::Reverse(reduced.record.sequence));
+        self.log = Some(log);
+        Ok(RetentionReport { retained, reduced })
+    }
+}
