@@ -270,3 +270,25 @@ async fn a_commit_takes_few_requests_per_rank_and_per_host() {
     println!("{per_rank} requests per rank, {per_host} per host, and {constant}");
     assert!(per_rank <= 5.0 && per_host <= 7.0 && constant <= 18.0, "{per_rank} {per_host} {constant}");
 }
+
+#[tokio::test]
+async fn a_catalog_keeps_the_leadership() {
+    let (folder, store) = store();
+    let id = Id::random().unwrap();
+    let (mut session, mut leader) = Session::begin(&store, id).await;
+    session.save(at(0, 1)).await;
+    session.commit(&mut leader, at(0, 1)).await.unwrap();
+    while SessionLog::open(&store).await.unwrap().sequence() < 65 {
+        store.pin(1).await.unwrap();
+        store.unpin(1).await.unwrap();
+    }
+    assert_eq!(walk(&folder.path().join("run/catalog")), 1);
+    let fresh = Store::open(folder.path().join("run").to_str().unwrap()).unwrap();
+    let log = SessionLog::open(&fresh).await.unwrap();
+    let leading = log.leadership().of(id).unwrap();
+    assert_eq!((leading.leader, leading.newest), (leader.leader(), Some(1)));
+    assert!(maintain::verify(&fresh, &VerifyOptions::default()).await.unwrap().is_clean(), "the catalog agrees with the log");
+    // The leader goes on after entries that do not fence it.
+    session.save(at(0, 2)).await;
+    session.commit(&mut leader, at(0, 2)).await.unwrap();
+}
