@@ -112,7 +112,10 @@ pub fn decode_statistics(bytes: bytes::Bytes, limits: &Limits) -> Result<Vec<Chu
 pub(crate) use async_recursion::async_recursion as boxed;
 
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
-pub use commit::{AttemptStart, History, Leadership, Leading, RankExchange, Refusal, Retained, Retention, SnapshotRecord, SnapshotStatus};
+pub use commit::{
+    AttemptStart, History, Leadership, Leading, RankExchange, Refusal, Retained, Retention, SessionExchange, SessionLog, SnapshotRecord,
+    SnapshotStatus,
+};
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
 pub use kernels::statistics::{ChangeStatistics, ValueStatistics};
@@ -127,6 +130,6 @@ pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, Slice
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, is_writers_blob};
 pub use writer::{
-    BaseKeeping, ExistingStep, FiniteCheck, Metadata, ObjectiveReport, Rank, RankWriter, SavedSnapshot, UnchangedTensor, Writer,
-    WriterOptions,
+    BaseKeeping, ExistingStep, FiniteCheck, HostWriter, LeaderWriter, Metadata, ObjectiveReport, Rank, RankState, RankWriter,
+    SavedSnapshot, UnchangedTensor, Writer, WriterOptions,
 };

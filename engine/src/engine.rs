@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, StepSelector, TensorView};
+use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, SessionLog, StepSelector, TensorView};
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
@@ -13,6 +13,7 @@ use crate::arena_writer::{ArenaWriter, StateView};
 use crate::copy_plan::Deferred;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::freshness::{Freshness, LocalMemory, UnreachableTier, check_freshness};
+use crate::host_notes::HostNotes;
 use crate::inline_encoder::InlineEncoder;
 use crate::known_tiers::KnownTiers;
 use crate::lock::Lock;
@@ -22,6 +23,7 @@ use crate::protocol::{AttachMode, Failure, SaveNote, Until};
 use crate::restore::{RestorePlaces, find, loadable};
 use crate::restore_request::{RestoreRequest, Wanted};
 use crate::restored::{Destination, Loadable, Part, Restored};
+use crate::run_spec::RunSpec;
 use crate::runtime;
 use crate::saving::{Outcome, OutstandingSave, SaveTimer, SavedState, Saving, Waited};
 use crate::session::Session;
@@ -133,6 +135,7 @@ impl Engine {
             // Before the agent attaches, because it would upload these snapshots.
             remove_all_epochs(&self.run)?;
         }
+        self.runtime.block_on(join_session(&self.session.spec, &self.run, self.options.rank))?;
         let mode = if self.session.is_stale() { AttachMode::TakeOverAfresh } else { AttachMode::TakeOver };
         let progress = self.session.attach(mode)?;
         // The agent no longer frees memory of this run. If it freed the arena just before, because the run had
@@ -455,6 +458,21 @@ impl Engine {
             store_timeout: self.options.store_timeout,
         }
     }
+}
+
+/// Notes that a rank starts in the session of a run on many hosts. Rank 0 also notes the end of the log: the session begins
+/// after it.
+async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32) -> Result<()> {
+    let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
+    let after = match (rank, stores.first()) {
+        (0, Some(first)) => match SessionLog::open(first).await {
+            Ok(log) => Some(log.sequence()),
+            Err(e) if e.kind() == ErrorKind::NotFound => Some(0),
+            Err(e) => return Err(e),
+        },
+        _ => None,
+    };
+    HostNotes::start_rank(run, hosts.session, rank, after)
 }
 
 fn save_span(run: &str, step: u64) -> tracing::Span {

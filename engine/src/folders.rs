@@ -111,6 +111,16 @@ impl RunFolder {
         self.root.join("seen.lock")
     }
 
+    /// Path of the notes about the session of many hosts.
+    pub(crate) fn session_notes(&self) -> PathBuf {
+        self.root.join("session.json")
+    }
+
+    /// Path of the lock for changing these notes.
+    pub(crate) fn session_lock(&self) -> PathBuf {
+        self.root.join("session.lock")
+    }
+
     /// Whether a trainer has finished the run.
     pub(crate) fn is_finished(&self) -> bool {
         self.finished().exists()

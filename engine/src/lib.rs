@@ -44,6 +44,10 @@ mod arena;
 mod slot_access;
 
 // Runs, their tiers, and encoded snapshots in shared memory.
+mod hosts_option;
+
+mod host_notes;
+
 mod run_spec;
 
 mod options;
@@ -59,7 +63,6 @@ mod memory_tier;
 mod inline_generation;
 
 // Many hosts.
-#[allow(dead_code, unused_imports, reason = "the agent does not use it yet")]
 mod hosts;
 
 // The agent.
@@ -105,6 +108,7 @@ pub use connection::{agent_metrics, agent_status, stop_agent};
 pub use copy_plan::Deferred;
 pub use engine::Engine;
 pub use folders::FOLDER_VARIABLE;
+pub use hosts_option::Hosts;
 pub use options::{BackPressure, Encode, EngineOptions, OnAgentLoss};
 pub use protocol::{Failure, Until};
 pub use restored::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};

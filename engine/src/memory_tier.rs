@@ -285,7 +285,7 @@ async fn nearest_existing(tiers: &[Store]) -> Result<Option<(&Store, Id)>> {
 
 /// Removes from each rank the tensors that a lower rank has, too. Such replicas must cover the same part with equal
 /// bytes.
-fn without_replicas(ranks: Vec<Vec<TensorView<'_>>>) -> Result<Vec<Vec<TensorView<'_>>>> {
+pub(crate) fn without_replicas(ranks: Vec<Vec<TensorView<'_>>>) -> Result<Vec<Vec<TensorView<'_>>>> {
     let mut first: HashMap<(String, Rect), (usize, &[u8])> = HashMap::new();
     let mut kept = Vec::with_capacity(ranks.len());
     for (rank, tensors) in ranks.into_iter().enumerate() {

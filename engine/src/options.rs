@@ -9,6 +9,7 @@ use tensorcask::codec::ObjectiveSetting;
 use tensorcask::{Error, FiniteCheck, Policy, Precision, Result, Retention, absolute_url};
 
 use crate::arena_file::SLOTS;
+use crate::hosts_option::Hosts;
 use crate::run_spec::{RunSpec, run_key};
 
 /// Behaviour of a save while no slot of the arena is free.
@@ -74,9 +75,11 @@ pub struct EngineOptions {
     pub run: Option<String>,
     /// Rank of this process, from 0.
     pub rank: u32,
-    /// Number of ranks. All ranks must be on one host. Each saves its shards, and a step is committed when all ranks
-    /// have saved it.
+    /// Number of ranks. Each saves its shards, and a step is committed when all ranks have saved it. All ranks are on one
+    /// host, unless `hosts` is set.
     pub world: u32,
+    /// Session and local ranks of a run on many hosts; `None` for one host. Not with `next_tiers` or [`Encode::Inline`].
+    pub hosts: Option<Hosts>,
     /// Number of raw states that fit into the arena, 2 to 16.
     pub slots: u32,
     /// Number of encoded snapshots to keep in memory, 1 or more. Snapshots that the store does not have yet stay in
@@ -134,6 +137,7 @@ impl EngineOptions {
             run: None,
             rank: 0,
             world: 1,
+            hosts: None,
             slots: *SLOTS.start(),
             keep: 2,
             memory_cap: None,
@@ -169,6 +173,9 @@ impl EngineOptions {
         if self.encode == Encode::Inline && self.world > 1 {
             return Err(Error::unsupported("inline encoding supports only one rank; use Encode::Agent"));
         }
+        if self.hosts.is_some() && (self.encode == Encode::Inline || !self.next_tiers.is_empty()) {
+            return Err(Error::unsupported("a run on many hosts supports neither further tiers nor inline encoding"));
+        }
         self.retention.map_or(Ok(()), Retention::check)?;
         let tiers = std::iter::once(&self.store).chain(&self.next_tiers).map(|url| absolute_url(url)).collect::<Result<Vec<_>>>()?;
         let run = self.run.clone().unwrap_or_else(|| tiers.first().cloned().unwrap_or_default());
@@ -196,6 +203,7 @@ impl EngineOptions {
                 .map(|Retention { keep_last, keep_every, keep_weights_every }| [keep_last, keep_every, keep_weights_every]),
             keep_base_decoded: self.keep_base_decoded,
             inline: self.encode == Encode::Inline,
+            hosts: self.hosts.as_ref().map(|hosts| hosts.spec(self.rank, self.world)).transpose()?,
         })
     }
 }

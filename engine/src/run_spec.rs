@@ -1,6 +1,7 @@
 //! The description of a run: the options that the agent needs, as sent by the trainer and stored in `run.json`.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use serde::{Deserialize, Deserializer, Serialize};
 use tensorcask::codec::{Objective, ObjectiveSetting};
@@ -8,6 +9,7 @@ use tensorcask::wire::Digest;
 use tensorcask::{BaseKeeping, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions};
 
 use crate::folders::{EngineFolder, RunFolder};
+use crate::hosts_option::HostsSpec;
 
 /// The description of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -38,6 +40,9 @@ pub(crate) struct RunSpec {
     pub retention: Option<[Option<u64>; 3]>,
     pub keep_base_decoded: bool,
     pub inline: bool,
+    /// The session and the ranks of this host, if the run is on many hosts.
+    #[serde(default)]
+    pub hosts: Option<HostsSpec>,
 }
 
 impl RunSpec {
@@ -52,6 +57,14 @@ impl RunSpec {
         let (ours, theirs) = (fields(self), fields(other));
         let differs = ours.iter().find(|(name, value)| theirs.get(*name) != Some(*value));
         differs.map_or_else(|| "description".to_owned(), |(name, _)| format!("`{name}`"))
+    }
+
+    /// Ranks on this host.
+    pub(crate) fn local_ranks(&self) -> Range<u32> {
+        match &self.hosts {
+            Some(hosts) => hosts.first_rank..hosts.first_rank.saturating_add(hosts.ranks).min(self.world),
+            None => 0..self.world,
+        }
     }
 
     /// Opens all tiers without sending a request.

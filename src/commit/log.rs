@@ -15,7 +15,7 @@ use crate::{Error, ErrorKind, Result, boxed};
 #[derive(Debug)]
 pub(crate) struct Log {
     pub(super) store: Store,
-    pub(super) store_file: StoreFile,
+    pub(crate) store_file: StoreFile,
     pub(super) state: LogState,
     /// Newest catalog that was read or written: its last entry and its path.
     pub(super) catalog: Option<(u64, String)>,

@@ -85,8 +85,9 @@ impl GcReport {
 const MAX_COLLECTED: usize = 10_000;
 /// Number of concurrent delete requests.
 const CONCURRENT_DELETES: usize = 16;
-/// Folders of the objects of snapshots, in the order of deletion: objects that name others go last.
-const FOLDERS: [&str; 3] = ["casks", "directories", "snapshots"];
+/// Folders of the objects of snapshots and of the messages of ranks, in the order of deletion: objects that name others go
+/// last.
+const FOLDERS: [&str; 5] = ["casks", "directories", "snapshots", "receipts", "offers"];
 
 /// Collects garbage in two phases. First, gives up forgotten and superseded snapshots that no other snapshot needs.
 /// Second, deletes objects that are older than the age floor and that no state of the log has needed since, by the

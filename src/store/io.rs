@@ -277,3 +277,31 @@ pub(crate) fn unconditional(object: &str, source: object_store::Error) -> Error 
         _ => Error::storage(object, source),
     }
 }
+
+/// Lists the objects `<folder>/<name>/<object>` of names that sort after `after`, as pairs of name and object. Costs one
+/// request on an object store for each page of 1000 objects. On local disk, reads no metadata of files.
+#[boxed]
+pub(crate) async fn objects_after(objects: &Objects, folder: &str, after: &str) -> Result<Vec<(String, String)>> {
+    let mut found = Vec::new();
+    if let Medium::Local(_) = &objects.medium {
+        for name in objects.names_after(folder, after).await? {
+            let inner = objects.names_after(&format!("{folder}/{name}"), "").await?;
+            found.extend(inner.into_iter().map(|object| (name.clone(), object)));
+        }
+        return Ok(found);
+    }
+    objects.counters.add(1, 0, 0);
+    // A tilde sorts after all characters of names.
+    let (prefix, offset) = (objects.path(folder), objects.path(&format!("{folder}/{after}~")));
+    let listed = objects.client()?.list_with_offset(Some(&prefix), &offset);
+    let mut paths = std::pin::pin!(listed);
+    while let Some(meta) = paths.try_next().await.map_err(|e| Error::storage(folder, e))? {
+        let mut parts = meta.location.prefix_match(&prefix).into_iter().flatten();
+        if let (Some(name), Some(object), None) = (parts.next(), parts.next(), parts.next())
+            && name.as_ref() > after
+        {
+            found.push((name.as_ref().to_owned(), object.as_ref().to_owned()));
+        }
+    }
+    Ok(found)
+}

@@ -24,7 +24,7 @@ use object_store::path::Path;
 pub use ahead::AheadUploads;
 pub(crate) use cache::Caches;
 pub(crate) use fetch::concurrently;
-pub(crate) use io::{Created, Listed};
+pub(crate) use io::{Created, Listed, objects_after};
 pub(crate) use objects::{Medium, Objects};
 pub(crate) use open::FOLDERS;
 pub use open::{StoreOptions, absolute_url};

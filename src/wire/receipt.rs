@@ -1,8 +1,11 @@
 //! The receipt of one rank's upload, for the coordinator to commit. Spec: `spec/manifest.md`, clause 6.
 
-use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
-use super::{CaskRef, ParentRef, seal};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::{CaskRef, Id, ParentRef, seal};
 use crate::version::FormatVersion;
 use crate::{Dtype, Error, Limits, Result};
 
@@ -73,6 +76,96 @@ pub struct Receipt {
     /// Time for which the rank waited for uploads beyond that, in milliseconds; `None` if it is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub upload_ms: Option<f64>,
+    /// The session that the receipt belongs to, if the ranks are on many hosts with a leader.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<SessionName>,
+    /// Values for the manifest's `user`, from one rank of a session.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub user: Map<String, Value>,
+    /// Values for the manifest's `metadata`, from one rank of a session.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metadata: BTreeMap<String, String>,
+}
+
+/// Name of a session: one start of a job on all its hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SessionName {
+    /// Id of the training run, as in `store.json`.
+    pub run: Id,
+    /// Id of the session.
+    pub session: Id,
+}
+
+/// A step of a session. The states of all ranks with the same step and attempt are parts of one snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SessionStep {
+    /// How often the job has returned to an older step in this session.
+    pub attempt: u64,
+    /// Training step.
+    pub step: u64,
+}
+
+/// The parent that the ranks of a session use for their deltas at one step. Spec: `spec/manifest.md`, clause 6.3.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SharedParent {
+    format: String,
+    version: String,
+    must_understand: Vec<String>,
+    may_ignore: Vec<String>,
+    /// The parent; `None` for a base.
+    pub parent: Option<Id>,
+}
+
+const PARENT_FORMAT: &str = "tensorcask-parent";
+
+impl SharedParent {
+    pub(crate) fn new(parent: Option<Id>) -> Self {
+        let version = FormatVersion::CURRENT.to_string();
+        Self { format: PARENT_FORMAT.into(), version, must_understand: vec![], may_ignore: vec![], parent }
+    }
+
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        seal::seal(self)
+    }
+
+    pub(crate) fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
+        let (json, _) = seal::open_seal(bytes, limits.max_entry_bytes)?;
+        seal::check_preamble(json, PARENT_FORMAT)?;
+        seal::parse(json)
+    }
+}
+
+impl SessionStep {
+    /// Name of the folder with the messages of this step. Names sort as steps do.
+    pub(crate) fn folder(self) -> String {
+        format!("{:020}-{:020}", self.attempt, self.step)
+    }
+
+    /// Parses the name of such a folder.
+    pub(crate) fn from_folder(name: &str) -> Option<Self> {
+        let (attempt, step) = name.split_once('-')?;
+        let found = Self { attempt: attempt.parse().ok()?, step: step.parse().ok()? };
+        (found.folder() == name).then_some(found)
+    }
+}
+
+impl SessionName {
+    /// Folder of the messages of the session.
+    pub(crate) fn folder(self) -> String {
+        format!("receipts/{}", self.session)
+    }
+
+    /// Path of the receipt of a rank.
+    pub(crate) fn receipt_path(self, at: SessionStep, rank: u32) -> String {
+        format!("{}/{}/{rank}.json", self.folder(), at.folder())
+    }
+
+    /// Path of the shared parent of a step.
+    pub(crate) fn parent_path(self, at: SessionStep) -> String {
+        format!("{}/{}/parent.json", self.folder(), at.folder())
+    }
 }
 
 /// Identity of the save that a receipt belongs to.
@@ -101,6 +194,9 @@ impl Receipt {
             casks,
             tensors,
             finite: None,
+            session: None,
+            user: Map::new(),
+            metadata: BTreeMap::new(),
             encode_ms: None,
             upload_ms: None,
         }

@@ -16,17 +16,17 @@ use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, UnchangedTensors, Writer, WriterOptions};
 use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of};
-use crate::commit::{Age, Appended, Log, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file};
+use crate::commit::{Age, Appended, Log, LogState, Need, Refusal, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
 use crate::store::{Created, Upload, probe, saves_inline};
-use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Manifest, STORE_FILE, StoreFile};
+use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Leader, Manifest, STORE_FILE, StoreFile};
 use crate::{Blob, Error, ErrorKind, NamePatterns, Result, Retention, RoundingReport, Store, boxed};
 
 /// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
 /// writers.
 #[boxed]
-pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer> {
+pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<Leader>) -> Result<Writer> {
     options.retention.map_or(Ok(()), Retention::check)?;
     let (unchanged, frozen) = (UnchangedTensors::default(), NamePatterns::parse(&options.frozen)?);
     let id = match options.id {
@@ -34,10 +34,18 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
         None => Id::random()?,
     };
     let mut log = open_log(store).await?;
-    log.append(id, |_| Ok(Event::Opened { leader: None })).await?;
+    let opened = log.append(id, |state| match leader.map(|leader| state.leadership.may_open(leader)) {
+        Some(Err(refusal)) => Err(refused(refusal)),
+        _ => Ok(Event::Opened { leader }),
+    });
+    opened.await?;
     log.write_catalog_if_due().await;
     let predecessors = log.state().writers.clone();
-    let pipeline = SavePipeline::new(store, options);
+    let mut pipeline = SavePipeline::new(store, options);
+    if leader.is_some() {
+        // The log admits a step of a session only once.
+        pipeline.options.existing_step = ExistingStep::Replace;
+    }
     Ok(Writer {
         pipeline,
         id,
@@ -50,7 +58,14 @@ pub(super) async fn open(store: &Store, options: WriterOptions) -> Result<Writer
         begun: None,
         measures_saves: true,
         stopped: None,
+        leader,
     })
+}
+
+/// The error of a host that may not open the log, or not add a step.
+fn refused(refusal: Refusal) -> Error {
+    let kind = if refusal == Refusal::Ended { ErrorKind::Fenced } else { ErrorKind::Conflict };
+    Error::new(kind, refusal.to_string()).clause("log 8")
 }
 
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.
@@ -127,6 +142,10 @@ impl Writer {
     /// is gone. Takes over an older copy, unless a job unknown to this writer has written to it.
     #[boxed]
     pub(super) async fn restart_in_replaced_store(&mut self, why: &Error) -> Result<()> {
+        if self.leader.is_some() {
+            // Other hosts have their receipts and the session in the store that is gone.
+            return Err(Error::new(ErrorKind::Fenced, format!("{}. Start the job again", why.message())).clause("log 8"));
+        }
         tracing::warn!(error = %why, "the store was replaced; the next snapshot is a base");
         let store = self.pipeline.store.clone();
         self.pipeline.base.clear();
@@ -256,11 +275,15 @@ impl Writer {
 
         let parent_id = manifest.parent.as_ref().map(|parent| parent.snapshot);
         let (writer, limit, floor) = (self.id, store.limits().max_chain_depth, self.pipeline.options.age_floor);
+        let leader = self.leader;
         let needs = needs_of(&manifest, inline.is_some(), parent);
         let mut parent_is_lost = false;
         let appended = self
             .log
             .append_relying_on(&needs, payload.as_deref(), writer, |state| {
+                if let Some(Err(refusal)) = leader.map(|leader| state.leadership.may_add(writer, leader, step)) {
+                    return Err(refused(refusal));
+                }
                 check_fence(state, writer)?;
                 age.check(floor)?;
                 if let Some(now) = state.at_step(step)

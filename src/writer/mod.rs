@@ -9,7 +9,7 @@
 //! | module | job |
 //! |---|---|
 //! | `save` | one save of a whole state: base or delta, attempts |
-//! | `ranks`, `receipts` | one save of many ranks: upload by each, one commit |
+//! | `ranks`, `host_writer`, `leader_writer`, `receipts` | one save of many ranks: upload by each, or by each host; one commit |
 //! | `layout` | names, shards, ties and slots of a state |
 //! | `pipeline` | runs the stages and uploads one cask per slot |
 //! | `plan`, `schedule` | which chunks are encoded together, and in which order |
@@ -34,8 +34,10 @@ mod commit;
 mod estimate;
 mod finite;
 mod forecast;
+mod host_writer;
 mod input;
 mod layout;
+mod leader_writer;
 mod pace;
 mod parent;
 mod pipeline;
@@ -61,7 +63,9 @@ pub(crate) use choices::{Choices, ChunkFamily};
 pub(crate) use commit::Prepared;
 pub use finite::FiniteCheck;
 pub(crate) use finite::NonFinite;
+pub use host_writer::{HostWriter, RankState};
 pub(crate) use layout::slot_of_role;
+pub use leader_writer::LeaderWriter;
 pub use pace::ObjectiveReport;
 use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
@@ -73,7 +77,7 @@ pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_uni
 use crate::chain::{Policy, PolicyDecision, PreviousSave, milliseconds};
 use crate::codec::ObjectiveSetting;
 use crate::commit::{DEFAULT_AGE_FLOOR, Log};
-use crate::wire::{Digest, Id, SnapshotKind};
+use crate::wire::{Digest, Id, Leader, SnapshotKind};
 use crate::{AheadUploads, Error, ErrorKind, NamePatterns, Precision, Result, Retention, RoundingReport, Store};
 
 /// Metadata of a snapshot.
@@ -253,6 +257,8 @@ pub struct Writer {
     measures_saves: bool,
     /// Message of the commit with unknown outcome that stopped this writer.
     stopped: Option<String>,
+    /// The session that this writer commits for, as leader of many hosts.
+    leader: Option<Leader>,
 }
 
 impl Store {
@@ -263,7 +269,7 @@ impl Store {
 
     /// Opens the store for writing with the given options.
     pub async fn writer_with(&self, options: WriterOptions) -> Result<Writer> {
-        commit::open(self, options).await
+        commit::open(self, options, None).await
     }
 }
 

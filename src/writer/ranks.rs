@@ -10,7 +10,7 @@ use super::base_cache::NextBase;
 use super::layout::StateLayout;
 use super::parent::Parent;
 use super::pipeline::SavePipeline;
-use crate::commit::{Log, Standing, refuse_features};
+use crate::commit::{Log, LogState, Standing, refuse_features};
 use crate::wire::{CaskRef, Id, MAX_RANK, RankSave, Receipt, ReceiptShard, ReceiptTensor};
 use crate::{AheadUploads, Blob, Error, ErrorKind, Result, Store, TensorView, boxed};
 
@@ -30,9 +30,15 @@ pub struct Rank {
 /// [`Writer`](crate::Writer) does.
 #[derive(Debug)]
 pub struct RankWriter {
-    pipeline: SavePipeline,
-    rank: Rank,
+    part: RankPart,
     log: Log,
+}
+
+/// Encodes and uploads what one rank has of each state.
+#[derive(Debug)]
+pub(super) struct RankPart {
+    pub pipeline: SavePipeline,
+    pub rank: Rank,
     /// Casks of the last save, and the base that they become once a snapshot with them is committed.
     pending: Option<(Vec<CaskRef>, NextBase)>,
 }
@@ -55,7 +61,7 @@ impl Store {
             return Err(Error::invalid(format!("rank {} of {}: ranks count from 0 to world - 1", rank.rank, rank.world)));
         }
         let log = Log::load(self).await?;
-        Ok(RankWriter { pipeline: SavePipeline::new(self, options), rank, log, pending: None })
+        Ok(RankWriter { part: RankPart::new(self, rank, options), log })
     }
 }
 
@@ -64,18 +70,26 @@ impl RankWriter {
     /// the receipts of all ranks.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
         let presence = self.catch_up().await?;
-        let (parent, _) = self.pipeline.options.policy.decide(self.log.state(), step, self.pipeline.store.limits().max_chain_depth);
-        self.upload(step, parent.filter(|_| presence == StorePresence::Present), tensors, blobs).await
+        let pipeline = &self.part.pipeline;
+        let (parent, _) = pipeline.options.policy.decide(self.log.state(), step, pipeline.store.limits().max_chain_depth);
+        let parent = parent.filter(|_| presence == StorePresence::Present);
+        self.upload(step, parent, tensors, blobs).await
+    }
+
+    #[boxed]
+    async fn upload(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
+        refuse_features(&self.log.state().may_ignore)?;
+        let parent = open_parent(&self.part.pipeline.store, self.log.state(), parent).await?;
+        self.part.upload(step, parent.as_ref(), tensors, blobs).await
     }
 
     /// Reads the log entries committed since the last save. Reads the whole log if the store was deleted or replaced.
     #[boxed]
     async fn catch_up(&mut self) -> Result<StorePresence> {
         let Standing::Stale(stale) = self.log.catch_up().await? else { return Ok(StorePresence::Present) };
-        tracing::warn!(error = %stale.error, rank = self.rank.rank, "the store was deleted or replaced; reading its log from the start");
-        self.pipeline.base.clear();
-        self.pending = None;
-        match Log::load(&self.pipeline.store).await {
+        tracing::warn!(error = %stale.error, rank = self.part.rank.rank, "the store was deleted or replaced; reading its log from the start");
+        self.part.forget_base();
+        match Log::load(&self.part.pipeline.store).await {
             Ok(log) => self.log = log,
             // The coordinator creates the store before it commits.
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(StorePresence::Deleted),
@@ -86,30 +100,43 @@ impl RankWriter {
 
     /// Like [`Writer::send_ahead`](crate::Writer::send_ahead), for the casks of this rank.
     pub fn send_ahead(&mut self, ahead: Option<AheadUploads>) {
-        self.pipeline.ahead = ahead;
+        self.part.pipeline.ahead = ahead;
     }
 
     /// Like [`save`](Self::save), against the parent that the coordinator chose for all ranks with
     /// [`Writer::next_parent`](crate::Writer::next_parent).
     pub async fn save_on(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
         self.catch_up().await?;
-        let parent = parent.filter(|id| self.log.state().by_id(*id).is_some());
         self.upload(step, parent, tensors, blobs).await
     }
+}
 
+impl RankPart {
+    pub(super) fn new(store: &Store, rank: Rank, options: WriterOptions) -> Self {
+        Self { pipeline: SavePipeline::new(store, options), rank, pending: None }
+    }
+
+    /// Forgets the base that is kept. The next save is a base, or reads its parent from the store.
+    pub(super) fn forget_base(&mut self) {
+        self.pipeline.base.clear();
+        self.pending = None;
+    }
+
+    /// Encodes and uploads a state against this parent, or whole without one.
     #[boxed]
-    async fn upload(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
-        refuse_features(&self.log.state().may_ignore)?;
+    pub(super) async fn upload(
+        &mut self,
+        step: u64,
+        mut parent: Option<&Parent>,
+        tensors: &[TensorView<'_>],
+        blobs: &[Blob<'_>],
+    ) -> Result<Receipt> {
         let store = self.pipeline.store.clone();
         let Rank { rank, world, attempt } = self.rank;
         let layout = StateLayout::of_rank(tensors, blobs, store.limits(), Some(rank))?;
-        let mut parent = match parent {
-            Some(id) => Parent::open(&store, self.log.state(), id).await?,
-            None => None,
-        };
-        self.promote_pending(parent.as_ref());
+        self.promote_pending(parent);
         let mut uploaded = loop {
-            match self.pipeline.write_casks(step, &layout, parent.as_ref()).await {
+            match self.pipeline.write_casks(step, &layout, parent).await {
                 Ok(uploaded) => break uploaded,
                 Err(error) => {
                     self.pipeline.base.clear();
@@ -144,7 +171,7 @@ impl RankWriter {
                 shards: shards.collect(),
             }
         });
-        let parent = parent.as_ref().map(Parent::reference);
+        let parent = parent.map(Parent::reference);
         let mut receipt = Receipt::new(RankSave { step, attempt, rank, world }, parent, uploaded.casks, tensors.collect());
         receipt.finite = uploaded.finite;
         (receipt.encode_ms, receipt.upload_ms) = (uploaded.times.encode_ms, uploaded.times.upload_ms);
@@ -161,5 +188,14 @@ impl RankWriter {
             }
             _ => {}
         }
+    }
+}
+
+/// Opens the parent of deltas; `None` if the log does not have it, or it cannot be read.
+#[boxed]
+pub(super) async fn open_parent(store: &Store, log: &LogState, parent: Option<Id>) -> Result<Option<Parent>> {
+    match parent.filter(|id| log.by_id(*id).is_some()) {
+        Some(id) => Parent::open(store, log, id).await,
+        None => Ok(None),
     }
 }

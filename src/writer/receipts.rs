@@ -18,11 +18,27 @@ use crate::codec::Registry;
 use crate::commit::Age;
 use crate::store::concurrently;
 use crate::tensor::{Rect, element_count};
-use crate::wire::{CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, MAX_RANK, Receipt, ReceiptTensor, slots_of_rank};
-use crate::{Error, ErrorKind, Limits, Result, boxed};
+use crate::wire::{
+    CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, Leader, MAX_RANK, Receipt, ReceiptTensor, SessionName, SessionStep,
+    slots_of_rank,
+};
+use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
 
 /// Number of casks that are checked at once.
 const CONCURRENT_REQUESTS: usize = 32;
+
+/// The session and attempt that a writer leads.
+#[derive(Debug, Clone, Copy)]
+struct LedSession {
+    name: SessionName,
+    attempt: u64,
+}
+
+impl LedSession {
+    fn new(run: Id, leader: Leader) -> Self {
+        Self { name: SessionName { run, session: leader.session }, attempt: leader.attempt }
+    }
+}
 
 impl Writer {
     /// Parent of the deltas of all ranks for a snapshot of `step`, by the policy; `None` for a base. Fails with
@@ -38,11 +54,17 @@ impl Writer {
     }
 
     /// Commits one snapshot of the casks of all ranks, or nothing. There must be a receipt of each rank for this step
-    /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store.
+    /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store. Metadata of the
+    /// receipts is added to `metadata`.
     pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         check_usable(self)?;
-        check_user(metadata)?;
-        let saved = self.commit_all(step, receipts, metadata).await;
+        let mut metadata = metadata.clone();
+        for receipt in receipts {
+            metadata.user.extend(receipt.user.clone());
+            metadata.file.extend(receipt.metadata.clone());
+        }
+        check_user(&metadata)?;
+        let saved = self.commit_all(step, receipts, &metadata).await;
         let begun = self.begun.take().filter(|(begun_step, _)| *begun_step == step);
         if saved.is_ok() && self.measures_saves {
             let save_ms = begun.map(|(_, begun)| milliseconds(begun.elapsed()));
@@ -55,6 +77,8 @@ impl Writer {
     #[boxed]
     async fn commit_all(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         check_ranks(step, receipts)?;
+        let led = self.leader.map(|leader| LedSession::new(self.log.store_file.run, leader));
+        check_session(led, receipts)?;
         let store = self.pipeline.store.clone();
         let (_, mut decision) = self.decide(step).await?;
         let parent = self.common_parent(receipts).await?;
@@ -70,25 +94,7 @@ impl Writer {
         check_partners(&merged, receipts, store.registry())?;
         let mut casks: Vec<CaskRef> = receipts.iter().flat_map(|receipt| receipt.casks.iter().cloned()).collect();
         casks.sort_by_key(|cask| cask.slot);
-        let modified_ms = |cask: &CaskRef| {
-            let (store, path, bytes) = (store.clone(), cask.path(), cask.bytes);
-            async move {
-                match store.objects().head(&path).await {
-                    Ok(found) if found.bytes == bytes => Ok(found.modified_ms),
-                    Ok(found) => {
-                        Err(Error::corrupt(format!("the cask has {} bytes, but its receipt says {bytes}", found.bytes)).object(path))
-                    }
-                    Err(error) if error.kind() == ErrorKind::NotFound => {
-                        Err(Error::not_found("a receipt names this cask, but the store does not have it").object(path))
-                    }
-                    Err(error) => Err(error),
-                }
-            }
-        };
-        let (age, now) = (Age::start(), store.objects().clock_ms().await?);
-        let written: Vec<u64> = concurrently(CONCURRENT_REQUESTS, casks.iter().map(modified_ms)).await?;
-        let oldest = written.into_iter().min().unwrap_or(now);
-        let age = age.older_by(Duration::from_millis(now.saturating_sub(oldest)));
+        let age = age_of(&store, led, step, &casks).await?;
         let directory = Directory::encode(&merged.rows)?;
         let decoded = Directory::decode(directory.clone().into(), Digest::of(&directory), store.limits())
             .map_err(|e| Error::invalid(format!("the tensors of the receipts make no valid directory: {}", e.message())).source(e))?;
@@ -144,6 +150,44 @@ impl Writer {
                 ),
             )),
         }
+    }
+}
+
+/// Age of the oldest cask. In a session, the message with the parent is older than all casks of its step.
+#[boxed]
+async fn age_of(store: &Store, session: Option<LedSession>, step: u64, casks: &[CaskRef]) -> Result<Age> {
+    let (age, now) = (Age::start(), store.objects().clock_ms().await?);
+    let oldest = match session {
+        Some(LedSession { name, attempt }) => store.objects().head(&name.parent_path(SessionStep { attempt, step })).await?.modified_ms,
+        None => {
+            let all: Vec<u64> = concurrently(CONCURRENT_REQUESTS, casks.iter().map(|cask| modified_ms(store, cask))).await?;
+            all.into_iter().min().unwrap_or(now)
+        }
+    };
+    Ok(age.older_by(Duration::from_millis(now.saturating_sub(oldest))))
+}
+
+async fn modified_ms(store: &Store, cask: &CaskRef) -> Result<u64> {
+    let (path, bytes) = (cask.path(), cask.bytes);
+    match store.objects().head(&path).await {
+        Ok(found) if found.bytes == bytes => Ok(found.modified_ms),
+        Ok(found) => Err(Error::corrupt(format!("the cask has {} bytes, but its receipt says {bytes}", found.bytes)).object(path)),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            Err(Error::not_found("a receipt names this cask, but the store does not have it").object(path))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Refuses receipts of another session or attempt than those that the writer leads.
+fn check_session(led: Option<LedSession>, receipts: &[Receipt]) -> Result<()> {
+    let is_ours = |receipt: &Receipt| match led {
+        Some(led) => receipt.session == Some(led.name) && receipt.attempt == led.attempt,
+        None => receipt.session.is_none(),
+    };
+    match receipts.iter().find(|receipt| !is_ours(receipt)) {
+        None => Ok(()),
+        Some(other) => Err(Error::invalid(format!("the receipt of rank {} is of another session or attempt", other.rank))),
     }
 }
 

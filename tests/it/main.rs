@@ -41,6 +41,7 @@ mod ranks;
 mod replaced;
 mod roundtrip;
 mod rows;
+mod sessions;
 mod spared_bases;
 mod spec;
 mod statistics;

@@ -8,6 +8,7 @@ mod deferred;
 mod faults;
 mod guards;
 mod host;
+mod hosts;
 mod kills;
 mod lost_stores;
 mod memory;

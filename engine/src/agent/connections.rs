@@ -140,8 +140,8 @@ impl Agent {
             self.hurry.notify_one();
             return Err(Error::new(ErrorKind::Conflict, "the agent is about to end"));
         }
-        if rank >= request.spec.world {
-            return Err(Error::invalid(format!("rank {rank} of {} does not exist", request.spec.world)));
+        if !request.spec.local_ranks().contains(&rank) {
+            return Err(Error::invalid(format!("rank {rank} of {} does not exist on this host", request.spec.world)));
         }
         let run = self.registry.start(request.spec.clone(), rank).await?;
         let attachment = run.attach(request)?;

@@ -116,7 +116,7 @@ async fn make_room(run: &Run, memory: &mut MemoryTier) -> Result<bool> {
 /// Names an obstacle that keeps waiting states from being encoded and that a retry does not remove: missing ranks, or
 /// memory full of snapshots that the store does not have yet.
 fn find_obstacle(run: &Run, memory: &MemoryTier) -> Result<Option<String>> {
-    let missing = run.read(|_, arenas| arenas.missing(run.spec.world));
+    let missing = run.read(|_, arenas| arenas.missing(run.spec.local_ranks()));
     if !missing.is_empty() {
         let ranks: Vec<String> = missing.iter().take(8).map(u32::to_string).collect();
         return Ok(Some(format!(
@@ -126,7 +126,8 @@ fn find_obstacle(run: &Run, memory: &MemoryTier) -> Result<Option<String>> {
         )));
     }
     let bytes = memory.bytes()?;
-    let is_waiting = || run.read(|_, arenas| arenas.all(run.spec.world)).is_some_and(|all| all.iter().any(|arena| arena.has_full_slot()));
+    let is_waiting =
+        || run.read(|_, arenas| arenas.all(run.spec.local_ranks())).is_some_and(|all| all.iter().any(|arena| arena.has_full_slot()));
     Ok((bytes >= run.cap && is_waiting()).then(|| {
         format!(
             "encoded snapshots use {bytes} bytes of shared memory, over the cap of {}; states wait in the arena until the store has some of them",
@@ -147,7 +148,7 @@ enum Turn {
 
 /// Encodes the next state, if there is one.
 async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
-    let Some(arenas) = run.read(|_, arenas| arenas.all(run.spec.world)) else { return Ok(Turn::Idle) };
+    let Some(arenas) = run.read(|_, arenas| arenas.all(run.spec.local_ranks())) else { return Ok(Turn::Idle) };
     let key = match next_work(run, &arenas)? {
         Selection::Wait => return Ok(Turn::Idle),
         Selection::Encode(_) if memory.is_of_another_run(&run.tiers).await? => return Ok(Turn::Reopen),
@@ -174,10 +175,11 @@ async fn encode_next(run: &Run, memory: &mut MemoryTier) -> Result<Turn> {
 }
 
 /// Drops a state that not all ranks have.
-fn drop_incomplete(run: &Run, arenas: &[Arc<Arena>], StateOfRank { rank, key }: StateOfRank) -> Result<()> {
+pub(super) fn drop_incomplete(run: &Run, arenas: &[Arc<Arena>], StateOfRank { rank, key }: StateOfRank) -> Result<()> {
     let taken = arenas.get(rank).map(|arena| TakenSlot::take(arena, |header| SaveKey::of(header) == key)).transpose()?.flatten();
     if let Some(taken) = taken {
-        let generations = vec![RankGeneration { rank: rank as u32, generation: taken.generation() }];
+        let generations =
+            vec![RankGeneration { rank: run.spec.local_ranks().start.saturating_add(rank as u32), generation: taken.generation() }];
         let message = Error::not_found("not all ranks have saved this step in the same session of the job").to_string();
         run.release_and_apply(vec![taken], Event::Failed { generations, step: key.step, message })?;
     }
@@ -257,6 +259,6 @@ async fn encode(memory: &mut MemoryTier, states: &[StoredState<'_>]) -> Result<S
 }
 
 /// Whether a retry cannot help, because the state itself is invalid.
-fn is_final(error: &Error) -> bool {
+pub(super) fn is_final(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported | ErrorKind::LimitExceeded | ErrorKind::Corrupt)
 }

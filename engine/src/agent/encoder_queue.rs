@@ -20,7 +20,8 @@ pub(super) fn next_work(run: &Run, arenas: &[Arc<Arena>]) -> Result<Selection> {
     let states = |(rank, arena): (u32, &Arc<Arena>)| {
         Ok(RankStates { headers: arena.headers()?, encoded: arena.encoded()?, is_finished: finished.contains(&rank) })
     };
-    Ok(select_next(&(0..).zip(arenas).map(states).collect::<Result<Vec<_>>>()?, session))
+    let first = run.spec.local_ranks().start;
+    Ok(select_next(&(first..).zip(arenas).map(states).collect::<Result<Vec<_>>>()?, session, run.spec.world))
 }
 
 /// Whether a complete save waits to be encoded, or is being encoded.
@@ -28,14 +29,14 @@ pub(super) fn has_work(run: &Run) -> bool {
     if run.is_stopped() || run.is_outdated() || run.spec.inline {
         return false;
     }
-    let Some(arenas) = run.read(|_, arenas| arenas.all(run.spec.world)) else { return false };
+    let Some(arenas) = run.read(|_, arenas| arenas.all(run.spec.local_ranks())) else { return false };
     let is_encoding = |arena: &Arc<Arena>| arena.words().is_ok_and(|words| words.iter().any(|word| word.state == SlotState::Encoding));
     matches!(next_work(run, &arenas), Ok(Selection::Encode(_))) || arenas.iter().any(is_encoding)
 }
 
 /// Removes arenas of ranks that the job no longer has. Their states are encoded, or were never complete.
 pub(super) fn remove_former_ranks(run: &Run) {
-    for rank in run.folder.ranks().unwrap_or_default().into_iter().filter(|rank| *rank >= run.spec.world) {
+    for rank in run.folder.ranks().unwrap_or_default().into_iter().filter(|rank| !run.spec.local_ranks().contains(rank)) {
         if let Err(error) = remove_file(&run.folder.rank(rank).arena()) {
             tracing::warn!(run = run.spec.run, rank, %error, "cannot remove the arena of a rank that the job no longer has");
         }

@@ -39,6 +39,14 @@ mod takeover;
 
 mod upload;
 
+mod host_work;
+
+mod host_encode;
+
+mod host_commit;
+
+mod host_tasks;
+
 mod registry;
 
 mod connections;

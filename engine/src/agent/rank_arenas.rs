@@ -1,6 +1,7 @@
 //! The arenas of a run's ranks, as mapped by the agent.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use tensorcask::Result;
@@ -47,17 +48,17 @@ impl RankArenas {
         self.arenas.get(&rank)
     }
 
-    /// The arenas of all ranks, in rank order; `None` while one is missing.
-    pub(super) fn all(&self, world: u32) -> Option<Vec<Arc<Arena>>> {
-        (0..world).map(|rank| self.arenas.get(&rank).cloned()).collect()
+    /// The arenas of these ranks, in rank order; `None` while one is missing.
+    pub(super) fn all(&self, ranks: Range<u32>) -> Option<Vec<Arc<Arena>>> {
+        ranks.map(|rank| self.arenas.get(&rank).cloned()).collect()
     }
 
-    /// Ranks without an arena, while a state of another rank waits for theirs.
-    pub(super) fn missing(&self, world: u32) -> Vec<u32> {
+    /// Those of these ranks that have no arena, while a state of another rank waits for theirs.
+    pub(super) fn missing(&self, ranks: Range<u32>) -> Vec<u32> {
         if !self.arenas.values().any(|arena| arena.has_full_slot()) {
             return Vec::new();
         }
-        (0..world).filter(|rank| !self.arenas.contains_key(rank)).collect()
+        ranks.filter(|rank| !self.arenas.contains_key(rank)).collect()
     }
 
     /// Number of states that wait to be encoded: that of the rank with the most.

@@ -9,6 +9,7 @@ use tokio::task::JoinHandle;
 
 use super::encode::encode_loop;
 use super::encoder_queue::has_work;
+use super::host_tasks::spawn_host_tasks;
 use super::report::status_of;
 use super::run::Run;
 use super::run_event::Event;
@@ -65,7 +66,7 @@ impl Registry {
     async fn adopt(&self, folder: &RunFolder) -> Result<()> {
         let spec = RunSpec::read(folder).ok_or_else(|| Error::corrupt("the folder has no valid description of a run"))?;
         let run = self.start(spec, 0).await?;
-        for rank in run.folder.ranks()?.into_iter().filter(|rank| *rank < run.spec.world) {
+        for rank in run.folder.ranks()?.into_iter().filter(|rank| run.spec.local_ranks().contains(rank)) {
             // The trainer of the rank replaces an arena that cannot be used.
             if let Err(error) = run.adopt(rank) {
                 tracing::warn!(run = run.spec.run, rank, %error, "cannot use the arena of an earlier trainer");
@@ -100,8 +101,13 @@ impl Registry {
         }
         let key = spec.key.clone();
         let run = Arc::new(Run::new(spec, &self.folder)?);
-        let mut tasks = vec![tokio::spawn(encode_loop(run.clone()))];
-        tasks.extend((0..run.tiers.len()).map(|tier| tokio::spawn(upload_loop(run.clone(), tier))));
+        let tasks = match run.spec.hosts.clone() {
+            Some(hosts) => spawn_host_tasks(&run, hosts),
+            None => {
+                let uploads = (0..run.tiers.len()).map(|tier| tokio::spawn(upload_loop(run.clone(), tier)));
+                [tokio::spawn(encode_loop(run.clone()))].into_iter().chain(uploads).collect()
+            }
+        };
         self.lock().insert(key, ActiveRun { run: run.clone(), tasks });
         Ok(run)
     }

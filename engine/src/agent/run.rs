@@ -51,7 +51,8 @@ impl Run {
         replace_file(&run.spec(), &json)?;
         let tiers = spec.stores()?;
         let cap = spec.cap(folder)?;
-        let state = RunState::new(tiers.len(), if spec.inline { Encode::Inline } else { Encode::Agent });
+        let encode = if spec.inline { Encode::Inline } else { Encode::Agent };
+        let state = RunState::new(tiers.len(), encode).with_first_rank(spec.local_ranks().start);
         Ok(Self {
             folder: run,
             cap,

@@ -39,6 +39,8 @@ pub(super) enum Event {
     TierTakenOver { tier: usize, orders: TierOrders, latest: Option<Commit> },
     /// A tier has all snapshots of its source.
     Uploaded(Upload),
+    /// Many hosts: a step that this host has uploaded will never be committed.
+    GivenUp { generations: Vec<RankGeneration>, sequence: u64, step: u64, message: String },
     /// The source of a tier has no snapshots.
     NothingToUpload { tier: usize },
     /// An upload failed; the uploader will try again.
@@ -128,7 +130,7 @@ pub(super) struct MemoryContents {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct EncodedSave {
     pub step: u64,
-    /// Generation of each rank, in rank order.
+    /// Generation of each rank of this host, in rank order.
     pub generations: Vec<u64>,
     pub epoch: u64,
     pub sequence: u64,

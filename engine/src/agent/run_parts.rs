@@ -65,17 +65,18 @@ impl MemoryState {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct CommittedSnapshot {
     pub epoch: u64,
-    /// Generation of each rank, in rank order.
+    /// Generation of each rank of this host, in rank order.
     pub generations: Vec<u64>,
     pub sequence: u64,
 }
 
 impl CommittedSnapshot {
-    pub(super) fn by_rank(&self) -> Vec<RankGeneration> {
-        (0..).zip(&self.generations).map(|(rank, generation)| RankGeneration { rank, generation: *generation }).collect()
+    /// Generations from the first rank of this host on.
+    pub(super) fn by_rank(&self, first: u32) -> Vec<RankGeneration> {
+        (first..).zip(&self.generations).map(|(rank, generation)| RankGeneration { rank, generation: *generation }).collect()
     }
 
-    /// Generation of rank 0, which status reports follow.
+    /// Generation of the first rank, which status reports follow.
     pub(super) fn first_generation(&self) -> u64 {
         self.generations.first().copied().unwrap_or(0)
     }

@@ -25,6 +25,8 @@ use crate::protocol::{AttachMode, Failure, Progress, SaveNote};
 pub(super) struct RunState {
     /// Process that encodes.
     encode: Encode,
+    /// First rank of this host.
+    first_rank: u32,
     pub ranks: BTreeMap<u32, RankState>,
     /// Number of starts of the job. States of several ranks are joined only if they were saved in the same session.
     pub session: u64,
@@ -45,6 +47,7 @@ impl RunState {
     pub(super) fn new(tiers: usize, encode: Encode) -> Self {
         Self {
             encode,
+            first_rank: 0,
             ranks: BTreeMap::new(),
             session: 0,
             memory: MemoryState::default(),
@@ -55,6 +58,11 @@ impl RunState {
             is_restoring: true,
             is_finished: false,
         }
+    }
+
+    /// The same for a host whose ranks begin with this one.
+    pub(super) fn with_first_rank(self, first_rank: u32) -> Self {
+        Self { first_rank, ..self }
     }
 
     /// Changes the state by an event; returns the actions that follow, in order.
@@ -104,6 +112,15 @@ impl RunState {
             Event::MemoryDamaged { epoch, lost, message } => self.on_memory_damaged(epoch, lost, &message),
             Event::TierTakenOver { tier, orders, latest } => self.on_taken_over(tier, orders, latest),
             Event::Uploaded(upload) => self.on_uploaded(&upload),
+            Event::GivenUp { generations, sequence, step, message } => {
+                let before = self.memory.committed.len();
+                self.memory.committed.retain(|committed| committed.sequence != sequence);
+                let removed = before.saturating_sub(self.memory.committed.len()) as u64;
+                if let Some(tier) = self.tiers.first_mut() {
+                    tier.pending = tier.pending.saturating_sub(removed);
+                }
+                vec![self.fail(&generations, step, &message)]
+            }
             Event::NothingToUpload { tier } => {
                 if let Some(tier) = self.tiers.get_mut(tier) {
                     (tier.is_known, tier.problem) = (true, None);
@@ -164,11 +181,11 @@ impl RunState {
             }
         }
         state.attachment += 1;
-        // Rank 0 decides for all ranks.
-        if mode != AttachMode::Continue && rank == 0 {
+        // The first rank decides for all ranks of this host.
+        if mode != AttachMode::Continue && rank == self.first_rank {
             if mode == AttachMode::TakeOverAfresh {
                 // Arenas of connected ranks are new.
-                let absent = self.ranks.iter().filter(|(other, state)| **other != 0 && state.trainer.is_none());
+                let absent = self.ranks.iter().filter(|(other, state)| **other != self.first_rank && state.trainer.is_none());
                 actions.extend(absent.map(|(other, _)| Action::RemoveArena { rank: *other }));
                 self.memory.outdated = Some(latest);
             }
@@ -201,7 +218,7 @@ impl RunState {
             let InlineGeneration { epoch, sequence } = InlineGeneration::from_generation(note.generation);
             actions.extend(self.commit(CommittedSnapshot { epoch, generations: vec![note.generation], sequence }, note.step));
         }
-        if rank == 0 {
+        if rank == self.first_rank {
             self.saves.on_saved(note, queue_depth);
         }
         actions.push(Action::WakeEncoder);
@@ -211,7 +228,7 @@ impl RunState {
 
     fn on_encoded(&mut self, save: EncodedSave) -> Vec<Action> {
         let EncodedSave { step, generations, epoch, sequence, encoding } = save;
-        for (rank, generation) in (0..).zip(&generations) {
+        for (rank, generation) in (self.first_rank..).zip(&generations) {
             let state = self.ranks.entry(rank).or_default();
             state.encoded = state.encoded.max(*generation);
         }
@@ -227,7 +244,7 @@ impl RunState {
     /// meantime.
     fn commit(&mut self, committed: CommittedSnapshot, step: u64) -> Option<Action> {
         if self.memory.damaged.contains(&committed.epoch) {
-            return Some(self.fail(&committed.by_rank(), step, "the save was encoded into memory that is damaged"));
+            return Some(self.fail(&committed.by_rank(self.first_rank), step, "the save was encoded into memory that is damaged"));
         }
         self.memory.committed.push_back(committed);
         if let Some(tier) = self.tiers.first_mut() {
@@ -241,7 +258,7 @@ impl RunState {
         self.saves.failed += 1;
         for &RankGeneration { rank, generation } in generations {
             self.ranks.entry(rank).or_default().add_failure(Failure { step, generation, message: why.to_owned() });
-            if rank == 0 {
+            if rank == self.first_rank {
                 self.saves.on_failed(generation, why);
             }
         }
@@ -254,10 +271,11 @@ impl RunState {
             Some(lost) => {
                 // Snapshots of an earlier agent are unknown here; all saves that it had encoded may be affected.
                 let encoded = || self.ranks.iter().map(|(rank, state)| RankGeneration { rank: *rank, generation: state.encoded }).collect();
-                let generations = |sequence: u64| committed.iter().find(|known| known.sequence == sequence).map(CommittedSnapshot::by_rank);
+                let generations =
+                    |sequence: u64| committed.iter().find(|known| known.sequence == sequence).map(|known| known.by_rank(self.first_rank));
                 lost.iter().map(|lost| (generations(lost.sequence).unwrap_or_else(encoded), lost.step)).collect()
             }
-            None => committed.iter().map(|known| (known.by_rank(), self.saves.step_of(known.first_generation()))).collect(),
+            None => committed.iter().map(|known| (known.by_rank(self.first_rank), self.saves.step_of(known.first_generation()))).collect(),
         };
         let mut actions = Vec::new();
         for (generations, step) in failed {
@@ -325,7 +343,7 @@ impl RunState {
             let Some(committed) = self.memory.committed.pop_front() else { break };
             actions.extend(self.saves.on_committed(committed.first_generation(), upload.times).map(Action::LogCommit));
         }
-        self.saves.forget_starts(self.ranks.get(&0).map_or(0, |state| state.durable));
+        self.saves.forget_starts(self.ranks.get(&self.first_rank).map_or(0, |state| state.durable));
         if let (1.., Some(step)) = (upload.copied, upload.step) {
             self.saves.last_commit = Some(Commit { step, time_ms: upload.times.time_ms });
         }

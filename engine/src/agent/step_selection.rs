@@ -65,11 +65,11 @@ impl RankStates {
     }
 }
 
-/// Selects the next work from the states of all ranks, in rank order, during this session. A save is complete if all
-/// ranks of its job wait with it. Of several complete saves, the oldest of rank 0 comes first.
-pub(super) fn select_next(ranks: &[RankStates], session: u64) -> Selection {
+/// Selects the next work from the states of all ranks of this host, in rank order, during this session. A save is complete
+/// if all of them wait with it. `world`: number of ranks of the job. Of several complete saves, the oldest of rank 0 comes first.
+pub(super) fn select_next(ranks: &[RankStates], session: u64, world: u32) -> Selection {
     let Some(first) = ranks.first() else { return Selection::Wait };
-    let is_of_this_job = |header: &SlotHeader| header.world as usize == ranks.len();
+    let is_of_this_job = |header: &SlotHeader| header.world == world;
     let is_complete =
         |header: &&SlotHeader| is_of_this_job(header) && ranks.iter().all(|rank| rank.find_waiting(SaveKey::of(header)).is_some());
     let oldest = first.waiting().filter(is_complete).min_by_key(|header| header.word.generation);
@@ -126,7 +126,7 @@ mod tests {
     }
 
     fn next_of(ranks: &[RankStates]) -> Selection {
-        select_next(ranks, SESSION)
+        select_next(ranks, SESSION, ranks.len() as u32)
     }
 
     #[test]
@@ -221,7 +221,7 @@ mod tests {
                             held.headers.push(kept(session, todo.remove(0), generation, true, 3));
                         }
                     }
-                    match select_next(&held, session) {
+                    match select_next(&held, session, 3) {
                         Selection::Encode(name) => {
                             encoded.push(name);
                             for held in &mut held {

@@ -82,6 +82,8 @@ pub(crate) enum Event {
     Refused(LogView),
     /// The receipts of a complete step make no snapshot.
     Impossible(StepKey),
+    /// This host can no longer add to the log under the writer id that it leads with. It takes over from itself.
+    Unseated,
     /// A request failed. The next tick may send it again.
     Failed(Request),
     /// The clock of the host, which may run fast, slow or apart from others.

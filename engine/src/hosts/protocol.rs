@@ -126,6 +126,9 @@ impl HostProtocol {
                 self.under_way.remove(&Request::Append);
                 self.role = Role::Leader(leader);
                 self.follow(view, &mut actions);
+                if let Some(leading) = self.view.leadership.of(self.options.session) {
+                    self.options.led_as = Some(leading.writer);
+                }
                 actions.extend(self.survey_if_leading());
             }
             Event::Committed(view) => {
@@ -145,6 +148,10 @@ impl HostProtocol {
                 self.impossible.insert(key);
                 actions.extend(self.survey_if_leading());
             }
+            Event::Unseated => {
+                self.under_way.remove(&Request::Append);
+                self.role = Role::Follower;
+            }
             Event::Failed(request) => _ = self.under_way.remove(&request),
             Event::Tick { now_ms } => {
                 self.now_ms = now_ms;
@@ -162,12 +169,8 @@ impl HostProtocol {
         matches!(self.role, Role::Leader(_))
     }
 
-    /// Number of steps of this host that are neither committed nor given up.
-    pub(crate) fn waiting(&self) -> usize {
-        self.steps.len()
-    }
-
     /// The session has ended: another one has the store.
+    #[cfg(test)]
     pub(crate) fn is_ended(&self) -> bool {
         self.is_ended
     }

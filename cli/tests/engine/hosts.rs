@@ -1,0 +1,216 @@
+//! A run on many hosts: each test host has its own folder and its own agent. All share one store.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tensorcask::blocking::{Store, maintain};
+use tensorcask::maintain::{GcOptions, VerifyOptions};
+use tensorcask::wire::{Event, Leader};
+use tensorcask::{Blob, Dtype, Metadata, Rect, Slice, TensorView};
+use tensorcask_engine::{Engine, EngineOptions, Hosts, Until};
+
+use super::host::*;
+
+const HOSTS: u32 = 3;
+const RANKS: u32 = 2;
+const WORLD: u32 = HOSTS * RANKS;
+const ROW: u64 = 60_000;
+
+/// The hosts of a job. The store is on the first.
+struct Job {
+    hosts: Vec<Host>,
+    store_path: String,
+}
+
+/// The engines of one start of the job, by rank.
+struct Start {
+    engines: Vec<Engine>,
+    /// Every state of this start differs from those of other starts.
+    salt: u64,
+}
+
+impl Job {
+    fn new() -> Self {
+        let hosts: Vec<Host> = (0..HOSTS).map(|_| Host::new()).collect();
+        let store_path = hosts[0].store_path().to_str().unwrap().to_owned();
+        Self { hosts, store_path }
+    }
+
+    fn store(&self) -> Store {
+        Store::open(&self.store_path).unwrap()
+    }
+
+    fn options(&self, rank: u32, session: &str) -> EngineOptions {
+        let host = rank / RANKS;
+        let hosts = Hosts { patience: Duration::from_millis(300), ..Hosts::new(session, host * RANKS..(host + 1) * RANKS) };
+        EngineOptions { rank, world: WORLD, hosts: Some(hosts), store: self.store_path.clone(), ..self.hosts[host as usize].options() }
+    }
+
+    fn start(&self, session: &str, salt: u64) -> Start {
+        let engines = (0..WORLD).map(|rank| Engine::start(self.options(rank, session)).unwrap()).collect();
+        Start { engines, salt }
+    }
+
+    /// Leaders that opened the log, in order.
+    fn leaders(&self) -> Vec<Leader> {
+        let entries = self.store().history().entries().unwrap();
+        entries.into_iter().filter_map(|entry| if let Event::Opened { leader } = entry.event { leader } else { None }).collect()
+    }
+
+    fn assert_holds(&self, step: u64, salt: u64) {
+        let found = self.store().snapshot(step).unwrap().read("model.w", &Slice::all()).unwrap().data;
+        assert!(found == (0..WORLD).flat_map(|rank| row(step, salt, rank)).collect::<Vec<u8>>(), "step {step}");
+    }
+
+    fn assert_clean(&self) {
+        let report = maintain::verify(&self.store(), &VerifyOptions::default()).unwrap();
+        assert!(report.is_clean(), "{:?}", report.problems);
+    }
+
+    fn steps(&self) -> Vec<u64> {
+        self.store().snapshots().map_or_else(|_| Vec::new(), |all| all.iter().map(|info| info.record.step).collect())
+    }
+}
+
+impl Start {
+    fn save(&mut self, host: u32, step: u64) {
+        for rank in host * RANKS..(host + 1) * RANKS {
+            let row = row(step, self.salt, rank);
+            let rect = Rect { offset: vec![u64::from(rank), 0], shape: vec![1, ROW] };
+            let tensors = [TensorView::shard("model.w", Dtype::U8, &[u64::from(WORLD), ROW], rect, &row).unwrap()];
+            let blobs = [Blob { rank, name: "rng".into(), data: vec![rank as u8; 4].into() }];
+            let mut metadata = Metadata::default();
+            metadata.user.insert("loss".into(), (1.0 / (step + 1) as f64).into());
+            self.engines[rank as usize].save(step, &tensors, &blobs, &metadata).unwrap();
+        }
+    }
+
+    fn save_all(&mut self, step: u64) {
+        (0..HOSTS).for_each(|host| self.save(host, step));
+    }
+
+    fn wait(&mut self, host: u32, until: Until) {
+        for rank in host * RANKS..(host + 1) * RANKS {
+            let waited = self.engines[rank as usize].wait(until, LONG).unwrap();
+            assert!(waited.reached, "rank {rank}: {waited:?}");
+        }
+    }
+
+    fn wait_all(&mut self) {
+        (0..HOSTS).for_each(|host| self.wait(host, Until::Durable));
+    }
+}
+
+/// The row of a rank: a few bytes change from step to step.
+fn row(step: u64, salt: u64, rank: u32) -> Vec<u8> {
+    (0..ROW).map(|at| (at * 7 + u64::from(rank) + salt * 31 + if at % 1000 == step { 1 } else { 0 }) as u8).collect()
+}
+
+#[test]
+fn many_agents_make_one_snapshot_of_each_step() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    for step in 1..=4 {
+        start.save_all(step);
+    }
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 3, 4]);
+    (1..=4).for_each(|step| job.assert_holds(step, 1));
+    let newest = job.store().snapshot(4).unwrap();
+    assert_eq!((newest.blobs().unwrap().len(), newest.user().get("loss")), (WORLD as usize, Some(&0.2.into())));
+    assert_eq!(job.leaders().len(), 1, "one leader");
+    job.assert_clean();
+    for engine in start.engines {
+        engine.finish().unwrap();
+    }
+}
+
+#[test]
+fn another_host_commits_after_the_leader_was_killed_between_receipts_and_commit() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    // The receipts of the leader's ranks are in the store. It cannot commit yet, because those of other ranks are not.
+    start.save(0, 2);
+    start.wait(0, Until::Encoded);
+    job.hosts[0].signal_agent(Signal::KILL);
+    job.hosts[0].agent_is_gone();
+    start.save(1, 2);
+    start.save(2, 2);
+    start.wait(1, Until::Durable);
+    start.wait(2, Until::Durable);
+    let leaders = job.leaders();
+    assert_eq!(leaders.iter().map(|leader| leader.term).collect::<Vec<_>>(), [1, 2]);
+    assert_eq!(leaders[0].session, leaders[1].session);
+    // The next agent of the first host, which its trainers start, finds that its step is committed.
+    start.wait(0, Until::Durable);
+    start.save_all(3);
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 3]);
+    (1..=3).for_each(|step| job.assert_holds(step, 1));
+    job.assert_clean();
+}
+
+#[test]
+fn a_lost_hosts_step_is_given_up_and_never_mixed_with_the_next_start() {
+    let mut job = Job::new();
+    let mut start = job.start("first", 1);
+    for step in 1..=2 {
+        start.save_all(step);
+    }
+    start.wait_all();
+    // The last host is lost before it saves step 3.
+    start.save(0, 3);
+    start.save(1, 3);
+    start.wait(0, Until::Encoded);
+    start.wait(1, Until::Encoded);
+    drop(start);
+    job.hosts[2] = Host::new();
+    // A start without a new session is refused.
+    assert!(Engine::start(job.options(0, "first")).unwrap_err().to_string().contains("a session of its own"));
+    let mut start = job.start("second", 2);
+    let agreed = std::thread::scope(|scope| {
+        let waiting: Vec<_> =
+            start.engines.iter_mut().map(|engine| scope.spawn(|| engine.agree_by_store("second", LONG).unwrap())).collect();
+        waiting.into_iter().map(|agreed| agreed.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(agreed, [Some(2); WORLD as usize]);
+    for (rank, engine) in (0..).zip(&start.engines) {
+        let restored = engine.restore(2).unwrap();
+        let whole: Vec<u8> = (0..WORLD).flat_map(|rank| row(2, 1, rank)).collect();
+        assert!(*restored.tensors[0].data == whole, "rank {rank}");
+    }
+    // The lost host saves first: its receipt and the old ones would be complete.
+    for host in [2, 1, 0] {
+        start.save(host, 3);
+    }
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 3]);
+    job.assert_holds(2, 1);
+    job.assert_holds(3, 2);
+    let all = GcOptions { apply: true, age_floor: Duration::ZERO, ..GcOptions::default() };
+    let report = maintain::gc(&job.store(), &all).unwrap();
+    let casks = report.deleted.iter().filter(|object| object.path.starts_with("casks/")).count();
+    assert_eq!(casks, 2 * 2 * RANKS as usize, "the casks of step 3 of the first start, two for each rank");
+    job.assert_holds(3, 2);
+    job.assert_clean();
+}
+
+#[test]
+fn another_start_of_the_job_ends_the_session_of_hosts_that_live_on() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    // The job starts again on other hosts, while these live on.
+    let other = Job { hosts: (0..HOSTS).map(|_| Host::new()).collect(), store_path: job.store_path.clone() };
+    let mut next = other.start("second", 2);
+    next.save_all(2);
+    next.wait_all();
+    start.save_all(2);
+    until("the first start hears of the second", || start.engines[0].wait(Until::Durable, Duration::from_millis(200)).is_err());
+    assert_eq!(job.steps(), [1, 2]);
+    job.assert_holds(2, 2);
+    job.assert_clean();
+}

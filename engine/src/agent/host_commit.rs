@@ -1,0 +1,236 @@
+//! The committer of a host in a run on many hosts: reads the log, lists receipts, and commits if this host leads.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tensorcask::wire::{Id, Leader, SessionName, SessionStep};
+use tensorcask::{Error, ErrorKind, LeaderWriter, Result, SessionExchange, SessionLog, Store, WriterOptions};
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::host_work::{Fate, HostWork};
+use super::run_event::Event as RunEvent;
+use crate::host_notes::HostNotes;
+use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
+
+/// Commits, or waits for commits, until the agent ends.
+pub(super) async fn host_commit_loop(work: Arc<HostWork>, mut actions: UnboundedReceiver<Action>) {
+    let Some(store) = work.run.tiers.first().cloned() else { return };
+    let mut committer =
+        Committer { work: work.clone(), store, log: None, exchange: None, writer: None, has_begun: false, earlier: Earlier::Unknown };
+    work.run.apply(RunEvent::NothingToUpload { tier: 0 });
+    let mut tick = tokio::time::interval(TICK);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            action = actions.recv() => match action {
+                Some(action) => committer.perform(action).await,
+                None => return,
+            },
+            _ = tick.tick() => committer.tick(),
+        }
+    }
+}
+
+/// Performs the actions of a host that concern the log.
+struct Committer {
+    work: Arc<HostWork>,
+    store: Store,
+    log: Option<SessionLog>,
+    exchange: Option<SessionExchange>,
+    /// The writer that this host leads with.
+    writer: Option<LeaderWriter>,
+    has_begun: bool,
+    earlier: Earlier,
+}
+
+/// Whether the fate of the steps that an earlier agent uploaded is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Earlier {
+    Unknown,
+    /// The log is being read for it.
+    Asked,
+    Known,
+}
+
+impl Committer {
+    fn tick(&mut self) {
+        let notes = || HostNotes::read(&self.work.run.folder, self.work.hosts.session);
+        if !self.has_begun
+            && let Some(known) = notes().after
+        {
+            self.has_begun = true;
+            self.work.apply(Event::Begin { known });
+        }
+        // An earlier agent may have uploaded what is in the arenas.
+        if self.earlier == Earlier::Unknown && self.work.has_arenas() {
+            self.earlier = Earlier::Asked;
+            self.work.apply(Event::Rejoin);
+        }
+        self.work.apply(Event::Tick { now_ms: self.work.elapsed_ms() });
+    }
+
+    async fn perform(&mut self, action: Action) {
+        let work = self.work.clone();
+        match action {
+            // The encoder does both.
+            Action::FixParent(_) | Action::Upload { .. } => {}
+            Action::ReadLog => match self.read_log().await {
+                Ok(view) => {
+                    if self.earlier == Earlier::Asked {
+                        self.earlier = Earlier::Known;
+                        work.report_earlier(&view);
+                    }
+                    work.apply(Event::LogRead(view));
+                }
+                Err(error) => self.fail(Request::ReadLog, &error),
+            },
+            Action::Survey => match self.survey().await {
+                Ok(found) => work.apply(Event::Surveyed(found)),
+                Err(error) => self.fail(Request::Survey, &error),
+            },
+            Action::Open { leader } => {
+                let opened = self.open(leader).await;
+                self.after_append(opened, |view| Event::Opened { leader, view }).await;
+            }
+            Action::Commit { leader, key } => self.commit(leader, key).await,
+            Action::Durable(key) => work.decide(key, Fate::Durable),
+            Action::GiveUp(key) => work.decide(key, Fate::GivenUp),
+            Action::Stop => {
+                let orders = work.run.read(|state, _| state.tiers.first().map(|tier| tier.orders)).unwrap_or_default();
+                let why = "another job, or another start of this job, has taken the store over".to_owned();
+                work.run.apply(RunEvent::Fenced { orders, why });
+            }
+        }
+    }
+
+    /// Reports the outcome of an entry.
+    async fn after_append(&mut self, appended: Result<()>, done: impl FnOnce(LogView) -> Event) {
+        let error = match appended {
+            Ok(()) => match self.read_log().await {
+                Ok(view) => return self.work.apply(done(view)),
+                // The entry is in the log, as the next reading shows.
+                Err(error) => error,
+            },
+            Err(error) if is_refusal(&error) => match self.read_log().await {
+                Ok(view) => return self.work.apply(Event::Refused(view)),
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        self.fail(Request::Append, &error);
+    }
+
+    fn fail(&self, request: Request, error: &Error) {
+        // Before the first leader, there is no store.
+        if error.kind() != ErrorKind::NotFound {
+            self.work.run.apply(RunEvent::UploadFailed { tier: 0, message: error.to_string() });
+        }
+        self.work.apply(Event::Failed(request));
+    }
+
+    async fn read_log(&mut self) -> Result<LogView> {
+        let session = self.work.hosts.session;
+        let log = match &mut self.log {
+            Some(log) => {
+                if let Err(error) = log.refresh().await {
+                    self.log = None;
+                    return Err(error);
+                }
+                log
+            }
+            None => self.log.insert(SessionLog::open(&self.store).await?),
+        };
+        Ok(LogView::new(log.leadership(), session, log.records()))
+    }
+
+    async fn exchange(&mut self) -> Result<&SessionExchange> {
+        if self.exchange.is_none() {
+            let session = SessionName { run: self.store.history().run().await?, session: self.work.hosts.session };
+            self.exchange = Some(SessionExchange::new(&self.store, session));
+        }
+        self.exchange.as_ref().ok_or_else(|| Error::invalid("no exchange"))
+    }
+
+    async fn survey(&mut self) -> Result<Vec<SurveyedStep>> {
+        let (session, spec) = (self.work.hosts.session, self.work.run.spec.clone());
+        let leading = self.log.as_ref().and_then(|log| log.leadership().of(session));
+        let after = leading.and_then(|leading| Some(SessionStep { attempt: leading.leader.attempt, step: leading.newest? }));
+        let found = self.exchange().await?.survey(after).await?;
+        let has_all = |ranks: &BTreeSet<u32>, mut wanted: std::ops::Range<u32>| wanted.all(|rank| ranks.contains(&rank));
+        let step = |(at, ranks): (&SessionStep, &BTreeSet<u32>)| SurveyedStep {
+            key: StepKey { attempt: at.attempt, step: at.step },
+            is_complete: has_all(ranks, 0..spec.world),
+            has_ours: has_all(ranks, spec.local_ranks()),
+        };
+        Ok(found.iter().map(step).collect())
+    }
+
+    async fn open(&mut self, leader: Leader) -> Result<()> {
+        let (id, run) = (Id::random()?, self.work.run.clone());
+        // Noted first: a later agent of this host then knows that the leader was this host.
+        HostNotes::update(&run.folder, self.work.hosts.session, |notes| {
+            notes.led_as = Some(id);
+            Ok(())
+        })?;
+        self.writer = None;
+        let options = WriterOptions { id: Some(id), retention: run.spec.retention(), ..run.spec.writer_options()? };
+        self.writer = Some(LeaderWriter::open(&self.store, leader, options).await?);
+        Ok(())
+    }
+
+    async fn commit(&mut self, leader: Leader, key: StepKey) {
+        let at = SessionStep { attempt: key.attempt, step: key.step };
+        let world = self.work.run.spec.world;
+        let receipts = match self.exchange().await {
+            Ok(exchange) => exchange.receipts(at, world).await,
+            Err(error) => Err(error),
+        };
+        let receipts = match receipts {
+            Ok(receipts) => receipts,
+            Err(error) if error.kind() == ErrorKind::Corrupt => return self.is_impossible(key, &error),
+            Err(error) => return self.fail(Request::Append, &error),
+        };
+        let Some(writer) = self.writer.as_mut().filter(|writer| writer.leader() == leader) else {
+            return self.work.apply(Event::Unseated);
+        };
+        let committed = writer.commit(key.step, &receipts).await.map(|_| ());
+        match committed {
+            // The receipts do not fit together.
+            Err(error) if !is_refusal(&error) && !matches!(error.kind(), ErrorKind::Storage | ErrorKind::OutcomeUnknown) => {
+                self.is_impossible(key, &error);
+            }
+            Err(error) if error.kind() == ErrorKind::OutcomeUnknown => {
+                // This writer has stopped.
+                self.writer = None;
+                self.work.apply(Event::Unseated);
+            }
+            Err(error) if is_refusal(&error) => match self.read_log().await {
+                // The log would admit the step, so the receipts or the parent are at fault.
+                Ok(view) if may_add(&view, leader, key) => self.is_impossible(key, &error),
+                Ok(view) => self.work.apply(Event::Refused(view)),
+                Err(error) => self.fail(Request::Append, &error),
+            },
+            other => self.after_append(other, Event::Committed).await,
+        }
+    }
+
+    fn is_impossible(&self, key: StepKey, error: &Error) {
+        let message = format!("step {} cannot be committed: {error}", key.step);
+        self.work.run.apply(RunEvent::UploadFailed { tier: 0, message });
+        self.work.apply(Event::Impossible(key));
+    }
+}
+
+/// Whether the log, or the store as it is now, does not admit an entry.
+fn is_refusal(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Fenced | ErrorKind::Conflict)
+}
+
+fn may_add(view: &LogView, leader: Leader, key: StepKey) -> bool {
+    let leading = view.leadership.of(leader.session);
+    leading.is_some_and(|leading| view.leadership.may_add(leading.writer, leader, key.step).is_ok())
+}
+
+/// Interval of looking at the log and at receipts, while a step waits.
+const TICK: Duration = Duration::from_millis(200);

@@ -1,0 +1,27 @@
+//! The tasks of a run on many hosts: one encodes and uploads, one commits or waits for commits.
+
+use std::sync::Arc;
+
+use tokio::sync::mpsc::unbounded_channel;
+use tokio::task::JoinHandle;
+
+use super::host_commit::host_commit_loop;
+use super::host_encode::host_encode_loop;
+use super::host_work::HostWork;
+use super::run::Run;
+use crate::host_notes::HostNotes;
+use crate::hosts::HostOptions;
+use crate::hosts_option::HostsSpec;
+
+/// Starts the tasks of a run on many hosts.
+pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Vec<JoinHandle<()>> {
+    let options = HostOptions {
+        session: hosts.session,
+        position: hosts.position(),
+        patience_ms: hosts.patience_ms,
+        led_as: HostNotes::read(&run.folder, hosts.session).led_as,
+    };
+    let (sender, receiver) = unbounded_channel();
+    let work = Arc::new(HostWork::new(run.clone(), hosts, options, sender));
+    vec![tokio::spawn(host_encode_loop(work.clone())), tokio::spawn(host_commit_loop(work, receiver))]
+}

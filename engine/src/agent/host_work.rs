@@ -1,0 +1,180 @@
+//! The work of a host in a run on many hosts: its protocol, and the steps that it has uploaded.
+//!
+//! The encoder and the committer of the host share this. Both apply events; the committer performs the actions that
+//! concern the log, and reports the fate of steps.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::run::Run;
+use super::run_event::{Event as RunEvent, RankGeneration, Upload};
+use super::save_log::UploadTimes;
+use crate::clock::now_ms;
+use crate::hosts::{Action, Event, HostOptions, HostProtocol, LogView, StepKey};
+use crate::hosts_option::HostsSpec;
+
+/// The work of a host.
+#[derive(Debug)]
+pub(super) struct HostWork {
+    pub run: Arc<Run>,
+    pub hosts: HostsSpec,
+    shared: Mutex<Shared>,
+    /// Actions for the committer.
+    actions: UnboundedSender<Action>,
+    started: Instant,
+}
+
+#[derive(Debug)]
+struct Shared {
+    protocol: HostProtocol,
+    /// Uploaded steps of which the fate is not known.
+    uploaded: BTreeMap<StepKey, UploadedStep>,
+    /// Fates that were known before the upload was reported.
+    early: BTreeMap<StepKey, Fate>,
+}
+
+/// A step that this host has uploaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct UploadedStep {
+    /// Number of the save among those of this agent, from 1; 0 for a save of an earlier agent.
+    pub sequence: u64,
+    pub generations: Vec<RankGeneration>,
+    pub uploaded_ms: u64,
+}
+
+/// Fate of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fate {
+    Durable,
+    GivenUp,
+}
+
+impl HostWork {
+    pub(super) fn new(run: Arc<Run>, hosts: HostsSpec, options: HostOptions, actions: UnboundedSender<Action>) -> Self {
+        let protocol = HostProtocol::new(options);
+        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new() });
+        Self { run, hosts, shared, actions, started: Instant::now() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Milliseconds since the agent began with this run.
+    pub(super) fn elapsed_ms(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// Applies an event of the protocol. The committer performs the actions.
+    pub(super) fn apply(&self, event: Event) {
+        let actions = self.lock().protocol.apply(event);
+        for action in actions {
+            // Fails only if the committer has ended, together with this run.
+            let _ = self.actions.send(action);
+        }
+    }
+
+    /// Reports an uploaded step to the run and to the protocol.
+    pub(super) fn note_uploaded(&self, key: StepKey, step: UploadedStep) {
+        let early = {
+            let mut shared = self.lock();
+            let early = shared.early.remove(&key);
+            if early.is_none() {
+                shared.uploaded.insert(key, step.clone());
+            }
+            early
+        };
+        if let Some(fate) = early {
+            self.report(key, step, fate);
+        }
+        self.apply(Event::Uploaded(key));
+    }
+
+    /// Reports the fate of a step of this host.
+    pub(super) fn decide(&self, key: StepKey, fate: Fate) {
+        let known = {
+            let mut shared = self.lock();
+            let known = shared.uploaded.remove(&key);
+            if known.is_none() {
+                shared.early.insert(key, fate);
+                // Only the step that is being uploaded can still be reported.
+                while shared.early.len() > MAX_EARLY {
+                    shared.early.pop_first();
+                }
+            }
+            known
+        };
+        match known {
+            Some(step) => self.report(key, step, fate),
+            // An earlier agent uploaded the step. If this agent is uploading it now, its slots do not count as encoded yet.
+            None => self.report_found(key, fate),
+        }
+    }
+
+    /// Reports the newest step that an earlier agent uploaded, if its fate is in the log.
+    pub(super) fn report_earlier(&self, view: &LogView) {
+        let newest = self.encoded_steps().into_keys().max();
+        let Some(key) = newest.filter(|key| !self.lock().uploaded.contains_key(key)) else { return };
+        let leading = view.leadership.of(self.hosts.session);
+        let is_passed = leading.is_some_and(|leading| {
+            key.attempt < leading.leader.attempt || (key.attempt == leading.leader.attempt && leading.newest >= Some(key.step))
+        });
+        if is_passed {
+            let fate = if view.committed.contains(&key) { Fate::Durable } else { Fate::GivenUp };
+            self.report_found(key, fate);
+        }
+    }
+
+    /// Whether all ranks of this host have an arena.
+    pub(super) fn has_arenas(&self) -> bool {
+        self.run.read(|_, arenas| arenas.all(self.run.spec.local_ranks())).is_some()
+    }
+
+    fn report_found(&self, key: StepKey, fate: Fate) {
+        if let Some(generations) = self.encoded_steps().remove(&key) {
+            self.report(key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
+        }
+    }
+
+    /// Encoded states of this session that are still in their slots.
+    fn encoded_steps(&self) -> BTreeMap<StepKey, Vec<RankGeneration>> {
+        let mut found: BTreeMap<StepKey, Vec<RankGeneration>> = BTreeMap::new();
+        self.run.read(|state, arenas| {
+            for rank in self.run.spec.local_ranks() {
+                let Some(arena) = arenas.get(rank) else { continue };
+                let (headers, encoded) = (arena.headers().unwrap_or_default(), arena.encoded().unwrap_or(0));
+                for header in headers.iter().filter(|header| header.session == state.session && header.word.generation <= encoded) {
+                    let key = StepKey { attempt: header.attempt, step: header.step };
+                    found.entry(key).or_default().push(RankGeneration { rank, generation: header.word.generation });
+                }
+            }
+        });
+        found
+    }
+
+    fn report(&self, key: StepKey, step: UploadedStep, fate: Fate) {
+        let UploadedStep { sequence, generations, uploaded_ms } = step;
+        match fate {
+            Fate::Durable => self.run.apply(RunEvent::Uploaded(Upload {
+                tier: 0,
+                encoded: generations.iter().map(|known| (known.rank, known.generation)).collect(),
+                epoch: 0,
+                sequence,
+                step: Some(key.step),
+                pending_before: u64::from(sequence > 0),
+                copied: 1,
+                times: UploadTimes { upload_ms: now_ms().saturating_sub(uploaded_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
+            })),
+            Fate::GivenUp => {
+                let message = "another rank has not saved this step, and all ranks have saved a newer one".to_owned();
+                self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message });
+            }
+        }
+    }
+}
+
+/// Number of fates to remember until their steps are uploaded.
+const MAX_EARLY: usize = 64;

@@ -1,0 +1,77 @@
+//! Notes of this host about its session, in `session.json`: they outlive trainer and agent.
+
+use serde::{Deserialize, Serialize};
+use tensorcask::wire::Id;
+use tensorcask::{Error, Result};
+
+use crate::files::replace_file;
+use crate::folders::RunFolder;
+use crate::lock::lock_file;
+
+/// Notes about the session that this host is in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct HostNotes {
+    pub session: Id,
+    /// Last log entry when the job started, if this host has rank 0 and so begins the session.
+    pub after: Option<u64>,
+    /// Ranks that have started in this session.
+    pub started: Vec<u32>,
+    /// Last writer id under which this host has opened the log, or tried to.
+    pub led_as: Option<Id>,
+}
+
+impl HostNotes {
+    /// The notes about this session.
+    pub(crate) fn read(folder: &RunFolder, session: Id) -> Self {
+        let found: Option<Self> = std::fs::read(folder.session_notes()).ok().and_then(|json| serde_json::from_slice(&json).ok());
+        found.filter(|found| found.session == session).unwrap_or(Self { session, after: None, started: Vec::new(), led_as: None })
+    }
+
+    /// Changes the notes about this session. Trainers and the agent may do so at the same time.
+    pub(crate) fn update(folder: &RunFolder, session: Id, change: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let _held = lock_file(&folder.session_lock())?;
+        let mut notes = Self::read(folder, session);
+        change(&mut notes)?;
+        let json = serde_json::to_vec(&notes).map_err(|e| Error::invalid(format!("cannot encode the notes about the session: {e}")))?;
+        replace_file(&folder.session_notes(), &json)
+    }
+
+    /// Notes that a rank starts. `after`: the last log entry, if it is rank 0. A rank starts once in a session: states from
+    /// before and after a restart must not become one snapshot.
+    pub(crate) fn start_rank(folder: &RunFolder, session: Id, rank: u32, after: Option<u64>) -> Result<()> {
+        Self::update(folder, session, |notes| {
+            if notes.started.contains(&rank) {
+                let message = format!(
+                    "rank {rank} has started in this session before. Give each start of the job a session of its own, the same on all hosts"
+                );
+                return Err(Error::invalid(message));
+            }
+            notes.started.push(rank);
+            notes.after = notes.after.or(after);
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tensorcask::wire::Id;
+
+    use super::HostNotes;
+    use crate::folders::EngineFolder;
+
+    #[test]
+    fn a_rank_starts_once_in_a_session() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = EngineFolder::open(Some(&temporary.path().join("e"))).unwrap().run("0");
+        folder.create().unwrap();
+        let (first, second) = (Id([1; 16]), Id([2; 16]));
+        HostNotes::start_rank(&folder, first, 1, None).unwrap();
+        HostNotes::start_rank(&folder, first, 0, Some(7)).unwrap();
+        assert!(HostNotes::start_rank(&folder, first, 1, None).is_err());
+        assert_eq!(HostNotes::read(&folder, first).after, Some(7));
+        HostNotes::start_rank(&folder, second, 1, None).unwrap();
+        assert_eq!(HostNotes::read(&folder, second).started, [1]);
+    }
+}

@@ -1,0 +1,52 @@
+//! Follows the log of a store, for a host that waits for the commits of its session's leader.
+
+use super::{Leadership, Log, SnapshotRecord, Standing};
+use crate::{Result, Store};
+
+/// The log of a store, as far as it has been read.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+/// use tensorcask::{Policy, SessionLog, Store};
+/// let store = Store::open("memory://session-log-example")?;
+/// store.writer(Policy::Full).await?;
+/// let mut log = SessionLog::open(&store).await?;
+/// assert_eq!(log.sequence(), 1);
+/// assert!(log.leadership().leading().is_none(), "the writer leads no session");
+/// log.refresh().await?;
+/// # Ok(()) }
+/// ```
+#[derive(Debug)]
+pub struct SessionLog {
+    log: Log,
+}
+
+impl SessionLog {
+    /// Reads the log of a store. Fails with `NotFound` if there is no store.
+    pub async fn open(store: &Store) -> Result<Self> {
+        Ok(Self { log: Log::load(store).await? })
+    }
+
+    /// Reads the entries that were committed since. Fails with `Conflict` if the store was deleted or replaced.
+    pub async fn refresh(&mut self) -> Result<()> {
+        match self.log.catch_up().await? {
+            Standing::Same => Ok(()),
+            Standing::Stale(stale) => Err(stale.error),
+        }
+    }
+
+    /// Who leads.
+    pub fn leadership(&self) -> &Leadership {
+        &self.log.state().leadership
+    }
+
+    /// All snapshots in the log, whatever their status, ordered by commit.
+    pub fn records(&self) -> &[SnapshotRecord] {
+        self.log.state().snapshots()
+    }
+
+    /// Number of the last entry; 0 for an empty log.
+    pub fn sequence(&self) -> u64 {
+        self.log.state().sequence
+    }
+}
