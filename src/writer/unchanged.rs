@@ -11,7 +11,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Writer;
 use crate::chain::chain_of;
 use crate::commit::LogState;
 use crate::kernels::statistics::is_measured;
@@ -60,7 +59,7 @@ const REPEATS: u64 = 2;
 impl UnchangedTensors {
     /// Records a committed save. Returns the trained parameters that did not change in at least two saves, and warns of
     /// each once. Tensors that match `frozen` are not reported.
-    fn record(&mut self, step: u64, tensors: &[ChunkCrcs<'_>], frozen: &NamePatterns) -> Vec<UnchangedTensor> {
+    pub(super) fn record(&mut self, step: u64, tensors: &[ChunkCrcs<'_>], frozen: &NamePatterns) -> Vec<UnchangedTensor> {
         let unchanged = self.compare(step, tensors, frozen);
         self.warn(step, &unchanged);
         unchanged
@@ -105,6 +104,18 @@ impl UnchangedTensors {
         }
     }
 
+    /// Remembers the snapshots before a committed one if that is wanted and nothing was saved before.
+    #[boxed]
+    pub(super) async fn recall(&mut self, store: &Store, state: &LogState, step: u64, frozen: &NamePatterns) {
+        if self.last_step.is_some() {
+            return;
+        }
+        match recall(store, state, step, frozen).await {
+            Ok(unchanged) => *self = unchanged,
+            Err(error) => tracing::debug!(step, %error, "the snapshots before cannot be compared"),
+        }
+    }
+
     /// Warns of each tensor once.
     fn warn(&mut self, step: u64, unchanged: &[UnchangedTensor]) {
         let new: Vec<&UnchangedTensor> = unchanged.iter().filter(|found| self.named.insert(found.tensor.clone())).collect();
@@ -125,18 +136,6 @@ impl UnchangedTensors {
 /// Whether a tensor is a parameter that training changes.
 fn is_compared(tensor: &DirectoryTensor) -> bool {
     is_parameter(&tensor.role) && is_measured(tensor.dtype)
-}
-
-/// Finds the trained parameters of a committed snapshot that did not change.
-#[boxed]
-pub(super) async fn find_unchanged(writer: &mut Writer, step: u64, tensors: &[ChunkCrcs<'_>]) -> Vec<UnchangedTensor> {
-    if writer.pipeline.options.recall && writer.unchanged.last_step.is_none() {
-        match recall(&writer.pipeline.store, writer.log.state(), step, &writer.frozen).await {
-            Ok(unchanged) => writer.unchanged = unchanged,
-            Err(error) => tracing::debug!(step, %error, "the snapshots before cannot be compared"),
-        }
-    }
-    writer.unchanged.record(step, tensors, &writer.frozen)
 }
 
 /// Number of links of a chain up to which [`recall`] reads its indexes.
