@@ -9,7 +9,7 @@ use crate::commit::{Catalog, LogState, SnapshotRecord, live_step, read_inline, r
 use crate::container::{PageEntry, padding_is_zero};
 use crate::error::ResultExt;
 use crate::limits::to_usize;
-use crate::reader::{CaskSource, Snapshot, read_directory, read_index};
+use crate::reader::{CaskSource, Snapshot, read_directory, read_index, verify_counting};
 use crate::store::Work;
 use crate::wire::{CaskRef, HEADER_BYTES, Header, Id, LogEntry, Manifest};
 use crate::{Error, Limits, Result, Store, boxed};
@@ -207,7 +207,7 @@ pub async fn verify(store: &Store, options: &VerifyOptions) -> Result<VerifyRepo
         let step = Some(record.step);
         match Snapshot::load(store, &state, record.id).await {
             Ok(snapshot) => {
-                report.note(step, snapshot.verify_counting(&mut work).await);
+                report.note(step, verify_counting(&snapshot, &mut work).await);
                 report.chunks += snapshot.inspect().read_counts().chunks;
             }
             Err(e) => {

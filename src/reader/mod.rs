@@ -160,19 +160,19 @@ impl Snapshot {
 
     /// Decodes every chunk, compares it with its checksum, and compares the content digests.
     pub async fn verify(&self) -> Result<()> {
-        self.verify_counting(&mut Work::plan(&self.chain.store, 0)).await
+        verify_counting(self, &mut Work::plan(&self.chain.store, 0)).await
     }
+}
 
-    /// Like [`Snapshot::verify`]. Counts the bytes of pages as work.
-    pub(crate) async fn verify_counting(&self, work: &mut Work) -> Result<()> {
-        let chain = self.chain.without_read_casks().await?;
-        check_content(&chain).await?;
-        chain.check_tensors(0..chain.newest().directory.len(), work).await?;
-        for blob in stored_blobs(&chain).await? {
-            blob.read(&chain, &format!("blob {}/{}", blob.rank, blob.name)).await?;
-        }
-        Ok(())
+/// Like [`Snapshot::verify`]. Counts the bytes of pages as work.
+pub(crate) async fn verify_counting(snapshot: &Snapshot, work: &mut Work) -> Result<()> {
+    let chain = snapshot.chain.without_read_casks().await?;
+    check_content(&chain).await?;
+    chain.check_tensors(0..chain.newest().directory.len(), work).await?;
+    for blob in stored_blobs(&chain).await? {
+        blob.read(&chain, &format!("blob {}/{}", blob.rank, blob.name)).await?;
     }
+    Ok(())
 }
 
 /// Pages of one step, in column order.

@@ -67,7 +67,7 @@ use pipeline::SavePipeline;
 pub use ranks::{Rank, RankWriter};
 pub(crate) use schedule::{Entry, PlannedShard, Unit, WINDOW_BYTES, Window, schedule};
 pub use unchanged::UnchangedTensor;
-use unchanged::{ChunkCrcs, UnchangedTensors};
+use unchanged::UnchangedTensors;
 pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_unit};
 
 use crate::chain::{Policy, PolicyDecision, PreviousSave, milliseconds};
@@ -310,16 +310,6 @@ impl Writer {
     /// Sets how the next saves treat a step that exists.
     pub fn on_existing_step(&mut self, existing_step: ExistingStep) {
         self.pipeline.options.existing_step = existing_step;
-    }
-}
-
-impl Writer {
-    /// Finds the trained parameters of a committed snapshot that did not change.
-    async fn find_unchanged(&mut self, step: u64, tensors: &[ChunkCrcs<'_>]) -> Vec<UnchangedTensor> {
-        if self.pipeline.options.recall {
-            self.unchanged.recall(&self.pipeline.store, self.log.state(), step, &self.frozen).await;
-        }
-        self.unchanged.record(step, tensors, &self.frozen)
     }
 }
 

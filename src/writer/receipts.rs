@@ -117,7 +117,8 @@ impl Writer {
             }
             other => other.done()?,
         };
-        saved.unchanged = self.find_unchanged(step, &merged.tensors()).await;
+        let earlier = self.pipeline.options.recall.then_some((&self.pipeline.store, self.log.state()));
+        saved.unchanged = self.unchanged.find(earlier, step, &merged.tensors(), &self.frozen).await;
         Ok(saved)
     }
 

@@ -134,7 +134,8 @@ impl Writer {
             saved.objective = uploaded.objective;
             let tensors = layout.tensors.iter().zip(&uploaded.crcs);
             let tensors: Vec<ChunkCrcs<'_>> = tensors.map(|(tensor, crcs)| ChunkCrcs { tensor: &tensor.description, crcs }).collect();
-            saved.unchanged = self.find_unchanged(step, &tensors).await;
+            let earlier = self.pipeline.options.recall.then_some((&self.pipeline.store, self.log.state()));
+            saved.unchanged = self.unchanged.find(earlier, step, &tensors, &self.frozen).await;
             if let Some(next_base) = uploaded.next_base {
                 self.pipeline.base.promote(saved.id, next_base);
             }

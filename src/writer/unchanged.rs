@@ -59,7 +59,7 @@ const REPEATS: u64 = 2;
 impl UnchangedTensors {
     /// Records a committed save. Returns the trained parameters that did not change in at least two saves, and warns of
     /// each once. Tensors that match `frozen` are not reported.
-    pub(super) fn record(&mut self, step: u64, tensors: &[ChunkCrcs<'_>], frozen: &NamePatterns) -> Vec<UnchangedTensor> {
+    fn record(&mut self, step: u64, tensors: &[ChunkCrcs<'_>], frozen: &NamePatterns) -> Vec<UnchangedTensor> {
         let unchanged = self.compare(step, tensors, frozen);
         self.warn(step, &unchanged);
         unchanged
@@ -104,16 +104,23 @@ impl UnchangedTensors {
         }
     }
 
-    /// Remembers the snapshots before a committed one if that is wanted and nothing was saved before.
+    /// Finds the trained parameters of a committed snapshot that did not change. If nothing was saved before, compares
+    /// with the snapshots of an earlier writer.
     #[boxed]
-    pub(super) async fn recall(&mut self, store: &Store, state: &LogState, step: u64, frozen: &NamePatterns) {
-        if self.last_step.is_some() {
-            return;
+    pub(super) async fn find(
+        &mut self,
+        earlier: Option<(&Store, &LogState)>,
+        step: u64,
+        tensors: &[ChunkCrcs<'_>],
+        frozen: &NamePatterns,
+    ) -> Vec<UnchangedTensor> {
+        if let (Some((store, state)), None) = (earlier, self.last_step) {
+            match recall(store, state, step, frozen).await {
+                Ok(unchanged) => *self = unchanged,
+                Err(error) => tracing::debug!(step, %error, "the snapshots before cannot be compared"),
+            }
         }
-        match recall(store, state, step, frozen).await {
-            Ok(unchanged) => *self = unchanged,
-            Err(error) => tracing::debug!(step, %error, "the snapshots before cannot be compared"),
-        }
+        self.record(step, tensors, frozen)
     }
 
     /// Warns of each tensor once.

@@ -406,7 +406,7 @@ async fn a_retainer_looks_again_at_a_step_that_could_not_be_read() {
             memory.put(&place, bytes.clone().into()).await.unwrap();
         }
     }
-    assert!(requests[1..].iter().all(|&requests| requests == 1), "it looks only whether the log goes on: {requests:?}");
+    assert!(requests[1..].iter().all(|&now| now == requests[1]) && requests[1] < 4, "it looks only whether the log goes on: {requests:?}");
     let reduced = retainer.apply().await.unwrap().reduced;
     assert_eq!((reduced[0].held.as_deref(), reduced[0].record.roles.as_deref()), (None, Some(&["model".to_owned()][..])));
 }
