@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -318,7 +319,7 @@ def test_a_stall_belongs_to_the_state_that_was_staged(url):
 
     store = tensorcask.Store(url)
     writer = store.writer(policy="consecutive", user=user)
-    with pytest.raises(Exception, match="no facts"):
+    with pytest.raises(CheckpointException, match="no facts"):
         dcp.async_save({"w": torch.ones(1000)}, checkpoint_id="1", storage_writer=writer).result()
     for step in (2, 3):
         dcp.save({"w": torch.full((1000,), float(step))}, checkpoint_id=str(step), storage_writer=writer)
