@@ -13,6 +13,8 @@ pub(crate) struct TensorRow {
     pub role: String,
     pub dtype: &'static str,
     pub elements: u64,
+    /// Number of numbers, which the counts cover: a complex element has two.
+    pub numbers: u64,
     pub nan: Option<u64>,
     pub positive_infinity: Option<u64>,
     pub negative_infinity: Option<u64>,
@@ -34,6 +36,7 @@ impl TensorRow {
         [">step", "tensor", "role", ">elements", ">nan", ">inf", ">zero", ">min", ">max", ">norm", ">changed", ">change norm"];
 
     pub(crate) fn of(step: u64, found: TensorStatistics) -> Self {
+        let numbers = found.numbers();
         let TensorStatistics { tensor, role, dtype, elements, values, change, reference_step } = found;
         Self {
             step,
@@ -41,6 +44,7 @@ impl TensorRow {
             role,
             dtype: dtype.name(),
             elements,
+            numbers,
             nan: values.map(|values| values.nan),
             positive_infinity: values.map(|values| values.positive_infinity),
             negative_infinity: values.map(|values| values.negative_infinity),
@@ -66,7 +70,7 @@ impl TensorRow {
     pub(crate) fn cells(&self) -> Vec<String> {
         let count = |count: Option<u64>| count.map_or(String::new(), |count| count.to_string());
         let number = |number: Option<f64>| number.map_or(String::new(), |number| format!("{number:.4e}"));
-        let part = |part: Option<u64>| part.map_or(String::new(), |part| percent(share(part, self.elements)));
+        let part = |part: Option<u64>| part.map_or(String::new(), |part| percent(share(part, self.numbers)));
         vec![
             self.step.to_string(),
             self.tensor.clone(),

@@ -45,6 +45,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<writer::Writer>()?;
     module.add_class::<writer::RankWriter>()?;
     module.add_class::<writer::Saved>()?;
+    module.add_class::<upkeep::Retainer>()?;
     #[cfg(target_os = "linux")]
     engine::add(module)?;
     module.add_class::<precision::RoundingReport>()?;

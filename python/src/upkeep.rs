@@ -2,16 +2,18 @@
 //! package turns them into dataclasses.
 
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorcask::maintain::{self, CompactOptions, CopyOptions, Deletable, GcOptions, RetentionReport, TimeEstimate, TimeOverrides};
-use tensorcask::{SaveTimes, SnapshotRecord, StepSelector};
+use tensorcask::{Retention, SaveTimes, SnapshotRecord, StepSelector, blocking};
 
 use crate::errors::raise;
 use crate::store::Store;
 use crate::wait::until_done;
+use crate::writer::poisoned;
 
 /// Parses a time such as `24h`.
 #[pyfunction]
@@ -72,6 +74,33 @@ pub(crate) fn copy_to<'py>(py: Python<'py>, store: &Store, destination: &Store, 
     report.set_item("objects", copied.objects)?;
     report.set_item("bytes", copied.bytes)?;
     Ok(report)
+}
+
+/// Applies a retention after each save. Keeps the log between the calls.
+#[pyclass(module = "tensorcask._native", frozen)]
+pub(crate) struct Retainer {
+    store: blocking::Store,
+    inner: Mutex<maintain::Retainer>,
+}
+
+#[pymethods]
+impl Retainer {
+    /// Sends no request.
+    #[new]
+    #[pyo3(signature = (store, keep_last=None, keep_every=None, keep_weights_every=None))]
+    fn new(store: &Store, keep_last: Option<u64>, keep_every: Option<u64>, keep_weights_every: Option<u64>) -> Self {
+        let retention = Retention { keep_last, keep_every, keep_weights_every };
+        let inner = maintain::Retainer::new(store.inner.inner(), retention, CompactOptions::default());
+        Self { store: store.inner.clone(), inner: Mutex::new(inner) }
+    }
+
+    /// Forgets the live steps that the numbers do not keep, and reduces steps to their weights.
+    fn apply(&self, py: Python<'_>) -> PyResult<(Vec<u64>, Option<u64>)> {
+        py.detach(|| {
+            let mut retainer = self.inner.lock().map_err(|_| poisoned())?;
+            until_done(&self.store, retainer.apply()).map(|report| steps_of(&report))
+        })
+    }
 }
 
 /// Forgotten steps, and the step that stays only because the kept steps may hold NaN.

@@ -9,14 +9,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use serde_json::{Map, Value};
 use tensorcask::interchange::safetensors::Files;
-use tensorcask::maintain::{CompactOptions, Retainer};
 use tensorcask::wire::{Id, Receipt};
-use tensorcask::{BaseKeeping, Blob, Dtype, Error, ExistingStep, Limits, Metadata, Rect, Result, Retention, TensorView, blocking};
+use tensorcask::{BaseKeeping, Blob, Dtype, Error, ExistingStep, Limits, Metadata, Rect, Result, TensorView, blocking};
 
 use crate::buffer::Source;
 use crate::errors::raise;
 use crate::precision::RoundingReport;
-use crate::upkeep::steps_of;
 use crate::wait::until_done;
 
 /// Saves states into a store.
@@ -24,8 +22,6 @@ use crate::wait::until_done;
 pub(crate) struct Writer {
     store: blocking::Store,
     inner: Mutex<tensorcask::Writer>,
-    /// Applies the retention of the last save.
-    retainer: Mutex<Option<Retainer>>,
 }
 
 /// Saves one rank's part of states.
@@ -73,7 +69,7 @@ pub(crate) type NamedBytes<'py> = (String, Bound<'py, PyAny>);
 
 impl Writer {
     pub(crate) fn new(store: blocking::Store, inner: tensorcask::Writer) -> Self {
-        Self { store, inner: Mutex::new(inner), retainer: Mutex::new(None) }
+        Self { store, inner: Mutex::new(inner) }
     }
 
     /// Returns the writer, with the choice for existing steps set.
@@ -156,25 +152,6 @@ impl Writer {
         py.detach(|| {
             let mut writer = self.to_save(overwrite)?;
             until_done(&self.store, writer.commit_receipts(step, &receipts, &metadata)).map(Saved::of)
-        })
-    }
-
-    /// Forgets the live steps that the numbers do not keep, and reduces steps to their weights. Keeps the log between
-    /// calls.
-    #[pyo3(signature = (keep_last=None, keep_every=None, keep_weights_every=None))]
-    fn retain(
-        &self,
-        py: Python<'_>,
-        keep_last: Option<u64>,
-        keep_every: Option<u64>,
-        keep_weights_every: Option<u64>,
-    ) -> PyResult<(Vec<u64>, Option<u64>)> {
-        let retention = Retention { keep_last, keep_every, keep_weights_every };
-        py.detach(|| {
-            let mut retainer = self.retainer.lock().map_err(|_| poisoned())?;
-            let kept = retainer.take().filter(|kept| kept.retention() == retention);
-            let kept = retainer.insert(kept.unwrap_or_else(|| Retainer::new(self.store.inner(), retention, CompactOptions::default())));
-            until_done(&self.store, kept.apply()).map(|report| steps_of(&report))
         })
     }
 

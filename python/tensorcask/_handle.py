@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 from . import _foreign, _native, _source
-from ._options import Step, WriterOptions, step_or_latest, text_values
+from ._options import Retention, Step, WriterOptions, step_or_latest, text_values
 from ._snapshot import Snapshot
 from ._source import CredentialProvider
 
@@ -40,6 +40,7 @@ class StoreHandle:
         self._native = self._opened()
         self._pid = os.getpid()
         self._writer: tuple[WriterOptions, _native.Writer] | None = None
+        self._retainer: tuple[Retention, _native.Retainer] | None = None
 
     @property
     def key(self) -> Any:
@@ -67,12 +68,12 @@ class StoreHandle:
         if self._pid != os.getpid():
             self._lock = threading.RLock()
             # Never dropped: dropping waits for threads that this process does not have.
-            _of_parents.append((self._native, self._writer))
-            self._native, self._writer, self._pid = self._opened(), None, os.getpid()
+            _of_parents.append((self._native, self._writer, self._retainer))
+            self._native, self._writer, self._retainer, self._pid = self._opened(), None, None, os.getpid()
         elif self._credentials is not None and self._credentials.are_old:
             with self._lock:
                 if self._credentials.are_old:
-                    self._native, self._writer = self._opened(), None
+                    self._native, self._writer, self._retainer = self._opened(), None, None
         return self._native
 
     def _opened(self) -> _native.Store:
@@ -98,6 +99,14 @@ class StoreHandle:
                 # Interrupted at an unknown point: the writer's view of the store may be wrong.
                 self._writer = None
                 raise
+
+    def retain_steps(self, retention: Retention) -> None:
+        """Forgets and reduces steps. A failure changes nothing for the writer: what it knows of the store stays right."""
+        native = self.native()
+        with self._lock:
+            if self._retainer is None or self._retainer[0] != retention:
+                self._retainer = (retention, _native.Retainer(native, *retention))
+            self._retainer[1].apply()
 
     def snapshot(self, step: Step = "latest") -> Snapshot:
         """Opens the snapshot of a step, or the newest by commit."""

@@ -28,11 +28,18 @@ class Arena:
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
         self.pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        # Time for which the copy into this memory stopped the training.
+        self.stall_seconds: float | None = None
         self._idle_uses = self._uses()
 
     def _uses(self) -> list[int] | None:
         count = getattr(torch._C, "_storage_Use_Count", None)
         return None if count is None else [int(count(piece.untyped_storage()._cdata)) for piece in self.pieces]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this memory."""
+        place = tensor.untyped_storage().data_ptr()
+        return place != 0 and any(piece.untyped_storage().data_ptr() == place for piece in self.pieces)
 
     def is_free(self) -> bool:
         """Whether no tensor uses the memory any more, in this process or in another that received one."""

@@ -25,7 +25,6 @@ from ._options import (
     Retention,
     Slices,
     Step,
-    WriterOptions,
     changed_row_lists,
     check_step,
     retention_of,
@@ -188,12 +187,12 @@ class Store(Upkeep):
         with watching(self.native(), progress, f"save step {arguments[0]}"):
             saved = self.with_writer(options, lambda writer: writer.save(*arguments, overwrite=overwrite))
             if retention is not None:
-                self._retain(options, retention)
+                self._retain(retention)
             return saved
 
-    def _retain(self, options: WriterOptions, retention: Retention) -> None:
+    def _retain(self, retention: Retention) -> None:
         try:
-            self.with_writer(options, lambda writer: writer.retain(*retention))
+            self.retain_steps(retention)
         except _native.Error as error:
             _log.warning("the step is saved, but older steps could not be forgotten or reduced; the next save tries again: %s", error)
 

@@ -130,12 +130,16 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._is_coordinator = False
         self._world = 1
         self._failures: list[BaseException] = []
+        # Stall of the save that is under way, and of the stage before this writer was sent to another process.
         self._stall_seconds: float | None = None
+        self._sent_stall: float | None = None
+        self._last_stall: float | None = None
         self._arenas: list[_staging.Arena] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = ("saved", "_is_coordinator", "_world", "_failures", "_stall_seconds", "_arenas")
-        return {name: value for name, value in self.__dict__.items() if name not in fresh}
+        fresh = ("saved", "_is_coordinator", "_world", "_failures", "_stall_seconds", "_sent_stall", "_last_stall", "_arenas")
+        kept = {name: value for name, value in self.__dict__.items() if name not in fresh}
+        return kept | {"_sent_stall": self._last_stall}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
@@ -218,6 +222,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
         contiguous: dict[Any, Any] = {}
         keep = []
+        found: list[torch.Tensor] = []
         for item in plan.items:
             name = item.index.fqn
             path = paths.get(name, (name,))
@@ -232,6 +237,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 _set(nested, path, value)
                 continue
             tensor = resolved.detach()
+            found.append(tensor)
             lent = _frameworks.lend(tensor, path_text(path), contiguous)
             data = item.tensor_data
             if tuple(tensor.shape) != tuple(data.chunk.sizes):
@@ -242,6 +248,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             tensors.append((str(name), lent.dtype, shape, offset, lent.shape, lent.buffer))
             keep.append(lent)
             _set(nested, path, _state.Reference(str(name), "torch"))
+        self._stall_seconds = self._stall_of(found)
         flat = _state.flatten(nested, self._on_unsupported)
         for name, lent in flat.tensors.items():
             whole = list(lent.shape)
@@ -258,6 +265,15 @@ class Writer(StorageWriter):  # type: ignore[misc]
         except BaseException:
             _rank_writers.clear()
             raise
+
+    def _stall_of(self, tensors: Sequence[torch.Tensor]) -> float | None:
+        """Time for which staging these tensors stopped the training. None if they were not staged, as in ``dcp.save``."""
+        if self._sent_stall is not None:
+            # A writer in another process gets one state.
+            sent, self._sent_stall = self._sent_stall, None
+            return sent
+        arenas = (arena for arena in self._arenas if any(arena.holds(tensor) for tensor in tensors))
+        return next((arena.stall_seconds for arena in arenas), None)
 
     # The stager of `async_save`.
 
@@ -281,7 +297,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
             arena = _staging.Arena(stager.sizes)
             self._arenas.append(arena)
         staged: dict[str, Any] = stager.copy_into(arena)
-        self._stall_seconds = time.monotonic() - begun
+        self._last_stall = arena.stall_seconds = time.monotonic() - begun
         return staged
 
     def synchronize_staging(self) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -250,6 +251,8 @@ def process_async(url):
     state["extra"] = io.BytesIO(b"rng")
     check(state, 3)
     assert [info.kind for info in store.snapshots()] == ["base", "delta", "delta"]
+    times = [store.snapshot(step).user["tc.times"] for step in (2, 3)]
+    assert all(of_step["previous"]["stall_ms"] > 0 for of_step in times)
 
 
 def test_saving_in_another_process(tmp_path):
@@ -306,6 +309,28 @@ def test_saves_record_their_times_and_stale_weights_are_named(url, caplog):
     assert "stall_ms" not in previous[1] and previous[2]["stall_ms"] > 0
     advice = store.advise(mtbf="8h", step_time="1s")
     assert advice.times["stall"].how == "time for which a save stopped the training, median of 2 saves"
+
+
+def test_a_stall_belongs_to_the_state_that_was_staged(url):
+    def user(step):
+        if step == 1:
+            raise RuntimeError("no facts")
+        return {}
+
+    store = tensorcask.Store(url)
+    writer = store.writer(policy="consecutive", user=user)
+    with pytest.raises(CheckpointException, match="no facts"):
+        dcp.async_save({"w": torch.ones(1000)}, checkpoint_id="1", storage_writer=writer).result()
+    for step in (2, 3):
+        dcp.save({"w": torch.full((1000,), float(step))}, checkpoint_id=str(step), storage_writer=writer)
+    previous = store.snapshot(3).user["tc.times"]["previous"]
+    assert previous["step"] == 2 and "stall_ms" not in previous
+
+    staged = [writer.stage({"w": torch.ones(1000), "n": number}) for number in (1, 2)]
+    for arena, seconds in zip(writer._arenas[-2:], (1.0, 2.0), strict=True):
+        arena.stall_seconds = seconds
+    assert [writer._stall_of([state["w"]]) for state in staged] in ([1.0, 2.0], [2.0, 1.0])
+    assert writer._stall_of([torch.ones(1000)]) is None and writer._stall_of([]) is None
 
 
 def test_overlapping_stages_do_not_share_memory(url):

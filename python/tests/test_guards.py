@@ -53,6 +53,31 @@ def test_weights_of_old_steps_are_kept():
     ]
 
 
+def test_a_failed_retention_does_not_close_the_writer(monkeypatch, caplog):
+    class Failing:
+        error = tensorcask.OutcomeUnknownError("no answer")
+
+        def __init__(self, *retention):
+            pass
+
+        def apply(self):
+            raise self.error
+
+    store = tensorcask.Store("memory://failed-retention")
+    store.save(state(1), step=1)
+    writer = store._writer
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorcask._native, "Retainer", Failing)
+        store.save(state(2), step=2, keep_last=1)
+        assert "could not be forgotten" in caplog.text
+        patch.setattr(Failing, "error", KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            store.save(state(3), step=3, keep_last=1)
+    assert store._writer is writer and store.steps == [1, 2, 3]
+    store.save(state(4), step=4, keep_last=2)
+    assert store._writer is writer and store.steps == [3, 4]
+
+
 def test_stale_weights_are_named_once_in_the_log(caplog):
     store = tensorcask.Store("memory://stale")
     with caplog.at_level(logging.WARNING, "tensorcask"):

@@ -17,6 +17,6 @@ pub(crate) use link::Link;
 pub use policy::Policy;
 pub(crate) use recipe::{Plans, Recipe, Rows};
 pub(crate) use resolve::{chain_of, check_link};
-pub(crate) use times::milliseconds;
 pub use times::{PreviousSave, SaveTimes, StepTimes};
+pub(crate) use times::{milliseconds, whole_microseconds};
 pub(crate) use walk::{ChunkPlan, ShardPlan, Step};

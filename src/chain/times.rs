@@ -12,10 +12,10 @@ use serde_json::{Map, Value};
 /// Times that a snapshot records, in milliseconds. `None`: unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct SaveTimes {
-    /// Time of the save, in milliseconds since 1970 by the clock of the writer. Unlike the time of the log entry, it
-    /// stays as it is in a copy of the store.
+    /// Clock of the writer when it wrote the manifest, after the uploads, in milliseconds since 1970. Unlike the time of
+    /// the log entry, it stays as it is in a copy of the store.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub saved_ms: Option<u64>,
+    pub written_ms: Option<u64>,
     /// Time of encoding, with the reading of base chunks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encode_ms: Option<f64>,
@@ -96,6 +96,11 @@ pub(crate) fn milliseconds(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e6).round() / 1e3
 }
 
+/// Whole microseconds of a time in milliseconds that is not negative.
+pub(crate) fn whole_microseconds(ms: f64) -> u64 {
+    (ms * 1e3).round() as u64
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::{Map, Value, json};
@@ -109,8 +114,10 @@ mod tests {
     #[test]
     fn times_that_are_not_valid_are_ignored() {
         assert_eq!(SaveTimes::of(&Map::new()), None);
-        for bad in [json!(3), json!("x"), json!({ "encode_ms": "x" }), json!({ "encode_ms": -1 }), json!({ "previous": { "save_ms": 1 } })]
-        {
+        let no_whole_number = json!({ "written_ms": 1.5 });
+        let forms =
+            [json!(3), json!("x"), json!({ "encode_ms": "x" }), json!({ "encode_ms": -1 }), json!({ "previous": { "save_ms": 1 } })];
+        for bad in forms.into_iter().chain([no_whole_number]) {
             assert_eq!(SaveTimes::of(&user(bad)), None);
         }
         let times = SaveTimes::of(&user(json!({ "encode_ms": 1, "some_later_field": true }))).unwrap();

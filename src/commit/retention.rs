@@ -66,15 +66,18 @@ impl Store {
     /// # Ok(()) }
     /// ```
     pub async fn retain(&self, retention: Retention) -> Result<Retained> {
-        forget_unwanted(&mut Log::load(self).await?, retention).await.map(|(retained, _)| retained)
+        forget_unwanted(&mut Log::load(self).await?, retention, &mut FiniteMarks::default()).await.map(|(retained, _)| retained)
     }
 }
 
 /// Forgets the live steps of a log that `retention` does not keep. Also returns the snapshots that it reduces to their
 /// weights, which are still whole.
-pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Result<(Retained, Vec<SnapshotRecord>)> {
+pub(crate) async fn forget_unwanted(
+    log: &mut Log,
+    retention: Retention,
+    marks: &mut FiniteMarks,
+) -> Result<(Retained, Vec<SnapshotRecord>)> {
     let writer = Id::random()?;
-    let mut marks = FiniteMarks::default();
     let mut forgotten: Vec<Id> = Vec::new();
     let Decision { reduce, kept_finite, .. } = loop {
         let decision = marks.decide(log, retention).await?;
@@ -84,7 +87,7 @@ pub(crate) async fn forget_unwanted(log: &mut Log, retention: Retention) -> Resu
         let (mut last, mut is_outdated): (Vec<Id>, bool) = (Vec::new(), false);
         let appended = log
             .append(writer, |state| {
-                let decision = retention.decide(state, &marks)?;
+                let decision = retention.decide(state, marks)?;
                 last = decision.forget.iter().take(MAX_FORGOTTEN).map(|record| record.id).collect();
                 // Another process changed the store: which of its snapshots are finite is not known yet.
                 is_outdated = !decision.unknown.is_empty() || last.is_empty();

@@ -210,7 +210,7 @@ pub async fn measured_restore(store: &Store) -> Result<TimeEstimate> {
 /// Time of a training step, from the times between saves. In a copy of a store, log entries have the times of the copy;
 /// snapshots record the times of their saves.
 fn step_time(snapshots: &[SnapshotInfo], stall_s: f64) -> Option<TimeEstimate> {
-    let recorded = |info: &SnapshotInfo| SaveTimes::of(&info.user).and_then(|times| times.saved_ms);
+    let recorded = |info: &SnapshotInfo| SaveTimes::of(&info.user).and_then(|times| times.written_ms);
     let pairs = snapshots.iter().zip(snapshots.iter().skip(1));
     let times = pairs.filter_map(|(a, b)| {
         let steps = b.record.step.checked_sub(a.record.step).filter(|steps| *steps > 0)?;
@@ -277,8 +277,8 @@ mod tests {
 
     #[test]
     fn a_step_takes_as_long_as_between_saves_also_in_a_copy() {
-        let info = |step: u64, logged_ms: u64, saved_ms: Option<u64>| {
-            let times = SaveTimes { saved_ms, encode_ms: Some(500.0), upload_ms: Some(500.0), ..SaveTimes::default() };
+        let info = |step: u64, logged_ms: u64, written_ms: Option<u64>| {
+            let times = SaveTimes { written_ms, encode_ms: Some(500.0), upload_ms: Some(500.0), ..SaveTimes::default() };
             let user = Map::from_iter([(SaveTimes::KEY.to_owned(), serde_json::to_value(times).unwrap())]);
             let record = SnapshotRecord {
                 sequence: step,

@@ -30,15 +30,25 @@ pub struct Reduced {
     pub stored_bytes: u64,
     /// Reason why the snapshot stays as it is; `None` if it was reduced.
     pub held: Option<String>,
-    /// Whether the reason holds as long as the snapshot stays as it is.
-    pub(super) is_lasting: bool,
+    pub(super) hold: Hold,
+}
+
+/// How long a reason to leave a snapshot as it is holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Hold {
+    /// Until other snapshots change.
+    Brief,
+    /// Until an object that is missing or damaged is there again, which no log entry tells.
+    Damage,
+    /// As long as the snapshot stays as it is.
+    Lasting,
 }
 
 impl Reduced {
     /// A snapshot that stays as it is.
-    fn held(record: SnapshotRecord, reason: String, is_lasting: bool) -> Self {
+    fn held(record: SnapshotRecord, reason: String, hold: Hold) -> Self {
         let bytes = record.summary.as_ref().map_or(0, |summary| summary.stored_bytes);
-        Self { record, stored_bytes_before: bytes, stored_bytes: bytes, held: Some(reason), is_lasting }
+        Self { record, stored_bytes_before: bytes, stored_bytes: bytes, held: Some(reason), hold }
     }
 }
 
@@ -65,7 +75,12 @@ pub(super) enum OnDamage {
 
 /// Whether an error lies in the snapshot, and not in the store or in another process.
 fn is_of_snapshot(error: &Error) -> bool {
-    error.is_damage() || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidArgument | ErrorKind::LimitExceeded)
+    error.is_damage() || is_lasting(error)
+}
+
+/// Whether a snapshot with this error cannot be reduced, even if all of its objects are there and intact.
+fn is_lasting(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidArgument)
 }
 
 /// Reduces snapshots to tensors of the given roles, newest first.
@@ -91,7 +106,8 @@ pub(super) async fn reduce_all(
         reduced.push(match reduce(store, log, record.clone(), &roles, options).await {
             Err(error) if on_damage == OnDamage::Hold && is_of_snapshot(&error) => {
                 tracing::warn!(step = record.step, %error, "the step cannot be reduced to its weights");
-                Reduced::held(record, error.message().to_owned(), true)
+                let hold = if is_lasting(&error) { Hold::Lasting } else { Hold::Damage };
+                Reduced::held(record, error.message().to_owned(), hold)
             }
             reduced => reduced?,
         });
@@ -109,7 +125,7 @@ async fn reduce(
 ) -> Result<Reduced> {
     let age = Age::start();
     if let Some(reason) = reason_to_hold(log.state(), &record, roles) {
-        return Ok(Reduced::held(record, reason, false));
+        return Ok(Reduced::held(record, reason, Hold::Brief));
     }
     let snapshot = Snapshot::load(store, log.state(), record.id).await?;
     refuse_features(snapshot.manifest().may_ignore())?;
@@ -120,7 +136,7 @@ async fn reduce(
         stored_bytes_before: before,
         stored_bytes: before,
         held: Some(reason.into()),
-        is_lasting: true,
+        hold: Hold::Lasting,
     };
     if manifest.content.keys().all(|role| roles.contains(role)) {
         return Ok(held(record, "it has no other roles"));
@@ -160,7 +176,7 @@ async fn reduce(
     log.write_catalog_if_due().await;
     tracing::info!(step = record.step, snapshot = %record.id, roles = ?kept, "reduced");
     let record = log.state().by_id(record.id).cloned().unwrap_or(record);
-    Ok(Reduced { record, stored_bytes_before: before, stored_bytes: manifest.stored_bytes(), held: None, is_lasting: false })
+    Ok(Reduced { record, stored_bytes_before: before, stored_bytes: manifest.stored_bytes(), held: None, hold: Hold::Brief })
 }
 
 /// Reason why all roles of a snapshot have to stay; `None` if it can be reduced.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::CompactOptions;
-use super::reduce::{OnDamage, Reduced, reduce_all};
+use super::reduce::{Hold, OnDamage, Reduced, reduce_all};
 use crate::commit::{FiniteMarks, Log, SnapshotRecord, Standing, forget_unwanted};
 use crate::wire::Id;
 use crate::{Result, Retained, Retention, Store};
@@ -51,7 +51,22 @@ pub async fn retain_roles(store: &Store, retention: Retention, roles: &[String],
 }
 
 /// Applies a retention after each save, as [`apply_retention`] does. Keeps the log and the manifests between the calls,
-/// and does not look again at snapshots that cannot be reduced.
+/// and does not look again at snapshots that cannot be reduced. Looks at damaged ones every 100 calls: a copy may repair
+/// them.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+/// use tensorcask::{Dtype, Metadata, Policy, Retention, Store, TensorView, maintain};
+/// let store = Store::open("memory://retainer-example")?;
+/// let mut writer = store.writer(Policy::Full).await?;
+/// let retention = Retention { keep_last: Some(1), ..Retention::default() };
+/// let mut retainer = maintain::Retainer::new(&store, retention, maintain::CompactOptions::default());
+/// for step in 1..=3 {
+///     writer.save(step, &[TensorView::new("model.w", Dtype::U8, &[2], &[1, 2])?], &[], &Metadata::default()).await?;
+///     assert_eq!(retainer.apply().await?.retained.forgotten.len(), usize::from(step > 1));
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug)]
 pub struct Retainer {
     store: Store,
@@ -61,12 +76,19 @@ pub struct Retainer {
     log: Option<Log>,
     /// Snapshots that cannot be reduced as long as they stay as they are.
     irreducible: BTreeMap<Id, Reduced>,
+    /// Which snapshots are finite, as far as it was asked.
+    marks: FiniteMarks,
+    /// Number of calls so far.
+    calls: u64,
 }
+
+/// Number of calls after which damaged objects are looked at again.
+const CALLS_BETWEEN_LOOKS: u64 = 100;
 
 impl Retainer {
     /// Sends no request.
     pub fn new(store: &Store, retention: Retention, options: CompactOptions) -> Self {
-        Self { store: store.clone(), retention, options, log: None, irreducible: BTreeMap::new() }
+        Self { store: store.clone(), retention, options, log: None, irreducible: BTreeMap::new(), marks: FiniteMarks::default(), calls: 0 }
     }
 
     /// The retention that is applied.
@@ -76,6 +98,12 @@ impl Retainer {
 
     /// Forgets and reduces steps. After an error, the next call starts anew.
     pub async fn apply(&mut self) -> Result<RetentionReport> {
+        if self.calls.is_multiple_of(CALLS_BETWEEN_LOOKS) {
+            // The log still has the summaries of readable manifests, so only the others are requested again.
+            self.marks = FiniteMarks::default();
+            self.irreducible.retain(|_, held| held.hold == Hold::Lasting);
+        }
+        self.calls = self.calls.saturating_add(1);
         let mut log = match self.log.take() {
             Some(mut log) => match log.catch_up().await? {
                 Standing::Same => log,
@@ -83,7 +111,7 @@ impl Retainer {
             },
             None => Log::load(&self.store).await?,
         };
-        let (retained, mut records) = forget_unwanted(&mut log, self.retention).await?;
+        let (retained, mut records) = forget_unwanted(&mut log, self.retention, &mut self.marks).await?;
         let is_known =
             |record: &SnapshotRecord| self.irreducible.get(&record.id).is_some_and(|held| held.record.revision == record.revision);
         let mut reduced: Vec<Reduced> =
@@ -92,7 +120,7 @@ impl Retainer {
             let roles = ["model".to_owned()];
             reduced.extend(reduce_all(&self.store, &mut log, records, &roles, &self.options, OnDamage::Hold).await?);
         }
-        self.irreducible = reduced.iter().filter(|held| held.is_lasting).map(|held| (held.record.id, held.clone())).collect();
+        self.irreducible = reduced.iter().filter(|held| held.hold != Hold::Brief).map(|held| (held.record.id, held.clone())).collect();
         reduced.sort_by_key(|reduced| std::cmp::Reverse(reduced.record.sequence));
         self.log = Some(log);
         Ok(RetentionReport { retained, reduced })

@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use super::Snapshot;
-use crate::commit::{Log, SnapshotRecord};
+use super::{SkippedSnapshot, Snapshot, Survey};
+use crate::commit::{History, Log, SnapshotRecord, SnapshotStatus};
 use crate::{Error, Result, Store};
 
 /// Selector of the newest live snapshot by commit.
@@ -62,18 +62,39 @@ impl Store {
     pub async fn snapshots(&self) -> Result<Vec<SnapshotInfo>> {
         let mut log = Log::load(self).await?;
         log.summarise(None).await?.refuse()?;
-        Ok(log
-            .state()
-            .live()
-            .map(|record| {
-                let summary = record.summary.clone().unwrap_or_default();
-                SnapshotInfo {
-                    record: record.clone(),
-                    tensor_bytes: summary.tensor_bytes,
-                    stored_bytes: summary.stored_bytes,
-                    user: summary.user,
-                }
-            })
-            .collect())
+        Ok(log.state().live().map(SnapshotInfo::of).collect())
+    }
+}
+
+impl History<'_> {
+    /// Lists the live snapshots as [`Store::snapshots`] does, but leaves out those whose manifests are damaged.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+    /// use tensorcask::{Dtype, Metadata, Policy, Store, TensorView};
+    /// let store = Store::open("memory://readable-example")?;
+    /// let mut writer = store.writer(Policy::Full).await?;
+    /// writer.save(1, &[TensorView::new("w", Dtype::U8, &[2], &[1, 2])?], &[], &Metadata::default()).await?;
+    /// let listed = store.history().readable().await?;
+    /// assert_eq!((listed.found[0].1.tensor_bytes, listed.skipped.len()), (2, 0));
+    /// # Ok(()) }
+    /// ```
+    pub async fn readable(&self) -> Result<Survey<SnapshotInfo>> {
+        let mut log = Log::load(self.store).await?;
+        let damaged = log.summarise(None).await?.0;
+        let is_readable = |record: &&SnapshotRecord| damaged.iter().all(|(damaged, _)| damaged.id != record.id);
+        let found = log.state().live().filter(is_readable).map(|record| (record.step, SnapshotInfo::of(record))).collect();
+        let skipped = |(record, error): (SnapshotRecord, Error)| {
+            let is_live = record.status == SnapshotStatus::Live;
+            is_live.then_some(SkippedSnapshot { step: record.step, snapshot: record.id, error })
+        };
+        Ok(Survey { found, skipped: damaged.into_iter().filter_map(skipped).collect() })
+    }
+}
+
+impl SnapshotInfo {
+    fn of(record: &SnapshotRecord) -> Self {
+        let summary = record.summary.clone().unwrap_or_default();
+        Self { record: record.clone(), tensor_bytes: summary.tensor_bytes, stored_bytes: summary.stored_bytes, user: summary.user }
     }
 }

@@ -1,5 +1,6 @@
 //! Statistics of whole tensors, from those of their chunks.
 
+use crate::kernels::statistics::numbers_per_element;
 use crate::{ChangeStatistics, ChunkStatistics, Dtype, ValueStatistics};
 
 /// Statistics of a tensor of a snapshot: those of its chunks, added up.
@@ -22,6 +23,25 @@ pub struct TensorStatistics {
 }
 
 impl TensorStatistics {
+    /// Number of numbers, which the counts of `values` and `change` cover: a complex element has two.
+    ///
+    /// ```
+    /// # use tensorcask::{Dtype, TensorStatistics};
+    /// let complex = TensorStatistics {
+    ///     tensor: "w".into(),
+    ///     role: "model".into(),
+    ///     dtype: Dtype::C64,
+    ///     elements: 10,
+    ///     values: None,
+    ///     change: None,
+    ///     reference_step: None,
+    /// };
+    /// assert_eq!(complex.numbers(), 20);
+    /// ```
+    pub fn numbers(&self) -> u64 {
+        self.elements.saturating_mul(numbers_per_element(self.dtype))
+    }
+
     /// Adds up the chunks of one tensor; `None` without chunks.
     pub fn of(chunks: &[ChunkStatistics]) -> Option<Self> {
         let first = chunks.first()?;

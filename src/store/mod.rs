@@ -71,7 +71,8 @@ pub struct IoCounts {
     /// Number of object bytes sent.
     pub bytes_written: u64,
     /// Work that operations have planned: bytes of saves, verifications and compactions, objects that garbage
-    /// collection deletes. Equals `work_done` while no such operation runs.
+    /// collection deletes. Equals `work_done` while no such operation runs. If operations of several kinds run at once,
+    /// the sum has no unit: do not compare across operations.
     pub work_planned: u64,
     /// Work that was done, or given up after a failure.
     pub work_done: u64,
@@ -103,8 +104,8 @@ impl Store {
     /// Returns the requests, bytes and work so far.
     pub fn io(&self) -> IoCounts {
         let (counters, work) = (&self.objects().counters, &self.objects().work);
-        // In this order, so that no more work is done than planned.
-        let work_done = work.done.load(Ordering::Relaxed);
+        // In this order: what is done was planned before.
+        let work_done = work.done.load(Ordering::Acquire);
         IoCounts {
             requests: counters.requests.load(Ordering::Relaxed),
             bytes_read: counters.bytes_read.load(Ordering::Relaxed),

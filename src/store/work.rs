@@ -29,7 +29,7 @@ impl Work {
     pub(crate) fn add(&mut self, units: u64) {
         let done = units.min(self.left);
         self.left = self.left.saturating_sub(done);
-        self.store.objects().work.done.fetch_add(done, Ordering::Relaxed);
+        self.store.objects().work.done.fetch_add(done, Ordering::Release);
     }
 
     /// Counts all but `left` units as done.

@@ -46,7 +46,7 @@ pub struct ReceiptTensor {
 }
 
 /// Receipt of one rank: everything it uploaded for a snapshot.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Receipt {
     format: String,
@@ -70,12 +70,12 @@ pub struct Receipt {
     /// Whether all parameters and moments of this rank are finite; `None` without a check.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub finite: Option<bool>,
-    /// Time of encoding this rank's part, in milliseconds; `None` if it is unknown.
+    /// Time of encoding this rank's part, in microseconds; `None` if it is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub encode_ms: Option<f64>,
-    /// Time for which the rank waited for uploads beyond that, in milliseconds; `None` if it is unknown.
+    pub encode_us: Option<u64>,
+    /// Time for which the rank waited for uploads beyond that, in microseconds; `None` if it is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub upload_ms: Option<f64>,
+    pub upload_us: Option<u64>,
     /// The session that the receipt belongs to, if the ranks are on many hosts with a leader.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session: Option<SessionName>,
@@ -197,8 +197,8 @@ impl Receipt {
             session: None,
             user: Map::new(),
             metadata: BTreeMap::new(),
-            encode_ms: None,
-            upload_ms: None,
+            encode_us: None,
+            upload_us: None,
         }
     }
 

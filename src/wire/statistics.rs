@@ -48,6 +48,11 @@ impl ChunkStatistics {
     /// must not save the blob again.
     pub const BLOB: &str = "tc.statistics";
 
+    /// Number of numbers, which the counts of `values` and `change` cover: a complex element has two.
+    pub fn numbers(&self) -> u64 {
+        self.elements.saturating_mul(numbers_per_element(self.dtype))
+    }
+
     /// Returns the statistics of steps as a table: the columns of the blob, after a column `step`.
     pub fn table(steps: &[(u64, Vec<Self>)]) -> Result<RecordBatch> {
         let numbers = steps.iter().flat_map(|(step, rows)| std::iter::repeat_n(*step, rows.len()));
@@ -335,7 +340,7 @@ impl<'a> Table<'a> {
         if elements.end.saturating_sub(elements.start) != found.elements {
             return refuse("another number of elements than the chunk has", "statistics 2.2");
         }
-        let numbers = found.elements.saturating_mul(numbers_per_element(dtype));
+        let numbers = found.numbers();
         if found.change.is_some() != found.reference_step.is_some() || found.change.is_some_and(|change| change.changed > numbers) {
             return refuse("a change without a reference step, or of more elements than there are", "statistics 4");
         }

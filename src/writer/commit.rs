@@ -14,9 +14,11 @@ use std::collections::BTreeMap;
 use super::changed_rows::ChangedRows;
 use super::parent::Parent;
 use super::pipeline::{SavePipeline, publish};
-use super::{ExistingStep, Metadata, SavedSnapshot, UnchangedTensors, Writer, WriterOptions};
+use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
 use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of};
-use crate::commit::{Age, Appended, Log, LogState, Need, Refusal, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file};
+use crate::commit::{
+    Age, Appended, FiniteMarks, Log, LogState, Need, Refusal, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file,
+};
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
 use crate::store::{Created, Upload, probe, saves_inline};
@@ -57,7 +59,8 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         previous: None,
         begun: None,
         measures_saves: true,
-        stopped: None,
+        stopped: Stopped(None),
+        marks: FiniteMarks::default(),
         leader,
     })
 }
@@ -240,7 +243,7 @@ impl Writer {
         let value = serde_json::to_value(decision).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
         manifest.user.insert(PolicyDecision::KEY.to_owned(), value);
         manifest.user.extend(finite.map(|finite| (FINITE.to_owned(), finite.into())));
-        let times = SaveTimes { saved_ms: Some(manifest.time_ms), previous: self.previous, ..prepared.times };
+        let times = SaveTimes { written_ms: Some(manifest.time_ms), previous: self.previous, ..prepared.times };
         let value = serde_json::to_value(times).map_err(|e| Error::invalid(format!("cannot be written as JSON: {e}")))?;
         manifest.user.insert(SaveTimes::KEY.to_owned(), value);
 
@@ -320,7 +323,7 @@ impl Writer {
         };
         self.log.note_summary(manifest.id, Summary::of(&manifest));
         self.log.write_catalog_if_due().await;
-        retain(&mut self.log, self.pipeline.options.retention).await;
+        retain(&mut self.log, self.pipeline.options.retention, &mut self.marks).await;
         tracing::info!(step, snapshot = %manifest.id, kind = manifest.kind.name(), bytes = manifest.stored_bytes(), "committed");
         Ok(Commit::Done(Box::new(SavedSnapshot {
             id: manifest.id,
@@ -341,9 +344,9 @@ impl Writer {
 }
 
 /// Forgets the steps that the options of a writer do not keep. A snapshot is committed already, so a failure is a warning.
-async fn retain(log: &mut Log, retention: Option<Retention>) {
+async fn retain(log: &mut Log, retention: Option<Retention>, marks: &mut FiniteMarks) {
     let Some(retention) = retention else { return };
-    if let Err(error) = forget_unwanted(log, retention).await {
+    if let Err(error) = forget_unwanted(log, retention, marks).await {
         tracing::warn!(%error, "the step is saved, but older steps could not be forgotten; the next save tries again");
     }
 }

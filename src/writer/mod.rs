@@ -76,7 +76,7 @@ pub(crate) use unit::{PartnerLink, Standalone, UnitChunk, UnitResult, encode_uni
 
 use crate::chain::{Policy, PolicyDecision, PreviousSave, milliseconds};
 use crate::codec::ObjectiveSetting;
-use crate::commit::{DEFAULT_AGE_FLOOR, Log};
+use crate::commit::{DEFAULT_AGE_FLOOR, FiniteMarks, Log};
 use crate::wire::{Digest, Id, Leader, SnapshotKind};
 use crate::{AheadUploads, Error, ErrorKind, NamePatterns, Precision, Result, Retention, RoundingReport, Store};
 
@@ -255,11 +255,16 @@ pub struct Writer {
     begun: Option<(u64, Instant)>,
     /// Whether this writer measures `previous` by itself.
     measures_saves: bool,
-    /// Message of the commit with unknown outcome that stopped this writer.
-    stopped: Option<String>,
+    stopped: Stopped,
+    /// Which snapshots are finite, for the retention.
+    marks: FiniteMarks,
     /// The session that this writer commits for, as leader of many hosts.
     leader: Option<Leader>,
 }
+
+/// Message of the commit with unknown outcome that stopped a writer, if any.
+#[derive(Debug)]
+struct Stopped(Option<String>);
 
 impl Store {
     /// Opens the store for writing. Creates the store if it does not exist.
@@ -314,19 +319,20 @@ impl Writer {
     }
 }
 
-/// Refuses to go on after a commit with unknown outcome.
-fn check_usable(writer: &Writer) -> Result<()> {
-    match &writer.stopped {
-        None => Ok(()),
-        Some(message) => Err(Error::new(ErrorKind::OutcomeUnknown, format!("this writer has stopped: {message}"))),
+impl Stopped {
+    /// Refuses to go on after a commit with unknown outcome.
+    fn check(&self) -> Result<()> {
+        match &self.0 {
+            None => Ok(()),
+            Some(message) => Err(Error::new(ErrorKind::OutcomeUnknown, format!("this writer has stopped: {message}"))),
+        }
     }
-}
 
-/// Returns the message of a commit with unknown outcome, which stops a writer. A fenced writer is not stopped: each save
-/// reads the log again.
-fn final_message(saved: &Result<SavedSnapshot>) -> Option<String> {
-    let error = saved.as_ref().err().filter(|error| error.kind() == ErrorKind::OutcomeUnknown)?;
-    Some(error.message().to_owned())
+    /// Stops a writer whose commit has an unknown outcome. A fenced writer is not stopped: each save reads the log again.
+    fn after(saved: &Result<SavedSnapshot>) -> Self {
+        let error = saved.as_ref().err().filter(|error| error.kind() == ErrorKind::OutcomeUnknown);
+        Self(error.map(|error| error.message().to_owned()))
+    }
 }
 
 fn check_user(metadata: &Metadata) -> Result<()> {

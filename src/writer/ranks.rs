@@ -10,6 +10,7 @@ use super::base_cache::NextBase;
 use super::layout::StateLayout;
 use super::parent::Parent;
 use super::pipeline::SavePipeline;
+use crate::chain::whole_microseconds;
 use crate::commit::{Log, LogState, Standing, refuse_features};
 use crate::wire::{CaskRef, Id, MAX_RANK, RankSave, Receipt, ReceiptShard, ReceiptTensor};
 use crate::{AheadUploads, Blob, Error, ErrorKind, Result, Store, TensorView, boxed};
@@ -174,7 +175,8 @@ impl RankPart {
         let parent = parent.map(Parent::reference);
         let mut receipt = Receipt::new(RankSave { step, attempt, rank, world }, parent, uploaded.casks, tensors.collect());
         receipt.finite = uploaded.finite;
-        (receipt.encode_ms, receipt.upload_ms) = (uploaded.times.encode_ms, uploaded.times.upload_ms);
+        let whole = |ms: Option<f64>| ms.map(whole_microseconds);
+        (receipt.encode_us, receipt.upload_us) = (whole(uploaded.times.encode_ms), whole(uploaded.times.upload_ms));
         self.pending = uploaded.next_base.map(|next| (receipt.casks.clone(), next));
         Ok(receipt)
     }

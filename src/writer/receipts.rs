@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use super::commit::{Commit, Prepared};
 use super::layout::check_tiles;
 use super::parent::Parent;
-use super::unchanged::{ChunkCrcs, find_unchanged};
-use super::{Metadata, SavedSnapshot, Writer, check_usable, check_user, final_message};
+use super::unchanged::ChunkCrcs;
+use super::{Metadata, SavedSnapshot, Stopped, Writer, check_user};
 use crate::chain::{DecisionReason, Policy, PreviousSave, SaveTimes, content_digests, milliseconds};
 use crate::codec::Registry;
 use crate::commit::Age;
@@ -46,7 +46,7 @@ impl Writer {
     /// counts from this call on.
     pub async fn next_parent(&mut self, step: u64) -> Result<Option<Id>> {
         let begun = Instant::now();
-        check_usable(self)?;
+        self.stopped.check()?;
         let (parent, _) = self.decide(step).await?;
         self.replaceable(step, &BTreeMap::new(), None).await?;
         self.begun = Some((step, begun));
@@ -57,7 +57,7 @@ impl Writer {
     /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store. Metadata of the
     /// receipts is added to `metadata`.
     pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
-        check_usable(self)?;
+        self.stopped.check()?;
         let mut metadata = metadata.clone();
         for receipt in receipts {
             metadata.user.extend(receipt.user.clone());
@@ -70,7 +70,7 @@ impl Writer {
             let save_ms = begun.map(|(_, begun)| milliseconds(begun.elapsed()));
             self.previous = Some(PreviousSave { step, save_ms, ..PreviousSave::default() });
         }
-        self.stopped = final_message(&saved);
+        self.stopped = Stopped::after(&saved);
         saved
     }
 
@@ -123,7 +123,8 @@ impl Writer {
             }
             other => other.done()?,
         };
-        saved.unchanged = find_unchanged(self, step, &merged.tensors()).await;
+        let earlier = self.pipeline.options.recall.then_some((&self.pipeline.store, self.log.state()));
+        saved.unchanged = self.unchanged.find(earlier, step, &merged.tensors(), &self.frozen).await;
         Ok(saved)
     }
 
@@ -191,15 +192,14 @@ fn check_session(led: Option<LedSession>, receipts: &[Receipt]) -> Result<()> {
     }
 }
 
-/// Times of the slowest rank, as far as all ranks know theirs. A receipt comes from another process: numbers that are
-/// no times are left out.
+/// Times of the slowest rank, as far as all ranks know theirs.
 fn times_of(receipts: &[Receipt], measures_uploads: bool) -> SaveTimes {
-    let slowest = |time: fn(&Receipt) -> Option<f64>| {
-        let times = receipts.iter().map(|receipt| time(receipt).filter(|ms| ms.is_finite() && *ms >= 0.0));
-        times.reduce(|a, b| Some(a?.max(b?))).flatten()
+    let slowest = |time: fn(&Receipt) -> Option<u64>| {
+        let slowest = receipts.iter().map(time).reduce(|a, b| Some(a?.max(b?))).flatten();
+        slowest.map(|us| milliseconds(Duration::from_micros(us)))
     };
-    let upload_ms = slowest(|receipt| receipt.upload_ms).filter(|_| measures_uploads);
-    SaveTimes { encode_ms: slowest(|receipt| receipt.encode_ms), upload_ms, ..SaveTimes::default() }
+    let upload_ms = slowest(|receipt| receipt.upload_us).filter(|_| measures_uploads);
+    SaveTimes { encode_ms: slowest(|receipt| receipt.encode_us), upload_ms, ..SaveTimes::default() }
 }
 
 /// Refuses partners that are not unique. Readers find a partner by role and parameter among the tensors of all ranks,

@@ -9,8 +9,8 @@ use super::commit::{Commit, Prepared};
 use super::estimate::estimate;
 use super::layout::StateLayout;
 use super::parent::Parent;
-use super::unchanged::{ChunkCrcs, find_unchanged};
-use super::{Metadata, SavedSnapshot, Writer, check_usable, check_user, final_message};
+use super::unchanged::ChunkCrcs;
+use super::{Metadata, SavedSnapshot, Stopped, Writer, check_user};
 use crate::chain::{DecisionReason, Policy, PolicyDecision, PreviousSave, SaveTimes, milliseconds};
 use crate::codec::ObjectiveSetting;
 use crate::commit::Age;
@@ -35,7 +35,7 @@ impl Writer {
     /// parts, the begun part of each cask (up to 8 MiB), and one blob.
     pub async fn save(&mut self, step: u64, tensors: &[TensorView<'_>], blobs: &[Blob<'_>], metadata: &Metadata) -> Result<SavedSnapshot> {
         let begun = Instant::now();
-        check_usable(self)?;
+        self.stopped.check()?;
         check_user(metadata)?;
         let layout = StateLayout::new(tensors, blobs, self.pipeline.store.limits())?;
         let saved = self.save_layout(&Request { step, layout: &layout, metadata }).await;
@@ -43,7 +43,7 @@ impl Writer {
             let save_ms = Some(milliseconds(begun.elapsed()));
             self.previous = Some(PreviousSave { step, save_ms, ..PreviousSave::default() });
         }
-        self.stopped = final_message(&saved);
+        self.stopped = Stopped::after(&saved);
         saved
     }
 
@@ -134,7 +134,8 @@ impl Writer {
             saved.objective = uploaded.objective;
             let tensors = layout.tensors.iter().zip(&uploaded.crcs);
             let tensors: Vec<ChunkCrcs<'_>> = tensors.map(|(tensor, crcs)| ChunkCrcs { tensor: &tensor.description, crcs }).collect();
-            saved.unchanged = find_unchanged(self, step, &tensors).await;
+            let earlier = self.pipeline.options.recall.then_some((&self.pipeline.store, self.log.state()));
+            saved.unchanged = self.unchanged.find(earlier, step, &tensors, &self.frozen).await;
             if let Some(next_base) = uploaded.next_base {
                 self.pipeline.base.promote(saved.id, next_base);
             }

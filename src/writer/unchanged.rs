@@ -11,7 +11,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Writer;
 use crate::chain::chain_of;
 use crate::commit::LogState;
 use crate::kernels::statistics::is_measured;
@@ -105,6 +104,25 @@ impl UnchangedTensors {
         }
     }
 
+    /// Finds the trained parameters of a committed snapshot that did not change. If nothing was saved before, compares
+    /// with the snapshots of an earlier writer.
+    #[boxed]
+    pub(super) async fn find(
+        &mut self,
+        earlier: Option<(&Store, &LogState)>,
+        step: u64,
+        tensors: &[ChunkCrcs<'_>],
+        frozen: &NamePatterns,
+    ) -> Vec<UnchangedTensor> {
+        if let (Some((store, state)), None) = (earlier, self.last_step) {
+            match recall(store, state, step, frozen).await {
+                Ok(unchanged) => *self = unchanged,
+                Err(error) => tracing::debug!(step, %error, "the snapshots before cannot be compared"),
+            }
+        }
+        self.record(step, tensors, frozen)
+    }
+
     /// Warns of each tensor once.
     fn warn(&mut self, step: u64, unchanged: &[UnchangedTensor]) {
         let new: Vec<&UnchangedTensor> = unchanged.iter().filter(|found| self.named.insert(found.tensor.clone())).collect();
@@ -125,18 +143,6 @@ impl UnchangedTensors {
 /// Whether a tensor is a parameter that training changes.
 fn is_compared(tensor: &DirectoryTensor) -> bool {
     is_parameter(&tensor.role) && is_measured(tensor.dtype)
-}
-
-/// Finds the trained parameters of a committed snapshot that did not change.
-#[boxed]
-pub(super) async fn find_unchanged(writer: &mut Writer, step: u64, tensors: &[ChunkCrcs<'_>]) -> Vec<UnchangedTensor> {
-    if writer.pipeline.options.recall && writer.unchanged.last_step.is_none() {
-        match recall(&writer.pipeline.store, writer.log.state(), step, &writer.frozen).await {
-            Ok(unchanged) => writer.unchanged = unchanged,
-            Err(error) => tracing::debug!(step, %error, "the snapshots before cannot be compared"),
-        }
-    }
-    writer.unchanged.record(step, tensors, &writer.frozen)
 }
 
 /// Number of links of a chain up to which [`recall`] reads its indexes.

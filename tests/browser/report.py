@@ -92,7 +92,7 @@ def a_run_with_a_nan(cli: Cli, browser: Browser, folder: pathlib.Path, screensho
     assert len(newest) == len(data["tensors"]) == data["all_tensors"]
     for tensor in data["tensors"]:
         row = newest.get(tensor["name"]) or next(row for name, row in newest.items() if name.startswith(tensor["name"][:-1]))
-        same = ("role", "dtype", "elements", "nan", "positive_infinity", "negative_infinity", "zero", "min", "max", "changed", "step")
+        same = ("role", "dtype", "numbers", "nan", "positive_infinity", "negative_infinity", "zero", "min", "max", "changed", "step")
         assert all(tensor[key] == row[key] for key in same), (tensor, row)
         assert tensor["norm"] == math.sqrt(row["sum_squares"])
         if row["change_squares"] is not None:

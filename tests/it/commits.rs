@@ -8,7 +8,7 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use tensorcask::maintain::{self, VerifyOptions};
 use tensorcask::testing::fault::{Fault, FaultStore, Operation};
-use tensorcask::wire::{Digest, Event, Id, LogEntry};
+use tensorcask::wire::{Digest, Event, Id, LogEntry, Receipt};
 use tensorcask::{
     BaseKeeping, Blob, Dtype, ErrorKind, ExistingStep, Latest, Limits, Metadata, Policy, PolicyDecision, PreviousSave, Rank, SaveTimes,
     Slice, SnapshotInfo, Store, StoreOptions, TensorView, Writer, WriterOptions,
@@ -44,14 +44,15 @@ async fn snapshots_of_ranks_record_the_times_of_the_slowest() {
             let data = [step as u8; 4];
             let state = [TensorView::new(&name, Dtype::U8, &[4], &data).unwrap()];
             let mut receipt = writer.save_on(step, parent, &state, &[]).await.unwrap();
-            assert!(receipt.encode_ms.is_some() && receipt.upload_ms.is_some());
-            (receipt.encode_ms, receipt.upload_ms) = match step {
-                // An earlier version of the library, or a forged receipt.
-                3 => (Some(f64::NAN), Some(-1.0)),
+            assert!(receipt.encode_us.is_some() && receipt.upload_us.is_some());
+            (receipt.encode_us, receipt.upload_us) = match step {
+                // One rank does not know its times.
+                3 if rank == 1 => (None, None),
                 4 => (None, None),
-                _ => (Some(f64::from(rank + 1)), Some(f64::from(2 - rank))),
+                _ => (Some(u64::from(rank + 1) * 1000), Some(u64::from(2 - rank) * 1000 + 500)),
             };
-            receipts.push(receipt);
+            // As the rank hands it over.
+            receipts.push(Receipt::decode(&receipt.encode().unwrap(), &Limits::default()).unwrap());
         }
         coordinator.commit_receipts(step, &receipts, &Metadata::default()).await.unwrap();
         if step == 1 {
@@ -60,7 +61,7 @@ async fn snapshots_of_ranks_record_the_times_of_the_slowest() {
     }
     let times_of = async |step: u64| store.snapshot(step).await.unwrap().inspect().times();
     let (first, second) = (times_of(1).await.unwrap(), times_of(2).await.unwrap());
-    assert_eq!((first.encode_ms, first.upload_ms, first.previous), (Some(2.0), Some(2.0), None));
+    assert_eq!((first.encode_ms, first.upload_ms, first.previous), (Some(2.0), Some(2.5), None));
     let previous = second.previous.unwrap();
     assert_eq!((previous.step, previous.stall_ms), (1, Some(5.0)));
     assert!(previous.save_ms.unwrap() > 0.0);
@@ -104,9 +105,9 @@ async fn snapshots_record_the_times_of_saves() {
     // A copy has log entries of its own, a moment apart. The times of the saves stay.
     let copy = Store::open("memory://times-of-saves-copied").unwrap();
     maintain::copy(&store, &copy, &maintain::CopyOptions::default()).await.unwrap();
-    let saved_ms = |infos: &[SnapshotInfo]| infos.iter().map(|info| SaveTimes::of(&info.user).unwrap().saved_ms).collect::<Vec<_>>();
-    assert!(saved_ms(&infos).iter().all(Option::is_some));
-    assert_eq!(saved_ms(&copy.snapshots().await.unwrap()), saved_ms(&infos));
+    let written_ms = |infos: &[SnapshotInfo]| infos.iter().map(|info| SaveTimes::of(&info.user).unwrap().written_ms).collect::<Vec<_>>();
+    assert!(written_ms(&infos).iter().all(Option::is_some));
+    assert_eq!(written_ms(&copy.snapshots().await.unwrap()), written_ms(&infos));
 
     // Compaction keeps them: they are about the save.
     maintain::compact(&store, 2, &maintain::CompactOptions::default()).await.unwrap();

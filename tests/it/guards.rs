@@ -2,7 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::sync::Arc;
 
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
 use tensorcask::blocking::{Store, Writer, maintain};
 use tensorcask::{
     Dtype, ErrorKind, FiniteCheck, Metadata, Policy, Rank, Rect, Retention, SavedSnapshot, SnapshotRecord, TensorView, WriterOptions,
@@ -361,4 +365,48 @@ async fn a_retainer_does_not_load_again_what_it_cannot_reduce() {
     }
     // The number of requests does not grow with the number of held steps.
     assert!(requests[20..].iter().max() <= requests[4..8].iter().max(), "{requests:?}");
+}
+
+#[tokio::test]
+async fn a_retainer_looks_again_at_a_step_that_could_not_be_read() {
+    use futures::TryStreamExt;
+
+    let memory = Arc::new(InMemory::new());
+    let open = || {
+        let options = tensorcask::StoreOptions { inline_bytes: 0, ..tensorcask::StoreOptions::default() };
+        tensorcask::Store::with_object_store(memory.clone(), Path::default(), options)
+    };
+    let store = open();
+    let with = WriterOptions { policy: Policy::Full, ..options(FiniteCheck::Tag) };
+    let mut writer = store.writer_with(with).await.unwrap();
+    for step in 1..=3 {
+        let (weights, moments) = (bytes_of(&[step as f32]), bytes_of(&[1.0]));
+        let state = [
+            TensorView::new("model.w", Dtype::F32, &[1], &weights).unwrap(),
+            TensorView::new("optimizer.exp_avg.w", Dtype::F32, &[1], &moments).unwrap(),
+        ];
+        writer.save(step, &state, &[], &Metadata::default()).await.unwrap();
+    }
+    // The manifest of step 2 is missing for some time.
+    let manifests: Vec<_> = memory.list(Some(&Path::from("snapshots"))).try_collect().await.unwrap();
+    let place = manifests.into_iter().map(|meta| meta.location).find(|path| path.filename().unwrap().starts_with("2-")).unwrap();
+    let bytes = memory.get(&place).await.unwrap().bytes().await.unwrap();
+    memory.delete(&place).await.unwrap();
+
+    let store = open();
+    let retention = Retention { keep_last: Some(1), keep_weights_every: Some(2), ..Retention::default() };
+    let mut retainer = tensorcask::maintain::Retainer::new(&store, retention, maintain::CompactOptions::default());
+    let mut requests = Vec::new();
+    for call in 0..100 {
+        let before = store.io().requests;
+        let reduced = retainer.apply().await.unwrap().reduced;
+        assert!(reduced.len() == 1 && reduced[0].record.step == 2 && reduced[0].held.is_some(), "{reduced:?}");
+        requests.push(store.io().requests - before);
+        if call == 50 {
+            memory.put(&place, bytes.clone().into()).await.unwrap();
+        }
+    }
+    assert!(requests[1..].iter().all(|&now| now == requests[1]) && requests[1] < 4, "it looks only whether the log goes on: {requests:?}");
+    let reduced = retainer.apply().await.unwrap().reduced;
+    assert_eq!((reduced[0].held.as_deref(), reduced[0].record.roles.as_deref()), (None, Some(&["model".to_owned()][..])));
 }

@@ -357,8 +357,8 @@ function tensorTable() {
     number("norm", "norm"),
     number("min", "min"),
     number("max", "max"),
-    { title: "zero", value: (row) => (row.zero === null ? null : row.zero / row.elements), text: (row) => share(row.zero, row.elements), kind: "number" },
-    { title: "changed", value: (row) => (row.changed === null ? null : row.changed / row.elements), text: (row) => share(row.changed, row.elements), kind: "number" },
+    { title: "zero", value: (row) => (row.zero === null ? null : row.zero / row.numbers), text: (row) => share(row.zero, row.numbers), kind: "number" },
+    { title: "changed", value: (row) => (row.changed === null ? null : row.changed / row.numbers), text: (row) => share(row.changed, row.numbers), kind: "number" },
     number("update ratio", "update"),
     { title: "numbers of step", value: (row) => row.step, kind: "number" },
   ];

@@ -123,7 +123,8 @@ pub(crate) struct TensorRow {
     pub stored_bytes: u64,
     /// Step of the numbers.
     pub step: Option<u64>,
-    pub elements: Option<u64>,
+    /// Number of numbers, which the counts cover: a complex element has two.
+    pub numbers: Option<u64>,
     pub nan: Option<u64>,
     pub positive_infinity: Option<u64>,
     pub negative_infinity: Option<u64>,

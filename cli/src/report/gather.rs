@@ -376,7 +376,7 @@ impl TensorRow {
             shape: tensor.shape.clone(),
             stored_bytes: 0,
             step: None,
-            elements: None,
+            numbers: None,
             nan: None,
             positive_infinity: None,
             negative_infinity: None,
@@ -393,7 +393,7 @@ impl TensorRow {
     fn set_numbers(&mut self, step: u64, total: &TensorTotal) {
         let values = total.values;
         self.step = Some(step);
-        self.elements = Some(total.elements);
+        self.numbers = Some(total.numbers);
         self.nan = values.map(|values| values.nan);
         self.positive_infinity = values.map(|values| values.positive_infinity);
         self.negative_infinity = values.map(|values| values.negative_infinity);

@@ -7,7 +7,8 @@ use super::layers::Layers;
 /// Statistics of a tensor: the sum over its chunks. Numbers are `None` as in `tensorcask stats`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TensorTotal {
-    pub elements: u64,
+    /// Number of numbers, which the counts cover: a complex element has two.
+    pub numbers: u64,
     pub values: Option<ValueStatistics>,
     pub change: Option<ChangeStatistics>,
 }
@@ -15,7 +16,7 @@ pub(crate) struct TensorTotal {
 impl TensorTotal {
     pub(crate) fn of(chunks: &[ChunkStatistics]) -> Self {
         Self {
-            elements: chunks.iter().fold(0, |sum, chunk| sum.saturating_add(chunk.elements)),
+            numbers: chunks.iter().fold(0, |sum, chunk| sum.saturating_add(chunk.numbers())),
             values: chunks.iter().map(|chunk| chunk.values).reduce(|a, b| Some(a?.and(b?))).flatten(),
             change: chunks.iter().map(|chunk| chunk.change).reduce(|a, b| Some(a?.and(b?))).flatten(),
         }

@@ -74,7 +74,7 @@ struct StoreReport<'a> {
 /// Times in milliseconds, and the time of the save since 1970; null if unknown.
 #[derive(Debug, Serialize)]
 struct TimesJson {
-    saved_ms: Option<u64>,
+    written_ms: Option<u64>,
     encode_ms: Option<f64>,
     upload_ms: Option<f64>,
     previous: Option<PreviousJson>,
@@ -89,12 +89,12 @@ struct PreviousJson {
 }
 
 impl TimesJson {
-    fn of(&SaveTimes { saved_ms, encode_ms, upload_ms, previous }: &SaveTimes) -> Self {
+    fn of(&SaveTimes { written_ms, encode_ms, upload_ms, previous }: &SaveTimes) -> Self {
         let previous = previous.map(|save| {
             let PreviousSave { step, stall_ms, encode_ms, upload_ms, save_ms } = save;
             PreviousJson { step, times: StepTimes { stall_ms, encode_ms, upload_ms, save_ms } }
         });
-        Self { saved_ms, encode_ms, upload_ms, previous }
+        Self { written_ms, encode_ms, upload_ms, previous }
     }
 }
 

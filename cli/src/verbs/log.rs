@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 use tensorcask::blocking::Store;
-use tensorcask::{Result, SaveTimes, StepTimes};
+use tensorcask::{Result, SaveTimes, SnapshotInfo, StepTimes, Survey};
 
 use crate::commits::commits;
 use crate::output::{Outcome, complain};
@@ -85,12 +85,17 @@ fn describe(times: StepTimes) -> String {
     parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-/// Times of the saves of live snapshots, by id. The log is listed without them if a manifest cannot be read.
+/// Times of the saves of live snapshots, by id. Snapshots whose manifests cannot be read have none.
 fn times(store: &Store) -> BTreeMap<String, StepTimes> {
-    let infos = store.snapshots().unwrap_or_else(|error| {
-        complain(&format!("warning: the times of saves cannot be read: {error}"));
-        vec![]
-    });
+    let readable = store.block_on(store.inner().history().readable()).map_err(|error| vec![error]);
+    let (infos, errors) = match readable {
+        Ok(Survey { found, skipped }) => (found, skipped.into_iter().map(|skipped| skipped.error).collect()),
+        Err(errors) => (vec![], errors),
+    };
+    for error in errors {
+        complain(&format!("warning: the time of a save cannot be read: {error}"));
+    }
+    let infos: Vec<SnapshotInfo> = infos.into_iter().map(|(_, info)| info).collect();
     let of_steps = SaveTimes::by_step(infos.iter().map(|info| (info.record.step, &info.user)));
     infos.iter().filter_map(|info| Some((info.record.id.to_hex(), *of_steps.get(&info.record.step)?))).collect()
 }

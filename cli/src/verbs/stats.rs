@@ -145,7 +145,7 @@ impl Filter {
             Filter::Inf => has(row.infinities()),
             Filter::Nonfinite => has(row.nan) || has(row.infinities()),
             Filter::Subnormal => has(row.subnormal),
-            Filter::Zero => row.zero == Some(row.elements),
+            Filter::Zero => row.zero == Some(row.numbers),
             Filter::Unchanged => row.changed == Some(0),
         }
     }

@@ -42,6 +42,25 @@ fn a_nan_is_found() {
 }
 
 #[test]
+fn counts_of_complex_tensors_cover_both_parts() {
+    let place = Place::new();
+    for (step, one) in [(1, 0.0f32), (2, 1.0)] {
+        let numbers = [0.0, 0.0, one, one];
+        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        place.write("state", &[("w", Dtype::C64, &[2], &bytes)]);
+        place.json(&format!("save @run --step {step} --statistics --policy consecutive @state"));
+    }
+    let zero = place.json("stats @run --where zero");
+    conforms("stats", &zero);
+    let rows = zero["tensors"].as_array().unwrap();
+    assert_eq!(rows.iter().map(|row| &row["step"]).collect::<Vec<_>>(), [1], "{zero}");
+    assert_eq!((&rows[0]["elements"], &rows[0]["numbers"], &rows[0]["zero"]), (&2.into(), &4.into(), &4.into()));
+    let text = stdout(&place.run("stats @run --step 2"));
+    assert!(text.contains(" 50.0 %") || text.contains(" 50 %"), "zero and changed: {text}");
+    assert!(!text.contains("100") && !text.contains("200"), "{text}");
+}
+
+#[test]
 fn steps_without_statistics_are_named() {
     let place = Place::with_training();
     let found = place.json("stats @run");

@@ -34,6 +34,14 @@ def is_content(value: Any) -> bool:
     return is_object(value) and all(map(is_digest, value.values()))
 
 
+def is_u32(value: Any) -> bool:
+    return is_number(value) and value < 1 << 32
+
+
+def is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_number, value))
+
+
 MANIFEST: Fields = COMMON | {
     "id": is_id, "step": is_number, "kind": one_of("base", "delta"), "parent": or_null(is_object), "directory": is_digest,
     "content": is_content, "casks": lambda value: isinstance(value, list), "tensor_bytes": is_number, "time_ms": is_number,
@@ -41,9 +49,21 @@ MANIFEST: Fields = COMMON | {
 }
 PARENT: Fields = {"snapshot": is_id, "content": is_content}
 CASK: Fields = {
-    "slot": lambda value: is_number(value) and value < 1 << 32, "id": is_id, "bytes": is_number, "index_offset": is_number,
+    "slot": is_u32, "id": is_id, "bytes": is_number, "index_offset": is_number,
     "root_offset": is_number, "digest": is_digest,
 }
+
+
+RECEIPT: Fields = COMMON | {
+    "step": is_number, "attempt": is_number, "rank": is_u32, "world": is_u32, "parent": or_null(is_object),
+    "casks": lambda value: isinstance(value, list), "tensors": lambda value: isinstance(value, list),
+    "finite": or_null(lambda value: isinstance(value, bool)), "encode_us": or_null(is_number), "upload_us": or_null(is_number),
+}
+RECEIPT_TENSOR: Fields = {
+    "name": is_text, "dtype": is_text, "shape": is_numbers, "role": is_text, "param": is_text, "alias_of": or_null(is_text), "slot": is_u32,
+    "shards": lambda value: isinstance(value, list),
+}
+RECEIPT_SHARD: Fields = {"offset": is_numbers, "shape": is_numbers, "crcs": is_text}
 
 
 def read_manifest(path: Path, digest: str) -> dict[str, Any]:
@@ -69,6 +89,21 @@ def parse_manifest(data: bytes, expected: str | None) -> dict[str, Any]:
             raise corrupt("manifest 2.3", f"offsets of the cask in slot {cask['slot']}")
     if not ascends([cask["slot"] for cask in value["casks"]]):
         raise corrupt("manifest 2.2", "slots do not ascend")
+    return value
+
+
+def parse_receipt(data: bytes) -> dict[str, Any]:
+    """manifest 6"""
+    value, _ = unseal(data, "tensorcask-receipt")
+    check_fields(value, RECEIPT, "a receipt")
+    if value["parent"] is not None:
+        check_fields(value["parent"], PARENT, "a parent")
+    for cask in value["casks"]:
+        check_fields(cask, CASK, "a cask")
+    for tensor in value["tensors"]:
+        check_fields(tensor, RECEIPT_TENSOR, "a tensor of a receipt")
+        for shard in tensor["shards"]:
+            check_fields(shard, RECEIPT_SHARD, "a shard of a receipt")
     return value
 
 

@@ -16,6 +16,7 @@ SEAL_BYTES = 72
 VERSION = re.compile(r"(0|[1-9][0-9]{0,4})\.(0|[1-9][0-9]{0,4})")
 TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 MAX_NESTING = 127
+MAY_BE_ABSENT = ("parent", "previous", "roles", "inline", "leader", "finite", "encode_us", "upload_us")
 Fields = dict[str, Callable[[Any], bool]]
 
 
@@ -59,10 +60,10 @@ COMMON: Fields = {"format": is_text, "version": is_text, "must_understand": is_t
 
 
 def check_fields(value: Any, fields: Fields, what: str) -> None:
-    """log 1.3: exactly the fields of the table; `parent`, `previous`, `roles`, `inline` and `leader` may be absent instead of null."""
+    """log 1.3: exactly the fields of the table; some fields may be absent instead of null."""
     if not is_object(value):
         raise corrupt("log 1.3", f"{what} is no object")
-    for name in ("parent", "previous", "roles", "inline", "leader"):
+    for name in MAY_BE_ABSENT:
         if name in fields:
             value.setdefault(name, None)
     if value.keys() != fields.keys():

@@ -18,7 +18,7 @@ from tensorcask_reference.dtypes import DTYPES, chunk_count, chunk_elements, ele
 from tensorcask_reference.entropy import decode_plane  # noqa: E402
 from tensorcask_reference.errors import Reject  # noqa: E402
 from tensorcask_reference.log import State, parse_entry, parse_store_file  # noqa: E402
-from tensorcask_reference.manifest import parse_directory, parse_manifest  # noqa: E402
+from tensorcask_reference.manifest import parse_directory, parse_manifest, parse_receipt  # noqa: E402
 
 VECTORS = HERE.parents[2] / "spec" / "vectors"
 BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
@@ -139,6 +139,13 @@ class Vectors(unittest.TestCase):
             parse_manifest(row["text"].encode(), row["digest"])
         for row in tables["manifest_invalid"]:
             self.rejects(row, lambda: parse_manifest(row["text"].encode(), None))
+
+    def test_receipts(self) -> None:
+        tables = vectors("manifest")
+        for row in tables["receipt"]:
+            parse_receipt(row["text"].encode())
+        for row in tables["receipt_invalid"]:
+            self.rejects(row, lambda: parse_receipt(row["text"].encode()))
 
     def test_log(self) -> None:
         tables = vectors("log")

@@ -71,6 +71,7 @@ fn json_of_users() -> Result<Vec<Sketch>, Failure> {
         "one": 1, "real": 1.0, "tiny": 0.0,
     });
     let times = r#"{"tc.times":{"encode_ms":12.5,"later":[],"previous":{"save_ms":40,"stall_ms":0.25,"step":7},"upload_ms":0}}"#;
+    let written = r#"{"tc.times":{"written_ms":1767225600000}}"#;
     let no_times = r#"{"tc.times":{"encode_ms":"soon","previous":[],"upload_ms":-1}}"#;
     let nested = |arrays: usize| -> Result<Store, Failure> {
         // The manifest and `user` are the first two levels.
@@ -90,6 +91,12 @@ fn json_of_users() -> Result<Vec<Sketch>, Failure> {
             "manifest 2.5",
             "times of saves, with a field that is not known",
             user(times, serde_json::from_str(times)?)?,
+        ),
+        accept(
+            "manifest/times-written",
+            "manifest 2.5",
+            "the clock of the writer, a whole number",
+            user(written, serde_json::from_str(written)?)?,
         ),
         accept(
             "manifest/times-of-another-form",

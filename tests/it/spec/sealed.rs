@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use serde::Deserialize;
 use tensorcask::Limits;
-use tensorcask::wire::{Digest, InlineSnapshot, LogEntry, Manifest, StoreFile};
+use tensorcask::wire::{Digest, InlineSnapshot, LogEntry, Manifest, Receipt, StoreFile};
 
 use super::vectors::{Mismatches, vectors};
 
@@ -43,6 +43,22 @@ fn manifests() {
     let mut mismatches = Mismatches::default();
     for vector in vectors::<SealedInvalid>("manifest.toml", "manifest_invalid") {
         let result = Manifest::decode(vector.text.as_bytes(), &Limits::default());
+        mismatches.expect(&vector.name, result, &vector.kind, Some(&vector.clause));
+    }
+    mismatches.assert_none();
+}
+
+#[test]
+fn receipts() {
+    for vector in vectors::<SealedVector>("manifest.toml", "receipt") {
+        let receipt = Receipt::decode(vector.text.as_bytes(), &Limits::default()).unwrap();
+        assert_eq!(seal_of(&vector.text), vector.digest);
+        let again = String::from_utf8(receipt.encode().unwrap()).unwrap();
+        assert_eq!(again == vector.text, vector.canonical, "{again}");
+    }
+    let mut mismatches = Mismatches::default();
+    for vector in vectors::<SealedInvalid>("manifest.toml", "receipt_invalid") {
+        let result = Receipt::decode(vector.text.as_bytes(), &Limits::default());
         mismatches.expect(&vector.name, result, &vector.kind, Some(&vector.clause));
     }
     mismatches.assert_none();
