@@ -59,10 +59,10 @@ COMMON: Fields = {"format": is_text, "version": is_text, "must_understand": is_t
 
 
 def check_fields(value: Any, fields: Fields, what: str) -> None:
-    """log 1.3: exactly the fields of the table; `parent`, `previous`, `roles`, `inline` and `leader` may be absent instead of null."""
+    """log 1.3: exactly the fields of the table; some of them may be absent instead of null."""
     if not is_object(value):
         raise corrupt("log 1.3", f"{what} is no object")
-    for name in ("parent", "previous", "roles", "inline", "leader"):
+    for name in ("parent", "previous", "roles", "inline", "leader", "above"):
         if name in fields:
             value.setdefault(name, None)
     if value.keys() != fields.keys():
