@@ -141,7 +141,7 @@ impl Committer {
             }
             None => self.log.insert(SessionLog::open(&self.store).await?),
         };
-        Ok(LogView::new(log.leadership(), session, log.records()))
+        Ok(LogView::new(log.sequence(), log.leadership(), session, log.records()))
     }
 
     async fn exchange(&mut self) -> Result<&SessionExchange> {
