@@ -1,4 +1,5 @@
-"""Makes the catalogs of the cases `catalog/*`, with pyarrow, from the log of the case `catalog/none`. They are made once and kept.
+"""Makes the catalogs of the cases `catalog/*`, with pyarrow, from the logs of `catalog/none` and
+`catalog/led-none`. They are made once and kept.
 
     conformance/reference/.venv/bin/python conformance/catalogs.py
 """
@@ -17,7 +18,7 @@ from forged_pages import forged  # noqa: E402
 from tensorcask_reference.log import State, apply_entry  # noqa: E402
 from tensorcask_reference.sealed import unseal  # noqa: E402
 
-STORE = HERE / "cases" / "valid" / "catalog" / "none" / "input"
+CASES = HERE / "cases" / "valid" / "catalog"
 OUT = HERE / "src" / "generate" / "vectors" / "catalogs"
 TYPES = {
     "sequence": pa.uint64(), "revision": pa.uint64(), "step": pa.uint64(), "snapshot": pa.string(), "kind": pa.string(), "parent": pa.string(),
@@ -26,15 +27,15 @@ TYPES = {
 }  # fmt: skip
 
 
-def catalog(sequence):
+def catalog(sequence, case="none"):
     """Keys and rows of the catalog of an entry (log 6.3, 6.5)."""
-    state = State()
+    store, state = CASES / case / "input", State()
     while state.sequence < sequence:
-        apply_entry(STORE, state)
+        apply_entry(store, state)
     rows = []
     for record in state.snapshots.values():
         # Manifests of earlier revisions are there too.
-        manifest, _ = unseal((STORE / "snapshots" / record.manifest_name()).read_bytes(), "tensorcask-snapshot")
+        manifest, _ = unseal((store / "snapshots" / record.manifest_name()).read_bytes(), "tensorcask-snapshot")
         stored = sum(cask["bytes"] for cask in manifest["casks"])
         rows.append(
             {
@@ -47,7 +48,8 @@ def catalog(sequence):
         )  # fmt: skip
     said = {"writer": state.writer, "writer_sequence": state.writer_sequence}
     said |= {name: sorted(getattr(state, name)) for name in ("must_understand", "may_ignore")}
-    return {"sequence": str(sequence), "entry": state.digest, "state": json.dumps(said)}, rows
+    keys = {"sequence": str(sequence), "entry": state.digest, "state": json.dumps(said)}
+    return keys | ({"leadership": json.dumps(state.leadership)} if state.leadership else {}), rows
 
 
 def table(keys, rows, types=TYPES):
@@ -92,6 +94,13 @@ def main():
     write("missing-row", table(keys, rows[:-1]))
     (OUT / "pages-of-gigabytes.parquet").write_bytes(forged(table(keys, rows)))
     write("of-another-entry", table(older_keys | {"sequence": "6"}, older))
+    led, rows = catalog(7, "led-none")
+    leadership = json.loads(led["leadership"])
+    write("led", table(led, rows))
+    write("led-no-more", table(*catalog(11, "led-none")))
+    write("led-unknown-field", table(led | {"leadership": json.dumps(leadership | {"another": 1})}, rows))
+    write("led-wrong-newest", table(led | {"leadership": json.dumps(leadership | {"newest": 30})}, rows))
+    write("led-absent", table({key: value for key, value in led.items() if key != "leadership"}, rows))
 
 
 main()

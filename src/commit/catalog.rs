@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::state::LastWriter;
-use super::{Leadership, Leading, LogState, SnapshotRecord, SnapshotStatus, Summary};
+use super::{LeaderState, Leadership, LogState, SnapshotRecord, SnapshotStatus, Summary};
 use crate::store::Store;
 use crate::wire::parquet_pages::check_pages;
 use crate::wire::{Digest, Id, SnapshotKind};
@@ -258,7 +258,7 @@ fn decode(bytes: Bytes, sequence: u64) -> Result<LogState> {
     state.must_understand = note.must_understand;
     state.may_ignore = note.may_ignore;
     state.directory = pairs.get(DIRECTORY_KEY).and_then(|digest| Digest::from_hex(digest).ok());
-    let leading: Option<Leading> = pairs
+    let leading: Option<LeaderState> = pairs
         .get(LEADERSHIP_KEY)
         .map(|json| serde_json::from_str(json))
         .transpose()

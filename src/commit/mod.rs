@@ -22,7 +22,7 @@ pub use exchange::{RankExchange, SessionExchange};
 pub(crate) use finite_marks::FiniteMarks;
 use finite_marks::LastGood;
 pub use history::History;
-pub use leadership::{AttemptStart, Leadership, Leading, Refusal};
+pub use leadership::{AttemptStart, LeaderRefusal, LeaderState, Leadership};
 pub(crate) use log::{Appended, Log, refuse_features};
 pub(crate) use manifest::{read_inline, read_manifest, read_manifest_bytes};
 pub use retention::Retained;

@@ -103,6 +103,9 @@ pub struct Leader {
     pub attempt: u64,
     /// Number of the leader in its session, from 1. The highest term leads.
     pub term: u64,
+    /// Steps of the attempt up to this one are given up: their receipts make no snapshot. The leader commits steps above it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub above: Option<u64>,
 }
 
 /// One commit of a store.

@@ -17,7 +17,7 @@ use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
 use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of};
 use crate::commit::{
-    Age, Appended, FiniteMarks, Log, LogState, Need, Refusal, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file,
+    Age, Appended, FiniteMarks, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file,
 };
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
@@ -66,8 +66,8 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
 }
 
 /// The error of a host that may not open the log, or not add a step.
-fn refused(refusal: Refusal) -> Error {
-    let kind = if refusal == Refusal::Ended { ErrorKind::Fenced } else { ErrorKind::Conflict };
+fn refused(refusal: LeaderRefusal) -> Error {
+    let kind = if refusal == LeaderRefusal::Ended { ErrorKind::Fenced } else { ErrorKind::Conflict };
     Error::new(kind, refusal.to_string()).clause("log 8")
 }
 

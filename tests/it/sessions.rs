@@ -51,7 +51,7 @@ impl Session {
             Err(e) if e.kind() == ErrorKind::NotFound => 0,
             Err(e) => panic!("{e}"),
         };
-        let leader = LeaderWriter::open(store, Leader { session: id, after, attempt: 0, term: 1 }, options()).await.unwrap();
+        let leader = LeaderWriter::open(store, Leader { session: id, after, attempt: 0, term: 1, above: None }, options()).await.unwrap();
         let mut hosts = Vec::new();
         for host in 0..HOSTS {
             let ranks: Vec<u32> = (host * RANKS_PER_HOST..(host + 1) * RANKS_PER_HOST).collect();
@@ -140,7 +140,7 @@ async fn another_host_takes_over_and_the_former_leader_commits_nothing() {
     let id = Id::random().unwrap();
     let (mut session, mut first) = Session::begin(&store, id).await;
     session.save(at(0, 1)).await;
-    let takeover = Leader { session: id, after: 0, attempt: 0, term: 2 };
+    let takeover = Leader { session: id, after: 0, attempt: 0, term: 2, above: None };
     let mut second = LeaderWriter::open(&store, takeover, options()).await.unwrap();
     assert_eq!(LeaderWriter::open(&store, takeover, options()).await.unwrap_err().kind(), ErrorKind::Conflict, "the term is taken");
     assert!(session.commit(&mut first, at(0, 1)).await.is_err());
@@ -160,7 +160,7 @@ async fn an_ended_session_commits_nothing_and_never_comes_back() {
     let (mut next, mut leader_of_next) = Session::begin(&store, Id::random().unwrap()).await;
     assert_eq!(session.commit(&mut leader, at(0, 1)).await.unwrap_err().kind(), ErrorKind::Fenced);
     for term in [1, 2] {
-        let back = Leader { session: old, after: 0, attempt: 0, term };
+        let back = Leader { session: old, after: 0, attempt: 0, term, above: None };
         assert_eq!(LeaderWriter::open(&store, back, options()).await.unwrap_err().kind(), ErrorKind::Fenced, "term {term}");
     }
     next.save(at(0, 1)).await;
@@ -184,7 +184,8 @@ async fn a_return_to_an_older_step_is_another_attempt() {
     }
     session.save(at(1, 2)).await;
     assert!(session.commit(&mut leader, at(1, 2)).await.is_err(), "the leader opened the log for attempt 0");
-    let mut leader = LeaderWriter::open(&store, Leader { session: id, after: 0, attempt: 1, term: 2 }, options()).await.unwrap();
+    let mut leader =
+        LeaderWriter::open(&store, Leader { session: id, after: 0, attempt: 1, term: 2, above: None }, options()).await.unwrap();
     session.commit(&mut leader, at(1, 2)).await.unwrap();
     let log = SessionLog::open(&store).await.unwrap();
     let attempts: Vec<_> = log.records().iter().map(|record| (record.step, log.leadership().attempt_of(id, record.sequence))).collect();
@@ -233,7 +234,8 @@ async fn requests(hosts: u32, ranks_per_host: u32) -> u64 {
     let open = || Store::with_object_store(objects.clone(), "run".into(), StoreOptions::default());
     let (stores, of_leader): (Vec<Store>, Store) = ((0..hosts).map(|_| open()).collect(), open());
     let (id, world) = (Id::random().unwrap(), hosts * ranks_per_host);
-    let mut leader = LeaderWriter::open(&of_leader, Leader { session: id, after: 0, attempt: 0, term: 1 }, options()).await.unwrap();
+    let mut leader =
+        LeaderWriter::open(&of_leader, Leader { session: id, after: 0, attempt: 0, term: 1, above: None }, options()).await.unwrap();
     let mut writers = Vec::new();
     for (host, store) in (0..).zip(&stores) {
         let ranks: Vec<u32> = (host * ranks_per_host..(host + 1) * ranks_per_host).collect();

@@ -11,7 +11,7 @@ from typing import Any
 
 from .chain import Snapshots
 from .errors import LIMITS, Reject, corrupt
-from .log import State
+from .log import State, check_leadership
 from .sealed import parse, read_object
 
 NAME = re.compile(r"([0-9]{20})-([0-9a-f]{64})\.parquet")
@@ -54,6 +54,8 @@ def read_catalog(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]] | No
         keys = {key: pairs[b"tensorcask." + key.encode()].decode() for key in ("sequence", "entry", "state")}
         state = parse(keys["state"].encode())
         leadership = parse(pairs[b"tensorcask.leadership"]) if b"tensorcask.leadership" in pairs else None
+        if leadership is not None:
+            check_leadership(leadership)
     except (Reject, KeyError, ValueError, OSError, pa.ArrowException):
         return None
     types = {column.name: str(column.type) for column in table.schema}

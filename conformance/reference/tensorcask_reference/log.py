@@ -29,7 +29,11 @@ STORE: Fields = COMMON | {"run": is_id}
 ENTRY: Fields = COMMON | {
     "sequence": is_number, "previous": or_null(is_digest), "token": is_id, "writer": is_id, "time_ms": is_number, "event": is_object,
 }
-LEADER: Fields = {"session": is_id, "after": is_number, "attempt": is_number, "term": is_number}
+LEADER: Fields = {"session": is_id, "after": is_number, "attempt": is_number, "term": is_number, "above": or_null(is_number)}
+LEADERSHIP: Fields = {
+    "leader": is_object, "writer": is_id, "attempts": lambda value: isinstance(value, list), "newest": lambda value: value is None or is_number(value),
+}
+ATTEMPT: Fields = {"attempt": is_number, "since": is_number}
 EVENTS: dict[str, Fields] = {
     "opened": {"leader": or_null(is_object)},
     "added": {"snapshot": is_id, "step": is_number, "parent": or_null(is_id), "manifest": is_digest, "inline": or_null(is_number)},
@@ -109,6 +113,8 @@ class State:
         if not attempts or attempts[-1]["attempt"] != leader["attempt"]:
             attempts.append({"attempt": leader["attempt"], "since": entry["sequence"]})
         newest = old["newest"] if old and same and old["leader"]["attempt"] == leader["attempt"] else None
+        if leader["above"] is not None:
+            newest = max(newest or 0, leader["above"])
         self.leadership = {"leader": leader, "writer": entry["writer"], "attempts": attempts, "newest": newest}
 
     def _added(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
@@ -153,6 +159,14 @@ class State:
     def _upgraded(self, entry: dict[str, Any], event: dict[str, Any]) -> None:
         check_features(event["must_understand"], "the store")
         self.may_ignore.update(event["may_ignore"])
+
+
+def check_leadership(leadership: Any) -> None:
+    """log 6.3: `tensorcask.leadership`"""
+    check_fields(leadership, LEADERSHIP, "a leadership")
+    check_fields(leadership["leader"], LEADER, "a leader")
+    for attempt in leadership["attempts"]:
+        check_fields(attempt, ATTEMPT, "an attempt")
 
 
 def parse_store_file(data: bytes) -> dict[str, Any]:

@@ -33,11 +33,40 @@ fn store() -> Result<Store, Failure> {
     Ok(store)
 }
 
+/// Returns a store that the hosts of a session have led: a takeover, a step that is given up, and a return to an older step.
+/// An ordinary writer ends the session.
+fn led_store() -> Result<Store, Failure> {
+    let mut store = Store::new()?;
+    let leader = |attempt: u64, term: u64| json!({ "session": hex(&id(0x60)), "after": 2, "attempt": attempt, "term": term });
+    store.save(small(10), None)?;
+    store.open_as(0x61, leader(0, 1))?;
+    store.save(small(20), None)?;
+    store.open_as(0x62, leader(0, 2))?;
+    store.save(small(30), None)?;
+    let mut above = leader(0, 3);
+    above["above"] = json!(40);
+    store.open_as(0x62, above)?;
+    store.open_as(0x61, leader(1, 4))?;
+    let mut again = small(30);
+    again.id = id(0x33);
+    store.save(again, None)?;
+    store.open_as(0x63, json!(null))?;
+    store.save(small(40), None)?;
+    Ok(store)
+}
+
 /// Returns the store with a catalog of entry `sequence` under the right digest.
 fn with(sequence: u64, catalog: &[u8]) -> Result<Store, Failure> {
-    let mut store = store()?;
+    Ok(add(store()?, sequence, catalog))
+}
+
+fn led_with(sequence: u64, catalog: &[u8]) -> Result<Store, Failure> {
+    Ok(add(led_store()?, sequence, catalog))
+}
+
+fn add(mut store: Store, sequence: u64, catalog: &[u8]) -> Store {
     store.objects.insert(format!("catalog/{sequence:020}-{}.parquet", hex(&Sha256::digest(catalog))), catalog.to_vec());
-    Ok(store)
+    store
 }
 
 macro_rules! catalog {
@@ -96,5 +125,11 @@ pub(crate) fn cases() -> Result<Vec<Sketch>, Failure> {
         reject("wrong-writer", "log 6.4", "another author of the last `added` entry", with(9, catalog!("wrong-writer"))?),
         reject("missing-row", "log 6.4", "a snapshot of the log is not there", with(9, catalog!("missing-row"))?),
         reject("of-another-entry", "log 6.4", "right for entry 5, and named after entry 6", with(6, catalog!("of-another-entry"))?),
+        accept("led-none", "log 8", "hosts of a session lead in turn; the store of the other `led` cases, without a catalog", led_store()?),
+        accept("led", "log 6.3", "a catalog that says who leads, with entries of later leaders after it", led_with(7, catalog!("led"))?),
+        accept("led-no-more", "log 6.4", "an ordinary writer has ended the session: nobody leads", led_with(11, catalog!("led-no-more"))?),
+        accept("led-unknown-field", "log 6.3", "a leadership with another field: skipped", led_with(7, catalog!("led-unknown-field"))?),
+        reject("led-wrong-newest", "log 6.4", "a step that is given up counts as open", led_with(7, catalog!("led-wrong-newest"))?),
+        reject("led-absent", "log 6.4", "nobody leads by the catalog, and somebody by the log", led_with(7, catalog!("led-absent"))?),
     ])
 }

@@ -244,6 +244,8 @@ pub(crate) struct Store {
     pub objects: BTreeMap<String, Vec<u8>>,
     sequence: u64,
     previous: Option<String>,
+    /// Author of the next entries.
+    writer: [u8; 16],
     states: BTreeMap<u64, State>,
     /// Live steps with their expected reports.
     expected: BTreeMap<u64, Value>,
@@ -263,6 +265,7 @@ impl Store {
             objects: BTreeMap::new(),
             sequence: 0,
             previous: None,
+            writer: id(WRITER),
             states: BTreeMap::new(),
             expected: BTreeMap::new(),
             latest: None,
@@ -273,6 +276,12 @@ impl Store {
         store.objects.insert("store.json".into(), seal(&sorted(&file).to_string()));
         store.append(json!({ "kind": "opened" }))?;
         Ok(store)
+    }
+
+    /// Another writer opens the log, as a leader or as an ordinary writer.
+    pub(crate) fn open_as(&mut self, writer: u8, leader: Value) -> Result<(), Failure> {
+        self.writer = id(writer);
+        self.append(json!({ "kind": "opened", "leader": leader }))
     }
 
     /// Commits an event.
@@ -296,7 +305,7 @@ impl Store {
             sequence: self.sequence,
             previous: self.previous.clone(),
             token: format!("70{:030x}", self.sequence),
-            writer: hex(&id(WRITER)),
+            writer: hex(&self.writer),
             time_ms: TIME_MS + self.sequence,
             event: sorted(&event),
         };

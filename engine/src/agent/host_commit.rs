@@ -141,7 +141,7 @@ impl Committer {
             }
             None => self.log.insert(SessionLog::open(&self.store).await?),
         };
-        Ok(LogView::new(log.leadership(), session, log.records()))
+        Ok(LogView::new(log.sequence(), log.leadership(), session, log.records()))
     }
 
     async fn exchange(&mut self) -> Result<&SessionExchange> {
@@ -197,7 +197,10 @@ impl Committer {
         let committed = writer.commit(key.step, &receipts).await.map(|_| ());
         match committed {
             // The receipts do not fit together.
-            Err(error) if !is_refusal(&error) && !matches!(error.kind(), ErrorKind::Storage | ErrorKind::OutcomeUnknown) => {
+            Err(error)
+                if !is_refusal(&error)
+                    && !matches!(error.kind(), ErrorKind::Storage | ErrorKind::UnsafeStore | ErrorKind::OutcomeUnknown) =>
+            {
                 self.is_impossible(key, &error);
             }
             Err(error) if error.kind() == ErrorKind::OutcomeUnknown => {

@@ -15,11 +15,13 @@ use crate::hosts_option::HostsSpec;
 
 /// Starts the tasks of a run on many hosts.
 pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Vec<JoinHandle<()>> {
+    let notes = HostNotes::read(&run.folder, hosts.session);
     let options = HostOptions {
         session: hosts.session,
+        after: notes.after,
         position: hosts.position(),
         patience_ms: hosts.patience_ms,
-        led_as: HostNotes::read(&run.folder, hosts.session).led_as,
+        previous_writer: notes.led_as,
     };
     let (sender, receiver) = unbounded_channel();
     let work = Arc::new(HostWork::new(run.clone(), hosts, options, sender));

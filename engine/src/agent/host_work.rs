@@ -54,7 +54,7 @@ pub(super) enum Fate {
 
 impl HostWork {
     pub(super) fn new(run: Arc<Run>, hosts: HostsSpec, options: HostOptions, actions: UnboundedSender<Action>) -> Self {
-        let protocol = HostProtocol::new(options);
+        let protocol = HostProtocol::new(options, 0);
         let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new() });
         Self { run, hosts, shared, actions, started: Instant::now() }
     }
@@ -169,7 +169,7 @@ impl HostWork {
                 times: UploadTimes { upload_ms: now_ms().saturating_sub(uploaded_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
             })),
             Fate::GivenUp => {
-                let message = "another rank has not saved this step, and all ranks have saved a newer one".to_owned();
+                let message = "all ranks have saved a newer step but not this one, or their parts of it make no snapshot".to_owned();
                 self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message });
             }
         }

@@ -16,6 +16,8 @@ pub(crate) struct StepKey {
 /// The log of the store, as a host has read it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct LogView {
+    /// Number of the last entry; 0 for an empty log.
+    pub sequence: u64,
     pub leadership: Leadership,
     /// Committed steps of the session.
     pub committed: BTreeSet<StepKey>,
@@ -23,16 +25,21 @@ pub(crate) struct LogView {
 
 impl LogView {
     /// The view of a session, from the snapshots in the log.
-    pub(crate) fn new<'a>(leadership: &Leadership, session: Id, records: impl IntoIterator<Item = &'a SnapshotRecord>) -> Self {
+    pub(crate) fn new<'a>(
+        sequence: u64,
+        leadership: &Leadership,
+        session: Id,
+        records: impl IntoIterator<Item = &'a SnapshotRecord>,
+    ) -> Self {
         let steps = records.into_iter().map(|record| (record.sequence, record.step));
-        Self::from_steps(leadership, session, steps)
+        Self::from_steps(sequence, leadership, session, steps)
     }
 
     /// The same from sequence and step of each snapshot.
-    pub(crate) fn from_steps(leadership: &Leadership, session: Id, steps: impl IntoIterator<Item = (u64, u64)>) -> Self {
+    pub(crate) fn from_steps(sequence: u64, leadership: &Leadership, session: Id, steps: impl IntoIterator<Item = (u64, u64)>) -> Self {
         let key = |(sequence, step)| Some(StepKey { attempt: leadership.attempt_of(session, sequence)?, step });
         let committed = steps.into_iter().filter_map(key).collect();
-        Self { leadership: leadership.clone(), committed }
+        Self { sequence, leadership: leadership.clone(), committed }
     }
 }
 
@@ -80,20 +87,22 @@ pub(crate) enum Event {
     Committed(LogView),
     /// The log does not admit the entry any more.
     Refused(LogView),
-    /// The receipts of a complete step make no snapshot.
+    /// The receipts of a complete step make no snapshot, now and later. The leader gives the step up in the log.
     Impossible(StepKey),
     /// This host can no longer add to the log under the writer id that it leads with. It takes over from itself.
     Unseated,
-    /// A request failed. The next tick may send it again.
+    /// A request failed *without effect*; the next tick may send it again. The driver resolves a lost answer of an
+    /// append first (log 5.3), or reports [`Unseated`](Self::Unseated): the next opening has a writer id of its own.
     Failed(Request),
-    /// The clock of the host, which may run fast, slow or apart from others.
+    /// A monotonic clock of the host, which may run fast, slow or apart from those of others.
     Tick { now_ms: u64 },
 }
 
 /// An action that follows from an event.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Action {
-    /// Fix the parent of a step in the store, by put if absent.
+    /// Fix the parent of a step in the store, by put if absent. The driver repeats this and `Upload` until they succeed, or
+    /// reports the step as dropped.
     FixParent(StepKey),
     /// Encode a step against this parent, and upload casks and receipts. Write whole chunks if the parent cannot be used.
     Upload { key: StepKey, parent: Option<Id> },

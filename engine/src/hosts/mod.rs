@@ -1,14 +1,14 @@
 //! One run on many hosts: each host uploads the states of its ranks, and one leader commits. Spec: `spec/log.md`,
-//! clause 8, and `spec/manifest.md`, clause 8.
+//! clause 8, and `spec/manifest.md`, clause 6.
 //!
 //! `protocol` is the part of one host as a pure state machine. `simulation` runs many of them, with a store that loses
 //! answers, crashes, partitions, slow hosts and clocks that disagree.
 
 mod event;
-mod patience;
 mod protocol;
 #[cfg(test)]
 mod simulated_setup;
+mod takeover_timeout;
 
 #[cfg(test)]
 mod simulated_store;
@@ -18,6 +18,9 @@ mod simulated_host;
 
 #[cfg(test)]
 mod simulated_cluster;
+
+#[cfg(test)]
+mod simulated_driver;
 
 #[cfg(test)]
 mod simulation;

@@ -7,43 +7,50 @@
 //! ```
 //!
 //! A follower whose step is not committed for some time looks whether all receipts of the step are there. If they are,
-//! the leader does not do its work, and the follower opens the log with the next term.
+//! the leader does not do its work, and the follower opens the log with the next term. A leader that finds receipts that
+//! make no snapshot opens the log again, above their step: all hosts then give the step up.
 //!
 //! Invariants: a step is reported as durable only if the log has it, and as given up only if the log can never admit it.
-//! Which host leads follows from the log alone. The simulation checks both, and that no complete step waits for ever.
+//! Which host leads follows from the log alone. The simulation checks the reports, that the log admits each entry, and
+//! that no complete step of a host waits for ever.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use tensorcask::wire::{Id, Leader};
+use tensorcask::{LeaderRefusal, LeaderState};
 
 use super::event::{Action, Event, LogView, Request, StepKey, SurveyedStep};
-use super::patience::Patience;
+use super::takeover_timeout::TakeoverTimeout;
 
 /// The fixed properties of a host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct HostOptions {
     pub session: Id,
+    /// The last log entry when the job started, if this host knows it. It then sees that its session can no longer begin.
+    pub after: Option<u64>,
     /// Position of this host among those that may take over: 0 tries first.
     pub position: u32,
     /// Shortest time without a commit after which a host looks for the cause.
     pub patience_ms: u64,
     /// Writer id under which an earlier agent of this host has led, or tried to.
-    pub led_as: Option<Id>,
+    pub previous_writer: Option<Id>,
 }
 
 /// What a host knows of its session.
 #[derive(Debug, Clone)]
 pub(crate) struct HostProtocol {
     options: HostOptions,
-    patience: Patience,
+    timeout: TakeoverTimeout,
     now_ms: u64,
     view: LogView,
     role: Role,
-    /// If this host begins the session: the last log entry when the job started.
-    begins: Option<u64>,
+    /// Whether this host begins the session.
+    begins: bool,
     /// Whether the log has named this session, or can never do so.
     has_begun: bool,
     is_ended: bool,
+    /// Whether steps that an earlier agent uploaded are still to be found.
+    is_rejoining: bool,
     steps: BTreeMap<StepKey, Stage>,
     /// The step that is being encoded and uploaded.
     uploading: Option<StepKey>,
@@ -53,7 +60,7 @@ pub(crate) struct HostProtocol {
     /// Time of the last change in the log, or of the first upload after it.
     progress_ms: u64,
     /// The complete step that this host has seen wait, and since when.
-    seen_waiting: Option<(StepKey, u64)>,
+    oldest_complete: Option<(StepKey, u64)>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,22 +80,24 @@ enum Stage {
 }
 
 impl HostProtocol {
-    pub(crate) fn new(options: HostOptions) -> Self {
+    /// `now_ms`: the clock that ticks have.
+    pub(crate) fn new(options: HostOptions, now_ms: u64) -> Self {
         Self {
-            patience: Patience::new(options.patience_ms),
+            timeout: TakeoverTimeout::new(options.patience_ms),
             options,
-            now_ms: 0,
+            now_ms,
             view: LogView::default(),
             role: Role::Follower,
-            begins: None,
+            begins: false,
             has_begun: false,
             is_ended: false,
+            is_rejoining: false,
             steps: BTreeMap::new(),
             uploading: None,
             impossible: BTreeSet::new(),
             under_way: BTreeSet::new(),
-            progress_ms: 0,
-            seen_waiting: None,
+            progress_ms: now_ms,
+            oldest_complete: None,
         }
     }
 
@@ -100,12 +109,12 @@ impl HostProtocol {
         let mut actions = Vec::new();
         match event {
             Event::Begin { known } => {
-                self.begins = Some(known);
+                (self.begins, self.options.after) = (true, Some(known));
                 actions.extend(self.begin());
             }
             Event::Rejoin => {
+                self.is_rejoining = true;
                 actions.extend(self.request(Request::ReadLog, Action::ReadLog));
-                actions.extend(self.request(Request::Survey, Action::Survey));
             }
             Event::Copied(key) => _ = self.steps.entry(key).or_insert(Stage::Copied),
             Event::ParentFixed { key, parent } => actions.push(Action::Upload { key, parent }),
@@ -120,6 +129,9 @@ impl HostProtocol {
             Event::LogRead(view) => {
                 self.under_way.remove(&Request::ReadLog);
                 self.follow(view, &mut actions);
+                if self.is_rejoining && !self.is_ended && self.has_begun {
+                    actions.extend(self.request(Request::Survey, Action::Survey));
+                }
             }
             Event::Surveyed(found) => self.on_surveyed(&found, &mut actions),
             Event::Opened { leader, view } => {
@@ -127,7 +139,7 @@ impl HostProtocol {
                 self.role = Role::Leader(leader);
                 self.follow(view, &mut actions);
                 if let Some(leading) = self.view.leadership.of(self.options.session) {
-                    self.options.led_as = Some(leading.writer);
+                    self.options.previous_writer = Some(leading.writer);
                 }
                 actions.extend(self.survey_if_leading());
             }
@@ -146,7 +158,10 @@ impl HostProtocol {
             Event::Impossible(key) => {
                 self.under_way.remove(&Request::Append);
                 self.impossible.insert(key);
-                actions.extend(self.survey_if_leading());
+                if self.leads() && self.is_open(key) {
+                    let open = self.next_leader(key).map(|leader| Action::Open { leader });
+                    actions.extend(open.and_then(|open| self.request(Request::Append, open)));
+                }
             }
             Event::Unseated => {
                 self.under_way.remove(&Request::Append);
@@ -169,6 +184,12 @@ impl HostProtocol {
         matches!(self.role, Role::Leader(_))
     }
 
+    /// Uploaded steps that wait for their commit.
+    #[cfg(test)]
+    pub(crate) fn waiting(&self) -> impl Iterator<Item = StepKey> {
+        self.steps.iter().filter(|(_, stage)| matches!(stage, Stage::Uploaded { .. })).map(|(key, _)| *key)
+    }
+
     /// The session has ended: another one has the store.
     #[cfg(test)]
     pub(crate) fn is_ended(&self) -> bool {
@@ -182,9 +203,23 @@ impl HostProtocol {
 
     /// Opens the log for the session, if this host is to do so and has not.
     fn begin(&mut self) -> Option<Action> {
-        let known = self.begins.filter(|_| !self.has_begun)?;
-        let leader = Leader { session: self.options.session, after: known, attempt: 0, term: 1 };
+        if !self.begins || self.has_begun {
+            return None;
+        }
+        let leader = self.first_leader()?;
         self.request(Request::Append, Action::Open { leader })
+    }
+
+    /// The leader that begins the session.
+    fn first_leader(&self) -> Option<Leader> {
+        Some(Leader { session: self.options.session, after: self.options.after?, attempt: 0, term: 1, above: None })
+    }
+
+    /// The leader that takes over to commit a step, or to give it up.
+    fn next_leader(&self, key: StepKey) -> Option<Leader> {
+        let now = self.view.leadership.of(self.options.session)?.leader;
+        let above = self.impossible.contains(&key).then_some(key.step);
+        Some(Leader { attempt: key.attempt, term: now.term.saturating_add(1), above, ..now })
     }
 
     /// Begins with the oldest state that is not uploaded, one at a time.
@@ -222,13 +257,17 @@ impl HostProtocol {
 
     /// Follows the log: steps of this host become durable or hopeless, and the leader may have changed.
     fn follow(&mut self, view: LogView, actions: &mut Vec<Action>) {
-        if view.leadership != self.view.leadership {
-            self.progress_ms = self.now_ms;
-            self.seen_waiting = None;
+        // Answers may arrive in another order than that of the log.
+        if view.sequence >= self.view.sequence {
+            if view.leadership != self.view.leadership {
+                self.progress_ms = self.now_ms;
+                self.oldest_complete = None;
+            }
+            self.view = view;
         }
-        self.view = view;
         let Some(leading) = self.view.leadership.of(self.options.session).cloned() else {
-            if self.has_begun {
+            let first = self.first_leader().map(|first| self.view.leadership.may_open(first));
+            if self.has_begun || first == Some(Err(LeaderRefusal::Ended)) {
                 self.end(actions);
             }
             return;
@@ -237,22 +276,20 @@ impl HostProtocol {
         if self.role != Role::Leader(leading.leader) {
             self.role = Role::Follower;
         }
-        let newest = leading.newest.map(|step| StepKey { attempt: leading.leader.attempt, step });
-        let is_passed = |key: &StepKey| key.attempt < leading.leader.attempt || newest.is_some_and(|newest| *key <= newest);
         let passed: Vec<(StepKey, Stage)> =
-            self.steps.iter().filter(|(key, _)| is_passed(key)).map(|(key, stage)| (*key, *stage)).collect();
+            self.steps.iter().filter(|(key, _)| is_passed(&leading, **key)).map(|(key, stage)| (*key, *stage)).collect();
         for (key, stage) in passed {
             self.steps.remove(&key);
             match (self.view.committed.contains(&key), stage) {
                 (true, Stage::Uploaded { since_ms }) => {
-                    self.patience.note(self.now_ms.saturating_sub(since_ms));
+                    self.timeout.note(self.now_ms.saturating_sub(since_ms));
                     actions.push(Action::Durable(key));
                 }
                 (true, Stage::Copied) => actions.push(Action::Durable(key)),
                 (false, _) => actions.push(Action::GiveUp(key)),
             }
         }
-        self.impossible.retain(|key| !is_passed(key));
+        self.impossible.retain(|key| !is_passed(&leading, *key));
     }
 
     fn end(&mut self, actions: &mut Vec<Action>) {
@@ -263,6 +300,9 @@ impl HostProtocol {
 
     fn on_surveyed(&mut self, found: &[SurveyedStep], actions: &mut Vec<Action>) {
         self.under_way.remove(&Request::Survey);
+        if self.view.leadership.of(self.options.session).is_some() {
+            self.is_rejoining = false;
+        }
         // Steps that an earlier agent of this host uploaded.
         let uploaded: Vec<StepKey> = found.iter().filter(|step| step.has_ours && self.is_open(step.key)).map(|step| step.key).collect();
         for key in uploaded {
@@ -270,26 +310,25 @@ impl HostProtocol {
         }
         let ready = found.iter().filter(|step| step.is_complete && self.is_open(step.key)).map(|step| step.key);
         let Some(key) = ready.min() else {
-            self.seen_waiting = None;
+            self.oldest_complete = None;
             return;
         };
-        let Some(leading) = self.view.leadership.of(self.options.session).cloned() else { return };
-        let takeover = Leader { attempt: key.attempt, term: leading.leader.term.saturating_add(1), ..leading.leader };
-        let open = Action::Open { leader: takeover };
+        let Some(leader) = self.next_leader(key) else { return };
+        let open = Action::Open { leader };
         match self.role {
-            Role::Leader(leader) if leader.attempt == key.attempt => {
+            Role::Leader(leader) if leader.attempt == key.attempt && !self.impossible.contains(&key) => {
                 actions.extend(self.request(Request::Append, Action::Commit { leader, key }));
             }
-            // The job has returned to an older step: the same leader opens the log for the next attempt.
+            // The job has returned to an older step, or this step is to be given up: the same leader opens the log again.
             Role::Leader(_) => actions.extend(self.request(Request::Append, open)),
             Role::Follower => {
-                let since_ms = match self.seen_waiting {
+                let since_ms = match self.oldest_complete {
                     Some((seen, since_ms)) if seen == key => since_ms,
                     _ => self.now_ms,
                 };
-                self.seen_waiting = Some((key, since_ms));
-                let wait_ms = self.patience.wait_ms().saturating_mul(u64::from(self.options.position));
-                if self.led_before() || self.now_ms.saturating_sub(since_ms) >= wait_ms {
+                self.oldest_complete = Some((key, since_ms));
+                let wait_ms = self.timeout.wait_ms().saturating_mul(u64::from(self.options.position));
+                if self.was_leader() || self.now_ms.saturating_sub(since_ms) >= wait_ms {
                     actions.extend(self.request(Request::Append, open));
                 }
             }
@@ -298,15 +337,13 @@ impl HostProtocol {
 
     /// Whether the log may still admit a step.
     fn is_open(&self, key: StepKey) -> bool {
-        let Some(leading) = self.view.leadership.of(self.options.session) else { return false };
-        let newest = leading.newest.filter(|_| key.attempt == leading.leader.attempt);
-        key.attempt >= leading.leader.attempt && newest.is_none_or(|newest| newest < key.step) && !self.impossible.contains(&key)
+        self.view.leadership.of(self.options.session).is_some_and(|leading| !is_passed(leading, key))
     }
 
     /// Whether an earlier agent of this host leads: nobody else need be waited for.
-    fn led_before(&self) -> bool {
+    fn was_leader(&self) -> bool {
         let leading = self.view.leadership.of(self.options.session);
-        !self.leads() && leading.is_some_and(|leading| self.options.led_as == Some(leading.writer))
+        !self.leads() && leading.is_some_and(|leading| self.options.previous_writer == Some(leading.writer))
     }
 
     fn on_tick(&mut self, actions: &mut Vec<Action>) {
@@ -315,13 +352,23 @@ impl HostProtocol {
             // Another host may have taken over.
             actions.extend(self.survey_if_leading());
         } else if self.is_waiting() {
-            let is_late = self.now_ms.saturating_sub(self.progress_ms) >= self.patience.wait_ms();
-            if self.led_before() || is_late {
+            let is_late = self.now_ms.saturating_sub(self.progress_ms) >= self.timeout.wait_ms();
+            if self.was_leader() || is_late {
                 actions.extend(self.request(Request::Survey, Action::Survey));
             }
         }
-        if self.is_waiting() {
+        if self.is_waiting() || self.is_rejoining {
             actions.extend(self.request(Request::ReadLog, Action::ReadLog));
         }
     }
 }
+
+/// Whether the log has a step, or can no longer admit it.
+fn is_passed(leading: &LeaderState, key: StepKey) -> bool {
+    let now = leading.leader.attempt;
+    key.attempt < now || (key.attempt == now && leading.newest.is_some_and(|newest| key.step <= newest))
+}
+
+#[cfg(test)]
+#[path = "protocol_tests.rs"]
+mod tests;

@@ -44,7 +44,7 @@ pub(super) enum Task {
     Survey,
     FixParent(StepKey),
     Upload { key: StepKey, parent: Option<Id>, rank: u32 },
-    Append(Append),
+    Append(Box<Append>),
 }
 
 /// An entry on its way into the log.
@@ -83,8 +83,10 @@ pub(super) struct Host {
     pub steps: Vec<(u64, u64)>,
     pub snapshots: Vec<Id>,
     pub writer: Option<Id>,
-    pub led_as: Option<Id>,
+    pub previous_writer: Option<Id>,
     pub tasks: BTreeMap<u64, Task>,
+    /// The log as the request before the last has read it.
+    pub former_view: LogView,
 }
 
 /// A clock that runs fast or slow, from any beginning.
@@ -94,16 +96,26 @@ pub(super) struct Clock {
     pub permille: u64,
 }
 
+impl Clock {
+    fn now_ms(self, time_ms: u64) -> u64 {
+        self.offset_ms + time_ms * self.permille / 1000
+    }
+}
+
+fn options(session: Id, known: u64, position: u32, previous_writer: Option<Id>) -> HostOptions {
+    HostOptions { session, after: Some(known), position, patience_ms: PATIENCE_MS, previous_writer }
+}
+
 /// Shortest time after which a host looks for the cause of a missing commit.
 const PATIENCE_MS: u64 = 1500;
 
 impl Host {
-    pub(super) fn new(place: u32, session: Id, known: u64, clock: Clock) -> Self {
+    pub(super) fn new(place: u32, session: Id, known: u64, clock: Clock, now_ms: u64) -> Self {
         Self {
             place,
             session,
             known,
-            protocol: HostProtocol::new(HostOptions { session, position: place, patience_ms: PATIENCE_MS, led_as: None }),
+            protocol: HostProtocol::new(options(session, known, place, None), clock.now_ms(now_ms)),
             is_up: true,
             trains: true,
             incarnation: 0,
@@ -117,8 +129,9 @@ impl Host {
             steps: Vec::new(),
             snapshots: Vec::new(),
             writer: None,
-            led_as: None,
+            previous_writer: None,
             tasks: BTreeMap::new(),
+            former_view: LogView::default(),
         }
     }
 
@@ -130,13 +143,14 @@ impl Host {
         (self.read, self.leadership) = (0, Leadership::default());
         self.steps.clear();
         self.snapshots.clear();
+        self.former_view = LogView::default();
     }
 
     /// Another agent begins.
-    pub(super) fn start_agent(&mut self) {
+    pub(super) fn start_agent(&mut self, now_ms: u64) {
         self.is_up = true;
-        let (session, position, led_as) = (self.session, self.place, self.led_as);
-        self.protocol = HostProtocol::new(HostOptions { session, position, patience_ms: PATIENCE_MS, led_as });
+        let options = options(self.session, self.known, self.place, self.previous_writer);
+        self.protocol = HostProtocol::new(options, self.now_ms(now_ms));
     }
 
     /// Follows entries of the log from number `from` on.
@@ -159,11 +173,11 @@ impl Host {
     }
 
     pub(super) fn view(&self) -> LogView {
-        LogView::from_steps(&self.leadership, self.session, self.steps.iter().copied())
+        LogView::from_steps(self.read as u64, &self.leadership, self.session, self.steps.iter().copied())
     }
 
     /// Time of this host at a time of the simulation.
     pub(super) fn now_ms(&self, time_ms: u64) -> u64 {
-        self.clock.offset_ms + time_ms * self.clock.permille / 1000
+        self.clock.now_ms(time_ms)
     }
 }

@@ -20,6 +20,8 @@ pub(super) struct StepName {
 pub(super) struct Receipt {
     pub parent: Option<Id>,
     pub origin: StepName,
+    /// Whether the parts of the step make no snapshot because of it.
+    pub is_unusable: bool,
 }
 
 /// An entry of the log.
@@ -81,10 +83,16 @@ impl SimStore {
                     }
                     self.session = Some(leader.session);
                 }
+                if let Err(refusal) = self.leadership.may_open(*leader) {
+                    self.violate(format!("entry {number}, {leader:?}, is not admitted: {refusal}"));
+                }
                 self.leadership.on_opened(entry.writer, number as u64, Some(*leader));
             }
             Change::Added { snapshot, leader, key, parts } => {
                 self.check_added(&StepName { session: leader.session, key: *key }, parts);
+                if let Err(refusal) = self.leadership.may_add(entry.writer, *leader, key.step) {
+                    self.violate(format!("entry {number}, {key:?} by {leader:?}, is not admitted: {refusal}"));
+                }
                 self.leadership.on_added(entry.writer, number as u64, key.step);
                 self.snapshots.insert(*snapshot);
             }
@@ -106,6 +114,9 @@ impl SimStore {
         }
         if parts.iter().any(|part| part.origin != *name) {
             self.violate(format!("{name:?} mixes states of other saves: {parts:?}"));
+        }
+        if parts.iter().any(|part| part.is_unusable) {
+            self.violate(format!("{name:?} has parts that make no snapshot"));
         }
         let parents: BTreeSet<Id> = parts.iter().filter_map(|part| part.parent).collect();
         if parents.len() > 1 {
@@ -146,15 +157,26 @@ impl SimStore {
         self.receipts.range(name(0)..=name(u64::MAX))
     }
 
-    /// The newest complete step of a session, if it is not committed.
-    pub(super) fn waiting(&self, session: Id, world: u32) -> Option<StepName> {
-        let newest = self.receipts_of(session).rev().find(|(_, parts)| parts.len() == world as usize);
-        newest.map(|(name, _)| *name).filter(|name| !self.committed.contains(name))
+    /// Whether a step has all its receipts, and the log has not decided about it.
+    pub(super) fn is_undecided(&self, name: StepName, world: u32) -> bool {
+        let leading = self.leadership.of(name.session);
+        let is_passed = leading.is_some_and(|leading| (name.key.attempt, Some(name.key.step)) <= (leading.leader.attempt, leading.newest));
+        self.is_complete(name, world) && !is_passed
     }
 
-    /// Fails if the newest complete step of a session waits for ever.
+    /// A complete step of a session that the log has not decided about.
+    pub(super) fn undecided(&self, session: Id, world: u32) -> Option<StepName> {
+        self.receipts_of(session).map(|(name, _)| *name).find(|name| self.is_undecided(*name, world))
+    }
+
+    /// Whether a step has all its receipts.
+    pub(super) fn is_complete(&self, name: StepName, world: u32) -> bool {
+        self.receipts.get(&name).is_some_and(|parts| parts.len() == world as usize)
+    }
+
+    /// Fails if a complete step of a session waits for ever.
     pub(super) fn check_progress(&mut self, session: Id, world: u32) {
-        let Some(name) = self.waiting(session, world) else { return };
+        let Some(name) = self.undecided(session, world) else { return };
         self.violate(format!("{name:?} has all its receipts and is never committed; the leader is {:?}", self.leadership.leading()));
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! `TENSORCASK_SIMULATION_SEEDS` sets the number of seeds of each size.
 
-use super::simulated_cluster::{Cluster, Happened};
+use super::simulated_cluster::{Cluster, Counts};
 use super::simulated_setup::{Mistake, Setup};
 
 /// Runs a seed; returns the first violation.
@@ -65,13 +65,29 @@ fn a_seed_gives_the_same_run_again() {
 /// Without these, a quiet simulation would prove nothing.
 #[test]
 fn faults_happen_and_steps_are_committed() {
-    let mut total = Happened::default();
+    let mut total = Counts::default();
     for seed in 0..60 {
         let mut cluster = Cluster::new(seed, Setup::small(seed, Mistake::None));
         cluster.run();
-        total.add(&cluster.happened);
+        total.add(&cluster.counts);
     }
-    assert!(total.all_above(10), "{total:?}");
+    let things = [
+        "commits",
+        "takeovers",
+        "sessions",
+        "returns",
+        "host_deaths",
+        "agent_deaths",
+        "partitions",
+        "lost_after_effect",
+        "lost_numbers",
+        "given_up",
+        "ended",
+        "impossible",
+        "gave_up_in_log",
+        "dropped",
+    ];
+    assert!(total.all_above(&things, 10), "{total:?}");
 }
 
 #[test]

@@ -4,12 +4,12 @@ use std::collections::VecDeque;
 
 /// Measures commits, and derives from them how long to wait for one.
 #[derive(Debug, Clone)]
-pub(crate) struct Patience {
+pub(crate) struct TakeoverTimeout {
     shortest_ms: u64,
     recent_ms: VecDeque<u64>,
 }
 
-impl Patience {
+impl TakeoverTimeout {
     pub(crate) fn new(shortest_ms: u64) -> Self {
         Self { shortest_ms, recent_ms: VecDeque::new() }
     }
@@ -36,19 +36,19 @@ const RECENT: usize = 15;
 
 #[cfg(test)]
 mod tests {
-    use super::Patience;
+    use super::TakeoverTimeout;
 
     #[test]
-    fn patience_follows_the_median_commit() {
-        let mut patience = Patience::new(10);
-        assert_eq!(patience.wait_ms(), 10);
+    fn timeout_follows_the_median_commit() {
+        let mut timeout = TakeoverTimeout::new(10);
+        assert_eq!(timeout.wait_ms(), 10);
         for commit in [1, 9000, 7] {
-            patience.note(commit);
+            timeout.note(commit);
         }
-        assert_eq!(patience.wait_ms(), 21);
+        assert_eq!(timeout.wait_ms(), 21);
         for _ in 0..20 {
-            patience.note(2);
+            timeout.note(2);
         }
-        assert_eq!(patience.wait_ms(), 10);
+        assert_eq!(timeout.wait_ms(), 10);
     }
 }
