@@ -197,7 +197,10 @@ impl Committer {
         let committed = writer.commit(key.step, &receipts).await.map(|_| ());
         match committed {
             // The receipts do not fit together.
-            Err(error) if !is_refusal(&error) && !matches!(error.kind(), ErrorKind::Storage | ErrorKind::UnsafeStore | ErrorKind::OutcomeUnknown) => {
+            Err(error)
+                if !is_refusal(&error)
+                    && !matches!(error.kind(), ErrorKind::Storage | ErrorKind::UnsafeStore | ErrorKind::OutcomeUnknown) =>
+            {
                 self.is_impossible(key, &error);
             }
             Err(error) if error.kind() == ErrorKind::OutcomeUnknown => {
