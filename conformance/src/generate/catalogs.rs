@@ -33,24 +33,30 @@ fn store() -> Result<Store, Failure> {
     Ok(store)
 }
 
+/// Another writer opens the log, as a leader or as an ordinary writer.
+fn open_as(store: &mut Store, writer: u8, leader: serde_json::Value) -> Result<(), Failure> {
+    store.writer = id(writer);
+    store.append(json!({ "kind": "opened", "leader": leader }))
+}
+
 /// Returns a store that the hosts of a session have led: a takeover, a step that is given up, and a return to an older step.
 /// An ordinary writer ends the session.
 fn led_store() -> Result<Store, Failure> {
     let mut store = Store::new()?;
     let leader = |attempt: u64, term: u64| json!({ "session": hex(&id(0x60)), "after": 2, "attempt": attempt, "term": term });
     store.save(small(10), None)?;
-    store.open_as(0x61, leader(0, 1))?;
+    open_as(&mut store, 0x61, leader(0, 1))?;
     store.save(small(20), None)?;
-    store.open_as(0x62, leader(0, 2))?;
+    open_as(&mut store, 0x62, leader(0, 2))?;
     store.save(small(30), None)?;
     let mut above = leader(0, 3);
     above["above"] = json!(40);
-    store.open_as(0x62, above)?;
-    store.open_as(0x61, leader(1, 4))?;
+    open_as(&mut store, 0x62, above)?;
+    open_as(&mut store, 0x61, leader(1, 4))?;
     let mut again = small(30);
     again.id = id(0x33);
     store.save(again, None)?;
-    store.open_as(0x63, json!(null))?;
+    open_as(&mut store, 0x63, json!(null))?;
     store.save(small(40), None)?;
     Ok(store)
 }

@@ -245,7 +245,7 @@ pub(crate) struct Store {
     sequence: u64,
     previous: Option<String>,
     /// Author of the next entries.
-    writer: [u8; 16],
+    pub writer: [u8; 16],
     states: BTreeMap<u64, State>,
     /// Live steps with their expected reports.
     expected: BTreeMap<u64, Value>,
@@ -276,12 +276,6 @@ impl Store {
         store.objects.insert("store.json".into(), seal(&sorted(&file).to_string()));
         store.append(json!({ "kind": "opened" }))?;
         Ok(store)
-    }
-
-    /// Another writer opens the log, as a leader or as an ordinary writer.
-    pub(crate) fn open_as(&mut self, writer: u8, leader: Value) -> Result<(), Failure> {
-        self.writer = id(writer);
-        self.append(json!({ "kind": "opened", "leader": leader }))
     }
 
     /// Commits an event.
