@@ -50,6 +50,9 @@ def test_queries_of_the_guide(heading, query, result, folder):
     if "time" in heading:
         # Times differ from run to run.
         expected, actual = ([row[0] for row in rows] + rows[0] for rows in (expected, actual))
+    if "codecs" in heading:
+        # A codec tries first what it found for another chunk, so threads decide which of two codecs stores a small delta.
+        expected, actual = ([row for row in rows if row[0] != "delta"] for rows in (expected, actual))
     assert actual == expected
 
 
