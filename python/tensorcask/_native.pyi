@@ -22,6 +22,7 @@ __all__ = [
     "NotFoundError",
     "OutcomeUnknownError",
     "RankWriter",
+    "Retainer",
     "RoundingChoice",
     "RoundingReport",
     "Saved",
