@@ -45,9 +45,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from . import _dtypes, _frameworks, _native, _planners, _staging, _state
+from . import _dtypes, _frameworks, _native, _planners, _process_stores, _staging, _state
 from ._handle import StoreHandle as Store
-from ._options import BaseCache, Check, Framework, Objective, Policy, Step, WriterOptions, check_step, user_json, writer_options
+from ._options import BaseCache, Check, Framework, Objective, Policy, Step, check_step, user_json, writer_options
 from ._reports import TensorInfo
 from ._snapshot import Snapshot
 from ._state import OnUnsupported, check_on_unsupported, path_text
@@ -172,7 +172,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         step, self._world = self._step(), len(plans)
-        store = _shared(self._store)
+        store = _process_stores.shared(self._store)
         parent = self._noting(
             lambda: store.with_writer(self._options, lambda writer: writer.next_parent(step, self._overwrite))
         )
@@ -193,7 +193,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         step = self._step()
         receipts = [result.storage_data for of_rank in results for result in of_rank]
         user = user_json(self._user(step) if callable(self._user) else self._user)
-        store = _shared(self._store)
+        store = _process_stores.shared(self._store)
         stall, self._stall_seconds = self._stall_seconds, None
 
         def commit(writer: _native.Writer) -> _native.Saved:
@@ -256,14 +256,14 @@ class Writer(StorageWriter):  # type: ignore[misc]
         blobs = list(flat.blobs.items())
         if nested:
             blobs.append((_TREE, _native.encode_tree(flat.nodes)))
-        store = _shared(self._store)
-        writer = _rank_writer(store, task.rank, task.world, self._options)
+        store = _process_stores.shared(self._store)
+        writer = _process_stores.rank_writer(store, task.rank, task.world, self._options)
         try:
             return writer.save(task.rank, self._step(), parent, tensors, blobs)
         except _native.Error:
             raise
         except BaseException:
-            _rank_writers.clear()
+            _process_stores.forget_rank_writers()
             raise
 
     def _stall_of(self, tensors: Sequence[torch.Tensor]) -> float | None:
@@ -380,7 +380,7 @@ class Reader(StorageReader):  # type: ignore[misc]
             if step is None and self.checkpoint_id is not None:
                 step = step_of(self.checkpoint_id, "Rename it, or pass step= to store.reader()")
             step = step if self._told_step is None else self._told_step
-            self._snapshot = _shared(self._store).snapshot("latest" if step is None else step)
+            self._snapshot = _process_stores.shared(self._store).snapshot("latest" if step is None else step)
             if self._told_id not in (None, self._snapshot.id):
                 raise _native.ConflictError(f"step {step} was saved again during this load. Load again")
         return self._snapshot
@@ -583,19 +583,3 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple):
         return tuple(_map(item, change) for item in value)
     return change(value)
-
-
-# Stores and writers of this process. They keep the bases of deltas when each save unpickles its own writer.
-_stores: dict[Any, Store] = {}
-_rank_writers: dict[Any, _native.RankWriter] = {}
-
-
-def _shared(store: Store) -> Store:
-    return _stores.setdefault(store.key, store)
-
-
-def _rank_writer(store: Store, rank: int, world: int, options: WriterOptions) -> _native.RankWriter:
-    key = (store.key, rank, world, options)
-    if key not in _rank_writers:
-        _rank_writers[key] = store.native().rank_writer(rank, world, *options)
-    return _rank_writers[key]
