@@ -182,15 +182,8 @@ impl Writer {
     /// Whether a Huffman code takes so much more than the entropy that a split block is better: it spends at least one
     /// bit on a frequent symbol that deserves less.
     fn is_skewed(&self, histogram: &Histogram) -> bool {
-        let entropy = entropy_bits(histogram);
         let huffman = self.shared.as_ref().and_then(|lengths| lengths.bits(histogram));
-        self.depth < MAX_DEPTH && huffman.is_some_and(|huffman| Self::split_bytes(entropy) < huffman / 8)
-    }
-
-    /// Expected bytes of a split block: the entropy, two tables, and 3 % that the split must save.
-    fn split_bytes(entropy_bits: u64) -> u64 {
-        const TABLES: u64 = 128;
-        (entropy_bits + entropy_bits / 32) / 8 + TABLES
+        huffman.is_some_and(|huffman| split_bytes(entropy_bits(histogram)) < huffman / 8)
     }
 
     /// Prepares a shared Huffman code from a sample, for many symbols that such a code suits. Returns the sampled
@@ -242,9 +235,10 @@ impl Writer {
 
     /// Appends a block in the form that takes the fewest bytes.
     fn put_best(&mut self, block: &[u8], histogram: &Histogram, out: &mut Vec<u8>) {
-        let (bytes, choice) = self.choose(block, histogram);
+        let entropy_bits = entropy_bits(histogram);
+        let (bytes, choice) = self.choose(block, histogram, entropy_bits);
         let start = out.len();
-        if self.depth < MAX_DEPTH && Self::split_bytes(entropy_bits(histogram)) < bytes {
+        if self.depth < MAX_DEPTH && split_bytes(entropy_bits) < bytes {
             // After a split block, the last table that a reader has is one of its parts.
             let before = self.huffman.take();
             if self.put_split(block, histogram, out) && ((out.len() - start) as u64) < bytes {
@@ -308,7 +302,7 @@ impl Writer {
     }
 
     /// Returns the form that takes the fewest bytes, and its bytes. Splits are not considered.
-    fn choose(&self, block: &[u8], histogram: &Histogram) -> (u64, Choice) {
+    fn choose(&self, block: &[u8], histogram: &Histogram, entropy_bits: u64) -> (u64, Choice) {
         let used = histogram.iter().filter(|&&n| n > 0).count();
         if used == 1 {
             return (1, Choice::Constant);
@@ -323,7 +317,7 @@ impl Writer {
             let table = if self.huffman.as_ref().is_some_and(|made| made.table == *lengths) { 0 } else { lengths.table_bytes() };
             let shared = lengths.bits(histogram).map_or(u64::MAX, |bits| bits / 8 + huffman::OVERHEAD);
             offer(&mut best, shared.saturating_add(table), Choice::Huffman { own: false });
-            let entropy = entropy_bits(histogram) / 8;
+            let entropy = entropy_bits / 8;
             // A new table takes time to build, for the writer and every reader, so it must save enough.
             if entropy + entropy / 64 + 128 < shared {
                 let own = Lengths::new(histogram);
@@ -341,6 +335,12 @@ impl Writer {
         }
         best
     }
+}
+
+/// Expected bytes of a split block: the entropy, two tables, and 3 % that the split must save.
+fn split_bytes(entropy_bits: u64) -> u64 {
+    const TABLES: u64 = 128;
+    (entropy_bits + entropy_bits / 32) / 8 + TABLES
 }
 
 /// Decodes a plane block by block.

@@ -178,7 +178,8 @@ mod avx2 {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{ROOM, join_at, split_at};
+    use crate::kernels::Level;
 
     #[test]
     fn every_level_splits_alike_and_joins_what_it_split() {

@@ -18,14 +18,10 @@ use std::collections::BTreeMap;
 use super::spared::{FamilySizes, spare_bases};
 use crate::codec::{Chosen, ChosenBy, ChunkKind, Preferred, Trial};
 
-/// Number of chunks of a family after which all codecs are tried again. This number doubles up to the most.
-const SAMPLED_FIRST: u64 = 16;
+/// Greatest distance between two chunks of a family for which all codecs are tried.
 const SAMPLED_EVERY: u64 = 128;
-
-/// Whether all codecs are tried for the chunk of this number in its family.
-fn is_sampled(number: u64) -> bool {
-    number.is_multiple_of(SAMPLED_EVERY) || (number >= SAMPLED_FIRST && number.is_power_of_two())
-}
+/// Least distance. It doubles up to the greatest.
+const SAMPLED_FIRST: u64 = 16;
 /// Smallest chunk from which choices are learned, in bytes. The sizes of smaller chunks are mostly padding.
 const LEAST_BYTES: u64 = 4 << 10;
 
@@ -74,6 +70,11 @@ struct Family {
     changed_bytes: u64,
     /// Whether the last chunk equalled its base.
     last_is_unchanged: bool,
+}
+
+/// Whether all codecs are tried for the chunk of this number in its family.
+fn is_sampled(number: u64) -> bool {
+    number.is_multiple_of(SAMPLED_EVERY) || (number >= SAMPLED_FIRST && number.is_power_of_two())
 }
 
 #[derive(Debug)]
