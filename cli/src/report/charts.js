@@ -343,6 +343,12 @@ function snapshotTable() {
 function tensorTable() {
   const infinities = (row) => (row.nan === null ? null : row.positive_infinity + row.negative_infinity);
   const number = (title, key) => ({ title, value: (row) => row[key], text: (row) => float(row[key]), kind: "number" });
+  const shareOfNumbers = (title, key) => ({
+    title,
+    value: (row) => (row[key] === null ? null : row[key] / row.numbers),
+    text: (row) => share(row[key], row.numbers),
+    kind: "number",
+  });
   const all = [
     { title: "tensor", value: (row) => row.name },
     { title: "role", value: (row) => row.role },
@@ -357,8 +363,8 @@ function tensorTable() {
     number("norm", "norm"),
     number("min", "min"),
     number("max", "max"),
-    { title: "zero", value: (row) => (row.zero === null ? null : row.zero / row.numbers), text: (row) => share(row.zero, row.numbers), kind: "number" },
-    { title: "changed", value: (row) => (row.changed === null ? null : row.changed / row.numbers), text: (row) => share(row.changed, row.numbers), kind: "number" },
+    shareOfNumbers("zero", "zero"),
+    shareOfNumbers("changed", "changed"),
     number("update ratio", "update"),
     { title: "numbers of step", value: (row) => row.step, kind: "number" },
   ];
