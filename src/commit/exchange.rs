@@ -121,8 +121,8 @@ impl SessionExchange {
         Err(Error::new(ErrorKind::Storage, "the storage reports that the object exists, but does not return it; try again").object(path))
     }
 
-    /// Puts a receipt into the store. If the rank has a receipt there already, that one stays: an earlier process of the
-    /// rank uploaded the same state.
+    /// Creates the receipt of a rank in the store. A receipt that exists stays: an earlier process of the rank wrote it,
+    /// for the same state.
     pub async fn put_receipt(&self, receipt: &Receipt) -> Result<()> {
         let path = self.session.receipt_path(SessionStep { attempt: receipt.attempt, step: receipt.step }, receipt.rank);
         let bytes = bytes::Bytes::from(receipt.encode()?);

@@ -9,7 +9,7 @@ use crate::commit::{Log, SessionExchange, Standing, refuse_features};
 use crate::wire::{Id, MAX_RANK, Receipt, SessionName, SessionStep};
 use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
 
-/// What a rank has of a step.
+/// Tensors, blobs and metadata of one rank at one step.
 #[derive(Debug)]
 pub struct RankState<'a> {
     /// Its shards.

@@ -36,7 +36,7 @@ pub(crate) struct HostOptions {
     pub previous_writer: Option<Id>,
 }
 
-/// What a host knows of its session.
+/// State of one host in its session, and the rules by which events change it.
 #[derive(Debug, Clone)]
 pub(crate) struct HostProtocol {
     options: HostOptions,
