@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, SessionLog, StepSelector, TensorView};
+use tensorcask::wire::Id;
+use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, SessionExchange, SessionLog, StepSelector, TensorView};
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
@@ -233,6 +234,9 @@ impl Engine {
         metadata: &Metadata,
     ) -> Result<Saving> {
         let timer = SaveTimer::start(step);
+        if self.session.saves_no_more {
+            return Err(Error::invalid("this rank has announced that it saves no more"));
+        }
         if self.options.encode == Encode::Inline {
             return Err(Error::unsupported("inline encoding needs all tensors in the trainer's memory: use `save`"));
         }
@@ -303,10 +307,18 @@ impl Engine {
         Ok(Waited { reached, failed, failures: progress.failures, problem: progress.problem })
     }
 
+    /// Announces that this rank saves no more. Steps that wait for a save of this rank are given up, on this host and on
+    /// others. A later save fails with `InvalidArgument`.
+    pub fn end_saves(&mut self) {
+        self.session.saves_no_more = true;
+    }
+
     /// Ends a finished run: waits until all saves are in the first tier, and frees the memory of the run on this host.
-    /// Fails, and frees nothing, if the last save has failed for good: its raw state may be the only copy.
+    /// Fails, and frees nothing, if the last save has failed for good: its raw state may be the only copy. The last step of
+    /// some ranks fails if other ranks have ended without it.
     pub fn finish(mut self) -> Result<()> {
         self.outstanding.check_none()?;
+        self.end_saves();
         loop {
             let waited = self.wait(Until::Durable, FINISH_POLL)?;
             if waited.failed {
@@ -460,18 +472,23 @@ impl Engine {
     }
 }
 
-/// Notes that a rank starts in the session of a run on many hosts. Rank 0 also notes the end of the log: the session begins
-/// after it.
+/// Notes that a rank starts in the session of a run on many hosts, here and in the store. All hosts agree through the store
+/// on the log entry after which the session begins.
 async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32) -> Result<()> {
     let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
-    let after = match (rank, stores.first()) {
-        (0, Some(first)) => match SessionLog::open(first).await {
-            Ok(log) => Some(log.sequence()),
-            Err(e) if e.kind() == ErrorKind::NotFound => Some(0),
-            Err(e) => return Err(e),
-        },
-        _ => None,
+    let first = stores.first().ok_or_else(|| Error::invalid("no tier"))?;
+    let after = match SessionExchange::beginning(first, hosts.session).await? {
+        Some(after) => after,
+        None => {
+            let last = match SessionLog::open(first).await {
+                Ok(log) => log.sequence(),
+                Err(e) if e.kind() == ErrorKind::NotFound => 0,
+                Err(e) => return Err(e),
+            };
+            SessionExchange::begin(first, hosts.session, last).await?
+        }
     };
+    SessionExchange::start_rank(first, hosts.session, rank, Id::random()?).await?;
     HostNotes::start_rank(run, hosts.session, rank, after)
 }
 

@@ -21,7 +21,16 @@ pub(crate) enum Request {
     /// The trainer has published a state in the arena, or in memory if it encodes inline.
     SavedSnapshot { key: String, rank: u32, save: SaveNote },
     /// Wait until a save of a rank is encoded (or durable), or has failed.
-    Wait { key: String, rank: u32, generation: u64, durable: bool, timeout_ms: u64 },
+    Wait {
+        key: String,
+        rank: u32,
+        generation: u64,
+        durable: bool,
+        timeout_ms: u64,
+        /// Whether the trainer saves no more.
+        #[serde(default)]
+        is_last: bool,
+    },
     /// The trainer ends normally. With `clear`, the run has finished: its memory is freed once the store has
     /// everything.
     Detach { key: String, rank: u32, clear: bool },

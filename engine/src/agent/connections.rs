@@ -104,8 +104,11 @@ impl Agent {
                 run.apply(Event::SavedSnapshot { rank, note: save, queue_depth });
                 Ok(Reply::Progress(run.progress(rank)))
             }
-            Request::Wait { key, rank, generation, durable, timeout_ms } => {
+            Request::Wait { key, rank, generation, durable, timeout_ms, is_last } => {
                 let run = self.registry.find(&key)?;
+                if is_last {
+                    run.apply(Event::SavesEnded { rank });
+                }
                 let until = if durable { Until::Durable } else { Until::Encoded };
                 Ok(Reply::Progress(wait(&run, rank, generation, until, Duration::from_millis(timeout_ms)).await))
             }

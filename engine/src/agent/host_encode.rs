@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tensorcask::wire::SessionStep;
-use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, Store};
+use tensorcask::wire::{RankRange, SessionStep};
+use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, SessionExchange, Store};
 
 use super::encode::{drop_incomplete, is_final};
 use super::encoder_queue::{next_work, remove_former_ranks};
@@ -71,6 +71,15 @@ impl HostEncoder {
                     }
                 }
             }
+        }
+        if run.read(|state, arenas| state.owes_end() && arenas.waiting_states() == 0)
+            && let Some(store) = run.tiers.first()
+        {
+            // Every state of these ranks is uploaded or dropped by now.
+            let ranks = run.spec.local_ranks();
+            let ranks = RankRange { first: ranks.start, last: ranks.end.saturating_sub(1) };
+            SessionExchange::end_ranks(store, work.hosts.session, ranks).await?;
+            run.apply(RunEvent::EndNoted);
         }
         run.apply(RunEvent::EncoderProblem(None));
         Ok(())
@@ -158,7 +167,7 @@ async fn save(
     states: &[StoredState<'_>],
 ) -> Result<u64> {
     let tensors = states.iter().map(StoredState::tensors).collect::<Result<Vec<_>>>()?;
-    let own = without_replicas(tensors)?;
+    let own = without_replicas(first, tensors)?;
     let with_metadata = |rank: u32, state: &StoredState<'_>| if rank == 0 { state.metadata() } else { Metadata::default() };
     let parts = (first..).zip(states).zip(own).map(|((rank, state), tensors)| RankState {
         tensors,
