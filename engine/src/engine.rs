@@ -26,7 +26,7 @@ use crate::restore_request::{RestoreRequest, Wanted};
 use crate::restored::{Destination, Loadable, Part, Restored};
 use crate::run_spec::RunSpec;
 use crate::runtime;
-use crate::saving::{Outcome, OutstandingSave, SaveTimer, SavedState, Saving, Waited};
+use crate::saving::{Outcome, OutstandingSave, RecentSaves, SaveTimer, SavedState, Saving, Waited};
 use crate::session::Session;
 
 /// The trainer's side of the engine: one per process and rank. It has its own runtime. Call it from async code only
@@ -70,6 +70,7 @@ pub struct Engine {
     /// Failures up to this generation have been reported to the caller.
     reported: u64,
     outstanding: OutstandingSave,
+    recent: RecentSaves,
     runtime: Runtime,
     /// Last, so that a successor starts only after everything else is dropped.
     _lock: Lock,
@@ -106,6 +107,7 @@ impl Engine {
             unreachable: Vec::new(),
             reported: 0,
             outstanding: OutstandingSave::default(),
+            recent: RecentSaves::default(),
             _lock: lock,
         };
         engine.reconcile(&folder)?;
@@ -272,6 +274,7 @@ impl Engine {
         };
         self.arena.raise_generation(generation);
         self.session.set_last_save(generation);
+        self.recent.note(step, generation);
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
         let (stall_ms, copy_ms, time_ms) = (millis(timer.stall()), millis(time), timer.time_ms);
         let reported = self.session.notify_saved(SaveNote { step, generation, stall_ms, copy_ms, bytes, time_ms });
@@ -299,9 +302,18 @@ impl Engine {
         Outcome { failures, problem: progress.problem.clone(), queue_depth: progress.queue_depth, ..outcome }
     }
 
-    /// Waits until the last save is encoded or durable, or has failed, or the timeout has passed.
+    /// Waits until the last save has reached a level or failed, or the timeout has passed.
     pub fn wait(&mut self, until: Until, timeout: Duration) -> Result<Waited> {
-        let generation = self.session.last_save();
+        self.wait_for_generation(self.session.last_save(), until, timeout)
+    }
+
+    /// Waits until the save of a step has reached a level or failed, or the timeout has passed. Fails with `NotFound` if the
+    /// step is not among the last saves of this process.
+    pub fn wait_for(&mut self, step: u64, until: Until, timeout: Duration) -> Result<Waited> {
+        self.wait_for_generation(self.recent.generation_of(step)?, until, timeout)
+    }
+
+    fn wait_for_generation(&mut self, generation: u64, until: Until, timeout: Duration) -> Result<Waited> {
         let progress = self.session.wait(generation, until, timeout)?;
         let (reached, failed) = (progress.has_reached(generation, until), progress.has_failed(generation));
         Ok(Waited { reached, failed, failures: progress.failures, problem: progress.problem })

@@ -163,7 +163,7 @@ impl Agent {
     }
 }
 
-/// Waits until a save has reached a stage or failed, or the run was stopped, or the timeout has passed.
+/// Waits until a save has reached a level or failed, or the run was stopped, or the timeout has passed.
 async fn wait(run: &Run, rank: u32, generation: u64, until: Until, timeout: Duration) -> Progress {
     if run.read(|state, _| state.is_restoring) {
         run.apply(Event::TrainerWaits);

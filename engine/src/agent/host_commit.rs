@@ -12,6 +12,7 @@ use super::host_work::{Fate, HostWork};
 use super::run_event::Event as RunEvent;
 use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
+use crate::status::LeaderStatus;
 
 /// Commits, or waits for commits, until the agent ends.
 pub(super) async fn host_commit_loop(work: Arc<HostWork>, mut actions: UnboundedReceiver<Action>) {
@@ -25,6 +26,8 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, mut actions: Unbounded
         receipts: BTreeMap::new(),
         reasons: BTreeMap::new(),
         has_begun: false,
+        leader: None,
+        led_as: HostNotes::read(&work.run.folder, work.hosts.session).led_as,
         earlier: Earlier::Unknown,
     };
     work.run.apply(RunEvent::NothingToUpload { tier: 0 });
@@ -55,6 +58,10 @@ struct Committer {
     reasons: BTreeMap<StepKey, String>,
     /// Whether the protocol knows where the session begins.
     has_begun: bool,
+    /// The leader, as last reported.
+    leader: Option<LeaderStatus>,
+    /// Last writer id under which this host has opened the log, or tried to.
+    led_as: Option<Id>,
     earlier: Earlier,
 }
 
@@ -158,7 +165,19 @@ impl Committer {
             }
             None => self.log.insert(SessionLog::open(&self.store).await?),
         };
-        Ok(LogView::new(log.sequence(), log.leadership(), session, log.records()))
+        let view = LogView::new(log.sequence(), log.leadership(), session, log.records());
+        let led_as = self.led_as;
+        let leader = log.leadership().of(session).map(|leading| LeaderStatus {
+            writer: leading.writer.to_string(),
+            is_this_host: led_as == Some(leading.writer),
+            term: leading.leader.term,
+            attempt: leading.leader.attempt,
+        });
+        if self.leader != leader {
+            self.leader = leader.clone();
+            self.work.run.apply(RunEvent::LeaderRead(leader));
+        }
+        Ok(view)
     }
 
     async fn exchange(&mut self) -> Result<&SessionExchange> {
@@ -226,7 +245,7 @@ impl Committer {
             notes.led_as = Some(id);
             Ok(())
         })?;
-        self.writer = None;
+        (self.writer, self.led_as) = (None, Some(id));
         let options = WriterOptions { id: Some(id), retention: run.spec.retention(), ..run.spec.writer_options()? };
         self.writer = Some(LeaderWriter::open(&self.store, leader, options).await?);
         Ok(())

@@ -20,6 +20,7 @@ use super::save_log::{Commit, SaveLog};
 use crate::inline_generation::InlineGeneration;
 use crate::options::Encode;
 use crate::protocol::{AttachMode, Failure, Progress, SaveNote};
+use crate::status::LeaderStatus;
 
 /// The state of a run.
 #[derive(Debug, Clone)]
@@ -36,6 +37,8 @@ pub(super) struct RunState {
     pub memory: MemoryState,
     pub tiers: Vec<TierState>,
     pub saves: SaveLog,
+    /// Many hosts: the leader, as last read.
+    pub leader: Option<LeaderStatus>,
     /// Reason why the run is stopped: another job has taken the store over.
     pub stopped: Option<String>,
     /// Current problem of the encoder.
@@ -57,6 +60,7 @@ impl RunState {
             memory: MemoryState::default(),
             tiers: vec![TierState::default(); tiers],
             saves: SaveLog::default(),
+            leader: None,
             stopped: None,
             problem: None,
             is_restoring: true,
@@ -91,6 +95,10 @@ impl RunState {
                 let is_new = !std::mem::replace(&mut state.saves_no_more, true);
                 // The states of other ranks that wait for this one are dropped.
                 is_new.then_some(Action::WakeEncoder).into_iter().collect()
+            }
+            Event::LeaderRead(leader) => {
+                self.leader = leader;
+                Vec::new()
             }
             Event::EndNoted => {
                 self.end_noted = self.end_noted.map(|_| true);
