@@ -80,8 +80,8 @@ impl HostWriter {
         self.exchange.fix_parent(at, parent).await
     }
 
-    /// Encodes and uploads the states of all ranks of this host, in the order of [`open`](Self::open), and publishes
-    /// their receipts. A rank whose parent cannot be used writes whole chunks. Returns the receipts.
+    /// Encodes and uploads the states of all ranks of this host, in the order of [`open`](Self::open). Then publishes
+    /// their receipts, all at once. A rank whose parent cannot be used writes whole chunks. Returns the receipts.
     #[boxed]
     pub async fn save(&mut self, at: SessionStep, parent: Option<Id>, states: &[RankState<'_>]) -> Result<Vec<Receipt>> {
         if states.len() != self.parts.len() {
@@ -103,9 +103,9 @@ impl HostWriter {
             let mut receipt = part.upload(at.step, parent.as_ref(), &state.tensors, &state.blobs).await?;
             receipt.session = Some(self.session);
             (receipt.user, receipt.metadata) = (state.metadata.user.clone(), state.metadata.file.clone());
-            receipts_at.put_receipt(&receipt).await?;
             receipts.push(receipt);
         }
+        receipts_at.put_receipts(&receipts).await?;
         Ok(receipts)
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tensorcask::maintain::Mirror;
 use tensorcask::wire::SessionStep;
-use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, Store};
+use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, SessionExchange, Store};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::encode::{drop_incomplete, is_final};
@@ -86,6 +86,14 @@ impl HostEncoder {
                     }
                 }
             }
+        }
+        if run.read(|state, arenas| state.owes_end() && arenas.waiting_states() == 0)
+            && !work.is_uploading()
+            && let Some(store) = run.tiers.first()
+        {
+            // Every state of these ranks is uploaded or dropped by now.
+            SessionExchange::end_ranks(store, work.hosts.session, work.hosts.rank_range()).await?;
+            run.apply(RunEvent::EndNoted);
         }
         run.apply(RunEvent::EncoderProblem(None));
         Ok(())
@@ -185,6 +193,7 @@ impl HostEncoder {
         };
         run.release_and_apply(taken, RunEvent::Encoded(save))?;
         self.steps.insert(step);
+        work.begin_upload();
         // Fails only if the uploader has ended, together with this run.
         let _ = self.encoded.send(WaitingStep { key: step, sequence: self.saves, generations });
         Ok(true)
@@ -211,7 +220,7 @@ async fn save(
     states: &[StoredState<'_>],
 ) -> Result<u64> {
     let tensors = states.iter().map(StoredState::tensors).collect::<Result<Vec<_>>>()?;
-    let own = without_replicas(tensors)?;
+    let own = without_replicas(first, tensors)?;
     let with_metadata = |rank: u32, state: &StoredState<'_>| if rank == 0 { state.metadata() } else { Metadata::default() };
     let parts = (first..).zip(states).zip(own).map(|((rank, state), tensors)| RankState {
         tensors,

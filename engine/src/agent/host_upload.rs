@@ -35,8 +35,10 @@ pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut ste
         uploader.upload(step).await;
     }
     work.run.apply(RunEvent::NothingToUpload { tier: 0 });
+    work.end_upload();
     while let Some(step) = steps.recv().await {
         uploader.upload(step).await;
+        work.end_upload();
     }
 }
 
@@ -64,10 +66,9 @@ impl Uploader {
     }
 
     async fn steps_in_mirror(&self) -> Result<Vec<StepKey>> {
-        let ranks: Vec<u32> = self.work.run.spec.local_ranks().collect();
         let run = self.mirror.memory().history().run().await?;
         let session = SessionName { run, session: self.work.hosts.session };
-        let found = self.mirror.steps(session, &ranks).await?;
+        let found = self.mirror.steps(session, self.work.run.spec.local_ranks()).await?;
         Ok(found.into_iter().map(|at| StepKey { attempt: at.attempt, step: at.step }).collect())
     }
 
@@ -94,19 +95,14 @@ impl Uploader {
             return;
         }
         work.note_uploaded(key, UploadedStep { sequence, generations, uploaded_ms: now_ms() });
-        // The encoder may have waited for room.
-        work.run.wakes.wake_encoder();
     }
 
     async fn try_upload(&self, key: StepKey) -> Result<()> {
         let run = *self.run_id.get_or_try_init(|| async { self.store.history().run().await }).await?;
         let session = SessionName { run, session: self.work.hosts.session };
         let at = SessionStep { attempt: key.attempt, step: key.step };
-        let ranks: Vec<u32> = self.work.run.spec.local_ranks().collect();
         self.mirror.agree_on_parent(session, at).await?;
-        for receipt in self.mirror.receipts(session, at, &ranks).await? {
-            self.mirror.upload(session, &receipt).await?;
-        }
+        self.mirror.upload(session, at).await?;
         Ok(())
     }
 

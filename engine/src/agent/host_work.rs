@@ -36,6 +36,8 @@ struct Shared {
     early: BTreeMap<StepKey, Fate>,
     /// What the encoder keeps in the mirror; `None` before a step of the session is committed.
     kept: Option<Kept>,
+    /// Steps that wait to be uploaded, or are being uploaded. Until the uploader knows what an earlier agent left, one more.
+    uploads: u64,
 }
 
 /// What the encoder keeps in the mirror.
@@ -57,16 +59,17 @@ pub(super) struct UploadedStep {
 }
 
 /// Fate of a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Fate {
     Durable,
-    GivenUp,
+    /// Given up, and why.
+    GivenUp(String),
 }
 
 impl HostWork {
     pub(super) fn new(run: Arc<Run>, hosts: HostsSpec, options: HostOptions, actions: UnboundedSender<Action>) -> Self {
         let protocol = HostProtocol::new(options, 0);
-        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new(), kept: None });
+        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new(), kept: None, uploads: 1 });
         Self { run, hosts, shared, actions, started: Instant::now() }
     }
 
@@ -91,6 +94,24 @@ impl HostWork {
     /// Whether the fate of a step is in the log, as far as this host has read the log.
     pub(super) fn has_passed(&self, key: StepKey) -> bool {
         self.lock().protocol.has_passed(key)
+    }
+
+    /// Whether a step of this host waits to be uploaded, or is being uploaded.
+    pub(super) fn is_uploading(&self) -> bool {
+        self.lock().uploads > 0
+    }
+
+    pub(super) fn begin_upload(&self) {
+        let mut shared = self.lock();
+        shared.uploads = shared.uploads.saturating_add(1);
+    }
+
+    /// Notes that a step was uploaded or dropped. The encoder may have waited for that.
+    pub(super) fn end_upload(&self) {
+        let mut shared = self.lock();
+        shared.uploads = shared.uploads.saturating_sub(1);
+        drop(shared);
+        self.run.wakes.wake_encoder();
     }
 
     pub(super) fn set_kept(&self, kept: Kept) {
@@ -128,7 +149,7 @@ impl HostWork {
             let mut shared = self.lock();
             let known = shared.uploaded.remove(&key);
             if known.is_none() {
-                shared.early.insert(key, fate);
+                shared.early.insert(key, fate.clone());
                 // Only the step that is being uploaded can still be reported.
                 while shared.early.len() > MAX_EARLY {
                     shared.early.pop_first();
@@ -152,7 +173,8 @@ impl HostWork {
             key.attempt < leading.leader.attempt || (key.attempt == leading.leader.attempt && leading.newest >= Some(key.step))
         });
         if is_passed {
-            let fate = if view.committed.contains(&key) { Fate::Durable } else { Fate::GivenUp };
+            let given_up = || Fate::GivenUp("not all ranks saved this step, or their parts of it made no snapshot".to_owned());
+            let fate = if view.committed.contains(&key) { Fate::Durable } else { given_up() };
             self.report_found(key, fate);
         }
     }
@@ -197,10 +219,7 @@ impl HostWork {
                 copied: 1,
                 times: UploadTimes { upload_ms: now_ms().saturating_sub(uploaded_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
             })),
-            Fate::GivenUp => {
-                let message = "all ranks have saved a newer step but not this one, or their parts of it make no snapshot".to_owned();
-                self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message });
-            }
+            Fate::GivenUp(message) => self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message }),
         }
     }
 }
