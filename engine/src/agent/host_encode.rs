@@ -180,7 +180,7 @@ async fn save(
 
 fn describe(error: &Error) -> String {
     match error.kind() {
-        ErrorKind::NotFound => format!("waiting for the host of rank 0, which opens the store: {error}"),
+        ErrorKind::NotFound => format!("waiting for a host to open the store: {error}"),
         _ => error.to_string(),
     }
 }
