@@ -4,21 +4,23 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tensorcask::maintain::Mirror;
 use tensorcask::wire::{Id, Leader, SessionName, SessionStep};
 use tensorcask::{Error, ErrorKind, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, SessionSurvey, Store, WriterOptions};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::host_work::{Fate, HostWork};
+use super::host_work::{Fate, HostWork, Kept};
 use super::run_event::Event as RunEvent;
 use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
 use crate::status::LeaderStatus;
 
 /// Commits, or waits for commits, until the agent ends.
-pub(super) async fn host_commit_loop(work: Arc<HostWork>, mut actions: UnboundedReceiver<Action>) {
+pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut actions: UnboundedReceiver<Action>) {
     let Some(store) = work.run.tiers.first().cloned() else { return };
     let mut committer = Committer {
         work: work.clone(),
+        mirror: Mirror::new(&store, &memory),
         store,
         log: None,
         exchange: None,
@@ -30,7 +32,6 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, mut actions: Unbounded
         led_as: HostNotes::read(&work.run.folder, work.hosts.session).led_as,
         earlier: Earlier::Unknown,
     };
-    work.run.apply(RunEvent::NothingToUpload { tier: 0 });
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -47,6 +48,7 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, mut actions: Unbounded
 /// Performs the actions of a host that concern the log.
 struct Committer {
     work: Arc<HostWork>,
+    mirror: Mirror,
     store: Store,
     log: Option<SessionLog>,
     exchange: Option<SessionExchange>,
@@ -176,6 +178,15 @@ impl Committer {
         if self.leader != leader {
             self.leader = leader.clone();
             self.work.run.apply(RunEvent::LeaderRead(leader));
+        }
+        // A mirror that lags costs memory, and no step.
+        match self.mirror.follow(log).await {
+            Ok(()) => {
+                if let Some(from) = view.committed.last().copied() {
+                    self.work.set_kept(Kept { from, chain_casks: self.mirror.chain_casks() });
+                }
+            }
+            Err(error) => tracing::warn!(run = self.work.run.spec.run, %error, "the log could not be copied into memory; trying again"),
         }
         Ok(view)
     }
