@@ -63,7 +63,7 @@ pub struct RunStatus {
 pub struct LevelStatus {
     /// Copied into this host's memory.
     pub copied: Option<u64>,
-    /// Encoded in this host's memory. On many hosts: uploaded by this host.
+    /// Encoded in this host's memory.
     pub encoded: Option<u64>,
     /// Committed in the first tier.
     pub durable: Option<u64>,
