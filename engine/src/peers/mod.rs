@@ -31,6 +31,7 @@ mod folder_access;
 mod http_client;
 mod listing;
 mod peer_objects;
+mod placement;
 mod resource;
 mod serve;
 mod tls;
