@@ -155,12 +155,17 @@ impl SessionExchange {
 
     /// Reads the receipts of all ranks of a step. Fails with `NotFound` if one is missing.
     pub async fn receipts(&self, at: SessionStep, world: u32) -> Result<Vec<Receipt>> {
+        self.receipts_of(at, 0..world).await
+    }
+
+    /// Reads the receipts of some ranks of a step. Fails with `NotFound` if one is missing.
+    pub(crate) async fn receipts_of(&self, at: SessionStep, ranks: impl IntoIterator<Item = u32>) -> Result<Vec<Receipt>> {
         let read = |rank: u32| async move {
             let path = self.session.receipt_path(at, rank);
             let bytes = self.store.objects().get(&path, self.store.limits().max_manifest_bytes).await?;
             Receipt::decode(&bytes, self.store.limits()).in_object(path)
         };
-        concurrently(CONCURRENT_REQUESTS, (0..world).map(read)).await
+        concurrently(CONCURRENT_REQUESTS, ranks.into_iter().map(read)).await
     }
 }
 

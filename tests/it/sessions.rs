@@ -13,22 +13,22 @@ use tensorcask::{
     Slice, Store, StoreOptions, TensorView, WriterOptions,
 };
 
-const HOSTS: u32 = 3;
-const RANKS_PER_HOST: u32 = 2;
-const WORLD: u32 = HOSTS * RANKS_PER_HOST;
+pub(super) const HOSTS: u32 = 3;
+pub(super) const RANKS_PER_HOST: u32 = 2;
+pub(super) const WORLD: u32 = HOSTS * RANKS_PER_HOST;
 const ROW: u64 = 40_000;
 
-fn options() -> WriterOptions {
+pub(super) fn options() -> WriterOptions {
     WriterOptions { policy: Policy::Consecutive, ..WriterOptions::default() }
 }
 
 /// The rows of a rank at a step: a few bytes change from step to step.
-fn row(step: u64, rank: u32) -> Vec<u8> {
+pub(super) fn row(step: u64, rank: u32) -> Vec<u8> {
     (0..ROW).map(|at| (at * 7 + u64::from(rank) + if at % 1000 == step { 1 } else { 0 }) as u8).collect()
 }
 
 /// The state of a rank: its row of a matrix.
-fn state(rank: u32, world: u32, row: &[u8]) -> RankState<'_> {
+pub(super) fn state(rank: u32, world: u32, row: &[u8]) -> RankState<'_> {
     let rect = Rect { offset: vec![u64::from(rank), 0], shape: vec![1, ROW] };
     let tensors = vec![TensorView::shard("model.w", Dtype::U8, &[u64::from(world), ROW], rect, row).unwrap()];
     let mut metadata = Metadata::default();
@@ -85,11 +85,11 @@ impl Session {
     }
 }
 
-fn at(attempt: u64, step: u64) -> SessionStep {
+pub(super) fn at(attempt: u64, step: u64) -> SessionStep {
     SessionStep { attempt, step }
 }
 
-async fn assert_holds(store: &Store, step: u64) {
+pub(super) async fn assert_holds(store: &Store, step: u64) {
     let found = store.snapshot(step).await.unwrap().read("model.w", &Slice::all()).await.unwrap().data;
     assert!(found == (0..WORLD).flat_map(|rank| row(step, rank)).collect::<Vec<u8>>(), "step {step}");
 }

@@ -4,21 +4,29 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tensorcask::maintain::Mirror;
 use tensorcask::wire::{Id, Leader, SessionName, SessionStep};
 use tensorcask::{Error, ErrorKind, LeaderWriter, Result, SessionExchange, SessionLog, Store, WriterOptions};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::host_work::{Fate, HostWork};
+use super::host_work::{Fate, HostWork, Kept};
 use super::run_event::Event as RunEvent;
 use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
 
 /// Commits, or waits for commits, until the agent ends.
-pub(super) async fn host_commit_loop(work: Arc<HostWork>, mut actions: UnboundedReceiver<Action>) {
+pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut actions: UnboundedReceiver<Action>) {
     let Some(store) = work.run.tiers.first().cloned() else { return };
-    let mut committer =
-        Committer { work: work.clone(), store, log: None, exchange: None, writer: None, has_begun: false, earlier: Earlier::Unknown };
-    work.run.apply(RunEvent::NothingToUpload { tier: 0 });
+    let mut committer = Committer {
+        work: work.clone(),
+        mirror: Mirror::new(&store, &memory),
+        store,
+        log: None,
+        exchange: None,
+        writer: None,
+        has_begun: false,
+        earlier: Earlier::Unknown,
+    };
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -35,6 +43,7 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, mut actions: Unbounded
 /// Performs the actions of a host that concern the log.
 struct Committer {
     work: Arc<HostWork>,
+    mirror: Mirror,
     store: Store,
     log: Option<SessionLog>,
     exchange: Option<SessionExchange>,
@@ -141,7 +150,17 @@ impl Committer {
             }
             None => self.log.insert(SessionLog::open(&self.store).await?),
         };
-        Ok(LogView::new(log.sequence(), log.leadership(), session, log.records()))
+        let view = LogView::new(log.sequence(), log.leadership(), session, log.records());
+        // A mirror that lags costs memory, and no step.
+        match self.mirror.follow(log).await {
+            Ok(()) => {
+                if let Some(from) = view.committed.last().copied() {
+                    self.work.set_kept(Kept { from, chain_casks: self.mirror.chain_casks() });
+                }
+            }
+            Err(error) => tracing::warn!(run = self.work.run.spec.run, %error, "the log could not be copied into memory; trying again"),
+        }
+        Ok(view)
     }
 
     async fn exchange(&mut self) -> Result<&SessionExchange> {

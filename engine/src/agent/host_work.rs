@@ -3,7 +3,7 @@
 //! The encoder and the committer of the host share this. Both apply events; the committer performs the actions that
 //! concern the log, and reports the fate of steps.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -34,6 +34,17 @@ struct Shared {
     uploaded: BTreeMap<StepKey, UploadedStep>,
     /// Fates that were known before the upload was reported.
     early: BTreeMap<StepKey, Fate>,
+    /// What the encoder keeps in the mirror; `None` before a step of the session is committed.
+    kept: Option<Kept>,
+}
+
+/// What the encoder keeps in the mirror.
+#[derive(Debug, Clone)]
+pub(super) struct Kept {
+    /// Newest committed step. It and all newer steps are kept.
+    pub from: StepKey,
+    /// Casks of the newest snapshot and its chain, by path.
+    pub chain_casks: BTreeSet<String>,
 }
 
 /// A step that this host has uploaded.
@@ -55,7 +66,7 @@ pub(super) enum Fate {
 impl HostWork {
     pub(super) fn new(run: Arc<Run>, hosts: HostsSpec, options: HostOptions, actions: UnboundedSender<Action>) -> Self {
         let protocol = HostProtocol::new(options, 0);
-        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new() });
+        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new(), kept: None });
         Self { run, hosts, shared, actions, started: Instant::now() }
     }
 
@@ -75,6 +86,24 @@ impl HostWork {
             // Fails only if the committer has ended, together with this run.
             let _ = self.actions.send(action);
         }
+    }
+
+    /// Whether the fate of a step is in the log, as far as this host has read the log.
+    pub(super) fn has_passed(&self, key: StepKey) -> bool {
+        self.lock().protocol.has_passed(key)
+    }
+
+    pub(super) fn set_kept(&self, kept: Kept) {
+        self.lock().kept = Some(kept);
+    }
+
+    pub(super) fn kept(&self) -> Option<Kept> {
+        self.lock().kept.clone()
+    }
+
+    /// Generations of a step that an earlier agent encoded, as far as the arenas still hold them.
+    pub(super) fn encoded_generations(&self, key: StepKey) -> Vec<RankGeneration> {
+        self.encoded_steps().remove(&key).unwrap_or_default()
     }
 
     /// Reports an uploaded step to the run and to the protocol.

@@ -184,6 +184,11 @@ impl HostProtocol {
         matches!(self.role, Role::Leader(_))
     }
 
+    /// Whether the log has a step, or can no longer admit it, as far as this host knows.
+    pub(crate) fn has_passed(&self, key: StepKey) -> bool {
+        self.view.leadership.of(self.options.session).is_some_and(|leading| is_passed(leading, key))
+    }
+
     /// Uploaded steps that wait for their commit.
     #[cfg(test)]
     pub(crate) fn waiting(&self) -> impl Iterator<Item = StepKey> {
