@@ -124,7 +124,7 @@ class Snapshot:
         if missing:
             raise _native.NotFoundError(f"out: step {self.step} has no tensor `{missing[0]}`")
         partial = options.is_partial
-        wanted = self._matching(options.patterns) if partial else list(self._tensors)
+        wanted = self.matching(options.patterns) if partial else list(self._tensors)
         rects = {name: rect_of(self.step, name, self._tensors.get(name), check_slices(name, parts)) for name, parts in (options.slices or {}).items()}
         dtypes = options.conversions(list(self._tensors.values()))
         twice = next((name for name in rects if name in targets), None)
@@ -235,7 +235,9 @@ class Snapshot:
 
         return _state.build(tree, leaf)
 
-    def _matching(self, patterns: list[str]) -> list[str]:
+    def matching(self, patterns: Sequence[str]) -> list[str]:
+        """Names of the tensors that match one of the patterns (``*`` for any characters). A pattern that matches none is
+        an error."""
         names = list(self._tensors)
         matches, unused = _native.matching(names, patterns)
         if unused:

@@ -285,6 +285,8 @@ class Store(Upkeep):
         overwrite: bool = False,
         on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
+        cache_staged_state_dict: bool = True,
+        after_commit: Callable[[Snapshot], object] | None = None,
     ) -> Writer:
         """Makes a ``storage_writer`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Writer`."""
         from .torch import Writer
@@ -304,6 +306,8 @@ class Store(Upkeep):
             overwrite=overwrite,
             on_unsupported=on_unsupported,
             max_failed_saves=max_failed_saves,
+            cache_staged_state_dict=cache_staged_state_dict,
+            after_commit=after_commit,
         )
 
     def reader(self, *, step: Step | None = None, process_group: Any = None) -> Reader:

@@ -57,12 +57,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from . import _dtypes, _markers, _native
+from ._dcp_reader import read_tensors, resolve
 from ._files import write_whole
 from ._reports import TensorInfo
 from ._snapshot import Snapshot
 from ._steps import step_of
 from ._store import Store
-from .torch import Writer, read_tensors, resolve
+from .torch import Writer
 
 __all__ = ["BACKEND", "TRACKER", "LoadStrategy", "SaveStrategy", "latest", "load", "save"]
 
