@@ -50,7 +50,7 @@ from ._reports import (
     TimeEstimate,
     VerifyReport,
 )
-from ._save_load import load, save
+from ._save_load import load, load_async, save, save_async
 from ._snapshot import Snapshot
 from ._store import Store
 from .engine import Engine
@@ -92,6 +92,8 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "load",
+    "load_async",
     "save",
+    "save_async",
     "search_precision",
 ]
