@@ -45,11 +45,20 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     Planners that take a state apart (``flatten_state_dict=True``, the default) and planners that do not can both load
     any snapshot.
+
+    >>> import tensorcask
+    >>> import torch.distributed.checkpoint as dcp
+    >>> store = tensorcask.Store("memory://dcp-reader-example")
+    >>> _ = store.save({"model": {"w": torch.arange(4)}, "epoch": 3}, step=100)
+    >>> state = {"model": {"w": torch.zeros(4, dtype=torch.int64)}, "epoch": 0}
+    >>> dcp.load(state, checkpoint_id="step-100", storage_reader=store.reader(), no_dist=True)
+    >>> state
+    {'model': {'w': tensor([0, 1, 2, 3])}, 'epoch': 3}
     """
 
     def __init__(self, store: Store, *, step: Step | None = None, process_group: Any = None) -> None:
         self._store = store
-        self._given_step = step
+        self._given_step: Step | None = step
         self._group = process_group
         self._told_step: int | None = None
         self._told_id: str | None = None
@@ -67,7 +76,7 @@ class Reader(StorageReader):  # type: ignore[misc]
 
     def _open(self) -> Snapshot:
         if self._snapshot is None:
-            step = self._given_step
+            step: Step | None = self._given_step
             if step is None and self.checkpoint_id is not None:
                 step = step_of(self.checkpoint_id, "Rename it, or pass step= to store.reader()")
             step = step if self._told_step is None else self._told_step

@@ -56,6 +56,13 @@ def import_(
 
     ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
     path and the value that returns a value to store instead.
+
+    >>> import tempfile, torch, tensorcask
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"w": torch.ones(2), "epoch": 1}, f"{folder}/old.pt")
+    ...     saved = import_(f"{folder}/old.pt", "memory://import-example", step=5)
+    >>> saved.step, tensorcask.load("memory://import-example")
+    (5, {'w': tensor([1., 1.]), 'epoch': 1})
     """
     store = open_store(url, None)
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
@@ -103,6 +110,16 @@ def export(
     then a folder. ``fqn_to_index_mapping`` does so too: it maps each name to the number of its file, from 1, as for
     PyTorch's ``HuggingFaceStorageWriter``. ``tensors`` are names or patterns (``model.*``) of the tensors to write.
     ``strip_prefix`` is left out at the start of their names; ``fqn_to_index_mapping`` has the names without it.
+
+    >>> import tempfile, tensorcask
+    >>> from safetensors import safe_open
+    >>> weights = {"w": tensorcask.RawTensor("f32", (2,), bytearray(8))}
+    >>> _ = tensorcask.save({"model": weights, "epoch": 1}, "memory://export-example", step=5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export("memory://export-example", f"{folder}/model.safetensors", tensors="model.*", strip_prefix="model.")
+    ...     with safe_open(f"{folder}/model.safetensors", "np") as file:
+    ...         print(list(file.keys()))
+    ['w']
     """
     snapshot = url if isinstance(url, Snapshot) else open_store(url, None).snapshot(step)
     path = Path(target)

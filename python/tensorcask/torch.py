@@ -87,6 +87,17 @@ class Writer(StorageWriter):  # type: ignore[misc]
     ``after_commit``: a function of the :class:`tensorcask.Snapshot`, called on the coordinator after the commit. An
     export of the weights to safetensors belongs here. If the function fails, the step stays saved, and the error is
     raised on every rank.
+
+    >>> import tensorcask
+    >>> import torch.distributed.checkpoint as dcp
+    >>> store = tensorcask.Store("memory://dcp-writer-example")
+    >>> writer = store.writer(policy="consecutive", after_commit=lambda snapshot: print("saved step", snapshot.step))
+    >>> for step in (1, 2):
+    ...     _ = dcp.async_save({"w": torch.full((2,), step)}, checkpoint_id=f"step-{step}", storage_writer=writer, no_dist=True).result()
+    saved step 1
+    saved step 2
+    >>> writer.saved.kind
+    'delta'
     """
 
     _synchronize_after_execute: bool = False
@@ -118,7 +129,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._user = user
         self._metadata = dict(metadata or {})
         self._overwrite = overwrite
-        self._on_unsupported = on_unsupported
+        self._on_unsupported: OnUnsupported = on_unsupported
         self._max_failed_saves = max_failed_saves
         self._keeps_stages = cache_staged_state_dict
         self._after_commit = after_commit
@@ -145,7 +156,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
-        self.__dict__.update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def _step(self) -> int:
         if self._given_step is not None:
@@ -205,8 +217,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 writer.note_stall(stall)
             return saved
 
-        self.saved = self._noting(lambda: store.with_writer(self._options, commit))
-        self.save_id = self.saved.id
+        saved: _native.Saved = self._noting(lambda: store.with_writer(self._options, commit))
+        self.saved, self.save_id = saved, saved.id
         set_version(metadata)
         metadata.storage_meta = self.storage_meta()
         if self._after_commit is not None:
@@ -234,7 +246,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         for item in plan.items:
             name = item.index.fqn
             path = paths.get(name, (name,))
-            resolved = _planners.value_of(item, planner) if item.type == WriteItemType.BYTE_IO else planner.resolve_data(item)
+            resolved: Any = _planners.value_of(item, planner) if item.type == WriteItemType.BYTE_IO else planner.resolve_data(item)
             value = _screened(item, resolved, path_text(path), self._on_unsupported)
             if value is _staging.SKIPPED:
                 # A list keeps its length.
@@ -244,10 +256,10 @@ class Writer(StorageWriter):  # type: ignore[misc]
             if item.type == WriteItemType.BYTE_IO or value is not resolved:
                 _set(nested, path, value)
                 continue
-            tensor = resolved.detach()
+            tensor: torch.Tensor = resolved.detach()
             found.append(tensor)
             lent = _frameworks.lend(tensor, path_text(path), contiguous)
-            data = item.tensor_data
+            data: Any = item.tensor_data
             if tuple(tensor.shape) != tuple(data.chunk.sizes):
                 planned = list(data.chunk.sizes)
                 raise ValueError(f"{path_text(path)}: a shard has shape {list(tensor.shape)}, but {planned} in the plan")
@@ -334,6 +346,15 @@ def register(*stores: Store | str | os.PathLike[str], **options: Any) -> None:
     may be the store itself, for the newest step. All other ids are left to PyTorch.
 
     PyTorch has no interface for this, so its function that chooses a storage is replaced. :func:`unregister` undoes it.
+
+    >>> import torch.distributed.checkpoint as dcp
+    >>> register("memory://register-example", policy="full")
+    >>> _ = dcp.save({"w": torch.ones(2)}, checkpoint_id="memory://register-example/step-100", no_dist=True)
+    >>> state = {"w": torch.zeros(2)}
+    >>> dcp.load(state, checkpoint_id="memory://register-example", no_dist=True)
+    >>> state["w"]
+    tensor([1., 1.])
+    >>> unregister()
     """
     handles = [store if isinstance(store, Store) else Store(store) for store in stores]
     for store in handles:
