@@ -6,7 +6,7 @@
 use super::WriterOptions;
 use super::ranks::{Rank, RankPart, open_parent};
 use crate::chain::chain_of;
-use crate::commit::{Log, SessionExchange, SnapshotRecord, Standing, read_manifest_bytes, refuse_features};
+use crate::commit::{Log, SessionExchange, SnapshotRecord, Standing, catch_up_from, read_manifest_bytes, refuse_features};
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
 use crate::{Blob, Error, ErrorKind, Metadata, Result, Store, TensorView, boxed};
 
@@ -128,7 +128,7 @@ impl HostWriter {
     /// log in the mirror, if the mirror has that snapshot. The upload fails if the other hosts choose another.
     #[boxed]
     pub async fn mirrored_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
-        self.log.catch_up_from(&self.memory).await?;
+        catch_up_from(&mut self.log, &self.memory).await?;
         let (parent, _) = self.options.policy.decide(self.log.state(), at.step, self.store.limits().max_chain_depth);
         match parent.and_then(|id| self.log.state().by_id(id)) {
             Some(record) if self.is_mirrored(record).await? => Ok(parent),
