@@ -11,7 +11,8 @@ True
 
 # Modules, from the ground up; each imports only modules before it:
 # _collector _native _errors _dtypes _refusals _frameworks _convert _files _device _progress _source _foreign
-# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts | torch _store
+# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts
+# _dcp_reader _dcp_paths torch _store
 # _save_load _markers codec engine interchange slime lightning megatron orbax transformers agent __main__
 
 from ._dtypes import UnstorableTypeError
@@ -50,7 +51,7 @@ from ._reports import (
     TimeEstimate,
     VerifyReport,
 )
-from ._save_load import load, save
+from ._save_load import load, load_async, save, save_async
 from ._snapshot import Snapshot
 from ._store import Store
 from .engine import Engine
@@ -93,6 +94,8 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "load",
+    "load_async",
     "save",
+    "save_async",
     "search_precision",
 ]

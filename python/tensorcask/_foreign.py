@@ -39,6 +39,11 @@ def explained(url: str) -> Iterator[None]:
         raise explained from None
 
 
+def is_store(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder on local disk is a store."""
+    return (Path(path) / _STORE).is_file()
+
+
 def describe(path: Path) -> str | None:
     """Describes the checkpoint of another tool that lies at a path, and how to read it; None if there is none."""
     try:

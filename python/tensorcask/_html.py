@@ -28,10 +28,10 @@ def of_store(url: str, infos: Sequence[SnapshotInfo]) -> str:
     for info in shown:
         parent = "" if info.parent is None else step_of.get(info.parent, "forgotten")
         kind = f"{info.kind}, pinned" if info.pinned else info.kind
-        sizes = (_bytes(info.tensor_bytes), _bytes(info.stored_bytes))
+        sizes = (bytes_text(info.tensor_bytes), bytes_text(info.stored_bytes))
         rows.append([info.step, kind, parent, *sizes, _time(info.time_ms), *(info.user.get(name, "") for name in facts)])
-    total = _bytes(sum(info.stored_bytes for info in infos))
-    summary = f"{_counted(len(infos), 'live step')}, {total} stored{_left_out(len(shown), len(infos), 'newest')}"
+    total = bytes_text(sum(info.stored_bytes for info in infos))
+    summary = f"{counted(len(infos), 'live step')}, {total} stored{_left_out(len(shown), len(infos), 'newest')}"
     return _section(f"Store {url}", summary, ["step", "kind", "parent", "tensors", "stored", "saved (UTC)", *facts], rows)
 
 
@@ -43,7 +43,7 @@ def of_snapshot(step: int, tensors: Mapping[str, TensorInfo], chain: Sequence[Ch
         headings, rows = headings[:-1], [row[:-1] for row in rows]
     links = " ← ".join(f"{link.step} ({link.kind})" for link in reversed(chain[:_ROWS]))
     more = "… ← " if len(chain) > _ROWS else ""
-    summary = f"{_counted(len(tensors), 'tensor')}{_left_out(len(rows), len(tensors), 'first')}; chain: {more}{links}"
+    summary = f"{counted(len(tensors), 'tensor')}{_left_out(len(rows), len(tensors), 'first')}; chain: {more}{links}"
     return _section(f"Snapshot of step {step}", summary, headings, rows)
 
 
@@ -68,7 +68,7 @@ def _text(value: Any, characters: int = _CHARACTERS) -> str:
     return html.escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut))
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
     while value >= 1023.95 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -83,7 +83,7 @@ def _time(time_ms: int) -> str:
         return ""
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

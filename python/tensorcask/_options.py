@@ -59,8 +59,14 @@ class LoadOptions:
     dtype: DType | Mapping[str, DType] | None = None
     have: int | None = None
     max_error: float | None = None
+    map_location: Device | None = None
+    strip_prefix: str | None = None
 
     def __post_init__(self) -> None:
+        if self.map_location is not None:
+            self._take_map_location()
+        if self.strip_prefix is not None:
+            self._take_prefix()
         given: Any = self.tensors
         for pattern in given if isinstance(given, Collection) else [given]:
             if given is not None and not isinstance(pattern, str):
@@ -80,6 +86,30 @@ class LoadOptions:
             check_step(self.have)
             if self.out is None:
                 raise InvalidValueError("have= says which step `out` holds, and `out` is missing")
+
+    def _take_map_location(self) -> None:
+        """``map_location`` is the name of ``torch.load`` for the device."""
+        if self.device is not None:
+            raise InvalidValueError("device= and map_location= are one argument under two names. Pass one of them")
+        if callable(self.map_location) or isinstance(self.map_location, Mapping):
+            raise InvalidTypeError("map_location: tensorcask takes a device, such as 'cpu' or 'cuda:1', and no function or mapping")
+        object.__setattr__(self, "device", self.map_location)
+
+    def _take_prefix(self) -> None:
+        if not isinstance(self.strip_prefix, str) or not self.strip_prefix:
+            raise InvalidTypeError(f"strip_prefix: {self.strip_prefix!r}; use the beginning of names, such as 'model.'")
+        if self.out is not None or self.slices is not None:
+            raise InvalidValueError("strip_prefix= is for whole tensors in a new dict, not for out= or slices=")
+        if self.tensors is None:
+            object.__setattr__(self, "tensors", f"{_escaped(self.strip_prefix)}*")
+
+    def without_prefix(self, names: Sequence[str]) -> dict[str, str]:
+        """Each name of a partial load with the name that it gets in the result."""
+        prefix = self.strip_prefix or ""
+        other = next((name for name in names if not name.startswith(prefix) or name == prefix), None)
+        if other is not None:
+            raise InvalidValueError(f"strip_prefix={prefix!r}: tensor {other!r} does not begin with it. Choose others with tensors=")
+        return {name: name.removeprefix(prefix) for name in names}
 
     def _dtypes(self) -> list[tuple[str, Any]]:
         if isinstance(self.dtype, Mapping):
@@ -117,6 +147,11 @@ class LoadOptions:
                 if _is_float(info.dtype) and (info.name == pattern or not _keeps_dtype(info)):
                     found[info.name] = None if dtype is None else float_name(dtype, "dtype")
         return {name: wanted for name, wanted in found.items() if wanted is not None}
+
+
+def _escaped(text: str) -> str:
+    """A pattern that matches this text alone."""
+    return "".join(f"[{letter}]" if letter in "*?[{}" else letter for letter in text)
 
 
 def _is_float(dtype: str) -> bool:

@@ -4,6 +4,7 @@ path."""
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +16,30 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from . import _dtypes, _refusals, _staging
 from ._state import OnUnsupported, path_text
 
+# Files of torch.save begin so.
+_ZIP = b"PK\x03\x04"
+
 
 def value_of(item: Any, planner: SavePlanner) -> Any:
     """The value itself, which the default planner would pickle. For another planner, the bytes that it returns."""
-    if isinstance(planner, DefaultSavePlanner) and type(planner).transform_object is DefaultSavePlanner.transform_object:
+    if not isinstance(planner, DefaultSavePlanner):
+        return planner.resolve_data(item)
+    if type(planner).transform_object is DefaultSavePlanner.transform_object and type(planner).resolve_data is DefaultSavePlanner.resolve_data:
         return planner.lookup_object(item.index)
-    return planner.resolve_data(item)
+    return _unpickled(planner.resolve_data(item), item)
+
+
+def _unpickled(data: Any, item: Any) -> Any:
+    """The value in the bytes of a planner that extends the default one, if they are those of ``torch.save``."""
+    if not isinstance(data, io.BytesIO) or not data.getvalue().startswith(_ZIP):
+        return data
+    try:
+        return torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _dtypes.UnstorableTypeError(f"{path_text((item.index.fqn,))}: the planner has pickled a value that cannot be stored: {error}") from None
+    except RuntimeError:
+        # A ZIP archive of the planner's own.
+        return data
 
 
 def give(item: Any, planner: LoadPlanner, value: Any) -> None:
@@ -43,6 +62,17 @@ def give(item: Any, planner: LoadPlanner, value: Any) -> None:
         torch.save(value, data)
         data.seek(0)
         planner.load_bytes(item, data)
+
+
+def template_of(planner: Any) -> Mapping[Any, Any]:
+    """The state to load, as a load planner looks at it. Empty for planners that do not keep it."""
+    state = getattr(planner, "state_dict", None)
+    return state if isinstance(state, Mapping) else {}
+
+
+def calling_planner() -> Any:
+    """The load planner of DCP's call that the caller is in; None where DCP changes."""
+    return sys._getframe(2).f_locals.get("planner")
 
 
 def _put(state: Any, path: tuple[Any, ...], value: Any) -> None:

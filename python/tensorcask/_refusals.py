@@ -15,8 +15,16 @@ def is_plain_torch(value: Any) -> bool:
     return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether a torch tensor is a ``ShardedTensor``, which FSDP1 and older trainers use."""
+    return not is_plain_torch(value) and hasattr(type(value), "local_shards")
+
+
 def check_torch_shape(tensor: Any, path: object) -> None:
     """Refuses torch tensors without one shape."""
+    if is_sharded(tensor):
+        # Most attributes of these tensors raise errors. Their shards are checked instead.
+        return
     if not is_plain_torch(tensor) and sys.modules["torch"].nn.parameter.is_lazy(tensor):
         raise UnstorableTypeError(f"{path}: a lazy parameter has no shape yet: it is uninitialized. Run the module once before saving")
     if tensor.is_nested:

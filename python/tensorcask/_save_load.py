@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from ._frameworks import RawTensor
 from ._native import Saved
@@ -14,7 +15,10 @@ from ._state import OnUnsupported
 from ._store import Store, open_store
 
 # RawTensor is here for the examples.
-__all__ = ["RawTensor", "load", "save"]
+__all__ = ["RawTensor", "load", "load_async", "save", "save_async"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def save(
@@ -88,6 +92,8 @@ def load(
     dtype: DType | Mapping[str, DType] | None = None,
     have: int | None = None,
     max_error: float | None = None,
+    map_location: Device | None = None,
+    strip_prefix: str | None = None,
     progress: Progress = None,
     config: Mapping[str, str] | None = None,
 ) -> Any:
@@ -111,8 +117,12 @@ def load(
         dtype: Floating-point dtype to convert to, or a mapping of patterns to dtypes; see below.
         have: Step whose state the tensors of ``out`` hold now. Reads only the changes since then.
         max_error: Greatest relative error: refuses a snapshot in which some tensor was rounded by more.
+        map_location: Another name of ``device``, for programs that call ``torch.load``.
+        strip_prefix: Beginning of names, such as ``"model."``. Loads the tensors under it as a flat dict of names without
+            it. With ``tensors``, all of them must begin with it.
         progress: A function of the bytes read and written so far, called a few times a second from another thread; or
-            True for a bar of tqdm.
+            True for a bar of tqdm. In a notebook with tqdm and ipywidgets, operations of more than a
+            second show the bar by default; False leaves it out.
         config: Settings that override those of the environment, as for :class:`Store`.
 
     ``dtype`` converts floating-point tensors: weights, masters, moments. These keep their dtype: tensors without
@@ -121,6 +131,11 @@ def load(
     ``"bf16"``. A mapping chooses by role or name: ``{"model": "bf16", "*.bias": None}``. The last pattern that matches
     a tensor wins; None leaves it as it was saved. A full name converts also a tensor without dimensions and a step
     counter. If f32 weights were stored so that their bf16 roundings can be read alone, ``"bf16"`` reads only those.
+
+    >>> weights = {"model": {"w": RawTensor("u8", (2,), bytearray(b"ab"))}, "epoch": 1}
+    >>> _ = save(weights, "memory://prefix-example", step=1)
+    >>> load("memory://prefix-example", strip_prefix="model.", framework="bytes")["w"].data
+    bytearray(b'ab')
 
     >>> _ = save({"w": RawTensor("u8", (4, 2), bytearray(range(8)))}, "memory://load-example", step=3)
     >>> load("memory://load-example", slices={"w": slice(1, 3)}, framework="bytes")["w"].data
@@ -137,5 +152,47 @@ def load(
         dtype=dtype,
         have=have,
         max_error=max_error,
+        map_location=map_location,
+        strip_prefix=strip_prefix,
         progress=progress,
     )
+
+
+def _in_a_thread(work: Callable[_P, _T], documentation: str) -> Callable[_P, Coroutine[Any, Any, _T]]:
+    """A coroutine function with the arguments of a function, which runs in a thread."""
+
+    async def run(*args: _P.args, **arguments: _P.kwargs) -> _T:
+        return await asyncio.to_thread(work, *args, **arguments)
+
+    run.__name__ = run.__qualname__ = f"{getattr(work, '__name__', '')}_async"
+    run.__doc__ = documentation
+    # Editors and help() show the arguments.
+    run.__wrapped__ = work  # type: ignore[attr-defined]
+    return run
+
+
+save_async = _in_a_thread(
+    save,
+    """:func:`save` for programs with an event loop. The loop goes on meanwhile; do not change the tensors until it returns.
+
+    A task that is cancelled no longer waits for the save, but the save goes on. To overlap saving with training, use
+    :class:`Engine`.
+
+    >>> async def program():
+    ...     saved = await save_async({"w": RawTensor("u8", (2,), bytearray(b"ab"))}, "memory://async-example", step=1)
+    ...     return saved.step, (await load_async("memory://async-example", framework="bytes"))["w"].data
+    >>> asyncio.run(program())
+    (1, bytearray(b'ab'))
+    """,
+)
+load_async = _in_a_thread(
+    load,
+    """:func:`load` for programs with an event loop, which goes on meanwhile. Several loads may run at a time.
+
+    >>> _ = save({"w": RawTensor("u8", (2,), bytearray(b"ab"))}, "memory://load-async-example", step=1)
+    >>> async def program():
+    ...     return await asyncio.gather(*(load_async("memory://load-async-example", framework="bytes") for _ in range(2)))
+    >>> [state["w"].data for state in asyncio.run(program())]
+    [bytearray(b'ab'), bytearray(b'ab')]
+    """,
+)

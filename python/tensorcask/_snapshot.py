@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from . import _collector, _convert, _frameworks, _html, _native, _state
+from . import _collector, _convert, _dtypes, _frameworks, _html, _native, _state
 from ._errors import InvalidValueError
 from ._options import Device, DType, Framework, LoadOptions, Slices, check_slices
 from ._precision import TensorRounding
@@ -17,8 +17,8 @@ from ._state import TREE
 _log = logging.getLogger("tensorcask")
 
 
-class Snapshot:
-    """The committed state of one step."""
+class SnapshotView(Mapping[str, Any]):
+    """Facts about a snapshot, and its tensors by name."""
 
     def __init__(self, native: _native.Snapshot, store: _native.Store) -> None:
         self._native = native
@@ -27,7 +27,37 @@ class Snapshot:
             self._tensors = {row[0]: TensorInfo(row[0], row[1], tuple(row[2]), *row[3:]) for row in native.tensors()}
 
     def __repr__(self) -> str:
-        return f"Snapshot(step={self.step}, kind={self.kind!r}, {len(self._tensors)} tensors)"
+        stored = sum(link.stored_bytes for link in self.chain[:1])
+        size = sum(_dtypes.byte_count(info.dtype, info.shape) for info in self._tensors.values() if info.alias_of is None)
+        steps = [str(link.step) for link in reversed(self.chain)]
+        shown = " <- ".join(steps if len(steps) <= 5 else [steps[0], "...", *steps[-3:]])
+        what = f"{_html.counted(len(self._tensors), 'tensor')} of {_html.bytes_text(size)}, {_html.bytes_text(stored)} stored"
+        return f"Snapshot(step={self.step}, kind={self.kind!r}, {what}, chain {shown})"
+
+    # Tensors by name. Two snapshots are equal only if they are one object: a comparison would read both.
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._tensors:
+            raise KeyError(f"step {self.step} has no tensor {name!r}")
+        return self._load_one(name)
+
+    def _load_one(self, name: str) -> Any:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def _repr_html_(self) -> str:
         # For notebooks. It reads nothing.
@@ -81,6 +111,20 @@ class Snapshot:
         """Reads the bytes of a blob."""
         return self._native.read_blob(rank, name)
 
+
+class Snapshot(SnapshotView):
+    """The committed state of one step. Also a read-only mapping: the names of its tensors to the tensors, read on access.
+
+    >>> import tensorcask
+    >>> state = {"model": {"w": tensorcask.RawTensor("u8", (3,), bytearray(b"abc"))}, "epoch": 1}
+    >>> _ = tensorcask.save(state, "memory://snapshot-example", step=7)
+    >>> snapshot = tensorcask.Store("memory://snapshot-example").snapshot()
+    >>> list(snapshot), "model.w" in snapshot, snapshot["model.w"].data
+    (['model.w'], True, bytearray(b'abc'))
+    >>> snapshot  # doctest: +ELLIPSIS
+    Snapshot(step=7, kind='base', 1 tensor of 3 B, ... stored, chain 7)
+    """
+
     def rounding(self) -> list[TensorRounding]:
         """Reports the rounding errors of tensors, by name; empty if the snapshot is lossless. Reads no tensor."""
         return [TensorRounding.of(*row) for row in self._native.rounding()]
@@ -100,6 +144,8 @@ class Snapshot:
         dtype: DType | Mapping[str, DType] | None = None,
         have: int | None = None,
         max_error: float | None = None,
+        map_location: Device | None = None,
+        strip_prefix: str | None = None,
     ) -> Any:
         """Loads the state, or a part of it; see :func:`load`."""
         options = LoadOptions(
@@ -111,8 +157,13 @@ class Snapshot:
             dtype=dtype,
             have=have,
             max_error=max_error,
+            map_location=map_location,
+            strip_prefix=strip_prefix,
         )
         return self.load_with(options)
+
+    def _load_one(self, name: str) -> Any:
+        return self.load(slices={name: ()})[name] if _is_pattern(name) else self.load(tensors=name)[name]
 
     def load_with(self, options: LoadOptions) -> Any:
         """Loads the state, or a part of it; see :func:`load`."""
@@ -124,7 +175,9 @@ class Snapshot:
         if missing:
             raise _native.NotFoundError(f"out: step {self.step} has no tensor `{missing[0]}`")
         partial = options.is_partial
-        wanted = self._matching(options.patterns) if partial else list(self._tensors)
+        wanted = self.matching(options.patterns) if partial else list(self._tensors)
+        if options.strip_prefix is not None:
+            options.without_prefix(wanted)
         rects = {name: rect_of(self.step, name, self._tensors.get(name), check_slices(name, parts)) for name, parts in (options.slices or {}).items()}
         dtypes = options.conversions(list(self._tensors.values()))
         twice = next((name for name in rects if name in targets), None)
@@ -198,6 +251,8 @@ class Snapshot:
         for name in loaded.keys() - targets.keys() if dtypes or device is not None else ():
             loaded[name] = _convert.convert(loaded[name], dtypes.get(name), device)
         loaded.update({name: loaded[first] for name, first in tied.items()})
+        if partial and options.strip_prefix is not None:
+            return {short: loaded[name] for name, short in options.without_prefix(list(loaded)).items()}
         if partial or not trees:
             return loaded
         state = _state.merge([self._nested(rank, tree, loaded) for rank, tree in trees])
@@ -235,12 +290,18 @@ class Snapshot:
 
         return _state.build(tree, leaf)
 
-    def _matching(self, patterns: list[str]) -> list[str]:
+    def matching(self, patterns: Sequence[str]) -> list[str]:
+        """Names of the tensors that match one of the patterns (``*`` for any characters). A pattern that matches none is
+        an error."""
         names = list(self._tensors)
         matches, unused = _native.matching(names, patterns)
         if unused:
             raise _native.NotFoundError(f"step {self.step} has no tensor that matches `{unused[0]}`")
         return [name for name, matched in zip(names, matches, strict=True) if matched]
+
+
+def _is_pattern(name: str) -> bool:
+    return any(letter in name for letter in "*?[{")
 
 
 def without_ties(tensors: Mapping[str, TensorInfo], requests: list[Any]) -> list[Any]:

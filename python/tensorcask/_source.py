@@ -83,8 +83,9 @@ class Credentials:
 
     def ask(self) -> dict[str, str]:
         """Asks the provider, and returns its credentials as settings of the object store."""
-        if hasattr(self._provider, "get_credentials"):
-            found = self._provider.get_credentials()
+        provider: Any = self._provider
+        if hasattr(provider, "get_credentials"):
+            found = provider.get_credentials()
             if found is None:
                 raise _native.InvalidArgumentError(f"{self._provider!r} has no credentials")
             frozen = found.get_frozen_credentials()

@@ -56,10 +56,11 @@ class Stager:
         self.sizes = tuple(source.numel() * source.element_size() for source in self._sources.values())
 
     def _note(self, tensor: torch.Tensor, path: str) -> None:
-        _refusals.check_torch_data(tensor, path)
-        local = _local(tensor)
-        _refusals.check_torch(local, path)
-        self._sources.setdefault(_key(local), local)
+        if not _refusals.is_sharded(tensor):
+            _refusals.check_torch_data(tensor, path)
+        for local in _locals(tensor):
+            _refusals.check_torch(local, path)
+            self._sources.setdefault(_key(local), local)
 
     def copy_into(self, arena: Arena) -> Any:
         """The state with its tensors in an arena and its other values copied."""
@@ -85,7 +86,9 @@ def _with_copies(value: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, torch.Tensor):
         return value
-    copied = copies[_key(_local(value))]
+    if _refusals.is_sharded(value):
+        return _sharded_copy(value, copies)
+    copied = copies[_key(_locals(value)[0])]
     if isinstance(value, DTensor):
         return DTensor.from_local(copied, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
     return copied
@@ -160,10 +163,22 @@ def _copied(value: Any, path: str) -> Any:
         raise UnstorableTypeError(f"{path}: {name} cannot be copied for an asynchronous save: {error}") from error
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    found: torch.Tensor = local.detach()
-    return found
+def _locals(tensor: Any) -> list[torch.Tensor]:
+    """The tensors of this rank that a tensor is made of."""
+    if _refusals.is_sharded(tensor):
+        return [shard.tensor.detach() for shard in tensor.local_shards()]
+    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()]
+
+
+def _sharded_copy(tensor: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+
+    shards = [
+        Shard(copies[_key(local)], shard.metadata) for shard, local in zip(tensor.local_shards(), _locals(tensor), strict=True)
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, tensor.metadata(), process_group=tensor._process_group, sharding_spec=tensor.sharding_spec()
+    )
 
 
 def _key(tensor: torch.Tensor) -> Any:

@@ -151,7 +151,8 @@ class Store(Upkeep):
             keep_every: Interval of steps to keep besides the last ones: the multiples of this number.
             keep_weights_every: Interval of steps of which only the weights (role ``model``) are kept.
             progress: A function of the bytes read and written so far, called a few times a second from another thread;
-                or True for a bar of tqdm.
+                or True for a bar of tqdm. In a notebook with tqdm and ipywidgets, operations of more than a
+                second show the bar by default; False leaves it out.
 
         ``precision`` is one word or a list: a profile, followed by rules. Profiles are ``lossless``, ``near`` (masters
         to 8 bits beyond their bf16 weights, moments to 2.2 %) and ``compact`` (4 bits, 4.3 %). A rule is
@@ -209,6 +210,8 @@ class Store(Upkeep):
         dtype: DType | Mapping[str, DType] | None = None,
         have: int | None = None,
         max_error: float | None = None,
+        map_location: Device | None = None,
+        strip_prefix: str | None = None,
         progress: Progress = None,
     ) -> Any:
         """Loads a state, or a part of it; see :func:`load`."""
@@ -221,6 +224,8 @@ class Store(Upkeep):
             dtype=dtype,
             have=have,
             max_error=max_error,
+            map_location=map_location,
+            strip_prefix=strip_prefix,
         )
         wanted = step_or_latest(step)
         with watching(self.native(), progress, f"load step {step}"):
@@ -285,6 +290,8 @@ class Store(Upkeep):
         overwrite: bool = False,
         on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
+        cache_staged_state_dict: bool = True,
+        after_commit: Callable[[Snapshot], object] | None = None,
     ) -> Writer:
         """Makes a ``storage_writer`` for ``torch.distributed.checkpoint``; see :class:`tensorcask.torch.Writer`."""
         from .torch import Writer
@@ -304,6 +311,8 @@ class Store(Upkeep):
             overwrite=overwrite,
             on_unsupported=on_unsupported,
             max_failed_saves=max_failed_saves,
+            cache_staged_state_dict=cache_staged_state_dict,
+            after_commit=after_commit,
         )
 
     def reader(self, *, step: Step | None = None, process_group: Any = None) -> Reader:

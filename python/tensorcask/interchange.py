@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _native
+from ._dtypes import byte_count
 from ._files import into_place
 from ._native import Saved
 from ._options import Step, check_step, user_json, writer_options
@@ -55,6 +56,13 @@ def import_(
 
     ``on_unsupported``: what to do with a value that cannot be stored: ``"error"``, ``"skip"``, or a function of its
     path and the value that returns a value to store instead.
+
+    >>> import tempfile, torch, tensorcask
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"w": torch.ones(2), "epoch": 1}, f"{folder}/old.pt")
+    ...     saved = import_(f"{folder}/old.pt", "memory://import-example", step=5)
+    >>> saved.step, tensorcask.load("memory://import-example")
+    (5, {'w': tensor([1., 1.]), 'epoch': 1})
     """
     store = open_store(url, None)
     paths = [Path(source)] if isinstance(source, (str, os.PathLike)) else [Path(path) for path in source]
@@ -84,26 +92,51 @@ def import_(
 
 
 def export(
-    url: str | os.PathLike[str] | Store,
+    url: str | os.PathLike[str] | Store | Snapshot,
     target: str | os.PathLike[str],
     *,
     step: Step = "latest",
     format: str | None = None,
     max_shard_bytes: int | None = None,
+    tensors: str | Sequence[str] | None = None,
+    strip_prefix: str = "",
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
 ) -> None:
     """Writes a snapshot in another format. A target that exists already is an error, and stays as it is.
 
-    ``max_shard_bytes`` splits safetensors into shards with an index. ``target`` is then a folder.
+    ``url`` may also be a :class:`tensorcask.Snapshot`, as the function ``after_commit`` of a DCP writer gets it.
+
+    These arguments are for safetensors. ``max_shard_bytes`` splits the tensors into shards with an index; ``target`` is
+    then a folder. ``fqn_to_index_mapping`` does so too: it maps each name to the number of its file, from 1, as for
+    PyTorch's ``HuggingFaceStorageWriter``. ``tensors`` are names or patterns (``model.*``) of the tensors to write.
+    ``strip_prefix`` is left out at the start of their names; ``fqn_to_index_mapping`` has the names without it.
+
+    >>> import tempfile, tensorcask
+    >>> from safetensors import safe_open
+    >>> weights = {"w": tensorcask.RawTensor("f32", (2,), bytearray(8))}
+    >>> _ = tensorcask.save({"model": weights, "epoch": 1}, "memory://export-example", step=5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export("memory://export-example", f"{folder}/model.safetensors", tensors="model.*", strip_prefix="model.")
+    ...     with safe_open(f"{folder}/model.safetensors", "np") as file:
+    ...         print(list(file.keys()))
+    ['w']
     """
-    snapshot = open_store(url, None).snapshot(step)
+    snapshot = url if isinstance(url, Snapshot) else open_store(url, None).snapshot(step)
     path = Path(target)
-    kind = format or ("safetensors" if max_shard_bytes else _format_of(path, not path.suffix))
+    is_model = max_shard_bytes is not None or fqn_to_index_mapping is not None
+    kind = format or ("safetensors" if is_model else _format_of(path, not path.suffix))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} exists already. Choose another target")
-    if kind == "safetensors" and max_shard_bytes:
-        _write_shards(snapshot, path, max_shard_bytes)
-    elif kind == "safetensors":
-        _write_safetensors(snapshot, path, sorted(snapshot.tensors()))
+    if kind != "safetensors" and (is_model or tensors is not None or strip_prefix):
+        raise ValueError(f"format {kind!r} has all tensors under their names. tensors= and strip_prefix= are for safetensors")
+    if kind == "safetensors":
+        chosen = _renamed(snapshot, tensors, strip_prefix)
+        if fqn_to_index_mapping is not None:
+            _write_groups(snapshot, path, _groups_of(chosen, fqn_to_index_mapping))
+        elif max_shard_bytes:
+            _write_groups(snapshot, path, _groups_below(snapshot, chosen, max_shard_bytes))
+        else:
+            _write_safetensors(snapshot, path, chosen)
     elif kind == "torch":
         import torch
 
@@ -148,31 +181,78 @@ def _files_of_model(folder: Path) -> Path:
     raise FileNotFoundError(f"{folder} holds no safetensors")
 
 
-def _write_shards(snapshot: Snapshot, folder: Path, limit: int) -> None:
-    from ._dtypes import byte_count
+def _renamed(snapshot: Snapshot, patterns: str | Sequence[str] | None, prefix: str) -> dict[str, str]:
+    """Names of the tensors to write, sorted, each with its name in the file."""
+    names = sorted(snapshot.tensors() if patterns is None else snapshot.matching([patterns] if isinstance(patterns, str) else patterns))
+    other = next((name for name in names if not name.startswith(prefix) or name == prefix), None)
+    if other is not None:
+        raise ValueError(f"strip_prefix={prefix!r}: tensor {other!r} does not begin with it. Choose tensors with tensors={prefix + '*'!r}")
+    return {name: name.removeprefix(prefix) for name in names}
 
-    groups: list[list[str]] = [[]]
-    filled = total = 0
-    for name, info in sorted(snapshot.tensors().items()):
-        size = byte_count(info.dtype, info.shape)
+
+def _groups_below(snapshot: Snapshot, chosen: Mapping[str, str], limit: int) -> list[dict[str, str]]:
+    groups: list[dict[str, str]] = [{}]
+    filled = 0
+    for name, written in chosen.items():
+        size = _size_of(snapshot, name)
         if groups[-1] and filled + size > limit:
-            groups.append([])
+            groups.append({})
             filled = 0
-        groups[-1].append(name)
-        filled, total = filled + size, total + size
+        groups[-1][name] = written
+        filled += size
+    return groups
+
+
+def _groups_of(chosen: Mapping[str, str], numbers: Mapping[str, int]) -> list[dict[str, str]]:
+    missing = next((written for written in chosen.values() if written not in numbers), None)
+    if missing is not None:
+        raise ValueError(f"fqn_to_index_mapping has no file for tensor {missing!r}. Map it, or choose tensors with tensors=")
+    used = {numbers[written] for written in chosen.values()}
+    if used != set(range(1, len(used) + 1)):
+        raise ValueError(f"fqn_to_index_mapping: files {sorted(used)}; their numbers must be 1, 2, 3, ... without a gap")
+    return [{name: written for name, written in chosen.items() if numbers[written] == number} for number in sorted(used)]
+
+
+def _write_groups(snapshot: Snapshot, folder: Path, groups: Sequence[Mapping[str, str]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
-    for number, names in enumerate(groups, 1):
+    for number, group in enumerate(groups, 1):
         file = f"model-{number:05}-of-{len(groups):05}.safetensors"
-        _write_safetensors(snapshot, folder / file, names)
-        weights.update(dict.fromkeys(names, file))
+        _write_safetensors(snapshot, folder / file, group)
+        weights.update(dict.fromkeys(group.values(), file))
     # The index is last: where it exists, all shards exist.
+    total = sum(_size_of(snapshot, name) for group in groups for name in group)
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     into_place(folder / "model.safetensors.index.json", lambda temporary: temporary.write_text(json.dumps(index, indent=2)))
 
 
-def _write_safetensors(snapshot: Snapshot, path: Path, names: list[str]) -> None:
-    into_place(path, lambda temporary: snapshot.native.write_safetensors(str(temporary), names))
+def _size_of(snapshot: Snapshot, name: str) -> int:
+    info = snapshot.tensors()[name]
+    return byte_count(info.dtype, info.shape)
+
+
+def _write_safetensors(snapshot: Snapshot, path: Path, names: Mapping[str, str]) -> None:
+    def write(temporary: Path) -> None:
+        snapshot.native.write_safetensors(str(temporary), list(names))
+        if any(name != written for name, written in names.items()):
+            _rename_in_header(temporary, names)
+
+    into_place(path, write)
+
+
+def _rename_in_header(path: Path, names: Mapping[str, str]) -> None:
+    """Renames tensors in a safetensors file. Shorter names leave room, which spaces fill as the format allows."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        renamed = {names.get(name, name): value for name, value in header.items()}
+        encoded = json.dumps(renamed, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(encoded) > length:
+            raise _native.UnsupportedError(f"the header of {path.name} has no room for the new names")
+        file.seek(8)
+        file.write(encoded.ljust(length))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _read_torch(path: Path, allow: Sequence[str]) -> Any:

@@ -57,12 +57,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from . import _dtypes, _markers, _native
+from ._dcp_reader import read_tensors, resolve
 from ._files import write_whole
 from ._reports import TensorInfo
 from ._snapshot import Snapshot
 from ._steps import step_of
 from ._store import Store
-from .torch import Writer, read_tensors, resolve
+from .torch import Writer
 
 __all__ = ["BACKEND", "TRACKER", "LoadStrategy", "SaveStrategy", "latest", "load", "save"]
 
@@ -132,7 +133,7 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
         self._writers: dict[str, Writer] = {}
 
     @property
-    def can_handle_sharded_objects(self) -> bool:
+    def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - the base class says False
         return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -178,7 +179,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         self._store = store
 
     @property
-    def can_handle_sharded_objects(self) -> bool:
+    def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - the base class says False
         return True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -275,6 +276,7 @@ class _Shards(torch.Tensor):  # type: ignore[misc]
         return items
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None, "DCP asks for a shard by its offset"
         return self._shards[index.offset]
 
     @classmethod

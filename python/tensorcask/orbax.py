@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.future
 
 from . import _markers, _native
 from ._reports import TensorInfo
@@ -79,7 +80,7 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
             await asyncio.wrap_future(self._worker.submit(save))
 
         # Orbax makes the folder in the background, and signals when it is there.
-        return [ocp.future.CommitFutureAwaitingContractedSignals(save_in_turn(), name="tensorcask-orbax")]
+        return [orbax.checkpoint.future.CommitFutureAwaitingContractedSignals(save_in_turn(), name="tensorcask-orbax")]
 
     def save(self, directory: Any, args: Save) -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -199,7 +200,8 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
         raise _native.InvalidArgumentError(f"`{name}` has shape {list(found.shape)} in the store, but {list(like.shape)} is requested")
     pieces: dict[Any, Any] = {}
 
-    def piece(index: tuple[slice, ...]) -> Any:
+    def piece(index: tuple[slice, ...] | None) -> Any:
+        index = index or ()
         key = tuple((part.start, part.stop) for part in index)
         if key not in pieces:
             pieces[key] = snapshot.load(slices={found.name: index}, framework="numpy")[found.name].astype(like.dtype, copy=False)

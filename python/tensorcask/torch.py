@@ -23,37 +23,26 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from . import _dtypes, _frameworks, _native, _planners, _process_stores, _staging, _state
+from . import _dcp_paths, _frameworks, _native, _planners, _process_stores, _staging, _state
+from ._dcp_reader import Reader, doubled, set_version
 from ._handle import StoreHandle as Store
-from ._options import BaseCache, Check, Framework, Objective, Policy, Step, check_step, user_json, writer_options
-from ._reports import TensorInfo
+from ._options import BaseCache, Check, Objective, Policy, check_step, user_json, writer_options
 from ._snapshot import Snapshot
 from ._state import OnUnsupported, check_on_unsupported, path_text
 from ._steps import step_in, step_of
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["Reader", "Writer", "register", "unregister"]
 
 _log = logging.getLogger("tensorcask")
 _TREE = "tc.tree"
@@ -91,6 +80,24 @@ class Writer(StorageWriter):  # type: ignore[misc]
     raises an error. In a job of several ranks it does not, because the other ranks would wait for the one that raised.
     A save in a process of its own (``AsyncCheckpointerType.PROCESS``) cannot report to the writer. ``saved`` is the
     result of the last save, on the coordinator.
+
+    ``cache_staged_state_dict``: whether the memory of a stage is kept for later saves, as PyTorch's stagers do with
+    the same argument. Memory is reused only after its save has ended. False frees it after each save.
+
+    ``after_commit``: a function of the :class:`tensorcask.Snapshot`, called on the coordinator after the commit. An
+    export of the weights to safetensors belongs here. If the function fails, the step stays saved, and the error is
+    raised on every rank.
+
+    >>> import tensorcask
+    >>> import torch.distributed.checkpoint as dcp
+    >>> store = tensorcask.Store("memory://dcp-writer-example")
+    >>> writer = store.writer(policy="consecutive", after_commit=lambda snapshot: print("saved step", snapshot.step))
+    >>> for step in (1, 2):
+    ...     _ = dcp.async_save({"w": torch.full((2,), step)}, checkpoint_id=f"step-{step}", storage_writer=writer, no_dist=True).result()
+    saved step 1
+    saved step 2
+    >>> writer.saved.kind
+    'delta'
     """
 
     _synchronize_after_execute: bool = False
@@ -112,6 +119,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
         overwrite: bool = False,
         on_unsupported: OnUnsupported = None,
         max_failed_saves: int = 3,
+        cache_staged_state_dict: bool = True,
+        after_commit: Callable[[Snapshot], object] | None = None,
     ) -> None:
         check_on_unsupported(on_unsupported)
         self._store = store
@@ -120,13 +129,17 @@ class Writer(StorageWriter):  # type: ignore[misc]
         self._user = user
         self._metadata = dict(metadata or {})
         self._overwrite = overwrite
-        self._on_unsupported = on_unsupported
+        self._on_unsupported: OnUnsupported = on_unsupported
         self._max_failed_saves = max_failed_saves
+        self._keeps_stages = cache_staged_state_dict
+        self._after_commit = after_commit
         self._forget()
 
     def _forget(self) -> None:
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self.saved: _native.Saved | None = None
+        # Id of the snapshot, as DCP names it.
+        self.save_id: str | None = None
         self._is_coordinator = False
         self._world = 1
         self._failures: list[BaseException] = []
@@ -143,7 +156,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()
-        self.__dict__.update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def _step(self) -> int:
         if self._given_step is not None:
@@ -155,7 +169,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
     # DCP calls these methods in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.checkpoint_id = checkpoint_id
+        self.checkpoint_id, self.save_id = checkpoint_id, None
         self._step()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +179,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         _planners.check_plannable(self._on_unsupported)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -203,7 +217,13 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 writer.note_stall(stall)
             return saved
 
-        self.saved = self._noting(lambda: store.with_writer(self._options, commit))
+        saved: _native.Saved = self._noting(lambda: store.with_writer(self._options, commit))
+        self.saved, self.save_id = saved, saved.id
+        set_version(metadata)
+        metadata.storage_meta = self.storage_meta()
+        if self._after_commit is not None:
+            after_commit = self._after_commit
+            self._noting(lambda: _call_after_commit(after_commit, store.snapshot(step)))
         self._failures.clear()
 
     @classmethod
@@ -226,7 +246,7 @@ class Writer(StorageWriter):  # type: ignore[misc]
         for item in plan.items:
             name = item.index.fqn
             path = paths.get(name, (name,))
-            resolved = _planners.value_of(item, planner) if item.type == WriteItemType.BYTE_IO else planner.resolve_data(item)
+            resolved: Any = _planners.value_of(item, planner) if item.type == WriteItemType.BYTE_IO else planner.resolve_data(item)
             value = _screened(item, resolved, path_text(path), self._on_unsupported)
             if value is _staging.SKIPPED:
                 # A list keeps its length.
@@ -236,19 +256,21 @@ class Writer(StorageWriter):  # type: ignore[misc]
             if item.type == WriteItemType.BYTE_IO or value is not resolved:
                 _set(nested, path, value)
                 continue
-            tensor = resolved.detach()
+            tensor: torch.Tensor = resolved.detach()
             found.append(tensor)
             lent = _frameworks.lend(tensor, path_text(path), contiguous)
-            data = item.tensor_data
+            data: Any = item.tensor_data
             if tuple(tensor.shape) != tuple(data.chunk.sizes):
                 planned = list(data.chunk.sizes)
                 raise ValueError(f"{path_text(path)}: a shard has shape {list(tensor.shape)}, but {planned} in the plan")
-            double = _doubled(lent.dtype)
+            double = doubled(lent.dtype)
             shape, offset = double(data.size), double(data.chunk.offsets)
             tensors.append((str(name), lent.dtype, shape, offset, lent.shape, lent.buffer))
             keep.append(lent)
             _set(nested, path, _state.Reference(str(name), "torch"))
         self._stall_seconds = self._stall_of(found)
+        if not self._keeps_stages:
+            self._arenas = [arena for arena in self._arenas if not any(arena.holds(tensor) for tensor in found)]
         flat = _state.flatten(nested, self._on_unsupported)
         for name, lent in flat.tensors.items():
             whole = list(lent.shape)
@@ -315,6 +337,61 @@ class Writer(StorageWriter):  # type: ignore[misc]
             raise
 
 
+def register(*stores: Store | str | os.PathLike[str], **options: Any) -> None:
+    """Lets DCP find stores by path: ``dcp.load(state, checkpoint_id="s3://bucket/run42/step-100")``.
+
+    Call it once in each process, before ``dcp.save`` and ``dcp.load`` without ``storage_writer`` and
+    ``storage_reader``. DCP then uses tensorcask for a ``checkpoint_id`` in a store that exists, or in one of
+    ``stores``, which need not exist yet. ``options`` are those of :class:`Writer`, for these stores. The id of a load
+    may be the store itself, for the newest step. All other ids are left to PyTorch.
+
+    PyTorch has no interface for this, so its function that chooses a storage is replaced. :func:`unregister` undoes it.
+
+    >>> import torch.distributed.checkpoint as dcp
+    >>> register("memory://register-example", policy="full")
+    >>> _ = dcp.save({"w": torch.ones(2)}, checkpoint_id="memory://register-example/step-100", no_dist=True)
+    >>> state = {"w": torch.zeros(2)}
+    >>> dcp.load(state, checkpoint_id="memory://register-example", no_dist=True)
+    >>> state["w"]
+    tensor([1., 1.])
+    >>> unregister()
+    """
+    handles = [store if isinstance(store, Store) else Store(store) for store in stores]
+    for store in handles:
+        # Reports unknown options now, and not at the first save.
+        Writer(store, **options)
+    _detection.add(handles, options)
+    _dcp_paths.install(_storage_for)
+
+
+def unregister() -> None:
+    """Undoes :func:`register`."""
+    global _detection
+    _detection = _dcp_paths.Detection()
+    _dcp_paths.uninstall()
+
+
+_detection = _dcp_paths.Detection()
+
+
+def _storage_for(checkpoint_id: str | os.PathLike[str], reader: bool) -> Reader | Writer | None:
+    chosen = _detection.choose(checkpoint_id)
+    if chosen is None:
+        return None
+    if reader:
+        return Reader(chosen.store, step="latest" if chosen.is_whole_store else None)
+    if chosen.is_whole_store:
+        raise ValueError(f"{checkpoint_id} is a store. Name the step to save: {os.fsdecode(checkpoint_id)}/step-100")
+    return Writer(chosen.store, **chosen.options)
+
+
+def _call_after_commit(after_commit: Callable[[Snapshot], object], snapshot: Snapshot) -> None:
+    try:
+        after_commit(snapshot)
+    except Exception as error:
+        raise RuntimeError(f"step {snapshot.step} is saved, but after_commit failed: {error}") from error
+
+
 def _check_values(planner: SavePlanner, on_unsupported: OnUnsupported) -> None:
     """Refuses sharded tensors inside values, on every rank and before any rank uploads: only one rank gets to store
     a value."""
@@ -347,239 +424,8 @@ def _free_arena(arenas: list[_staging.Arena], sizes: tuple[int, ...]) -> _stagin
     return None
 
 
-class Reader(StorageReader):  # type: ignore[misc]
-    """A ``storage_reader`` for ``dcp.load``.
-
-    ``step``: the training step, or ``"latest"``; without it, ``checkpoint_id`` names the step. Without both, the newest
-    snapshot is loaded. Each rank reads only the elements that its tensors hold. ``process_group``: the group of the
-    load; its first rank then reads the description of the state and sends it to the others. Without it, each rank reads
-    the description itself.
-
-    Planners that take a state apart (``flatten_state_dict=True``, the default) and planners that do not can both load
-    any snapshot.
-    """
-
-    def __init__(self, store: Store, *, step: Step | None = None, process_group: Any = None) -> None:
-        self._store = store
-        self._given_step = step
-        self._group = process_group
-        self._told_step: int | None = None
-        self._told_id: str | None = None
-        self.checkpoint_id: str | os.PathLike[str] | None = None
-        self._snapshot: Snapshot | None = None
-        self._values: dict[str, Any] = {}
-        self._names: dict[str, str] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.checkpoint_id = checkpoint_id
-        self._snapshot, self._told_step, self._told_id = None, None, None
-
-    def _open(self) -> Snapshot:
-        if self._snapshot is None:
-            step = self._given_step
-            if step is None and self.checkpoint_id is not None:
-                step = step_of(self.checkpoint_id, "Rename it, or pass step= to store.reader()")
-            step = step if self._told_step is None else self._told_step
-            self._snapshot = _process_stores.shared(self._store).snapshot("latest" if step is None else step)
-            if self._told_id not in (None, self._snapshot.id):
-                raise _native.ConflictError(f"step {step} was saved again during this load. Load again")
-        return self._snapshot
-
-    def read_metadata(self, *args: Any) -> Metadata:
-        if self._group is None:
-            return self._describe_all()
-        # One rank reads the description for all ranks.
-        told: list[Any] = [None]
-        if dist.get_rank(self._group) == 0:
-            try:
-                told = [(self._describe_all(), self._values, self._names, self._open().step, self._open().id)]
-            except Exception as error:
-                told = [error]
-        dist.broadcast_object_list(told, group=self._group, group_src=0)
-        if isinstance(told[0], Exception):
-            raise told[0]
-        metadata, self._values, self._names, self._told_step, self._told_id = told[0]
-        described: Metadata = metadata
-        return described
-
-    def _describe_all(self) -> Metadata:
-        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-        nested, _ = self._open().structure()
-        if not isinstance(nested, dict):
-            raise _native.UnsupportedError(
-                f"step {self._open().step} is a {type(nested).__name__}, and DCP loads mappings. Use tensorcask.load()"
-            )
-        placeholders = _map(nested, lambda info: _Placeholder(info) if isinstance(info, TensorInfo) else info)
-        try:
-            flat, mappings = flatten_state_dict(placeholders)
-        except ValueError as error:
-            step = self._open().step
-            raise _native.UnsupportedError(f"step {step}: DCP cannot tell two keys apart: {error}. Use tensorcask.load()") from None
-        self._values, self._names = {}, {}
-        described = {fqn: self._describe(fqn, value) for fqn, value in flat.items()}
-        whole = {key: self._describe(key, value) for key, value in placeholders.items() if key not in described}
-        return _metadata(_Descriptions(described, whole), mappings, self.checkpoint_id)
-
-    def _describe(self, fqn: Any, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        if isinstance(value, _Placeholder):
-            self._names[fqn] = value.info.name
-            return _describe(value.info)
-        self._values[fqn] = _map(value, lambda leaf: leaf.info if isinstance(leaf, _Placeholder) else leaf)
-        return BytesStorageMetadata()
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        self._warn_about_moments_left_out({str(item.dest_index.fqn) for item in plan.items})
-        return dataclasses.replace(plan, storage_data=self._told_id or self._open().id)
-
-    def _warn_about_moments_left_out(self, wanted: set[str]) -> None:
-        """DCP fills only what the caller's state has. A new optimizer has no moments, and their loss is no error."""
-        groups = {re.sub(r"param_groups(\..*)?$", "", name) for name in wanted if re.search(r"(^|\.)param_groups(\.|$)", name)}
-        for prefix in sorted(groups):
-            slots = f"{prefix}state."
-            if any(str(name).startswith(slots) for name in self._names) and not any(name.startswith(slots) for name in wanted):
-                _log.warning(
-                    "step %s has moments (%s*), but the state to load has none, so none are loaded. dcp.load fills only what the state "
-                    "has. Make the state with get_state_dict(model, optimizer), which creates the moments of a new optimizer",
-                    self._open().step,
-                    slots,
-                )
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        if len({plan.storage_data for plan in plans}) > 1:
-            raise _native.ConflictError("ranks found different snapshots: one was committed during this load. Load again, or pass step=")
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        if not plan.items:
-            future: Future[None] = Future()
-            future.set_result(None)
-            return future
-        snapshot = self._open()
-        infos = snapshot.tensors()
-        wanted, filled = [], []
-        for item in plan.items:
-            fqn = item.storage_index.fqn
-            if item.type == LoadItemType.BYTE_IO:
-                _planners.give(item, planner, resolve(snapshot, self._values[fqn], "torch"))
-                continue
-            target = planner.resolve_tensor(item)
-            wanted.append((infos[self._names[fqn]], item.storage_offsets, item.lengths, target))
-            filled.append((item, target))
-        read_tensors(snapshot, wanted)
-        for item, target in filled:
-            planner.commit_tensor(item, target)
-        future = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return step_in(checkpoint_id) is not None
-
-
-class _Descriptions(dict[Any, Any]):
-    """Descriptions of values by the names of a flattened state. Names of the state as it is are found too, but not
-    listed.
-
-    DCP compares the listed names with those of the state to load. It looks up the names that its planner asks for.
-    """
-
-    def __init__(self, described: dict[Any, Any], whole: dict[Any, Any]) -> None:
-        super().__init__(described)
-        self._whole = whole
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self._whole
-
-    def __missing__(self, key: Any) -> Any:
-        return self._whole[key]
-
-
-def _metadata(described: dict[Any, Any], mappings: Any, checkpoint_id: str | os.PathLike[str] | None) -> Metadata:
-    metadata = Metadata(state_dict_metadata=described, planner_data=mappings, storage_meta=StorageMeta(checkpoint_id=checkpoint_id))
-    # Older versions of PyTorch have no such field.
-    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    if version is not None and hasattr(metadata, "version"):
-        metadata.version = version
-    return metadata
-
-
-def read_tensors(snapshot: Snapshot, wanted: Sequence[tuple[TensorInfo, Sequence[int], Sequence[int], torch.Tensor]]) -> None:
-    """Reads rectangles, each an offset and a shape, into tensors of that shape on any device."""
-    requests, elsewhere, addresses = [], [], set()
-    for info, offset, shape, target in wanted:
-        double = _doubled(info.dtype)
-        plain = target.detach()
-        dtype = _dtypes.torch_dtype(torch, info.dtype, info.name)
-        # Tied tensors share memory. Only the first is read in place.
-        direct = plain.device.type == "cpu" and plain.is_contiguous() and plain.dtype == dtype
-        direct = direct and not plain.is_conj() and not plain.is_neg() and plain.data_ptr() not in addresses
-        staged = plain if direct else torch.empty(tuple(shape), dtype=dtype)
-        if direct:
-            addresses.add(plain.data_ptr())
-        else:
-            elsewhere.append((plain, staged))
-        requests.append((info.name, double(offset), double(shape), _frameworks.torch_bytes(torch, staged)))
-    snapshot.native.read_into(requests)
-    for plain, staged in elsewhere:
-        plain.copy_(staged)
-
-
-def resolve(snapshot: Snapshot, value: Any, framework: Framework | None = None) -> Any:
-    """A value of :meth:`Snapshot.structure` with its tensors loaded. A tuple of tensors is one value to DCP."""
-    names: list[str] = []
-    _map(value, lambda leaf: names.append(leaf.name) if isinstance(leaf, TensorInfo) else None)
-    loaded = snapshot.load(tensors=names, framework=framework) if names else {}
-    return _map(value, lambda leaf: loaded[leaf.name] if isinstance(leaf, TensorInfo) else leaf)
-
-
-class _Placeholder(torch.Tensor):  # type: ignore[misc]
-    """Stand-in for a tensor of the store while PyTorch flattens names."""
-
-    info: TensorInfo
-
-    def __new__(cls, info: TensorInfo) -> _Placeholder:
-        made: _Placeholder = torch.Tensor._make_subclass(cls, torch.empty(0, device="meta"))
-        made.info = info
-        return made
-
-
-def _describe(info: TensorInfo) -> TensorStorageMetadata:
-    shape = torch.Size(_dtypes.torch_shape(info.dtype, info.shape, info.name))
-    dtype = _dtypes.torch_dtype(torch, info.dtype, info.name)
-    # One chunk: PyTorch need not plan which cask holds which part.
-    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
-    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=shape, chunks=[chunk])
-
-
-def _doubled(dtype: str) -> Callable[[Any], list[int]]:
-    """Extents and offsets in elements. PyTorch counts pairs of float4."""
-
-    def double(numbers: Any) -> list[int]:
-        found = [int(number) for number in numbers]
-        if dtype == "f4_e2m1" and found:
-            found[-1] *= 2
-        return found
-
-    return double
-
-
 def _set(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
     """Puts a value at the path where PyTorch found it. Integers after the first key are positions in lists."""
     for key, after in zip(path[:-1], path[1:], strict=True):
         nested = nested.setdefault(key, _state.Part() if isinstance(after, int) else {})
     nested[path[-1]] = value
-
-
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_map(item, change) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_map(item, change) for item in value)
-    return change(value)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,24 @@ def test_python_examples(page, folder):
     ended = subprocess.run([sys.executable, "-c", example], cwd=folder, capture_output=True, text=True, check=True)
     printed = re.findall(r"^print\(.*\) +# (.*)$", example, re.MULTILINE)
     assert printed and [line for line in ended.stdout.splitlines() if line in printed] == printed, ended.stdout
+
+
+def test_the_guide_to_dcp(tmp_path):
+    """Runs the examples of the page as one program, twice: the second run resumes. The one of two ranks runs alone."""
+    found = blocks("dcp.md", "python")
+    [of_ranks] = [block for block in found if "init_process_group" in block]
+    program = "\n".join(block for block in found if block is not of_ranks and "moments[" not in block)
+    (tmp_path / "ranks.py").write_text(of_ranks)
+    for _ in range(2):
+        subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=tmp_path, check=True)
+        shutil.rmtree(tmp_path / "runs" / "hf")
+        shutil.rmtree(tmp_path / "runs" / "by-path")
+        tensorcask.Store(tmp_path / "runs" / "dcp").forget([200])
+    assert tensorcask.Store(tmp_path / "runs" / "dcp").steps == [3, 6]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "ranks.py"]
+    for _ in range(2):
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "saved steps [1, 2, 3, 4, 5, 6]" in ended.stdout
 
 
 def run_example(folder, name, **variables):

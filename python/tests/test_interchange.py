@@ -258,3 +258,38 @@ def test_objects_that_hold_themselves_are_refused(tmp_path, url):
     torch.save({"args": args}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match="does the state contain itself"):
         import_(tmp_path / "a.pt", url, step=1, allow=["argparse.Namespace"])
+
+
+def test_export_of_some_tensors_under_other_names(tmp_path, url):
+    state = {"model": {"a": torch.arange(6.0), "b": torch.ones(2, 2, dtype=torch.bfloat16), "ä": torch.zeros(1)}, "opt": torch.ones(3)}
+    snapshot = tensorcask.Store(url)
+    snapshot.save(state, step=1)
+    export(url, tmp_path / "one.safetensors", tensors="model.*", strip_prefix="model.")
+    one = load_file(tmp_path / "one.safetensors")
+    assert one.keys() == {"a", "b", "ä"} and torch.equal(one["a"], state["model"]["a"]) and torch.equal(one["b"], state["model"]["b"])
+    mapping = {"a": 2, "b": 1, "ä": 2}
+    export(snapshot.snapshot(), tmp_path / "hf", tensors=["model.*"], strip_prefix="model.", fqn_to_index_mapping=mapping)
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert load_file(tmp_path / "hf/model-00002-of-00002.safetensors").keys() == {"a", "ä"}
+    # It can be imported again.
+    import_(tmp_path / "hf", tmp_path / "again", step=1)
+    assert tensorcask.load(tmp_path / "again", framework="torch").keys() == {"a", "b", "ä"}
+
+
+def test_arguments_of_export_that_do_not_fit_are_named(tmp_path, url):
+    tensorcask.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "opt": torch.ones(3)}, url, step=1)
+    for says, arguments in (
+        ("strip_prefix='model.': tensor 'opt' does not begin", {"strip_prefix": "model."}),
+        ("has no file for tensor 'model.b'", {"tensors": "model.*", "fqn_to_index_mapping": {"model.a": 1}}),
+        (r"files \[1, 3\]; their numbers must be", {"tensors": "model.*", "fqn_to_index_mapping": {"model.a": 1, "model.b": 3}}),
+        ("are for safetensors", {"format": "torch", "tensors": "model.*"}),
+    ):
+        with pytest.raises(ValueError, match=says):
+            export(url, tmp_path / "target", **({"format": "safetensors"} | arguments))
+        assert not (tmp_path / "target").exists()
+    with pytest.raises(tensorcask.NotFoundError, match="no tensor that matches `absent"):
+        export(url, tmp_path / "target.safetensors", tensors="absent.*")

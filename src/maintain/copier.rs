@@ -4,8 +4,9 @@
 //! committed after all its objects are there; a small one is part of the entry that commits it. The agent of the engine
 //! keeps a copier for each further store; [`copy`](super::copy()) runs one once.
 //!
-//! Invariants: a cask is verified before the entry that names or holds it is committed; a cask that is an object is
-//! verified at the destination. Snapshots are added in the order of the source. A copy that was interrupted is resumed by copying again.
+//! Invariants: casks, manifests and directories are verified before the entry that names or holds them is committed; a
+//! cask that is an object is verified at the destination. Snapshots are added in the order of the source. A copy that was
+//! interrupted is resumed by copying again.
 
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ use crate::commit::{Age, Appended, Log, LogState, Need, SnapshotRecord, read_inl
 use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::{AheadUploads, Listed, Upload, saves_inline};
-use crate::wire::{CaskRef, Event, Id, InlineSnapshot, Manifest};
+use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Manifest};
 use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
 
 /// Number of bytes of a cask that are copied at once.
@@ -121,8 +122,7 @@ impl Copier {
                 }
             }
         }
-        let directory = format!("directories/{}", manifest.directory);
-        let bytes = source.objects().get(&directory, source.limits().max_directory_bytes).await?;
+        let (directory, bytes) = read_directory_bytes(source, manifest.directory).await?;
         if present(destination, &directory, bytes.len() as u64).await?.is_none() {
             report.objects += 1;
             report.bytes += bytes.len() as u64;
@@ -221,11 +221,8 @@ impl Copier {
                     report.bytes += cask.bytes;
                 }
             }
-            let directory = format!("directories/{}", manifest.directory);
-            self.destination
-                .objects()
-                .put_content_addressed(&directory, source.objects().get(&directory, source.limits().max_directory_bytes).await?)
-                .await?;
+            let (directory, bytes) = read_directory_bytes(source, manifest.directory).await?;
+            self.destination.objects().put_content_addressed(&directory, bytes).await?;
             if !is_inline {
                 self.destination.objects().create_unique(&Manifest::path_of(link.step, link.id), manifest_bytes.clone()).await?;
             }
@@ -331,6 +328,14 @@ fn check_order(source: &LogState, destination: &LogState, missing: &[&SnapshotRe
             record.step
         ))),
     }
+}
+
+/// Path and bytes of a directory, checked.
+async fn read_directory_bytes(store: &Store, digest: Digest) -> Result<(String, Bytes)> {
+    let path = format!("directories/{digest}");
+    let bytes = store.objects().get(&path, store.limits().max_directory_bytes).await?;
+    Directory::check_digest(&bytes, digest).in_object(path.as_str())?;
+    Ok((path, bytes))
 }
 
 /// Listing of an object, if the store has it with this size.

@@ -1,0 +1,6 @@
+//! Server and client together, over real connections.
+
+mod hostile;
+mod reading;
+mod refusals;
+mod support;
