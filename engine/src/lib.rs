@@ -67,7 +67,6 @@ mod inline_generation;
 // Many hosts.
 mod hosts;
 
-#[allow(dead_code, reason = "the agent does not serve and copy yet")]
 mod peers;
 
 // The agent.
@@ -121,4 +120,6 @@ pub use protocol::{Failure, Until};
 pub use restored::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
 pub use saving::{Mapping, Outcome, Saving, Waited};
 pub use snapshot_places::{SnapshotPlace, snapshot_places};
-pub use status::{AgentStatus, HostsStatus, LeaderStatus, LevelStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
+pub use status::{
+    AgentStatus, HostsStatus, LeaderStatus, LevelStatus, RankStatus, ReplicaStatus, RunStatus, SaveStatus, SlotStatus, TierStatus,
+};

@@ -343,6 +343,11 @@ pub(super) async fn present(store: &Store, path: &str, bytes: u64) -> Result<Opt
     Ok(store.objects().head_if_present(path).await?.filter(|found| found.bytes == bytes))
 }
 
+/// End of the window that begins at an offset of a cask.
+fn window_end(start: u64, cask_bytes: u64) -> u64 {
+    cask_bytes.min(start.saturating_add(WINDOW_BYTES))
+}
+
 /// Copies a cask, except bytes that were sent ahead. Returns the number of those bytes.
 #[boxed]
 pub(super) async fn copy_cask(source: &CaskSource, destination: &Store, cask: &CaskRef, ahead: Option<&AheadUploads>) -> Result<u64> {
@@ -355,10 +360,15 @@ pub(super) async fn copy_cask(source: &CaskSource, destination: &Store, cask: &C
         Some(begun) => (begun.upload, begun.bytes, begun.sent_bytes),
         None => (Upload::new(destination, path.clone(), cask.bytes), 0, 0),
     };
-    while start < cask.bytes {
-        let end = cask.bytes.min(start + WINDOW_BYTES);
-        upload.push(vec![source.get_range(start..end).await?]).await?;
-        start = end;
+    // The next window is read while this one is sent.
+    let mut window = start..window_end(start, cask.bytes);
+    let mut bytes = source.get_range(window.clone()).await?;
+    while !window.is_empty() {
+        start = window.end;
+        window = start..window_end(start, cask.bytes);
+        let (sent, read) = futures::future::join(upload.push(vec![bytes]), source.get_range(window.clone())).await;
+        sent?;
+        bytes = read?;
     }
     upload.finish().await?;
     Ok(sent)

@@ -2,8 +2,8 @@
 //! copies those of other hosts.
 //!
 //! ```text
-//! host n: memory-<e>/ ── serve ──── HTTPS, mutual TLS ────> peer_objects ─> Copier ─> replica-<n>/memory-<m>/ :host n+jump
-//!                                                           (ObjectStore)   (checks every byte)
+//! host n: mirror/ ── serve ──── HTTPS, mutual TLS ────> peer_objects ─> Replica ─> replica-<n>/ :host n + jump
+//!                                                       (ObjectStore)   (checks every byte)
 //! ```
 //!
 //! A peer is authenticated by its certificate: it is signed by the authority of the run, and names the run. Still, nothing
@@ -12,7 +12,7 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | `placement` | which hosts copy which hosts |
+//! | `placement`, `replica_board` | which hosts copy which hosts; what is copied, and who answers |
 //! | `resource`, `byte_range` | what a request names; parsed without I/O |
 //! | `folder_access`, `listing` | opens and lists files below the run's folder, without following links |
 //! | `bandwidth` | limit of bytes per second |
@@ -20,6 +20,7 @@
 //! | `tls` | certificates from files, checks of the other side |
 //! | `serve` | the server |
 //! | `http_client`, `connect`, `peer_objects` | the client, an `ObjectStore` that reads |
+//! | `union` | several places with parts of a store as one store |
 //!
 //! Reads use WebDAV's `PROPFIND` for listings, because the HTTP store of `object_store` does.
 
@@ -32,11 +33,20 @@ mod http_client;
 mod listing;
 mod peer_objects;
 mod placement;
+mod replica_board;
 mod resource;
 mod serve;
 mod tls;
+#[allow(dead_code, reason = "a restore does not use it yet")]
+mod union;
 
 pub use certificates::{CertificateFiles, InitTls, init_tls};
+pub(crate) use http_client::ResponseLimits;
+pub(crate) use peer_objects::Peer;
+pub(crate) use placement::Placement;
+pub(crate) use replica_board::{Pulled, ReplicaBoard};
+pub(crate) use serve::PeerServer;
+pub(crate) use tls::Tls;
 
 #[cfg(test)]
 mod tests;

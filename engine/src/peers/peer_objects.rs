@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use futures::stream::{BoxStream, StreamExt, TryStreamExt};
 use object_store::http::{HttpBuilder, HttpStore};
 use object_store::path::Path;
+use object_store::prefix::PrefixStore;
 use object_store::{
     BackoffConfig, CopyOptions, Error as ObjectError, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore,
     PutMultipartOptions, PutOptions, PutPayload, PutResult, Result as ObjectResult, RetryConfig,
@@ -17,6 +18,7 @@ use tensorcask::{Error, ErrorKind, Result, Store, StoreOptions};
 use super::http_client::{PeerConnector, ResponseLimits};
 use super::resource::Resource;
 use super::tls::Tls;
+use super::union::Place;
 
 /// The snapshots that a peer serves, for one run.
 #[derive(Debug, Clone)]
@@ -42,32 +44,30 @@ impl Peer {
         &self.objects.place.url
     }
 
-    /// The store below these folders, such as `memory-3`. Sends no request.
-    pub(crate) fn store(&self, folders: &str) -> Store {
-        let root = Path::from(format!("{}/{folders}", self.objects.place.key));
+    /// A store of the peer: `mirror`, or a replica. Sends no request.
+    pub(crate) fn store(&self, folder: &str) -> Store {
+        let root = Path::from(format!("{}/{folder}", self.objects.place.key));
         Store::with_object_store(self.objects.clone(), root, StoreOptions::default())
     }
 
-    /// Numbers of the stores in the peer's memory, ascending.
-    pub(crate) async fn epochs(&self) -> Result<Vec<u64>> {
-        let listed = self.objects.list_with_delimiter(Some(&Path::from(self.objects.place.key.as_str()))).await;
-        let listed = listed.map_err(|e| Error::new(ErrorKind::Storage, e.to_string()).object(self.url()).source(e))?;
-        let number = |folder: &Path| folder.filename()?.strip_prefix("memory-")?.parse().ok();
-        let mut epochs: Vec<u64> = listed.common_prefixes.iter().filter_map(number).collect();
-        epochs.sort_unstable();
-        Ok(epochs)
+    /// A store of the peer as a place of a union.
+    #[allow(dead_code, reason = "a restore does not use it yet")]
+    pub(crate) fn place(&self, folder: &str) -> Place {
+        Arc::new(PrefixStore::new(self.objects.clone() as Place, format!("{}/{folder}", self.objects.place.key)))
     }
 
-    /// Whether the peer has an object.
-    pub(crate) async fn has(&self, path: &str) -> Result<bool> {
-        let options = GetOptions { head: true, ..GetOptions::default() };
-        match self.objects.get_opts(&Path::from(format!("{}/{path}", self.objects.place.key)), options).await {
-            Ok(_) => Ok(true),
-            Err(ObjectError::NotFound { .. }) => Ok(false),
-            Err(e) => Err(Error::new(ErrorKind::Storage, e.to_string()).object(format!("{}/{path}", self.url())).source(e)),
+    /// Whether the peer answers, whatever it has.
+    pub(crate) async fn answers(&self) -> Result<()> {
+        let object = format!("{}/mirror/{STORE_FILE}", self.objects.place.key);
+        match self.objects.get_opts(&Path::from(object), GetOptions { head: true, ..GetOptions::default() }).await {
+            Ok(_) | Err(ObjectError::NotFound { .. }) => Ok(()),
+            Err(e) => Err(Error::new(ErrorKind::Storage, e.to_string()).object(self.url()).source(e)),
         }
     }
 }
+
+/// File that every store has.
+const STORE_FILE: &str = "store.json";
 
 /// The objects of a peer, for one run.
 #[derive(Debug)]

@@ -47,7 +47,8 @@ impl Placement {
     }
 
     /// Hosts whose snapshots `host` copies, ascending.
-    pub(crate) fn sources(&self, host: u32, gone: &BTreeSet<u32>) -> Vec<u32> {
+    #[cfg(test)]
+    fn sources(&self, host: u32, gone: &BTreeSet<u32>) -> Vec<u32> {
         (0..self.hosts).filter(|source| self.holders(*source, gone).contains(&host)).collect()
     }
 

@@ -9,8 +9,8 @@ pub(super) struct Resource {
 }
 
 impl Resource {
-    /// Parses the path of a request to the run with this key: `/<key>`, `/<key>/memory-<n>/...` or
-    /// `/<key>/replica-<host>/memory-<n>/...`. Names consist of `[0-9a-z._-]` and do not begin with a dot: no other objects
+    /// Parses the path of a request to the run with this key: `/<key>`, or `/<key>/<store>/...` with the store `mirror`,
+    /// `memory-<n>` or `replica-<host>`. Names consist of `[0-9a-z._-]` and do not begin with a dot: no other objects
     /// are in a store, so escapes such as `%2e` are refused with the rest.
     pub(super) fn parse(path: &str, key: &str) -> Option<Self> {
         if path.len() > MAX_PATH_BYTES {
@@ -30,24 +30,18 @@ impl Resource {
     }
 
     fn is_served(&self) -> bool {
-        let below_memory = |names: &[String]| match names.split_first() {
-            None => true,
-            Some((store, inner)) => is_numbered(store, "memory-") && inner.iter().all(|name| is_object_name(name)),
-        };
-        let is_store = match self.names.split_first() {
-            Some((first, rest)) if is_numbered(first, "replica-") => below_memory(rest),
-            _ => below_memory(&self.names),
-        };
-        is_store && self.names.len() <= MAX_DEPTH
+        let Some((store, inner)) = self.names.split_first() else { return true };
+        let is_store = store == "mirror" || is_numbered(store, "memory-") || is_numbered(store, "replica-");
+        is_store && self.names.len() <= MAX_DEPTH && inner.iter().all(|name| is_object_name(name))
     }
 
     pub(super) fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// Whether the resource is within a store, as opposed to a folder of stores.
+    /// Whether the resource is within a store, as opposed to the folder of stores.
     pub(super) fn is_in_store(&self) -> bool {
-        self.names.iter().any(|name| name.starts_with("memory-"))
+        !self.names.is_empty()
     }
 
     /// The entry of this name, if it is served.
@@ -77,8 +71,8 @@ fn is_object_name(name: &str) -> bool {
 
 const MAX_PATH_BYTES: usize = 512;
 const MAX_NAME_BYTES: usize = 200;
-/// Names below the run's folder: a replica, a store, and at most four in the store.
-const MAX_DEPTH: usize = 6;
+/// Names below the run's folder: a store, and at most four in the store.
+const MAX_DEPTH: usize = 5;
 
 #[cfg(test)]
 mod tests {
@@ -88,7 +82,14 @@ mod tests {
 
     #[test]
     fn only_objects_of_stores_are_served() {
-        for path in ["/k", "/k/", "/k/memory-0", "/k/memory-12/log/00000000000000000001.json", "/k/replica-3/memory-0/casks/7f.cask"] {
+        for path in [
+            "/k",
+            "/k/",
+            "/k/memory-0",
+            "/k/memory-12/log/00000000000000000001.json",
+            "/k/replica-3/casks/7f.cask",
+            "/k/mirror/receipts/a/b/0.json",
+        ] {
             let parsed = Resource::parse(path, "k").unwrap_or_else(|| panic!("{path}"));
             assert_eq!(parsed.to_path("k"), path.trim_end_matches('/'));
         }
@@ -111,25 +112,25 @@ mod tests {
             "/k/memory-0\\..",
             "/k/memory-0/A",
             "/k/memory-0/casks/x#1",
-            "/k/replica-1/rank-0/arena",
-            "/k/replica-1/replica-2",
+            "/k/mirrors/a",
+            "/k/replica-x/casks",
             "/k/memory-0/a\0b",
             "//k",
         ];
         for path in refused {
             assert_eq!(Resource::parse(path, "k"), None, "{path}");
         }
-        assert_eq!(Resource::parse(&format!("/k/memory-0{}", "/a".repeat(6)), "k"), None, "too deep");
+        assert_eq!(Resource::parse(&format!("/k/memory-0{}", "/a".repeat(5)), "k"), None, "too deep");
         assert_eq!(Resource::parse(&format!("/k/memory-0/{}", "a".repeat(201)), "k"), None, "too long");
     }
 
     proptest! {
         /// Whatever is accepted stays below the run's folder.
         #[test]
-        fn no_path_leads_outside(path in "/k(/(memory-[0-9]{1,2}|replica-[0-9]|[a-z.%/\\\\0-9#A-Z-]{0,12}|\\.\\.|.{0,6})){0,7}") {
+        fn no_path_leads_outside(path in "/k(/(mirror|memory-[0-9]{1,2}|replica-[0-9]|[a-z.%/\\\\0-9#A-Z-]{0,12}|\\.\\.|.{0,6})){0,7}") {
             if let Some(resource) = Resource::parse(&path, "k") {
                 let first = resource.names().first();
-                prop_assert!(first.is_none_or(|first| first.starts_with("memory-") || first.starts_with("replica-")));
+                prop_assert!(first.is_none_or(|first| first.starts_with("memory-") || first.starts_with("replica-") || first == "mirror"));
                 for name in resource.names() {
                     prop_assert!(!name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', '%', '\0', '#']));
                 }

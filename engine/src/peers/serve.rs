@@ -71,7 +71,9 @@ impl PeerServer {
         Ok(Self { listener, tls, served: Arc::new(served) })
     }
 
-    pub(crate) fn address(&self) -> Result<SocketAddr> {
+    /// The address, with the port that was chosen for port 0.
+    #[cfg(test)]
+    pub(super) fn address(&self) -> Result<SocketAddr> {
         self.listener.local_addr().map_err(|e| Error::io("the server for peers", e))
     }
 

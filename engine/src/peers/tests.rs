@@ -3,4 +3,6 @@
 mod hostile;
 mod reading;
 mod refusals;
+mod replicas;
+mod session;
 mod support;

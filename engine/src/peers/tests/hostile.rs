@@ -23,13 +23,13 @@ use crate::peers::resource::Resource;
 
 /// How a server lies about objects whose path contains `object`.
 #[derive(Clone)]
-struct Lie {
-    object: &'static str,
-    kind: Kind,
+pub(super) struct Lie {
+    pub object: &'static str,
+    pub kind: Kind,
 }
 
 #[derive(Clone)]
-enum Kind {
+pub(super) enum Kind {
     FlippedByte,
     /// Declares more bytes than it sends.
     Truncated,
@@ -50,12 +50,14 @@ enum Kind {
     Redirect,
     /// Sends the object of the same kind from another store.
     OtherStore(PathBuf),
+    /// Sends the object of the same name from the folder of another step of the same session.
+    OtherStep(u64),
     /// Answers with these bytes instead of a listing.
     Listing(Arc<Vec<u8>>),
 }
 
 /// A server that serves a folder and lies.
-struct Hostile {
+pub(super) struct Hostile {
     address: SocketAddr,
     task: JoinHandle<()>,
 }
@@ -67,7 +69,7 @@ impl Drop for Hostile {
 }
 
 impl Hostile {
-    async fn start(root: &Path, lie: Lie) -> Self {
+    pub(super) async fn start(root: &Path, lie: Lie) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (address, root) = (listener.local_addr().unwrap(), root.to_owned());
         let task = tokio::spawn(async move {
@@ -83,7 +85,7 @@ impl Hostile {
         Self { address, task }
     }
 
-    fn peer(&self) -> Peer {
+    pub(super) fn peer(&self) -> Peer {
         Peer::open(&self.address.to_string(), &key(), None, impatient()).unwrap()
     }
 }
@@ -116,6 +118,11 @@ async fn respond(stream: &mut TcpStream, root: &Path, lie: &Lie, method: &str, p
             Err(_) => return stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").await,
         },
         (_, Some(Kind::OtherStore(other))) => std::fs::read(sibling(other, &file)).unwrap(),
+        (_, Some(Kind::OtherStep(step))) => {
+            let folder = file.parent().unwrap();
+            let name = format!("{:020}-{step:020}", 0);
+            std::fs::read(folder.with_file_name(name).join(file.file_name().unwrap())).unwrap()
+        }
         _ => match std::fs::read(&file) {
             Ok(bytes) => bytes,
             Err(_) => return stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").await,
@@ -184,14 +191,15 @@ async fn respond(stream: &mut TcpStream, root: &Path, lie: &Lie, method: &str, p
     }
 }
 
-/// The file of another store that takes the place of this one: of the same name, or the first in the same folder.
+/// The file of another store that takes the place of this one: of the same name, or the last of the same kind.
 fn sibling(other: &Path, file: &Path) -> PathBuf {
-    let folder = file.parent().unwrap().file_name().unwrap();
-    let same = other.join(folder).join(file.file_name().unwrap());
-    match same.exists() {
-        true => same,
-        false => std::fs::read_dir(other.join(folder)).unwrap().map(|entry| entry.unwrap().path()).max().unwrap(),
-    }
+    let names = files_below(other);
+    let name = file.file_name().unwrap().to_str().unwrap();
+    let folder = ["casks", "snapshots", "log", "directories", "receipts"]
+        .into_iter()
+        .find(|folder| file.components().any(|part| part.as_os_str() == *folder));
+    let of_kind = || names.iter().filter(|path| path.starts_with(folder.unwrap()));
+    other.join(of_kind().find(|path| path.ends_with(name)).or_else(|| of_kind().max()).unwrap())
 }
 
 /// Copies from a hostile peer twice; returns the error of the second attempt. Whatever was committed is right, and a copy from
