@@ -8,6 +8,7 @@
 //!     seen.json seen.lock                 newest known snapshot and writer of each tier
 //!     over                                exists once the run has finished: memory is freed after the last upload
 //!     memory-<n>/                         encoded snapshots: a store; the highest number is in use
+//!     mirror/                             many hosts: a part of the first tier, with the casks of this host's ranks
 //!     rank-<r>/lock arena                 one trainer
 //! ```
 
@@ -149,6 +150,11 @@ impl RunFolder {
         list_numbered(&self.root, "rank-").map(|found| found.into_iter().filter_map(|rank| u32::try_from(rank).ok()).collect())
     }
 
+    /// Path of the mirror of the first tier.
+    pub(crate) fn mirror(&self) -> PathBuf {
+        self.root.join("mirror")
+    }
+
     /// Path of the store in memory with this number.
     pub(crate) fn memory(&self, epoch: u64) -> PathBuf {
         self.root.join(format!("memory-{epoch}"))
@@ -161,6 +167,7 @@ impl RunFolder {
 
     /// Removes everything except locks, because other processes may wait for them.
     pub(crate) fn clear(&self) -> Result<()> {
+        remove_folder(&self.mirror())?;
         for epoch in self.epochs()? {
             remove_folder(&self.memory(epoch))?;
         }

@@ -114,4 +114,4 @@ pub use protocol::{Failure, Until};
 pub use restored::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
 pub use saving::{Mapping, Outcome, Saving, Waited};
 pub use snapshot_places::{SnapshotPlace, snapshot_places};
-pub use status::{AgentStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
+pub use status::{AgentStatus, HostsStatus, LeaderStatus, LevelStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};

@@ -10,7 +10,15 @@ use crate::folders::RunFolder;
 
 /// Opens the store of an epoch, which need not exist.
 pub(crate) fn open_epoch(folder: &RunFolder, epoch: u64) -> Result<Store> {
-    let path = folder.memory(epoch);
+    open_memory(&folder.memory(epoch))
+}
+
+/// Opens the mirror of the first tier, which need not exist.
+pub(crate) fn open_mirror(folder: &RunFolder) -> Result<Store> {
+    open_memory(&folder.mirror())
+}
+
+fn open_memory(path: &Path) -> Result<Store> {
     let path = path.to_str().ok_or_else(|| Error::invalid("the path of the engine's folder must be UTF-8"))?;
     // Log entries are never deleted, and memory is small: snapshots stay out of them.
     StoreOptions { fsync: false, inline_bytes: 0, ..StoreOptions::default() }.open(path)
@@ -29,6 +37,11 @@ pub(crate) fn remove_all_epochs(folder: &RunFolder) -> Result<()> {
 /// Bytes of shared memory that all stores of a run use.
 pub(crate) fn memory_bytes(folder: &RunFolder) -> Result<u64> {
     folder.epochs()?.into_iter().map(|epoch| folder_bytes(folder.memory(epoch))).sum()
+}
+
+/// Bytes of shared memory that the mirror uses.
+pub(crate) fn mirror_bytes(folder: &RunFolder) -> Result<u64> {
+    folder_bytes(folder.mirror())
 }
 
 /// Bytes of all files in a folder, rounded up to whole pages.

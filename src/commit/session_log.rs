@@ -1,6 +1,6 @@
 //! Follows the log of a store, for a host that waits for the commits of its session's leader.
 
-use super::{Leadership, Log, SnapshotRecord, Standing};
+use super::{Leadership, Log, LogState, SnapshotRecord, Standing};
 use crate::{Result, Store};
 
 /// The log of a store, as far as it has been read.
@@ -33,6 +33,10 @@ impl SessionLog {
             Standing::Same => Ok(()),
             Standing::Stale(stale) => Err(stale.error),
         }
+    }
+
+    pub(crate) fn state(&self) -> &LogState {
+        self.log.state()
     }
 
     /// Who leads.

@@ -334,13 +334,13 @@ fn check_order(source: &LogState, destination: &LogState, missing: &[&SnapshotRe
 }
 
 /// Listing of an object, if the store has it with this size.
-async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
+pub(super) async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
     Ok(store.objects().head_if_present(path).await?.filter(|found| found.bytes == bytes))
 }
 
 /// Copies a cask, except bytes that were sent ahead. Returns the number of those bytes.
 #[boxed]
-async fn copy_cask(source: &CaskSource, destination: &Store, cask: &CaskRef, ahead: Option<&AheadUploads>) -> Result<u64> {
+pub(super) async fn copy_cask(source: &CaskSource, destination: &Store, cask: &CaskRef, ahead: Option<&AheadUploads>) -> Result<u64> {
     let path = cask.path();
     let begun = match ahead {
         Some(ahead) => ahead.take(&path).await,

@@ -4,9 +4,11 @@
 //! All ranks of a host share one view of the log, so a save costs few requests. The leader of the session commits.
 
 use super::WriterOptions;
+use super::parent::Parent;
 use super::ranks::{Rank, RankPart, open_parent};
-use crate::commit::{Log, SessionExchange, Standing, refuse_features};
-use crate::wire::{Id, MAX_RANK, Receipt, SessionName, SessionStep};
+use crate::chain::chain_of;
+use crate::commit::{Log, SessionExchange, SnapshotRecord, Standing, read_manifest_bytes, refuse_features};
+use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
 use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
 
 /// Tensors, blobs and metadata of one rank at one step.
@@ -24,6 +26,8 @@ pub struct RankState<'a> {
 #[derive(Debug)]
 pub struct HostWriter {
     store: Store,
+    /// Place of casks and receipts: the store, or a mirror of it.
+    memory: Store,
     session: SessionName,
     exchange: SessionExchange,
     log: Log,
@@ -35,14 +39,28 @@ impl HostWriter {
     /// Opens a store for the saves of some ranks of a session. Fails with `NotFound` before the first leader has opened
     /// the store. All hosts use the same policy.
     pub async fn open(store: &Store, session: Id, ranks: &[u32], world: u32, options: WriterOptions) -> Result<Self> {
+        Self::open_with_mirror(store, store, session, ranks, world, options).await
+    }
+
+    /// Like [`open`](Self::open). Writes casks and receipts to a mirror in memory: see
+    /// [`Mirror`](crate::maintain::Mirror), which uploads them.
+    pub async fn open_with_mirror(
+        store: &Store,
+        memory: &Store,
+        session: Id,
+        ranks: &[u32],
+        world: u32,
+        options: WriterOptions,
+    ) -> Result<Self> {
         if world > MAX_RANK || ranks.iter().any(|rank| *rank >= world) {
             return Err(Error::invalid(format!("ranks {ranks:?} of {world}: ranks count from 0 to world - 1")));
         }
         let log = Log::load(store).await?;
         let session = SessionName { run: log.store_file.run, session };
-        let part = |rank: &u32| RankPart::new(store, Rank { rank: *rank, world, attempt: 0 }, options.clone());
+        let part = |rank: &u32| RankPart::new(memory, Rank { rank: *rank, world, attempt: 0 }, options.clone());
         let parts = ranks.iter().map(part).collect();
-        Ok(Self { store: store.clone(), session, exchange: SessionExchange::new(store, session), log, parts, options })
+        let (exchange, store, memory) = (SessionExchange::new(store, session), store.clone(), memory.clone());
+        Ok(Self { store, memory, session, exchange, log, parts, options })
     }
 
     /// Name of the session.
@@ -62,8 +80,8 @@ impl HostWriter {
         self.exchange.fix_parent(at, parent).await
     }
 
-    /// Encodes and uploads the states of all ranks of this host, in the order of [`open`](Self::open), and publishes
-    /// their receipts. A rank whose parent cannot be used writes whole chunks. Returns the receipts.
+    /// Encodes and uploads the states of all ranks of this host, in the order of [`open`](Self::open). Then publishes
+    /// their receipts, all at once. A rank whose parent cannot be used writes whole chunks. Returns the receipts.
     #[boxed]
     pub async fn save(&mut self, at: SessionStep, parent: Option<Id>, states: &[RankState<'_>]) -> Result<Vec<Receipt>> {
         if states.len() != self.parts.len() {
@@ -74,17 +92,68 @@ impl HostWriter {
             self.catch_up().await?;
         }
         refuse_features(&self.log.state().may_ignore)?;
-        let parent = open_parent(&self.store, self.log.state(), parent).await?;
+        let parent = self.open_parent(parent).await?;
+        let receipts_at = SessionExchange::new(&self.memory, self.session);
+        if self.has_mirror() {
+            receipts_at.fix_parent(at, parent.as_ref().map(|parent| parent.snapshot.record().id)).await?;
+        }
         let mut receipts = Vec::with_capacity(states.len());
         for (part, state) in self.parts.iter_mut().zip(states) {
             part.rank.attempt = at.attempt;
             let mut receipt = part.upload(at.step, parent.as_ref(), &state.tensors, &state.blobs).await?;
             receipt.session = Some(self.session);
             (receipt.user, receipt.metadata) = (state.metadata.user.clone(), state.metadata.file.clone());
-            self.exchange.put_receipt(&receipt).await?;
             receipts.push(receipt);
         }
+        receipts_at.put_receipts(&receipts).await?;
         Ok(receipts)
+    }
+
+    /// Parent of the deltas of this host for a step, if the store does not answer: the one that the policy chooses from the
+    /// log in the mirror, if the mirror has that snapshot. The upload fails if the other hosts choose another.
+    #[boxed]
+    pub async fn mirrored_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
+        self.log.catch_up_from(&self.memory).await?;
+        let (parent, _) = self.options.policy.decide(self.log.state(), at.step, self.store.limits().max_chain_depth);
+        match parent.and_then(|id| self.log.state().by_id(id)) {
+            Some(record) if self.is_mirrored(record).await? => Ok(parent),
+            _ => Ok(None),
+        }
+    }
+
+    fn has_mirror(&self) -> bool {
+        self.memory.url() != self.store.url()
+    }
+
+    /// Opens the parent in memory, if the mirror has all that the ranks of this host need of it.
+    async fn open_parent(&self, parent: Option<Id>) -> Result<Option<Parent>> {
+        let Some(record) = parent.and_then(|id| self.log.state().by_id(id)) else { return Ok(None) };
+        if self.has_mirror() && self.is_mirrored(record).await? {
+            return open_parent(&self.memory, self.log.state(), parent).await;
+        }
+        open_parent(&self.store, self.log.state(), parent).await
+    }
+
+    /// Whether the mirror has the casks of this host's ranks for a snapshot and its chain.
+    async fn is_mirrored(&self, record: &SnapshotRecord) -> Result<bool> {
+        let objects = self.memory.objects();
+        for link in chain_of(self.log.state(), record.id, self.store.limits().max_chain_depth)? {
+            let place = link.manifest_place();
+            if place.inline_in.is_some() || objects.head_if_present(&place.path).await?.is_none() {
+                return Ok(false);
+            }
+            let (manifest, _) = read_manifest_bytes(&self.memory, &place).await?;
+            let is_ours = |cask: &&CaskRef| self.parts.iter().any(|part| part.rank.rank == rank_of_slot(cask.slot));
+            for cask in manifest.casks.iter().filter(is_ours) {
+                if objects.head_if_present(&cask.path()).await?.is_none_or(|found| found.bytes != cask.bytes) {
+                    return Ok(false);
+                }
+            }
+            if objects.head_if_present(&format!("directories/{}", manifest.directory)).await?.is_none() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Reads the entries of the log that were committed since. Fails with `Conflict` if the store was deleted or replaced.

@@ -30,6 +30,7 @@ mod gradients;
 mod guards;
 mod inline;
 mod maintenance;
+mod mirrors;
 mod narrow;
 #[cfg(all(feature = "aws", feature = "azure"))]
 mod object_stores;

@@ -67,6 +67,14 @@ impl Job {
         assert!(report.is_clean(), "{:?}", report.problems);
     }
 
+    /// Waits until so many ranks have uploaded a step of the first session in the store.
+    fn wait_for_receipts(&self, step: u64, ranks: u32) {
+        let session = std::fs::read_dir(format!("{}/receipts", self.store_path)).unwrap().next().unwrap().unwrap().path();
+        let folder = session.join(format!("{:020}-{step:020}", 0));
+        let receipts = || (0..WORLD).filter(|rank| folder.join(format!("{rank}.json")).exists()).count();
+        until("the receipts are in the store", || receipts() == ranks as usize);
+    }
+
     fn steps(&self) -> Vec<u64> {
         self.store().snapshots().map_or_else(|_| Vec::new(), |all| all.iter().map(|info| info.record.step).collect())
     }
@@ -133,7 +141,7 @@ fn another_host_commits_after_the_leader_was_killed_between_receipts_and_commit(
     start.wait_all();
     // The receipts of the leader's ranks are in the store. It cannot commit yet, because those of other ranks are not.
     start.save(0, 2);
-    start.wait(0, Until::Encoded);
+    job.wait_for_receipts(2, RANKS);
     job.hosts[0].signal_agent(Signal::KILL);
     job.hosts[0].agent_is_gone();
     start.save(1, 2);
@@ -163,8 +171,7 @@ fn a_lost_hosts_step_is_given_up_and_never_mixed_with_the_next_start() {
     // The last host is lost before it saves step 3.
     start.save(0, 3);
     start.save(1, 3);
-    start.wait(0, Until::Encoded);
-    start.wait(1, Until::Encoded);
+    job.wait_for_receipts(3, 2 * RANKS);
     drop(start);
     job.hosts[2] = Host::new();
     // A start without a new session is refused.
@@ -194,6 +201,33 @@ fn a_lost_hosts_step_is_given_up_and_never_mixed_with_the_next_start() {
     let casks = report.deleted.iter().filter(|object| object.path.starts_with("casks/")).count();
     assert_eq!(casks, 2 * 2 * RANKS as usize, "the casks of step 3 of the first start, two for each rank");
     job.assert_holds(3, 2);
+    job.assert_clean();
+}
+
+#[test]
+fn an_agent_uploads_what_an_earlier_agent_left_in_memory() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    // The store does not answer.
+    let hidden = format!("{}-hidden", job.store_path);
+    std::fs::rename(&job.store_path, &hidden).unwrap();
+    std::fs::write(&job.store_path, b"not a folder").unwrap();
+    start.save_all(2);
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
+    for host in &job.hosts {
+        host.signal_agent(Signal::KILL);
+        host.agent_is_gone();
+    }
+    std::fs::remove_file(&job.store_path).unwrap();
+    std::fs::rename(&hidden, &job.store_path).unwrap();
+    // A trainer starts the next agent when it waits, so all must wait.
+    let is_durable = |engine: &mut Engine| engine.wait(Until::Durable, Duration::from_millis(100)).unwrap().reached;
+    until("the step is durable", || start.engines.iter_mut().map(is_durable).fold(true, |all, one| all & one));
+    assert_eq!(job.steps(), [1, 2]);
+    (1..=2).for_each(|step| job.assert_holds(step, 1));
+    assert!(job.store().snapshot(2).unwrap().record().parent.is_some(), "a delta on the step that memory holds");
     job.assert_clean();
 }
 

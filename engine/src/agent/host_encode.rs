@@ -1,31 +1,34 @@
-//! The encoder of a host in a run on many hosts: encodes raw states from the arenas straight into the first tier, and
-//! publishes the receipts of its ranks.
+//! The encoder of a host in a run on many hosts: encodes raw states from the arenas into the mirror, with the receipts of
+//! its ranks. The uploader sends them to the first tier.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use tensorcask::maintain::Mirror;
 use tensorcask::wire::SessionStep;
-use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, Store};
+use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, SessionExchange, Store};
+use tokio::sync::mpsc::UnboundedSender;
 
 use super::encode::{drop_incomplete, is_final};
 use super::encoder_queue::{next_work, remove_former_ranks};
-use super::host_work::{HostWork, UploadedStep};
+use super::host_upload::WaitingStep;
+use super::host_work::HostWork;
 use super::retry::Backoff;
-use super::run_event::{EncodedSave, Event as RunEvent, RankGeneration};
+use super::run_event::{EncodedSave, Event as RunEvent, MemoryContents, RankGeneration};
 use super::save_log::Encoding;
 use super::step_selection::{SaveKey, Selection};
 use crate::arena::Arena;
-use crate::clock::now_ms;
 use crate::hosts::{Event, StepKey};
 use crate::image::StoredState;
 use crate::known_tiers::KnownTiers;
-use crate::memory_stores::remove_all_epochs;
+use crate::memory_stores::{mirror_bytes, remove_all_epochs};
 use crate::memory_tier::without_replicas;
 use crate::slot_access::TakenSlot;
 
 /// Encodes and uploads states until the agent ends.
-pub(super) async fn host_encode_loop(work: Arc<HostWork>) {
-    let mut encoder = HostEncoder { work: work.clone(), writer: None, saves: 0 };
+pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded: UnboundedSender<WaitingStep>) {
+    let mut encoder = HostEncoder { work: work.clone(), memory, encoded, writer: None, saves: 0, steps: BTreeSet::new() };
     let mut backoff = Backoff::new();
     loop {
         match encoder.encode_all().await {
@@ -46,9 +49,15 @@ pub(super) async fn host_encode_loop(work: Arc<HostWork>) {
 /// Encodes the states of one host.
 struct HostEncoder {
     work: Arc<HostWork>,
+    /// The mirror of the first tier.
+    memory: Store,
+    /// Steps for the uploader.
+    encoded: UnboundedSender<WaitingStep>,
     writer: Option<HostWriter>,
     /// Number of saves so far.
     saves: u64,
+    /// Steps of this agent in the mirror.
+    steps: BTreeSet<StepKey>,
 }
 
 impl HostEncoder {
@@ -60,33 +69,82 @@ impl HostEncoder {
             KnownTiers::replace(&run.folder, &latest)?;
             run.apply(RunEvent::MemoryCleared);
         }
+        self.prune().await?;
         while !run.is_stopped() {
+            if self.is_full()? {
+                break;
+            }
             let Some(arenas) = run.read(|_, arenas| arenas.all(run.spec.local_ranks())) else { break };
             match next_work(run, &arenas)? {
                 Selection::Wait => break,
                 Selection::Drop(states) => states.into_iter().try_for_each(|state| drop_incomplete(run, &arenas, state))?,
                 Selection::Encode(key) => {
-                    if !self.encode_step(&arenas, key).await? {
+                    let done = self.encode_step(&arenas, key).await?;
+                    self.prune().await?;
+                    if !done {
                         break;
                     }
                 }
             }
         }
+        if run.read(|state, arenas| state.owes_end() && arenas.waiting_states() == 0)
+            && !work.is_uploading()
+            && let Some(store) = run.tiers.first()
+        {
+            // Every state of these ranks is uploaded or dropped by now.
+            SessionExchange::end_ranks(store, work.hosts.session, work.hosts.rank_range()).await?;
+            run.apply(RunEvent::EndNoted);
+        }
         run.apply(RunEvent::EncoderProblem(None));
         Ok(())
     }
 
-    /// Encodes and uploads a step; returns `false` if a trainer has dropped its state meanwhile.
+    /// Removes from the mirror what no restore needs any more, and reports what it has.
+    async fn prune(&mut self) -> Result<()> {
+        let (run, kept) = (&self.work.run, self.work.kept());
+        let (Some(kept), Some(writer), Some(store)) = (kept, &self.writer, run.tiers.first()) else { return Ok(()) };
+        let mirror = Mirror::new(store, &self.memory);
+        let keep = SessionStep { attempt: kept.from.attempt, step: kept.from.step };
+        mirror.prune(writer.session(), keep, &kept.chain_casks).await?;
+        self.steps.retain(|key| *key >= kept.from);
+        let steps = self.steps.iter().map(|key| key.step).collect();
+        run.apply(RunEvent::MemoryChanged(MemoryContents { epoch: 0, steps, bytes: mirror_bytes(&run.folder)?, chain_depth: 0 }));
+        Ok(())
+    }
+
+    /// Whether the mirror has no room for another step before a step in it is committed.
+    fn is_full(&self) -> Result<bool> {
+        let run = &self.work.run;
+        let waits = run.read(|state, _| state.tiers.first().is_some_and(|tier| tier.pending > 0));
+        Ok(waits && mirror_bytes(&run.folder)? >= run.cap)
+    }
+
+    /// The parent for a step, agreed on with the other hosts if the store answers.
+    async fn parent(&mut self, at: SessionStep) -> Result<Option<tensorcask::wire::Id>> {
+        let work = self.work.clone();
+        let writer = match &mut self.writer {
+            Some(open) => open,
+            None => self.writer.insert(open_writer(&work, work.run.tiers.first(), &self.memory).await?),
+        };
+        match tokio::time::timeout(PARENT_TIMEOUT, writer.fix_parent(at)).await {
+            Ok(Ok(parent)) => Ok(parent),
+            Ok(Err(error)) if error.kind() != ErrorKind::Storage => Err(error),
+            unanswered => {
+                let error =
+                    unanswered.map_or_else(|_| "no answer".to_owned(), |found| found.map_or_else(|e| e.to_string(), |_| String::new()));
+                tracing::warn!(run = work.run.spec.run, step = at.step, error, "the hosts cannot agree on the parent of this step");
+                writer.mirrored_parent(at).await
+            }
+        }
+    }
+
+    /// Encodes a step into the mirror; returns `false` if a trainer has dropped its state meanwhile.
     async fn encode_step(&mut self, arenas: &[Arc<Arena>], key: SaveKey) -> Result<bool> {
         let (work, ranks) = (self.work.clone(), self.work.run.spec.local_ranks());
         let run = &work.run;
         let (at, step) = (SessionStep { attempt: key.attempt, step: key.step }, StepKey { attempt: key.attempt, step: key.step });
         work.apply(Event::Copied(step));
-        let writer = match &mut self.writer {
-            Some(open) => open,
-            None => self.writer.insert(open_writer(&work, run.tiers.first()).await?),
-        };
-        let parent = writer.fix_parent(at).await?;
+        let parent = self.parent(at).await?;
         work.apply(Event::ParentFixed { key: step, parent });
         let begun = Instant::now();
         let mut taken = Vec::with_capacity(arenas.len());
@@ -102,6 +160,7 @@ impl HostEncoder {
         }
         let generations: Vec<RankGeneration> =
             ranks.clone().zip(&taken).map(|(rank, taken)| RankGeneration { rank, generation: taken.generation() }).collect();
+        let writer = self.writer.as_mut().ok_or_else(|| Error::invalid("no writer"))?;
         let saved = match states_of(&taken) {
             Ok(states) => save(writer, at, parent, ranks.start, &states).await,
             Err(error) => Err(error),
@@ -133,15 +192,18 @@ impl HostEncoder {
             encoding,
         };
         run.release_and_apply(taken, RunEvent::Encoded(save))?;
-        work.note_uploaded(step, UploadedStep { sequence: self.saves, generations, uploaded_ms: now_ms() });
+        self.steps.insert(step);
+        work.begin_upload();
+        // Fails only if the uploader has ended, together with this run.
+        let _ = self.encoded.send(WaitingStep { key: step, sequence: self.saves, generations });
         Ok(true)
     }
 }
 
-async fn open_writer(work: &HostWork, store: Option<&Store>) -> Result<HostWriter> {
+async fn open_writer(work: &HostWork, store: Option<&Store>, memory: &Store) -> Result<HostWriter> {
     let (spec, store) = (&work.run.spec, store.ok_or_else(|| Error::invalid("no tier"))?);
     let ranks: Vec<u32> = spec.local_ranks().collect();
-    HostWriter::open(store, work.hosts.session, &ranks, spec.world, spec.writer_options()?).await
+    HostWriter::open_with_mirror(store, memory, work.hosts.session, &ranks, spec.world, spec.writer_options()?).await
 }
 
 /// The states in taken slots. Their bytes may have been damaged since the copy.
@@ -149,7 +211,7 @@ fn states_of<'t>(taken: &'t [TakenSlot<'_>]) -> Result<Vec<StoredState<'t>>> {
     taken.iter().map(|taken| taken.state().and_then(|state| state.verify().map(|()| state))).collect()
 }
 
-/// Uploads the states of all ranks of this host; returns the size of their casks.
+/// Encodes the states of all ranks of this host; returns the size of their casks.
 async fn save(
     writer: &mut HostWriter,
     at: SessionStep,
@@ -158,7 +220,7 @@ async fn save(
     states: &[StoredState<'_>],
 ) -> Result<u64> {
     let tensors = states.iter().map(StoredState::tensors).collect::<Result<Vec<_>>>()?;
-    let own = without_replicas(tensors)?;
+    let own = without_replicas(first, tensors)?;
     let with_metadata = |rank: u32, state: &StoredState<'_>| if rank == 0 { state.metadata() } else { Metadata::default() };
     let parts = (first..).zip(states).zip(own).map(|((rank, state), tensors)| RankState {
         tensors,
@@ -175,3 +237,6 @@ fn describe(error: &Error) -> String {
         _ => error.to_string(),
     }
 }
+
+/// Time for agreeing on a parent, after which the host saves the step alone.
+const PARENT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,20 +1,24 @@
-//! The tasks of a run on many hosts: one encodes and uploads, one commits or waits for commits.
+//! The tasks of a run on many hosts: one encodes into the mirror, one uploads from there, one commits or waits for commits.
 
 use std::sync::Arc;
 
+use tensorcask::Result;
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::JoinHandle;
 
 use super::host_commit::host_commit_loop;
 use super::host_encode::host_encode_loop;
+use super::host_upload::host_upload_loop;
 use super::host_work::HostWork;
 use super::run::Run;
 use crate::host_notes::HostNotes;
 use crate::hosts::HostOptions;
 use crate::hosts_option::HostsSpec;
+use crate::memory_stores::open_mirror;
 
 /// Starts the tasks of a run on many hosts.
-pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Vec<JoinHandle<()>> {
+pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<JoinHandle<()>>> {
+    let memory = open_mirror(&run.folder)?;
     let notes = HostNotes::read(&run.folder, hosts.session);
     let options = HostOptions {
         session: hosts.session,
@@ -25,5 +29,10 @@ pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Vec<JoinHand
     };
     let (sender, receiver) = unbounded_channel();
     let work = Arc::new(HostWork::new(run.clone(), hosts, options, sender));
-    vec![tokio::spawn(host_encode_loop(work.clone())), tokio::spawn(host_commit_loop(work, receiver))]
+    let (encoded, waiting) = unbounded_channel();
+    Ok(vec![
+        tokio::spawn(host_encode_loop(work.clone(), memory.clone(), encoded)),
+        tokio::spawn(host_upload_loop(work.clone(), memory.clone(), waiting)),
+        tokio::spawn(host_commit_loop(work, memory, receiver)),
+    ])
 }

@@ -3,7 +3,7 @@
 //! The encoder and the committer of the host share this. Both apply events; the committer performs the actions that
 //! concern the log, and reports the fate of steps.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -34,6 +34,19 @@ struct Shared {
     uploaded: BTreeMap<StepKey, UploadedStep>,
     /// Fates that were known before the upload was reported.
     early: BTreeMap<StepKey, Fate>,
+    /// What the encoder keeps in the mirror; `None` before a step of the session is committed.
+    kept: Option<Kept>,
+    /// Steps that wait to be uploaded, or are being uploaded. Until the uploader knows what an earlier agent left, one more.
+    uploads: u64,
+}
+
+/// What the encoder keeps in the mirror.
+#[derive(Debug, Clone)]
+pub(super) struct Kept {
+    /// Newest committed step. It and all newer steps are kept.
+    pub from: StepKey,
+    /// Casks of the newest snapshot and its chain, by path.
+    pub chain_casks: BTreeSet<String>,
 }
 
 /// A step that this host has uploaded.
@@ -46,16 +59,17 @@ pub(super) struct UploadedStep {
 }
 
 /// Fate of a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Fate {
     Durable,
-    GivenUp,
+    /// Given up, and why.
+    GivenUp(String),
 }
 
 impl HostWork {
     pub(super) fn new(run: Arc<Run>, hosts: HostsSpec, options: HostOptions, actions: UnboundedSender<Action>) -> Self {
         let protocol = HostProtocol::new(options, 0);
-        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new() });
+        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new(), kept: None, uploads: 1 });
         Self { run, hosts, shared, actions, started: Instant::now() }
     }
 
@@ -75,6 +89,42 @@ impl HostWork {
             // Fails only if the committer has ended, together with this run.
             let _ = self.actions.send(action);
         }
+    }
+
+    /// Whether the fate of a step is in the log, as far as this host has read the log.
+    pub(super) fn has_passed(&self, key: StepKey) -> bool {
+        self.lock().protocol.has_passed(key)
+    }
+
+    /// Whether a step of this host waits to be uploaded, or is being uploaded.
+    pub(super) fn is_uploading(&self) -> bool {
+        self.lock().uploads > 0
+    }
+
+    pub(super) fn begin_upload(&self) {
+        let mut shared = self.lock();
+        shared.uploads = shared.uploads.saturating_add(1);
+    }
+
+    /// Notes that a step was uploaded or dropped. The encoder may have waited for that.
+    pub(super) fn end_upload(&self) {
+        let mut shared = self.lock();
+        shared.uploads = shared.uploads.saturating_sub(1);
+        drop(shared);
+        self.run.wakes.wake_encoder();
+    }
+
+    pub(super) fn set_kept(&self, kept: Kept) {
+        self.lock().kept = Some(kept);
+    }
+
+    pub(super) fn kept(&self) -> Option<Kept> {
+        self.lock().kept.clone()
+    }
+
+    /// Generations of a step that an earlier agent encoded, as far as the arenas still hold them.
+    pub(super) fn encoded_generations(&self, key: StepKey) -> Vec<RankGeneration> {
+        self.encoded_steps().remove(&key).unwrap_or_default()
     }
 
     /// Reports an uploaded step to the run and to the protocol.
@@ -99,7 +149,7 @@ impl HostWork {
             let mut shared = self.lock();
             let known = shared.uploaded.remove(&key);
             if known.is_none() {
-                shared.early.insert(key, fate);
+                shared.early.insert(key, fate.clone());
                 // Only the step that is being uploaded can still be reported.
                 while shared.early.len() > MAX_EARLY {
                     shared.early.pop_first();
@@ -123,7 +173,8 @@ impl HostWork {
             key.attempt < leading.leader.attempt || (key.attempt == leading.leader.attempt && leading.newest >= Some(key.step))
         });
         if is_passed {
-            let fate = if view.committed.contains(&key) { Fate::Durable } else { Fate::GivenUp };
+            let given_up = || Fate::GivenUp("not all ranks saved this step, or their parts of it made no snapshot".to_owned());
+            let fate = if view.committed.contains(&key) { Fate::Durable } else { given_up() };
             self.report_found(key, fate);
         }
     }
@@ -168,10 +219,7 @@ impl HostWork {
                 copied: 1,
                 times: UploadTimes { upload_ms: now_ms().saturating_sub(uploaded_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
             })),
-            Fate::GivenUp => {
-                let message = "all ranks have saved a newer step but not this one, or their parts of it make no snapshot".to_owned();
-                self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message });
-            }
+            Fate::GivenUp(message) => self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message }),
         }
     }
 }

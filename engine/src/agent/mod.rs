@@ -41,6 +41,8 @@ mod upload;
 
 mod host_work;
 
+mod host_upload;
+
 mod host_encode;
 
 mod host_commit;

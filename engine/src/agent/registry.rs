@@ -102,7 +102,7 @@ impl Registry {
         let key = spec.key.clone();
         let run = Arc::new(Run::new(spec, &self.folder)?);
         let tasks = match run.spec.hosts.clone() {
-            Some(hosts) => spawn_host_tasks(&run, hosts),
+            Some(hosts) => spawn_host_tasks(&run, hosts)?,
             None => {
                 let uploads = (0..run.tiers.len()).map(|tier| tokio::spawn(upload_loop(run.clone(), tier)));
                 [tokio::spawn(encode_loop(run.clone()))].into_iter().chain(uploads).collect()

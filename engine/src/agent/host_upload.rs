@@ -1,0 +1,113 @@
+//! The uploader of a host in a run on many hosts: sends casks and receipts from the mirror to the first tier.
+//!
+//! It begins with the steps that an earlier agent left in the mirror. While the store does not answer, steps wait here,
+//! and the encoder goes on until the mirror is full.
+
+use std::sync::Arc;
+
+use tensorcask::maintain::Mirror;
+use tensorcask::wire::{Id, SessionName, SessionStep};
+use tensorcask::{ErrorKind, Result, Store};
+use tokio::sync::OnceCell;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::encode::is_final;
+use super::host_work::{HostWork, UploadedStep};
+use super::retry::Backoff;
+use super::run_event::{Event as RunEvent, RankGeneration};
+use crate::clock::now_ms;
+use crate::hosts::{Event, StepKey};
+
+/// A step in the mirror that is to be uploaded.
+#[derive(Debug, Clone)]
+pub(super) struct WaitingStep {
+    pub key: StepKey,
+    /// Number of the save among those of this agent, from 1; 0 for a save of an earlier agent.
+    pub sequence: u64,
+    pub generations: Vec<RankGeneration>,
+}
+
+/// Uploads steps until the agent ends.
+pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut steps: UnboundedReceiver<WaitingStep>) {
+    let Some(store) = work.run.tiers.first().cloned() else { return };
+    let uploader = Uploader { mirror: Mirror::new(&store, &memory), store, run_id: OnceCell::new(), work: work.clone() };
+    for step in uploader.left_by_earlier_agent().await {
+        uploader.upload(step).await;
+    }
+    work.run.apply(RunEvent::NothingToUpload { tier: 0 });
+    work.end_upload();
+    while let Some(step) = steps.recv().await {
+        uploader.upload(step).await;
+        work.end_upload();
+    }
+}
+
+struct Uploader {
+    mirror: Mirror,
+    store: Store,
+    /// Id of the training run, once the store has told it.
+    run_id: OnceCell<Id>,
+    work: Arc<HostWork>,
+}
+
+impl Uploader {
+    /// Steps of this session in the mirror. Some may be uploaded.
+    async fn left_by_earlier_agent(&self) -> Vec<WaitingStep> {
+        let mut backoff = Backoff::new();
+        let found = loop {
+            match self.steps_in_mirror().await {
+                Ok(found) => break found,
+                Err(error) if error.kind() == ErrorKind::NotFound => return Vec::new(),
+                Err(error) => self.note(&mut backoff, &error).await,
+            }
+        };
+        let waiting = |key: StepKey| WaitingStep { key, sequence: 0, generations: self.work.encoded_generations(key) };
+        found.into_iter().map(waiting).collect()
+    }
+
+    async fn steps_in_mirror(&self) -> Result<Vec<StepKey>> {
+        let run = self.mirror.memory().history().run().await?;
+        let session = SessionName { run, session: self.work.hosts.session };
+        let found = self.mirror.steps(session, self.work.run.spec.local_ranks()).await?;
+        Ok(found.into_iter().map(|at| StepKey { attempt: at.attempt, step: at.step }).collect())
+    }
+
+    /// Uploads a step, however long that takes, unless the log can no longer admit it.
+    async fn upload(&self, step: WaitingStep) {
+        let WaitingStep { key, sequence, generations } = step;
+        let work = &self.work;
+        if sequence == 0 && !work.has_passed(key) {
+            work.apply(Event::Copied(key));
+        }
+        let mut backoff = Backoff::new();
+        while !work.run.is_stopped() && !work.has_passed(key) {
+            match self.try_upload(key).await {
+                Ok(()) => break,
+                Err(error) if is_final(&error) || error.kind() == ErrorKind::Conflict => {
+                    work.apply(Event::Dropped(key));
+                    work.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message: error.to_string() });
+                    return;
+                }
+                Err(error) => self.note(&mut backoff, &error).await,
+            }
+        }
+        if work.run.is_stopped() {
+            return;
+        }
+        work.note_uploaded(key, UploadedStep { sequence, generations, uploaded_ms: now_ms() });
+    }
+
+    async fn try_upload(&self, key: StepKey) -> Result<()> {
+        let run = *self.run_id.get_or_try_init(|| async { self.store.history().run().await }).await?;
+        let session = SessionName { run, session: self.work.hosts.session };
+        let at = SessionStep { attempt: key.attempt, step: key.step };
+        self.mirror.agree_on_parent(session, at).await?;
+        self.mirror.upload(session, at).await?;
+        Ok(())
+    }
+
+    async fn note(&self, backoff: &mut Backoff, error: &tensorcask::Error) {
+        self.work.run.apply(RunEvent::UploadFailed { tier: 0, message: error.to_string() });
+        backoff.wait(self.work.run.wakes.uploader_woken(0)).await;
+    }
+}

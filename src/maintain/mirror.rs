@@ -1,0 +1,242 @@
+//! A mirror: a part of a store's objects at another place, at the same paths and with the same bytes.
+//!
+//! In a session of many hosts (spec log 8), each host keeps a mirror in memory. A host writes the casks and receipts of
+//! its ranks there first, and uploads them from there. It copies what all hosts read: log, manifests and directories.
+//! The mirrors of all hosts together hold everything that a reader needs, so a lost host can be restored without the
+//! store.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use super::copier::{copy_cask, present};
+use super::verify::verify_cask;
+use crate::chain::chain_of;
+use crate::commit::{Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest_bytes, read_store_file};
+use crate::error::ResultExt;
+use crate::reader::CaskSource;
+use crate::store::concurrently;
+use crate::wire::{CaskRef, Id, LogEntry, RankRange, Receipt, STORE_FILE, SessionName, SessionStep};
+use crate::{Error, ErrorKind, Result, Store, boxed};
+
+/// Number of small objects that are copied at once.
+const CONCURRENT_REQUESTS: usize = 16;
+
+/// A part of a store in memory, for some ranks of a session of many hosts.
+///
+/// One task follows the log with one mirror; another may save, upload and prune with another mirror of the same place.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+/// use tensorcask::maintain::Mirror;
+/// use tensorcask::{Policy, SessionLog, Store};
+/// let (store, memory) = (Store::open("memory://mirror-example")?, Store::open("memory://mirror-example-memory")?);
+/// store.writer(Policy::Full).await?;
+/// let mut mirror = Mirror::new(&store, &memory);
+/// mirror.follow(&SessionLog::open(&store).await?).await?;
+/// assert_eq!(SessionLog::open(&memory).await?.sequence(), 1);
+/// # Ok(()) }
+/// ```
+#[derive(Debug)]
+pub struct Mirror {
+    store: Store,
+    memory: Store,
+    /// Last log entry that the mirror has; `None` before it was looked up.
+    last_entry: Option<u64>,
+    /// Casks of the newest snapshot and its chain, with manifest and directory of each link, by link.
+    chain: BTreeMap<Id, LinkObjects>,
+}
+
+/// Paths of the objects of a link.
+#[derive(Debug, Clone)]
+struct LinkObjects {
+    /// Manifest and directory.
+    described_by: [String; 2],
+    casks: Vec<String>,
+}
+
+impl Mirror {
+    /// Mirrors `store` in `memory`. Sends no request.
+    pub fn new(store: &Store, memory: &Store) -> Self {
+        Self { store: store.clone(), memory: memory.clone(), last_entry: None, chain: BTreeMap::new() }
+    }
+
+    /// The place of the mirror.
+    pub fn memory(&self) -> &Store {
+        &self.memory
+    }
+
+    /// Copies the entries of the log that the mirror lacks, and manifests and directories of the newest snapshot and its
+    /// chain. Removes those of other snapshots. Empties a mirror of another store first.
+    #[boxed]
+    pub async fn follow(&mut self, log: &SessionLog) -> Result<()> {
+        let state = log.state();
+        let last = match self.last_entry {
+            Some(last) => last,
+            None => self.begin(state).await?,
+        };
+        let (from, max_bytes) = (self.store.objects(), self.store.limits().max_entry_bytes);
+        let read = |sequence: u64| async move { from.get(&LogEntry::path_of(sequence), max_bytes).await };
+        let mut next = last.saturating_add(1);
+        while next <= state.sequence {
+            let batch = next..=state.sequence.min(next.saturating_add(CONCURRENT_REQUESTS as u64));
+            let entries = concurrently(CONCURRENT_REQUESTS, batch.clone().map(read)).await?;
+            // In order, so that an interrupted copy leaves no gap.
+            for (sequence, bytes) in batch.zip(entries) {
+                self.memory.objects().create_unique(&LogEntry::path_of(sequence), bytes).await?;
+                next = sequence.saturating_add(1);
+            }
+        }
+        self.last_entry = Some(last.max(state.sequence));
+        let Some(latest) = state.latest() else { return Ok(()) };
+        let links = chain_of(state, latest.id, self.store.limits().max_chain_depth)?;
+        let mut chain = BTreeMap::new();
+        for record in &links {
+            let link = match self.chain.get(&record.id) {
+                Some(known) => known.clone(),
+                None => self.copy_link(record).await?,
+            };
+            chain.insert(record.id, link);
+        }
+        self.chain = chain;
+        let needed: BTreeSet<&String> = self.chain.values().flat_map(|link| &link.described_by).collect();
+        self.remove_except(&["snapshots", "directories"], &needed).await
+    }
+
+    /// Casks that the newest snapshot of the log and its chain need, of all ranks, by path.
+    pub fn chain_casks(&self) -> BTreeSet<String> {
+        self.chain.values().flat_map(|link| link.casks.iter().cloned()).collect()
+    }
+
+    /// Prepares the mirror; returns the last log entry that it has. A long log is entered by its newest catalog.
+    #[boxed]
+    async fn begin(&self, state: &LogState) -> Result<u64> {
+        let file = read_store_file(&self.store).await?;
+        self.memory.objects().ensure_root()?;
+        match read_store_file(&self.memory).await {
+            Ok(found) if found.run == file.run => {}
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            _ => self.clear().await?,
+        }
+        self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+        let names = self.memory.objects().names_after("log", "").await?;
+        let last = names.last().and_then(|name| name.strip_suffix(".json")?.parse().ok()).unwrap_or(0u64);
+        if last > state.sequence {
+            // The store is an older copy of itself.
+            self.clear().await?;
+            self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+            return self.copy_catalog(0).await;
+        }
+        self.copy_catalog(last).await
+    }
+
+    /// Copies the newest catalog if the entries up to it are many; returns the last entry that need not be copied.
+    async fn copy_catalog(&self, last: u64) -> Result<u64> {
+        let newest = Catalog::list(&self.store).await?.into_iter().next();
+        let Some((sequence, path)) = newest.and_then(|path| Some((Catalog::sequence_of(&path)?, path))) else { return Ok(last) };
+        if sequence <= last {
+            return Ok(last);
+        }
+        let bytes = self.store.objects().get(&path, self.store.limits().max_catalog_bytes).await?;
+        self.memory.objects().put_content_addressed(&path, bytes).await?;
+        Ok(sequence.saturating_sub(1))
+    }
+
+    /// Copies manifest and directory of a snapshot.
+    #[boxed]
+    async fn copy_link(&self, record: &SnapshotRecord) -> Result<LinkObjects> {
+        let place = record.manifest_place();
+        let (manifest, bytes) = read_manifest_bytes(&self.store, &place).await?;
+        let directory = format!("directories/{}", manifest.directory);
+        if self.memory.objects().head_if_present(&directory).await?.is_none() {
+            let bytes = self.store.objects().get(&directory, self.store.limits().max_directory_bytes).await?;
+            self.memory.objects().put_content_addressed(&directory, bytes).await?;
+        }
+        // The log entry has the manifest of an inline snapshot.
+        if place.inline_in.is_none() {
+            self.memory.objects().create_unique(&place.path, bytes).await?;
+        }
+        Ok(LinkObjects { described_by: [place.path, directory], casks: manifest.casks.iter().map(CaskRef::path).collect() })
+    }
+
+    /// Steps of a session of which the mirror has the receipts of all these ranks.
+    #[boxed]
+    pub async fn steps(&self, session: SessionName, ranks: Range<u32>) -> Result<Vec<SessionStep>> {
+        let found = SessionExchange::new(&self.memory, session).survey(None).await?.steps;
+        Ok(found.into_iter().filter(|(_, present)| present.has_all(ranks.clone())).map(|(at, _)| at).collect())
+    }
+
+    /// Uploads the casks of a step, every byte checked, and then the receipts. Objects that the store has are not sent again.
+    /// Returns the bytes that were sent. Fails with `NotFound` if the mirror does not have the step.
+    #[boxed]
+    pub async fn upload(&self, session: SessionName, at: SessionStep) -> Result<u64> {
+        let exchange = SessionExchange::new(&self.memory, session);
+        let ranks = exchange.survey(None).await?.steps.remove(&at);
+        let ranks =
+            ranks.ok_or_else(|| Error::not_found(format!("no receipt of step {} is in memory", at.step)).object(session.folder()))?;
+        let receipts = exchange.receipts(at, &ranks).await?;
+        let mut sent = 0u64;
+        for receipt in &receipts {
+            for cask in &receipt.casks {
+                if present(&self.store, &cask.path(), cask.bytes).await?.is_some() {
+                    continue;
+                }
+                let from = CaskSource::object(&self.memory, cask);
+                verify_cask(&from, cask, receipt.parent.is_none(), self.memory.limits()).await?;
+                copy_cask(&from, &self.store, cask, None).await?;
+                sent = sent.saturating_add(cask.bytes);
+            }
+        }
+        SessionExchange::new(&self.store, session).put_receipts(&receipts).await?;
+        Ok(sent)
+    }
+
+    /// Fixes the parent of a step in the store, if the host saved the step while the store did not answer. Fails with
+    /// `Conflict` if other hosts made their deltas against another snapshot.
+    #[boxed]
+    pub async fn agree_on_parent(&self, session: SessionName, at: SessionStep) -> Result<()> {
+        let Some(ours) = SessionExchange::new(&self.memory, session).parent(at).await? else { return Ok(()) };
+        let fixed = SessionExchange::new(&self.store, session).fix_parent(at, ours).await?;
+        if fixed == ours || ours.is_none() {
+            return Ok(());
+        }
+        let message = format!("step {} was saved without the store, and other hosts made their deltas against another snapshot", at.step);
+        Err(Error::new(ErrorKind::Conflict, message))
+    }
+
+    /// Removes casks and receipts, except those of `keep` and of newer steps of the session, and `chain_casks`. No save into
+    /// the mirror may be under way.
+    #[boxed]
+    pub async fn prune(&self, session: SessionName, keep: SessionStep, chain_casks: &BTreeSet<String>) -> Result<()> {
+        let (objects, folder) = (self.memory.objects(), format!("{}/", session.folder()));
+        let mut needed = chain_casks.clone();
+        for found in objects.list("receipts").await? {
+            let Some((step, object)) = found.path.strip_prefix(&folder).and_then(|rest| rest.split_once('/')) else { continue };
+            if SessionStep::from_folder(step).is_none_or(|step| step < keep) {
+                continue;
+            }
+            if let Some(ranks) = RankRange::from_object(object) {
+                let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
+                let receipts = Receipt::decode_all(&bytes, ranks, self.memory.limits()).in_object(&found.path)?;
+                needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
+            }
+            needed.insert(found.path);
+        }
+        self.remove_except(&["receipts", "casks"], &needed.iter().collect()).await
+    }
+
+    async fn remove_except(&self, folders: &[&str], needed: &BTreeSet<&String>) -> Result<()> {
+        for folder in folders {
+            for found in self.memory.objects().list(folder).await?.iter().filter(|found| !needed.contains(&found.path)) {
+                self.memory.objects().delete(&found.path).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn clear(&self) -> Result<()> {
+        for found in self.memory.objects().list("").await? {
+            self.memory.objects().delete(&found.path).await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,191 @@
+//! Mirrors of many hosts: casks and receipts are written to memory, uploaded from there, and make the state again without
+//! the store.
+
+use std::path::Path;
+
+use tensorcask::maintain::{self, Mirror, VerifyOptions};
+use tensorcask::wire::{Id, Leader, SessionName};
+use tensorcask::{ErrorKind, HostWriter, LeaderWriter, SessionExchange, SessionLog, Store, StoreOptions};
+
+use super::sessions::{HOSTS, RANKS_PER_HOST, WORLD, assert_holds, at, options, receipts, row, state};
+
+/// The hosts of a session, each with its mirror.
+struct Hosts {
+    folder: tempfile::TempDir,
+    store: Store,
+    session: SessionName,
+    leader: LeaderWriter,
+    hosts: Vec<(HostWriter, Mirror)>,
+}
+
+fn memory(folder: &Path) -> Store {
+    StoreOptions { fsync: false, inline_bytes: 0, ..StoreOptions::default() }.open(folder.to_str().unwrap()).unwrap()
+}
+
+fn ranks(host: u32) -> Vec<u32> {
+    (host * RANKS_PER_HOST..(host + 1) * RANKS_PER_HOST).collect()
+}
+
+impl Hosts {
+    async fn begin() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(folder.path().join("store").to_str().unwrap()).unwrap();
+        let session = Id::random().unwrap();
+        let leader = Leader { session, after: 0, attempt: 0, term: 1, above: None };
+        let leader = LeaderWriter::open(&store, leader, options()).await.unwrap();
+        let mut hosts = Vec::new();
+        for host in 0..HOSTS {
+            let memory = memory(&folder.path().join(format!("mirror-{host}")));
+            let writer = HostWriter::open_with_mirror(&store, &memory, session, &ranks(host), WORLD, options()).await.unwrap();
+            hosts.push((writer, Mirror::new(&store, &memory)));
+        }
+        let session = hosts[0].0.session();
+        Self { folder, store, session, leader, hosts }
+    }
+
+    /// Saves a step into the mirrors.
+    async fn save(&mut self, step: u64) {
+        let log = SessionLog::open(&self.store).await.unwrap();
+        for (host, (writer, mirror)) in (0..).zip(&mut self.hosts) {
+            mirror.follow(&log).await.unwrap();
+            let parent = writer.fix_parent(at(0, step)).await.unwrap();
+            let rows: Vec<Vec<u8>> = ranks(host).into_iter().map(|rank| row(step, rank)).collect();
+            let states = ranks(host).into_iter().zip(&rows).map(|(rank, row)| state(rank, WORLD, row)).collect::<Vec<_>>();
+            writer.save(at(0, step), parent, &states).await.unwrap();
+        }
+    }
+
+    async fn upload(&self, step: u64) -> u64 {
+        let mut sent = 0;
+        for (_, mirror) in &self.hosts {
+            sent += mirror.upload(self.session, at(0, step)).await.unwrap();
+        }
+        sent
+    }
+
+    async fn commit(&mut self, step: u64) {
+        let receipts = receipts(&SessionExchange::new(&self.store, self.session), at(0, step)).await;
+        self.leader.commit(step, &receipts).await.unwrap();
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Loses the store; returns a store of the objects of all mirrors.
+    fn lose_store(&self) -> Store {
+        std::fs::remove_dir_all(self.path("store")).unwrap();
+        let union = self.path("union");
+        for host in 0..HOSTS {
+            copy_all(&self.path(&format!("mirror-{host}")), &union);
+        }
+        memory(&union)
+    }
+}
+
+fn copy_all(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_all(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+fn count(folder: &Path) -> usize {
+    std::fs::read_dir(folder).map_or(0, Iterator::count)
+}
+
+#[tokio::test]
+async fn casks_are_uploaded_from_mirrors_and_mirrors_hold_a_committed_step_without_the_store() {
+    let mut hosts = Hosts::begin().await;
+    for step in 1..=3 {
+        let before = count(&hosts.path("store/casks"));
+        hosts.save(step).await;
+        assert_eq!(count(&hosts.path("store/casks")), before, "a save writes to memory only");
+        assert!(hosts.upload(step).await > 0);
+        assert_eq!(hosts.upload(step).await, 0, "what is there is not sent again");
+        hosts.commit(step).await;
+        assert_holds(&hosts.store, step).await;
+    }
+    assert!(hosts.store.history().records().await.unwrap().last().unwrap().parent.is_some(), "deltas");
+    assert!(maintain::verify(&hosts.store, &VerifyOptions::default()).await.unwrap().is_clean());
+    let log = SessionLog::open(&hosts.store).await.unwrap();
+    for (_, mirror) in &mut hosts.hosts {
+        mirror.follow(&log).await.unwrap();
+        mirror.prune(hosts.session, at(0, 3), &mirror.chain_casks()).await.unwrap();
+    }
+    let union = hosts.lose_store();
+    assert_holds(&union, 3).await;
+}
+
+#[tokio::test]
+async fn mirrors_hold_a_step_that_was_never_uploaded() {
+    let mut hosts = Hosts::begin().await;
+    for step in 1..=2 {
+        hosts.save(step).await;
+        hosts.upload(step).await;
+        hosts.commit(step).await;
+    }
+    hosts.save(3).await;
+    for (_, mirror) in &hosts.hosts {
+        mirror.prune(hosts.session, at(0, 3), &mirror.chain_casks()).await.unwrap();
+    }
+    let session = hosts.session;
+    let union = hosts.lose_store();
+    assert_eq!(union.snapshot(3).await.unwrap_err().kind(), ErrorKind::NotFound);
+    let leader = Leader { session: session.session, after: 0, attempt: 0, term: 2, above: None };
+    let mut leader = LeaderWriter::open(&union, leader, options()).await.unwrap();
+    let receipts = receipts(&SessionExchange::new(&union, session), at(0, 3)).await;
+    leader.commit(3, &receipts).await.unwrap();
+    assert_holds(&union, 3).await;
+}
+
+#[tokio::test]
+async fn pruning_removes_older_steps() {
+    let mut hosts = Hosts::begin().await;
+    for step in 1..=2 {
+        hosts.save(step).await;
+        hosts.upload(step).await;
+        hosts.commit(step).await;
+    }
+    hosts.save(3).await;
+    let mirror = &hosts.hosts[0].1;
+    mirror.prune(hosts.session, at(0, 3), &mirror.chain_casks()).await.unwrap();
+    let casks = |step: u64| RANKS_PER_HOST as usize * step as usize;
+    // Step 2 is a delta on step 1.
+    assert_eq!(count(&hosts.path("mirror-0/casks")), casks(3));
+    hosts.upload(3).await;
+    hosts.commit(3).await;
+    assert_eq!(hosts.hosts[0].1.steps(hosts.session, 0..RANKS_PER_HOST).await.unwrap(), [at(0, 3)]);
+}
+
+#[tokio::test]
+async fn damaged_memory_is_not_uploaded() {
+    let mut hosts = Hosts::begin().await;
+    hosts.save(1).await;
+    let cask = std::fs::read_dir(hosts.path("mirror-0/casks")).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = std::fs::read(&cask).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&cask, bytes).unwrap();
+    let error = hosts.hosts[0].1.upload(hosts.session, at(0, 1)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    assert_eq!(count(&hosts.path("store/receipts")), 1, "the parent only");
+}
+
+#[tokio::test]
+async fn a_mirror_of_another_store_is_emptied() {
+    let mut hosts = Hosts::begin().await;
+    hosts.save(1).await;
+    let other = Store::open(hosts.path("other").to_str().unwrap()).unwrap();
+    other.writer(tensorcask::Policy::Full).await.unwrap();
+    let mut mirror = Mirror::new(&other, &memory(&hosts.path("mirror-0")));
+    mirror.follow(&SessionLog::open(&other).await.unwrap()).await.unwrap();
+    assert_eq!(count(&hosts.path("mirror-0/casks")), 0);
+    assert_eq!(SessionLog::open(mirror.memory()).await.unwrap().sequence(), 1);
+}
