@@ -270,7 +270,7 @@ impl Engine {
     fn report_saved(&mut self, timer: SaveTimer, saved: Option<SavedState>, span: &tracing::Span) -> Result<Outcome> {
         let step = timer.step;
         let Some(SavedState { generation, time, bytes, dropped_step }) = saved else {
-            return Ok(self.outcome(Outcome { step, stall: timer.stall(), ..Outcome::default() }));
+            return Ok(with_news(&self.session, &mut self.reported, Outcome { step, stall: timer.stall(), ..Outcome::default() }));
         };
         self.arena.raise_generation(generation);
         self.session.set_last_save(generation);
@@ -288,35 +288,23 @@ impl Engine {
         let stall = timer.stall();
         span.record("generation", generation).record("bytes_in", bytes).record("copy_ms", copy_ms);
         span.record("stall_ms", millis(stall)).record("queue_depth", self.session.progress().queue_depth);
-        Ok(self.outcome(Outcome { step, generation: Some(generation), stall, copy: time, dropped: dropped_step, ..Outcome::default() }))
-    }
-
-    /// Adds failures that were not reported before, and the current problem.
-    fn outcome(&mut self, outcome: Outcome) -> Outcome {
-        let progress = self.session.progress();
-        let failures: Vec<Failure> = progress.failures.iter().filter(|failure| failure.generation > self.reported).cloned().collect();
-        self.reported = failures.iter().map(|failure| failure.generation).max().unwrap_or(self.reported);
-        for failure in &failures {
-            tracing::error!(run = self.session.spec.run, step = failure.step, error = failure.message, "an earlier save failed");
-        }
-        Outcome { failures, problem: progress.problem.clone(), queue_depth: progress.queue_depth, ..outcome }
+        Ok(with_news(
+            &self.session,
+            &mut self.reported,
+            Outcome { step, generation: Some(generation), stall, copy: time, dropped: dropped_step, ..Outcome::default() },
+        ))
     }
 
     /// Waits until the last save has reached a level or failed, or the timeout has passed.
     pub fn wait(&mut self, until: Until, timeout: Duration) -> Result<Waited> {
-        self.wait_for_generation(self.session.last_save(), until, timeout)
+        let last = self.session.last_save();
+        wait_on(&mut self.session, last, until, timeout)
     }
 
     /// Waits until the save of a step has reached a level or failed, or the timeout has passed. Fails with `NotFound` if the
     /// step is not among the last saves of this process.
     pub fn wait_for(&mut self, step: u64, until: Until, timeout: Duration) -> Result<Waited> {
-        self.wait_for_generation(self.recent.generation_of(step)?, until, timeout)
-    }
-
-    fn wait_for_generation(&mut self, generation: u64, until: Until, timeout: Duration) -> Result<Waited> {
-        let progress = self.session.wait(generation, until, timeout)?;
-        let (reached, failed) = (progress.has_reached(generation, until), progress.has_failed(generation));
-        Ok(Waited { reached, failed, failures: progress.failures, problem: progress.problem })
+        wait_on(&mut self.session, self.recent.generation_of(step)?, until, timeout)
     }
 
     /// Announces that this rank saves no more. Steps that wait for a save of this rank are given up, on this host and on
@@ -454,7 +442,7 @@ impl Engine {
 
     fn search(&self, mut request: RestoreRequest<'_>) -> Result<Restored<'_>> {
         let begun = Instant::now();
-        let places = self.restore_places();
+        let places = restore_places(self);
         let found = self.arena.pool().install(|| self.runtime.block_on(find(&places, &mut request)));
         let run = &self.session.spec.run;
         for passed in &request.passed_over {
@@ -468,20 +456,37 @@ impl Engine {
 
     /// Lists the steps that this rank can restore, newest first, each with its nearest place. Reads no tensor.
     pub fn loadable(&self) -> Result<Vec<Loadable>> {
-        self.runtime.block_on(loadable(&self.restore_places()))
+        self.runtime.block_on(loadable(&restore_places(self)))
     }
+}
 
-    fn restore_places(&self) -> RestorePlaces<'_> {
-        RestorePlaces {
-            spec: &self.session.spec,
-            run: &self.run,
-            rank: self.options.rank,
-            arena: self.arena.arena().map(Arc::as_ref),
-            is_stale: self.session.is_stale(),
-            unreachable: &self.unreachable,
-            store_timeout: self.options.store_timeout,
-        }
+fn restore_places(engine: &Engine) -> RestorePlaces<'_> {
+    RestorePlaces {
+        spec: &engine.session.spec,
+        run: &engine.run,
+        rank: engine.options.rank,
+        arena: engine.arena.arena().map(Arc::as_ref),
+        is_stale: engine.session.is_stale(),
+        unreachable: &engine.unreachable,
+        store_timeout: engine.options.store_timeout,
     }
+}
+
+/// Adds failures that were not reported before, and the current problem. `reported`: newest generation whose failure was.
+fn with_news(session: &Session, reported: &mut u64, outcome: Outcome) -> Outcome {
+    let progress = session.progress();
+    let failures: Vec<Failure> = progress.failures.iter().filter(|failure| failure.generation > *reported).cloned().collect();
+    *reported = failures.iter().map(|failure| failure.generation).max().unwrap_or(*reported);
+    for failure in &failures {
+        tracing::error!(run = session.spec.run, step = failure.step, error = failure.message, "an earlier save failed");
+    }
+    Outcome { failures, problem: progress.problem.clone(), queue_depth: progress.queue_depth, ..outcome }
+}
+
+fn wait_on(session: &mut Session, generation: u64, until: Until, timeout: Duration) -> Result<Waited> {
+    let progress = session.wait(generation, until, timeout)?;
+    let (reached, failed) = (progress.has_reached(generation, until), progress.has_failed(generation));
+    Ok(Waited { reached, failed, failures: progress.failures, problem: progress.problem })
 }
 
 /// Notes that a rank starts in the session of a run on many hosts, here and in the store. All hosts agree through the store

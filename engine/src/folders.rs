@@ -9,6 +9,7 @@
 //!     over                                exists once the run has finished: memory is freed after the last upload
 //!     memory-<n>/                         encoded snapshots: a store; the highest number is in use
 //!     mirror/                             many hosts: a part of the first tier, with the casks of this host's ranks
+//!     replica-<h>/                        many hosts: a copy of the casks of another host's ranks
 //!     rank-<r>/lock arena                 one trainer
 //! ```
 
@@ -155,6 +156,16 @@ impl RunFolder {
         self.root.join("mirror")
     }
 
+    /// Path of the copy of another host's mirror.
+    pub(crate) fn replica(&self, host: u32) -> PathBuf {
+        self.root.join(format!("replica-{host}"))
+    }
+
+    /// Lists the hosts of which there is a copy.
+    pub(crate) fn replicas(&self) -> Result<Vec<u32>> {
+        list_numbered(&self.root, "replica-").map(|found| found.into_iter().filter_map(|host| u32::try_from(host).ok()).collect())
+    }
+
     /// Path of the store in memory with this number.
     pub(crate) fn memory(&self, epoch: u64) -> PathBuf {
         self.root.join(format!("memory-{epoch}"))
@@ -168,6 +179,9 @@ impl RunFolder {
     /// Removes everything except locks, because other processes may wait for them.
     pub(crate) fn clear(&self) -> Result<()> {
         remove_folder(&self.mirror())?;
+        for host in self.replicas()? {
+            remove_folder(&self.replica(host))?;
+        }
         for epoch in self.epochs()? {
             remove_folder(&self.memory(epoch))?;
         }

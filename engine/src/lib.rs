@@ -46,6 +46,8 @@ mod slot_access;
 // Runs, their tiers, and encoded snapshots in shared memory.
 mod hosts_option;
 
+mod peers_option;
+
 mod host_notes;
 
 mod run_spec;
@@ -64,6 +66,8 @@ mod inline_generation;
 
 // Many hosts.
 mod hosts;
+
+mod peers;
 
 // The agent.
 mod status;
@@ -110,8 +114,12 @@ pub use engine::Engine;
 pub use folders::FOLDER_VARIABLE;
 pub use hosts_option::Hosts;
 pub use options::{BackPressure, Encode, EngineOptions, OnAgentLoss};
+pub use peers::{CertificateFiles, InitTls, init_tls};
+pub use peers_option::{PeerTls, Peers};
 pub use protocol::{Failure, Until};
 pub use restored::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
 pub use saving::{Mapping, Outcome, Saving, Waited};
 pub use snapshot_places::{SnapshotPlace, snapshot_places};
-pub use status::{AgentStatus, HostsStatus, LeaderStatus, LevelStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
+pub use status::{
+    AgentStatus, HostsStatus, LeaderStatus, LevelStatus, RankStatus, ReplicaStatus, RunStatus, SaveStatus, SlotStatus, TierStatus,
+};

@@ -18,6 +18,11 @@ pub(crate) fn open_mirror(folder: &RunFolder) -> Result<Store> {
     open_memory(&folder.mirror())
 }
 
+/// Opens the copy of another host's mirror, which need not exist.
+pub(crate) fn open_replica(folder: &RunFolder, host: u32) -> Result<Store> {
+    open_memory(&folder.replica(host))
+}
+
 fn open_memory(path: &Path) -> Result<Store> {
     let path = path.to_str().ok_or_else(|| Error::invalid("the path of the engine's folder must be UTF-8"))?;
     // Log entries are never deleted, and memory is small: snapshots stay out of them.
@@ -42,6 +47,11 @@ pub(crate) fn memory_bytes(folder: &RunFolder) -> Result<u64> {
 /// Bytes of shared memory that the mirror uses.
 pub(crate) fn mirror_bytes(folder: &RunFolder) -> Result<u64> {
     folder_bytes(folder.mirror())
+}
+
+/// Bytes of shared memory that the copy of another host's mirror uses.
+pub(crate) fn replica_bytes(folder: &RunFolder, host: u32) -> Result<u64> {
+    folder_bytes(folder.replica(host))
 }
 
 /// Bytes of all files in a folder, rounded up to whole pages.

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::status::{AgentStatus, RunStatus, SaveStatus};
+use crate::status::{AgentStatus, ReplicaStatus, RunStatus, SaveStatus};
 
 impl AgentStatus {
     /// Formats the metrics as text for Prometheus.
@@ -42,6 +42,20 @@ impl AgentStatus {
         });
         per_run("save_bytes_in", "Size of the last state.", &|run| last(&|save| Some(save.bytes_in as f64), run));
         per_run("save_bytes_out", "Size of the last snapshot.", &|run| last(&|save| save.bytes_out.map(|bytes| bytes as f64), run));
+        let label = |run: &RunStatus, replica: &ReplicaStatus| format!("{{run=\"{}\",host=\"{}\"}}", escape(&run.run), replica.host);
+        let mut per_replica = |name: &str, help: &str, value: &dyn Fn(&ReplicaStatus) -> Option<f64>| {
+            let replicas = self.runs.iter().flat_map(|run| run.replicas.iter().map(move |replica| (run, replica)));
+            gauge(name, help, replicas.filter_map(|(run, replica)| Some((label(run, replica), value(replica)?))).collect());
+        };
+        per_replica("replica_held", "1 if this host copies the snapshots of the other host.", &|replica| {
+            Some(f64::from(u8::from(replica.is_held)))
+        });
+        per_replica("replica_last_step", "Newest complete step of the copy.", &|replica| replica.last_step.map(|step| step as f64));
+        per_replica("replica_pending", "Steps that the copy lacks.", &|replica| Some(replica.pending as f64));
+        per_replica("replica_lag_seconds", "Seconds since the copy began to lack a step.", &|replica| Some(replica.lag_s));
+        per_replica("replica_silent_seconds", "Seconds since the other host last answered.", &|replica| Some(replica.silent_s));
+        per_replica("replica_bytes", "Shared memory that the copy uses.", &|replica| Some(replica.bytes as f64));
+        per_replica("replica_problem", "1 if the copy has a problem.", &|replica| Some(f64::from(u8::from(replica.problem.is_some()))));
         out
     }
 }
@@ -53,13 +67,15 @@ fn escape(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use crate::status::{AgentStatus, RunStatus};
+    use crate::status::{AgentStatus, ReplicaStatus, RunStatus};
 
     #[test]
     fn metrics_are_valid_prometheus_text() {
-        let run = RunStatus { run: "a\"b\\\n".into(), last_commit_step: Some(7), ..RunStatus::default() };
+        let replicas = vec![ReplicaStatus { host: 3, pending: 2, ..ReplicaStatus::default() }];
+        let run = RunStatus { run: "a\"b\\\n".into(), last_commit_step: Some(7), replicas, ..RunStatus::default() };
         let text = AgentStatus { runs: vec![run], ..AgentStatus::default() }.metrics();
         assert!(text.contains("tensorcask_last_commit_step{run=\"a\\\"b\\\\\\n\"} 7\n"), "{text}");
+        assert!(text.contains("tensorcask_replica_pending{run=\"a\\\"b\\\\\\n\",host=\"3\"} 2\n"), "{text}");
         assert!(!text.contains("tensorcask_seconds_since_commit{"), "unknown values are left out");
         assert!(text.lines().all(|line| line.starts_with("# ") || line.rsplit(' ').next().unwrap().parse::<f64>().is_ok()), "{text}");
     }

@@ -10,6 +10,7 @@ use tensorcask::{Error, FiniteCheck, Policy, Precision, Result, Retention, absol
 
 use crate::arena_file::SLOTS;
 use crate::hosts_option::Hosts;
+use crate::peers_option::Peers;
 use crate::run_spec::{RunSpec, run_key};
 
 /// Behaviour of a save while no slot of the arena is free.
@@ -80,6 +81,8 @@ pub struct EngineOptions {
     pub world: u32,
     /// Session and local ranks of a run on many hosts; `None` for one host. Not with `next_tiers` or [`Encode::Inline`].
     pub hosts: Option<Hosts>,
+    /// Replicas of encoded snapshots in the memory of other hosts; `None` for none. Only with `hosts`.
+    pub peers: Option<Peers>,
     /// Number of raw states that fit into the arena, 2 to 16.
     pub slots: u32,
     /// Number of encoded snapshots to keep in memory, 1 or more. Snapshots that the store does not have yet stay in
@@ -138,6 +141,7 @@ impl EngineOptions {
             rank: 0,
             world: 1,
             hosts: None,
+            peers: None,
             slots: *SLOTS.start(),
             keep: 2,
             memory_cap: None,
@@ -176,6 +180,11 @@ impl EngineOptions {
         if self.hosts.is_some() && (self.encode == Encode::Inline || !self.next_tiers.is_empty()) {
             return Err(Error::unsupported("a run on many hosts supports neither further tiers nor inline encoding"));
         }
+        match (&self.peers, &self.hosts) {
+            (None, _) => {}
+            (Some(peers), Some(hosts)) => peers.check(self.world.div_ceil(hosts.local_ranks.len().max(1) as u32))?,
+            (Some(_), None) => return Err(Error::invalid("`peers` are for a run on many hosts: set `hosts`, too")),
+        }
         self.retention.map_or(Ok(()), Retention::check)?;
         let tiers = std::iter::once(&self.store).chain(&self.next_tiers).map(|url| absolute_url(url)).collect::<Result<Vec<_>>>()?;
         let run = self.run.clone().unwrap_or_else(|| tiers.first().cloned().unwrap_or_default());
@@ -204,6 +213,7 @@ impl EngineOptions {
             keep_base_decoded: self.keep_base_decoded,
             inline: self.encode == Encode::Inline,
             hosts: self.hosts.as_ref().map(|hosts| hosts.spec(self.rank, self.world)).transpose()?,
+            peers: self.peers.clone(),
         })
     }
 }

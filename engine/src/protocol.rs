@@ -127,7 +127,7 @@ pub struct Failure {
 pub enum Until {
     /// Copied into this host's memory. A save has reached this level when it returns.
     Copied,
-    /// Encoded in this host's memory. On many hosts: uploaded by this host, and not committed yet.
+    /// Encoded in this host's memory.
     Encoded,
     /// Committed in the first tier.
     Durable,

@@ -10,6 +10,7 @@ use tensorcask::{BaseKeeping, ExistingStep, FiniteCheck, Policy, Precision, Resu
 
 use crate::folders::{EngineFolder, RunFolder};
 use crate::hosts_option::HostsSpec;
+use crate::peers_option::Peers;
 
 /// The description of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -43,6 +44,9 @@ pub(crate) struct RunSpec {
     /// The session and the ranks of this host, if the run is on many hosts.
     #[serde(default)]
     pub hosts: Option<HostsSpec>,
+    /// Peers on other hosts, and this host's address for them.
+    #[serde(default)]
+    pub peers: Option<Peers>,
 }
 
 impl RunSpec {

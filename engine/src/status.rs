@@ -50,6 +50,12 @@ pub struct RunStatus {
     pub memory_bytes: u64,
     /// Bytes of shared memory that encoded snapshots may use.
     pub memory_cap_bytes: u64,
+    /// Other hosts whose snapshots this host copies, or may have to copy.
+    #[serde(default)]
+    pub replicas: Vec<ReplicaStatus>,
+    /// Current problem of the server for other hosts.
+    #[serde(default)]
+    pub peers_problem: Option<String>,
     /// Current problem of the encoder; cleared once it works again.
     pub problem: Option<String>,
     /// Reason why this agent stopped the run: another job took its store over.
@@ -63,7 +69,7 @@ pub struct RunStatus {
 pub struct LevelStatus {
     /// Copied into this host's memory.
     pub copied: Option<u64>,
-    /// Encoded in this host's memory. On many hosts: uploaded by this host.
+    /// Encoded in this host's memory.
     pub encoded: Option<u64>,
     /// Committed in the first tier.
     pub durable: Option<u64>,
@@ -105,6 +111,31 @@ pub struct TierStatus {
     /// Number of snapshots that the tier lacks.
     pub pending: u64,
     /// Current problem of uploads to the tier.
+    pub problem: Option<String>,
+}
+
+/// A copy of another host's snapshots in the memory of this host.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct ReplicaStatus {
+    /// Number of the other host.
+    pub host: u32,
+    /// Address of its agent.
+    pub address: String,
+    /// Whether this host copies its snapshots now. Otherwise this host only observes whether the other host answers.
+    pub is_held: bool,
+    /// Newest complete step of the copy.
+    pub last_step: Option<u64>,
+    /// Newest complete step of the other host, when it last answered.
+    pub source_step: Option<u64>,
+    /// Number of steps that the copy lacks.
+    pub pending: u64,
+    /// Seconds since the copy began to lack a step; 0 if it lacks none.
+    pub lag_s: f64,
+    /// Seconds since the other host last answered; since the agent started if it never did.
+    pub silent_s: f64,
+    /// Bytes of shared memory that the copy uses.
+    pub bytes: u64,
+    /// Current problem of the copy, or of the connection.
     pub problem: Option<String>,
 }
 

@@ -405,9 +405,9 @@ class Engine:
     def wait(self, until: str = "durable", timeout: float | None = None, *, step: int | None = None) -> Waited:
         """Waits until the last save, or the last save of ``step``, has reached a level or failed.
 
-        Levels: ``copied`` (in this host's memory, as soon as a save returns), ``encoded`` (encoded there; on many hosts: uploaded by
-        this host), ``durable`` (committed in the first tier). ``timeout``: seconds. Raises ``NotFoundError`` if ``step`` is not among
-        the last 1024 saves of this process.
+        Levels: ``copied`` (in this host's memory, as soon as a save returns), ``encoded`` (encoded there), ``durable`` (committed in
+        the first tier). ``timeout``: seconds. Raises ``NotFoundError`` if ``step`` is not among the last 1024 saves of this
+        process.
         """
         if until not in ("copied", "encoded", "durable"):
             raise ValueError(f"until={until!r}: use 'copied', 'encoded' or 'durable'")

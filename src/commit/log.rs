@@ -112,15 +112,6 @@ impl Log {
         &self.state
     }
 
-    /// Takes over what a mirror of the store has of the log, if that is more. The next reading compares it with the store.
-    pub(crate) async fn catch_up_from(&mut self, mirror: &Store) -> Result<()> {
-        let mirrored = Self::load(mirror).await?;
-        if mirrored.store_file.run == self.store_file.run && mirrored.state.sequence > self.state.sequence {
-            self.state = mirrored.state;
-        }
-        Ok(())
-    }
-
     /// Reads the entries that have been committed since, usually none. Returns a `Conflict` if the store has been
     /// replaced.
     pub(crate) async fn refresh(&mut self) -> Result<()> {
@@ -343,6 +334,15 @@ impl Log {
         }
         Err(unknown(&path, last_error))
     }
+}
+
+/// Takes over what a mirror of the store has of the log, if that is more. The next reading compares it with the store.
+pub(crate) async fn catch_up_from(log: &mut Log, mirror: &Store) -> Result<()> {
+    let mirrored = Log::load(mirror).await?;
+    if mirrored.store_file.run == log.store_file.run && mirrored.state.sequence > log.state.sequence {
+        log.state = mirrored.state;
+    }
+    Ok(())
 }
 
 /// Returns the range of entries from `first` up to and including the next entry that a catalog follows.

@@ -25,7 +25,7 @@ pub(crate) use finite_marks::FiniteMarks;
 use finite_marks::LastGood;
 pub use history::History;
 pub use leadership::{AttemptStart, LeaderRefusal, LeaderState, Leadership};
-pub(crate) use log::{Appended, Log, refuse_features};
+pub(crate) use log::{Appended, Log, catch_up_from, refuse_features};
 pub(crate) use manifest::{read_inline, read_manifest, read_manifest_bytes};
 pub use rank_set::RankSet;
 pub use retention::Retained;

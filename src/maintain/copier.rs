@@ -4,8 +4,9 @@
 //! committed after all its objects are there; a small one is part of the entry that commits it. The agent of the engine
 //! keeps a copier for each further store; [`copy`](super::copy()) runs one once.
 //!
-//! Invariants: a cask is verified before the entry that names or holds it is committed; a cask that is an object is
-//! verified at the destination. Snapshots are added in the order of the source. A copy that was interrupted is resumed by copying again.
+//! Invariants: casks, manifests and directories are verified before the entry that names or holds them is committed; a
+//! cask that is an object is verified at the destination. Snapshots are added in the order of the source. A copy that was
+//! interrupted is resumed by copying again.
 
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ use crate::commit::{Age, Appended, Log, LogState, Need, SnapshotRecord, read_inl
 use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::{AheadUploads, Listed, Upload, saves_inline};
-use crate::wire::{CaskRef, Event, Id, InlineSnapshot, Manifest};
+use crate::wire::{CaskRef, Digest, Directory, Event, Id, InlineSnapshot, Manifest};
 use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
 
 /// Number of bytes of a cask that are copied at once.
@@ -121,8 +122,7 @@ impl Copier {
                 }
             }
         }
-        let directory = format!("directories/{}", manifest.directory);
-        let bytes = source.objects().get(&directory, source.limits().max_directory_bytes).await?;
+        let (directory, bytes) = read_directory_bytes(source, manifest.directory).await?;
         if present(destination, &directory, bytes.len() as u64).await?.is_none() {
             report.objects += 1;
             report.bytes += bytes.len() as u64;
@@ -221,11 +221,8 @@ impl Copier {
                     report.bytes += cask.bytes;
                 }
             }
-            let directory = format!("directories/{}", manifest.directory);
-            self.destination
-                .objects()
-                .put_content_addressed(&directory, source.objects().get(&directory, source.limits().max_directory_bytes).await?)
-                .await?;
+            let (directory, bytes) = read_directory_bytes(source, manifest.directory).await?;
+            self.destination.objects().put_content_addressed(&directory, bytes).await?;
             if !is_inline {
                 self.destination.objects().create_unique(&Manifest::path_of(link.step, link.id), manifest_bytes.clone()).await?;
             }
@@ -333,9 +330,22 @@ fn check_order(source: &LogState, destination: &LogState, missing: &[&SnapshotRe
     }
 }
 
+/// Path and bytes of a directory, checked.
+async fn read_directory_bytes(store: &Store, digest: Digest) -> Result<(String, Bytes)> {
+    let path = format!("directories/{digest}");
+    let bytes = store.objects().get(&path, store.limits().max_directory_bytes).await?;
+    Directory::check_digest(&bytes, digest).in_object(path.as_str())?;
+    Ok((path, bytes))
+}
+
 /// Listing of an object, if the store has it with this size.
 pub(super) async fn present(store: &Store, path: &str, bytes: u64) -> Result<Option<Listed>> {
     Ok(store.objects().head_if_present(path).await?.filter(|found| found.bytes == bytes))
+}
+
+/// End of the window that begins at an offset of a cask.
+fn window_end(start: u64, cask_bytes: u64) -> u64 {
+    cask_bytes.min(start.saturating_add(WINDOW_BYTES))
 }
 
 /// Copies a cask, except bytes that were sent ahead. Returns the number of those bytes.
@@ -350,10 +360,15 @@ pub(super) async fn copy_cask(source: &CaskSource, destination: &Store, cask: &C
         Some(begun) => (begun.upload, begun.bytes, begun.sent_bytes),
         None => (Upload::new(destination, path.clone(), cask.bytes), 0, 0),
     };
-    while start < cask.bytes {
-        let end = cask.bytes.min(start + WINDOW_BYTES);
-        upload.push(vec![source.get_range(start..end).await?]).await?;
-        start = end;
+    // The next window is read while this one is sent.
+    let mut window = start..window_end(start, cask.bytes);
+    let mut bytes = source.get_range(window.clone()).await?;
+    while !window.is_empty() {
+        start = window.end;
+        window = start..window_end(start, cask.bytes);
+        let (sent, read) = futures::future::join(upload.push(vec![bytes]), source.get_range(window.clone())).await;
+        sent?;
+        bytes = read?;
     }
     upload.finish().await?;
     Ok(sent)

@@ -27,7 +27,7 @@
 //! | `rewrite` | reads shards through the chain and writes them into casks; used by those three |
 //! | `retainer` | forgets and reduces steps, after each save or once |
 //! | `copy`, `copier` | snapshots in another store |
-//! | `mirror` | a part of a store's objects in the memory of one host |
+//! | `mirror`, `replica` | a part of a store's objects in the memory of one host; a checked copy of it on another |
 //! | `gc`, `mark` | deletes objects that no state of the log needs |
 //! | `verify` | compares every object, page and chunk with its checksum |
 //! | `advise`, `interval` | how often to save, and how many saves to keep |
@@ -44,6 +44,7 @@ mod interval;
 mod mark;
 mod mirror;
 mod reduce;
+mod replica;
 mod retainer;
 mod rewrite;
 mod verify;
@@ -58,6 +59,7 @@ pub use gc::{Deletable, GcOptions, GcReport, gc};
 pub use interval::{daly_interval, lost_share, young_interval};
 pub use mirror::Mirror;
 pub use reduce::{Reduced, keep_roles};
+pub use replica::{Replica, ReplicaReport};
 pub use retainer::{Retainer, RetentionReport, apply_retention, retain_roles};
 pub use verify::{Problem, VerifyDepth, VerifyOptions, VerifyReport, verify};
 

@@ -105,12 +105,18 @@ impl Directory {
         Ok(out.finish())
     }
 
+    /// Compares the bytes of a directory with `digest`, which is its name in the store.
+    pub(crate) fn check_digest(bytes: &[u8], digest: Digest) -> Result<()> {
+        if Digest::of(bytes) == digest {
+            return Ok(());
+        }
+        Err(Error::corrupt("digest mismatch: the bytes do not have the digest in the name").clause("manifest 3.1"))
+    }
+
     /// Decodes a directory and compares its bytes with `digest`, which is its name in the store.
     pub fn decode(bytes: Bytes, digest: Digest, limits: &Limits) -> Result<Self> {
         Limits::check(bytes.len() as u64, limits.max_directory_bytes, "size of the directory")?;
-        if Digest::of(&bytes) != digest {
-            return Err(Error::corrupt("digest mismatch: the bytes do not have the digest in the name").clause("manifest 3.1"));
-        }
+        Self::check_digest(&bytes, digest)?;
         let mut reader = ColumnsReader::new(bytes, "directory");
         let head: Column<u8> = reader.column(HEAD_BYTES as u64)?;
         let mut head = Cursor::new(head.bytes(), "directory head");

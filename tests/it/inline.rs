@@ -7,7 +7,7 @@ use futures::TryStreamExt;
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, path::Path};
 use tensorcask::maintain::{self, CompactOptions, CopyOptions, GcOptions, VerifyOptions};
-use tensorcask::{Latest, Metadata, Policy, Slice, SnapshotStatus, Store, StoreOptions, Writer};
+use tensorcask::{ErrorKind, Latest, Metadata, Policy, Slice, SnapshotStatus, Store, StoreOptions, Writer};
 
 use crate::common::{SmallState, noise, wrap, wrap_inline};
 
@@ -198,6 +198,22 @@ async fn damage_is_not_copied() {
         assert!(maintain::copy(&wrap_inline(source.clone()), &destination, &CopyOptions::default()).await.is_err());
         assert!(destination.snapshots().await.unwrap().is_empty());
     }
+}
+
+/// A snapshot whose directory is damaged is not copied.
+#[tokio::test]
+async fn a_damaged_directory_is_not_copied() {
+    let source = Arc::new(InMemory::new());
+    save(&mut wrap_inline(source.clone()).writer(Policy::Full).await.unwrap(), 1).await;
+    let listed: Vec<_> = futures::TryStreamExt::try_collect(source.list(Some(&Path::from("directories")))).await.unwrap();
+    let path: &Path = &listed.first().map(|meta: &object_store::ObjectMeta| meta.location.clone()).unwrap();
+    let mut bytes = object_store::ObjectStoreExt::get(source.as_ref(), path).await.unwrap().bytes().await.unwrap().to_vec();
+    *bytes.last_mut().unwrap() ^= 1;
+    object_store::ObjectStoreExt::put(source.as_ref(), path, bytes.into()).await.unwrap();
+    let destination = wrap(Arc::new(InMemory::new()));
+    let error = maintain::copy(&wrap_inline(source), &destination, &CopyOptions::default()).await.unwrap_err();
+    assert_eq!((error.kind(), error.object_name()), (ErrorKind::Corrupt, Some(path.as_ref())), "{error}");
+    assert!(destination.snapshots().await.unwrap().is_empty());
 }
 
 /// A writer whose store option is smaller than the snapshot, or whose limit on entries is, saves objects.

@@ -69,10 +69,12 @@ impl Job {
 
     /// Waits until so many ranks have uploaded a step of the first session in the store.
     fn wait_for_receipts(&self, step: u64, ranks: u32) {
-        let session = std::fs::read_dir(format!("{}/receipts", self.store_path)).unwrap().next().unwrap().unwrap().path();
+        let sessions = std::fs::read_dir(format!("{}/receipts", self.store_path)).unwrap().map(|entry| entry.unwrap().path());
+        let session = sessions.into_iter().find(|path| !path.to_str().unwrap().ends_with("-start")).unwrap();
         let folder = session.join(format!("{:020}-{step:020}", 0));
-        let receipts = || (0..WORLD).filter(|rank| folder.join(format!("{rank}.json")).exists()).count();
-        until("the receipts are in the store", || receipts() == ranks as usize);
+        let of_host = |host: u32| format!("{}-{}.json", host * RANKS, (host + 1) * RANKS - 1);
+        let receipts = || (0..HOSTS).filter(|host| folder.join(of_host(*host)).exists()).count() as u32;
+        until("the receipts are in the store", || receipts() * RANKS == ranks);
     }
 
     fn steps(&self) -> Vec<u64> {
@@ -83,13 +85,7 @@ impl Job {
 impl Start {
     fn save(&mut self, host: u32, step: u64) {
         for rank in host * RANKS..(host + 1) * RANKS {
-            let row = row(step, self.salt, rank);
-            let rect = Rect { offset: vec![u64::from(rank), 0], shape: vec![1, ROW] };
-            let tensors = [TensorView::shard("model.w", Dtype::U8, &[u64::from(WORLD), ROW], rect, &row).unwrap()];
-            let blobs = [Blob { rank, name: "rng".into(), data: vec![rank as u8; 4].into() }];
-            let mut metadata = Metadata::default();
-            metadata.user.insert("loss".into(), (1.0 / (step + 1) as f64).into());
-            self.engines[rank as usize].save(step, &tensors, &blobs, &metadata).unwrap();
+            save_rank(&mut self.engines[rank as usize], rank, step, self.salt);
         }
     }
 
@@ -107,6 +103,20 @@ impl Start {
     fn wait_all(&mut self) {
         (0..HOSTS).for_each(|host| self.wait(host, Until::Durable));
     }
+}
+
+/// Saves the state of a rank: its row, and a count that all ranks have.
+fn save_rank(engine: &mut Engine, rank: u32, step: u64, salt: u64) {
+    let (row, count) = (row(step, salt, rank), step.to_le_bytes());
+    let rect = Rect { offset: vec![u64::from(rank), 0], shape: vec![1, ROW] };
+    let tensors = [
+        TensorView::shard("model.w", Dtype::U8, &[u64::from(WORLD), ROW], rect, &row).unwrap(),
+        TensorView::new("optimizer.step", Dtype::U64, &[], &count).unwrap(),
+    ];
+    let blobs = [Blob { rank, name: "rng".into(), data: vec![rank as u8; 4].into() }];
+    let mut metadata = Metadata::default();
+    metadata.user.insert("loss".into(), (1.0 / (step + 1) as f64).into());
+    engine.save(step, &tensors, &blobs, &metadata).unwrap();
 }
 
 /// The row of a rank: a few bytes change from step to step.
@@ -201,6 +211,55 @@ fn a_lost_hosts_step_is_given_up_and_never_mixed_with_the_next_start() {
     let casks = report.deleted.iter().filter(|object| object.path.starts_with("casks/")).count();
     assert_eq!(casks, 2 * 2 * RANKS as usize, "the casks of step 3 of the first start, two for each rank");
     job.assert_holds(3, 2);
+    job.assert_clean();
+}
+
+#[test]
+fn another_host_begins_the_session_while_the_first_is_not_there() {
+    let job = Job::new();
+    let start = |rank: u32| Engine::start(job.options(rank, "first")).unwrap();
+    let mut late: Vec<Engine> = (RANKS..WORLD).map(start).collect();
+    for (rank, engine) in (RANKS..).zip(&mut late) {
+        save_rank(engine, rank, 1, 1);
+    }
+    until("a session begins", || job.store().history().entries().is_ok_and(|entries| !entries.is_empty()));
+    let mut engines: Vec<Engine> = (0..RANKS).map(start).collect();
+    for (rank, engine) in (0..).zip(&mut engines) {
+        save_rank(engine, rank, 1, 1);
+    }
+    for engine in engines.iter_mut().chain(&mut late) {
+        assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    }
+    let leaders = job.leaders();
+    assert!(leaders.iter().all(|leader| leader.session == leaders[0].session) && leaders[0].term == 1, "{leaders:?}");
+    job.assert_holds(1, 1);
+}
+
+#[test]
+fn ranks_may_end_with_different_last_steps() {
+    let job = Job::new();
+    let mut start = job.start("first", 1);
+    for step in 1..=2 {
+        start.save_all(step);
+    }
+    // Host 1 saves step 3 on both ranks, host 2 on one, host 0 not at all.
+    start.save(1, 3);
+    save_rank(&mut start.engines[4], 4, 3, 1);
+    let finished = std::thread::scope(|scope| {
+        let finishing: Vec<_> = start.engines.into_iter().map(|engine| scope.spawn(|| engine.finish())).collect();
+        finishing.into_iter().map(|finish| finish.join().unwrap().err().map(|error| error.to_string())).collect::<Vec<_>>()
+    });
+    for (rank, error) in finished.iter().enumerate() {
+        match rank {
+            2 | 3 => {
+                let text = error.as_deref().unwrap();
+                assert!(text.contains("step 3") && text.contains("rank 0 to 1 and 4 to 5 did not save"), "{text}");
+            }
+            4 => assert!(error.as_deref().unwrap().contains("not all ranks have saved this step"), "{error:?}"),
+            _ => assert_eq!(*error, None),
+        }
+    }
+    assert_eq!(job.steps(), [1, 2]);
     job.assert_clean();
 }
 

@@ -168,15 +168,6 @@ impl Committer {
             None => self.log.insert(SessionLog::open(&self.store).await?),
         };
         let view = LogView::new(log.sequence(), log.leadership(), session, log.records());
-        // A mirror that lags costs memory, and no step.
-        match self.mirror.follow(log).await {
-            Ok(()) => {
-                if let Some(from) = view.committed.last().copied() {
-                    self.work.set_kept(Kept { from, chain_casks: self.mirror.chain_casks() });
-                }
-            }
-            Err(error) => tracing::warn!(run = self.work.run.spec.run, %error, "the log could not be copied into memory; trying again"),
-        }
         let led_as = self.led_as;
         let leader = log.leadership().of(session).map(|leading| LeaderStatus {
             writer: leading.writer.to_string(),
@@ -187,6 +178,15 @@ impl Committer {
         if self.leader != leader {
             self.leader = leader.clone();
             self.work.run.apply(RunEvent::LeaderRead(leader));
+        }
+        // A mirror that lags costs memory, and no step.
+        match self.mirror.follow(log).await {
+            Ok(()) => {
+                if let Some(from) = view.committed.last().copied() {
+                    self.work.set_kept(Kept { from, chain_casks: self.mirror.chain_casks() });
+                }
+            }
+            Err(error) => tracing::warn!(run = self.work.run.spec.run, %error, "the log could not be copied into memory; trying again"),
         }
         Ok(view)
     }

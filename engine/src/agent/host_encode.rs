@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use tensorcask::maintain::Mirror;
 use tensorcask::wire::SessionStep;
-use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, SessionExchange, Store};
+use tensorcask::{Error, ErrorKind, HostWriter, Metadata, RankState, Result, Store};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::encode::{drop_incomplete, is_final};
 use super::encoder_queue::{next_work, remove_former_ranks};
-use super::host_upload::WaitingStep;
+use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
 use super::retry::Backoff;
 use super::run_event::{EncodedSave, Event as RunEvent, MemoryContents, RankGeneration};
@@ -27,8 +27,8 @@ use crate::memory_tier::without_replicas;
 use crate::slot_access::TakenSlot;
 
 /// Encodes and uploads states until the agent ends.
-pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded: UnboundedSender<WaitingStep>) {
-    let mut encoder = HostEncoder { work: work.clone(), memory, encoded, writer: None, saves: 0, steps: BTreeSet::new() };
+pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded: UnboundedSender<UploadWork>) {
+    let mut encoder = HostEncoder { work: work.clone(), memory, encoded, writer: None, saves: 0, steps: BTreeSet::new(), has_ended: false };
     let mut backoff = Backoff::new();
     loop {
         match encoder.encode_all().await {
@@ -51,13 +51,15 @@ struct HostEncoder {
     work: Arc<HostWork>,
     /// The mirror of the first tier.
     memory: Store,
-    /// Steps for the uploader.
-    encoded: UnboundedSender<WaitingStep>,
+    /// Work for the uploader.
+    encoded: UnboundedSender<UploadWork>,
     writer: Option<HostWriter>,
     /// Number of saves so far.
     saves: u64,
     /// Steps of this agent in the mirror.
     steps: BTreeSet<StepKey>,
+    /// Whether the uploader was told that the ranks of this host save no more.
+    has_ended: bool,
 }
 
 impl HostEncoder {
@@ -87,13 +89,9 @@ impl HostEncoder {
                 }
             }
         }
-        if run.read(|state, arenas| state.owes_end() && arenas.waiting_states() == 0)
-            && !work.is_uploading()
-            && let Some(store) = run.tiers.first()
-        {
-            // Every state of these ranks is uploaded or dropped by now.
-            SessionExchange::end_ranks(store, work.hosts.session, work.hosts.rank_range()).await?;
-            run.apply(RunEvent::EndNoted);
+        if run.read(|state, arenas| state.owes_end() && arenas.waiting_states() == 0) && !self.has_ended {
+            // Every state of these ranks is encoded or dropped by now.
+            self.has_ended = self.encoded.send(UploadWork::End).is_ok();
         }
         run.apply(RunEvent::EncoderProblem(None));
         Ok(())
@@ -193,9 +191,8 @@ impl HostEncoder {
         };
         run.release_and_apply(taken, RunEvent::Encoded(save))?;
         self.steps.insert(step);
-        work.begin_upload();
         // Fails only if the uploader has ended, together with this run.
-        let _ = self.encoded.send(WaitingStep { key: step, sequence: self.saves, generations });
+        let _ = self.encoded.send(UploadWork::Step(WaitingStep { key: step, sequence: self.saves, generations }));
         Ok(true)
     }
 }
@@ -233,7 +230,7 @@ async fn save(
 
 fn describe(error: &Error) -> String {
     match error.kind() {
-        ErrorKind::NotFound => format!("waiting for the host of rank 0, which opens the store: {error}"),
+        ErrorKind::NotFound => format!("waiting for a host to open the store: {error}"),
         _ => error.to_string(),
     }
 }

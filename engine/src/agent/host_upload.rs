@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use tensorcask::maintain::Mirror;
 use tensorcask::wire::{Id, SessionName, SessionStep};
-use tensorcask::{ErrorKind, Result, Store};
+use tensorcask::{ErrorKind, Result, SessionExchange, Store};
 use tokio::sync::OnceCell;
 use tokio::sync::mpsc::UnboundedReceiver;
 
@@ -17,6 +17,15 @@ use super::retry::Backoff;
 use super::run_event::{Event as RunEvent, RankGeneration};
 use crate::clock::now_ms;
 use crate::hosts::{Event, StepKey};
+
+/// Work of the uploader.
+#[derive(Debug, Clone)]
+pub(super) enum UploadWork {
+    /// Upload a step.
+    Step(WaitingStep),
+    /// Tell the other hosts that the ranks of this host save no more: all their steps were sent here before.
+    End,
+}
 
 /// A step in the mirror that is to be uploaded.
 #[derive(Debug, Clone)]
@@ -28,17 +37,22 @@ pub(super) struct WaitingStep {
 }
 
 /// Uploads steps until the agent ends.
-pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut steps: UnboundedReceiver<WaitingStep>) {
+pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut waiting: UnboundedReceiver<UploadWork>) {
     let Some(store) = work.run.tiers.first().cloned() else { return };
     let uploader = Uploader { mirror: Mirror::new(&store, &memory), store, run_id: OnceCell::new(), work: work.clone() };
     for step in uploader.left_by_earlier_agent().await {
         uploader.upload(step).await;
     }
     work.run.apply(RunEvent::NothingToUpload { tier: 0 });
-    work.end_upload();
-    while let Some(step) = steps.recv().await {
-        uploader.upload(step).await;
-        work.end_upload();
+    while let Some(next) = waiting.recv().await {
+        match next {
+            UploadWork::Step(step) => {
+                uploader.upload(step).await;
+                // The encoder may have waited for room.
+                work.run.wakes.wake_encoder();
+            }
+            UploadWork::End => uploader.end().await,
+        }
     }
 }
 
@@ -104,6 +118,18 @@ impl Uploader {
         self.mirror.agree_on_parent(session, at).await?;
         self.mirror.upload(session, at).await?;
         Ok(())
+    }
+
+    /// Notes in the store that the ranks of this host save no more.
+    async fn end(&self) {
+        let (work, mut backoff) = (&self.work, Backoff::new());
+        let ranks = work.hosts.rank_range();
+        while !work.run.is_stopped() {
+            match SessionExchange::end_ranks(&self.store, work.hosts.session, ranks).await {
+                Ok(()) => return work.run.apply(RunEvent::EndNoted),
+                Err(error) => self.note(&mut backoff, &error).await,
+            }
+        }
     }
 
     async fn note(&self, backoff: &mut Backoff, error: &tensorcask::Error) {

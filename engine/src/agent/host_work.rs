@@ -36,8 +36,6 @@ struct Shared {
     early: BTreeMap<StepKey, Fate>,
     /// What the encoder keeps in the mirror; `None` before a step of the session is committed.
     kept: Option<Kept>,
-    /// Steps that wait to be uploaded, or are being uploaded. Until the uploader knows what an earlier agent left, one more.
-    uploads: u64,
 }
 
 /// What the encoder keeps in the mirror.
@@ -69,7 +67,7 @@ pub(super) enum Fate {
 impl HostWork {
     pub(super) fn new(run: Arc<Run>, hosts: HostsSpec, options: HostOptions, actions: UnboundedSender<Action>) -> Self {
         let protocol = HostProtocol::new(options, 0);
-        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new(), kept: None, uploads: 1 });
+        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new(), kept: None });
         Self { run, hosts, shared, actions, started: Instant::now() }
     }
 
@@ -94,24 +92,6 @@ impl HostWork {
     /// Whether the fate of a step is in the log, as far as this host has read the log.
     pub(super) fn has_passed(&self, key: StepKey) -> bool {
         self.lock().protocol.has_passed(key)
-    }
-
-    /// Whether a step of this host waits to be uploaded, or is being uploaded.
-    pub(super) fn is_uploading(&self) -> bool {
-        self.lock().uploads > 0
-    }
-
-    pub(super) fn begin_upload(&self) {
-        let mut shared = self.lock();
-        shared.uploads = shared.uploads.saturating_add(1);
-    }
-
-    /// Notes that a step was uploaded or dropped. The encoder may have waited for that.
-    pub(super) fn end_upload(&self) {
-        let mut shared = self.lock();
-        shared.uploads = shared.uploads.saturating_sub(1);
-        drop(shared);
-        self.run.wakes.wake_encoder();
     }
 
     pub(super) fn set_kept(&self, kept: Kept) {

@@ -27,6 +27,7 @@ mod wakes;
 
 mod run;
 
+mod replicas;
 mod report;
 
 mod encoder_queue;

@@ -10,6 +10,7 @@ use tokio::task::JoinHandle;
 use super::encode::encode_loop;
 use super::encoder_queue::has_work;
 use super::host_tasks::spawn_host_tasks;
+use super::replicas::spawn_peer_tasks;
 use super::report::status_of;
 use super::run::Run;
 use super::run_event::Event;
@@ -101,13 +102,14 @@ impl Registry {
         }
         let key = spec.key.clone();
         let run = Arc::new(Run::new(spec, &self.folder)?);
-        let tasks = match run.spec.hosts.clone() {
+        let mut tasks: Vec<JoinHandle<()>> = match run.spec.hosts.clone() {
             Some(hosts) => spawn_host_tasks(&run, hosts)?,
             None => {
                 let uploads = (0..run.tiers.len()).map(|tier| tokio::spawn(upload_loop(run.clone(), tier)));
                 [tokio::spawn(encode_loop(run.clone()))].into_iter().chain(uploads).collect()
             }
         };
+        tasks.extend(spawn_peer_tasks(&run));
         self.lock().insert(key, ActiveRun { run: run.clone(), tasks });
         Ok(run)
     }

@@ -1,5 +1,7 @@
 //! The status report of a run.
 
+use std::time::Instant;
+
 use super::run::Run;
 use super::run_parts::{RankState, TierState};
 use super::run_state::RunState;
@@ -9,6 +11,10 @@ use crate::status::{HostsStatus, LevelStatus, RankStatus, RunStatus, SaveStatus,
 
 /// Reports the status of a run.
 pub(super) fn status_of(run: &Run) -> RunStatus {
+    let (replicas, peers_problem) = {
+        let board = run.replicas();
+        (board.statuses(Instant::now()), board.server_problem.clone())
+    };
     run.read(|state, arenas| {
         let rank = |(rank, state): (&u32, &RankState)| RankStatus {
             rank: *rank,
@@ -36,6 +42,8 @@ pub(super) fn status_of(run: &Run) -> RunStatus {
             memory_steps: state.memory.steps.clone(),
             memory_bytes: state.memory.bytes,
             memory_cap_bytes: run.cap,
+            replicas,
+            peers_problem,
             problem: state.problem.clone(),
             stopped: state.stopped.clone(),
             saves: state.saves.saves().cloned().collect(),

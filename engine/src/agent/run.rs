@@ -14,6 +14,7 @@ use super::wakes::Wakes;
 use crate::files::replace_file;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::options::Encode;
+use crate::peers::ReplicaBoard;
 use crate::protocol::{Attach, Progress};
 use crate::run_spec::RunSpec;
 use crate::slot_access::TakenSlot;
@@ -30,6 +31,7 @@ pub(super) struct Run {
     pub wakes: Wakes,
     /// Counts the events, for requests that wait for a change.
     changes: watch::Sender<u64>,
+    replicas: Mutex<ReplicaBoard>,
     /// Time at which a trainer first came with other options.
     other_options_since: OnceLock<Instant>,
 }
@@ -61,6 +63,7 @@ impl Run {
             wakes: Wakes::new(tiers.len()),
             tiers,
             changes: watch::Sender::new(0),
+            replicas: Mutex::default(),
             other_options_since: OnceLock::new(),
             spec,
         })
@@ -68,6 +71,11 @@ impl Run {
 
     fn lock(&self) -> MutexGuard<'_, Shared> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// State of the copies of other hosts.
+    pub(super) fn replicas(&self) -> MutexGuard<'_, ReplicaBoard> {
+        self.replicas.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads the state and the arenas.

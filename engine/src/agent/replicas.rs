@@ -1,0 +1,170 @@
+//! The tasks for other hosts: one serves this host's memory, and one per observed host copies its mirror while this host
+//! is its holder.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tensorcask::Result;
+use tensorcask::maintain::Replica;
+use tokio::task::JoinHandle;
+
+use super::retry::Backoff;
+use super::run::Run;
+use crate::files::remove_folder;
+use crate::hosts_option::HostsSpec;
+use crate::memory_stores::{open_replica, replica_bytes};
+use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, Tls};
+use crate::peers_option::Peers;
+
+/// Starts the tasks for the peers of a run; none without peers.
+pub(super) fn spawn_peer_tasks(run: &Arc<Run>) -> Vec<JoinHandle<()>> {
+    let (Some(peers), Some(hosts)) = (run.spec.peers.clone(), run.spec.hosts.clone()) else { return Vec::new() };
+    let own = hosts.position();
+    let placement = Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump };
+    let context = Arc::new(Context { run: run.clone(), peers, hosts, own, placement });
+    let observed = placement.observed(own, TOLERATED_LOSSES);
+    for host in &observed {
+        run.replicas().observe(*host, &context.address(*host), Instant::now());
+    }
+    let serving = tokio::spawn(serve_loop(context.clone()));
+    [serving].into_iter().chain(observed.into_iter().map(|host| tokio::spawn(observe_loop(context.clone(), host)))).collect()
+}
+
+struct Context {
+    run: Arc<Run>,
+    peers: Peers,
+    hosts: HostsSpec,
+    /// Number of this host.
+    own: u32,
+    placement: Placement,
+}
+
+impl Context {
+    fn address(&self, host: u32) -> String {
+        self.peers.addresses.get(host as usize).cloned().unwrap_or_default()
+    }
+
+    fn tls(&self) -> Result<Option<Arc<Tls>>> {
+        self.peers.tls.as_ref().map(|files| Tls::open(files, &self.run.spec.key).map(Arc::new)).transpose()
+    }
+
+    /// Whether this host copies another one now. Hosts that have been silent for a while are taken for gone, and their
+    /// successors copy in their place.
+    fn holds(&self, host: u32) -> bool {
+        // A silent host is still copied: it may come back, and it is only gone as a holder.
+        let mut gone = self.run.replicas().silent_for(GONE, Instant::now());
+        gone.remove(&self.own);
+        self.placement.holders(host, &gone).contains(&self.own)
+    }
+
+    /// Ranks of a host. All hosts have as many, except perhaps the last.
+    fn ranks(&self, host: u32) -> Vec<u32> {
+        let first = host.saturating_mul(self.hosts.ranks);
+        (first..first.saturating_add(self.hosts.ranks).min(self.run.spec.world)).collect()
+    }
+}
+
+/// Serves this host's memory until the agent ends.
+async fn serve_loop(context: Arc<Context>) {
+    let run = &context.run;
+    let mut backoff = Backoff::new();
+    loop {
+        let bound = async {
+            let (root, tls) = (run.folder.root().to_owned(), context.tls()?);
+            PeerServer::bind(context.peers.listen, root, &run.spec.key, tls, context.peers.bandwidth).await
+        };
+        match bound.await {
+            Ok(server) => {
+                run.replicas().server_problem = None;
+                server.serve().await;
+            }
+            Err(error) => {
+                tracing::warn!(run = run.spec.run, %error, "cannot serve other hosts; trying again");
+                run.replicas().server_problem = Some(error.to_string());
+                backoff.wait(std::future::pending()).await;
+            }
+        }
+    }
+}
+
+/// Observes a host, and copies its mirror while this host is a holder, until the agent ends.
+async fn observe_loop(context: Arc<Context>, host: u32) {
+    let run = &context.run;
+    let (mut copied, mut backoff) = (None, Backoff::new());
+    loop {
+        match observe(&context, host, &mut copied).await {
+            Ok(()) => {
+                backoff.reset();
+                tokio::time::sleep(POLL).await;
+            }
+            Err(error) => {
+                run.replicas().on_silence(host, error.to_string());
+                // The certificates, and the replica, are opened again.
+                copied = None;
+                backoff.wait(std::future::pending()).await;
+            }
+        }
+    }
+}
+
+/// A connection to a peer, and the replica of its mirror.
+struct Copied {
+    peer: Peer,
+    replica: Replica,
+    /// Time since which another host is the holder.
+    released: Option<Instant>,
+}
+
+async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> Result<()> {
+    let run = &context.run;
+    let Copied { peer, replica, released } = match copied {
+        Some(open) => open,
+        None => {
+            let peer = Peer::open(&context.address(host), &run.spec.key, context.tls()?, ResponseLimits::default())?;
+            let memory = open_replica(&run.folder, host)?;
+            let (session, ranks) = (context.hosts.session, context.ranks(host));
+            let replica = Replica::new(&peer.store("mirror"), &memory, session, &ranks, context.peers.keep);
+            copied.insert(Copied { peer, replica, released: None })
+        }
+    };
+    if !context.holds(host) {
+        peer.answers().await?;
+        run.replicas().on_answer(host, Instant::now());
+        // The other host answers, so its holders can copy what this host has.
+        if released.get_or_insert_with(Instant::now).elapsed() >= RELEASED {
+            remove_folder(&run.folder.replica(host))?;
+        }
+        return Ok(());
+    }
+    *released = None;
+    let report = replica.pull().await?;
+    if report.casks > 0 {
+        tracing::debug!(run = run.spec.run, host, casks = report.casks, bytes = report.bytes, "copied from another host");
+    }
+    let pulled = Pulled {
+        last_step: report.newest.map(|at| at.step),
+        source_step: report.newest_at_source.map(|at| at.step),
+        pending: report.missing,
+        bytes: replica_bytes(&run.folder, host)?,
+        problem: report.problem.map(|error| error.to_string()),
+    };
+    if let Some(problem) = &pulled.problem {
+        tracing::warn!(run = run.spec.run, host, problem, "a step of another host cannot be copied; trying again");
+    }
+    let has_problem = pulled.problem.is_some();
+    run.replicas().on_pulled(host, pulled, Instant::now());
+    if has_problem {
+        tokio::time::sleep(AFTER_PROBLEM).await;
+    }
+    Ok(())
+}
+
+/// Hosts that may be gone at once and still be replaced as holders.
+const TOLERATED_LOSSES: u32 = 2;
+/// Silence after which a host is replaced as a holder.
+const GONE: Duration = Duration::from_secs(30);
+/// Time between looks at a host.
+const POLL: Duration = Duration::from_millis(250);
+/// Time after which the copy of a host is removed if another host is its holder, and both answer.
+const RELEASED: Duration = Duration::from_secs(300);
+const AFTER_PROBLEM: Duration = Duration::from_secs(5);

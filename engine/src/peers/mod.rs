@@ -1,0 +1,52 @@
+//! Peers: the agents of one run on other hosts. Each serves the encoded snapshots in its memory read-only over HTTPS, and
+//! copies those of other hosts.
+//!
+//! ```text
+//! host n: mirror/ ── serve ──── HTTPS, mutual TLS ────> peer_objects ─> Replica ─> replica-<n>/ :host n + jump
+//!                                                       (ObjectStore)   (checks every byte)
+//! ```
+//!
+//! A peer is authenticated by its certificate: it is signed by the authority of the run, and names the run. Still, nothing
+//! that a peer sends is trusted before it is verified: lengths and ranges in `http_client`, names in `peer_objects`,
+//! contents by the library, as for any store.
+//!
+//! | module | job |
+//! |---|---|
+//! | `placement`, `replica_board` | which hosts copy which hosts; what is copied, and who answers |
+//! | `resource`, `byte_range` | what a request names; parsed without I/O |
+//! | `folder_access`, `listing` | opens and lists files below the run's folder, without following links |
+//! | `bandwidth` | limit of bytes per second |
+//! | `certificates` | makes certificates |
+//! | `tls` | certificates from files, checks of the other side |
+//! | `serve` | the server |
+//! | `http_client`, `connect`, `peer_objects` | the client, an `ObjectStore` that reads |
+//! | `union` | several places with parts of a store as one store |
+//!
+//! Reads use WebDAV's `PROPFIND` for listings, because the HTTP store of `object_store` does.
+
+mod bandwidth;
+mod byte_range;
+mod certificates;
+mod connect;
+mod folder_access;
+mod http_client;
+mod listing;
+mod peer_objects;
+mod placement;
+mod replica_board;
+mod resource;
+mod serve;
+mod tls;
+#[allow(dead_code, reason = "a restore does not use it yet")]
+mod union;
+
+pub use certificates::{CertificateFiles, InitTls, init_tls};
+pub(crate) use http_client::ResponseLimits;
+pub(crate) use peer_objects::Peer;
+pub(crate) use placement::Placement;
+pub(crate) use replica_board::{Pulled, ReplicaBoard};
+pub(crate) use serve::PeerServer;
+pub(crate) use tls::Tls;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,114 @@
+//! State of the copies of other hosts: who answers, what is copied, and what is missing. Pure but for the clock, which the
+//! caller reads.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use crate::status::ReplicaStatus;
+
+/// State of the observed hosts of a run.
+#[derive(Debug, Default)]
+pub(crate) struct ReplicaBoard {
+    hosts: BTreeMap<u32, Observed>,
+    /// Current problem of the server.
+    pub server_problem: Option<String>,
+}
+
+#[derive(Debug)]
+struct Observed {
+    /// Last answer, or the beginning of the observation.
+    answered: Instant,
+    /// Time since which the copy lacks a step.
+    behind_since: Option<Instant>,
+    status: ReplicaStatus,
+}
+
+/// Result of a pull.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Pulled {
+    pub last_step: Option<u64>,
+    pub source_step: Option<u64>,
+    pub pending: u64,
+    pub bytes: u64,
+    pub problem: Option<String>,
+}
+
+impl ReplicaBoard {
+    pub(crate) fn observe(&mut self, host: u32, address: &str, now: Instant) {
+        let status = ReplicaStatus { host, address: address.to_owned(), ..ReplicaStatus::default() };
+        self.hosts.insert(host, Observed { answered: now, behind_since: None, status });
+    }
+
+    /// Notes an answer of a host that is not copied.
+    pub(crate) fn on_answer(&mut self, host: u32, now: Instant) {
+        if let Some(observed) = self.hosts.get_mut(&host) {
+            observed.answered = now;
+            (observed.status.is_held, observed.status.problem) = (false, None);
+            (observed.status.pending, observed.behind_since) = (0, None);
+        }
+    }
+
+    /// Notes the result of a pull.
+    pub(crate) fn on_pulled(&mut self, host: u32, pulled: Pulled, now: Instant) {
+        let Some(observed) = self.hosts.get_mut(&host) else { return };
+        let Pulled { last_step, source_step, pending, bytes, problem } = pulled;
+        observed.answered = now;
+        observed.behind_since = (pending > 0).then(|| observed.behind_since.unwrap_or(now));
+        let ReplicaStatus { host, address, .. } = std::mem::take(&mut observed.status);
+        observed.status =
+            ReplicaStatus { host, address, is_held: true, last_step, source_step, pending, bytes, problem, ..ReplicaStatus::default() };
+    }
+
+    /// Notes that a host did not answer.
+    pub(crate) fn on_silence(&mut self, host: u32, problem: String) {
+        if let Some(observed) = self.hosts.get_mut(&host) {
+            observed.status.problem = Some(problem);
+        }
+    }
+
+    /// Observed hosts that have not answered for this time.
+    pub(crate) fn silent_for(&self, time: Duration, now: Instant) -> BTreeSet<u32> {
+        let is_silent = |observed: &Observed| now.saturating_duration_since(observed.answered) >= time;
+        self.hosts.iter().filter(|(_, observed)| is_silent(observed)).map(|(host, _)| *host).collect()
+    }
+
+    pub(crate) fn statuses(&self, now: Instant) -> Vec<ReplicaStatus> {
+        let seconds = |since: Instant| now.saturating_duration_since(since).as_secs_f64();
+        let status = |observed: &Observed| ReplicaStatus {
+            lag_s: observed.behind_since.map_or(0.0, seconds),
+            silent_s: seconds(observed.answered),
+            ..observed.status.clone()
+        };
+        self.hosts.values().map(status).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::time::{Duration, Instant};
+
+    use super::{Pulled, ReplicaBoard};
+
+    #[test]
+    fn lag_and_silence_are_counted() {
+        let (mut board, begin) = (ReplicaBoard::default(), Instant::now());
+        let at = |seconds: u64| begin + Duration::from_secs(seconds);
+        board.observe(1, "a:1", at(0));
+        board.observe(2, "b:1", at(0));
+        let pulled = |last_step, pending| Pulled { last_step: Some(last_step), source_step: Some(9), pending, ..Pulled::default() };
+        board.on_pulled(1, pulled(7, 2), at(10));
+        board.on_pulled(1, pulled(8, 1), at(20));
+        board.on_silence(2, "no answer".into());
+        let status = &board.statuses(at(25));
+        assert_eq!((status[0].lag_s, status[0].silent_s, status[0].last_step, status[0].is_held), (15.0, 5.0, Some(8), true));
+        assert_eq!((status[1].silent_s, status[1].problem.as_deref(), status[1].is_held), (25.0, Some("no answer"), false));
+        assert_eq!(board.silent_for(Duration::from_secs(20), at(25)), BTreeSet::from([2]));
+        board.on_pulled(1, pulled(9, 0), at(30));
+        board.on_answer(2, at(30));
+        assert_eq!(board.statuses(at(30)).iter().map(|status| status.lag_s + status.silent_s).sum::<f64>(), 0.0);
+        // The copy stays, and its last step is known, when the other host is silent.
+        board.on_silence(1, "gone".into());
+        assert_eq!(board.statuses(at(90))[0].last_step, Some(9));
+    }
+}

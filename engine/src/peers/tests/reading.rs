@@ -1,0 +1,65 @@
+//! Restores and copies through a peer.
+
+use tensorcask::maintain::{self, CopyOptions, VerifyOptions};
+use tensorcask::{ErrorKind, Slice, StoreOptions};
+
+use super::support::*;
+use crate::peers::certificates::tests::certificates;
+
+#[tokio::test]
+async fn a_store_read_from_a_peer_equals_the_original() {
+    for with_tls in [false, true] {
+        let host = Host::new();
+        save_steps(&host, 0, 1..=4).await;
+        let made = certificates(&host.tls_folder(), RUN);
+        let of = |host: usize| with_tls.then(|| tls(&made.hosts[host]));
+        let server = host.serve(of(0)).await;
+        let peer = server.peer(of(1));
+        peer.answers().await.unwrap();
+        let store = peer.store("memory-0");
+        assert_newest(&store, 4).await;
+        for step in 1..=4 {
+            let read = store.snapshot(step).await.unwrap().read("model.w", &Slice::all()).await.unwrap();
+            assert!(read.data == state(step));
+        }
+        assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
+        let scratch = tempfile::tempdir().unwrap();
+        let options = StoreOptions { inline_bytes: 0, ..StoreOptions::default() };
+        let copied = options.open(scratch.path().join("copy").to_str().unwrap()).unwrap();
+        assert_eq!(maintain::copy(&store, &copied, &CopyOptions::default()).await.unwrap().snapshots, 4);
+        let (ours, theirs) = (files_below(&scratch.path().join("copy")), files_below(&host.folder.memory(0)));
+        let casks = |files: Vec<String>| files.into_iter().filter(|file| file.starts_with("casks")).collect::<Vec<_>>();
+        for cask in casks(ours.clone()) {
+            let read = |root: &std::path::Path| std::fs::read(root.join(&cask)).unwrap();
+            assert!(read(&scratch.path().join("copy")) == read(&host.folder.memory(0)), "{cask}");
+        }
+        assert_eq!(casks(ours), casks(theirs));
+    }
+}
+
+#[tokio::test]
+async fn nothing_is_written_to_a_peer() {
+    let host = Host::new();
+    save_steps(&host, 0, 1..=1).await;
+    let before = files_below(host.folder.root());
+    let server = host.serve(None).await;
+    let store = server.peer(None).store("memory-0");
+    let error = store.writer(tensorcask::Policy::Full).await.map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("write to a peer"), "{error}");
+    assert!(store.forget(&[1]).await.is_err());
+    assert_eq!(files_below(host.folder.root()), before);
+}
+
+#[tokio::test]
+async fn a_missing_store_is_not_found() {
+    let host = Host::new();
+    save_steps(&host, 0, 1..=1).await;
+    let server = host.serve(None).await;
+    let peer = server.peer(None);
+    assert_eq!(peer.store("memory-7").history().run().await.unwrap_err().kind(), ErrorKind::NotFound);
+    peer.answers().await.unwrap();
+    let address = server.address;
+    server.stop().await;
+    let error = super::support::peer(address, None).answers().await.unwrap_err().to_string();
+    assert!(error.contains(&address.to_string()), "{error}");
+}

@@ -1,0 +1,141 @@
+//! A session of four ranks on two hosts, each with a mirror, a server and a replica of the other.
+
+use std::sync::Arc;
+
+use object_store::local::LocalFileSystem;
+use tensorcask::maintain::{Mirror, Replica};
+use tensorcask::wire::{Id, Leader, SessionStep};
+use tensorcask::{
+    Dtype, HostWriter, LeaderWriter, Metadata, Policy, RankState, Rect, SessionExchange, SessionLog, Slice, Store, TensorView,
+    WriterOptions,
+};
+
+use super::support::Host;
+use crate::memory_stores::{open_mirror, open_replica};
+use crate::peers::peer_objects::Peer;
+use crate::peers::union::{Place, union_store};
+
+pub(in crate::peers) const RANKS: u32 = 2;
+pub(in crate::peers) const WORLD: u32 = 4;
+const ROW: u64 = 100_000;
+
+/// A job on two hosts with one store.
+pub(in crate::peers) struct Job {
+    pub scratch: tempfile::TempDir,
+    pub store: Store,
+    pub id: Id,
+    leader: LeaderWriter,
+    pub hosts: Vec<JobHost>,
+}
+
+pub(in crate::peers) struct JobHost {
+    pub host: Host,
+    writer: HostWriter,
+    pub mirror: Mirror,
+}
+
+pub(in crate::peers) fn ranks(host: u32) -> Vec<u32> {
+    (host * RANKS..(host + 1) * RANKS).collect()
+}
+
+pub(in crate::peers) fn at(step: u64) -> SessionStep {
+    SessionStep { attempt: 0, step }
+}
+
+fn row(step: u64, rank: u32) -> Vec<u8> {
+    let mut bytes: Vec<u8> = (0..ROW as u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 11) as u8 ^ rank as u8).collect();
+    bytes.iter_mut().step_by(89).for_each(|byte| *byte = byte.wrapping_add(step as u8));
+    bytes
+}
+
+fn options() -> WriterOptions {
+    WriterOptions { policy: Policy::Consecutive, ..WriterOptions::default() }
+}
+
+impl Job {
+    pub(in crate::peers) async fn begin() -> Self {
+        let scratch = tempfile::tempdir().unwrap();
+        let store = Store::open(scratch.path().join("store").to_str().unwrap()).unwrap();
+        let id = Id::random().unwrap();
+        let leader = Leader { session: id, after: 0, attempt: 0, term: 1, above: None };
+        let leader = LeaderWriter::open(&store, leader, options()).await.unwrap();
+        let mut job = Self { scratch, store, id, leader, hosts: Vec::new() };
+        for host in 0..2 {
+            let added = job.join(host).await;
+            job.hosts.push(added);
+        }
+        job
+    }
+
+    /// A host with empty memory.
+    pub(in crate::peers) async fn join(&self, host: u32) -> JobHost {
+        let machine = Host::new();
+        let memory = open_mirror(&machine.folder).unwrap();
+        let writer = HostWriter::open_with_mirror(&self.store, &memory, self.id, &ranks(host), WORLD, options()).await.unwrap();
+        JobHost { host: machine, writer, mirror: Mirror::new(&self.store, &memory) }
+    }
+
+    pub(in crate::peers) async fn save_on(&mut self, host: u32, step: u64) {
+        let log = SessionLog::open(&self.store).await.unwrap();
+        let JobHost { writer, mirror, .. } = &mut self.hosts[host as usize];
+        mirror.follow(&log).await.unwrap();
+        let parent = writer.fix_parent(at(step)).await.unwrap();
+        let rows: Vec<Vec<u8>> = ranks(host).into_iter().map(|rank| row(step, rank)).collect();
+        let mut states = Vec::new();
+        for (rank, row) in ranks(host).into_iter().zip(&rows) {
+            states.push(RankState { tensors: vec![part(rank, row)], blobs: Vec::new(), metadata: Metadata::default() });
+        }
+        writer.save(at(step), parent, &states).await.unwrap();
+    }
+
+    /// Saves a step on all hosts, into their mirrors.
+    pub(in crate::peers) async fn save(&mut self, step: u64) {
+        for host in 0..2 {
+            self.save_on(host, step).await;
+        }
+    }
+
+    /// Saves, uploads and commits a step; each mirror drops older ones.
+    pub(in crate::peers) async fn commit(&mut self, step: u64) {
+        self.save(step).await;
+        let session = self.hosts[0].writer.session();
+        for (host, JobHost { mirror, .. }) in (0..).zip(&self.hosts) {
+            for receipt in &mirror.receipts(session, at(step), &ranks(host)).await.unwrap() {
+                mirror.upload(session, receipt).await.unwrap();
+            }
+        }
+        let receipts = SessionExchange::new(&self.store, session).receipts(at(step), WORLD).await.unwrap();
+        self.leader.commit(step, &receipts).await.unwrap();
+        let log = SessionLog::open(&self.store).await.unwrap();
+        for JobHost { mirror, .. } in &mut self.hosts {
+            mirror.follow(&log).await.unwrap();
+            mirror.prune(session, at(step), &mirror.chain_casks()).await.unwrap();
+        }
+    }
+
+    /// The replica of host 0 in the memory of host 1.
+    pub(in crate::peers) fn replica(&self, peer: &Peer, keep: u32) -> Replica {
+        let memory = open_replica(&self.hosts[1].host.folder, 0).unwrap();
+        Replica::new(&peer.store("mirror"), &memory, self.id, &ranks(0), keep)
+    }
+
+    /// The store as host 1 alone has it: its mirror and its replica of host 0.
+    pub(in crate::peers) fn without_host_0(&self) -> Store {
+        let folder = &self.hosts[1].host.folder;
+        union_store(vec![local(&folder.mirror()), local(&folder.replica(0))])
+    }
+}
+
+fn part(rank: u32, row: &[u8]) -> TensorView<'_> {
+    let rect = Rect { offset: vec![u64::from(rank), 0], shape: vec![1, ROW] };
+    TensorView::shard("model.w", Dtype::U8, &[u64::from(WORLD), ROW], rect, row).unwrap()
+}
+
+pub(in crate::peers) fn local(folder: &std::path::Path) -> Place {
+    Arc::new(LocalFileSystem::new_with_prefix(folder).unwrap())
+}
+
+pub(in crate::peers) async fn assert_whole(store: &Store, step: u64) {
+    let found = store.snapshot(step).await.unwrap().read("model.w", &Slice::all()).await.unwrap().data;
+    assert!(found == (0..WORLD).flat_map(|rank| row(step, rank)).collect::<Vec<u8>>(), "step {step}");
+}

@@ -1,0 +1,272 @@
+//! Mutual TLS between the agents of a run: certificates from files, read again when they change.
+//!
+//! Both sides check that the certificate of the other is signed by the authority of the run, that it is valid now, and that
+//! it names the run. The name is that of the run and not of a host, because hosts change their names. Sessions are not
+//! resumed: a resumed session would skip these checks.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustls::client::{Resumption, WebPkiServerVerifier, verify_server_name};
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::{AlertDescription, CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, RootCertStore, ServerConfig};
+use rustls::{SignatureScheme, version};
+use tensorcask::{Error, Result};
+
+use crate::peers_option::PeerTls;
+
+/// Certificates of this host, and what the other side must show.
+#[derive(Debug)]
+pub(crate) struct Tls {
+    files: PeerTls,
+    name: ServerName<'static>,
+    loaded: Mutex<Loaded>,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    stamps: Option<[Stamp; 3]>,
+    configs: Configs,
+}
+
+#[derive(Debug, Clone)]
+struct Configs {
+    server: Arc<ServerConfig>,
+    client: Arc<ClientConfig>,
+}
+
+/// Identity of a file's content.
+type Stamp = (u64, u64, i64, i64);
+
+/// Name in the certificates of a run.
+pub(super) fn certificate_name(run_key: &str) -> String {
+    format!("{run_key}.tensorcask")
+}
+
+impl Tls {
+    /// Reads the files, and checks that the certificate is one of this run.
+    pub(crate) fn open(files: &PeerTls, run_key: &str) -> Result<Self> {
+        let name = ServerName::try_from(certificate_name(run_key));
+        let name = name.map_err(|e| Error::invalid(format!("the key of the run is no name for a certificate: {e}")))?;
+        let stamps = stamps(files);
+        let configs = Configs::read(files, &name, OwnCheck::Required)?;
+        Ok(Self { files: files.clone(), name, loaded: Mutex::new(Loaded { stamps, configs }) })
+    }
+
+    /// A host whose clock is wrong, so that it takes its expired certificate for a valid one.
+    #[cfg(test)]
+    pub(super) fn open_unchecked(files: &PeerTls, run_key: &str) -> Self {
+        let name = ServerName::try_from(certificate_name(run_key)).unwrap();
+        let configs = Configs::read(files, &name, OwnCheck::Skipped).unwrap();
+        Self { files: files.clone(), name, loaded: Mutex::new(Loaded { stamps: stamps(files), configs }) }
+    }
+
+    pub(super) fn name(&self) -> ServerName<'static> {
+        self.name.clone()
+    }
+
+    /// Configuration for a connection from a peer.
+    pub(super) fn server(&self) -> Arc<ServerConfig> {
+        self.current().server
+    }
+
+    /// Configuration for a connection to a peer.
+    pub(super) fn client(&self) -> Arc<ClientConfig> {
+        self.current().client
+    }
+
+    /// Reads the files again if they have changed. Keeps the previous ones while the new ones cannot be used, for example
+    /// because only one of them was written so far.
+    fn current(&self) -> Configs {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let stamps = stamps(&self.files);
+        if stamps != loaded.stamps {
+            match Configs::read(&self.files, &self.name, OwnCheck::Required) {
+                Ok(configs) => {
+                    loaded.configs = configs;
+                    tracing::info!(certificate = %self.files.certificate.display(), "certificates were renewed");
+                }
+                Err(error) => tracing::warn!(%error, "changed certificates cannot be used; the previous ones stay in use"),
+            }
+            loaded.stamps = stamps;
+        }
+        loaded.configs.clone()
+    }
+}
+
+/// Whether a host checks its own certificate as its peers will.
+#[derive(Debug, Clone, Copy)]
+enum OwnCheck {
+    Required,
+    #[cfg(test)]
+    Skipped,
+}
+
+impl Configs {
+    fn read(files: &PeerTls, name: &ServerName<'static>, own_check: OwnCheck) -> Result<Self> {
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let mut roots = RootCertStore::empty();
+        for root in certificates(&files.ca)? {
+            roots.add(root).map_err(|e| unusable(&files.ca, &e))?;
+        }
+        let roots = Arc::new(roots);
+        let chain = certificates(&files.certificate)?;
+        let key = || PrivateKeyDer::from_pem_file(&files.key).map_err(|e| unreadable(&files.key, &e));
+        let clients = RunVerifier::new(roots.clone(), &provider, name).map_err(|e| unusable(&files.ca, &e))?;
+        let Some((own, intermediates)) = chain.split_first() else { return Err(no_certificate(&files.certificate)) };
+        // The clock decides whether a certificate is valid, here as at the other side.
+        let checked = match own_check {
+            OwnCheck::Required => clients.verify_client_cert(own, intermediates, UnixTime::now()).map(|_| ()),
+            #[cfg(test)]
+            OwnCheck::Skipped => Ok(()),
+        };
+        checked.map_err(|e| {
+            Error::invalid(format!("the certificate of this host cannot be used: {}", explain(&e))).object(display(&files.certificate))
+        })?;
+        let clients: Arc<dyn ClientCertVerifier> = Arc::new(clients);
+        let versions = [&version::TLS13];
+        let fail = |e: rustls::Error| unusable(&files.certificate, &e);
+        let mut server = ServerConfig::builder_with_provider(provider.clone())
+            .with_protocol_versions(&versions)
+            .map_err(fail)?
+            .with_client_cert_verifier(clients)
+            .with_single_cert(chain.clone(), key()?)
+            .map_err(fail)?;
+        server.session_storage = Arc::new(NoServerSessionStorage {});
+        server.send_tls13_tickets = 0;
+        let servers = WebPkiServerVerifier::builder_with_provider(roots, provider.clone()).build().map_err(|e| unusable(&files.ca, &e))?;
+        let mut client = ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(&versions)
+            .map_err(fail)?
+            .with_webpki_verifier(servers)
+            .with_client_auth_cert(chain, key()?)
+            .map_err(fail)?;
+        client.resumption = Resumption::disabled();
+        Ok(Self { server: Arc::new(server), client: Arc::new(client) })
+    }
+}
+
+/// Checks the certificate of a client: its authority, its time, and the name of the run. The checks of `webpki` for clients
+/// look at no name.
+#[derive(Debug)]
+struct RunVerifier {
+    authority: Arc<dyn ClientCertVerifier>,
+    name: ServerName<'static>,
+}
+
+impl RunVerifier {
+    fn new(
+        roots: Arc<RootCertStore>,
+        provider: &Arc<CryptoProvider>,
+        name: &ServerName<'static>,
+    ) -> Result<Self, rustls::server::VerifierBuilderError> {
+        let authority = WebPkiClientVerifier::builder_with_provider(roots, provider.clone()).build()?;
+        Ok(Self { authority, name: name.clone() })
+    }
+}
+
+impl ClientCertVerifier for RunVerifier {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.authority.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        let verified = self.authority.verify_client_cert(certificate, intermediates, now)?;
+        verify_server_name(&ParsedCertificate::try_from(certificate)?, &self.name)?;
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<rustls::client::danger::HandshakeSignatureValid, rustls::Error> {
+        self.authority.verify_tls12_signature(message, certificate, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<rustls::client::danger::HandshakeSignatureValid, rustls::Error> {
+        self.authority.verify_tls13_signature(message, certificate, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.authority.supported_verify_schemes()
+    }
+}
+
+/// Says why a connection was refused, in words for the user.
+pub(super) fn explain(error: &rustls::Error) -> String {
+    match error {
+        rustls::Error::InvalidCertificate(reason) => match reason {
+            CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+                "it has expired; renew it with `tensorcask agent init-tls`".to_owned()
+            }
+            CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+                "it is not valid yet; compare the clocks of the hosts".to_owned()
+            }
+            CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+                "it is signed by another authority than that of this run".to_owned()
+            }
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => "it is of another run".to_owned(),
+            other => format!("{other}"),
+        },
+        rustls::Error::NoCertificatesPresented => "it is missing".to_owned(),
+        rustls::Error::AlertReceived(alert) => match alert {
+            AlertDescription::CertificateRequired => "the peer asks for a certificate, and this host has none".to_owned(),
+            AlertDescription::CertificateExpired => {
+                "the peer refuses the certificate of this host: it has expired; renew it with `tensorcask agent init-tls`".to_owned()
+            }
+            AlertDescription::UnknownCA | AlertDescription::DecryptError => {
+                "the peer refuses the certificate of this host: it is signed by another authority than that of the peer's run".to_owned()
+            }
+            AlertDescription::BadCertificate | AlertDescription::CertificateUnknown => {
+                "the peer refuses the certificate of this host: it is of another run".to_owned()
+            }
+            other => format!("the peer refuses the connection: {other:?}"),
+        },
+        other => other.to_string(),
+    }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let read = CertificateDer::pem_file_iter(path).map_err(|e| unreadable(path, &e))?;
+    let found = read.collect::<Result<Vec<_>, _>>().map_err(|e| unreadable(path, &e))?;
+    if found.is_empty() { Err(no_certificate(path)) } else { Ok(found) }
+}
+
+fn no_certificate(path: &Path) -> Error {
+    Error::invalid("the file has no certificate").object(display(path))
+}
+
+fn unreadable(path: &Path, error: &rustls::pki_types::pem::Error) -> Error {
+    Error::invalid(format!("a certificate or key in PEM cannot be read: {error}")).object(display(path))
+}
+
+fn unusable(path: &Path, error: &dyn std::error::Error) -> Error {
+    Error::invalid(format!("the certificate or its key cannot be used: {error}")).object(display(path))
+}
+
+fn display(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// Stamps of the three files; `None` while one is missing.
+fn stamps(files: &PeerTls) -> Option<[Stamp; 3]> {
+    let stamp = |path: &Path| std::fs::metadata(path).ok().map(|found| (found.ino(), found.size(), found.mtime(), found.mtime_nsec()));
+    Some([stamp(&files.ca)?, stamp(&files.certificate)?, stamp(&files.key)?])
+}

@@ -1,0 +1,337 @@
+//! A replica: a copy of the part of a mirror that only one host has, in the memory of another host.
+//!
+//! In a session of many hosts (spec log 8), each host has the casks and receipts of its ranks in a [`Mirror`]. A replica
+//! has the newest complete steps of one such mirror, and the casks of its ranks in the chain of the newest committed
+//! snapshot. Log, manifests and directories are in every mirror, so a replica has none.
+//!
+//! The source is not trusted. A cask is copied first, and then checked at the destination, byte by byte. A receipt is
+//! written after the casks that it names, so a step that the replica lists is complete and checked.
+//!
+//! Invariant: a pull removes nothing before the replica has every wanted step of the source. A source that is empty,
+//! because its host was replaced, costs nothing.
+
+use std::collections::BTreeSet;
+
+use super::copier::{copy_cask, present};
+use super::verify::verify_cask;
+use crate::chain::chain_of;
+use crate::commit::{SessionExchange, SessionLog, read_manifest, read_store_file};
+use crate::error::ResultExt;
+use crate::reader::CaskSource;
+use crate::store::concurrently;
+use crate::wire::{CaskRef, Id, Receipt, STORE_FILE, SessionName, SessionStep, rank_of_slot};
+use crate::{Error, ErrorKind, Result, Store, boxed};
+
+/// Number of casks that are copied at once. Each holds a few windows of 8 MiB in memory.
+const CONCURRENT_CASKS: usize = 2;
+
+/// A copy of another host's part of a session.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> tensorcask::Result<()> {
+/// use tensorcask::maintain::Replica;
+/// use tensorcask::wire::Id;
+/// use tensorcask::{Policy, Store};
+/// let (source, memory) = (Store::open("memory://replica-source")?, Store::open("memory://replica-memory")?);
+/// source.writer(Policy::Full).await?;
+/// let mut replica = Replica::new(&source, &memory, Id::random()?, &[0, 1], 2);
+/// assert!(replica.pull().await?.newest.is_none(), "no rank has saved yet");
+/// # Ok(()) }
+/// ```
+#[derive(Debug)]
+pub struct Replica {
+    source: Store,
+    memory: Store,
+    session: Id,
+    ranks: Vec<u32>,
+    keep: usize,
+    /// Log of the source, as far as it was read.
+    log: Option<SessionLog>,
+    /// Casks in the replica that were checked since it was opened.
+    checked: BTreeSet<Id>,
+}
+
+/// Result of a pull.
+#[derive(Debug, Default)]
+pub struct ReplicaReport {
+    /// Newest complete step of the replica.
+    pub newest: Option<SessionStep>,
+    /// Newest complete step of the source.
+    pub newest_at_source: Option<SessionStep>,
+    /// Number of wanted steps that the replica lacks.
+    pub missing: u64,
+    /// Number of casks that were copied.
+    pub casks: u64,
+    /// Size of those casks, in bytes.
+    pub bytes: u64,
+    /// Reason why a step is missing. Other steps were copied nevertheless.
+    pub problem: Option<Error>,
+}
+
+/// A cask to copy, and whether it belongs to a base.
+#[derive(Debug, Clone)]
+struct WantedCask {
+    cask: CaskRef,
+    of_base: bool,
+}
+
+impl Replica {
+    /// A replica in `memory` of the ranks of one host, from `source`, the mirror of that host. Keeps the newest `keep` steps,
+    /// at least one. Sends no request.
+    pub fn new(source: &Store, memory: &Store, session: Id, ranks: &[u32], keep: u32) -> Self {
+        Self {
+            source: source.clone(),
+            memory: memory.clone(),
+            session,
+            ranks: ranks.to_vec(),
+            keep: keep.max(1) as usize,
+            log: None,
+            checked: BTreeSet::new(),
+        }
+    }
+
+    /// The place of the replica.
+    pub fn memory(&self) -> &Store {
+        &self.memory
+    }
+
+    /// Copies what the replica lacks, newest steps first, and removes what neither side needs. Fails if the source cannot be
+    /// read at all. A pull that was interrupted is resumed by pulling again.
+    #[boxed]
+    pub async fn pull(&mut self) -> Result<ReplicaReport> {
+        let Some(session) = self.begin().await? else {
+            return Ok(ReplicaReport { newest: self.steps().await?.last().copied(), ..ReplicaReport::default() });
+        };
+        let (from, to) = (SessionExchange::new(&self.source, session), SessionExchange::new(&self.memory, session));
+        let at_source = self.complete_steps(&from).await?;
+        let mut held = self.complete_steps(&to).await?;
+        let mut report = ReplicaReport { newest_at_source: at_source.last().copied(), ..ReplicaReport::default() };
+        let chain = match self.chain().await {
+            Ok(chain) => chain,
+            Err(error) => {
+                self.log = None;
+                report.problem = Some(error);
+                Vec::new()
+            }
+        };
+        match self.copy_casks(&chain, &mut report).await {
+            // A host that was replaced has no casks of snapshots from before.
+            Err(error) if error.kind() != ErrorKind::NotFound => _ = report.problem.get_or_insert(error),
+            _ => {}
+        }
+        let wanted: BTreeSet<SessionStep> = at_source.iter().rev().take(self.keep).copied().collect();
+        for at in wanted.iter().rev().filter(|at| !held.contains(at)).copied().collect::<Vec<_>>() {
+            match self.copy_step(&from, &to, session, at, &mut report).await {
+                Ok(()) => _ = held.insert(at),
+                Err(error) => _ = report.problem.get_or_insert(error),
+            }
+        }
+        report.missing = wanted.difference(&held).count() as u64;
+        report.newest = held.last().copied();
+        if report.problem.is_none() && !wanted.is_empty() {
+            let kept: BTreeSet<SessionStep> = held.iter().rev().take(self.keep).copied().collect();
+            self.prune(&to, session, &kept, &chain).await?;
+        }
+        Ok(report)
+    }
+
+    /// Complete steps of the session in the replica, oldest first. Reads only the replica.
+    pub async fn steps(&self) -> Result<Vec<SessionStep>> {
+        match read_store_file(&self.memory).await {
+            Ok(file) => {
+                let session = SessionName { run: file.run, session: self.session };
+                Ok(self.complete_steps(&SessionExchange::new(&self.memory, session)).await?.into_iter().collect())
+            }
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Prepares the replica; returns the session, or `None` while the source has no store. A replica of another run is emptied
+    /// once the source has a complete step of its own.
+    async fn begin(&self) -> Result<Option<SessionName>> {
+        let file = match read_store_file(&self.source).await {
+            Ok(file) => file,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(e),
+        };
+        let session = SessionName { run: file.run, session: self.session };
+        self.memory.objects().ensure_root()?;
+        match read_store_file(&self.memory).await {
+            Ok(found) if found.run == file.run => return Ok(Some(session)),
+            Ok(_) => {
+                if self.complete_steps(&SessionExchange::new(&self.source, session)).await?.is_empty() {
+                    return Ok(None);
+                }
+                self.clear().await?;
+            }
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            // Damaged: the casks are checked again.
+            Err(_) => self.clear().await?,
+        }
+        self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
+        Ok(Some(session))
+    }
+
+    async fn complete_steps(&self, exchange: &SessionExchange) -> Result<BTreeSet<SessionStep>> {
+        let found = exchange.survey(None).await?;
+        Ok(found.into_iter().filter(|(_, present)| self.ranks.iter().all(|rank| present.contains(rank))).map(|(at, _)| at).collect())
+    }
+
+    /// Casks of these ranks in the chain of the newest committed snapshot. Empty before the first commit.
+    #[boxed]
+    async fn chain(&mut self) -> Result<Vec<WantedCask>> {
+        let log = match &mut self.log {
+            Some(log) => {
+                log.refresh().await?;
+                log
+            }
+            None => self.log.insert(SessionLog::open(&self.source).await?),
+        };
+        let state = log.state();
+        let Some(latest) = state.latest() else { return Ok(Vec::new()) };
+        let mut casks = Vec::new();
+        for link in chain_of(state, latest.id, self.source.limits().max_chain_depth)? {
+            let place = link.manifest_place();
+            if place.inline_in.is_some() {
+                continue;
+            }
+            let manifest = read_manifest(&self.source, &place).await?;
+            let own = manifest.casks.iter().filter(|cask| self.ranks.contains(&rank_of_slot(cask.slot)));
+            casks.extend(own.map(|cask| WantedCask { cask: cask.clone(), of_base: link.parent.is_none() }));
+        }
+        Ok(casks)
+    }
+
+    /// Copies the casks and the receipts of a step.
+    #[boxed]
+    async fn copy_step(
+        &mut self,
+        from: &SessionExchange,
+        to: &SessionExchange,
+        session: SessionName,
+        at: SessionStep,
+        report: &mut ReplicaReport,
+    ) -> Result<()> {
+        let receipts = from.receipts_of(at, self.ranks.iter().copied()).await?;
+        let mut casks = Vec::new();
+        for (rank, receipt) in self.ranks.iter().zip(&receipts) {
+            check_receipt(receipt, session, at, *rank).in_object(session.receipt_path(at, *rank))?;
+            let of_base = receipt.parent.is_none();
+            casks.extend(receipt.casks.iter().map(|cask| WantedCask { cask: cask.clone(), of_base }));
+        }
+        self.copy_casks(&casks, report).await?;
+        if let Some(parent) = from.parent(at).await?
+            && to.fix_parent(at, parent).await? != parent
+        {
+            let message = "the source had another parent for this step before";
+            return Err(Error::new(ErrorKind::Conflict, message).object(session.parent_path(at)));
+        }
+        for receipt in &receipts {
+            to.put_receipt(receipt).await?;
+        }
+        Ok(())
+    }
+
+    /// Copies the casks that the replica lacks, and checks every byte of each.
+    #[boxed]
+    async fn copy_casks(&mut self, wanted: &[WantedCask], report: &mut ReplicaReport) -> Result<()> {
+        let unchecked = wanted.iter().filter(|wanted| !self.checked.contains(&wanted.cask.id));
+        let this = &*self;
+        let copied =
+            concurrently(CONCURRENT_CASKS, unchecked.map(|wanted| async move { Ok((wanted.cask.id, this.copy_one(wanted).await)) }));
+        let mut outcome = Ok(());
+        for (id, copied) in copied.await? {
+            match copied {
+                Ok(bytes) => {
+                    self.checked.insert(id);
+                    report.casks += u64::from(bytes > 0);
+                    report.bytes += bytes;
+                }
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        outcome
+    }
+
+    /// Copies a cask, unless the replica has it; returns the bytes that were copied. Removes what fails the check.
+    #[boxed]
+    async fn copy_one(&self, wanted: &WantedCask) -> Result<u64> {
+        let WantedCask { cask, of_base } = wanted;
+        let to = CaskSource::object(&self.memory, cask);
+        let is_present = present(&self.memory, &cask.path(), cask.bytes).await?.is_some();
+        if is_present && verify_cask(&to, cask, *of_base, self.memory.limits()).await.is_ok() {
+            return Ok(0);
+        }
+        copy_cask(&CaskSource::object(&self.source, cask), &self.memory, cask, None).await?;
+        match verify_cask(&to, cask, *of_base, self.memory.limits()).await {
+            Ok(()) => Ok(cask.bytes),
+            Err(error) => {
+                self.memory.objects().delete(&cask.path()).await?;
+                let message = format!("{} sent wrong bytes: {}", self.source.url(), error.message());
+                Err(Error::new(error.kind(), message).object(cask.path()).source(error))
+            }
+        }
+    }
+
+    /// Removes receipts and casks of other steps. Those of other sessions stay until this session has committed a step: they
+    /// may be what the job resumes from if it fails before.
+    #[boxed]
+    async fn prune(
+        &mut self,
+        to: &SessionExchange,
+        session: SessionName,
+        kept: &BTreeSet<SessionStep>,
+        chain: &[WantedCask],
+    ) -> Result<()> {
+        let has_committed = self.log.as_ref().and_then(|log| log.leadership().of(self.session)).is_some_and(|led| led.newest.is_some());
+        let folder = format!("{}/", session.folder());
+        let mut needed: BTreeSet<String> = chain.iter().map(|wanted| wanted.cask.path()).collect();
+        for at in kept {
+            let receipts = to.receipts_of(*at, self.ranks.iter().copied()).await?;
+            needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
+        }
+        let objects = self.memory.objects();
+        let mut unneeded = Vec::new();
+        for found in objects.list("receipts").await? {
+            let step = found.path.strip_prefix(&folder).map(|rest| rest.split('/').next().and_then(SessionStep::from_folder));
+            match step {
+                Some(step) if step.is_some_and(|step| kept.contains(&step)) => {}
+                None if !has_committed => {
+                    let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
+                    // The message with the parent is no receipt.
+                    let receipt = Receipt::decode(&bytes, self.memory.limits());
+                    needed.extend(receipt.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
+                }
+                _ => unneeded.push(found.path),
+            }
+        }
+        unneeded.extend(objects.list("casks").await?.into_iter().map(|found| found.path).filter(|path| !needed.contains(path)));
+        for path in &unneeded {
+            objects.delete(path).await?;
+        }
+        self.checked.retain(|id| needed.contains(&format!("casks/{id}.cask")));
+        Ok(())
+    }
+
+    async fn clear(&self) -> Result<()> {
+        for found in self.memory.objects().list("").await? {
+            self.memory.objects().delete(&found.path).await?;
+        }
+        Ok(())
+    }
+}
+
+/// Checks that a receipt is the one that was asked for, and names casks of its own rank only.
+fn check_receipt(receipt: &Receipt, session: SessionName, at: SessionStep, rank: u32) -> Result<()> {
+    let found = SessionStep { attempt: receipt.attempt, step: receipt.step };
+    if found != at || receipt.rank != rank || receipt.session != Some(session) {
+        let message =
+            format!("a receipt of step {} and rank {} is in the place of step {} and rank {rank}", found.step, receipt.rank, at.step);
+        return Err(Error::corrupt(message).clause("manifest 6.2"));
+    }
+    match receipt.casks.iter().find(|cask| rank_of_slot(cask.slot) != rank) {
+        Some(cask) => Err(Error::corrupt(format!("the receipt of rank {rank} names a cask in slot {}", cask.slot)).clause("manifest 5")),
+        None => Ok(()),
+    }
+}
