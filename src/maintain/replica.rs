@@ -11,15 +11,15 @@
 //! because its host was replaced, costs nothing.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use super::copier::{copy_cask, present};
 use super::verify::verify_cask;
 use crate::chain::chain_of;
 use crate::commit::{SessionExchange, SessionLog, read_manifest, read_store_file};
-use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::concurrently;
-use crate::wire::{CaskRef, Id, Receipt, STORE_FILE, SessionName, SessionStep, rank_of_slot};
+use crate::wire::{CaskRef, Id, RankRange, Receipt, STORE_FILE, SessionName, SessionStep, rank_of_slot};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Number of casks that are copied at once. Each holds a few windows of 8 MiB in memory.
@@ -34,7 +34,7 @@ const CONCURRENT_CASKS: usize = 2;
 /// use tensorcask::{Policy, Store};
 /// let (source, memory) = (Store::open("memory://replica-source")?, Store::open("memory://replica-memory")?);
 /// source.writer(Policy::Full).await?;
-/// let mut replica = Replica::new(&source, &memory, Id::random()?, &[0, 1], 2);
+/// let mut replica = Replica::new(&source, &memory, Id::random()?, 0..2, 2);
 /// assert!(replica.pull().await?.newest.is_none(), "no rank has saved yet");
 /// # Ok(()) }
 /// ```
@@ -43,7 +43,7 @@ pub struct Replica {
     source: Store,
     memory: Store,
     session: Id,
-    ranks: Vec<u32>,
+    ranks: Range<u32>,
     keep: usize,
     /// Log of the source, as far as it was read.
     log: Option<SessionLog>,
@@ -78,12 +78,12 @@ struct WantedCask {
 impl Replica {
     /// A replica in `memory` of the ranks of one host, from `source`, the mirror of that host. Keeps the newest `keep` steps,
     /// at least one. Sends no request.
-    pub fn new(source: &Store, memory: &Store, session: Id, ranks: &[u32], keep: u32) -> Self {
+    pub fn new(source: &Store, memory: &Store, session: Id, ranks: Range<u32>, keep: u32) -> Self {
         Self {
             source: source.clone(),
             memory: memory.clone(),
             session,
-            ranks: ranks.to_vec(),
+            ranks,
             keep: keep.max(1) as usize,
             log: None,
             checked: BTreeSet::new(),
@@ -174,8 +174,20 @@ impl Replica {
     }
 
     async fn complete_steps(&self, exchange: &SessionExchange) -> Result<BTreeSet<SessionStep>> {
-        let found = exchange.survey(None).await?;
-        Ok(found.into_iter().filter(|(_, present)| self.ranks.iter().all(|rank| present.contains(rank))).map(|(at, _)| at).collect())
+        let found = exchange.survey(None).await?.steps;
+        Ok(found.into_iter().filter(|(_, present)| present.has_all(self.ranks.clone())).map(|(at, _)| at).collect())
+    }
+
+    /// Receipts of these ranks for a step, in rank order.
+    async fn receipts(&self, exchange: &SessionExchange, at: SessionStep) -> Result<Vec<Receipt>> {
+        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
+        let present = exchange.survey(before).await?.steps.remove(&at).unwrap_or_default();
+        let mut receipts = exchange.receipts(at, &present).await?;
+        receipts.retain(|receipt| self.ranks.contains(&receipt.rank));
+        match receipts.len() == self.ranks.len() {
+            true => Ok(receipts),
+            false => Err(Error::not_found(format!("not all ranks have a receipt of step {}", at.step))),
+        }
     }
 
     /// Casks of these ranks in the chain of the newest committed snapshot. Empty before the first commit.
@@ -213,10 +225,10 @@ impl Replica {
         at: SessionStep,
         report: &mut ReplicaReport,
     ) -> Result<()> {
-        let receipts = from.receipts_of(at, self.ranks.iter().copied()).await?;
+        let receipts = self.receipts(from, at).await?;
         let mut casks = Vec::new();
-        for (rank, receipt) in self.ranks.iter().zip(&receipts) {
-            check_receipt(receipt, session, at, *rank).in_object(session.receipt_path(at, *rank))?;
+        for receipt in &receipts {
+            check_receipt(receipt, session, at)?;
             let of_base = receipt.parent.is_none();
             casks.extend(receipt.casks.iter().map(|cask| WantedCask { cask: cask.clone(), of_base }));
         }
@@ -227,10 +239,7 @@ impl Replica {
             let message = "the source had another parent for this step before";
             return Err(Error::new(ErrorKind::Conflict, message).object(session.parent_path(at)));
         }
-        for receipt in &receipts {
-            to.put_receipt(receipt).await?;
-        }
-        Ok(())
+        to.put_receipts(&receipts).await
     }
 
     /// Copies the casks that the replica lacks, and checks every byte of each.
@@ -288,7 +297,7 @@ impl Replica {
         let folder = format!("{}/", session.folder());
         let mut needed: BTreeSet<String> = chain.iter().map(|wanted| wanted.cask.path()).collect();
         for at in kept {
-            let receipts = to.receipts_of(*at, self.ranks.iter().copied()).await?;
+            let receipts = self.receipts(to, *at).await?;
             needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
         }
         let objects = self.memory.objects();
@@ -298,10 +307,11 @@ impl Replica {
             match step {
                 Some(step) if step.is_some_and(|step| kept.contains(&step)) => {}
                 None if !has_committed => {
+                    let Some(ranks) = found.path.rsplit('/').next().and_then(RankRange::from_object) else { continue };
                     let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
-                    // The message with the parent is no receipt.
-                    let receipt = Receipt::decode(&bytes, self.memory.limits());
-                    needed.extend(receipt.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
+                    // Damaged receipts are of no use.
+                    let receipts = Receipt::decode_all(&bytes, ranks, self.memory.limits()).unwrap_or_default();
+                    needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
                 }
                 _ => unneeded.push(found.path),
             }
@@ -322,12 +332,11 @@ impl Replica {
     }
 }
 
-/// Checks that a receipt is the one that was asked for, and names casks of its own rank only.
-fn check_receipt(receipt: &Receipt, session: SessionName, at: SessionStep, rank: u32) -> Result<()> {
-    let found = SessionStep { attempt: receipt.attempt, step: receipt.step };
-    if found != at || receipt.rank != rank || receipt.session != Some(session) {
-        let message =
-            format!("a receipt of step {} and rank {} is in the place of step {} and rank {rank}", found.step, receipt.rank, at.step);
+/// Checks that a receipt is of the step that was asked for, and names casks of its own rank only.
+fn check_receipt(receipt: &Receipt, session: SessionName, at: SessionStep) -> Result<()> {
+    let (found, rank) = (SessionStep { attempt: receipt.attempt, step: receipt.step }, receipt.rank);
+    if found != at || receipt.session != Some(session) {
+        let message = format!("a receipt of rank {rank} is of step {} or of another session; step {} was expected", found.step, at.step);
         return Err(Error::corrupt(message).clause("manifest 6.2"));
     }
     match receipt.casks.iter().find(|cask| rank_of_slot(cask.slot) != rank) {
