@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, SessionLog, StepSelector, TensorView};
+use tensorcask::wire::Id;
+use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, SessionExchange, SessionLog, StepSelector, TensorView};
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
@@ -25,7 +26,7 @@ use crate::restore_request::{RestoreRequest, Wanted};
 use crate::restored::{Destination, Loadable, Part, Restored};
 use crate::run_spec::RunSpec;
 use crate::runtime;
-use crate::saving::{Outcome, OutstandingSave, SaveTimer, SavedState, Saving, Waited};
+use crate::saving::{Outcome, OutstandingSave, RecentSaves, SaveTimer, SavedState, Saving, Waited};
 use crate::session::Session;
 
 /// The trainer's side of the engine: one per process and rank. It has its own runtime. Call it from async code only
@@ -69,6 +70,7 @@ pub struct Engine {
     /// Failures up to this generation have been reported to the caller.
     reported: u64,
     outstanding: OutstandingSave,
+    recent: RecentSaves,
     runtime: Runtime,
     /// Last, so that a successor starts only after everything else is dropped.
     _lock: Lock,
@@ -105,6 +107,7 @@ impl Engine {
             unreachable: Vec::new(),
             reported: 0,
             outstanding: OutstandingSave::default(),
+            recent: RecentSaves::default(),
             _lock: lock,
         };
         engine.reconcile(&folder)?;
@@ -233,6 +236,9 @@ impl Engine {
         metadata: &Metadata,
     ) -> Result<Saving> {
         let timer = SaveTimer::start(step);
+        if self.session.saves_no_more {
+            return Err(Error::invalid("this rank has announced that it saves no more"));
+        }
         if self.options.encode == Encode::Inline {
             return Err(Error::unsupported("inline encoding needs all tensors in the trainer's memory: use `save`"));
         }
@@ -268,6 +274,7 @@ impl Engine {
         };
         self.arena.raise_generation(generation);
         self.session.set_last_save(generation);
+        self.recent.note(step, generation);
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
         let (stall_ms, copy_ms, time_ms) = (millis(timer.stall()), millis(time), timer.time_ms);
         let reported = self.session.notify_saved(SaveNote { step, generation, stall_ms, copy_ms, bytes, time_ms });
@@ -295,18 +302,35 @@ impl Engine {
         Outcome { failures, problem: progress.problem.clone(), queue_depth: progress.queue_depth, ..outcome }
     }
 
-    /// Waits until the last save is encoded or durable, or has failed, or the timeout has passed.
+    /// Waits until the last save has reached a level or failed, or the timeout has passed.
     pub fn wait(&mut self, until: Until, timeout: Duration) -> Result<Waited> {
-        let generation = self.session.last_save();
+        self.wait_for_generation(self.session.last_save(), until, timeout)
+    }
+
+    /// Waits until the save of a step has reached a level or failed, or the timeout has passed. Fails with `NotFound` if the
+    /// step is not among the last saves of this process.
+    pub fn wait_for(&mut self, step: u64, until: Until, timeout: Duration) -> Result<Waited> {
+        self.wait_for_generation(self.recent.generation_of(step)?, until, timeout)
+    }
+
+    fn wait_for_generation(&mut self, generation: u64, until: Until, timeout: Duration) -> Result<Waited> {
         let progress = self.session.wait(generation, until, timeout)?;
         let (reached, failed) = (progress.has_reached(generation, until), progress.has_failed(generation));
         Ok(Waited { reached, failed, failures: progress.failures, problem: progress.problem })
     }
 
+    /// Announces that this rank saves no more. Steps that wait for a save of this rank are given up, on this host and on
+    /// others. A later save fails with `InvalidArgument`.
+    pub fn end_saves(&mut self) {
+        self.session.saves_no_more = true;
+    }
+
     /// Ends a finished run: waits until all saves are in the first tier, and frees the memory of the run on this host.
-    /// Fails, and frees nothing, if the last save has failed for good: its raw state may be the only copy.
+    /// Fails, and frees nothing, if the last save has failed for good: its raw state may be the only copy. The last step of
+    /// some ranks fails if other ranks have ended without it.
     pub fn finish(mut self) -> Result<()> {
         self.outstanding.check_none()?;
+        self.end_saves();
         loop {
             let waited = self.wait(Until::Durable, FINISH_POLL)?;
             if waited.failed {
@@ -460,18 +484,23 @@ impl Engine {
     }
 }
 
-/// Notes that a rank starts in the session of a run on many hosts. Rank 0 also notes the end of the log: the session begins
-/// after it.
+/// Notes that a rank starts in the session of a run on many hosts, here and in the store. All hosts agree through the store
+/// on the log entry after which the session begins.
 async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32) -> Result<()> {
     let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
-    let after = match (rank, stores.first()) {
-        (0, Some(first)) => match SessionLog::open(first).await {
-            Ok(log) => Some(log.sequence()),
-            Err(e) if e.kind() == ErrorKind::NotFound => Some(0),
-            Err(e) => return Err(e),
-        },
-        _ => None,
+    let first = stores.first().ok_or_else(|| Error::invalid("no tier"))?;
+    let after = match SessionExchange::beginning(first, hosts.session).await? {
+        Some(after) => after,
+        None => {
+            let last = match SessionLog::open(first).await {
+                Ok(log) => log.sequence(),
+                Err(e) if e.kind() == ErrorKind::NotFound => 0,
+                Err(e) => return Err(e),
+            };
+            SessionExchange::begin(first, hosts.session, last).await?
+        }
     };
+    SessionExchange::start_rank(first, hosts.session, rank, Id::random()?).await?;
     HostNotes::start_rank(run, hosts.session, rank, after)
 }
 

@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn messages_round_trip() {
-        let request = Request::Wait { key: "k".into(), rank: 1, generation: 7, durable: true, timeout_ms: 10 };
+        let request = Request::Wait { key: "k".into(), rank: 1, generation: 7, durable: true, timeout_ms: 10, is_last: false };
         let mut bytes = Vec::new();
         send(&mut bytes, &request).unwrap();
         send(&mut bytes, &Request::Status {}).unwrap();

@@ -13,7 +13,7 @@ use crate::lock::lock_file;
 #[serde(deny_unknown_fields)]
 pub(crate) struct HostNotes {
     pub session: Id,
-    /// Last log entry when the job started, if this host has rank 0 and so begins the session.
+    /// Last log entry when the first host of the job started, as all hosts have agreed.
     pub after: Option<u64>,
     /// Ranks that have started in this session.
     pub started: Vec<u32>,
@@ -37,9 +37,9 @@ impl HostNotes {
         replace_file(&folder.session_notes(), &json)
     }
 
-    /// Notes that a rank starts. `after`: the last log entry, if it is rank 0. A rank starts once in a session: states from
-    /// before and after a restart must not become one snapshot.
-    pub(crate) fn start_rank(folder: &RunFolder, session: Id, rank: u32, after: Option<u64>) -> Result<()> {
+    /// Notes that a rank starts. A rank starts once in a session: states from before and after a restart must not become one
+    /// snapshot.
+    pub(crate) fn start_rank(folder: &RunFolder, session: Id, rank: u32, after: u64) -> Result<()> {
         Self::update(folder, session, |notes| {
             if notes.started.contains(&rank) {
                 let message = format!(
@@ -48,7 +48,7 @@ impl HostNotes {
                 return Err(Error::invalid(message));
             }
             notes.started.push(rank);
-            notes.after = notes.after.or(after);
+            notes.after = Some(after);
             Ok(())
         })
     }
@@ -67,11 +67,11 @@ mod tests {
         let folder = EngineFolder::open(Some(&temporary.path().join("e"))).unwrap().run("0");
         folder.create().unwrap();
         let (first, second) = (Id([1; 16]), Id([2; 16]));
-        HostNotes::start_rank(&folder, first, 1, None).unwrap();
-        HostNotes::start_rank(&folder, first, 0, Some(7)).unwrap();
-        assert!(HostNotes::start_rank(&folder, first, 1, None).is_err());
+        HostNotes::start_rank(&folder, first, 1, 7).unwrap();
+        HostNotes::start_rank(&folder, first, 0, 7).unwrap();
+        assert!(HostNotes::start_rank(&folder, first, 1, 7).is_err());
         assert_eq!(HostNotes::read(&folder, first).after, Some(7));
-        HostNotes::start_rank(&folder, second, 1, None).unwrap();
+        HostNotes::start_rank(&folder, second, 1, 9).unwrap();
         assert_eq!(HostNotes::read(&folder, second).started, [1]);
     }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tensorcask::wire::{Digest, Id};
+use tensorcask::wire::{Digest, Id, RankRange};
 use tensorcask::{Error, Result};
 
 /// A run on many hosts, each with an agent of its own. One agent commits for all.
@@ -90,6 +90,11 @@ impl Hosts {
 }
 
 impl HostsSpec {
+    /// Ranks on this host.
+    pub(crate) fn rank_range(&self) -> RankRange {
+        RankRange { first: self.first_rank, last: self.first_rank.saturating_add(self.ranks).saturating_sub(1) }
+    }
+
     /// Position of this host among those that may take over.
     pub(crate) fn position(&self) -> u32 {
         self.first_rank.checked_div(self.ranks).unwrap_or(0)

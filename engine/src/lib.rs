@@ -120,4 +120,6 @@ pub use protocol::{Failure, Until};
 pub use restored::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
 pub use saving::{Mapping, Outcome, Saving, Waited};
 pub use snapshot_places::{SnapshotPlace, snapshot_places};
-pub use status::{AgentStatus, RankStatus, ReplicaStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
+pub use status::{
+    AgentStatus, HostsStatus, LeaderStatus, LevelStatus, RankStatus, ReplicaStatus, RunStatus, SaveStatus, SlotStatus, TierStatus,
+};

@@ -160,7 +160,7 @@ impl MemoryTier {
         let parent = self.writer.next_parent(step).await?;
         let mut receipts = Vec::with_capacity(states.len());
         let tensors = states.iter().map(StoredState::tensors).collect::<Result<Vec<_>>>()?;
-        for ((writer, state), own) in self.ranks.iter_mut().zip(states).zip(without_replicas(tensors)?) {
+        for ((writer, state), own) in self.ranks.iter_mut().zip(states).zip(without_replicas(0, tensors)?) {
             receipts.push(writer.save_on(step, parent, &own, &state.blobs()).await?);
         }
         let metadata = states.first().map(StoredState::metadata).unwrap_or_default();
@@ -283,12 +283,12 @@ async fn nearest_existing(tiers: &[Store]) -> Result<Option<(&Store, Id)>> {
     Ok(None)
 }
 
-/// Removes from each rank the tensors that a lower rank has, too. Such replicas must cover the same part with equal
-/// bytes.
-pub(crate) fn without_replicas(ranks: Vec<Vec<TensorView<'_>>>) -> Result<Vec<Vec<TensorView<'_>>>> {
-    let mut first: HashMap<(String, Rect), (usize, &[u8])> = HashMap::new();
+/// Removes from each rank the tensors that a lower rank of this host has, too. Such replicas must cover the same part with
+/// equal bytes. `first_rank`: number of the first of them.
+pub(crate) fn without_replicas(first_rank: u32, ranks: Vec<Vec<TensorView<'_>>>) -> Result<Vec<Vec<TensorView<'_>>>> {
+    let mut first: HashMap<(String, Rect), (u32, &[u8])> = HashMap::new();
     let mut kept = Vec::with_capacity(ranks.len());
-    for (rank, tensors) in ranks.into_iter().enumerate() {
+    for (rank, tensors) in (first_rank..).zip(ranks) {
         let mut own = Vec::with_capacity(tensors.len());
         for tensor in tensors {
             match first.entry((tensor.name().to_owned(), tensor.rect().clone())) {

@@ -21,7 +21,16 @@ pub(crate) enum Request {
     /// The trainer has published a state in the arena, or in memory if it encodes inline.
     SavedSnapshot { key: String, rank: u32, save: SaveNote },
     /// Wait until a save of a rank is encoded (or durable), or has failed.
-    Wait { key: String, rank: u32, generation: u64, durable: bool, timeout_ms: u64 },
+    Wait {
+        key: String,
+        rank: u32,
+        generation: u64,
+        durable: bool,
+        timeout_ms: u64,
+        /// Whether the trainer saves no more.
+        #[serde(default)]
+        is_last: bool,
+    },
     /// The trainer ends normally. With `clear`, the run has finished: its memory is freed once the store has
     /// everything.
     Detach { key: String, rank: u32, clear: bool },
@@ -113,13 +122,27 @@ pub struct Failure {
     pub message: String,
 }
 
-/// Stage that a save must reach.
+/// Level that a save must reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Until {
-    /// Encoded in memory.
+    /// Copied into this host's memory. A save has reached this level when it returns.
+    Copied,
+    /// Encoded in this host's memory.
     Encoded,
     /// Committed in the first tier.
     Durable,
+}
+
+impl Until {
+    /// Parses `copied`, `encoded` or `durable`.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "copied" => Ok(Self::Copied),
+            "encoded" => Ok(Self::Encoded),
+            "durable" => Ok(Self::Durable),
+            _ => Err(Error::invalid(format!("unknown level `{}`: use copied, encoded or durable", name.escape_debug()))),
+        }
+    }
 }
 
 impl Progress {
@@ -131,6 +154,7 @@ impl Progress {
     /// Whether a save has reached a stage.
     pub(crate) fn has_reached(&self, generation: u64, until: Until) -> bool {
         let newest = match until {
+            Until::Copied => generation,
             Until::Encoded => self.encoded,
             Until::Durable => self.durable,
         };

@@ -1,5 +1,6 @@
 //! A save in the trainer: its timing, its result, and a save with deferred tensors.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -35,9 +36,9 @@ pub struct Outcome {
 /// Result of a wait.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Waited {
-    /// Whether the last save reached the stage in time.
+    /// Whether the save reached the level in time.
     pub reached: bool,
-    /// Whether the last save failed for good.
+    /// Whether the save failed for good.
     pub failed: bool,
     /// All recent saves of this trainer that failed for good.
     pub failures: Vec<Failure>,
@@ -175,6 +176,32 @@ impl OutstandingSave {
     }
 }
 
+/// The last saves of this process: their steps, and their numbers in the arena.
+#[derive(Debug, Default)]
+pub(crate) struct RecentSaves {
+    saves: VecDeque<(u64, u64)>,
+}
+
+impl RecentSaves {
+    /// Notes a save.
+    pub(crate) fn note(&mut self, step: u64, generation: u64) {
+        self.saves.push_back((step, generation));
+        if self.saves.len() > MAX_RECENT {
+            self.saves.pop_front();
+        }
+    }
+
+    /// Number of the last save of a step.
+    pub(crate) fn generation_of(&self, step: u64) -> Result<u64> {
+        let found = self.saves.iter().rev().find(|(known, _)| *known == step);
+        let message = || format!("step {step} is not among the last {MAX_RECENT} saves of this process");
+        found.map(|(_, generation)| *generation).ok_or_else(|| Error::not_found(message()))
+    }
+}
+
+/// Number of saves to remember.
+const MAX_RECENT: usize = 1024;
+
 /// Counts how often this rank has returned to an older step in a session. All ranks count alike, because all save the
 /// same steps.
 #[derive(Debug, Default)]
@@ -201,7 +228,19 @@ impl Attempts {
 
 #[cfg(test)]
 mod tests {
-    use super::{Attempts, SaveTimer};
+    use super::{Attempts, MAX_RECENT, RecentSaves, SaveTimer};
+
+    #[test]
+    fn recent_saves_are_found_by_step() {
+        let mut recent = RecentSaves::default();
+        for generation in 1..=MAX_RECENT as u64 + 1 {
+            recent.note(generation * 10, generation);
+        }
+        recent.note(50, 5000);
+        assert_eq!(recent.generation_of(50).unwrap(), 5000, "the last save of the step");
+        assert_eq!(recent.generation_of(40).unwrap(), 4);
+        assert!(recent.generation_of(10).is_err() && recent.generation_of(7).is_err());
+    }
 
     #[test]
     fn only_a_return_to_an_older_step_begins_an_attempt() {

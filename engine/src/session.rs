@@ -32,6 +32,8 @@ pub(crate) struct Session {
     is_stale: bool,
     /// Newest snapshot of each tier, by URL, if memory was out of date.
     latest: BTreeMap<String, Option<Id>>,
+    /// Whether this trainer saves no more.
+    pub saves_no_more: bool,
 }
 
 impl Session {
@@ -47,6 +49,7 @@ impl Session {
             last_save: 0,
             is_stale: false,
             latest: BTreeMap::new(),
+            saves_no_more: false,
         }
     }
 
@@ -172,7 +175,8 @@ impl Session {
     }
 
     fn wait_request(&self, generation: u64, until: Until, timeout_ms: u64) -> Request {
-        Request::Wait { key: self.spec.key.clone(), rank: self.rank, generation, durable: until == Until::Durable, timeout_ms }
+        let (key, rank, durable) = (self.spec.key.clone(), self.rank, until == Until::Durable);
+        Request::Wait { key, rank, generation, durable, timeout_ms, is_last: self.saves_no_more }
     }
 
     /// Sends a request about the attached run and receives the reply. Attaches again if the agent is gone or does not

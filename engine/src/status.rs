@@ -30,6 +30,10 @@ pub struct RunStatus {
     pub tiers: Vec<TierStatus>,
     /// Ranks.
     pub ranks: Vec<RankStatus>,
+    /// Newest step of each level.
+    pub levels: LevelStatus,
+    /// Session and leader, if the run is on many hosts.
+    pub hosts: Option<HostsStatus>,
     /// Number of states that wait to be encoded plus snapshots that wait for the first tier.
     pub queue_depth: u64,
     /// Step of the newest commit in the first tier that this agent knows.
@@ -58,6 +62,43 @@ pub struct RunStatus {
     pub stopped: Option<String>,
     /// Recent saves, oldest first.
     pub saves: Vec<SaveStatus>,
+}
+
+/// Newest step of each level, as far as this agent knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct LevelStatus {
+    /// Copied into this host's memory.
+    pub copied: Option<u64>,
+    /// Encoded in this host's memory.
+    pub encoded: Option<u64>,
+    /// Committed in the first tier.
+    pub durable: Option<u64>,
+}
+
+/// The part of this host in a run on many hosts.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct HostsStatus {
+    /// Id of the session: 32 hexadecimal digits.
+    pub session: String,
+    /// First rank of this host.
+    pub first_rank: u32,
+    /// Number of ranks of this host.
+    pub ranks: u32,
+    /// The leader, as this host has last read; `None` before the session begins.
+    pub leader: Option<LeaderStatus>,
+}
+
+/// The leader of a run on many hosts.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct LeaderStatus {
+    /// Writer id of the leader, as in `tensorcask log`.
+    pub writer: String,
+    /// Whether this host leads.
+    pub is_this_host: bool,
+    /// Number of the leader in its session, from 1.
+    pub term: u64,
+    /// How often the job has returned to an older step in this session.
+    pub attempt: u64,
 }
 
 /// A tier of a run.

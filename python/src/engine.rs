@@ -14,7 +14,7 @@ use pyo3::types::{PyBytes, PyDict};
 use tensorcask::codec::ObjectiveSetting;
 use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, Rect, Retention, StepSelector};
 use tensorcask_engine::{
-    AgentOptions, BackPressure, Deferred, Destination, Encode, Ended, EngineOptions, Mapping, OnAgentLoss, Outcome, Part, Restored,
+    AgentOptions, BackPressure, Deferred, Destination, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, Restored,
     RestoredTensor, Source, Until, agent_status, agree, run_agent, stop_agent,
 };
 
@@ -29,6 +29,7 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()?;
     module.add_class::<Saving>()?;
     module.add_class::<ArenaMapping>()?;
+    module.add_function(wrap_pyfunction!(hosts_from_variables, module)?)?;
     module.add_function(wrap_pyfunction!(newest_common_step, module)?)?;
     module.add_function(wrap_pyfunction!(serve, module)?)?;
     module.add_function(wrap_pyfunction!(status, module)?)?;
@@ -224,10 +225,10 @@ impl Engine {
         Ok(found.iter().map(|found| (found.step, place_of(&found.source))).collect())
     }
 
-    /// Waits until the last save is encoded or durable. Returns whether it is, the failed saves, and the cause of a
-    /// delay.
-    fn wait(&self, py: Python<'_>, durable: bool, timeout: Option<f64>) -> PyResult<Waited> {
-        let until = if durable { Until::Durable } else { Until::Encoded };
+    /// Waits until the last save, or that of a step, has reached a level. Returns whether it has, the failed saves, and the
+    /// cause of a delay.
+    fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>, step: Option<u64>) -> PyResult<Waited> {
+        let until = Until::from_name(level).map_err(|e| raise(&e))?;
         let timeout = timeout.map(|seconds| duration("timeout", seconds)).transpose()?;
         let begun = Instant::now();
         loop {
@@ -235,7 +236,11 @@ impl Engine {
             let waited = {
                 let mut engine = self.lock(py)?;
                 let engine = opened(&mut engine)?;
-                py.detach(|| engine.wait(until, left)).map_err(|e| raise(&e))?
+                let wait = || match step {
+                    Some(step) => engine.wait_for(step, until, left),
+                    None => engine.wait(until, left),
+                };
+                py.detach(wait).map_err(|e| raise(&e))?
             };
             let over = timeout.is_some_and(|timeout| begun.elapsed() >= timeout);
             let failed = waited.failed;
@@ -245,6 +250,12 @@ impl Engine {
             }
             py.check_signals()?;
         }
+    }
+
+    /// Announces that this rank saves no more.
+    fn end_saves(&self, py: Python<'_>) -> PyResult<()> {
+        opened(&mut *self.lock(py)?)?.end_saves();
+        Ok(())
     }
 
     /// Agrees with all ranks, through the store, on the newest step that all of them can load. Returns that step.
@@ -456,6 +467,12 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
             "run" => options.run = value.extract()?,
             "rank" => options.rank = value.extract()?,
             "world" => options.world = value.extract()?,
+            "hosts" => {
+                let of = |(session, first, end, patience): (String, u32, u32, f64)| {
+                    Ok::<_, PyErr>(Hosts { patience: duration("patience", patience)?, ..Hosts::new(session, first..end) })
+                };
+                options.hosts = value.extract::<Option<(String, u32, u32, f64)>>()?.map(of).transpose()?;
+            }
             "slots" => options.slots = value.extract()?,
             "keep" => options.keep = value.extract()?,
             "memory_cap" => options.memory_cap = value.extract()?,
@@ -503,6 +520,14 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
         options.policy = Policy::from_name(&policy, every).map_err(|e| raise(&e))?;
     }
     Ok(options)
+}
+
+/// Returns a name for this start of the job, and the first and one beyond the last rank of this host, from the variables of
+/// torchrun or Slurm.
+#[pyfunction]
+fn hosts_from_variables(rank: u32, variables: BTreeMap<String, String>) -> Option<(String, u32, u32)> {
+    let hosts = Hosts::from_variables(rank, |name| variables.get(name).cloned())?;
+    Some((hosts.session, hosts.local_ranks.start, hosts.local_ranks.end))
 }
 
 /// Returns the newest step that is in all of these lists.

@@ -11,12 +11,13 @@ True
 
 # Modules, from the ground up; each imports only modules before it:
 # _collector _native _errors _dtypes _refusals _frameworks _convert _files _device _progress _source _foreign
-# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep | torch _store
+# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts | torch _store
 # _save_load _markers codec engine interchange slime lightning megatron orbax transformers agent __main__
 
 from ._dtypes import UnstorableTypeError
 from ._errors import InvalidTypeError, InvalidValueError
 from ._frameworks import RawTensor
+from ._hosts import Hosts
 from ._native import (
     Catalog,
     ConflictError,
@@ -66,6 +67,7 @@ __all__ = [
     "Error",
     "FencedError",
     "GcReport",
+    "Hosts",
     "InvalidArgumentError",
     "InvalidTypeError",
     "InvalidValueError",

@@ -22,10 +22,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from . import _device, _frameworks, _native, _precision, _state
 from ._errors import InvalidValueError
+from ._hosts import Hosts, find_hosts
 from ._options import Check, check_step, parse_policy, retention_of, user_json
 from ._snapshot import address_of
 from ._state import TREE, OnUnsupported, flat_arrays
@@ -101,7 +102,13 @@ class Engine:
 
     ``rank``, ``world``: number of this process, and number of processes that save one state together. Each passes its
     part of the state, and its shard of each DTensor. Values that several ranks have (a replica, a number) must be
-    equal, and are stored once. All ranks must be on one host.
+    equal, and are stored once.
+
+    ``hosts``: a run on many hosts, each with an agent of its own; a :class:`tensorcask.Hosts`, or None for one host. By default
+    (``auto``) found in the variables of ``torchrun`` or Slurm, if this host has fewer than ``world`` ranks. If
+    ``torch.distributed`` is initialised then, all ranks must make their engine, because rank 0 broadcasts a name for this
+    start. Many hosts need the store to start, and neither ``next_tiers`` nor ``encode="inline"``. :attr:`hosts` tells what
+    was found. ``docs/src/guides/engine-hosts.md`` tells more.
 
     ``slots``: raw states in shared memory. ``keep``: encoded snapshots there, besides those that the store does not have yet;
     ``memory_cap``: bytes of these. ``back_pressure``: with no slot free, ``wait``, ``skip`` the save, or
@@ -130,6 +137,7 @@ class Engine:
         run: str | None = None,
         rank: int = 0,
         world: int = 1,
+        hosts: Hosts | Literal["auto"] | None = "auto",
         slots: int = 2,
         keep: int = 2,
         memory_cap: int | None = None,
@@ -159,6 +167,7 @@ class Engine:
             agent = [] if os.environ.get(_AGENT_VARIABLE) else [sys.executable, "-P", "-m", "tensorcask.agent"]
         name, every = parse_policy(policy)
         self._rank, self._world, self._inline = rank, world, encode == "inline"
+        self._hosts = find_hosts(rank, world) if hosts == "auto" else hosts
         self._arena = _device.Arena()
         self._saving: Saving | None = None
         self._native = _native.Engine(
@@ -170,6 +179,7 @@ class Engine:
                 "run": run,
                 "rank": rank,
                 "world": world,
+                "hosts": None if (on := self._hosts) is None else (on.session, on.local_ranks.start, on.local_ranks.stop, on.patience),
                 "slots": slots,
                 "keep": keep,
                 "memory_cap": memory_cap,
@@ -191,6 +201,11 @@ class Engine:
                 "store_timeout": store_timeout,
             },
         )
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Session and local ranks of a run on many hosts; None on one host."""
+        return self._hosts
 
     def __enter__(self) -> Engine:
         return self
@@ -370,29 +385,43 @@ class Engine:
             self.discard_after(step)
         return step
 
-    def agree_by_store(self, round: str, timeout: float = 300.0) -> int | None:
+    def agree_by_store(self, round: str | None = None, timeout: float = 300.0) -> int | None:
         """Works like :meth:`agree` without a collective: each rank writes its list into the first tier.
 
-        ``round`` names this start of the job, such as the number of the attempt. No other start may use the same name.
+        ``round`` names this start of the job, such as the number of the attempt. No other start may use the same name. On many
+        hosts, it follows from the session by default. ``timeout``: seconds to wait for the lists of other ranks; then raises
+        ``NotFoundError``.
         """
+        if round is None:
+            if self._hosts is None:
+                raise ValueError("agree_by_store: name this start of the job, for example by the number of the attempt")
+            round = self._hosts.round
         return self._native.agree_by_store(round, timeout)
 
     def discard_after(self, step: int) -> int:
         """Discards raw states of later steps, which other ranks do not have. Returns their number."""
         return self._native.discard_after(check_step(step))
 
-    def wait(self, until: str = "durable", timeout: float | None = None) -> Waited:
-        """Waits until the last save is ``encoded`` (in memory) or ``durable`` (in the first tier), or has failed."""
-        if until not in ("encoded", "durable"):
-            raise ValueError(f"until={until!r}: use 'encoded' or 'durable'")
+    def wait(self, until: str = "durable", timeout: float | None = None, *, step: int | None = None) -> Waited:
+        """Waits until the last save, or the last save of ``step``, has reached a level or failed.
+
+        Levels: ``copied`` (in this host's memory, as soon as a save returns), ``encoded`` (encoded there), ``durable`` (committed in
+        the first tier). ``timeout``: seconds. Raises ``NotFoundError`` if ``step`` is not among the last 1024 saves of this
+        process.
+        """
+        if until not in ("copied", "encoded", "durable"):
+            raise ValueError(f"until={until!r}: use 'copied', 'encoded' or 'durable'")
         self._settle()
-        return Waited(*self._native.wait(until == "durable", timeout))
+        return Waited(*self._native.wait(until, timeout, None if step is None else check_step(step)))
 
     def finish(self) -> None:
         """Ends a run: waits until everything is in the first tier, then frees its shared memory.
 
-        If the last save has failed for good, raises an error and frees nothing.
+        If the last save has failed for good, raises an error and frees nothing. If ranks end with different last steps, the
+        steps that some ranks lack are given up; the ranks that saved them get the error.
         """
+        self._settle()
+        self._native.end_saves()
         self.wait("durable")
         self._arena.forget()
         self._native.finish()

@@ -6,14 +6,16 @@
 //! store.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use super::copier::{copy_cask, present};
 use super::verify::verify_cask;
 use crate::chain::chain_of;
 use crate::commit::{Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest_bytes, read_store_file};
+use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::concurrently;
-use crate::wire::{CaskRef, Id, LogEntry, Receipt, STORE_FILE, SessionName, SessionStep};
+use crate::wire::{CaskRef, Id, LogEntry, RankRange, Receipt, STORE_FILE, SessionName, SessionStep};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Number of small objects that are copied at once.
@@ -158,32 +160,33 @@ impl Mirror {
 
     /// Steps of a session of which the mirror has the receipts of all these ranks.
     #[boxed]
-    pub async fn steps(&self, session: SessionName, ranks: &[u32]) -> Result<Vec<SessionStep>> {
-        let found = SessionExchange::new(&self.memory, session).survey(None).await?;
-        let is_whole = |present: &BTreeSet<u32>| ranks.iter().all(|rank| present.contains(rank));
-        Ok(found.into_iter().filter(|(_, present)| is_whole(present)).map(|(at, _)| at).collect())
+    pub async fn steps(&self, session: SessionName, ranks: Range<u32>) -> Result<Vec<SessionStep>> {
+        let found = SessionExchange::new(&self.memory, session).survey(None).await?.steps;
+        Ok(found.into_iter().filter(|(_, present)| present.has_all(ranks.clone())).map(|(at, _)| at).collect())
     }
 
-    /// Receipts of some ranks of a step in the mirror. Fails with `NotFound` if one is missing.
-    pub async fn receipts(&self, session: SessionName, at: SessionStep, ranks: &[u32]) -> Result<Vec<Receipt>> {
-        SessionExchange::new(&self.memory, session).receipts_of(at, ranks.iter().copied()).await
-    }
-
-    /// Uploads the casks that a receipt names, every byte checked, and then the receipt. Objects that are there already are not sent
-    /// again. Returns the bytes that were sent.
+    /// Uploads the casks of a step, every byte checked, and then the receipts. Objects that the store has are not sent again.
+    /// Returns the bytes that were sent. Fails with `NotFound` if the mirror does not have the step.
     #[boxed]
-    pub async fn upload(&self, session: SessionName, receipt: &Receipt) -> Result<u64> {
+    pub async fn upload(&self, session: SessionName, at: SessionStep) -> Result<u64> {
+        let exchange = SessionExchange::new(&self.memory, session);
+        let ranks = exchange.survey(None).await?.steps.remove(&at);
+        let ranks =
+            ranks.ok_or_else(|| Error::not_found(format!("no receipt of step {} is in memory", at.step)).object(session.folder()))?;
+        let receipts = exchange.receipts(at, &ranks).await?;
         let mut sent = 0u64;
-        for cask in &receipt.casks {
-            if present(&self.store, &cask.path(), cask.bytes).await?.is_some() {
-                continue;
+        for receipt in &receipts {
+            for cask in &receipt.casks {
+                if present(&self.store, &cask.path(), cask.bytes).await?.is_some() {
+                    continue;
+                }
+                let from = CaskSource::object(&self.memory, cask);
+                verify_cask(&from, cask, receipt.parent.is_none(), self.memory.limits()).await?;
+                copy_cask(&from, &self.store, cask, None).await?;
+                sent = sent.saturating_add(cask.bytes);
             }
-            let from = CaskSource::object(&self.memory, cask);
-            verify_cask(&from, cask, receipt.parent.is_none(), self.memory.limits()).await?;
-            copy_cask(&from, &self.store, cask, None).await?;
-            sent = sent.saturating_add(cask.bytes);
         }
-        SessionExchange::new(&self.store, session).put_receipt(receipt).await?;
+        SessionExchange::new(&self.store, session).put_receipts(&receipts).await?;
         Ok(sent)
     }
 
@@ -207,15 +210,16 @@ impl Mirror {
         let (objects, folder) = (self.memory.objects(), format!("{}/", session.folder()));
         let mut needed = chain_casks.clone();
         for found in objects.list("receipts").await? {
-            let step = found.path.strip_prefix(&folder).and_then(|rest| SessionStep::from_folder(rest.split('/').next()?));
-            if step.is_some_and(|step| step >= keep) {
-                let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
-                // The message with the parent is no receipt.
-                if let Ok(receipt) = Receipt::decode(&bytes, self.memory.limits()) {
-                    needed.extend(receipt.casks.iter().map(CaskRef::path));
-                }
-                needed.insert(found.path);
+            let Some((step, object)) = found.path.strip_prefix(&folder).and_then(|rest| rest.split_once('/')) else { continue };
+            if SessionStep::from_folder(step).is_none_or(|step| step < keep) {
+                continue;
             }
+            if let Some(ranks) = RankRange::from_object(object) {
+                let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
+                let receipts = Receipt::decode_all(&bytes, ranks, self.memory.limits()).in_object(&found.path)?;
+                needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
+            }
+            needed.insert(found.path);
         }
         self.remove_except(&["receipts", "casks"], &needed.iter().collect()).await
     }

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::{CaskRef, Id, ParentRef, seal};
+use super::session::{RankRange, SessionName};
+use super::{CaskRef, ParentRef, seal};
 use crate::version::FormatVersion;
 use crate::{Dtype, Error, Limits, Result};
 
@@ -87,87 +88,6 @@ pub struct Receipt {
     pub metadata: BTreeMap<String, String>,
 }
 
-/// Name of a session: one start of a job on all its hosts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SessionName {
-    /// Id of the training run, as in `store.json`.
-    pub run: Id,
-    /// Id of the session.
-    pub session: Id,
-}
-
-/// A step of a session. The states of all ranks with the same step and attempt are parts of one snapshot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SessionStep {
-    /// How often the job has returned to an older step in this session.
-    pub attempt: u64,
-    /// Training step.
-    pub step: u64,
-}
-
-/// The parent that the ranks of a session use for their deltas at one step. Spec: `spec/manifest.md`, clause 6.3.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct SharedParent {
-    format: String,
-    version: String,
-    must_understand: Vec<String>,
-    may_ignore: Vec<String>,
-    /// The parent; `None` for a base.
-    pub parent: Option<Id>,
-}
-
-const PARENT_FORMAT: &str = "tensorcask-parent";
-
-impl SharedParent {
-    pub(crate) fn new(parent: Option<Id>) -> Self {
-        let version = FormatVersion::CURRENT.to_string();
-        Self { format: PARENT_FORMAT.into(), version, must_understand: vec![], may_ignore: vec![], parent }
-    }
-
-    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
-        seal::seal(self)
-    }
-
-    pub(crate) fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
-        let (json, _) = seal::open_seal(bytes, limits.max_entry_bytes)?;
-        seal::check_preamble(json, PARENT_FORMAT)?;
-        seal::parse(json)
-    }
-}
-
-impl SessionStep {
-    /// Name of the folder with the messages of this step. Names sort as steps do.
-    pub(crate) fn folder(self) -> String {
-        format!("{:020}-{:020}", self.attempt, self.step)
-    }
-
-    /// Parses the name of such a folder.
-    pub(crate) fn from_folder(name: &str) -> Option<Self> {
-        let (attempt, step) = name.split_once('-')?;
-        let found = Self { attempt: attempt.parse().ok()?, step: step.parse().ok()? };
-        (found.folder() == name).then_some(found)
-    }
-}
-
-impl SessionName {
-    /// Folder of the messages of the session.
-    pub(crate) fn folder(self) -> String {
-        format!("receipts/{}", self.session)
-    }
-
-    /// Path of the receipt of a rank.
-    pub(crate) fn receipt_path(self, at: SessionStep, rank: u32) -> String {
-        format!("{}/{}/{rank}.json", self.folder(), at.folder())
-    }
-
-    /// Path of the shared parent of a step.
-    pub(crate) fn parent_path(self, at: SessionStep) -> String {
-        format!("{}/{}/parent.json", self.folder(), at.folder())
-    }
-}
-
 /// Identity of the save that a receipt belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RankSave {
@@ -215,6 +135,26 @@ impl Receipt {
     /// Decodes a receipt.
     pub fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
         let (json, _) = seal::open_seal(bytes, limits.max_manifest_bytes)?;
+        Self::parse(json)
+    }
+
+    /// Decodes the receipts of consecutive ranks, which follow each other in one object.
+    pub(crate) fn decode_all(bytes: &[u8], ranks: RankRange, limits: &Limits) -> Result<Vec<Self>> {
+        let (mut receipts, mut rest) = (Vec::new(), bytes);
+        while !rest.is_empty() {
+            let (json, _, read) = seal::open_first_seal(rest, limits.max_manifest_bytes)?;
+            receipts.push(Self::parse(json)?);
+            rest = rest.get(read..).unwrap_or_default();
+        }
+        if !receipts.iter().map(|receipt| receipt.rank).eq(ranks.first..=ranks.last) {
+            return Err(
+                Error::corrupt(format!("has other receipts than those of ranks {} to {}", ranks.first, ranks.last)).clause("manifest 6.2")
+            );
+        }
+        Ok(receipts)
+    }
+
+    fn parse(json: &[u8]) -> Result<Self> {
         seal::check_preamble(json, FORMAT)?;
         seal::parse(json)
     }

@@ -4,12 +4,11 @@
 //! All ranks of a host share one view of the log, so a save costs few requests. The leader of the session commits.
 
 use super::WriterOptions;
-use super::parent::Parent;
 use super::ranks::{Rank, RankPart, open_parent};
 use crate::chain::chain_of;
 use crate::commit::{Log, SessionExchange, SnapshotRecord, Standing, read_manifest_bytes, refuse_features};
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
-use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
+use crate::{Blob, Error, ErrorKind, Metadata, Result, Store, TensorView, boxed};
 
 /// Tensors, blobs and metadata of one rank at one step.
 #[derive(Debug)]
@@ -80,8 +79,8 @@ impl HostWriter {
         self.exchange.fix_parent(at, parent).await
     }
 
-    /// Encodes and uploads the states of all ranks of this host, in the order of [`open`](Self::open), and publishes
-    /// their receipts. A rank whose parent cannot be used writes whole chunks. Returns the receipts.
+    /// Encodes and uploads the states of all ranks of this host, in the order of [`open`](Self::open). Then publishes
+    /// their receipts, all at once. A rank whose parent cannot be used writes whole chunks. Returns the receipts.
     #[boxed]
     pub async fn save(&mut self, at: SessionStep, parent: Option<Id>, states: &[RankState<'_>]) -> Result<Vec<Receipt>> {
         if states.len() != self.parts.len() {
@@ -92,20 +91,36 @@ impl HostWriter {
             self.catch_up().await?;
         }
         refuse_features(&self.log.state().may_ignore)?;
-        let parent = self.open_parent(parent).await?;
+        let mut in_memory = false;
+        let mut parent = match parent.and_then(|id| self.log.state().by_id(id)) {
+            Some(record) if self.has_mirror() && self.is_mirrored(record).await? => {
+                in_memory = true;
+                open_parent(&self.memory, self.log.state(), parent).await?
+            }
+            _ => open_parent(&self.store, self.log.state(), parent).await?,
+        };
+        let parent_id = parent.as_ref().map(|parent| parent.snapshot.record().id);
         let receipts_at = SessionExchange::new(&self.memory, self.session);
         if self.has_mirror() {
-            receipts_at.fix_parent(at, parent.as_ref().map(|parent| parent.snapshot.record().id)).await?;
+            receipts_at.fix_parent(at, parent_id).await?;
         }
         let mut receipts = Vec::with_capacity(states.len());
         for (part, state) in self.parts.iter_mut().zip(states) {
             part.rank.attempt = at.attempt;
-            let mut receipt = part.upload(at.step, parent.as_ref(), &state.tensors, &state.blobs).await?;
+            let mut receipt = match part.upload(at.step, parent.as_ref(), &state.tensors, &state.blobs).await {
+                // A mirror lacks the parent of a shard that a rank of another host has, too.
+                Err(error) if in_memory && error.kind() == ErrorKind::NotFound => {
+                    parent = open_parent(&self.store, self.log.state(), parent_id).await?;
+                    in_memory = false;
+                    part.upload(at.step, parent.as_ref(), &state.tensors, &state.blobs).await?
+                }
+                uploaded => uploaded?,
+            };
             receipt.session = Some(self.session);
             (receipt.user, receipt.metadata) = (state.metadata.user.clone(), state.metadata.file.clone());
-            receipts_at.put_receipt(&receipt).await?;
             receipts.push(receipt);
         }
+        receipts_at.put_receipts(&receipts).await?;
         Ok(receipts)
     }
 
@@ -123,15 +138,6 @@ impl HostWriter {
 
     fn has_mirror(&self) -> bool {
         self.memory.url() != self.store.url()
-    }
-
-    /// Opens the parent in memory, if the mirror has all that the ranks of this host need of it.
-    async fn open_parent(&self, parent: Option<Id>) -> Result<Option<Parent>> {
-        let Some(record) = parent.and_then(|id| self.log.state().by_id(id)) else { return Ok(None) };
-        if self.has_mirror() && self.is_mirrored(record).await? {
-            return open_parent(&self.memory, self.log.state(), parent).await;
-        }
-        open_parent(&self.store, self.log.state(), parent).await
     }
 
     /// Whether the mirror has the casks of this host's ranks for a snapshot and its chain.

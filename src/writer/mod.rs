@@ -38,6 +38,7 @@ mod host_writer;
 mod input;
 mod layout;
 mod leader_writer;
+mod merged;
 mod pace;
 mod parent;
 mod pipeline;

@@ -3,7 +3,7 @@
 //! A [`RankWriter`] encodes and uploads what one rank has of a state. It commits nothing: the coordinator's
 //! [`Writer`](super::Writer) commits the receipts of all ranks, or none (`receipts.rs`).
 //!
-//! Invariant: the base that a rank keeps is used only after a snapshot with its casks was committed.
+//! Invariant: the base that a rank keeps is used only after a snapshot of its receipt was committed.
 
 use super::WriterOptions;
 use super::base_cache::NextBase;
@@ -181,11 +181,12 @@ impl RankPart {
         Ok(receipt)
     }
 
-    /// Keeps the state of the last save as the base if the parent holds its casks; drops it otherwise.
+    /// Keeps the state of the last save as the base if the parent holds one of its casks; drops it otherwise.
     fn promote_pending(&mut self, parent: Option<&Parent>) {
         let Some((casks, next)) = self.pending.take() else { return };
         match parent {
-            Some(parent) if !casks.is_empty() && casks.iter().all(|cask| parent.snapshot.manifest().casks.contains(cask)) => {
+            // A snapshot leaves out casks that hold only replicas of what other ranks have.
+            Some(parent) if casks.iter().any(|cask| parent.snapshot.manifest().casks.contains(cask)) => {
                 self.pipeline.base.promote(parent.snapshot.record().id, next);
             }
             _ => {}

@@ -1,7 +1,7 @@
 //! The commit of many ranks: one snapshot of all receipts, or none.
 //!
 //! The coordinator's [`Writer`] checks that receipts are complete and agree, that every cask is in the store with its
-//! size, and merges their tensors into one directory. Then it commits as any save does.
+//! size, and merges their tensors into one directory (`merged.rs`). Then it commits as any save does.
 //!
 //! Invariants: receipts of two steps or two attempts are never mixed, and all deltas share one parent.
 
@@ -9,20 +9,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::commit::{Commit, Prepared};
-use super::layout::check_tiles;
+use super::merged::Merged;
 use super::parent::Parent;
-use super::unchanged::ChunkCrcs;
 use super::{Metadata, SavedSnapshot, Stopped, Writer, check_user};
 use crate::chain::{DecisionReason, Policy, PreviousSave, SaveTimes, content_digests, milliseconds};
 use crate::codec::Registry;
 use crate::commit::Age;
 use crate::store::concurrently;
-use crate::tensor::{Rect, element_count};
-use crate::wire::{
-    CaskRef, Digest, Directory, DirectoryShard, DirectoryTensor, Id, Leader, MAX_RANK, Receipt, ReceiptTensor, SessionName, SessionStep,
-    slots_of_rank,
-};
-use crate::{Error, ErrorKind, Limits, Result, Store, boxed};
+use crate::wire::{CaskRef, Digest, Directory, Id, Leader, MAX_RANK, Receipt, SessionName, SessionStep, slots_of_rank};
+use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Number of casks that are checked at once.
 const CONCURRENT_REQUESTS: usize = 32;
@@ -54,8 +49,9 @@ impl Writer {
     }
 
     /// Commits one snapshot of the casks of all ranks, or nothing. There must be a receipt of each rank for this step
-    /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store. Metadata of the
-    /// receipts is added to `metadata`.
+    /// and one attempt. The shards of a tensor must agree and tile it, and every cask must be in the store. A shard that
+    /// several ranks have is taken from the lowest of them; all must have saved the same bytes. Metadata of the receipts is
+    /// added to `metadata`.
     pub async fn commit_receipts(&mut self, step: u64, receipts: &[Receipt], metadata: &Metadata) -> Result<SavedSnapshot> {
         self.stopped.check()?;
         let mut metadata = metadata.clone();
@@ -92,7 +88,7 @@ impl Writer {
 
         let merged = Merged::new(receipts, store.limits())?;
         check_partners(&merged, receipts, store.registry())?;
-        let mut casks: Vec<CaskRef> = receipts.iter().flat_map(|receipt| receipt.casks.iter().cloned()).collect();
+        let mut casks: Vec<CaskRef> = receipts.iter().flat_map(|receipt| merged.used_casks(receipt)).cloned().collect();
         casks.sort_by_key(|cask| cask.slot);
         let age = age_of(&store, led, step, &casks).await?;
         let directory = Directory::encode(&merged.rows)?;
@@ -264,77 +260,4 @@ fn check_ranks(step: u64, receipts: &[Receipt]) -> Result<()> {
         return Err(Error::invalid(format!("no receipt of rank {}: nothing was committed", missing.join(", "))));
     }
     Ok(())
-}
-
-/// The tensors of all receipts, merged.
-struct Merged {
-    /// Rows of the directory.
-    rows: Vec<(DirectoryTensor, Vec<DirectoryShard>)>,
-    /// Checksums of each shard, in the order of the directory.
-    crcs: Vec<Vec<u32>>,
-    /// Decoded size of the stored tensors, in bytes.
-    tensor_bytes: u64,
-}
-
-impl Merged {
-    /// Checksums of each tensor, by shard.
-    fn tensors(&self) -> Vec<ChunkCrcs<'_>> {
-        let mut rest = self.crcs.as_slice();
-        let mut tensors = Vec::with_capacity(self.rows.len());
-        for (tensor, shards) in &self.rows {
-            let (crcs, others) = rest.split_at_checked(shards.len()).unwrap_or_default();
-            rest = others;
-            tensors.push(ChunkCrcs { tensor, crcs });
-        }
-        tensors
-    }
-
-    fn new(receipts: &[Receipt], limits: &Limits) -> Result<Self> {
-        let mut tensors: BTreeMap<&str, Vec<&ReceiptTensor>> = BTreeMap::new();
-        for tensor in receipts.iter().flat_map(|receipt| &receipt.tensors) {
-            tensors.entry(&tensor.name).or_default().push(tensor);
-        }
-        Limits::check(tensors.len() as u64, limits.max_tensors, "number of tensors")?;
-        let numbers: BTreeMap<&str, usize> = tensors.keys().enumerate().map(|(at, name)| (*name, at)).collect();
-        let mut merged = Self { rows: Vec::with_capacity(tensors.len()), crcs: vec![], tensor_bytes: 0 };
-        for (name, parts) in &tensors {
-            let Some(first) = parts.first() else { continue };
-            let description = |t: &ReceiptTensor| (t.dtype.clone(), t.shape.clone(), t.role.clone(), t.param.clone(), t.alias_of.clone());
-            if parts.iter().any(|part| description(part) != description(first)) {
-                return Err(Error::invalid("ranks disagree about its dtype, shape, role, param or tie").tensor(*name));
-            }
-            let alias_of = match &first.alias_of {
-                None => None,
-                Some(target) => {
-                    let number = numbers.get(target.as_str());
-                    Some(*number.ok_or_else(|| Error::invalid("it is tied to a tensor that no rank has").tensor(*name))?)
-                }
-            };
-            let dtype = first.dtype()?;
-            let mut shards: Vec<(Rect, u32, Vec<u32>)> = Vec::new();
-            for (part, shard) in parts.iter().flat_map(|part| part.shards.iter().map(move |shard| (part, shard))) {
-                let rect = Rect { offset: shard.offset.clone(), shape: shard.shape.clone() };
-                shards.push((rect, part.slot, shard.crcs().map_err(|e| e.tensor(*name))?));
-            }
-            shards.sort_by(|a, b| a.0.cmp(&b.0));
-            if alias_of.is_none() {
-                let rects: Vec<Rect> = shards.iter().map(|(rect, ..)| rect.clone()).collect();
-                check_tiles(name, &first.shape, &rects)?;
-                let bytes = element_count(&first.shape).and_then(|count| dtype.byte_count(count));
-                merged.tensor_bytes = merged.tensor_bytes.saturating_add(bytes.unwrap_or(u64::MAX));
-            }
-            let row = DirectoryTensor {
-                name: (*name).to_owned(),
-                dtype,
-                shape: first.shape.clone(),
-                role: first.role.clone(),
-                param: first.param.clone(),
-                alias_of,
-            };
-            let shard_rows = shards.iter().map(|(rect, slot, _)| DirectoryShard { rect: rect.clone(), slot: *slot }).collect();
-            merged.rows.push((row, shard_rows));
-            merged.crcs.extend(shards.into_iter().map(|(_, _, crcs)| crcs));
-        }
-        Ok(merged)
-    }
 }

@@ -7,7 +7,7 @@ use tensorcask::maintain::{self, Mirror, VerifyOptions};
 use tensorcask::wire::{Id, Leader, SessionName};
 use tensorcask::{ErrorKind, HostWriter, LeaderWriter, SessionExchange, SessionLog, Store, StoreOptions};
 
-use super::sessions::{HOSTS, RANKS_PER_HOST, WORLD, assert_holds, at, options, row, state};
+use super::sessions::{HOSTS, RANKS_PER_HOST, WORLD, assert_holds, at, options, receipts, row, state};
 
 /// The hosts of a session, each with its mirror.
 struct Hosts {
@@ -57,16 +57,14 @@ impl Hosts {
 
     async fn upload(&self, step: u64) -> u64 {
         let mut sent = 0;
-        for (host, (_, mirror)) in (0..).zip(&self.hosts) {
-            for receipt in &mirror.receipts(self.session, at(0, step), &ranks(host)).await.unwrap() {
-                sent += mirror.upload(self.session, receipt).await.unwrap();
-            }
+        for (_, mirror) in &self.hosts {
+            sent += mirror.upload(self.session, at(0, step)).await.unwrap();
         }
         sent
     }
 
     async fn commit(&mut self, step: u64) {
-        let receipts = SessionExchange::new(&self.store, self.session).receipts(at(0, step), WORLD).await.unwrap();
+        let receipts = receipts(&SessionExchange::new(&self.store, self.session), at(0, step)).await;
         self.leader.commit(step, &receipts).await.unwrap();
     }
 
@@ -142,7 +140,7 @@ async fn mirrors_hold_a_step_that_was_never_uploaded() {
     assert_eq!(union.snapshot(3).await.unwrap_err().kind(), ErrorKind::NotFound);
     let leader = Leader { session: session.session, after: 0, attempt: 0, term: 2, above: None };
     let mut leader = LeaderWriter::open(&union, leader, options()).await.unwrap();
-    let receipts = SessionExchange::new(&union, session).receipts(at(0, 3), WORLD).await.unwrap();
+    let receipts = receipts(&SessionExchange::new(&union, session), at(0, 3)).await;
     leader.commit(3, &receipts).await.unwrap();
     assert_holds(&union, 3).await;
 }
@@ -163,7 +161,7 @@ async fn pruning_removes_older_steps() {
     assert_eq!(count(&hosts.path("mirror-0/casks")), casks(3));
     hosts.upload(3).await;
     hosts.commit(3).await;
-    assert_eq!(hosts.hosts[0].1.steps(hosts.session, &ranks(0)).await.unwrap(), [at(0, 3)]);
+    assert_eq!(hosts.hosts[0].1.steps(hosts.session, 0..RANKS_PER_HOST).await.unwrap(), [at(0, 3)]);
 }
 
 #[tokio::test]
@@ -175,13 +173,9 @@ async fn damaged_memory_is_not_uploaded() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&cask, bytes).unwrap();
-    let mirror = &hosts.hosts[0].1;
-    let mut errors = Vec::new();
-    for receipt in &mirror.receipts(hosts.session, at(0, 1), &ranks(0)).await.unwrap() {
-        errors.extend(mirror.upload(hosts.session, receipt).await.err());
-    }
-    assert_eq!(errors.len(), 1);
-    assert_eq!(errors[0].kind(), ErrorKind::Corrupt, "{}", errors[0]);
+    let error = hosts.hosts[0].1.upload(hosts.session, at(0, 1)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    assert_eq!(count(&hosts.path("store/receipts")), 1, "the parent only");
 }
 
 #[tokio::test]

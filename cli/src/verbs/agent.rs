@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use serde::Serialize;
 use tensorcask::Result;
-use tensorcask_engine::{AgentOptions, AgentStatus, Ended, RunStatus, agent_metrics, agent_status, run_agent, stop_agent};
+use tensorcask_engine::{
+    AgentOptions, AgentStatus, Ended, HostsStatus, LevelStatus, RunStatus, agent_metrics, agent_status, run_agent, stop_agent,
+};
 
 use crate::output::Outcome;
 use crate::parse;
@@ -126,6 +128,24 @@ fn show(status: &AgentStatus) -> Result<Outcome> {
     Outcome::new(status, text)
 }
 
+/// The newest step of each level.
+fn levels(levels: &LevelStatus) -> String {
+    let level = |name: &str, step: Option<u64>| format!("{name} {}", step.map_or_else(|| "none".to_owned(), |step| step.to_string()));
+    [level("copied", levels.copied), level("encoded", levels.encoded), level("durable", levels.durable)].join(", ")
+}
+
+fn describe_hosts(hosts: &HostsStatus) -> String {
+    let last = hosts.first_rank.saturating_add(hosts.ranks).saturating_sub(1);
+    let leader = match &hosts.leader {
+        None => "not begun".to_owned(),
+        Some(leader) => {
+            let place = if leader.is_this_host { "this host" } else { "another host" };
+            format!("{place} leads, term {}, attempt {}, writer {}", leader.term, leader.attempt, leader.writer)
+        }
+    };
+    format!("ranks {} to {last} here, session {}: {leader}", hosts.first_rank, hosts.session)
+}
+
 fn describe(run: &RunStatus, text: &mut Text) {
     text.line("");
     text.line(format!("run {}", run.run));
@@ -146,7 +166,9 @@ fn describe(run: &RunStatus, text: &mut Text) {
         ("queue", run.queue_depth.to_string()),
         ("failed saves", run.failed_saves.to_string()),
         ("memory", memory),
+        ("newest step", levels(&run.levels)),
     ];
+    fields.extend(run.hosts.iter().map(|hosts| ("hosts", describe_hosts(hosts))));
     fields.extend(run.problem.iter().map(|problem| ("problem", problem.clone())));
     fields.extend(run.stopped.iter().map(|why| ("stopped", why.clone())));
     for rank in &run.ranks {

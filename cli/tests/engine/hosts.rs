@@ -69,10 +69,12 @@ impl Job {
 
     /// Waits until so many ranks have uploaded a step of the first session in the store.
     fn wait_for_receipts(&self, step: u64, ranks: u32) {
-        let session = std::fs::read_dir(format!("{}/receipts", self.store_path)).unwrap().next().unwrap().unwrap().path();
+        let sessions = std::fs::read_dir(format!("{}/receipts", self.store_path)).unwrap().map(|entry| entry.unwrap().path());
+        let session = sessions.into_iter().find(|path| !path.to_str().unwrap().ends_with("-start")).unwrap();
         let folder = session.join(format!("{:020}-{step:020}", 0));
-        let receipts = || (0..WORLD).filter(|rank| folder.join(format!("{rank}.json")).exists()).count();
-        until("the receipts are in the store", || receipts() == ranks as usize);
+        let of_host = |host: u32| format!("{}-{}.json", host * RANKS, (host + 1) * RANKS - 1);
+        let receipts = || (0..HOSTS).filter(|host| folder.join(of_host(*host)).exists()).count() as u32;
+        until("the receipts are in the store", || receipts() * RANKS == ranks);
     }
 
     fn steps(&self) -> Vec<u64> {

@@ -114,8 +114,9 @@ class Snapshots:
         slot, layout = row["slot"], snapshot.directory.layout
         for key, at in cask.layout.rows.items():
             place = layout.rows.get(key)
-            if place is None or snapshot.directory.slots[place] != slot:
-                raise corrupt("manifest 5.2", f"{path.name} holds a shard of {key[0]!r} that the directory does not place there")
+            # A shard that the directory places in another slot is a replica.
+            if place is None:
+                raise corrupt("manifest 5.2", f"{path.name} holds a shard of {key[0]!r} that the directory does not list")
             check_same(cask.layout.tensors[cask.layout.shards[at].tensor], layout.tensors[layout.shards[place].tensor], "chain 3.2")
             if snapshot.record.parent is None and any(chunk.kind != "absolute" for chunk in cask.chunks[at]):
                 raise corrupt("chain 3.3", f"{path.name} of a base has a chunk that is not absolute")

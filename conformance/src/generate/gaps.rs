@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::casks::pattern;
-use super::dtypes::{U8, U16};
+use super::dtypes::{I64, U8, U16};
 use super::forge::{Blob, Cask, Chunk, DELTA, Shard, Tensor, id};
 use super::sketch::{Input, Outcome, Sketch, sorted};
 use super::stores::{base_and_delta, small};
@@ -238,6 +238,20 @@ fn places() -> Result<Vec<Sketch>, Failure> {
         "a cask with a tensor that the directory lacks",
         store,
     ));
+
+    // Rank 1 has saved the step count, too: whole, where rank 0 made a delta.
+    let mut store = Store::new()?;
+    for (step, parent) in [(10, None), (20, Some(10))] {
+        let mut state = small(step);
+        state.blobs.push((3, vec![Blob::new(1, "rng", b"state")]));
+        let mut snapshot = store.draft(state, parent);
+        let replica = Tensor::whole("o.step", I64, &[], vec![Chunk::raw(&step.to_le_bytes())]);
+        if let Some((_, cask)) = snapshot.casks.iter_mut().find(|(slot, _)| *slot == 3) {
+            cask.tensors.push(replica);
+        }
+        store.commit(snapshot.seal())?;
+    }
+    cases.push(accept("store/replica-in-another-slot", "manifest 5.2", "a shard that casks of two ranks hold", store));
 
     let edited = |edit: &dyn Fn(&mut super::writer::Manifest)| -> Result<Store, Failure> {
         let mut store = Store::new()?;

@@ -104,8 +104,11 @@ impl Agent {
                 run.apply(Event::SavedSnapshot { rank, note: save, queue_depth });
                 Ok(Reply::Progress(run.progress(rank)))
             }
-            Request::Wait { key, rank, generation, durable, timeout_ms } => {
+            Request::Wait { key, rank, generation, durable, timeout_ms, is_last } => {
                 let run = self.registry.find(&key)?;
+                if is_last {
+                    run.apply(Event::SavesEnded { rank });
+                }
                 let until = if durable { Until::Durable } else { Until::Encoded };
                 Ok(Reply::Progress(wait(&run, rank, generation, until, Duration::from_millis(timeout_ms)).await))
             }
@@ -160,7 +163,7 @@ impl Agent {
     }
 }
 
-/// Waits until a save has reached a stage or failed, or the run was stopped, or the timeout has passed.
+/// Waits until a save has reached a level or failed, or the run was stopped, or the timeout has passed.
 async fn wait(run: &Run, rank: u32, generation: u64, until: Until, timeout: Duration) -> Progress {
     if run.read(|state, _| state.is_restoring) {
         run.apply(Event::TrainerWaits);

@@ -14,7 +14,7 @@ use crate::slot::SlotState;
 /// Selects the next work of the encoder. `arenas`: the arenas of all ranks, in rank order.
 pub(super) fn next_work(run: &Run, arenas: &[Arc<Arena>]) -> Result<Selection> {
     let (session, finished) = run.read(|state, _| {
-        let finished: BTreeSet<u32> = state.ranks.iter().filter(|(_, state)| state.is_finished).map(|(rank, _)| *rank).collect();
+        let finished: BTreeSet<u32> = state.ranks.keys().copied().filter(|rank| state.saves_no_more(*rank)).collect();
         (state.session, finished)
     });
     let states = |(rank, arena): (u32, &Arc<Arena>)| {

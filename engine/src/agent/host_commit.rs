@@ -1,18 +1,19 @@
 //! The committer of a host in a run on many hosts: reads the log, lists receipts, and commits if this host leads.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tensorcask::maintain::Mirror;
 use tensorcask::wire::{Id, Leader, SessionName, SessionStep};
-use tensorcask::{Error, ErrorKind, LeaderWriter, Result, SessionExchange, SessionLog, Store, WriterOptions};
+use tensorcask::{Error, ErrorKind, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, SessionSurvey, Store, WriterOptions};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::host_work::{Fate, HostWork, Kept};
 use super::run_event::Event as RunEvent;
 use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
+use crate::status::LeaderStatus;
 
 /// Commits, or waits for commits, until the agent ends.
 pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut actions: UnboundedReceiver<Action>) {
@@ -24,7 +25,11 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut act
         log: None,
         exchange: None,
         writer: None,
+        receipts: BTreeMap::new(),
+        reasons: BTreeMap::new(),
         has_begun: false,
+        leader: None,
+        led_as: HostNotes::read(&work.run.folder, work.hosts.session).led_as,
         earlier: Earlier::Unknown,
     };
     let mut tick = tokio::time::interval(TICK);
@@ -49,7 +54,16 @@ struct Committer {
     exchange: Option<SessionExchange>,
     /// The writer that this host leads with.
     writer: Option<LeaderWriter>,
+    /// Ranks with a receipt, by step, as last listed.
+    receipts: BTreeMap<SessionStep, RankSet>,
+    /// Why steps cannot be committed.
+    reasons: BTreeMap<StepKey, String>,
+    /// Whether the protocol knows where the session begins.
     has_begun: bool,
+    /// The leader, as last reported.
+    leader: Option<LeaderStatus>,
+    /// Last writer id under which this host has opened the log, or tried to.
+    led_as: Option<Id>,
     earlier: Earlier,
 }
 
@@ -104,7 +118,10 @@ impl Committer {
             }
             Action::Commit { leader, key } => self.commit(leader, key).await,
             Action::Durable(key) => work.decide(key, Fate::Durable),
-            Action::GiveUp(key) => work.decide(key, Fate::GivenUp),
+            Action::GiveUp(key) => {
+                let why = self.reason(key).await;
+                work.decide(key, Fate::GivenUp(why));
+            }
             Action::Stop => {
                 let orders = work.run.read(|state, _| state.tiers.first().map(|tier| tier.orders)).unwrap_or_default();
                 let why = "another job, or another start of this job, has taken the store over".to_owned();
@@ -151,6 +168,17 @@ impl Committer {
             None => self.log.insert(SessionLog::open(&self.store).await?),
         };
         let view = LogView::new(log.sequence(), log.leadership(), session, log.records());
+        let led_as = self.led_as;
+        let leader = log.leadership().of(session).map(|leading| LeaderStatus {
+            writer: leading.writer.to_string(),
+            is_this_host: led_as == Some(leading.writer),
+            term: leading.leader.term,
+            attempt: leading.leader.attempt,
+        });
+        if self.leader != leader {
+            self.leader = leader.clone();
+            self.work.run.apply(RunEvent::LeaderRead(leader));
+        }
         // A mirror that lags costs memory, and no step.
         match self.mirror.follow(log).await {
             Ok(()) => {
@@ -175,14 +203,50 @@ impl Committer {
         let (session, spec) = (self.work.hosts.session, self.work.run.spec.clone());
         let leading = self.log.as_ref().and_then(|log| log.leadership().of(session));
         let after = leading.and_then(|leading| Some(SessionStep { attempt: leading.leader.attempt, step: leading.newest? }));
-        let found = self.exchange().await?.survey(after).await?;
-        let has_all = |ranks: &BTreeSet<u32>, mut wanted: std::ops::Range<u32>| wanted.all(|rank| ranks.contains(&rank));
-        let step = |(at, ranks): (&SessionStep, &BTreeSet<u32>)| SurveyedStep {
+        let exchange = self.exchange().await?;
+        let mut found = exchange.survey(after).await?;
+        let ended = found.ended.clone();
+        let is_hopeless = |found: &SessionSurvey, at: SessionStep| found.is_hopeless(at, &ended, spec.world);
+        if found.steps.keys().any(|at| is_hopeless(&found, *at)) {
+            // A listing is not of one moment: a rank may have uploaded a receipt after its page was read, and then ended.
+            found = exchange.survey(after).await?;
+        }
+        let step = |(at, ranks): (&SessionStep, &RankSet)| SurveyedStep {
             key: StepKey { attempt: at.attempt, step: at.step },
-            is_complete: has_all(ranks, 0..spec.world),
-            has_ours: has_all(ranks, spec.local_ranks()),
+            is_complete: ranks.has_all(0..spec.world),
+            has_ours: ranks.has_all(spec.local_ranks()),
+            is_hopeless: is_hopeless(&found, *at),
         };
-        Ok(found.iter().map(step).collect())
+        let steps = found.steps.iter().map(step).collect();
+        self.receipts = found.steps;
+        Ok(steps)
+    }
+
+    /// Why a step was given up.
+    async fn reason(&mut self, key: StepKey) -> String {
+        let at = SessionStep { attempt: key.attempt, step: key.step };
+        if let Some(why) = self.reasons.remove(&key) {
+            return why;
+        }
+        let world = self.work.run.spec.world;
+        let missing = match self.missing(at, world).await {
+            Ok(missing) => missing,
+            Err(error) => {
+                tracing::debug!(%error, "cannot list the receipts of a step that was given up");
+                RankSet::default()
+            }
+        };
+        match missing.is_empty() {
+            true => "the parts that the ranks saved make no snapshot; the agent of the leading host logs why".to_owned(),
+            false => format!("rank {missing} did not save step {}, and the job has ended or saved a newer step", key.step),
+        }
+    }
+
+    /// Ranks without a receipt of a step.
+    async fn missing(&mut self, at: SessionStep, world: u32) -> Result<RankSet> {
+        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
+        let found = self.exchange().await?.survey(before).await?;
+        Ok(found.steps.get(&at).cloned().unwrap_or_default().missing(0..world))
     }
 
     async fn open(&mut self, leader: Leader) -> Result<()> {
@@ -192,7 +256,7 @@ impl Committer {
             notes.led_as = Some(id);
             Ok(())
         })?;
-        self.writer = None;
+        (self.writer, self.led_as) = (None, Some(id));
         let options = WriterOptions { id: Some(id), retention: run.spec.retention(), ..run.spec.writer_options()? };
         self.writer = Some(LeaderWriter::open(&self.store, leader, options).await?);
         Ok(())
@@ -200,9 +264,9 @@ impl Committer {
 
     async fn commit(&mut self, leader: Leader, key: StepKey) {
         let at = SessionStep { attempt: key.attempt, step: key.step };
-        let world = self.work.run.spec.world;
+        let ranks = self.receipts.get(&at).cloned().unwrap_or_default();
         let receipts = match self.exchange().await {
-            Ok(exchange) => exchange.receipts(at, world).await,
+            Ok(exchange) => exchange.receipts(at, &ranks).await,
             Err(error) => Err(error),
         };
         let receipts = match receipts {
@@ -237,8 +301,12 @@ impl Committer {
         }
     }
 
-    fn is_impossible(&self, key: StepKey, error: &Error) {
+    fn is_impossible(&mut self, key: StepKey, error: &Error) {
         let message = format!("step {} cannot be committed: {error}", key.step);
+        self.reasons.insert(key, message.clone());
+        while self.reasons.len() > MAX_REASONS {
+            self.reasons.pop_first();
+        }
         self.work.run.apply(RunEvent::UploadFailed { tier: 0, message });
         self.work.apply(Event::Impossible(key));
     }
@@ -253,6 +321,9 @@ fn may_add(view: &LogView, leader: Leader, key: StepKey) -> bool {
     let leading = view.leadership.of(leader.session);
     leading.is_some_and(|leading| view.leadership.may_add(leading.writer, leader, key.step).is_ok())
 }
+
+/// Number of steps that cannot be committed, to remember until they are given up.
+const MAX_REASONS: usize = 16;
 
 /// Interval of looking at the log and at receipts, while a step waits.
 const TICK: Duration = Duration::from_millis(200);

@@ -12,7 +12,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::encode::{drop_incomplete, is_final};
 use super::encoder_queue::{next_work, remove_former_ranks};
-use super::host_upload::WaitingStep;
+use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
 use super::retry::Backoff;
 use super::run_event::{EncodedSave, Event as RunEvent, MemoryContents, RankGeneration};
@@ -27,8 +27,8 @@ use crate::memory_tier::without_replicas;
 use crate::slot_access::TakenSlot;
 
 /// Encodes and uploads states until the agent ends.
-pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded: UnboundedSender<WaitingStep>) {
-    let mut encoder = HostEncoder { work: work.clone(), memory, encoded, writer: None, saves: 0, steps: BTreeSet::new() };
+pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded: UnboundedSender<UploadWork>) {
+    let mut encoder = HostEncoder { work: work.clone(), memory, encoded, writer: None, saves: 0, steps: BTreeSet::new(), has_ended: false };
     let mut backoff = Backoff::new();
     loop {
         match encoder.encode_all().await {
@@ -51,13 +51,15 @@ struct HostEncoder {
     work: Arc<HostWork>,
     /// The mirror of the first tier.
     memory: Store,
-    /// Steps for the uploader.
-    encoded: UnboundedSender<WaitingStep>,
+    /// Work for the uploader.
+    encoded: UnboundedSender<UploadWork>,
     writer: Option<HostWriter>,
     /// Number of saves so far.
     saves: u64,
     /// Steps of this agent in the mirror.
     steps: BTreeSet<StepKey>,
+    /// Whether the uploader was told that the ranks of this host save no more.
+    has_ended: bool,
 }
 
 impl HostEncoder {
@@ -86,6 +88,10 @@ impl HostEncoder {
                     }
                 }
             }
+        }
+        if run.read(|state, arenas| state.owes_end() && arenas.waiting_states() == 0) && !self.has_ended {
+            // Every state of these ranks is encoded or dropped by now.
+            self.has_ended = self.encoded.send(UploadWork::End).is_ok();
         }
         run.apply(RunEvent::EncoderProblem(None));
         Ok(())
@@ -186,7 +192,7 @@ impl HostEncoder {
         run.release_and_apply(taken, RunEvent::Encoded(save))?;
         self.steps.insert(step);
         // Fails only if the uploader has ended, together with this run.
-        let _ = self.encoded.send(WaitingStep { key: step, sequence: self.saves, generations });
+        let _ = self.encoded.send(UploadWork::Step(WaitingStep { key: step, sequence: self.saves, generations }));
         Ok(true)
     }
 }
@@ -211,7 +217,7 @@ async fn save(
     states: &[StoredState<'_>],
 ) -> Result<u64> {
     let tensors = states.iter().map(StoredState::tensors).collect::<Result<Vec<_>>>()?;
-    let own = without_replicas(tensors)?;
+    let own = without_replicas(first, tensors)?;
     let with_metadata = |rank: u32, state: &StoredState<'_>| if rank == 0 { state.metadata() } else { Metadata::default() };
     let parts = (first..).zip(states).zip(own).map(|((rank, state), tensors)| RankState {
         tensors,
@@ -224,7 +230,7 @@ async fn save(
 
 fn describe(error: &Error) -> String {
     match error.kind() {
-        ErrorKind::NotFound => format!("waiting for the host of rank 0, which opens the store: {error}"),
+        ErrorKind::NotFound => format!("waiting for a host to open the store: {error}"),
         _ => error.to_string(),
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use tensorcask::maintain::Mirror;
 use tensorcask::wire::{Id, SessionName, SessionStep};
-use tensorcask::{ErrorKind, Result, Store};
+use tensorcask::{ErrorKind, Result, SessionExchange, Store};
 use tokio::sync::OnceCell;
 use tokio::sync::mpsc::UnboundedReceiver;
 
@@ -17,6 +17,15 @@ use super::retry::Backoff;
 use super::run_event::{Event as RunEvent, RankGeneration};
 use crate::clock::now_ms;
 use crate::hosts::{Event, StepKey};
+
+/// Work of the uploader.
+#[derive(Debug, Clone)]
+pub(super) enum UploadWork {
+    /// Upload a step.
+    Step(WaitingStep),
+    /// Tell the other hosts that the ranks of this host save no more: all their steps were sent here before.
+    End,
+}
 
 /// A step in the mirror that is to be uploaded.
 #[derive(Debug, Clone)]
@@ -28,15 +37,22 @@ pub(super) struct WaitingStep {
 }
 
 /// Uploads steps until the agent ends.
-pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut steps: UnboundedReceiver<WaitingStep>) {
+pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut waiting: UnboundedReceiver<UploadWork>) {
     let Some(store) = work.run.tiers.first().cloned() else { return };
     let uploader = Uploader { mirror: Mirror::new(&store, &memory), store, run_id: OnceCell::new(), work: work.clone() };
     for step in uploader.left_by_earlier_agent().await {
         uploader.upload(step).await;
     }
     work.run.apply(RunEvent::NothingToUpload { tier: 0 });
-    while let Some(step) = steps.recv().await {
-        uploader.upload(step).await;
+    while let Some(next) = waiting.recv().await {
+        match next {
+            UploadWork::Step(step) => {
+                uploader.upload(step).await;
+                // The encoder may have waited for room.
+                work.run.wakes.wake_encoder();
+            }
+            UploadWork::End => uploader.end().await,
+        }
     }
 }
 
@@ -64,10 +80,9 @@ impl Uploader {
     }
 
     async fn steps_in_mirror(&self) -> Result<Vec<StepKey>> {
-        let ranks: Vec<u32> = self.work.run.spec.local_ranks().collect();
         let run = self.mirror.memory().history().run().await?;
         let session = SessionName { run, session: self.work.hosts.session };
-        let found = self.mirror.steps(session, &ranks).await?;
+        let found = self.mirror.steps(session, self.work.run.spec.local_ranks()).await?;
         Ok(found.into_iter().map(|at| StepKey { attempt: at.attempt, step: at.step }).collect())
     }
 
@@ -94,20 +109,27 @@ impl Uploader {
             return;
         }
         work.note_uploaded(key, UploadedStep { sequence, generations, uploaded_ms: now_ms() });
-        // The encoder may have waited for room.
-        work.run.wakes.wake_encoder();
     }
 
     async fn try_upload(&self, key: StepKey) -> Result<()> {
         let run = *self.run_id.get_or_try_init(|| async { self.store.history().run().await }).await?;
         let session = SessionName { run, session: self.work.hosts.session };
         let at = SessionStep { attempt: key.attempt, step: key.step };
-        let ranks: Vec<u32> = self.work.run.spec.local_ranks().collect();
         self.mirror.agree_on_parent(session, at).await?;
-        for receipt in self.mirror.receipts(session, at, &ranks).await? {
-            self.mirror.upload(session, &receipt).await?;
-        }
+        self.mirror.upload(session, at).await?;
         Ok(())
+    }
+
+    /// Notes in the store that the ranks of this host save no more.
+    async fn end(&self) {
+        let (work, mut backoff) = (&self.work, Backoff::new());
+        let ranks = work.hosts.rank_range();
+        while !work.run.is_stopped() {
+            match SessionExchange::end_ranks(&self.store, work.hosts.session, ranks).await {
+                Ok(()) => return work.run.apply(RunEvent::EndNoted),
+                Err(error) => self.note(&mut backoff, &error).await,
+            }
+        }
     }
 
     async fn note(&self, backoff: &mut Backoff, error: &tensorcask::Error) {

@@ -57,10 +57,11 @@ pub(super) struct UploadedStep {
 }
 
 /// Fate of a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Fate {
     Durable,
-    GivenUp,
+    /// Given up, and why.
+    GivenUp(String),
 }
 
 impl HostWork {
@@ -128,7 +129,7 @@ impl HostWork {
             let mut shared = self.lock();
             let known = shared.uploaded.remove(&key);
             if known.is_none() {
-                shared.early.insert(key, fate);
+                shared.early.insert(key, fate.clone());
                 // Only the step that is being uploaded can still be reported.
                 while shared.early.len() > MAX_EARLY {
                     shared.early.pop_first();
@@ -152,7 +153,8 @@ impl HostWork {
             key.attempt < leading.leader.attempt || (key.attempt == leading.leader.attempt && leading.newest >= Some(key.step))
         });
         if is_passed {
-            let fate = if view.committed.contains(&key) { Fate::Durable } else { Fate::GivenUp };
+            let given_up = || Fate::GivenUp("not all ranks saved this step, or their parts of it made no snapshot".to_owned());
+            let fate = if view.committed.contains(&key) { Fate::Durable } else { given_up() };
             self.report_found(key, fate);
         }
     }
@@ -197,10 +199,7 @@ impl HostWork {
                 copied: 1,
                 times: UploadTimes { upload_ms: now_ms().saturating_sub(uploaded_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
             })),
-            Fate::GivenUp => {
-                let message = "all ranks have saved a newer step but not this one, or their parts of it make no snapshot".to_owned();
-                self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message });
-            }
+            Fate::GivenUp(message) => self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message }),
         }
     }
 }

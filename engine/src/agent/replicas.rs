@@ -1,6 +1,7 @@
 //! The tasks for other hosts: one serves this host's memory, and one per observed host copies its mirror while this host
 //! is its holder.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -58,9 +59,9 @@ impl Context {
     }
 
     /// Ranks of a host. All hosts have as many, except perhaps the last.
-    fn ranks(&self, host: u32) -> Vec<u32> {
+    fn ranks(&self, host: u32) -> Range<u32> {
         let first = host.saturating_mul(self.hosts.ranks);
-        (first..first.saturating_add(self.hosts.ranks).min(self.run.spec.world)).collect()
+        first..first.saturating_add(self.hosts.ranks).min(self.run.spec.world)
     }
 }
 
@@ -123,7 +124,7 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
             let peer = Peer::open(&context.address(host), &run.spec.key, context.tls()?, ResponseLimits::default())?;
             let memory = open_replica(&run.folder, host)?;
             let (session, ranks) = (context.hosts.session, context.ranks(host));
-            let replica = Replica::new(&peer.store("mirror"), &memory, session, &ranks, context.peers.keep);
+            let replica = Replica::new(&peer.store("mirror"), &memory, session, ranks, context.peers.keep);
             copied.insert(Copied { peer, replica, released: None })
         }
     };

@@ -4,9 +4,10 @@ use std::time::Instant;
 
 use super::run::Run;
 use super::run_parts::{RankState, TierState};
+use super::run_state::RunState;
 use crate::arena::{Arena, SlotView};
 use crate::clock::now_ms;
-use crate::status::{RankStatus, RunStatus, SlotStatus, TierStatus};
+use crate::status::{HostsStatus, LevelStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
 
 /// Reports the status of a run.
 pub(super) fn status_of(run: &Run) -> RunStatus {
@@ -26,6 +27,13 @@ pub(super) fn status_of(run: &Run) -> RunStatus {
             key: run.spec.key.clone(),
             tiers: run.spec.tiers.iter().zip(&state.tiers).map(|(url, state)| tier(url, state)).collect(),
             ranks: state.ranks.iter().map(rank).collect(),
+            levels: levels(state),
+            hosts: run.spec.hosts.as_ref().map(|hosts| HostsStatus {
+                session: hosts.session.to_string(),
+                first_rank: hosts.first_rank,
+                ranks: hosts.ranks,
+                leader: state.leader.clone(),
+            }),
             queue_depth: state.queue_depth(arenas.waiting_states()),
             last_commit_step: state.saves.last_commit.map(|commit| commit.step),
             seconds_since_commit: state.saves.last_commit.map(|commit| now_ms().saturating_sub(commit.time_ms) as f64 / 1e3),
@@ -41,6 +49,16 @@ pub(super) fn status_of(run: &Run) -> RunStatus {
             saves: state.saves.saves().cloned().collect(),
         }
     })
+}
+
+fn levels(state: &RunState) -> LevelStatus {
+    let newest = |has: fn(&SaveStatus) -> bool| state.saves.saves().filter(|save| has(save)).last().map(|save| save.step);
+    let durable = state.saves.last_commit.map(|commit| commit.step);
+    LevelStatus {
+        copied: newest(|_| true).or(durable),
+        encoded: newest(|save| save.encode_ms.is_some()).or(state.memory.steps.last().copied()).or(durable),
+        durable,
+    }
 }
 
 fn slots(arena: &Arena) -> Vec<SlotStatus> {

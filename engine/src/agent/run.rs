@@ -54,7 +54,8 @@ impl Run {
         let tiers = spec.stores()?;
         let cap = spec.cap(folder)?;
         let encode = if spec.inline { Encode::Inline } else { Encode::Agent };
-        let state = RunState::new(tiers.len(), encode).with_first_rank(spec.local_ranks().start);
+        let state = RunState::new(tiers.len(), encode);
+        let state = if spec.hosts.is_some() { state.of_host(spec.local_ranks()) } else { state };
         Ok(Self {
             folder: run,
             cap,

@@ -6,7 +6,7 @@ use tensorcask::wire::Id;
 
 use super::save_log::{Commit, Encoding, UploadTimes};
 use crate::protocol::{AttachMode, SaveNote};
-use crate::status::SaveStatus;
+use crate::status::{LeaderStatus, SaveStatus};
 
 /// An event of a trainer, the encoder or an uploader.
 #[derive(Debug, Clone, PartialEq)]
@@ -21,6 +21,12 @@ pub(super) enum Event {
     SavedSnapshot { rank: u32, note: SaveNote, queue_depth: u64 },
     /// A trainer waits for saves: it no longer restores, so old snapshots may be removed.
     TrainerWaits,
+    /// A trainer waits for its last save.
+    SavesEnded { rank: u32 },
+    /// Many hosts: the log was read.
+    LeaderRead(Option<LeaderStatus>),
+    /// Many hosts: the other hosts have been told that the ranks of this host save no more.
+    EndNoted,
     /// A trainer has finished the run. `None`: it did so in an earlier agent.
     Finished { rank: Option<u32> },
     /// The encoder has removed out-of-date memory.

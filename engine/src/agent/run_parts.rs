@@ -19,6 +19,8 @@ pub(super) struct RankState {
     pub session: u64,
     /// Whether the trainer has finished the run.
     pub is_finished: bool,
+    /// Whether the trainer has announced that it saves no more.
+    pub saves_no_more: bool,
     /// Newest generation that is encoded in memory.
     pub encoded: u64,
     /// Newest generation that is committed in the first tier.

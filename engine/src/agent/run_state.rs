@@ -2,7 +2,7 @@
 //! follow. No I/O and no clock; the driver in `run` performs the actions.
 //!
 //! ```text
-//! trainers:  Attached, SavedSnapshot, TrainerWaits, Finished, Detached
+//! trainers:  Attached, SavedSnapshot, TrainerWaits, SavesEnded, Finished, Detached
 //! encoder:   MemoryCleared, MemoryChanged, Encoded, Failed, EncoderProblem
 //! uploaders: TierTakenOver, Uploaded, NothingToUpload, UploadFailed, MemoryDamaged, Fenced
 //! ```
@@ -12,6 +12,7 @@
 //! encoder and an uploader.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use super::run_event::{Action, ArenaSummary, Attachment, EncodedSave, Event, LostSnapshot, RankGeneration, TierOrders, Upload};
 use super::run_parts::{CommittedSnapshot, MemoryState, RankState, TierState};
@@ -19,20 +20,25 @@ use super::save_log::{Commit, SaveLog};
 use crate::inline_generation::InlineGeneration;
 use crate::options::Encode;
 use crate::protocol::{AttachMode, Failure, Progress, SaveNote};
+use crate::status::LeaderStatus;
 
 /// The state of a run.
 #[derive(Debug, Clone)]
 pub(super) struct RunState {
     /// Process that encodes.
     encode: Encode,
-    /// First rank of this host.
-    first_rank: u32,
+    /// Ranks of this host.
+    local_ranks: Range<u32>,
+    /// For a run on many hosts: whether the others have been told that the ranks of this host save no more.
+    end_noted: Option<bool>,
     pub ranks: BTreeMap<u32, RankState>,
     /// Number of starts of the job. States of several ranks are joined only if they were saved in the same session.
     pub session: u64,
     pub memory: MemoryState,
     pub tiers: Vec<TierState>,
     pub saves: SaveLog,
+    /// Many hosts: the leader, as last read.
+    pub leader: Option<LeaderStatus>,
     /// Reason why the run is stopped: another job has taken the store over.
     pub stopped: Option<String>,
     /// Current problem of the encoder.
@@ -47,12 +53,14 @@ impl RunState {
     pub(super) fn new(tiers: usize, encode: Encode) -> Self {
         Self {
             encode,
-            first_rank: 0,
+            local_ranks: 0..1,
+            end_noted: None,
             ranks: BTreeMap::new(),
             session: 0,
             memory: MemoryState::default(),
             tiers: vec![TierState::default(); tiers],
             saves: SaveLog::default(),
+            leader: None,
             stopped: None,
             problem: None,
             is_restoring: true,
@@ -60,9 +68,9 @@ impl RunState {
         }
     }
 
-    /// The same for a host whose ranks begin with this one.
-    pub(super) fn with_first_rank(self, first_rank: u32) -> Self {
-        Self { first_rank, ..self }
+    /// The same for one of many hosts, with these ranks.
+    pub(super) fn of_host(self, local_ranks: Range<u32>) -> Self {
+        Self { local_ranks, end_noted: Some(false), ..self }
     }
 
     /// Changes the state by an event; returns the actions that follow, in order.
@@ -81,6 +89,20 @@ impl RunState {
             Event::TrainerWaits => {
                 self.is_restoring = false;
                 vec![Action::WakeEncoder]
+            }
+            Event::SavesEnded { rank } => {
+                let state = self.ranks.entry(rank).or_default();
+                let is_new = !std::mem::replace(&mut state.saves_no_more, true);
+                // The states of other ranks that wait for this one are dropped.
+                is_new.then_some(Action::WakeEncoder).into_iter().collect()
+            }
+            Event::LeaderRead(leader) => {
+                self.leader = leader;
+                Vec::new()
+            }
+            Event::EndNoted => {
+                self.end_noted = self.end_noted.map(|_| true);
+                Vec::new()
             }
             Event::Finished { rank } => {
                 self.is_finished = true;
@@ -169,6 +191,7 @@ impl RunState {
         state.encoded = state.encoded.max(arena.encoded);
         (state.trainer, state.session, state.is_finished) = (Some(pid), self.session, false);
         if mode != AttachMode::Continue {
+            state.saves_no_more = false;
             // A new trainer hears only of saves that it may still wait for.
             let durable = state.durable;
             let is_in_arena = |generation: u64| arena.failed.iter().any(|failed| failed.generation == generation);
@@ -182,10 +205,10 @@ impl RunState {
         }
         state.attachment += 1;
         // The first rank decides for all ranks of this host.
-        if mode != AttachMode::Continue && rank == self.first_rank {
+        if mode != AttachMode::Continue && rank == self.local_ranks.start {
             if mode == AttachMode::TakeOverAfresh {
                 // Arenas of connected ranks are new.
-                let absent = self.ranks.iter().filter(|(other, state)| **other != self.first_rank && state.trainer.is_none());
+                let absent = self.ranks.iter().filter(|(other, state)| **other != self.local_ranks.start && state.trainer.is_none());
                 actions.extend(absent.map(|(other, _)| Action::RemoveArena { rank: *other }));
                 self.memory.outdated = Some(latest);
             }
@@ -218,7 +241,7 @@ impl RunState {
             let InlineGeneration { epoch, sequence } = InlineGeneration::from_generation(note.generation);
             actions.extend(self.commit(CommittedSnapshot { epoch, generations: vec![note.generation], sequence }, note.step));
         }
-        if rank == self.first_rank {
+        if rank == self.local_ranks.start {
             self.saves.on_saved(note, queue_depth);
         }
         actions.push(Action::WakeEncoder);
@@ -228,7 +251,7 @@ impl RunState {
 
     fn on_encoded(&mut self, save: EncodedSave) -> Vec<Action> {
         let EncodedSave { step, generations, epoch, sequence, encoding } = save;
-        for (rank, generation) in (self.first_rank..).zip(&generations) {
+        for (rank, generation) in (self.local_ranks.start..).zip(&generations) {
             let state = self.ranks.entry(rank).or_default();
             state.encoded = state.encoded.max(*generation);
         }
@@ -244,7 +267,7 @@ impl RunState {
     /// meantime.
     fn commit(&mut self, committed: CommittedSnapshot, step: u64) -> Option<Action> {
         if self.memory.damaged.contains(&committed.epoch) {
-            return Some(self.fail(&committed.by_rank(self.first_rank), step, "the save was encoded into memory that is damaged"));
+            return Some(self.fail(&committed.by_rank(self.local_ranks.start), step, "the save was encoded into memory that is damaged"));
         }
         self.memory.committed.push_back(committed);
         if let Some(tier) = self.tiers.first_mut() {
@@ -258,7 +281,7 @@ impl RunState {
         self.saves.failed += 1;
         for &RankGeneration { rank, generation } in generations {
             self.ranks.entry(rank).or_default().add_failure(Failure { step, generation, message: why.to_owned() });
-            if rank == self.first_rank {
+            if rank == self.local_ranks.start {
                 self.saves.on_failed(generation, why);
             }
         }
@@ -271,11 +294,15 @@ impl RunState {
             Some(lost) => {
                 // Snapshots of an earlier agent are unknown here; all saves that it had encoded may be affected.
                 let encoded = || self.ranks.iter().map(|(rank, state)| RankGeneration { rank: *rank, generation: state.encoded }).collect();
-                let generations =
-                    |sequence: u64| committed.iter().find(|known| known.sequence == sequence).map(|known| known.by_rank(self.first_rank));
+                let generations = |sequence: u64| {
+                    committed.iter().find(|known| known.sequence == sequence).map(|known| known.by_rank(self.local_ranks.start))
+                };
                 lost.iter().map(|lost| (generations(lost.sequence).unwrap_or_else(encoded), lost.step)).collect()
             }
-            None => committed.iter().map(|known| (known.by_rank(self.first_rank), self.saves.step_of(known.first_generation()))).collect(),
+            None => committed
+                .iter()
+                .map(|known| (known.by_rank(self.local_ranks.start), self.saves.step_of(known.first_generation())))
+                .collect(),
         };
         let mut actions = Vec::new();
         for (generations, step) in failed {
@@ -343,7 +370,7 @@ impl RunState {
             let Some(committed) = self.memory.committed.pop_front() else { break };
             actions.extend(self.saves.on_committed(committed.first_generation(), upload.times).map(Action::LogCommit));
         }
-        self.saves.forget_starts(self.ranks.get(&self.first_rank).map_or(0, |state| state.durable));
+        self.saves.forget_starts(self.ranks.get(&self.local_ranks.start).map_or(0, |state| state.durable));
         if let (1.., Some(step)) = (upload.copied, upload.step) {
             self.saves.last_commit = Some(Commit { step, time_ms: upload.times.time_ms });
         }
@@ -370,6 +397,17 @@ impl RunState {
         (0..self.tiers.len()).map(Action::WakeUploader).collect()
     }
 
+    /// Whether a rank adds to no save any more. On many hosts, a rank whose trainer is gone does not come back in its session.
+    pub(super) fn saves_no_more(&self, rank: u32) -> bool {
+        let is_gone = |state: &RankState| self.end_noted.is_some() && state.attachment > 0 && state.trainer.is_none();
+        self.ranks.get(&rank).is_some_and(|state| state.is_finished || state.saves_no_more || is_gone(state))
+    }
+
+    /// Whether the other hosts are still to be told that the ranks of this host save no more.
+    pub(super) fn owes_end(&self) -> bool {
+        self.end_noted == Some(false) && self.stopped.is_none() && self.local_ranks.clone().all(|rank| self.saves_no_more(rank))
+    }
+
     /// Whether a trainer is connected.
     pub(super) fn is_attached(&self) -> bool {
         self.ranks.values().any(|state| state.trainer.is_some())
@@ -383,7 +421,7 @@ impl RunState {
     /// Whether no work is left. A stopped run has none.
     pub(super) fn is_quiet(&self, waiting_states: u64) -> bool {
         let is_done = || self.tiers.iter().all(|tier| tier.is_known && tier.pending == 0);
-        self.stopped.is_some() || (waiting_states == 0 && is_done())
+        self.stopped.is_some() || (waiting_states == 0 && is_done() && !self.owes_end())
     }
 
     /// Progress of the saves of a rank.

@@ -51,6 +51,8 @@ pub(crate) struct SurveyedStep {
     pub is_complete: bool,
     /// Whether the receipts of all ranks of this host are there.
     pub has_ours: bool,
+    /// Whether a rank without a receipt saves no more, so that the step never becomes complete.
+    pub is_hopeless: bool,
 }
 
 /// A request to the store that a host has at most once under way.
@@ -65,7 +67,7 @@ pub(crate) enum Request {
 /// An event of a trainer, a clock or a request.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Event {
-    /// The job has started, and this host has its rank 0. `known`: the last log entry when it started.
+    /// The job has started. `known`: the last log entry when its first host started, the same on all hosts.
     Begin { known: u64 },
     /// An agent has replaced one that died. Its session may be under way.
     Rejoin,

@@ -2,13 +2,15 @@
 //! and returns the actions that follow. No thread, no clock, no I/O.
 //!
 //! ```text
+//! Begin ─> (host 0) Open ─> Opened
 //! Copied ─> FixParent ─> ParentFixed ─> Upload ─> Uploaded ─> (leader) Survey ─> Surveyed ─> Commit ─> Committed
 //!                                                     └─────> (others) ReadLog ─> LogRead ─> Durable or GiveUp
 //! ```
 //!
 //! A follower whose step is not committed for some time looks whether all receipts of the step are there. If they are,
-//! the leader does not do its work, and the follower opens the log with the next term. A leader that finds receipts that
-//! make no snapshot opens the log again, above their step: all hosts then give the step up.
+//! the leader does not do its work, and the follower opens the log with the next term. If nobody has begun the session, the
+//! host begins it. A leader that finds receipts that make no snapshot opens the log again, above their step: all hosts then
+//! give the step up. It does the same with a step that a rank will never save, because the rank has ended.
 //!
 //! Invariants: a step is reported as durable only if the log has it, and as given up only if the log can never admit it.
 //! Which host leads follows from the log alone. The simulation checks the reports, that the log admits each entry, and
@@ -26,7 +28,7 @@ use super::takeover_timeout::TakeoverTimeout;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct HostOptions {
     pub session: Id,
-    /// The last log entry when the job started, if this host knows it. It then sees that its session can no longer begin.
+    /// The last log entry when the job started, if this host knows it.
     pub after: Option<u64>,
     /// Position of this host among those that may take over: 0 tries first.
     pub position: u32,
@@ -44,8 +46,6 @@ pub(crate) struct HostProtocol {
     now_ms: u64,
     view: LogView,
     role: Role,
-    /// Whether this host begins the session.
-    begins: bool,
     /// Whether the log has named this session, or can never do so.
     has_begun: bool,
     is_ended: bool,
@@ -54,13 +54,15 @@ pub(crate) struct HostProtocol {
     steps: BTreeMap<StepKey, Stage>,
     /// The step that is being encoded and uploaded.
     uploading: Option<StepKey>,
-    /// Complete steps whose receipts make no snapshot.
+    /// Steps that make no snapshot: the receipts do not fit together, or a rank without one has ended.
     impossible: BTreeSet<StepKey>,
     under_way: BTreeSet<Request>,
     /// Time of the last change in the log, or of the first upload after it.
     progress_ms: u64,
-    /// The complete step that this host has seen wait, and since when.
+    /// The complete or impossible step that this host has seen wait, and since when.
     oldest_complete: Option<(StepKey, u64)>,
+    /// Time of the first copy.
+    copied_ms: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +90,6 @@ impl HostProtocol {
             now_ms,
             view: LogView::default(),
             role: Role::Follower,
-            begins: false,
             has_begun: false,
             is_ended: false,
             is_rejoining: false,
@@ -98,6 +99,7 @@ impl HostProtocol {
             under_way: BTreeSet::new(),
             progress_ms: now_ms,
             oldest_complete: None,
+            copied_ms: None,
         }
     }
 
@@ -109,14 +111,17 @@ impl HostProtocol {
         let mut actions = Vec::new();
         match event {
             Event::Begin { known } => {
-                (self.begins, self.options.after) = (true, Some(known));
+                self.options.after = Some(known);
                 actions.extend(self.begin());
             }
             Event::Rejoin => {
                 self.is_rejoining = true;
                 actions.extend(self.request(Request::ReadLog, Action::ReadLog));
             }
-            Event::Copied(key) => _ = self.steps.entry(key).or_insert(Stage::Copied),
+            Event::Copied(key) => {
+                self.copied_ms.get_or_insert(self.now_ms);
+                self.steps.entry(key).or_insert(Stage::Copied);
+            }
             Event::ParentFixed { key, parent } => actions.push(Action::Upload { key, parent }),
             Event::Uploaded(key) => {
                 self.on_uploaded(key);
@@ -206,9 +211,11 @@ impl HostProtocol {
         self.under_way.insert(request).then_some(action)
     }
 
-    /// Opens the log for the session, if this host is to do so and has not.
+    /// Opens the log for the session: at once on the first host, later on another one, if nobody has done so.
     fn begin(&mut self) -> Option<Action> {
-        if !self.begins || self.has_begun {
+        let wait_ms = self.timeout.wait_ms().saturating_mul(u64::from(self.options.position));
+        let is_due = |copied_ms: u64| self.now_ms.saturating_sub(copied_ms) >= wait_ms;
+        if self.has_begun || !(self.options.position == 0 || self.copied_ms.is_some_and(is_due)) {
             return None;
         }
         let leader = self.first_leader()?;
@@ -313,11 +320,19 @@ impl HostProtocol {
         for key in uploaded {
             self.steps.entry(key).or_insert(Stage::Uploaded { since_ms: self.now_ms });
         }
-        let ready = found.iter().filter(|step| step.is_complete && self.is_open(step.key)).map(|step| step.key);
-        let Some(key) = ready.min() else {
+        let mut open: Vec<&SurveyedStep> = found.iter().filter(|step| self.is_open(step.key)).collect();
+        open.sort_by_key(|step| step.key);
+        // Giving a step up gives up all older ones, so it waits for those that may still become complete.
+        let pending = open.iter().find(|step| !step.is_complete && !step.is_hopeless).map(|step| step.key);
+        let is_ready = |step: &&&SurveyedStep| step.is_complete || (step.is_hopeless && pending.is_none_or(|pending| step.key < pending));
+        let Some(ready) = open.iter().find(is_ready) else {
             self.oldest_complete = None;
             return;
         };
+        let key = ready.key;
+        if !ready.is_complete {
+            self.impossible.insert(key);
+        }
         let Some(leader) = self.next_leader(key) else { return };
         let open = Action::Open { leader };
         match self.role {
@@ -332,7 +347,9 @@ impl HostProtocol {
                     _ => self.now_ms,
                 };
                 self.oldest_complete = Some((key, since_ms));
-                let wait_ms = self.timeout.wait_ms().saturating_mul(u64::from(self.options.position));
+                // The hosts that have a hopeless step may be any, and the leader may have ended.
+                let turn = if ready.is_complete { self.options.position } else { self.options.position % HOPELESS_TURNS };
+                let wait_ms = self.timeout.wait_ms().saturating_mul(u64::from(turn));
                 if self.was_leader() || self.now_ms.saturating_sub(since_ms) >= wait_ms {
                     actions.extend(self.request(Request::Append, open));
                 }
@@ -367,6 +384,9 @@ impl HostProtocol {
         }
     }
 }
+
+/// Number of turns in which hosts try to give a hopeless step up. Two hosts at once do no harm.
+const HOPELESS_TURNS: u32 = 4;
 
 /// Whether the log has a step, or can no longer admit it.
 fn is_passed(leading: &LeaderState, key: StepKey) -> bool {

@@ -43,7 +43,7 @@ fn begun() -> LogView {
 }
 
 fn complete(step: u64) -> SurveyedStep {
-    SurveyedStep { key: key(step), is_complete: true, has_ours: true }
+    SurveyedStep { key: key(step), is_complete: true, is_hopeless: false, has_ours: true }
 }
 
 #[test]
@@ -151,4 +151,47 @@ fn a_dropped_step_makes_way_for_the_next() {
     assert_eq!(agent.apply(Event::Copied(key(2))), []);
     assert_eq!(agent.apply(Event::ParentFixed { key: key(1), parent: None }), [Action::Upload { key: key(1), parent: None }]);
     assert_eq!(agent.apply(Event::Dropped(key(1))), [Action::FixParent(key(2))]);
+}
+
+#[test]
+fn another_host_begins_the_session_if_the_first_does_not() {
+    let mut agent = host(2, None);
+    assert_eq!(agent.apply(Event::Begin { known: 3 }), []);
+    assert_eq!(agent.apply(Event::Tick { now_ms: 500 }), [], "it has nothing to save");
+    assert_eq!(agent.apply(Event::Copied(key(7))), [Action::FixParent(key(7))]);
+    assert_eq!(agent.apply(Event::Tick { now_ms: 699 }), []);
+    assert_eq!(agent.apply(Event::Tick { now_ms: 700 }), [Action::Open { leader: leader(OURS, 3, 1) }]);
+    // The first host was faster.
+    let log = view(&[(HOST_0, Ok(1)), (HOST_0, Ok(2)), (HOST_0, Ok(3)), (HOST_1, Err(Some(leader(OURS, 3, 1))))]);
+    assert_eq!(agent.apply(Event::Refused(log)), []);
+    assert!(!agent.leads() && !agent.is_ended());
+    assert_eq!(agent.apply(Event::Tick { now_ms: 2000 }), []);
+}
+
+#[test]
+fn a_step_that_a_rank_will_never_save_is_given_up_after_all_that_may_still_be_saved() {
+    let mut agent = host(0, Some(0));
+    agent.apply(Event::Begin { known: 0 });
+    agent.apply(Event::Opened { leader: leader(OURS, 0, 1), view: begun() });
+    for step in [5, 6] {
+        agent.apply(Event::Copied(key(step)));
+        agent.apply(Event::ParentFixed { key: key(step), parent: None });
+        agent.apply(Event::Uploaded(key(step)));
+    }
+    let hopeless = SurveyedStep { is_complete: false, is_hopeless: true, ..complete(6) };
+    let pending = SurveyedStep { is_complete: false, ..complete(5) };
+    assert_eq!(agent.apply(Event::Surveyed(vec![pending, hopeless])), []);
+    assert!(agent.apply(Event::Tick { now_ms: 1 }).contains(&Action::Survey));
+    let above = Leader { term: 2, above: Some(6), ..leader(OURS, 0, 1) };
+    let also_hopeless = SurveyedStep { is_hopeless: true, ..pending };
+    assert_eq!(
+        agent.apply(Event::Surveyed(vec![also_hopeless, hopeless])),
+        [Action::Open { leader: Leader { above: Some(5), ..above } }],
+        "the older first"
+    );
+    let refused = view(&[(HOST_0, Err(Some(leader(OURS, 0, 1)))), (HOST_0, Ok(5))]);
+    agent.apply(Event::Refused(refused));
+    assert_eq!(agent.apply(Event::Surveyed(vec![hopeless])), [Action::Open { leader: above }]);
+    let given_up = view(&[(HOST_0, Err(Some(leader(OURS, 0, 1)))), (HOST_0, Ok(5)), (HOST_0, Err(Some(above)))]);
+    assert_eq!(agent.apply(Event::Opened { leader: above, view: given_up }), [Action::GiveUp(key(6))]);
 }

@@ -84,7 +84,7 @@ pub(super) struct Cluster {
 /// When faults end, the job ends, and the simulation ends.
 const FAULTS_END_MS: u64 = 20_000;
 const JOB_ENDS_MS: u64 = 25_000;
-const END_MS: u64 = 90_000;
+const END_MS: u64 = 180_000;
 
 impl Cluster {
     pub(super) fn new(seed: u64, setup: Setup) -> Self {
@@ -131,11 +131,21 @@ impl Cluster {
         }
     }
 
-    /// A living host of the last session that waits for a complete step.
+    /// Ranks of hosts of the last session that save no more, and have uploaded everything.
+    fn ended_ranks(&self) -> BTreeSet<u32> {
+        let is_uploading = |host: &Host| host.tasks.values().any(|task| matches!(task, Task::Upload { .. } | Task::FixParent(_)));
+        let has_ended = |host: &&Host| host.trains && host.is_up && host.copies.is_empty() && !is_uploading(host);
+        // By then, all copies are made.
+        let hosts = self.hosts.iter().filter(|_| self.now_ms > JOB_ENDS_MS + 5000).filter(has_ended);
+        hosts.flat_map(|host| (0..self.setup.ranks_per_host).map(|rank| host.place * self.setup.ranks_per_host + rank)).collect()
+    }
+
+    /// A living host of the last session that waits for a complete step, or for one that will never be.
     fn waiting_host(&self) -> Option<(u32, StepName)> {
         let living = self.hosts.iter().filter(|host| host.is_up && host.trains && !host.protocol.is_ended());
         let mut waiting = living.flat_map(|host| host.protocol.waiting().map(|key| (host.place, StepName { session: host.session, key })));
-        waiting.find(|(_, name)| self.store.is_complete(*name, self.setup.world()))
+        let ended = self.ended_ranks();
+        waiting.find(|(_, name)| self.store.is_complete(*name, self.setup.world()) || self.store.lacks(*name, &ended))
     }
 
     fn at(&mut self, delay_ms: u64, event: ScheduledEvent) {
@@ -192,9 +202,7 @@ impl Cluster {
             if self.random.one_in(6) {
                 self.cut_off(host);
             }
-            if place == 0 {
-                self.apply(host, Event::Begin { known });
-            }
+            self.apply(host, Event::Begin { known });
         }
         self.queue.retain(|_, event| !matches!(event, ScheduledEvent::Step));
         self.at(300, ScheduledEvent::Step);
@@ -327,11 +335,8 @@ impl Cluster {
         found.start_agent(now_ms);
         let (incarnation, copies, known) = (found.incarnation, found.copies.clone(), found.known);
         // An opening that the earlier agent did not finish is tried again.
-        let begins = found.place == 0;
         self.apply(host, Event::Rejoin);
-        if begins {
-            self.apply(host, Event::Begin { known });
-        }
+        self.apply(host, Event::Begin { known });
         copies.into_iter().for_each(|key| self.apply(host, Event::Copied(key)));
         self.at(0, ScheduledEvent::Tick { host, incarnation });
     }
@@ -400,7 +405,7 @@ impl Cluster {
                 {
                     ranks.pop_last();
                 }
-                Answer::Listed(listed)
+                Answer::Listed(listed, self.ended_ranks())
             }
             Query::GetParent(key) => Answer::Parent(self.store.parents.get(&name(*key)).copied()),
             Query::PutParent(key, parent) => match self.store.parents.contains_key(&name(*key)) {
@@ -428,6 +433,7 @@ impl Cluster {
                     match &entry.change {
                         Change::Added { .. } => self.counts.count("commits"),
                         Change::Opened(leader) if leader.above.is_some() => self.counts.count("gave_up_in_log"),
+                        Change::Opened(leader) if leader.term == 1 && self.hosts[host].place > 0 => self.counts.count("begun_by_another"),
                         Change::Opened(leader) if leader.term > 1 => self.counts.count("takeovers"),
                         Change::Opened(_) | Change::Other => {}
                     }

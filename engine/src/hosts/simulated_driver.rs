@@ -84,7 +84,7 @@ impl Cluster {
                 self.apply(host, Event::LogRead(if is_late { former } else { view }));
             }
             (Task::ReadLog, _) => self.apply(host, Event::Failed(Request::ReadLog)),
-            (Task::Survey, Answer::Listed(listed)) => {
+            (Task::Survey, Answer::Listed(listed, ended)) => {
                 let own = self.hosts[host].place * self.setup.ranks_per_host;
                 let own = own..own + self.setup.ranks_per_host;
                 let world = self.setup.world();
@@ -92,6 +92,7 @@ impl Cluster {
                     key,
                     is_complete: ranks.len() == world as usize,
                     has_ours: own.clone().all(|rank| ranks.contains(&rank)),
+                    is_hopeless: ended.iter().any(|rank| !ranks.contains(rank)),
                 });
                 self.apply(host, Event::Surveyed(found.collect()));
             }
@@ -159,7 +160,7 @@ impl Cluster {
             Answer::Written => self.appended(host, &append),
             Answer::Lost | Answer::Exists if append.sent.is_none() => self.apply(host, Event::Failed(Request::Append)),
             Answer::Lost | Answer::Exists => self.send(host, task, Task::Append(append), Query::ReadLog { from }),
-            Answer::Listed(_) | Answer::Parent(_) => unreachable!("an append asks for neither"),
+            Answer::Listed(..) | Answer::Parent(_) => unreachable!("an append asks for neither"),
         }
     }
 

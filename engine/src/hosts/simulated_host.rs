@@ -27,8 +27,8 @@ pub(super) enum Query {
 pub(super) enum Answer {
     /// Entries from this number on.
     Entries(usize, Vec<Entry>),
-    /// Ranks with a receipt, by step.
-    Listed(Vec<(StepKey, BTreeSet<u32>)>),
+    /// Ranks with a receipt, by step, and ranks that have ended.
+    Listed(Vec<(StepKey, BTreeSet<u32>)>, BTreeSet<u32>),
     Parent(Option<Option<Id>>),
     Receipts(Vec<Receipt>),
     Written,

@@ -174,6 +174,11 @@ impl SimStore {
         self.receipts.get(&name).is_some_and(|parts| parts.len() == world as usize)
     }
 
+    /// Whether a step lacks a receipt of one of these ranks.
+    pub(super) fn lacks(&self, name: StepName, ranks: &BTreeSet<u32>) -> bool {
+        ranks.iter().any(|rank| !self.receipts.get(&name).is_some_and(|parts| parts.contains_key(rank)))
+    }
+
     /// Fails if a complete step of a session waits for ever.
     pub(super) fn check_progress(&mut self, session: Id, world: u32) {
         let Some(name) = self.undecided(session, world) else { return };

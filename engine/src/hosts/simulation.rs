@@ -85,6 +85,7 @@ fn faults_happen_and_steps_are_committed() {
         "ended",
         "impossible",
         "gave_up_in_log",
+        "begun_by_another",
         "dropped",
     ];
     assert!(total.all_above(&things, 10), "{total:?}");

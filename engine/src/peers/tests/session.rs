@@ -99,12 +99,12 @@ impl Job {
     pub(in crate::peers) async fn commit(&mut self, step: u64) {
         self.save(step).await;
         let session = self.hosts[0].writer.session();
-        for (host, JobHost { mirror, .. }) in (0..).zip(&self.hosts) {
-            for receipt in &mirror.receipts(session, at(step), &ranks(host)).await.unwrap() {
-                mirror.upload(session, receipt).await.unwrap();
-            }
+        for JobHost { mirror, .. } in &self.hosts {
+            mirror.upload(session, at(step)).await.unwrap();
         }
-        let receipts = SessionExchange::new(&self.store, session).receipts(at(step), WORLD).await.unwrap();
+        let exchange = SessionExchange::new(&self.store, session);
+        let present = exchange.survey(None).await.unwrap().steps.remove(&at(step)).unwrap();
+        let receipts = exchange.receipts(at(step), &present).await.unwrap();
         self.leader.commit(step, &receipts).await.unwrap();
         let log = SessionLog::open(&self.store).await.unwrap();
         for JobHost { mirror, .. } in &mut self.hosts {
@@ -116,7 +116,7 @@ impl Job {
     /// The replica of host 0 in the memory of host 1.
     pub(in crate::peers) fn replica(&self, peer: &Peer, keep: u32) -> Replica {
         let memory = open_replica(&self.hosts[1].host.folder, 0).unwrap();
-        Replica::new(&peer.store("mirror"), &memory, self.id, &ranks(0), keep)
+        Replica::new(&peer.store("mirror"), &memory, self.id, 0..RANKS, keep)
     }
 
     /// The store as host 1 alone has it: its mirror and its replica of host 0.

@@ -1,0 +1,89 @@
+"""A job of two hosts with two ranks each: FSDP2 trains the small GPT of the examples, and saves each step with the engine."""
+
+import datetime
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import tensorcask
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from train_gpt import GPT  # noqa: E402
+
+HOSTS, RANKS, WORLD = 2, 2, 4
+LENGTH = 32
+
+
+def main(url, folder, scratch, start, rank, steps, stop_at):
+    """Trains as one rank. `stop_at`: step after which host 1 waits to be killed."""
+    local_rank = rank % RANKS
+    # As torchrun sets them.
+    os.environ.update(TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=str(start), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    rendezvous = f"file://{scratch}/rendezvous-{start}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=120))
+    train(url, folder, Path(scratch), start, rank, steps, stop_at)
+    dist.destroy_process_group()
+    # See ranks.py.
+    os._exit(0)
+
+
+def train(url, folder, scratch, start, rank, steps, stop_at):
+    torch.manual_seed(0)
+    model = GPT(2, 32, 4, LENGTH)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    text = (torch.arange(20_000) * 7919 % 251 + torch.arange(20_000) // 100) % 256
+    data = torch.Generator().manual_seed(rank)
+
+    def state(step):
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments, f"data-{rank}": data.get_state(), "step": step}
+
+    engine = tensorcask.Engine(url, folder=folder, rank=rank, world=WORLD)
+    host = rank // RANKS
+    assert engine.hosts is not None and engine.hosts.local_ranks == range(host * RANKS, (host + 1) * RANKS)
+    done = 0
+    agreed = engine.agree()
+    if agreed is not None:
+        found = engine.restore(agreed, out=state(0))
+        set_state_dict(model, optimizer, model_state_dict=found.state["model"], optim_state_dict=found.state["optimizer"])
+        data.set_state(found.state[f"data-{rank}"])
+        done = found.state["step"]
+        assert done == agreed == found.step
+        (scratch / f"resumed-{start}-{rank}").write_text(str(done))
+    losses = {}
+    for step in range(done + 1, steps + 1):
+        starts = torch.randint(len(text) - LENGTH - 1, (4,), generator=data)
+        rows = torch.stack([text[at : at + LENGTH + 1] for at in starts])
+        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        losses[step] = whole.item()
+        if rank == 0:
+            (scratch / f"losses-{start}").write_text(json.dumps(losses))
+        engine.save(state(step), step=step, user={"loss": losses[step]} if rank == 0 else None)
+        if step == stop_at:
+            # Two steps before are durable, whatever happens now.
+            assert engine.wait("durable", 120, step=step - 2).reached
+            (scratch / f"stopped-{rank}").touch()
+            if host == 1:
+                threading.Event().wait()
+    engine.finish()

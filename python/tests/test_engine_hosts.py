@@ -1,0 +1,219 @@
+"""The engine on many hosts: each test host has an engine folder and an agent of its own."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import tensorcask
+from tensorcask._hosts import find_hosts
+from tensorcask.engine import agent_status
+
+torch = pytest.importorskip("torch")
+
+import hosts_trainer  # noqa: E402
+import ranks  # noqa: E402, F401
+from hosts_trainer import HOSTS, RANKS, WORLD  # noqa: E402
+
+STEPS, STOP_AT = 12, 7
+
+
+@pytest.fixture
+def url(tmp_path):
+    """A new store: on local disk, or on the server that `tests/servers/run` has started."""
+    server = os.environ.get("TENSORCASK_TEST_STORE")
+    return f"{server}/hosts-{uuid.uuid4().hex}" if server else str(tmp_path / "store")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Engine folders, one for each host that a test makes."""
+    made = []
+
+    def make():
+        made.append(Path(f"/dev/shm/tensorcask-test-{uuid.uuid4().hex}"))
+        return made[-1]
+
+    yield make
+    for folder in made:
+        end_agent(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def agent_pid(folder):
+    try:
+        return agent_status(folder)["pid"]
+    except tensorcask.Error:
+        return None
+
+
+def end_agent(folder):
+    pid = agent_pid(folder)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+
+
+def start(url, folders, scratch, number, stop_at=None):
+    """Starts the job; returns the processes of its ranks."""
+    context = multiprocessing.get_context("forkserver")
+    jobs = []
+    for rank in range(WORLD):
+        arguments = (url, str(folders[rank // RANKS]), str(scratch), number, rank, STEPS, stop_at)
+        jobs.append(context.Process(target=hosts_trainer.main, args=arguments))
+        jobs[-1].start()
+    return jobs
+
+
+def wait_until(condition, jobs=()):
+    for _ in range(3000):
+        if condition():
+            return
+        assert not any(job.exitcode for job in jobs), [job.exitcode for job in jobs]
+        time.sleep(0.1)
+    raise AssertionError("the condition did not come true")
+
+
+def join_all(jobs):
+    for job in jobs:
+        job.join(300)
+    assert [job.exitcode for job in jobs] == [0] * len(jobs)
+
+
+def losses(scratch, number):
+    return json.loads((scratch / f"losses-{number}").read_text())
+
+
+def test_a_job_whose_host_is_lost_goes_on_bit_for_bit(url, folders, tmp_path):
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    calm.mkdir()
+    killed.mkdir()
+    join_all(start(f"{url}-calm", [folders(), folders()], calm, 0))
+    expected = losses(calm, 0)
+    assert list(expected) == [str(step) for step in range(1, STEPS + 1)]
+    store = tensorcask.Store(f"{url}-calm")
+    assert [info.step for info in store.snapshots()] == list(range(1, STEPS + 1))
+    assert store.verify().is_clean
+    # The step count of the optimizer is on all ranks, and stored once.
+    whole = store.load(framework="numpy")
+    counts = [name for name in store.snapshot().tensors() if name.endswith(".step")]
+    assert counts and whole["step"] == STEPS
+
+    hosts = [folders(), folders()]
+    jobs = start(url, hosts, killed, 0, STOP_AT)
+    wait_until(lambda: all((killed / f"stopped-{rank}").exists() for rank in range(WORLD)), jobs)
+    # Host 1 is lost: its ranks, its agent and its memory.
+    pid = agent_pid(hosts[1])
+    for lost in (jobs[2].pid, jobs[3].pid, pid):
+        os.kill(lost, signal.SIGKILL)
+    shutil.rmtree(hosts[1])
+    # The other ranks hang in a collective, until the launcher ends them.
+    for job in jobs[:RANKS]:
+        os.kill(job.pid, signal.SIGKILL)
+    for job in jobs:
+        job.join(60)
+    before = losses(killed, 0)
+
+    join_all(start(url, [hosts[0], folders()], killed, 1))
+    resumed = {int((killed / f"resumed-1-{rank}").read_text()) for rank in range(WORLD)}
+    assert len(resumed) == 1 and STOP_AT - 2 <= resumed.pop() <= STOP_AT
+    after = losses(killed, 1)
+    assert {**before, **after} == expected
+    assert {step: before[step] for step in before} == {step: expected[step] for step in before}
+    store = tensorcask.Store(url)
+    assert [info.step for info in store.snapshots()] == list(range(1, STEPS + 1))
+    assert store.verify().is_clean
+    for step, loss in expected.items():
+        assert store.snapshot(int(step)).user["loss"] == loss
+
+
+def variables(monkeypatch, **values):
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_hosts_are_found_in_the_variables_of_the_launcher(monkeypatch):
+    variables(monkeypatch)
+    assert find_hosts(5, 8) is None
+    torchrun = dict(TORCHELASTIC_RUN_ID="run", TORCHELASTIC_RESTART_COUNT=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
+    variables(monkeypatch, **torchrun)
+    found = find_hosts(5, 8)
+    assert found == tensorcask.Hosts("torchrun run 2", range(4, 8)) and len(found.round) == 32
+    assert find_hosts(1, 4) is None, "all ranks on one host"
+    assert find_hosts(0, 1) is None, "a save of one rank alone"
+    variables(monkeypatch, SLURM_JOB_ID=7, SLURM_STEP_ID=0, SLURM_LOCALID=1, SLURM_STEP_TASKS_PER_NODE="2(x4)")
+    assert find_hosts(3, 8) == tensorcask.Hosts("slurm 7 0 0", range(2, 4))
+    with pytest.raises(ValueError, match="consecutive"):
+        tensorcask.Hosts("job", range(0, 8, 2))
+
+
+def engine_of(url, folder, rank, session="job", **options):
+    hosts = tensorcask.Hosts(session, range(rank, rank + 1), patience=0.3)
+    return tensorcask.Engine(url, folder=folder, rank=rank, world=HOSTS, hosts=hosts, **options)
+
+
+def part(rank, value):
+    return {f"w-{rank}": torch.full((1000,), float(value)), "count": torch.tensor(value)}
+
+
+def test_levels_status_and_a_session_that_is_used_twice(url, folders):
+    hosts = [folders(), folders()]
+    engines = [engine_of(url, folder, rank) for rank, folder in enumerate(hosts)]
+    assert engines[0].hosts.session == "job"
+    for step in (1, 2):
+        for rank, engine in enumerate(engines):
+            engine.save(part(rank, step), step=step)
+    for engine in engines:
+        assert engine.wait("copied", 0).reached
+        assert engine.wait("durable", 60, step=1).reached
+        assert engine.wait("durable", 60).reached
+        with pytest.raises(tensorcask.NotFoundError, match="step 9"):
+            engine.wait("durable", step=9)
+        with pytest.raises(ValueError, match="copied"):
+            engine.wait("safe")
+    runs = [agent_status(folder)["runs"][0] for folder in hosts]
+    assert [run["levels"] for run in runs] == [{"copied": 2, "encoded": 2, "durable": 2}] * 2
+    leaders = [run["hosts"]["leader"] for run in runs]
+    assert sorted(leader["is_this_host"] for leader in leaders) == [False, True]
+    assert {leader["term"] for leader in leaders} == {1} and len({leader["writer"] for leader in leaders}) == 1
+    # A new host with the name of a session that has begun.
+    with pytest.raises(tensorcask.ConflictError, match="a session of its own"):
+        engine_of(url, folders(), 1)
+    for engine in engines:
+        engine.finish()
+    assert tensorcask.load(url, step=2)["count"] == 2
+
+
+def test_a_last_step_that_other_ranks_lack_is_given_up(url, folders):
+    hosts = [folders(), folders()]
+    engines = [engine_of(url, folder, rank) for rank, folder in enumerate(hosts)]
+    for rank, engine in enumerate(engines):
+        engine.save(part(rank, 1), step=1)
+    engines[1].save(part(1, 2), step=2)
+    engines[0].finish()
+    with pytest.raises(tensorcask.StorageError, match="step 2.*rank 0 did not save"):
+        engines[1].finish()
+    assert [info.step for info in tensorcask.Store(url).snapshots()] == [1]
+
+
+def test_different_values_of_one_tensor_are_an_error(url, folders):
+    hosts = [folders(), folders()]
+    engines = [engine_of(url, folder, rank) for rank, folder in enumerate(hosts)]
+    for rank, engine in enumerate(engines):
+        engine.save({"count": torch.tensor(7 + rank)}, step=1)
+    waited = [engine.wait("durable", 60) for engine in engines]
+    assert not any(found.reached for found in waited)
+    messages = [found.failures[0][1] for found in waited]
+    assert any("`count`" in text and "ranks 0 and 1" in text and "step 1" in text for text in messages), messages
+    for rank, engine in enumerate(engines):
+        engine.save(part(rank, 2), step=2)
+    for engine in engines:
+        assert engine.wait("durable", 60).reached
+        engine.close()
+    assert [info.step for info in tensorcask.Store(url).snapshots()] == [2]
