@@ -100,6 +100,8 @@ mod restore_request;
 
 mod restore_read;
 
+mod hosts_memory;
+
 mod restore;
 
 mod engine;

@@ -1,7 +1,7 @@
 //! The search order of a restore: the nearest complete copy of a state.
 //!
-//! The order is: newest raw state in the arena, encoded snapshots in memory, older raw states, then the tiers. A
-//! damaged copy is passed over; if another tier has the same snapshot, that one is read before an older step.
+//! The order is: newest raw state in the arena, encoded snapshots in memory, older raw states, the memory of other hosts,
+//! then the tiers. A damaged copy is passed over; if another tier has the same snapshot, that one is read before an older step.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
@@ -13,6 +13,7 @@ use tensorcask::{Error, ErrorKind, Result, StepSelector, Store};
 use crate::arena::{Arena, SlotHeader};
 use crate::folders::RunFolder;
 use crate::freshness::UnreachableTier;
+use crate::hosts_memory::open_hosts_memory;
 use crate::known_tiers::KnownTiers;
 use crate::memory_stores::open_epoch;
 use crate::restore_read::{read_slot, read_snapshot};
@@ -40,6 +41,9 @@ pub(crate) async fn find<'a>(places: &RestorePlaces<'a>, request: &mut RestoreRe
     if !places.is_stale
         && let Some(found) = find_in_memory(places, &stores, request).await?
     {
+        return Ok(found);
+    }
+    if let Some(found) = find_on_hosts(places, &stores, request).await? {
         return Ok(found);
     }
     if let Some(found) = find_in_tiers(places, &stores, request).await? {
@@ -84,6 +88,17 @@ async fn find_in_memory<'a>(
     };
     let is_older = |header: &SlotHeader| header.word.generation < encoded && newest.is_none_or(|newest| header.step >= newest);
     find_slot(places, request, is_older)
+}
+
+/// Reads a step from the memory of all hosts. The newest step is not looked for there: the ranks agree on a step first.
+async fn find_on_hosts(
+    places: &RestorePlaces<'_>,
+    stores: &[Store],
+    request: &mut RestoreRequest<'_>,
+) -> Result<Option<Restored<'static>>> {
+    let (StepSelector::Step(_), Some(tier)) = (request.at, stores.first()) else { return Ok(None) };
+    let Some(memory) = open_hosts_memory(places.spec, places.run, tier, places.store_timeout).await else { return Ok(None) };
+    read_store(places, &memory.store, &[], Source::Hosts, request).await
 }
 
 async fn find_in_tiers(
@@ -248,6 +263,12 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
                 add(record.step, Source::Memory);
             }
         }
+    }
+    if let Some(tier) = places.spec.stores()?.first()
+        && let Some(memory) = open_hosts_memory(places.spec, places.run, tier, places.store_timeout).await
+        && let Some(step) = memory.uncommitted
+    {
+        add(step, Source::Hosts);
     }
     // In the order of a restore: if the job left a tier behind, that tier may have steps that the job no longer has.
     let stores = places.spec.stores()?;

@@ -41,6 +41,8 @@ pub enum Source {
     Slot,
     /// The encoded snapshot in memory.
     Memory,
+    /// Encoded snapshots in the memory of all hosts.
+    Hosts,
     /// A tier: its number, from 0, and its URL.
     Tier(usize, String),
 }
@@ -50,6 +52,7 @@ impl fmt::Display for Source {
         match self {
             Self::Slot => f.write_str("memory (raw)"),
             Self::Memory => f.write_str("memory (encoded)"),
+            Self::Hosts => f.write_str("memory of the hosts"),
             Self::Tier(_, url) => f.write_str(url),
         }
     }

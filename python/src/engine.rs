@@ -394,6 +394,7 @@ fn place_of(source: &Source) -> Place {
     match source {
         Source::Slot => ("slot", None),
         Source::Memory => ("memory", None),
+        Source::Hosts => ("hosts", None),
         Source::Tier(_, url) => ("tier", Some(url.clone())),
     }
 }

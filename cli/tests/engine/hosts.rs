@@ -1,5 +1,6 @@
 //! A run on many hosts: each test host has its own folder and its own agent. All share one store.
 
+use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -7,7 +8,7 @@ use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::{GcOptions, VerifyOptions};
 use tensorcask::wire::{Event, Leader};
 use tensorcask::{Blob, Dtype, Metadata, Rect, Slice, TensorView};
-use tensorcask_engine::{Engine, EngineOptions, Hosts, Until};
+use tensorcask_engine::{AgentStatus, Engine, EngineOptions, Hosts, Peers, Source, Until};
 
 use super::host::*;
 
@@ -20,6 +21,8 @@ const ROW: u64 = 60_000;
 struct Job {
     hosts: Vec<Host>,
     store_path: String,
+    /// Ports of the agents, if they copy each other's memory.
+    ports: Vec<u16>,
 }
 
 /// The engines of one start of the job, by rank.
@@ -33,7 +36,18 @@ impl Job {
     fn new() -> Self {
         let hosts: Vec<Host> = (0..HOSTS).map(|_| Host::new()).collect();
         let store_path = hosts[0].store_path().to_str().unwrap().to_owned();
-        Self { hosts, store_path }
+        Self { hosts, store_path, ports: Vec::new() }
+    }
+
+    /// Each host is copied to the next.
+    fn with_peers(self) -> Self {
+        let listeners: Vec<TcpListener> = (0..HOSTS).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+        Self { ports: listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect(), ..self }
+    }
+
+    fn peers(&self, host: u32) -> Option<Peers> {
+        let listen = SocketAddr::from(([127, 0, 0, 1], *self.ports.get(host as usize)?));
+        Some(Peers::new(listen, self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect()))
     }
 
     fn store(&self) -> Store {
@@ -43,7 +57,14 @@ impl Job {
     fn options(&self, rank: u32, session: &str) -> EngineOptions {
         let host = rank / RANKS;
         let hosts = Hosts { patience: Duration::from_millis(300), ..Hosts::new(session, host * RANKS..(host + 1) * RANKS) };
-        EngineOptions { rank, world: WORLD, hosts: Some(hosts), store: self.store_path.clone(), ..self.hosts[host as usize].options() }
+        EngineOptions {
+            rank,
+            world: WORLD,
+            hosts: Some(hosts),
+            peers: self.peers(host),
+            store: self.store_path.clone(),
+            ..self.hosts[host as usize].options()
+        }
     }
 
     fn start(&self, session: &str, salt: u64) -> Start {
@@ -87,6 +108,15 @@ impl Start {
         for rank in host * RANKS..(host + 1) * RANKS {
             save_rank(&mut self.engines[rank as usize], rank, step, self.salt);
         }
+    }
+
+    /// The step that all ranks restore, by rank.
+    fn agree(&mut self, round: &str) -> Vec<Option<u64>> {
+        std::thread::scope(|scope| {
+            let agree = |engine| scope.spawn(move || Engine::agree_by_store(engine, round, LONG).unwrap());
+            let waiting: Vec<_> = self.engines.iter_mut().map(agree).collect();
+            waiting.into_iter().map(|agreed| agreed.join().unwrap()).collect()
+        })
     }
 
     fn save_all(&mut self, step: u64) {
@@ -187,12 +217,7 @@ fn a_lost_hosts_step_is_given_up_and_never_mixed_with_the_next_start() {
     // A start without a new session is refused.
     assert!(Engine::start(job.options(0, "first")).unwrap_err().to_string().contains("a session of its own"));
     let mut start = job.start("second", 2);
-    let agreed = std::thread::scope(|scope| {
-        let waiting: Vec<_> =
-            start.engines.iter_mut().map(|engine| scope.spawn(|| engine.agree_by_store("second", LONG).unwrap())).collect();
-        waiting.into_iter().map(|agreed| agreed.join().unwrap()).collect::<Vec<_>>()
-    });
-    assert_eq!(agreed, [Some(2); WORLD as usize]);
+    assert_eq!(start.agree("second"), [Some(2); WORLD as usize]);
     for (rank, engine) in (0..).zip(&start.engines) {
         let restored = engine.restore(2).unwrap();
         let whole: Vec<u8> = (0..WORLD).flat_map(|rank| row(2, 1, rank)).collect();
@@ -291,13 +316,52 @@ fn an_agent_uploads_what_an_earlier_agent_left_in_memory() {
 }
 
 #[test]
+fn a_lost_host_costs_no_step_that_another_host_has_copied() {
+    let mut job = Job::new().with_peers();
+    let mut start = job.start("first", 1);
+    for step in 1..=2 {
+        start.save_all(step);
+        start.wait_all();
+    }
+    // The store does not answer, so step 3 is in the memory of the hosts only.
+    let away = Away::take(job.store_path.as_ref());
+    start.save_all(3);
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
+    let has_copy = |found: &AgentStatus| {
+        let mut replicas = found.runs.iter().flat_map(|run| &run.replicas);
+        replicas.any(|replica| replica.host == 2 && replica.last_step == Some(3))
+    };
+    until("host 0 has copied step 3 of host 2", || has_copy(&job.hosts[0].status()));
+    drop(start);
+    job.hosts[2] = Host::new();
+    away.back();
+
+    let mut start = job.start("second", 2);
+    assert_eq!(start.agree("second"), [Some(3); WORLD as usize]);
+    for (rank, engine) in (0..).zip(&start.engines) {
+        let restored = engine.restore(3).unwrap();
+        assert_eq!(restored.source, Source::Hosts, "rank {rank}: {:?}", restored.passed_over);
+        let whole: Vec<u8> = (0..WORLD).flat_map(|rank| row(3, 1, rank)).collect();
+        assert!(*restored.tensors[0].data == whole, "rank {rank}");
+        assert_eq!(restored.metadata.user.get("loss"), Some(&0.25.into()), "rank {rank}");
+        assert_eq!(engine.restore(2).unwrap().source, Source::Hosts, "the committed step");
+    }
+    start.save_all(4);
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 4]);
+    job.assert_holds(2, 1);
+    job.assert_holds(4, 2);
+    job.assert_clean();
+}
+
+#[test]
 fn another_start_of_the_job_ends_the_session_of_hosts_that_live_on() {
     let job = Job::new();
     let mut start = job.start("first", 1);
     start.save_all(1);
     start.wait_all();
     // The job starts again on other hosts, while these live on.
-    let other = Job { hosts: (0..HOSTS).map(|_| Host::new()).collect(), store_path: job.store_path.clone() };
+    let other = Job { hosts: (0..HOSTS).map(|_| Host::new()).collect(), store_path: job.store_path.clone(), ports: Vec::new() };
     let mut next = other.start("second", 2);
     next.save_all(2);
     next.wait_all();

@@ -14,7 +14,7 @@ use super::run::Run;
 use crate::files::remove_folder;
 use crate::hosts_option::HostsSpec;
 use crate::memory_stores::{open_replica, replica_bytes};
-use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, Tls};
+use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, TOLERATED_LOSSES, Tls};
 use crate::peers_option::Peers;
 
 /// Starts the tasks for the peers of a run; none without peers.
@@ -160,8 +160,6 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
     Ok(())
 }
 
-/// Hosts that may be gone at once and still be replaced as holders.
-const TOLERATED_LOSSES: u32 = 2;
 /// Silence after which a host is replaced as a holder.
 const GONE: Duration = Duration::from_secs(30);
 /// Time between looks at a host.

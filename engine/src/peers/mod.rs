@@ -37,7 +37,6 @@ mod replica_board;
 mod resource;
 mod serve;
 mod tls;
-#[allow(dead_code, reason = "a restore does not use it yet")]
 mod union;
 
 pub use certificates::{CertificateFiles, InitTls, init_tls};
@@ -47,6 +46,10 @@ pub(crate) use placement::Placement;
 pub(crate) use replica_board::{Pulled, ReplicaBoard};
 pub(crate) use serve::PeerServer;
 pub(crate) use tls::Tls;
+pub(crate) use union::{Place, union_store};
+
+/// Hosts that may be gone at once and still be replaced as holders.
+pub(crate) const TOLERATED_LOSSES: u32 = 2;
 
 #[cfg(test)]
 mod tests;

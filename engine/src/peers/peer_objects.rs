@@ -51,7 +51,6 @@ impl Peer {
     }
 
     /// A store of the peer as a place of a union.
-    #[allow(dead_code, reason = "a restore does not use it yet")]
     pub(crate) fn place(&self, folder: &str) -> Place {
         Arc::new(PrefixStore::new(self.objects.clone() as Place, format!("{}/{folder}", self.objects.place.key)))
     }

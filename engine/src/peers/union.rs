@@ -3,6 +3,9 @@
 //! The first place that has an object answers. A place that fails is passed over: a host that is gone must not stop a
 //! restore. So an object counts as missing if no place has it and some place has said so. Objects have the same bytes
 //! wherever they are, and readers check what they read, so it does not matter which place answers.
+//!
+//! What is written stays in the memory of this process. So a step that was never committed can be committed there, and then
+//! be read as any other.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,30 +13,43 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use futures::stream::{BoxStream, StreamExt, TryStreamExt};
+use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error as ObjectError, GetOptions, GetRange, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
-    ObjectStore, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result as ObjectResult,
+    ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result as ObjectResult,
 };
 use tensorcask::{Store, StoreOptions};
 
 /// A place with a part of a store, at its root.
 pub(crate) type Place = Arc<dyn ObjectStore>;
 
-/// A store of the objects in all these places, nearest first. It cannot be written. Sends no request.
-pub(crate) fn union_store(places: Vec<Place>) -> Store {
-    Store::with_object_store(Arc::new(Union { places }), Path::default(), StoreOptions::default())
+/// A store of the objects in all these places, nearest first, without log entries after `last_entry`. Sends no request.
+pub(crate) fn union_store(places: Vec<Place>, last_entry: u64) -> Store {
+    let objects = Union { own: Arc::new(InMemory::new()), places, last_entry };
+    Store::with_object_store(Arc::new(objects), Path::default(), StoreOptions::default())
 }
 
 #[derive(Debug)]
 struct Union {
+    /// What this process has written.
+    own: Arc<InMemory>,
     places: Vec<Place>,
+    /// Last log entry of the places that counts.
+    last_entry: u64,
 }
 
-impl Union {
-    fn refuse<T>(&self) -> ObjectResult<T> {
-        Err(ObjectError::NotImplemented { operation: "a write".to_owned(), implementer: self.to_string() })
-    }
+/// Whether an object is a log entry after `last_entry`, or a catalog of one.
+fn is_later(location: &Path, last_entry: u64) -> bool {
+    let mut parts = location.parts();
+    let (Some(folder), Some(name), None) = (parts.next(), parts.next(), parts.next()) else { return false };
+    let is_numbered = matches!(folder.as_ref(), "log" | "catalog");
+    let number = name.as_ref().split(['.', '-']).next().and_then(|number| number.parse::<u64>().ok());
+    is_numbered && number.is_some_and(|number| number > last_entry)
+}
+
+fn missing(location: &Path) -> ObjectError {
+    ObjectError::NotFound { path: location.to_string(), source: "no place has the object".into() }
 }
 
 impl fmt::Display for Union {
@@ -67,6 +83,13 @@ async fn complete(result: GetResult, options: &GetOptions) -> ObjectResult<GetRe
 #[async_trait]
 impl ObjectStore for Union {
     async fn get_opts(&self, location: &Path, options: GetOptions) -> ObjectResult<GetResult> {
+        match self.own.get_opts(location, options.clone()).await {
+            Err(ObjectError::NotFound { .. }) => {}
+            found => return found,
+        }
+        if is_later(location, self.last_entry) {
+            return Err(missing(location));
+        }
         let mut errors = Vec::new();
         for place in &self.places {
             let found = match place.get_opts(location, options.clone()).await {
@@ -87,14 +110,17 @@ impl ObjectStore for Union {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, ObjectResult<ObjectMeta>> {
-        let (places, prefix) = (self.places.clone(), prefix.cloned());
+        let (places, prefix, own, last_entry) = (self.places.clone(), prefix.cloned(), self.own.clone(), self.last_entry);
         let listed = async move {
             let mut found: BTreeMap<Path, ObjectMeta> = BTreeMap::new();
+            for meta in own.list(prefix.as_ref()).try_collect::<Vec<_>>().await? {
+                found.insert(meta.location.clone(), meta);
+            }
             let mut errors = Vec::new();
             for place in &places {
                 match place.list(prefix.as_ref()).try_collect::<Vec<_>>().await {
                     Ok(objects) => {
-                        for meta in objects {
+                        for meta in objects.into_iter().filter(|meta| !is_later(&meta.location, last_entry)) {
                             found.entry(meta.location.clone()).or_insert(meta);
                         }
                     }
@@ -125,19 +151,41 @@ impl ObjectStore for Union {
         Ok(ListResult { common_prefixes: folders, objects, extensions: Default::default() })
     }
 
-    async fn put_opts(&self, _: &Path, _: PutPayload, _: PutOptions) -> ObjectResult<PutResult> {
-        self.refuse()
+    async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> ObjectResult<PutResult> {
+        if options.mode == PutMode::Create {
+            match self.get_opts(location, GetOptions { head: true, ..GetOptions::default() }).await {
+                Err(ObjectError::NotFound { .. }) => {}
+                Ok(_) => return Err(ObjectError::AlreadyExists { path: location.to_string(), source: "a place has the object".into() }),
+                Err(error) => return Err(error),
+            }
+        }
+        self.own.put_opts(location, payload, options).await
     }
 
-    async fn put_multipart_opts(&self, _: &Path, _: PutMultipartOptions) -> ObjectResult<Box<dyn MultipartUpload>> {
-        self.refuse()
+    async fn put_multipart_opts(&self, location: &Path, options: PutMultipartOptions) -> ObjectResult<Box<dyn MultipartUpload>> {
+        self.own.put_multipart_opts(location, options).await
     }
 
-    fn delete_stream(&self, _: BoxStream<'static, ObjectResult<Path>>) -> BoxStream<'static, ObjectResult<Path>> {
-        futures::stream::once(futures::future::ready(self.refuse())).boxed()
+    fn delete_stream(&self, locations: BoxStream<'static, ObjectResult<Path>>) -> BoxStream<'static, ObjectResult<Path>> {
+        self.own.delete_stream(locations)
     }
 
-    async fn copy_opts(&self, _: &Path, _: &Path, _: CopyOptions) -> ObjectResult<()> {
-        self.refuse()
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> ObjectResult<()> {
+        self.own.copy_opts(from, to, options).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::path::Path;
+
+    use super::is_later;
+
+    #[test]
+    fn later_entries_and_their_catalogs_do_not_count() {
+        let later = |path: &str| is_later(&Path::from(path), 64);
+        assert!(later("log/00000000000000000065.json") && later("catalog/00000000000000000128-abc.parquet"));
+        assert!(!later("log/00000000000000000064.json") && !later("catalog/00000000000000000064-abc.parquet"));
+        assert!(!later("snapshots/100-abc.json") && !later("casks/99.cask") && !later("store.json"));
     }
 }

@@ -122,7 +122,7 @@ impl Job {
     /// The store as host 1 alone has it: its mirror and its replica of host 0.
     pub(in crate::peers) fn without_host_0(&self) -> Store {
         let folder = &self.hosts[1].host.folder;
-        union_store(vec![local(&folder.mirror()), local(&folder.replica(0))])
+        union_store(vec![local(&folder.mirror()), local(&folder.replica(0))], u64::MAX)
     }
 }
 
