@@ -245,7 +245,7 @@ fn places() -> Result<Vec<Sketch>, Failure> {
         let mut state = small(step);
         state.blobs.push((3, vec![Blob::new(1, "rng", b"state")]));
         let mut snapshot = store.draft(state, parent);
-        let replica = Tensor::whole("o.step", I64, &[], vec![Chunk::raw(&step.to_le_bytes())]);
+        let replica = Tensor::whole("o.step", I64, &[], vec![Chunk::raw(&[step as u8, 0, 0, 0, 0, 0, 0, 0])]);
         if let Some((_, cask)) = snapshot.casks.iter_mut().find(|(slot, _)| *slot == 3) {
             cask.tensors.push(replica);
         }
