@@ -6,7 +6,8 @@ use std::time::Duration;
 use serde::Serialize;
 use tensorcask::Result;
 use tensorcask_engine::{
-    AgentOptions, AgentStatus, Ended, HostsStatus, LevelStatus, RunStatus, agent_metrics, agent_status, run_agent, stop_agent,
+    AgentOptions, AgentStatus, Ended, HostsStatus, InitTls, LevelStatus, RunStatus, agent_metrics, agent_status, init_tls, run_agent,
+    stop_agent,
 };
 
 use crate::output::Outcome;
@@ -55,6 +56,24 @@ enum AgentVerb {
     Stop,
     /// Print the Prometheus metrics
     Metrics,
+    /// Make the certificates of a run on many hosts, or renew them
+    InitTls(InitTlsArgs),
+}
+
+#[derive(Debug, clap::Args)]
+struct InitTlsArgs {
+    /// Folder for the certificates and keys; created if it is missing
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+    /// Name of the run: the engine's option `run`, or the URL of its store
+    #[arg(long, value_name = "NAME")]
+    run: String,
+    /// Number of hosts
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    hosts: u32,
+    /// Days for which the certificates are valid
+    #[arg(long, value_name = "N", default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..36500))]
+    days: u32,
 }
 
 #[derive(Debug, clap::Args)]
@@ -82,6 +101,7 @@ pub(crate) fn run(args: &Args, json: bool) -> Result<Outcome> {
             text.line(format!("agent {} finishes the waiting states and exits", status.pid));
             Outcome::new(&status, text)
         }
+        Some(AgentVerb::InitTls(init)) => make_certificates(init),
         Some(AgentVerb::Metrics) => {
             let metrics = agent_metrics(folder)?;
             let mut text = Text::default();
@@ -113,6 +133,17 @@ fn serve(args: &Args) -> Result<Outcome> {
     let mut text = Text::default();
     text.line(line);
     Outcome::new(&EndReport { ended, waiting }, text)
+}
+
+fn make_certificates(args: &InitTlsArgs) -> Result<Outcome> {
+    let valid = Duration::from_secs(u64::from(args.days) * 24 * 3600);
+    let made = init_tls(&args.dir, &InitTls { run: args.run.clone(), hosts: args.hosts, valid })?;
+    let mut text = Text::default();
+    text.line(format!("certificates of {} hosts are in {}, valid for {} days", made.hosts.len(), args.dir.display(), args.days));
+    text.line("Copy ca.pem, host-N.pem and host-N-key.pem to host N. Keep ca-key.pem where you renew them.");
+    let hosts: Vec<_> = made.hosts.iter().map(|host| serde_json::json!({ "certificate": host.certificate, "key": host.key })).collect();
+    let ca = made.ca_key.with_file_name("ca.pem");
+    Outcome::new(&serde_json::json!({ "ca": ca, "ca_key": made.ca_key, "hosts": hosts }), text)
 }
 
 fn show(status: &AgentStatus) -> Result<Outcome> {
@@ -184,6 +215,16 @@ fn describe(run: &RunStatus, text: &mut Text) {
         let last = tier.last_step.map_or("nothing yet".to_owned(), |step| format!("step {step}"));
         let problem = tier.problem.as_ref().map_or(String::new(), |problem| format!("; {problem}"));
         fields.push(("tier", format!("{}: {last}, {} pending{problem}", tier.url, tier.pending)));
+    }
+    fields.extend(run.peers_problem.iter().map(|problem| ("peers", problem.clone())));
+    for replica in run.replicas.iter().filter(|replica| replica.is_held || replica.problem.is_some()) {
+        let last = replica.last_step.map_or("nothing yet".to_owned(), |step| format!("step {step}"));
+        let problem = replica.problem.as_ref().map_or(String::new(), |problem| format!("; {problem}"));
+        let size = human_bytes(replica.bytes);
+        fields.push((
+            "replica",
+            format!("host {} at {}: {last}, {} pending, {size}{problem}", replica.host, replica.address, replica.pending),
+        ));
     }
     text.fields(&fields);
     let millis = |time: Option<f64>| time.map_or("-".to_owned(), |time| format!("{time:.1}"));

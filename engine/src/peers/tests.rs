@@ -6,3 +6,4 @@ mod refusals;
 mod replicas;
 mod session;
 mod support;
+mod throughput;

@@ -75,14 +75,27 @@ impl Job {
         JobHost { host: machine, writer, mirror: Mirror::new(&self.store, &memory) }
     }
 
+    /// Saves, uploads and commits a step of random rows of this size.
+    pub(in crate::peers) async fn commit_noise(&mut self, step: u64, row_bytes: usize) {
+        for host in 0..2 {
+            let rows: Vec<Vec<u8>> = ranks(host).into_iter().map(|rank| noise(rank, row_bytes)).collect();
+            self.save_rows(host, step, &rows).await;
+        }
+        self.finish(step).await;
+    }
+
     pub(in crate::peers) async fn save_on(&mut self, host: u32, step: u64) {
+        let rows: Vec<Vec<u8>> = ranks(host).into_iter().map(|rank| row(step, rank)).collect();
+        self.save_rows(host, step, &rows).await;
+    }
+
+    async fn save_rows(&mut self, host: u32, step: u64, rows: &[Vec<u8>]) {
         let log = SessionLog::open(&self.store).await.unwrap();
         let JobHost { writer, mirror, .. } = &mut self.hosts[host as usize];
         mirror.follow(&log).await.unwrap();
         let parent = writer.fix_parent(at(step)).await.unwrap();
-        let rows: Vec<Vec<u8>> = ranks(host).into_iter().map(|rank| row(step, rank)).collect();
         let mut states = Vec::new();
-        for (rank, row) in ranks(host).into_iter().zip(&rows) {
+        for (rank, row) in ranks(host).into_iter().zip(rows) {
             states.push(RankState { tensors: vec![part(rank, row)], blobs: Vec::new(), metadata: Metadata::default() });
         }
         writer.save(at(step), parent, &states).await.unwrap();
@@ -98,6 +111,10 @@ impl Job {
     /// Saves, uploads and commits a step; each mirror drops older ones.
     pub(in crate::peers) async fn commit(&mut self, step: u64) {
         self.save(step).await;
+        self.finish(step).await;
+    }
+
+    async fn finish(&mut self, step: u64) {
         let session = self.hosts[0].writer.session();
         for JobHost { mirror, .. } in &self.hosts {
             mirror.upload(session, at(step)).await.unwrap();
@@ -127,8 +144,19 @@ impl Job {
 }
 
 fn part(rank: u32, row: &[u8]) -> TensorView<'_> {
-    let rect = Rect { offset: vec![u64::from(rank), 0], shape: vec![1, ROW] };
-    TensorView::shard("model.w", Dtype::U8, &[u64::from(WORLD), ROW], rect, row).unwrap()
+    let columns = row.len() as u64;
+    let rect = Rect { offset: vec![u64::from(rank), 0], shape: vec![1, columns] };
+    TensorView::shard("model.w", Dtype::U8, &[u64::from(WORLD), columns], rect, row).unwrap()
+}
+
+fn noise(seed: u32, bytes: usize) -> Vec<u8> {
+    let mut state = u64::from(seed) + 1;
+    let mut next = || {
+        (state, _) = state.overflowing_mul(6_364_136_223_846_793_005);
+        (state, _) = state.overflowing_add(1_442_695_040_888_963_407);
+        (state >> 56) as u8
+    };
+    (0..bytes).map(|_| next()).collect()
 }
 
 pub(in crate::peers) fn local(folder: &std::path::Path) -> Place {
