@@ -22,6 +22,11 @@ impl AgentStatus {
             gauge(name, help, self.runs.iter().filter_map(|run| Some((label(run), value(run)?))).collect());
         };
         per_run("last_commit_step", "Step of the newest commit in the first tier.", &|run| run.last_commit_step.map(|step| step as f64));
+        per_run("copied_step", "Newest step in this host's memory.", &|run| run.levels.copied.map(|step| step as f64));
+        per_run("encoded_step", "Newest step that is encoded.", &|run| run.levels.encoded.map(|step| step as f64));
+        let leader = |run: &RunStatus| run.hosts.as_ref()?.leader.clone();
+        per_run("leader_term", "Many hosts: number of the leader in its session.", &|run| Some(leader(run)?.term as f64));
+        per_run("leads", "Many hosts: 1 if this host leads.", &|run| Some(f64::from(u8::from(leader(run)?.is_this_host))));
         per_run("seconds_since_commit", "Seconds since that commit.", &|run| run.seconds_since_commit);
         per_run("chain_depth", "Length of the chain of the newest snapshot in memory.", &|run| Some(run.chain_depth as f64));
         per_run("failed_saves_total", "Saves that failed for good.", &|run| Some(run.failed_saves as f64));

@@ -167,6 +167,8 @@ class Engine:
             agent = [] if os.environ.get(_AGENT_VARIABLE) else [sys.executable, "-P", "-m", "tensorcask.agent"]
         name, every = parse_policy(policy)
         self._rank, self._world, self._inline = rank, world, encode == "inline"
+        if not (hosts is None or hosts == "auto" or isinstance(hosts, Hosts)):
+            raise TypeError(f"hosts={hosts!r}: pass a tensorcask.Hosts, None for one host, or 'auto'")
         self._hosts = find_hosts(rank, world) if hosts == "auto" else hosts
         self._arena = _device.Arena()
         self._saving: Saving | None = None

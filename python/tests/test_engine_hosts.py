@@ -153,6 +153,11 @@ def test_hosts_are_found_in_the_variables_of_the_launcher(monkeypatch):
         tensorcask.Hosts("job", range(0, 8, 2))
 
 
+def test_a_text_does_not_name_hosts(url):
+    with pytest.raises(TypeError, match="tensorcask.Hosts"):
+        tensorcask.Engine(url, hosts="node-1,node-2")
+
+
 def engine_of(url, folder, rank, session="job", **options):
     hosts = tensorcask.Hosts(session, range(rank, rank + 1), patience=0.3)
     return tensorcask.Engine(url, folder=folder, rank=rank, world=HOSTS, hosts=hosts, **options)

@@ -47,6 +47,11 @@ impl SessionExchange {
         Self { store: store.clone(), session }
     }
 
+    /// The session.
+    pub(crate) fn session(&self) -> SessionName {
+        self.session
+    }
+
     /// Agrees with all hosts on the log entry after which a session begins. `after`: the last log entry, 0 for an empty log or
     /// before there is a store. The first host that asks decides; returns its entry.
     pub async fn begin(store: &Store, session: Id, after: u64) -> Result<u64> {

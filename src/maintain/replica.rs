@@ -10,13 +10,14 @@
 //! Invariant: a pull removes nothing before the replica has every wanted step of the source. A source that is empty,
 //! because its host was replaced, costs nothing.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::copier::{copy_cask, present};
 use super::verify::verify_cask;
 use crate::chain::chain_of;
-use crate::commit::{SessionExchange, SessionLog, read_manifest, read_store_file};
+use crate::commit::{RankSet, SessionExchange, SessionLog, read_manifest, read_store_file};
+use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, RankRange, Receipt, STORE_FILE, SessionName, SessionStep, rank_of_slot};
@@ -104,8 +105,8 @@ impl Replica {
         };
         let (from, to) = (SessionExchange::new(&self.source, session), SessionExchange::new(&self.memory, session));
         let at_source = self.complete_steps(&from).await?;
-        let mut held = self.complete_steps(&to).await?;
-        let mut report = ReplicaReport { newest_at_source: at_source.last().copied(), ..ReplicaReport::default() };
+        let mut held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
+        let mut report = ReplicaReport { newest_at_source: at_source.keys().next_back().copied(), ..ReplicaReport::default() };
         let chain = match self.chain().await {
             Ok(chain) => chain,
             Err(error) => {
@@ -119,14 +120,17 @@ impl Replica {
             Err(error) if error.kind() != ErrorKind::NotFound => _ = report.problem.get_or_insert(error),
             _ => {}
         }
-        let wanted: BTreeSet<SessionStep> = at_source.iter().rev().take(self.keep).copied().collect();
-        for at in wanted.iter().rev().filter(|at| !held.contains(at)).copied().collect::<Vec<_>>() {
-            match self.copy_step(&from, &to, session, at, &mut report).await {
-                Ok(()) => _ = held.insert(at),
+        let wanted: BTreeMap<SessionStep, RankSet> = at_source.into_iter().rev().take(self.keep).collect();
+        for (at, present) in wanted.iter().rev() {
+            if held.contains(at) {
+                continue;
+            }
+            match self.copy_step(&from, &to, *at, present, &mut report).await {
+                Ok(()) => _ = held.insert(*at),
                 Err(error) => _ = report.problem.get_or_insert(error),
             }
         }
-        report.missing = wanted.difference(&held).count() as u64;
+        report.missing = wanted.keys().filter(|at| !held.contains(at)).count() as u64;
         report.newest = held.last().copied();
         if report.problem.is_none() && !wanted.is_empty() {
             let kept: BTreeSet<SessionStep> = held.iter().rev().take(self.keep).copied().collect();
@@ -140,7 +144,7 @@ impl Replica {
         match read_store_file(&self.memory).await {
             Ok(file) => {
                 let session = SessionName { run: file.run, session: self.session };
-                Ok(self.complete_steps(&SessionExchange::new(&self.memory, session)).await?.into_iter().collect())
+                Ok(self.complete_steps(&SessionExchange::new(&self.memory, session)).await?.into_keys().collect())
             }
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(Vec::new()),
             Err(e) => Err(e),
@@ -173,21 +177,10 @@ impl Replica {
         Ok(Some(session))
     }
 
-    async fn complete_steps(&self, exchange: &SessionExchange) -> Result<BTreeSet<SessionStep>> {
+    /// Steps with receipts of all ranks, and the ranks whose receipts there are.
+    async fn complete_steps(&self, exchange: &SessionExchange) -> Result<BTreeMap<SessionStep, RankSet>> {
         let found = exchange.survey(None).await?.steps;
-        Ok(found.into_iter().filter(|(_, present)| present.has_all(self.ranks.clone())).map(|(at, _)| at).collect())
-    }
-
-    /// Receipts of these ranks for a step, in rank order.
-    async fn receipts(&self, exchange: &SessionExchange, at: SessionStep) -> Result<Vec<Receipt>> {
-        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
-        let present = exchange.survey(before).await?.steps.remove(&at).unwrap_or_default();
-        let mut receipts = exchange.receipts(at, &present).await?;
-        receipts.retain(|receipt| self.ranks.contains(&receipt.rank));
-        match receipts.len() == self.ranks.len() {
-            true => Ok(receipts),
-            false => Err(Error::not_found(format!("not all ranks have a receipt of step {}", at.step))),
-        }
+        Ok(found.into_iter().filter(|(_, present)| present.has_all(self.ranks.clone())).collect())
     }
 
     /// Casks of these ranks in the chain of the newest committed snapshot. Empty before the first commit.
@@ -221,23 +214,21 @@ impl Replica {
         &mut self,
         from: &SessionExchange,
         to: &SessionExchange,
-        session: SessionName,
         at: SessionStep,
+        present: &RankSet,
         report: &mut ReplicaReport,
     ) -> Result<()> {
-        let receipts = self.receipts(from, at).await?;
-        let mut casks = Vec::new();
-        for receipt in &receipts {
-            check_receipt(receipt, session, at)?;
-            let of_base = receipt.parent.is_none();
-            casks.extend(receipt.casks.iter().map(|cask| WantedCask { cask: cask.clone(), of_base }));
-        }
+        let mut receipts = from.receipts(at, present).await?;
+        receipts.retain(|receipt| self.ranks.contains(&receipt.rank));
+        receipts.iter().try_for_each(|receipt| check_receipt(receipt, from.session(), at))?;
+        let of_step = receipts.iter().flat_map(|receipt| receipt.casks.iter().map(|cask| (cask, receipt.parent.is_none())));
+        let casks: Vec<WantedCask> = of_step.map(|(cask, of_base)| WantedCask { cask: cask.clone(), of_base }).collect();
         self.copy_casks(&casks, report).await?;
         if let Some(parent) = from.parent(at).await?
             && to.fix_parent(at, parent).await? != parent
         {
             let message = "the source had another parent for this step before";
-            return Err(Error::new(ErrorKind::Conflict, message).object(session.parent_path(at)));
+            return Err(Error::new(ErrorKind::Conflict, message).object(from.session().parent_path(at)));
         }
         to.put_receipts(&receipts).await
     }
@@ -296,24 +287,27 @@ impl Replica {
         let has_committed = self.log.as_ref().and_then(|log| log.leadership().of(self.session)).is_some_and(|led| led.newest.is_some());
         let folder = format!("{}/", session.folder());
         let mut needed: BTreeSet<String> = chain.iter().map(|wanted| wanted.cask.path()).collect();
-        for at in kept {
-            let receipts = self.receipts(to, *at).await?;
+        let held = self.complete_steps(to).await?;
+        for (at, present) in held.iter().filter(|(at, _)| kept.contains(at)) {
+            let receipts = to.receipts(*at, present).await?;
             needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
         }
         let objects = self.memory.objects();
         let mut unneeded = Vec::new();
         for found in objects.list("receipts").await? {
-            let step = found.path.strip_prefix(&folder).map(|rest| rest.split('/').next().and_then(SessionStep::from_folder));
-            match step {
-                Some(step) if step.is_some_and(|step| kept.contains(&step)) => {}
-                None if !has_committed => {
-                    let Some(ranks) = found.path.rsplit('/').next().and_then(RankRange::from_object) else { continue };
-                    let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
-                    // Damaged receipts are of no use.
-                    let receipts = Receipt::decode_all(&bytes, ranks, self.memory.limits()).unwrap_or_default();
-                    needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
-                }
-                _ => unneeded.push(found.path),
+            let (step, object) = match found.path.strip_prefix(&folder) {
+                Some(rest) => (rest.split('/').next().and_then(SessionStep::from_folder), None),
+                None => (None, found.path.rsplit('/').next().and_then(RankRange::from_object)),
+            };
+            if step.is_some_and(|step| kept.contains(&step)) {
+                continue;
+            }
+            if found.path.starts_with(&folder) || has_committed {
+                unneeded.push(found.path);
+            } else if let Some(ranks) = object {
+                let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
+                let receipts = Receipt::decode_all(&bytes, ranks, self.memory.limits()).in_object(&found.path)?;
+                needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
             }
         }
         unneeded.extend(objects.list("casks").await?.into_iter().map(|found| found.path).filter(|path| !needed.contains(path)));
@@ -334,13 +328,14 @@ impl Replica {
 
 /// Checks that a receipt is of the step that was asked for, and names casks of its own rank only.
 fn check_receipt(receipt: &Receipt, session: SessionName, at: SessionStep) -> Result<()> {
-    let (found, rank) = (SessionStep { attempt: receipt.attempt, step: receipt.step }, receipt.rank);
+    let found = SessionStep { attempt: receipt.attempt, step: receipt.step };
+    let fail =
+        |message: String, clause| Err(Error::corrupt(message).object(format!("{}/{}", session.folder(), at.folder())).clause(clause));
     if found != at || receipt.session != Some(session) {
-        let message = format!("a receipt of rank {rank} is of step {} or of another session; step {} was expected", found.step, at.step);
-        return Err(Error::corrupt(message).clause("manifest 6.2"));
+        return fail(format!("a receipt of step {} is in the place of step {}", found.step, at.step), "manifest 6.2");
     }
-    match receipt.casks.iter().find(|cask| rank_of_slot(cask.slot) != rank) {
-        Some(cask) => Err(Error::corrupt(format!("the receipt of rank {rank} names a cask in slot {}", cask.slot)).clause("manifest 5")),
+    match receipt.casks.iter().find(|cask| rank_of_slot(cask.slot) != receipt.rank) {
+        Some(cask) => fail(format!("the receipt of rank {} names a cask in slot {}", receipt.rank, cask.slot), "manifest 5"),
         None => Ok(()),
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use tensorcask::Result;
 
 use super::run::Run;
+use super::run_state::saves_no_more;
 use super::step_selection::{RankStates, Selection, select_next};
 use crate::arena::Arena;
 use crate::files::remove_file;
@@ -14,7 +15,7 @@ use crate::slot::SlotState;
 /// Selects the next work of the encoder. `arenas`: the arenas of all ranks, in rank order.
 pub(super) fn next_work(run: &Run, arenas: &[Arc<Arena>]) -> Result<Selection> {
     let (session, finished) = run.read(|state, _| {
-        let finished: BTreeSet<u32> = state.ranks.keys().copied().filter(|rank| state.saves_no_more(*rank)).collect();
+        let finished: BTreeSet<u32> = state.ranks.keys().copied().filter(|rank| saves_no_more(state, *rank)).collect();
         (state.session, finished)
     });
     let states = |(rank, arena): (u32, &Arc<Arena>)| {

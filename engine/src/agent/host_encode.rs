@@ -16,6 +16,7 @@ use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
 use super::retry::Backoff;
 use super::run_event::{EncodedSave, Event as RunEvent, MemoryContents, RankGeneration};
+use super::run_state::owes_end;
 use super::save_log::Encoding;
 use super::step_selection::{SaveKey, Selection};
 use crate::arena::Arena;
@@ -89,7 +90,7 @@ impl HostEncoder {
                 }
             }
         }
-        if run.read(|state, arenas| state.owes_end() && arenas.waiting_states() == 0) && !self.has_ended {
+        if run.read(|state, arenas| owes_end(state) && arenas.waiting_states() == 0) && !self.has_ended {
             // Every state of these ranks is encoded or dropped by now.
             self.has_ended = self.encoded.send(UploadWork::End).is_ok();
         }

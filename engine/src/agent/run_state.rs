@@ -397,17 +397,6 @@ impl RunState {
         (0..self.tiers.len()).map(Action::WakeUploader).collect()
     }
 
-    /// Whether a rank adds to no save any more. On many hosts, a rank whose trainer is gone does not come back in its session.
-    pub(super) fn saves_no_more(&self, rank: u32) -> bool {
-        let is_gone = |state: &RankState| self.end_noted.is_some() && state.attachment > 0 && state.trainer.is_none();
-        self.ranks.get(&rank).is_some_and(|state| state.is_finished || state.saves_no_more || is_gone(state))
-    }
-
-    /// Whether the other hosts are still to be told that the ranks of this host save no more.
-    pub(super) fn owes_end(&self) -> bool {
-        self.end_noted == Some(false) && self.stopped.is_none() && self.local_ranks.clone().all(|rank| self.saves_no_more(rank))
-    }
-
     /// Whether a trainer is connected.
     pub(super) fn is_attached(&self) -> bool {
         self.ranks.values().any(|state| state.trainer.is_some())
@@ -421,7 +410,7 @@ impl RunState {
     /// Whether no work is left. A stopped run has none.
     pub(super) fn is_quiet(&self, waiting_states: u64) -> bool {
         let is_done = || self.tiers.iter().all(|tier| tier.is_known && tier.pending == 0);
-        self.stopped.is_some() || (waiting_states == 0 && is_done() && !self.owes_end())
+        self.stopped.is_some() || (waiting_states == 0 && is_done() && !owes_end(self))
     }
 
     /// Progress of the saves of a rank.
@@ -439,6 +428,17 @@ impl RunState {
             queue_depth: self.queue_depth(waiting_states),
         }
     }
+}
+
+/// Whether a rank adds to no save any more. On many hosts, a rank whose trainer is gone does not come back in its session.
+pub(super) fn saves_no_more(run: &RunState, rank: u32) -> bool {
+    let is_gone = |state: &RankState| run.end_noted.is_some() && state.attachment > 0 && state.trainer.is_none();
+    run.ranks.get(&rank).is_some_and(|state| state.is_finished || state.saves_no_more || is_gone(state))
+}
+
+/// Whether the other hosts are still to be told that the ranks of this host save no more.
+pub(super) fn owes_end(run: &RunState) -> bool {
+    run.end_noted == Some(false) && run.stopped.is_none() && run.local_ranks.clone().all(|rank| saves_no_more(run, rank))
 }
 
 #[cfg(test)]

@@ -74,9 +74,9 @@ async fn a_step_that_was_never_uploaded_is_copied_and_memory_is_bounded() {
     job.save(7).await;
     replica.pull().await.unwrap();
     assert_eq!((replica.steps().await.unwrap(), casks()), (vec![at(6), at(7)], 3 * RANKS));
-    // Only one rank of the host has saved: the step does not count.
+    // Without receipts the step does not count.
     let mut receipts = files_below(&job.hosts[0].host.folder.mirror()).into_iter().filter(|file| file.starts_with("receipts"));
-    let newest = receipts.find(|file| file.ends_with("7/1.json")).unwrap();
+    let newest = receipts.find(|file| file.ends_with("7/0-1.json")).unwrap();
     std::fs::remove_file(job.hosts[0].host.folder.mirror().join(newest)).unwrap();
     assert_eq!(replica.pull().await.unwrap().newest_at_source, Some(at(6)));
     assert_eq!(replica.steps().await.unwrap(), [at(6), at(7)], "the replica keeps what it has");
@@ -136,9 +136,9 @@ async fn a_hostile_peer_gives_an_error_and_never_a_step() {
         ("/casks/", Kind::Endless),
         ("/casks/", Kind::Huge),
         ("/casks/", Kind::OtherStore(other.clone())),
-        ("0.json", Kind::FlippedByte),
-        ("0.json", Kind::OtherStore(other.clone())),
-        ("0.json", Kind::OtherStep(1)),
+        ("/0-1.json", Kind::FlippedByte),
+        ("/0-1.json", Kind::OtherStore(other.clone())),
+        ("/0-1.json", Kind::OtherStep(1)),
         ("parent.json", Kind::FlippedByte),
         ("/receipts/", Kind::Endless),
         ("store.json", Kind::FlippedByte),

@@ -103,8 +103,8 @@ impl Job {
             mirror.upload(session, at(step)).await.unwrap();
         }
         let exchange = SessionExchange::new(&self.store, session);
-        let ranks = exchange.survey(None).await.unwrap().steps.remove(&at(step)).unwrap();
-        let receipts = exchange.receipts(at(step), &ranks).await.unwrap();
+        let present = exchange.survey(None).await.unwrap().steps.remove(&at(step)).unwrap();
+        let receipts = exchange.receipts(at(step), &present).await.unwrap();
         self.leader.commit(step, &receipts).await.unwrap();
         let log = SessionLog::open(&self.store).await.unwrap();
         for JobHost { mirror, .. } in &mut self.hosts {
