@@ -614,7 +614,7 @@ def damaged_data(side):
     """One flipped bit in the data of a tensor."""
     whole = torch.rand(256, 256)
     side.save({"w": whole})
-    file = side.data_files()[0]
+    file = max(side.data_files(), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -625,7 +625,7 @@ def damaged_data(side):
 def lost_data(side):
     """A lost data file is an error."""
     side.save({"w": torch.full((64, 64), 0.1)})
-    side.data_files()[0].unlink()
+    max(side.data_files(), key=lambda path: path.stat().st_size).unlink()
     return error_of(lambda: side.load({"w": torch.zeros(64, 64)}))
 
 

@@ -293,3 +293,17 @@ def test_a_step_is_replaced_only_when_asked_on_every_rank(tmp_path, url):
         on_ranks(world, tmp_path, replaced_on_ranks, f"{url}-{world}")
         assert [info.step for info in tensorcask.Store(f"{url}-{world}").snapshots()] == [1, 2]
         assert tensorcask.Store(f"{url}-{world}").verify().is_clean
+
+
+def test_a_cached_plan_makes_a_base(memory):
+    """The plan of an unchanged state comes from PyTorch's cache, with the parent of an earlier save."""
+
+    class CachedPlanner(dcp.DefaultSavePlanner):
+        pass
+
+    store = tensorcask.Store(memory)
+    for step in range(1, 5):
+        planner = CachedPlanner(enable_plan_caching=True)
+        dcp.save({"w": torch.full((50_000,), float(step))}, checkpoint_id=str(step), storage_writer=store.writer(policy="consecutive"), planner=planner)
+    assert [info.kind for info in store.snapshots()] == ["base"] * 4
+    assert all((store.load(step)["w"] == step).all() for step in range(1, 5)) and store.verify().is_clean
