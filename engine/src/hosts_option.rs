@@ -42,6 +42,8 @@ impl Hosts {
     /// `torchrun` names a start by its run id and the count of restarts, Slurm by the id of the job, the number of the job
     /// step, and the count of restarts.
     ///
+    /// The session is empty, and must be set, if `torchrun` has no run id (`--rdzv-id`).
+    ///
     /// Do not use this with elastic `torchrun`: if the number of nodes changes, or a node is replaced, the workers start
     /// again with the same count of restarts, or with different counts. Share a random name instead, for example by a
     /// broadcast from rank 0.
@@ -61,7 +63,9 @@ impl Hosts {
             Some(first..first.checked_add(count)?)
         };
         let torchrun = || {
-            let session = format!("torchrun {} {}", variable("TORCHELASTIC_RUN_ID")?, variable("TORCHELASTIC_RESTART_COUNT")?);
+            let (run, count) = (variable("TORCHELASTIC_RUN_ID")?, variable("TORCHELASTIC_RESTART_COUNT")?);
+            // Without `--rdzv-id`, all jobs have this id.
+            let session = if run == "none" { String::new() } else { format!("torchrun {run} {count}") };
             Some(Self::new(session, local("LOCAL_RANK", "LOCAL_WORLD_SIZE")?))
         };
         let slurm = || {
@@ -115,6 +119,10 @@ mod tests {
         let found = hosts(7, &slurm).unwrap();
         assert_eq!((found.session.as_str(), found.local_ranks), ("slurm 77 0 0", 4..8));
         assert_eq!(hosts(7, &[]), None);
+        let torchrun =
+            [("TORCHELASTIC_RUN_ID", "none"), ("TORCHELASTIC_RESTART_COUNT", "0"), ("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "1")];
+        let found = hosts(3, &torchrun).unwrap();
+        assert!(found.session.is_empty() && found.spec(3, 4).is_err(), "all jobs have this id");
         assert_eq!(hosts(1, &slurm), None, "a local rank above the rank");
     }
 

@@ -46,7 +46,13 @@ def find_hosts(rank: int, world: int) -> Hosts | None:
     if found is None or found[2] - found[1] >= world:
         return None
     session, first, end = found
-    return Hosts(_broadcast_name(rank, world) or session, range(first, end))
+    session = _broadcast_name(rank, world) or session
+    if not session:
+        raise ValueError(
+            "this start of the job has no name: torchrun runs without --rdzv-id. Initialise torch.distributed before the engine "
+            "starts, pass --rdzv-id with a value of its own for each start, or pass hosts=tensorcask.engine.Hosts(...)"
+        )
+    return Hosts(session, range(first, end))
 
 
 def _broadcast_name(rank: int, world: int) -> str | None:

@@ -104,6 +104,17 @@ impl SessionExchange {
         Ok(SharedParent::decode(&found, self.store.limits()).in_object(path)?.parent)
     }
 
+    /// Notes the parent of a step in a mirror, unless the mirror has receipts of the step. Replaces the note of an attempt
+    /// that failed.
+    pub(crate) async fn note_parent(&self, at: SessionStep, parent: Option<Id>) -> Result<()> {
+        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
+        if self.survey(before).await?.steps.contains_key(&at) {
+            return Ok(());
+        }
+        let bytes = Bytes::from(SharedParent::new(parent).encode()?);
+        self.store.objects().put_whole(&self.session.parent_path(at), bytes.into()).await
+    }
+
     /// Creates the receipts of the ranks of a host, in rank order, all of one step: one object for consecutive ranks, or
     /// several if one would be too large. An object that exists stays: an earlier process of these ranks wrote it, for the
     /// same states.

@@ -15,7 +15,7 @@ use std::time::Duration;
 use super::mark::{History, Marks};
 use crate::commit::{DEFAULT_AGE_FLOOR, Log, LogState, SnapshotRecord, SnapshotStatus, now_ms, read_store_file, refuse_features};
 use crate::store::{Listed, Work, concurrently};
-use crate::wire::{Event, Id};
+use crate::wire::{Event, Id, lasting_folders};
 use crate::{Result, Store, boxed};
 
 /// Options of garbage collection.
@@ -116,7 +116,12 @@ pub async fn gc(store: &Store, options: &GcOptions) -> Result<GcReport> {
     marks.add(store, &history.named, &history.needed()).await?;
     report.held_bytes = marks.bytes_of(&report.held);
     report.collected_bytes = marks.bytes_of(&report.collected);
-    let unneeded: Vec<Listed> = list_all(store).await?.into_iter().filter(|listed| !needed.contains(&listed.path)).collect();
+    // The session that leads may go on.
+    let lasting = log.state().leadership.leading().map(|leading| lasting_folders(leading.leader.session)).into_iter().flatten();
+    let lasting: Vec<String> = lasting.collect();
+    let is_lasting = |path: &str| lasting.iter().any(|folder| path.starts_with(folder));
+    let is_unneeded = |listed: &Listed| !needed.contains(&listed.path) && !is_lasting(&listed.path);
+    let unneeded: Vec<Listed> = list_all(store).await?.into_iter().filter(is_unneeded).collect();
     let ripe = |listed: &Listed, marks: &Marks| {
         let kind = options.directories || !listed.path.starts_with("directories/");
         kind && listed.modified_ms <= threshold && !marks.paths.contains(&listed.path)

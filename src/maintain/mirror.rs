@@ -12,7 +12,6 @@ use super::copier::{copy_cask, present};
 use super::verify::verify_cask;
 use crate::chain::chain_of;
 use crate::commit::{Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest_bytes, read_store_file};
-use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, LogEntry, RankRange, Receipt, STORE_FILE, SessionName, SessionStep};
@@ -115,6 +114,7 @@ impl Mirror {
         match read_store_file(&self.memory).await {
             Ok(found) if found.run == file.run => {}
             Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) if e.kind() != ErrorKind::Corrupt => return Err(e),
             _ => self.clear().await?,
         }
         self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
@@ -166,13 +166,17 @@ impl Mirror {
     }
 
     /// Uploads the casks of a step, every byte checked, and then the receipts. Objects that the store has are not sent again.
-    /// Returns the bytes that were sent. Fails with `NotFound` if the mirror does not have the step.
+    /// Returns the bytes that were sent. Fails with `Corrupt` if the mirror does not have all of the step.
     #[boxed]
     pub async fn upload(&self, session: SessionName, at: SessionStep) -> Result<u64> {
         let exchange = SessionExchange::new(&self.memory, session);
         let ranks = exchange.survey(None).await?.steps.remove(&at);
+        let lost = |error: Error| match error.kind() {
+            ErrorKind::NotFound => Error::corrupt(format!("memory has lost a part of step {}: {error}", at.step)).source(error),
+            _ => error,
+        };
         let ranks =
-            ranks.ok_or_else(|| Error::not_found(format!("no receipt of step {} is in memory", at.step)).object(session.folder()))?;
+            ranks.ok_or_else(|| Error::corrupt(format!("memory has lost the receipts of step {}", at.step)).object(session.folder()))?;
         let receipts = exchange.receipts(at, &ranks).await?;
         let mut sent = 0u64;
         for receipt in &receipts {
@@ -181,7 +185,7 @@ impl Mirror {
                     continue;
                 }
                 let from = CaskSource::object(&self.memory, cask);
-                verify_cask(&from, cask, receipt.parent.is_none(), self.memory.limits()).await?;
+                verify_cask(&from, cask, receipt.parent.is_none(), self.memory.limits()).await.map_err(lost)?;
                 copy_cask(&from, &self.store, cask, None).await?;
                 sent = sent.saturating_add(cask.bytes);
             }
@@ -216,8 +220,10 @@ impl Mirror {
             }
             if let Some(ranks) = RankRange::from_object(object) {
                 let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
-                let receipts = Receipt::decode_all(&bytes, ranks, self.memory.limits()).in_object(&found.path)?;
-                needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
+                match Receipt::decode_all(&bytes, ranks, self.memory.limits()) {
+                    Ok(receipts) => needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path)),
+                    Err(error) => tracing::error!(object = found.path, %error, "a receipt is damaged in memory; its step is lost"),
+                }
             }
             needed.insert(found.path);
         }

@@ -7,8 +7,8 @@
 //! The source is not trusted. A cask is copied first, and then checked at the destination, byte by byte. A receipt is
 //! written after the casks that it names, so a step that the replica lists is complete and checked.
 //!
-//! Invariant: a pull removes nothing before the replica has every wanted step of the source. A source that is empty,
-//! because its host was replaced, costs nothing.
+//! Invariant: a pull removes no step and no link of the chain before the replica has newer steps in their place. A source
+//! that is empty, because its host was replaced, removes nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -17,7 +17,6 @@ use super::copier::{copy_cask, present};
 use super::verify::verify_cask;
 use crate::chain::chain_of;
 use crate::commit::{RankSet, SessionExchange, SessionLog, read_manifest, read_store_file};
-use crate::error::ResultExt;
 use crate::reader::CaskSource;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, RankRange, Receipt, STORE_FILE, SessionName, SessionStep, rank_of_slot};
@@ -48,6 +47,8 @@ pub struct Replica {
     keep: usize,
     /// Log of the source, as far as it was read.
     log: Option<SessionLog>,
+    /// Casks of these ranks in each link of the chain of the newest committed snapshot.
+    links: BTreeMap<Id, Vec<WantedCask>>,
     /// Casks in the replica that were checked since it was opened.
     checked: BTreeSet<Id>,
 }
@@ -87,6 +88,7 @@ impl Replica {
             ranks,
             keep: keep.max(1) as usize,
             log: None,
+            links: BTreeMap::new(),
             checked: BTreeSet::new(),
         }
     }
@@ -106,11 +108,13 @@ impl Replica {
         let (from, to) = (SessionExchange::new(&self.source, session), SessionExchange::new(&self.memory, session));
         let at_source = self.complete_steps(&from).await?;
         let mut held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
+        let (mut chain_is_known, mut of_wanted) = (true, BTreeSet::new());
         let mut report = ReplicaReport { newest_at_source: at_source.keys().next_back().copied(), ..ReplicaReport::default() };
         let chain = match self.chain().await {
             Ok(chain) => chain,
             Err(error) => {
                 self.log = None;
+                chain_is_known = false;
                 report.problem = Some(error);
                 Vec::new()
             }
@@ -125,16 +129,16 @@ impl Replica {
             if held.contains(at) {
                 continue;
             }
-            match self.copy_step(&from, &to, *at, present, &mut report).await {
+            match self.copy_step(&from, &to, *at, present, &mut of_wanted, &mut report).await {
                 Ok(()) => _ = held.insert(*at),
                 Err(error) => _ = report.problem.get_or_insert(error),
             }
         }
         report.missing = wanted.keys().filter(|at| !held.contains(at)).count() as u64;
         report.newest = held.last().copied();
-        if report.problem.is_none() && !wanted.is_empty() {
+        if chain_is_known && !wanted.is_empty() {
             let kept: BTreeSet<SessionStep> = held.iter().rev().take(self.keep).copied().collect();
-            self.prune(&to, session, &kept, &chain).await?;
+            self.prune(&to, session, &kept, &chain, &of_wanted).await?;
         }
         Ok(report)
     }
@@ -195,17 +199,22 @@ impl Replica {
         };
         let state = log.state();
         let Some(latest) = state.latest() else { return Ok(Vec::new()) };
-        let mut casks = Vec::new();
+        let mut links = BTreeMap::new();
         for link in chain_of(state, latest.id, self.source.limits().max_chain_depth)? {
             let place = link.manifest_place();
-            if place.inline_in.is_some() {
-                continue;
-            }
-            let manifest = read_manifest(&self.source, &place).await?;
-            let own = manifest.casks.iter().filter(|cask| self.ranks.contains(&rank_of_slot(cask.slot)));
-            casks.extend(own.map(|cask| WantedCask { cask: cask.clone(), of_base: link.parent.is_none() }));
+            let casks = match self.links.remove(&link.id) {
+                Some(known) => known,
+                None if place.inline_in.is_some() => Vec::new(),
+                None => {
+                    let manifest = read_manifest(&self.source, &place).await?;
+                    let own = manifest.casks.into_iter().filter(|cask| self.ranks.contains(&rank_of_slot(cask.slot)));
+                    own.map(|cask| WantedCask { cask, of_base: link.parent.is_none() }).collect()
+                }
+            };
+            links.insert(link.id, casks);
         }
-        Ok(casks)
+        self.links = links;
+        Ok(self.links.values().flatten().cloned().collect())
     }
 
     /// Copies the casks and the receipts of a step.
@@ -216,6 +225,7 @@ impl Replica {
         to: &SessionExchange,
         at: SessionStep,
         present: &RankSet,
+        of_wanted: &mut BTreeSet<String>,
         report: &mut ReplicaReport,
     ) -> Result<()> {
         let mut receipts = from.receipts(at, present).await?;
@@ -223,6 +233,8 @@ impl Replica {
         receipts.iter().try_for_each(|receipt| check_receipt(receipt, from.session(), at))?;
         let of_step = receipts.iter().flat_map(|receipt| receipt.casks.iter().map(|cask| (cask, receipt.parent.is_none())));
         let casks: Vec<WantedCask> = of_step.map(|(cask, of_base)| WantedCask { cask: cask.clone(), of_base }).collect();
+        // A part of the step that was copied stays until the next pull.
+        of_wanted.extend(casks.iter().map(|wanted| wanted.cask.path()));
         self.copy_casks(&casks, report).await?;
         if let Some(parent) = from.parent(at).await?
             && to.fix_parent(at, parent).await? != parent
@@ -274,7 +286,7 @@ impl Replica {
         }
     }
 
-    /// Removes receipts and casks of other steps. Those of other sessions stay until this session has committed a step: they
+    /// Removes receipts and casks of other steps, except `of_wanted`, the casks of steps that are being copied. Those of other sessions stay until this session has committed a step: they
     /// may be what the job resumes from if it fails before.
     #[boxed]
     async fn prune(
@@ -283,10 +295,11 @@ impl Replica {
         session: SessionName,
         kept: &BTreeSet<SessionStep>,
         chain: &[WantedCask],
+        of_wanted: &BTreeSet<String>,
     ) -> Result<()> {
         let has_committed = self.log.as_ref().and_then(|log| log.leadership().of(self.session)).is_some_and(|led| led.newest.is_some());
         let folder = format!("{}/", session.folder());
-        let mut needed: BTreeSet<String> = chain.iter().map(|wanted| wanted.cask.path()).collect();
+        let mut needed: BTreeSet<String> = chain.iter().map(|wanted| wanted.cask.path()).chain(of_wanted.iter().cloned()).collect();
         let held = self.complete_steps(to).await?;
         for (at, present) in held.iter().filter(|(at, _)| kept.contains(at)) {
             let receipts = to.receipts(*at, present).await?;
@@ -306,7 +319,8 @@ impl Replica {
                 unneeded.push(found.path);
             } else if let Some(ranks) = object {
                 let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
-                let receipts = Receipt::decode_all(&bytes, ranks, self.memory.limits()).in_object(&found.path)?;
+                // Damaged receipts are of no use.
+                let receipts = Receipt::decode_all(&bytes, ranks, self.memory.limits()).unwrap_or_default();
                 needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
             }
         }

@@ -202,6 +202,11 @@ pub(crate) fn start_path(session: Id, rank: u32) -> String {
     format!("{}-start/{rank}.json", folder_of(session))
 }
 
+/// Folders of the messages of a session that count as long as it lasts.
+pub(crate) fn lasting_folders(session: Id) -> [String; 2] {
+    [format!("{}-start/", folder_of(session)), format!("{}/{ENDED_FOLDER}/", folder_of(session))]
+}
+
 /// Path of the note that some ranks have ended.
 pub(crate) fn ended_path(session: Id, ranks: RankRange) -> String {
     format!("{}/{ENDED_FOLDER}/{}", folder_of(session), ranks.object())

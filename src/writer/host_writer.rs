@@ -4,11 +4,11 @@
 //! All ranks of a host share one view of the log, so a save costs few requests. The leader of the session commits.
 
 use super::WriterOptions;
-use super::ranks::{Rank, RankPart, open_parent};
+use super::ranks::{Rank, RankPart, Unreadable, open_parent};
 use crate::chain::chain_of;
 use crate::commit::{Log, SessionExchange, SnapshotRecord, Standing, catch_up_from, read_manifest_bytes, refuse_features};
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
-use crate::{Blob, Error, ErrorKind, Metadata, Result, Store, TensorView, boxed};
+use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
 
 /// Tensors, blobs and metadata of one rank at one step.
 #[derive(Debug)]
@@ -102,17 +102,18 @@ impl HostWriter {
         let parent_id = parent.as_ref().map(|parent| parent.snapshot.record().id);
         let receipts_at = SessionExchange::new(&self.memory, self.session);
         if self.has_mirror() {
-            receipts_at.fix_parent(at, parent_id).await?;
+            receipts_at.note_parent(at, parent_id).await?;
         }
         let mut receipts = Vec::with_capacity(states.len());
         for (part, state) in self.parts.iter_mut().zip(states) {
             part.rank.attempt = at.attempt;
-            let mut receipt = match part.upload(at.step, parent.as_ref(), &state.tensors, &state.blobs).await {
+            let unreadable = if in_memory { Unreadable::Fail } else { Unreadable::SaveWhole };
+            let mut receipt = match part.upload(at.step, parent.as_ref(), unreadable, &state.tensors, &state.blobs).await {
                 // A mirror lacks the parent of a shard that a rank of another host has, too.
-                Err(error) if in_memory && error.kind() == ErrorKind::NotFound => {
+                Err(error) if in_memory && error.is_damage() => {
                     parent = open_parent(&self.store, self.log.state(), parent_id).await?;
                     in_memory = false;
-                    part.upload(at.step, parent.as_ref(), &state.tensors, &state.blobs).await?
+                    part.upload(at.step, parent.as_ref(), Unreadable::SaveWhole, &state.tensors, &state.blobs).await?
                 }
                 uploaded => uploaded?,
             };

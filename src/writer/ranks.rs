@@ -44,6 +44,15 @@ pub(super) struct RankPart {
     pending: Option<(Vec<CaskRef>, NextBase)>,
 }
 
+/// What to do if the parent cannot be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unreadable {
+    /// Save the shards of the rank whole.
+    SaveWhole,
+    /// Fail: the parent may be readable at another place.
+    Fail,
+}
+
 /// Whether the store that a rank saves to is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StorePresence {
@@ -81,7 +90,7 @@ impl RankWriter {
     async fn upload(&mut self, step: u64, parent: Option<Id>, tensors: &[TensorView<'_>], blobs: &[Blob<'_>]) -> Result<Receipt> {
         refuse_features(&self.log.state().may_ignore)?;
         let parent = open_parent(&self.part.pipeline.store, self.log.state(), parent).await?;
-        self.part.upload(step, parent.as_ref(), tensors, blobs).await
+        self.part.upload(step, parent.as_ref(), Unreadable::SaveWhole, tensors, blobs).await
     }
 
     /// Reads the log entries committed since the last save. Reads the whole log if the store was deleted or replaced.
@@ -123,12 +132,14 @@ impl RankPart {
         self.pending = None;
     }
 
-    /// Encodes and uploads a state against this parent, or whole without one.
+    /// Encodes and uploads a state against this parent, or whole without one. If the parent cannot be read, saves the shards
+    /// whole, or fails.
     #[boxed]
     pub(super) async fn upload(
         &mut self,
         step: u64,
         mut parent: Option<&Parent>,
+        unreadable: Unreadable,
         tensors: &[TensorView<'_>],
         blobs: &[Blob<'_>],
     ) -> Result<Receipt> {
@@ -141,7 +152,7 @@ impl RankPart {
                 Ok(uploaded) => break uploaded,
                 Err(error) => {
                     self.pipeline.base.clear();
-                    if parent.is_none() || !error.is_damage() {
+                    if parent.is_none() || !error.is_damage() || unreadable == Unreadable::Fail {
                         return Err(error);
                     }
                     tracing::warn!(%error, "no delta can be made; saving this rank's shards whole");

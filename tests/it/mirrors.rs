@@ -5,7 +5,7 @@ use std::path::Path;
 
 use tensorcask::maintain::{self, Mirror, VerifyOptions};
 use tensorcask::wire::{Id, Leader, SessionName};
-use tensorcask::{ErrorKind, HostWriter, LeaderWriter, SessionExchange, SessionLog, Store, StoreOptions};
+use tensorcask::{ErrorKind, HostWriter, LeaderWriter, Metadata, RankState, SessionExchange, SessionLog, Slice, Store, StoreOptions};
 
 use super::sessions::{HOSTS, RANKS_PER_HOST, WORLD, assert_holds, at, options, receipts, row, state};
 
@@ -45,12 +45,28 @@ impl Hosts {
 
     /// Saves a step into the mirrors.
     async fn save(&mut self, step: u64) {
+        self.save_states(step, |rank| (row(step, rank), false)).await;
+    }
+
+    /// Saves a step of which all ranks have the same state.
+    async fn save_replicas(&mut self, step: u64) {
+        self.save_states(step, |_| (row(step, 0), true)).await;
+    }
+
+    /// Saves the rows of all ranks: each is a part of a tensor, or the whole tensor.
+    async fn save_states(&mut self, step: u64, row_of: impl Fn(u32) -> (Vec<u8>, bool)) {
         let log = SessionLog::open(&self.store).await.unwrap();
         for (host, (writer, mirror)) in (0..).zip(&mut self.hosts) {
             mirror.follow(&log).await.unwrap();
             let parent = writer.fix_parent(at(0, step)).await.unwrap();
-            let rows: Vec<Vec<u8>> = ranks(host).into_iter().map(|rank| row(step, rank)).collect();
-            let states = ranks(host).into_iter().zip(&rows).map(|(rank, row)| state(rank, WORLD, row)).collect::<Vec<_>>();
+            let rows: Vec<(Vec<u8>, bool)> = ranks(host).into_iter().map(&row_of).collect();
+            let mut states = Vec::new();
+            for (rank, (row, is_whole)) in ranks(host).into_iter().zip(&rows) {
+                states.push(match is_whole {
+                    true => RankState { metadata: Metadata::default(), ..state(0, 1, row) },
+                    false => state(rank, WORLD, row),
+                });
+            }
             writer.save(at(0, step), parent, &states).await.unwrap();
         }
     }
@@ -143,6 +159,21 @@ async fn mirrors_hold_a_step_that_was_never_uploaded() {
     let receipts = receipts(&SessionExchange::new(&union, session), at(0, 3)).await;
     leader.commit(3, &receipts).await.unwrap();
     assert_holds(&union, 3).await;
+}
+
+#[tokio::test]
+async fn hosts_with_nothing_but_replicas_make_deltas() {
+    let mut hosts = Hosts::begin().await;
+    for step in 1..=2 {
+        hosts.save_replicas(step).await;
+        hosts.upload(step).await;
+        hosts.commit(step).await;
+        for receipt in receipts(&SessionExchange::new(&hosts.store, hosts.session), at(0, step)).await {
+            assert_eq!(receipt.parent.is_some(), step > 1, "rank {}", receipt.rank);
+        }
+    }
+    let found = hosts.store.snapshot(2).await.unwrap().read("model.w", &Slice::all()).await.unwrap().data;
+    assert!(found == row(2, 0));
 }
 
 #[tokio::test]

@@ -49,7 +49,11 @@ impl Agent {
         }
         let mut attached = Vec::new();
         self.serve_requests(read, write, &mut attached).await;
-        attached.iter().for_each(AttachedRank::detach);
+        for lost in attached {
+            let process = lost.trainer();
+            lost.detach();
+            tokio::spawn(lost.leave_with(process));
+        }
     }
 
     /// Serves one HTTP request for the metrics.
@@ -118,6 +122,7 @@ impl Agent {
                     let is_detached = known.run.spec.key == key && known.rank == rank;
                     if is_detached {
                         known.detach();
+                        known.leave();
                     }
                     !is_detached
                 });
@@ -190,7 +195,38 @@ impl AttachedRank {
     fn detach(&self) {
         self.run.apply(Event::Detached { rank: self.rank, attachment: self.attachment });
     }
+
+    fn leave(&self) {
+        self.run.apply(Event::Left { rank: self.rank, attachment: self.attachment });
+    }
+
+    /// Process of the trainer, if it is still the last one of its rank.
+    fn trainer(&self) -> Option<u32> {
+        self.run.read(|state, _| {
+            let rank = state.ranks.get(&self.rank).filter(|rank| rank.attachment == self.attachment);
+            rank.and_then(|rank| rank.trainer)
+        })
+    }
+
+    /// Notes that a trainer has left when its process ends. Before, it may connect again.
+    async fn leave_with(self, process: Option<u32>) {
+        let is_last = || self.run.read(|state, _| state.ranks.get(&self.rank).is_some_and(|rank| rank.attachment == self.attachment));
+        while is_last() && process.is_some_and(is_running) {
+            tokio::time::sleep(PROCESS_POLL).await;
+        }
+        self.leave();
+    }
 }
 
 /// Time for which a trainer waits until out-of-date memory is removed.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
+/// Whether a process exists and has not ended.
+fn is_running(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name of the command, in parentheses, may contain anything.
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
+}
+
+/// Time between looks whether a process has ended.
+const PROCESS_POLL: Duration = Duration::from_millis(200);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorcask::maintain::Mirror;
 use tensorcask::wire::{Id, Leader, SessionName, SessionStep};
@@ -21,6 +21,8 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut act
     let mut committer = Committer {
         work: work.clone(),
         mirror: Mirror::new(&store, &memory),
+        followed: None,
+        follow_after: None,
         store,
         log: None,
         exchange: None,
@@ -42,6 +44,7 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut act
             },
             _ = tick.tick() => committer.tick(),
         }
+        committer.follow().await;
     }
 }
 
@@ -49,6 +52,10 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut act
 struct Committer {
     work: Arc<HostWork>,
     mirror: Mirror,
+    /// Last log entry that the mirror has.
+    followed: Option<u64>,
+    /// Time of the next attempt to copy the log into the mirror, after a failure.
+    follow_after: Option<Instant>,
     store: Store,
     log: Option<SessionLog>,
     exchange: Option<SessionExchange>,
@@ -179,16 +186,25 @@ impl Committer {
             self.leader = leader.clone();
             self.work.run.apply(RunEvent::LeaderRead(leader));
         }
-        // A mirror that lags costs memory, and no step.
-        match self.mirror.follow(log).await {
-            Ok(()) => {
-                if let Some(from) = view.committed.last().copied() {
-                    self.work.set_kept(Kept { from, chain_casks: self.mirror.chain_casks() });
-                }
-            }
-            Err(error) => tracing::warn!(run = self.work.run.spec.run, %error, "the log could not be copied into memory; trying again"),
-        }
         Ok(view)
+    }
+
+    /// Copies new entries of the log into the mirror. The protocol knows them already, so a slow store delays no report.
+    async fn follow(&mut self) {
+        let Some(log) = &self.log else { return };
+        if self.followed == Some(log.sequence()) || self.follow_after.is_some_and(|after| Instant::now() < after) {
+            return;
+        }
+        if let Err(error) = self.mirror.follow(log).await {
+            tracing::warn!(run = self.work.run.spec.run, %error, "the log cannot be copied into memory; trying again");
+            self.follow_after = Some(Instant::now() + FOLLOW_RETRY);
+            return;
+        }
+        (self.followed, self.follow_after) = (Some(log.sequence()), None);
+        let leading = log.leadership().of(self.work.hosts.session);
+        if let Some((attempt, step)) = leading.and_then(|leading| Some((leading.leader.attempt, leading.newest?))) {
+            self.work.set_kept(Kept { from: StepKey { attempt, step }, chain_casks: self.mirror.chain_casks() });
+        }
     }
 
     async fn exchange(&mut self) -> Result<&SessionExchange> {
@@ -327,3 +343,5 @@ const MAX_REASONS: usize = 16;
 
 /// Interval of looking at the log and at receipts, while a step waits.
 const TICK: Duration = Duration::from_millis(200);
+/// Time between attempts to copy the log into the mirror.
+const FOLLOW_RETRY: Duration = Duration::from_secs(5);

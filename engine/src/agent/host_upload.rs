@@ -33,6 +33,7 @@ pub(super) struct WaitingStep {
     pub key: StepKey,
     /// Number of the save among those of this agent, from 1; 0 for a save of an earlier agent.
     pub sequence: u64,
+    /// Saves of the ranks; empty for a save of an earlier agent.
     pub generations: Vec<RankGeneration>,
 }
 
@@ -75,7 +76,7 @@ impl Uploader {
                 Err(error) => self.note(&mut backoff, &error).await,
             }
         };
-        let waiting = |key: StepKey| WaitingStep { key, sequence: 0, generations: self.work.encoded_generations(key) };
+        let waiting = |key: StepKey| WaitingStep { key, sequence: 0, generations: Vec::new() };
         found.into_iter().map(waiting).collect()
     }
 
@@ -97,8 +98,11 @@ impl Uploader {
         while !work.run.is_stopped() && !work.has_passed(key) {
             match self.try_upload(key).await {
                 Ok(()) => break,
+                // The encoder may have removed the step meanwhile.
+                Err(_) if work.has_passed(key) => break,
                 Err(error) if is_final(&error) || error.kind() == ErrorKind::Conflict => {
                     work.apply(Event::Dropped(key));
+                    let generations = if sequence > 0 { generations } else { work.encoded_generations(key) };
                     work.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message: error.to_string() });
                     return;
                 }

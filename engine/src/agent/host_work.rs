@@ -32,16 +32,18 @@ struct Shared {
     protocol: HostProtocol,
     /// Uploaded steps of which the fate is not known.
     uploaded: BTreeMap<StepKey, UploadedStep>,
-    /// Fates that were known before the upload was reported.
-    early: BTreeMap<StepKey, Fate>,
-    /// What the encoder keeps in the mirror; `None` before a step of the session is committed.
+    /// Steps that this agent has encoded and not uploaded.
+    encoded: BTreeSet<StepKey>,
+    /// Known fates of steps. A fate may be known before the upload is reported.
+    fates: BTreeMap<StepKey, Fate>,
+    /// Part of the mirror that pruning keeps; `None` before a step of the session is committed or given up.
     kept: Option<Kept>,
 }
 
-/// What the encoder keeps in the mirror.
+/// Part of the mirror that pruning keeps.
 #[derive(Debug, Clone)]
 pub(super) struct Kept {
-    /// Newest committed step. It and all newer steps are kept.
+    /// Newest step that is committed or given up. It and all newer steps are kept.
     pub from: StepKey,
     /// Casks of the newest snapshot and its chain, by path.
     pub chain_casks: BTreeSet<String>,
@@ -67,7 +69,8 @@ pub(super) enum Fate {
 impl HostWork {
     pub(super) fn new(run: Arc<Run>, hosts: HostsSpec, options: HostOptions, actions: UnboundedSender<Action>) -> Self {
         let protocol = HostProtocol::new(options, 0);
-        let shared = Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), early: BTreeMap::new(), kept: None });
+        let shared =
+            Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), encoded: BTreeSet::new(), fates: BTreeMap::new(), kept: None });
         Self { run, hosts, shared, actions, started: Instant::now() }
     }
 
@@ -107,39 +110,46 @@ impl HostWork {
         self.encoded_steps().remove(&key).unwrap_or_default()
     }
 
+    /// Notes that this agent has encoded a step, which will be uploaded.
+    pub(super) fn note_encoded(&self, key: StepKey) {
+        self.lock().encoded.insert(key);
+    }
+
     /// Reports an uploaded step to the run and to the protocol.
     pub(super) fn note_uploaded(&self, key: StepKey, step: UploadedStep) {
-        let early = {
-            let mut shared = self.lock();
-            let early = shared.early.remove(&key);
-            if early.is_none() {
-                shared.uploaded.insert(key, step.clone());
+        // The slots tell which saves of an earlier agent have this step.
+        if step.sequence > 0 {
+            let known = {
+                let mut shared = self.lock();
+                shared.encoded.remove(&key);
+                let known = shared.fates.get(&key).cloned();
+                if known.is_none() {
+                    shared.uploaded.insert(key, step.clone());
+                }
+                known
+            };
+            if let Some(fate) = known {
+                self.report(key, step, fate);
             }
-            early
-        };
-        if let Some(fate) = early {
-            self.report(key, step, fate);
         }
         self.apply(Event::Uploaded(key));
     }
 
     /// Reports the fate of a step of this host.
     pub(super) fn decide(&self, key: StepKey, fate: Fate) {
-        let known = {
+        let (uploaded, waits) = {
             let mut shared = self.lock();
-            let known = shared.uploaded.remove(&key);
-            if known.is_none() {
-                shared.early.insert(key, fate.clone());
-                // Only the step that is being uploaded can still be reported.
-                while shared.early.len() > MAX_EARLY {
-                    shared.early.pop_first();
-                }
+            shared.fates.insert(key, fate.clone());
+            while shared.fates.len() > MAX_FATES {
+                shared.fates.pop_first();
             }
-            known
+            (shared.uploaded.remove(&key), shared.encoded.contains(&key))
         };
-        match known {
+        match uploaded {
             Some(step) => self.report(key, step, fate),
-            // An earlier agent uploaded the step. If this agent is uploading it now, its slots do not count as encoded yet.
+            // Reported after the upload.
+            None if waits => {}
+            // An earlier agent uploaded the step.
             None => self.report_found(key, fate),
         }
     }
@@ -204,5 +214,5 @@ impl HostWork {
     }
 }
 
-/// Number of fates to remember until their steps are uploaded.
-const MAX_EARLY: usize = 64;
+/// Number of fates to remember. More steps than that never wait for their upload.
+const MAX_FATES: usize = 10_000;

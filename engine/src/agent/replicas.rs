@@ -99,6 +99,12 @@ async fn observe_loop(context: Arc<Context>, host: u32) {
                 tokio::time::sleep(POLL).await;
             }
             Err(error) => {
+                // An error on this side is no silence of the other.
+                if let Some(open) = &copied
+                    && open.peer.answers().await.is_ok()
+                {
+                    run.replicas().note_alive(host, Instant::now());
+                }
                 run.replicas().on_silence(host, error.to_string());
                 // The certificates, and the replica, are opened again.
                 copied = None;
@@ -134,11 +140,27 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
         // The other host answers, so its holders can copy what this host has.
         if released.get_or_insert_with(Instant::now).elapsed() >= RELEASED {
             remove_folder(&run.folder.replica(host))?;
+            // The replica remembers what it has checked.
+            *copied = None;
         }
         return Ok(());
     }
     *released = None;
-    let report = replica.pull().await?;
+    let report = {
+        let pulling = replica.pull();
+        tokio::pin!(pulling);
+        loop {
+            tokio::select! {
+                report = &mut pulling => break report?,
+                // A long pull is no silence.
+                () = tokio::time::sleep(SIGN_OF_LIFE) => {
+                    if peer.answers().await.is_ok() {
+                        run.replicas().note_alive(host, Instant::now());
+                    }
+                }
+            }
+        }
+    };
     if report.casks > 0 {
         tracing::debug!(run = run.spec.run, host, casks = report.casks, bytes = report.bytes, "copied from another host");
     }
@@ -160,6 +182,8 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
     Ok(())
 }
 
+/// Time between checks whether a host answers while it is copied.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 /// Silence after which a host is replaced as a holder.
 const GONE: Duration = Duration::from_secs(30);
 /// Time between looks at a host.

@@ -17,6 +17,8 @@ pub(super) enum Event {
     Attached(Attachment),
     /// The connection of an attachment has ended.
     Detached { rank: u32, attachment: u64 },
+    /// A detached trainer does not come back: it has left by itself, or its process has ended.
+    Left { rank: u32, attachment: u64 },
     /// A trainer has published a state.
     SavedSnapshot { rank: u32, note: SaveNote, queue_depth: u64 },
     /// A trainer waits for saves: it no longer restores, so old snapshots may be removed.

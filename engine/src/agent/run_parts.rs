@@ -21,6 +21,8 @@ pub(super) struct RankState {
     pub is_finished: bool,
     /// Whether the trainer has announced that it saves no more.
     pub saves_no_more: bool,
+    /// Whether the last trainer does not come back.
+    pub has_left: bool,
     /// Newest generation that is encoded in memory.
     pub encoded: u64,
     /// Newest generation that is committed in the first tier.

@@ -2,7 +2,7 @@
 //! follow. No I/O and no clock; the driver in `run` performs the actions.
 //!
 //! ```text
-//! trainers:  Attached, SavedSnapshot, TrainerWaits, SavesEnded, Finished, Detached
+//! trainers:  Attached, SavedSnapshot, TrainerWaits, SavesEnded, Finished, Detached, Left
 //! encoder:   MemoryCleared, MemoryChanged, Encoded, Failed, EncoderProblem
 //! uploaders: TierTakenOver, Uploaded, NothingToUpload, UploadFailed, MemoryDamaged, Fenced
 //! ```
@@ -83,6 +83,12 @@ impl RunState {
                     state.trainer = None;
                 }
                 // The trainer may have published a state and died before it reported the state.
+                vec![Action::WakeEncoder]
+            }
+            Event::Left { rank, attachment } => {
+                if let Some(state) = self.ranks.get_mut(&rank).filter(|state| state.attachment == attachment) {
+                    state.has_left = true;
+                }
                 vec![Action::WakeEncoder]
             }
             Event::SavedSnapshot { rank, note, queue_depth } => self.on_saved(rank, &note, queue_depth),
@@ -189,7 +195,7 @@ impl RunState {
         }
         let state = self.ranks.entry(rank).or_default();
         state.encoded = state.encoded.max(arena.encoded);
-        (state.trainer, state.session, state.is_finished) = (Some(pid), self.session, false);
+        (state.trainer, state.session, state.is_finished, state.has_left) = (Some(pid), self.session, false, false);
         if mode != AttachMode::Continue {
             state.saves_no_more = false;
             // A new trainer hears only of saves that it may still wait for.
@@ -430,9 +436,10 @@ impl RunState {
     }
 }
 
-/// Whether a rank adds to no save any more. On many hosts, a rank whose trainer is gone does not come back in its session.
+/// Whether a rank adds to no save any more. On many hosts, a rank whose trainer has left does not come back in its session. A
+/// trainer that only lost its connection may come back.
 pub(super) fn saves_no_more(run: &RunState, rank: u32) -> bool {
-    let is_gone = |state: &RankState| run.end_noted.is_some() && state.attachment > 0 && state.trainer.is_none();
+    let is_gone = |state: &RankState| run.end_noted.is_some() && state.trainer.is_none() && state.has_left;
     run.ranks.get(&rank).is_some_and(|state| state.is_finished || state.saves_no_more || is_gone(state))
 }
 

@@ -48,6 +48,13 @@ impl ReplicaBoard {
         }
     }
 
+    /// Notes that a host answers.
+    pub(crate) fn note_alive(&mut self, host: u32, now: Instant) {
+        if let Some(observed) = self.hosts.get_mut(&host) {
+            observed.answered = now;
+        }
+    }
+
     /// Notes the result of a pull.
     pub(crate) fn on_pulled(&mut self, host: u32, pulled: Pulled, now: Instant) {
         let Some(observed) = self.hosts.get_mut(&host) else { return };
