@@ -4,6 +4,8 @@
 //! example because a host was lost first. It is then committed in the memory of this process only, with the checks of any
 //! commit, and read as any other step.
 //!
+//! Casks and receipts that a peer forges together are not recognised: a peer is trusted as far as its certificate goes.
+//!
 //! Invariant: memory counts only if it has the log up to the entry after which this session begins. So a step of another job
 //! that wrote to the store in between is never passed over, and no step of an older session comes back.
 
