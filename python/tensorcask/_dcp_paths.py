@@ -6,6 +6,7 @@ PyTorch tries a fixed list of storages and has no registry. :func:`install` puts
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from . import _native
 from ._foreign import is_store
 from ._handle import StoreHandle as Store
 from ._steps import step_in
+
+_log = logging.getLogger("tensorcask")
 
 # Modules of PyTorch that hold the function which chooses a storage.
 _MODULES = (_storage_utils, state_dict_loader, state_dict_saver)
@@ -69,6 +72,12 @@ class Detection:
             store = Store(url)
             store.native().snapshots()
         except (_native.NotFoundError, _native.UnsupportedError, _native.InvalidArgumentError):
+            return None
+        except _native.StorageError as error:
+            if "://" not in url:
+                raise
+            # The id may be of another storage, which needs other credentials.
+            _log.warning("cannot tell whether %s is a store, so PyTorch's own storages are tried: %s", url, error)
             return None
         self._found[url] = store
         return store

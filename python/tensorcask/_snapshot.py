@@ -50,6 +50,10 @@ class SnapshotView(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def __bool__(self) -> bool:
+        # A snapshot without tensors is a snapshot.
+        return True
+
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
