@@ -350,7 +350,7 @@ impl Engine {
         let steps: Vec<u64> = self.loadable()?.into_iter().map(|found| found.step).collect();
         let (rank, world, begun) = (self.options.rank, self.options.world, Instant::now());
         let stores = self.session.spec.stores()?;
-        let first = stores.first().ok_or_else(|| Error::invalid("no tier"))?;
+        let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
         self.runtime.block_on(RankExchange::new(first).put_offer(round, rank, &steps))?;
         let ranks = loop {
             let offers = self.runtime.block_on(RankExchange::new(first).offers(round, world))?;
@@ -493,7 +493,7 @@ fn wait_on(session: &mut Session, generation: u64, until: Until, timeout: Durati
 /// on the log entry after which the session begins.
 async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32) -> Result<()> {
     let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
-    let first = stores.first().ok_or_else(|| Error::invalid("no tier"))?;
+    let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
     let after = match SessionExchange::beginning(first, hosts.session).await? {
         Some(after) => after,
         None => {

@@ -30,7 +30,20 @@ SAVE = {
     "keep_weights_every",
     "progress",
 }
-LOAD = {"tensors", "slices", "out", "device", "framework", "strict", "dtype", "have", "max_error", "progress"}
+LOAD = {
+    "tensors",
+    "slices",
+    "out",
+    "device",
+    "map_location",
+    "strip_prefix",
+    "framework",
+    "strict",
+    "dtype",
+    "have",
+    "max_error",
+    "progress",
+}
 
 
 @pytest.mark.parametrize(

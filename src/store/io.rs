@@ -291,8 +291,8 @@ pub(crate) async fn objects_after(objects: &Objects, folder: &str, after: &str) 
         return Ok(found);
     }
     objects.counters.add(1, 0, 0);
-    // A tilde sorts after all characters of names.
-    let (prefix, offset) = (objects.path(folder), objects.path(&format!("{folder}/{after}~")));
+    // The digit 0 follows the slash, so the objects of `after` are skipped, too.
+    let (prefix, offset) = (objects.path(folder), objects.path(&format!("{folder}/{after}0")));
     let listed = objects.client()?.list_with_offset(Some(&prefix), &offset);
     let mut paths = std::pin::pin!(listed);
     while let Some(meta) = paths.try_next().await.map_err(|e| Error::storage(folder, e))? {

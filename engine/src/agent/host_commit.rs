@@ -212,7 +212,7 @@ impl Committer {
             let session = SessionName { run: self.store.history().run().await?, session: self.work.hosts.session };
             self.exchange = Some(SessionExchange::new(&self.store, session));
         }
-        self.exchange.as_ref().ok_or_else(|| Error::invalid("no exchange"))
+        self.exchange.as_ref().ok_or_else(|| Error::invalid("the session was not opened"))
     }
 
     async fn survey(&mut self) -> Result<Vec<SurveyedStep>> {

@@ -159,7 +159,7 @@ impl HostEncoder {
         }
         let generations: Vec<RankGeneration> =
             ranks.clone().zip(&taken).map(|(rank, taken)| RankGeneration { rank, generation: taken.generation() }).collect();
-        let writer = self.writer.as_mut().ok_or_else(|| Error::invalid("no writer"))?;
+        let writer = self.writer.as_mut().ok_or_else(|| Error::invalid("the store was not opened for writing"))?;
         let saved = match states_of(&taken) {
             Ok(states) => save(writer, at, parent, ranks.start, &states).await,
             Err(error) => Err(error),
@@ -200,7 +200,7 @@ impl HostEncoder {
 }
 
 async fn open_writer(work: &HostWork, store: Option<&Store>, memory: &Store) -> Result<HostWriter> {
-    let (spec, store) = (&work.run.spec, store.ok_or_else(|| Error::invalid("no tier"))?);
+    let (spec, store) = (&work.run.spec, store.ok_or_else(|| Error::invalid("the run has no store"))?);
     let ranks: Vec<u32> = spec.local_ranks().collect();
     HostWriter::open_with_mirror(store, memory, work.hosts.session, &ranks, spec.world, spec.writer_options()?).await
 }

@@ -1,4 +1,4 @@
-//! Which hosts copy the snapshots of which hosts. Pure: every agent computes the same from the same list of hosts.
+//! Placement of replicas: the hosts that copy the snapshots of a host. Pure: every agent computes the same from the same list of hosts.
 //!
 //! Hosts are numbered from 0. A failure domain is a group of `jump` consecutive hosts, for example a rack. Host `n` is
 //! copied to `n + jump`, `n + 2 * jump` and so on, around the ring of hosts. Two copies share a domain only if there are

@@ -1,7 +1,7 @@
 //! The path of a request: which folder of the run, and which object in it. Everything else is refused, before any file is
 //! looked at.
 
-/// Where a request points to, below the folder of the run.
+/// Place of a request, below the folder of the run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Resource {
     /// Names of folders and, at the end, of a file or folder. Empty for the run's folder itself.

@@ -42,7 +42,7 @@ pub(crate) struct PeerServer {
     served: Arc<Served>,
 }
 
-/// What a server serves.
+/// Contents of the server.
 #[derive(Debug)]
 struct Served {
     /// Folder of the run.
@@ -116,10 +116,10 @@ async fn accept_tls(stream: TcpStream, tls: &Tls, peer: SocketAddr) -> Option<to
         Ok(Ok(stream)) => Some(stream),
         Ok(Err((error, mut stream))) => {
             let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()).map_or_else(|| error.to_string(), explain);
-            tracing::warn!(%peer, reason, "a peer is refused: its certificate, or its TLS");
+            tracing::warn!(%peer, reason, "a peer was refused, because its certificate or its TLS is not accepted");
             // Closing at once would reset the connection, and the client might not read why it is refused.
             let _ = stream.shutdown().await;
-            let _ = tokio::time::timeout(FAREWELL, discard(&mut stream)).await;
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, discard(&mut stream)).await;
             None
         }
         Err(_) => None,
@@ -287,7 +287,7 @@ const MOST_CONNECTIONS: usize = 64;
 /// Time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Time for a refused client to read why it is refused.
-const FAREWELL: Duration = Duration::from_secs(1);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time without any progress after which a connection is closed.
 const IDLE: Duration = Duration::from_secs(30);
 /// Size of the headers of a request.
