@@ -57,11 +57,8 @@ class SnapshotView(Mapping[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def _repr_html_(self) -> str:
         # For notebooks. It reads nothing.
