@@ -99,7 +99,8 @@ def main():
         row = next(row for row in ROWS if row.name == name)
         theirs, ours = (of_row[side.name] for side in SIDES)
         wrong = is_wrong(row, of_row)
-        print("WRONG" if wrong else "ok   ", name, "" if row.differs is None and not wrong else f"\n    PyTorch:    {short(theirs)}\n    tensorcask: {short(ours)}")
+        both = f"\n    PyTorch:    {short(theirs)}\n    tensorcask: {short(ours)}"
+        print("WRONG" if wrong else "ok   ", name, "" if row.differs is None and not wrong else both)
     if given.write:
         PAGE.write_text(page_with(table(outcomes)))
 

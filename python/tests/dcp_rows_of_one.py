@@ -25,7 +25,10 @@ def weights(value=1.0):
 def nested(value):
     return {
         "model": weights(value),
-        "optimizer": {"state": {"w": {"exp_avg": torch.full((4,), value), "step": torch.tensor(value)}}, "param_groups": [{"lr": value, "betas": (0.9, value)}]},
+        "optimizer": {
+            "state": {"w": {"exp_avg": torch.full((4,), value), "step": torch.tensor(value)}},
+            "param_groups": [{"lr": value, "betas": (0.9, value)}],
+        },
         "list": [torch.full((2,), value), {"deep": torch.full((1,), value)}, int(value)],
         "text": str(value),
         "none": None if value else 5,

@@ -9,8 +9,8 @@ use super::RankSet;
 use crate::error::ResultExt;
 use crate::store::{Created, concurrently, objects_after};
 use crate::wire::{
-    ENDED_FOLDER, Id, RankRange, RankStart, RanksEnded, Receipt, SessionBeginning, SessionName, SessionStep, SharedParent, beginning_path,
-    ended_path, start_path,
+    ENDED_FOLDER, Id, RankRange, RankStart, RanksEnded, Receipt, SessionBeginning, SessionMessage, SessionName, SessionStep, SharedParent,
+    beginning_path, ended_path, start_path,
 };
 use crate::{Error, ErrorKind, Result, Store};
 

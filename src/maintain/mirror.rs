@@ -115,14 +115,14 @@ impl Mirror {
             Ok(found) if found.run == file.run => {}
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) if e.kind() != ErrorKind::Corrupt => return Err(e),
-            _ => self.clear().await?,
+            _ => clear(&self.memory).await?,
         }
         self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
         let names = self.memory.objects().names_after("log", "").await?;
         let last = names.last().and_then(|name| name.strip_suffix(".json")?.parse().ok()).unwrap_or(0u64);
         if last > state.sequence {
             // The store is an older copy of itself.
-            self.clear().await?;
+            clear(&self.memory).await?;
             self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
             return self.copy_catalog(0).await;
         }
@@ -238,11 +238,12 @@ impl Mirror {
         }
         Ok(())
     }
+}
 
-    async fn clear(&self) -> Result<()> {
-        for found in self.memory.objects().list("").await? {
-            self.memory.objects().delete(&found.path).await?;
-        }
-        Ok(())
+/// Deletes all objects of a store in memory.
+pub(super) async fn clear(memory: &Store) -> Result<()> {
+    for found in memory.objects().list("").await? {
+        memory.objects().delete(&found.path).await?;
     }
+    Ok(())
 }

@@ -14,6 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use super::copier::{copy_cask, present};
+use super::mirror::clear;
 use super::verify::verify_cask;
 use crate::chain::chain_of;
 use crate::commit::{RankSet, SessionExchange, SessionLog, read_manifest, read_store_file};
@@ -171,11 +172,11 @@ impl Replica {
                 if self.complete_steps(&SessionExchange::new(&self.source, session)).await?.is_empty() {
                     return Ok(None);
                 }
-                self.clear().await?;
+                clear(&self.memory).await?;
             }
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             // Damaged: the casks are checked again.
-            Err(_) => self.clear().await?,
+            Err(_) => clear(&self.memory).await?,
         }
         self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
         Ok(Some(session))
@@ -286,8 +287,8 @@ impl Replica {
         }
     }
 
-    /// Removes receipts and casks of other steps, except `of_wanted`, the casks of steps that are being copied. Those of other sessions stay until this session has committed a step: they
-    /// may be what the job resumes from if it fails before.
+    /// Removes receipts and casks of other steps, except `of_wanted`, the casks of steps that are being copied. Those of other
+    /// sessions stay until this session has committed a step: the job may resume from them if it fails before.
     #[boxed]
     async fn prune(
         &mut self,
@@ -329,13 +330,6 @@ impl Replica {
             objects.delete(path).await?;
         }
         self.checked.retain(|id| needed.contains(&format!("casks/{id}.cask")));
-        Ok(())
-    }
-
-    async fn clear(&self) -> Result<()> {
-        for found in self.memory.objects().list("").await? {
-            self.memory.objects().delete(&found.path).await?;
-        }
         Ok(())
     }
 }

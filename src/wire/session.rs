@@ -1,5 +1,6 @@
 //! Messages of the hosts of a session, and their places in the store. Spec: `spec/manifest.md`, clauses 6.2 to 6.5.
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{Id, seal};
@@ -80,70 +81,63 @@ pub(crate) struct RanksEnded {
     may_ignore: Vec<String>,
 }
 
-const PARENT_FORMAT: &str = "tensorcask-parent";
-const BEGINNING_FORMAT: &str = "tensorcask-beginning";
-const START_FORMAT: &str = "tensorcask-start";
-const ENDED_FORMAT: &str = "tensorcask-ended";
+/// A sealed message of a session.
+pub(crate) trait SessionMessage: Serialize + DeserializeOwned {
+    /// Its field `format`.
+    const FORMAT: &'static str;
 
-impl SharedParent {
-    pub(crate) fn new(parent: Option<Id>) -> Self {
-        let version = FormatVersion::CURRENT.to_string();
-        Self { format: PARENT_FORMAT.into(), version, must_understand: vec![], may_ignore: vec![], parent }
-    }
-
-    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+    fn encode(&self) -> Result<Vec<u8>> {
         seal::seal(self)
     }
 
-    pub(crate) fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
+    fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
         let (json, _) = seal::open_seal(bytes, limits.max_entry_bytes)?;
-        seal::check_preamble(json, PARENT_FORMAT)?;
+        seal::check_preamble(json, Self::FORMAT)?;
         seal::parse(json)
+    }
+}
+
+impl SessionMessage for SharedParent {
+    const FORMAT: &'static str = "tensorcask-parent";
+}
+
+impl SessionMessage for SessionBeginning {
+    const FORMAT: &'static str = "tensorcask-beginning";
+}
+
+impl SessionMessage for RankStart {
+    const FORMAT: &'static str = "tensorcask-start";
+}
+
+impl SessionMessage for RanksEnded {
+    const FORMAT: &'static str = "tensorcask-ended";
+}
+
+impl SharedParent {
+    pub(crate) fn new(parent: Option<Id>) -> Self {
+        let (format, version) = (Self::FORMAT.to_owned(), FormatVersion::CURRENT.to_string());
+        Self { format, version, must_understand: vec![], may_ignore: vec![], parent }
     }
 }
 
 impl SessionBeginning {
     pub(crate) fn new(after: u64) -> Self {
-        let version = FormatVersion::CURRENT.to_string();
-        Self { format: BEGINNING_FORMAT.into(), version, must_understand: vec![], may_ignore: vec![], after }
-    }
-
-    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
-        seal::seal(self)
-    }
-
-    pub(crate) fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
-        let (json, _) = seal::open_seal(bytes, limits.max_entry_bytes)?;
-        seal::check_preamble(json, BEGINNING_FORMAT)?;
-        seal::parse(json)
+        let (format, version) = (Self::FORMAT.to_owned(), FormatVersion::CURRENT.to_string());
+        Self { format, version, must_understand: vec![], may_ignore: vec![], after }
     }
 }
 
 impl RankStart {
     pub(crate) fn new(process: Id) -> Self {
-        let version = FormatVersion::CURRENT.to_string();
-        Self { format: START_FORMAT.into(), version, must_understand: vec![], may_ignore: vec![], process }
-    }
-
-    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
-        seal::seal(self)
-    }
-
-    pub(crate) fn decode(bytes: &[u8], limits: &Limits) -> Result<Self> {
-        let (json, _) = seal::open_seal(bytes, limits.max_entry_bytes)?;
-        seal::check_preamble(json, START_FORMAT)?;
-        seal::parse(json)
+        let (format, version) = (Self::FORMAT.to_owned(), FormatVersion::CURRENT.to_string());
+        Self { format, version, must_understand: vec![], may_ignore: vec![], process }
     }
 }
 
 impl RanksEnded {
     pub(crate) fn new() -> Self {
-        let version = FormatVersion::CURRENT.to_string();
-        Self { format: ENDED_FORMAT.into(), version, must_understand: vec![], may_ignore: vec![] }
-    }
-
-    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
-        seal::seal(self)
+        let (format, version) = (Self::FORMAT.to_owned(), FormatVersion::CURRENT.to_string());
+        Self { format, version, must_understand: vec![], may_ignore: vec![] }
     }
 }
 
@@ -218,3 +212,67 @@ fn folder_of(session: Id) -> String {
 
 /// Folder of the notes that ranks have ended. It sorts after all steps.
 pub(crate) const ENDED_FOLDER: &str = "ended";
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        RankRange, RankStart, RanksEnded, SessionBeginning, SessionMessage, SessionName, SessionStep, SharedParent, beginning_path,
+        ended_path, start_path,
+    };
+    use crate::Limits;
+    use crate::wire::Id;
+
+    #[derive(serde::Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Vectors {
+        receipts: Vec<Receipts>,
+        message: Vec<Message>,
+    }
+
+    #[derive(serde::Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Receipts {
+        session: Id,
+        attempt: u64,
+        step: u64,
+        first: u32,
+        last: u32,
+        path: String,
+    }
+
+    #[derive(serde::Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Message {
+        name: String,
+        path: String,
+        text: String,
+    }
+
+    fn check<T: SessionMessage + PartialEq + std::fmt::Debug>(vector: &Message, path: String, message: T) {
+        assert_eq!(vector.path, path, "{}", vector.name);
+        assert_eq!(vector.text.as_bytes(), message.encode().unwrap(), "{}", vector.name);
+        assert_eq!(T::decode(vector.text.as_bytes(), &Limits::default()).unwrap(), message, "{}", vector.name);
+    }
+
+    #[test]
+    fn messages_are_those_of_the_spec() {
+        let vectors: Vectors = toml::from_str(include_str!("../../spec/vectors/session.toml")).unwrap();
+        let name = |session: Id| SessionName { run: Id([0; 16]), session };
+        for Receipts { session, attempt, step, first, last, path } in vectors.receipts {
+            let at = SessionStep { attempt, step };
+            assert_eq!(name(session).receipts_path(at, RankRange { first, last }), path);
+        }
+        let (session, at) = (Id([0x5e; 16]), SessionStep { attempt: 1, step: 300 });
+        for vector in &vectors.message {
+            match vector.name.as_str() {
+                "parent" => check(vector, name(session).parent_path(at), SharedParent::new(Some(Id([0x14; 16])))),
+                "parent of a base" => check(vector, name(session).parent_path(at), SharedParent::new(None)),
+                "beginning" => check(vector, beginning_path(session), SessionBeginning::new(8)),
+                "start" => check(vector, start_path(session, 3), RankStart::new(Id([0x0a; 16]))),
+                "ended" => check(vector, ended_path(session, RankRange { first: 2, last: 3 }), RanksEnded::new()),
+                other => panic!("unknown vector {other}"),
+            }
+        }
+        assert_eq!(vectors.message.len(), 5);
+    }
+}

@@ -44,7 +44,7 @@ pub(super) struct RankPart {
     pending: Option<(Vec<CaskRef>, NextBase)>,
 }
 
-/// What to do if the parent cannot be read.
+/// Treatment of a parent that cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unreadable {
     /// Save the shards of the rank whole.

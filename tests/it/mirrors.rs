@@ -79,6 +79,12 @@ impl Hosts {
         sent
     }
 
+    async fn save_durably(&mut self, step: u64) {
+        self.save(step).await;
+        self.upload(step).await;
+        self.commit(step).await;
+    }
+
     async fn commit(&mut self, step: u64) {
         let receipts = receipts(&SessionExchange::new(&self.store, self.session), at(0, step)).await;
         self.leader.commit(step, &receipts).await.unwrap();
@@ -124,7 +130,7 @@ async fn casks_are_uploaded_from_mirrors_and_mirrors_hold_a_committed_step_witho
         hosts.save(step).await;
         assert_eq!(count(&hosts.path("store/casks")), before, "a save writes to memory only");
         assert!(hosts.upload(step).await > 0);
-        assert_eq!(hosts.upload(step).await, 0, "what is there is not sent again");
+        assert_eq!(hosts.upload(step).await, 0, "nothing is sent twice");
         hosts.commit(step).await;
         assert_holds(&hosts.store, step).await;
     }
@@ -143,9 +149,7 @@ async fn casks_are_uploaded_from_mirrors_and_mirrors_hold_a_committed_step_witho
 async fn mirrors_hold_a_step_that_was_never_uploaded() {
     let mut hosts = Hosts::begin().await;
     for step in 1..=2 {
-        hosts.save(step).await;
-        hosts.upload(step).await;
-        hosts.commit(step).await;
+        hosts.save_durably(step).await;
     }
     hosts.save(3).await;
     for (_, mirror) in &hosts.hosts {
@@ -180,9 +184,7 @@ async fn hosts_with_nothing_but_replicas_make_deltas() {
 async fn pruning_removes_older_steps() {
     let mut hosts = Hosts::begin().await;
     for step in 1..=2 {
-        hosts.save(step).await;
-        hosts.upload(step).await;
-        hosts.commit(step).await;
+        hosts.save_durably(step).await;
     }
     hosts.save(3).await;
     let mirror = &hosts.hosts[0].1;

@@ -29,7 +29,8 @@ use crate::slot_access::TakenSlot;
 
 /// Encodes and uploads states until the agent ends.
 pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded: UnboundedSender<UploadWork>) {
-    let mut encoder = HostEncoder { work: work.clone(), memory, encoded, writer: None, saves: 0, steps: BTreeSet::new(), has_ended: false };
+    let mut encoder =
+        HostEncoder { work: work.clone(), memory, encoded, writer: None, saves: 0, pruned: None, steps: BTreeSet::new(), has_ended: false };
     let mut backoff = Backoff::new();
     loop {
         match encoder.encode_all().await {
@@ -57,6 +58,8 @@ struct HostEncoder {
     writer: Option<HostWriter>,
     /// Number of saves so far.
     saves: u64,
+    /// Newest step that the log had passed when the mirror was last pruned.
+    pruned: Option<StepKey>,
     /// Steps of this agent in the mirror.
     steps: BTreeSet<StepKey>,
     /// Whether the uploader was told that the ranks of this host save no more.
@@ -83,6 +86,7 @@ impl HostEncoder {
                 Selection::Drop(states) => states.into_iter().try_for_each(|state| drop_incomplete(run, &arenas, state))?,
                 Selection::Encode(key) => {
                     let done = self.encode_step(&arenas, key).await?;
+                    self.report_memory()?;
                     self.prune().await?;
                     if !done {
                         break;
@@ -98,15 +102,19 @@ impl HostEncoder {
         Ok(())
     }
 
-    /// Removes from the mirror what no restore needs any more, and reports what it has.
+    /// Removes older steps from the mirror, if the log has passed more of them since.
     async fn prune(&mut self) -> Result<()> {
-        let (run, kept) = (&self.work.run, self.work.kept());
+        let (run, kept) = (&self.work.run, self.work.kept_after(self.pruned));
         let (Some(kept), Some(writer), Some(store)) = (kept, &self.writer, run.tiers.first()) else { return Ok(()) };
-        let mirror = Mirror::new(store, &self.memory);
         let keep = SessionStep { attempt: kept.from.attempt, step: kept.from.step };
-        mirror.prune(writer.session(), keep, &kept.chain_casks).await?;
+        Mirror::new(store, &self.memory).prune(writer.session(), keep, &kept.chain_casks).await?;
+        self.pruned = Some(kept.from);
         self.steps.retain(|key| *key >= kept.from);
-        let steps = self.steps.iter().map(|key| key.step).collect();
+        self.report_memory()
+    }
+
+    fn report_memory(&self) -> Result<()> {
+        let (run, steps) = (&self.work.run, self.steps.iter().map(|key| key.step).collect());
         run.apply(RunEvent::MemoryChanged(MemoryContents { epoch: 0, steps, bytes: mirror_bytes(&run.folder)?, chain_depth: 0 }));
         Ok(())
     }

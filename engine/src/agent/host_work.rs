@@ -101,8 +101,9 @@ impl HostWork {
         self.lock().kept = Some(kept);
     }
 
-    pub(super) fn kept(&self) -> Option<Kept> {
-        self.lock().kept.clone()
+    /// The part of the mirror that pruning keeps, if it differs from that of an earlier pruning.
+    pub(super) fn kept_after(&self, pruned: Option<StepKey>) -> Option<Kept> {
+        self.lock().kept.as_ref().filter(|kept| Some(kept.from) != pruned).cloned()
     }
 
     /// Generations of a step that an earlier agent encoded, as far as the arenas still hold them.

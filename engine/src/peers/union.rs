@@ -4,8 +4,8 @@
 //! restore. So an object counts as missing if no place has it and some place has said so. Objects have the same bytes
 //! wherever they are, and readers check what they read, so it does not matter which place answers.
 //!
-//! What is written stays in the memory of this process. So a step that was never committed can be committed there, and then
-//! be read as any other.
+//! Writes go to the memory of this process alone. So a reader can commit a step there that the store never had, and then
+//! read it as any other step.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,7 +32,7 @@ pub(crate) fn union_store(places: Vec<Place>, last_entry: u64) -> Store {
 
 #[derive(Debug)]
 struct Union {
-    /// What this process has written.
+    /// Objects that this process has written.
     own: Arc<InMemory>,
     places: Vec<Place>,
     /// Last log entry of the places that counts.
