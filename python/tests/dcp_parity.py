@@ -9,8 +9,9 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import dcp_rows_of_one  # noqa: F401 - registers rows
 import dcp_rows_of_ranks  # noqa: F401
+import dcp_rows_of_saves  # noqa: F401
+import dcp_rows_of_values  # noqa: F401 - registers rows
 import torch
 import torch.distributed as dist
 from dcp_rows import ROWS, SIDES, run

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_rows import collect, error_of, kind_of_error, row
-from dcp_rows_of_one import FailingPlanner, nested, weights
+from dcp_rows_of_saves import FailingPlanner
+from dcp_rows_of_values import nested, weights
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint.state_dict import (

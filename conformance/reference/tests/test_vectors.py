@@ -19,6 +19,7 @@ from tensorcask_reference.entropy import decode_plane  # noqa: E402
 from tensorcask_reference.errors import Reject  # noqa: E402
 from tensorcask_reference.log import State, parse_entry, parse_store_file  # noqa: E402
 from tensorcask_reference.manifest import parse_directory, parse_manifest, parse_receipt  # noqa: E402
+from tensorcask_reference.sealed import unseal  # noqa: E402
 
 VECTORS = HERE.parents[2] / "spec" / "vectors"
 BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
@@ -146,6 +147,11 @@ class Vectors(unittest.TestCase):
             parse_receipt(row["text"].encode())
         for row in tables["receipt_invalid"]:
             self.rejects(row, lambda: parse_receipt(row["text"].encode()))
+
+    def test_messages_of_a_session(self) -> None:
+        for row in vectors("session")["message"]:
+            body, _ = unseal(row["text"].encode(), "tensorcask-" + row["name"].split()[0])
+            self.assertEqual(body["version"], "1.0")
 
     def test_log(self) -> None:
         tables = vectors("log")
