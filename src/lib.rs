@@ -125,7 +125,7 @@ pub use reader::{
     Bf16View, Bisection, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, Predicate, ReadCounts, ReadRequest, RecoveredSnapshot,
     SkippedSnapshot, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables, Survey, TensorStatistics, UpdateReport,
 };
-pub use store::{AheadUploads, IoCounts, Store, StoreOptions, absolute_url};
+pub use store::{AheadUploads, Bandwidth, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, is_writers_blob};

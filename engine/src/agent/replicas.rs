@@ -13,15 +13,30 @@ use super::retry::Backoff;
 use super::run::Run;
 use crate::files::remove_folder;
 use crate::hosts_option::HostsSpec;
-use crate::memory_stores::{open_replica, replica_bytes};
+use crate::memory_stores::{encoded_bytes, open_replica, replica_bytes};
 use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, TOLERATED_LOSSES, Tls};
 use crate::peers_option::Peers;
+
+/// Removes the copies of hosts that this host no longer observes. Call it once the session has committed a step: until then,
+/// the job may resume from them.
+pub(super) fn remove_former_replicas(run: &Run) -> Result<()> {
+    let observed = match (&run.spec.peers, &run.spec.hosts) {
+        (Some(peers), Some(hosts)) => placement_of(peers).observed(hosts.position(), TOLERATED_LOSSES),
+        _ => Vec::new(),
+    };
+    let former = run.folder.replicas()?.into_iter().filter(|host| !observed.contains(host));
+    former.into_iter().try_for_each(|host| remove_folder(&run.folder.replica(host)))
+}
+
+fn placement_of(peers: &Peers) -> Placement {
+    Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump }
+}
 
 /// Starts the tasks for the peers of a run; none without peers.
 pub(super) fn spawn_peer_tasks(run: &Arc<Run>) -> Vec<JoinHandle<()>> {
     let (Some(peers), Some(hosts)) = (run.spec.peers.clone(), run.spec.hosts.clone()) else { return Vec::new() };
     let own = hosts.position();
-    let placement = Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump };
+    let placement = placement_of(&peers);
     let context = Arc::new(Context { run: run.clone(), peers, hosts, own, placement });
     let observed = placement.observed(own, TOLERATED_LOSSES);
     for host in &observed {
@@ -58,6 +73,13 @@ impl Context {
         self.placement.holders(host, &gone).contains(&self.own)
     }
 
+    /// Bytes that the copy of one host may grow now. Hosts that are copied at the same time share what is free.
+    fn room(&self) -> Result<u64> {
+        let held = self.placement.observed(self.own, TOLERATED_LOSSES).into_iter().filter(|host| self.holds(*host)).count() as u64;
+        let free = self.run.cap.saturating_sub(encoded_bytes(&self.run.folder)?);
+        Ok(free.checked_div(held).unwrap_or(free))
+    }
+
     /// Ranks of a host. All hosts have as many, except perhaps the last.
     fn ranks(&self, host: u32) -> Range<u32> {
         let first = host.saturating_mul(self.hosts.ranks);
@@ -72,7 +94,7 @@ async fn serve_loop(context: Arc<Context>) {
     loop {
         let bound = async {
             let (root, tls) = (run.folder.root().to_owned(), context.tls()?);
-            PeerServer::bind(context.peers.listen, root, &run.spec.key, tls, context.peers.bandwidth).await
+            PeerServer::bind(context.peers.listen, root, &run.spec.key, tls, run.bandwidth.clone()).await
         };
         match bound.await {
             Ok(server) => {
@@ -146,6 +168,7 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
         return Ok(());
     }
     *released = None;
+    replica.set_room(context.room()?);
     let report = {
         let pulling = replica.pull();
         tokio::pin!(pulling);

@@ -164,6 +164,11 @@ pub(super) mod tests {
         issue(folder, &options, SystemTime::now() - 2 * DAY, SystemTime::now() - DAY).unwrap()
     }
 
+    /// Certificates that are valid from this time on, for a day.
+    pub(in crate::peers) fn valid_from(folder: &Path, run: &str, begin: SystemTime) -> CertificateFiles {
+        issue(folder, &InitTls { run: run.to_owned(), hosts: 2, valid: DAY }, begin, begin + DAY).unwrap()
+    }
+
     #[test]
     fn keys_are_private_and_a_folder_is_for_one_run() {
         let scratch = tempfile::tempdir().unwrap();

@@ -15,7 +15,7 @@
 //! | `placement`, `replica_board` | which hosts copy which hosts; what is copied, and who answers |
 //! | `resource`, `byte_range` | what a request names; parsed without I/O |
 //! | `folder_access`, `listing` | opens and lists files below the run's folder, without following links |
-//! | `bandwidth` | limit of bytes per second |
+//! | `handshakes` | connections that have not shown a certificate yet |
 //! | `certificates` | makes certificates |
 //! | `tls` | certificates from files, checks of the other side |
 //! | `serve` | the server |
@@ -24,11 +24,11 @@
 //!
 //! Reads use WebDAV's `PROPFIND` for listings, because the HTTP store of `object_store` does.
 
-mod bandwidth;
 mod byte_range;
 mod certificates;
 mod connect;
 mod folder_access;
+mod handshakes;
 mod http_client;
 mod listing;
 mod peer_objects;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use std::path::Path;
 
-use tensorcask::{Error, ErrorKind};
+use tensorcask::{Bandwidth, Error, ErrorKind};
 use tokio::io::AsyncReadExt;
 
 use super::support::*;
@@ -114,7 +114,7 @@ async fn ranges_and_large_requests() {
 #[tokio::test]
 async fn without_certificates_only_this_machine_is_served() {
     let host = Host::new();
-    let bound = PeerServer::bind("0.0.0.0:0".parse().unwrap(), host.folder.root().to_owned(), &key(), None, None).await;
+    let bound = PeerServer::bind("0.0.0.0:0".parse().unwrap(), host.folder.root().to_owned(), &key(), None, Bandwidth::default()).await;
     assert!(bound.unwrap_err().to_string().contains("this machine only"));
 }
 
@@ -233,4 +233,29 @@ async fn an_expired_certificate_is_refused_by_both_sides() {
     assert!(error.contains("the peer refuses the certificate of this host: it has expired"), "{error}");
     let error = refused(&host, late, Some(good)).await.to_string();
     assert!(error.contains("the certificate of the peer is refused: it has expired"), "{error}");
+}
+
+/// Strangers open many connections, send half a handshake or nothing, and keep them open.
+#[tokio::test]
+async fn strangers_cannot_keep_peers_out() {
+    let host = Host::new();
+    save_steps(&host, 0, 1..=1).await;
+    let made = certificates(&host.tls_folder(), RUN);
+    let server = host.serve(Some(tls(&made.hosts[0]))).await;
+    let mut strangers = Vec::new();
+    for number in 0..300 {
+        let mut stream = tokio::net::TcpStream::connect(server.address).await.unwrap();
+        if number % 2 == 0 {
+            // A record of a handshake that announces more bytes than come.
+            let _ = tokio::io::AsyncWriteExt::write_all(&mut stream, &[22, 3, 1, 1, 0, 1]).await;
+        }
+        strangers.push(stream);
+    }
+    // Several peers at once, and each needs a connection of its own.
+    let peers = (0..8).map(|_| server.peer(Some(tls(&made.hosts[1]))));
+    let read = futures::future::join_all(peers.map(|peer| async move { assert_newest(&peer.store("memory-0"), 1).await }));
+    read.await;
+    // The server closes the oldest ones; nobody else did.
+    assert_eq!(strangers[0].read(&mut [0; 8]).await.unwrap_or(0), 0);
+    drop(strangers);
 }

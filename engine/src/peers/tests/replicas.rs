@@ -173,3 +173,93 @@ async fn a_hostile_peer_gives_an_error_and_never_a_step() {
     assert_eq!(replica.steps().await.unwrap().last(), Some(&at(2)));
     assert_whole(&job.without_host_0(), 1).await;
 }
+
+/// The host was replaced by an empty one before its snapshots were copied. Its next step is a delta on a snapshot whose casks
+/// are only in the store.
+#[tokio::test]
+async fn a_delta_without_its_base_does_not_count() {
+    let mut job = Job::begin().await;
+    job.commit(1).await;
+    let before = job.hosts[0].host.folder.mirror();
+    let fresh = job.join(0).await;
+    let former = std::mem::replace(&mut job.hosts[0], fresh);
+    job.commit(2).await;
+    let server = job.hosts[0].host.serve(None).await;
+    let mut replica = job.replica(&server.peer(None), 2);
+    for _ in 0..2 {
+        let report = replica.pull().await.unwrap();
+        assert_eq!((report.newest, report.newest_at_source, report.missing), (None, Some(at(2)), 1));
+        let problem = report.problem.unwrap().to_string();
+        assert!(problem.contains("step 2") && problem.contains("parent") && problem.contains("casks/"), "{problem}");
+    }
+    assert_eq!(replica.steps().await.unwrap(), [at(2)], "the part that could be copied is kept");
+    // The missing casks come back.
+    let casks = job.hosts[0].host.folder.mirror().join("casks");
+    for entry in std::fs::read_dir(before.join("casks")).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), casks.join(entry.file_name())).unwrap();
+    }
+    let report = replica.pull().await.unwrap();
+    assert!(report.problem.is_none(), "{:?}", report.problem);
+    assert_eq!((report.newest, report.missing), (Some(at(2)), 0));
+    // Another agent checks the casks again before the step counts.
+    let mut again = job.replica(&server.peer(None), 2);
+    assert_eq!(again.pull().await.unwrap().newest, Some(at(2)));
+    drop(former);
+}
+
+#[tokio::test]
+async fn copies_stay_within_their_room() {
+    let mut job = Job::begin().await;
+    job.commit(1).await;
+    job.save(2).await;
+    job.save(3).await;
+    let server = job.hosts[0].host.serve(None).await;
+    let mut replica = job.replica(&server.peer(None), 2);
+    replica.set_room(0);
+    let report = replica.pull().await.unwrap();
+    let problem = report.problem.unwrap().to_string();
+    assert!(problem.contains("no room") && report.bytes == 0 && report.newest.is_none(), "{problem}");
+    replica.set_room(u64::MAX);
+    let report = replica.pull().await.unwrap();
+    assert_eq!((report.newest, replica.steps().await.unwrap()), (Some(at(3)), vec![at(2), at(3)]));
+    // Room for two steps and not for three: the older step gives way before the new one comes.
+    let casks = job.hosts[1].host.folder.replica(0).join("casks");
+    let size = || std::fs::read_dir(&casks).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum::<u64>();
+    let limit = size() + 4096;
+    for step in 4..=9 {
+        job.save(step).await;
+        replica.set_room(limit - size());
+        let report = replica.pull().await.unwrap();
+        assert!(report.problem.is_none(), "{:?}", report.problem);
+        assert_eq!((report.newest, report.missing), (Some(at(step)), 0));
+        assert!(size() <= limit, "{} > {limit}", size());
+    }
+}
+
+#[tokio::test]
+async fn the_log_in_the_mirror_is_shortened_and_still_read() {
+    let mut job = Job::begin().await;
+    let server = job.hosts[0].host.serve(None).await;
+    let mut replica = job.replica(&server.peer(None), 2);
+    job.commit(1).await;
+    replica.pull().await.unwrap();
+    let log = job.hosts[0].host.folder.mirror().join("log");
+    let entries = || std::fs::read_dir(&log).unwrap().count() as u64;
+    let most = tensorcask::maintain::Mirror::KEPT_ENTRIES;
+    let mut longest = 0u64;
+    for step in 2..=most + 134 {
+        job.commit_noise(step, 100).await;
+        job.hosts[0].mirror.shorten_log().await.unwrap();
+        job.hosts[1].mirror.shorten_log().await.unwrap();
+        longest = longest.max(entries());
+    }
+    // The chain of the newest snapshot stays: these snapshots are so small that their log entries hold them.
+    assert!(longest < most + 134 && entries() < most + 70, "{longest} entries, {} at the end", entries());
+    // A reader that has not followed the log meanwhile goes on, and memory alone has all that a restore needs.
+    let report = replica.pull().await.unwrap();
+    assert!(report.problem.is_none(), "{:?}", report.problem);
+    assert_eq!(report.newest, Some(at(most + 134)));
+    let union = job.without_host_0();
+    assert_eq!(union.snapshot(tensorcask::Latest).await.unwrap().step(), most + 134);
+}
