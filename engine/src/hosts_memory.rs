@@ -4,7 +4,7 @@
 //! example because a host was lost first. It is then committed in the memory of this process only, with the checks of any
 //! commit, and read as any other step.
 //!
-//! Casks and receipts that a peer forges together are not recognised: a peer is trusted as far as its certificate goes.
+//! Casks and receipts that a peer forges together are recognised: each host signs its receipts, see `peers::receipt_proof`.
 //!
 //! Invariant: memory counts only if it has the log up to the entry after which this session begins. So a step of another job
 //! that wrote to the store in between is never passed over, and no step of an older session comes back.
@@ -15,11 +15,11 @@ use std::time::Duration;
 
 use object_store::local::LocalFileSystem;
 use tensorcask::wire::{Leader, SessionName, SessionStep};
-use tensorcask::{Error, ErrorKind, LeaderState, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, Store, WriterOptions};
+use tensorcask::{Error, ErrorKind, LeaderState, LeaderWriter, RankSet, ReceiptProof, Result, SessionExchange, SessionLog, Store, WriterOptions};
 
 use crate::folders::RunFolder;
 use crate::hosts_option::HostsSpec;
-use crate::peers::{Peer, Place, Placement, ResponseLimits, TOLERATED_LOSSES, Tls, union_store};
+use crate::peers::{CheckedPlace, Peer, Place, Placement, ResponseLimits, SignedReceipts, TOLERATED_LOSSES, Tls, union_store};
 use crate::peers_option::Peers;
 use crate::run_spec::RunSpec;
 
@@ -55,6 +55,7 @@ async fn open(
     let Some(last_entry) = SessionExchange::beginning(tier, hosts.session).await? else { return Ok(None) };
     let own = hosts.position();
     let tls = peers.tls.as_ref().map(|files| Tls::open(files, &spec.key).map(Arc::new)).transpose()?;
+    let proof = tls.clone().map(|tls| Arc::new(SignedReceipts::new(tls, hosts.ranks)) as Arc<dyn ReceiptProof>);
     let mut others = Vec::new();
     for (host, address) in (0u32..).zip(&peers.addresses).filter(|(host, _)| *host != own) {
         others.push((host, Peer::open(address, &spec.key, tls.clone(), ResponseLimits::default())?));
@@ -65,7 +66,7 @@ async fn open(
         let mut is_silent = false;
         for (host, peer) in &others {
             match peer.answers().await {
-                Ok(()) => places.extend(peer_places(peer, *host, peers)),
+                Ok(()) => places.extend(peer_places(peer, *host, peers).map(|place| checked(place, proof.as_ref()))),
                 Err(_) => is_silent = true,
             }
         }
@@ -97,10 +98,18 @@ fn local_places(run: &RunFolder) -> Result<Vec<Place>> {
 }
 
 /// The mirror of a peer, and its replicas.
-fn peer_places(peer: &Peer, host: u32, peers: &Peers) -> Vec<Place> {
+fn peer_places(peer: &Peer, host: u32, peers: &Peers) -> impl Iterator<Item = Place> {
     let placement = Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump };
     let replicas = placement.observed(host, TOLERATED_LOSSES).into_iter().map(|source| peer.place(&format!("replica-{source}")));
-    std::iter::once(peer.place("mirror")).chain(replicas).collect()
+    std::iter::once(peer.place("mirror")).chain(replicas)
+}
+
+/// A place of a peer, whose receipts must be signed by the hosts that saved them.
+fn checked(place: Place, proof: Option<&Arc<dyn ReceiptProof>>) -> Place {
+    match proof {
+        Some(proof) => Arc::new(CheckedPlace::new(place, proof.clone())),
+        None => place,
+    }
 }
 
 /// Commits the newest complete step that the store has never had, in this process only; returns the step.

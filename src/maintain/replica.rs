@@ -13,12 +13,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::copier::{copy_cask, present};
 use super::mirror::clear;
 use super::verify::verify_cask;
 use crate::chain::chain_of;
-use crate::commit::{RankSet, SessionExchange, SessionLog, read_manifest, read_store_file};
+use crate::commit::{RankSet, ReceiptProof, SessionExchange, SessionLog, read_manifest, read_store_file};
 use crate::reader::CaskSource;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, RankRange, Receipt, STORE_FILE, SessionName, SessionStep, rank_of_slot};
@@ -53,6 +54,8 @@ pub struct Replica {
     links: BTreeMap<Id, Link>,
     /// Parent of each step in the replica; `None` for a base.
     parents: BTreeMap<SessionStep, Option<Id>>,
+    /// Checks the receipts of the source.
+    proof: Option<Arc<dyn ReceiptProof>>,
     /// Bytes that the next pulls may add.
     room: u64,
     /// Whether the last copy failed because it needs more.
@@ -105,10 +108,16 @@ impl Replica {
             log: None,
             links: BTreeMap::new(),
             parents: BTreeMap::new(),
+            proof: None,
             room: u64::MAX,
             lacks_room: false,
             checked: BTreeSet::new(),
         }
+    }
+
+    /// Copies only receipts that come with a proof, and the proofs with them.
+    pub fn require_proof(&mut self, proof: Option<Arc<dyn ReceiptProof>>) {
+        self.proof = proof;
     }
 
     /// Limits the bytes of casks that the next pulls may add. If there is no room for a new step, older steps give way first;
@@ -129,7 +138,8 @@ impl Replica {
         let Some(session) = self.begin().await? else {
             return Ok(ReplicaReport { newest: self.newest_whole().await?, ..ReplicaReport::default() });
         };
-        let (from, to) = (SessionExchange::new(&self.source, session), SessionExchange::new(&self.memory, session));
+        let from = SessionExchange::new(&self.source, session).with_proof(self.proof.clone());
+        let to = SessionExchange::new(&self.memory, session);
         let at_source = self.complete_steps(&from).await?;
         let mut held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
         let (mut chain_is_known, mut of_wanted) = (true, BTreeSet::new());
@@ -321,10 +331,11 @@ impl Replica {
         of_wanted: &mut BTreeSet<String>,
         report: &mut ReplicaReport,
     ) -> Result<()> {
-        let mut receipts = from.receipts(at, present).await?;
-        receipts.retain(|receipt| self.ranks.contains(&receipt.rank));
-        receipts.iter().try_for_each(|receipt| check_receipt(receipt, from.session(), at))?;
-        let of_step = receipts.iter().flat_map(|receipt| receipt.casks.iter().map(|cask| (cask, receipt.parent.is_none())));
+        let mut objects = from.objects(at, present).await?;
+        objects.retain(|object| self.ranks.contains(&object.ranks.first) && self.ranks.contains(&object.ranks.last));
+        let receipts = || objects.iter().flat_map(|object| &object.receipts);
+        receipts().try_for_each(|receipt| check_receipt(receipt, from.session(), at))?;
+        let of_step = receipts().flat_map(|receipt| receipt.casks.iter().map(|cask| (cask, receipt.parent.is_none())));
         let casks: Vec<WantedCask> = of_step.map(|(cask, of_base)| WantedCask { cask: cask.clone(), of_base }).collect();
         // A part of the step that was copied stays until the next pull.
         of_wanted.extend(casks.iter().map(|wanted| wanted.cask.path()));
@@ -335,7 +346,10 @@ impl Replica {
             let message = "the source had another parent for this step before";
             return Err(Error::new(ErrorKind::Conflict, message).object(from.session().parent_path(at)));
         }
-        to.put_receipts(&receipts).await
+        for object in objects {
+            to.put_object(at, object.ranks, object.bytes, object.proof).await?;
+        }
+        Ok(())
     }
 
     /// Copies the casks that the replica lacks, and checks every byte of each.

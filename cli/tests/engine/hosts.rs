@@ -8,7 +8,7 @@ use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::{GcOptions, VerifyOptions};
 use tensorcask::wire::{Event, Leader};
 use tensorcask::{Blob, Dtype, Metadata, Rect, Slice, TensorView};
-use tensorcask_engine::{AgentStatus, Engine, EngineOptions, Hosts, Peers, Source, Until};
+use tensorcask_engine::{AgentStatus, Engine, EngineOptions, Hosts, InitTls, PeerTls, Peers, Source, Until, init_tls};
 
 use super::host::*;
 
@@ -39,15 +39,22 @@ impl Job {
         Self { hosts, store_path, ports: Vec::new() }
     }
 
-    /// Each host is copied to the next.
+    /// Each host is copied to the next. All have certificates.
     fn with_peers(self) -> Self {
+        let run = tensorcask::absolute_url(&self.store_path).unwrap();
+        init_tls(&self.tls_folder(), &InitTls { run, hosts: HOSTS, valid: Duration::from_secs(3600) }).unwrap();
         let listeners: Vec<TcpListener> = (0..HOSTS).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
         Self { ports: listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect(), ..self }
     }
 
     fn peers(&self, host: u32) -> Option<Peers> {
         let listen = SocketAddr::from(([127, 0, 0, 1], *self.ports.get(host as usize)?));
-        Some(Peers::new(listen, self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect()))
+        let tls = Some(PeerTls::in_folder(self.tls_folder(), host));
+        Some(Peers { tls, ..Peers::new(listen, self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect()) })
+    }
+
+    fn tls_folder(&self) -> std::path::PathBuf {
+        std::path::Path::new(&self.store_path).with_file_name("tls")
     }
 
     fn store(&self) -> Store {

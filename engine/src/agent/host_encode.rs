@@ -14,6 +14,7 @@ use super::encode::{drop_incomplete, is_final};
 use super::encoder_queue::{next_work, remove_former_ranks};
 use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
+use super::replicas::receipt_proof;
 use super::retry::Backoff;
 use super::run_event::{EncodedSave, Event as RunEvent, MemoryContents, RankGeneration};
 use super::run_state::owes_end;
@@ -240,7 +241,13 @@ impl HostEncoder {
 async fn open_writer(work: &HostWork, store: Option<&Store>, memory: &Store) -> Result<HostWriter> {
     let (spec, store) = (&work.run.spec, store.ok_or_else(|| Error::invalid("the run has no store"))?);
     let ranks: Vec<u32> = spec.local_ranks().collect();
-    HostWriter::open_with_mirror(store, memory, work.hosts.session, &ranks, spec.world, spec.writer_options()?).await
+    let mut writer = HostWriter::open_with_mirror(store, memory, work.hosts.session, &ranks, spec.world, spec.writer_options()?).await?;
+    match receipt_proof(&work.run) {
+        Ok(proof) => writer.prove_receipts(proof),
+        // The state is saved nevertheless. Other hosts do not copy what is not signed.
+        Err(error) => tracing::warn!(run = spec.run, %error, "the receipts of this host cannot be signed"),
+    }
+    Ok(writer)
 }
 
 /// The states in taken slots. Their bytes may have been damaged since the copy.

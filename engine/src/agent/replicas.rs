@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::Result;
+use tensorcask::{ReceiptProof, Result};
 use tensorcask::maintain::Replica;
 use tokio::task::JoinHandle;
 
@@ -14,7 +14,7 @@ use super::run::Run;
 use crate::files::remove_folder;
 use crate::hosts_option::HostsSpec;
 use crate::memory_stores::{encoded_bytes, open_replica, replica_bytes};
-use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, TOLERATED_LOSSES, Tls};
+use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, SignedReceipts, TOLERATED_LOSSES, Tls};
 use crate::peers_option::Peers;
 
 /// Removes the copies of hosts that this host no longer observes. Call it once the session has committed a step: until then,
@@ -26,6 +26,13 @@ pub(super) fn remove_former_replicas(run: &Run) -> Result<()> {
     };
     let former = run.folder.replicas()?.into_iter().filter(|host| !observed.contains(host));
     former.into_iter().try_for_each(|host| remove_folder(&run.folder.replica(host)))
+}
+
+/// What the receipts of a run are signed and checked with; `None` without certificates.
+pub(super) fn receipt_proof(run: &Run) -> Result<Option<Arc<dyn ReceiptProof>>> {
+    let (Some(peers), Some(hosts)) = (&run.spec.peers, &run.spec.hosts) else { return Ok(None) };
+    let tls = peers.tls.as_ref().map(|files| Tls::open(files, &run.spec.key)).transpose()?;
+    Ok(tls.map(|tls| Arc::new(SignedReceipts::new(Arc::new(tls), hosts.ranks)) as Arc<dyn ReceiptProof>))
 }
 
 fn placement_of(peers: &Peers) -> Placement {
@@ -152,7 +159,8 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
             let peer = Peer::open(&context.address(host), &run.spec.key, context.tls()?, ResponseLimits::default())?;
             let memory = open_replica(&run.folder, host)?;
             let (session, ranks) = (context.hosts.session, context.ranks(host));
-            let replica = Replica::new(&peer.store("mirror"), &memory, session, ranks, context.peers.keep);
+            let mut replica = Replica::new(&peer.store("mirror"), &memory, session, ranks, context.peers.keep);
+            replica.require_proof(receipt_proof(run)?);
             copied.insert(Copied { peer, replica, released: None })
         }
     };

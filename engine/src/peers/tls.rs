@@ -14,6 +14,7 @@ use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::sign::SigningKey;
 use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
 use rustls::{AlertDescription, CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, RootCertStore, ServerConfig};
 use rustls::{SignatureScheme, version};
@@ -25,6 +26,7 @@ use crate::peers_option::PeerTls;
 #[derive(Debug)]
 pub(crate) struct Tls {
     files: PeerTls,
+    key: String,
     name: ServerName<'static>,
     loaded: Mutex<Loaded>,
 }
@@ -42,6 +44,16 @@ struct Loaded {
 struct Configs {
     server: Arc<ServerConfig>,
     client: Arc<ClientConfig>,
+    identity: Identity,
+}
+
+/// What a host signs with, and checks signatures of others with.
+#[derive(Debug, Clone)]
+pub(super) struct Identity {
+    pub chain: Vec<CertificateDer<'static>>,
+    pub key: Arc<dyn SigningKey>,
+    pub verifier: Arc<dyn ClientCertVerifier>,
+    pub provider: Arc<CryptoProvider>,
 }
 
 /// Identity of a file's content.
@@ -55,6 +67,11 @@ pub(super) fn certificate_name(run_key: &str) -> String {
     format!("{run_key}.tensorcask")
 }
 
+/// Name in the certificate of one host of a run.
+pub(super) fn host_certificate_name(run_key: &str, host: u32) -> String {
+    format!("host-{host}.{}", certificate_name(run_key))
+}
+
 impl Tls {
     /// Reads the files, and checks that the certificate is one of this run.
     pub(crate) fn open(files: &PeerTls, run_key: &str) -> Result<Self> {
@@ -62,7 +79,7 @@ impl Tls {
         let name = name.map_err(|e| Error::invalid(format!("the key of the run is no name for a certificate: {e}")))?;
         let stamps = stamps(files);
         let configs = Configs::read(files, &name, OwnCheck::Required(UnixTime::now()))?;
-        Ok(Self { files: files.clone(), name, loaded: Mutex::new(Loaded { stamps, configs, failed: None }) })
+        Ok(Self { files: files.clone(), key: run_key.to_owned(), name, loaded: Mutex::new(Loaded { stamps, configs, failed: None }) })
     }
 
     /// A host whose clock is wrong, so that it takes its expired certificate for a valid one.
@@ -70,11 +87,36 @@ impl Tls {
     pub(super) fn open_unchecked(files: &PeerTls, run_key: &str) -> Self {
         let name = ServerName::try_from(certificate_name(run_key)).unwrap();
         let configs = Configs::read(files, &name, OwnCheck::Skipped).unwrap();
-        Self { files: files.clone(), name, loaded: Mutex::new(Loaded { stamps: stamps(files), configs, failed: None }) }
+        Self { files: files.clone(), key: run_key.to_owned(), name, loaded: Mutex::new(Loaded { stamps: stamps(files), configs, failed: None }) }
     }
 
     pub(super) fn name(&self) -> ServerName<'static> {
         self.name.clone()
+    }
+
+    /// Name in the certificate of a host.
+    pub(super) fn host_name(&self, host: u32) -> String {
+        host_certificate_name(&self.key, host)
+    }
+
+    /// Whether the certificate of this host names this host.
+    pub(crate) fn names_host(&self, host: u32) -> bool {
+        let (identity, name) = (self.identity(), ServerName::try_from(self.host_name(host)));
+        let parsed = identity.chain.first().map(ParsedCertificate::try_from);
+        matches!((parsed, name), (Some(Ok(parsed)), Ok(name)) if verify_server_name(&parsed, &name).is_ok())
+    }
+
+    /// Whether the certificate of this host will be valid after some time.
+    pub(crate) fn is_valid_in(&self, time: Duration) -> bool {
+        let identity = self.identity();
+        let then = UnixTime::since_unix_epoch(Duration::from_secs(UnixTime::now().as_secs()).saturating_add(time));
+        let own = identity.chain.split_first();
+        own.is_some_and(|(own, intermediates)| identity.verifier.verify_client_cert(own, intermediates, then).is_ok())
+    }
+
+    /// What this host signs with.
+    pub(super) fn identity(&self) -> Identity {
+        self.current(Instant::now(), UnixTime::now()).identity
     }
 
     /// Configuration for a connection from a peer.
@@ -141,6 +183,8 @@ impl Configs {
             Error::invalid(format!("the certificate of this host cannot be used: {}", explain(&e))).object(display(&files.certificate))
         })?;
         let clients: Arc<dyn ClientCertVerifier> = Arc::new(clients);
+        let signing = provider.key_provider.load_private_key(key()?).map_err(|e| unusable(&files.key, &e))?;
+        let identity = Identity { chain: chain.clone(), key: signing, verifier: clients.clone(), provider: provider.clone() };
         let versions = [&version::TLS13];
         let fail = |e: rustls::Error| unusable(&files.certificate, &e);
         let mut server = ServerConfig::builder_with_provider(provider.clone())
@@ -159,7 +203,7 @@ impl Configs {
             .with_client_auth_cert(chain, key()?)
             .map_err(fail)?;
         client.resumption = Resumption::disabled();
-        Ok(Self { server: Arc::new(server), client: Arc::new(client) })
+        Ok(Self { server: Arc::new(server), client: Arc::new(client), identity })
     }
 }
 

@@ -1,13 +1,17 @@
 //! Copies of mirrors: complete, checked, bounded, and kept when the other host is gone.
 
-use tensorcask::ErrorKind;
+use std::sync::Arc;
+
 use tensorcask::maintain::{VerifyOptions, verify};
+use tensorcask::wire::SessionName;
+use tensorcask::{ErrorKind, SessionExchange, Store};
 
 use super::hostile::{Hostile, Kind, Lie};
 use super::session::*;
 use super::support::*;
 use crate::peers::certificates::tests::certificates;
-use crate::peers::union::union_store;
+use crate::peers::receipt_proof::CheckedPlace;
+use crate::peers::union::{Place, union_store};
 
 #[tokio::test]
 async fn a_lost_host_is_restored_from_a_replica_without_the_store() {
@@ -248,18 +252,109 @@ async fn the_log_in_the_mirror_is_shortened_and_still_read() {
     let entries = || std::fs::read_dir(&log).unwrap().count() as u64;
     let most = tensorcask::maintain::Mirror::KEPT_ENTRIES;
     let mut longest = 0u64;
-    for step in 2..=most + 134 {
-        job.commit_noise(step, 100).await;
+    for step in 2..=most + 70 {
+        // Too large for a log entry.
+        job.commit_noise(step, 20_000).await;
         job.hosts[0].mirror.shorten_log().await.unwrap();
         job.hosts[1].mirror.shorten_log().await.unwrap();
         longest = longest.max(entries());
     }
-    // The chain of the newest snapshot stays: these snapshots are so small that their log entries hold them.
-    assert!(longest < most + 134 && entries() < most + 70, "{longest} entries, {} at the end", entries());
+    assert!(longest <= most + 64 && entries() < most, "{longest} entries, {} at the end", entries());
     // A reader that has not followed the log meanwhile goes on, and memory alone has all that a restore needs.
     let report = replica.pull().await.unwrap();
     assert!(report.problem.is_none(), "{:?}", report.problem);
-    assert_eq!(report.newest, Some(at(most + 134)));
+    assert_eq!(report.newest, Some(at(most + 70)));
     let union = job.without_host_0();
-    assert_eq!(union.snapshot(tensorcask::Latest).await.unwrap().step(), most + 134);
+    assert_eq!(union.snapshot(tensorcask::Latest).await.unwrap().step(), most + 70);
+}
+
+/// Casks and receipts that fit together, and whose checksums are all right. Whoever made them is in the run, and is not host 0.
+#[tokio::test]
+async fn forged_casks_with_forged_receipts_are_refused() {
+    let mut job = Job::begin().await;
+    let made = certificates(&job.scratch.path().join("tls"), RUN);
+    let foreign = certificates(&job.scratch.path().join("foreign"), RUN);
+    job.sign(&made);
+    job.commit(1).await;
+    job.save(2).await;
+    let check = || Some(proof(&made.hosts[1]));
+    for (signed, reason) in [
+        (None, "the signature of the host is missing"),
+        (Some(&made.hosts[1]), "another host than host 0 has signed them"),
+        (Some(&foreign.hosts[0]), "signed by another authority"),
+    ] {
+        let forger = job.forge(3, signed).await;
+        let server = forger.serve(Some(tls(&made.hosts[1]))).await;
+        let peer = server.peer(Some(tls(&made.hosts[1])));
+        let mut replica = job.replica(&peer, 2);
+        replica.require_proof(check());
+        let report = replica.pull().await.unwrap();
+        let problem = report.problem.unwrap();
+        let text = problem.to_string();
+        assert!(text.contains(reason), "{text}");
+        for named in [&server.address.to_string(), "step 3", "ranks 0 to 1", "0-1.json"] {
+            assert!(text.contains(named), "{named}: {text}");
+        }
+        assert_eq!((problem.kind(), report.newest, report.bytes), (ErrorKind::Corrupt, None, 0));
+        // Checksums alone do not tell.
+        let mut trusting = job.replica(&peer, 2);
+        assert_eq!(trusting.pull().await.unwrap().newest, Some(at(3)), "{reason}");
+        std::fs::remove_dir_all(job.hosts[1].host.folder.replica(0)).unwrap();
+    }
+
+    // A restore passes the forger over, and reads what host 0 has saved.
+    job.save(3).await;
+    let forger = job.forge(3, Some(&made.hosts[1])).await;
+    let place = |server: &Server| -> Place { Arc::new(CheckedPlace::new(server.peer(None).place("mirror"), proof(&made.hosts[1]))) };
+    let (lying, honest) = (forger.serve(None).await, job.hosts[0].host.serve(None).await);
+    let union = union_store(vec![place(&lying), place(&honest)], u64::MAX);
+    let session = SessionName { run: job.store.history().run().await.unwrap(), session: job.id };
+    let saved = |store: &Store| {
+        let exchange = SessionExchange::new(store, session);
+        async move {
+            let ranks = exchange.survey(None).await.unwrap().steps.remove(&at(3)).unwrap();
+            exchange.receipts(at(3), &ranks).await
+        }
+    };
+    let ours = saved(job.hosts[0].mirror.memory()).await.unwrap();
+    assert_eq!(saved(&union).await.unwrap(), ours);
+    let alone = saved(&union_store(vec![place(&lying)], u64::MAX)).await.unwrap_err().to_string();
+    assert!(alone.contains("another host than host 0") && alone.contains("0-1.json"), "{alone}");
+}
+
+#[tokio::test]
+async fn signed_steps_are_copied_with_their_signatures_and_from_copy_to_copy() {
+    let mut job = Job::begin().await;
+    let made = certificates(&job.scratch.path().join("tls"), RUN);
+    job.sign(&made);
+    job.commit(1).await;
+    job.save(2).await;
+    let server = job.hosts[0].host.serve(None).await;
+    let mut replica = job.replica(&server.peer(None), 2);
+    replica.require_proof(Some(proof(&made.hosts[1])));
+    let report = replica.pull().await.unwrap();
+    assert!(report.problem.is_none(), "{:?}", report.problem);
+    assert_eq!(report.newest, Some(at(2)));
+    // Host 0 is lost, and its successor reads the copy on host 1 with the certificate of its own.
+    server.stop().await;
+    let holder = job.hosts[1].host.serve(None).await;
+    let place: Place = Arc::new(CheckedPlace::new(holder.peer(None).place("replica-0"), proof(&made.hosts[0])));
+    let union = union_store(vec![local(&job.hosts[1].host.folder.mirror()), place], u64::MAX);
+    let session = SessionName { run: job.store.history().run().await.unwrap(), session: job.id };
+    let exchange = SessionExchange::new(&union, session);
+    let ranks = exchange.survey(None).await.unwrap().steps.remove(&at(2)).unwrap();
+    assert_eq!(exchange.receipts(at(2), &ranks).await.unwrap().len(), WORLD as usize);
+
+    // Lies about the signatures.
+    let root = job.hosts[0].host.folder.root().to_owned();
+    for kind in [Kind::FlippedByte, Kind::Truncated, Kind::Endless, Kind::Huge, Kind::Slow] {
+        std::fs::remove_dir_all(job.hosts[1].host.folder.replica(0)).unwrap_or_default();
+        let hostile = Hostile::start(&root, Lie { object: ".proof", kind }).await;
+        let mut replica = job.replica(&hostile.peer(), 2);
+        replica.require_proof(Some(proof(&made.hosts[1])));
+        let report = replica.pull().await.unwrap();
+        assert!(report.newest.is_none() && replica.steps().await.unwrap().is_empty());
+        let problem = report.problem.unwrap().to_string();
+        assert!(problem.contains("receipts/"), "{problem}");
+    }
 }
