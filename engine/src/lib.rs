@@ -106,6 +106,8 @@ mod restore;
 
 mod engine;
 
+mod preemption;
+
 mod snapshot_places;
 
 pub use agent::{AgentOptions, Ended, run_agent};
@@ -118,6 +120,7 @@ pub use hosts_option::Hosts;
 pub use options::{BackPressure, Encode, EngineOptions, OnAgentLoss};
 pub use peers::{CertificateFiles, InitTls, init_tls};
 pub use peers_option::{PeerTls, Peers};
+pub use preemption::{Drained, Preemption, PreemptionOptions};
 pub use protocol::{Failure, Until};
 pub use restored::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
 pub use saving::{Mapping, Outcome, Saving, Waited};

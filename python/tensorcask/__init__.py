@@ -11,7 +11,7 @@ True
 
 # Modules, from the ground up; each imports only modules before it:
 # _collector _native _errors _dtypes _refusals _frameworks _convert _files _device _progress _source _foreign
-# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts
+# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts _preemption
 # _dcp_reader _dcp_paths torch _store
 # _save_load _markers codec engine interchange slime lightning megatron orbax transformers agent __main__
 
@@ -39,6 +39,7 @@ from ._native import (
     __version__,
 )
 from ._precision import TensorRounding, search_precision
+from ._preemption import Drained, Preempted, Preemption
 from ._reports import (
     Advice,
     BisectReport,
@@ -64,6 +65,7 @@ __all__ = [
     "ConflictError",
     "CopyReport",
     "CorruptionError",
+    "Drained",
     "Engine",
     "Error",
     "FencedError",
@@ -77,6 +79,8 @@ __all__ = [
     "MatchedTensor",
     "NotFoundError",
     "OutcomeUnknownError",
+    "Preempted",
+    "Preemption",
     "RawTensor",
     "RoundingChoice",
     "RoundingReport",

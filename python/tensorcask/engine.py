@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from . import _device, _frameworks, _native, _precision, _state
 from ._errors import InvalidValueError
 from ._hosts import Hosts, find_hosts
 from ._options import Check, check_step, parse_policy, retention_of, user_json
+from ._preemption import Preemption
 from ._snapshot import address_of
 from ._state import TREE, OnUnsupported, flat_arrays
 from ._store import Store
@@ -415,6 +417,28 @@ class Engine:
             raise ValueError(f"until={until!r}: use 'copied', 'encoded' or 'durable'")
         self._settle()
         return Waited(*self._native.wait(until, timeout, None if step is None else check_step(step)))
+
+    def on_preemption(
+        self,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        *,
+        grace: float = 25.0,
+        callback: Callable[[], bool] | None = None,
+        poll: float = 5.0,
+    ) -> Preemption:
+        """Watches for the announced end of this process, so that a training loop can drain its last save and end cleanly.
+
+            with engine.on_preemption(grace=110) as preemption:   # Slurm: --signal=USR1@120
+                for step in steps:
+                    train(state)
+                    engine.save(state, step=step)
+                    preemption.check()                            # drains, then raises Preempted, a SystemExit with code 0
+
+        From now on, these signals no longer end the process. Call it in the main thread. ``grace``: seconds from the signal to
+        the end of the drain; leave some of the scheduler's time for the end of the process. ``callback``: asked every ``poll``
+        seconds in a thread of its own; True if the cloud has announced the end of this machine.
+        """
+        return Preemption(self, signals, grace, callback, poll)
 
     def finish(self) -> None:
         """Ends a run: waits until everything is in the first tier, then frees its shared memory.
