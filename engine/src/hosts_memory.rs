@@ -15,7 +15,9 @@ use std::time::Duration;
 
 use object_store::local::LocalFileSystem;
 use tensorcask::wire::{Leader, SessionName, SessionStep};
-use tensorcask::{Error, ErrorKind, LeaderState, LeaderWriter, RankSet, ReceiptProof, Result, SessionExchange, SessionLog, Store, WriterOptions};
+use tensorcask::{
+    Error, ErrorKind, LeaderState, LeaderWriter, RankSet, ReceiptProof, Result, SessionExchange, SessionLog, Store, WriterOptions,
+};
 
 use crate::folders::RunFolder;
 use crate::hosts_option::HostsSpec;

@@ -110,10 +110,14 @@ mod preemption;
 
 mod snapshot_places;
 
+// Checks for operators.
+mod doctor;
+
 pub use agent::{AgentOptions, Ended, run_agent};
 pub use agreement::{Agreement, agree};
 pub use connection::{agent_metrics, agent_status, stop_agent};
 pub use copy_plan::Deferred;
+pub use doctor::{Check, CheckState, DoctorOptions, DoctorPeers, run_doctor};
 pub use engine::Engine;
 pub use folders::FOLDER_VARIABLE;
 pub use hosts_option::Hosts;

@@ -80,8 +80,8 @@ impl Preemption {
         let notice = Arc::new(Mutex::new(None));
         for number in options.signals {
             let _guard = runtime.enter();
-            let mut received = signal(SignalKind::from_raw(number))
-                .map_err(|e| Error::invalid(format!("signal {number} cannot be watched: {e}")))?;
+            let mut received =
+                signal(SignalKind::from_raw(number)).map_err(|e| Error::invalid(format!("signal {number} cannot be watched: {e}")))?;
             let notice = notice.clone();
             runtime.spawn(async move {
                 while received.recv().await.is_some() {

@@ -6,7 +6,9 @@ use std::ops::Range;
 use serde::{Deserialize, Deserializer, Serialize};
 use tensorcask::codec::{Objective, ObjectiveSetting};
 use tensorcask::wire::Digest;
-use tensorcask::{Bandwidth, BaseKeeping, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions};
+use tensorcask::{
+    Bandwidth, BaseKeeping, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions,
+};
 
 use crate::folders::{EngineFolder, RunFolder};
 use crate::hosts_option::HostsSpec;

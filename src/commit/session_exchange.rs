@@ -205,7 +205,8 @@ impl SessionExchange {
         if let Some(proof) = &self.proof {
             found = objects.get_if_present(&proof_path(self.session, at, &bytes), MAX_PROOF_BYTES).await?;
             let checked = proof.check(ranks, &bytes, found.as_deref());
-            checked.map_err(|error| Error::new(error.kind(), format!("{}, step {}: {}", self.store.url(), at.step, error.message())))
+            checked
+                .map_err(|error| Error::new(error.kind(), format!("{}, step {}: {}", self.store.url(), at.step, error.message())))
                 .in_object(path.clone())?;
         }
         let receipts = Receipt::decode_all(&bytes, ranks, self.store.limits()).in_object(path)?;

@@ -11,7 +11,9 @@ use std::ops::Range;
 use super::copier::{copy_cask, present};
 use super::verify::verify_cask;
 use crate::chain::chain_of;
-use crate::commit::{CATALOG_INTERVAL, Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest_bytes, read_store_file};
+use crate::commit::{
+    CATALOG_INTERVAL, Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest_bytes, read_store_file,
+};
 use crate::reader::CaskSource;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, LogEntry, RankRange, Receipt, STORE_FILE, SessionName, SessionStep};

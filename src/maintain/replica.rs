@@ -369,8 +369,10 @@ impl Replica {
             return Err(Error::new(ErrorKind::LimitExceeded, message));
         }
         let this = &*self;
-        let copied =
-            concurrently(CONCURRENT_CASKS, unchecked.into_iter().map(|wanted| async move { Ok((wanted.cask.id, this.copy_one(wanted).await)) }));
+        let copied = concurrently(
+            CONCURRENT_CASKS,
+            unchecked.into_iter().map(|wanted| async move { Ok((wanted.cask.id, this.copy_one(wanted).await)) }),
+        );
         let mut outcome = Ok(());
         for (id, copied) in copied.await? {
             match copied {

@@ -5,6 +5,7 @@
 mod agents;
 mod comebacks;
 mod deferred;
+mod doctor;
 mod faults;
 mod guards;
 mod host;

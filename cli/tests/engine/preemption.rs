@@ -32,5 +32,8 @@ fn a_signal_is_noted_and_the_last_save_drained() {
     away.back();
     engine.finish().unwrap();
     assert_eq!(host.stored_steps(), [1, 2]);
-    assert!(Preemption::watch(PreemptionOptions { signals: vec![9], ..PreemptionOptions::default() }).is_err(), "SIGKILL cannot be watched");
+    assert!(
+        Preemption::watch(PreemptionOptions { signals: vec![9], ..PreemptionOptions::default() }).is_err(),
+        "SIGKILL cannot be watched"
+    );
 }

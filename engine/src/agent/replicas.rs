@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::{ReceiptProof, Result};
 use tensorcask::maintain::Replica;
+use tensorcask::{ReceiptProof, Result};
 use tokio::task::JoinHandle;
 
 use super::retry::Backoff;

@@ -21,6 +21,7 @@
 //! | `signature`, `receipt_proof` | who has saved a step: signatures of receipts |
 //! | `serve` | the server |
 //! | `http_client`, `connect`, `peer_objects` | the client, an `ObjectStore` that reads |
+//! | `version` | handshake of versions |
 //! | `union` | several places with parts of a store as one store |
 //!
 //! Reads use WebDAV's `PROPFIND` for listings, because the HTTP store of `object_store` does.
@@ -41,9 +42,10 @@ mod serve;
 mod signature;
 mod tls;
 mod union;
+mod version;
 
 pub use certificates::{CertificateFiles, InitTls, init_tls};
-pub(crate) use http_client::ResponseLimits;
+pub(crate) use http_client::{ResponseLimits, probe_peer};
 pub(crate) use peer_objects::Peer;
 pub(crate) use placement::Placement;
 pub(crate) use receipt_proof::{CheckedPlace, SignedReceipts};

@@ -33,6 +33,7 @@ use super::handshakes::Handshakes;
 use super::listing::multistatus;
 use super::resource::Resource;
 use super::tls::{Tls, explain};
+use super::version::{self, Spoken};
 
 /// A server for the peers of one run. Dropping the future of `serve` closes all connections.
 #[derive(Debug)]
@@ -56,13 +57,7 @@ struct Served {
 
 impl PeerServer {
     /// Listens on an address. Without certificates, it must be an address of this machine.
-    pub(crate) async fn bind(
-        listen: SocketAddr,
-        root: PathBuf,
-        key: &str,
-        tls: Option<Arc<Tls>>,
-        bandwidth: Bandwidth,
-    ) -> Result<Self> {
+    pub(crate) async fn bind(listen: SocketAddr, root: PathBuf, key: &str, tls: Option<Arc<Tls>>, bandwidth: Bandwidth) -> Result<Self> {
         if tls.is_none() && !listen.ip().is_loopback() {
             return Err(Error::invalid("without certificates, an agent serves this machine only").object(listen.to_string()));
         }
@@ -148,7 +143,15 @@ async fn serve_connection(stream: Box<dyn Connection>, served: Arc<Served>) {
     let progress = Arc::new(AtomicU64::new(0));
     let service = service_fn(|request| {
         let (served, progress) = (served.clone(), progress.clone());
-        async move { Ok::<_, Infallible>(answer(request, served, progress).await) }
+        async move {
+            progress.fetch_add(1, Ordering::Relaxed);
+            let mut response = match Spoken::read(request.headers()) {
+                Spoken::Ours => answer(request, served, progress).await,
+                _ => refuse(StatusCode::UPGRADE_REQUIRED),
+            };
+            response.headers_mut().insert(version::HEADER, version::ours());
+            Ok::<_, Infallible>(response)
+        }
     });
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(HEAD_BYTES).max_headers(MOST_HEADERS);
@@ -175,7 +178,6 @@ async fn stalled(progress: &AtomicU64) {
 type ResponseBody = http_body_util::combinators::UnsyncBoxBody<Bytes, std::io::Error>;
 
 async fn answer(request: Request<Incoming>, served: Arc<Served>, progress: Arc<AtomicU64>) -> Response<ResponseBody> {
-    progress.fetch_add(1, Ordering::Relaxed);
     let Some(resource) = Resource::parse(request.uri().path(), &served.key) else { return refuse(StatusCode::NOT_FOUND) };
     let headers = request.headers();
     let text = |name: header::HeaderName| headers.get(name).and_then(|value| value.to_str().ok());

@@ -33,8 +33,10 @@ impl Signature {
 
     /// Checks that a host of this run has signed these bytes; otherwise says why not.
     pub(super) fn check(&self, tls: &Tls, host: u32, message: &[u8]) -> Result<(), String> {
-        let (identity, refuse) = (tls.identity(), |e: rustls::Error| format!("the certificate of the signature is refused: {}", explain(&e)));
-        let certificates: Vec<CertificateDer<'_>> = self.certificates.iter().take(MOST_CERTIFICATES).map(|der| der.as_slice().into()).collect();
+        let (identity, refuse) =
+            (tls.identity(), |e: rustls::Error| format!("the certificate of the signature is refused: {}", explain(&e)));
+        let certificates: Vec<CertificateDer<'_>> =
+            self.certificates.iter().take(MOST_CERTIFICATES).map(|der| der.as_slice().into()).collect();
         let (own, intermediates) = certificates.split_first().ok_or("the signature has no certificate")?;
         identity.verifier.verify_client_cert(own, intermediates, UnixTime::now()).map_err(refuse)?;
         let name = ServerName::try_from(tls.host_name(host)).map_err(|e| e.to_string())?;

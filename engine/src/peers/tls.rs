@@ -14,8 +14,8 @@ use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::sign::SigningKey;
 use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::sign::SigningKey;
 use rustls::{AlertDescription, CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, RootCertStore, ServerConfig};
 use rustls::{SignatureScheme, version};
 use tensorcask::{Error, Result};
@@ -87,7 +87,12 @@ impl Tls {
     pub(super) fn open_unchecked(files: &PeerTls, run_key: &str) -> Self {
         let name = ServerName::try_from(certificate_name(run_key)).unwrap();
         let configs = Configs::read(files, &name, OwnCheck::Skipped).unwrap();
-        Self { files: files.clone(), key: run_key.to_owned(), name, loaded: Mutex::new(Loaded { stamps: stamps(files), configs, failed: None }) }
+        Self {
+            files: files.clone(),
+            key: run_key.to_owned(),
+            name,
+            loaded: Mutex::new(Loaded { stamps: stamps(files), configs, failed: None }),
+        }
     }
 
     pub(super) fn name(&self) -> ServerName<'static> {
@@ -134,8 +139,7 @@ impl Tls {
     fn current(&self, now: Instant, time: UnixTime) -> Configs {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         let stamps = stamps(&self.files);
-        let has_just_failed =
-            loaded.failed.is_some_and(|(failed, at)| failed == stamps && now.saturating_duration_since(at) < READ_AGAIN);
+        let has_just_failed = loaded.failed.is_some_and(|(failed, at)| failed == stamps && now.saturating_duration_since(at) < READ_AGAIN);
         if stamps == loaded.stamps || has_just_failed {
             return loaded.configs.clone();
         }

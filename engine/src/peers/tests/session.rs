@@ -6,8 +6,8 @@ use object_store::local::LocalFileSystem;
 use tensorcask::maintain::{Mirror, Replica};
 use tensorcask::wire::{Id, Leader, SessionStep};
 use tensorcask::{
-    Dtype, HostWriter, LeaderWriter, Metadata, Policy, RankState, ReceiptProof, Rect, SessionExchange, SessionLog, Slice, Store, TensorView,
-    WriterOptions,
+    Dtype, HostWriter, LeaderWriter, Metadata, Policy, RankState, ReceiptProof, Rect, SessionExchange, SessionLog, Slice, Store,
+    TensorView, WriterOptions,
 };
 
 use super::support::{Host, tls};
