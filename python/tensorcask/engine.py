@@ -170,6 +170,7 @@ class Engine:
         if not (hosts is None or hosts == "auto" or isinstance(hosts, Hosts)):
             raise TypeError(f"hosts={hosts!r}: pass a tensorcask.Hosts, None for one host, or 'auto'")
         self._hosts = find_hosts(rank, world) if hosts == "auto" else hosts
+        self._store = Store(store, config, fsync=fsync)
         self._arena = _device.Arena()
         self._saving: Saving | None = None
         self._native = _native.Engine(
@@ -203,6 +204,21 @@ class Engine:
                 "store_timeout": store_timeout,
             },
         )
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self._rank
+
+    @property
+    def world(self) -> int:
+        """Number of processes that save one state together."""
+        return self._world
+
+    @property
+    def store(self) -> Store:
+        """The store of the first tier, for reading."""
+        return self._store
 
     @property
     def hosts(self) -> Hosts | None:
