@@ -1,8 +1,8 @@
 """Trains with a real trainer, kills it twice, resumes it, and compares every loss and every tensor with an undisturbed run.
 
-    python killed.py transformers [--ranks 2] [--resume-ranks 2]
+    python killed.py transformers [--ranks 2]
 
-The training runs as `with_NAME.py`, one process for each rank, on the CPU with gloo. Its first rank kills itself by SIGKILL at a step
+The training runs as `with_NAME.py`, one process for each rank, on the CPU with gloo. `NAME-VARIANT` runs `with_NAME.py` with $VARIANT. Its first rank kills itself by SIGKILL at a step
 that is not saved. The first resume is from the memory of the host. Then it is killed again, its memory is removed, as with a lost host,
 and the second resume is from the store. Prints one line, and writes it to a file for the table.
 """
@@ -34,12 +34,13 @@ def start(name, ranks, root, label, store, kill_at=None):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", str(HERE / f"with_{name}.py"), "--store", str(root / store), "--work", str(root / f"work-{store}")]
+    program, _, variant = name.partition("-")
+    command = [sys.executable, "-W", "ignore", str(HERE / f"with_{program}.py"), "--store", str(root / store), "--work", str(root / f"work-{store}")]
     command += ["--out", str(out), *([] if kill_at is None else ["--kill-at", str(kill_at)])]
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        told = {**os.environ, "TENSORCASK_ENGINE_DIR": memory_of(root, store), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        told = {**os.environ, "TENSORCASK_ENGINE_DIR": memory_of(root, store), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "VARIANT": variant}
         told |= {key: str(value) for key, value in place.items()}
         log = open(out / f"log{rank}.txt", "wb")
         processes.append(subprocess.Popen(command, env=told, stdout=log, stderr=subprocess.STDOUT))
