@@ -119,7 +119,7 @@ def load(engine: Engine, state: Mapping[str, Any], step: int | str = "latest") -
         return None
     values = found.state
     own = values.pop(_own_key(engine), {})
-    return found.step, _filled(state, values), own
+    return found.step, filled(state, values), own
 
 
 def _own_key(engine: Engine) -> str:
@@ -135,12 +135,12 @@ def _without_copies(value: Any) -> Any:
     return value
 
 
-def _filled(target: Any, saved: Any) -> Any:
+def filled(target: Any, saved: Any) -> Any:
     """The saved state with the tensors of the target."""
     if framework_of(target) is not None:
         return target
     if isinstance(target, Mapping) and isinstance(saved, Mapping):
-        return {**saved, **{key: _filled(value, saved.get(key, value)) for key, value in target.items()}}
+        return {**saved, **{key: filled(value, saved.get(key, value)) for key, value in target.items()}}
     if isinstance(target, (list, tuple)) and isinstance(saved, (list, tuple)) and len(target) == len(saved):
-        return type(target)([_filled(value, item) for value, item in zip(target, saved, strict=True)])
+        return type(target)([filled(value, item) for value, item in zip(target, saved, strict=True)])
     return saved
