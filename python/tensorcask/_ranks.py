@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from . import _native
-from ._frameworks import framework_of
+from ._frameworks import framework_of, lend, place
 from ._shard import is_part
+from ._state import flat_arrays
 from ._store import Store, open_store
 from .engine import Engine, Restored
 
@@ -56,30 +58,12 @@ def with_array(found: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "numpy": (name, np.asarray(keys), *rest)}
 
 
-def random_bytes() -> dict[str, Any]:
-    """The result of :func:`random_states` without arrays."""
-    found = random_states()
-    name, keys, *rest = found["numpy"]
-    found["numpy"] = (name, keys.tobytes(), *rest)
-    return {key: value.numpy().tobytes() if hasattr(value, "numpy") else value for key, value in found.items()}
-
-
-def set_random_bytes(found: Mapping[str, Any]) -> None:
-    """Sets the random generators to the result of :func:`random_bytes`."""
-    import numpy as np
-    import torch
-
-    name, keys, *rest = found["numpy"]
-    devices = {key: torch.frombuffer(bytearray(value), dtype=torch.uint8) for key, value in found.items() if isinstance(value, bytes)}
-    set_random_states({**found, **devices, "numpy": (name, np.frombuffer(keys, np.uint32), *rest)})
-
-
 def is_leader(engine: Engine) -> bool:
     """Whether this rank is the first of its host. It saves the values that all ranks have."""
     return engine.rank == (0 if engine.hosts is None else engine.hosts.local_ranks.start)
 
 
-def restore(engine: Engine, step: int | str = "latest", *, out: Any = None) -> Restored | None:
+def restore(engine: Engine, step: int | str = "latest", *, out: Any = None, partial: bool = False) -> Restored | None:
     """Restores the newest step that all ranks can load, or a given step; None if there is none. Call it on all ranks."""
     if step == "latest" and engine.world > 1:
         common = engine.agree()
@@ -87,7 +71,7 @@ def restore(engine: Engine, step: int | str = "latest", *, out: Any = None) -> R
             return None
         step = common
     try:
-        return engine.restore(step, out=out)
+        return engine.restore(step, out=out, partial=partial)
     except _native.NotFoundError:
         if step == "latest":
             return None
@@ -103,23 +87,41 @@ def barrier(engine: Engine) -> None:
 
 
 def save(engine: Engine, state: Mapping[str, Any], own: Mapping[str, Any], step: int, user: Mapping[str, Any] | None = None) -> None:
-    """Saves a state that all ranks have, in shards or in copies, and values of this rank. The values may hold no tensors.
+    """Saves a state that all ranks have, in shards or in copies, and values of this rank.
 
     The first rank of each host saves the tensors that all ranks have.
     """
     shared = state if is_leader(engine) else _without_copies(state)
-    engine.save({**shared, _own_key(engine): own}, step=step, user=user)
+    engine.save({**shared, _own_key(engine): without_tensors(own)}, step=step, user=user)
 
 
-def load(engine: Engine, state: Mapping[str, Any], step: int | str = "latest") -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-    """Fills the tensors of a state that :func:`save` saved. Returns the step, the state with the saved values, and the values of this
-    rank, empty if the job had fewer ranks; None if there is no step."""
-    found = restore(engine, step, out=state)
+@dataclass(frozen=True)
+class Loaded:
+    """A state that :func:`save` saved: the step, the state, the values of this rank, or of the first rank if this rank is new, and
+    facts of the user."""
+
+    step: int
+    state: dict[str, Any]
+    own: dict[str, Any]
+    is_own: bool
+    user: dict[str, Any]
+
+
+def load(engine: Engine, state: Mapping[str, Any], step: int | str = "latest", *, partial: bool = False) -> Loaded | None:
+    """Fills the tensors of a state that :func:`save` saved; None if there is no step. Call it on all ranks.
+
+    ``partial``: leaves out tensors that the state does not have. The first rank sends the tensors that all ranks have to the others.
+    """
+    is_first = is_leader(engine)
+    found = restore(engine, step, out=state if is_first else _without_copies(state), partial=partial or not is_first)
     if found is None:
         return None
-    values = found.state
-    own = values.pop(_own_key(engine), {})
-    return found.step, filled(state, values), own
+    if engine.world > 1:
+        _send_copies(state)
+    values = {key: value for key, value in found.state.items() if not key.startswith("rank_")}
+    own = found.state.get(_own_key(engine))
+    plain = found.state.get("rank_0", {}) if own is None else own
+    return Loaded(found.step, filled(state, values), with_tensors(plain), own is not None, found.user)
 
 
 def _own_key(engine: Engine) -> str:
@@ -135,6 +137,21 @@ def _without_copies(value: Any) -> Any:
     return value
 
 
+def _send_copies(state: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    for tensor in flat_arrays(state).values():
+        if not is_part(tensor):
+            # Objects, because a group may have no backend for the device of the tensor.
+            sent = [tensor.detach().cpu() if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(sent, src=0)
+            received = sent[0]
+            if dist.get_rank() != 0 and received is not None:
+                with torch.no_grad():
+                    tensor.copy_(received)
+
+
 def filled(target: Any, saved: Any) -> Any:
     """The saved state with the tensors of the target."""
     if framework_of(target) is not None:
@@ -144,3 +161,35 @@ def filled(target: Any, saved: Any) -> Any:
     if isinstance(target, (list, tuple)) and isinstance(saved, (list, tuple)) and len(target) == len(saved):
         return type(target)([filled(value, item) for value, item in zip(target, saved, strict=True)])
     return saved
+
+
+_TENSOR = "#tensor"
+
+
+def without_tensors(value: Any) -> Any:
+    """Values with bytes in place of small tensors and arrays: a rank that restores need not know their names."""
+    framework = framework_of(value)
+    if framework is not None:
+        lent = lend(value, "a value of this rank")
+        return {_TENSOR: [framework, lent.dtype, list(lent.shape), bytes(lent.buffer)]}
+    if isinstance(value, Mapping):
+        return {key: without_tensors(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [without_tensors(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def with_tensors(value: Any) -> Any:
+    """Undoes :func:`without_tensors`."""
+    if isinstance(value, Mapping):
+        if value.keys() == {_TENSOR}:
+            framework, dtype, shape, data = value[_TENSOR]
+            made = place(framework, dtype, shape, "a value of this rank")
+            made.buffer[:] = data if isinstance(made.buffer, bytearray) else memoryview(data)
+            return made.finish()
+        return {key: with_tensors(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [with_tensors(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

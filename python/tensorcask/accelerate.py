@@ -34,7 +34,7 @@ __all__ = ["load_state", "save_state"]
 
 def save_state(accelerator: Any, engine: Engine, *, step: int, user: Mapping[str, Any] | None = None) -> None:
     """Saves everything that the accelerator has prepared. Call it on all ranks, between two steps of the optimizer."""
-    own: dict[str, Any] = {"random": _ranks.random_bytes(), "step": accelerator.step}
+    own: dict[str, Any] = {"random": _ranks.random_states(), "step": accelerator.step}
     own["data"] = [loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None for loader in accelerator._dataloaders]
     _ranks.save(engine, _state(accelerator, engine), own, step, user)
 
@@ -49,7 +49,7 @@ def load_state(accelerator: Any, engine: Engine, step: Step = "latest") -> int |
     found = _ranks.load(engine, target, step)
     if found is None:
         return None
-    step, state, own = found
+    state, own = found.state, found.own
     for at, (model, optimizers) in enumerate(_pairs(accelerator)):
         set_state_dict(model, optimizers, model_state_dict=state["models"][at], optim_state_dict=state["optimizers"][at])
     for scheduler, saved in zip(accelerator._schedulers, state["schedulers"], strict=True):
@@ -58,13 +58,13 @@ def load_state(accelerator: Any, engine: Engine, step: Step = "latest") -> int |
         custom.load_state_dict(saved)
     if accelerator.scaler is not None and state["scaler"] is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
-    if own:
+    if found.is_own:
         for loader, saved in zip(accelerator._dataloaders, own["data"], strict=True):
             if saved is not None:
                 loader.load_state_dict(saved)
         accelerator.step = own["step"]
-        _ranks.set_random_bytes(own["random"])
-    return step
+        _ranks.set_random_states(own["random"])
+    return found.step
 
 
 def _state(accelerator: Any, engine: Engine) -> dict[str, Any]:

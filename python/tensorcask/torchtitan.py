@@ -16,8 +16,8 @@ are not saved, as in torchtitan. Tested with torchtitan 0.3.
 
 from __future__ import annotations
 
-import copy
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         # A seed checkpoint, step 0, has only the model.
         is_seed = step == 0 or step == -1 and [found.step for found in self.engine.loadable()] == [0]
         target = dict(self.states[MODEL].state_dict()) if is_seed else self._state(config.exclude_from_loading)
-        found = _ranks.restore(self.engine, "latest" if step == -1 else step, out=target)
+        found = _ranks.restore(self.engine, "latest" if step == -1 else step, out=target, partial=True)
         if found is None:
             return self._load_initial()
         state = _ranks.filled(target, found.state)
@@ -136,13 +136,12 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self.states[MODEL].load_state_dict(state)
         return True
 
-    def _state(self, apart: list[str] | None = None) -> dict[str, Any]:
-        """The model's tensors by name, and the states of the other parts. Parts in ``apart`` get memory of their own."""
+    def _state(self, without: Sequence[str] = ()) -> dict[str, Any]:
+        """The model's tensors by name, and the states of the other parts."""
         state = dict(self.states[MODEL].state_dict())
         for key, value in self.states.items():
-            if key != MODEL and value is not None:
-                found = value.state_dict() if isinstance(value, Stateful) else value
-                state[key] = copy.deepcopy(found) if apart and key in apart else found
+            if key != MODEL and value is not None and key not in without:
+                state[key] = value.state_dict() if isinstance(value, Stateful) else value
         return state
 
     def _maybe_wait_for_staging(self) -> None:
