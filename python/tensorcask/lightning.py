@@ -46,7 +46,12 @@ from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from . import _native, _ranks
 from ._files import write_whole
@@ -183,11 +188,13 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self._module())
+        state: dict[str, Any] = get_model_state_dict(self._module())
+        return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         found = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return get_optimizer_state_dict(self._module(), found)
+        state: dict[str, Any] = get_optimizer_state_dict(self._module(), found)
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Does nothing: ``load_checkpoint`` has filled the model."""

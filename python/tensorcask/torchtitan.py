@@ -39,7 +39,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """Saves the state of torchtitan's trainer through an engine, which it starts and ends."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseCheckpointManager.Config):  # type: ignore[misc, name-defined]
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
         """torchtitan's options, and some of :class:`tensorcask.Engine`."""
 
         store: str = ""
@@ -87,7 +87,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._saving: Saving | None = None
         self._has_ended = False
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self.config
         is_first = curr_step == 1 and config.enable_first_step_checkpoint
@@ -105,7 +105,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._maybe_wait_for_staging()
         return True
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _load(self, step: int = -1) -> bool:
         config = self.config
         for key in config.exclude_from_loading:
