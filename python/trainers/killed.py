@@ -41,6 +41,8 @@ def start(name, ranks, root, label, store, kill_at=None):
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         told = {**os.environ, "TENSORCASK_ENGINE_DIR": memory_of(root, store), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "VARIANT": variant}
+        # Some trainers compile code when they start.
+        told |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "extensions")}
         told |= {key: str(value) for key, value in place.items()}
         log = open(out / f"log{rank}.txt", "wb")
         processes.append(subprocess.Popen(command, env=told, stdout=log, stderr=subprocess.STDOUT))
