@@ -11,6 +11,7 @@
 //! Invariant: a pull removes no step and no link of the chain before the replica has newer steps in their place. A source
 //! that is empty, because its host was replaced, removes nothing.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
@@ -215,10 +216,9 @@ impl Replica {
             return Ok(());
         }
         for (at, present) in self.complete_steps(to).await? {
-            if !self.parents.contains_key(&at) {
+            if let Entry::Vacant(unknown) = self.parents.entry(at) {
                 let receipts = to.receipts(at, &present).await?;
-                let parent = receipts.iter().find_map(|receipt| receipt.parent.as_ref()).map(|parent| parent.snapshot);
-                self.parents.insert(at, parent);
+                unknown.insert(receipts.iter().find_map(|receipt| receipt.parent.as_ref()).map(|parent| parent.snapshot));
             }
         }
         Ok(())
