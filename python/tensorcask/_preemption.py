@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from . import _native
+
 _log = logging.getLogger("tensorcask")
 
 
@@ -25,7 +27,7 @@ class Drained:
     """What a drain has reached."""
 
     level: str
-    """Level of the last save: ``durable``, ``encoded`` or ``copied``."""
+    """Level of the last save: ``durable``, ``replicated``, ``encoded`` or ``copied``."""
     problem: str | None
     """Reason why it is not durable, if one is known."""
 
@@ -130,9 +132,16 @@ class Preemption:
         waited = self._engine.wait("durable", self.time_left())
         if waited.reached:
             return Drained("durable", None)
-        level = "encoded" if self._engine.wait("encoded", 0.0).reached else "copied"
+        level = next((level for level in ("replicated", "encoded") if self._has_reached(level)), "copied")
         failure = waited.failures[-1][1] if waited.failures else None
         return Drained(level, waited.problem or failure)
+
+    def _has_reached(self, level: str) -> bool:
+        try:
+            return bool(self._engine.wait(level, 0.0).reached)
+        except (ValueError, _native.InvalidArgumentError):
+            # No save of this engine reaches the level.
+            return False
 
     def check(self, group: Any = None) -> None:
         """Drains and raises :class:`Preempted` if the end of any rank's process is announced: see :meth:`agree`."""

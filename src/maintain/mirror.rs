@@ -61,7 +61,7 @@ struct LinkObjects {
 
 impl Mirror {
     /// Number of log entries up to which [`shorten_log`](Self::shorten_log) removes nothing.
-    pub const KEPT_ENTRIES: u64 = 2 * CATALOG_INTERVAL;
+    pub const KEPT_ENTRIES: u64 = 3 * CATALOG_INTERVAL;
 
     /// Mirrors `store` in `memory`. Sends no request.
     pub fn new(store: &Store, memory: &Store) -> Self {
@@ -110,7 +110,7 @@ impl Mirror {
         self.remove_except(&["snapshots", "directories"], &needed).await
     }
 
-    /// Copies the newest catalog of the store, and removes the log entries before it, if there are more than
+    /// Copies the newest catalog of the store, and removes older log entries except the last 64 before it, if there are more than
     /// [`KEPT_ENTRIES`](Self::KEPT_ENTRIES). Call it after [`follow`](Self::follow), and only while no reader needs the log as
     /// of an earlier entry.
     #[boxed]
@@ -129,19 +129,21 @@ impl Mirror {
         }
         let newest = Catalog::list(&self.store).await?.into_iter().next();
         let Some((sequence, path)) = newest.and_then(|path| Some((Catalog::sequence_of(&path)?, path))) else { return Ok(()) };
-        if sequence > last || sequence <= first {
+        if sequence > last || sequence.saturating_sub(CATALOG_INTERVAL) <= first {
             return Ok(());
         }
         let bytes = self.store.objects().get(&path, self.store.limits().max_catalog_bytes).await?;
         self.memory.objects().put_content_addressed(&path, bytes).await?;
+        // Readers that follow the log from the mirror may be a little behind.
+        let first_kept = sequence.saturating_sub(CATALOG_INTERVAL);
         // The entry of an inline snapshot holds its manifest and casks.
         let inline: BTreeSet<u64> = self.chain.values().filter_map(|link| link.inline_in).collect();
         for name in self.memory.objects().names_after("log", "").await? {
-            if sequence_of_entry(&name).is_some_and(|entry| entry < sequence && !inline.contains(&entry)) {
+            if sequence_of_entry(&name).is_some_and(|entry| entry < first_kept && !inline.contains(&entry)) {
                 self.memory.objects().delete(&format!("log/{name}")).await?;
             }
         }
-        self.first_entry = Some(sequence);
+        self.first_entry = Some(first_kept);
         self.remove_except(&["catalog"], &BTreeSet::from([&path])).await
     }
 

@@ -216,9 +216,9 @@ impl Replica {
             return Ok(());
         }
         for (at, present) in self.complete_steps(to).await? {
-            if let Entry::Vacant(unread) = self.parents.entry(at) {
+            if let Entry::Vacant(unknown) = self.parents.entry(at) {
                 let receipts = to.receipts(at, &present).await?;
-                unread.insert(receipts.iter().find_map(|receipt| receipt.parent.as_ref()).map(|parent| parent.snapshot));
+                unknown.insert(receipts.iter().find_map(|receipt| receipt.parent.as_ref()).map(|parent| parent.snapshot));
             }
         }
         Ok(())
