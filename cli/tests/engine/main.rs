@@ -12,5 +12,6 @@ mod hosts;
 mod kills;
 mod lost_stores;
 mod memory;
+mod outages;
 mod ranks;
 mod tiers;
