@@ -11,7 +11,7 @@ True
 
 # Modules, from the ground up; each imports only modules before it:
 # _collector _native _errors _dtypes _refusals _frameworks _convert _files _device _progress _source _foreign
-# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts
+# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts _peers
 # _dcp_reader _dcp_paths torch _store
 # _save_load _markers codec engine interchange slime lightning megatron orbax transformers agent __main__
 
@@ -38,6 +38,7 @@ from ._native import (
     UnsupportedError,
     __version__,
 )
+from ._peers import Peers
 from ._precision import TensorRounding, search_precision
 from ._reports import (
     Advice,
@@ -77,6 +78,7 @@ __all__ = [
     "MatchedTensor",
     "NotFoundError",
     "OutcomeUnknownError",
+    "Peers",
     "RawTensor",
     "RoundingChoice",
     "RoundingReport",

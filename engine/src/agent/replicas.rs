@@ -58,10 +58,8 @@ impl Context {
         self.placement.holders(host, &gone).contains(&self.own)
     }
 
-    /// Ranks of a host. All hosts have as many, except perhaps the last.
     fn ranks(&self, host: u32) -> Range<u32> {
-        let first = host.saturating_mul(self.hosts.ranks);
-        first..first.saturating_add(self.hosts.ranks).min(self.run.spec.world)
+        self.hosts.ranks_of(host, self.run.spec.world)
     }
 }
 
