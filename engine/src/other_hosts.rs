@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use futures::stream::{StreamExt, TryStreamExt};
 use object_store::{Error as ObjectError, ObjectMeta};
-use tensorcask::{Error, ErrorKind, Result};
+use tensorcask::{Error, ErrorKind, ReceiptProof, Result};
 
-use crate::peers::{MEETING, Peer, Place, Placement, ResponseLimits, TOLERATED_LOSSES, Tls};
+use crate::peers::{CheckedPlace, MEETING, Peer, Place, Placement, ResponseLimits, SignedReceipts, TOLERATED_LOSSES, Tls};
 use crate::run_spec::RunSpec;
 
 /// The other hosts of a run.
@@ -15,6 +15,8 @@ pub(crate) struct OtherHosts {
     pub own: u32,
     placement: Placement,
     peers: Vec<(u32, Peer)>,
+    /// Check of the receipts of other hosts; `None` without certificates.
+    proof: Option<Arc<dyn ReceiptProof>>,
 }
 
 /// The objects of a folder of a host.
@@ -34,7 +36,8 @@ impl OtherHosts {
         for (host, address) in (0u32..).zip(&peers.addresses).filter(|(host, _)| *host != own) {
             others.push((host, Peer::open(address, &spec.key, tls.clone(), ResponseLimits::default())?));
         }
-        Ok(Some(Self { own, placement, peers: others }))
+        let proof = tls.map(|tls| Arc::new(SignedReceipts::new(tls, hosts.clone())) as Arc<dyn ReceiptProof>);
+        Ok(Some(Self { own, placement, peers: others, proof }))
     }
 
     /// Numbers of the other hosts.
@@ -46,9 +49,13 @@ impl OtherHosts {
         self.peers.iter().find(|(number, _)| *number == host).map(|(_, peer)| peer)
     }
 
-    /// A folder of a host as a place of a union.
+    /// A folder of a host as a place of a union. Receipts must be signed by the hosts that saved them.
     pub(crate) fn place(&self, host: u32, folder: &str) -> Option<Place> {
-        self.peer(host).map(|peer| peer.place(folder))
+        let place = self.peer(host)?.place(folder);
+        Some(match &self.proof {
+            Some(proof) => Arc::new(CheckedPlace::new(place, proof.clone())),
+            None => place,
+        })
     }
 
     /// Lists all folders of these hosts, some at once. A host that does not answer has an error.

@@ -46,7 +46,7 @@ pub struct RunStatus {
     pub failed_saves: u64,
     /// Steps of the snapshots in memory.
     pub memory_steps: Vec<u64>,
-    /// Bytes of shared memory that encoded snapshots use.
+    /// Bytes of shared memory that encoded snapshots use, with the copies of other hosts.
     pub memory_bytes: u64,
     /// Bytes of shared memory that encoded snapshots may use.
     pub memory_cap_bytes: u64,

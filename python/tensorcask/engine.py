@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from ._errors import InvalidValueError
 from ._hosts import Hosts, find_hosts, gather
 from ._options import Check, check_step, parse_policy, retention_of, user_json
 from ._peers import Peers, resolve
+from ._preemption import Preemption
 from ._snapshot import address_of
 from ._state import TREE, OnUnsupported, flat_arrays
 from ._store import Store
@@ -176,6 +178,7 @@ class Engine:
         if not (hosts is None or hosts == "auto" or isinstance(hosts, Hosts)):
             raise TypeError(f"hosts={hosts!r}: pass a tensorcask.Hosts, None for one host, or 'auto'")
         self._hosts = find_hosts(rank, world) if hosts == "auto" else hosts
+        self._store = Store(store, config, fsync=fsync)
         self._arena = _device.Arena()
         self._saving: Saving | None = None
         self._native = _native.Engine(
@@ -210,6 +213,21 @@ class Engine:
                 "store_timeout": store_timeout,
             },
         )
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self._rank
+
+    @property
+    def world(self) -> int:
+        """Number of processes that save one state together."""
+        return self._world
+
+    @property
+    def store(self) -> Store:
+        """The store of the first tier, for reading."""
+        return self._store
 
     @property
     def hosts(self) -> Hosts | None:
@@ -295,13 +313,16 @@ class Engine:
         if self._saving is not None:
             self._saving.wait()
 
-    def restore(self, step: int | str = "latest", *, out: Any = None, framework: str | None = None) -> Restored:
+    def restore(
+        self, step: int | str = "latest", *, out: Any = None, partial: bool = False, framework: str | None = None
+    ) -> Restored:
         """Restores a step, or the newest, from the nearest place that has it whole: raw memory, encoded memory, then the tiers.
 
         Passes over damaged states and reports them in ``passed_over``. ``latest`` may then restore an older step.
         Raises ``NotFoundError`` if no step is saved. ``out`` is a state like the saved one: its tensors are filled in
         place and are in the result, a DTensor as its placements say. A job on another number of ranks restores in this
-        way. Ranks :meth:`agree` on a step first. ``framework`` as in :func:`tensorcask.load`.
+        way. Ranks :meth:`agree` on a step first. ``partial``: tensors that ``out`` lacks are not read, and are None in the
+        result; without it, they are an error. ``framework`` as in :func:`tensorcask.load`.
         """
         self._settle()
         targets = {} if out is None else dict(flat_arrays(out))
@@ -323,7 +344,7 @@ class Engine:
             nodes = [value for _, tree in trees for kind, value in tree if kind == "tensor"]
             saved_as = {value[0]: value[1] for value in nodes}
             # Before anything is filled. NotFoundError means that there is no save, so this is another error.
-            missing = next((name for name in saved_as if out is not None and name not in targets), None)
+            missing = next((name for name in saved_as if out is not None and not partial and name not in targets), None)
             if missing is not None:
                 raise InvalidValueError(
                     f"out: step {step} has a tensor `{missing}`, and `out` has none of that name. Nothing was filled. Restore without out= "
@@ -360,6 +381,8 @@ class Engine:
         loaded: dict[str, Any] = {name: place.finish() for name, place in finished.items()}
         loaded.update({name: loaded[first] for name, first in tied.items()})
         loaded.update(targets)
+        if partial:
+            loaded = {**dict.fromkeys(name for _, tree in trees for name in _tensors_of(tree)), **loaded}
         state = _state.merge([_state.build(tree, _leaf(rank, loaded, blobs)) for rank, tree in trees]) if trees else loaded
         source, url = facts.pop("source")
         passed_over = [(place[1] or place[0], step, why) for place, step, why in facts.pop("passed_over")]
@@ -425,6 +448,28 @@ class Engine:
         self._settle()
         return Waited(*self._native.wait(until, timeout, None if step is None else check_step(step)))
 
+    def on_preemption(
+        self,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        *,
+        grace: float = 25.0,
+        callback: Callable[[], bool] | None = None,
+        poll: float = 5.0,
+    ) -> Preemption:
+        """Watches for the announced end of this process, so that a training loop can drain its last save and end cleanly.
+
+            with engine.on_preemption(grace=110) as preemption:   # Slurm: --signal=USR1@120
+                for step in steps:
+                    train(state)
+                    engine.save(state, step=step)
+                    preemption.check()                            # drains, then raises Preempted, a SystemExit with code 0
+
+        From now on, these signals no longer end the process. Call it in the main thread. ``grace``: seconds from the signal to
+        the end of the drain; leave some of the scheduler's time for the end of the process. ``callback``: asked every ``poll``
+        seconds in a thread of its own; True if the cloud has announced the end of this machine.
+        """
+        return Preemption(self, signals, grace, callback, poll)
+
     def finish(self, timeout: float | None = None) -> None:
         """Ends a run: waits until everything is in the first tier, then frees its shared memory.
 
@@ -476,6 +521,10 @@ def _native_hosts(hosts: Hosts | None) -> tuple[str, int, int, list[int], float]
     if hosts is None:
         return None
     return hosts.session, hosts.local_ranks.start, hosts.local_ranks.stop, list(hosts.first_ranks), hosts.patience
+
+
+def _tensors_of(tree: list[_state.Node]) -> list[str]:
+    return [value[0] for kind, value in tree if kind == "tensor"]
 
 
 def _leaf(rank: int, tensors: Mapping[str, Any], blobs: Mapping[tuple[int, str], bytes]) -> Any:

@@ -3,10 +3,14 @@
 //!
 //! All ranks of a host share one view of the log, so a save costs few requests. The leader of the session commits.
 
+use std::sync::Arc;
+
 use super::WriterOptions;
 use super::ranks::{Rank, RankPart, Unreadable, open_parent};
 use crate::chain::chain_of;
-use crate::commit::{Log, SessionExchange, SnapshotRecord, Standing, catch_up_from, load_from, read_manifest_bytes, refuse_features};
+use crate::commit::{
+    Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, catch_up_from, load_from, read_manifest_bytes, refuse_features,
+};
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
 use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
 
@@ -34,6 +38,7 @@ pub struct HostWriter {
     options: WriterOptions,
     /// Whether the store did not answer when the last parent was chosen.
     is_cut_off: bool,
+    proof: Option<Arc<dyn ReceiptProof>>,
 }
 
 impl HostWriter {
@@ -77,7 +82,12 @@ impl HostWriter {
         let part = |rank: &u32| RankPart::new(memory, Rank { rank: *rank, world, attempt: 0 }, options.clone());
         let parts = ranks.iter().map(part).collect();
         let (exchange, store, memory) = (SessionExchange::new(store, session), store.clone(), memory.clone());
-        Ok(Self { store, memory, session, exchange, log, parts, options, is_cut_off: false })
+        Ok(Self { store, memory, session, exchange, log, parts, options, is_cut_off: false, proof: None })
+    }
+
+    /// Publishes a proof with the receipts in the mirror, for hosts that copy them from there.
+    pub fn prove_receipts(&mut self, proof: Option<Arc<dyn ReceiptProof>>) {
+        self.proof = proof;
     }
 
     /// Name of the session.
@@ -146,7 +156,7 @@ impl HostWriter {
             (receipt.user, receipt.metadata) = (state.metadata.user.clone(), state.metadata.file.clone());
             receipts.push(receipt);
         }
-        receipts_at.put_receipts(&receipts).await?;
+        receipts_at.with_proof(self.proof.clone()).put_receipts(&receipts).await?;
         Ok(receipts)
     }
 

@@ -1,5 +1,7 @@
 //! `tensorcask agent`: runs the background process of the engine, or shows its status.
 
+mod doctor;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -56,6 +58,8 @@ enum AgentVerb {
     Stop,
     /// Print the Prometheus metrics
     Metrics,
+    /// Check this host and its peers for everything that an agent needs
+    Doctor(doctor::Args),
     /// Make the certificates of a run on many hosts, or renew them
     InitTls(InitTlsArgs),
 }
@@ -101,6 +105,7 @@ pub(crate) fn run(args: &Args, json: bool) -> Result<Outcome> {
             text.line(format!("agent {} finishes the waiting states and exits", status.pid));
             Outcome::new(&status, text)
         }
+        Some(AgentVerb::Doctor(args)) => doctor::run(args, folder),
         Some(AgentVerb::InitTls(init)) => make_certificates(init),
         Some(AgentVerb::Metrics) => {
             let metrics = agent_metrics(folder)?;

@@ -8,7 +8,7 @@ use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::{GcOptions, VerifyOptions};
 use tensorcask::wire::{Event, Leader};
 use tensorcask::{Blob, Dtype, Metadata, Rect, Slice, TensorView};
-use tensorcask_engine::{AgentStatus, Engine, EngineOptions, Hosts, Peers, Source, Until};
+use tensorcask_engine::{AgentStatus, Engine, EngineOptions, Hosts, InitTls, PeerTls, Peers, Source, Until, init_tls};
 
 use super::host::*;
 
@@ -39,15 +39,22 @@ impl Job {
         Self { hosts, store_path, ports: Vec::new() }
     }
 
-    /// Each host is copied to the next.
+    /// Each host is copied to the next. All have certificates.
     pub(crate) fn with_peers(self) -> Self {
+        let run = tensorcask::absolute_url(&self.store_path).unwrap();
+        init_tls(&self.tls_folder(), &InitTls { run, hosts: HOSTS, valid: Duration::from_secs(3600) }).unwrap();
         let listeners: Vec<TcpListener> = (0..HOSTS).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
         Self { ports: listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect(), ..self }
     }
 
     fn peers(&self, host: u32) -> Option<Peers> {
         let listen = SocketAddr::from(([127, 0, 0, 1], *self.ports.get(host as usize)?));
-        Some(Peers::new(listen, self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect()))
+        let tls = Some(PeerTls::in_folder(self.tls_folder(), host));
+        Some(Peers { tls, ..Peers::new(listen, self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect()) })
+    }
+
+    fn tls_folder(&self) -> std::path::PathBuf {
+        std::path::Path::new(&self.store_path).with_file_name("tls")
     }
 
     pub(crate) fn store(&self) -> Store {
@@ -385,4 +392,31 @@ fn another_start_of_the_job_ends_the_session_of_hosts_that_live_on() {
     assert_eq!(job.steps(), [1, 2]);
     job.assert_holds(2, 2);
     job.assert_clean();
+}
+
+/// Memory for encoded snapshots is full from the first step on: copies of other hosts wait, own saves do not, and the status
+/// says both.
+#[test]
+fn a_full_memory_stops_copies_of_other_hosts_and_no_save() {
+    let job = Job::new().with_peers();
+    let engine = |rank| Engine::start(EngineOptions { memory_cap: Some(1), ..job.options(rank, "first") }).unwrap();
+    let mut start = Start { engines: (0..WORLD).map(engine).collect(), salt: 1 };
+    let key = job.hosts[0].status().runs[0].key.clone();
+    // The copy of a host that an earlier, larger job has left.
+    let former = job.hosts[0].engine_folder().join(key).join("replica-9");
+    std::fs::create_dir_all(former.join("casks")).unwrap();
+    for step in 1..=3 {
+        start.save_all(step);
+        start.wait_all();
+    }
+    let run = || job.hosts[0].status().runs.remove(0);
+    until("the status says that memory is full", || run().problem.is_some_and(|problem| problem.contains("memory_cap")));
+    let full = |problem: &Option<String>| problem.as_ref().is_some_and(|problem| problem.contains("no room"));
+    until("the copies say so, too", || run().replicas.iter().any(|replica| full(&replica.problem) && replica.last_step.is_none()));
+    assert!(run().memory_bytes > run().memory_cap_bytes);
+    until("the former copy is gone", || !former.exists());
+    assert_eq!(job.steps(), [1, 2, 3]);
+    for engine in start.engines {
+        engine.finish().unwrap();
+    }
 }

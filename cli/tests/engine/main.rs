@@ -5,6 +5,7 @@
 mod agents;
 mod comebacks;
 mod deferred;
+mod doctor;
 mod faults;
 mod guards;
 mod host;
@@ -13,5 +14,6 @@ mod kills;
 mod lost_stores;
 mod memory;
 mod outages;
+mod preemption;
 mod ranks;
 mod tiers;

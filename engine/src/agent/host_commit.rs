@@ -10,6 +10,7 @@ use tensorcask::{Error, ErrorKind, LeaderWriter, RankSet, Result, SessionExchang
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::host_work::{Fate, HostWork, Kept};
+use super::replicas::remove_former_replicas;
 use super::run_event::Event as RunEvent;
 use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
@@ -232,6 +233,14 @@ impl Committer {
         }
         (self.followed, self.follow_after) = (Some(log.sequence()), None);
         let leading = log.leadership().of(self.work.hosts.session);
+        let has_committed = leading.is_some_and(|leading| log.records().iter().any(|record| record.sequence > leading.leader.after));
+        if has_committed {
+            // Every rank has saved in this session, so none still restores from what is removed here.
+            let trimmed = self.mirror.shorten_log().await.and_then(|()| remove_former_replicas(&self.work.run));
+            if let Err(error) = trimmed {
+                tracing::warn!(run = self.work.run.spec.run, %error, "memory of earlier sessions cannot be removed; trying again");
+            }
+        }
         if let Some((attempt, step)) = leading.and_then(|leading| Some((leading.leader.attempt, leading.newest?))) {
             self.work.set_kept(Kept { from: StepKey { attempt, step }, chain_casks: self.mirror.chain_casks() });
         }

@@ -14,16 +14,18 @@ use super::encode::{drop_incomplete, is_final};
 use super::encoder_queue::{next_work, remove_former_ranks};
 use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
+use super::replicas::receipt_proof;
 use super::retry::Backoff;
 use super::run_event::{EncodedSave, Event as RunEvent, MemoryContents, RankGeneration};
 use super::run_state::owes_end;
 use super::save_log::Encoding;
 use super::step_selection::{SaveKey, Selection};
 use crate::arena::Arena;
+use crate::folders::describe_free_space;
 use crate::hosts::{Event, StepKey};
 use crate::image::StoredState;
 use crate::known_tiers::KnownTiers;
-use crate::memory_stores::{mirror_bytes, remove_all_epochs};
+use crate::memory_stores::{encoded_bytes, is_full, mirror_bytes, remove_all_epochs};
 use crate::memory_tier::without_replicas;
 use crate::slot_access::TakenSlot;
 
@@ -88,7 +90,7 @@ impl HostEncoder {
         }
         self.prune().await?;
         while !run.is_stopped() {
-            if self.is_full()? {
+            if self.has_to_wait()? {
                 break;
             }
             let Some(arenas) = run.read(|_, arenas| arenas.all(run.spec.local_ranks())) else { break };
@@ -109,7 +111,7 @@ impl HostEncoder {
             // Every state of these ranks is encoded or dropped by now.
             self.has_ended = self.encoded.send(UploadWork::End).is_ok();
         }
-        run.apply(RunEvent::EncoderProblem(None));
+        run.apply(RunEvent::EncoderProblem(self.find_obstacle()?));
         Ok(())
     }
 
@@ -130,11 +132,36 @@ impl HostEncoder {
         Ok(())
     }
 
-    /// Whether the mirror has no room for another step before a step in it is committed.
-    fn is_full(&self) -> Result<bool> {
-        let run = &self.work.run;
-        let waits = run.read(|state, _| state.tiers.first().is_some_and(|tier| tier.pending > 0));
-        Ok(waits && mirror_bytes(&run.folder)? >= run.cap)
+    /// Number of steps in the mirror that wait for their commit.
+    fn pending(&self) -> u64 {
+        self.work.run.read(|state, _| state.tiers.first().map_or(0, |tier| tier.pending))
+    }
+
+    /// Whether memory has no room for another step before a step in the mirror is committed. If none waits for its commit, room
+    /// will never come, and the next step is encoded beyond the cap.
+    fn has_to_wait(&self) -> Result<bool> {
+        Ok(self.pending() > 0 && encoded_bytes(&self.work.run.folder)? >= self.work.run.cap)
+    }
+
+    /// Says that memory is full, and what follows from that.
+    fn find_obstacle(&self) -> Result<Option<String>> {
+        let (run, bytes, pending) = (&self.work.run, encoded_bytes(&self.work.run.folder)?, self.pending());
+        if bytes < run.cap {
+            return Ok(None);
+        }
+        let of_others = bytes.saturating_sub(mirror_bytes(&run.folder)?);
+        let effect = match pending {
+            0 => {
+                "none of it can be removed, because it is the newest snapshot with its chain: saves go on beyond the cap. Raise `memory_cap`, or \
+                 choose a policy with shorter chains"
+                    .to_owned()
+            }
+            _ => format!("{pending} steps wait for their commit; later states wait in their slots until then"),
+        };
+        Ok(Some(format!(
+            "encoded snapshots use {bytes} bytes of shared memory, {of_others} of them copies of other hosts, over the cap of {}; {effect}",
+            run.cap
+        )))
     }
 
     /// The parent for a step, agreed on with the other hosts if the store answers.
@@ -197,9 +224,13 @@ impl HostEncoder {
         };
         let stored_bytes = match saved {
             Ok(stored_bytes) => stored_bytes,
-            Err(error) if is_final(&error) => {
+            // No commit will make room.
+            Err(error) if is_final(&error) || (is_full(&error) && self.pending() == 0) => {
                 work.apply(Event::Dropped(step));
-                let message = error.to_string();
+                let message = match is_full(&error) {
+                    true => format!("no space for step {}: {}", key.step, describe_free_space(run.folder.root())),
+                    false => error.to_string(),
+                };
                 run.release_and_apply(taken, RunEvent::Failed { generations, step: key.step, message })?;
                 return Ok(true);
             }
@@ -241,10 +272,16 @@ async fn open_writer(work: &HostWork, memory: &Store, log: Log) -> Result<HostWr
     let store = work.run.tiers.first().ok_or_else(|| Error::invalid("the run has no store"))?;
     let (spec, session) = (&work.run.spec, work.hosts.session);
     let (ranks, options): (Vec<u32>, _) = (spec.local_ranks().collect(), spec.writer_options()?);
-    match log {
-        Log::OfStore => HostWriter::open_with_mirror(store, memory, session, &ranks, spec.world, options).await,
-        Log::OfMirror => HostWriter::open_in_mirror(store, memory, session, &ranks, spec.world, options).await,
+    let mut writer = match log {
+        Log::OfStore => HostWriter::open_with_mirror(store, memory, session, &ranks, spec.world, options).await?,
+        Log::OfMirror => HostWriter::open_in_mirror(store, memory, session, &ranks, spec.world, options).await?,
+    };
+    match receipt_proof(&work.run) {
+        Ok(proof) => writer.prove_receipts(proof),
+        // The state is saved nevertheless. Other hosts do not copy what is not signed.
+        Err(error) => tracing::warn!(run = spec.run, %error, "the receipts of this host cannot be signed"),
     }
+    Ok(writer)
 }
 
 /// The answer of the store; `None` if the store does not answer.

@@ -42,7 +42,7 @@ pub(super) fn status_of(run: &Run) -> RunStatus {
             chain_depth: state.memory.chain_depth,
             failed_saves: state.saves.failed,
             memory_steps: state.memory.steps.clone(),
-            memory_bytes: state.memory.bytes,
+            memory_bytes: replicas.iter().fold(state.memory.bytes, |sum, replica| sum.saturating_add(replica.bytes)),
             memory_cap_bytes: run.cap,
             replicas,
             peers_problem,
