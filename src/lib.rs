@@ -113,8 +113,8 @@ pub(crate) use async_recursion::async_recursion as boxed;
 
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
 pub use commit::{
-    AttemptStart, History, LeaderRefusal, LeaderState, Leadership, RankExchange, RankSet, ReceiptProof, Retained, Retention,
-    SessionExchange, SessionLog, SessionSurvey, SnapshotRecord, SnapshotStatus,
+    AttemptStart, ContinuedSession, History, KnownLog, LeaderRefusal, LeaderState, Leadership, RankExchange, RankSet, ReceiptProof,
+    Retained, Retention, SessionExchange, SessionLog, SessionSurvey, SnapshotRecord, SnapshotStatus,
 };
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};

@@ -99,9 +99,14 @@ impl HostsSpec {
         RankRange { first: self.first_rank, last: self.first_rank.saturating_add(self.ranks).saturating_sub(1) }
     }
 
-    /// Position of this host among those that may take over.
+    /// Position of this host among those that may take over: its number.
     pub(crate) fn position(&self) -> u32 {
-        self.first_rank.checked_div(self.ranks).unwrap_or(0)
+        self.host_of(self.first_rank)
+    }
+
+    /// Number of the host of a rank. All hosts have as many ranks, except perhaps the last.
+    pub(crate) fn host_of(&self, rank: u32) -> u32 {
+        rank.checked_div(self.ranks).unwrap_or(0)
     }
 }
 

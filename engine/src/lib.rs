@@ -100,7 +100,17 @@ mod restore_request;
 
 mod restore_read;
 
+mod other_hosts;
+
+mod hosts_survey;
+
+mod meeting;
+
+mod earlier_sessions;
+
 mod hosts_memory;
+
+mod beginning;
 
 mod restore;
 

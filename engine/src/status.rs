@@ -86,6 +86,10 @@ pub struct HostsStatus {
     pub ranks: u32,
     /// The leader, as this host has last read; `None` before the session begins.
     pub leader: Option<LeaderStatus>,
+    /// Whether the session began from the memory of the hosts, because the store did not answer, and the store has not accepted
+    /// the session yet.
+    #[serde(default)]
+    pub is_without_store: bool,
 }
 
 /// The leader of a run on many hosts.

@@ -247,11 +247,19 @@ impl Mirror {
     pub async fn agree_on_parent(&self, session: SessionName, at: SessionStep) -> Result<()> {
         let Some(ours) = SessionExchange::new(&self.memory, session).parent(at).await? else { return Ok(()) };
         let fixed = SessionExchange::new(&self.store, session).fix_parent(at, ours).await?;
-        if fixed == ours || ours.is_none() {
+        if fixed == ours || self.writes_whole(session, at).await? {
             return Ok(());
         }
         let message = format!("step {} was saved without the store, and other hosts made their deltas against another snapshot", at.step);
         Err(Error::new(ErrorKind::Conflict, message))
+    }
+
+    /// Whether all receipts of a step in the mirror are of whole chunks.
+    async fn writes_whole(&self, session: SessionName, at: SessionStep) -> Result<bool> {
+        let exchange = SessionExchange::new(&self.memory, session);
+        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
+        let ranks = exchange.survey(before).await?.steps.remove(&at).unwrap_or_default();
+        Ok(exchange.receipts(at, &ranks).await?.iter().all(|receipt| receipt.parent.is_none()))
     }
 
     /// Removes casks and receipts, except those of `keep` and of newer steps of the session, and `chain_casks`. No save into

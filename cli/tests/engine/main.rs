@@ -13,6 +13,7 @@ mod hosts;
 mod kills;
 mod lost_stores;
 mod memory;
+mod outages;
 mod preemption;
 mod ranks;
 mod tiers;

@@ -31,8 +31,17 @@ use crate::slot_access::TakenSlot;
 
 /// Encodes and uploads states until the agent ends.
 pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded: UnboundedSender<UploadWork>) {
-    let mut encoder =
-        HostEncoder { work: work.clone(), memory, encoded, writer: None, saves: 0, pruned: None, steps: BTreeSet::new(), has_ended: false };
+    let mut encoder = HostEncoder {
+        work: work.clone(),
+        memory,
+        encoded,
+        writer: None,
+        silent_since: None,
+        saves: 0,
+        pruned: None,
+        steps: BTreeSet::new(),
+        has_ended: false,
+    };
     let mut backoff = Backoff::new();
     loop {
         match encoder.encode_all().await {
@@ -58,6 +67,8 @@ struct HostEncoder {
     /// Work for the uploader.
     encoded: UnboundedSender<UploadWork>,
     writer: Option<HostWriter>,
+    /// Time of the last request that the store did not answer.
+    silent_since: Option<Instant>,
     /// Number of saves so far.
     saves: u64,
     /// Newest step that the log had passed when the mirror was last pruned.
@@ -156,20 +167,32 @@ impl HostEncoder {
     /// The parent for a step, agreed on with the other hosts if the store answers.
     async fn parent(&mut self, at: SessionStep) -> Result<Option<tensorcask::wire::Id>> {
         let work = self.work.clone();
+        let is_silent = self.silent_since.is_some_and(|since| since.elapsed() < SILENCE);
+        let mut is_cut_off = is_silent || work.is_without_store();
         let writer = match &mut self.writer {
             Some(open) => open,
-            None => self.writer.insert(open_writer(&work, work.run.tiers.first(), &self.memory).await?),
-        };
-        match tokio::time::timeout(PARENT_TIMEOUT, writer.fix_parent(at)).await {
-            Ok(Ok(parent)) => Ok(parent),
-            Ok(Err(error)) if error.kind() != ErrorKind::Storage => Err(error),
-            unanswered => {
-                let error =
-                    unanswered.map_or_else(|_| "no answer".to_owned(), |found| found.map_or_else(|e| e.to_string(), |_| String::new()));
-                tracing::warn!(run = work.run.spec.run, step = at.step, error, "the hosts cannot agree on the parent of this step");
-                writer.mirrored_parent(at).await
+            None => {
+                let opened = match is_cut_off {
+                    true => None,
+                    false => answer(open_writer(&work, &self.memory, Log::OfStore)).await?,
+                };
+                is_cut_off |= opened.is_none();
+                self.writer.insert(match opened {
+                    Some(opened) => opened,
+                    None => open_writer(&work, &self.memory, Log::OfMirror).await?,
+                })
             }
+        };
+        let fixed = if is_cut_off { None } else { answer(writer.fix_parent(at)).await? };
+        if let Some(parent) = fixed {
+            self.silent_since = None;
+            return Ok(parent);
         }
+        if !is_silent {
+            self.silent_since = Some(Instant::now());
+            tracing::warn!(run = work.run.spec.run, step = at.step, "the hosts choose the parent of this step without the store");
+        }
+        writer.mirrored_parent(at).await
     }
 
     /// Encodes a step into the mirror; returns `false` if a trainer has dropped its state meanwhile.
@@ -238,16 +261,40 @@ impl HostEncoder {
     }
 }
 
-async fn open_writer(work: &HostWork, store: Option<&Store>, memory: &Store) -> Result<HostWriter> {
-    let (spec, store) = (&work.run.spec, store.ok_or_else(|| Error::invalid("the run has no store"))?);
-    let ranks: Vec<u32> = spec.local_ranks().collect();
-    let mut writer = HostWriter::open_with_mirror(store, memory, work.hosts.session, &ranks, spec.world, spec.writer_options()?).await?;
+/// The log that a writer begins with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Log {
+    OfStore,
+    OfMirror,
+}
+
+async fn open_writer(work: &HostWork, memory: &Store, log: Log) -> Result<HostWriter> {
+    let store = work.run.tiers.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+    let (spec, session) = (&work.run.spec, work.hosts.session);
+    let (ranks, options): (Vec<u32>, _) = (spec.local_ranks().collect(), spec.writer_options()?);
+    let mut writer = match log {
+        Log::OfStore => HostWriter::open_with_mirror(store, memory, session, &ranks, spec.world, options).await?,
+        Log::OfMirror => HostWriter::open_in_mirror(store, memory, session, &ranks, spec.world, options).await?,
+    };
     match receipt_proof(&work.run) {
         Ok(proof) => writer.prove_receipts(proof),
         // The state is saved nevertheless. Other hosts do not copy what is not signed.
         Err(error) => tracing::warn!(run = spec.run, %error, "the receipts of this host cannot be signed"),
     }
     Ok(writer)
+}
+
+/// The answer of the store; `None` if the store does not answer.
+async fn answer<T>(request: impl Future<Output = Result<T>>) -> Result<Option<T>> {
+    match tokio::time::timeout(PARENT_TIMEOUT, request).await {
+        Ok(Ok(answer)) => Ok(Some(answer)),
+        Ok(Err(error)) if error.kind() != ErrorKind::Storage => Err(error),
+        Ok(Err(error)) => {
+            tracing::warn!(%error, "the store does not answer");
+            Ok(None)
+        }
+        Err(_) => Ok(None),
+    }
 }
 
 /// The states in taken slots. Their bytes may have been damaged since the copy.
@@ -282,5 +329,7 @@ fn describe(error: &Error) -> String {
     }
 }
 
+/// Time for which the store is not asked again after it has not answered.
+const SILENCE: Duration = Duration::from_secs(10);
 /// Time for agreeing on a parent, after which the host saves the step alone.
 const PARENT_TIMEOUT: Duration = Duration::from_secs(30);

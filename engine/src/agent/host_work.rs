@@ -8,11 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::watch;
 
 use super::run::Run;
 use super::run_event::{Event as RunEvent, RankGeneration, Upload};
 use super::save_log::UploadTimes;
 use crate::clock::now_ms;
+use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, HostOptions, HostProtocol, LogView, StepKey};
 use crate::hosts_option::HostsSpec;
 
@@ -25,6 +27,8 @@ pub(super) struct HostWork {
     /// Actions for the committer.
     actions: UnboundedSender<Action>,
     started: Instant,
+    /// Whether the store may be used for the session: it answered when the session began, or has accepted the session since.
+    accepted: watch::Sender<bool>,
 }
 
 #[derive(Debug)]
@@ -71,7 +75,23 @@ impl HostWork {
         let protocol = HostProtocol::new(options, 0);
         let shared =
             Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), encoded: BTreeSet::new(), fates: BTreeMap::new(), kept: None });
-        Self { run, hosts, shared, actions, started: Instant::now() }
+        Self { run, hosts, shared, actions, started: Instant::now(), accepted: watch::Sender::new(false) }
+    }
+
+    /// Notes that the store may be used for the session.
+    pub(super) fn accept(&self) {
+        self.accepted.send_replace(true);
+    }
+
+    /// Whether the session goes on without the store.
+    pub(super) fn is_without_store(&self) -> bool {
+        !*self.accepted.borrow() && HostNotes::read(&self.run.folder, self.hosts.session).is_without_store()
+    }
+
+    /// Waits until the store may be used for the session.
+    pub(super) async fn accepted(&self) {
+        // Fails only if this work has ended.
+        let _ = self.accepted.subscribe().wait_for(|accepted| *accepted).await;
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared> {

@@ -7,6 +7,7 @@ use super::run_parts::{RankState, TierState};
 use super::run_state::RunState;
 use crate::arena::{Arena, SlotView};
 use crate::clock::now_ms;
+use crate::host_notes::HostNotes;
 use crate::status::{HostsStatus, LevelStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
 
 /// Reports the status of a run.
@@ -33,6 +34,7 @@ pub(super) fn status_of(run: &Run) -> RunStatus {
                 first_rank: hosts.first_rank,
                 ranks: hosts.ranks,
                 leader: state.leader.clone(),
+                is_without_store: HostNotes::read(&run.folder, hosts.session).is_without_store(),
             }),
             queue_depth: state.queue_depth(arenas.waiting_states()),
             last_commit_step: state.saves.last_commit.map(|commit| commit.step),

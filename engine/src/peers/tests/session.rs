@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use futures::TryStreamExt;
 use object_store::local::LocalFileSystem;
 use tensorcask::maintain::{Mirror, Replica};
 use tensorcask::wire::{Id, Leader, SessionStep};
@@ -15,7 +16,7 @@ use crate::memory_stores::{open_mirror, open_replica};
 use crate::peers::certificates::CertificateFiles;
 use crate::peers::peer_objects::Peer;
 use crate::peers::receipt_proof::SignedReceipts;
-use crate::peers::union::{Place, union_store};
+use crate::peers::union::{ListedPlace, Place, union_store};
 use crate::peers_option::PeerTls;
 
 pub(in crate::peers) const RANKS: u32 = 2;
@@ -167,10 +168,14 @@ impl Job {
     }
 
     /// The store as host 1 alone has it: its mirror and its replica of host 0.
-    pub(in crate::peers) fn without_host_0(&self) -> Store {
+    pub(in crate::peers) async fn without_host_0(&self) -> Store {
         let folder = &self.hosts[1].host.folder;
-        union_store(vec![local(&folder.mirror()), local(&folder.replica(0))], u64::MAX)
+        union_store(vec![listed(local(&folder.mirror())).await, listed(local(&folder.replica(0))).await], u64::MAX)
     }
+}
+
+pub(in crate::peers) async fn listed(place: Place) -> ListedPlace {
+    ListedPlace { objects: place.list(None).try_collect().await.unwrap(), place }
 }
 
 fn part(rank: u32, row: &[u8]) -> TensorView<'_> {
