@@ -10,10 +10,10 @@ True
 """
 
 # Modules, from the ground up; each imports only modules before it:
-# _collector _native _errors _dtypes _refusals _frameworks _convert _files _device _progress _source _foreign
+# _collector _native _errors _shard _dtypes _refusals _frameworks _convert _files _device _progress _source _foreign
 # _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts _preemption
 # _dcp_reader _dcp_paths torch _store
-# _save_load _markers codec engine interchange slime lightning megatron orbax transformers agent ray _conversions __main__
+# _save_load _markers codec engine _ranks interchange slime accelerate deepspeed lightning megatron orbax torchtitan transformers agent ray _conversions __main__
 
 from ._dtypes import UnstorableTypeError
 from ._errors import InvalidTypeError, InvalidValueError
@@ -53,6 +53,7 @@ from ._reports import (
     VerifyReport,
 )
 from ._save_load import load, load_async, save, save_async
+from ._shard import Shard
 from ._snapshot import Snapshot
 from ._store import Store
 from .engine import Engine
@@ -85,6 +86,7 @@ __all__ = [
     "RoundingChoice",
     "RoundingReport",
     "Saved",
+    "Shard",
     "Snapshot",
     "SnapshotInfo",
     "Statistics",

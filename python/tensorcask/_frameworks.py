@@ -25,6 +25,7 @@ from ._dtypes import (
 )
 from ._errors import InvalidTypeError, InvalidValueError
 from ._refusals import check_torch, is_plain_torch
+from ._shard import Shard, is_part
 
 _PLAIN_NUMPY_KINDS = "biufc"
 _NO_ARRAYS = frozenset((dict, list, tuple, str, int, float, bool, bytes, bytearray, type(None)))
@@ -79,6 +80,8 @@ _MAX_TYPES = 64
 
 def framework_of(value: Any) -> str | None:
     """Returns the framework of an array; None for other values."""
+    if type(value) is Shard:
+        return framework_of(value.data)
     known = _by_type.get(type(value))
     if known is None:
         known = _find_framework(value)
@@ -106,7 +109,7 @@ def _find_framework(value: Any) -> str | None:
 
 def inner_tensors(value: Any) -> dict[str, Any] | None:
     """Returns the inner tensors of a torch tensor subclass by attribute; None for other values and for a DTensor."""
-    if framework_of(value) != "torch" or is_plain_torch(value) or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
+    if type(value) is Shard or framework_of(value) != "torch" or is_plain_torch(value) or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
         return None
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
 
@@ -146,7 +149,9 @@ def lend(
     contiguous.
     """
     framework = framework_of(value)
-    if sharded and is_dtensor(value):
+    if isinstance(value, Shard) and not sharded:
+        raise UnstorableTypeError(f"{path}: a Shard can only be saved by tensorcask.Engine, on all ranks")
+    if sharded and is_part(value):
         local, whole, offset = local_part(value, path)
         lent = lend(local, path, contiguous, deferred=deferred)
         return lent._replace(whole=whole, offset=offset)
@@ -174,13 +179,17 @@ def lend(
     raise UnstorableTypeError(f"{path}: {type(value).__qualname__} is not a tensor")
 
 
-def is_dtensor(value: Any) -> bool:
-    """Whether a tensor is a DTensor."""
-    return hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")
-
-
 def local_part(value: Any, path: object) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """Returns the local part of a DTensor, and its global shape and first index in elements of the store."""
+    """Returns the local part of a DTensor or shard, and its global shape and first index in elements of the store."""
+    if isinstance(value, Shard):
+        local = value.data.detach() if framework_of(value) == "torch" else value.data
+        whole, first = tuple(map(int, value.shape)), [int(at) for at in value.offset]
+        if framework_of(value) == "torch":
+            plain = whole
+            whole = torch_shape_in_store(check_torch(local, path), plain, path)
+            if whole != plain:
+                first[-1] *= 2
+        return local, whole, tuple(first)
     compute = import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
     for placement in value.placements:
         if type(placement).__name__ not in ("Shard", "Replicate"):
@@ -209,7 +218,7 @@ class Wanted:
 
 def wanted_part(value: Any, path: object) -> Wanted | None:
     """Describes the memory of a tensor of the caller; None for a shard without elements."""
-    local, whole, offset = local_part(value, path) if is_dtensor(value) else (value, None, None)
+    local, whole, offset = local_part(value, path) if is_part(value) else (value, None, None)
     extent = tuple(local.shape)
     if framework_of(local) == "torch":
         extent = torch_shape_in_store(check_torch(local, path), extent, path)

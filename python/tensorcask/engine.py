@@ -172,6 +172,7 @@ class Engine:
         if not (hosts is None or hosts == "auto" or isinstance(hosts, Hosts)):
             raise TypeError(f"hosts={hosts!r}: pass a tensorcask.Hosts, None for one host, or 'auto'")
         self._hosts = find_hosts(rank, world) if hosts == "auto" else hosts
+        self._store = Store(store, config, fsync=fsync)
         self._arena = _device.Arena()
         self._saving: Saving | None = None
         self._native = _native.Engine(
@@ -205,6 +206,21 @@ class Engine:
                 "store_timeout": store_timeout,
             },
         )
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self._rank
+
+    @property
+    def world(self) -> int:
+        """Number of processes that save one state together."""
+        return self._world
+
+    @property
+    def store(self) -> Store:
+        """The store of the first tier, for reading."""
+        return self._store
 
     @property
     def hosts(self) -> Hosts | None:
@@ -290,13 +306,16 @@ class Engine:
         if self._saving is not None:
             self._saving.wait()
 
-    def restore(self, step: int | str = "latest", *, out: Any = None, framework: str | None = None) -> Restored:
+    def restore(
+        self, step: int | str = "latest", *, out: Any = None, partial: bool = False, framework: str | None = None
+    ) -> Restored:
         """Restores a step, or the newest, from the nearest place that has it whole: raw memory, encoded memory, then the tiers.
 
         Passes over damaged states and reports them in ``passed_over``. ``latest`` may then restore an older step.
         Raises ``NotFoundError`` if no step is saved. ``out`` is a state like the saved one: its tensors are filled in
         place and are in the result, a DTensor as its placements say. A job on another number of ranks restores in this
-        way. Ranks :meth:`agree` on a step first. ``framework`` as in :func:`tensorcask.load`.
+        way. Ranks :meth:`agree` on a step first. ``partial``: tensors that ``out`` lacks are not read, and are None in the
+        result; without it, they are an error. ``framework`` as in :func:`tensorcask.load`.
         """
         self._settle()
         targets = {} if out is None else dict(flat_arrays(out))
@@ -318,7 +337,7 @@ class Engine:
             nodes = [value for _, tree in trees for kind, value in tree if kind == "tensor"]
             saved_as = {value[0]: value[1] for value in nodes}
             # Before anything is filled. NotFoundError means that there is no save, so this is another error.
-            missing = next((name for name in saved_as if out is not None and name not in targets), None)
+            missing = next((name for name in saved_as if out is not None and not partial and name not in targets), None)
             if missing is not None:
                 raise InvalidValueError(
                     f"out: step {step} has a tensor `{missing}`, and `out` has none of that name. Nothing was filled. Restore without out= "
@@ -355,6 +374,8 @@ class Engine:
         loaded: dict[str, Any] = {name: place.finish() for name, place in finished.items()}
         loaded.update({name: loaded[first] for name, first in tied.items()})
         loaded.update(targets)
+        if partial:
+            loaded = {**dict.fromkeys(name for _, tree in trees for name in _tensors_of(tree)), **loaded}
         state = _state.merge([_state.build(tree, _leaf(rank, loaded, blobs)) for rank, tree in trees]) if trees else loaded
         source, url = facts.pop("source")
         passed_over = [(place[1] or place[0], step, why) for place, step, why in facts.pop("passed_over")]
@@ -480,6 +501,10 @@ class Saving:
         self._copies.wait()
         self._outcome = Outcome(**self._engine._native.finish_save(native))
         return self._outcome
+
+
+def _tensors_of(tree: list[_state.Node]) -> list[str]:
+    return [value[0] for kind, value in tree if kind == "tensor"]
 
 
 def _leaf(rank: int, tensors: Mapping[str, Any], blobs: Mapping[tuple[int, str], bytes]) -> Any:

@@ -1,13 +1,24 @@
 """Lightning checkpoints in a tensorcask store.
 
+Through the engine, a save stops the training for one copy in memory::
+
     import tensorcask.lightning
+
+    trainer = Trainer(strategy=tensorcask.lightning.DDPStrategy("s3://bucket/run42"))
+    trainer.fit(model, ckpt_path=tensorcask.lightning.LATEST)     # from the start, if no step is saved
+
+:class:`ModelParallelStrategy` does the same for FSDP2 and tensor parallelism. Both keep the random states of each rank, so a resumed
+training continues bit for bit, if its data does. ``ckpt_path`` may also name a file that ``ModelCheckpoint`` wrote.
+
+Without the engine, a plugin saves the checkpoints of any strategy of Lightning, one after the other::
 
     trainer = Trainer(plugins=[tensorcask.lightning.CheckpointIO("s3://bucket/run42")])
     trainer.fit(model, ckpt_path="checkpoints/epoch=3-step=400.ckpt")
 
 Each checkpoint is a snapshot of its ``global_step``, small where the snapshot is a delta. At the path that Lightning
 chose, a small file names the snapshot, so callbacks can list, link, move and delete checkpoints as usual. Deleting or
-overwriting the file forgets its snapshot. A second file for one step goes into a second store beside the first,
+overwriting the file forgets its snapshot. Through the engine, all files of one step name one snapshot, with all of the state. With the
+plugin, a second file for one step goes into a second store beside the first,
 ``s3://bucket/run42-2`` and so on. A file of weights alone causes this, and so does ``save_last=True``; use
 ``save_last="link"`` instead.
 
@@ -22,20 +33,37 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as _CheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-from . import _native
+from . import _native, _ranks
 from ._files import write_whole
 from ._options import check_step
 from ._snapshot import Snapshot
 from ._store import Store, open_store
+from .engine import Engine
 
-__all__ = ["CheckpointIO"]
+__all__ = ["LATEST", "CheckpointIO", "DDPStrategy", "ModelParallelStrategy"]
+
+# A ckpt_path: the newest step that all ranks can load, from memory or from the store; the start of the training, if there is none.
+LATEST = "tensorcask:latest"
 
 _log = logging.getLogger("tensorcask")
 _FORMAT = "tensorcask"
@@ -134,6 +162,154 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
             if other == file or _read(other) != _Marker(store.url, step, snapshot.id):
                 return store
         raise _native.ConflictError(f"{_MOST_STORES} files name step {step}. Delete some of them")
+
+
+class _ThroughEngine(Strategy):  # type: ignore[misc]
+    """The part of a strategy that saves and loads through an engine, on all ranks."""
+
+    def _begin(self, store: str | os.PathLike[str], engine: Mapping[str, Any] | None) -> None:
+        self._store, self._engine_options = store, dict(engine or {})
+        self._running: Engine | None = None
+        # Step and files of the last save; steps of deleted files that were not in the store yet.
+        self._last_step: int | None = None
+        self._last_is_whole = False
+        self._unwanted: set[int] = set()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this rank, which starts at its first use."""
+        if self._running is None:
+            self._running = Engine(self._store, rank=self.global_rank, world=self.world_size, **self._engine_options)
+        return self._running
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: tensors of the model and of the optimizers are filled in place."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = get_model_state_dict(self._module())
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        found = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state: dict[str, Any] = get_optimizer_state_dict(self._module(), found)
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Does nothing: ``load_checkpoint`` has filled the model."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Does nothing: ``load_checkpoint`` has filled the optimizers."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError("this strategy does not use storage_options. Pass options of the engine to it")
+        step = check_step(checkpoint["global_step"])
+        is_whole = "optimizer_states" in checkpoint
+        # A second file of a step names the same snapshot. Weights alone are part of a whole state.
+        if step != self._last_step or is_whole and not self._last_is_whole:
+            state = {key: value for key, value in checkpoint.items() if key in _SHARED}
+            others = {key: value for key, value in checkpoint.items() if key not in _SHARED}
+            _ranks.save(self.engine, state, {"checkpoint": others, "random": _ranks.random_states()}, step)
+            self._last_step, self._last_is_whole = step, is_whole
+        if self.is_global_zero:
+            self._unwanted.discard(step)
+            self._forget_unwanted()
+            file = Path(filepath).absolute()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps({"format": _FORMAT, "store": self.engine.store.url, "step": step, "snapshot": _ANY}))
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        step: int | str | None = None
+        if self.is_global_zero:
+            marker = None if checkpoint_path == LATEST else _read(Path(checkpoint_path))
+            step = "latest" if checkpoint_path == LATEST else None if marker is None else marker.step
+        step = self.broadcast(step)
+        if step is None:
+            raise _native.UnsupportedError(f"{checkpoint_path} was not written by this strategy. Load it with another one")
+        module, optimizers = self._module(), self.optimizers
+        target = {"state_dict": get_model_state_dict(module), "optimizer_states": [self.optimizer_state(found) for found in optimizers]}
+        found = _ranks.load(self.engine, target, step, partial=True)
+        if found is None:
+            return _Nothing({"pytorch-lightning_version": pl.__version__})
+        set_model_state_dict(module, found.state["state_dict"])
+        if "optimizer_states" in found.state:
+            for optimizer, saved in zip(optimizers, found.state["optimizer_states"], strict=False):
+                set_optimizer_state_dict(module, optimizer, saved)
+        if found.is_own:
+            _ranks.set_random_states(found.own["random"])
+        return {**found.state, **found.own["checkpoint"]}
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        if not self.is_global_zero:
+            return
+        file = Path(filepath).absolute()
+        marker = _read(file)
+        if marker is None or marker.store != self.engine.store.url:
+            return
+        file.unlink(missing_ok=True)
+        others = [other for path in file.parent.iterdir() if (other := _read(path)) is not None]
+        if not any((other.store, other.step) == (marker.store, marker.step) for other in others):
+            self._unwanted.add(marker.step)
+        self._forget_unwanted()
+
+    def teardown(self) -> None:
+        try:
+            if self._running is not None:
+                engine, self._running = self._running, None
+                trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+                if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
+                    engine.finish()
+                    self._forget_unwanted(engine)
+                engine.close()
+        finally:
+            super().teardown()
+
+    def _module(self) -> Any:
+        return self.model if self.model is not None else self.lightning_module
+
+    def _forget_unwanted(self, engine: Engine | None = None) -> None:
+        """Forgets snapshots without a file, as soon as they are in the store."""
+        store = (engine or self.engine).store
+        for step in sorted(self._unwanted):
+            if _live(store, step) is not None:
+                try:
+                    store.forget([step])
+                except _native.Error as error:
+                    _log.warning("step %d stays in %s: %s", step, store.url, error)
+                self._unwanted.discard(step)
+
+
+class DDPStrategy(_ThroughEngine, _DDPStrategy):  # type: ignore[misc]
+    """DDP that saves through the engine, on one process or many.
+
+    ``store``: URL of the store. ``engine``: options of :class:`tensorcask.Engine`. ``options``: those of Lightning's ``DDPStrategy``.
+    """
+
+    def __init__(self, store: str | os.PathLike[str], engine: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._begin(store, engine)
+
+
+class ModelParallelStrategy(_ThroughEngine, _ModelParallelStrategy):  # type: ignore[misc]
+    """FSDP2 and tensor parallelism, saved through the engine: each rank saves its shards. Arguments as of :class:`DDPStrategy`."""
+
+    def __init__(self, store: str | os.PathLike[str], engine: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._begin(store, engine)
+
+
+class _Nothing(dict[str, Any]):
+    """What is loaded if no step is saved. Lightning restores nothing from a checkpoint that is false."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+_SHARED = ("state_dict", "optimizer_states")
+# In the file of a snapshot that was not in the store yet.
+_ANY = ""
 
 
 def _live(store: Store, step: int) -> Snapshot | None:

@@ -1,15 +1,24 @@
-"""Saves the state of a Hugging Face Transformers Trainer into a tensorcask store every few steps.
+"""Saves the state of a Hugging Face Transformers Trainer every few steps, into a store or through the engine.
 
     from tensorcask.transformers import Callback, checkpoint
 
     trainer = Trainer(..., callbacks=[Callback("s3://bucket/run42", every=50)])
     trainer.train(resume_from_checkpoint=checkpoint("s3://bucket/run42", "resume"))      # "resume": a scratch folder
 
+Pass a :class:`tensorcask.Engine` in place of the URL, to both, and a save stops the training only for a copy in memory. With DDP,
+each rank passes its own engine, made with ``rank=`` and ``world=``::
+
+    engine = tensorcask.Engine("s3://bucket/run42", rank=arguments.process_index, world=arguments.world_size)
+    trainer = Trainer(..., callbacks=[Callback(engine, every=50)])
+    trainer.train(resume_from_checkpoint=checkpoint(engine, "resume"))
+    engine.finish()
+
 Each snapshot holds the model, the optimizer, the scheduler, the state of the Trainer and the states of random number
-generators. A training of one process therefore continues bit for bit. The Trainer's own checkpoints are not needed
-(``save_strategy="no"``), but do no harm. With DDP, the first process saves, and random number generators are not
-restored. FSDP and DeepSpeed are refused (use ``torch.distributed.checkpoint``). fp16 is refused, because a callback
-does not see its gradient scaler.
+generators, with an engine those of all ranks. A resumed training therefore continues bit for bit. The Trainer's own
+checkpoints are not needed (``save_strategy="no"``), but do no harm. With DDP and no engine, the first process saves, and
+random number generators are not restored. FSDP and DeepSpeed are refused (use ``tensorcask.accelerate``,
+``tensorcask.deepspeed`` or ``torch.distributed.checkpoint``). fp16 is refused, because a callback does not see its
+gradient scaler.
 """
 
 from __future__ import annotations
@@ -17,19 +26,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from . import _native
+from . import _native, _ranks
 from ._files import into_place, write_whole
 from ._options import Step
-from ._store import Store, open_store
+from ._store import Store
+from .engine import Engine
 
 __all__ = ["Callback", "checkpoint"]
 
@@ -37,15 +45,18 @@ _KEYS = ("model", "optimizer", "scheduler", "trainer_state", "rng")
 
 
 class Callback(transformers.TrainerCallback):  # type: ignore[misc]
-    """Saves every ``every`` steps and at the end of the training. ``options``: those of
-    :meth:`tensorcask.Store.save`."""
+    """Saves every ``every`` steps and at the end of the training.
 
-    def __init__(self, store: Store | str | os.PathLike[str], *, every: int, **options: Any) -> None:
+    ``target``: a store, its URL, or an engine. ``options``: those of :meth:`tensorcask.Store.save`; with an engine none, because
+    the engine has its own.
+    """
+
+    def __init__(self, target: _ranks.Target, *, every: int, **options: Any) -> None:
         if every < 1:
             raise ValueError(f"every={every}: use 1 or more")
         # A training that resumed from an older checkpoint saves the later steps again, as it does with the Trainer's
         # own checkpoints.
-        self._store, self._every, self._options = open_store(store, None), every, {"overwrite": True, **options}
+        self._target, self._every, self._options = _ranks.open_target(target, options), every, {"overwrite": True, **options}
         self._saved: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -55,6 +66,11 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
                     f"tensorcask.transformers with {name} would miss part of the state. "
                     "Use torch.distributed.checkpoint, or bf16 for fp16"
                 )
+        if isinstance(self._target, Engine) and (self._target.rank, self._target.world) != (args.process_index, args.world_size):
+            raise ValueError(
+                f"the engine is of rank {self._target.rank} of {self._target.world}, but the Trainer of rank {args.process_index} of "
+                f"{args.world_size}. Pass rank= and world= to tensorcask.Engine"
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self._every == 0:
@@ -67,46 +83,71 @@ class Callback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def _save(self, state: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **kwargs: Any) -> None:
         self._saved = state.global_step
-        if not state.is_world_process_zero:
-            return
-        rng = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
-        if torch.cuda.is_available():
-            rng["cuda"] = torch.cuda.get_rng_state()
-        described = json.dumps(dataclasses.asdict(state), sort_keys=True)
-        parts = (model.state_dict(), optimizer.state_dict(), lr_scheduler.state_dict(), described, rng)
         # The loss that was logged last. The loss of this step is not logged yet.
         logged = next((entry for entry in reversed(state.log_history) if "loss" in entry), None)
         user = {} if logged is None else {"loss": logged["loss"], "loss_step": logged["step"]}
-        self._store.save(dict(zip(_KEYS, parts, strict=True)), step=state.global_step, user=user, **self._options)
+        parts: dict[str, Any] = {}
+        is_leader = _ranks.is_leader(self._target) if isinstance(self._target, Engine) else state.is_world_process_zero
+        if is_leader:
+            described = json.dumps(dataclasses.asdict(state), sort_keys=True)
+            values = (model.state_dict(), optimizer.state_dict(), lr_scheduler.state_dict(), described, _ranks.random_states())
+            parts = dict(zip(_KEYS, values, strict=True))
+        if isinstance(self._target, Engine):
+            if self._target.world > 1:
+                parts.pop("rng", None)
+                parts[f"rng_{self._target.rank}"] = _ranks.random_states()
+            self._target.save(parts, step=state.global_step, user=user)
+        elif is_leader:
+            self._target.save(parts, step=state.global_step, user=user, **self._options)
 
 
-def checkpoint(store: Store | str | os.PathLike[str], folder: str | os.PathLike[str], step: Step = "latest") -> str | None:
-    """Writes a checkpoint for the Trainer to ``folder/checkpoint-<step>`` and returns its path; None if the store has
-    no snapshot."""
-    opened = open_store(store, None)
+def checkpoint(target: _ranks.Target, folder: str | os.PathLike[str], step: Step = "latest") -> str | None:
+    """Writes a checkpoint for the Trainer to ``folder/checkpoint-<step>`` and returns its path; None if no step is saved.
+
+    With an engine, call it on all ranks: each writes its part. ``latest`` is then the newest step that all ranks can load.
+    """
+    if isinstance(target, Engine):
+        found = _ranks.restore(target, step)
+        if found is None:
+            return None
+        path = _write(found.state, folder, found.step, target.store.url)
+        _ranks.barrier(target)
+        return str(path)
+    opened = _ranks.open_target(target, {})
+    assert isinstance(opened, Store)
     try:
-        loaded = opened.load(step, framework="torch")
+        snapshot = opened.snapshot(step)
+        loaded = snapshot.load(framework="torch")
     except _native.NotFoundError:
         if step == "latest":
             return None
         raise
-    if not isinstance(loaded, dict) or not loaded.keys() >= set(_KEYS):
-        raise _native.UnsupportedError(f"{opened.url}: the snapshot was not saved by tensorcask.transformers. Use tensorcask.load()")
-    described = json.loads(loaded["trainer_state"])
-    path = Path(folder) / f"checkpoint-{described['global_step']}"
+    return str(_write(loaded, folder, snapshot.step, opened.url))
+
+
+def _write(loaded: Any, folder: str | os.PathLike[str], step: int, url: str) -> Path:
+    """Writes the files of the Trainer for the parts that were loaded: a rank other than the first of its host has only its random
+    states."""
+    rngs = {} if not isinstance(loaded, dict) else {key: value for key, value in loaded.items() if key == "rng" or key.startswith("rng_")}
+    is_whole = isinstance(loaded, dict) and loaded.keys() >= set(_KEYS[:-1])
+    if not rngs or not is_whole and len(rngs) != len(loaded):
+        raise _native.UnsupportedError(f"{url}: the snapshot was not saved by tensorcask.transformers. Use tensorcask.load()")
+    path = Path(folder) / f"checkpoint-{step}"
     path.mkdir(parents=True, exist_ok=True)
-    # The Trainer restores tied weights from the first of them.
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    weights = {}
-    for name, tensor in loaded["model"].items():
-        key = (tensor.data_ptr(), tuple(tensor.shape))
-        if tensor.numel() == 0 or key not in seen:
-            weights[name] = tensor.contiguous()
-        seen.add(key)
-    rng = loaded["rng"]
-    rng["numpy"] = (rng["numpy"][0], np.asarray(rng["numpy"][1]), *rng["numpy"][2:])
-    into_place(path / "model.safetensors", lambda temporary: save_file(weights, temporary, metadata={"format": "pt"}))
-    for name, value in (("optimizer.pt", loaded["optimizer"]), ("scheduler.pt", loaded["scheduler"]), ("rng_state.pth", rng)):
-        into_place(path / name, lambda temporary, value=value: torch.save(value, temporary))  # type: ignore[misc]
-    write_whole(path / "trainer_state.json", json.dumps(described, indent=2, sort_keys=True))
-    return str(path)
+    files = {("rng_state" + key.removeprefix("rng") + ".pth"): _ranks.with_array(value) for key, value in rngs.items()}
+    if is_whole:
+        # The Trainer restores tied weights from the first of them.
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        weights = {}
+        for name, tensor in loaded["model"].items():
+            key = (tensor.data_ptr(), tuple(tensor.shape))
+            if tensor.numel() == 0 or key not in seen:
+                weights[name] = tensor.contiguous()
+            seen.add(key)
+        into_place(path / "model.safetensors", lambda temporary: save_file(weights, temporary, metadata={"format": "pt"}))
+        files |= {"optimizer.pt": loaded["optimizer"], "scheduler.pt": loaded["scheduler"]}
+    for file, content in files.items():
+        into_place(path / file, lambda temporary, content=content: torch.save(content, temporary))  # type: ignore[misc]
+    if is_whole:
+        write_whole(path / "trainer_state.json", json.dumps(json.loads(loaded["trainer_state"]), indent=2, sort_keys=True))
+    return path

@@ -1,0 +1,195 @@
+"""What adapters of trainers share: the random generators of a rank, and the step from which all ranks go on."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import _native
+from ._frameworks import framework_of, lend, place
+from ._shard import is_part
+from ._state import flat_arrays
+from ._store import Store, open_store
+from .engine import Engine, Restored
+
+Target = Store | Engine | str | os.PathLike[str]
+
+
+def open_target(target: Target, options: Mapping[str, Any]) -> Store | Engine:
+    """Opens a store; an engine stays as it is. Options of a save belong to the engine, if there is one."""
+    if not isinstance(target, Engine):
+        return open_store(target, None)
+    if options:
+        raise TypeError(f"{', '.join(options)}: pass options of saves to tensorcask.Engine")
+    return target
+
+
+def random_states() -> dict[str, Any]:
+    """States of the random generators of Python, numpy and torch, in the form that trainers of PyTorch use."""
+    import numpy as np
+    import torch
+
+    found = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_random_states(found: Mapping[str, Any]) -> None:
+    """Sets the random generators to the result of :func:`random_states`, as it comes from a store."""
+    import numpy as np
+    import torch
+
+    random.setstate(found["python"])
+    np.random.set_state(with_array(found)["numpy"])
+    torch.random.set_rng_state(found["cpu"].cpu())
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"].cpu())
+
+
+def with_array(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Random states in which numpy's state is an array of numpy again, also if it was loaded as one of torch."""
+    import numpy as np
+
+    name, keys, *rest = found["numpy"]
+    return {**found, "numpy": (name, np.asarray(keys), *rest)}
+
+
+def is_leader(engine: Engine) -> bool:
+    """Whether this rank is the first of its host. It saves the values that all ranks have."""
+    return engine.rank == (0 if engine.hosts is None else engine.hosts.local_ranks.start)
+
+
+def restore(engine: Engine, step: int | str = "latest", *, out: Any = None, partial: bool = False) -> Restored | None:
+    """Restores the newest step that all ranks can load, or a given step; None if there is none. Call it on all ranks."""
+    if step == "latest" and engine.world > 1:
+        common = engine.agree()
+        if common is None:
+            return None
+        step = common
+    try:
+        return engine.restore(step, out=out, partial=partial)
+    except _native.NotFoundError:
+        if step == "latest":
+            return None
+        raise
+
+
+def barrier(engine: Engine) -> None:
+    """Waits for all ranks."""
+    if engine.world > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def save(engine: Engine, state: Mapping[str, Any], own: Mapping[str, Any], step: int, user: Mapping[str, Any] | None = None) -> None:
+    """Saves a state that all ranks have, in shards or in copies, and values of this rank.
+
+    The first rank of each host saves the tensors that all ranks have.
+    """
+    shared = state if is_leader(engine) else _without_copies(state)
+    engine.save({**shared, _own_key(engine): without_tensors(own)}, step=step, user=user)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A state that :func:`save` saved: the step, the state, the values of this rank, or of the first rank if this rank is new, and
+    facts of the user."""
+
+    step: int
+    state: dict[str, Any]
+    own: dict[str, Any]
+    is_own: bool
+    user: dict[str, Any]
+
+
+def load(engine: Engine, state: Mapping[str, Any], step: int | str = "latest", *, partial: bool = False) -> Loaded | None:
+    """Fills the tensors of a state that :func:`save` saved; None if there is no step. Call it on all ranks.
+
+    ``partial``: leaves out tensors that the state does not have. The first rank sends the tensors that all ranks have to the others.
+    """
+    is_first = is_leader(engine)
+    found = restore(engine, step, out=state if is_first else _without_copies(state), partial=partial or not is_first)
+    if found is None:
+        return None
+    if engine.world > 1:
+        _send_copies(state)
+    values = {key: value for key, value in found.state.items() if not key.startswith("rank_")}
+    own = found.state.get(_own_key(engine))
+    plain = found.state.get("rank_0", {}) if own is None else own
+    return Loaded(found.step, filled(state, values), with_tensors(plain), own is not None, found.user)
+
+
+def _own_key(engine: Engine) -> str:
+    return f"rank_{engine.rank}"
+
+
+def _without_copies(value: Any) -> Any:
+    """A state without whole tensors. A list keeps its length."""
+    if isinstance(value, Mapping):
+        return {key: _without_copies(item) for key, item in value.items() if framework_of(item) is None or is_part(item)}
+    if isinstance(value, (list, tuple)):
+        return type(value)([None if framework_of(item) is not None and not is_part(item) else _without_copies(item) for item in value])
+    return value
+
+
+def _send_copies(state: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    for tensor in flat_arrays(state).values():
+        if not is_part(tensor):
+            # Objects, because a group may have no backend for the device of the tensor.
+            sent = [tensor.detach().cpu() if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(sent, src=0)
+            received = sent[0]
+            if dist.get_rank() != 0 and received is not None:
+                with torch.no_grad():
+                    tensor.copy_(received)
+
+
+def filled(target: Any, saved: Any) -> Any:
+    """The saved state with the tensors of the target."""
+    if framework_of(target) is not None:
+        return target
+    if isinstance(target, Mapping) and isinstance(saved, Mapping):
+        return {**saved, **{key: filled(value, saved.get(key, value)) for key, value in target.items()}}
+    if isinstance(target, (list, tuple)) and isinstance(saved, (list, tuple)) and len(target) == len(saved):
+        return type(target)([filled(value, item) for value, item in zip(target, saved, strict=True)])
+    return saved
+
+
+_TENSOR = "#tensor"
+
+
+def without_tensors(value: Any) -> Any:
+    """Values with bytes in place of small tensors and arrays: a rank that restores need not know their names."""
+    framework = framework_of(value)
+    if framework is not None:
+        lent = lend(value, "a value of this rank")
+        return {_TENSOR: [framework, lent.dtype, list(lent.shape), bytes(lent.buffer)]}
+    if isinstance(value, Mapping):
+        return {key: without_tensors(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [without_tensors(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def with_tensors(value: Any) -> Any:
+    """Undoes :func:`without_tensors`."""
+    if isinstance(value, Mapping):
+        if value.keys() == {_TENSOR}:
+            framework, dtype, shape, data = value[_TENSOR]
+            made = place(framework, dtype, shape, "a value of this rank")
+            made.buffer[:] = data if isinstance(made.buffer, bytearray) else memoryview(data)
+            return made.finish()
+        return {key: with_tensors(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [with_tensors(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

@@ -1,0 +1,37 @@
+"""Parts of tensors that several ranks save together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ._errors import InvalidValueError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a tensor that the ranks of an :class:`Engine` save together, for layouts that are not DTensors.
+
+    ``data``: this rank's part. ``shape``: shape of the whole tensor. ``offset``: first index of the part in it. A restore with ``out=``
+    fills ``data``; the parts of ranks may then have other borders.
+
+    >>> import numpy as np
+    >>> Shard(np.zeros(3, np.float32), shape=(10,), offset=(7,)).shape
+    (10,)
+    """
+
+    data: Any
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        extent = tuple(self.data.shape)
+        if not len(extent) == len(self.shape) == len(self.offset):
+            raise InvalidValueError(f"a shard of {len(extent)} axes, with shape {list(self.shape)} and offset {list(self.offset)}")
+        if any(at < 0 or at + length > size for at, length, size in zip(self.offset, extent, self.shape, strict=True)):
+            raise InvalidValueError(f"a shard of {list(extent)} at {list(self.offset)} is not inside of shape {list(self.shape)}")
+
+
+def is_part(value: Any) -> bool:
+    """Whether a value is a part of a tensor: a DTensor or a :class:`Shard`."""
+    return isinstance(value, Shard) or hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")

@@ -1,0 +1,102 @@
+"""Saves the state of a Hugging Face ``Accelerator`` through the engine.
+
+    from tensorcask.accelerate import load_state, save_state
+
+    engine = tensorcask.Engine("s3://bucket/run42", rank=accelerator.process_index, world=accelerator.num_processes)
+    first = load_state(accelerator, engine) or 0      # after accelerator.prepare
+    for step in range(first + 1, last + 1):
+        ...
+        save_state(accelerator, engine, step=step)    # returns after one copy
+    engine.finish()
+
+A snapshot holds what ``Accelerator.save_state`` saves: models, optimizers, schedulers, the gradient scaler, objects of
+``register_for_checkpointing``, stateful data loaders, and the random states of each rank. Hooks of ``register_save_state_pre_hook`` are not
+called. With DDP the tensors are stored once, with FSDP2 each rank stores its shards. Tensors of models and optimizers have the names of
+``torch.distributed.checkpoint.state_dict.get_state_dict``, so another number of ranks can load them, and so can another kind of training.
+The states of a data loader and of random generators come back only on as many ranks.
+
+DeepSpeed, Megatron-LM and FSDP1 are refused: use ``tensorcask.deepspeed``, ``tensorcask.megatron``, or FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from . import _native, _ranks
+from ._options import Step
+from .engine import Engine
+
+__all__ = ["load_state", "save_state"]
+
+
+def save_state(accelerator: Any, engine: Engine, *, step: int, user: Mapping[str, Any] | None = None) -> None:
+    """Saves everything that the accelerator has prepared. Call it on all ranks, between two steps of the optimizer."""
+    own: dict[str, Any] = {"random": _ranks.random_states(), "step": accelerator.step}
+    own["data"] = [loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None for loader in accelerator._dataloaders]
+    _ranks.save(engine, _state(accelerator, engine), own, step, user)
+
+
+def load_state(accelerator: Any, engine: Engine, step: Step = "latest") -> int | None:
+    """Fills everything that the accelerator has prepared. Returns the step, or None if no step is saved. Call it on all ranks.
+
+    ``latest`` is the newest step that all ranks can load. Skipping the batches of the current epoch is left to the caller:
+    ``accelerator.skip_first_batches``.
+    """
+    target = _state(accelerator, engine)
+    found = _ranks.load(engine, target, step)
+    if found is None:
+        return None
+    state, own = found.state, found.own
+    for at, (model, optimizers) in enumerate(_pairs(accelerator)):
+        set_state_dict(model, optimizers, model_state_dict=state["models"][at], optim_state_dict=state["optimizers"][at])
+    for scheduler, saved in zip(accelerator._schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    for custom, saved in zip(accelerator._custom_objects, state["objects"], strict=True):
+        custom.load_state_dict(saved)
+    if accelerator.scaler is not None and state["scaler"] is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    if found.is_own:
+        for loader, saved in zip(accelerator._dataloaders, own["data"], strict=True):
+            if saved is not None:
+                loader.load_state_dict(saved)
+        accelerator.step = own["step"]
+        _ranks.set_random_states(own["random"])
+    return found.step
+
+
+def _state(accelerator: Any, engine: Engine) -> dict[str, Any]:
+    """What all ranks have."""
+    kind = accelerator.distributed_type.value
+    is_old = kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False)
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or is_old:
+        raise _native.UnsupportedError(f"tensorcask.accelerate cannot save {'FSDP1' if is_old else kind}; it can save DDP and FSDP2")
+    if (engine.rank, engine.world) != (accelerator.process_index, accelerator.num_processes):
+        raise ValueError(
+            f"the engine is of rank {engine.rank} of {engine.world}, but the accelerator of rank {accelerator.process_index} of "
+            f"{accelerator.num_processes}. Pass rank= and world= to tensorcask.Engine"
+        )
+    states = [get_state_dict(model, optimizers) for model, optimizers in _pairs(accelerator)]
+    return {
+        "models": [model for model, _ in states],
+        "optimizers": [optimizer for _, optimizer in states],
+        "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
+        "objects": [custom.state_dict() for custom in accelerator._custom_objects],
+        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+    }
+
+
+def _pairs(accelerator: Any) -> list[tuple[Any, list[Any]]]:
+    """Each model with its optimizers."""
+    pairs: list[tuple[Any, list[Any]]] = [(model, []) for model in accelerator._models]
+    known = [{id(parameter) for parameter in model.parameters()} for model in accelerator._models]
+    for wrapped in accelerator._optimizers:
+        optimizer = getattr(wrapped, "optimizer", wrapped)
+        theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        at = next((at for at, ids in enumerate(known) if theirs <= ids), None)
+        if at is None:
+            raise _native.UnsupportedError("an optimizer has parameters of several models, or of none; use one optimizer per model")
+        pairs[at][1].append(optimizer)
+    return pairs
