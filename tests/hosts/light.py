@@ -29,7 +29,7 @@ def main(rank, *, url, scratch, job, world, local, steps, variables, tls, master
     hosts = tensorcask.Hosts(f"start {job}", range(first, first + local), patience=1.0)
     addresses = json.loads((scratch / "addresses").read_text())
     engine = tensorcask.Engine(url, rank=rank, world=world, hosts=hosts, peers=tensorcask.Peers(addresses, tls=tls))
-    done = engine.agree_by_hosts() or 0
+    done = engine.agree_by_store() or 0
     if done:
         found = engine.restore(done)
         assert found.state["step"] == done == found.step
