@@ -91,7 +91,13 @@ async fn join_by_store(store: &Store, hosts: &HostsSpec, rank: u32, process: Id)
 /// Begins the session from the memory of all hosts, and prepares this host's mirror. The caller holds the lock of hosts.
 async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Beginning> {
     let beginning = match others.own {
-        0 => begin(hosts, run, others).await?,
+        0 => match begin(hosts, run, others).await {
+            Ok(beginning) => beginning,
+            Err(error) => {
+                publish(run, &refusal_of(hosts), error.message().as_bytes())?;
+                return Err(error);
+            }
+        },
         _ => wait_for_beginning(hosts, others).await?,
     };
     let known = &beginning.known;
@@ -149,7 +155,10 @@ async fn wait_for_beginning(hosts: &HostsSpec, others: &OtherHosts) -> Result<Be
     loop {
         let why = match others.read_message(0, &Beginning::name_of(hosts.session)).await {
             Ok(Some(bytes)) => return Beginning::decode(&bytes, hosts.session),
-            Ok(None) => "host 0 has not begun the session: the store may answer there".to_owned(),
+            Ok(None) => match others.read_message(0, &refusal_of(hosts)).await {
+                Ok(Some(why)) => return Err(Error::new(ErrorKind::NotFound, format!("host 0: {}", String::from_utf8_lossy(&why)))),
+                _ => "host 0 has not begun the session: the store may answer there".to_owned(),
+            },
             Err(error) => error.message().to_owned(),
         };
         if begun.elapsed() >= HOSTS_TIMEOUT {
@@ -157,6 +166,11 @@ async fn wait_for_beginning(hosts: &HostsSpec, others: &OtherHosts) -> Result<Be
         }
         tokio::time::sleep(RETRY).await;
     }
+}
+
+/// Name of the message that host 0 cannot begin the session.
+fn refusal_of(hosts: &HostsSpec) -> String {
+    format!("{}/refusal", hosts.session)
 }
 
 /// Requests to the store that a start of a rank sends, about; each may take `store_timeout`.

@@ -299,6 +299,7 @@ impl Engine {
 
     /// Waits until the last save has reached a level or failed, or the timeout has passed.
     pub fn wait(&mut self, until: Until, timeout: Duration) -> Result<Waited> {
+        check_level(&self.options, until)?;
         let last = self.session.last_save();
         wait_on(&mut self.session, last, until, timeout)
     }
@@ -306,6 +307,7 @@ impl Engine {
     /// Waits until the save of a step has reached a level or failed, or the timeout has passed. Fails with `NotFound` if the
     /// step is not among the last saves of this process.
     pub fn wait_for(&mut self, step: u64, until: Until, timeout: Duration) -> Result<Waited> {
+        check_level(&self.options, until)?;
         wait_on(&mut self.session, self.recent.generation_of(step)?, until, timeout)
     }
 
@@ -350,47 +352,14 @@ impl Engine {
     /// [`loadable`](Self::loadable), and call [`agree`] and [`discard_after`](Self::discard_after) instead.
     pub fn agree_by_store(&mut self, round: &str, timeout: Duration) -> Result<Option<u64>> {
         let steps: Vec<u64> = self.loadable()?.into_iter().map(|found| found.step).collect();
-        let agreed = match self.exchange_by_agents(round, &steps, timeout)? {
+        let agreed = match exchange_by_agents(self, round, &steps, timeout)? {
             Some(ranks) => agree(&ranks),
-            None => agree(&self.exchange_by_store(round, &steps, timeout)?),
+            None => agree(&exchange_by_store(self, round, &steps, timeout)?),
         };
         if let Some(step) = agreed.step {
             self.discard_after(step)?;
         }
         Ok(agreed.step)
-    }
-
-    /// Exchanges the lists of steps through the agents; `None` without peers.
-    fn exchange_by_agents(&self, name: &str, steps: &[u64], timeout: Duration) -> Result<Option<Vec<Vec<u64>>>> {
-        let spec = &self.session.spec;
-        let (Some(hosts), Some(others), Some(notes)) = (&spec.hosts, OtherHosts::open(spec)?, self.notes()) else { return Ok(None) };
-        let round = Round { name, rank: self.options.rank, world: self.options.world, after: notes.after.unwrap_or(0) };
-        self.runtime.block_on(exchange_steps(&self.run, hosts, &others, &round, steps.to_vec(), timeout)).map(Some)
-    }
-
-    /// Notes of this host about its session, if the run is on many hosts.
-    fn notes(&self) -> Option<HostNotes> {
-        self.session.spec.hosts.as_ref().map(|hosts| HostNotes::read(&self.run, hosts.session))
-    }
-
-    fn exchange_by_store(&self, round: &str, steps: &[u64], timeout: Duration) -> Result<Vec<Vec<u64>>> {
-        let (rank, world, begun) = (self.options.rank, self.options.world, Instant::now());
-        let stores = self.session.spec.stores()?;
-        let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
-        self.runtime.block_on(RankExchange::new(first).put_offer(round, rank, steps))?;
-        loop {
-            let offers = self.runtime.block_on(RankExchange::new(first).offers(round, world))?;
-            let missing: Vec<String> =
-                (0..world).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _)| rank.to_string()).collect();
-            if missing.is_empty() {
-                return Ok(offers.into_iter().flatten().collect());
-            }
-            if begun.elapsed() > timeout {
-                let message = format!("rank {} has not listed its steps within {timeout:?}", missing.join(", "));
-                return Err(Error::not_found(message).object(first.url()));
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
     }
 
     /// Discards raw states of later steps, which other ranks do not have. They are neither restored nor encoded.
@@ -481,6 +450,38 @@ impl Engine {
     }
 }
 
+/// Exchanges the lists of steps through the agents; `None` without peers.
+fn exchange_by_agents(engine: &Engine, name: &str, steps: &[u64], timeout: Duration) -> Result<Option<Vec<Vec<u64>>>> {
+    let spec = &engine.session.spec;
+    let (Some(hosts), Some(others), Some(notes)) = (&spec.hosts, OtherHosts::open(spec)?, notes_of(engine)) else { return Ok(None) };
+    let round = Round { name, rank: engine.options.rank, world: engine.options.world, after: notes.after.unwrap_or(0) };
+    engine.runtime.block_on(exchange_steps(&engine.run, hosts, &others, &round, steps.to_vec(), timeout)).map(Some)
+}
+
+/// Notes of this host about its session, if the run is on many hosts.
+fn notes_of(engine: &Engine) -> Option<HostNotes> {
+    engine.session.spec.hosts.as_ref().map(|hosts| HostNotes::read(&engine.run, hosts.session))
+}
+
+fn exchange_by_store(engine: &Engine, round: &str, steps: &[u64], timeout: Duration) -> Result<Vec<Vec<u64>>> {
+    let (rank, world, begun) = (engine.options.rank, engine.options.world, Instant::now());
+    let stores = engine.session.spec.stores()?;
+    let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+    engine.runtime.block_on(RankExchange::new(first).put_offer(round, rank, steps))?;
+    loop {
+        let offers = engine.runtime.block_on(RankExchange::new(first).offers(round, world))?;
+        let missing: Vec<String> = (0..world).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _)| rank.to_string()).collect();
+        if missing.is_empty() {
+            return Ok(offers.into_iter().flatten().collect());
+        }
+        if begun.elapsed() > timeout {
+            let message = format!("rank {} has not listed its steps within {timeout:?}", missing.join(", "));
+            return Err(Error::not_found(message).object(first.url()));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
 fn restore_places(engine: &Engine) -> RestorePlaces<'_> {
     RestorePlaces {
         spec: &engine.session.spec,
@@ -488,7 +489,7 @@ fn restore_places(engine: &Engine) -> RestorePlaces<'_> {
         rank: engine.options.rank,
         arena: engine.arena.arena().map(Arc::as_ref),
         is_stale: engine.session.is_stale(),
-        is_without_store: engine.notes().is_some_and(|notes| notes.is_without_store()),
+        is_without_store: notes_of(engine).is_some_and(|notes| notes.is_without_store()),
         unreachable: &engine.unreachable,
         store_timeout: engine.options.store_timeout,
     }
@@ -503,6 +504,15 @@ fn with_news(session: &Session, reported: &mut u64, outcome: Outcome) -> Outcome
         tracing::error!(run = session.spec.run, step = failure.step, error = failure.message, "an earlier save failed");
     }
     Outcome { failures, problem: progress.problem.clone(), queue_depth: progress.queue_depth, ..outcome }
+}
+
+/// Fails if nothing can reach a level.
+fn check_level(options: &EngineOptions, until: Until) -> Result<()> {
+    let copies = options.peers.as_ref().map_or(0, |peers| peers.replicas);
+    match until == Until::Replicated && copies == 0 {
+        true => Err(Error::invalid("no save reaches the level `replicated`: the engine has no `peers`, or these have no replicas")),
+        false => Ok(()),
+    }
 }
 
 fn wait_on(session: &mut Session, generation: u64, until: Until, timeout: Duration) -> Result<Waited> {

@@ -96,20 +96,22 @@ pub(crate) async fn continued_sessions(store: &Store, log: &SessionLog, earlier:
 async fn newest_complete(store: &Store, session: SessionName) -> Result<Option<SessionStep>> {
     let exchange = SessionExchange::new(store, session);
     for (at, ranks) in exchange.survey(None).await?.steps.iter().rev() {
-        if complete_receipts(&exchange, *at, ranks).await?.is_some() {
+        if complete_receipts(&exchange, *at, ranks).await.is_some() {
             return Ok(Some(*at));
         }
     }
     Ok(None)
 }
 
-async fn complete_receipts(exchange: &SessionExchange, at: SessionStep, ranks: &RankSet) -> Result<Option<Vec<Receipt>>> {
-    let receipts = match exchange.receipts(at, ranks).await {
-        Ok(receipts) => receipts,
-        Err(error) if error.is_damage() => return Ok(None),
-        Err(error) => return Err(error),
-    };
-    Ok(receipts.first().is_some_and(|first| ranks.has_all(0..first.world)).then_some(receipts))
+/// The receipts of a step, if those of all ranks can be read. A forged receipt is as good as none.
+async fn complete_receipts(exchange: &SessionExchange, at: SessionStep, ranks: &RankSet) -> Option<Vec<Receipt>> {
+    match exchange.receipts(at, ranks).await {
+        Ok(receipts) => receipts.first().is_some_and(|first| ranks.has_all(0..first.world)).then_some(receipts),
+        Err(error) => {
+            tracing::warn!(step = at.step, %error, "the receipts of a step cannot be read");
+            None
+        }
+    }
 }
 
 /// Commits the complete steps that the store has never had, in this process only: those of the session that leads the log, and
@@ -134,7 +136,7 @@ async fn commit_continued(store: &Store, after: u64, continued: &[ContinuedSessi
 
 /// Commits a step, unless not all ranks have saved it, or the log has it.
 async fn commit(store: &Store, exchange: &SessionExchange, after: u64, session: Id, at: SessionStep, ranks: &RankSet) -> Result<()> {
-    let Some(receipts) = complete_receipts(exchange, at, ranks).await? else { return Ok(()) };
+    let Some(receipts) = complete_receipts(exchange, at, ranks).await else { return Ok(()) };
     let log = SessionLog::open(store).await?;
     let begins = Leader { session, after, attempt: at.attempt, term: 1, above: None };
     let leader = match log.leadership().of(session) {

@@ -15,7 +15,7 @@ pub(crate) struct OtherHosts {
     pub own: u32,
     placement: Placement,
     peers: Vec<(u32, Peer)>,
-    /// Checks that receipts are signed by the hosts that saved them; `None` without certificates.
+    /// Check of the receipts of other hosts; `None` without certificates.
     proof: Option<Arc<dyn ReceiptProof>>,
 }
 
@@ -32,11 +32,11 @@ impl OtherHosts {
         let own = hosts.position();
         let placement = Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump };
         let tls = peers.tls.as_ref().map(|files| Tls::open(files, &spec.key).map(Arc::new)).transpose()?;
-        let proof = tls.clone().map(|tls| Arc::new(SignedReceipts::new(tls, hosts.ranks)) as Arc<dyn ReceiptProof>);
         let mut others = Vec::new();
         for (host, address) in (0u32..).zip(&peers.addresses).filter(|(host, _)| *host != own) {
             others.push((host, Peer::open(address, &spec.key, tls.clone(), ResponseLimits::default())?));
         }
+        let proof = tls.map(|tls| Arc::new(SignedReceipts::new(tls, hosts.clone())) as Arc<dyn ReceiptProof>);
         Ok(Some(Self { own, placement, peers: others, proof }))
     }
 
@@ -49,7 +49,7 @@ impl OtherHosts {
         self.peers.iter().find(|(number, _)| *number == host).map(|(_, peer)| peer)
     }
 
-    /// A folder of a host as a place of a union.
+    /// A folder of a host as a place of a union. Receipts must be signed by the hosts that saved them.
     pub(crate) fn place(&self, host: u32, folder: &str) -> Option<Place> {
         let place = self.peer(host)?.place(folder);
         Some(match &self.proof {

@@ -71,6 +71,9 @@ pub struct LevelStatus {
     pub copied: Option<u64>,
     /// Encoded in this host's memory.
     pub encoded: Option<u64>,
+    /// Copied from this host's memory by other hosts, as many as `replicas` of the option `peers` tells.
+    #[serde(default)]
+    pub replicated: Option<u64>,
     /// Committed in the first tier.
     pub durable: Option<u64>,
 }

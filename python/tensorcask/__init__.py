@@ -11,7 +11,7 @@ True
 
 # Modules, from the ground up; each imports only modules before it:
 # _collector _native _errors _shard _dtypes _refusals _frameworks _convert _files _device _progress _source _foreign
-# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts _preemption
+# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts _peers _preemption
 # _dcp_reader _dcp_paths torch _store
 # _save_load _markers codec engine _ranks interchange slime accelerate deepspeed lightning megatron orbax torchtitan transformers agent ray _conversions __main__
 
@@ -38,6 +38,7 @@ from ._native import (
     UnsupportedError,
     __version__,
 )
+from ._peers import Peers
 from ._precision import TensorRounding, search_precision
 from ._preemption import Drained, Preempted, Preemption
 from ._reports import (
@@ -80,6 +81,7 @@ __all__ = [
     "MatchedTensor",
     "NotFoundError",
     "OutcomeUnknownError",
+    "Peers",
     "Preempted",
     "Preemption",
     "RawTensor",

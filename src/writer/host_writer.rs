@@ -36,9 +36,9 @@ pub struct HostWriter {
     log: Log,
     parts: Vec<RankPart>,
     options: WriterOptions,
-    proof: Option<Arc<dyn ReceiptProof>>,
     /// Whether the store did not answer when the last parent was chosen.
     is_cut_off: bool,
+    proof: Option<Arc<dyn ReceiptProof>>,
 }
 
 impl HostWriter {
@@ -82,7 +82,7 @@ impl HostWriter {
         let part = |rank: &u32| RankPart::new(memory, Rank { rank: *rank, world, attempt: 0 }, options.clone());
         let parts = ranks.iter().map(part).collect();
         let (exchange, store, memory) = (SessionExchange::new(store, session), store.clone(), memory.clone());
-        Ok(Self { store, memory, session, exchange, log, parts, options, proof: None, is_cut_off: false })
+        Ok(Self { store, memory, session, exchange, log, parts, options, is_cut_off: false, proof: None })
     }
 
     /// Publishes a proof with the receipts in the mirror, for hosts that copy them from there.

@@ -167,12 +167,15 @@ fn show(status: &AgentStatus) -> Result<Outcome> {
 /// The newest step of each level.
 fn levels(levels: &LevelStatus) -> String {
     let level = |name: &str, step: Option<u64>| format!("{name} {}", step.map_or_else(|| "none".to_owned(), |step| step.to_string()));
-    [level("copied", levels.copied), level("encoded", levels.encoded), level("durable", levels.durable)].join(", ")
+    let replicated = levels.replicated.map(|step| level("replicated", Some(step)));
+    let other = [level("copied", levels.copied), level("encoded", levels.encoded)].into_iter().chain(replicated);
+    other.chain([level("durable", levels.durable)]).collect::<Vec<_>>().join(", ")
 }
 
 fn describe_hosts(hosts: &HostsStatus) -> String {
     let last = hosts.first_rank.saturating_add(hosts.ranks).saturating_sub(1);
     let leader = match &hosts.leader {
+        _ if hosts.is_without_store => "began from memory, because the store does not answer; nothing is committed".to_owned(),
         None => "not begun".to_owned(),
         Some(leader) => {
             let place = if leader.is_this_host { "this host" } else { "another host" };

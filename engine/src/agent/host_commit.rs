@@ -392,6 +392,10 @@ async fn accept(work: &HostWork, store: &Store, notes: &HostNotes, after: u64) -
             return Err(Error::new(ErrorKind::Fenced, message).object(store.url()));
         }
         let log = SessionLog::open(store).await?;
+        if log.sequence() < known.sequence {
+            let message = "the store is an older copy of itself: it lacks entries of the log that memory has";
+            return Err(Error::new(ErrorKind::Fenced, message).object(store.url()).clause("log 8.6"));
+        }
         if log.leadership().of(session).is_none() && !known.admits(log.leadership()) {
             let message = "another job has written to the store since this session began from memory, without the store";
             return Err(Error::new(ErrorKind::Fenced, message).object(store.url()).clause("log 8.6"));

@@ -254,7 +254,7 @@ impl HostEncoder {
         };
         run.release_and_apply(taken, RunEvent::Encoded(save))?;
         self.steps.insert(step);
-        work.note_encoded(step);
+        work.note_encoded(step, &generations);
         // Fails only if the uploader has ended, together with this run.
         let _ = self.encoded.send(UploadWork::Step(WaitingStep { key: step, sequence: self.saves, generations }));
         Ok(true)

@@ -40,9 +40,10 @@ pub(super) struct WaitingStep {
 /// Uploads steps until the agent ends.
 pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut waiting: UnboundedReceiver<UploadWork>) {
     let Some(store) = work.run.tiers.first().cloned() else { return };
-    work.accepted().await;
     let uploader = Uploader { mirror: Mirror::new(&store, &memory), store, run_id: OnceCell::new(), work: work.clone() };
-    for step in uploader.left_by_earlier_agent().await {
+    let earlier = uploader.left_by_earlier_agent().await;
+    work.accepted().await;
+    for step in earlier {
         uploader.upload(step).await;
     }
     work.run.apply(RunEvent::NothingToUpload { tier: 0 });

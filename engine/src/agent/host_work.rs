@@ -40,6 +40,8 @@ struct Shared {
     encoded: BTreeSet<StepKey>,
     /// Known fates of steps. A fate may be known before the upload is reported.
     fates: BTreeMap<StepKey, Fate>,
+    /// Encoded steps that other hosts have not copied yet, if they shall.
+    awaited: BTreeMap<StepKey, Vec<RankGeneration>>,
     /// Part of the mirror that pruning keeps; `None` before a step of the session is committed or given up.
     kept: Option<Kept>,
 }
@@ -73,8 +75,14 @@ pub(super) enum Fate {
 impl HostWork {
     pub(super) fn new(run: Arc<Run>, hosts: HostsSpec, options: HostOptions, actions: UnboundedSender<Action>) -> Self {
         let protocol = HostProtocol::new(options, 0);
-        let shared =
-            Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), encoded: BTreeSet::new(), fates: BTreeMap::new(), kept: None });
+        let shared = Mutex::new(Shared {
+            protocol,
+            uploaded: BTreeMap::new(),
+            encoded: BTreeSet::new(),
+            fates: BTreeMap::new(),
+            awaited: BTreeMap::new(),
+            kept: None,
+        });
         Self { run, hosts, shared, actions, started: Instant::now(), accepted: watch::Sender::new(false) }
     }
 
@@ -132,8 +140,41 @@ impl HostWork {
     }
 
     /// Notes that this agent has encoded a step, which will be uploaded.
-    pub(super) fn note_encoded(&self, key: StepKey) {
-        self.lock().encoded.insert(key);
+    pub(super) fn note_encoded(&self, key: StepKey, generations: &[RankGeneration]) {
+        let mut shared = self.lock();
+        shared.encoded.insert(key);
+        shared.awaited.insert(key, generations.to_vec());
+        while shared.awaited.len() > MAX_AWAITED {
+            shared.awaited.pop_first();
+        }
+    }
+
+    /// Steps that other hosts have not copied yet. At first also those that an earlier agent encoded.
+    pub(super) fn await_copies_of_earlier(&self) {
+        let earlier = self.encoded_steps();
+        let mut shared = self.lock();
+        for (key, generations) in earlier {
+            shared.awaited.entry(key).or_insert(generations);
+        }
+    }
+
+    /// Whether a step waits for copies.
+    pub(super) fn awaits_copies(&self) -> bool {
+        !self.lock().awaited.is_empty()
+    }
+
+    /// Reports the newest awaited step that enough hosts have copied. `copies`: number of copies of each step.
+    pub(super) fn report_copies(&self, copies: &BTreeMap<StepKey, usize>, enough: usize) {
+        let mut shared = self.lock();
+        let newest = shared.awaited.keys().rev().find(|key| copies.get(key).is_some_and(|found| *found >= enough)).copied();
+        let Some(key) = newest else { return };
+        // Older steps are of no interest any more.
+        shared.awaited = shared.awaited.split_off(&key);
+        let generations = shared.awaited.remove(&key);
+        drop(shared);
+        if let Some(generations) = generations {
+            self.run.apply(RunEvent::Replicated { generations, step: key.step });
+        }
     }
 
     /// Reports an uploaded step to the run and to the protocol.
@@ -235,5 +276,7 @@ impl HostWork {
     }
 }
 
+/// Number of steps that wait for copies.
+const MAX_AWAITED: usize = 1024;
 /// Number of fates to remember. More steps than that never wait for their upload.
 const MAX_FATES: usize = 10_000;

@@ -32,7 +32,7 @@ pub(super) fn remove_former_replicas(run: &Run) -> Result<()> {
 pub(super) fn receipt_proof(run: &Run) -> Result<Option<Arc<dyn ReceiptProof>>> {
     let (Some(peers), Some(hosts)) = (&run.spec.peers, &run.spec.hosts) else { return Ok(None) };
     let tls = peers.tls.as_ref().map(|files| Tls::open(files, &run.spec.key)).transpose()?;
-    Ok(tls.map(|tls| Arc::new(SignedReceipts::new(Arc::new(tls), hosts.ranks)) as Arc<dyn ReceiptProof>))
+    Ok(tls.map(|tls| Arc::new(SignedReceipts::new(Arc::new(tls), hosts.clone())) as Arc<dyn ReceiptProof>))
 }
 
 fn placement_of(peers: &Peers) -> Placement {
@@ -87,10 +87,8 @@ impl Context {
         Ok(free.checked_div(held).unwrap_or(free))
     }
 
-    /// Ranks of a host. All hosts have as many, except perhaps the last.
     fn ranks(&self, host: u32) -> Range<u32> {
-        let first = host.saturating_mul(self.hosts.ranks);
-        first..first.saturating_add(self.hosts.ranks).min(self.run.spec.world)
+        self.hosts.ranks_of(host, self.run.spec.world)
     }
 }
 

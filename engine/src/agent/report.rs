@@ -59,6 +59,7 @@ fn levels(state: &RunState) -> LevelStatus {
     LevelStatus {
         copied: newest(|_| true).or(durable),
         encoded: newest(|save| save.encode_ms.is_some()).or(state.memory.steps.last().copied()).or(durable),
+        replicated: state.replicated_step,
         durable,
     }
 }

@@ -26,24 +26,25 @@ use tensorcask::{Error, Limits, ReceiptProof, Result};
 use super::signature::Signature;
 use super::tls::Tls;
 use super::union::Place;
+use crate::hosts_option::HostsSpec;
 
 /// Signs the receipts of this host, and checks those of others.
 #[derive(Debug)]
 pub(crate) struct SignedReceipts {
     tls: Arc<Tls>,
-    /// Number of ranks of each host, except perhaps the last.
-    ranks_per_host: u32,
+    /// Number of the host of each rank.
+    hosts: HostsSpec,
 }
 
 impl SignedReceipts {
-    pub(crate) fn new(tls: Arc<Tls>, ranks_per_host: u32) -> Self {
-        Self { tls, ranks_per_host }
+    pub(crate) fn new(tls: Arc<Tls>, hosts: HostsSpec) -> Self {
+        Self { tls, hosts }
     }
 
     /// Number of the host with these ranks.
     fn host_of(&self, ranks: RankRange) -> Option<u32> {
-        let host = ranks.first.checked_div(self.ranks_per_host)?;
-        (ranks.last.checked_div(self.ranks_per_host) == Some(host)).then_some(host)
+        let host = self.hosts.host_of(ranks.first);
+        (self.hosts.host_of(ranks.last) == host).then_some(host)
     }
 }
 

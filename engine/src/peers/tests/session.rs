@@ -12,6 +12,7 @@ use tensorcask::{
 };
 
 use super::support::{Host, tls};
+use crate::hosts_option::Hosts;
 use crate::memory_stores::{open_mirror, open_replica};
 use crate::peers::certificates::CertificateFiles;
 use crate::peers::peer_objects::Peer;
@@ -40,7 +41,7 @@ pub(in crate::peers) struct JobHost {
 
 /// What a host with these certificates signs and checks with.
 pub(in crate::peers) fn proof(files: &PeerTls) -> Arc<dyn ReceiptProof> {
-    Arc::new(SignedReceipts::new(tls(files), RANKS))
+    Arc::new(SignedReceipts::new(tls(files), Hosts::new("job", 0..RANKS).spec(0, WORLD).unwrap()))
 }
 
 pub(in crate::peers) fn ranks(host: u32) -> Vec<u32> {
