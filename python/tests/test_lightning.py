@@ -1,7 +1,6 @@
 """Lightning's trainer over a store: the real library."""
 
 import json
-import shutil
 import sys
 import warnings
 

@@ -4,7 +4,7 @@
 
 The training runs as `with_NAME.py`, one process for each rank, on the CPU with gloo. `NAME-VARIANT` runs `with_NAME.py` with $VARIANT. Its first rank kills itself by SIGKILL at a step
 that is not saved. The first resume is from the memory of the host. Then it is killed again, its memory is removed, as with a lost host,
-and the second resume is from the store. Prints one line, and writes it to a file for the table.
+and the second resume is from the store. At last, other numbers of ranks load the newest step. Prints one line, and writes it to a file for the table.
 """
 
 import argparse
@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 PATIENCE = 240
 
 
-def start(name, ranks, root, label, store, kill_at=None):
+def start(name, ranks, root, label, store, kill_at=None, only_load=False):
     """Runs one start of the training to its end or its kill. Returns the lines of each rank."""
     out = root / f"out-{label}"
     out.mkdir()
@@ -36,7 +36,7 @@ def start(name, ranks, root, label, store, kill_at=None):
         port = found.getsockname()[1]
     program, _, variant = name.partition("-")
     command = [sys.executable, "-W", "ignore", str(HERE / f"with_{program}.py"), "--store", str(root / store), "--work", str(root / f"work-{store}")]
-    command += ["--out", str(out), *([] if kill_at is None else ["--kill-at", str(kill_at)])]
+    command += ["--out", str(out), *([] if kill_at is None else ["--kill-at", str(kill_at)]), *(["--only-load"] if only_load else [])]
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -134,6 +134,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--others", default="", help="other numbers of ranks that load the end, separated by commas")
     parser.add_argument("--packages", default="", help="names of packages, separated by commas")
     parser.add_argument("--what", default="", help="words for the table")
     parser.add_argument("--line", help="file for the result")
@@ -159,6 +160,11 @@ def main():
         if "resumed" in whole[0][0]:
             raise SystemExit(f"{name}: the whole run has resumed")
         losses, tensors = compare(name, whole, [killed, again, last])
+        others = [int(other) for other in arguments.others.split(",") if other]
+        loaded = [start(name, world, root, f"of-{world}", "run", only_load=True) for world in ([ranks, *others] if others else [])]
+        digests = [tensors_of(lines) for of_ranks in loaded for lines in of_ranks]
+        if any(digest != digests[0] or not digest for digest in digests):
+            raise SystemExit(f"{name}: other numbers of ranks have loaded other tensors")
         if not tensorcask.Store(root / "run").verify().is_clean:
             raise SystemExit(f"{name}: the store is damaged")
     finally:
@@ -168,6 +174,8 @@ def main():
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in arguments.packages.split(",") if package)
     (step, place), (other, _) = places
     line = f"{versions} | {arguments.what} | step {step} from {place}, step {other} from the store | {losses} losses, {tensors} tensors equal"
+    if others:
+        line += f"; the same tensors on {' and '.join(map(str, others))} ranks"
     print(f"{name} | {line}")
     if arguments.line:
         Path(arguments.line).write_text(line + "\n")
