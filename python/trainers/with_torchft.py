@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 
+import tensorcask
 import torch
 import torch.distributed as dist
 from common import STEPS, Run, optimizer_tensors
@@ -33,8 +34,26 @@ class NotingTransport(Transport):
         return found
 
 
-if os.environ["VARIANT"] != "plain":
-    Transport = NotingTransport
+def check_damage():
+    """A peer that serves a damaged byte is found out."""
+    healthy, recovering, noise = Transport(patience), Transport(patience), torch.randint(256, (100_000,), dtype=torch.uint8)
+    healthy.send_checkpoint([1], 3, {"user": noise, "torchft": {"step": 3}}, patience)
+    assert torch.equal(recovering.recv_checkpoint(0, healthy.metadata(), 3, patience)["user"], noise)
+    largest = max((path for path in healthy._folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    try:
+        recovering.recv_checkpoint(0, healthy.metadata(), 3, patience)
+    except tensorcask.CorruptionError:
+        healthy.shutdown()
+        recovering.shutdown()
+    else:
+        raise AssertionError("a damaged snapshot was accepted")
+
+
+check_damage()
+Transport = NotingTransport
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 # Each step needs both replicas, so that losses do not depend on when one was killed.
 options = dict(
