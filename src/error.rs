@@ -189,6 +189,23 @@ impl Error {
         matches!(self.kind(), ErrorKind::Corrupt | ErrorKind::NotFound | ErrorKind::LimitExceeded | ErrorKind::Unsupported)
     }
 
+    /// Whether the storage gave no answer: no connection, a timeout, a server error, a disk that fails. A storage that refuses
+    /// (no permission, no such bucket) has answered.
+    ///
+    /// ```
+    /// use std::io;
+    /// use tensorcask::Error;
+    /// assert!(Error::io("log", io::ErrorKind::TimedOut.into()).is_unanswered());
+    /// assert!(!Error::io("log", io::ErrorKind::PermissionDenied.into()).is_unanswered());
+    /// ```
+    pub fn is_unanswered(&self) -> bool {
+        if self.kind() != ErrorKind::Storage {
+            return false;
+        }
+        let first = std::error::Error::source(self);
+        std::iter::successors(first, |cause| cause.source()).find_map(tells_of_answer).is_some_and(|answered| !answered)
+    }
+
     /// Returns the sentence without the place.
     pub fn message(&self) -> &str {
         &self.0.message
@@ -282,20 +299,61 @@ impl<T> ResultExt<T> for Result<T> {
 
 /// A complete sentence for the user. In a chain of causes, it replaces the whole chain.
 #[derive(Debug)]
-pub(crate) struct Advice(pub String);
+pub(crate) struct Advice {
+    pub sentence: String,
+    /// Whether the storage has answered.
+    pub is_answer: bool,
+}
 
 impl fmt::Display for Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.sentence)
     }
 }
 
 impl std::error::Error for Advice {}
 
+/// Whether the storage has answered, if one cause of an error tells.
+fn tells_of_answer(cause: &(dyn std::error::Error + 'static)) -> Option<bool> {
+    use std::io::ErrorKind::{NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
+    if let Some(advice) = cause.downcast_ref::<Advice>() {
+        return Some(advice.is_answer);
+    }
+    if let Some(error) = cause.downcast_ref::<object_store::Error>() {
+        // The cause of any other error tells more.
+        let is_refusal = matches!(
+            error,
+            object_store::Error::PermissionDenied { .. }
+                | object_store::Error::Unauthenticated { .. }
+                | object_store::Error::NotSupported { .. }
+                | object_store::Error::NotImplemented { .. }
+                | object_store::Error::InvalidPath { .. }
+                | object_store::Error::UnknownConfigurationKey { .. }
+        );
+        return is_refusal.then_some(true);
+    }
+    #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
+    if let Some(error) = cause.downcast_ref::<object_store::client::HttpError>() {
+        use object_store::client::HttpErrorKind::{Decode, Unknown};
+        // The cause of another kind may be advice.
+        return (!matches!(error.kind(), Unknown | Decode)).then_some(false);
+    }
+    if let Some(error) = cause.downcast_ref::<std::io::Error>() {
+        return Some(matches!(error.kind(), NotFound | PermissionDenied | ReadOnlyFilesystem | StorageFull | QuotaExceeded));
+    }
+    status_in(&cause.to_string()).map(|status| status < 500 && status != 429 && status != 408)
+}
+
+/// The status of a server's answer. `object_store` tells it in its messages only.
+fn status_in(message: &str) -> Option<u16> {
+    let (_, rest) = message.split_once("status code: ")?;
+    rest.get(..3)?.parse().ok()
+}
+
 /// Returns the innermost message that a user can act on. Object stores nest their messages several levels deep.
 fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
-    if let Some(Advice(sentence)) = causes.filter_map(|cause| cause.downcast_ref()).next() {
+    if let Some(Advice { sentence, .. }) = causes.filter_map(|cause| cause.downcast_ref()).next() {
         return sentence.clone();
     }
     let mut message = error.to_string();

@@ -113,8 +113,8 @@ pub(crate) use async_recursion::async_recursion as boxed;
 
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
 pub use commit::{
-    AttemptStart, History, LeaderRefusal, LeaderState, Leadership, RankExchange, RankSet, Retained, Retention, SessionExchange, SessionLog,
-    SessionSurvey, SnapshotRecord, SnapshotStatus,
+    AttemptStart, ContinuedSession, History, KnownLog, LeaderRefusal, LeaderState, Leadership, RankExchange, RankSet, ReceiptProof,
+    Retained, Retention, SessionExchange, SessionLog, SessionSurvey, SnapshotRecord, SnapshotStatus,
 };
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};
@@ -125,7 +125,7 @@ pub use reader::{
     Bf16View, Bisection, Inspection, Latest, LinkInfo, MatchedStep, MatchedTensor, Predicate, ReadCounts, ReadRequest, RecoveredSnapshot,
     SkippedSnapshot, Snapshot, SnapshotInfo, SnapshotWatch, StepSelector, StoreTables, Survey, TensorStatistics, UpdateReport,
 };
-pub use store::{AheadUploads, IoCounts, Store, StoreOptions, absolute_url};
+pub use store::{AheadUploads, Bandwidth, IoCounts, Store, StoreOptions, absolute_url};
 pub use tensor::{Blob, ChunkGrid, Dtype, NamePatterns, Rect, RoleAndParam, Slice, Tensor, TensorView, infer_role};
 pub use version::{Features, FormatVersion};
 pub use wire::{ChunkStatistics, is_writers_blob};

@@ -12,7 +12,7 @@ use crate::Result;
 use crate::limits::zeroed;
 
 /// Total bytes that unused scratch buffers may hold, and the smallest buffer that is kept.
-const SCRATCH_BYTES: usize = 96 << 20;
+const SCRATCH_BYTES: usize = 48 << 20;
 const LEAST_SCRATCH: usize = 4 << 10;
 
 /// Unused scratch buffers.
@@ -121,7 +121,7 @@ impl Deref for MaybeSpare<'_> {
 }
 
 /// Total bytes that unused output buffers may hold, and the smallest buffer that is kept.
-const OUTPUT_BYTES: usize = 32 << 20;
+const OUTPUT_BYTES: usize = 16 << 20;
 const LEAST_OUTPUT: usize = 32 << 10;
 
 /// Buffers of encoded columns. One thread fills them, and another releases them after they have been stored.

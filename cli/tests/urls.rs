@@ -261,3 +261,41 @@ fn a_server_that_answered_is_retried() {
     assert_eq!(output.status.code(), Some(10), "{}", stderr(&output));
     assert!(busy.requests().len() >= 4, "{:?}", busy.requests());
 }
+
+/// Whether the error of a store at an endpoint says that the store does not answer.
+fn is_unanswered(address: &str) -> bool {
+    let settings = [
+        ("aws_endpoint", format!("http://{address}")),
+        ("aws_allow_http", "true".to_owned()),
+        ("aws_region", "us-east-1".to_owned()),
+        ("aws_access_key_id", "key".to_owned()),
+        ("aws_secret_access_key", "secret".to_owned()),
+        ("contact_timeout", "100ms".to_owned()),
+        ("retry_timeout", "100ms".to_owned()),
+    ];
+    let config = settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    let options = tensorcask::StoreOptions { config, ..tensorcask::StoreOptions::default() };
+    let store = tensorcask::blocking::Store::with(options.open("s3://bucket/run").unwrap()).unwrap();
+    let error = store.snapshots().unwrap_err();
+    assert_eq!(error.kind(), tensorcask::ErrorKind::Storage, "{error}");
+    error.is_unanswered()
+}
+
+#[test]
+fn a_refusal_is_an_answer_and_silence_is_none() {
+    assert!(is_unanswered(&refused()));
+    assert!(is_unanswered(&Server::start(|_, _| None).address), "closed connections");
+    let cases = [
+        ("500 Internal Server Error", "", true),
+        ("503 Service Unavailable", "", true),
+        ("429 Too Many Requests", "", true),
+        ("400 Bad Request", "", false),
+        ("401 Unauthorized", "", false),
+        ("403 Forbidden", "<Error><Code>AccessDenied</Code></Error>", false),
+        ("404 Not Found", "<Error><Code>NoSuchBucket</Code></Error>", false),
+    ];
+    for (status, body, expected) in cases {
+        let server = Server::start(move |_, _| response(status, body));
+        assert_eq!(is_unanswered(&server.address), expected, "{status}");
+    }
+}

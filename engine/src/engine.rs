@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::wire::Id;
-use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, SessionExchange, SessionLog, StepSelector, TensorView};
+use tensorcask::{Blob, Error, ErrorKind, Metadata, RankExchange, Result, StepSelector, TensorView};
 use tokio::runtime::Runtime;
 use tracing::field::Empty;
 
 use crate::agreement::agree;
 use crate::arena_writer::{ArenaWriter, StateView};
+use crate::beginning::join_session;
 use crate::copy_plan::Deferred;
 use crate::folders::{EngineFolder, RunFolder};
 use crate::freshness::{Freshness, LocalMemory, UnreachableTier, check_freshness};
@@ -18,13 +18,14 @@ use crate::host_notes::HostNotes;
 use crate::inline_encoder::InlineEncoder;
 use crate::known_tiers::KnownTiers;
 use crate::lock::Lock;
+use crate::meeting::{Round, exchange_steps};
 use crate::memory_stores::remove_all_epochs;
 use crate::options::{Encode, EngineOptions};
+use crate::other_hosts::OtherHosts;
 use crate::protocol::{AttachMode, Failure, SaveNote, Until};
 use crate::restore::{RestorePlaces, find, loadable};
 use crate::restore_request::{RestoreRequest, Wanted};
 use crate::restored::{Destination, Loadable, Part, Restored};
-use crate::run_spec::RunSpec;
 use crate::runtime;
 use crate::saving::{Outcome, OutstandingSave, RecentSaves, SaveTimer, SavedState, Saving, Waited};
 use crate::session::Session;
@@ -138,9 +139,10 @@ impl Engine {
             // Before the agent attaches, because it would upload these snapshots.
             remove_all_epochs(&self.run)?;
         }
-        self.runtime.block_on(join_session(&self.session.spec, &self.run, self.options.rank))?;
         let mode = if self.session.is_stale() { AttachMode::TakeOverAfresh } else { AttachMode::TakeOver };
         let progress = self.session.attach(mode)?;
+        // The agents must run: without the store, the hosts read from each other where the session begins.
+        self.runtime.block_on(join_session(&self.session.spec, &self.run, self.options.rank, self.options.store_timeout))?;
         // The agent no longer frees memory of this run. If it freed the arena just before, because the run had
         // finished, the store has the states.
         self.arena.close_if_removed();
@@ -297,6 +299,7 @@ impl Engine {
 
     /// Waits until the last save has reached a level or failed, or the timeout has passed.
     pub fn wait(&mut self, until: Until, timeout: Duration) -> Result<Waited> {
+        check_level(&self.options, until)?;
         let last = self.session.last_save();
         wait_on(&mut self.session, last, until, timeout)
     }
@@ -304,6 +307,7 @@ impl Engine {
     /// Waits until the save of a step has reached a level or failed, or the timeout has passed. Fails with `NotFound` if the
     /// step is not among the last saves of this process.
     pub fn wait_for(&mut self, step: u64, until: Until, timeout: Duration) -> Result<Waited> {
+        check_level(&self.options, until)?;
         wait_on(&mut self.session, self.recent.generation_of(step)?, until, timeout)
     }
 
@@ -341,31 +345,17 @@ impl Engine {
     }
 
     /// Agrees with the other ranks on the newest step that all can load. Each rank writes a list of its steps to the
-    /// first tier and waits for the other lists. `round` must identify this start of the job (such as a scheduler's job
+    /// first tier, or with [`peers`](EngineOptions::peers) to its agent, and waits for the other lists. `round` must identify this start of the job (such as a scheduler's job
     /// id), so that lists of different starts are not mixed. Discards newer raw states, which some rank lacks.
     ///
     /// Returns `None` if no step can be loaded by all ranks. Ranks with their own collective can exchange the steps of
     /// [`loadable`](Self::loadable), and call [`agree`] and [`discard_after`](Self::discard_after) instead.
     pub fn agree_by_store(&mut self, round: &str, timeout: Duration) -> Result<Option<u64>> {
         let steps: Vec<u64> = self.loadable()?.into_iter().map(|found| found.step).collect();
-        let (rank, world, begun) = (self.options.rank, self.options.world, Instant::now());
-        let stores = self.session.spec.stores()?;
-        let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
-        self.runtime.block_on(RankExchange::new(first).put_offer(round, rank, &steps))?;
-        let ranks = loop {
-            let offers = self.runtime.block_on(RankExchange::new(first).offers(round, world))?;
-            let missing: Vec<String> =
-                (0..world).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _)| rank.to_string()).collect();
-            if missing.is_empty() {
-                break offers.into_iter().flatten().collect::<Vec<_>>();
-            }
-            if begun.elapsed() > timeout {
-                let message = format!("rank {} has not listed its steps within {timeout:?}", missing.join(", "));
-                return Err(Error::not_found(message).object(first.url()));
-            }
-            std::thread::sleep(Duration::from_millis(100));
+        let agreed = match exchange_by_agents(self, round, &steps, timeout)? {
+            Some(ranks) => agree(&ranks),
+            None => agree(&exchange_by_store(self, round, &steps, timeout)?),
         };
-        let agreed = agree(&ranks);
         if let Some(step) = agreed.step {
             self.discard_after(step)?;
         }
@@ -460,6 +450,38 @@ impl Engine {
     }
 }
 
+/// Exchanges the lists of steps through the agents; `None` without peers.
+fn exchange_by_agents(engine: &Engine, name: &str, steps: &[u64], timeout: Duration) -> Result<Option<Vec<Vec<u64>>>> {
+    let spec = &engine.session.spec;
+    let (Some(hosts), Some(others), Some(notes)) = (&spec.hosts, OtherHosts::open(spec)?, notes_of(engine)) else { return Ok(None) };
+    let round = Round { name, rank: engine.options.rank, world: engine.options.world, after: notes.after.unwrap_or(0) };
+    engine.runtime.block_on(exchange_steps(&engine.run, hosts, &others, &round, steps.to_vec(), timeout)).map(Some)
+}
+
+/// Notes of this host about its session, if the run is on many hosts.
+fn notes_of(engine: &Engine) -> Option<HostNotes> {
+    engine.session.spec.hosts.as_ref().map(|hosts| HostNotes::read(&engine.run, hosts.session))
+}
+
+fn exchange_by_store(engine: &Engine, round: &str, steps: &[u64], timeout: Duration) -> Result<Vec<Vec<u64>>> {
+    let (rank, world, begun) = (engine.options.rank, engine.options.world, Instant::now());
+    let stores = engine.session.spec.stores()?;
+    let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+    engine.runtime.block_on(RankExchange::new(first).put_offer(round, rank, steps))?;
+    loop {
+        let offers = engine.runtime.block_on(RankExchange::new(first).offers(round, world))?;
+        let missing: Vec<String> = (0..world).zip(&offers).filter(|(_, offer)| offer.is_none()).map(|(rank, _)| rank.to_string()).collect();
+        if missing.is_empty() {
+            return Ok(offers.into_iter().flatten().collect());
+        }
+        if begun.elapsed() > timeout {
+            let message = format!("rank {} has not listed its steps within {timeout:?}", missing.join(", "));
+            return Err(Error::not_found(message).object(first.url()));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
 fn restore_places(engine: &Engine) -> RestorePlaces<'_> {
     RestorePlaces {
         spec: &engine.session.spec,
@@ -467,6 +489,7 @@ fn restore_places(engine: &Engine) -> RestorePlaces<'_> {
         rank: engine.options.rank,
         arena: engine.arena.arena().map(Arc::as_ref),
         is_stale: engine.session.is_stale(),
+        is_without_store: notes_of(engine).is_some_and(|notes| notes.is_without_store()),
         unreachable: &engine.unreachable,
         store_timeout: engine.options.store_timeout,
     }
@@ -483,30 +506,19 @@ fn with_news(session: &Session, reported: &mut u64, outcome: Outcome) -> Outcome
     Outcome { failures, problem: progress.problem.clone(), queue_depth: progress.queue_depth, ..outcome }
 }
 
+/// Fails if nothing can reach a level.
+fn check_level(options: &EngineOptions, until: Until) -> Result<()> {
+    let copies = options.peers.as_ref().map_or(0, |peers| peers.replicas);
+    match until == Until::Replicated && copies == 0 {
+        true => Err(Error::invalid("no save reaches the level `replicated`: the engine has no `peers`, or these have no replicas")),
+        false => Ok(()),
+    }
+}
+
 fn wait_on(session: &mut Session, generation: u64, until: Until, timeout: Duration) -> Result<Waited> {
     let progress = session.wait(generation, until, timeout)?;
     let (reached, failed) = (progress.has_reached(generation, until), progress.has_failed(generation));
     Ok(Waited { reached, failed, failures: progress.failures, problem: progress.problem })
-}
-
-/// Notes that a rank starts in the session of a run on many hosts, here and in the store. All hosts agree through the store
-/// on the log entry after which the session begins.
-async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32) -> Result<()> {
-    let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
-    let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
-    let after = match SessionExchange::beginning(first, hosts.session).await? {
-        Some(after) => after,
-        None => {
-            let last = match SessionLog::open(first).await {
-                Ok(log) => log.sequence(),
-                Err(e) if e.kind() == ErrorKind::NotFound => 0,
-                Err(e) => return Err(e),
-            };
-            SessionExchange::begin(first, hosts.session, last).await?
-        }
-    };
-    SessionExchange::start_rank(first, hosts.session, rank, Id::random()?).await?;
-    HostNotes::start_rank(run, hosts.session, rank, after)
 }
 
 fn save_span(run: &str, step: u64) -> tracing::Span {

@@ -10,6 +10,9 @@
 //!     memory-<n>/                         encoded snapshots: a store; the highest number is in use
 //!     mirror/                             many hosts: a part of the first tier, with the casks of this host's ranks
 //!     replica-<h>/                        many hosts: a copy of the casks of another host's ranks
+//!     meeting/                            many hosts: messages to other hosts, which their ranks read
+//!     hosts.json hosts.lock               many hosts: what the hosts have in memory
+//!     agreement.lock                      many hosts: one rank asks for all
 //!     rank-<r>/lock arena                 one trainer
 //! ```
 
@@ -161,6 +164,26 @@ impl RunFolder {
         self.root.join(format!("replica-{host}"))
     }
 
+    /// Path of the messages to other hosts.
+    pub(crate) fn meeting(&self) -> PathBuf {
+        self.root.join("meeting")
+    }
+
+    /// Path of the survey of the memory of all hosts.
+    pub(crate) fn hosts_survey(&self) -> PathBuf {
+        self.root.join("hosts.json")
+    }
+
+    /// Path of the lock that one rank of this host holds while it asks other hosts for all, about their memory.
+    pub(crate) fn hosts_lock(&self) -> PathBuf {
+        self.root.join("hosts.lock")
+    }
+
+    /// The same for an agreement on a step. Ranks that have not asked about memory yet must not wait for it.
+    pub(crate) fn agreement_lock(&self) -> PathBuf {
+        self.root.join("agreement.lock")
+    }
+
     /// Lists the hosts of which there is a copy.
     pub(crate) fn replicas(&self) -> Result<Vec<u32>> {
         list_numbered(&self.root, "replica-").map(|found| found.into_iter().filter_map(|host| u32::try_from(host).ok()).collect())
@@ -179,6 +202,8 @@ impl RunFolder {
     /// Removes everything except locks, because other processes may wait for them.
     pub(crate) fn clear(&self) -> Result<()> {
         remove_folder(&self.mirror())?;
+        remove_folder(&self.meeting())?;
+        remove_file(&self.hosts_survey())?;
         for host in self.replicas()? {
             remove_folder(&self.replica(host))?;
         }

@@ -1,8 +1,10 @@
 //! Notes of this host about its session, in `session.json`: they outlive trainer and agent.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use tensorcask::wire::Id;
-use tensorcask::{Error, Result};
+use tensorcask::{Error, KnownLog, Result};
 
 use crate::files::replace_file;
 use crate::folders::RunFolder;
@@ -19,13 +21,35 @@ pub(crate) struct HostNotes {
     pub started: Vec<u32>,
     /// Last writer id under which this host has opened the log, or tried to.
     pub led_as: Option<Id>,
+    /// The log as this session knows it, if the session began while the store did not answer.
+    #[serde(default)]
+    pub known: Option<KnownLog>,
+    /// Ranks that have started, and are not noted in the store yet, with the ids of their processes.
+    #[serde(default)]
+    pub unnoted: BTreeMap<u32, Id>,
+    /// Whether the store has accepted a session that began without it.
+    #[serde(default)]
+    pub is_accepted: bool,
 }
 
 impl HostNotes {
     /// The notes about this session.
     pub(crate) fn read(folder: &RunFolder, session: Id) -> Self {
         let found: Option<Self> = std::fs::read(folder.session_notes()).ok().and_then(|json| serde_json::from_slice(&json).ok());
-        found.filter(|found| found.session == session).unwrap_or(Self { session, after: None, started: Vec::new(), led_as: None })
+        found.filter(|found| found.session == session).unwrap_or(Self {
+            session,
+            after: None,
+            started: Vec::new(),
+            led_as: None,
+            known: None,
+            unnoted: BTreeMap::new(),
+            is_accepted: false,
+        })
+    }
+
+    /// Whether the session began while the store did not answer, and the store has not accepted it yet.
+    pub(crate) fn is_without_store(&self) -> bool {
+        self.known.is_some() && !self.is_accepted
     }
 
     /// Changes the notes about this session. Trainers and the agent may do so at the same time.
@@ -38,8 +62,8 @@ impl HostNotes {
     }
 
     /// Notes that a rank starts. A rank starts once in a session: states from before and after a restart must not become one
-    /// snapshot.
-    pub(crate) fn start_rank(folder: &RunFolder, session: Id, rank: u32, after: u64) -> Result<()> {
+    /// snapshot. `unnoted`: the id of the process, if it is not in the store yet.
+    pub(crate) fn start_rank(folder: &RunFolder, session: Id, rank: u32, after: u64, unnoted: Option<Id>) -> Result<()> {
         Self::update(folder, session, |notes| {
             if notes.started.contains(&rank) {
                 let message = format!(
@@ -48,6 +72,7 @@ impl HostNotes {
                 return Err(Error::invalid(message));
             }
             notes.started.push(rank);
+            notes.unnoted.extend(unnoted.map(|process| (rank, process)));
             notes.after = Some(after);
             Ok(())
         })
@@ -67,11 +92,11 @@ mod tests {
         let folder = EngineFolder::open(Some(&temporary.path().join("e"))).unwrap().run("0");
         folder.create().unwrap();
         let (first, second) = (Id([1; 16]), Id([2; 16]));
-        HostNotes::start_rank(&folder, first, 1, 7).unwrap();
-        HostNotes::start_rank(&folder, first, 0, 7).unwrap();
-        assert!(HostNotes::start_rank(&folder, first, 1, 7).is_err());
+        HostNotes::start_rank(&folder, first, 1, 7, None).unwrap();
+        HostNotes::start_rank(&folder, first, 0, 7, None).unwrap();
+        assert!(HostNotes::start_rank(&folder, first, 1, 7, None).is_err());
         assert_eq!(HostNotes::read(&folder, first).after, Some(7));
-        HostNotes::start_rank(&folder, second, 1, 9).unwrap();
+        HostNotes::start_rank(&folder, second, 1, 9, None).unwrap();
         assert_eq!(HostNotes::read(&folder, second).started, [1]);
     }
 }

@@ -1,40 +1,40 @@
 //! The memory of all hosts of a run as one store: mirrors and replicas, here and on peers.
 //!
-//! A start of the job reads there what the start before left. The newest complete step may never have been committed, for
-//! example because a host was lost first. It is then committed in the memory of this process only, with the checks of any
-//! commit, and read as any other step.
+//! A start of the job reads there what the starts before left. The newest complete steps may never have been committed, for
+//! example because a host was lost first, or because the store did not answer. They are then committed in the memory of
+//! this process only, with the checks of any commit, and read as any other step.
 //!
-//! Casks and receipts that a peer forges together are not recognised: a peer is trusted as far as its certificate goes.
+//! Casks and receipts that a peer forges together are recognised: each host signs its receipts, see `peers::receipt_proof`.
 //!
 //! Invariant: memory counts only if it has the log up to the entry after which this session begins. So a step of another job
 //! that wrote to the store in between is never passed over, and no step of an older session comes back.
 
-use std::path::Path;
-use std::sync::Arc;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use object_store::local::LocalFileSystem;
-use tensorcask::wire::{Leader, SessionName, SessionStep};
-use tensorcask::{Error, ErrorKind, LeaderState, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, Store, WriterOptions};
+use tensorcask::maintain::held_steps;
+use tensorcask::wire::{Id, Leader, Receipt, SessionName, SessionStep};
+use tensorcask::{ContinuedSession, ErrorKind, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, Store, WriterOptions};
 
+use crate::earlier_sessions::{Beginning, beginnings};
 use crate::folders::RunFolder;
-use crate::hosts_option::HostsSpec;
-use crate::peers::{Peer, Place, Placement, ResponseLimits, TOLERATED_LOSSES, Tls, union_store};
-use crate::peers_option::Peers;
+use crate::host_notes::HostNotes;
+use crate::hosts_survey::{HostsSurvey, SurveyWait};
+use crate::other_hosts::OtherHosts;
+use crate::peers::union_store;
 use crate::run_spec::RunSpec;
 
 /// The memory of all hosts.
 pub(crate) struct HostsMemory {
     pub store: Store,
-    /// Newest step, if the store has never had it.
-    pub uncommitted: Option<u64>,
+    /// Steps that can be restored, newest first.
+    pub steps: Vec<u64>,
 }
 
 /// Opens the memory of all hosts; `None` without peers, or if memory does not continue the store. Waits for hosts that do not
 /// answer, at most for `timeout`.
-pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, tier: &Store, timeout: Duration) -> Option<HostsMemory> {
-    let (Some(hosts), Some(peers)) = (&spec.hosts, &spec.peers) else { return None };
-    match open(spec, hosts, peers, run, tier, timeout).await {
+pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Option<HostsMemory> {
+    match open(spec, run, timeout).await {
         Ok(found) => found,
         Err(error) => {
             tracing::warn!(run = spec.run, %error, "the memory of other hosts cannot be used");
@@ -43,100 +43,117 @@ pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, tier: &St
     }
 }
 
-async fn open(
-    spec: &RunSpec,
-    hosts: &HostsSpec,
-    peers: &Peers,
-    run: &RunFolder,
-    tier: &Store,
-    timeout: Duration,
-) -> Result<Option<HostsMemory>> {
-    // Entries of this start of the job do not count.
-    let Some(last_entry) = SessionExchange::beginning(tier, hosts.session).await? else { return Ok(None) };
-    let own = hosts.position();
-    let tls = peers.tls.as_ref().map(|files| Tls::open(files, &spec.key).map(Arc::new)).transpose()?;
-    let mut others = Vec::new();
-    for (host, address) in (0u32..).zip(&peers.addresses).filter(|(host, _)| *host != own) {
-        others.push((host, Peer::open(address, &spec.key, tls.clone(), ResponseLimits::default())?));
-    }
-    let begun = tokio::time::Instant::now();
-    loop {
-        let mut places = local_places(run)?;
-        let mut is_silent = false;
-        for (host, peer) in &others {
-            match peer.answers().await {
-                Ok(()) => places.extend(peer_places(peer, *host, peers)),
-                Err(_) => is_silent = true,
-            }
-        }
-        let store = union_store(places, last_entry);
-        let is_current = match SessionLog::open(&store).await {
-            Ok(log) => log.sequence() == last_entry,
-            Err(error) if error.kind() == ErrorKind::NotFound => false,
-            Err(error) => return Err(error),
-        };
-        // Agents follow the log soon after they start.
-        if (is_current && !is_silent) || begun.elapsed() >= timeout {
-            return match is_current {
-                true => Ok(Some(HostsMemory { uncommitted: commit_newest(&store).await?, store })),
-                false => Ok(None),
-            };
-        }
-        tokio::time::sleep(RETRY).await;
-    }
-}
-
-fn local_places(run: &RunFolder) -> Result<Vec<Place>> {
-    let replicas = run.replicas()?.into_iter().map(|host| run.replica(host));
-    let folders = std::iter::once(run.mirror()).chain(replicas).filter(|folder| folder.is_dir());
-    let open = |folder: &Path| -> Result<Place> {
-        let found = LocalFileSystem::new_with_prefix(folder);
-        Ok(Arc::new(found.map_err(|e| Error::io(folder.display().to_string(), e.into()))?))
+async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Option<HostsMemory>> {
+    let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(None) };
+    let notes = HostNotes::read(run, hosts.session);
+    // Before the first entry, there is nothing to continue.
+    let Some(after) = notes.after.filter(|after| *after > 0) else { return Ok(None) };
+    let wait = SurveyWait { timeout, entry: Some(after) };
+    let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?;
+    let store = union_store(survey.stores(run, &others)?, after);
+    let log = match SessionLog::open(&store).await {
+        Ok(log) if log.sequence() == after => log,
+        Ok(_) => return Ok(None),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
     };
-    folders.map(|folder| open(&folder)).collect()
-}
-
-/// The mirror of a peer, and its replicas.
-fn peer_places(peer: &Peer, host: u32, peers: &Peers) -> Vec<Place> {
-    let placement = Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump };
-    let replicas = placement.observed(host, TOLERATED_LOSSES).into_iter().map(|source| peer.place(&format!("replica-{source}")));
-    std::iter::once(peer.place("mirror")).chain(replicas).collect()
-}
-
-/// Commits the newest complete step that the store has never had, in this process only; returns the step.
-async fn commit_newest(store: &Store) -> Result<Option<u64>> {
-    let log = SessionLog::open(store).await?;
-    let Some(LeaderState { leader, newest, .. }) = log.leadership().leading().cloned() else { return Ok(None) };
-    let session = SessionName { run: store.history().run().await?, session: leader.session };
-    let exchange = SessionExchange::new(store, session);
-    let after = newest.map(|step| SessionStep { attempt: leader.attempt, step });
-    let found = exchange.survey(after).await?.steps;
-    for (at, ranks) in found.into_iter().rev().filter(|(at, _)| at.attempt >= leader.attempt) {
-        // The store has another state of this step, which a rank without this memory would restore.
-        if log.records().iter().any(|record| record.step == at.step) {
-            continue;
+    let continued = match notes.known {
+        Some(known) => known.continued,
+        None => {
+            let earlier = beginnings(run, &others, &survey, hosts.session).await;
+            continued_sessions(&store, &log, &earlier).await?
         }
-        match commit(store, &exchange, leader, at, &ranks).await {
-            Ok(true) => return Ok(Some(at.step)),
-            Ok(false) => {}
-            Err(error) => tracing::warn!(step = at.step, %error, "a step in the memory of the hosts cannot be used"),
+    };
+    commit_continued(&store, after, &continued).await?;
+    Ok(Some(HostsMemory { steps: held_steps(&store, MOST_STEPS).await?, store }))
+}
+
+/// The sessions of which memory may have steps that the store lacks, oldest first: the one that leads the log, and the newest
+/// complete one of those that began after the same entry while the store did not answer.
+pub(crate) async fn continued_sessions(store: &Store, log: &SessionLog, earlier: &[Beginning]) -> Result<Vec<ContinuedSession>> {
+    let run = store.history().run().await?;
+    let mut continued = Vec::new();
+    if let Some(leading) = log.leadership().leading() {
+        let (session, attempt) = (leading.leader.session, leading.leader.attempt);
+        let complete = newest_complete(store, SessionName { run, session }).await?;
+        // A later attempt has not been committed yet.
+        continued.push(match complete.filter(|at| at.attempt >= attempt) {
+            Some(at) if at.attempt > attempt => ContinuedSession { session, attempt: at.attempt, newest: Some(at.step) },
+            complete => ContinuedSession { session, attempt, newest: leading.newest.max(complete.map(|at| at.step)) },
+        });
+    }
+    let mut unopened: Vec<&Beginning> =
+        earlier.iter().filter(|beginning| beginning.known.run == run && beginning.known.sequence == log.sequence()).collect();
+    unopened.sort_by_key(|beginning| beginning.number);
+    for Beginning { session, .. } in unopened {
+        let complete = newest_complete(store, SessionName { run, session: *session }).await?;
+        continued.extend(complete.map(|at| ContinuedSession { session: *session, attempt: at.attempt, newest: Some(at.step) }));
+    }
+    Ok(continued)
+}
+
+/// Newest step of a session of which the store has receipts of all ranks.
+async fn newest_complete(store: &Store, session: SessionName) -> Result<Option<SessionStep>> {
+    let exchange = SessionExchange::new(store, session);
+    for (at, ranks) in exchange.survey(None).await?.steps.iter().rev() {
+        if complete_receipts(&exchange, *at, ranks).await.is_some() {
+            return Ok(Some(*at));
         }
     }
     Ok(None)
 }
 
-/// Commits a step; returns `false` if not all ranks have saved it.
-async fn commit(store: &Store, exchange: &SessionExchange, leader: Leader, at: SessionStep, ranks: &RankSet) -> Result<bool> {
-    let receipts = exchange.receipts(at, ranks).await?;
-    if receipts.first().is_none_or(|first| !ranks.has_all(0..first.world)) {
-        return Ok(false);
+/// The receipts of a step, if those of all ranks can be read. A forged receipt is as good as none.
+async fn complete_receipts(exchange: &SessionExchange, at: SessionStep, ranks: &RankSet) -> Option<Vec<Receipt>> {
+    match exchange.receipts(at, ranks).await {
+        Ok(receipts) => receipts.first().is_some_and(|first| ranks.has_all(0..first.world)).then_some(receipts),
+        Err(error) => {
+            tracing::warn!(step = at.step, %error, "the receipts of a step cannot be read");
+            None
+        }
     }
-    let leader = Leader { attempt: at.attempt, term: leader.term.saturating_add(1), above: None, ..leader };
+}
+
+/// Commits the complete steps that the store has never had, in this process only: those of the session that leads the log, and
+/// of the newest session after it. The log admits only one of the sessions that began after the same entry.
+async fn commit_continued(store: &Store, after: u64, continued: &[ContinuedSession]) -> Result<()> {
+    let (run, log) = (store.history().run().await?, SessionLog::open(store).await?);
+    let (opened, unopened): (Vec<&ContinuedSession>, Vec<_>) =
+        continued.iter().partition(|session| log.leadership().of(session.session).is_some());
+    for of in opened.into_iter().chain(unopened.into_iter().next_back()) {
+        let exchange = SessionExchange::new(store, SessionName { run, session: of.session });
+        let found = exchange.survey(None).await?.steps;
+        let is_wanted = |at: &SessionStep| at.attempt == of.attempt && Some(at.step) <= of.newest;
+        let wanted: BTreeMap<&SessionStep, &RankSet> = found.iter().filter(|(at, _)| is_wanted(at)).rev().take(MOST_STEPS).collect();
+        for (at, ranks) in wanted {
+            if let Err(error) = commit(store, &exchange, after, of.session, *at, ranks).await {
+                tracing::warn!(step = at.step, %error, "a step in the memory of the hosts cannot be used");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Commits a step, unless not all ranks have saved it, or the log has it.
+async fn commit(store: &Store, exchange: &SessionExchange, after: u64, session: Id, at: SessionStep, ranks: &RankSet) -> Result<()> {
+    let Some(receipts) = complete_receipts(exchange, at, ranks).await else { return Ok(()) };
+    let log = SessionLog::open(store).await?;
+    let begins = Leader { session, after, attempt: at.attempt, term: 1, above: None };
+    let leader = match log.leadership().of(session) {
+        Some(leading) if leading.leader.attempt > at.attempt => return Ok(()),
+        Some(leading) if leading.leader.attempt == at.attempt && leading.newest >= Some(at.step) => return Ok(()),
+        Some(leading) => Leader { attempt: at.attempt, term: leading.leader.term.saturating_add(1), above: None, ..leading.leader },
+        None => begins,
+    };
+    // The store has another state of this step, which a rank without this memory would restore.
+    if log.records().iter().any(|record| record.step == at.step && record.sequence <= after) {
+        return Ok(());
+    }
     // Nothing is collected here, so casks may have any age.
     let options = WriterOptions { age_floor: Duration::from_secs(u64::from(u32::MAX)), ..WriterOptions::default() };
     LeaderWriter::open(store, leader, options).await?.commit(at.step, &receipts).await?;
-    Ok(true)
+    Ok(())
 }
 
-/// Time between looks at hosts that do not answer.
-const RETRY: Duration = Duration::from_millis(200);
+/// Number of steps of a session, and of committed steps, to offer.
+const MOST_STEPS: usize = 8;

@@ -14,6 +14,9 @@ pub struct Hosts {
     pub session: String,
     /// Ranks on this host.
     pub local_ranks: Range<u32>,
+    /// First rank of each host, ascending, if the hosts have different numbers of ranks. Empty: each host has as many as this
+    /// one, except perhaps the last.
+    pub first_ranks: Vec<u32>,
     /// Shortest time without a commit after which another host looks whether the leading one is gone.
     pub patience: Duration,
 }
@@ -25,6 +28,9 @@ pub(crate) struct HostsSpec {
     pub session: Id,
     pub first_rank: u32,
     pub ranks: u32,
+    /// First rank of each host; empty if each has as many ranks as this one, except perhaps the last.
+    #[serde(default)]
+    pub first_ranks: Vec<u32>,
     pub patience_ms: u64,
 }
 
@@ -34,10 +40,11 @@ impl Hosts {
 
     /// A run on many hosts: the name of this start of the job, and the ranks on this host.
     pub fn new(session: impl Into<String>, local_ranks: Range<u32>) -> Self {
-        Self { session: session.into(), local_ranks, patience: Self::PATIENCE }
+        Self { session: session.into(), local_ranks, first_ranks: Vec::new(), patience: Self::PATIENCE }
     }
 
-    /// Session and local ranks from the environment that `torchrun` or Slurm sets; `None` if neither started this process.
+    /// Session and ranks of the hosts from the environment that `torchrun` or Slurm sets; `None` if neither started this
+    /// process. Fails with `Unsupported` if Slurm has not given consecutive ranks to each node (`--distribution=cyclic`).
     ///
     /// `torchrun` names a start by its run id and the count of restarts, Slurm by the id of the job, the number of the job
     /// step, and the count of restarts.
@@ -51,16 +58,15 @@ impl Hosts {
     /// ```
     /// let variables = [("TORCHELASTIC_RUN_ID", "job7"), ("TORCHELASTIC_RESTART_COUNT", "2"), ("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "1")];
     /// let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string());
-    /// let hosts = tensorcask_engine::Hosts::from_variables(13, variable).unwrap();
+    /// let hosts = tensorcask_engine::Hosts::from_variables(13, variable)?.unwrap();
     /// assert_eq!((hosts.session.as_str(), hosts.local_ranks), ("torchrun job7 2", 12..16));
+    /// # Ok::<(), tensorcask::Error>(())
     /// ```
-    pub fn from_variables(rank: u32, variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
+    pub fn from_variables(rank: u32, variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let number = |name: &str| variable(name)?.parse::<u32>().ok();
         let local = |rank_on_host: &str, count: &str| {
-            // Slurm writes `4(x2)` for two hosts of four tasks.
-            let count: u32 = variable(count)?.split(['(', ',']).next()?.parse().ok()?;
             let first = rank.checked_sub(number(rank_on_host)?)?;
-            Some(first..first.checked_add(count)?)
+            Some(first..first.checked_add(number(count)?)?)
         };
         let torchrun = || {
             let (run, count) = (variable("TORCHELASTIC_RUN_ID")?, variable("TORCHELASTIC_RESTART_COUNT")?);
@@ -71,9 +77,35 @@ impl Hosts {
         let slurm = || {
             let (job, step) = (variable("SLURM_JOB_ID")?, variable("SLURM_STEP_ID").unwrap_or_default());
             let session = format!("slurm {job} {step} {}", variable("SLURM_RESTART_COUNT").unwrap_or_else(|| "0".to_owned()));
-            Some(Self::new(session, local("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")?))
+            let tasks = tasks_per_node(&variable("SLURM_STEP_TASKS_PER_NODE")?)?;
+            let node = number("SLURM_NODEID").or(Some(0).filter(|_| tasks.len() == 1));
+            let on_host = number("SLURM_LOCALID")?;
+            let mut next = 0u32;
+            let mut first_ranks = Vec::with_capacity(tasks.len());
+            for tasks in &tasks {
+                first_ranks.push(next);
+                next = next.saturating_add(*tasks);
+            }
+            Some((session, tasks, first_ranks, node, on_host))
         };
-        torchrun().or_else(slurm)
+        if let Some(found) = torchrun() {
+            return Ok(Some(found));
+        }
+        let Some((session, tasks, first_ranks, node, on_host)) = slurm() else { return Ok(None) };
+        // Without the number of the node, all nodes must have as many tasks.
+        let node = node.or_else(|| rank.checked_div(*tasks.first()?)).map(|node| node as usize);
+        let own = node.and_then(|node| Some((*first_ranks.get(node)?, *tasks.get(node)?)));
+        match own {
+            Some((first, count)) if on_host < count && first.checked_add(on_host) == Some(rank) => {
+                let is_even = tasks.iter().rev().skip(1).all(|tasks| *tasks == count) && tasks.last().is_some_and(|last| *last <= count);
+                let first_ranks = if is_even { Vec::new() } else { first_ranks };
+                Ok(Some(Self { first_ranks, ..Self::new(session, first..first.saturating_add(count)) }))
+            }
+            _ => Err(Error::unsupported(format!(
+                "rank {rank} is task {on_host} of its node, and the tasks per node are {tasks:?}: the engine needs consecutive ranks on \
+                 each node. Run `srun --distribution=block`"
+            ))),
+        }
     }
 
     /// The description for the agent.
@@ -89,8 +121,40 @@ impl Hosts {
         let mut session = Id([0; 16]);
         session.0.copy_from_slice(Digest::of(self.session.as_bytes()).0.split_at(16).0);
         let patience_ms = u64::try_from(self.patience.as_millis()).unwrap_or(u64::MAX);
-        Ok(HostsSpec { session, first_rank: start, ranks: end.saturating_sub(start), patience_ms })
+        let first_ranks = self.first_ranks.clone();
+        let next = first_ranks.iter().copied().find(|first| *first > start).unwrap_or(world);
+        let is_ascending = first_ranks.first() == Some(&0) && first_ranks.is_sorted_by(|a, b| a < b) && first_ranks.last() < Some(&world);
+        if !(first_ranks.is_empty() || is_ascending && first_ranks.contains(&start) && next == end) {
+            let message =
+                format!("first ranks {first_ranks:?} of the hosts of {world} ranks, and local ranks {start} to {end}: they disagree");
+            return Err(Error::invalid(message));
+        }
+        Ok(HostsSpec { session, first_rank: start, ranks: end.saturating_sub(start), first_ranks, patience_ms })
     }
+
+    /// Number of hosts of a job with this many ranks.
+    pub(crate) fn hosts(&self, world: u32) -> u32 {
+        match self.first_ranks.len() {
+            0 => world.div_ceil(self.local_ranks.len().max(1) as u32),
+            hosts => hosts as u32,
+        }
+    }
+}
+
+/// Numbers of tasks in the form of Slurm: `4(x2),2` for two nodes of four tasks and one of two.
+fn tasks_per_node(text: &str) -> Option<Vec<u32>> {
+    let mut tasks = Vec::new();
+    for part in text.split(',') {
+        let (count, nodes) = match part.split_once("(x") {
+            Some((count, nodes)) => (count, nodes.strip_suffix(')')?.parse().ok()?),
+            None => (part, 1),
+        };
+        tasks.extend(std::iter::repeat_n(count.parse::<u32>().ok()?, nodes));
+        if tasks.len() > MOST_HOSTS {
+            return None;
+        }
+    }
+    Some(tasks)
 }
 
 impl HostsSpec {
@@ -99,18 +163,61 @@ impl HostsSpec {
         RankRange { first: self.first_rank, last: self.first_rank.saturating_add(self.ranks).saturating_sub(1) }
     }
 
-    /// Position of this host among those that may take over.
+    /// Position of this host among those that may take over: its number.
     pub(crate) fn position(&self) -> u32 {
-        self.first_rank.checked_div(self.ranks).unwrap_or(0)
+        self.host_of(self.first_rank)
+    }
+
+    /// Number of the host of a rank.
+    pub(crate) fn host_of(&self, rank: u32) -> u32 {
+        match self.first_ranks.len() {
+            0 => rank.checked_div(self.ranks).unwrap_or(0),
+            _ => self.first_ranks.partition_point(|first| *first <= rank).saturating_sub(1) as u32,
+        }
+    }
+
+    /// Ranks of a host, in a job of this many.
+    pub(crate) fn ranks_of(&self, host: u32, world: u32) -> Range<u32> {
+        let first = |host: u32| match self.first_ranks.len() {
+            0 => host.saturating_mul(self.ranks),
+            _ => self.first_ranks.get(host as usize).copied().unwrap_or(world),
+        };
+        first(host).min(world)..first(host.saturating_add(1)).min(world)
     }
 }
+
+/// Number of hosts that a list may name.
+const MOST_HOSTS: usize = 100_000;
 
 #[cfg(test)]
 mod tests {
     use super::Hosts;
 
-    fn hosts(rank: u32, variables: &[(&str, &str)]) -> Option<Hosts> {
+    fn try_hosts(rank: u32, variables: &[(&str, &str)]) -> tensorcask::Result<Option<Hosts>> {
         Hosts::from_variables(rank, |name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
+    }
+
+    fn hosts(rank: u32, variables: &[(&str, &str)]) -> Option<Hosts> {
+        try_hosts(rank, variables).unwrap()
+    }
+
+    #[test]
+    fn slurm_nodes_of_different_sizes_have_numbers_of_their_own() {
+        let on =
+            |node, task| [("SLURM_JOB_ID", "7"), ("SLURM_NODEID", node), ("SLURM_LOCALID", task), ("SLURM_STEP_TASKS_PER_NODE", "2,4(x2)")];
+        let found = hosts(7, &on("2", "1")).unwrap();
+        assert_eq!((found.local_ranks.clone(), found.first_ranks.clone(), found.hosts(10)), (6..10, vec![0, 2, 6], 3));
+        let spec = found.spec(7, 10).unwrap();
+        assert_eq!((spec.position(), spec.host_of(1), spec.host_of(5), spec.ranks_of(1, 10), spec.ranks_of(2, 10)), (2, 0, 1, 2..6, 6..10));
+        assert_eq!(hosts(0, &on("0", "0")).unwrap().local_ranks, 0..2);
+        // With --distribution=cyclic, rank 1 is the first task of node 1.
+        let error = try_hosts(1, &on("1", "0")).unwrap_err().to_string();
+        assert!(error.contains("consecutive ranks") && error.contains("--distribution=block"), "{error}");
+        assert!(Hosts { first_ranks: vec![0, 3], ..Hosts::new("job", 0..2) }.spec(0, 4).is_err(), "ranks without a host");
+        // The last host has fewer ranks.
+        let last = [("SLURM_JOB_ID", "7"), ("SLURM_NODEID", "2"), ("SLURM_LOCALID", "0"), ("SLURM_STEP_TASKS_PER_NODE", "4(x2),2")];
+        let spec = hosts(8, &last).unwrap().spec(8, 10).unwrap();
+        assert_eq!((spec.position(), spec.ranks_of(1, 10)), (2, 4..8));
     }
 
     #[test]

@@ -100,24 +100,41 @@ mod restore_request;
 
 mod restore_read;
 
+mod other_hosts;
+
+mod hosts_survey;
+
+mod meeting;
+
+mod earlier_sessions;
+
 mod hosts_memory;
+
+mod beginning;
 
 mod restore;
 
 mod engine;
 
+mod preemption;
+
 mod snapshot_places;
+
+// Checks for operators.
+mod doctor;
 
 pub use agent::{AgentOptions, Ended, run_agent};
 pub use agreement::{Agreement, agree};
 pub use connection::{agent_metrics, agent_status, stop_agent};
 pub use copy_plan::Deferred;
+pub use doctor::{Check, CheckState, DoctorOptions, DoctorPeers, run_doctor};
 pub use engine::Engine;
 pub use folders::FOLDER_VARIABLE;
 pub use hosts_option::Hosts;
 pub use options::{BackPressure, Encode, EngineOptions, OnAgentLoss};
 pub use peers::{CertificateFiles, InitTls, init_tls};
 pub use peers_option::{PeerTls, Peers};
+pub use preemption::{Drained, Preemption, PreemptionOptions};
 pub use protocol::{Failure, Until};
 pub use restored::{Destination, Elements, Loadable, Part, PassedOver, Restored, RestoredTensor, Source};
 pub use saving::{Mapping, Outcome, Saving, Waited};

@@ -54,6 +54,12 @@ pub(crate) fn replica_bytes(folder: &RunFolder, host: u32) -> Result<u64> {
     folder_bytes(folder.replica(host))
 }
 
+/// Bytes of shared memory that the mirror and the copies of other hosts use.
+pub(crate) fn encoded_bytes(folder: &RunFolder) -> Result<u64> {
+    let replicas = folder.replicas()?.into_iter().map(|host| folder_bytes(folder.replica(host))).sum::<Result<u64>>()?;
+    Ok(mirror_bytes(folder)?.saturating_add(replicas))
+}
+
 /// Bytes of all files in a folder, rounded up to whole pages.
 fn folder_bytes(folder: PathBuf) -> Result<u64> {
     let fail = |path: &Path, e: std::io::Error| Error::io(path.display().to_string(), e);

@@ -24,6 +24,11 @@ impl AgentStatus {
         per_run("last_commit_step", "Step of the newest commit in the first tier.", &|run| run.last_commit_step.map(|step| step as f64));
         per_run("copied_step", "Newest step in this host's memory.", &|run| run.levels.copied.map(|step| step as f64));
         per_run("encoded_step", "Newest step that is encoded.", &|run| run.levels.encoded.map(|step| step as f64));
+        per_run("replicated_step", "Many hosts: newest step of this host that other hosts have copied.", &|run| {
+            run.levels.replicated.map(|step| step as f64)
+        });
+        let is_without = |run: &RunStatus| Some(f64::from(u8::from(run.hosts.as_ref()?.is_without_store)));
+        per_run("without_store", "Many hosts: 1 if the session began from memory and the store has not accepted it yet.", &is_without);
         let leader = |run: &RunStatus| run.hosts.as_ref()?.leader.clone();
         per_run("leader_term", "Many hosts: number of the leader in its session.", &|run| Some(leader(run)?.term as f64));
         per_run("leads", "Many hosts: 1 if this host leads.", &|run| Some(f64::from(u8::from(leader(run)?.is_this_host))));

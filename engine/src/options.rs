@@ -182,7 +182,7 @@ impl EngineOptions {
         }
         match (&self.peers, &self.hosts) {
             (None, _) => {}
-            (Some(peers), Some(hosts)) => peers.check(self.world.div_ceil(hosts.local_ranks.len().max(1) as u32))?,
+            (Some(peers), Some(hosts)) => peers.check(hosts.hosts(self.world))?,
             (Some(_), None) => return Err(Error::invalid("`peers` are for a run on many hosts: set `hosts`, too")),
         }
         self.retention.map_or(Ok(()), Retention::check)?;

@@ -34,7 +34,8 @@ pub struct Peers {
     pub jump: u32,
     /// Number of snapshots to keep of each host, 1 or more. Links of their chains are kept in addition.
     pub keep: u32,
-    /// Bytes per second that this host sends to all others together; `None` for no limit. At least 1 MiB.
+    /// Bytes per second that this host sends for the run, to other hosts and to the tiers together; `None` for no limit. At
+    /// least 1 MiB.
     pub bandwidth: Option<u64>,
 }
 

@@ -26,6 +26,9 @@ pub(crate) enum Request {
         rank: u32,
         generation: u64,
         durable: bool,
+        /// Whether copies on other hosts are waited for, if not `durable`.
+        #[serde(default)]
+        replicated: bool,
         timeout_ms: u64,
         /// Whether the trainer saves no more.
         #[serde(default)]
@@ -95,6 +98,9 @@ pub(crate) enum Reply {
 pub(crate) struct Progress {
     /// Newest generation that is encoded in memory.
     pub encoded: u64,
+    /// Newest generation of which other hosts have copies.
+    #[serde(default)]
+    pub replicated: u64,
     /// Newest generation that is committed in the first tier.
     pub durable: u64,
     /// Recent saves that failed for good. Such a generation is neither encoded nor durable, even if a newer one is.
@@ -129,18 +135,22 @@ pub enum Until {
     Copied,
     /// Encoded in this host's memory.
     Encoded,
+    /// As many hosts as [`replicas`](crate::Peers::replicas) tells have a checked copy of this host's part, or it is durable.
+    /// The loss of this host loses nothing then. Only with [`peers`](crate::EngineOptions::peers).
+    Replicated,
     /// Committed in the first tier.
     Durable,
 }
 
 impl Until {
-    /// Parses `copied`, `encoded` or `durable`.
+    /// Parses `copied`, `encoded`, `replicated` or `durable`.
     pub fn from_name(name: &str) -> Result<Self> {
         match name {
             "copied" => Ok(Self::Copied),
             "encoded" => Ok(Self::Encoded),
+            "replicated" => Ok(Self::Replicated),
             "durable" => Ok(Self::Durable),
-            _ => Err(Error::invalid(format!("unknown level `{}`: use copied, encoded or durable", name.escape_debug()))),
+            _ => Err(Error::invalid(format!("unknown level `{}`: use copied, encoded, replicated or durable", name.escape_debug()))),
         }
     }
 }
@@ -156,6 +166,7 @@ impl Progress {
         let newest = match until {
             Until::Copied => generation,
             Until::Encoded => self.encoded,
+            Until::Replicated => self.replicated.max(self.durable),
             Until::Durable => self.durable,
         };
         newest >= generation && !self.has_failed(generation)

@@ -30,6 +30,8 @@ pub(crate) struct RestorePlaces<'a> {
     pub arena: Option<&'a Arena>,
     /// Whether memory is out of date and must not be used.
     pub is_stale: bool,
+    /// Whether this session began while the store did not answer, and the store has not accepted it yet.
+    pub is_without_store: bool,
     /// Tiers that did not answer when the engine began.
     pub unreachable: &'a [UnreachableTier],
     pub store_timeout: Duration,
@@ -43,7 +45,7 @@ pub(crate) async fn find<'a>(places: &RestorePlaces<'a>, request: &mut RestoreRe
     {
         return Ok(found);
     }
-    if let Some(found) = find_on_hosts(places, &stores, request).await? {
+    if let Some(found) = find_on_hosts(places, request).await? {
         return Ok(found);
     }
     if let Some(found) = find_in_tiers(places, &stores, request).await? {
@@ -91,13 +93,9 @@ async fn find_in_memory<'a>(
 }
 
 /// Reads a step from the memory of all hosts. The newest step is not looked for there: the ranks agree on a step first.
-async fn find_on_hosts(
-    places: &RestorePlaces<'_>,
-    stores: &[Store],
-    request: &mut RestoreRequest<'_>,
-) -> Result<Option<Restored<'static>>> {
-    let (StepSelector::Step(_), Some(tier)) = (request.at, stores.first()) else { return Ok(None) };
-    let Some(memory) = open_hosts_memory(places.spec, places.run, tier, places.store_timeout).await else { return Ok(None) };
+async fn find_on_hosts(places: &RestorePlaces<'_>, request: &mut RestoreRequest<'_>) -> Result<Option<Restored<'static>>> {
+    let StepSelector::Step(_) = request.at else { return Ok(None) };
+    let Some(memory) = open_hosts_memory(places.spec, places.run, places.store_timeout).await else { return Ok(None) };
     read_store(places, &memory.store, &[], Source::Hosts, request).await
 }
 
@@ -264,11 +262,12 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
             }
         }
     }
-    if let Some(tier) = places.spec.stores()?.first()
-        && let Some(memory) = open_hosts_memory(places.spec, places.run, tier, places.store_timeout).await
-        && let Some(step) = memory.uncommitted
-    {
+    let memory = open_hosts_memory(places.spec, places.run, places.store_timeout).await;
+    for step in memory.map(|memory| memory.steps).unwrap_or_default() {
         add(step, Source::Hosts);
+    }
+    if places.is_without_store {
+        return Ok(found);
     }
     // In the order of a restore: if the job left a tier behind, that tier may have steps that the job no longer has.
     let stores = places.spec.stores()?;

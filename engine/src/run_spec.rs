@@ -6,7 +6,9 @@ use std::ops::Range;
 use serde::{Deserialize, Deserializer, Serialize};
 use tensorcask::codec::{Objective, ObjectiveSetting};
 use tensorcask::wire::Digest;
-use tensorcask::{BaseKeeping, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions};
+use tensorcask::{
+    Bandwidth, BaseKeeping, ExistingStep, FiniteCheck, Policy, Precision, Result, Retention, Store, StoreOptions, WriterOptions,
+};
 
 use crate::folders::{EngineFolder, RunFolder};
 use crate::hosts_option::HostsSpec;
@@ -73,7 +75,13 @@ impl RunSpec {
 
     /// Opens all tiers without sending a request.
     pub(crate) fn stores(&self) -> Result<Vec<Store>> {
-        let options = || StoreOptions { config: self.config.clone(), fsync: self.fsync, ..StoreOptions::default() };
+        self.stores_within(&Bandwidth::default())
+    }
+
+    /// Opens all tiers, whose uploads share a limit.
+    pub(crate) fn stores_within(&self, bandwidth: &Bandwidth) -> Result<Vec<Store>> {
+        let options =
+            || StoreOptions { config: self.config.clone(), fsync: self.fsync, bandwidth: bandwidth.clone(), ..StoreOptions::default() };
         self.tiers.iter().map(|url| options().open(url)).collect()
     }
 

@@ -175,8 +175,9 @@ impl Session {
     }
 
     fn wait_request(&self, generation: u64, until: Until, timeout_ms: u64) -> Request {
-        let (key, rank, durable) = (self.spec.key.clone(), self.rank, until == Until::Durable);
-        Request::Wait { key, rank, generation, durable, timeout_ms, is_last: self.saves_no_more }
+        let (key, rank) = (self.spec.key.clone(), self.rank);
+        let (durable, replicated) = (until == Until::Durable, until == Until::Replicated);
+        Request::Wait { key, rank, generation, durable, replicated, timeout_ms, is_last: self.saves_no_more }
     }
 
     /// Sends a request about the attached run and receives the reply. Attaches again if the agent is gone or does not

@@ -46,7 +46,7 @@ pub struct RunStatus {
     pub failed_saves: u64,
     /// Steps of the snapshots in memory.
     pub memory_steps: Vec<u64>,
-    /// Bytes of shared memory that encoded snapshots use.
+    /// Bytes of shared memory that encoded snapshots use, with the copies of other hosts.
     pub memory_bytes: u64,
     /// Bytes of shared memory that encoded snapshots may use.
     pub memory_cap_bytes: u64,
@@ -71,6 +71,9 @@ pub struct LevelStatus {
     pub copied: Option<u64>,
     /// Encoded in this host's memory.
     pub encoded: Option<u64>,
+    /// Copied from this host's memory by other hosts, as many as `replicas` of the option `peers` tells.
+    #[serde(default)]
+    pub replicated: Option<u64>,
     /// Committed in the first tier.
     pub durable: Option<u64>,
 }
@@ -86,6 +89,10 @@ pub struct HostsStatus {
     pub ranks: u32,
     /// The leader, as this host has last read; `None` before the session begins.
     pub leader: Option<LeaderStatus>,
+    /// Whether the session began from the memory of the hosts, because the store did not answer, and the store has not accepted
+    /// the session yet.
+    #[serde(default)]
+    pub is_without_store: bool,
 }
 
 /// The leader of a run on many hosts.

@@ -1,6 +1,7 @@
 //! `Engine`: the trainer's side of the asynchronous engine, and the agent process.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -14,8 +15,8 @@ use pyo3::types::{PyBytes, PyDict};
 use tensorcask::codec::ObjectiveSetting;
 use tensorcask::{Dtype, Error, ErrorKind, FiniteCheck, Policy, Precision, Rect, Retention, StepSelector};
 use tensorcask_engine::{
-    AgentOptions, BackPressure, Deferred, Destination, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, Restored,
-    RestoredTensor, Source, Until, agent_status, agree, run_agent, stop_agent,
+    AgentOptions, BackPressure, Deferred, Destination, Encode, Ended, EngineOptions, Hosts, Mapping, OnAgentLoss, Outcome, Part, PeerTls,
+    Peers, Restored, RestoredTensor, Source, Until, agent_status, agree, run_agent, stop_agent,
 };
 
 use crate::buffer::{Target, writable_some};
@@ -30,6 +31,7 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Saving>()?;
     module.add_class::<ArenaMapping>()?;
     module.add_function(wrap_pyfunction!(hosts_from_variables, module)?)?;
+    module.add_function(wrap_pyfunction!(peer_addresses, module)?)?;
     module.add_function(wrap_pyfunction!(newest_common_step, module)?)?;
     module.add_function(wrap_pyfunction!(serve, module)?)?;
     module.add_function(wrap_pyfunction!(status, module)?)?;
@@ -469,11 +471,12 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
             "rank" => options.rank = value.extract()?,
             "world" => options.world = value.extract()?,
             "hosts" => {
-                let of = |(session, first, end, patience): (String, u32, u32, f64)| {
-                    Ok::<_, PyErr>(Hosts { patience: duration("patience", patience)?, ..Hosts::new(session, first..end) })
+                let of = |(session, first, end, first_ranks, patience): HostsOption| {
+                    Ok::<_, PyErr>(Hosts { first_ranks, patience: duration("patience", patience)?, ..Hosts::new(session, first..end) })
                 };
-                options.hosts = value.extract::<Option<(String, u32, u32, f64)>>()?.map(of).transpose()?;
+                options.hosts = value.extract::<Option<HostsOption>>()?.map(of).transpose()?;
             }
+            "peers" => options.peers = value.extract::<Option<PeersOption>>()?.map(peers_of).transpose()?,
             "slots" => options.slots = value.extract()?,
             "keep" => options.keep = value.extract()?,
             "memory_cap" => options.memory_cap = value.extract()?,
@@ -523,12 +526,35 @@ fn options_of(store: &str, given: &Bound<'_, PyDict>) -> PyResult<EngineOptions>
     Ok(options)
 }
 
-/// Returns a name for this start of the job, and the first and one beyond the last rank of this host, from the variables of
-/// torchrun or Slurm.
+/// Session, first and one beyond the last rank of this host, first rank of each host, and seconds of patience.
+type HostsOption = (String, u32, u32, Vec<u32>, f64);
+
+/// Address to listen on, addresses of all hosts, files of the certificates, replicas, jump, keep, and bandwidth.
+type PeersOption = (String, Vec<String>, Option<(PathBuf, PathBuf, PathBuf)>, u32, u32, u32, Option<u64>);
+
+fn peers_of((listen, addresses, tls, replicas, jump, keep, bandwidth): PeersOption) -> PyResult<Peers> {
+    let address: SocketAddr = listen
+        .parse()
+        .map_err(|_| PyValueError::new_err(format!("listen={listen:?}: write the address of an interface and a port, as 0.0.0.0:7411")))?;
+    let tls = tls.map(|(ca, certificate, key)| PeerTls { ca, certificate, key });
+    Ok(Peers { tls, replicas, jump, keep, bandwidth, ..Peers::new(address, addresses) })
+}
+
+/// Returns the addresses of the agents of all hosts from a text, and checks them.
 #[pyfunction]
-fn hosts_from_variables(rank: u32, variables: BTreeMap<String, String>) -> Option<(String, u32, u32)> {
-    let hosts = Hosts::from_variables(rank, |name| variables.get(name).cloned())?;
-    Some((hosts.session, hosts.local_ranks.start, hosts.local_ranks.end))
+fn peer_addresses(text: &str, hosts: u32) -> PyResult<Vec<String>> {
+    Peers::addresses(text, hosts).map_err(|e| raise(&e))
+}
+
+/// Session, first and one beyond the last rank of this host, and first rank of each host.
+type FoundHosts = (String, u32, u32, Vec<u32>);
+
+/// Returns a name for this start of the job, the first and one beyond the last rank of this host, and the first rank of each host
+/// if they have different numbers of ranks, from the variables of torchrun or Slurm.
+#[pyfunction]
+fn hosts_from_variables(rank: u32, variables: BTreeMap<String, String>) -> PyResult<Option<FoundHosts>> {
+    let found = Hosts::from_variables(rank, |name| variables.get(name).cloned()).map_err(|e| raise(&e))?;
+    Ok(found.map(|hosts| (hosts.session, hosts.local_ranks.start, hosts.local_ranks.end, hosts.first_ranks)))
 }
 
 /// Returns the newest step that is in all of these lists.

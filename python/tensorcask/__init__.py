@@ -11,9 +11,9 @@ True
 
 # Modules, from the ground up; each imports only modules before it:
 # _collector _native _errors _shard _dtypes _refusals _frameworks _convert _files _device _progress _source _foreign
-# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts
+# _precision _state _steps _unpickle _staging _planners _options _reports _html _snapshot _handle _process_stores _sql _upkeep _hosts _peers _preemption
 # _dcp_reader _dcp_paths torch _store
-# _save_load _markers codec engine _ranks interchange slime accelerate deepspeed lightning megatron orbax torchft torchtitan transformers agent __main__
+# _save_load _markers codec engine _ranks interchange slime accelerate deepspeed lightning megatron orbax torchft torchtitan transformers agent ray _conversions __main__
 
 from ._dtypes import UnstorableTypeError
 from ._errors import InvalidTypeError, InvalidValueError
@@ -38,7 +38,9 @@ from ._native import (
     UnsupportedError,
     __version__,
 )
+from ._peers import Peers
 from ._precision import TensorRounding, search_precision
+from ._preemption import Drained, Preempted, Preemption
 from ._reports import (
     Advice,
     BisectReport,
@@ -65,6 +67,7 @@ __all__ = [
     "ConflictError",
     "CopyReport",
     "CorruptionError",
+    "Drained",
     "Engine",
     "Error",
     "FencedError",
@@ -78,6 +81,9 @@ __all__ = [
     "MatchedTensor",
     "NotFoundError",
     "OutcomeUnknownError",
+    "Peers",
+    "Preempted",
+    "Preemption",
     "RawTensor",
     "RoundingChoice",
     "RoundingReport",

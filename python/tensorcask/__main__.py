@@ -64,7 +64,17 @@ def _import(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
     parser.add_argument(
         "--on-unsupported", choices=["error", "skip"], default="error", help="what to do with values that cannot be stored [error]"
     )
+    parser.add_argument("--each", action="store_true", help="save each SOURCE into a store of its own, STORE/NAME; the last number in NAME is the step")
+    parser.add_argument("--shard", type=_part, metavar="I/N", help="with --each: part i of n of the sources, with i from 0")
     given = parser.parse(words)
+    if given.shard and not given.each:
+        parser.error("--shard is for --each: one snapshot has one writer")
+    if given.each:
+        from ._conversions import import_each
+
+        options = {"format": given.format, "policy": given.policy, "allow": given.allow, "on_unsupported": given.on_unsupported}
+        stores = import_each(given.sources, given.store, step=given.step, shard=given.shard, **options)
+        return {"store": given.store, "shard": _shard_text(given.shard), "stores": stores}, _counted(stores, "source", "sources")
     first = Path(given.sources[0])
     kind = given.format or (_format_of_folder(first) if first.is_dir() else None)
     report: dict[str, Any] = {"store": given.store, "steps": [], "kind": None, "tensor_bytes": None, "stored_bytes": None}
@@ -98,10 +108,42 @@ def _export(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]
     parser.add_argument("--step", type=int, help="[the newest]")
     parser.add_argument("--format", choices=["safetensors", "torch", "dcp"], help="[told by the target's name]")
     parser.add_argument("--max-shard-bytes", type=int, metavar="N", help="split safetensors into shards with an index, in a folder")
+    parser.add_argument("--every-step", action="store_true", help="write every step, each as TARGET/step-N")
+    parser.add_argument("--shard", type=_part, metavar="I/N", help="with --every-step: part i of n of the steps, with i from 0")
     given = parser.parse(words)
+    if given.shard and not given.every_step:
+        parser.error("--shard is for --every-step")
+    if given.every_step:
+        from ._conversions import export_steps
+
+        if given.step is not None:
+            parser.error("--step and --every-step: give one of them")
+        steps = export_steps(given.store, given.target, format=given.format, max_shard_bytes=given.max_shard_bytes, shard=given.shard)
+        report = {"store": given.store, "target": given.target, "shard": _shard_text(given.shard), "steps": steps}
+        return report, _counted(steps, "step", "steps")
     step: Step = "latest" if given.step is None else given.step
     export(given.store, given.target, step=step, format=given.format, max_shard_bytes=given.max_shard_bytes)
     return {"store": given.store, "target": given.target}, given.target
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Parses ``--shard``."""
+    from ._conversions import parse_part
+
+    try:
+        return parse_part(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _shard_text(shard: tuple[int, int] | None) -> str | None:
+    return None if shard is None else f"{shard[0]}/{shard[1]}"
+
+
+def _counted(rows: list[dict[str, Any]], one: str, many: str) -> str:
+    """Counts what was converted, and what was there before."""
+    present = sum(row["present"] for row in rows)
+    return f"{len(rows) - present} {one if len(rows) - present == 1 else many} converted, {present} present before"
 
 
 def _sql(parser: _Parser, words: Sequence[str]) -> tuple[dict[str, Any], str]:

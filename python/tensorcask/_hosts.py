@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from . import _native
 
@@ -17,15 +18,17 @@ class Hosts:
 
     ``session`` names this start of the job, the same on all hosts; no other start may use it. ``local_ranks``: the ranks on this
     host, consecutive numbers, the same on all of them. ``patience``: shortest time, in seconds, without a commit after which
-    another host looks whether the leading one is gone.
+    another host looks whether the leading one is gone. ``first_ranks``: first rank of each host, if the hosts have different
+    numbers of ranks; empty if each has as many as this one.
 
     >>> Hosts("job 7, start 2", range(8, 16))
-    Hosts(session='job 7, start 2', local_ranks=range(8, 16), patience=10.0)
+    Hosts(session='job 7, start 2', local_ranks=range(8, 16), patience=10.0, first_ranks=())
     """
 
     session: str
     local_ranks: range
     patience: float = 10.0
+    first_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.local_ranks.step != 1:
@@ -36,32 +39,63 @@ class Hosts:
         """A name for this start in :meth:`tensorcask.Engine.agree_by_store`."""
         return hashlib.sha256(self.session.encode()).hexdigest()[:32]
 
+    @property
+    def number(self) -> int:
+        """Number of this host, from 0."""
+        first = self.local_ranks.start
+        return self.first_ranks.index(first) if self.first_ranks else first // len(self.local_ranks)
+
+    def count(self, world: int) -> int:
+        """Number of hosts of a job with this many ranks."""
+        return len(self.first_ranks) or -(-world // len(self.local_ranks))
+
 
 def find_hosts(rank: int, world: int) -> Hosts | None:
     """Finds session and local ranks in the variables of ``torchrun`` or Slurm; None if all ranks are on one host.
 
-    With ``torch.distributed``, rank 0 broadcasts a random session: launchers do not count all restarts.
+    With ``torch.distributed``, the ranks tell each other a random session from rank 0, because launchers do not count all
+    restarts, and the layout of the hosts.
     """
     found = _native.hosts_from_variables(rank, dict(os.environ)) if world > 1 else None
     if found is None or found[2] - found[1] >= world:
         return None
-    session, first, end = found
-    session = _broadcast_name(rank, world) or session
+    session, first, end, first_ranks = found
+    told = gather((secrets.token_hex(16), first), rank, world)
+    if told is not None:
+        session, first_ranks = told[0][0], sorted({first for _, first in told})
     if not session:
         raise ValueError(
             "this start of the job has no name: torchrun runs without --rdzv-id. Initialise torch.distributed before the engine "
             "starts, pass --rdzv-id with a value of its own for each start, or pass hosts=tensorcask.engine.Hosts(...)"
         )
-    return Hosts(session, range(first, end))
+    sizes = {after - before for before, after in zip(first_ranks, [*first_ranks[1:], world], strict=bool(first_ranks))}
+    return Hosts(session, range(first, end), first_ranks=tuple(first_ranks) if len(sizes) > 1 else ())
 
 
-def _broadcast_name(rank: int, world: int) -> str | None:
-    """A random name from rank 0; None if this process is in no group of all ranks."""
+def gather(value: Any, rank: int, world: int) -> list[Any] | None:
+    """The values of all ranks, in rank order; None if this process is in no group of all ranks. All ranks call it.
+
+    Uses the CPU: with NCCL, a process may not have chosen its device yet.
+    """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     if (dist.get_rank(), dist.get_world_size()) != (rank, world):
         return None
-    names = [secrets.token_hex(16) if rank == 0 else None]
-    dist.broadcast_object_list(names, src=0)
-    return names[0]
+    return gather_on_cpu(value, dist.get_backend() == "gloo")
+
+
+def gather_on_cpu(value: Any, default_group_is_on_cpu: bool) -> list[Any]:
+    """Gathers through the default group, or through a group of its own, which takes a moment to make."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    if default_group_is_on_cpu:
+        dist.all_gather_object(values, value)
+        return values
+    group = dist.new_group(backend="gloo")
+    try:
+        dist.all_gather_object(values, value, group=group)
+    finally:
+        dist.destroy_process_group(group)
+    return values

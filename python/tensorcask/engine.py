@@ -18,16 +18,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 from . import _device, _frameworks, _native, _precision, _state
 from ._errors import InvalidValueError
-from ._hosts import Hosts, find_hosts
+from ._hosts import Hosts, find_hosts, gather
 from ._options import Check, check_step, parse_policy, retention_of, user_json
+from ._peers import Peers, resolve
+from ._preemption import Preemption
 from ._snapshot import address_of
 from ._state import TREE, OnUnsupported, flat_arrays
 from ._store import Store
@@ -68,7 +71,8 @@ class Waited:
 
 @dataclass(frozen=True)
 class Loadable:
-    """A step that can be restored here, from ``slot`` (raw), ``memory`` (encoded) or ``tier``, which has a ``url``."""
+    """A step that can be restored here, from ``slot`` (raw), ``memory`` (encoded), ``hosts`` (memory of all hosts) or ``tier``,
+    which has a ``url``."""
 
     step: int
     source: str
@@ -79,8 +83,8 @@ class Loadable:
 class Restored:
     """A state that was restored, every byte compared with its checksum.
 
-    ``source`` is ``slot`` (raw in shared memory), ``memory`` (encoded there) or ``tier``, which has a ``url``. ``passed_over``:
-    source, step and reason of nearer or newer states that could not be used.
+    ``source`` is ``slot`` (raw in shared memory), ``memory`` (encoded there), ``hosts`` (encoded in the memory of all hosts) or
+    ``tier``, which has a ``url``. ``passed_over``: source, step and reason of nearer or newer states that could not be used.
     """
 
     state: Any
@@ -107,8 +111,11 @@ class Engine:
     ``hosts``: a run on many hosts, each with an agent of its own; a :class:`tensorcask.Hosts`, or None for one host. By default
     (``auto``) found in the variables of ``torchrun`` or Slurm, if this host has fewer than ``world`` ranks. If
     ``torch.distributed`` is initialised then, all ranks must make their engine, because rank 0 broadcasts a name for this
-    start. Many hosts need the store to start, and neither ``next_tiers`` nor ``encode="inline"``. :attr:`hosts` tells what
-    was found. ``docs/src/guides/engine-hosts.md`` tells more.
+    start. Many hosts have neither ``next_tiers`` nor ``encode="inline"``. :attr:`hosts` tells what was found.
+    ``docs/src/guides/engine-hosts.md`` tells more.
+
+    ``peers``: replicas in the memory of other hosts: a :class:`tensorcask.Peers`, or only its ``addresses``. A job that loses a
+    host goes on from them, even if the store does not answer. Ignored on one host.
 
     ``slots``: raw states in shared memory. ``keep``: encoded snapshots there, besides those that the store does not have yet;
     ``memory_cap``: bytes of these. ``back_pressure``: with no slot free, ``wait``, ``skip`` the save, or
@@ -138,6 +145,7 @@ class Engine:
         rank: int = 0,
         world: int = 1,
         hosts: Hosts | Literal["auto"] | None = "auto",
+        peers: Peers | str | Sequence[str] | None = None,
         slots: int = 2,
         keep: int = 2,
         memory_cap: int | None = None,
@@ -182,7 +190,8 @@ class Engine:
                 "run": run,
                 "rank": rank,
                 "world": world,
-                "hosts": None if (on := self._hosts) is None else (on.session, on.local_ranks.start, on.local_ranks.stop, on.patience),
+                "hosts": _native_hosts(self._hosts),
+                "peers": resolve(peers, self._hosts, rank, world),
                 "slots": slots,
                 "keep": keep,
                 "memory_cap": memory_cap,
@@ -401,15 +410,17 @@ class Engine:
         import torch.distributed as dist
 
         steps = [found.step for found in self.loadable()]
-        ranks: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(ranks, steps, group=group)
+        ranks = gather(steps, dist.get_rank(), dist.get_world_size()) if group is None else None
+        if ranks is None:
+            ranks = [None] * dist.get_world_size(group)
+            dist.all_gather_object(ranks, steps, group=group)
         step = _native.newest_common_step(ranks)
         if step is not None:
             self.discard_after(step)
         return step
 
     def agree_by_store(self, round: str | None = None, timeout: float = 300.0) -> int | None:
-        """Works like :meth:`agree` without a collective: each rank writes its list into the first tier.
+        """Works like :meth:`agree` without a collective: each rank writes its list into the first tier, or with ``peers`` to its agent.
 
         ``round`` names this start of the job, such as the number of the attempt. No other start may use the same name. On many
         hosts, it follows from the session by default. ``timeout``: seconds to wait for the lists of other ranks; then raises
@@ -428,24 +439,51 @@ class Engine:
     def wait(self, until: str = "durable", timeout: float | None = None, *, step: int | None = None) -> Waited:
         """Waits until the last save, or the last save of ``step``, has reached a level or failed.
 
-        Levels: ``copied`` (in this host's memory, as soon as a save returns), ``encoded`` (encoded there), ``durable`` (committed in
-        the first tier). ``timeout``: seconds. Raises ``NotFoundError`` if ``step`` is not among the last 1024 saves of this
+        Levels: ``copied`` (in this host's memory, as soon as a save returns), ``encoded`` (encoded there), ``replicated`` (with
+        ``peers``: other hosts have checked copies, or it is durable), ``durable`` (committed in the first tier). ``timeout``: seconds. Raises ``NotFoundError`` if ``step`` is not among the last 1024 saves of this
         process.
         """
-        if until not in ("copied", "encoded", "durable"):
-            raise ValueError(f"until={until!r}: use 'copied', 'encoded' or 'durable'")
+        if until not in ("copied", "encoded", "replicated", "durable"):
+            raise ValueError(f"until={until!r}: use 'copied', 'encoded', 'replicated' or 'durable'")
         self._settle()
         return Waited(*self._native.wait(until, timeout, None if step is None else check_step(step)))
 
-    def finish(self) -> None:
+    def on_preemption(
+        self,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        *,
+        grace: float = 25.0,
+        callback: Callable[[], bool] | None = None,
+        poll: float = 5.0,
+    ) -> Preemption:
+        """Watches for the announced end of this process, so that a training loop can drain its last save and end cleanly.
+
+            with engine.on_preemption(grace=110) as preemption:   # Slurm: --signal=USR1@120
+                for step in steps:
+                    train(state)
+                    engine.save(state, step=step)
+                    preemption.check()                            # drains, then raises Preempted, a SystemExit with code 0
+
+        From now on, these signals no longer end the process. Call it in the main thread. ``grace``: seconds from the signal to
+        the end of the drain; leave some of the scheduler's time for the end of the process. ``callback``: asked every ``poll``
+        seconds in a thread of its own; True if the cloud has announced the end of this machine.
+        """
+        return Preemption(self, signals, grace, callback, poll)
+
+    def finish(self, timeout: float | None = None) -> None:
         """Ends a run: waits until everything is in the first tier, then frees its shared memory.
 
+        ``timeout``: seconds to wait. After it, raises ``StorageError`` with the current problem and frees nothing: the agent goes on,
+        and :meth:`finish` may be called again.
         If the last save has failed for good, raises an error and frees nothing. If ranks end with different last steps, the
         steps that some ranks lack are given up; the ranks that saved them get the error.
         """
         self._settle()
         self._native.end_saves()
-        self.wait("durable")
+        waited = self.wait("durable", timeout)
+        if not waited.reached and not waited.failures and timeout is not None:
+            problem = waited.problem or "the agent is still working"
+            raise _native.StorageError(f"the last save is not in the store after {timeout} s, and memory is kept: {problem}")
         self._arena.forget()
         self._native.finish()
 
@@ -477,6 +515,12 @@ class Saving:
         self._copies.wait()
         self._outcome = Outcome(**self._engine._native.finish_save(native))
         return self._outcome
+
+
+def _native_hosts(hosts: Hosts | None) -> tuple[str, int, int, list[int], float] | None:
+    if hosts is None:
+        return None
+    return hosts.session, hosts.local_ranks.start, hosts.local_ranks.stop, list(hosts.first_ranks), hosts.patience
 
 
 def _tensors_of(tree: list[_state.Node]) -> list[str]:

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import tensorcask
@@ -23,8 +24,9 @@ HOSTS, RANKS, WORLD = 2, 2, 4
 LENGTH = 32
 
 
-def main(url, folder, scratch, start, rank, steps, stop_at):
-    """Trains as one rank. `stop_at`: step after which host 1 waits to be killed."""
+def main(url, folder, scratch, start, rank, steps, stop_at, gates=None, peers=None):
+    """Trains as one rank. `stop_at`: step after which host 1 waits to be killed. `gates`: levels and names of steps at which all
+    ranks wait for the level, and then for the test."""
     local_rank = rank % RANKS
     # As torchrun sets them.
     os.environ.update(TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=str(start), RANK=str(rank), WORLD_SIZE=str(WORLD))
@@ -33,13 +35,13 @@ def main(url, folder, scratch, start, rank, steps, stop_at):
     torch.use_deterministic_algorithms(True)
     rendezvous = f"file://{scratch}/rendezvous-{start}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=120))
-    train(url, folder, Path(scratch), start, rank, steps, stop_at)
+    train(url, folder, Path(scratch), start, rank, steps, stop_at, gates or {}, peers)
     dist.destroy_process_group()
     # See ranks.py.
     os._exit(0)
 
 
-def train(url, folder, scratch, start, rank, steps, stop_at):
+def train(url, folder, scratch, start, rank, steps, stop_at, gates, peers):
     torch.manual_seed(0)
     model = GPT(2, 32, 4, LENGTH)
     mesh = init_device_mesh("cpu", (WORLD,))
@@ -54,7 +56,7 @@ def train(url, folder, scratch, start, rank, steps, stop_at):
         weights, moments = get_state_dict(model, optimizer)
         return {"model": weights, "optimizer": moments, f"data-{rank}": data.get_state(), "step": step}
 
-    engine = tensorcask.Engine(url, folder=folder, rank=rank, world=WORLD)
+    engine = tensorcask.Engine(url, folder=folder, rank=rank, world=WORLD, peers=peers)
     host = rank // RANKS
     assert engine.hosts is not None and engine.hosts.local_ranks == range(host * RANKS, (host + 1) * RANKS)
     done = 0
@@ -66,6 +68,7 @@ def train(url, folder, scratch, start, rank, steps, stop_at):
         done = found.state["step"]
         assert done == agreed == found.step
         (scratch / f"resumed-{start}-{rank}").write_text(str(done))
+        (scratch / f"source-{start}-{rank}").write_text(found.source)
     losses = {}
     for step in range(done + 1, steps + 1):
         starts = torch.randint(len(text) - LENGTH - 1, (4,), generator=data)
@@ -80,9 +83,16 @@ def train(url, folder, scratch, start, rank, steps, stop_at):
         if rank == 0:
             (scratch / f"losses-{start}").write_text(json.dumps(losses))
         engine.save(state(step), step=step, user={"loss": losses[step]} if rank == 0 else None)
+        if step in gates:
+            level, name = gates[step]
+            waited = engine.wait(level, 120, step=step)
+            assert waited.reached, waited
+            (scratch / f"{name}-{rank}").touch()
+            while not (scratch / f"{name}-opened").exists():
+                time.sleep(0.02)
         if step == stop_at:
             # Two steps before are durable, whatever happens now.
-            assert engine.wait("durable", 120, step=step - 2).reached
+            assert peers is not None or engine.wait("durable", 120, step=step - 2).reached
             (scratch / f"stopped-{rank}").touch()
             if host == 1:
                 threading.Event().wait()

@@ -74,6 +74,16 @@ def test_writer_and_reader_take_what_they_make_takes(method, made):
     assert options(method) == options(made.__init__) and options(method)
 
 
+def test_every_option_of_the_engine_has_a_type_and_is_described():
+    parameters = inspect.signature(tensorcask.Engine.__init__).parameters
+    described = inspect.cleandoc(tensorcask.Engine.__doc__)
+    for name, parameter in parameters.items():
+        if name not in ("self", "config", "fsync", "copy_threads"):
+            assert parameter.annotation is not inspect.Parameter.empty and f"``{name}" in described, name
+    for field in tensorcask.Peers.__dataclass_fields__:
+        assert f"``{field}``" in inspect.cleandoc(tensorcask.Peers.__doc__), field
+
+
 def test_every_option_of_load_and_save_is_described():
     for function, names in ((tensorcask.load, LOAD), (tensorcask.Store.save, SAVE)):
         for name in names:
@@ -98,6 +108,10 @@ tensorcask.load("memory://typed", step="newest")
 tensorcask.load("memory://typed", step="latest", framework="numpy", dtype={"model": "bf16"}, slices={"w": slice(0, 1)})
 store.verify("everything")
 store.save({}, step=1, on_unsupported="ignore")
+tensorcask.Engine("memory://typed", peers=tensorcask.Peers("auto", tls="/tls", replicas=2))
+tensorcask.Engine("memory://typed", peers=["a:1", "b:1"])
+tensorcask.Engine("memory://typed", peers=tensorcask.Peers("auto", copies=2))
+tensorcask.Engine("memory://typed", peers=7411)
 """
     )
     settings = tmp_path / "mypy.ini"
@@ -105,7 +119,7 @@ store.save({}, step=1, on_unsupported="ignore")
     command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir", str(tmp_path / "cache"), str(checked)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     lines = sorted({int(line.split(":")[1]) for line in run.stdout.splitlines() if "error:" in line})
-    assert lines == [5, 6, 7, 8, 9, 10, 12, 13], run.stdout + run.stderr
+    assert lines == [5, 6, 7, 8, 9, 10, 12, 13, 16, 17], run.stdout + run.stderr
 
 
 W = torch.ones(4, 4)

@@ -1,17 +1,21 @@
 """The engine on many hosts: each test host has an engine folder and an agent of its own."""
 
+import contextlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
+import threading
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 import tensorcask
-from tensorcask._hosts import find_hosts
+from tensorcask._hosts import find_hosts, gather_on_cpu
+from tensorcask._peers import expand_nodes, resolve
 from tensorcask.engine import agent_status
 
 torch = pytest.importorskip("torch")
@@ -58,12 +62,12 @@ def end_agent(folder):
         os.kill(pid, signal.SIGKILL)
 
 
-def start(url, folders, scratch, number, stop_at=None):
+def start(url, folders, scratch, number, stop_at=None, gates=None, peers=None):
     """Starts the job; returns the processes of its ranks."""
     context = multiprocessing.get_context("forkserver")
     jobs = []
     for rank in range(WORLD):
-        arguments = (url, str(folders[rank // RANKS]), str(scratch), number, rank, STEPS, stop_at)
+        arguments = (url, str(folders[rank // RANKS]), str(scratch), number, rank, STEPS, stop_at, gates, peers)
         jobs.append(context.Process(target=hosts_trainer.main, args=arguments))
         jobs[-1].start()
     return jobs
@@ -131,8 +135,123 @@ def test_a_job_whose_host_is_lost_goes_on_bit_for_bit(url, folders, tmp_path):
         assert store.snapshot(int(step)).user["loss"] == loss
 
 
+class Relay:
+    """A port in front of the S3 server, which can be closed."""
+
+    def __init__(self, endpoint):
+        host, port = endpoint.removeprefix("http://").split(":")
+        self.target, self.listener, self.open_sockets = (host, int(port)), None, set()
+        self.open(0)
+        self.port = self.listener.getsockname()[1]
+
+    def open(self, port):
+        self.listener = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=self.serve, args=(self.listener,), daemon=True).start()
+
+    def serve(self, listener):
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self.target)
+            self.open_sockets |= {near, far}
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=self.pump, args=(source, target), daemon=True).start()
+
+    def pump(self, source, target):
+        try:
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        except OSError:
+            pass
+        for side in (source, target):
+            self.open_sockets.discard(side)
+            with contextlib.suppress(OSError):
+                side.shutdown(socket.SHUT_RDWR)
+            side.close()
+
+    def close(self):
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        for side in list(self.open_sockets):
+            with contextlib.suppress(OSError):
+                side.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def relay(monkeypatch):
+    """Closes the way to the S3 server. `tests/servers/run moto` starts the server, as `python/check` does."""
+    if not os.environ.get("TENSORCASK_TEST_STORE", "").startswith("s3://"):
+        pytest.skip("needs an S3 server: bash tests/servers/run moto -- pytest ...")
+    relay = Relay(os.environ["AWS_ENDPOINT"])
+    monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{relay.port}")
+    yield relay
+    relay.close()
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
+    return ports
+
+
+def test_a_job_that_loses_a_host_and_the_store_goes_on_bit_for_bit(url, relay, folders, tmp_path):
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    calm.mkdir()
+    killed.mkdir()
+    join_all(start(f"{url}-calm", [folders(), folders()], calm, 0))
+    expected = losses(calm, 0)
+
+    def reached(name):
+        return all((killed / f"{name}-{rank}").exists() for rank in range(WORLD))
+
+    peers = [f"127.0.0.1:{port}" for port in free_ports(HOSTS)]
+    hosts = [folders(), folders()]
+    gates = {4: ("durable", "connected"), STOP_AT: ("replicated", "copied")}
+    jobs = start(url, hosts, killed, 0, STOP_AT, gates, peers)
+    wait_until(lambda: reached("connected"), jobs)
+    relay.close()
+    (killed / "connected-opened").touch()
+    wait_until(lambda: reached("copied"), jobs)
+    levels = [agent_status(folder)["runs"][0]["levels"] for folder in hosts]
+    assert [(level["replicated"], level["durable"]) for level in levels] == [(STOP_AT, 4)] * HOSTS
+    # Host 1 is lost with its memory, and the other ranks are ended.
+    pid = agent_pid(hosts[1])
+    for lost in (*(job.pid for job in jobs), pid):
+        os.kill(lost, signal.SIGKILL)
+    shutil.rmtree(hosts[1])
+    for job in jobs:
+        job.join(60)
+    before = losses(killed, 0)
+
+    hosts = [hosts[0], folders()]
+    jobs = start(url, hosts, killed, 1, None, {STEPS - 1: ("replicated", "resumed")}, peers)
+    wait_until(lambda: reached("resumed"), jobs)
+    assert [(killed / f"{what}-1-{rank}").read_text() for rank in range(WORLD) for what in ("resumed", "source")] == [
+        str(STOP_AT),
+        "hosts",
+    ] * WORLD
+    runs = [agent_status(folder)["runs"][0] for folder in hosts]
+    assert [(run["hosts"]["is_without_store"], run["levels"]["durable"]) for run in runs] == [(True, None)] * HOSTS
+    relay.open(relay.port)
+    (killed / "resumed-opened").touch()
+    join_all(jobs)
+    after = losses(killed, 1)
+    assert {**before, **after} == expected
+    assert {step: before[step] for step in before} == {step: expected[step] for step in before}
+    store = tensorcask.Store(url)
+    assert [info.step for info in store.snapshots()] == [*range(1, 5), *range(STOP_AT + 1, STEPS + 1)]
+    assert store.verify().is_clean
+    for info in store.snapshots():
+        assert store.snapshot(info.step).user["loss"] == expected[str(info.step)]
+
+
 def variables(monkeypatch, **values):
-    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID"):
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID", "SLURM_NODEID")
+    for name in (*names, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
@@ -149,8 +268,79 @@ def test_hosts_are_found_in_the_variables_of_the_launcher(monkeypatch):
     assert find_hosts(0, 1) is None, "a save of one rank alone"
     variables(monkeypatch, SLURM_JOB_ID=7, SLURM_STEP_ID=0, SLURM_LOCALID=1, SLURM_STEP_TASKS_PER_NODE="2(x4)")
     assert find_hosts(3, 8) == tensorcask.Hosts("slurm 7 0 0", range(2, 4))
+    uneven = dict(SLURM_JOB_ID=7, SLURM_STEP_ID=0, SLURM_STEP_TASKS_PER_NODE="1,3(x2)")
+    variables(monkeypatch, **uneven, SLURM_NODEID=2, SLURM_LOCALID=1)
+    found = find_hosts(5, 7)
+    assert found == tensorcask.Hosts("slurm 7 0 0", range(4, 7), first_ranks=(0, 1, 4)) and (found.number, found.count(7)) == (2, 3)
+    variables(monkeypatch, **uneven, SLURM_NODEID=1, SLURM_LOCALID=1)
+    with pytest.raises(tensorcask.UnsupportedError, match="--distribution=block"):
+        find_hosts(4, 7)
     with pytest.raises(ValueError, match="consecutive"):
         tensorcask.Hosts("job", range(0, 8, 2))
+
+
+def test_peers_are_found(monkeypatch):
+    variables(monkeypatch)
+    hosts = tensorcask.Hosts("job", range(4, 8))
+    own = [f"n{host}:7411" for host in range(3)]
+    assert resolve(None, hosts, 5, 12) is None and resolve("auto", None, 0, 1) is None
+    expected = ("127.0.0.1:7411", own, None, 1, 1, 2, None)
+    assert resolve("n{host}:7411", hosts, 5, 12) == resolve(own, hosts, 5, 12) == resolve(",".join(own), hosts, 5, 12) == expected
+    tls = ("/tls/ca.pem", "/tls/host-1.pem", "/tls/host-1-key.pem")
+    options = dict(replicas=2, jump=2, keep=3, bandwidth=1 << 30)
+    assert resolve(tensorcask.Peers(own, tls="/tls", **options), hosts, 5, 12) == ("0.0.0.0:7411", own, tls, 2, 2, 3, 1 << 30)
+    assert resolve(tensorcask.Peers(own, listen="10.0.0.1:9", tls=tls), hosts, 5, 12)[:3] == ("10.0.0.1:9", own, tls)
+    with pytest.raises(ValueError, match="2 addresses for 3 hosts"):
+        resolve(own[:2], hosts, 5, 12)
+    with pytest.raises(tensorcask.InvalidArgumentError, match="name:port"):
+        resolve("a,b:1,c:1", hosts, 5, 12)
+    with pytest.raises(ValueError, match="found no addresses"):
+        resolve("auto", hosts, 5, 12)
+    variables(monkeypatch, SLURM_STEP_NODELIST="gpu[08-09],big1")
+    assert resolve(tensorcask.Peers(port=9), hosts, 5, 12)[:2] == ("127.0.0.1:9", ["gpu08:9", "gpu09:9", "big1:9"])
+    assert expand_nodes("r[1-2]n[3,5]") == ["r1n3", "r1n5", "r2n3", "r2n5"]
+    monkeypatch.setattr(socket, "gethostname", lambda: "worker-1.train.default.svc")
+    assert resolve("service:train", hosts, 5, 12)[1] == [f"worker-{host}.train:7411" for host in range(3)]
+    with pytest.raises(ValueError, match="does not end in the number of this host, 2"):
+        resolve("service:train", tensorcask.Hosts("job", range(8, 12)), 9, 12)
+
+
+def test_wrong_peers_are_named(url, folders):
+    def make(**options):
+        engine_of(url, folders(), 0, peers=tensorcask.Peers(["127.0.0.1:1", "127.0.0.1:2"], **options))
+
+    with pytest.raises(tensorcask.InvalidArgumentError, match="no certificates"):
+        make(listen="0.0.0.0:7411")
+    with pytest.raises(ValueError, match="listen='eth0'"):
+        make(listen="eth0")
+    with pytest.raises(tensorcask.InvalidArgumentError, match="`keep` and `jump`"):
+        make(jump=0)
+    engine = engine_of(url, folders(), 0)
+    engine.save(part(0, 1), step=1)
+    with pytest.raises(tensorcask.InvalidArgumentError, match="no save reaches the level `replicated`"):
+        engine.wait("replicated", 1)
+    # The other host never saves.
+    with pytest.raises(tensorcask.StorageError, match="not in the store after 0.3 s, and memory is kept"):
+        engine.finish(timeout=0.3)
+    engine.close()
+
+
+def exchange(rank, scratch):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{scratch}/rendezvous", rank=rank, world_size=2)
+    # Twice: with NCCL, each exchange makes a group of its own.
+    for is_on_cpu in (True, False, False):
+        assert gather_on_cpu((rank, is_on_cpu), is_on_cpu) == [(0, is_on_cpu), (1, is_on_cpu)]
+    (scratch / f"told-{rank}").touch()
+    os._exit(0)
+
+
+def test_ranks_tell_each_other_values_without_a_device(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    jobs = [context.Process(target=exchange, args=(rank, tmp_path)) for rank in range(2)]
+    for job in jobs:
+        job.start()
+    join_all(jobs)
+    assert all((tmp_path / f"told-{rank}").exists() for rank in range(2))
 
 
 def test_a_text_does_not_name_hosts(url):
@@ -183,7 +373,7 @@ def test_levels_status_and_a_session_that_is_used_twice(url, folders):
         with pytest.raises(ValueError, match="copied"):
             engine.wait("safe")
     runs = [agent_status(folder)["runs"][0] for folder in hosts]
-    assert [run["levels"] for run in runs] == [{"copied": 2, "encoded": 2, "durable": 2}] * 2
+    assert [run["levels"] for run in runs] == [{"copied": 2, "encoded": 2, "replicated": None, "durable": 2}] * 2
     leaders = [run["hosts"]["leader"] for run in runs]
     assert sorted(leader["is_this_host"] for leader in leaders) == [False, True]
     assert {leader["term"] for leader in leaders} == {1} and len({leader["writer"] for leader in leaders}) == 1

@@ -1,65 +1,78 @@
-"""Parts of tensors in any layout, saved through the engine."""
+"""Conversions in shards: each step of a store, or each of many sources, and every part exactly once."""
 
-import sys
+import json
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import tensorcask
-import torch
-from tensorcask import Shard
-from tensorcask._shard import Shards
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
-WHOLE = np.arange(24, dtype=np.float32).reshape(6, 4)
+from tensorcask.__main__ import main
 
 
-def test_ranks_save_parts_with_other_borders_than_they_restore(url, host_memory):
-    engines = [tensorcask.Engine(url, rank=rank, world=2, hosts=None) for rank in range(2)]
-    # Five rows and one row, and two columns of a tensor of torch.
-    engines[0].save({"w": Shard(WHOLE[:5], (6, 4), (0, 0)), "t": Shard(torch.ones(2, 1), (2, 3), (0, 0))}, step=1)
-    engines[1].save({"w": Shard(WHOLE[5:], (6, 4), (5, 0)), "t": Shard(torch.full((2, 2), 2.0), (2, 3), (0, 1))}, step=1)
-    assert all(engine.wait(timeout=60).reached for engine in engines)
-    found = tensorcask.load(url)
-    assert np.array_equal(found["w"], WHOLE) and found["t"].tolist() == [[1, 2, 2], [1, 2, 2]]
-    out = {"w": Shard(np.zeros((3, 2), np.float32), (6, 4), (3, 1)), "t": Shard(torch.zeros(2, 3), (2, 3), (0, 0))}
-    restored = engines[1].restore(1, out=out)
-    assert np.array_equal(out["w"].data, WHOLE[3:, 1:3]) and out["t"].data.tolist() == [[1, 2, 2], [1, 2, 2]]
-    assert restored.state["w"] is out["w"]
-    for engine in engines:
-        engine.close()
+def run(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code = main([*words, "--json"])
+    report: dict[str, Any] = json.loads(capfd.readouterr().out)
+    assert code == 0, report
+    return report
 
 
-def test_a_rank_saves_several_parts_of_one_tensor(url, host_memory):
-    with tensorcask.Engine(url) as engine:
-        parts = tuple(Shard(torch.full((1, 2), float(row)), (3, 2), (row, 0)) for row in (2, 0, 1))
-        engine.save({"w": Shards(parts), "step": 1}, step=1)
-        out = {"w": Shard(torch.zeros(1, 2), (3, 2), (2, 0))}
-        assert engine.restore(out=out).source == "slot" and out["w"].data.tolist() == [[2, 2]]
-        engine.finish()
-    assert tensorcask.load(url)["w"].tolist() == [[0, 0], [1, 1], [2, 2]]
+def state(number: int) -> dict[str, Any]:
+    return {"w": tensorcask.RawTensor("u8", (4,), bytearray([number] * 4))}
 
 
-@pytest.mark.parametrize("place", ["memory", "store"])
-def test_a_partial_restore_leaves_out_the_other_tensors(place, url, host_memory):
-    state = {"a": torch.ones(3), "b": [torch.zeros(2), 7], "c": "text"}
-    with tensorcask.Engine(url) as engine:
-        engine.save(state, step=1)
-        if place == "store":
-            engine.finish()
-    with tensorcask.Engine(url) as engine:
-        out = {"a": torch.zeros(3)}
-        with pytest.raises(ValueError, match="has a tensor `b.0`, and `out` has none"):
-            engine.restore(out=out)
-        found = engine.restore(out=out, partial=True)
-        assert found.source == {"memory": "slot", "store": "tier"}[place]
-        assert out["a"].tolist() == [1, 1, 1] and found.state == {"a": out["a"], "b": [None, 7], "c": "text"}
-        assert engine.restore(out={}, partial=True).state == {"a": None, "b": [None, 7], "c": "text"}
+def test_every_step_is_exported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    store, target = tmp_path / "run", tmp_path / "files"
+    for step in range(5):
+        tensorcask.save(state(step), store, step=10 * step)
+    parts = [run(capfd, "export", str(store), str(target), "--every-step", "--shard", f"{part}/2") for part in range(2)]
+    assert [[row["step"] for row in part["steps"]] for part in parts] == [[0, 20, 40], [10, 30]]
+    assert parts[1]["shard"] == "1/2" and not any(row["present"] for part in parts for row in part["steps"])
+    whole = run(capfd, "export", str(store), str(target), "--every-step")
+    assert all(row["present"] for row in whole["steps"]) and whole["shard"] is None
+    for step in range(5):
+        path = target / f"step-{10 * step}.safetensors"
+        assert path.read_bytes().endswith(bytes([step] * 4))
+    # A step that is missing again is written again, in another form, too.
+    (target / "step-20.safetensors").unlink()
+    again = run(capfd, "export", str(store), str(target), "--every-step")
+    assert [row["step"] for row in again["steps"] if not row["present"]] == [20]
+    split = run(capfd, "export", str(store), str(target), "--every-step", "--max-shard-bytes", "1000000")
+    assert (target / "step-20/model.safetensors.index.json").exists() and not split["steps"][0]["present"]
+    assert all(row["present"] for row in run(capfd, "export", str(store), str(target), "--every-step", "--max-shard-bytes", "1000000")["steps"])
 
 
-def test_a_shard_is_checked(url):
-    with pytest.raises(ValueError, match="a shard of 1 axes, with shape"):
-        Shard(np.zeros(3), (3, 1), (0, 0))
-    with pytest.raises(ValueError, match="is not inside of shape"):
-        Shard(np.zeros(3), (4,), (2,))
-    with pytest.raises(TypeError, match=r"state\['w'\]: a Shard can only be saved by tensorcask.Engine"):
-        tensorcask.save({"w": Shard(np.zeros(3), (4,), (1,))}, url, step=1)
+def test_each_source_becomes_a_store(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sources = []
+    for number in (3, 100, 20):
+        tensorcask.save(state(number), tmp_path / "one", step=number)
+        sources.append(str(tmp_path / f"checkpoint-{number}.safetensors"))
+        run(capfd, "export", str(tmp_path / "one"), sources[-1], "--step", str(number))
+    stores = tmp_path / "stores"
+    parts = [run(capfd, "import", *sources, str(stores), "--each", "--shard", f"{part}/2")["stores"] for part in range(2)]
+    assert [[row["step"] for row in part] for part in parts] == [[3, 20], [100]]
+    for number in (3, 100, 20):
+        loaded = tensorcask.Store(stores / f"checkpoint-{number}").snapshot("latest")
+        assert loaded.step == number
+    again = run(capfd, "import", *sources, str(stores), "--each")["stores"]
+    assert all(row["present"] for row in again)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["import", "a.safetensors", "store", "--shard", "0/2", "--step", "1"],
+        ["import", "a.safetensors", "store", "--each", "--shard", "2/2"],
+        ["export", "store", "target", "--shard", "0/2"],
+        ["export", "store", "target", "--every-step", "--step", "3"],
+        ["export", "store", "target", "--every-step", "--shard", "x"],
+    ],
+)
+def test_shards_that_make_no_sense_are_usage_errors(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert "shard" in capfd.readouterr().err or "--step" in words
+
+
+def test_names_must_differ_and_have_a_number(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["a/x-1.pt", "b/x-1.pt"], ["a/last.pt"]):
+        assert main(["import", *words, str(tmp_path / "stores"), "--each"]) == 1
+        assert "same store" in (error := capfd.readouterr().err) or "pass --step" in error

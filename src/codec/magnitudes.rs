@@ -10,6 +10,8 @@
 //! Source: ours: row and column means predict the logarithm of a number. By Benford's law, the first bits of a mantissa
 //!         are not noise, so they compress together with the exponent
 
+use std::borrow::Cow;
+
 use super::terms::{LEAST, mean, term};
 use super::{Chunk, Codec, Columns, Cost, Encoded, sample};
 use crate::entropy::{self, Histogram, PlaneBuffer};
@@ -217,27 +219,28 @@ fn judge<'a>(
     Ok([of(&symbols, units), if escaped.is_empty() { 0 } else { of(&escaped, all_escaped) }])
 }
 
-/// Chooses the terms that pay, and estimates the bytes of each column, from a sample.
-fn plan(chunk: &Chunk<'_>) -> Result<(Shape, Vec<u64>)> {
+/// Elements that represent a chunk: the middle of some rows of a matrix.
+fn some_of<'a>(chunk: &Chunk<'a>) -> Cow<'a, [u8]> {
     const SAMPLE: usize = 8192;
-    const WIDEST: usize = SAMPLE / LEAST;
-    let names = names(chunk.dtype)?;
     let width = chunk.dtype.unit_bytes();
-    let units = (chunk.data.len() / width) as u64;
-    let mut sampled = Vec::new();
-    let matrix = matrix(chunk);
-    match matrix {
-        Some((rows, columns)) => {
-            let some = columns.min(WIDEST);
-            let count = (SAMPLE / some).clamp(LEAST, rows);
-            for at in 0..count {
-                let start = (at * rows / count * columns + (columns - some) / 2) * width;
-                sampled.extend_from_slice(chunk.data.get(start..start + some * width).unwrap_or_default());
-            }
-        }
-        None => sampled.extend_from_slice(&sample(chunk.data, width)),
+    let Some((rows, columns)) = matrix(chunk) else { return sample(chunk.data, width) };
+    let some = columns.min(WIDEST);
+    let count = (SAMPLE / some).clamp(LEAST, rows);
+    let mut sampled = Vec::with_capacity(count * some * width);
+    for at in 0..count {
+        let start = (at * rows / count * columns + (columns - some) / 2) * width;
+        sampled.extend_from_slice(chunk.data.get(start..start + some * width).unwrap_or_default());
     }
-    let split = Split::of(&sampled, chunk.dtype)?;
+    Cow::Owned(sampled)
+}
+
+/// Greatest number of columns in a sample.
+const WIDEST: usize = 8192 / LEAST;
+
+/// Chooses the terms that pay, and estimates the bytes of the first four columns, from a sample.
+fn plan(chunk: &Chunk<'_>, split: &Split<'_>) -> Result<(Shape, [u64; 4])> {
+    let units = (chunk.data.len() / chunk.dtype.unit_bytes()) as u64;
+    let matrix = matrix(chunk);
     let (rows, columns) = matrix.unwrap_or_default();
     let some = if matrix.is_some() { columns.min(WIDEST) } else { split.units() };
     let with = |shape: Shape| -> Result<(Shape, [u64; 4])> {
@@ -256,14 +259,31 @@ fn plan(chunk: &Chunk<'_>) -> Result<(Shape, Vec<u64>)> {
             found.extend(Shape::ONE.into_iter().map(with).collect::<Result<Vec<_>>>()?);
         }
     }
-    let (shape, sizes) = found.into_iter().min_by_key(|(_, sizes)| sizes.iter().sum::<u64>()).unwrap_or_default();
-    let mut sizes = sizes.to_vec();
+    Ok(found.into_iter().min_by_key(|(_, sizes)| sizes.iter().sum::<u64>()).unwrap_or_default())
+}
+
+/// Estimates the bytes of each column.
+fn estimate(chunk: &Chunk<'_>) -> Result<Vec<u64>> {
+    let names = names(chunk.dtype)?;
+    let units = (chunk.data.len() / chunk.dtype.unit_bytes()) as u64;
+    let sampled = some_of(chunk);
+    let split = Split::of(&sampled, chunk.dtype)?;
+    let mut sizes = plan(chunk, &split)?.1.to_vec();
     let (signs, fractions) = split.packed()?;
     let of = |plane: &[u8], symbols: u64| entropy::estimate(&bytes::histogram(plane) as &Histogram, symbols);
     sizes.extend([of(&signs, units.div_ceil(8)), of(&fractions, units.div_ceil(2))]);
     sizes.extend(split.rest.iter().map(|plane| of(plane, units)));
     sizes.truncate(names.len());
-    Ok((shape, sizes))
+    Ok(sizes)
+}
+
+/// Chooses the terms that pay.
+fn choose_shape(chunk: &Chunk<'_>) -> Result<Shape> {
+    // Without rows there are no terms.
+    if matrix(chunk).is_none() {
+        return Ok(Shape::default());
+    }
+    Ok(plan(chunk, &Split::of(&some_of(chunk), chunk.dtype)?)?.0)
 }
 
 fn bad(clause: &'static str, message: String) -> Error {
@@ -287,11 +307,12 @@ impl Codec for Magnitudes {
     }
 
     fn estimate(&self, chunk: &Chunk<'_>) -> Option<Vec<u64>> {
-        Some(plan(chunk).ok()?.1)
+        estimate(chunk).ok()
     }
 
     fn encode(&self, chunk: &Chunk<'_>) -> Result<Encoded> {
-        let (shape, _) = plan(chunk)?;
+        let names = names(chunk.dtype)?;
+        let shape = choose_shape(chunk)?;
         let split = Split::of(chunk.data, chunk.dtype)?;
         let columns = matrix(chunk).map_or(split.units(), |(_, columns)| columns);
         let terms = Terms::fit(shape, split.rows(columns), columns)?;
@@ -308,7 +329,7 @@ impl Codec for Magnitudes {
         let mut coded = vec![rows, stored.map(|&term| term as u8).collect()];
         coded.extend([entropy::coded(&symbols), entropy::coded(&escaped)]);
         coded.extend([signs, fractions].into_iter().chain(split.rest).map(PlaneBuffer::encode));
-        Ok(Encoded { uses_base: false, columns: names(chunk.dtype)?.iter().copied().zip(coded).collect() })
+        Ok(Encoded { uses_base: false, columns: names.iter().copied().zip(coded).collect() })
     }
 
     fn check_columns(&self, dtype: Dtype, found: &[&str]) -> Result<()> {

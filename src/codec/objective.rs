@@ -95,7 +95,7 @@ pub enum ObjectiveSetting {
     /// One objective for all chunks.
     Fixed(Objective),
     /// The objective that makes the save durable as early as possible: `fastest`, `balanced` or `smallest`, chosen for
-    /// each window of 32 MiB from the measured rates of encoding and uploading. Two saves of one state may store
+    /// each window of 16 MiB from the measured rates of encoding and uploading. Two saves of one state may store
     /// different bytes.
     Auto,
 }

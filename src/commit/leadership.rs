@@ -15,7 +15,8 @@ use serde::{Deserialize, Serialize};
 use crate::wire::{Id, Leader};
 
 /// The leader at the end of a log, if the last `opened` or `added` entry is of one.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Leadership {
     leading: Option<LeaderState>,
     /// Number of the last `opened` or `added` entry, if it is of a writer without a session.

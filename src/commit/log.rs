@@ -336,6 +336,11 @@ impl Log {
     }
 }
 
+/// The log of a store that does not answer, as far as a mirror has it. The next reading compares it with the store.
+pub(crate) async fn load_from(mirror: &Store, store: &Store) -> Result<Log> {
+    Ok(Log { store: store.clone(), catalog: None, skipped: Vec::new(), ..Log::load(mirror).await? })
+}
+
 /// Takes over what a mirror of the store has of the log, if that is more. The next reading compares it with the store.
 pub(crate) async fn catch_up_from(log: &mut Log, mirror: &Store) -> Result<()> {
     let mirrored = Log::load(mirror).await?;

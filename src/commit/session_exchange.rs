@@ -2,10 +2,12 @@
 //! and notes that ranks have ended. Spec: `spec/manifest.md`, clauses 6.2 to 6.5.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use bytes::Bytes;
 
 use super::RankSet;
+use super::receipt_proof::{MAX_PROOF_BYTES, ReceiptProof, proof_path};
 use crate::error::ResultExt;
 use crate::store::{Created, concurrently, objects_after};
 use crate::wire::{
@@ -22,6 +24,18 @@ const CONCURRENT_REQUESTS: usize = 32;
 pub struct SessionExchange {
     store: Store,
     session: SessionName,
+    /// Proves receipts that are created, and checks those that are read.
+    proof: Option<Arc<dyn ReceiptProof>>,
+}
+
+/// An object with receipts, as it was read.
+#[derive(Debug, Clone)]
+pub(crate) struct ReceiptsObject {
+    pub ranks: RankRange,
+    pub bytes: Bytes,
+    /// Its proof, checked; `None` if none was asked for.
+    pub proof: Option<Bytes>,
+    pub receipts: Vec<Receipt>,
 }
 
 /// Messages of a session in a store.
@@ -44,7 +58,12 @@ impl SessionSurvey {
 impl SessionExchange {
     /// Exchanges the messages of a session through this store. Sends no request.
     pub fn new(store: &Store, session: SessionName) -> Self {
-        Self { store: store.clone(), session }
+        Self { store: store.clone(), session, proof: None }
+    }
+
+    /// Publishes a proof with all receipts, and refuses receipts without one.
+    pub fn with_proof(self, proof: Option<Arc<dyn ReceiptProof>>) -> Self {
+        Self { proof, ..self }
     }
 
     /// The session.
@@ -86,7 +105,7 @@ impl SessionExchange {
     /// Notes that these ranks save no more: all their receipts are in the store.
     pub async fn end_ranks(store: &Store, session: Id, ranks: RankRange) -> Result<()> {
         store.objects().ensure_root()?;
-        create_or_keep(store, &ended_path(session, ranks), RanksEnded::new().encode()?).await
+        create_or_keep(store, &ended_path(session, ranks), RanksEnded::new().encode()?.into()).await
     }
 
     /// Returns the parent that is fixed for a step: `None` if none is fixed yet, `Some(None)` for a base.
@@ -134,9 +153,18 @@ impl SessionExchange {
             }
         }
         for (at, ranks, bytes) in objects {
-            create_or_keep(&self.store, &self.session.receipts_path(at, ranks), bytes).await?;
+            let proof = self.proof.as_ref().map(|proof| proof.prove(&bytes)).transpose()?;
+            self.put_object(at, ranks, bytes.into(), proof.map(Bytes::from)).await?;
         }
         Ok(())
+    }
+
+    /// Creates an object with receipts, after its proof.
+    pub(crate) async fn put_object(&self, at: SessionStep, ranks: RankRange, receipts: Bytes, proof: Option<Bytes>) -> Result<()> {
+        if let Some(proof) = proof {
+            self.store.objects().put_whole(&proof_path(self.session, at, &receipts), proof.into()).await?;
+        }
+        create_or_keep(&self.store, &self.session.receipts_path(at, ranks), receipts).await
     }
 
     /// Lists the ranks with a receipt of each step after `after`, and the ranks that have ended. Listings may lag, so a
@@ -157,17 +185,32 @@ impl SessionExchange {
 
     /// Reads the receipts of these ranks of a step, one of each rank. `ranks`: as listed by [`survey`](Self::survey).
     pub async fn receipts(&self, at: SessionStep, ranks: &RankSet) -> Result<Vec<Receipt>> {
-        let read = |ranks: RankRange| async move {
-            let path = self.session.receipts_path(at, ranks);
-            let bytes = self.store.objects().get(&path, self.store.limits().max_manifest_bytes).await?;
-            Receipt::decode_all(&bytes, ranks, self.store.limits()).in_object(path)
-        };
         let mut receipts: BTreeMap<u32, Receipt> = BTreeMap::new();
-        for receipt in concurrently(CONCURRENT_REQUESTS, ranks.ranges().map(read)).await?.into_iter().flatten() {
+        for receipt in self.objects(at, ranks).await?.into_iter().flat_map(|object| object.receipts) {
             // Two processes of a host may have split its ranks differently. Each receipt is complete by itself.
             receipts.entry(receipt.rank).or_insert(receipt);
         }
         Ok(receipts.into_values().collect())
+    }
+
+    /// Reads the objects with the receipts of these ranks.
+    pub(crate) async fn objects(&self, at: SessionStep, ranks: &RankSet) -> Result<Vec<ReceiptsObject>> {
+        concurrently(CONCURRENT_REQUESTS, ranks.ranges().map(|ranks| self.object(at, ranks))).await
+    }
+
+    async fn object(&self, at: SessionStep, ranks: RankRange) -> Result<ReceiptsObject> {
+        let (path, objects) = (self.session.receipts_path(at, ranks), self.store.objects());
+        let bytes = objects.get(&path, self.store.limits().max_manifest_bytes).await?;
+        let mut found = None;
+        if let Some(proof) = &self.proof {
+            found = objects.get_if_present(&proof_path(self.session, at, &bytes), MAX_PROOF_BYTES).await?;
+            let checked = proof.check(ranks, &bytes, found.as_deref());
+            checked
+                .map_err(|error| Error::new(error.kind(), format!("{}, step {}: {}", self.store.url(), at.step, error.message())))
+                .in_object(path.clone())?;
+        }
+        let receipts = Receipt::decode_all(&bytes, ranks, self.store.limits()).in_object(path)?;
+        Ok(ReceiptsObject { ranks, bytes, proof: found, receipts })
     }
 }
 
@@ -186,8 +229,8 @@ async fn agree(store: &Store, path: &str, bytes: Vec<u8>) -> Result<Bytes> {
 }
 
 /// Creates an object. An object that exists stays.
-async fn create_or_keep(store: &Store, path: &str, bytes: Vec<u8>) -> Result<()> {
-    let created = store.objects().create(path, bytes.into()).await;
+async fn create_or_keep(store: &Store, path: &str, bytes: Bytes) -> Result<()> {
+    let created = store.objects().create(path, bytes).await;
     if let Ok(Created::Written) = created {
         return Ok(());
     }

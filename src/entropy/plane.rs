@@ -35,10 +35,12 @@ pub(super) fn is_noise(symbols: &[u8]) -> bool {
     if symbols.len() < 4 * SAMPLE {
         return false;
     }
-    let step = symbols.len() / 4;
+    const STRETCH: usize = SAMPLE / 4;
+    // Equal distances would hit the same symbols again and again where rows repeat.
+    let step = symbols.len() / 4 + STRETCH;
     let mut histogram = [0u32; 256];
-    for start in 0..4 {
-        for (slot, n) in histogram.iter_mut().zip(count(&symbols[start * step..][..SAMPLE / 4])) {
+    for start in (0..4).map(|at| (at * step).min(symbols.len() - STRETCH)) {
+        for (slot, n) in histogram.iter_mut().zip(count(symbols.get(start..start + STRETCH).unwrap_or_default())) {
             *slot += n;
         }
     }
@@ -501,6 +503,23 @@ mod tests {
             _ => (2 + i % 60 * 4) as u8 ^ 1,
         };
         round_trip(&(0..1 << 17).map(symbol).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn noise_that_repeats_is_noise() {
+        let mut state = 1u64;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 56) as u8
+        };
+        for period in [4096, 16_384, 65_536] {
+            let tile: Vec<u8> = (0..period).map(|_| next()).collect();
+            for tiles in [1, 4, 16] {
+                let symbols = tile.repeat(tiles);
+                assert_eq!(is_noise(&symbols), symbols.len() >= 4 * SAMPLE, "{tiles} tiles of {period}");
+                assert!(!is_noise(&symbols.iter().map(|symbol| symbol / 3).collect::<Vec<u8>>()));
+            }
+        }
     }
 
     #[test]

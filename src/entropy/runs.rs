@@ -1,6 +1,7 @@
 //! Run-length coding: a symbol, then the length of its run. Spec: spec/entropy.md 6.
 
 use super::table::Input;
+use crate::kernels::runs as kernel;
 use crate::{Error, Result};
 
 /// Samples two stretches. Returns whether runs of eight or more symbols are likely.
@@ -14,13 +15,26 @@ pub(super) fn are_likely(symbols: &[u8]) -> bool {
 /// Returns the encoded bytes, or `None` if they exceed `most`.
 pub(super) fn size(symbols: &[u8], most: usize) -> Option<usize> {
     let mut bytes = 0;
-    for run in symbols.chunk_by(|a, b| a == b) {
-        bytes += 1 + varint_bytes(run.len() - 1);
-        if bytes > most {
-            return None;
-        }
+    for_each_run(symbols, |_, length| {
+        bytes += 1 + varint_bytes(length - 1);
+        bytes <= most
+    });
+    (bytes <= most).then_some(bytes)
+}
+
+/// Calls `act` with the symbol and the length of each run, until it returns false.
+fn for_each_run(symbols: &[u8], mut act: impl FnMut(u8, usize) -> bool) {
+    let mut start = 0;
+    let mut end_run = |symbol: u8, end: usize| {
+        let length = end - start;
+        start = end;
+        act(symbol, length)
+    };
+    if kernel::for_each_change(symbols, &mut end_run)
+        && let Some(&last) = symbols.last()
+    {
+        end_run(last, symbols.len());
     }
-    Some(bytes)
 }
 
 fn varint_bytes(value: usize) -> usize {
@@ -28,15 +42,16 @@ fn varint_bytes(value: usize) -> usize {
 }
 
 pub(super) fn encode(symbols: &[u8], out: &mut Vec<u8>) {
-    for run in symbols.chunk_by(|a, b| a == b) {
-        out.extend(run.first());
-        let mut length = run.len() - 1;
-        while length >= 128 {
-            out.push((length & 127) as u8 | 128);
-            length >>= 7;
+    for_each_run(symbols, |symbol, length| {
+        out.push(symbol);
+        let mut left = length - 1;
+        while left >= 128 {
+            out.push((left & 127) as u8 | 128);
+            left >>= 7;
         }
-        out.push(length as u8);
-    }
+        out.push(left as u8);
+        true
+    });
 }
 
 pub(super) fn decode(input: &mut Input<'_>, mut out: &mut [u8]) -> Result<()> {
@@ -69,4 +84,31 @@ pub(super) fn decode(input: &mut Input<'_>, mut out: &mut [u8]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::for_each_run;
+
+    #[test]
+    fn runs_are_those_of_the_plain_loop() {
+        for count in [0usize, 1, 2, 7, 8, 9, 63, 64, 65, 66, 127, 128, 129, 1000] {
+            for every in [1usize, 2, 3, 8, 63, 64, 65, 200, 2000] {
+                let symbols: Vec<u8> = (0..count).map(|i| ((i + 5) / every * 7) as u8).collect();
+                let mut found = vec![];
+                for_each_run(&symbols, |symbol, length| {
+                    found.push((symbol, length));
+                    true
+                });
+                let expected: Vec<(u8, usize)> = symbols.chunk_by(|a, b| a == b).map(|run| (run[0], run.len())).collect();
+                assert_eq!(found, expected, "{count} symbols, {every} in a run");
+            }
+        }
+        let mut calls = 0;
+        for_each_run(&[1, 2, 3, 4], |_, _| {
+            calls += 1;
+            calls < 2
+        });
+        assert_eq!(calls, 2);
+    }
 }

@@ -60,8 +60,8 @@ fn encode_at(level: Level, width: usize, base: &[u8], data: &[u8], tokens: &mut 
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         (Level::Avx512, _) => unsafe { x86::encode_avx512(width, base, data, tokens) },
-        (_, 4) => encode_any(width, base, data, tokens, extract::<2>),
-        _ => encode_any(width, base, data, tokens, extract::<4>),
+        (_, 4) => encode_any(width, base, data, tokens, (extract::<2>, lanes::find)),
+        _ => encode_any(width, base, data, tokens, (extract::<4>, lanes::find)),
     }
 }
 
@@ -84,36 +84,54 @@ fn apply_at(level: Level, width: usize, base: Option<&[u8]>, tokens: &[u8], bits
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         (Level::Avx512, _) => unsafe { x86::apply_avx512(width, base, tokens, bits, out) },
-        (_, 4) => apply_any(width, base, tokens, bits, out, deposit::<2>),
-        _ => apply_any(width, base, tokens, bits, out, deposit::<4>),
+        (_, 4) => apply_any(width, base, tokens, bits, out, (deposit::<2>, lanes::find)),
+        _ => apply_any(width, base, tokens, bits, out, (deposit::<4>, lanes::find)),
     }
 }
 
 /// The same bodies, compiled with the instructions that extract and deposit bits under a mask (BMI2).
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use std::arch::x86_64::{_pdep_u64, _pext_u64};
+    use std::arch::x86_64::*;
 
     use super::{apply_any, encode_any};
 
+    #[target_feature(enable = "avx2")]
+    fn find_avx2(tokens: &[u8; 64], least: u8) -> u64 {
+        let least = _mm256_set1_epi8(least as i8);
+        let [low, high] = [0, 32].map(|at| {
+            // SAFETY: a load of 32 bytes from an array of 64, at 0 or 32.
+            let tokens = unsafe { _mm256_loadu_si256(tokens.as_ptr().add(at).cast()) };
+            _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(tokens, least), tokens)) as u32
+        });
+        u64::from(high) << 32 | u64::from(low)
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn find_avx512(tokens: &[u8; 64], least: u8) -> u64 {
+        // SAFETY: a load of 64 bytes from an array of 64.
+        let tokens = unsafe { _mm512_loadu_si512(tokens.as_ptr().cast()) };
+        _mm512_cmpge_epu8_mask(tokens, _mm512_set1_epi8(least as i8))
+    }
+
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
     pub(super) fn encode_avx2(width: usize, base: &[u8], data: &[u8], tokens: &mut [u8]) -> Vec<u8> {
-        encode_any(width, base, data, tokens, |word, mask| _pext_u64(word, mask))
+        encode_any(width, base, data, tokens, (|word, mask| _pext_u64(word, mask), |tokens, least| find_avx2(tokens, least)))
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     pub(super) fn encode_avx512(width: usize, base: &[u8], data: &[u8], tokens: &mut [u8]) -> Vec<u8> {
-        encode_any(width, base, data, tokens, |word, mask| _pext_u64(word, mask))
+        encode_any(width, base, data, tokens, (|word, mask| _pext_u64(word, mask), |tokens, least| find_avx512(tokens, least)))
     }
 
     #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
     pub(super) fn apply_avx2(width: usize, base: Option<&[u8]>, tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
-        apply_any(width, base, tokens, bits, out, |word, mask| _pdep_u64(word, mask))
+        apply_any(width, base, tokens, bits, out, (|word, mask| _pdep_u64(word, mask), |tokens, least| find_avx2(tokens, least)))
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi1,bmi2,lzcnt,popcnt")]
     pub(super) fn apply_avx512(width: usize, base: Option<&[u8]>, tokens: &[u8], bits: &[u8], out: &mut [u8]) -> bool {
-        apply_any(width, base, tokens, bits, out, |word, mask| _pdep_u64(word, mask))
+        apply_any(width, base, tokens, bits, out, (|word, mask| _pdep_u64(word, mask), |tokens, least| find_avx512(tokens, least)))
     }
 }
 
@@ -154,23 +172,36 @@ fn tokens_any(width: usize, base: &[u8], data: &[u8], out: &mut [u8]) {
 }
 
 #[inline(always)]
-fn encode_any(width: usize, base: &[u8], data: &[u8], tokens: &mut [u8], extract: impl Fn(u64, u64) -> u64) -> Vec<u8> {
+fn encode_any(
+    width: usize,
+    base: &[u8],
+    data: &[u8],
+    tokens: &mut [u8],
+    by: (impl Fn(u64, u64) -> u64, impl Fn(&[u8; 64], u8) -> u64 + Copy),
+) -> Vec<u8> {
     let mut bits = BitAppender::default();
     match width {
-        1 => narrow::encode::<u8, 1>(base, data, tokens, extract, &mut bits),
-        2 => narrow::encode::<u16, 2>(base, data, tokens, extract, &mut bits),
-        _ => wide::encode::<u32, 4>(base, data, tokens, extract, &mut bits),
+        1 => narrow::encode::<u8, 1>(base, data, tokens, by, &mut bits),
+        2 => narrow::encode::<u16, 2>(base, data, tokens, by, &mut bits),
+        _ => wide::encode::<u32, 4>(base, data, tokens, by, &mut bits),
     }
     bits.finish()
 }
 
 #[inline(always)]
-fn apply_any(width: usize, base: Option<&[u8]>, tokens: &[u8], bits: &[u8], out: &mut [u8], deposit: impl Fn(u64, u64) -> u64) -> bool {
+fn apply_any(
+    width: usize,
+    base: Option<&[u8]>,
+    tokens: &[u8],
+    bits: &[u8],
+    out: &mut [u8],
+    by: (impl Fn(u64, u64) -> u64, impl Fn(&[u8; 64], u8) -> u64 + Copy),
+) -> bool {
     let mut reader = BitReader::new(bits);
     match width {
-        1 => narrow::apply::<u8, 1>(base, tokens, &mut reader, out, deposit),
-        2 => narrow::apply::<u16, 2>(base, tokens, &mut reader, out, deposit),
-        _ => wide::apply::<u32, 4>(base, tokens, &mut reader, out, deposit),
+        1 => narrow::apply::<u8, 1>(base, tokens, &mut reader, out, by),
+        2 => narrow::apply::<u16, 2>(base, tokens, &mut reader, out, by),
+        _ => wide::apply::<u32, 4>(base, tokens, &mut reader, out, by),
     }
     reader.is_at_end()
 }

@@ -86,6 +86,8 @@ impl ChangeStatistics {
 pub(super) const LANES: usize = 16;
 /// Number of elements in a block. Counts of a block fit 16 bits.
 const BLOCK: usize = 512;
+/// Number of exponent fields of the widest type.
+const FIELDS: usize = 1 << 11;
 /// One element in this many is sampled.
 pub(super) const SAMPLE: usize = 16;
 /// Exponent at which the first range would begin, and number of exponents in a range.
@@ -167,6 +169,10 @@ trait Element<const W: usize> {
     /// Distance of two finite elements in units in the last place.
     fn distance(x: Self::Bits, y: Self::Bits) -> Self::Bits;
     fn widen(bits: Self::Bits) -> u64;
+    /// The exponent field.
+    fn field(bits: Self::Bits) -> usize;
+    /// The least number with this exponent field, neither zero nor infinite.
+    fn of_field(field: usize) -> f64;
 }
 
 macro_rules! element {
@@ -218,6 +224,16 @@ macro_rules! element {
             #[inline(always)]
             fn widen(bits: $bits) -> u64 {
                 u64::from(bits)
+            }
+
+            #[inline(always)]
+            fn field(bits: $bits) -> usize {
+                (Self::magnitude(bits) / $normal) as usize
+            }
+
+            #[inline(always)]
+            fn of_field(field: usize) -> f64 {
+                Self::number((field as $bits).wrapping_mul($normal)).into()
             }
         }
     };
@@ -286,25 +302,41 @@ fn measure<E: Element<W>, const W: usize>(data: &[u8]) -> ValueStatistics {
     let [low, high] = E::KEYS;
     let (mut min, mut max, mut small) = (high, low, 0u64);
     let mut exponents = [0u64; 17];
+    let mut fields = [0u32; FIELDS];
     let mut block = Block::<E, W>::new();
     for part in elements.chunks(BLOCK) {
         block.load(part);
         let mut scan = scan_block::<E, W, false>(block.bits());
-        if scan.greatest >= E::INFINITY {
+        let is_finite = scan.greatest < E::INFINITY;
+        if !is_finite {
             block.mask();
             scan = scan_block::<E, W, true>(block.bits());
             count_special::<E, W>(&mut found, block.bits());
         }
-        found.zero += u64::from(scan.zero);
-        small += u64::from(scan.small);
+        let is_normal = scan.least >= E::NORMAL;
+        if !is_normal {
+            let (zeros, below) = count_small::<E, W>(block.bits());
+            found.zero += u64::from(zeros);
+            small += u64::from(below);
+        }
         (min, max) = (min.min(scan.min), max.max(scan.max));
         add_all::<false>(&mut sum, &block.wide);
         add_all::<true>(&mut squares, &block.wide);
+        if is_finite && is_normal && block.len == BLOCK {
+            for row in block.bits.as_chunks::<SAMPLE>().0 {
+                let count = &mut fields[E::field(row[0]) & (FIELDS - 1)];
+                *count = count.wrapping_add(1);
+            }
+            continue;
+        }
         // Values beyond the end of the last block are zero and count in no range.
         for row in block.wide.as_chunks::<SAMPLE>().0 {
             let count = &mut exponents[range_of(row[0])];
             *count = count.wrapping_add(1);
         }
+    }
+    for (field, &count) in fields.iter().enumerate().take(E::field(E::INFINITY)).filter(|(_, count)| **count > 0) {
+        exponents[range_of(E::of_field(field))] += u64::from(count);
     }
     // Elements below the least normal one are subnormal or zero.
     found.subnormal = small - found.zero;
@@ -346,15 +378,13 @@ pub(super) fn total(sums: &[f64; LANES]) -> Option<f64> {
     Some(sums.iter().fold(0.0, |all, &sum| all + sum)).filter(|sum: &f64| sum.is_finite())
 }
 
-/// Extremes and counts of a block.
+/// Extremes of a block.
 struct Scan<B, K> {
-    /// Greatest magnitude.
+    /// Least and greatest magnitude.
+    least: B,
     greatest: B,
     min: K,
     max: K,
-    zero: u32,
-    /// Number of elements that are zero or subnormal.
-    small: u32,
 }
 
 /// Scans a block, in integers alone, whose order of additions does not matter. With `MASKED`, elements that are not
@@ -362,18 +392,27 @@ struct Scan<B, K> {
 #[inline(always)]
 fn scan_block<E: Element<W>, const W: usize, const MASKED: bool>(block: &[E::Bits]) -> Scan<E::Bits, E::Key> {
     let [low, high] = E::KEYS;
-    let (mut greatest, mut min, mut max) = (E::Bits::default(), high, low);
-    let (mut zero, mut small) = (0u32, 0u32);
+    let (mut least, mut greatest, mut min, mut max) = (E::INFINITY, E::Bits::default(), high, low);
     for &bits in block {
         let (magnitude, key) = (E::magnitude(bits), E::key(bits));
         let is_counted = !MASKED || magnitude < E::INFINITY;
-        greatest = greatest.max(magnitude);
+        (least, greatest) = (least.min(magnitude), greatest.max(magnitude));
         min = min.min(if is_counted { key } else { high });
         max = max.max(if is_counted { key } else { low });
+    }
+    Scan { least, greatest, min, max }
+}
+
+/// Counts the elements of a block that are zero, and those that are zero or subnormal.
+#[inline(always)]
+fn count_small<E: Element<W>, const W: usize>(block: &[E::Bits]) -> (u32, u32) {
+    let (mut zero, mut small) = (0u32, 0u32);
+    for &bits in block {
+        let magnitude = E::magnitude(bits);
         zero = zero.wrapping_add(u32::from(magnitude == E::Bits::default()));
         small = small.wrapping_add(u32::from(magnitude < E::NORMAL));
     }
-    Scan { greatest, min, max, zero, small }
+    (zero, small)
 }
 
 /// Counts the elements of a block that are not finite.

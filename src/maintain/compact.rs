@@ -58,7 +58,7 @@ pub struct Compacted {
 }
 
 /// Folds the chain of a live snapshot into a base with the same id and content. Deltas made against the snapshot
-/// stay as they are. Safe to run beside writers and readers. Memory: a window of 32 MiB, the partners of its
+/// stay as they are. Safe to run beside writers and readers. Memory: a window of 16 MiB, the partners of its
 /// chunks, upload parts, and the largest blob.
 pub async fn compact(store: &Store, at: impl Into<StepSelector>, options: &CompactOptions) -> Result<Compacted> {
     let mut log = Log::load(store).await?;

@@ -92,6 +92,48 @@ impl Copier {
         Ok((wanted, report))
     }
 
+    /// Copies part i of n of the casks that the destination lacks, each checked there. Commits nothing.
+    #[boxed]
+    pub(super) async fn copy_shard(&mut self, source: &Store, part: u64, of: u64) -> Result<CopyReport> {
+        if part >= of {
+            return Err(Error::invalid(format!("shard {part}/{of}: the first number is below the second")));
+        }
+        let from = Log::load(source).await?;
+        let wanted = snapshots_to_copy(source, from.state(), self.log.state(), self.options.steps.as_deref())?;
+        let missing: Vec<&SnapshotRecord> = wanted.iter().filter(|record| self.log.state().by_id(record.id).is_none()).collect();
+        let mut report = CopyReport { present: (wanted.len() - missing.len()) as u64, ..CopyReport::default() };
+        check_order(from.state(), self.log.state(), &missing)?;
+        let destination = self.destination.clone();
+        for record in missing {
+            let stored = StoredSnapshot::read(source, record).await?;
+            if stored.fits_inline(&destination, record) {
+                continue;
+            }
+            for (cask, from) in stored.manifest.casks.iter().zip(&stored.casks) {
+                // Ids are random.
+                let number = cask.id.0.iter().take(4).fold(0u64, |number, byte| number << 8 | u64::from(*byte));
+                if number % of == part {
+                    self.copy_checked(from, cask, record.parent.is_none(), &mut report).await?;
+                }
+            }
+        }
+        Ok(report)
+    }
+
+    /// Copies a cask, unless the destination has it; every byte is checked there. Returns the time of the cask that was there.
+    async fn copy_checked(&self, from: &CaskSource, cask: &CaskRef, is_base: bool, report: &mut CopyReport) -> Result<Option<u64>> {
+        let (destination, to) = (&self.destination, CaskSource::object(&self.destination, cask));
+        match present(destination, &cask.path(), cask.bytes).await? {
+            Some(found) if verify_cask(&to, cask, is_base, destination.limits()).await.is_ok() => return Ok(Some(found.modified_ms)),
+            _ => {}
+        }
+        report.ahead_bytes += copy_cask(from, destination, cask, self.ahead.as_ref()).await?;
+        verify_cask(&to, cask, is_base, destination.limits()).await?;
+        report.objects += 1;
+        report.bytes += cask.bytes;
+        Ok(None)
+    }
+
     #[boxed]
     async fn copy_snapshot(&mut self, source: &Store, state: &LogState, record: &SnapshotRecord, report: &mut CopyReport) -> Result<()> {
         let (destination, writer) = (&self.destination.clone(), self.writer);
@@ -102,25 +144,12 @@ impl Copier {
         let mut oldest_ms = now;
         let age = Age::start();
         let is_base = record.parent.is_none();
-        // The `compacted` entry that reduces a copied snapshot names casks that are objects.
-        let fits = saves_inline(destination, (manifest_bytes.len() as u64).saturating_add(manifest.stored_bytes()));
-        let payload = match record.roles.is_none() && fits {
+        let payload = match stored.fits_inline(destination, record) {
             true => Some(stored.payload(is_base, destination.limits()).await?),
             false => None,
         };
         for (cask, from) in manifest.casks.iter().zip(&stored.casks).filter(|_| payload.is_none()) {
-            let to = CaskSource::object(destination, cask);
-            match present(destination, &cask.path(), cask.bytes).await? {
-                Some(found) if verify_cask(&to, cask, is_base, destination.limits()).await.is_ok() => {
-                    oldest_ms = oldest_ms.min(found.modified_ms)
-                }
-                _ => {
-                    report.ahead_bytes += copy_cask(from, destination, cask, self.ahead.as_ref()).await?;
-                    verify_cask(&to, cask, is_base, destination.limits()).await?;
-                    report.objects += 1;
-                    report.bytes += cask.bytes;
-                }
-            }
+            oldest_ms = self.copy_checked(from, cask, is_base, report).await?.map_or(oldest_ms, |found_ms| oldest_ms.min(found_ms));
         }
         let (directory, bytes) = read_directory_bytes(source, manifest.directory).await?;
         if present(destination, &directory, bytes.len() as u64).await?.is_none() {
@@ -298,6 +327,13 @@ impl StoredSnapshot {
         let (manifest, manifest_bytes) = read_manifest_bytes(store, &place).await?;
         let casks = manifest.casks.iter().map(|cask| CaskSource::object(store, cask)).collect();
         Ok(Self { manifest, manifest_bytes, casks })
+    }
+
+    /// Whether the destination gets the snapshot within its log entry. The `compacted` entry that reduces a copied snapshot names casks
+    /// that are objects.
+    fn fits_inline(&self, destination: &Store, record: &SnapshotRecord) -> bool {
+        let bytes = (self.manifest_bytes.len() as u64).saturating_add(self.manifest.stored_bytes());
+        record.roles.is_none() && saves_inline(destination, bytes)
     }
 
     /// The snapshot as a log entry holds it, every byte checked.

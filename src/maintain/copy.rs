@@ -24,11 +24,14 @@ pub struct CopyOptions {
     /// Age floor of garbage collection at the destination: see
     /// [`WriterOptions::age_floor`](crate::WriterOptions::age_floor).
     pub age_floor: Duration,
+    /// Part i of n of the casks, as `(i, n)`: only these are copied, and nothing is committed. After all parts were copied, a copy
+    /// without a shard commits. `None` for a whole copy.
+    pub shard: Option<(u64, u64)>,
 }
 
 impl Default for CopyOptions {
     fn default() -> Self {
-        Self { steps: None, age_floor: DEFAULT_AGE_FLOOR }
+        Self { steps: None, age_floor: DEFAULT_AGE_FLOOR, shard: None }
     }
 }
 
@@ -51,9 +54,12 @@ pub struct CopyReport {
 /// earlier copy of the same run. Ids, manifests and casks stay the same. The log is a new one: an `added` entry for each
 /// snapshot in the order of the source, then `forgotten` for snapshots that are not live at the source, then pins. Each
 /// cask is checked at the destination, byte by byte, before it is committed. A copy that was interrupted is resumed by
-/// copying again.
+/// copying again. With a shard, only copies casks: see [`CopyOptions::shard`].
 pub async fn copy(source: &Store, destination: &Store, options: &CopyOptions) -> Result<CopyReport> {
     let mut copier = Copier::open(source, destination, Id::random()?, options.clone()).await?;
+    if let Some((part, of)) = options.shard {
+        return copier.copy_shard(source, part, of).await;
+    }
     let (copied, report) = copier.add_missing(source).await?;
     mirror_status(source, destination, &mut copier.log, copier.writer, &copied).await?;
     Ok(report)

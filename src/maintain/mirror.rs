@@ -11,7 +11,9 @@ use std::ops::Range;
 use super::copier::{copy_cask, present};
 use super::verify::verify_cask;
 use crate::chain::chain_of;
-use crate::commit::{Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest_bytes, read_store_file};
+use crate::commit::{
+    CATALOG_INTERVAL, Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest_bytes, read_store_file,
+};
 use crate::reader::CaskSource;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, LogEntry, RankRange, Receipt, STORE_FILE, SessionName, SessionStep};
@@ -41,6 +43,8 @@ pub struct Mirror {
     memory: Store,
     /// Last log entry that the mirror has; `None` before it was looked up.
     last_entry: Option<u64>,
+    /// First log entry that the mirror has; `None` before it was looked up.
+    first_entry: Option<u64>,
     /// Casks of the newest snapshot and its chain, with manifest and directory of each link, by link.
     chain: BTreeMap<Id, LinkObjects>,
 }
@@ -51,12 +55,17 @@ struct LinkObjects {
     /// Manifest and directory.
     described_by: [String; 2],
     casks: Vec<String>,
+    /// Log entry that holds the snapshot, if it is inline.
+    inline_in: Option<u64>,
 }
 
 impl Mirror {
+    /// Number of log entries up to which [`shorten_log`](Self::shorten_log) removes nothing.
+    pub const KEPT_ENTRIES: u64 = 3 * CATALOG_INTERVAL;
+
     /// Mirrors `store` in `memory`. Sends no request.
     pub fn new(store: &Store, memory: &Store) -> Self {
-        Self { store: store.clone(), memory: memory.clone(), last_entry: None, chain: BTreeMap::new() }
+        Self { store: store.clone(), memory: memory.clone(), last_entry: None, first_entry: None, chain: BTreeMap::new() }
     }
 
     /// The place of the mirror.
@@ -101,6 +110,43 @@ impl Mirror {
         self.remove_except(&["snapshots", "directories"], &needed).await
     }
 
+    /// Copies the newest catalog of the store, and removes older log entries except the last 64 before it, if there are more than
+    /// [`KEPT_ENTRIES`](Self::KEPT_ENTRIES). Call it after [`follow`](Self::follow), and only while no reader needs the log as
+    /// of an earlier entry.
+    #[boxed]
+    pub async fn shorten_log(&mut self) -> Result<()> {
+        let last = self.last_entry.unwrap_or(0);
+        let first = match self.first_entry {
+            Some(first) => first,
+            None => {
+                let names = self.memory.objects().names_after("log", "").await?;
+                names.first().and_then(|name| sequence_of_entry(name)).unwrap_or(last)
+            }
+        };
+        self.first_entry = Some(first);
+        if last.saturating_sub(first) < Self::KEPT_ENTRIES {
+            return Ok(());
+        }
+        let newest = Catalog::list(&self.store).await?.into_iter().next();
+        let Some((sequence, path)) = newest.and_then(|path| Some((Catalog::sequence_of(&path)?, path))) else { return Ok(()) };
+        if sequence > last || sequence.saturating_sub(CATALOG_INTERVAL) <= first {
+            return Ok(());
+        }
+        let bytes = self.store.objects().get(&path, self.store.limits().max_catalog_bytes).await?;
+        self.memory.objects().put_content_addressed(&path, bytes).await?;
+        // Readers that follow the log from the mirror may be a little behind.
+        let first_kept = sequence.saturating_sub(CATALOG_INTERVAL);
+        // The entry of an inline snapshot holds its manifest and casks.
+        let inline: BTreeSet<u64> = self.chain.values().filter_map(|link| link.inline_in).collect();
+        for name in self.memory.objects().names_after("log", "").await? {
+            if sequence_of_entry(&name).is_some_and(|entry| entry < first_kept && !inline.contains(&entry)) {
+                self.memory.objects().delete(&format!("log/{name}")).await?;
+            }
+        }
+        self.first_entry = Some(first_kept);
+        self.remove_except(&["catalog"], &BTreeSet::from([&path])).await
+    }
+
     /// Casks that the newest snapshot of the log and its chain need, of all ranks, by path.
     pub fn chain_casks(&self) -> BTreeSet<String> {
         self.chain.values().flat_map(|link| link.casks.iter().cloned()).collect()
@@ -119,7 +165,7 @@ impl Mirror {
         }
         self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
         let names = self.memory.objects().names_after("log", "").await?;
-        let last = names.last().and_then(|name| name.strip_suffix(".json")?.parse().ok()).unwrap_or(0u64);
+        let last = names.last().and_then(|name| sequence_of_entry(name)).unwrap_or(0);
         if last > state.sequence {
             // The store is an older copy of itself.
             clear(&self.memory).await?;
@@ -155,7 +201,8 @@ impl Mirror {
         if place.inline_in.is_none() {
             self.memory.objects().create_unique(&place.path, bytes).await?;
         }
-        Ok(LinkObjects { described_by: [place.path, directory], casks: manifest.casks.iter().map(CaskRef::path).collect() })
+        let casks = manifest.casks.iter().map(CaskRef::path).collect();
+        Ok(LinkObjects { described_by: [place.path, directory], casks, inline_in: place.inline_in })
     }
 
     /// Steps of a session of which the mirror has the receipts of all these ranks.
@@ -200,11 +247,19 @@ impl Mirror {
     pub async fn agree_on_parent(&self, session: SessionName, at: SessionStep) -> Result<()> {
         let Some(ours) = SessionExchange::new(&self.memory, session).parent(at).await? else { return Ok(()) };
         let fixed = SessionExchange::new(&self.store, session).fix_parent(at, ours).await?;
-        if fixed == ours || ours.is_none() {
+        if fixed == ours || self.writes_whole(session, at).await? {
             return Ok(());
         }
         let message = format!("step {} was saved without the store, and other hosts made their deltas against another snapshot", at.step);
         Err(Error::new(ErrorKind::Conflict, message))
+    }
+
+    /// Whether all receipts of a step in the mirror are of whole chunks.
+    async fn writes_whole(&self, session: SessionName, at: SessionStep) -> Result<bool> {
+        let exchange = SessionExchange::new(&self.memory, session);
+        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
+        let ranks = exchange.survey(before).await?.steps.remove(&at).unwrap_or_default();
+        Ok(exchange.receipts(at, &ranks).await?.iter().all(|receipt| receipt.parent.is_none()))
     }
 
     /// Removes casks and receipts, except those of `keep` and of newer steps of the session, and `chain_casks`. No save into
@@ -238,6 +293,11 @@ impl Mirror {
         }
         Ok(())
     }
+}
+
+/// Number of a log entry, from the last part of its path.
+fn sequence_of_entry(name: &str) -> Option<u64> {
+    name.strip_suffix(".json")?.parse().ok()
 }
 
 /// Deletes all objects of a store in memory.

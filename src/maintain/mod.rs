@@ -28,6 +28,7 @@
 //! | `retainer` | forgets and reduces steps, after each save or once |
 //! | `copy`, `copier` | snapshots in another store |
 //! | `mirror`, `replica` | a part of a store's objects in the memory of one host; a checked copy of it on another |
+//! | `held` | snapshots that a part of a store holds completely |
 //! | `gc`, `mark` | deletes objects that no state of the log needs |
 //! | `verify` | compares every object, page and chunk with its checksum |
 //! | `advise`, `interval` | how often to save, and how many saves to keep |
@@ -40,6 +41,7 @@ mod copier;
 mod copy;
 mod doctor;
 mod gc;
+mod held;
 mod interval;
 mod mark;
 mod mirror;
@@ -56,6 +58,7 @@ pub use copier::Copier;
 pub use copy::{CopyOptions, CopyReport, copy, create_for_run_of};
 pub use doctor::{DoctorOptions, DoctorReport, doctor};
 pub use gc::{Deletable, GcOptions, GcReport, gc};
+pub use held::held_steps;
 pub use interval::{daly_interval, lost_share, young_interval};
 pub use mirror::Mirror;
 pub use reduce::{Reduced, keep_roles};

@@ -5,19 +5,22 @@
 //! snapshot. Log, manifests and directories are in every mirror, so a replica has none.
 //!
 //! The source is not trusted. A cask is copied first, and then checked at the destination, byte by byte. A receipt is
-//! written after the casks that it names, so a step that the replica lists is complete and checked.
+//! written after the casks that it names. A step that is a delta counts only if the casks of its parent's chain are there,
+//! too, and checked.
 //!
 //! Invariant: a pull removes no step and no link of the chain before the replica has newer steps in their place. A source
 //! that is empty, because its host was replaced, removes nothing.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::copier::{copy_cask, present};
 use super::mirror::clear;
 use super::verify::verify_cask;
 use crate::chain::chain_of;
-use crate::commit::{RankSet, SessionExchange, SessionLog, read_manifest, read_store_file};
+use crate::commit::{RankSet, ReceiptProof, SessionExchange, SessionLog, read_manifest, read_store_file};
 use crate::reader::CaskSource;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, RankRange, Receipt, STORE_FILE, SessionName, SessionStep, rank_of_slot};
@@ -48,8 +51,16 @@ pub struct Replica {
     keep: usize,
     /// Log of the source, as far as it was read.
     log: Option<SessionLog>,
-    /// Casks of these ranks in each link of the chain of the newest committed snapshot.
-    links: BTreeMap<Id, Vec<WantedCask>>,
+    /// Links of the chain of the newest committed snapshot.
+    links: BTreeMap<Id, Link>,
+    /// Parent of each step in the replica; `None` for a base.
+    parents: BTreeMap<SessionStep, Option<Id>>,
+    /// Checks the receipts of the source.
+    proof: Option<Arc<dyn ReceiptProof>>,
+    /// Bytes that the next pulls may add.
+    room: u64,
+    /// Whether the last copy failed because it needs more.
+    lacks_room: bool,
     /// Casks in the replica that were checked since it was opened.
     checked: BTreeSet<Id>,
 }
@@ -57,11 +68,11 @@ pub struct Replica {
 /// Result of a pull.
 #[derive(Debug, Default)]
 pub struct ReplicaReport {
-    /// Newest complete step of the replica.
+    /// Newest complete step of the replica. It can be read with the replica, the log, and the copies of other hosts.
     pub newest: Option<SessionStep>,
     /// Newest complete step of the source.
     pub newest_at_source: Option<SessionStep>,
-    /// Number of wanted steps that the replica lacks.
+    /// Number of wanted steps that the replica lacks, or of whose chain it lacks a part.
     pub missing: u64,
     /// Number of casks that were copied.
     pub casks: u64,
@@ -69,6 +80,13 @@ pub struct ReplicaReport {
     pub bytes: u64,
     /// Reason why a step is missing. Other steps were copied nevertheless.
     pub problem: Option<Error>,
+}
+
+/// A link of a chain: the casks of these ranks.
+#[derive(Debug, Clone)]
+struct Link {
+    parent: Option<Id>,
+    casks: Vec<WantedCask>,
 }
 
 /// A cask to copy, and whether it belongs to a base.
@@ -90,8 +108,23 @@ impl Replica {
             keep: keep.max(1) as usize,
             log: None,
             links: BTreeMap::new(),
+            parents: BTreeMap::new(),
+            proof: None,
+            room: u64::MAX,
+            lacks_room: false,
             checked: BTreeSet::new(),
         }
+    }
+
+    /// Copies only receipts that come with a proof, and the proofs with them.
+    pub fn require_proof(&mut self, proof: Option<Arc<dyn ReceiptProof>>) {
+        self.proof = proof;
+    }
+
+    /// Limits the bytes of casks that the next pulls may add. If there is no room for a new step, older steps give way first;
+    /// then the step is not copied, and the report says why.
+    pub fn set_room(&mut self, bytes: u64) {
+        self.room = bytes;
     }
 
     /// The place of the replica.
@@ -104,9 +137,10 @@ impl Replica {
     #[boxed]
     pub async fn pull(&mut self) -> Result<ReplicaReport> {
         let Some(session) = self.begin().await? else {
-            return Ok(ReplicaReport { newest: self.steps().await?.last().copied(), ..ReplicaReport::default() });
+            return Ok(ReplicaReport { newest: self.newest_whole().await?, ..ReplicaReport::default() });
         };
-        let (from, to) = (SessionExchange::new(&self.source, session), SessionExchange::new(&self.memory, session));
+        let from = SessionExchange::new(&self.source, session).with_proof(self.proof.clone());
+        let to = SessionExchange::new(&self.memory, session);
         let at_source = self.complete_steps(&from).await?;
         let mut held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
         let (mut chain_is_known, mut of_wanted) = (true, BTreeSet::new());
@@ -130,13 +164,31 @@ impl Replica {
             if held.contains(at) {
                 continue;
             }
-            match self.copy_step(&from, &to, *at, present, &mut of_wanted, &mut report).await {
+            let mut copied = self.copy_step(&from, &to, *at, present, &mut of_wanted, &mut report).await;
+            let newest = held.last().copied();
+            if chain_is_known && self.lacks_room && newest.is_some_and(|newest| newest < *at) && held.len() > 1 {
+                held = newest.into_iter().collect();
+                let freed = self.prune(&to, session, &held, &chain, &of_wanted).await?;
+                self.room = self.room.saturating_add(freed);
+                copied = self.copy_step(&from, &to, *at, present, &mut of_wanted, &mut report).await;
+            }
+            match copied {
                 Ok(()) => _ = held.insert(*at),
+                // There is no room for a step that is no longer the newest.
+                Err(_) if self.lacks_room && newest.is_some_and(|newest| newest > *at) => {}
                 Err(error) => _ = report.problem.get_or_insert(error),
             }
         }
-        report.missing = wanted.keys().filter(|at| !held.contains(at)).count() as u64;
-        report.newest = held.last().copied();
+        self.read_parents(&to, &held).await?;
+        report.newest = held.iter().rev().find(|at| self.missing_link(**at).is_none()).copied();
+        let is_newer = |at: &SessionStep| report.newest.is_none_or(|newest| *at > newest);
+        report.missing = wanted.keys().filter(|at| is_newer(at)).count() as u64;
+        if let (Some(newest), None) = (held.last().filter(|at| is_newer(at)), &report.problem)
+            && let Some(lack) = self.missing_link(*newest)
+        {
+            let message = format!("step {} was copied, but not the chain of its parent: {lack}", newest.step);
+            report.problem = Some(Error::not_found(message).object(format!("{}/{}", session.folder(), newest.folder())));
+        }
         if chain_is_known && !wanted.is_empty() {
             let kept: BTreeSet<SessionStep> = held.iter().rev().take(self.keep).copied().collect();
             self.prune(&to, session, &kept, &chain, &of_wanted).await?;
@@ -144,7 +196,52 @@ impl Replica {
         Ok(report)
     }
 
-    /// Complete steps of the session in the replica, oldest first. Reads only the replica.
+    /// The newest step of which the chain is known to be here. The source has no store.
+    async fn newest_whole(&mut self) -> Result<Option<SessionStep>> {
+        let file = match read_store_file(&self.memory).await {
+            Ok(file) => file,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(e),
+        };
+        let to = SessionExchange::new(&self.memory, SessionName { run: file.run, session: self.session });
+        let held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
+        self.read_parents(&to, &held).await?;
+        Ok(held.iter().rev().find(|at| self.missing_link(**at).is_none()).copied())
+    }
+
+    /// Reads the parents of the steps in the replica.
+    async fn read_parents(&mut self, to: &SessionExchange, held: &BTreeSet<SessionStep>) -> Result<()> {
+        self.parents.retain(|at, _| held.contains(at));
+        if held.iter().all(|at| self.parents.contains_key(at)) {
+            return Ok(());
+        }
+        for (at, present) in self.complete_steps(to).await? {
+            if let Entry::Vacant(unknown) = self.parents.entry(at) {
+                let receipts = to.receipts(at, &present).await?;
+                unknown.insert(receipts.iter().find_map(|receipt| receipt.parent.as_ref()).map(|parent| parent.snapshot));
+            }
+        }
+        Ok(())
+    }
+
+    /// Says what the replica lacks of the chain of a step's parent; `None` if it lacks nothing.
+    fn missing_link(&self, at: SessionStep) -> Option<String> {
+        let Some(mut next) = self.parents.get(&at).copied() else { return Some("its receipts cannot be read".to_owned()) };
+        // A chain has no circle: links are records of one log.
+        while let Some(id) = next {
+            let Some(link) = self.links.get(&id) else {
+                return Some(format!("snapshot {id} is not in the chain of the newest committed snapshot"));
+            };
+            if let Some(lack) = link.casks.iter().find(|wanted| !self.checked.contains(&wanted.cask.id)) {
+                return Some(format!("{} is not here, and {} does not have it", lack.cask.path(), self.source.url()));
+            }
+            next = link.parent;
+        }
+        None
+    }
+
+    /// Complete steps of the session in the replica, oldest first. Reads only the replica, so it does not say whether the
+    /// chains of their parents are there.
     pub async fn steps(&self) -> Result<Vec<SessionStep>> {
         match read_store_file(&self.memory).await {
             Ok(file) => {
@@ -191,11 +288,16 @@ impl Replica {
     /// Casks of these ranks in the chain of the newest committed snapshot. Empty before the first commit.
     #[boxed]
     async fn chain(&mut self) -> Result<Vec<WantedCask>> {
+        // The source may have removed the entries that follow the last one known here.
+        let is_followed = match &mut self.log {
+            Some(log) => log.refresh().await.is_ok(),
+            None => false,
+        };
+        if !is_followed {
+            self.log = None;
+        }
         let log = match &mut self.log {
-            Some(log) => {
-                log.refresh().await?;
-                log
-            }
+            Some(log) => log,
             None => self.log.insert(SessionLog::open(&self.source).await?),
         };
         let state = log.state();
@@ -203,8 +305,8 @@ impl Replica {
         let mut links = BTreeMap::new();
         for link in chain_of(state, latest.id, self.source.limits().max_chain_depth)? {
             let place = link.manifest_place();
-            let casks = match self.links.remove(&link.id) {
-                Some(known) => known,
+            let casks = match self.links.get(&link.id) {
+                Some(known) => known.casks.clone(),
                 None if place.inline_in.is_some() => Vec::new(),
                 None => {
                     let manifest = read_manifest(&self.source, &place).await?;
@@ -212,10 +314,10 @@ impl Replica {
                     own.map(|cask| WantedCask { cask, of_base: link.parent.is_none() }).collect()
                 }
             };
-            links.insert(link.id, casks);
+            links.insert(link.id, Link { parent: link.parent, casks });
         }
         self.links = links;
-        Ok(self.links.values().flatten().cloned().collect())
+        Ok(self.links.values().flat_map(|link| link.casks.iter().cloned()).collect())
     }
 
     /// Copies the casks and the receipts of a step.
@@ -229,10 +331,11 @@ impl Replica {
         of_wanted: &mut BTreeSet<String>,
         report: &mut ReplicaReport,
     ) -> Result<()> {
-        let mut receipts = from.receipts(at, present).await?;
-        receipts.retain(|receipt| self.ranks.contains(&receipt.rank));
-        receipts.iter().try_for_each(|receipt| check_receipt(receipt, from.session(), at))?;
-        let of_step = receipts.iter().flat_map(|receipt| receipt.casks.iter().map(|cask| (cask, receipt.parent.is_none())));
+        let mut objects = from.objects(at, present).await?;
+        objects.retain(|object| self.ranks.contains(&object.ranks.first) && self.ranks.contains(&object.ranks.last));
+        let receipts = || objects.iter().flat_map(|object| &object.receipts);
+        receipts().try_for_each(|receipt| check_receipt(receipt, from.session(), at))?;
+        let of_step = receipts().flat_map(|receipt| receipt.casks.iter().map(|cask| (cask, receipt.parent.is_none())));
         let casks: Vec<WantedCask> = of_step.map(|(cask, of_base)| WantedCask { cask: cask.clone(), of_base }).collect();
         // A part of the step that was copied stays until the next pull.
         of_wanted.extend(casks.iter().map(|wanted| wanted.cask.path()));
@@ -243,16 +346,33 @@ impl Replica {
             let message = "the source had another parent for this step before";
             return Err(Error::new(ErrorKind::Conflict, message).object(from.session().parent_path(at)));
         }
-        to.put_receipts(&receipts).await
+        for object in objects {
+            to.put_object(at, object.ranks, object.bytes, object.proof).await?;
+        }
+        Ok(())
     }
 
     /// Copies the casks that the replica lacks, and checks every byte of each.
     #[boxed]
     async fn copy_casks(&mut self, wanted: &[WantedCask], report: &mut ReplicaReport) -> Result<()> {
-        let unchecked = wanted.iter().filter(|wanted| !self.checked.contains(&wanted.cask.id));
+        self.lacks_room = false;
+        let unchecked: Vec<&WantedCask> = wanted.iter().filter(|wanted| !self.checked.contains(&wanted.cask.id)).collect();
+        let mut needed = 0u64;
+        for WantedCask { cask, .. } in unchecked.iter().copied() {
+            if present(&self.memory, &cask.path(), cask.bytes).await?.is_none() {
+                needed = needed.saturating_add(cask.bytes);
+            }
+        }
+        if needed > self.room {
+            let message = format!("there is no room for this copy: it needs {needed} bytes of memory, and may use {}", self.room);
+            self.lacks_room = true;
+            return Err(Error::new(ErrorKind::LimitExceeded, message));
+        }
         let this = &*self;
-        let copied =
-            concurrently(CONCURRENT_CASKS, unchecked.map(|wanted| async move { Ok((wanted.cask.id, this.copy_one(wanted).await)) }));
+        let copied = concurrently(
+            CONCURRENT_CASKS,
+            unchecked.into_iter().map(|wanted| async move { Ok((wanted.cask.id, this.copy_one(wanted).await)) }),
+        );
         let mut outcome = Ok(());
         for (id, copied) in copied.await? {
             match copied {
@@ -260,6 +380,7 @@ impl Replica {
                     self.checked.insert(id);
                     report.casks += u64::from(bytes > 0);
                     report.bytes += bytes;
+                    self.room = self.room.saturating_sub(bytes);
                 }
                 Err(error) => outcome = outcome.and(Err(error)),
             }
@@ -288,7 +409,8 @@ impl Replica {
     }
 
     /// Removes receipts and casks of other steps, except `of_wanted`, the casks of steps that are being copied. Those of other
-    /// sessions stay until this session has committed a step: the job may resume from them if it fails before.
+    /// sessions stay until this session has committed a step: the job may resume from them if it fails before. Returns the bytes
+    /// of removed casks.
     #[boxed]
     async fn prune(
         &mut self,
@@ -297,7 +419,7 @@ impl Replica {
         kept: &BTreeSet<SessionStep>,
         chain: &[WantedCask],
         of_wanted: &BTreeSet<String>,
-    ) -> Result<()> {
+    ) -> Result<u64> {
         let has_committed = self.log.as_ref().and_then(|log| log.leadership().of(self.session)).is_some_and(|led| led.newest.is_some());
         let folder = format!("{}/", session.folder());
         let mut needed: BTreeSet<String> = chain.iter().map(|wanted| wanted.cask.path()).chain(of_wanted.iter().cloned()).collect();
@@ -325,12 +447,14 @@ impl Replica {
                 needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path));
             }
         }
-        unneeded.extend(objects.list("casks").await?.into_iter().map(|found| found.path).filter(|path| !needed.contains(path)));
+        let casks: Vec<_> = objects.list("casks").await?.into_iter().filter(|found| !needed.contains(&found.path)).collect();
+        let freed = casks.iter().fold(0u64, |sum, found| sum.saturating_add(found.bytes));
+        unneeded.extend(casks.into_iter().map(|found| found.path));
         for path in &unneeded {
             objects.delete(path).await?;
         }
         self.checked.retain(|id| needed.contains(&format!("casks/{id}.cask")));
-        Ok(())
+        Ok(freed)
     }
 }
 

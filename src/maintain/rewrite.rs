@@ -3,7 +3,7 @@
 //! Compaction, reduction and consolidation all move tensors this way. The decoded bytes of a chunk do not change, so
 //! content digests and deltas made against the snapshot stay valid.
 //!
-//! Memory: one window of 32 MiB, upload parts, and the largest blob.
+//! Memory: one window of 16 MiB, upload parts, and the largest blob.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -193,7 +193,7 @@ impl Client {
             if !may_repeat || began.elapsed() >= budget {
                 return Err(match is_metadata {
                     true => self.no_credentials(&format!("did not answer within {budget:?}")),
-                    false => give_up(self.contacts.no_contact(server, attempts, began, &error)),
+                    false => no_answer(self.contacts.no_contact(server, attempts, began, &error)),
                 });
             }
             if attempts == 1 && !is_metadata {
@@ -280,8 +280,13 @@ impl Cloud {
 }
 
 /// Returns an error that `object_store` does not retry.
-fn give_up(message: String) -> HttpError {
-    HttpError::new(HttpErrorKind::Unknown, Advice(message))
+fn give_up(sentence: String) -> HttpError {
+    HttpError::new(HttpErrorKind::Unknown, Advice { sentence, is_answer: true })
+}
+
+/// The same for a server that has not answered.
+fn no_answer(sentence: String) -> HttpError {
+    HttpError::new(HttpErrorKind::Unknown, Advice { sentence, is_answer: false })
 }
 
 /// Returns the bucket or container in the URL of a store: the host, or the user in `abfss://container@account`.

@@ -3,6 +3,7 @@
 //! This module opens URLs and moves bytes. It does not interpret the bytes.
 
 mod ahead;
+mod bandwidth;
 mod cache;
 mod coalesce;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
@@ -22,6 +23,7 @@ use object_store::ObjectStore;
 use object_store::path::Path;
 
 pub use ahead::AheadUploads;
+pub use bandwidth::Bandwidth;
 pub(crate) use cache::Caches;
 pub(crate) use fetch::concurrently;
 pub(crate) use io::{Created, Listed, objects_after};
@@ -113,6 +115,11 @@ impl Store {
             work_planned: work.planned.load(Ordering::Relaxed),
             work_done,
         }
+    }
+
+    /// Limit of the bytes that uploads send.
+    pub(crate) fn bandwidth(&self) -> &Bandwidth {
+        &self.inner.options.bandwidth
     }
 
     pub(crate) fn objects(&self) -> &Objects {

@@ -13,7 +13,7 @@ use object_store::path::Path;
 
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use super::contact::{Cloud, Connector};
-use super::{Medium, Objects, Store, assemble};
+use super::{Bandwidth, Medium, Objects, Store, assemble};
 use crate::codec::Registry;
 #[cfg(any(feature = "aws", feature = "gcp", feature = "azure", feature = "http"))]
 use crate::parse_duration;
@@ -56,6 +56,8 @@ pub struct StoreOptions {
     /// Maximum bytes of manifest and casks of a snapshot that is saved inside its log entry, as one object. Log entries are
     /// never deleted, so garbage collection cannot free these bytes. 0 saves every snapshot as objects of its own.
     pub inline_bytes: u64,
+    /// Limit of bytes per second for casks and other large objects that are uploaded. Stores with clones of one limit share it.
+    pub bandwidth: Bandwidth,
 }
 
 /// Default of [`StoreOptions::inline_bytes`].
@@ -70,6 +72,7 @@ impl Default for StoreOptions {
             fsync: true,
             index_cache_bytes: 256 << 20,
             inline_bytes: INLINE_BYTES,
+            bandwidth: Bandwidth::default(),
         }
     }
 }

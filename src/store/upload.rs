@@ -14,8 +14,10 @@ use super::io::unconditional;
 use super::{Medium, Objects, Store};
 use crate::{Error, ErrorKind, Result, boxed};
 
-/// Objects below this size are sent in one request. No part is smaller.
+/// Objects below this size are sent in one request. No part of a remote object is smaller.
 const MIN_PART_BYTES: u64 = 8 << 20;
+/// Size of a part on local disk, where a part is a call of `write`: small, so that few bytes wait in memory.
+const LOCAL_PART_BYTES: u64 = 2 << 20;
 /// S3 allows 10,000 parts. The margin covers an estimate of the size that was too low.
 const MAX_PARTS: u64 = 9_000;
 /// Number of parts in flight at once. Limits the memory of uploads to this many parts.
@@ -135,10 +137,14 @@ impl std::fmt::Debug for Upload {
 impl Upload {
     /// Creates an upload of about `expected_bytes`, which sets the size of parts.
     pub(crate) fn new(store: &Store, object: String, expected_bytes: u64) -> Self {
+        let part_bytes = match store.objects().medium {
+            Medium::Local(_) => LOCAL_PART_BYTES,
+            Medium::Memory | Medium::Remote => MIN_PART_BYTES.max(expected_bytes.div_ceil(MAX_PARTS)),
+        };
         Self {
             store: store.clone(),
             object,
-            part_bytes: MIN_PART_BYTES.max(expected_bytes.div_ceil(MAX_PARTS)),
+            part_bytes,
             pending: Vec::new(),
             pending_bytes: 0,
             total_bytes: 0,
@@ -177,11 +183,16 @@ impl Upload {
             self.total_bytes += piece.len() as u64;
             self.pending.push(piece);
         }
-        while self.pending_bytes > self.part_bytes {
+        while self.pending_bytes > self.most_pending_bytes() {
             let part = self.take_part();
             self.send_part(part).await?;
         }
         Ok(())
+    }
+
+    /// Number of bytes that may wait for the next part. A small object goes in one request.
+    fn most_pending_bytes(&self) -> u64 {
+        if self.multipart.is_some() { self.part_bytes } else { self.part_bytes.max(MIN_PART_BYTES) }
     }
 
     /// Whether nothing was sent yet, and one request will send the whole object.
@@ -200,6 +211,7 @@ impl Upload {
         let rest = std::mem::take(&mut self.pending);
         if self.multipart.is_none() {
             let measurement = self.budget.measure(self.total_bytes);
+            self.store.bandwidth().wait_for(self.total_bytes).await;
             let sent = self.store.objects().put_whole(&self.object, PutPayload::from_iter(rest)).await;
             measurement.end(sent.is_ok());
             return sent;
@@ -261,9 +273,10 @@ impl Upload {
             let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
             self.store.objects().counters.add(1, 0, bytes);
             let sent = multipart.put_part(PutPayload::from_iter(part));
-            let measurement = self.budget.measure(bytes);
+            let (measurement, bandwidth) = (self.budget.measure(bytes), self.store.bandwidth().clone());
             self.running.spawn(async move {
                 let _permit = permit;
+                bandwidth.wait_for(bytes).await;
                 let sent = sent.await;
                 measurement.end(sent.is_ok());
                 sent

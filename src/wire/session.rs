@@ -143,7 +143,7 @@ impl RanksEnded {
 
 impl RankRange {
     /// Parses the name of an object with messages of these ranks.
-    pub(crate) fn from_object(name: &str) -> Option<Self> {
+    pub fn from_object(name: &str) -> Option<Self> {
         let (first, last) = name.strip_suffix(".json")?.split_once('-')?;
         let found = Self { first: first.parse().ok()?, last: last.parse().ok()? };
         (found.object() == name && found.first <= found.last).then_some(found)

@@ -17,7 +17,8 @@ use super::pipeline::{SavePipeline, publish};
 use super::{ExistingStep, Metadata, SavedSnapshot, Stopped, UnchangedTensors, Writer, WriterOptions};
 use crate::chain::{DecisionReason, PolicyDecision, SaveTimes, chain_of};
 use crate::commit::{
-    Age, Appended, FiniteMarks, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms, read_store_file,
+    Age, Appended, FiniteMarks, KnownLog, LeaderRefusal, Log, LogState, Need, Stale, Standing, Summary, forget_unwanted, now_ms,
+    read_store_file,
 };
 use crate::error::ResultExt;
 use crate::reader::{Snapshot, has_blobs};
@@ -26,9 +27,9 @@ use crate::wire::{CaskRef, Digest, Event, FINITE, Id, InlineSnapshot, Leader, Ma
 use crate::{Blob, Error, ErrorKind, NamePatterns, Result, Retention, RoundingReport, Store, boxed};
 
 /// Opens a store for writing: creates it if needed, checks that the storage honours put-if-absent, and fences other
-/// writers.
+/// writers. `known`: the log that a session began with which did not reach the store.
 #[boxed]
-pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<Leader>) -> Result<Writer> {
+pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<Leader>, known: Option<&KnownLog>) -> Result<Writer> {
     options.retention.map_or(Ok(()), Retention::check)?;
     let (unchanged, frozen) = (UnchangedTensors::default(), NamePatterns::parse(&options.frozen)?);
     let id = match options.id {
@@ -36,8 +37,10 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
         None => Id::random()?,
     };
     let mut log = open_log(store).await?;
+    let begins = leader.is_some_and(|leader| leader.term == 1);
     let opened = log.append(id, |state| match leader.map(|leader| state.leadership.may_open(leader)) {
         Some(Err(refusal)) => Err(refused(refusal)),
+        _ if begins && known.is_some_and(|known| !known.admits(&state.leadership)) => Err(moved_on()),
         _ => Ok(Event::Opened { leader }),
     });
     opened.await?;
@@ -69,6 +72,12 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
 fn refused(refusal: LeaderRefusal) -> Error {
     let kind = if refusal == LeaderRefusal::Ended { ErrorKind::Fenced } else { ErrorKind::Conflict };
     Error::new(kind, refusal.to_string()).clause("log 8")
+}
+
+fn moved_on() -> Error {
+    let message = "another job has written to the store since this session began from memory, without the store; this session must not \
+                   write, and ends";
+    Error::new(ErrorKind::Fenced, message).clause("log 8.6")
 }
 
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.

@@ -3,10 +3,14 @@
 //!
 //! All ranks of a host share one view of the log, so a save costs few requests. The leader of the session commits.
 
+use std::sync::Arc;
+
 use super::WriterOptions;
 use super::ranks::{Rank, RankPart, Unreadable, open_parent};
 use crate::chain::chain_of;
-use crate::commit::{Log, SessionExchange, SnapshotRecord, Standing, catch_up_from, read_manifest_bytes, refuse_features};
+use crate::commit::{
+    Log, ReceiptProof, SessionExchange, SnapshotRecord, Standing, catch_up_from, load_from, read_manifest_bytes, refuse_features,
+};
 use crate::wire::{CaskRef, Id, MAX_RANK, Receipt, SessionName, SessionStep, rank_of_slot};
 use crate::{Blob, Error, Metadata, Result, Store, TensorView, boxed};
 
@@ -32,6 +36,9 @@ pub struct HostWriter {
     log: Log,
     parts: Vec<RankPart>,
     options: WriterOptions,
+    /// Whether the store did not answer when the last parent was chosen.
+    is_cut_off: bool,
+    proof: Option<Arc<dyn ReceiptProof>>,
 }
 
 impl HostWriter {
@@ -51,15 +58,36 @@ impl HostWriter {
         world: u32,
         options: WriterOptions,
     ) -> Result<Self> {
+        Self::with_log(Log::load(store).await?, store, memory, session, ranks, world, options)
+    }
+
+    /// Like [`open_with_mirror`](Self::open_with_mirror), while the store does not answer: takes the log from the mirror. Sends
+    /// no request to the store.
+    pub async fn open_in_mirror(
+        store: &Store,
+        memory: &Store,
+        session: Id,
+        ranks: &[u32],
+        world: u32,
+        options: WriterOptions,
+    ) -> Result<Self> {
+        Self::with_log(load_from(memory, store).await?, store, memory, session, ranks, world, options)
+    }
+
+    fn with_log(log: Log, store: &Store, memory: &Store, session: Id, ranks: &[u32], world: u32, options: WriterOptions) -> Result<Self> {
         if world > MAX_RANK || ranks.iter().any(|rank| *rank >= world) {
             return Err(Error::invalid(format!("ranks {ranks:?} of {world}: ranks count from 0 to world - 1")));
         }
-        let log = Log::load(store).await?;
         let session = SessionName { run: log.store_file.run, session };
         let part = |rank: &u32| RankPart::new(memory, Rank { rank: *rank, world, attempt: 0 }, options.clone());
         let parts = ranks.iter().map(part).collect();
         let (exchange, store, memory) = (SessionExchange::new(store, session), store.clone(), memory.clone());
-        Ok(Self { store, memory, session, exchange, log, parts, options })
+        Ok(Self { store, memory, session, exchange, log, parts, options, is_cut_off: false, proof: None })
+    }
+
+    /// Publishes a proof with the receipts in the mirror, for hosts that copy them from there.
+    pub fn prove_receipts(&mut self, proof: Option<Arc<dyn ReceiptProof>>) {
+        self.proof = proof;
     }
 
     /// Name of the session.
@@ -71,7 +99,9 @@ impl HostWriter {
     /// parent by its policy.
     #[boxed]
     pub async fn fix_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
-        if let Some(fixed) = self.exchange.parent(at).await? {
+        let fixed = self.exchange.parent(at).await?;
+        self.is_cut_off = false;
+        if let Some(fixed) = fixed {
             return Ok(fixed);
         }
         self.catch_up().await?;
@@ -86,23 +116,25 @@ impl HostWriter {
         if states.len() != self.parts.len() {
             return Err(Error::invalid(format!("{} states for {} ranks", states.len(), self.parts.len())));
         }
-        if parent.is_some_and(|parent| self.log.state().by_id(parent).is_none()) {
+        if !self.is_cut_off && parent.is_some_and(|parent| self.log.state().by_id(parent).is_none()) {
             // Another host chose a snapshot that was committed since.
             self.catch_up().await?;
         }
         refuse_features(&self.log.state().may_ignore)?;
-        let mut in_memory = false;
+        let (mut in_memory, chosen) = (false, parent);
         let mut parent = match parent.and_then(|id| self.log.state().by_id(id)) {
             Some(record) if self.has_mirror() && self.is_mirrored(record).await? => {
                 in_memory = true;
                 open_parent(&self.memory, self.log.state(), parent).await?
             }
+            _ if self.is_cut_off => None,
             _ => open_parent(&self.store, self.log.state(), parent).await?,
         };
         let parent_id = parent.as_ref().map(|parent| parent.snapshot.record().id);
         let receipts_at = SessionExchange::new(&self.memory, self.session);
         if self.has_mirror() {
-            receipts_at.note_parent(at, parent_id).await?;
+            // The one that all hosts choose. A rank that writes whole chunks agrees with any.
+            receipts_at.note_parent(at, chosen).await?;
         }
         let mut receipts = Vec::with_capacity(states.len());
         for (part, state) in self.parts.iter_mut().zip(states) {
@@ -111,7 +143,10 @@ impl HostWriter {
             let mut receipt = match part.upload(at.step, parent.as_ref(), unreadable, &state.tensors, &state.blobs).await {
                 // A mirror lacks the parent of a shard that a rank of another host has, too.
                 Err(error) if in_memory && error.is_damage() => {
-                    parent = open_parent(&self.store, self.log.state(), parent_id).await?;
+                    parent = match self.is_cut_off {
+                        true => None,
+                        false => open_parent(&self.store, self.log.state(), parent_id).await?,
+                    };
                     in_memory = false;
                     part.upload(at.step, parent.as_ref(), Unreadable::SaveWhole, &state.tensors, &state.blobs).await?
                 }
@@ -121,20 +156,19 @@ impl HostWriter {
             (receipt.user, receipt.metadata) = (state.metadata.user.clone(), state.metadata.file.clone());
             receipts.push(receipt);
         }
-        receipts_at.put_receipts(&receipts).await?;
+        receipts_at.with_proof(self.proof.clone()).put_receipts(&receipts).await?;
         Ok(receipts)
     }
 
-    /// Parent of the deltas of this host for a step, if the store does not answer: the one that the policy chooses from the
-    /// log in the mirror, if the mirror has that snapshot. The upload fails if the other hosts choose another.
+    /// Parent of the deltas of all hosts for a step, if the store does not answer: the one that the policy chooses from the
+    /// log in the mirror. The next save sends no request to the store; it writes whole chunks if the mirror lacks that
+    /// snapshot. The upload fails if the other hosts choose another parent, because their mirrors have more of the log.
     #[boxed]
     pub async fn mirrored_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
+        self.is_cut_off = true;
         catch_up_from(&mut self.log, &self.memory).await?;
         let (parent, _) = self.options.policy.decide(self.log.state(), at.step, self.store.limits().max_chain_depth);
-        match parent.and_then(|id| self.log.state().by_id(id)) {
-            Some(record) if self.is_mirrored(record).await? => Ok(parent),
-            _ => Ok(None),
-        }
+        Ok(parent)
     }
 
     fn has_mirror(&self) -> bool {

@@ -2,8 +2,9 @@
 //! clause 8.
 
 use super::{Metadata, SavedSnapshot, Writer, WriterOptions, commit};
+use crate::commit::{KnownLog, read_store_file};
 use crate::wire::{Leader, Receipt};
-use crate::{Result, Store};
+use crate::{Error, ErrorKind, Result, Store};
 
 /// Commits the steps of a session of many hosts, as its leader.
 ///
@@ -20,7 +21,19 @@ impl LeaderWriter {
     /// Fails with `Fenced` if the session has ended, and with `Conflict` if another host leads it: see
     /// [`Leadership::may_open`](crate::Leadership::may_open).
     pub async fn open(store: &Store, leader: Leader, options: WriterOptions) -> Result<Self> {
-        Ok(Self { writer: commit::open(store, options, Some(leader)).await?, leader })
+        Ok(Self { writer: commit::open(store, options, Some(leader), None).await?, leader })
+    }
+
+    /// Like [`open`](Self::open), for a session that began while the store did not answer. Never creates a store.
+    ///
+    /// Also fails with `Fenced` if the store is of another training run, or if its log has entries that `known` does not
+    /// admit: another job has written to it in the meantime.
+    pub async fn open_known(store: &Store, leader: Leader, known: &KnownLog, options: WriterOptions) -> Result<Self> {
+        if read_store_file(store).await?.run != known.run {
+            let message = "the store is of another training run than the one that memory holds, and this session began from memory";
+            return Err(Error::new(ErrorKind::Fenced, message).object(store.url()).clause("log 8.6"));
+        }
+        Ok(Self { writer: commit::open(store, options, Some(leader), Some(known)).await?, leader })
     }
 
     /// Session, attempt and term.

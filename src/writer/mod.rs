@@ -275,7 +275,7 @@ impl Store {
 
     /// Opens the store for writing with the given options.
     pub async fn writer_with(&self, options: WriterOptions) -> Result<Writer> {
-        commit::open(self, options, None).await
+        commit::open(self, options, None, None).await
     }
 }
 

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use crate::tensor::ChunkGrid;
 
 /// Largest number of decoded bytes in a window, unless one unit is larger.
-pub(crate) const WINDOW_BYTES: u64 = 32 << 20;
+pub(crate) const WINDOW_BYTES: u64 = 16 << 20;
 
 /// A shard to schedule.
 #[derive(Debug, Clone)]

@@ -11,7 +11,7 @@ use tensorcask::{BaseKeeping, Metadata, Policy, SavedSnapshot, Slice, Store, Wri
 use crate::common::{Layers, wrap};
 
 /// Layers of a state of three windows.
-const THREE_WINDOWS: usize = 100;
+const THREE_WINDOWS: usize = 50;
 
 /// A store that takes an hour for each part of an upload, by the paused clock.
 fn slow() -> Store {

@@ -9,7 +9,7 @@ use tensorcask::codec::Objective;
 use tensorcask::{BaseKeeping, Dtype, Metadata, Policy, ReadRequest, SavedSnapshot, Slice, Store, TensorView, Writer, WriterOptions};
 
 /// Layers of a state of three windows. What a window teaches is used in the next.
-const THREE_WINDOWS: usize = 100;
+const THREE_WINDOWS: usize = 50;
 /// Layers of a state of one window. What a save teaches is used in the next.
 const ONE_WINDOW: usize = 6;
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 
-VENV = pathlib.Path(sys.executable).parent
+VENV = pathlib.Path(__file__).resolve().parents[2] / ".cache/venv/bin"
 CACHE = pathlib.Path(".cache")
 BUCKET = "tensorcask-test"
 S3_KEYS = {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "SECRET1"}
@@ -19,27 +19,31 @@ S3_KEYS = {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": "SECRET1"}
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 TESTS = ["cargo", "test", "--workspace", "--test", "it", "object_stores::"]
 READY_SECONDS = 90
+_given_ports = set()
 
 
 def free_port():
-    """A port that is free, and whose neighbour 10,000 above is free too: SeaweedFS takes both."""
+    """A new port that is free, and whose neighbour 10,000 above is free too: SeaweedFS takes both."""
     for _ in range(200):
         port = random.randint(20000, 32000)
+        if port in _given_ports:
+            continue
         with contextlib.ExitStack() as stack:
             try:
                 for number in (port, port + 10000):
                     probe = stack.enter_context(socket.socket())
                     probe.bind(("127.0.0.1", number))
+                _given_ports.add(port)
                 return port
             except OSError:
                 continue
     raise SystemExit("no free port")
 
 
-def s3_environment(port):
+def s3_environment(port, address="127.0.0.1"):
     return {
         "TENSORCASK_TEST_STORE": f"s3://{BUCKET}",
-        "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT": f"http://{address}:{port}",
         "AWS_ALLOW_HTTP": "true",
         "AWS_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
@@ -73,9 +77,9 @@ def moto(folder):
     return command, environment, lambda: make_bucket(environment)
 
 
-def seaweedfs(folder):
+def seaweedfs(folder, address="127.0.0.1"):
     s3, master, volume, filer = free_port(), free_port(), free_port(), free_port()
-    environment = s3_environment(s3)
+    environment = s3_environment(s3, address)
     config = folder / "s3.json"
     identity = {
         "name": "test",
@@ -86,7 +90,7 @@ def seaweedfs(folder):
     (folder / "data").mkdir()
     (folder / "logs").mkdir()
     command = [str(VENV / "weed"), f"-logdir={folder / 'logs'}", "server", f"-dir={folder / 'data'}"]
-    command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={master}", "-master.telemetry=false"]
+    command += [f"-ip={address}", f"-ip.bind={address}", f"-master.port={master}", "-master.telemetry=false"]
     # Servers of other protocols, on fixed ports.
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
     command += ["-master.volumeSizeLimitMB=64", "-volume.max=0", f"-volume.port={volume}"]

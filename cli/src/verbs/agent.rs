@@ -1,5 +1,7 @@
 //! `tensorcask agent`: runs the background process of the engine, or shows its status.
 
+mod doctor;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -56,6 +58,8 @@ enum AgentVerb {
     Stop,
     /// Print the Prometheus metrics
     Metrics,
+    /// Check this host and its peers for everything that an agent needs
+    Doctor(doctor::Args),
     /// Make the certificates of a run on many hosts, or renew them
     InitTls(InitTlsArgs),
 }
@@ -101,6 +105,7 @@ pub(crate) fn run(args: &Args, json: bool) -> Result<Outcome> {
             text.line(format!("agent {} finishes the waiting states and exits", status.pid));
             Outcome::new(&status, text)
         }
+        Some(AgentVerb::Doctor(args)) => doctor::run(args, folder),
         Some(AgentVerb::InitTls(init)) => make_certificates(init),
         Some(AgentVerb::Metrics) => {
             let metrics = agent_metrics(folder)?;
@@ -162,12 +167,15 @@ fn show(status: &AgentStatus) -> Result<Outcome> {
 /// The newest step of each level.
 fn levels(levels: &LevelStatus) -> String {
     let level = |name: &str, step: Option<u64>| format!("{name} {}", step.map_or_else(|| "none".to_owned(), |step| step.to_string()));
-    [level("copied", levels.copied), level("encoded", levels.encoded), level("durable", levels.durable)].join(", ")
+    let replicated = levels.replicated.map(|step| level("replicated", Some(step)));
+    let other = [level("copied", levels.copied), level("encoded", levels.encoded)].into_iter().chain(replicated);
+    other.chain([level("durable", levels.durable)]).collect::<Vec<_>>().join(", ")
 }
 
 fn describe_hosts(hosts: &HostsStatus) -> String {
     let last = hosts.first_rank.saturating_add(hosts.ranks).saturating_sub(1);
     let leader = match &hosts.leader {
+        _ if hosts.is_without_store => "began from memory, because the store does not answer; nothing is committed".to_owned(),
         None => "not begun".to_owned(),
         Some(leader) => {
             let place = if leader.is_this_host { "this host" } else { "another host" };

@@ -6,6 +6,7 @@ use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::CopyOptions;
 
 use crate::output::Outcome;
+use crate::parse;
 use crate::progress::{Progress, stored_bytes};
 use crate::text::{Text, counted, human_bytes};
 
@@ -13,7 +14,8 @@ use crate::text::{Text, counted, human_bytes};
 #[command(
     after_help = "Snapshots keep their ids, manifests and casks, byte for byte. The copy gets a new log of the same run. `copy` leaves out
 forgotten snapshots that no copied snapshot needs. It checks every cask at the destination before it commits the snapshot.
-Run the command again to resume an interrupted copy, or to add new snapshots to an earlier copy.
+Run the command again to resume an interrupted copy, or to add new snapshots to an earlier copy. To share the work among n machines,
+run --shard 0/n to --shard n-1/n, which copy casks and commit nothing, and then the same command without --shard.
 
 Example:
   tensorcask copy runs/a s3://bucket/run42"
@@ -26,12 +28,16 @@ pub(crate) struct Args {
     /// Copy only these steps and the snapshots that they need
     #[arg(long = "step", value_name = "N", num_args = 1.., value_delimiter = ',')]
     steps: Vec<u64>,
+    /// Copy part i of n of the casks, with i from 0, and commit nothing
+    #[arg(long, value_name = "I/N", value_parser = parse::part)]
+    shard: Option<(u64, u64)>,
 }
 
 #[derive(Debug, Serialize)]
 struct Report<'a> {
     source: &'a str,
     destination: &'a str,
+    shard: Option<String>,
     snapshots: u64,
     present: u64,
     objects: u64,
@@ -43,7 +49,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let progress = Progress::start(&source, "copying");
     progress.expect(|| stored_bytes(&source, &args.steps));
     let steps = Some(args.steps.clone()).filter(|steps| !steps.is_empty());
-    let copied = maintain::copy(&source, &destination, &CopyOptions { steps, ..CopyOptions::default() })?;
+    let copied = maintain::copy(&source, &destination, &CopyOptions { steps, shard: args.shard, ..CopyOptions::default() })?;
     drop(progress);
     let mut text = Text::default();
     text.line(format!(
@@ -56,6 +62,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let report = Report {
         source: &args.source,
         destination: &args.destination,
+        shard: args.shard.map(|(part, of)| format!("{part}/{of}")),
         snapshots: copied.snapshots,
         present: copied.present,
         objects: copied.objects,

@@ -84,6 +84,27 @@ fn a_copy_holds_what_is_live_and_can_be_made_again() {
 }
 
 #[test]
+fn a_copy_in_shards_is_the_same_copy() {
+    let place = Place::with_training();
+    let whole = place.json("copy @run @whole");
+    let parts: Vec<Value> = (0..3).map(|part| place.json(&format!("copy @run @parts --shard {part}/3"))).collect();
+    assert_eq!(parts[2]["shard"], "2/3");
+    assert!(parts.iter().all(|part| part["snapshots"] == 0), "a part commits nothing");
+    assert_eq!(place.json("log @parts")["entries"], json!([]));
+    // A part that is run again finds what it has copied.
+    assert_eq!(place.json("copy @run @parts --shard 1/3")["objects"], 0);
+    let committed = place.json("copy @run @parts");
+    assert_eq!((&committed["snapshots"], &committed["shard"]), (&whole["snapshots"], &Value::Null));
+    for count in ["objects", "bytes"] {
+        let of_parts: u64 = parts.iter().map(|part| part[count].as_u64().unwrap()).sum();
+        assert!(of_parts > 0);
+        assert_eq!(of_parts + committed[count].as_u64().unwrap(), whole[count].as_u64().unwrap(), "{count}");
+    }
+    assert_eq!(place.json("verify @parts")["clean"], true);
+    assert_eq!(place.json("copy @run @parts --shard 0/3")["present"], 3);
+}
+
+#[test]
 fn a_copy_of_some_steps_keeps_the_steps_it_has() {
     let place = Place::with_training();
     assert_eq!(place.json("copy @run @copy --step 1000")["snapshots"], 1);

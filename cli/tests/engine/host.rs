@@ -408,6 +408,11 @@ impl Away {
         away
     }
 
+    /// Where the store is meanwhile.
+    pub(crate) fn kept(&self) -> &Path {
+        &self.kept
+    }
+
     pub(crate) fn back(self) {
         self.exchange();
         std::fs::remove_file(&self.kept).unwrap();

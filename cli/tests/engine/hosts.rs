@@ -8,53 +8,60 @@ use tensorcask::blocking::{Store, maintain};
 use tensorcask::maintain::{GcOptions, VerifyOptions};
 use tensorcask::wire::{Event, Leader};
 use tensorcask::{Blob, Dtype, Metadata, Rect, Slice, TensorView};
-use tensorcask_engine::{AgentStatus, Engine, EngineOptions, Hosts, Peers, Source, Until};
+use tensorcask_engine::{AgentStatus, Engine, EngineOptions, Hosts, InitTls, PeerTls, Peers, Source, Until, init_tls};
 
 use super::host::*;
 
-const HOSTS: u32 = 3;
-const RANKS: u32 = 2;
-const WORLD: u32 = HOSTS * RANKS;
+pub(crate) const HOSTS: u32 = 3;
+pub(crate) const RANKS: u32 = 2;
+pub(crate) const WORLD: u32 = HOSTS * RANKS;
 const ROW: u64 = 60_000;
 
 /// The hosts of a job. The store is on the first.
-struct Job {
-    hosts: Vec<Host>,
-    store_path: String,
+pub(crate) struct Job {
+    pub hosts: Vec<Host>,
+    pub store_path: String,
     /// Ports of the agents, if they copy each other's memory.
-    ports: Vec<u16>,
+    pub ports: Vec<u16>,
 }
 
 /// The engines of one start of the job, by rank.
-struct Start {
-    engines: Vec<Engine>,
+pub(crate) struct Start {
+    pub engines: Vec<Engine>,
     /// Every state of this start differs from those of other starts.
-    salt: u64,
+    pub salt: u64,
 }
 
 impl Job {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let hosts: Vec<Host> = (0..HOSTS).map(|_| Host::new()).collect();
         let store_path = hosts[0].store_path().to_str().unwrap().to_owned();
         Self { hosts, store_path, ports: Vec::new() }
     }
 
-    /// Each host is copied to the next.
-    fn with_peers(self) -> Self {
+    /// Each host is copied to the next. All have certificates.
+    pub(crate) fn with_peers(self) -> Self {
+        let run = tensorcask::absolute_url(&self.store_path).unwrap();
+        init_tls(&self.tls_folder(), &InitTls { run, hosts: HOSTS, valid: Duration::from_secs(3600) }).unwrap();
         let listeners: Vec<TcpListener> = (0..HOSTS).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
         Self { ports: listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect(), ..self }
     }
 
     fn peers(&self, host: u32) -> Option<Peers> {
         let listen = SocketAddr::from(([127, 0, 0, 1], *self.ports.get(host as usize)?));
-        Some(Peers::new(listen, self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect()))
+        let tls = Some(PeerTls::in_folder(self.tls_folder(), host));
+        Some(Peers { tls, ..Peers::new(listen, self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect()) })
     }
 
-    fn store(&self) -> Store {
+    fn tls_folder(&self) -> std::path::PathBuf {
+        std::path::Path::new(&self.store_path).with_file_name("tls")
+    }
+
+    pub(crate) fn store(&self) -> Store {
         Store::open(&self.store_path).unwrap()
     }
 
-    fn options(&self, rank: u32, session: &str) -> EngineOptions {
+    pub(crate) fn options(&self, rank: u32, session: &str) -> EngineOptions {
         let host = rank / RANKS;
         let hosts = Hosts { patience: Duration::from_millis(300), ..Hosts::new(session, host * RANKS..(host + 1) * RANKS) };
         EngineOptions {
@@ -67,23 +74,42 @@ impl Job {
         }
     }
 
-    fn start(&self, session: &str, salt: u64) -> Start {
+    pub(crate) fn start(&self, session: &str, salt: u64) -> Start {
         let engines = (0..WORLD).map(|rank| Engine::start(self.options(rank, session)).unwrap()).collect();
         Start { engines, salt }
     }
 
+    /// Starts all ranks at once: without the store, each host waits for the agents of the others.
+    pub(crate) fn start_at_once(&self, session: &str, salt: u64) -> Start {
+        let engines = std::thread::scope(|scope| {
+            let starting: Vec<_> =
+                (0..WORLD).map(|rank| scope.spawn(move || Engine::start(self.options(rank, session)).unwrap())).collect();
+            starting.into_iter().map(|start| start.join().unwrap()).collect()
+        });
+        Start { engines, salt }
+    }
+
+    /// Waits until a host has copied a step of another.
+    pub(crate) fn wait_for_copy(&self, holder: u32, source: u32, step: u64) {
+        let has_copy = |found: &AgentStatus| {
+            let mut replicas = found.runs.iter().flat_map(|run| &run.replicas);
+            replicas.any(|replica| replica.host == source && replica.last_step == Some(step))
+        };
+        until("a host has copied a step of another", || has_copy(&self.hosts[holder as usize].status()));
+    }
+
     /// Leaders that opened the log, in order.
-    fn leaders(&self) -> Vec<Leader> {
+    pub(crate) fn leaders(&self) -> Vec<Leader> {
         let entries = self.store().history().entries().unwrap();
         entries.into_iter().filter_map(|entry| if let Event::Opened { leader } = entry.event { leader } else { None }).collect()
     }
 
-    fn assert_holds(&self, step: u64, salt: u64) {
+    pub(crate) fn assert_holds(&self, step: u64, salt: u64) {
         let found = self.store().snapshot(step).unwrap().read("model.w", &Slice::all()).unwrap().data;
         assert!(found == (0..WORLD).flat_map(|rank| row(step, salt, rank)).collect::<Vec<u8>>(), "step {step}");
     }
 
-    fn assert_clean(&self) {
+    pub(crate) fn assert_clean(&self) {
         let report = maintain::verify(&self.store(), &VerifyOptions::default()).unwrap();
         assert!(report.is_clean(), "{:?}", report.problems);
     }
@@ -98,20 +124,20 @@ impl Job {
         until("the receipts are in the store", || receipts() * RANKS == ranks);
     }
 
-    fn steps(&self) -> Vec<u64> {
+    pub(crate) fn steps(&self) -> Vec<u64> {
         self.store().snapshots().map_or_else(|_| Vec::new(), |all| all.iter().map(|info| info.record.step).collect())
     }
 }
 
 impl Start {
-    fn save(&mut self, host: u32, step: u64) {
+    pub(crate) fn save(&mut self, host: u32, step: u64) {
         for rank in host * RANKS..(host + 1) * RANKS {
             save_rank(&mut self.engines[rank as usize], rank, step, self.salt);
         }
     }
 
     /// The step that all ranks restore, by rank.
-    fn agree(&mut self, round: &str) -> Vec<Option<u64>> {
+    pub(crate) fn agree(&mut self, round: &str) -> Vec<Option<u64>> {
         std::thread::scope(|scope| {
             let agree = |engine| scope.spawn(move || Engine::agree_by_store(engine, round, LONG).unwrap());
             let waiting: Vec<_> = self.engines.iter_mut().map(agree).collect();
@@ -119,24 +145,24 @@ impl Start {
         })
     }
 
-    fn save_all(&mut self, step: u64) {
+    pub(crate) fn save_all(&mut self, step: u64) {
         (0..HOSTS).for_each(|host| self.save(host, step));
     }
 
-    fn wait(&mut self, host: u32, until: Until) {
+    pub(crate) fn wait(&mut self, host: u32, until: Until) {
         for rank in host * RANKS..(host + 1) * RANKS {
             let waited = self.engines[rank as usize].wait(until, LONG).unwrap();
             assert!(waited.reached, "rank {rank}: {waited:?}");
         }
     }
 
-    fn wait_all(&mut self) {
+    pub(crate) fn wait_all(&mut self) {
         (0..HOSTS).for_each(|host| self.wait(host, Until::Durable));
     }
 }
 
 /// Saves the state of a rank: its row, and a count that all ranks have.
-fn save_rank(engine: &mut Engine, rank: u32, step: u64, salt: u64) {
+pub(crate) fn save_rank(engine: &mut Engine, rank: u32, step: u64, salt: u64) {
     let (row, count) = (row(step, salt, rank), step.to_le_bytes());
     let rect = Rect { offset: vec![u64::from(rank), 0], shape: vec![1, ROW] };
     let tensors = [
@@ -150,7 +176,7 @@ fn save_rank(engine: &mut Engine, rank: u32, step: u64, salt: u64) {
 }
 
 /// The row of a rank: a few bytes change from step to step.
-fn row(step: u64, salt: u64, rank: u32) -> Vec<u8> {
+pub(crate) fn row(step: u64, salt: u64, rank: u32) -> Vec<u8> {
     (0..ROW).map(|at| (at * 7 + u64::from(rank) + salt * 31 + if at % 1000 == step { 1 } else { 0 }) as u8).collect()
 }
 
@@ -327,11 +353,7 @@ fn a_lost_host_costs_no_step_that_another_host_has_copied() {
     let away = Away::take(job.store_path.as_ref());
     start.save_all(3);
     (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
-    let has_copy = |found: &AgentStatus| {
-        let mut replicas = found.runs.iter().flat_map(|run| &run.replicas);
-        replicas.any(|replica| replica.host == 2 && replica.last_step == Some(3))
-    };
-    until("host 0 has copied step 3 of host 2", || has_copy(&job.hosts[0].status()));
+    job.wait_for_copy(0, 2, 3);
     drop(start);
     job.hosts[2] = Host::new();
     away.back();
@@ -370,4 +392,31 @@ fn another_start_of_the_job_ends_the_session_of_hosts_that_live_on() {
     assert_eq!(job.steps(), [1, 2]);
     job.assert_holds(2, 2);
     job.assert_clean();
+}
+
+/// Memory for encoded snapshots is full from the first step on: copies of other hosts wait, own saves do not, and the status
+/// says both.
+#[test]
+fn a_full_memory_stops_copies_of_other_hosts_and_no_save() {
+    let job = Job::new().with_peers();
+    let engine = |rank| Engine::start(EngineOptions { memory_cap: Some(1), ..job.options(rank, "first") }).unwrap();
+    let mut start = Start { engines: (0..WORLD).map(engine).collect(), salt: 1 };
+    let key = job.hosts[0].status().runs[0].key.clone();
+    // The copy of a host that an earlier, larger job has left.
+    let former = job.hosts[0].engine_folder().join(key).join("replica-9");
+    std::fs::create_dir_all(former.join("casks")).unwrap();
+    for step in 1..=3 {
+        start.save_all(step);
+        start.wait_all();
+    }
+    let run = || job.hosts[0].status().runs.remove(0);
+    until("the status says that memory is full", || run().problem.is_some_and(|problem| problem.contains("memory_cap")));
+    let full = |problem: &Option<String>| problem.as_ref().is_some_and(|problem| problem.contains("no room"));
+    until("the copies say so, too", || run().replicas.iter().any(|replica| full(&replica.problem) && replica.last_step.is_none()));
+    assert!(run().memory_bytes > run().memory_cap_bytes);
+    until("the former copy is gone", || !former.exists());
+    assert_eq!(job.steps(), [1, 2, 3]);
+    for engine in start.engines {
+        engine.finish().unwrap();
+    }
 }

@@ -5,6 +5,7 @@
 mod agents;
 mod comebacks;
 mod deferred;
+mod doctor;
 mod faults;
 mod guards;
 mod host;
@@ -12,5 +13,7 @@ mod hosts;
 mod kills;
 mod lost_stores;
 mod memory;
+mod outages;
+mod preemption;
 mod ranks;
 mod tiers;

@@ -108,12 +108,16 @@ impl Agent {
                 run.apply(Event::SavedSnapshot { rank, note: save, queue_depth });
                 Ok(Reply::Progress(run.progress(rank)))
             }
-            Request::Wait { key, rank, generation, durable, timeout_ms, is_last } => {
+            Request::Wait { key, rank, generation, durable, replicated, timeout_ms, is_last } => {
                 let run = self.registry.find(&key)?;
                 if is_last {
                     run.apply(Event::SavesEnded { rank });
                 }
-                let until = if durable { Until::Durable } else { Until::Encoded };
+                let until = match (durable, replicated) {
+                    (true, _) => Until::Durable,
+                    (false, true) => Until::Replicated,
+                    (false, false) => Until::Encoded,
+                };
                 Ok(Reply::Progress(wait(&run, rank, generation, until, Duration::from_millis(timeout_ms)).await))
             }
             Request::Detach { key, rank, clear } => {

@@ -7,7 +7,7 @@ use tensorcask::Result;
 
 use super::run::Run;
 use super::run_state::saves_no_more;
-use super::step_selection::{RankStates, Selection, select_next};
+use super::step_selection::{RankStates, Selection, Sessions, select_next};
 use crate::arena::Arena;
 use crate::files::remove_file;
 use crate::slot::SlotState;
@@ -22,7 +22,10 @@ pub(super) fn next_work(run: &Run, arenas: &[Arc<Arena>]) -> Result<Selection> {
         Ok(RankStates { headers: arena.headers()?, encoded: arena.encoded()?, is_finished: finished.contains(&rank) })
     };
     let first = run.spec.local_ranks().start;
-    Ok(select_next(&(first..).zip(arenas).map(states).collect::<Result<Vec<_>>>()?, session, run.spec.world))
+    let states = (first..).zip(arenas).map(states).collect::<Result<Vec<_>>>()?;
+    // Other hosts have no part of a state of an earlier start, or another one.
+    let oldest = if run.spec.hosts.is_some() { session } else { 0 };
+    Ok(select_next(&states, Sessions { oldest, current: session }, run.spec.world))
 }
 
 /// Whether a complete save waits to be encoded, or is being encoded.

@@ -10,6 +10,7 @@ use tensorcask::{Error, ErrorKind, LeaderWriter, RankSet, Result, SessionExchang
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::host_work::{Fate, HostWork, Kept};
+use super::replicas::remove_former_replicas;
 use super::run_event::Event as RunEvent;
 use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
@@ -30,6 +31,9 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut act
         receipts: BTreeMap::new(),
         reasons: BTreeMap::new(),
         has_begun: false,
+        are_ranks_noted: false,
+        refusal: None,
+        accept_after: None,
         leader: None,
         led_as: HostNotes::read(&work.run.folder, work.hosts.session).led_as,
         earlier: Earlier::Unknown,
@@ -42,7 +46,7 @@ pub(super) async fn host_commit_loop(work: Arc<HostWork>, memory: Store, mut act
                 Some(action) => committer.perform(action).await,
                 None => return,
             },
-            _ = tick.tick() => committer.tick(),
+            _ = tick.tick() => committer.tick().await,
         }
         committer.follow().await;
     }
@@ -67,6 +71,12 @@ struct Committer {
     reasons: BTreeMap<StepKey, String>,
     /// Whether the protocol knows where the session begins.
     has_begun: bool,
+    /// Whether all ranks of this host have started, and are noted in the store.
+    are_ranks_noted: bool,
+    /// Why the store does not accept the session.
+    refusal: Option<String>,
+    /// Time of the next attempt to have the session accepted, after a failure.
+    accept_after: Option<Instant>,
     /// The leader, as last reported.
     leader: Option<LeaderStatus>,
     /// Last writer id under which this host has opened the log, or tried to.
@@ -84,13 +94,9 @@ enum Earlier {
 }
 
 impl Committer {
-    fn tick(&mut self) {
-        let notes = || HostNotes::read(&self.work.run.folder, self.work.hosts.session);
-        if !self.has_begun
-            && let Some(known) = notes().after
-        {
-            self.has_begun = true;
-            self.work.apply(Event::Begin { known });
+    async fn tick(&mut self) {
+        if !self.has_begun || !self.are_ranks_noted {
+            self.begin().await;
         }
         // An earlier agent may have uploaded what is in the arenas.
         if self.earlier == Earlier::Unknown && self.work.has_arenas() {
@@ -98,6 +104,30 @@ impl Committer {
             self.work.apply(Event::Rejoin);
         }
         self.work.apply(Event::Tick { now_ms: self.work.elapsed_ms() });
+    }
+
+    /// Tells the protocol where the session begins. A session that began without the store must be accepted first.
+    async fn begin(&mut self) {
+        let notes = HostNotes::read(&self.work.run.folder, self.work.hosts.session);
+        let is_waiting = self.accept_after.is_some_and(|after| Instant::now() < after);
+        let Some(after) = notes.after.filter(|_| !is_waiting && self.refusal.is_none()) else { return };
+        match accept(&self.work, &self.store, &notes, after).await {
+            Ok(()) => {
+                self.are_ranks_noted = notes.started.len() >= self.work.hosts.ranks as usize;
+                if !std::mem::replace(&mut self.has_begun, true) {
+                    self.work.accept();
+                    self.work.apply(Event::Begin { known: after });
+                }
+            }
+            Err(error) if is_refusal(&error) => {
+                self.refusal = Some(error.to_string());
+                self.work.apply(Event::NotAccepted);
+            }
+            Err(error) => {
+                self.work.run.apply(RunEvent::UploadFailed { tier: 0, message: format!("the session goes on in memory: {error}") });
+                self.accept_after = Some(Instant::now() + ACCEPT_RETRY);
+            }
+        }
     }
 
     async fn perform(&mut self, action: Action) {
@@ -131,7 +161,8 @@ impl Committer {
             }
             Action::Stop => {
                 let orders = work.run.read(|state, _| state.tiers.first().map(|tier| tier.orders)).unwrap_or_default();
-                let why = "another job, or another start of this job, has taken the store over".to_owned();
+                let taken = || "another job, or another start of this job, has taken the store over".to_owned();
+                let why = self.refusal.clone().unwrap_or_else(taken);
                 work.run.apply(RunEvent::Fenced { orders, why });
             }
         }
@@ -202,6 +233,14 @@ impl Committer {
         }
         (self.followed, self.follow_after) = (Some(log.sequence()), None);
         let leading = log.leadership().of(self.work.hosts.session);
+        let has_committed = leading.is_some_and(|leading| log.records().iter().any(|record| record.sequence > leading.leader.after));
+        if has_committed {
+            // Every rank has saved in this session, so none still restores from what is removed here.
+            let trimmed = self.mirror.shorten_log().await.and_then(|()| remove_former_replicas(&self.work.run));
+            if let Err(error) = trimmed {
+                tracing::warn!(run = self.work.run.spec.run, %error, "memory of earlier sessions cannot be removed; trying again");
+            }
+        }
         if let Some((attempt, step)) = leading.and_then(|leading| Some((leading.leader.attempt, leading.newest?))) {
             self.work.set_kept(Kept { from: StepKey { attempt, step }, chain_casks: self.mirror.chain_casks() });
         }
@@ -274,7 +313,18 @@ impl Committer {
         })?;
         (self.writer, self.led_as) = (None, Some(id));
         let options = WriterOptions { id: Some(id), retention: run.spec.retention(), ..run.spec.writer_options()? };
-        self.writer = Some(LeaderWriter::open(&self.store, leader, options).await?);
+        let known = HostNotes::read(&run.folder, self.work.hosts.session).known;
+        let opened = match &known {
+            Some(known) => LeaderWriter::open_known(&self.store, leader, known, options).await,
+            None => LeaderWriter::open(&self.store, leader, options).await,
+        };
+        if let Err(error) = &opened
+            && error.kind() == ErrorKind::Fenced
+            && known.is_some()
+        {
+            self.refusal = Some(error.to_string());
+        }
+        self.writer = Some(opened?);
         Ok(())
     }
 
@@ -328,6 +378,43 @@ impl Committer {
     }
 }
 
+/// Has the store accept a session: notes the ranks that could not be noted when they started. Fails with `Fenced` or
+/// `Conflict` if the session must end.
+async fn accept(work: &HostWork, store: &Store, notes: &HostNotes, after: u64) -> Result<()> {
+    let session = work.hosts.session;
+    if notes.known.is_none() && notes.unnoted.is_empty() {
+        return Ok(());
+    }
+    if let Some(known) = &notes.known {
+        // Also tells whether there is a store: none is made here.
+        if store.history().run().await? != known.run {
+            let message = "the store is of another training run than the one that memory holds, and this session began from memory";
+            return Err(Error::new(ErrorKind::Fenced, message).object(store.url()));
+        }
+        let log = SessionLog::open(store).await?;
+        if log.sequence() < known.sequence {
+            let message = "the store is an older copy of itself: it lacks entries of the log that memory has";
+            return Err(Error::new(ErrorKind::Fenced, message).object(store.url()).clause("log 8.6"));
+        }
+        if log.leadership().of(session).is_none() && !known.admits(log.leadership()) {
+            let message = "another job has written to the store since this session began from memory, without the store";
+            return Err(Error::new(ErrorKind::Fenced, message).object(store.url()).clause("log 8.6"));
+        }
+        if SessionExchange::begin(store, session, after).await? != after {
+            let message = "hosts of this start of the job have begun after different entries of the log";
+            return Err(Error::new(ErrorKind::Conflict, message).object(store.url()).clause("manifest 6.4"));
+        }
+    }
+    for (rank, process) in &notes.unnoted {
+        SessionExchange::start_rank(store, session, *rank, *process).await?;
+    }
+    HostNotes::update(&work.run.folder, session, |now| {
+        now.unnoted.retain(|rank, _| !notes.unnoted.contains_key(rank));
+        now.is_accepted = true;
+        Ok(())
+    })
+}
+
 /// Whether the log, or the store as it is now, does not admit an entry.
 fn is_refusal(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Fenced | ErrorKind::Conflict)
@@ -343,5 +430,7 @@ const MAX_REASONS: usize = 16;
 
 /// Interval of looking at the log and at receipts, while a step waits.
 const TICK: Duration = Duration::from_millis(200);
+/// Time between attempts to have a session accepted that began without the store.
+const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 /// Time between attempts to copy the log into the mirror.
 const FOLLOW_RETRY: Duration = Duration::from_secs(5);

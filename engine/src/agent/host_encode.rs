@@ -14,23 +14,34 @@ use super::encode::{drop_incomplete, is_final};
 use super::encoder_queue::{next_work, remove_former_ranks};
 use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
+use super::replicas::receipt_proof;
 use super::retry::Backoff;
 use super::run_event::{EncodedSave, Event as RunEvent, MemoryContents, RankGeneration};
 use super::run_state::owes_end;
 use super::save_log::Encoding;
 use super::step_selection::{SaveKey, Selection};
 use crate::arena::Arena;
+use crate::folders::describe_free_space;
 use crate::hosts::{Event, StepKey};
 use crate::image::StoredState;
 use crate::known_tiers::KnownTiers;
-use crate::memory_stores::{mirror_bytes, remove_all_epochs};
+use crate::memory_stores::{encoded_bytes, is_full, mirror_bytes, remove_all_epochs};
 use crate::memory_tier::without_replicas;
 use crate::slot_access::TakenSlot;
 
 /// Encodes and uploads states until the agent ends.
 pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded: UnboundedSender<UploadWork>) {
-    let mut encoder =
-        HostEncoder { work: work.clone(), memory, encoded, writer: None, saves: 0, pruned: None, steps: BTreeSet::new(), has_ended: false };
+    let mut encoder = HostEncoder {
+        work: work.clone(),
+        memory,
+        encoded,
+        writer: None,
+        silent_since: None,
+        saves: 0,
+        pruned: None,
+        steps: BTreeSet::new(),
+        has_ended: false,
+    };
     let mut backoff = Backoff::new();
     loop {
         match encoder.encode_all().await {
@@ -56,6 +67,8 @@ struct HostEncoder {
     /// Work for the uploader.
     encoded: UnboundedSender<UploadWork>,
     writer: Option<HostWriter>,
+    /// Time of the last request that the store did not answer.
+    silent_since: Option<Instant>,
     /// Number of saves so far.
     saves: u64,
     /// Newest step that the log had passed when the mirror was last pruned.
@@ -77,7 +90,7 @@ impl HostEncoder {
         }
         self.prune().await?;
         while !run.is_stopped() {
-            if self.is_full()? {
+            if self.has_to_wait()? {
                 break;
             }
             let Some(arenas) = run.read(|_, arenas| arenas.all(run.spec.local_ranks())) else { break };
@@ -98,7 +111,7 @@ impl HostEncoder {
             // Every state of these ranks is encoded or dropped by now.
             self.has_ended = self.encoded.send(UploadWork::End).is_ok();
         }
-        run.apply(RunEvent::EncoderProblem(None));
+        run.apply(RunEvent::EncoderProblem(self.find_obstacle()?));
         Ok(())
     }
 
@@ -119,30 +132,67 @@ impl HostEncoder {
         Ok(())
     }
 
-    /// Whether the mirror has no room for another step before a step in it is committed.
-    fn is_full(&self) -> Result<bool> {
-        let run = &self.work.run;
-        let waits = run.read(|state, _| state.tiers.first().is_some_and(|tier| tier.pending > 0));
-        Ok(waits && mirror_bytes(&run.folder)? >= run.cap)
+    /// Number of steps in the mirror that wait for their commit.
+    fn pending(&self) -> u64 {
+        self.work.run.read(|state, _| state.tiers.first().map_or(0, |tier| tier.pending))
+    }
+
+    /// Whether memory has no room for another step before a step in the mirror is committed. If none waits for its commit, room
+    /// will never come, and the next step is encoded beyond the cap.
+    fn has_to_wait(&self) -> Result<bool> {
+        Ok(self.pending() > 0 && encoded_bytes(&self.work.run.folder)? >= self.work.run.cap)
+    }
+
+    /// Says that memory is full, and what follows from that.
+    fn find_obstacle(&self) -> Result<Option<String>> {
+        let (run, bytes, pending) = (&self.work.run, encoded_bytes(&self.work.run.folder)?, self.pending());
+        if bytes < run.cap {
+            return Ok(None);
+        }
+        let of_others = bytes.saturating_sub(mirror_bytes(&run.folder)?);
+        let effect = match pending {
+            0 => {
+                "none of it can be removed, because it is the newest snapshot with its chain: saves go on beyond the cap. Raise `memory_cap`, or \
+                 choose a policy with shorter chains"
+                    .to_owned()
+            }
+            _ => format!("{pending} steps wait for their commit; later states wait in their slots until then"),
+        };
+        Ok(Some(format!(
+            "encoded snapshots use {bytes} bytes of shared memory, {of_others} of them copies of other hosts, over the cap of {}; {effect}",
+            run.cap
+        )))
     }
 
     /// The parent for a step, agreed on with the other hosts if the store answers.
     async fn parent(&mut self, at: SessionStep) -> Result<Option<tensorcask::wire::Id>> {
         let work = self.work.clone();
+        let is_silent = self.silent_since.is_some_and(|since| since.elapsed() < SILENCE);
+        let mut is_cut_off = is_silent || work.is_without_store();
         let writer = match &mut self.writer {
             Some(open) => open,
-            None => self.writer.insert(open_writer(&work, work.run.tiers.first(), &self.memory).await?),
-        };
-        match tokio::time::timeout(PARENT_TIMEOUT, writer.fix_parent(at)).await {
-            Ok(Ok(parent)) => Ok(parent),
-            Ok(Err(error)) if error.kind() != ErrorKind::Storage => Err(error),
-            unanswered => {
-                let error =
-                    unanswered.map_or_else(|_| "no answer".to_owned(), |found| found.map_or_else(|e| e.to_string(), |_| String::new()));
-                tracing::warn!(run = work.run.spec.run, step = at.step, error, "the hosts cannot agree on the parent of this step");
-                writer.mirrored_parent(at).await
+            None => {
+                let opened = match is_cut_off {
+                    true => None,
+                    false => answer(open_writer(&work, &self.memory, Log::OfStore)).await?,
+                };
+                is_cut_off |= opened.is_none();
+                self.writer.insert(match opened {
+                    Some(opened) => opened,
+                    None => open_writer(&work, &self.memory, Log::OfMirror).await?,
+                })
             }
+        };
+        let fixed = if is_cut_off { None } else { answer(writer.fix_parent(at)).await? };
+        if let Some(parent) = fixed {
+            self.silent_since = None;
+            return Ok(parent);
         }
+        if !is_silent {
+            self.silent_since = Some(Instant::now());
+            tracing::warn!(run = work.run.spec.run, step = at.step, "the hosts choose the parent of this step without the store");
+        }
+        writer.mirrored_parent(at).await
     }
 
     /// Encodes a step into the mirror; returns `false` if a trainer has dropped its state meanwhile.
@@ -174,9 +224,13 @@ impl HostEncoder {
         };
         let stored_bytes = match saved {
             Ok(stored_bytes) => stored_bytes,
-            Err(error) if is_final(&error) => {
+            // No commit will make room.
+            Err(error) if is_final(&error) || (is_full(&error) && self.pending() == 0) => {
                 work.apply(Event::Dropped(step));
-                let message = error.to_string();
+                let message = match is_full(&error) {
+                    true => format!("no space for step {}: {}", key.step, describe_free_space(run.folder.root())),
+                    false => error.to_string(),
+                };
                 run.release_and_apply(taken, RunEvent::Failed { generations, step: key.step, message })?;
                 return Ok(true);
             }
@@ -200,17 +254,47 @@ impl HostEncoder {
         };
         run.release_and_apply(taken, RunEvent::Encoded(save))?;
         self.steps.insert(step);
-        work.note_encoded(step);
+        work.note_encoded(step, &generations);
         // Fails only if the uploader has ended, together with this run.
         let _ = self.encoded.send(UploadWork::Step(WaitingStep { key: step, sequence: self.saves, generations }));
         Ok(true)
     }
 }
 
-async fn open_writer(work: &HostWork, store: Option<&Store>, memory: &Store) -> Result<HostWriter> {
-    let (spec, store) = (&work.run.spec, store.ok_or_else(|| Error::invalid("the run has no store"))?);
-    let ranks: Vec<u32> = spec.local_ranks().collect();
-    HostWriter::open_with_mirror(store, memory, work.hosts.session, &ranks, spec.world, spec.writer_options()?).await
+/// The log that a writer begins with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Log {
+    OfStore,
+    OfMirror,
+}
+
+async fn open_writer(work: &HostWork, memory: &Store, log: Log) -> Result<HostWriter> {
+    let store = work.run.tiers.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+    let (spec, session) = (&work.run.spec, work.hosts.session);
+    let (ranks, options): (Vec<u32>, _) = (spec.local_ranks().collect(), spec.writer_options()?);
+    let mut writer = match log {
+        Log::OfStore => HostWriter::open_with_mirror(store, memory, session, &ranks, spec.world, options).await?,
+        Log::OfMirror => HostWriter::open_in_mirror(store, memory, session, &ranks, spec.world, options).await?,
+    };
+    match receipt_proof(&work.run) {
+        Ok(proof) => writer.prove_receipts(proof),
+        // The state is saved nevertheless. Other hosts do not copy what is not signed.
+        Err(error) => tracing::warn!(run = spec.run, %error, "the receipts of this host cannot be signed"),
+    }
+    Ok(writer)
+}
+
+/// The answer of the store; `None` if the store does not answer.
+async fn answer<T>(request: impl Future<Output = Result<T>>) -> Result<Option<T>> {
+    match tokio::time::timeout(PARENT_TIMEOUT, request).await {
+        Ok(Ok(answer)) => Ok(Some(answer)),
+        Ok(Err(error)) if error.kind() != ErrorKind::Storage => Err(error),
+        Ok(Err(error)) => {
+            tracing::warn!(%error, "the store does not answer");
+            Ok(None)
+        }
+        Err(_) => Ok(None),
+    }
 }
 
 /// The states in taken slots. Their bytes may have been damaged since the copy.
@@ -245,5 +329,7 @@ fn describe(error: &Error) -> String {
     }
 }
 
+/// Time for which the store is not asked again after it has not answered.
+const SILENCE: Duration = Duration::from_secs(10);
 /// Time for agreeing on a parent, after which the host saves the step alone.
 const PARENT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,4 +1,5 @@
-//! The tasks of a run on many hosts: one encodes into the mirror, one uploads from there, one commits or waits for commits.
+//! The tasks of a run on many hosts: one encodes into the mirror, one uploads from there, one commits or waits for commits, one
+//! watches the copies on other hosts.
 
 use std::sync::Arc;
 
@@ -6,6 +7,7 @@ use tensorcask::Result;
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::JoinHandle;
 
+use super::copy_watch::copy_watch_loop;
 use super::host_commit::host_commit_loop;
 use super::host_encode::host_encode_loop;
 use super::host_upload::host_upload_loop;
@@ -30,9 +32,13 @@ pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<J
     let (sender, receiver) = unbounded_channel();
     let work = Arc::new(HostWork::new(run.clone(), hosts, options, sender));
     let (encoded, waiting) = unbounded_channel();
-    Ok(vec![
+    let mut tasks = vec![
         tokio::spawn(host_encode_loop(work.clone(), memory.clone(), encoded)),
         tokio::spawn(host_upload_loop(work.clone(), memory.clone(), waiting)),
-        tokio::spawn(host_commit_loop(work, memory, receiver)),
-    ])
+        tokio::spawn(host_commit_loop(work.clone(), memory.clone(), receiver)),
+    ];
+    if let Some(peers) = run.spec.peers.clone().filter(|peers| peers.replicas > 0) {
+        tasks.push(tokio::spawn(copy_watch_loop(work, memory, peers)));
+    }
+    Ok(tasks)
 }

@@ -41,7 +41,9 @@ pub(super) struct WaitingStep {
 pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut waiting: UnboundedReceiver<UploadWork>) {
     let Some(store) = work.run.tiers.first().cloned() else { return };
     let uploader = Uploader { mirror: Mirror::new(&store, &memory), store, run_id: OnceCell::new(), work: work.clone() };
-    for step in uploader.left_by_earlier_agent().await {
+    let earlier = uploader.left_by_earlier_agent().await;
+    work.accepted().await;
+    for step in earlier {
         uploader.upload(step).await;
     }
     work.run.apply(RunEvent::NothingToUpload { tier: 0 });

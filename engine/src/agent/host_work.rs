@@ -8,11 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::watch;
 
 use super::run::Run;
 use super::run_event::{Event as RunEvent, RankGeneration, Upload};
 use super::save_log::UploadTimes;
 use crate::clock::now_ms;
+use crate::host_notes::HostNotes;
 use crate::hosts::{Action, Event, HostOptions, HostProtocol, LogView, StepKey};
 use crate::hosts_option::HostsSpec;
 
@@ -25,6 +27,8 @@ pub(super) struct HostWork {
     /// Actions for the committer.
     actions: UnboundedSender<Action>,
     started: Instant,
+    /// Whether the store may be used for the session: it answered when the session began, or has accepted the session since.
+    accepted: watch::Sender<bool>,
 }
 
 #[derive(Debug)]
@@ -36,6 +40,8 @@ struct Shared {
     encoded: BTreeSet<StepKey>,
     /// Known fates of steps. A fate may be known before the upload is reported.
     fates: BTreeMap<StepKey, Fate>,
+    /// Encoded steps that other hosts have not copied yet, if they shall.
+    awaited: BTreeMap<StepKey, Vec<RankGeneration>>,
     /// Part of the mirror that pruning keeps; `None` before a step of the session is committed or given up.
     kept: Option<Kept>,
 }
@@ -69,9 +75,31 @@ pub(super) enum Fate {
 impl HostWork {
     pub(super) fn new(run: Arc<Run>, hosts: HostsSpec, options: HostOptions, actions: UnboundedSender<Action>) -> Self {
         let protocol = HostProtocol::new(options, 0);
-        let shared =
-            Mutex::new(Shared { protocol, uploaded: BTreeMap::new(), encoded: BTreeSet::new(), fates: BTreeMap::new(), kept: None });
-        Self { run, hosts, shared, actions, started: Instant::now() }
+        let shared = Mutex::new(Shared {
+            protocol,
+            uploaded: BTreeMap::new(),
+            encoded: BTreeSet::new(),
+            fates: BTreeMap::new(),
+            awaited: BTreeMap::new(),
+            kept: None,
+        });
+        Self { run, hosts, shared, actions, started: Instant::now(), accepted: watch::Sender::new(false) }
+    }
+
+    /// Notes that the store may be used for the session.
+    pub(super) fn accept(&self) {
+        self.accepted.send_replace(true);
+    }
+
+    /// Whether the session goes on without the store.
+    pub(super) fn is_without_store(&self) -> bool {
+        !*self.accepted.borrow() && HostNotes::read(&self.run.folder, self.hosts.session).is_without_store()
+    }
+
+    /// Waits until the store may be used for the session.
+    pub(super) async fn accepted(&self) {
+        // Fails only if this work has ended.
+        let _ = self.accepted.subscribe().wait_for(|accepted| *accepted).await;
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared> {
@@ -112,8 +140,41 @@ impl HostWork {
     }
 
     /// Notes that this agent has encoded a step, which will be uploaded.
-    pub(super) fn note_encoded(&self, key: StepKey) {
-        self.lock().encoded.insert(key);
+    pub(super) fn note_encoded(&self, key: StepKey, generations: &[RankGeneration]) {
+        let mut shared = self.lock();
+        shared.encoded.insert(key);
+        shared.awaited.insert(key, generations.to_vec());
+        while shared.awaited.len() > MAX_AWAITED {
+            shared.awaited.pop_first();
+        }
+    }
+
+    /// Steps that other hosts have not copied yet. At first also those that an earlier agent encoded.
+    pub(super) fn await_copies_of_earlier(&self) {
+        let earlier = self.encoded_steps();
+        let mut shared = self.lock();
+        for (key, generations) in earlier {
+            shared.awaited.entry(key).or_insert(generations);
+        }
+    }
+
+    /// Whether a step waits for copies.
+    pub(super) fn awaits_copies(&self) -> bool {
+        !self.lock().awaited.is_empty()
+    }
+
+    /// Reports the newest awaited step that enough hosts have copied. `copies`: number of copies of each step.
+    pub(super) fn report_copies(&self, copies: &BTreeMap<StepKey, usize>, enough: usize) {
+        let mut shared = self.lock();
+        let newest = shared.awaited.keys().rev().find(|key| copies.get(key).is_some_and(|found| *found >= enough)).copied();
+        let Some(key) = newest else { return };
+        // Older steps are of no interest any more.
+        shared.awaited = shared.awaited.split_off(&key);
+        let generations = shared.awaited.remove(&key);
+        drop(shared);
+        if let Some(generations) = generations {
+            self.run.apply(RunEvent::Replicated { generations, step: key.step });
+        }
     }
 
     /// Reports an uploaded step to the run and to the protocol.
@@ -215,5 +276,7 @@ impl HostWork {
     }
 }
 
+/// Number of steps that wait for copies.
+const MAX_AWAITED: usize = 1024;
 /// Number of fates to remember. More steps than that never wait for their upload.
 const MAX_FATES: usize = 10_000;

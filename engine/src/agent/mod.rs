@@ -42,6 +42,8 @@ mod upload;
 
 mod host_work;
 
+mod copy_watch;
+
 mod host_upload;
 
 mod host_encode;

@@ -5,23 +5,45 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::Result;
 use tensorcask::maintain::Replica;
+use tensorcask::{ReceiptProof, Result};
 use tokio::task::JoinHandle;
 
 use super::retry::Backoff;
 use super::run::Run;
 use crate::files::remove_folder;
 use crate::hosts_option::HostsSpec;
-use crate::memory_stores::{open_replica, replica_bytes};
-use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, TOLERATED_LOSSES, Tls};
+use crate::memory_stores::{encoded_bytes, open_replica, replica_bytes};
+use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, SignedReceipts, TOLERATED_LOSSES, Tls};
 use crate::peers_option::Peers;
+
+/// Removes the copies of hosts that this host no longer observes. Call it once the session has committed a step: until then,
+/// the job may resume from them.
+pub(super) fn remove_former_replicas(run: &Run) -> Result<()> {
+    let observed = match (&run.spec.peers, &run.spec.hosts) {
+        (Some(peers), Some(hosts)) => placement_of(peers).observed(hosts.position(), TOLERATED_LOSSES),
+        _ => Vec::new(),
+    };
+    let former = run.folder.replicas()?.into_iter().filter(|host| !observed.contains(host));
+    former.into_iter().try_for_each(|host| remove_folder(&run.folder.replica(host)))
+}
+
+/// What the receipts of a run are signed and checked with; `None` without certificates.
+pub(super) fn receipt_proof(run: &Run) -> Result<Option<Arc<dyn ReceiptProof>>> {
+    let (Some(peers), Some(hosts)) = (&run.spec.peers, &run.spec.hosts) else { return Ok(None) };
+    let tls = peers.tls.as_ref().map(|files| Tls::open(files, &run.spec.key)).transpose()?;
+    Ok(tls.map(|tls| Arc::new(SignedReceipts::new(Arc::new(tls), hosts.clone())) as Arc<dyn ReceiptProof>))
+}
+
+fn placement_of(peers: &Peers) -> Placement {
+    Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump }
+}
 
 /// Starts the tasks for the peers of a run; none without peers.
 pub(super) fn spawn_peer_tasks(run: &Arc<Run>) -> Vec<JoinHandle<()>> {
     let (Some(peers), Some(hosts)) = (run.spec.peers.clone(), run.spec.hosts.clone()) else { return Vec::new() };
     let own = hosts.position();
-    let placement = Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump };
+    let placement = placement_of(&peers);
     let context = Arc::new(Context { run: run.clone(), peers, hosts, own, placement });
     let observed = placement.observed(own, TOLERATED_LOSSES);
     for host in &observed {
@@ -58,10 +80,15 @@ impl Context {
         self.placement.holders(host, &gone).contains(&self.own)
     }
 
-    /// Ranks of a host. All hosts have as many, except perhaps the last.
+    /// Bytes that the copy of one host may grow now. Hosts that are copied at the same time share what is free.
+    fn room(&self) -> Result<u64> {
+        let held = self.placement.observed(self.own, TOLERATED_LOSSES).into_iter().filter(|host| self.holds(*host)).count() as u64;
+        let free = self.run.cap.saturating_sub(encoded_bytes(&self.run.folder)?);
+        Ok(free.checked_div(held).unwrap_or(free))
+    }
+
     fn ranks(&self, host: u32) -> Range<u32> {
-        let first = host.saturating_mul(self.hosts.ranks);
-        first..first.saturating_add(self.hosts.ranks).min(self.run.spec.world)
+        self.hosts.ranks_of(host, self.run.spec.world)
     }
 }
 
@@ -72,7 +99,7 @@ async fn serve_loop(context: Arc<Context>) {
     loop {
         let bound = async {
             let (root, tls) = (run.folder.root().to_owned(), context.tls()?);
-            PeerServer::bind(context.peers.listen, root, &run.spec.key, tls, context.peers.bandwidth).await
+            PeerServer::bind(context.peers.listen, root, &run.spec.key, tls, run.bandwidth.clone()).await
         };
         match bound.await {
             Ok(server) => {
@@ -130,7 +157,8 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
             let peer = Peer::open(&context.address(host), &run.spec.key, context.tls()?, ResponseLimits::default())?;
             let memory = open_replica(&run.folder, host)?;
             let (session, ranks) = (context.hosts.session, context.ranks(host));
-            let replica = Replica::new(&peer.store("mirror"), &memory, session, ranks, context.peers.keep);
+            let mut replica = Replica::new(&peer.store("mirror"), &memory, session, ranks, context.peers.keep);
+            replica.require_proof(receipt_proof(run)?);
             copied.insert(Copied { peer, replica, released: None })
         }
     };
@@ -146,6 +174,7 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
         return Ok(());
     }
     *released = None;
+    replica.set_room(context.room()?);
     let report = {
         let pulling = replica.pull();
         tokio::pin!(pulling);

@@ -7,6 +7,7 @@ use super::run_parts::{RankState, TierState};
 use super::run_state::RunState;
 use crate::arena::{Arena, SlotView};
 use crate::clock::now_ms;
+use crate::host_notes::HostNotes;
 use crate::status::{HostsStatus, LevelStatus, RankStatus, RunStatus, SaveStatus, SlotStatus, TierStatus};
 
 /// Reports the status of a run.
@@ -33,6 +34,7 @@ pub(super) fn status_of(run: &Run) -> RunStatus {
                 first_rank: hosts.first_rank,
                 ranks: hosts.ranks,
                 leader: state.leader.clone(),
+                is_without_store: HostNotes::read(&run.folder, hosts.session).is_without_store(),
             }),
             queue_depth: state.queue_depth(arenas.waiting_states()),
             last_commit_step: state.saves.last_commit.map(|commit| commit.step),
@@ -40,7 +42,7 @@ pub(super) fn status_of(run: &Run) -> RunStatus {
             chain_depth: state.memory.chain_depth,
             failed_saves: state.saves.failed,
             memory_steps: state.memory.steps.clone(),
-            memory_bytes: state.memory.bytes,
+            memory_bytes: replicas.iter().fold(state.memory.bytes, |sum, replica| sum.saturating_add(replica.bytes)),
             memory_cap_bytes: run.cap,
             replicas,
             peers_problem,
@@ -57,6 +59,7 @@ fn levels(state: &RunState) -> LevelStatus {
     LevelStatus {
         copied: newest(|_| true).or(durable),
         encoded: newest(|save| save.encode_ms.is_some()).or(state.memory.steps.last().copied()).or(durable),
+        replicated: state.replicated_step,
         durable,
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorcask::{AheadUploads, Error, Result, Store};
+use tensorcask::{AheadUploads, Bandwidth, Error, Result, Store};
 use tokio::sync::watch;
 
 use super::rank_arenas::RankArenas;
@@ -27,6 +27,8 @@ pub(super) struct Run {
     pub tiers: Vec<Store>,
     /// Bytes of shared memory that encoded snapshots may use.
     pub cap: u64,
+    /// Limit of the bytes that this host sends for the run: uploads to all tiers, and replicas.
+    pub bandwidth: Bandwidth,
     shared: Mutex<Shared>,
     pub wakes: Wakes,
     /// Counts the events, for requests that wait for a change.
@@ -51,7 +53,8 @@ impl Run {
         run.create()?;
         let json = serde_json::to_vec(&spec).map_err(|e| Error::invalid(format!("cannot encode the description of a run: {e}")))?;
         replace_file(&run.spec(), &json)?;
-        let tiers = spec.stores()?;
+        let bandwidth = Bandwidth::new(spec.peers.as_ref().and_then(|peers| peers.bandwidth));
+        let tiers = spec.stores_within(&bandwidth)?;
         let cap = spec.cap(folder)?;
         let encode = if spec.inline { Encode::Inline } else { Encode::Agent };
         let state = RunState::new(tiers.len(), encode);
@@ -59,6 +62,7 @@ impl Run {
         Ok(Self {
             folder: run,
             cap,
+            bandwidth,
             shared: Mutex::new(Shared { state, arenas: RankArenas::default(), ahead: None }),
             wakes: Wakes::new(tiers.len()),
             tiers,

@@ -27,6 +27,8 @@ pub(super) enum Event {
     SavesEnded { rank: u32 },
     /// Many hosts: the log was read.
     LeaderRead(Option<LeaderStatus>),
+    /// Many hosts: other hosts have copies of a step of this host.
+    Replicated { generations: Vec<RankGeneration>, step: u64 },
     /// Many hosts: the other hosts have been told that the ranks of this host save no more.
     EndNoted,
     /// A trainer has finished the run. `None`: it did so in an earlier agent.

@@ -25,6 +25,8 @@ pub(super) struct RankState {
     pub has_left: bool,
     /// Newest generation that is encoded in memory.
     pub encoded: u64,
+    /// Newest generation of which other hosts have copies.
+    pub replicated: u64,
     /// Newest generation that is committed in the first tier.
     pub durable: u64,
     /// Recent failures.

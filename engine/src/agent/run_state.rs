@@ -39,6 +39,8 @@ pub(super) struct RunState {
     pub saves: SaveLog,
     /// Many hosts: the leader, as last read.
     pub leader: Option<LeaderStatus>,
+    /// Many hosts: newest step of this host of which other hosts have copies.
+    pub replicated_step: Option<u64>,
     /// Reason why the run is stopped: another job has taken the store over.
     pub stopped: Option<String>,
     /// Current problem of the encoder.
@@ -61,6 +63,7 @@ impl RunState {
             tiers: vec![TierState::default(); tiers],
             saves: SaveLog::default(),
             leader: None,
+            replicated_step: None,
             stopped: None,
             problem: None,
             is_restoring: true,
@@ -104,6 +107,14 @@ impl RunState {
             }
             Event::LeaderRead(leader) => {
                 self.leader = leader;
+                Vec::new()
+            }
+            Event::Replicated { generations, step } => {
+                for RankGeneration { rank, generation } in generations {
+                    let state = self.ranks.entry(rank).or_default();
+                    state.replicated = state.replicated.max(generation);
+                }
+                self.replicated_step = Some(step);
                 Vec::new()
             }
             Event::EndNoted => {
@@ -425,6 +436,7 @@ impl RunState {
         let tier_problem = self.tiers.iter().find_map(|tier| tier.problem.clone());
         Progress {
             encoded: state.map_or(0, |state| state.encoded),
+            replicated: state.map_or(0, |state| state.replicated),
             durable: state.map_or(0, |state| state.durable),
             failures: state.map_or_else(Vec::new, |state| state.failures.iter().cloned().collect()),
             session: self.session,

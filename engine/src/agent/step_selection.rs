@@ -65,11 +65,20 @@ impl RankStates {
     }
 }
 
+/// The sessions of which states are encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Sessions {
+    /// States of older sessions are dropped.
+    pub oldest: u64,
+    /// Ranks still save in this session.
+    pub current: u64,
+}
+
 /// Selects the next work from the states of all ranks of this host, in rank order, during this session. A save is complete
 /// if all of them wait with it. `world`: number of ranks of the job. Of several complete saves, the oldest of rank 0 comes first.
-pub(super) fn select_next(ranks: &[RankStates], session: u64, world: u32) -> Selection {
+pub(super) fn select_next(ranks: &[RankStates], sessions: Sessions, world: u32) -> Selection {
     let Some(first) = ranks.first() else { return Selection::Wait };
-    let is_of_this_job = |header: &SlotHeader| header.world == world;
+    let is_of_this_job = |header: &SlotHeader| header.world == world && header.session >= sessions.oldest;
     let is_complete =
         |header: &&SlotHeader| is_of_this_job(header) && ranks.iter().all(|rank| rank.find_waiting(SaveKey::of(header)).is_some());
     let oldest = first.waiting().filter(is_complete).min_by_key(|header| header.word.generation);
@@ -87,7 +96,7 @@ pub(super) fn select_next(ranks: &[RankStates], session: u64, world: u32) -> Sel
         for header in rank.waiting() {
             let key = SaveKey::of(header);
             // No rank adds to an earlier session.
-            if header.session < session || !is_of_this_job(header) || ranks.iter().any(|other| other.has_passed(key)) {
+            if header.session < sessions.current || !is_of_this_job(header) || ranks.iter().any(|other| other.has_passed(key)) {
                 hopeless.push(StateOfRank { rank: number, key });
             }
         }
@@ -97,11 +106,15 @@ pub(super) fn select_next(ranks: &[RankStates], session: u64, world: u32) -> Sel
 
 #[cfg(test)]
 mod tests {
-    use super::{RankStates, SaveKey, Selection, StateOfRank, select_next};
+    use super::{RankStates, SaveKey, Selection, Sessions, StateOfRank, select_next};
     use crate::arena::SlotHeader;
     use crate::slot::{SlotState, SlotWord};
 
     const SESSION: u64 = 3;
+
+    fn any(current: u64) -> Sessions {
+        Sessions { oldest: 0, current }
+    }
 
     fn kept(session: u64, step: u64, generation: u64, waits: bool, world: usize) -> SlotHeader {
         let state = if waits { SlotState::Full } else { SlotState::Released };
@@ -126,7 +139,7 @@ mod tests {
     }
 
     fn next_of(ranks: &[RankStates]) -> Selection {
-        select_next(ranks, SESSION, ranks.len() as u32)
+        select_next(ranks, any(SESSION), ranks.len() as u32)
     }
 
     #[test]
@@ -184,6 +197,9 @@ mod tests {
         // A save that was complete when they were killed is encoded first.
         let ranks = [held(&[old(99, 1, true), new(98, 2)]), held(&[old(99, 1, true)])];
         assert_eq!(next_of(&ranks), Selection::Encode(SaveKey { session: SESSION - 1, attempt: 0, step: 99 }));
+        // One of many hosts drops it: the other hosts may have another state of that step.
+        let only_new = Sessions { oldest: SESSION, current: SESSION };
+        assert!(matches!(select_next(&ranks, only_new, 2), Selection::Drop(dropped) if dropped.len() == 2));
         let ranks = [held(&[old(99, 1, false), new(98, 2)]), held(&[old(99, 1, false)])];
         assert_eq!(next_of(&ranks), Selection::Wait, "rank 1 still saves step 98");
         // Saved by a job with more ranks.
@@ -221,7 +237,7 @@ mod tests {
                             held.headers.push(kept(session, todo.remove(0), generation, true, 3));
                         }
                     }
-                    match select_next(&held, session, 3) {
+                    match select_next(&held, any(session), 3) {
                         Selection::Encode(name) => {
                             encoded.push(name);
                             for held in &mut held {

@@ -96,6 +96,8 @@ pub(crate) enum Event {
     /// A request failed *without effect*; the next tick may send it again. The driver resolves a lost answer of an
     /// append first (log 5.3), or reports [`Unseated`](Self::Unseated): the next opening has a writer id of its own.
     Failed(Request),
+    /// The store does not accept the session: another job has written to it since the session began without it.
+    NotAccepted,
     /// A monotonic clock of the host, which may run fast, slow or apart from those of others.
     Tick { now_ms: u64 },
 }

@@ -172,6 +172,7 @@ impl HostProtocol {
                 self.under_way.remove(&Request::Append);
                 self.role = Role::Follower;
             }
+            Event::NotAccepted => self.end(&mut actions),
             Event::Failed(request) => _ = self.under_way.remove(&request),
             Event::Tick { now_ms } => {
                 self.now_ms = now_ms;

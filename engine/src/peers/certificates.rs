@@ -13,7 +13,7 @@ use rcgen::{
 use tensorcask::wire::Digest;
 use tensorcask::{Error, Result};
 
-use super::tls::certificate_name;
+use super::tls::{certificate_name, host_certificate_name};
 use crate::peers_option::PeerTls;
 use crate::run_spec::run_key;
 
@@ -88,8 +88,9 @@ fn issue(folder: &Path, options: &InitTls, begin: SystemTime, end: SystemTime) -
     let mut hosts = Vec::new();
     for host in 0..options.hosts {
         let files = PeerTls::in_folder(folder, host);
-        let name = certificate_name(&run_key(&options.run));
-        let mut params = CertificateParams::new(vec![name]).map_err(|e| failed(&files.certificate, &e))?;
+        let key = run_key(&options.run);
+        let names = vec![certificate_name(&key), host_certificate_name(&key, host)];
+        let mut params = CertificateParams::new(names).map_err(|e| failed(&files.certificate, &e))?;
         params.distinguished_name = named(&format!("tensorcask host {host}"));
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
@@ -162,6 +163,11 @@ pub(super) mod tests {
     pub(in crate::peers) fn expired(folder: &Path, run: &str) -> CertificateFiles {
         let options = InitTls { run: run.to_owned(), hosts: 2, valid: DAY };
         issue(folder, &options, SystemTime::now() - 2 * DAY, SystemTime::now() - DAY).unwrap()
+    }
+
+    /// Certificates that are valid from this time on, for a day.
+    pub(in crate::peers) fn valid_from(folder: &Path, run: &str, begin: SystemTime) -> CertificateFiles {
+        issue(folder, &InitTls { run: run.to_owned(), hosts: 2, valid: DAY }, begin, begin + DAY).unwrap()
     }
 
     #[test]

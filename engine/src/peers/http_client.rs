@@ -8,24 +8,26 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use futures::FutureExt;
 use http_body_util::Empty;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
-use hyper::header::{CONTENT_RANGE, RANGE};
+use hyper::header::{CONTENT_RANGE, DATE, RANGE};
 use hyper::{HeaderMap, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use object_store::client::{
     ClientOptions, HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody, HttpService,
 };
+use tensorcask::{Error, ErrorKind};
 use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
 use super::byte_range::{Asked, Sent, parse_range};
 use super::connect::Connector;
 use super::tls::{Tls, explain};
+use super::version::{self, Spoken};
 
 /// Limits of what a peer may send.
 #[derive(Debug, Clone, Copy)]
@@ -55,17 +57,69 @@ pub(super) struct PeerConnector {
 
 impl HttpConnector for PeerConnector {
     fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
-        let mut builder = Client::builder(TokioExecutor::new());
-        builder.pool_timer(TokioTimer::new()).pool_idle_timeout(IDLE).pool_max_idle_per_host(MOST_IDLE).http1_max_buf_size(HEAD_BYTES);
-        let client = builder.build(Connector { tls: self.tls.clone(), timeout: self.limits.connect });
-        Ok(HttpClient::new(PeerClient { client, limits: self.limits }))
+        Ok(HttpClient::new(PeerClient::new(self.tls.clone(), self.limits)))
     }
+}
+
+/// What a peer says of itself.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PeerFacts {
+    /// Time of its clock, in whole seconds.
+    pub date: Option<SystemTime>,
+    /// Time from the request to the answer, with the connection.
+    pub round_trip: Duration,
+}
+
+/// Asks a peer for nothing but an answer.
+pub(crate) async fn probe_peer(address: &str, key: &str, tls: Option<Arc<Tls>>, limits: ResponseLimits) -> tensorcask::Result<PeerFacts> {
+    let url = format!("{}://{address}", if tls.is_some() { "https" } else { "http" });
+    let fail = |message: String| Error::new(ErrorKind::Storage, message).object(&url);
+    let request = hyper::Request::head(format!("{url}/{key}/mirror/store.json")).body(());
+    let (parts, ()) = request.map_err(|e| Error::invalid(format!("not the address of a peer: {e}")).object(&url))?.into_parts();
+    let begun = Instant::now();
+    let (answer, _) = PeerClient::new(tls, limits).exchange(parts).await.map_err(|error| fail(innermost(&error)))?;
+    if !answer.status.is_success() && answer.status != StatusCode::NOT_FOUND {
+        return Err(fail(format!("the peer answers {}", answer.status)));
+    }
+    let date = answer.headers.get(DATE).and_then(|date| httpdate::parse_http_date(date.to_str().ok()?).ok());
+    Ok(PeerFacts { date, round_trip: begun.elapsed() })
 }
 
 #[derive(Debug)]
 struct PeerClient {
     client: Client<Connector, Empty<Bytes>>,
     limits: ResponseLimits,
+}
+
+impl PeerClient {
+    fn new(tls: Option<Arc<Tls>>, limits: ResponseLimits) -> Self {
+        let mut builder = Client::builder(TokioExecutor::new());
+        builder.pool_timer(TokioTimer::new()).pool_idle_timeout(IDLE).pool_max_idle_per_host(MOST_IDLE).http1_max_buf_size(HEAD_BYTES);
+        Self { client: builder.build(Connector { tls, timeout: limits.connect }), limits }
+    }
+
+    /// Sends a request, and receives the headers of the response from an agent of the same version.
+    async fn exchange(&self, mut parts: hyper::http::request::Parts) -> Result<(hyper::http::response::Parts, Incoming), HttpError> {
+        let place = Place(format!("{}", parts.uri));
+        parts.headers.insert(version::HEADER, version::ours());
+        let request = hyper::Request::from_parts(parts, Empty::new());
+        let response = match timeout_at(Instant::now() + self.limits.answer, self.client.request(request)).await {
+            Ok(Ok(response)) => response,
+            Ok(Err(error)) => return Err(place.failed(&error)),
+            Err(_) => return Err(place.error(HttpErrorKind::Timeout, format!("no answer within {:?}", self.limits.answer))),
+        };
+        let (parts, body) = response.into_parts();
+        match Spoken::read(&parts.headers) {
+            // A response that the HTTP server itself makes, such as 431.
+            Spoken::Nothing if parts.status.is_client_error() || parts.status.is_server_error() => {}
+            spoken => {
+                if let Some(refusal) = spoken.refusal() {
+                    return Err(place.error(HttpErrorKind::Unknown, refusal));
+                }
+            }
+        }
+        Ok((parts, body))
+    }
 }
 
 #[async_trait::async_trait]
@@ -85,14 +139,7 @@ impl HttpService for PeerClient {
                 return Err(place.error(HttpErrorKind::Unknown, format!("a peer's snapshots can only be read, not changed by {other}")));
             }
         };
-        let answered =
-            timeout_at(Instant::now() + self.limits.answer, self.client.request(hyper::Request::from_parts(parts, Empty::new())));
-        let response = match answered.await {
-            Ok(Ok(response)) => response,
-            Ok(Err(error)) => return Err(place.failed(&error)),
-            Err(_) => return Err(place.error(HttpErrorKind::Timeout, format!("no answer within {:?}", self.limits.answer))),
-        };
-        let (parts, body) = response.into_parts();
+        let (parts, body) = self.exchange(parts).await?;
         if !parts.status.is_success() {
             // The status says enough, and the text would be the peer's.
             return Ok(HttpResponse::from_parts(parts, HttpResponseBody::from(Bytes::new())));

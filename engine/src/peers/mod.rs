@@ -8,45 +8,54 @@
 //!
 //! A peer is authenticated by its certificate: it is signed by the authority of the run, and names the run. Still, nothing
 //! that a peer sends is trusted before it is verified: lengths and ranges in `http_client`, names in `peer_objects`,
-//! contents by the library, as for any store.
+//! contents by the library, as for any store, and whose they are by `receipt_proof`.
 //!
 //! | module | job |
 //! |---|---|
 //! | `placement`, `replica_board` | which hosts copy which hosts; what is copied, and who answers |
 //! | `resource`, `byte_range` | what a request names; parsed without I/O |
 //! | `folder_access`, `listing` | opens and lists files below the run's folder, without following links |
-//! | `bandwidth` | limit of bytes per second |
+//! | `handshakes` | connections that have not shown a certificate yet |
 //! | `certificates` | makes certificates |
 //! | `tls` | certificates from files, checks of the other side |
+//! | `signature`, `receipt_proof` | who has saved a step: signatures of receipts |
 //! | `serve` | the server |
 //! | `http_client`, `connect`, `peer_objects` | the client, an `ObjectStore` that reads |
+//! | `version` | handshake of versions |
 //! | `union` | several places with parts of a store as one store |
 //!
 //! Reads use WebDAV's `PROPFIND` for listings, because the HTTP store of `object_store` does.
 
-mod bandwidth;
 mod byte_range;
 mod certificates;
 mod connect;
 mod folder_access;
+mod handshakes;
 mod http_client;
 mod listing;
 mod peer_objects;
 mod placement;
+mod receipt_proof;
 mod replica_board;
 mod resource;
 mod serve;
+mod signature;
 mod tls;
 mod union;
+mod version;
 
 pub use certificates::{CertificateFiles, InitTls, init_tls};
-pub(crate) use http_client::ResponseLimits;
+pub(crate) use http_client::{ResponseLimits, probe_peer};
 pub(crate) use peer_objects::Peer;
 pub(crate) use placement::Placement;
+pub(crate) use receipt_proof::{CheckedPlace, SignedReceipts};
 pub(crate) use replica_board::{Pulled, ReplicaBoard};
 pub(crate) use serve::PeerServer;
 pub(crate) use tls::Tls;
-pub(crate) use union::{Place, union_store};
+pub(crate) use union::{ListedPlace, Place, union_store};
+
+/// Folder of the messages between hosts, beside the stores of a run.
+pub(crate) const MEETING: &str = "meeting";
 
 /// Hosts that may be gone at once and still be replaced as holders.
 pub(crate) const TOLERATED_LOSSES: u32 = 2;

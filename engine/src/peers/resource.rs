@@ -1,6 +1,8 @@
 //! The path of a request: which folder of the run, and which object in it. Everything else is refused, before any file is
 //! looked at.
 
+use super::MEETING;
+
 /// Place of a request, below the folder of the run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Resource {
@@ -10,7 +12,7 @@ pub(super) struct Resource {
 
 impl Resource {
     /// Parses the path of a request to the run with this key: `/<key>`, or `/<key>/<store>/...` with the store `mirror`,
-    /// `memory-<n>` or `replica-<host>`. Names consist of `[0-9a-z._-]` and do not begin with a dot: no other objects
+    /// `memory-<n>` or `replica-<host>`, or `meeting` for the messages between hosts. Names consist of `[0-9a-z._-]` and do not begin with a dot: no other objects
     /// are in a store, so escapes such as `%2e` are refused with the rest.
     pub(super) fn parse(path: &str, key: &str) -> Option<Self> {
         if path.len() > MAX_PATH_BYTES {
@@ -31,7 +33,7 @@ impl Resource {
 
     fn is_served(&self) -> bool {
         let Some((store, inner)) = self.names.split_first() else { return true };
-        let is_store = store == "mirror" || is_numbered(store, "memory-") || is_numbered(store, "replica-");
+        let is_store = store == "mirror" || store == MEETING || is_numbered(store, "memory-") || is_numbered(store, "replica-");
         is_store && self.names.len() <= MAX_DEPTH && inner.iter().all(|name| is_object_name(name))
     }
 
@@ -89,6 +91,7 @@ mod tests {
             "/k/memory-12/log/00000000000000000001.json",
             "/k/replica-3/casks/7f.cask",
             "/k/mirror/receipts/a/b/0.json",
+            "/k/meeting/5e/offers/job-7/0.json",
         ] {
             let parsed = Resource::parse(path, "k").unwrap_or_else(|| panic!("{path}"));
             assert_eq!(parsed.to_path("k"), path.trim_end_matches('/'));
@@ -127,10 +130,11 @@ mod tests {
     proptest! {
         /// Whatever is accepted stays below the run's folder.
         #[test]
-        fn no_path_leads_outside(path in "/k(/(mirror|memory-[0-9]{1,2}|replica-[0-9]|[a-z.%/\\\\0-9#A-Z-]{0,12}|\\.\\.|.{0,6})){0,7}") {
+        fn no_path_leads_outside(path in "/k(/(mirror|meeting|memory-[0-9]{1,2}|replica-[0-9]|[a-z.%/\\\\0-9#A-Z-]{0,12}|\\.\\.|.{0,6})){0,7}") {
             if let Some(resource) = Resource::parse(&path, "k") {
                 let first = resource.names().first();
-                prop_assert!(first.is_none_or(|first| first.starts_with("memory-") || first.starts_with("replica-") || first == "mirror"));
+                let is_store = |first: &String| first.starts_with("memory-") || first.starts_with("replica-");
+                prop_assert!(first.is_none_or(|first| is_store(first) || first == "mirror" || first == "meeting"));
                 for name in resource.names() {
                     prop_assert!(!name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', '%', '\0', '#']));
                 }

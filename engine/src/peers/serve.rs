@@ -20,19 +20,20 @@ use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::io::Errno;
-use tensorcask::{Error, Result};
+use tensorcask::{Bandwidth, Error, Result};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 
-use super::bandwidth::Bandwidth;
 use super::byte_range::{Asked, Sent, parse_range};
 use super::folder_access::{Depth, list, open_file};
+use super::handshakes::Handshakes;
 use super::listing::multistatus;
 use super::resource::Resource;
 use super::tls::{Tls, explain};
+use super::version::{self, Spoken};
 
 /// A server for the peers of one run. Dropping the future of `serve` closes all connections.
 #[derive(Debug)]
@@ -56,18 +57,12 @@ struct Served {
 
 impl PeerServer {
     /// Listens on an address. Without certificates, it must be an address of this machine.
-    pub(crate) async fn bind(
-        listen: SocketAddr,
-        root: PathBuf,
-        key: &str,
-        tls: Option<Arc<Tls>>,
-        bytes_per_second: Option<u64>,
-    ) -> Result<Self> {
+    pub(crate) async fn bind(listen: SocketAddr, root: PathBuf, key: &str, tls: Option<Arc<Tls>>, bandwidth: Bandwidth) -> Result<Self> {
         if tls.is_none() && !listen.ip().is_loopback() {
             return Err(Error::invalid("without certificates, an agent serves this machine only").object(listen.to_string()));
         }
         let listener = TcpListener::bind(listen).await.map_err(|e| Error::io(listen.to_string(), e))?;
-        let served = Served { root, key: key.to_owned(), bandwidth: Bandwidth::new(bytes_per_second), sent_bytes: AtomicU64::new(0) };
+        let served = Served { root, key: key.to_owned(), bandwidth, sent_bytes: AtomicU64::new(0) };
         Ok(Self { listener, tls, served: Arc::new(served) })
     }
 
@@ -79,11 +74,10 @@ impl PeerServer {
 
     /// Serves peers until the future is dropped.
     pub(crate) async fn serve(self) {
-        let free = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+        let (free, handshakes) = (Arc::new(Semaphore::new(MOST_CONNECTIONS)), Handshakes::new(MOST_HANDSHAKES));
         let mut connections = JoinSet::new();
         loop {
             while connections.try_join_next().is_some() {}
-            let Ok(permit) = free.clone().acquire_owned().await else { return };
             let (stream, peer) = match self.listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {
@@ -92,22 +86,31 @@ impl PeerServer {
                     continue;
                 }
             };
-            let (served, tls) = (self.served.clone(), self.tls.clone());
-            connections.spawn(async move {
-                let _permit = permit;
-                let _ = stream.set_nodelay(true);
-                match tls {
-                    None => serve_connection(stream, served).await,
-                    Some(tls) => {
-                        if let Some(stream) = accept_tls(stream, &tls, peer).await {
-                            serve_connection(stream, served).await;
-                        }
-                    }
-                }
+            let (served, tls, free) = (self.served.clone(), self.tls.clone(), free.clone());
+            handshakes.begin(peer.ip(), |place| {
+                connections.spawn(async move {
+                    let _ = stream.set_nodelay(true);
+                    let stream: Box<dyn Connection> = match tls {
+                        None => Box::new(stream),
+                        Some(tls) => match accept_tls(stream, &tls, peer).await {
+                            Some(stream) => Box::new(stream),
+                            None => return,
+                        },
+                    };
+                    // A peer that waits for others counts as a handshake meanwhile, so that those who wait are few, too.
+                    let Ok(Ok(_permit)) = tokio::time::timeout(IDLE, free.acquire_owned()).await else { return };
+                    drop(place);
+                    serve_connection(stream, served).await;
+                })
             });
         }
     }
 }
+
+/// A connection of a peer, with or without TLS.
+trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
 
 /// Performs the handshake. A client without a valid certificate is refused.
 async fn accept_tls(stream: TcpStream, tls: &Tls, peer: SocketAddr) -> Option<tokio_rustls::server::TlsStream<TcpStream>> {
@@ -136,11 +139,19 @@ async fn discard(stream: &mut TcpStream) {
     }
 }
 
-async fn serve_connection(stream: impl AsyncRead + AsyncWrite + Unpin + Send, served: Arc<Served>) {
+async fn serve_connection(stream: Box<dyn Connection>, served: Arc<Served>) {
     let progress = Arc::new(AtomicU64::new(0));
     let service = service_fn(|request| {
         let (served, progress) = (served.clone(), progress.clone());
-        async move { Ok::<_, Infallible>(answer(request, served, progress).await) }
+        async move {
+            progress.fetch_add(1, Ordering::Relaxed);
+            let mut response = match Spoken::read(request.headers()) {
+                Spoken::Ours => answer(request, served, progress).await,
+                _ => refuse(StatusCode::UPGRADE_REQUIRED),
+            };
+            response.headers_mut().insert(version::HEADER, version::ours());
+            Ok::<_, Infallible>(response)
+        }
     });
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(HEAD_BYTES).max_headers(MOST_HEADERS);
@@ -167,7 +178,6 @@ async fn stalled(progress: &AtomicU64) {
 type ResponseBody = http_body_util::combinators::UnsyncBoxBody<Bytes, std::io::Error>;
 
 async fn answer(request: Request<Incoming>, served: Arc<Served>, progress: Arc<AtomicU64>) -> Response<ResponseBody> {
-    progress.fetch_add(1, Ordering::Relaxed);
     let Some(resource) = Resource::parse(request.uri().path(), &served.key) else { return refuse(StatusCode::NOT_FOUND) };
     let headers = request.headers();
     let text = |name: header::HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
@@ -282,8 +292,10 @@ fn read_piece(file: &std::fs::File, start: u64, bytes: u64) -> std::io::Result<B
     Ok(piece.into())
 }
 
-/// Number of connections at once; others wait.
+/// Number of peers' connections at once; others wait.
 const MOST_CONNECTIONS: usize = 64;
+/// Number of connections at once that have not shown a certificate, or that wait.
+const MOST_HANDSHAKES: usize = 64;
 /// Time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Time for a refused client to read why it is refused.

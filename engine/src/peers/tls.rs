@@ -7,6 +7,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustls::client::{Resumption, WebPkiServerVerifier, verify_server_name};
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
@@ -14,6 +15,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::sign::SigningKey;
 use rustls::{AlertDescription, CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, RootCertStore, ServerConfig};
 use rustls::{SignatureScheme, version};
 use tensorcask::{Error, Result};
@@ -24,28 +26,50 @@ use crate::peers_option::PeerTls;
 #[derive(Debug)]
 pub(crate) struct Tls {
     files: PeerTls,
+    key: String,
     name: ServerName<'static>,
     loaded: Mutex<Loaded>,
 }
 
 #[derive(Debug)]
 struct Loaded {
+    /// Files that are in use.
     stamps: Option<[Stamp; 3]>,
     configs: Configs,
+    /// Changed files that could not be used, and when they were read.
+    failed: Option<(Option<[Stamp; 3]>, Instant)>,
 }
 
 #[derive(Debug, Clone)]
 struct Configs {
     server: Arc<ServerConfig>,
     client: Arc<ClientConfig>,
+    identity: Identity,
+}
+
+/// What a host signs with, and checks signatures of others with.
+#[derive(Debug, Clone)]
+pub(super) struct Identity {
+    pub chain: Vec<CertificateDer<'static>>,
+    pub key: Arc<dyn SigningKey>,
+    pub verifier: Arc<dyn ClientCertVerifier>,
+    pub provider: Arc<CryptoProvider>,
 }
 
 /// Identity of a file's content.
 type Stamp = (u64, u64, i64, i64);
 
+/// Time after which changed files that could not be used are read again.
+const READ_AGAIN: Duration = Duration::from_secs(5);
+
 /// Name in the certificates of a run.
 pub(super) fn certificate_name(run_key: &str) -> String {
     format!("{run_key}.tensorcask")
+}
+
+/// Name in the certificate of one host of a run.
+pub(super) fn host_certificate_name(run_key: &str, host: u32) -> String {
+    format!("host-{host}.{}", certificate_name(run_key))
 }
 
 impl Tls {
@@ -54,8 +78,8 @@ impl Tls {
         let name = ServerName::try_from(certificate_name(run_key));
         let name = name.map_err(|e| Error::invalid(format!("the key of the run is no name for a certificate: {e}")))?;
         let stamps = stamps(files);
-        let configs = Configs::read(files, &name, OwnCheck::Required)?;
-        Ok(Self { files: files.clone(), name, loaded: Mutex::new(Loaded { stamps, configs }) })
+        let configs = Configs::read(files, &name, OwnCheck::Required(UnixTime::now()))?;
+        Ok(Self { files: files.clone(), key: run_key.to_owned(), name, loaded: Mutex::new(Loaded { stamps, configs, failed: None }) })
     }
 
     /// A host whose clock is wrong, so that it takes its expired certificate for a valid one.
@@ -63,37 +87,71 @@ impl Tls {
     pub(super) fn open_unchecked(files: &PeerTls, run_key: &str) -> Self {
         let name = ServerName::try_from(certificate_name(run_key)).unwrap();
         let configs = Configs::read(files, &name, OwnCheck::Skipped).unwrap();
-        Self { files: files.clone(), name, loaded: Mutex::new(Loaded { stamps: stamps(files), configs }) }
+        Self {
+            files: files.clone(),
+            key: run_key.to_owned(),
+            name,
+            loaded: Mutex::new(Loaded { stamps: stamps(files), configs, failed: None }),
+        }
     }
 
     pub(super) fn name(&self) -> ServerName<'static> {
         self.name.clone()
     }
 
+    /// Name in the certificate of a host.
+    pub(super) fn host_name(&self, host: u32) -> String {
+        host_certificate_name(&self.key, host)
+    }
+
+    /// Whether the certificate of this host names this host.
+    pub(crate) fn names_host(&self, host: u32) -> bool {
+        let (identity, name) = (self.identity(), ServerName::try_from(self.host_name(host)));
+        let parsed = identity.chain.first().map(ParsedCertificate::try_from);
+        matches!((parsed, name), (Some(Ok(parsed)), Ok(name)) if verify_server_name(&parsed, &name).is_ok())
+    }
+
+    /// Whether the certificate of this host will be valid after some time.
+    pub(crate) fn is_valid_in(&self, time: Duration) -> bool {
+        let identity = self.identity();
+        let then = UnixTime::since_unix_epoch(Duration::from_secs(UnixTime::now().as_secs()).saturating_add(time));
+        let own = identity.chain.split_first();
+        own.is_some_and(|(own, intermediates)| identity.verifier.verify_client_cert(own, intermediates, then).is_ok())
+    }
+
+    /// What this host signs with.
+    pub(super) fn identity(&self) -> Identity {
+        self.current(Instant::now(), UnixTime::now()).identity
+    }
+
     /// Configuration for a connection from a peer.
     pub(super) fn server(&self) -> Arc<ServerConfig> {
-        self.current().server
+        self.current(Instant::now(), UnixTime::now()).server
     }
 
     /// Configuration for a connection to a peer.
     pub(super) fn client(&self) -> Arc<ClientConfig> {
-        self.current().client
+        self.current(Instant::now(), UnixTime::now()).client
     }
 
     /// Reads the files again if they have changed. Keeps the previous ones while the new ones cannot be used, for example
-    /// because only one of them was written so far.
-    fn current(&self) -> Configs {
+    /// because only one of them was written so far, or because they are not valid yet: then tries again from time to time.
+    fn current(&self, now: Instant, time: UnixTime) -> Configs {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         let stamps = stamps(&self.files);
-        if stamps != loaded.stamps {
-            match Configs::read(&self.files, &self.name, OwnCheck::Required) {
-                Ok(configs) => {
-                    loaded.configs = configs;
-                    tracing::info!(certificate = %self.files.certificate.display(), "certificates were renewed");
-                }
-                Err(error) => tracing::warn!(%error, "changed certificates cannot be used; the previous ones stay in use"),
+        let has_just_failed = loaded.failed.is_some_and(|(failed, at)| failed == stamps && now.saturating_duration_since(at) < READ_AGAIN);
+        if stamps == loaded.stamps || has_just_failed {
+            return loaded.configs.clone();
+        }
+        match Configs::read(&self.files, &self.name, OwnCheck::Required(time)) {
+            Ok(configs) => {
+                (loaded.configs, loaded.stamps, loaded.failed) = (configs, stamps, None);
+                tracing::info!(certificate = %self.files.certificate.display(), "certificates were renewed");
             }
-            loaded.stamps = stamps;
+            Err(error) => {
+                tracing::warn!(%error, "changed certificates cannot be used; the previous ones stay in use");
+                loaded.failed = Some((stamps, now));
+            }
         }
         loaded.configs.clone()
     }
@@ -102,7 +160,7 @@ impl Tls {
 /// Whether a host checks its own certificate as its peers will.
 #[derive(Debug, Clone, Copy)]
 enum OwnCheck {
-    Required,
+    Required(UnixTime),
     #[cfg(test)]
     Skipped,
 }
@@ -121,7 +179,7 @@ impl Configs {
         let Some((own, intermediates)) = chain.split_first() else { return Err(no_certificate(&files.certificate)) };
         // The clock decides whether a certificate is valid, here as at the other side.
         let checked = match own_check {
-            OwnCheck::Required => clients.verify_client_cert(own, intermediates, UnixTime::now()).map(|_| ()),
+            OwnCheck::Required(time) => clients.verify_client_cert(own, intermediates, time).map(|_| ()),
             #[cfg(test)]
             OwnCheck::Skipped => Ok(()),
         };
@@ -129,6 +187,8 @@ impl Configs {
             Error::invalid(format!("the certificate of this host cannot be used: {}", explain(&e))).object(display(&files.certificate))
         })?;
         let clients: Arc<dyn ClientCertVerifier> = Arc::new(clients);
+        let signing = provider.key_provider.load_private_key(key()?).map_err(|e| unusable(&files.key, &e))?;
+        let identity = Identity { chain: chain.clone(), key: signing, verifier: clients.clone(), provider: provider.clone() };
         let versions = [&version::TLS13];
         let fail = |e: rustls::Error| unusable(&files.certificate, &e);
         let mut server = ServerConfig::builder_with_provider(provider.clone())
@@ -147,7 +207,7 @@ impl Configs {
             .with_client_auth_cert(chain, key()?)
             .map_err(fail)?;
         client.resumption = Resumption::disabled();
-        Ok(Self { server: Arc::new(server), client: Arc::new(client) })
+        Ok(Self { server: Arc::new(server), client: Arc::new(client), identity })
     }
 }
 
@@ -269,4 +329,37 @@ fn display(path: &Path) -> String {
 fn stamps(files: &PeerTls) -> Option<[Stamp; 3]> {
     let stamp = |path: &Path| std::fs::metadata(path).ok().map(|found| (found.ino(), found.size(), found.mtime(), found.mtime_nsec()));
     Some([stamp(&files.ca)?, stamp(&files.certificate)?, stamp(&files.key)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::{Duration, Instant, SystemTime};
+
+    use rustls::pki_types::UnixTime;
+
+    use super::{READ_AGAIN, Tls};
+    use crate::peers::certificates::tests::{certificates, valid_from};
+    use crate::run_spec::run_key;
+
+    #[test]
+    fn renewed_certificates_are_tried_until_they_are_valid() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = scratch.path().join("tls");
+        let tls = Tls::open(&certificates(&folder, "run").hosts[0], &run_key("run")).unwrap();
+        let (begun, seconds) = (Instant::now(), UnixTime::now().as_secs());
+        let current = |after: u64| {
+            let after = Duration::from_secs(after);
+            tls.current(begun + after, UnixTime::since_unix_epoch(Duration::from_secs(seconds) + after)).server
+        };
+        let first = current(0);
+        // This host's clock is an hour behind that of the host that made the certificates.
+        valid_from(&folder, "run", SystemTime::now() + Duration::from_secs(3600));
+        for after in [1, 2, 1000, 1000 + READ_AGAIN.as_secs()] {
+            assert!(Arc::ptr_eq(&first, &current(after)), "the previous ones stay");
+        }
+        let second = current(3700);
+        assert!(!Arc::ptr_eq(&first, &second), "the same files are read again");
+        assert!(Arc::ptr_eq(&second, &current(8000)), "and not again once they are in use");
+    }
 }

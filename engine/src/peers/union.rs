@@ -1,13 +1,13 @@
 //! Several places with parts of one store as one `ObjectStore` that can be read: mirrors and replicas, here and on peers.
 //!
-//! The first place that has an object answers. A place that fails is passed over: a host that is gone must not stop a
-//! restore. So an object counts as missing if no place has it and some place has said so. Objects have the same bytes
-//! wherever they are, and readers check what they read, so it does not matter which place answers.
+//! Each place comes with a listing of its objects, so a read asks only places that have the object, nearest first. A place
+//! that fails is passed over: a host that is gone must not stop a restore. Objects have the same bytes wherever they are,
+//! and readers check what they read, so it does not matter which place answers.
 //!
 //! Writes go to the memory of this process alone. So a reader can commit a step there that the store never had, and then
 //! read it as any other step.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -24,9 +24,24 @@ use tensorcask::{Store, StoreOptions};
 /// A place with a part of a store, at its root.
 pub(crate) type Place = Arc<dyn ObjectStore>;
 
+/// A place, and its objects when it was listed.
+#[derive(Debug, Clone)]
+pub(crate) struct ListedPlace {
+    pub place: Place,
+    pub objects: Vec<ObjectMeta>,
+}
+
 /// A store of the objects in all these places, nearest first, without log entries after `last_entry`. Sends no request.
-pub(crate) fn union_store(places: Vec<Place>, last_entry: u64) -> Store {
-    let objects = Union { own: Arc::new(InMemory::new()), places, last_entry };
+pub(crate) fn union_store(listed: Vec<ListedPlace>, last_entry: u64) -> Store {
+    let (mut places, mut found): (Vec<Place>, BTreeMap<Path, Found>) = (Vec::new(), BTreeMap::new());
+    for ListedPlace { place, objects } in listed {
+        for meta in objects.into_iter().filter(|meta| !is_later(&meta.location, last_entry)) {
+            let known = found.entry(meta.location.clone()).or_insert_with(|| Found { meta, places: Vec::new() });
+            known.places.push(places.len());
+        }
+        places.push(place);
+    }
+    let objects = Union { own: Arc::new(InMemory::new()), places, found: Arc::new(found) };
     Store::with_object_store(Arc::new(objects), Path::default(), StoreOptions::default())
 }
 
@@ -35,8 +50,15 @@ struct Union {
     /// Objects that this process has written.
     own: Arc<InMemory>,
     places: Vec<Place>,
-    /// Last log entry of the places that counts.
-    last_entry: u64,
+    /// Objects of the places.
+    found: Arc<BTreeMap<Path, Found>>,
+}
+
+/// An object, and the numbers of the places that have it.
+#[derive(Debug)]
+struct Found {
+    meta: ObjectMeta,
+    places: Vec<usize>,
 }
 
 /// Whether an object is a log entry after `last_entry`, or a catalog of one.
@@ -48,17 +70,13 @@ fn is_later(location: &Path, last_entry: u64) -> bool {
     is_numbered && number.is_some_and(|number| number > last_entry)
 }
 
-fn missing(location: &Path) -> ObjectError {
-    ObjectError::NotFound { path: location.to_string(), source: "no place has the object".into() }
-}
-
 impl fmt::Display for Union {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "memory of {} places", self.places.len())
     }
 }
 
-/// Error of an operation that no place answered. An object is missing if any place says so.
+/// Error of a read that no place answered. An object is missing if no place has it, or any place says so.
 fn no_answer(errors: Vec<ObjectError>, path: &Path) -> ObjectError {
     let (missing, failed): (Vec<_>, Vec<_>) = errors.into_iter().partition(|error| matches!(error, ObjectError::NotFound { .. }));
     match (missing.is_empty(), failed.into_iter().next()) {
@@ -87,11 +105,14 @@ impl ObjectStore for Union {
             Err(ObjectError::NotFound { .. }) => {}
             found => return found,
         }
-        if is_later(location, self.last_entry) {
-            return Err(missing(location));
+        let Some(known) = self.found.get(location) else { return Err(no_answer(Vec::new(), location)) };
+        if options.head {
+            // As listed: objects in memory do not change.
+            let (meta, payload) = (known.meta.clone(), GetResultPayload::Stream(futures::stream::empty().boxed()));
+            return Ok(GetResult { payload, range: 0..meta.size, meta, attributes: Default::default(), extensions: Default::default() });
         }
         let mut errors = Vec::new();
-        for place in &self.places {
+        for place in known.places.iter().filter_map(|number| self.places.get(*number)) {
             let found = match place.get_opts(location, options.clone()).await {
                 Ok(result) => complete(result, &options).await,
                 Err(error) => Err(error),
@@ -99,9 +120,7 @@ impl ObjectStore for Union {
             match found {
                 Ok(result) => return Ok(result),
                 Err(error) => {
-                    if !matches!(error, ObjectError::NotFound { .. }) {
-                        tracing::warn!(%place, object = %location, %error, "this place is passed over");
-                    }
+                    tracing::warn!(%place, object = %location, %error, "this place is passed over");
                     errors.push(error);
                 }
             }
@@ -110,30 +129,15 @@ impl ObjectStore for Union {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, ObjectResult<ObjectMeta>> {
-        let (places, prefix, own, last_entry) = (self.places.clone(), prefix.cloned(), self.own.clone(), self.last_entry);
+        let (prefix, own, found) = (prefix.cloned(), self.own.clone(), self.found.clone());
         let listed = async move {
-            let mut found: BTreeMap<Path, ObjectMeta> = BTreeMap::new();
-            for meta in own.list(prefix.as_ref()).try_collect::<Vec<_>>().await? {
-                found.insert(meta.location.clone(), meta);
-            }
-            let mut errors = Vec::new();
-            for place in &places {
-                match place.list(prefix.as_ref()).try_collect::<Vec<_>>().await {
-                    Ok(objects) => {
-                        for meta in objects.into_iter().filter(|meta| !is_later(&meta.location, last_entry)) {
-                            found.entry(meta.location.clone()).or_insert(meta);
-                        }
-                    }
-                    Err(error) => {
-                        tracing::warn!(%place, %error, "this place is passed over");
-                        errors.push(error);
-                    }
-                }
-            }
-            if errors.len() == places.len() {
-                return Err(no_answer(errors, &prefix.unwrap_or_default()));
-            }
-            Ok(futures::stream::iter(found.into_values().map(Ok)))
+            let mut all = own.list(prefix.as_ref()).try_collect::<Vec<_>>().await?;
+            let written: BTreeSet<Path> = all.iter().map(|meta| meta.location.clone()).collect();
+            let is_below = |path: &Path| prefix.as_ref().is_none_or(|prefix| path.prefix_match(prefix).is_some() && path != prefix);
+            let of_places = found.values().map(|found| &found.meta).filter(|meta| is_below(&meta.location));
+            all.extend(of_places.filter(|meta| !written.contains(&meta.location)).cloned());
+            all.sort_by(|a, b| a.location.cmp(&b.location));
+            Ok::<_, ObjectError>(futures::stream::iter(all.into_iter().map(Ok)))
         };
         futures::stream::once(listed).try_flatten().boxed()
     }

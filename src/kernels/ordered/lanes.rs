@@ -54,30 +54,37 @@ fn count_from(tokens: &[u8], least: u8) -> usize {
     tokens.iter().map(|&token| u32::from(token >= least)).fold(0, u32::wrapping_add) as usize
 }
 
-/// Calls `act` with the position of each token that is `least` or more. `least` is at most 128.
+/// Calls `act` with the position of each token that is `least` or more. `find` gives their bits among 64 tokens.
 #[inline(always)]
-#[allow(clippy::little_endian_bytes, reason = "a kernel: the position of a byte in a word is its order")]
-fn for_each_from(tokens: &[u8], least: u8, mut act: impl FnMut(usize, u8)) {
-    const ONES: u64 = 0x0101_0101_0101_0101;
-    let (groups, rest) = tokens.as_chunks::<32>();
-    for (at, group) in groups.iter().enumerate() {
-        if group.iter().copied().fold(0, u8::max) < least {
-            continue;
-        }
-        for (i, word) in group.as_chunks::<8>().0.iter().enumerate() {
-            let bytes = u64::from_le_bytes(*word);
-            // The sum has the top bit of each byte whose lower bits are `least` or more.
-            let sum = (bytes & (0x7f * ONES)).wrapping_add(u64::from(0x80u8.wrapping_sub(least)).wrapping_mul(ONES));
-            let mut found = (sum | bytes) & (0x80 * ONES);
-            while found != 0 {
-                let byte = found.trailing_zeros() / 8;
-                act(32 * at + 8 * i + byte as usize, (bytes >> (8 * byte)) as u8);
-                found &= found.wrapping_sub(1);
-            }
+fn for_each_from(tokens: &[u8], least: u8, find: impl Fn(&[u8; 64], u8) -> u64, mut act: impl FnMut(usize, u8)) {
+    let (groups, rest) = tokens.as_chunks::<64>();
+    for (group, tokens) in groups.iter().enumerate() {
+        let mut found = find(tokens, least);
+        while found != 0 {
+            let at = found.trailing_zeros() as usize & 63;
+            act(group.wrapping_mul(64).wrapping_add(at), tokens[at]);
+            found &= found.wrapping_sub(1);
         }
     }
     let first = tokens.len() - rest.len();
     (first..).zip(rest).filter(|(_, token)| **token >= least).for_each(|(at, &token)| act(at, token));
+}
+
+/// Returns a bit for each token that is `least` or more. `least` is at most 128.
+#[inline(always)]
+#[allow(clippy::little_endian_bytes, reason = "a kernel: the position of a byte in a word is its order")]
+pub(super) fn find(tokens: &[u8; 64], least: u8) -> u64 {
+    const ONES: u64 = 0x0101_0101_0101_0101;
+    let mut found = 0;
+    for word in tokens.as_chunks::<8>().0.iter().rev() {
+        let bytes = u64::from_le_bytes(*word);
+        // The sum has the top bit of each byte whose lower bits are `least` or more.
+        let sum = (bytes & (0x7f * ONES)).wrapping_add(u64::from(0x80u8.wrapping_sub(least)).wrapping_mul(ONES));
+        // Bit 8i of the word, times 2^(56 - 7i) in the factor, lands in bit 56 + i.
+        let bits = ((sum | bytes) >> 7 & ONES).wrapping_mul(0x0102_0408_1020_4080) >> 56;
+        found = found << 8 | bits;
+    }
+    found
 }
 
 macro_rules! lanes {
@@ -175,7 +182,7 @@ macro_rules! lanes {
                 base: &[u8],
                 data: &[u8],
                 tokens: &mut [u8],
-                extract: impl Fn(u64, u64) -> u64,
+                (extract, find): (impl Fn(u64, u64) -> u64, impl Fn(&[u8; 64], u8) -> u64 + Copy),
                 bits: &mut BitAppender,
             ) {
                 let (mut block, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
@@ -190,8 +197,8 @@ macro_rules! lanes {
                     }
                     let total = tokens.iter().map(|&token| extra_bits(token)).fold(0, u32::wrapping_add) as usize;
                     bits.reserve(total, blocks.wrapping_sub(at));
-                    if large <= tokens.len() / 16 {
-                        for_each_from(tokens, LITERALS as u8, |at, token| {
+                    if large <= tokens.len() / 4 {
+                        for_each_from(tokens, LITERALS as u8, find, |at, token| {
                             let z = block.get(at).copied().unwrap_or_default();
                             bits.put(u64::from(z & mask_of(token)), extra_bits(token));
                         });
@@ -217,7 +224,7 @@ macro_rules! lanes {
                 tokens: &[u8],
                 reader: &mut BitReader<'_>,
                 out: &mut [u8],
-                deposit: impl Fn(u64, u64) -> u64,
+                (deposit, find): (impl Fn(u64, u64) -> u64, impl Fn(&[u8; 64], u8) -> u64 + Copy),
             ) {
                 let (mut block, mut masks): (Block, Block) = ([0; BLOCK], [0; BLOCK]);
                 let mut bases = base.map(|base| base.chunks(BLOCK * W));
@@ -228,7 +235,7 @@ macro_rules! lanes {
                     }
                     if are_few(tokens, 1) {
                         let out = out.as_chunks_mut::<W>().0;
-                        for_each_from(tokens, 1, |at, token| {
+                        for_each_from(tokens, 1, find, |at, token| {
                             let extra = reader.peek() as $lane & mask_of(token);
                             reader.skip(extra_bits(token));
                             if let Some(unit) = out.get_mut(at) {
@@ -240,7 +247,16 @@ macro_rules! lanes {
                     for (slot, &token) in block.iter_mut().zip(tokens) {
                         *slot = least(token);
                     }
-                    if count_from(tokens, LITERALS as u8) > 0 {
+                    let large = count_from(tokens, LITERALS as u8);
+                    if large > 0 && large <= tokens.len() / 4 {
+                        for_each_from(tokens, LITERALS as u8, find, |at, token| {
+                            let extra = reader.peek() as $lane & mask_of(token);
+                            reader.skip(extra_bits(token));
+                            if let Some(z) = block.get_mut(at) {
+                                *z |= extra;
+                            }
+                        });
+                    } else if large > 0 {
                         for (mask, &token) in masks.iter_mut().zip(tokens) {
                             *mask = mask_of(token);
                         }

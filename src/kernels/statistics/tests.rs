@@ -85,6 +85,27 @@ fn statistics_are_those_of_the_definition_at_every_level() {
 }
 
 #[test]
+fn normal_numbers_take_no_other_path() {
+    // No zero, no subnormal number and nothing infinite, in whole blocks of either sign and of both.
+    for dtype in DTYPES.into_iter().filter(|dtype| Float8::of(*dtype).is_none()) {
+        let signs: [fn(usize) -> bool; 3] = [|_| false, |_| true, |i| i % 2 == 1];
+        for (number, is_negative) in signs.into_iter().enumerate() {
+            let width = (dtype.bits() / 8) as usize;
+            let mut bytes = odd_bytes(9, dtype, 3000);
+            for (i, unit) in bytes.chunks_mut(width).enumerate() {
+                let top = unit.last_mut().unwrap();
+                *top = (0x18 + (*top & 0x3f)) | u8::from(is_negative(i)) << 7;
+            }
+            let expected = by_definition(dtype, &bytes);
+            assert_eq!((expected.zero, expected.subnormal, expected.nan, expected.positive_infinity), (0, 0, 0, 0), "{dtype}");
+            for level in Level::available() {
+                assert_eq!(values_at(level, dtype, &bytes), Some(expected), "{dtype} {level:?} {number}");
+            }
+        }
+    }
+}
+
+#[test]
 fn changes_are_those_of_the_definition_at_every_level() {
     for dtype in DTYPES {
         let (before, mut after) = (odd_bytes(1, dtype, 1237), odd_bytes(2, dtype, 1237));

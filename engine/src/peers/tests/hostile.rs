@@ -115,7 +115,7 @@ async fn respond(stream: &mut TcpStream, root: &Path, lie: &Lie, method: &str, p
         ("PROPFIND", Some(Kind::Listing(bytes))) => bytes.to_vec(),
         ("PROPFIND", _) => match list(root, &resource, if resource.is_in_store() { Depth::All } else { Depth::One }, 1000) {
             Ok(entries) => multistatus(&key(), resource, entries).into_bytes(),
-            Err(_) => return stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").await,
+            Err(_) => return stream.write_all(b"HTTP/1.1 404 Not Found\r\nTensorcask-Peers: 1 0.0.0\r\nContent-Length: 0\r\n\r\n").await,
         },
         (_, Some(Kind::OtherStore(other))) => std::fs::read(sibling(other, &file)).unwrap(),
         (_, Some(Kind::OtherStep(step))) => {
@@ -125,7 +125,7 @@ async fn respond(stream: &mut TcpStream, root: &Path, lie: &Lie, method: &str, p
         }
         _ => match std::fs::read(&file) {
             Ok(bytes) => bytes,
-            Err(_) => return stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").await,
+            Err(_) => return stream.write_all(b"HTTP/1.1 404 Not Found\r\nTensorcask-Peers: 1 0.0.0\r\nContent-Length: 0\r\n\r\n").await,
         },
     };
     if let Some(Kind::FlippedByte) = lie {
@@ -133,7 +133,7 @@ async fn respond(stream: &mut TcpStream, root: &Path, lie: &Lie, method: &str, p
         body[middle] ^= 1;
     }
     let (size, mut status) = (body.len(), "200 OK");
-    let mut headers = "ETag: \"1\"\r\nLast-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\n".to_owned();
+    let mut headers = "Tensorcask-Peers: 1 0.0.0\r\nETag: \"1\"\r\nLast-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\n".to_owned();
     if let (Some((first, last)), false) = (range.and_then(|range| range.split_once('-')), matches!(lie, Some(Kind::Whole))) {
         let (first, last): (usize, usize) = (first.parse().unwrap(), last.trim().parse().unwrap());
         let end = size.min(last + 1);

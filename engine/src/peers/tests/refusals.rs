@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use std::path::Path;
 
-use tensorcask::{Error, ErrorKind};
+use tensorcask::{Bandwidth, Error, ErrorKind};
 use tokio::io::AsyncReadExt;
 
 use super::support::*;
@@ -30,7 +30,12 @@ fn raw(address: SocketAddr, request: &[u8]) -> String {
 }
 
 async fn ask(address: SocketAddr, method: &str, path: &str, headers: &str) -> String {
-    let request = format!("{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{headers}\r\n");
+    ask_as("1 0.0.0", address, method, path, headers).await
+}
+
+/// Asks as an agent of another version.
+async fn ask_as(version: &str, address: SocketAddr, method: &str, path: &str, headers: &str) -> String {
+    let request = format!("{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTensorcask-Peers: {version}\r\n{headers}\r\n");
     tokio::task::spawn_blocking(move || raw(address, request.as_bytes())).await.unwrap()
 }
 
@@ -114,7 +119,7 @@ async fn ranges_and_large_requests() {
 #[tokio::test]
 async fn without_certificates_only_this_machine_is_served() {
     let host = Host::new();
-    let bound = PeerServer::bind("0.0.0.0:0".parse().unwrap(), host.folder.root().to_owned(), &key(), None, None).await;
+    let bound = PeerServer::bind("0.0.0.0:0".parse().unwrap(), host.folder.root().to_owned(), &key(), None, Bandwidth::default()).await;
     assert!(bound.unwrap_err().to_string().contains("this machine only"));
 }
 
@@ -233,4 +238,58 @@ async fn an_expired_certificate_is_refused_by_both_sides() {
     assert!(error.contains("the peer refuses the certificate of this host: it has expired"), "{error}");
     let error = refused(&host, late, Some(good)).await.to_string();
     assert!(error.contains("the certificate of the peer is refused: it has expired"), "{error}");
+}
+
+/// Strangers open many connections, send half a handshake or nothing, and keep them open.
+#[tokio::test]
+async fn strangers_cannot_keep_peers_out() {
+    let host = Host::new();
+    save_steps(&host, 0, 1..=1).await;
+    let made = certificates(&host.tls_folder(), RUN);
+    let server = host.serve(Some(tls(&made.hosts[0]))).await;
+    let mut strangers = Vec::new();
+    for number in 0..300 {
+        let mut stream = tokio::net::TcpStream::connect(server.address).await.unwrap();
+        if number % 2 == 0 {
+            // A record of a handshake that announces more bytes than come.
+            let _ = tokio::io::AsyncWriteExt::write_all(&mut stream, &[22, 3, 1, 1, 0, 1]).await;
+        }
+        strangers.push(stream);
+    }
+    // Several peers at once, and each needs a connection of its own.
+    let peers = (0..8).map(|_| server.peer(Some(tls(&made.hosts[1]))));
+    let read = futures::future::join_all(peers.map(|peer| async move { assert_newest(&peer.store("memory-0"), 1).await }));
+    read.await;
+    // The server closes the oldest ones; nobody else did.
+    assert_eq!(strangers[0].read(&mut [0; 8]).await.unwrap_or(0), 0);
+    drop(strangers);
+}
+
+/// Agents of two versions name both, and exchange nothing.
+#[tokio::test]
+async fn another_version_is_refused_by_both_sides() {
+    let host = Host::new();
+    save_steps(&host, 0, 1..=1).await;
+    let server = host.serve(None).await;
+    let path = format!("/{}/memory-0/store.json", key());
+    let answer = ask_as("2 9.9.9", server.address, "GET", &path, "").await;
+    let ours = format!("tensorcask-peers: 1 {}", env!("CARGO_PKG_VERSION"));
+    assert!(answer.starts_with("HTTP/1.1 426") && answer.contains(&ours), "{answer}");
+
+    // A server of the other version, and one that is no agent.
+    for (header, reason) in [("Tensorcask-Peers: 2 9.9.9\r\n", "version 2 of the protocol of agents (tensorcask 9.9.9)"), ("", "no agent")]
+    {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let answering = tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let _ = stream.read(&mut [0; 4096]).await;
+                let answer = format!("HTTP/1.1 200 OK\r\n{header}Content-Length: 2\r\nConnection: close\r\n\r\n{{}}");
+                let _ = tokio::io::AsyncWriteExt::write_all(&mut stream, answer.as_bytes()).await;
+            }
+        });
+        let error = peer(address, None).store("memory-0").history().run().await.unwrap_err().to_string();
+        assert!(error.contains(reason) && error.contains(&address.to_string()), "{error}");
+        answering.abort();
+    }
 }

@@ -2,18 +2,23 @@
 
 use std::sync::Arc;
 
+use futures::TryStreamExt;
 use object_store::local::LocalFileSystem;
 use tensorcask::maintain::{Mirror, Replica};
 use tensorcask::wire::{Id, Leader, SessionStep};
 use tensorcask::{
-    Dtype, HostWriter, LeaderWriter, Metadata, Policy, RankState, Rect, SessionExchange, SessionLog, Slice, Store, TensorView,
-    WriterOptions,
+    Dtype, HostWriter, LeaderWriter, Metadata, Policy, RankState, ReceiptProof, Rect, SessionExchange, SessionLog, Slice, Store,
+    TensorView, WriterOptions,
 };
 
-use super::support::Host;
+use super::support::{Host, tls};
+use crate::hosts_option::Hosts;
 use crate::memory_stores::{open_mirror, open_replica};
+use crate::peers::certificates::CertificateFiles;
 use crate::peers::peer_objects::Peer;
-use crate::peers::union::{Place, union_store};
+use crate::peers::receipt_proof::SignedReceipts;
+use crate::peers::union::{ListedPlace, Place, union_store};
+use crate::peers_option::PeerTls;
 
 pub(in crate::peers) const RANKS: u32 = 2;
 pub(in crate::peers) const WORLD: u32 = 4;
@@ -32,6 +37,11 @@ pub(in crate::peers) struct JobHost {
     pub host: Host,
     writer: HostWriter,
     pub mirror: Mirror,
+}
+
+/// What a host with these certificates signs and checks with.
+pub(in crate::peers) fn proof(files: &PeerTls) -> Arc<dyn ReceiptProof> {
+    Arc::new(SignedReceipts::new(tls(files), Hosts::new("job", 0..RANKS).spec(0, WORLD).unwrap()))
 }
 
 pub(in crate::peers) fn ranks(host: u32) -> Vec<u32> {
@@ -67,6 +77,28 @@ impl Job {
         job
     }
 
+    /// From now on, the hosts sign their receipts with these certificates.
+    pub(in crate::peers) fn sign(&mut self, made: &CertificateFiles) {
+        for (JobHost { writer, .. }, files) in self.hosts.iter_mut().zip(&made.hosts) {
+            writer.prove_receipts(Some(proof(files)));
+        }
+    }
+
+    /// A mirror of host 0 in which somebody else has forged casks and receipts of a step, with the right structure.
+    pub(in crate::peers) async fn forge(&self, step: u64, signed: Option<&PeerTls>) -> Host {
+        let machine = Host::new();
+        let memory = open_mirror(&machine.folder).unwrap();
+        let mut mirror = Mirror::new(&self.store, &memory);
+        mirror.follow(&SessionLog::open(&self.store).await.unwrap()).await.unwrap();
+        let mut writer = HostWriter::open_with_mirror(&self.store, &memory, self.id, &ranks(0), WORLD, options()).await.unwrap();
+        writer.prove_receipts(signed.map(proof));
+        let rows: Vec<Vec<u8>> = ranks(0).into_iter().map(|rank| noise(rank + 77, ROW as usize)).collect();
+        let state = |(rank, row)| RankState { tensors: vec![part(rank, row)], blobs: Vec::new(), metadata: Metadata::default() };
+        let states: Vec<RankState<'_>> = ranks(0).into_iter().zip(&rows).map(|(rank, row)| state((rank, row.as_slice()))).collect();
+        writer.save(at(step), None, &states).await.unwrap();
+        machine
+    }
+
     /// A host with empty memory.
     pub(in crate::peers) async fn join(&self, host: u32) -> JobHost {
         let machine = Host::new();
@@ -78,7 +110,7 @@ impl Job {
     /// Saves, uploads and commits a step of random rows of this size.
     pub(in crate::peers) async fn commit_noise(&mut self, step: u64, row_bytes: usize) {
         for host in 0..2 {
-            let rows: Vec<Vec<u8>> = ranks(host).into_iter().map(|rank| noise(rank, row_bytes)).collect();
+            let rows: Vec<Vec<u8>> = ranks(host).into_iter().map(|rank| noise(rank + 1000 * step as u32, row_bytes)).collect();
             self.save_rows(host, step, &rows).await;
         }
         self.finish(step).await;
@@ -137,10 +169,14 @@ impl Job {
     }
 
     /// The store as host 1 alone has it: its mirror and its replica of host 0.
-    pub(in crate::peers) fn without_host_0(&self) -> Store {
+    pub(in crate::peers) async fn without_host_0(&self) -> Store {
         let folder = &self.hosts[1].host.folder;
-        union_store(vec![local(&folder.mirror()), local(&folder.replica(0))], u64::MAX)
+        union_store(vec![listed(local(&folder.mirror())).await, listed(local(&folder.replica(0))).await], u64::MAX)
     }
+}
+
+pub(in crate::peers) async fn listed(place: Place) -> ListedPlace {
+    ListedPlace { objects: place.list(None).try_collect().await.unwrap(), place }
 }
 
 fn part(rank: u32, row: &[u8]) -> TensorView<'_> {

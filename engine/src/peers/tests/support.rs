@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tensorcask::{Dtype, Latest, Metadata, Policy, Store, TensorView, Writer};
+use tensorcask::{Bandwidth, Dtype, Latest, Metadata, Policy, Store, TensorView, Writer};
 use tokio::task::JoinHandle;
 
 use crate::folders::{EngineFolder, RunFolder};
@@ -50,7 +50,7 @@ impl Host {
     }
 
     pub(in crate::peers) async fn serve_at(&self, listen: SocketAddr, tls: Option<Arc<Tls>>) -> Server {
-        let server = PeerServer::bind(listen, self.folder.root().to_owned(), &key(), tls, None).await.unwrap();
+        let server = PeerServer::bind(listen, self.folder.root().to_owned(), &key(), tls, Bandwidth::default()).await.unwrap();
         let address = server.address().unwrap();
         Server { address, task: tokio::spawn(server.serve()) }
     }

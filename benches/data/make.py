@@ -1,0 +1,221 @@
+"""Trains the models of `models.py` and writes steps of their training; see `make`."""
+
+import argparse
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+from models import GPT, Recommender
+from safetensors.torch import load_file, save_file
+from text import VOCABULARY, read_tokens
+from torch import nn
+from torch.nn import functional as F
+
+THREADS = 2  # sums depend on it
+
+
+class Adam:
+    """AdamW over f32 masters of a bf16 model. The gradient is that of the rounded weights, computed in f32, clipped to norm 1."""
+
+    def __init__(self, model, rate):
+        self.model, self.rate = model, rate
+        self.master = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.optimizer = torch.optim.AdamW(self.master.values(), lr=rate(0), betas=(0.9, 0.95), weight_decay=0.1)
+        self.round()
+
+    def round(self):
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.master[name].bfloat16())
+
+    def step(self, number):
+        for name, parameter in self.model.named_parameters():
+            self.master[name].grad = parameter.grad
+        nn.utils.clip_grad_norm_(self.master.values(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(number)
+        self.optimizer.step()
+        self.round()
+
+    def state(self):
+        model = {f"model.{name}": parameter.detach().bfloat16() for name, parameter in self.model.named_parameters()}
+        moments = {
+            f"optimizer.{kind}.{name}": self.optimizer.state[master][kind]
+            for name, master in self.master.items()
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        return model | {f"optimizer.master.{name}": master for name, master in self.master.items()} | moments
+
+    def load(self, state, number):
+        for name, master in self.master.items():
+            master.copy_(state[f"optimizer.master.{name}"])
+            moments = {kind: state[f"optimizer.{kind}.{name}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[master] = {"step": torch.tensor(float(number)), **moments}
+        self.round()
+
+
+class RowsAndMomentum:
+    """Adagrad on the rows of the table that a step uses, as recommenders do; SGD with momentum on the rest. All in f32."""
+
+    def __init__(self, model, rate):
+        self.model, self.rate = model, rate
+        self.sums = torch.zeros(model.table.num_embeddings)
+        self.rest = {name: parameter for name, parameter in model.named_parameters() if not name.startswith("table")}
+        self.optimizer = torch.optim.SGD(self.rest.values(), lr=rate(0), momentum=0.9)
+
+    def step(self, number):
+        self.optimizer.param_groups[0]["lr"] = self.rate(number)
+        self.optimizer.step()
+        gradient = self.model.table.weight.grad
+        rows = gradient.abs().sum(1).nonzero().flatten()
+        with torch.no_grad():
+            self.sums[rows] += gradient[rows].square().mean(1)
+            self.model.table.weight[rows] -= self.rate(number) * gradient[rows] / (self.sums[rows, None].sqrt() + 1e-8)
+
+    def state(self):
+        state = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        momentum = {
+            f"optimizer.momentum_buffer.{name}": self.optimizer.state[value]["momentum_buffer"] for name, value in self.rest.items()
+        }
+        return state | momentum | {"optimizer.sum.table.weight": self.sums}
+
+    def load(self, state, number):
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state[f"model.{name}"])
+        for name, value in self.rest.items():
+            self.optimizer.state[value] = {"momentum_buffer": state[f"optimizer.momentum_buffer.{name}"].clone()}
+        self.sums.copy_(state["optimizer.sum.table.weight"])
+
+
+def falling(peak, end, until, after):
+    """Learning rate: 100 steps of growth, a cosine from `peak` to `end` at step `until`, then `after`, as in fine-tuning."""
+
+    def rate(step):
+        if step >= until:
+            return after
+        return peak * (step + 1) / 100 if step < 100 else end + (peak - end) * (1 + math.cos(math.pi * step / until)) / 2
+
+    return rate
+
+
+def pick(step, count, rows):
+    """Random rows that depend on the step alone, so that a resumed run takes the same."""
+    return torch.randint(count, (rows,), generator=torch.Generator().manual_seed(step))
+
+
+def text_loss(model, tokens, step, batch=8, length=256):
+    rows = torch.stack([tokens[at : at + length + 1] for at in pick(step, len(tokens) - length - 1, batch)]).long()
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def item_loss(model, items, step, batch=512, history=8, others=16):
+    rows = torch.stack([items[at : at + history + 1] for at in pick(step, len(items) - history - 1, batch)])
+    # The right item first, then others of the same batch.
+    shifted = torch.stack([rows[:, -1].roll(shift) for shift in range(others)], 1)
+    return F.cross_entropy(model(rows[:, :-1], shifted), torch.zeros(batch, dtype=torch.long))
+
+
+def as_items(tokens):
+    """Pairs of neighbouring tokens as items of a catalogue of 2^18: few are frequent, most are rare."""
+    tokens = tokens.long()
+    return (tokens[:-1] * VOCABULARY + tokens[1:]) * 2654435761 % 2**32 >> 14
+
+
+# Steps that are written, and of these the ones with the optimizer's state.
+GPT_STEPS = [1000, 1001, 1002, 1005, 1010, 1050, 1100, 2000, 2001, 2010, 2400, 2401, 2410, 2450]
+GPT_WHOLE = {1000, 1001, 1010, 2400, 2410}
+SHORT_STEPS = [300, 301, 310, 350]
+# In the root folder: slices with the same names as those in tests/data.
+SLICES = ("h.2.attn_", "h.2.ln_", "h.2.mlp_fc", "wte.weight")
+
+
+def recipes(tokens):
+    def gpt(**sizes):
+        model = GPT(**sizes)
+        return model, lambda step: text_loss(model, tokens, step)
+
+    def recommender():
+        model, items = Recommender(2**18), as_items(tokens)
+        return model, lambda step: item_loss(model, items, step)
+
+    return {
+        "gpt": (gpt, {}, Adam, falling(6e-4, 6e-5, 2400, 2e-6), GPT_STEPS, GPT_WHOLE),
+        "experts": (
+            gpt,
+            dict(layers=4, width=128, heads=4, experts=8),
+            Adam,
+            falling(6e-4, 6e-5, 1000, 6e-5),
+            SHORT_STEPS,
+            set(SHORT_STEPS),
+        ),
+        "recommender": (recommender, {}, RowsAndMomentum, falling(0.05, 0.05, 10**9, 0.05), SHORT_STEPS, set(SHORT_STEPS)),
+    }
+
+
+def write(state, path, step):
+    part = path.with_suffix(".part")
+    save_file({name: value.contiguous() for name, value in state.items()}, part, metadata={"step": str(step)})
+    os.replace(part, path)
+
+
+def train(name, recipe, folder, steps_divisor):
+    make, sizes, method, rate, steps, whole = recipe
+    steps, whole = [step // steps_divisor for step in steps], {step // steps_divisor for step in whole}
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    model, loss_of = make(**sizes)
+    training = method(model, rate)
+    resume = folder / "resume.safetensors"
+    done = 0
+    if resume.exists():
+        state = load_file(resume)
+        done = int(state.pop("step"))
+        training.load(state, done)
+    print(f"{name}: {sum(value.numel() for value in model.parameters()):,} parameters, from step {done} to {steps[-1]}", flush=True)
+    begun, first = time.monotonic(), done
+    for step in range(done + 1, steps[-1] + 1):
+        model.zero_grad()
+        loss = loss_of(step)
+        loss.backward()
+        training.step(step)
+        if step in steps:
+            state = training.state()
+            kept = state if step in whole else {key: value for key, value in state.items() if key.startswith("model.")}
+            write(kept, folder / f"step-{step}.safetensors", step)
+        if step % 50 == 0 or step == steps[-1]:
+            write(training.state() | {"step": torch.tensor(step)}, resume, step)
+            left = (time.monotonic() - begun) / (step - first) * (steps[-1] - step)
+            print(f"{name}: step {step} of {steps[-1]}, loss {loss.item():.3f}, {left / 60:.0f} minutes left", flush=True)
+
+
+def write_slices(source, folder):
+    for path in sorted(source.glob("step-*.safetensors")):
+        state = load_file(path)
+        kept = {name: value for name, value in state.items() if any(word in name for word in SLICES)}
+        kept = {name: value[:1024] if "wte" in name else value for name, value in kept.items()}
+        write(kept, folder / path.name, int(path.stem.removeprefix("step-")))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", choices=["gpt", "experts", "recommender"])
+    parser.add_argument("--quick", action="store_true", help="a hundredth of the steps")
+    arguments = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    torch.use_deterministic_algorithms(True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    tokens = torch.from_numpy(read_tokens(arguments.folder).astype("int32"))
+    print(f"text of {len(tokens):,} tokens", flush=True)
+    for name, recipe in recipes(tokens).items():
+        if arguments.only in (None, name):
+            train(name, recipe, arguments.folder / name, 100 if arguments.quick else 1)
+    if (arguments.folder / "gpt").exists():
+        write_slices(arguments.folder / "gpt", arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

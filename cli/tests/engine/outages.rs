@@ -1,0 +1,129 @@
+//! Starts of a job on many hosts while the store does not answer.
+
+use tensorcask::blocking::Store;
+use tensorcask::{Dtype, ErrorKind, Metadata, Policy, TensorView};
+use tensorcask_engine::{Source, Until};
+
+use super::host::*;
+use super::hosts::*;
+
+/// A job that has lost host 2 and the store: steps 1 and 2 are durable, step 3 is in the memory of the hosts only.
+fn lose_host_and_store() -> (Job, Away) {
+    let mut job = Job::new().with_peers();
+    let mut start = job.start("first", 1);
+    for step in 1..=2 {
+        start.save_all(step);
+        start.wait_all();
+    }
+    let away = Away::take(job.store_path.as_ref());
+    start.save_all(3);
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
+    job.wait_for_copy(0, 2, 3);
+    drop(start);
+    job.hosts[2] = Host::new();
+    (job, away)
+}
+
+/// All ranks agree on a step, and restore every bit of it from memory.
+fn resume(job: &Job, start: &mut Start, round: &str, step: u64, salt: u64) {
+    assert_eq!(start.agree(round), [Some(step); WORLD as usize]);
+    for (rank, engine) in (0..).zip(&start.engines) {
+        let restored = engine.restore(step).unwrap();
+        assert_eq!(restored.source, Source::Hosts, "rank {rank}: {:?}", restored.passed_over);
+        let whole: Vec<u8> = (0..WORLD).flat_map(|rank| row(step, salt, rank)).collect();
+        assert!(*restored.tensors[0].data == whole, "rank {rank}");
+    }
+    assert_eq!(is_without_store(job), [true; HOSTS as usize]);
+}
+
+fn is_without_store(job: &Job) -> Vec<bool> {
+    job.hosts.iter().map(|host| host.status().runs[0].hosts.clone().unwrap().is_without_store).collect()
+}
+
+#[test]
+fn a_job_starts_from_memory_and_commits_once_the_store_answers() {
+    let (job, away) = lose_host_and_store();
+    let mut start = job.start_at_once("second", 2);
+    resume(&job, &mut start, "second", 3, 1);
+    for step in 4..=5 {
+        start.save_all(step);
+        (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
+    }
+    away.back();
+    start.wait_all();
+    assert_eq!(is_without_store(&job), [false; HOSTS as usize]);
+    start.save_all(6);
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 4, 5, 6]);
+    job.assert_holds(2, 1);
+    (4..=6).for_each(|step| job.assert_holds(step, 2));
+    assert_eq!(job.leaders().len(), 2, "one leader of each session");
+    job.assert_clean();
+    for engine in start.engines {
+        engine.finish().unwrap();
+    }
+}
+
+#[test]
+fn a_second_loss_in_one_outage_costs_no_step_that_was_copied() {
+    let (mut job, away) = lose_host_and_store();
+    let mut start = job.start_at_once("second", 2);
+    resume(&job, &mut start, "second", 3, 1);
+    start.save_all(4);
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
+    job.wait_for_copy(2, 1, 4);
+    drop(start);
+    job.hosts[1] = Host::new();
+
+    let mut start = job.start_at_once("third", 3);
+    resume(&job, &mut start, "third", 4, 2);
+    start.save_all(5);
+    away.back();
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 5]);
+    job.assert_holds(5, 3);
+    job.assert_clean();
+}
+
+#[test]
+fn a_start_from_memory_ends_if_another_job_has_written_to_the_store() {
+    let (job, away) = lose_host_and_store();
+    let mut start = job.start_at_once("second", 2);
+    resume(&job, &mut start, "second", 3, 1);
+    start.save_all(4);
+    // Another job reaches the store, while these hosts do not.
+    let store = Store::open(away.kept().to_str().unwrap()).unwrap();
+    let theirs = [7u8; 64];
+    let state = [TensorView::new("theirs", Dtype::U8, &[64], &theirs).unwrap()];
+    store.writer(Policy::Full).unwrap().save(4, &state, &[], &Metadata::default()).unwrap();
+    away.back();
+    for engine in &mut start.engines {
+        let error = engine.wait(Until::Durable, LONG).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Fenced);
+        assert!(error.to_string().contains("another job has written to the store since this session began from memory"), "{error}");
+    }
+    assert_eq!(job.steps(), [1, 2, 4]);
+    assert_eq!(job.store().snapshot(4).unwrap().read("theirs", &tensorcask::Slice::all()).unwrap().data, theirs);
+    assert_eq!(job.leaders().len(), 1, "the second session never led");
+}
+
+#[test]
+fn a_start_without_store_and_without_memory_fails() {
+    let job = Job::new().with_peers();
+    let _away = {
+        job.store().writer(Policy::Full).unwrap();
+        Away::take(job.store_path.as_ref())
+    };
+    let errors: Vec<tensorcask::Error> = std::thread::scope(|scope| {
+        let starting: Vec<_> = (0..WORLD)
+            .map(|rank| {
+                let job = &job;
+                scope.spawn(move || tensorcask_engine::Engine::start(job.options(rank, "first")))
+            })
+            .collect();
+        starting.into_iter().map(|start| start.join().unwrap().unwrap_err()).collect()
+    });
+    for error in errors {
+        assert!(error.kind() == ErrorKind::Storage && error.to_string().contains("cannot begin from memory"), "{error}");
+    }
+}

@@ -1,0 +1,181 @@
+//! The beginning of a session of many hosts: all hosts agree on the log entry after which it begins.
+//!
+//! They agree through the store if it answers. Otherwise, the host of rank 0 reads what all hosts have in memory, and tells
+//! the others through its agent. The session then knows the log only up to that entry: see [`KnownLog`].
+
+use std::time::Duration;
+
+use tensorcask::maintain::Mirror;
+use tensorcask::wire::Id;
+use tensorcask::{Error, ErrorKind, KnownLog, Result, SessionExchange, SessionLog, Store};
+
+use crate::earlier_sessions::{Beginning, beginnings, remove_older};
+use crate::folders::RunFolder;
+use crate::host_notes::HostNotes;
+use crate::hosts_memory::continued_sessions;
+use crate::hosts_option::HostsSpec;
+use crate::hosts_survey::{HostsSurvey, SurveyWait};
+use crate::lock::lock_file;
+use crate::meeting::publish;
+use crate::memory_stores::open_mirror;
+use crate::other_hosts::OtherHosts;
+use crate::peers::union_store;
+use crate::run_spec::RunSpec;
+
+/// Notes that a rank starts in the session of a run on many hosts, here and in the store. If the store does not answer, the
+/// session begins from the memory of all hosts, if the run has peers.
+pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, store_timeout: Duration) -> Result<()> {
+    let (Some(hosts), stores) = (&spec.hosts, spec.stores()?) else { return Ok(()) };
+    let first = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+    let (notes, process) = (HostNotes::read(run, hosts.session), Id::random()?);
+    if let Some(known) = &notes.known {
+        // Another rank of this host has found that the store does not answer.
+        return HostNotes::start_rank(run, hosts.session, rank, known.sequence, Some(process));
+    }
+    let Some(others) = OtherHosts::open(spec)? else {
+        let after = join_by_store(first, hosts, rank, process).await?;
+        return HostNotes::start_rank(run, hosts.session, rank, after, None);
+    };
+    let limit = store_timeout.saturating_mul(STORE_REQUESTS);
+    let error = match tokio::time::timeout(limit, join_by_store(first, hosts, rank, process)).await {
+        Ok(Ok(after)) => return HostNotes::start_rank(run, hosts.session, rank, after, None),
+        Ok(Err(error)) if !error.is_unanswered() => return Err(error),
+        Ok(Err(error)) => error,
+        Err(_) => Error::new(ErrorKind::Storage, format!("no answer within {limit:?}")).object(first.url()),
+    };
+    let _held = lock_file(&run.hosts_lock())?;
+    let notes = HostNotes::read(run, hosts.session);
+    let after = match (notes.known, notes.after) {
+        (Some(known), _) => known.sequence,
+        // The store answered a moment ago.
+        (None, Some(after)) => after,
+        (None, None) => {
+            tracing::warn!(run = spec.run, store = first.url(), %error, "the store does not answer; the session begins from the memory of all hosts");
+            let from_memory = join_by_memory(spec, hosts, run, &others).await;
+            let beginning = from_memory.map_err(|memory| {
+                let message = format!(
+                    "the store does not answer ({}), and the session cannot begin from memory: {}",
+                    error.message(),
+                    memory.message()
+                );
+                Error::new(ErrorKind::Storage, message).object(first.url()).source(error)
+            })?;
+            let after = beginning.known.sequence;
+            HostNotes::update(run, hosts.session, |notes| {
+                notes.known = Some(beginning.known);
+                Ok(())
+            })?;
+            after
+        }
+    };
+    HostNotes::start_rank(run, hosts.session, rank, after, Some(process))
+}
+
+/// All hosts agree through the store on the log entry after which the session begins; returns its number.
+async fn join_by_store(store: &Store, hosts: &HostsSpec, rank: u32, process: Id) -> Result<u64> {
+    let after = match SessionExchange::beginning(store, hosts.session).await? {
+        Some(after) => after,
+        None => {
+            let last = match SessionLog::open(store).await {
+                Ok(log) => log.sequence(),
+                Err(e) if e.kind() == ErrorKind::NotFound => 0,
+                Err(e) => return Err(e),
+            };
+            SessionExchange::begin(store, hosts.session, last).await?
+        }
+    };
+    SessionExchange::start_rank(store, hosts.session, rank, process).await?;
+    Ok(after)
+}
+
+/// Begins the session from the memory of all hosts, and prepares this host's mirror. The caller holds the lock of hosts.
+async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Beginning> {
+    let beginning = match others.own {
+        0 => match begin(hosts, run, others).await {
+            Ok(beginning) => beginning,
+            Err(error) => {
+                publish(run, &refusal_of(hosts), error.message().as_bytes())?;
+                return Err(error);
+            }
+        },
+        _ => wait_for_beginning(hosts, others).await?,
+    };
+    let known = &beginning.known;
+    let wait = SurveyWait { timeout: HOSTS_TIMEOUT, entry: Some(known.sequence) };
+    let survey = HostsSurvey::shared(run, hosts.session, others, wait).await?;
+    let union = union_store(survey.stores(run, others)?, known.sequence);
+    let (log, memory) = (SessionLog::open(&union).await?, open_mirror(run)?);
+    if log.sequence() != known.sequence || union.history().run().await? != known.run {
+        let message = "the hosts that answer do not have the log as host 0 knows it; start the job again";
+        return Err(Error::new(ErrorKind::Conflict, message));
+    }
+    match SessionLog::open(&memory).await {
+        // Following an older log would empty the mirror.
+        Ok(own) if own.sequence() > known.sequence || memory.history().run().await? != known.run => {
+            let message = "this host's memory has more of the log than host 0 knows; start the job again";
+            return Err(Error::new(ErrorKind::Conflict, message));
+        }
+        Ok(_) => {}
+        Err(error) if error.is_damage() => {}
+        Err(error) => return Err(error),
+    }
+    // The encoder needs the log, and later starts of the job, too.
+    Mirror::new(&union, &memory).follow(&log).await?;
+    publish(run, &Beginning::name_of(hosts.session), &beginning.encode()?)?;
+    remove_older(run, known)?;
+    tracing::warn!(
+        run = spec.run,
+        entry = known.sequence,
+        step = known.continued.last().and_then(|session| session.newest),
+        silent = ?survey.silent,
+        "the session begins from memory; nothing is committed until the store answers"
+    );
+    Ok(beginning)
+}
+
+/// Host 0 decides where the session begins.
+async fn begin(hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Beginning> {
+    let wait = SurveyWait { timeout: HOSTS_TIMEOUT, entry: None };
+    let survey = HostsSurvey::shared(run, hosts.session, others, wait).await?;
+    let union = union_store(survey.stores(run, others)?, u64::MAX);
+    let log = SessionLog::open(&union).await.map_err(|error| match error.kind() {
+        ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "no host has this run in memory"),
+        _ => error,
+    })?;
+    let earlier = beginnings(run, others, &survey, hosts.session).await;
+    let continued = continued_sessions(&union, &log, &earlier).await?;
+    let known = KnownLog { run: union.history().run().await?, sequence: log.sequence(), leadership: log.leadership().clone(), continued };
+    let number = earlier.iter().filter(|earlier| earlier.known.sequence == known.sequence).map(|earlier| earlier.number).max().unwrap_or(0);
+    Ok(Beginning { session: hosts.session, number: number.saturating_add(1), known })
+}
+
+/// The other hosts learn from host 0 where the session begins.
+async fn wait_for_beginning(hosts: &HostsSpec, others: &OtherHosts) -> Result<Beginning> {
+    let begun = tokio::time::Instant::now();
+    loop {
+        let why = match others.read_message(0, &Beginning::name_of(hosts.session)).await {
+            Ok(Some(bytes)) => return Beginning::decode(&bytes, hosts.session),
+            Ok(None) => match others.read_message(0, &refusal_of(hosts)).await {
+                Ok(Some(why)) => return Err(Error::new(ErrorKind::NotFound, format!("host 0: {}", String::from_utf8_lossy(&why)))),
+                _ => "host 0 has not begun the session: the store may answer there".to_owned(),
+            },
+            Err(error) => error.message().to_owned(),
+        };
+        if begun.elapsed() >= HOSTS_TIMEOUT {
+            return Err(Error::new(ErrorKind::NotFound, why));
+        }
+        tokio::time::sleep(RETRY).await;
+    }
+}
+
+/// Name of the message that host 0 cannot begin the session.
+fn refusal_of(hosts: &HostsSpec) -> String {
+    format!("{}/refusal", hosts.session)
+}
+
+/// Requests to the store that a start of a rank sends, about; each may take `store_timeout`.
+const STORE_REQUESTS: u32 = 3;
+/// Time to wait for the agents of all hosts, if the store does not answer.
+const HOSTS_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time between questions to host 0.
+const RETRY: Duration = Duration::from_millis(200);

@@ -1,0 +1,73 @@
+//! Sessions that began while the store did not answer, as the hosts have them in memory.
+//!
+//! Such a session is not in the log of the store until the store answers. If the job starts again before, its steps are
+//! found by these records.
+
+use serde::{Deserialize, Serialize};
+use tensorcask::wire::Id;
+use tensorcask::{Error, KnownLog, Result};
+
+use crate::files::{list_folders, remove_folder};
+use crate::folders::RunFolder;
+use crate::hosts_survey::HostsSurvey;
+use crate::other_hosts::{OtherHosts, read_message};
+
+/// A session that began while the store did not answer. Each host keeps this in its memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Beginning {
+    pub session: Id,
+    /// Number among the sessions that began after the same entry, from 1.
+    pub number: u64,
+    pub known: KnownLog,
+}
+
+impl Beginning {
+    /// Name of the message.
+    pub(crate) fn name_of(session: Id) -> String {
+        format!("{session}/{NAME}")
+    }
+
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(self).map_err(|e| Error::invalid(format!("cannot encode the beginning of a session: {e}")))
+    }
+
+    pub(crate) fn decode(bytes: &[u8], session: Id) -> Result<Self> {
+        let wrong = |message: String| Error::corrupt(message).object(Self::name_of(session));
+        let found: Self = serde_json::from_slice(bytes).map_err(|e| wrong(format!("not the beginning of a session: {e}")))?;
+        match found.session == session {
+            true => Ok(found),
+            false => Err(wrong(format!("the beginning of session {} in the place of another", found.session))),
+        }
+    }
+}
+
+/// The sessions that began while the store did not answer, as the hosts have them in memory, without this one.
+pub(crate) async fn beginnings(run: &RunFolder, others: &OtherHosts, survey: &HostsSurvey, own: Id) -> Vec<Beginning> {
+    let mut found: Vec<Beginning> = Vec::new();
+    for (place, name) in survey.messages(run, others, NAME).unwrap_or_default().into_iter().take(MOST_BEGINNINGS) {
+        let Some(session) = name.split('/').next().and_then(|id| Id::from_hex(id).ok()).filter(|session| *session != own) else { continue };
+        if found.iter().any(|known| known.session == session) {
+            continue;
+        }
+        match read_message(&place, &name).await.and_then(|bytes| bytes.map(|bytes| Beginning::decode(&bytes, session)).transpose()) {
+            Ok(beginning) => found.extend(beginning),
+            Err(error) => tracing::warn!(%place, name, %error, "the beginning of an earlier session cannot be read"),
+        }
+    }
+    found
+}
+
+/// Removes the messages of sessions from before the known log.
+pub(crate) fn remove_older(run: &RunFolder, known: &KnownLog) -> Result<()> {
+    for folder in list_folders(&run.meeting())? {
+        let beginning = std::fs::read(folder.join(NAME)).ok().and_then(|json| serde_json::from_slice::<Beginning>(&json).ok());
+        if beginning.is_none_or(|beginning| beginning.known.sequence != known.sequence) {
+            remove_folder(&folder)?;
+        }
+    }
+    Ok(())
+}
+
+const NAME: &str = "beginning.json";
+const MOST_BEGINNINGS: usize = 1000;

@@ -1,0 +1,135 @@
+//! Messages to other hosts through the memory of this host's agent, which serves the folder `meeting`, and the agreement on
+//! a step that the ranks reach with such messages.
+
+use std::collections::BTreeMap;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use tensorcask::{Error, ErrorKind, Result};
+
+use crate::files::replace_file;
+use crate::folders::RunFolder;
+use crate::hosts_option::HostsSpec;
+use crate::lock::lock_file;
+use crate::other_hosts::OtherHosts;
+
+/// Publishes a message to other hosts under a name with folders.
+pub(crate) fn publish(run: &RunFolder, name: &str, bytes: &[u8]) -> Result<()> {
+    let path = run.meeting().join(name);
+    if let Some(folder) = path.parent() {
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        made.map_err(|e| Error::io(folder.display().to_string(), e))?;
+    }
+    // Two ranks of this process never publish at once: each has a name of its own.
+    replace_file(&path, bytes)
+}
+
+/// The steps that a rank can load.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Offer {
+    /// Log entry after which the session begins, as this rank knows it.
+    after: u64,
+    steps: Vec<u64>,
+}
+
+/// The lists of all ranks of a round.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Offers {
+    ranks: Vec<Vec<u64>>,
+}
+
+/// Exchanges the lists of steps that all ranks can load, through the agents. One rank of each host asks for all. `after`: the
+/// log entry after which the session begins; the same on all hosts.
+pub(crate) async fn exchange_steps(
+    run: &RunFolder,
+    hosts: &HostsSpec,
+    others: &OtherHosts,
+    round: &Round<'_>,
+    steps: Vec<u64>,
+    timeout: Duration,
+) -> Result<Vec<Vec<u64>>> {
+    let folder = format!("{}/offers/{}", hosts.session, round.checked_name()?);
+    let offer = Offer { after: round.after, steps };
+    let json = serde_json::to_vec(&offer).map_err(|e| Error::invalid(format!("steps: {e}")))?;
+    publish(run, &format!("{folder}/{}.json", round.rank), &json)?;
+    let agreed = run.meeting().join(&folder).join(AGREED);
+    let begun = Instant::now();
+    let _held = lock_file(&run.agreement_lock())?;
+    if let Some(found) = std::fs::read(&agreed).ok().and_then(|json| serde_json::from_slice::<Offers>(&json).ok()) {
+        return Ok(found.ranks);
+    }
+    let mut offers: BTreeMap<u32, Offer> = BTreeMap::new();
+    loop {
+        let mut problem = None;
+        let missing = (0..round.world).filter(|rank| !offers.contains_key(rank));
+        let wanted: Vec<u32> = missing.collect();
+        let name_of = |rank: u32| format!("{folder}/{rank}.json");
+        let host_of = |rank: &u32| hosts.host_of(*rank);
+        let (own, remote): (Vec<u32>, Vec<u32>) = wanted.into_iter().partition(|rank| host_of(rank) == others.own);
+        for rank in own {
+            if let Ok(json) = std::fs::read(run.meeting().join(name_of(rank))) {
+                offers.insert(rank, decode(&json, rank)?);
+            }
+        }
+        let answers = others.read_messages(remote.iter().map(|rank| (host_of(rank), name_of(*rank))).collect()).await;
+        for (rank, answer) in remote.into_iter().zip(answers) {
+            match answer {
+                Ok(Some(json)) => _ = offers.insert(rank, decode(&json, rank)?),
+                Ok(None) => {}
+                Err(error) => problem = Some(error),
+            }
+        }
+        if offers.len() == round.world as usize {
+            break;
+        }
+        if begun.elapsed() > timeout {
+            let missing: Vec<String> = (0..round.world).filter(|rank| !offers.contains_key(rank)).map(|rank| rank.to_string()).collect();
+            let why = problem.map_or_else(String::new, |error| format!("; {error}"));
+            return Err(Error::not_found(format!("rank {} has not listed its steps within {timeout:?}{why}", missing.join(", "))));
+        }
+        tokio::time::sleep(RETRY).await;
+    }
+    if let Some((rank, other)) = offers.iter().find(|(_, offer)| offer.after != round.after) {
+        let message = format!(
+            "rank {rank} begins after entry {} of the log, and rank {} after entry {}: the store answers on some hosts only, or memory \
+             of some hosts is older; start the job again",
+            other.after, round.rank, round.after
+        );
+        return Err(Error::new(ErrorKind::Conflict, message));
+    }
+    let offers = Offers { ranks: offers.into_values().map(|offer| offer.steps).collect() };
+    let json = serde_json::to_vec(&offers).map_err(|e| Error::invalid(format!("steps: {e}")))?;
+    replace_file(&agreed, &json)?;
+    Ok(offers.ranks)
+}
+
+/// A round of an agreement, and a rank in it.
+pub(crate) struct Round<'a> {
+    pub name: &'a str,
+    pub rank: u32,
+    pub world: u32,
+    pub after: u64,
+}
+
+impl Round<'_> {
+    fn checked_name(&self) -> Result<&str> {
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
+        if self.name.is_empty() || self.name.len() > 128 || !self.name.chars().all(plain) {
+            return Err(Error::invalid(format!("round `{}`: use lower-case letters, digits, - and _", self.name.escape_debug())));
+        }
+        Ok(self.name)
+    }
+}
+
+fn decode(json: &[u8], rank: u32) -> Result<Offer> {
+    serde_json::from_slice(json).map_err(|e| Error::corrupt(format!("rank {rank} sent no list of steps: {e}")))
+}
+
+/// Name of the file in which a rank shares all lists with the other ranks of its host.
+const AGREED: &str = "all";
+/// Time between questions to hosts.
+const RETRY: Duration = Duration::from_millis(100);

@@ -1,0 +1,113 @@
+"""A rank of a job: FSDP2 trains the small GPT of the examples, and saves each step with the engine."""
+
+import dataclasses
+import datetime
+import os
+import sys
+import threading
+from pathlib import Path
+
+import tensorcask
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from telling import tell
+from tensorcask._hosts import find_hosts
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from train_gpt import GPT  # noqa: E402
+
+LENGTH = 32
+
+
+class Training:
+    """Model, optimizer and position in the data of one rank."""
+
+    def __init__(self, rank, world):
+        torch.manual_seed(0)
+        self.rank = rank
+        self.model = GPT(2, 32, 4, LENGTH)
+        mesh = init_device_mesh("cpu", (world,))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.text = (torch.arange(20_000) * 7919 % 251 + torch.arange(20_000) // 100) % 256
+        self.data = torch.Generator().manual_seed(rank)
+
+    def state(self, step):
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optimizer": moments, f"data-{self.rank}": self.data.get_state(), "step": step}
+
+    def load(self, state):
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.data.set_state(state[f"data-{self.rank}"])
+
+    def step(self):
+        """Trains one step; returns the sum of the losses of all ranks."""
+        starts = torch.randint(len(self.text) - LENGTH - 1, (4,), generator=self.data)
+        rows = torch.stack([self.text[at : at + LENGTH + 1] for at in starts])
+        loss = F.cross_entropy(self.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        return whole.item()
+
+
+def main(rank, *, url, scratch, job, world, local, steps, master, variables, pause=None, tls=None, peers=None, engine=None):
+    """Trains as one rank. ``local``: ranks on each host. ``pause``: a step, and a level that it must reach before the rank waits
+    to be killed. ``tls``: a folder of certificates; with it, hosts copy each other's memory. ``peers``, ``engine``: more
+    options of both."""
+    # As torchrun sets them.
+    os.environ.update(TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=str(job), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local), GLOO_SOCKET_IFNAME="train")
+    os.environ.update(MASTER_ADDR=master.split(":")[0])
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    timeout = datetime.timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=f"tcp://{master}", rank=rank, world_size=world, timeout=timeout)
+    options = {"patience": 1.0, **(engine or {})}
+    if tls is not None:
+        options["peers"] = tensorcask.Peers(tls=tls, **(peers or {}))
+    train(rank, url, Path(scratch), job, world, steps, pause, **options)
+    dist.barrier()
+    # Threads of gloo may abort a process that ends: pytorch/pytorch#179291.
+    os._exit(0)
+
+
+def train(rank, url, scratch, job, world, steps, pause, patience, **options):
+    training = Training(rank, world)
+    hosts = dataclasses.replace(find_hosts(rank, world), patience=patience)
+    engine = tensorcask.Engine(url, rank=rank, world=world, hosts=hosts, **options)
+    tell(scratch, f"started-{job}-{rank}")
+    done = 0
+    agreed = engine.agree()
+    if agreed is not None:
+        found = engine.restore(agreed, out=training.state(0))
+        training.load(found.state)
+        done = found.state["step"]
+        assert done == agreed == found.step
+    tell(scratch, f"resumed-{job}-{rank}", {"step": done, "source": None if agreed is None else found.source})
+    losses = {}
+    for step in range(done + 1, steps + 1):
+        losses[step] = training.step()
+        outcome = engine.save(training.state(step), step=step, user={"loss": losses[step]} if rank == 0 else None)
+        assert outcome.saved and not outcome.failures, outcome
+        if rank == 0:
+            tell(scratch, f"losses-{job}", losses)
+        tell(scratch, f"saved-{job}-{rank}", step)
+        if "peers" in options and step > done + 1 and engine.wait("replicated", 120, step=step - 1).reached:
+            tell(scratch, f"replicated-{job}-{rank}", step - 1)
+        if pause is not None and step == pause["step"]:
+            assert engine.wait(pause["level"], 120).reached
+            tell(scratch, f"paused-{job}-{rank}")
+            threading.Event().wait()
+    engine.finish()
+    tell(scratch, f"finished-{job}-{rank}")
