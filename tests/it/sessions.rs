@@ -450,8 +450,9 @@ async fn a_session_that_began_without_the_store_hides_no_other_work() {
     session.save(at(0, 1)).await;
     session.commit(&mut leader, at(0, 1)).await.unwrap();
     let log = SessionLog::open(&store).await.unwrap();
+    let run = session_run(&session);
     let known = |newest: u64| KnownLog {
-        run: session_run(&session),
+        run,
         sequence: log.sequence(),
         leadership: log.leadership().clone(),
         continued: vec![ContinuedSession { session: before, attempt: 0, newest: Some(newest) }],
