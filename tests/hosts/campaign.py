@@ -96,6 +96,8 @@ class Campaign:
             cluster.wait_for_saved(done + choice.randint(1, 6))
             server_is_down = choice.random() < 0.4
             if server_is_down:
+                # A fresh host has read the log by then.
+                cluster.wait_for_commit(done + 1)
                 cluster.server.lose()
                 cluster.wait_for_saved(newest(cluster) + choice.randint(0, 4))
             # Not at the moment of a save: anywhere in a step.

@@ -185,4 +185,5 @@ class Cluster:
         for node in self.nodes:
             if node.process.poll() is None:
                 node.lose()
-        self.server.lose()
+        if self.server.host.process.poll() is None:
+            self.server.lose()
