@@ -25,7 +25,7 @@ from ._dtypes import (
 )
 from ._errors import InvalidTypeError, InvalidValueError
 from ._refusals import check_torch, is_plain_torch
-from ._shard import Shard, is_part
+from ._shard import Shard, Shards, is_part
 
 _PLAIN_NUMPY_KINDS = "biufc"
 _NO_ARRAYS = frozenset((dict, list, tuple, str, int, float, bool, bytes, bytearray, type(None)))
@@ -49,7 +49,8 @@ class Lent(NamedTuple):
 
     Without a buffer, the bytes are still to be fetched from ``keep``.
 
-    For a shard, ``whole`` is the shape of the global tensor and ``offset`` the first index of the shard.
+    For a shard, ``whole`` is the shape of the global tensor and ``offset`` the first index of the shard. ``others`` are further
+    shards of the same tensor.
     """
 
     framework: str
@@ -59,6 +60,7 @@ class Lent(NamedTuple):
     keep: Any
     whole: tuple[int, ...] | None = None
     offset: tuple[int, ...] | None = None
+    others: tuple[Any, ...] = ()
 
     @property
     def is_empty_shard(self) -> bool:
@@ -80,7 +82,7 @@ _MAX_TYPES = 64
 
 def framework_of(value: Any) -> str | None:
     """Returns the framework of an array; None for other values."""
-    if type(value) is Shard:
+    if type(value) is Shard or type(value) is Shards:
         return framework_of(value.data)
     known = _by_type.get(type(value))
     if known is None:
@@ -109,7 +111,7 @@ def _find_framework(value: Any) -> str | None:
 
 def inner_tensors(value: Any) -> dict[str, Any] | None:
     """Returns the inner tensors of a torch tensor subclass by attribute; None for other values and for a DTensor."""
-    if type(value) is Shard or framework_of(value) != "torch" or is_plain_torch(value) or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
+    if isinstance(value, (Shard, Shards)) or framework_of(value) != "torch" or is_plain_torch(value) or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
         return None
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
 
@@ -149,8 +151,11 @@ def lend(
     contiguous.
     """
     framework = framework_of(value)
-    if isinstance(value, Shard) and not sharded:
+    if isinstance(value, (Shard, Shards)) and not sharded:
         raise UnstorableTypeError(f"{path}: a Shard can only be saved by tensorcask.Engine, on all ranks")
+    if isinstance(value, Shards):
+        first, *others = (lend(part, path, contiguous, True, deferred) for part in value.parts)
+        return first._replace(others=tuple(others))
     if sharded and is_part(value):
         local, whole, offset = local_part(value, path)
         lent = lend(local, path, contiguous, deferred=deferred)

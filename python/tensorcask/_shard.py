@@ -32,6 +32,17 @@ class Shard:
             raise InvalidValueError(f"a shard of {list(extent)} at {list(self.offset)} is not inside of shape {list(self.shape)}")
 
 
+@dataclass(frozen=True)
+class Shards:
+    """Several parts of one tensor, which one rank saves. They are restored one by one."""
+
+    parts: tuple[Shard, ...]
+
+    @property
+    def data(self) -> Any:
+        return self.parts[0].data
+
+
 def is_part(value: Any) -> bool:
     """Whether a value is a part of a tensor: a DTensor or a :class:`Shard`."""
-    return isinstance(value, Shard) or hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")
+    return isinstance(value, (Shard, Shards)) or hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")

@@ -282,7 +282,7 @@ class Engine:
         deferred: list[Any] = []
         sources: list[Any] = []
         places: dict[int, int] = {}
-        for name, lent in flat.tensors.items():
+        for name, lent in ((name, lent) for name, first in flat.tensors.items() for lent in (first, *first.others)):
             if lent.is_empty_shard:
                 continue
             row = (name, lent.dtype, lent.whole or lent.shape, lent.offset or [0] * len(lent.shape), lent.shape)

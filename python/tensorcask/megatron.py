@@ -5,7 +5,17 @@
     megatron.save(sharded_state_dict, "ckpt/iter_0000100")
     state = megatron.load(sharded_state_dict, megatron.latest("ckpt"))
 
-Code that calls ``megatron.core.dist_checkpointing`` itself passes ``sharded_strategy=megatron.SaveStrategy()`` to save.
+Through the engine, a save stops the training for one copy in memory, and a killed job resumes from memory::
+
+    engine = tensorcask.Engine("ckpt/tensorcask", rank=dist.get_rank(), world=dist.get_world_size())
+    calls = megatron.core.dist_checkpointing.strategies.async_utils.AsyncCallsQueue()
+    calls.schedule_async_request(megatron.save(sharded_state_dict, "ckpt/iter_0000100", engine=engine))
+    calls.maybe_finalize_async_calls()      # at each step, as Megatron-LM does: writes the tracker once the step is in the store
+    folder = megatron.latest("ckpt", engine=engine)
+    state = megatron.load(sharded_state_dict, folder, engine=engine)
+
+Code that calls ``megatron.core.dist_checkpointing`` itself passes ``sharded_strategy=megatron.SaveStrategy()`` to save, or
+``megatron.SaveStrategy(engine=engine)`` and ``async_sharded_save=True``.
 Loading needs only an import of this module. Tensors and sharded objects of all ranks become one snapshot in the store.
 The parallel layout may change between save and load, as with Megatron's own formats. Tested with Megatron Core 0.16.
 
@@ -35,7 +45,11 @@ import dataclasses
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +60,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    SaveShardedStrategy,
     StrategyAction,
     register_default_strategy,
 )
@@ -60,9 +75,11 @@ from . import _dtypes, _markers, _native
 from ._dcp_reader import read_tensors, resolve
 from ._files import write_whole
 from ._reports import TensorInfo
+from ._shard import Shard, Shards
 from ._snapshot import Snapshot
 from ._steps import step_of
 from ._store import Store
+from .engine import Engine
 from .torch import Writer
 
 __all__ = ["BACKEND", "TRACKER", "LoadStrategy", "SaveStrategy", "latest", "load", "save"]
@@ -71,14 +88,26 @@ BACKEND = "tensorcask"
 TRACKER = "latest_checkpointed_iteration.txt"
 _VERSION = 1
 _COMMON = "common.pt"
+# Keys of objects that another rank saves, too.
+_COPIES = "tensorcask.copies_of_rank_"
+# Seconds between two looks at the state of a save.
+_INTERVAL = 0.05
 _VARIABLES = {"policy": "TENSORCASK_POLICY", "objective": "TENSORCASK_OBJECTIVE"}
 
 
-def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: SaveStrategy | None = None, **options: Any) -> None:
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    strategy: SaveStrategy | None = None,
+    engine: Engine | None = None,
+    **options: Any,
+) -> Any:
     """Saves by ``dist_checkpointing.save`` into a store, then writes the tracker file beside the folder. Call it on all
     ranks.
 
-    Pass the same ``strategy`` to each save, or none: the process then keeps one. ``options`` are those of
+    Pass the same ``strategy`` to each save, or none: the process then keeps one. With ``engine``, returns an ``AsyncRequest`` for
+    Megatron's queue of asynchronous calls; the tracker file is written when it is finalized. ``options`` are those of
     ``dist_checkpointing.save``.
     """
     folder = Path(checkpoint_dir)
@@ -87,17 +116,36 @@ def save(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, str
         folder.mkdir(parents=True, exist_ok=True)
         _unmark(folder)
     dist.barrier()
+
+    def write_tracker() -> None:
+        if dist.get_rank() == 0:
+            write_whole(folder.parent / TRACKER, str(step))
+        dist.barrier()
+
+    if engine is not None:
+        chosen = SaveStrategy(engine=engine)
+        request = dist_checkpointing.save(
+            sharded_state_dict, str(folder), sharded_strategy=chosen, async_sharded_save=True, **options
+        )
+        request.add_finalize_fn(write_tracker)
+        return request
     dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=strategy or _default(), **options)
-    if dist.get_rank() == 0:
-        write_whole(folder.parent / TRACKER, str(step))
-    dist.barrier()
+    write_tracker()
+    return None
 
 
-def load(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, strategy: LoadStrategy | None = None, **options: Any) -> Any:
-    """Loads by ``dist_checkpointing.load`` from a store. Call it on all ranks. A missing folder is rebuilt from the
-    store."""
+def load(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    strategy: LoadStrategy | None = None,
+    engine: Engine | None = None,
+    **options: Any,
+) -> Any:
+    """Loads by ``dist_checkpointing.load`` from a store, or with ``engine`` from the nearest place. Call it on all ranks. A missing
+    folder is rebuilt."""
     folder = Path(checkpoint_dir)
-    strategy = strategy or LoadStrategy()
+    strategy = strategy or LoadStrategy(engine=engine)
     # Rank 0 rebuilds a shared folder. If the folder is not shared, every rank does; repeating it is harmless.
     for is_mine in (dist.get_rank() == 0, True):
         failures: list[Any] = [None] * dist.get_world_size()
@@ -108,8 +156,14 @@ def load(sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, str
     return dist_checkpointing.load(sharded_state_dict, str(folder), sharded_strategy=strategy, **options)
 
 
-def latest(root: str | os.PathLike[str]) -> Path:
-    """The folder of the iteration that the tracker file names."""
+def latest(root: str | os.PathLike[str], *, engine: Engine | None = None) -> Path:
+    """The folder of the iteration that the tracker file names. With ``engine``, that of the newest iteration that all ranks can load;
+    it may be in memory only. ``NotFoundError`` if there is none."""
+    if engine is not None:
+        step = engine.agree()
+        if step is None:
+            raise _native.NotFoundError(f"{root}: no iteration is saved")
+        return Path(root) / f"iter_{step:07}"
     tracker = Path(root) / TRACKER
     text = tracker.read_text().strip()
     if not text.isdigit():
@@ -117,17 +171,19 @@ def latest(root: str | os.PathLike[str]) -> Path:
     return Path(root) / f"iter_{int(text):07}"
 
 
-class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
+class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     """A ``sharded_strategy`` for ``dist_checkpointing.save``. Use one strategy for all saves, so that deltas find their
     base.
 
     ``store``: a store or its URL. ``options``: those of :class:`tensorcask.torch.Writer`; they override the variables.
-    Saves are synchronous: Megatron refuses ``async_sharded_save=True``.
+    ``engine``: saves go through this engine, with its store and options; ``async_sharded_save=True`` needs it.
     """
 
-    def __init__(self, store: Store | str | None = None, **options: Any) -> None:
+    def __init__(self, store: Store | str | None = None, *, engine: Engine | None = None, **options: Any) -> None:
         super().__init__(BACKEND, _VERSION)
-        self._store = store
+        if engine is not None and (store is not None or options):
+            raise TypeError("pass the store and the options of saves to tensorcask.Engine")
+        self._store, self._engine = store, engine
         # Megatron overwrites the folder of an iteration that it reaches again.
         self._options = {"overwrite": True, **_from_environment(), **options}
         self._writers: dict[str, Writer] = {}
@@ -136,7 +192,26 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
     def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - the base class says False
         return True
 
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
+        if self._engine is None:
+            raise _native.UnsupportedError("async_sharded_save=True needs an engine: SaveStrategy(engine=tensorcask.Engine(...))")
+        folder = Path(checkpoint_dir)
+        step, engine = _step(folder), self._engine
+        if dist.get_rank() == 0:
+            _unmark(folder)
+        objects, shards = _values(sharded_state_dict, is_wanted=lambda value: is_main_replica(value.replica_id))
+        copies, _ = _values(sharded_state_dict, is_wanted=lambda value: isinstance(value, ShardedObject) and not is_main_replica(value.replica_id))
+        state: dict[str, Any] = {**objects, **{key: Shards(tuple(map(_shard, found))) for key, found in shards.items()}}
+        if dist.get_rank() == 0 and (folder / _COMMON).exists():
+            state[_COMMON] = io.BytesIO((folder / _COMMON).read_bytes())
+        # A rank that restores from its own memory needs the objects that other ranks save.
+        engine.save({**state, _copies_of(engine): copies}, step=step)
+        return _request_of(engine, folder, step)
+
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
+        if self._engine is not None:
+            super().save(sharded_state_dict, checkpoint_dir)
+            return
         folder = Path(checkpoint_dir)
         step = _step(folder)
         store, address = _store_of(self._store, folder)
@@ -145,23 +220,8 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
         writer = self._writers[store.url]
         if dist.get_rank() == 0:
             _unmark(folder)
-        state: dict[str, Any] = {}
-        shards: dict[str, list[ShardedTensor]] = {}
-        for value in nested_values(sharded_state_dict):
-            if not is_main_replica(value.replica_id):
-                continue
-            if isinstance(value, ShardedObject):
-                # A tuple is one value to the planner. A bare tensor would be stored as a tensor of the model.
-                state[value.unique_key] = (_encoded(value.data),)
-                continue
-            if value.flattened_range is not None:
-                raise _native.UnsupportedError(f"`{value.key}`: flattened_range is an old form of Megatron. Save the unflattened tensor")
-            if value.data is None:
-                raise ValueError(f"`{value.key}`: the shard has no data")
-            shards.setdefault(value.key, []).append(value)
-        twice = next((key for key in shards if key in state), None)
-        if twice is not None:
-            raise ValueError(f"`{twice}` names a tensor and an object. Rename one of them")
+        objects, shards = _values(sharded_state_dict, is_wanted=lambda value: is_main_replica(value.replica_id))
+        state: dict[str, Any] = dict(objects)
         state.update({key: _Shards(found) for key, found in shards.items()})
         if dist.get_rank() == 0 and (folder / _COMMON).exists():
             state[_COMMON] = io.BytesIO((folder / _COMMON).read_bytes())
@@ -172,11 +232,13 @@ class SaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
 
 
 class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
-    """A ``sharded_strategy`` for ``dist_checkpointing.load``. Each rank reads its own shards, into its own tensors."""
+    """A ``sharded_strategy`` for ``dist_checkpointing.load``. Each rank reads its own shards, into its own tensors: from the store,
+    or through ``engine`` from the nearest place."""
 
-    def __init__(self, store: Store | str | None = None) -> None:
+    def __init__(self, store: Store | str | None = None, *, engine: Engine | None = None) -> None:
         super().__init__()
-        self._store = store
+        self._store, self._engine = store if engine is None else engine.store, engine
+        self._restored: tuple[int, dict[str, Any]] | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - the base class says False
@@ -194,6 +256,8 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:
         folder = Path(checkpoint_dir)
+        if self._engine is not None:
+            return self._load_through(self._engine, sharded_state_dict, _step(folder))
         snapshot = self._snapshot(folder)
         stored = _stored(snapshot)
         common = stored.pop(_COMMON, None)
@@ -211,6 +275,51 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         read_tensors(snapshot, wanted)
         loaded: Any = dict_list_map_inplace(lambda value: value.data, sharded_state_dict)
         return loaded
+
+    def _load_through(self, engine: Engine, sharded_state_dict: Any, step: int) -> Any:
+        values = self._values_of(engine, step)
+        stored: dict[str, Any] = {}
+        rounds: list[dict[str, Shard]] = []
+        flexible: list[ShardedTensor] = []
+        for value in nested_values(sharded_state_dict):
+            if isinstance(value, ShardedObject):
+                found = values.get(value.unique_key)
+                if found is None:
+                    # Another rank of another layout has saved it.
+                    stored = stored or _stored(engine.store.snapshot(step))
+                    if value.unique_key not in stored:
+                        raise _native.NotFoundError(f"step {step} has no ShardedObject `{value.unique_key}`")
+                    found = resolve(engine.store.snapshot(step), stored[value.unique_key])
+                value.data = _decoded(found[0])
+                continue
+            if value.data is None:
+                value.init_data("cpu")
+            if value.allow_shape_mismatch:
+                flexible.append(value)
+                continue
+            # A restore fills one part of each tensor.
+            free = next((shards for shards in rounds if value.key not in shards), None)
+            if free is None:
+                rounds.append(free := {})
+            free[value.key] = _shard(value)
+        for shards in rounds:
+            engine.restore(step, out=shards, partial=True)
+        for value in flexible:
+            try:
+                engine.restore(step, out={value.key: _shard(value)}, partial=True)
+            except (_native.Error, ValueError):
+                # It has another shape there, such as a vocabulary that is padded for other ranks.
+                snapshot = engine.store.snapshot(step)
+                read_tensors(snapshot, [_request(value, _stored(snapshot)[value.key])])
+        loaded: Any = dict_list_map_inplace(lambda value: value.data, sharded_state_dict)
+        return loaded
+
+    def _values_of(self, engine: Engine, step: int) -> dict[str, Any]:
+        """Values of a step other than tensors, which this rank has saved, or all ranks if there are more or fewer of them now."""
+        if self._restored is None or self._restored[0] != step:
+            found = engine.restore(step, out={}, partial=True).state
+            self._restored = step, {**found, **found.get(_copies_of(engine), {})}
+        return self._restored[1]
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         return {key: value for key, value in self.load_sharded_metadata(checkpoint_dir).items() if isinstance(value, ShardedTensor)}
@@ -237,7 +346,17 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return None
 
     def make_folder(self, folder: Path) -> None:
-        """Writes the files that Megatron reads in a folder, from the store."""
+        """Writes the files that Megatron reads in a folder."""
+        if self._engine is not None:
+            common = self._values_of(self._engine, _step(folder)).get(_COMMON)
+            if isinstance(common, io.BytesIO):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_whole(folder / _COMMON, common.getvalue())
+                write_whole(folder / CONFIG_FNAME, json.dumps(dataclasses.asdict(CheckpointingConfig(BACKEND, _VERSION))))
+                return
+            # Only the first rank has it in memory, and all read what it has written if they share the folder.
+            if maybe_load_config(str(folder)) is not None:
+                return
         store, address = _store_of(self._store, folder)
         snapshot = store.snapshot(_step(folder))
         nested, _ = snapshot.structure()
@@ -290,6 +409,70 @@ def _with_all_axes(shard: Any) -> torch.Tensor:
     return data.view((1,) * shard.prepend_axis_num + tuple(data.shape))
 
 
+def _values(sharded_state_dict: Any, *, is_wanted: Callable[[Any], bool]) -> tuple[dict[str, Any], dict[str, list[ShardedTensor]]]:
+    """Objects by unique key, and shards of tensors by key."""
+    objects: dict[str, Any] = {}
+    shards: dict[str, list[ShardedTensor]] = {}
+    for value in nested_values(sharded_state_dict):
+        if not is_wanted(value):
+            continue
+        if isinstance(value, ShardedObject):
+            # A tuple is one value to the planner. A bare tensor would be stored as a tensor of the model.
+            objects[value.unique_key] = (_encoded(value.data),)
+            continue
+        if value.flattened_range is not None:
+            raise _native.UnsupportedError(f"`{value.key}`: flattened_range is an old form of Megatron. Save the unflattened tensor")
+        if value.data is None:
+            raise ValueError(f"`{value.key}`: the shard has no data")
+        shards.setdefault(value.key, []).append(value)
+    twice = next((key for key in shards if key in objects), None)
+    if twice is not None:
+        raise ValueError(f"`{twice}` names a tensor and an object. Rename one of them")
+    return objects, shards
+
+
+def _shard(value: Any) -> Shard:
+    return Shard(_with_all_axes(value), tuple(value.global_shape), tuple(value.global_offset))
+
+
+def _copies_of(engine: Engine) -> str:
+    return f"{_COPIES}{engine.rank}"
+
+
+def _request_of(engine: Engine, folder: Path, step: int) -> AsyncRequest:
+    """A request that is done once the step is in the store. Megatron finalizes it on all ranks."""
+    done = Path(tempfile.mkdtemp(prefix="tensorcask-")) / "done"
+
+    def watch() -> None:
+        # Without Engine.wait, which would end a save that the trainer is beginning.
+        reached = failed = False
+        while not reached and not failed:
+            try:
+                reached, failures, _ = engine._native.wait("durable", 0.0, step)
+                failed = any(failure[0] == step for failure in failures)
+            except _native.Error:
+                failed = True
+            time.sleep(_INTERVAL)
+        done.write_text("reached" if reached else "failed")
+
+    def finalize() -> None:
+        result = done.read_text()
+        shutil.rmtree(done.parent, ignore_errors=True)
+        if result != "reached":
+            raise _native.StorageError(f"{folder}: the step did not get into {engine.store.url}. `tensorcask agent status` tells why")
+        if dist.get_rank() == 0:
+            _markers.write(folder, _native.absolute_url(engine.store.url), step, engine.store.snapshot(step).id)
+
+    threading.Thread(target=watch, name=f"tensorcask-step-{step}", daemon=True).start()
+    return AsyncRequest(_wait_for, (str(done), os.getpid()), [finalize])
+
+
+def _wait_for(done: str, trainer: int) -> None:
+    """Waits in a process of Megatron until the trainer knows that a step is in the store, or is gone."""
+    while not Path(done).exists() and trainer in (os.getpid(), os.getppid()):
+        time.sleep(_INTERVAL)
+
+
 def _request(shard: Any, info: TensorInfo) -> tuple[TensorInfo, list[int], list[int], torch.Tensor]:
     """The tensor, offset and shape to read for a shard, and the memory to fill."""
     stored, wanted = list(_shape(info)), list(shard.global_shape)
@@ -312,7 +495,7 @@ def _request(shard: Any, info: TensorInfo) -> tuple[TensorInfo, list[int], list[
 def _stored(snapshot: Snapshot) -> dict[str, Any]:
     """Tensors and objects by key."""
     nested, _ = snapshot.structure()
-    return dict(nested)
+    return {key: value for key, value in nested.items() if not key.startswith(_COPIES)}
 
 
 def _unmark(folder: Path) -> None:

@@ -61,10 +61,10 @@ class Server:
 
 
 class Cluster:
-    """Hosts with ranks, and a server. ``scratch``: folder for logs and for what ranks tell."""
+    """Hosts with ranks, and a server. ``scratch``: folder for logs and for what ranks tell. ``module``: the `main` of the ranks."""
 
-    def __init__(self, scratch, hosts, local):
-        self.scratch, self.local = scratch, local
+    def __init__(self, scratch, hosts, local, module="trainer"):
+        self.scratch, self.local, self.module = scratch, local, module
         self.server = Server(scratch / "server")
         self.url = f"{self.server.variables.pop('TENSORCASK_TEST_STORE')}/run"
         os.environ.update(self.server.variables)
@@ -77,7 +77,7 @@ class Cluster:
         return len(self.nodes) * self.local
 
     def _node(self, number):
-        return Node(number, self.scratch / f"host-{number}.log")
+        return Node(number, self.module, self.scratch / f"host-{number}.log")
 
     def replace(self, number):
         """A fresh host in place of one that was lost."""
@@ -95,6 +95,13 @@ class Cluster:
         }  # fmt: skip
         for number, node in enumerate(self.nodes):
             node.start(self.job, self.ranks(number), {**options, "variables": self._variables(number)})
+
+    def make_certificates(self, folder="tls", run=None, days=None):
+        """Certificates for all hosts; returns their folder."""
+        command = [Path(sys.executable).with_name("tensorcask"), "agent", "init-tls", self.scratch / folder, "--run", run or self.url]
+        command += ["--hosts", len(self.nodes)] + ([] if days is None else ["--days", days])
+        network.run(*command)
+        return str(self.scratch / folder)
 
     def _variables(self, number):
         if number not in self.proxies:
@@ -120,6 +127,11 @@ class Cluster:
     def wait_for_commit(self, step):
         wait_until(lambda: self.committed() >= step, f"step {step} is committed")
 
+    def status(self, number):
+        """What the agent of a host says of the run."""
+        told = self.nodes[number].enter(Path(sys.executable).with_name("tensorcask"), "agent", "status", "--json")
+        return json.loads(told)["runs"][0]
+
     def told(self, name, ranks=None):
         """What ranks have told under this name in this job, by rank; None until all have."""
         ranks = range(self.world) if ranks is None else ranks
@@ -135,6 +147,10 @@ class Cluster:
 
     def wait_for_step(self, step):
         wait_until(lambda: step in self.losses(), f"step {step} is saved", self.check)
+
+    def wait_for_saved(self, step):
+        """Waits until all ranks have saved a step in this job."""
+        wait_until(lambda: min(self.told("saved") or [0]) >= step, f"all ranks save step {step}", self.check)
 
     def check(self):
         """Raises if a rank has failed."""

@@ -111,9 +111,8 @@ class Host:
 class Node(Host):
     """A host of a job: `node.py` is its first process, and starts and ends ranks."""
 
-    def __init__(self, number, log, python=sys.executable):
-        node = Path(__file__).with_name("node.py")
-        super().__init__(number, [python, node], log)
+    def __init__(self, number, module, log):
+        super().__init__(number, [sys.executable, Path(__file__).with_name("node.py"), module], log)
         self._changed = threading.Condition()
         self._exits = {}
         threading.Thread(target=self._listen, daemon=True).start()

@@ -1,9 +1,10 @@
-"""The first process of a host: starts ranks of a job, tells when they end, and collects every process that has lost its parent.
+"""The first process of a host: starts ranks of a job, each the `main` of a module; tells when they end, and collects every process that has lost its parent.
 
 Reads commands, one JSON object per line: `{"start": JOB, "ranks": [...], "options": {...}}` or `{"kill": JOB}`. Writes
 `{"job": JOB, "rank": RANK, "exit": STATUS}`.
 """
 
+import importlib
 import json
 import os
 import select
@@ -11,8 +12,8 @@ import signal
 import sys
 import traceback
 
-import trainer  # loads torch once for all ranks that are started here
-
+# Loaded once for all ranks that are started here.
+trainer = importlib.import_module(sys.argv[1])
 running = {}
 
 

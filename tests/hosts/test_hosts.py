@@ -1,7 +1,11 @@
 """Four hosts with two ranks each, and an S3 server on a fifth. Hosts are killed, cables are cut."""
 
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
-from cluster import SECONDS, Cluster
+from cluster import ROOT, SECONDS, Cluster
 
 HOSTS, LOCAL, STEPS = 4, 2, 10
 
@@ -77,4 +81,59 @@ def test_another_host_commits_the_step_of_a_leader_that_is_lost(cluster, calm):
     cluster.join()
     assert all(found["step"] > committed for found in cluster.wait_for("resumed"))
     assert {**cluster.losses(0), **cluster.losses()} == calm
+    check_store(cluster, calm)
+
+
+def test_a_lost_host_is_replaced_and_resumes_from_its_peers_while_the_store_is_down(cluster, calm):
+    tls = cluster.make_certificates()
+    cluster.start(STEPS, tls=tls, pause={"step": 6, "level": "replicated"})
+    cluster.wait_for_commit(2)
+    cluster.server.lose()
+    cluster.wait_for("paused")
+    cluster.lose(2)
+    cluster.end_job()
+    cluster.replace(2)
+    cluster.start(STEPS, tls=tls)
+    resumed = cluster.wait_for("resumed")
+    assert all(found["step"] == 6 for found in resumed), resumed
+    cluster.wait_for_step(8)
+    cluster.server.start()
+    cluster.join()
+    assert {**cluster.losses(0), **cluster.losses()} == calm
+    store = cluster.store()
+    assert store.verify().is_clean
+    assert [info.step for info in store.snapshots()][-4:] == [7, 8, 9, 10]
+    assert all(store.snapshot(info.step).user["loss"] == calm[info.step] for info in store.snapshots())
+
+
+def test_a_copy_with_wrong_bytes_is_never_loaded(cluster, calm):
+    tls = cluster.make_certificates()
+    cluster.start(STEPS, tls=tls, pause={"step": 6, "level": "replicated"})
+    cluster.wait_for_commit(2)
+    cluster.server.lose()
+    cluster.wait_for("paused")
+    cluster.lose(2)
+    cluster.end_job()
+    # The only copy of host 2, on host 3: one byte in the middle of its newest cask.
+    flipped = cluster.nodes[3].enter(sys.executable, ROOT / "tests/hosts/flip.py", "/dev/shm/tensorcask-0/*/replica-2/casks/**/*")
+    assert flipped.strip()
+    cluster.replace(2)
+    cluster.start(STEPS, tls=tls)
+    resumed = cluster.wait_for("resumed")
+    assert len({found["step"] for found in resumed}) == 1 and resumed[0]["step"] < 6, resumed
+    cluster.server.start()
+    cluster.join()
+    assert {**cluster.losses(0), **cluster.losses()} == calm
+    assert cluster.store().verify().is_clean
+
+
+def test_a_host_with_certificates_of_another_run_copies_nothing_and_disturbs_nobody(cluster, calm):
+    tls, other = Path(cluster.make_certificates()), Path(cluster.make_certificates("other", run="another run"))
+    for path in [*other.glob("host-1*"), other / "ca.pem"]:
+        shutil.copy(path, tls / path.name.replace("ca.pem", "other-ca.pem"))
+    cluster.start(STEPS, tls=str(tls), pause={"step": STEPS, "level": "durable"})
+    cluster.wait_for("paused")
+    statuses = [cluster.status(number) for number in range(HOSTS)]
+    print(statuses)
+    assert cluster.losses() == calm
     check_store(cluster, calm)

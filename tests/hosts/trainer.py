@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import json
 import os
 import sys
 import threading
@@ -12,6 +11,7 @@ import tensorcask
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from telling import tell
 from tensorcask._hosts import find_hosts
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,26 +60,31 @@ class Training:
         return whole.item()
 
 
-def main(rank, *, url, scratch, job, world, local, steps, master, variables, pause=None, engine=None):
+def main(rank, *, url, scratch, job, world, local, steps, master, variables, pause=None, tls=None, peers=None, engine=None):
     """Trains as one rank. ``local``: ranks on each host. ``pause``: a step, and a level that it must reach before the rank waits
-    to be killed. ``engine``: more options of the engine."""
+    to be killed. ``tls``: a folder of certificates; with it, hosts copy each other's memory. ``peers``, ``engine``: more
+    options of both."""
     # As torchrun sets them.
     os.environ.update(TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=str(job), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local), GLOO_SOCKET_IFNAME="train")
+    os.environ.update(MASTER_ADDR=master.split(":")[0])
     os.environ.update(variables)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=f"tcp://{master}", rank=rank, world_size=world, timeout=timeout)
-    train(rank, url, Path(scratch), job, world, steps, pause, engine or {})
+    options = {"patience": 1.0, **(engine or {})}
+    if tls is not None:
+        options["peers"] = tensorcask.Peers(tls=tls, **(peers or {}))
+    train(rank, url, Path(scratch), job, world, steps, pause, **options)
     dist.barrier()
     # Threads of gloo may abort a process that ends: pytorch/pytorch#179291.
     os._exit(0)
 
 
-def train(rank, url, scratch, job, world, steps, pause, options):
+def train(rank, url, scratch, job, world, steps, pause, patience, **options):
     training = Training(rank, world)
-    hosts = dataclasses.replace(find_hosts(rank, world), patience=options.pop("patience", 1.0))
+    hosts = dataclasses.replace(find_hosts(rank, world), patience=patience)
     engine = tensorcask.Engine(url, rank=rank, world=world, hosts=hosts, **options)
     tell(scratch, f"started-{job}-{rank}")
     done = 0
@@ -97,16 +102,12 @@ def train(rank, url, scratch, job, world, steps, pause, options):
         assert outcome.saved and not outcome.failures, outcome
         if rank == 0:
             tell(scratch, f"losses-{job}", losses)
+        tell(scratch, f"saved-{job}-{rank}", step)
+        if "peers" in options and step > done + 1 and engine.wait("replicated", 120, step=step - 1).reached:
+            tell(scratch, f"replicated-{job}-{rank}", step - 1)
         if pause is not None and step == pause["step"]:
             assert engine.wait(pause["level"], 120).reached
             tell(scratch, f"paused-{job}-{rank}")
             threading.Event().wait()
     engine.finish()
     tell(scratch, f"finished-{job}-{rank}")
-
-
-def tell(scratch, name, value=None):
-    """Writes a file at once."""
-    part = scratch / f".{name}"
-    part.write_text(json.dumps(value))
-    part.rename(scratch / name)
