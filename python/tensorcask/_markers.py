@@ -30,6 +30,16 @@ def write(folder: Path, address: str, step: int, snapshot: str) -> None:
     write_whole(folder / NAME, json.dumps({"store": address, "step": step, "snapshot": snapshot}))
 
 
+def step_in(folder: Path) -> int:
+    """The step of the snapshot that the marker of a folder names."""
+    try:
+        return int(json.loads((folder / NAME).read_text())["step"])
+    except FileNotFoundError:
+        raise _native.NotFoundError(f"{folder} has no {NAME}, so tensorcask did not save it") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise _native.CorruptionError(f"{folder / NAME} is not the marker of a snapshot: {error}") from None
+
+
 def snapshot_in(folder: Path, given: Store | str | os.PathLike[str] | None) -> Snapshot | None:
     """Opens the snapshot that the marker of a folder names; None without a marker."""
     marker = folder / NAME

@@ -45,7 +45,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -228,7 +228,9 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
         step = self.broadcast(step)
         if step is None:
             raise _native.UnsupportedError(f"{checkpoint_path} was not written by this strategy. Load it with another one")
-        module, optimizers = self._module(), self.optimizers
+        # A trainer that tests a model may still have the optimizers of an earlier training.
+        is_training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        module, optimizers = self._module(), self.optimizers if is_training else []
         target = {"state_dict": get_model_state_dict(module), "optimizer_states": [self.optimizer_state(found) for found in optimizers]}
         found = _ranks.load(self.engine, target, step, partial=True)
         if found is None:

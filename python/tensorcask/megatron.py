@@ -71,7 +71,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from . import _dtypes, _markers, _native
+from . import _dtypes, _markers, _native, _ranks
 from ._dcp_reader import read_tensors, resolve
 from ._files import write_whole
 from ._reports import TensorInfo
@@ -201,11 +201,11 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             _unmark(folder)
         objects, shards = _values(sharded_state_dict, is_wanted=lambda value: is_main_replica(value.replica_id))
         copies, _ = _values(sharded_state_dict, is_wanted=lambda value: isinstance(value, ShardedObject) and not is_main_replica(value.replica_id))
-        state: dict[str, Any] = {**objects, **{key: Shards(tuple(map(_shard, found))) for key, found in shards.items()}}
+        state: dict[str, Any] = {**_ranks.without_tensors(objects), **{key: Shards(tuple(map(_shard, found))) for key, found in shards.items()}}
         if dist.get_rank() == 0 and (folder / _COMMON).exists():
             state[_COMMON] = io.BytesIO((folder / _COMMON).read_bytes())
         # A rank that restores from its own memory needs the objects that other ranks save.
-        engine.save({**state, _copies_of(engine): copies}, step=step)
+        engine.save({**state, _copies_of(engine): _ranks.without_tensors(copies)}, step=step)
         return _request_of(engine, folder, step)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -271,7 +271,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
             if isinstance(value, ShardedTensor):
                 wanted.append(_request(value, stored[key]))
             else:
-                value.data = _decoded(resolve(snapshot, stored[key])[0])
+                value.data = _decoded(_ranks.with_tensors(resolve(snapshot, stored[key])[0]))
         read_tensors(snapshot, wanted)
         loaded: Any = dict_list_map_inplace(lambda value: value.data, sharded_state_dict)
         return loaded
@@ -290,7 +290,7 @@ class LoadStrategy(LoadShardedStrategy):  # type: ignore[misc]
                     if value.unique_key not in stored:
                         raise _native.NotFoundError(f"step {step} has no ShardedObject `{value.unique_key}`")
                     found = resolve(engine.store.snapshot(step), stored[value.unique_key])
-                value.data = _decoded(found[0])
+                value.data = _decoded(_ranks.with_tensors(found[0]))
                 continue
             if value.data is None:
                 value.init_data("cpu")

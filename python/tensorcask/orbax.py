@@ -4,7 +4,13 @@
         manager.save(step, args=tensorcask.orbax.Save(tree))
         tree = manager.restore(step, args=tensorcask.orbax.Restore(tree))
 
-A save copies the arrays and returns. The manager waits for the upload, as it does with its own formats. The store is
+Through the engine, a save takes one copy in shared memory, arrays of several processes are saved, and a killed job restores from memory::
+
+    engine = tensorcask.Engine("s3://bucket/run42", rank=jax.process_index(), world=jax.process_count())
+    manager.save(step, args=tensorcask.orbax.Save(tree, engine=engine))
+    tree = manager.restore(step, args=tensorcask.orbax.Restore(tree, engine=engine))
+
+Without the engine, a save copies the arrays and returns. The manager waits for the upload, as it does with its own formats. The store is
 ``<folder of the manager>/tensorcask``, unless ``store`` names another. The folder of a step holds a marker that names
 the snapshot. ``Restore(tree)`` returns a tree of this form. Each array gets the devices and the sharding of its
 counterpart in ``tree`` (``jax.ShapeDtypeStruct`` is enough), and this process reads only the parts that it holds.
@@ -14,7 +20,7 @@ The name of a step's folder is the step: ``100``, ``step_100``, ``checkpoint_100
 ``step_prefix``, pass ``Save(..., step=)``.
 
 Each item of a ``Composite`` has its own store: ``tensorcask`` for ``default``, and ``tensorcask-<name>`` for other
-items. A tree with arrays of several processes is refused. A manager that deletes old steps leaves their snapshots;
+items. Without an engine, a tree with arrays of several processes is refused. An engine takes one item. A manager that deletes old steps leaves their snapshots;
 :func:`tidy` forgets them.
 """
 
@@ -25,7 +31,7 @@ import concurrent.futures
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +42,19 @@ import orbax.checkpoint.future
 
 from . import _markers, _native
 from ._reports import TensorInfo
+from ._shard import Shard, Shards
 from ._snapshot import Snapshot
 from ._steps import step_in, step_of
 from ._store import Store, open_store
+from .engine import Engine
 
 __all__ = ["Handler", "Restore", "Save", "tidy"]
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
 # User facts of a snapshot: its item, and the step of the folder that names it.
 _ITEM, _FOLDER = "orbax_item", "orbax_step"
+# A leaf that another process saves.
+_ABSENT = object()
 _saving = threading.Lock()
 
 
@@ -60,6 +70,8 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         step_folder, numbered = _step_of(folder, args.step)
         step = numbered if args.step is None else args.step
         item = "default" if step_folder == folder else folder.name.split(_TEMPORARY)[0]
+        if args.engine is not None:
+            return self._save_through(args.engine, folder, step, args, {_ITEM: item, _FOLDER: numbered})
         state = _nested(args.item)
         beside = "tensorcask" if item == "default" else f"tensorcask-{item}"
         store, address = _markers.store_for(args.store, folder, step_folder.parent / beside)
@@ -82,6 +94,23 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         # Orbax makes the folder in the background, and signals when it is there.
         return [orbax.checkpoint.future.CommitFutureAwaitingContractedSignals(save_in_turn(), name="tensorcask-orbax")]
 
+    def _save_through(self, engine: Engine, folder: Path, step: int, args: Save, user: dict[str, Any]) -> list[Any]:
+        if args.store is not None or args.options.keys() - {"user"}:
+            raise TypeError("pass the store and the options of saves to tensorcask.Engine")
+        engine.save(_nested(args.item, _parts), step=step, user={**(args.options.get("user") or {}), **user})
+
+        def wait() -> None:
+            waited = engine.wait("durable", step=step)
+            if not waited.reached:
+                raise _native.StorageError(f"step {step} did not get into {engine.store.url}: {waited.failures or waited.problem}")
+            if engine.rank == 0:
+                _markers.write(folder, _native.absolute_url(engine.store.url), step, engine.store.snapshot(step).id)
+
+        async def wait_in_turn() -> None:
+            await asyncio.wrap_future(self._worker.submit(wait))
+
+        return [orbax.checkpoint.future.CommitFutureAwaitingContractedSignals(wait_in_turn(), name="tensorcask-orbax")]
+
     def save(self, directory: Any, args: Save) -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             for future in thread.submit(asyncio.run, self.async_save(directory, args)).result():
@@ -90,6 +119,8 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     def restore(self, directory: Any, args: Restore | None = None) -> Any:
         args = args or Restore()
         folder = Path(os.fspath(directory))
+        if args.engine is not None:
+            return _restore_through(args.engine, _markers.step_in(folder), args.item)
         snapshot = _markers.snapshot_in(folder, args.store)
         if snapshot is None:
             raise _native.NotFoundError(f"{folder} has no {_markers.NAME}, so tensorcask.orbax did not save it")
@@ -109,21 +140,24 @@ class Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 @dataclasses.dataclass
 class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """Saves a tree. ``options``: those of :meth:`tensorcask.Store.save`. ``step``: needed if the folder's name is not a
-    step."""
+    step. ``engine``: saves through this engine, which has the store and its own options."""
 
     item: Any
     store: Store | str | None = None
     step: int | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    engine: Engine | None = None
 
 
 @ocp.args.register_with_handler(Handler, for_restore=True)
 @dataclasses.dataclass
 class Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Restores a tree of the form of ``item``; without ``item``, the whole tree as nested dicts."""
+    """Restores a tree of the form of ``item``; without ``item``, the whole tree as nested dicts. ``engine``: restores from the nearest
+    place; it needs ``item``."""
 
     item: Any = None
     store: Store | str | None = None
+    engine: Engine | None = None
 
 
 def tidy(manager: Any, store: Store | str | None = None) -> list[int]:
@@ -154,8 +188,8 @@ def _keys(path: Sequence[Any]) -> tuple[str, ...]:
     return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
-def _nested(tree: Any) -> dict[str, Any]:
-    """A tree as nested dicts with copied arrays, because the training may reuse the memory of the originals."""
+def _nested(tree: Any, leaf_of: Callable[[Any, str], Any] | None = None) -> dict[str, Any]:
+    """A tree as nested dicts, by default with copied arrays, because the training may reuse the memory of the originals."""
     state: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         keys = _keys(path)
@@ -166,8 +200,78 @@ def _nested(tree: Any) -> dict[str, Any]:
                 raise ValueError(f"{'/'.join(keys)}: a part of this path is a leaf itself. Rename one of the two")
         if (keys or ("value",))[-1] in at:
             raise ValueError(f"{'/'.join(keys)}: two leaves have this name. Rename one of them")
-        at[(keys or ("value",))[-1]] = _copied(leaf, "/".join(keys))
+        made = (leaf_of or _copied)(leaf, "/".join(keys))
+        if made is not _ABSENT:
+            at[(keys or ("value",))[-1]] = made
     return state
+
+
+def _parts(leaf: Any, name: str) -> Any:
+    """The parts of an array that this process saves. Each part of an array is saved by one process."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return np.asarray(leaf) if jax.process_index() == 0 else _ABSENT
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    _check_dtype(leaf, name)
+    if leaf.is_fully_addressable and jax.process_count() > 1:
+        return np.asarray(leaf) if jax.process_index() == 0 else _ABSENT
+    found = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    return Shards(tuple(Shard(np.asarray(shard.data), leaf.shape, _offset(shard.index)) for shard in found)) if found else _ABSENT
+
+
+def _restore_through(engine: Engine, step: int, tree: Any) -> Any:
+    if tree is None:
+        raise ValueError("a restore through an engine needs a tree: Restore(tree, engine=engine)")
+    values = engine.restore(step, out={}, partial=True).state
+    memory: dict[tuple[str, ...], dict[tuple[int, ...], np.ndarray[Any, Any]]] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+            shape = tuple(leaf.shape)
+            # Each part that this process holds, once.
+            indices = [()] if isinstance(leaf, (np.ndarray, np.generic)) else _sharding(leaf).addressable_devices_indices_map(shape).values()
+            extents = {_offset(index, len(shape)): _extent(index, shape) for index in indices}
+            memory[_keys(path) or ("value",)] = {offset: np.empty(extent, leaf.dtype) for offset, extent in extents.items()}
+    shapes = {_keys(path) or ("value",): tuple(np.shape(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    # A restore fills one part of each array.
+    for number in range(max((len(parts) for parts in memory.values()), default=0)):
+        out: dict[str, Any] = {}
+        for keys, parts in memory.items():
+            if number < len(parts):
+                at = out
+                for key in keys[:-1]:
+                    at = at.setdefault(key, {})
+                offset, data = list(parts.items())[number]
+                at[keys[-1]] = Shard(data, shapes[keys], offset)
+        engine.restore(step, out=out, partial=True)
+
+    def leaf_of(path: Any, like: Any) -> Any:
+        keys = _keys(path) or ("value",)
+        if keys in memory:
+            if isinstance(like, (np.ndarray, np.generic)):
+                return memory[keys][(0,) * len(shapes[keys])]
+            return jax.make_array_from_callback(shapes[keys], _sharding(like), lambda index: memory[keys][_offset(index, len(shapes[keys]))])
+        found = values
+        for key in keys:
+            if not isinstance(found, dict) or key not in found:
+                raise _native.NotFoundError(f"step {step} has no `{'/'.join(keys)}`")
+            found = found[key]
+        return found
+
+    return jax.tree_util.tree_map_with_path(leaf_of, tree)
+
+
+def _sharding(like: Any) -> Any:
+    return like.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _offset(index: tuple[slice, ...] | None, axes: int = 0) -> tuple[int, ...]:
+    index = index or (slice(None),) * axes
+    return tuple(part.start or 0 for part in index)
+
+
+def _extent(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index = index or (slice(None),) * len(shape)
+    return tuple(len(range(*part.indices(length))) for part, length in zip(index, shape, strict=True))
 
 
 def _copied(leaf: Any, name: str) -> Any:
@@ -175,11 +279,15 @@ def _copied(leaf: Any, name: str) -> Any:
         return np.array(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
     if not leaf.is_fully_addressable:
         raise _native.UnsupportedError(
-            f"{name}: the array belongs to several processes, and only one process can save. Gather the array first"
+            f"{name}: the array belongs to several processes, and only one process can save. Save through an engine"
         )
+    _check_dtype(leaf, name)
+    return np.array(leaf)
+
+
+def _check_dtype(leaf: Any, name: str) -> None:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise TypeError(f"{name}: dtype {leaf.dtype} cannot be stored. For a key of random numbers, save jax.random.key_data(key)")
-    return np.array(leaf)
 
 
 def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> Any:
@@ -209,8 +317,7 @@ def _leaf(snapshot: Snapshot, nested: Any, keys: tuple[str, ...], like: Any) -> 
 
     if isinstance(like, (np.ndarray, np.generic)):
         return piece(())
-    sharding = like.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.make_array_from_callback(tuple(like.shape), sharding, piece)
+    return jax.make_array_from_callback(tuple(like.shape), _sharding(like), piece)
 
 
 def _step_of(folder: Path, given: int | None) -> tuple[Path, int]:

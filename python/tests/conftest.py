@@ -1,6 +1,10 @@
+import contextlib
 import itertools
+import shutil
+import tempfile
 
 import pytest
+import tensorcask
 
 _number = itertools.count()
 
@@ -15,3 +19,21 @@ def url(tmp_path):
 def memory():
     """A store in memory."""
     return f"memory://test-{next(_number)}"
+
+
+@pytest.fixture
+def host_memory(monkeypatch):
+    """A folder of the engine in shared memory. Its agent is told to end with the test."""
+    folder = tempfile.mkdtemp(dir="/dev/shm")
+    monkeypatch.setenv("TENSORCASK_ENGINE_DIR", folder)
+    yield folder
+    end_agent(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_agent(folder):
+    """Tells the agent of a folder to end, if one runs."""
+    from tensorcask.engine import stop_agent
+
+    with contextlib.suppress(tensorcask.NotFoundError):
+        stop_agent(folder)

@@ -1,6 +1,7 @@
 """Lightning's trainer over a store: the real library."""
 
 import json
+import sys
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ import tensorcask
 import torch
 
 lightning = pytest.importorskip("lightning.pytorch")
-from tensorcask.lightning import CheckpointIO  # noqa: E402
+from tensorcask.lightning import LATEST, CheckpointIO, DDPStrategy  # noqa: E402
 
 BATCHES = 6
 
@@ -104,3 +105,52 @@ def test_what_cannot_be_done_is_refused(tmp_path, url):
         io.load_checkpoint(tmp_path / "other.ckpt")
     io.remove_checkpoint(tmp_path / "other.ckpt")
     assert (tmp_path / "other.ckpt").exists()
+
+
+@pytest.fixture
+def no_group():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def fit_through_engine(folder, store, epochs, resume):
+    data = torch.arange(BATCHES * 8, dtype=torch.float32).reshape(BATCHES, 8).div(50)
+    module = Module()
+    keep = lightning.callbacks.ModelCheckpoint(folder / "checkpoints", filename="{epoch}-{step}", monitor="loss", save_top_k=2, save_last=True)
+    strategy = DDPStrategy(store, {"policy": "intermittent:4"}, process_group_backend="gloo")
+    trainer = lightning.Trainer(
+        default_root_dir=folder, max_epochs=epochs, accelerator="cpu", devices=1, strategy=strategy, callbacks=[keep],
+        enable_progress_bar=False, enable_model_summary=False, logger=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=1), ckpt_path=resume)
+    return module, trainer
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_strategy_saves_through_the_engine_deletes_and_resumes(by_file, tmp_path, url, host_memory, no_group):
+    whole, _ = fit_through_engine(tmp_path / "whole", str(tmp_path / "other"), 4, LATEST)
+    fit_through_engine(tmp_path / "run", url, 2, LATEST)
+    last = str(tmp_path / "run/checkpoints/last.ckpt")
+    resumed, trainer = fit_through_engine(tmp_path / "run", url, 4, last if by_file else LATEST)
+    assert resumed.losses == whole.losses[2 * BATCHES :]
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    named = [json.loads(file.read_text()) for file in (tmp_path / "run/checkpoints").iterdir()]
+    # `last` and another file name one snapshot. No others stay.
+    assert len(named) == 3 and {marker["store"] for marker in named} == {url}
+    store = tensorcask.Store(url)
+    assert {marker["step"] for marker in named} == {info.step for info in store.snapshots()}
+    assert store.verify().is_clean
+    # Files of the strategy are not for the plugin, and the other way around.
+    with pytest.raises(tensorcask.ConflictError):
+        CheckpointIO(url).load_checkpoint(last)
+    # Weights alone are enough to test a model.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fresh = Module()
+        fresh.test_step = lambda batch, index: fresh.losses.append(float((fresh.layer(batch) ** 2).mean()))
+        trainer.test(fresh, torch.utils.data.DataLoader(torch.ones(1, 8)), ckpt_path=last, verbose=False)
+    assert len(fresh.losses) == 1

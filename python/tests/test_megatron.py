@@ -4,6 +4,7 @@ import io
 import os
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 import tensorcask
 import torch
 import torch.distributed as dist
+from conftest import end_agent
 from ranks import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("megatron.core.dist_checkpointing")
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from tensorcask import megatron  # noqa: E402
 
 ROWS, COLUMNS, LAYERS = 12, 6, 2
@@ -109,6 +112,62 @@ def test_layouts_may_change(tmp_path):
     assert np.array_equal(whole["decoder.layers.w"][1], expected("layers.1", 20))
     roles = {name: info.role for name, info in store.snapshot(20).tensors().items()}
     assert roles["rows"] == "model" and roles["optimizer.state.exp_avg.rows"] == "exp_avg"
+
+
+def engine_of(folder, memory):
+    return tensorcask.Engine(f"{folder}/tensorcask", rank=dist.get_rank(), world=dist.get_world_size(), folder=memory, policy="intermittent:2")
+
+
+def saves_through_an_engine(folder, memory):
+    torch.cuda.current_device, torch.cuda.synchronize = (lambda: torch.device("cpu")), (lambda *device: None)
+    with engine_of(folder, memory) as engine:
+        with pytest.raises(tensorcask.NotFoundError, match="no iteration is saved"):
+            megatron.latest(folder, engine=engine)
+        calls = AsyncCallsQueue()
+        for step in (10, 20):
+            calls.schedule_async_request(megatron.save(state_of(step, fill=True), f"{folder}/iter_{step:07}", engine=engine))
+            calls.maybe_finalize_async_calls(blocking=True)
+            assert megatron.latest(folder).name == f"iter_{step:07}"
+        # Megatron itself calls a strategy without its queue in the same way.
+        dist_checkpointing.save(state_of(30, fill=True), made(f"{folder}/iter_0000030"), sharded_strategy=megatron.SaveStrategy(engine=engine))
+        # This one is in memory, and its request is never finalized.
+        megatron.save(state_of(40, fill=True), f"{folder}/iter_0000040", engine=engine)
+        assert megatron.latest(folder).name == "iter_0000020"
+        with pytest.raises(TypeError, match="to tensorcask.Engine"):
+            megatron.SaveStrategy(engine=engine, policy="full")
+        dist.barrier()
+
+
+def made(folder):
+    if dist.get_rank() == 0:
+        os.makedirs(folder)
+    dist.barrier()
+    return folder
+
+
+def loads_through_an_engine(folder, memory, step):
+    with engine_of(folder, memory) as engine:
+        found = megatron.latest(folder, engine=engine)
+        assert found.name == f"iter_{int(step):07}"
+        same = dist.get_world_size() == 2
+        for at in (10, 30, int(step)):
+            check(megatron.load(state_of(at, fill=False, with_objects=same), f"{folder}/iter_{at:07}", engine=engine), at, same)
+        dist.barrier()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
+def test_saves_through_an_engine(tmp_path, host_memory):
+    run = tmp_path / "run"
+    on_ranks(2, tmp_path, saves_through_an_engine, run, host_memory)
+    on_ranks(2, tmp_path, loads_through_an_engine, run, host_memory, 40)
+    # All is lost but the store.
+    for folder in run.glob("iter_*"):
+        shutil.rmtree(folder)
+    for world in (2, 1, 3):
+        end_agent(host_memory)
+        on_ranks(world, tmp_path, loads_through_an_engine, run, f"{host_memory}/{world}", 40)
+        end_agent(f"{host_memory}/{world}")
+    on_ranks(2, tmp_path, loads, run, True)
 
 
 def loads_elsewhere(folder, url):

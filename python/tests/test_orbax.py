@@ -1,5 +1,7 @@
 """Orbax's CheckpointManager over a store: the real library."""
 
+import sys
+
 import numpy as np
 import pytest
 import tensorcask
@@ -87,3 +89,27 @@ def test_what_cannot_be_done_is_refused(tmp_path):
         for wrong in ({"deep": jnp.ones(2), "n": 1}, {"deep": {"w": jnp.ones(2)}, "n": jnp.ones(2)}):
             with pytest.raises(tensorcask.InvalidArgumentError, match="is requested"):
                 manager.restore(3, args=Restore(wrong))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
+def test_a_manager_saves_through_an_engine(tmp_path, host_memory):
+    url = str(tmp_path / "store")
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        with tensorcask.Engine(url, policy="intermittent:2") as engine:
+            for step in range(3):
+                assert manager.save(step, args=Save(tree_of(step), engine=engine, options={"user": {"run": "a"}}))
+            manager.wait_until_finished()
+            assert same(manager.restore(2, args=Restore(tree_of(0), engine=engine)), 2)
+            assert engine.loadable()[0].source == "slot"
+            with pytest.raises(Exception, match="to tensorcask.Engine"):
+                manager.save(3, args=Save(tree_of(3), engine=engine, options={"policy": "full"}))
+                manager.wait_until_finished()
+            with pytest.raises(ValueError, match="needs a tree"):
+                manager.restore(2, args=Restore(engine=engine))
+            engine.finish()
+        # From the store, through an engine and without one; abstract arrays are enough.
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf, tree_of(0))
+        with tensorcask.Engine(url) as engine:
+            assert same(manager.restore(1, args=Restore(abstract, engine=engine)), 1)
+        assert same(manager.restore(2, args=Restore(abstract)), 2)
+        assert tensorcask.Store(url).snapshot(1).user["run"] == "a"

@@ -1,13 +1,10 @@
 """The Trainer of Transformers with its state in a store: the real library."""
 
-import shutil
 import sys
-import tempfile
 
 import pytest
 import tensorcask
 import torch
-from tensorcask.engine import stop_agent
 
 transformers = pytest.importorskip("transformers")
 from tensorcask.transformers import Callback, checkpoint  # noqa: E402
@@ -71,30 +68,24 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(tmp_path, url):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the engine needs Linux")
-def test_a_training_goes_on_through_the_engine(tmp_path, url, monkeypatch):
-    folder = tempfile.mkdtemp(dir="/dev/shm")
-    monkeypatch.setenv("TENSORCASK_ENGINE_DIR", folder)
-    try:
-        whole, model = train(tmp_path / "whole")
-        with tensorcask.Engine(url) as engine:
-            assert checkpoint(engine, tmp_path) is None
-            before, _ = train(tmp_path / "run", Callback(engine, every=2), Stop())
-        with tensorcask.Engine(url) as engine:
-            after, resumed = train(tmp_path / "run", Callback(engine, every=2), resume=checkpoint(engine, tmp_path / "resume"))
-            assert {**before, **after} == whole and set(after) == set(range(5, STEPS + 1))
-            engine.finish()
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, resumed.state_dict()[name]), name
-        # A store that the engine has filled can be read without an engine, too.
-        assert checkpoint(url, tmp_path / "later").endswith(f"checkpoint-{STEPS}")
-        with tensorcask.Engine(url) as engine, pytest.raises(TypeError, match="policy: pass options of saves to"):
-            Callback(engine, every=2, policy="full")
-        arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
-        with tensorcask.Engine(f"{url}-2", rank=1, world=2, hosts=None) as engine, pytest.raises(ValueError, match="rank 1 of 2, but the Trainer"):
-            Callback(engine, every=1).on_train_begin(arguments, None, None)
-    finally:
-        stop_agent(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+def test_a_training_goes_on_through_the_engine(tmp_path, url, host_memory):
+    whole, model = train(tmp_path / "whole")
+    with tensorcask.Engine(url) as engine:
+        assert checkpoint(engine, tmp_path) is None
+        before, _ = train(tmp_path / "run", Callback(engine, every=2), Stop())
+    with tensorcask.Engine(url) as engine:
+        after, resumed = train(tmp_path / "run", Callback(engine, every=2), resume=checkpoint(engine, tmp_path / "resume"))
+        assert {**before, **after} == whole and set(after) == set(range(5, STEPS + 1))
+        engine.finish()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    # A store that the engine has filled can be read without an engine, too.
+    assert checkpoint(url, tmp_path / "later").endswith(f"checkpoint-{STEPS}")
+    with tensorcask.Engine(url) as engine, pytest.raises(TypeError, match="policy: pass options of saves to"):
+        Callback(engine, every=2, policy="full")
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    with tensorcask.Engine(f"{url}-2", rank=1, world=2, hosts=None) as engine, pytest.raises(ValueError, match="rank 1 of 2, but the Trainer"):
+        Callback(engine, every=1).on_train_begin(arguments, None, None)
 
 
 def test_what_is_no_training_is_refused(tmp_path, memory):

@@ -22,6 +22,7 @@ class Run:
         parser.add_argument("--work", required=True, help="a folder for files of the trainer")
         parser.add_argument("--out", required=True, help="a folder for the losses")
         parser.add_argument("--kill-at", type=int, help="step after which this process kills itself")
+        parser.add_argument("--only-load", action="store_true", help="load the newest step, and end")
         self.arguments = parser.parse_args()
         self.store, self.work = self.arguments.store, self.arguments.work
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,11 +46,21 @@ class Run:
         if self.rank == 0 and step == self.arguments.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def steps(self, done, tensors):
+        """The steps to train. With --only-load, ends here with the tensors that were loaded."""
+        if self.arguments.only_load:
+            self.end(tensors())
+        return range(done + 1, STEPS + 1)
+
+    def end_arrays(self, arrays):
+        """As `end`, with arrays of numpy."""
+        self.end({name: torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) for name, array in arrays.items()})
+
     def end(self, tensors, **facts):
         """Notes a digest of each tensor of the trained state, and ends the process without waiting for threads of gloo."""
         for name, tensor in tensors.items():
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            data = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             self.write(tensor=name, sha256=hashlib.sha256(data).hexdigest())
         self.write(ended=True, **facts)
         sys.stdout.flush()

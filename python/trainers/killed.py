@@ -4,7 +4,7 @@
 
 The training runs as `with_NAME.py`, one process for each rank, on the CPU with gloo. `NAME-VARIANT` runs `with_NAME.py` with $VARIANT. Its first rank kills itself by SIGKILL at a step
 that is not saved. The first resume is from the memory of the host. Then it is killed again, its memory is removed, as with a lost host,
-and the second resume is from the store. Prints one line, and writes it to a file for the table.
+and the second resume is from the store. At last, other numbers of ranks load the newest step. Prints one line, and writes it to a file for the table.
 """
 
 import argparse
@@ -27,8 +27,9 @@ HERE = Path(__file__).resolve().parent
 PATIENCE = 240
 
 
-def start(name, ranks, root, label, store, kill_at=None):
-    """Runs one start of the training to its end or its kill. Returns the lines of each rank."""
+def start(name, ranks, root, label, store, kill_at=None, only_load=False, replace=False):
+    """Runs one start of the training to its end or its kill. Returns the lines of each rank. ``replace``: starts a killed rank again,
+    while the others go on."""
     out = root / f"out-{label}"
     out.mkdir()
     with socket.socket() as found:
@@ -36,20 +37,27 @@ def start(name, ranks, root, label, store, kill_at=None):
         port = found.getsockname()[1]
     program, _, variant = name.partition("-")
     command = [sys.executable, "-W", "ignore", str(HERE / f"with_{program}.py"), "--store", str(root / store), "--work", str(root / f"work-{store}")]
-    command += ["--out", str(out), *([] if kill_at is None else ["--kill-at", str(kill_at)])]
-    processes = []
-    for rank in range(ranks):
+    command += ["--out", str(out), *(["--only-load"] if only_load else [])]
+    kill = [] if kill_at is None else ["--kill-at", str(kill_at)]
+
+    def begin(rank, options):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         told = {**os.environ, "TENSORCASK_ENGINE_DIR": memory_of(root, store), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "VARIANT": variant}
         # Some trainers compile code when they start.
         told |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "extensions")}
         told |= {key: str(value) for key, value in place.items()}
-        log = open(out / f"log{rank}.txt", "wb")
-        processes.append(subprocess.Popen(command, env=told, stdout=log, stderr=subprocess.STDOUT))
+        with open(out / f"log{rank}.txt", "ab") as log:
+            return subprocess.Popen([*command, *options], env=told, stdout=log, stderr=subprocess.STDOUT)
+
+    processes = [begin(rank, kill) for rank in range(ranks)]
     deadline = time.monotonic() + PATIENCE
     try:
         while any(process.poll() is None for process in processes):
             dead = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+            if replace and dead == [0] and processes[0].returncode == -9:
+                replace, kill_at = False, None
+                processes[0] = begin(0, [])
+                continue
             if dead or time.monotonic() > deadline:
                 break
             try:
@@ -130,10 +138,57 @@ def compare(name, whole, parts):
     return compared, sum(len(tensors_of(lines)) for lines in whole)
 
 
+def killed_and_resumed(name, ranks, others, root):
+    """Kills all ranks, twice. Returns words about the resumes and about what was compared."""
+    whole = start(name, ranks, root, "whole", "whole")
+    first, second = EVERY + 2, 2 * EVERY + 2
+    killed = start(name, ranks, root, "killed", "run", kill_at=first)
+    again = start(name, ranks, root, "again", "run", kill_at=second)
+    wait_for(root / "run", second // EVERY * EVERY)
+    remove_memory(memory_of(root, "run"))
+    shutil.rmtree(root / "work-run")
+    (root / "work-run").mkdir()
+    last = start(name, ranks, root, "last", "run")
+    resumes = [next(line for line in part[0] if "resumed" in line) for part in (again, last)]
+    places = [(line["resumed"], line["source"]) for line in resumes]
+    if [step for step, _ in places] != [first // EVERY * EVERY, second // EVERY * EVERY] or places[0][1] == "tier" or places[1][1] != "tier":
+        raise SystemExit(f"{name}: resumed from {places}")
+    if "resumed" in whole[0][0]:
+        raise SystemExit(f"{name}: the whole run has resumed")
+    losses, tensors = compare(name, whole, [killed, again, last])
+    loaded = [start(name, world, root, f"of-{world}", "run", only_load=True) for world in ([ranks, *others] if others else [])]
+    digests = [tensors_of(lines) for of_ranks in loaded for lines in of_ranks]
+    if any(digest != digests[0] or not digest for digest in digests):
+        raise SystemExit(f"{name}: other numbers of ranks have loaded other tensors")
+    if not tensorcask.Store(root / "run").verify().is_clean:
+        raise SystemExit(f"{name}: the store is damaged")
+    (step, place), (other, _) = places
+    compared = f"{losses} losses, {tensors} tensors equal"
+    return f"step {step} from {place}, step {other} from the store", compared + (
+        f"; the same tensors on {' and '.join(map(str, others))} ranks" if others else ""
+    )
+
+
+def killed_and_recovered(name, ranks, root):
+    """Kills one replica, which recovers from another one. Returns words as above."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=ranks, join_timeout_ms=100, heartbeat_timeout_ms=2000)
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+    whole = start(name, ranks, root, "whole", "whole")
+    killed = start(name, ranks, root, "killed", "run", kill_at=EVERY + 2, replace=True)
+    resumes = [line["resumed"] for line in killed[0] if "resumed" in line]
+    if resumes != [EVERY + 2] or any("resumed" in line for line in [*whole[0], *whole[1], *killed[1]]):
+        raise SystemExit(f"{name}: recovered from {resumes}")
+    losses, tensors = compare(name, whole, [killed])
+    return f"step {resumes[0]} from a peer", f"{losses} losses, {tensors} tensors equal"
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--others", default="", help="other numbers of ranks that load the end, separated by commas")
     parser.add_argument("--packages", default="", help="names of packages, separated by commas")
     parser.add_argument("--what", default="", help="words for the table")
     parser.add_argument("--line", help="file for the result")
@@ -143,31 +198,15 @@ def main():
     try:
         for store in ("whole", "run"):
             (root / f"work-{store}").mkdir()
-        whole = start(name, ranks, root, "whole", "whole")
-        first, second = EVERY + 2, 2 * EVERY + 2
-        killed = start(name, ranks, root, "killed", "run", kill_at=first)
-        again = start(name, ranks, root, "again", "run", kill_at=second)
-        wait_for(root / "run", second // EVERY * EVERY)
-        remove_memory(memory_of(root, "run"))
-        shutil.rmtree(root / "work-run")
-        (root / "work-run").mkdir()
-        last = start(name, ranks, root, "last", "run")
-        resumes = [next(line for line in part[0] if "resumed" in line) for part in (again, last)]
-        places = [(line["resumed"], line["source"]) for line in resumes]
-        if [step for step, _ in places] != [first // EVERY * EVERY, second // EVERY * EVERY] or places[0][1] == "tier" or places[1][1] != "tier":
-            raise SystemExit(f"{name}: resumed from {places}")
-        if "resumed" in whole[0][0]:
-            raise SystemExit(f"{name}: the whole run has resumed")
-        losses, tensors = compare(name, whole, [killed, again, last])
-        if not tensorcask.Store(root / "run").verify().is_clean:
-            raise SystemExit(f"{name}: the store is damaged")
+        others = [int(other) for other in arguments.others.split(",") if other]
+        recover = name.startswith("torchft")
+        resumed, compared = killed_and_recovered(name, ranks, root) if recover else killed_and_resumed(name, ranks, others, root)
     finally:
         for store in ("whole", "run"):
             remove_memory(memory_of(root, store))
         shutil.rmtree(root, ignore_errors=True)
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in arguments.packages.split(",") if package)
-    (step, place), (other, _) = places
-    line = f"{versions} | {arguments.what} | step {step} from {place}, step {other} from the store | {losses} losses, {tensors} tensors equal"
+    line = f"{versions} | {arguments.what} | {resumed} | {compared}"
     print(f"{name} | {line}")
     if arguments.line:
         Path(arguments.line).write_text(line + "\n")

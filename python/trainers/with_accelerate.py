@@ -30,7 +30,12 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
 
+def tensors():
+    return {**dict(model.named_parameters()), **optimizer_tensors(optimizer.optimizer)}
+
+
 def batches(done):
+    run.steps(done, tensors)
     return enumerate(accelerator.skip_first_batches(loader, done), done + 1)
 
 
@@ -53,4 +58,4 @@ for step, batch in batches(done):
     # ANCHOR_END: lines
     run.loss(step, loss)
 engine.finish()
-run.end({**dict(model.named_parameters()), **optimizer_tensors(optimizer.optimizer)})
+run.end(tensors())

@@ -38,18 +38,26 @@ def train(step):
     return loss
 
 
+def tensors():
+    names = list(model_engine.module.named_parameters())
+    found = {name: safe_get_full_fp32_param(parameter) for name, parameter in names}
+    for key in ("exp_avg", "exp_avg_sq"):
+        found |= {f"{key}.{name}": safe_get_full_optimizer_state(parameter, key) for name, parameter in names}
+    return found
+
+
+def steps(done):
+    return run.steps(done, tensors)
+
+
 # ANCHOR: lines
 engine = tensorcask.Engine(run.store, rank=dist.get_rank(), world=dist.get_world_size())
 done = load_checkpoint(model_engine, engine) or 0
-for step in range(done + 1, STEPS + 1):
+for step in steps(done):
     loss = train(step)
     if step % EVERY == 0:
         save_checkpoint(model_engine, engine, step=step)
     # ANCHOR_END: lines
     run.loss(step, loss)
 engine.finish()
-names = list(model_engine.module.named_parameters())
-found = {name: safe_get_full_fp32_param(parameter) for name, parameter in names}
-for key in ("exp_avg", "exp_avg_sq"):
-    found |= {f"{key}.{name}": safe_get_full_optimizer_state(parameter, key) for name, parameter in names}
-run.end(found)
+run.end(tensors())

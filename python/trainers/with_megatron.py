@@ -81,6 +81,15 @@ def set_state(state):
     return state["iteration"]
 
 
+def tensors():
+    moments = {f"{at}.{key}": value for at, state in optimizer.state_dict()["state"].items() for key, value in state.items()}
+    return {**{key: value for key, value in model.state_dict().items() if torch.is_tensor(value)}, **moments}
+
+
+def steps(done):
+    return run.steps(done, tensors)
+
+
 # ANCHOR: lines
 engine = tensorcask.Engine(run.store, rank=dist.get_rank(), world=dist.get_world_size())
 try:
@@ -88,7 +97,7 @@ try:
 except tensorcask.NotFoundError:
     done = 0
 calls = AsyncCallsQueue()
-for step in range(done + 1, STEPS + 1):
+for step in steps(done):
     loss = train(step)
     calls.maybe_finalize_async_calls()
     if step % EVERY == 0:
@@ -98,7 +107,4 @@ for step in range(done + 1, STEPS + 1):
 calls.maybe_finalize_async_calls(blocking=True)
 engine.finish()
 assert megatron.latest(run.work) == Path(run.work) / f"iter_{STEPS // EVERY * EVERY:07}"
-run.end({
-    **{key: value for key, value in model.state_dict().items() if torch.is_tensor(value)},
-    **{f"{at}.{key}": value for at, state in optimizer.state_dict()["state"].items() for key, value in state.items()},
-})  # fmt: skip
+run.end(tensors())

@@ -57,15 +57,21 @@ loader = ParallelAwareDataloader(Counter(), run.rank, run.world, batch_size=4)
 optimizers = default_adamw(lr=1e-2, fused=False).build(model_parts=[model])
 schedules = LRSchedulersContainer.Config(warmup_steps=3).build(optimizers=optimizers, training_steps=STEPS)
 parts = dict(
-    dataloader=loader, model_parts=[model], optimizers=optimizers, lr_schedulers=schedules, states={"train_state": progress}, sd_adapter=None,
+    # torchtitan cannot load its data loader on another number of ranks.
+    dataloader=None if run.arguments.only_load else loader, model_parts=[model], optimizers=optimizers, lr_schedulers=schedules, states={"train_state": progress}, sd_adapter=None,
     base_folder=run.work,
 )  # fmt: skip
+
+def tensors():
+    return {**dict(model.named_parameters()), **{key: value for key, value in optimizers.state_dict().items() if torch.is_tensor(value)}}
+
 
 # ANCHOR: lines
 config = CheckpointManager.Config(enable=True, interval=EVERY, store=run.store, last_save_model_only=False)
 checkpointer = config.build(**parts)
 checkpointer.load()
 # ANCHOR_END: lines
+run.steps(progress.step, tensors)
 batches = iter(loader)
 while progress.step < STEPS:
     tokens = next(batches)
@@ -79,4 +85,4 @@ while progress.step < STEPS:
     checkpointer.save(progress.step, last_step=progress.step == STEPS)
     run.loss(progress.step, loss)
 checkpointer.close()
-run.end({**dict(model.named_parameters()), **{key: value for key, value in optimizers.state_dict().items() if torch.is_tensor(value)}})
+run.end(tensors())
