@@ -16,7 +16,6 @@ use crate::hosts_memory::continued_sessions;
 use crate::hosts_option::HostsSpec;
 use crate::hosts_survey::{HostsSurvey, SurveyWait};
 use crate::lock::lock_file;
-use crate::meeting::publish;
 use crate::memory_stores::open_mirror;
 use crate::other_hosts::OtherHosts;
 use crate::peers::union_store;
@@ -94,7 +93,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
         0 => match begin(hosts, run, others).await {
             Ok(beginning) => beginning,
             Err(error) => {
-                publish(run, &refusal_of(hosts), error.message().as_bytes())?;
+                run.publish(&refusal_of(hosts), error.message().as_bytes())?;
                 return Err(error);
             }
         },
@@ -121,7 +120,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
     }
     // The encoder needs the log, and later starts of the job, too.
     Mirror::new(&union, &memory).follow(&log).await?;
-    publish(run, &Beginning::name_of(hosts.session), &beginning.encode()?)?;
+    run.publish(&Beginning::name_of(hosts.session), &beginning.encode()?)?;
     remove_older(run, known)?;
     tracing::warn!(
         run = spec.run,

@@ -24,10 +24,13 @@ HOSTS, RANKS, WORLD = 2, 2, 4
 LENGTH = 32
 
 
-def main(url, folder, scratch, start, rank, steps, stop_at, gates=None, peers=None):
+def main(url, folder, scratch, start, rank, steps, stop_at, gates=None, peers=None, endpoint=None):
     """Trains as one rank. `stop_at`: step after which host 1 waits to be killed. `gates`: levels and names of steps at which all
     ranks wait for the level, and then for the test."""
     local_rank = rank % RANKS
+    if endpoint is not None:
+        # The server that forks this process may have started before the test set it.
+        os.environ["AWS_ENDPOINT"] = endpoint
     # As torchrun sets them.
     os.environ.update(TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=str(start), RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")

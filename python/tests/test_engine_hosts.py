@@ -67,7 +67,8 @@ def start(url, folders, scratch, number, stop_at=None, gates=None, peers=None):
     context = multiprocessing.get_context("forkserver")
     jobs = []
     for rank in range(WORLD):
-        arguments = (url, str(folders[rank // RANKS]), str(scratch), number, rank, STEPS, stop_at, gates, peers)
+        job = (url, str(folders[rank // RANKS]), str(scratch), number, rank, STEPS, stop_at)
+        arguments = (*job, gates, peers, os.environ.get("AWS_ENDPOINT"))
         jobs.append(context.Process(target=hosts_trainer.main, args=arguments))
         jobs[-1].start()
     return jobs
@@ -311,7 +312,7 @@ def test_wrong_peers_are_named(url, folders):
 
     with pytest.raises(tensorcask.InvalidArgumentError, match="no certificates"):
         make(listen="0.0.0.0:7411")
-    with pytest.raises(ValueError, match="listen='eth0'"):
+    with pytest.raises(ValueError, match='listen="eth0"'):
         make(listen="eth0")
     with pytest.raises(tensorcask.InvalidArgumentError, match="`keep` and `jump`"):
         make(jump=0)

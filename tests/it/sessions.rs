@@ -450,8 +450,9 @@ async fn a_session_that_began_without_the_store_hides_no_other_work() {
     session.save(at(0, 1)).await;
     session.commit(&mut leader, at(0, 1)).await.unwrap();
     let log = SessionLog::open(&store).await.unwrap();
+    let run = session.hosts[0].session().run;
     let known = |newest: u64| KnownLog {
-        run: session_run(&session),
+        run,
         sequence: log.sequence(),
         leadership: log.leadership().clone(),
         continued: vec![ContinuedSession { session: before, attempt: 0, newest: Some(newest) }],
@@ -483,8 +484,4 @@ async fn a_session_that_began_without_the_store_hides_no_other_work() {
     let gone = empty.path().join("gone");
     let error = LeaderWriter::open_known(&Store::open(gone.to_str().unwrap()).unwrap(), next(), &with_2, options()).await.unwrap_err();
     assert!(error.kind() == ErrorKind::NotFound && !gone.exists(), "{error}");
-}
-
-fn session_run(session: &Session) -> Id {
-    session.hosts[0].session().run
 }
