@@ -37,7 +37,10 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, sto
     };
     let limit = store_timeout.saturating_mul(STORE_REQUESTS);
     let error = match tokio::time::timeout(limit, join_by_store(first, hosts, rank, process)).await {
-        Ok(Ok(after)) => return HostNotes::start_rank(run, hosts.session, rank, after, None),
+        Ok(Ok(after)) => {
+            remove_older(run, hosts.session, after)?;
+            return HostNotes::start_rank(run, hosts.session, rank, after, None);
+        }
         Ok(Err(error)) if !error.is_unanswered() => return Err(error),
         Ok(Err(error)) => error,
         Err(_) => Error::new(ErrorKind::Storage, format!("no answer within {limit:?}")).object(first.url()),
@@ -121,7 +124,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
     // The encoder needs the log, and later starts of the job, too.
     Mirror::new(&union, &memory).follow(&log).await?;
     run.publish(&Beginning::name_of(hosts.session), &beginning.encode()?)?;
-    remove_older(run, known)?;
+    remove_older(run, hosts.session, known.sequence)?;
     tracing::warn!(
         run = spec.run,
         entry = known.sequence,

@@ -12,6 +12,7 @@ import tensorcask
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensorcask._hosts import gather_on_cpu
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -100,3 +101,13 @@ def train(url, folder, scratch, start, rank, steps, stop_at, gates, peers):
             if host == 1:
                 threading.Event().wait()
     engine.finish()
+
+
+def exchange(rank, scratch):
+    """Tells the other of two ranks a few values."""
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/rendezvous", rank=rank, world_size=2)
+    # Twice: with NCCL, each exchange makes a group of its own.
+    for is_on_cpu in (True, False, False):
+        assert gather_on_cpu((rank, is_on_cpu), is_on_cpu) == [(0, is_on_cpu), (1, is_on_cpu)]
+    (scratch / f"told-{rank}").touch()
+    os._exit(0)

@@ -478,7 +478,8 @@ async fn a_session_that_began_without_the_store_hides_no_other_work() {
     assert!(began.commit(3, &[]).await.is_err());
     // Another job.
     store.writer(Policy::Full).await.unwrap();
-    refused(LeaderWriter::open_known(&store, next(), &with_2, options()).await);
+    let error = LeaderWriter::open_known(&store, next(), &with_2, options()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
     // A store that is gone is not made again.
     let empty = tempfile::tempdir().unwrap();
     let gone = empty.path().join("gone");
