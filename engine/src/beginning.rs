@@ -16,7 +16,6 @@ use crate::hosts_memory::continued_sessions;
 use crate::hosts_option::HostsSpec;
 use crate::hosts_survey::{HostsSurvey, SurveyWait};
 use crate::lock::lock_file;
-use crate::meeting::publish;
 use crate::memory_stores::open_mirror;
 use crate::other_hosts::OtherHosts;
 use crate::peers::union_store;
@@ -38,7 +37,10 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, sto
     };
     let limit = store_timeout.saturating_mul(STORE_REQUESTS);
     let error = match tokio::time::timeout(limit, join_by_store(first, hosts, rank, process)).await {
-        Ok(Ok(after)) => return HostNotes::start_rank(run, hosts.session, rank, after, None),
+        Ok(Ok(after)) => {
+            remove_older(run, hosts.session, after)?;
+            return HostNotes::start_rank(run, hosts.session, rank, after, None);
+        }
         Ok(Err(error)) if !error.is_unanswered() => return Err(error),
         Ok(Err(error)) => error,
         Err(_) => Error::new(ErrorKind::Storage, format!("no answer within {limit:?}")).object(first.url()),
@@ -94,7 +96,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
         0 => match begin(hosts, run, others).await {
             Ok(beginning) => beginning,
             Err(error) => {
-                publish(run, &refusal_of(hosts), error.message().as_bytes())?;
+                run.publish(&refusal_of(hosts), error.message().as_bytes())?;
                 return Err(error);
             }
         },
@@ -121,8 +123,8 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
     }
     // The encoder needs the log, and later starts of the job, too.
     Mirror::new(&union, &memory).follow(&log).await?;
-    publish(run, &Beginning::name_of(hosts.session), &beginning.encode()?)?;
-    remove_older(run, known)?;
+    run.publish(&Beginning::name_of(hosts.session), &beginning.encode()?)?;
+    remove_older(run, hosts.session, known.sequence)?;
     tracing::warn!(
         run = spec.run,
         entry = known.sequence,

@@ -155,6 +155,16 @@ impl RunFolder {
         self.root.join("meeting")
     }
 
+    /// Publishes a message to other hosts under a name with folders. Two threads never publish one message at once.
+    pub(crate) fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let path = self.meeting().join(name);
+        if let Some(folder) = path.parent() {
+            let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+            made.map_err(|e| Error::io(folder.display().to_string(), e))?;
+        }
+        replace_file(&path, bytes)
+    }
+
     /// Path of the survey of the memory of all hosts.
     pub(crate) fn hosts_survey(&self) -> PathBuf {
         self.root.join("hosts.json")
