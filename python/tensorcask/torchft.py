@@ -31,7 +31,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torchft.checkpointing.transport import CheckpointTransport
+from torchft.checkpointing.transport import CheckpointTransport  # pyright: ignore[reportMissingImports]
 
 from . import _native
 from ._shard import is_part
@@ -146,9 +146,8 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _Server
-
     def do_GET(self) -> None:
+        assert isinstance(self.server, _Server)
         transport = self.server.transport
         _, step, *name = self.path.split("/", 2)
         with transport._changed:
@@ -185,7 +184,10 @@ def _local(value: Any) -> Any:
         return value.to_local().detach()
     if isinstance(value, Mapping):
         return {key: _local(item) for key, item in value.items()}
-    return type(value)([_local(item) for item in value]) if type(value) in (list, tuple) else value
+    if isinstance(value, (list, tuple)):
+        items = [_local(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def _like(value: Any, target: Any) -> Any:
@@ -203,6 +205,7 @@ def _like(value: Any, target: Any) -> Any:
         )
     if isinstance(value, Mapping) and isinstance(target, Mapping):
         return {key: _like(item, target.get(key)) for key, item in value.items()}
-    if type(value) in (list, tuple) and isinstance(target, (list, tuple)) and len(value) == len(target):
-        return type(value)([_like(item, other) for item, other in zip(value, target, strict=True)])
+    if isinstance(value, (list, tuple)) and isinstance(target, (list, tuple)) and len(value) == len(target):
+        items = [_like(item, other) for item, other in zip(value, target, strict=True)]
+        return items if isinstance(value, list) else tuple(items)
     return value
