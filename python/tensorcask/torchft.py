@@ -16,6 +16,7 @@ that all replicas are lost. As with torchft's own transports, anyone who reaches
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
@@ -39,6 +40,7 @@ from ._store import Store
 
 __all__ = ["Transport"]
 
+_PREFIX, _LOCK = "tensorcask-torchft-", "lock"
 _MOST_FILES = 100_000
 _PIECE = 1 << 20
 
@@ -60,7 +62,13 @@ class Transport(CheckpointTransport[Any]):  # type: ignore[misc]
     ) -> None:
         self._timeout, self._state_dict, self._options = timeout.total_seconds(), state_dict, {"policy": "full", **options}
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self._folder = Path(tempfile.mkdtemp(prefix="tensorcask-torchft-", dir=folder or shared))
+        root = Path(folder or shared or tempfile.gettempdir())
+        _remove_abandoned(root)
+        made = Path(tempfile.mkdtemp(prefix=".tensorcask-", dir=root))
+        # Held until this process ends, and before the folder has its name.
+        self._lock = open(made / _LOCK, "wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._folder = made.rename(root / f"{_PREFIX}{made.name.removeprefix('.tensorcask-')}")
         self._changed = threading.Condition()
         self._step: int | None = None
         self._server = _Server(self)
@@ -100,6 +108,7 @@ class Transport(CheckpointTransport[Any]):  # type: ignore[misc]
         self._server.shutdown()
         self._server.server_close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
 
     def _index(self, address: str, step: int, seconds: float) -> list[tuple[str, int]]:
         """Files of a snapshot, with their sizes. Waits until the peer has it."""
@@ -176,6 +185,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(size))
         self.end_headers()
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Removes the folders of processes that were killed."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        try:
+            with open(folder / _LOCK, "r+b") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            # Of another user, in use, or just being made.
+            continue
 
 
 def _local(value: Any) -> Any:
