@@ -345,8 +345,9 @@ impl Engine {
     }
 
     /// Agrees with the other ranks on the newest step that all can load. Each rank writes a list of its steps to the
-    /// first tier, or with [`peers`](EngineOptions::peers) to its agent, and waits for the other lists. `round` must identify this start of the job (such as a scheduler's job
-    /// id), so that lists of different starts are not mixed. Discards newer raw states, which some rank lacks.
+    /// first tier, or with [`peers`](EngineOptions::peers) to its agent, and waits for the other lists. `round` must identify
+    /// this start of the job (such as a scheduler's job id), so that lists of different starts are not mixed. Discards newer raw
+    /// states, which some rank lacks.
     ///
     /// Returns `None` if no step can be loaded by all ranks. Ranks with their own collective can exchange the steps of
     /// [`loadable`](Self::loadable), and call [`agree`] and [`discard_after`](Self::discard_after) instead.

@@ -31,10 +31,18 @@ pub(crate) struct HostsMemory {
     pub steps: Vec<u64>,
 }
 
+/// Order of the places that have an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PlaceOrder {
+    NearestFirst,
+    /// For another copy of an object that is damaged in the nearest place.
+    FarthestFirst,
+}
+
 /// Opens the memory of all hosts; `None` without peers, or if memory does not continue the store. Waits for hosts that do not
 /// answer, at most for `timeout`.
-pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Option<HostsMemory> {
-    match open(spec, run, timeout).await {
+pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: Duration, order: PlaceOrder) -> Option<HostsMemory> {
+    match open(spec, run, timeout, order).await {
         Ok(found) => found,
         Err(error) => {
             tracing::warn!(run = spec.run, %error, "the memory of other hosts cannot be used");
@@ -43,14 +51,18 @@ pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: 
     }
 }
 
-async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Option<HostsMemory>> {
+async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration, order: PlaceOrder) -> Result<Option<HostsMemory>> {
     let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(None) };
     let notes = HostNotes::read(run, hosts.session);
     // Before the first entry, there is nothing to continue.
     let Some(after) = notes.after.filter(|after| *after > 0) else { return Ok(None) };
     let wait = SurveyWait { timeout, entry: Some(after) };
     let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?;
-    let store = union_store(survey.stores(run, &others)?, after);
+    let mut places = survey.stores(run, &others)?;
+    if order == PlaceOrder::FarthestFirst {
+        places.reverse();
+    }
+    let store = union_store(places, after);
     let log = match SessionLog::open(&store).await {
         Ok(log) if log.sequence() == after => log,
         Ok(_) => return Ok(None),

@@ -213,7 +213,7 @@ impl EngineOptions {
             keep_base_decoded: self.keep_base_decoded,
             inline: self.encode == Encode::Inline,
             hosts: self.hosts.as_ref().map(|hosts| hosts.spec(self.rank, self.world)).transpose()?,
-            peers: self.peers.clone(),
+            peers: self.peers.as_ref().map(Peers::with_absolute_paths).transpose()?,
         })
     }
 }

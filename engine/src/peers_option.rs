@@ -100,6 +100,15 @@ impl Peers {
         Ok(addresses)
     }
 
+    /// The same options for the agent, which has another working directory.
+    pub(crate) fn with_absolute_paths(&self) -> Result<Self> {
+        let absolute = |path: &PathBuf| std::path::absolute(path).map_err(|e| Error::io(path.display().to_string(), e));
+        let files = |tls: &PeerTls| -> Result<PeerTls> {
+            Ok(PeerTls { ca: absolute(&tls.ca)?, certificate: absolute(&tls.certificate)?, key: absolute(&tls.key)? })
+        };
+        Ok(Self { tls: self.tls.as_ref().map(files).transpose()?, ..self.clone() })
+    }
+
     /// Checks the options of a host in a run of this many hosts.
     pub(crate) fn check(&self, hosts: u32) -> Result<()> {
         if self.addresses.len() != hosts as usize {
@@ -155,6 +164,15 @@ mod tests {
         std::fs::write(file.path(), "# hosts\nn0:1\n\nn1:1\n").unwrap();
         assert_eq!(Peers::addresses(&format!("file:{}", file.path().display()), 2).unwrap(), ["n0:1", "n1:1"]);
         assert!(Peers::addresses("file:/no/such", 2).is_err());
+    }
+
+    #[test]
+    fn the_agent_gets_absolute_paths() {
+        let peers = Peers::new("127.0.0.1:0".parse().unwrap(), Peers::addresses("n{host}:7411", 4).unwrap());
+        assert_eq!(peers.with_absolute_paths().unwrap(), peers);
+        let relative = Peers { tls: Some(PeerTls::in_folder("tls", 3)), ..peers.clone() };
+        let folder = std::env::current_dir().unwrap().join("tls");
+        assert_eq!(relative.with_absolute_paths().unwrap(), Peers { tls: Some(PeerTls::in_folder(folder, 3)), ..peers });
     }
 
     #[test]

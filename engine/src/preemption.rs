@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorcask::{Error, Result};
+use tensorcask::{Error, ErrorKind, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::engine::Engine;
@@ -119,11 +119,21 @@ impl Preemption {
         let waited = engine.wait(Until::Durable, self.time_left())?;
         let level = match waited.reached {
             true => Until::Durable,
-            false if engine.wait(Until::Encoded, Duration::ZERO)?.reached => Until::Encoded,
+            false if has_reached(engine, Until::Replicated)? => Until::Replicated,
+            false if has_reached(engine, Until::Encoded)? => Until::Encoded,
             false => Until::Copied,
         };
         let failure = waited.failures.last().filter(|_| waited.failed).map(|failure| failure.message.clone());
         Ok(Drained { level, problem: failure.or(waited.problem).filter(|_| !waited.reached) })
+    }
+}
+
+/// Whether the last save has reached a level. Without peers, no save is replicated.
+fn has_reached(engine: &mut Engine, level: Until) -> Result<bool> {
+    match engine.wait(level, Duration::ZERO) {
+        Ok(waited) => Ok(waited.reached),
+        Err(error) if error.kind() == ErrorKind::InvalidArgument => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

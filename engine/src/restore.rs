@@ -13,7 +13,7 @@ use tensorcask::{Error, ErrorKind, Result, StepSelector, Store};
 use crate::arena::{Arena, SlotHeader};
 use crate::folders::RunFolder;
 use crate::freshness::UnreachableTier;
-use crate::hosts_memory::open_hosts_memory;
+use crate::hosts_memory::{PlaceOrder, open_hosts_memory};
 use crate::known_tiers::KnownTiers;
 use crate::memory_stores::open_epoch;
 use crate::restore_read::{read_slot, read_snapshot};
@@ -95,8 +95,18 @@ async fn find_in_memory<'a>(
 /// Reads a step from the memory of all hosts. The newest step is not looked for there: the ranks agree on a step first.
 async fn find_on_hosts(places: &RestorePlaces<'_>, request: &mut RestoreRequest<'_>) -> Result<Option<Restored<'static>>> {
     let StepSelector::Step(_) = request.at else { return Ok(None) };
-    let Some(memory) = open_hosts_memory(places.spec, places.run, places.store_timeout).await else { return Ok(None) };
-    read_store(places, &memory.store, &[], Source::Hosts, request).await
+    for order in [PlaceOrder::NearestFirst, PlaceOrder::FarthestFirst] {
+        let (opened, before) = (open_hosts_memory(places.spec, places.run, places.store_timeout, order).await, request.passed_over.len());
+        let Some(memory) = opened else { return Ok(None) };
+        if let Some(found) = read_store(places, &memory.store, &[], Source::Hosts, request).await? {
+            return Ok(Some(found));
+        }
+        // Another place may have an undamaged copy.
+        if !request.passed_over.iter().skip(before).any(|passed| passed.error.kind() == ErrorKind::Corrupt) {
+            break;
+        }
+    }
+    Ok(None)
 }
 
 async fn find_in_tiers(
@@ -262,7 +272,7 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
             }
         }
     }
-    let memory = open_hosts_memory(places.spec, places.run, places.store_timeout).await;
+    let memory = open_hosts_memory(places.spec, places.run, places.store_timeout, PlaceOrder::NearestFirst).await;
     for step in memory.map(|memory| memory.steps).unwrap_or_default() {
         add(step, Source::Hosts);
     }

@@ -117,11 +117,6 @@ impl Store {
         }
     }
 
-    /// Limit of the bytes that uploads send.
-    pub(crate) fn bandwidth(&self) -> &Bandwidth {
-        &self.inner.options.bandwidth
-    }
-
     pub(crate) fn objects(&self) -> &Objects {
         &self.inner.objects
     }

@@ -211,7 +211,7 @@ impl Upload {
         let rest = std::mem::take(&mut self.pending);
         if self.multipart.is_none() {
             let measurement = self.budget.measure(self.total_bytes);
-            self.store.bandwidth().wait_for(self.total_bytes).await;
+            self.store.inner.options.bandwidth.wait_for(self.total_bytes).await;
             let sent = self.store.objects().put_whole(&self.object, PutPayload::from_iter(rest)).await;
             measurement.end(sent.is_ok());
             return sent;
@@ -273,7 +273,7 @@ impl Upload {
             let bytes: u64 = part.iter().map(|piece| piece.len() as u64).sum();
             self.store.objects().counters.add(1, 0, bytes);
             let sent = multipart.put_part(PutPayload::from_iter(part));
-            let (measurement, bandwidth) = (self.budget.measure(bytes), self.store.bandwidth().clone());
+            let (measurement, bandwidth) = (self.budget.measure(bytes), self.store.inner.options.bandwidth.clone());
             self.running.spawn(async move {
                 let _permit = permit;
                 bandwidth.wait_for(bytes).await;

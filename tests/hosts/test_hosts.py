@@ -127,13 +127,18 @@ def test_a_copy_with_wrong_bytes_is_never_loaded(cluster, calm):
     assert cluster.store().verify().is_clean
 
 
-def test_a_host_with_certificates_of_another_run_copies_nothing_and_disturbs_nobody(cluster, calm):
-    tls, other = Path(cluster.make_certificates()), Path(cluster.make_certificates("other", run="another run"))
-    for path in [*other.glob("host-1*"), other / "ca.pem"]:
-        shutil.copy(path, tls / path.name.replace("ca.pem", "other-ca.pem"))
-    cluster.start(STEPS, tls=str(tls), pause={"step": STEPS, "level": "durable"})
+def test_a_host_with_certificates_of_another_authority_copies_nothing_and_disturbs_nobody(cluster, calm):
+    tls = Path(cluster.make_certificates())
+    for number in range(HOSTS):
+        shutil.copytree(tls, f"{tls}-{number}")
+    shutil.rmtree(f"{tls}-1")
+    cluster.make_certificates("tls-1")
+    cluster.start(STEPS, tls=f"{tls}-{{host}}", pause={"step": STEPS, "level": "durable"})
     cluster.wait_for("paused")
-    statuses = [cluster.status(number) for number in range(HOSTS)]
-    print(statuses)
+    problems = {number: {copy["host"]: copy["problem"] for copy in cluster.status(number)["replicas"]} for number in range(HOSTS)}
     assert cluster.losses() == calm
     check_store(cluster, calm)
+    # Host n is copied by host n + 1.
+    assert problems[3][2] is None and problems[0][3] is None, problems
+    for holder, host in [(2, 1), (1, 0)]:
+        assert "certificate" in problems[holder][host], problems

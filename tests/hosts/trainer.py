@@ -62,7 +62,7 @@ class Training:
 
 def main(rank, *, url, scratch, job, world, local, steps, master, variables, pause=None, tls=None, peers=None, engine=None):
     """Trains as one rank. ``local``: ranks on each host. ``pause``: a step, and a level that it must reach before the rank waits
-    to be killed. ``tls``: a folder of certificates; with it, hosts copy each other's memory. ``peers``, ``engine``: more
+    to be killed. ``tls``: a folder of certificates, perhaps with `{host}`; with it, hosts copy each other's memory. ``peers``, ``engine``: more
     options of both."""
     # As torchrun sets them.
     os.environ.update(TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=str(job), RANK=str(rank), WORLD_SIZE=str(world))
@@ -75,7 +75,7 @@ def main(rank, *, url, scratch, job, world, local, steps, master, variables, pau
     dist.init_process_group("gloo", init_method=f"tcp://{master}", rank=rank, world_size=world, timeout=timeout)
     options = {"patience": 1.0, **(engine or {})}
     if tls is not None:
-        options["peers"] = tensorcask.Peers(tls=tls, **(peers or {}))
+        options["peers"] = tensorcask.Peers(tls=tls.format(host=rank // local), **(peers or {}))
     train(rank, url, Path(scratch), job, world, steps, pause, **options)
     dist.barrier()
     # Threads of gloo may abort a process that ends: pytorch/pytorch#179291.

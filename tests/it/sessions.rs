@@ -8,8 +8,8 @@ use object_store::memory::InMemory;
 use tensorcask::maintain::{self, CompactOptions, GcOptions, VerifyOptions};
 use tensorcask::wire::{Id, Leader, RankRange, Receipt, SessionStep};
 use tensorcask::{
-    Dtype, ErrorKind, HostWriter, Latest, LeaderWriter, Limits, Metadata, Policy, RankState, Rect, SavedSnapshot, SessionExchange,
-    SessionLog, Slice, Store, StoreOptions, TensorView, WriterOptions,
+    ContinuedSession, Dtype, ErrorKind, HostWriter, KnownLog, Latest, LeaderWriter, Limits, Metadata, Policy, RankState, Rect,
+    SavedSnapshot, SessionExchange, SessionLog, Slice, Store, StoreOptions, TensorView, WriterOptions,
 };
 
 pub(super) const HOSTS: u32 = 3;
@@ -439,4 +439,53 @@ async fn a_catalog_keeps_the_leadership() {
     // The leader goes on after entries that do not fence it.
     session.save(at(0, 2)).await;
     session.commit(&mut leader, at(0, 2)).await.unwrap();
+}
+
+/// A session that began while the store did not answer, with the log as its hosts knew it.
+#[tokio::test]
+async fn a_session_that_began_without_the_store_hides_no_other_work() {
+    let (_folder, store) = store();
+    let before = Id::random().unwrap();
+    let (mut session, mut leader) = Session::begin(&store, before).await;
+    session.save(at(0, 1)).await;
+    session.commit(&mut leader, at(0, 1)).await.unwrap();
+    let log = SessionLog::open(&store).await.unwrap();
+    let run = session_run(&session);
+    let known = |newest: u64| KnownLog {
+        run,
+        sequence: log.sequence(),
+        leadership: log.leadership().clone(),
+        continued: vec![ContinuedSession { session: before, attempt: 0, newest: Some(newest) }],
+    };
+    let (without_2, with_2) = (known(1), known(2));
+    let next = || Leader { session: Id::random().unwrap(), after: log.sequence(), attempt: 0, term: 1, above: None };
+    let refused = |opened: tensorcask::Result<LeaderWriter>| {
+        let error = opened.unwrap_err();
+        assert_eq!((error.kind(), error.clause_name()), (ErrorKind::Fenced, Some("log 8.6")), "{error}");
+    };
+    // The store commits a step, and its answer is lost.
+    session.save(at(0, 2)).await;
+    session.commit(&mut leader, at(0, 2)).await.unwrap();
+    let (entries, other) = (SessionLog::open(&store).await.unwrap().sequence(), KnownLog { run: Id::random().unwrap(), ..known(2) });
+    refused(LeaderWriter::open_known(&store, next(), &without_2, options()).await);
+    refused(LeaderWriter::open_known(&store, next(), &other, options()).await);
+    assert_eq!(SessionLog::open(&store).await.unwrap().sequence(), entries, "nothing was written");
+    let mut began = LeaderWriter::open_known(&store, next(), &with_2, options()).await.unwrap();
+    assert!(leader.commit(3, &[]).await.is_err(), "the session before has ended");
+    // Another host of the session takes over by the rules of any session.
+    let takeover = Leader { term: 2, ..began.leader() };
+    LeaderWriter::open_known(&store, takeover, &with_2, options()).await.unwrap();
+    assert!(began.commit(3, &[]).await.is_err());
+    // Another job.
+    store.writer(Policy::Full).await.unwrap();
+    refused(LeaderWriter::open_known(&store, next(), &with_2, options()).await);
+    // A store that is gone is not made again.
+    let empty = tempfile::tempdir().unwrap();
+    let gone = empty.path().join("gone");
+    let error = LeaderWriter::open_known(&Store::open(gone.to_str().unwrap()).unwrap(), next(), &with_2, options()).await.unwrap_err();
+    assert!(error.kind() == ErrorKind::NotFound && !gone.exists(), "{error}");
+}
+
+fn session_run(session: &Session) -> Id {
+    session.hosts[0].session().run
 }

@@ -420,3 +420,40 @@ fn a_full_memory_stops_copies_of_other_hosts_and_no_save() {
         engine.finish().unwrap();
     }
 }
+
+/// The signatures in the mirror of a host are gone, as if its receipts were forged. Its peer copies nothing from there, and the
+/// status says why.
+#[test]
+fn receipts_without_their_signature_are_reported_in_the_status() {
+    let job = Job::new().with_peers();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    let replica = |found: &AgentStatus| found.runs[0].replicas.iter().find(|replica| replica.host == 0).cloned().unwrap();
+    until("host 1 has copied step 1 of host 0", || replica(&job.hosts[1].status()).last_step == Some(1));
+    let folder = |host: usize| job.hosts[host].engine_folder().join(&job.hosts[1].status().runs[0].key);
+    let (mirror, copy) = (folder(0).join("mirror/receipts"), folder(1).join("replica-0"));
+    job.hosts[1].signal_agent(Signal::KILL);
+    job.hosts[1].agent_is_gone();
+    std::fs::remove_dir_all(&copy).unwrap();
+    let mut removed = 0;
+    for session in std::fs::read_dir(mirror).unwrap() {
+        for step in std::fs::read_dir(session.unwrap().path()).unwrap() {
+            for object in std::fs::read_dir(step.unwrap().path()).unwrap().map(|object| object.unwrap().path()) {
+                if object.extension().is_some_and(|extension| extension == "proof") {
+                    std::fs::remove_file(object).unwrap();
+                    removed += 1;
+                }
+            }
+        }
+    }
+    assert_eq!(removed, 1, "one signature for the ranks of a host at a step");
+    let mut agent = job.hosts[1].start_agent(&[]);
+    let reported = || replica(&job.hosts[1].status()).problem.unwrap_or_default();
+    until("the status says what is wrong", || reported().contains("the signature of the host is missing"));
+    let (port, problem) = (job.ports[0].to_string(), reported());
+    assert!([port.as_str(), "step 1", "ranks 0 to 1", "0-1.json"].iter().all(|named| problem.contains(named)), "{problem}");
+    assert_eq!(replica(&job.hosts[1].status()).last_step, None);
+    job.hosts[1].signal_agent(Signal::KILL);
+    agent.wait().unwrap();
+}

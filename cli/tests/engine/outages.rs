@@ -19,6 +19,7 @@ fn lose_host_and_store() -> (Job, Away) {
     start.save_all(3);
     (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
     job.wait_for_copy(0, 2, 3);
+    job.wait_for_copy(1, 0, 3);
     drop(start);
     job.hosts[2] = Host::new();
     (job, away)
@@ -43,6 +44,10 @@ fn is_without_store(job: &Job) -> Vec<bool> {
 #[test]
 fn a_job_starts_from_memory_and_commits_once_the_store_answers() {
     let (job, away) = lose_host_and_store();
+    // Host 1 has copies of these.
+    let runs = std::fs::read_dir(job.hosts[0].engine_folder()).unwrap().map(|entry| entry.unwrap().path().join("mirror/casks"));
+    let mirror = runs.into_iter().find(|casks| casks.is_dir()).unwrap();
+    std::fs::read_dir(mirror).unwrap().for_each(|cask| damage(&cask.unwrap().path()));
     let mut start = job.start_at_once("second", 2);
     resume(&job, &mut start, "second", 3, 1);
     for step in 4..=5 {

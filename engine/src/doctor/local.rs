@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, getrlimit};
 
-use super::{Check, DoctorOptions};
+use super::checks::{Check, DoctorOptions};
 use crate::folders::EngineFolder;
 use crate::run_spec::RunSpec;
 
@@ -188,7 +188,7 @@ const NO_LIMIT: u64 = 1 << 62;
 mod tests {
     use std::path::PathBuf;
 
-    use super::super::CheckState;
+    use super::super::checks::CheckState;
     use super::{SharedMemory, human, needed};
 
     #[test]

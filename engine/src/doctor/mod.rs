@@ -1,86 +1,24 @@
 //! `agent doctor`: looks at everything on a host that an agent needs, and says what to do about what is wrong.
 //!
-//! | module | looks at |
+//! | module | has, or looks at |
 //! |---|---|
+//! | `checks` | options and results |
 //! | `local` | the engine's folder, shared memory, limits of the process and of its cgroup |
 //! | `network` | certificates, ports, clocks and versions of the peers |
 
+mod checks;
 mod local;
 mod network;
 
-use std::path::PathBuf;
 use std::time::Duration;
 
-use serde::Serialize;
 use tensorcask::Result;
 
+pub use checks::{Check, CheckState, DoctorOptions, DoctorPeers};
+
 use crate::folders::EngineFolder;
-use crate::peers_option::Peers;
-use crate::run_spec::{RunSpec, run_key};
+use crate::run_spec::RunSpec;
 use crate::runtime;
-
-/// What to look at.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DoctorOptions {
-    /// Folder of the engine; `None` for the default.
-    pub folder: Option<PathBuf>,
-    /// Bytes of the states of all ranks on this host, if they are known.
-    pub state_bytes: Option<u64>,
-    /// Peers to look at; `None` to take those of the runs that an agent has in the folder.
-    pub peers: Option<DoctorPeers>,
-    /// Time to wait for peers that do not answer. If no agent runs here, the doctor answers other hosts in its place meanwhile.
-    pub wait: Duration,
-}
-
-/// The peers of a run, as the engine would get them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DoctorPeers {
-    /// Name of the run: [`EngineOptions::run`](crate::EngineOptions::run), or the URL of its store.
-    pub run: String,
-    /// Number of this host.
-    pub host: u32,
-    /// The option of the engine.
-    pub peers: Peers,
-}
-
-/// State of a check.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum CheckState {
-    /// Nothing to do.
-    Ok,
-    /// Works, but may fail later.
-    Warning,
-    /// The engine will not work.
-    Failed,
-}
-
-/// Result of one check.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Check {
-    /// Subject, such as `shared memory` or `peer 3`.
-    pub subject: String,
-    /// Outcome.
-    pub state: CheckState,
-    /// What was found.
-    pub found: String,
-    /// What to do; `None` if all is well.
-    pub advice: Option<String>,
-}
-
-impl Check {
-    fn ok(subject: impl Into<String>, found: impl Into<String>) -> Self {
-        Self { subject: subject.into(), state: CheckState::Ok, found: found.into(), advice: None }
-    }
-
-    fn warning(subject: impl Into<String>, found: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self { state: CheckState::Warning, advice: Some(advice.into()), ..Self::ok(subject, found) }
-    }
-
-    fn failed(subject: impl Into<String>, found: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self { state: CheckState::Failed, advice: Some(advice.into()), ..Self::ok(subject, found) }
-    }
-}
 
 /// Looks at this host and at its peers. A failed check is no error.
 ///
@@ -112,10 +50,4 @@ fn peers_of_runs(options: &DoctorOptions) -> Vec<DoctorPeers> {
     let specs = folder.runs().unwrap_or_default().into_iter().filter_map(|run| RunSpec::read(&run));
     let peers = specs.filter_map(|spec| Some(DoctorPeers { host: spec.hosts?.position(), peers: spec.peers?, run: spec.run }));
     peers.collect()
-}
-
-impl DoctorPeers {
-    fn key(&self) -> String {
-        run_key(&self.run)
-    }
 }

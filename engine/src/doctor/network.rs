@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use tensorcask::Bandwidth;
 use tokio::time::Instant;
 
-use super::{Check, DoctorOptions, DoctorPeers};
+use super::checks::{Check, DoctorOptions, DoctorPeers};
 use crate::folders::EngineFolder;
 use crate::peers::{PeerServer, ResponseLimits, Tls, probe_peer};
 

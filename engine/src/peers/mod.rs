@@ -50,12 +50,10 @@ pub(crate) use peer_objects::Peer;
 pub(crate) use placement::Placement;
 pub(crate) use receipt_proof::{CheckedPlace, SignedReceipts};
 pub(crate) use replica_board::{Pulled, ReplicaBoard};
+pub(crate) use resource::MEETING;
 pub(crate) use serve::PeerServer;
 pub(crate) use tls::Tls;
 pub(crate) use union::{ListedPlace, Place, union_store};
-
-/// Folder of the messages between hosts, beside the stores of a run.
-pub(crate) const MEETING: &str = "meeting";
 
 /// Hosts that may be gone at once and still be replaced as holders.
 pub(crate) const TOLERATED_LOSSES: u32 = 2;

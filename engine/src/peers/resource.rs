@@ -1,7 +1,8 @@
 //! The path of a request: which folder of the run, and which object in it. Everything else is refused, before any file is
 //! looked at.
 
-use super::MEETING;
+/// Folder of the messages between hosts, beside the stores of a run.
+pub(crate) const MEETING: &str = "meeting";
 
 /// Place of a request, below the folder of the run.
 #[derive(Debug, Clone, PartialEq, Eq)]
