@@ -10,9 +10,9 @@ use tensorcask::wire::Id;
 use tensorcask::{Error, ErrorKind, KnownLog, Result, SessionExchange, SessionLog, Store};
 
 use crate::earlier_sessions::{Beginning, beginnings, remove_older};
-use crate::folders::RunFolder;
+use crate::folders::{RunFolder, publish};
 use crate::host_notes::HostNotes;
-use crate::hosts_memory::continued_sessions;
+use crate::hosts_memory::{continued_sessions, steps_in};
 use crate::hosts_option::HostsSpec;
 use crate::hosts_survey::{HostsSurvey, SurveyWait};
 use crate::lock::lock_file;
@@ -96,7 +96,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
         0 => match begin(hosts, run, others).await {
             Ok(beginning) => beginning,
             Err(error) => {
-                run.publish(&refusal_of(hosts), error.message().as_bytes())?;
+                publish(run, &refusal_of(hosts), error.message().as_bytes())?;
                 return Err(error);
             }
         },
@@ -123,7 +123,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
     }
     // The encoder needs the log, and later starts of the job, too.
     Mirror::new(&union, &memory).follow(&log).await?;
-    run.publish(&Beginning::name_of(hosts.session), &beginning.encode()?)?;
+    publish(run, &Beginning::name_of(hosts.session), &beginning.encode()?)?;
     remove_older(run, hosts.session, known.sequence)?;
     tracing::warn!(
         run = spec.run,
@@ -147,8 +147,24 @@ async fn begin(hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Resul
     let earlier = beginnings(run, others, &survey, hosts.session).await;
     let continued = continued_sessions(&union, &log, &earlier).await?;
     let known = KnownLog { run: union.history().run().await?, sequence: log.sequence(), leadership: log.leadership().clone(), continued };
+    check_usable(&union_store(survey.stores(run, others)?, known.sequence), &known).await?;
     let number = earlier.iter().filter(|earlier| earlier.known.sequence == known.sequence).map(|earlier| earlier.number).max().unwrap_or(0);
     Ok(Beginning { session: hosts.session, number: number.saturating_add(1), known })
+}
+
+/// Without this check, ranks would agree that there is no step, and train from the start although the store has snapshots.
+async fn check_usable(union: &Store, known: &KnownLog) -> Result<()> {
+    let saved = SessionLog::open(union).await?.records().iter().map(|record| record.step).max();
+    let newest = saved.max(known.continued.iter().filter_map(|session| session.newest).max());
+    match newest {
+        Some(newest) if steps_in(union, known.sequence, &known.continued).await?.is_empty() => {
+            let message = format!(
+                "the newest step is {newest}, and memory has no step with all of its casks; start the job again when the store answers"
+            );
+            Err(Error::new(ErrorKind::NotFound, message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The other hosts learn from host 0 where the session begins.

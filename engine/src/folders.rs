@@ -155,16 +155,6 @@ impl RunFolder {
         self.root.join("meeting")
     }
 
-    /// Publishes a message to other hosts under a name with folders. Two threads never publish one message at once.
-    pub(crate) fn publish(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let path = self.meeting().join(name);
-        if let Some(folder) = path.parent() {
-            let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-            made.map_err(|e| Error::io(folder.display().to_string(), e))?;
-        }
-        replace_file(&path, bytes)
-    }
-
     /// Path of the survey of the memory of all hosts.
     pub(crate) fn hosts_survey(&self) -> PathBuf {
         self.root.join("hosts.json")
@@ -244,6 +234,16 @@ impl RankFolder {
     pub(crate) fn new_arena(&self) -> PathBuf {
         self.arena().with_extension("new")
     }
+}
+
+/// Publishes a message to other hosts under a name with folders. Two threads never publish one message at once.
+pub(crate) fn publish(run: &RunFolder, name: &str, bytes: &[u8]) -> Result<()> {
+    let path = run.meeting().join(name);
+    if let Some(folder) = path.parent() {
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        made.map_err(|e| Error::io(folder.display().to_string(), e))?;
+    }
+    replace_file(&path, bytes)
 }
 
 /// The end of an error message about too little space: free bytes of the file system, and how to get more.

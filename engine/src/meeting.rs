@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tensorcask::{Error, ErrorKind, Result};
 
 use crate::files::replace_file;
-use crate::folders::RunFolder;
+use crate::folders::{RunFolder, publish};
 use crate::hosts_option::HostsSpec;
 use crate::lock::lock_file;
 use crate::other_hosts::OtherHosts;
@@ -42,7 +42,7 @@ pub(crate) async fn exchange_steps(
     let folder = format!("{}/offers/{}", hosts.session, round.checked_name()?);
     let offer = Offer { after: round.after, steps };
     let json = serde_json::to_vec(&offer).map_err(|e| Error::invalid(format!("steps: {e}")))?;
-    run.publish(&format!("{folder}/{}.json", round.rank), &json)?;
+    publish(run, &format!("{folder}/{}.json", round.rank), &json)?;
     let agreed = run.meeting().join(&folder).join(AGREED);
     let begun = Instant::now();
     let _held = lock_file(&run.agreement_lock())?;

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use tensorcask::wire::{Id, SessionStep};
 use tensorcask::{Error, Result};
 
-use crate::folders::RunFolder;
+use crate::folders::{RunFolder, publish};
 use crate::hosts::StepKey;
 
 /// The message of a holder to one host.
@@ -36,7 +36,7 @@ impl Copies {
 
     pub(super) fn publish(&self, run: &RunFolder, host: u32) -> Result<()> {
         let json = serde_json::to_vec(self).map_err(|e| Error::invalid(format!("copies: {e}")))?;
-        run.publish(&Self::name_for(host), &json)
+        publish(run, &Self::name_for(host), &json)
     }
 
     pub(super) fn decode(json: &[u8]) -> Result<Self> {
