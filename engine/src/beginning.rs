@@ -10,13 +10,12 @@ use tensorcask::wire::Id;
 use tensorcask::{Error, ErrorKind, KnownLog, Result, SessionExchange, SessionLog, Store};
 
 use crate::earlier_sessions::{Beginning, beginnings, remove_older};
-use crate::folders::RunFolder;
+use crate::folders::{RunFolder, publish};
 use crate::host_notes::HostNotes;
-use crate::hosts_memory::continued_sessions;
+use crate::hosts_memory::{continued_sessions, steps_in};
 use crate::hosts_option::HostsSpec;
 use crate::hosts_survey::{HostsSurvey, SurveyWait};
 use crate::lock::lock_file;
-use crate::meeting::publish;
 use crate::memory_stores::open_mirror;
 use crate::other_hosts::OtherHosts;
 use crate::peers::union_store;
@@ -38,7 +37,10 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, sto
     };
     let limit = store_timeout.saturating_mul(STORE_REQUESTS);
     let error = match tokio::time::timeout(limit, join_by_store(first, hosts, rank, process)).await {
-        Ok(Ok(after)) => return HostNotes::start_rank(run, hosts.session, rank, after, None),
+        Ok(Ok(after)) => {
+            remove_older(run, hosts.session, after)?;
+            return HostNotes::start_rank(run, hosts.session, rank, after, None);
+        }
         Ok(Err(error)) if !error.is_unanswered() => return Err(error),
         Ok(Err(error)) => error,
         Err(_) => Error::new(ErrorKind::Storage, format!("no answer within {limit:?}")).object(first.url()),
@@ -122,7 +124,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
     // The encoder needs the log, and later starts of the job, too.
     Mirror::new(&union, &memory).follow(&log).await?;
     publish(run, &Beginning::name_of(hosts.session), &beginning.encode()?)?;
-    remove_older(run, known)?;
+    remove_older(run, hosts.session, known.sequence)?;
     tracing::warn!(
         run = spec.run,
         entry = known.sequence,
@@ -145,8 +147,24 @@ async fn begin(hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Resul
     let earlier = beginnings(run, others, &survey, hosts.session).await;
     let continued = continued_sessions(&union, &log, &earlier).await?;
     let known = KnownLog { run: union.history().run().await?, sequence: log.sequence(), leadership: log.leadership().clone(), continued };
+    check_usable(&union_store(survey.stores(run, others)?, known.sequence), &known).await?;
     let number = earlier.iter().filter(|earlier| earlier.known.sequence == known.sequence).map(|earlier| earlier.number).max().unwrap_or(0);
     Ok(Beginning { session: hosts.session, number: number.saturating_add(1), known })
+}
+
+/// Without this check, ranks would agree that there is no step, and train from the start although the store has snapshots.
+async fn check_usable(union: &Store, known: &KnownLog) -> Result<()> {
+    let saved = SessionLog::open(union).await?.records().iter().map(|record| record.step).max();
+    let newest = saved.max(known.continued.iter().filter_map(|session| session.newest).max());
+    match newest {
+        Some(newest) if steps_in(union, known.sequence, &known.continued).await?.is_empty() => {
+            let message = format!(
+                "the newest step is {newest}, and memory has no step with all of its casks; start the job again when the store answers"
+            );
+            Err(Error::new(ErrorKind::NotFound, message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The other hosts learn from host 0 where the session begins.

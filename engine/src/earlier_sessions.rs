@@ -58,11 +58,15 @@ pub(crate) async fn beginnings(run: &RunFolder, others: &OtherHosts, survey: &Ho
     found
 }
 
-/// Removes the messages of sessions from before the known log.
-pub(crate) fn remove_older(run: &RunFolder, known: &KnownLog) -> Result<()> {
+/// Removes the messages of other sessions, except the beginnings of those after the same entry of the log.
+pub(crate) fn remove_older(run: &RunFolder, own: Id, after: u64) -> Result<()> {
     for folder in list_folders(&run.meeting())? {
+        let session = folder.file_name().and_then(|name| Id::from_hex(name.to_str()?).ok());
+        if session.is_none_or(|session| session == own) {
+            continue;
+        }
         let beginning = std::fs::read(folder.join(NAME)).ok().and_then(|json| serde_json::from_slice::<Beginning>(&json).ok());
-        if beginning.is_none_or(|beginning| beginning.known.sequence != known.sequence) {
+        if beginning.is_none_or(|beginning| beginning.known.sequence != after) {
             remove_folder(&folder)?;
         }
     }

@@ -447,7 +447,15 @@ impl Engine {
 
     /// Lists the steps that this rank can restore, newest first, each with its nearest place. Reads no tensor.
     pub fn loadable(&self) -> Result<Vec<Loadable>> {
-        self.runtime.block_on(loadable(&restore_places(self)))
+        let found = self.runtime.block_on(loadable(&restore_places(self)))?;
+        let known = notes_of(self).and_then(|notes| notes.known);
+        // An empty list would mean that nothing was ever saved, and the job would train from the start.
+        if found.is_empty() && known.is_some_and(|known| known.continued.iter().any(|session| session.newest.is_some())) {
+            let message = "the session began while the store did not answer, and hosts that had a whole step in memory do not answer now; \
+                           start the job again when the store answers";
+            return Err(Error::new(ErrorKind::Storage, message).object(&self.options.store));
+        }
+        Ok(found)
     }
 }
 

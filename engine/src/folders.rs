@@ -111,38 +111,24 @@ impl RunFolder {
         self.root.join("seen.json")
     }
 
-    /// Path of the lock for changing the notes about the tiers.
-    pub(crate) fn known_tiers_lock(&self) -> PathBuf {
-        self.root.join("seen.lock")
-    }
-
     /// Path of the notes about the session of many hosts.
     pub(crate) fn session_notes(&self) -> PathBuf {
         self.root.join("session.json")
     }
 
-    /// Path of the lock for changing these notes.
-    pub(crate) fn session_lock(&self) -> PathBuf {
-        self.root.join("session.lock")
-    }
-
     /// Whether a trainer has finished the run.
     pub(crate) fn is_finished(&self) -> bool {
-        self.finished().exists()
+        finished_mark(&self.root).exists()
     }
 
     /// Notes for later agents that the run has finished.
     pub(crate) fn mark_finished(&self) -> Result<()> {
-        replace_file(&self.finished(), b"")
+        replace_file(&finished_mark(&self.root), b"")
     }
 
     /// Notes for later agents that the run continues.
     pub(crate) fn mark_active(&self) -> Result<()> {
-        remove_file(&self.finished())
-    }
-
-    fn finished(&self) -> PathBuf {
-        self.root.join("over")
+        remove_file(&finished_mark(&self.root))
     }
 
     pub(crate) fn rank(&self, rank: u32) -> RankFolder {
@@ -220,6 +206,11 @@ impl RunFolder {
     }
 }
 
+/// Path of the file that exists once the run has finished.
+fn finished_mark(run: &Path) -> PathBuf {
+    run.join("over")
+}
+
 /// The folder of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RankFolder {
@@ -243,6 +234,16 @@ impl RankFolder {
     pub(crate) fn new_arena(&self) -> PathBuf {
         self.arena().with_extension("new")
     }
+}
+
+/// Publishes a message to other hosts under a name with folders. Two threads never publish one message at once.
+pub(crate) fn publish(run: &RunFolder, name: &str, bytes: &[u8]) -> Result<()> {
+    let path = run.meeting().join(name);
+    if let Some(folder) = path.parent() {
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        made.map_err(|e| Error::io(folder.display().to_string(), e))?;
+    }
+    replace_file(&path, bytes)
 }
 
 /// The end of an error message about too little space: free bytes of the file system, and how to get more.

@@ -8,7 +8,7 @@ use tensorcask::{Error, KnownLog, Result};
 
 use crate::files::replace_file;
 use crate::folders::RunFolder;
-use crate::lock::lock_file;
+use crate::lock::lock_beside;
 
 /// Notes about the session that this host is in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,7 +54,7 @@ impl HostNotes {
 
     /// Changes the notes about this session. Trainers and the agent may do so at the same time.
     pub(crate) fn update(folder: &RunFolder, session: Id, change: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
-        let _held = lock_file(&folder.session_lock())?;
+        let _held = lock_beside(&folder.session_notes())?;
         let mut notes = Self::read(folder, session);
         change(&mut notes)?;
         let json = serde_json::to_vec(&notes).map_err(|e| Error::invalid(format!("cannot encode the notes about the session: {e}")))?;

@@ -76,8 +76,13 @@ async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration, order: PlaceOr
             continued_sessions(&store, &log, &earlier).await?
         }
     };
-    commit_continued(&store, after, &continued).await?;
-    Ok(Some(HostsMemory { steps: held_steps(&store, MOST_STEPS).await?, store }))
+    Ok(Some(HostsMemory { steps: steps_in(&store, after, &continued).await?, store }))
+}
+
+/// Steps that can be restored from the memory of all hosts, newest first.
+pub(crate) async fn steps_in(store: &Store, after: u64, continued: &[ContinuedSession]) -> Result<Vec<u64>> {
+    commit_continued(store, after, continued).await?;
+    held_steps(store, MOST_STEPS).await
 }
 
 /// The sessions of which memory may have steps that the store lacks, oldest first: the one that leads the log, and the newest

@@ -10,7 +10,7 @@ use tensorcask::{Error, Result};
 
 use crate::files::replace_file;
 use crate::folders::RunFolder;
-use crate::lock::lock_file;
+use crate::lock::lock_beside;
 
 /// Notes about all tiers, by URL.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -68,7 +68,7 @@ impl KnownTiers {
 
     /// Changes the notes about a tier. Trainers and the agent may do so at the same time.
     pub(crate) fn update(folder: &RunFolder, url: &str, change: impl FnOnce(&mut KnownTier)) -> Result<()> {
-        let _held = lock_file(&folder.known_tiers_lock())?;
+        let _held = lock_beside(&folder.known_tiers())?;
         let mut known = Self::read(folder);
         let before = known.clone();
         change(known.tiers.entry(url.to_owned()).or_default());
@@ -80,7 +80,7 @@ impl KnownTiers {
 
     /// Replaces all notes by the newest snapshot of each tier.
     pub(crate) fn replace(folder: &RunFolder, latest: &BTreeMap<String, Option<Id>>) -> Result<()> {
-        let _held = lock_file(&folder.known_tiers_lock())?;
+        let _held = lock_beside(&folder.known_tiers())?;
         let tiers = latest.iter().map(|(url, latest)| (url.clone(), KnownTier { latest: *latest, ..KnownTier::default() }));
         Self { tiers: tiers.collect() }.write(folder)
     }

@@ -69,6 +69,8 @@ mod hosts;
 
 mod peers;
 
+mod other_hosts;
+
 // The agent.
 mod status;
 
@@ -99,8 +101,6 @@ mod freshness;
 mod restore_request;
 
 mod restore_read;
-
-mod other_hosts;
 
 mod hosts_survey;
 

@@ -65,6 +65,11 @@ pub(crate) fn lock_file(path: &Path) -> Result<File> {
     Ok(file)
 }
 
+/// Does the same for the file `NAME.lock` beside a file of this name.
+pub(crate) fn lock_beside(path: &Path) -> Result<File> {
+    lock_file(&path.with_extension("lock"))
+}
+
 fn open(path: &Path) -> Result<File> {
     let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
     opened.map_err(|e| Error::io(path.display().to_string(), e))

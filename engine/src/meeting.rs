@@ -2,29 +2,16 @@
 //! a step that the ranks reach with such messages.
 
 use std::collections::BTreeMap;
-use std::fs::DirBuilder;
-use std::os::unix::fs::DirBuilderExt;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tensorcask::{Error, ErrorKind, Result};
 
 use crate::files::replace_file;
-use crate::folders::RunFolder;
+use crate::folders::{RunFolder, publish};
 use crate::hosts_option::HostsSpec;
 use crate::lock::lock_file;
 use crate::other_hosts::OtherHosts;
-
-/// Publishes a message to other hosts under a name with folders.
-pub(crate) fn publish(run: &RunFolder, name: &str, bytes: &[u8]) -> Result<()> {
-    let path = run.meeting().join(name);
-    if let Some(folder) = path.parent() {
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-        made.map_err(|e| Error::io(folder.display().to_string(), e))?;
-    }
-    // Two ranks of this process never publish at once: each has a name of its own.
-    replace_file(&path, bytes)
-}
 
 /// The steps that a rank can load.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -25,7 +25,7 @@ from ._dtypes import (
 )
 from ._errors import InvalidTypeError, InvalidValueError
 from ._refusals import check_torch, is_plain_torch
-from ._shard import Shard, Shards, is_part
+from ._shard import Shard, Shards, is_given_part, is_part
 
 _PLAIN_NUMPY_KINDS = "biufc"
 _NO_ARRAYS = frozenset((dict, list, tuple, str, int, float, bool, bytes, bytearray, type(None)))
@@ -111,7 +111,7 @@ def _find_framework(value: Any) -> str | None:
 
 def inner_tensors(value: Any) -> dict[str, Any] | None:
     """Returns the inner tensors of a torch tensor subclass by attribute; None for other values and for a DTensor."""
-    if isinstance(value, (Shard, Shards)) or framework_of(value) != "torch" or is_plain_torch(value) or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
+    if is_given_part(value) or framework_of(value) != "torch" or is_plain_torch(value) or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
         return None
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
 
@@ -151,7 +151,7 @@ def lend(
     contiguous.
     """
     framework = framework_of(value)
-    if isinstance(value, (Shard, Shards)) and not sharded:
+    if is_given_part(value) and not sharded:
         raise UnstorableTypeError(f"{path}: a Shard can only be saved by tensorcask.Engine, on all ranks")
     if isinstance(value, Shards):
         first, *others = (lend(part, path, contiguous, True, deferred) for part in value.parts)

@@ -43,6 +43,11 @@ class Shards:
         return self.parts[0].data
 
 
+def is_given_part(value: Any) -> bool:
+    """Whether a value is a :class:`Shard`, or several of one tensor."""
+    return isinstance(value, (Shard, Shards))
+
+
 def is_part(value: Any) -> bool:
     """Whether a value is a part of a tensor: a DTensor or a :class:`Shard`."""
-    return isinstance(value, (Shard, Shards)) or hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")
+    return is_given_part(value) or hasattr(value, "to_local") and hasattr(value, "placements") and hasattr(value, "device_mesh")

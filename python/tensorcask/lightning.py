@@ -167,6 +167,10 @@ class CheckpointIO(_CheckpointIO):  # type: ignore[misc]
 class _ThroughEngine(Strategy):  # type: ignore[misc]
     """The part of a strategy that saves and loads through an engine, on all ranks."""
 
+    # Of the strategies that run several processes.
+    global_rank: int
+    world_size: int
+
     def _begin(self, store: str | os.PathLike[str], engine: Mapping[str, Any] | None) -> None:
         self._store, self._engine_options = store, dict(engine or {})
         self._running: Engine | None = None
@@ -229,7 +233,8 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
         if step is None:
             raise _native.UnsupportedError(f"{checkpoint_path} was not written by this strategy. Load it with another one")
         # A trainer that tests a model may still have the optimizers of an earlier training.
-        is_training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        lightning_module: Any = self.lightning_module
+        is_training = lightning_module.trainer.state.fn == TrainerFn.FITTING
         module, optimizers = self._module(), self.optimizers if is_training else []
         target = {"state_dict": get_model_state_dict(module), "optimizer_states": [self.optimizer_state(found) for found in optimizers]}
         found = _ranks.load(self.engine, target, step, partial=True)
@@ -260,7 +265,7 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
         try:
             if self._running is not None:
                 engine, self._running = self._running, None
-                trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+                trainer = getattr(self.lightning_module, "trainer", None)
                 if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
                     engine.finish()
                     self._forget_unwanted(engine)

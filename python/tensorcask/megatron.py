@@ -124,7 +124,7 @@ def save(
 
     if engine is not None:
         chosen = SaveStrategy(engine=engine)
-        request = dist_checkpointing.save(
+        request: Any = dist_checkpointing.save(
             sharded_state_dict, str(folder), sharded_strategy=chosen, async_sharded_save=True, **options
         )
         request.add_finalize_fn(write_tracker)
@@ -210,7 +210,7 @@ class SaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
         if self._engine is not None:
-            super().save(sharded_state_dict, checkpoint_dir)
+            super().save(sharded_state_dict, Path(checkpoint_dir))
             return
         folder = Path(checkpoint_dir)
         step = _step(folder)

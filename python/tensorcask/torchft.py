@@ -16,6 +16,7 @@ that all replicas are lost. As with torchft's own transports, anyone who reaches
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
@@ -31,7 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torchft.checkpointing.transport import CheckpointTransport
+from torchft.checkpointing.transport import CheckpointTransport  # pyright: ignore[reportMissingImports]
 
 from . import _native
 from ._shard import is_part
@@ -39,6 +40,7 @@ from ._store import Store
 
 __all__ = ["Transport"]
 
+_PREFIX, _LOCK = "tensorcask-torchft-", "lock"
 _MOST_FILES = 100_000
 _PIECE = 1 << 20
 
@@ -60,7 +62,13 @@ class Transport(CheckpointTransport[Any]):  # type: ignore[misc]
     ) -> None:
         self._timeout, self._state_dict, self._options = timeout.total_seconds(), state_dict, {"policy": "full", **options}
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self._folder = Path(tempfile.mkdtemp(prefix="tensorcask-torchft-", dir=folder or shared))
+        root = Path(folder or shared or tempfile.gettempdir())
+        _remove_abandoned(root)
+        made = Path(tempfile.mkdtemp(prefix=".tensorcask-", dir=root))
+        # Held until this process ends, and before the folder has its name.
+        self._lock = open(made / _LOCK, "wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._folder = made.rename(root / f"{_PREFIX}{made.name.removeprefix('.tensorcask-')}")
         self._changed = threading.Condition()
         self._step: int | None = None
         self._server = _Server(self)
@@ -100,6 +108,7 @@ class Transport(CheckpointTransport[Any]):  # type: ignore[misc]
         self._server.shutdown()
         self._server.server_close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
 
     def _index(self, address: str, step: int, seconds: float) -> list[tuple[str, int]]:
         """Files of a snapshot, with their sizes. Waits until the peer has it."""
@@ -146,9 +155,8 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _Server
-
     def do_GET(self) -> None:
+        assert isinstance(self.server, _Server)
         transport = self.server.transport
         _, step, *name = self.path.split("/", 2)
         with transport._changed:
@@ -179,13 +187,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
 
+def _remove_abandoned(root: Path) -> None:
+    """Removes the folders of processes that were killed."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        try:
+            with open(folder / _LOCK, "r+b") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            # Of another user, in use, or just being made.
+            continue
+
+
 def _local(value: Any) -> Any:
     """A state with the local parts of its DTensors."""
     if is_part(value):
         return value.to_local().detach()
     if isinstance(value, Mapping):
         return {key: _local(item) for key, item in value.items()}
-    return type(value)([_local(item) for item in value]) if type(value) in (list, tuple) else value
+    if isinstance(value, (list, tuple)):
+        items = [_local(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def _like(value: Any, target: Any) -> Any:
@@ -203,6 +226,7 @@ def _like(value: Any, target: Any) -> Any:
         )
     if isinstance(value, Mapping) and isinstance(target, Mapping):
         return {key: _like(item, target.get(key)) for key, item in value.items()}
-    if type(value) in (list, tuple) and isinstance(target, (list, tuple)) and len(value) == len(target):
-        return type(value)([_like(item, other) for item, other in zip(value, target, strict=True)])
+    if isinstance(value, (list, tuple)) and isinstance(target, (list, tuple)) and len(value) == len(target):
+        items = [_like(item, other) for item, other in zip(value, target, strict=True)]
+        return items if isinstance(value, list) else tuple(items)
     return value

@@ -25,8 +25,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, BaseCheckpointManager, ModelWrapper
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.components.checkpointer.base import (  # pyright: ignore[reportMissingImports]
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    BaseCheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.config import TORCH_DTYPE_MAP  # pyright: ignore[reportMissingImports]
 
 from . import _native, _ranks
 from ._store import Store

@@ -1,10 +1,12 @@
-import contextlib
 import itertools
+import os
+import select
 import shutil
+import signal
 import tempfile
+from pathlib import Path
 
 import pytest
-import tensorcask
 
 _number = itertools.count()
 
@@ -23,7 +25,7 @@ def memory():
 
 @pytest.fixture
 def host_memory(monkeypatch):
-    """A folder of the engine in shared memory. Its agent is told to end with the test."""
+    """A folder of the engine in shared memory. Its agent ends with the test."""
     folder = tempfile.mkdtemp(dir="/dev/shm")
     monkeypatch.setenv("TENSORCASK_ENGINE_DIR", folder)
     yield folder
@@ -32,8 +34,24 @@ def host_memory(monkeypatch):
 
 
 def end_agent(folder):
-    """Tells the agent of a folder to end, if one runs."""
-    from tensorcask.engine import stop_agent
+    """Kills the agent of a folder, if one runs."""
+    lock = Path(folder, "agent.lock")
+    if lock.exists():
+        stop(int(lock.read_text()))
 
-    with contextlib.suppress(tensorcask.NotFoundError):
-        stop_agent(folder)
+
+def stop(pid):
+    """Kills an agent of this test and waits until it is gone. It may have ended already."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        select.select([process], [], [])
+        os.waitid(os.P_PIDFD, process, os.WEXITED)
+    except (ProcessLookupError, ChildProcessError):
+        # The agent ended before, or is a child of another process.
+        pass
+    finally:
+        os.close(process)

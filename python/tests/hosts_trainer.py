@@ -12,6 +12,7 @@ import tensorcask
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensorcask._hosts import gather_on_cpu
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,10 +25,13 @@ HOSTS, RANKS, WORLD = 2, 2, 4
 LENGTH = 32
 
 
-def main(url, folder, scratch, start, rank, steps, stop_at, gates=None, peers=None):
+def main(url, folder, scratch, start, rank, steps, stop_at, gates=None, peers=None, endpoint=None):
     """Trains as one rank. `stop_at`: step after which host 1 waits to be killed. `gates`: levels and names of steps at which all
     ranks wait for the level, and then for the test."""
     local_rank = rank % RANKS
+    if endpoint is not None:
+        # The server that forks this process may have started before the test set it.
+        os.environ["AWS_ENDPOINT"] = endpoint
     # As torchrun sets them.
     os.environ.update(TORCHELASTIC_RUN_ID="job", TORCHELASTIC_RESTART_COUNT=str(start), RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
@@ -97,3 +101,13 @@ def train(url, folder, scratch, start, rank, steps, stop_at, gates, peers):
             if host == 1:
                 threading.Event().wait()
     engine.finish()
+
+
+def exchange(rank, scratch):
+    """Tells the other of two ranks a few values."""
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/rendezvous", rank=rank, world_size=2)
+    # Twice: with NCCL, each exchange makes a group of its own.
+    for is_on_cpu in (True, False, False):
+        assert gather_on_cpu((rank, is_on_cpu), is_on_cpu) == [(0, is_on_cpu), (1, is_on_cpu)]
+    (scratch / f"told-{rank}").touch()
+    os._exit(0)

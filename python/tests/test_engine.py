@@ -1,7 +1,6 @@
 """The asynchronous engine from Python: real agents, killed trainers, ranks on gloo."""
 
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 import tensorcask
 import torch
 import torch.distributed as dist
+from conftest import stop
 from ranks import on_ranks
 from tensorcask.engine import agent_status, stop_agent
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,23 +32,6 @@ def folder():
     if lock.exists():
         stop(int(lock.read_text()))
     shutil.rmtree(made)
-
-
-def stop(pid):
-    """Kills an agent of this test and waits until it is gone. It may have ended already."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-        select.select([process], [], [])
-        os.waitid(os.P_PIDFD, process, os.WEXITED)
-    except (ProcessLookupError, ChildProcessError):
-        # The agent ended before, or is a child of another process.
-        pass
-    finally:
-        os.close(process)
 
 
 def pause(pid):

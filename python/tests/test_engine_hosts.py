@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import tensorcask
-from tensorcask._hosts import find_hosts, gather_on_cpu
+from tensorcask._hosts import find_hosts
 from tensorcask._peers import expand_nodes, resolve
 from tensorcask.engine import agent_status
 
@@ -67,7 +67,8 @@ def start(url, folders, scratch, number, stop_at=None, gates=None, peers=None):
     context = multiprocessing.get_context("forkserver")
     jobs = []
     for rank in range(WORLD):
-        arguments = (url, str(folders[rank // RANKS]), str(scratch), number, rank, STEPS, stop_at, gates, peers)
+        job = (url, str(folders[rank // RANKS]), str(scratch), number, rank, STEPS, stop_at)
+        arguments = (*job, gates, peers, os.environ.get("AWS_ENDPOINT"))
         jobs.append(context.Process(target=hosts_trainer.main, args=arguments))
         jobs[-1].start()
     return jobs
@@ -311,7 +312,7 @@ def test_wrong_peers_are_named(url, folders):
 
     with pytest.raises(tensorcask.InvalidArgumentError, match="no certificates"):
         make(listen="0.0.0.0:7411")
-    with pytest.raises(ValueError, match="listen='eth0'"):
+    with pytest.raises(ValueError, match='listen="eth0"'):
         make(listen="eth0")
     with pytest.raises(tensorcask.InvalidArgumentError, match="`keep` and `jump`"):
         make(jump=0)
@@ -325,18 +326,9 @@ def test_wrong_peers_are_named(url, folders):
     engine.close()
 
 
-def exchange(rank, scratch):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{scratch}/rendezvous", rank=rank, world_size=2)
-    # Twice: with NCCL, each exchange makes a group of its own.
-    for is_on_cpu in (True, False, False):
-        assert gather_on_cpu((rank, is_on_cpu), is_on_cpu) == [(0, is_on_cpu), (1, is_on_cpu)]
-    (scratch / f"told-{rank}").touch()
-    os._exit(0)
-
-
 def test_ranks_tell_each_other_values_without_a_device(tmp_path):
     context = multiprocessing.get_context("forkserver")
-    jobs = [context.Process(target=exchange, args=(rank, tmp_path)) for rank in range(2)]
+    jobs = [context.Process(target=hosts_trainer.exchange, args=(rank, tmp_path)) for rank in range(2)]
     for job in jobs:
         job.start()
     join_all(jobs)

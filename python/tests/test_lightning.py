@@ -151,6 +151,6 @@ def test_a_strategy_saves_through_the_engine_deletes_and_resumes(by_file, tmp_pa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fresh = Module()
-        fresh.test_step = lambda batch, index: fresh.losses.append(float((fresh.layer(batch) ** 2).mean()))
+        fresh.test_step = lambda batch, batch_idx: fresh.losses.append(float((fresh.layer(batch) ** 2).mean()))
         trainer.test(fresh, torch.utils.data.DataLoader(torch.ones(1, 8)), ckpt_path=last, verbose=False)
     assert len(fresh.losses) == 1

@@ -130,11 +130,12 @@ def saves_through_an_engine(folder, memory):
             assert megatron.latest(folder).name == f"iter_{step:07}"
         # Megatron itself calls a strategy without its queue in the same way.
         dist_checkpointing.save(state_of(30, fill=True), made(f"{folder}/iter_0000030"), sharded_strategy=megatron.SaveStrategy(engine=engine))
-        # This one is in memory, and its request is never finalized.
+        # The request of this one is never finalized.
         megatron.save(state_of(40, fill=True), f"{folder}/iter_0000040", engine=engine)
         assert megatron.latest(folder).name == "iter_0000020"
         with pytest.raises(TypeError, match="to tensorcask.Engine"):
             megatron.SaveStrategy(engine=engine, policy="full")
+        assert engine.wait(timeout=60).reached
         dist.barrier()
 
 

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -194,6 +195,8 @@ def main():
     parser.add_argument("--line", help="file for the result")
     arguments = parser.parse_args()
     name, ranks = arguments.name, arguments.ranks
+    # So that an end from outside ends the ranks, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{name}: ended from outside"))
     root = Path(tempfile.mkdtemp(prefix=f"trainer-{name}-"))
     try:
         for store in ("whole", "run"):

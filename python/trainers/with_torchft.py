@@ -77,4 +77,5 @@ while manager.current_step() < STEPS:
     managed.step()
     if manager.current_step() == step:
         run.loss(step, loss)
+manager.shutdown()
 run.end({**dict(model.named_parameters()), **optimizer_tensors(optimizer)})

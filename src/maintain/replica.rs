@@ -70,6 +70,8 @@ pub struct Replica {
 pub struct ReplicaReport {
     /// Newest complete step of the replica. It can be read with the replica, the log, and the copies of other hosts.
     pub newest: Option<SessionStep>,
+    /// All such steps, oldest first.
+    pub whole: Vec<SessionStep>,
     /// Newest complete step of the source.
     pub newest_at_source: Option<SessionStep>,
     /// Number of wanted steps that the replica lacks, or of whose chain it lacks a part.
@@ -137,7 +139,8 @@ impl Replica {
     #[boxed]
     pub async fn pull(&mut self) -> Result<ReplicaReport> {
         let Some(session) = self.begin().await? else {
-            return Ok(ReplicaReport { newest: self.newest_whole().await?, ..ReplicaReport::default() });
+            let whole = self.whole_without_source().await?;
+            return Ok(ReplicaReport { newest: whole.last().copied(), whole, ..ReplicaReport::default() });
         };
         let from = SessionExchange::new(&self.source, session).with_proof(self.proof.clone());
         let to = SessionExchange::new(&self.memory, session);
@@ -180,7 +183,8 @@ impl Replica {
             }
         }
         self.read_parents(&to, &held).await?;
-        report.newest = held.iter().rev().find(|at| self.missing_link(**at).is_none()).copied();
+        report.whole = held.iter().filter(|at| self.missing_link(**at).is_none()).copied().collect();
+        report.newest = report.whole.last().copied();
         let is_newer = |at: &SessionStep| report.newest.is_none_or(|newest| *at > newest);
         report.missing = wanted.keys().filter(|at| is_newer(at)).count() as u64;
         if let (Some(newest), None) = (held.last().filter(|at| is_newer(at)), &report.problem)
@@ -196,17 +200,17 @@ impl Replica {
         Ok(report)
     }
 
-    /// The newest step of which the chain is known to be here. The source has no store.
-    async fn newest_whole(&mut self) -> Result<Option<SessionStep>> {
+    /// The steps of which the chain is known to be here. The source has no store.
+    async fn whole_without_source(&mut self) -> Result<Vec<SessionStep>> {
         let file = match read_store_file(&self.memory).await {
             Ok(file) => file,
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
             Err(e) => return Err(e),
         };
         let to = SessionExchange::new(&self.memory, SessionName { run: file.run, session: self.session });
         let held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
         self.read_parents(&to, &held).await?;
-        Ok(held.iter().rev().find(|at| self.missing_link(**at).is_none()).copied())
+        Ok(held.iter().filter(|at| self.missing_link(**at).is_none()).copied().collect())
     }
 
     /// Reads the parents of the steps in the replica.

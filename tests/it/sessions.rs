@@ -450,7 +450,7 @@ async fn a_session_that_began_without_the_store_hides_no_other_work() {
     session.save(at(0, 1)).await;
     session.commit(&mut leader, at(0, 1)).await.unwrap();
     let log = SessionLog::open(&store).await.unwrap();
-    let run = session_run(&session);
+    let run = session.hosts[0].session().run;
     let known = |newest: u64| KnownLog {
         run,
         sequence: log.sequence(),
@@ -478,14 +478,11 @@ async fn a_session_that_began_without_the_store_hides_no_other_work() {
     assert!(began.commit(3, &[]).await.is_err());
     // Another job.
     store.writer(Policy::Full).await.unwrap();
-    refused(LeaderWriter::open_known(&store, next(), &with_2, options()).await);
+    let error = LeaderWriter::open_known(&store, next(), &with_2, options()).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
     // A store that is gone is not made again.
     let empty = tempfile::tempdir().unwrap();
     let gone = empty.path().join("gone");
     let error = LeaderWriter::open_known(&Store::open(gone.to_str().unwrap()).unwrap(), next(), &with_2, options()).await.unwrap_err();
     assert!(error.kind() == ErrorKind::NotFound && !gone.exists(), "{error}");
-}
-
-fn session_run(session: &Session) -> Id {
-    session.hosts[0].session().run
 }

@@ -17,9 +17,11 @@ fn lose_host_and_store() -> (Job, Away) {
     }
     let away = Away::take(job.store_path.as_ref());
     start.save_all(3);
-    (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
-    job.wait_for_copy(0, 2, 3);
-    job.wait_for_copy(1, 0, 3);
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Replicated));
+    for host in &job.hosts {
+        let levels = host.status().runs[0].levels;
+        assert_eq!((levels.replicated, levels.durable), (Some(3), Some(2)));
+    }
     drop(start);
     job.hosts[2] = Host::new();
     (job, away)
@@ -62,7 +64,7 @@ fn a_job_starts_from_memory_and_commits_once_the_store_answers() {
     assert_eq!(job.steps(), [1, 2, 4, 5, 6]);
     job.assert_holds(2, 1);
     (4..=6).for_each(|step| job.assert_holds(step, 2));
-    assert_eq!(job.leaders().len(), 2, "one leader of each session");
+    assert_eq!(job.sessions().len(), 2, "both sessions led");
     job.assert_clean();
     for engine in start.engines {
         engine.finish().unwrap();
@@ -75,8 +77,7 @@ fn a_second_loss_in_one_outage_costs_no_step_that_was_copied() {
     let mut start = job.start_at_once("second", 2);
     resume(&job, &mut start, "second", 3, 1);
     start.save_all(4);
-    (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
-    job.wait_for_copy(2, 1, 4);
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Replicated));
     drop(start);
     job.hosts[1] = Host::new();
 
@@ -109,7 +110,7 @@ fn a_start_from_memory_ends_if_another_job_has_written_to_the_store() {
     }
     assert_eq!(job.steps(), [1, 2, 4]);
     assert_eq!(job.store().snapshot(4).unwrap().read("theirs", &tensorcask::Slice::all()).unwrap().data, theirs);
-    assert_eq!(job.leaders().len(), 1, "the second session never led");
+    assert_eq!(job.sessions().len(), 1, "the second session never led");
 }
 
 #[test]
@@ -119,16 +120,33 @@ fn a_start_without_store_and_without_memory_fails() {
         job.store().writer(Policy::Full).unwrap();
         Away::take(job.store_path.as_ref())
     };
-    let errors: Vec<tensorcask::Error> = std::thread::scope(|scope| {
-        let starting: Vec<_> = (0..WORLD)
-            .map(|rank| {
-                let job = &job;
-                scope.spawn(move || tensorcask_engine::Engine::start(job.options(rank, "first")))
-            })
-            .collect();
-        starting.into_iter().map(|start| start.join().unwrap().unwrap_err()).collect()
-    });
-    for error in errors {
+    for error in refused_starts(&job, "first") {
         assert!(error.kind() == ErrorKind::Storage && error.to_string().contains("cannot begin from memory"), "{error}");
     }
+}
+
+/// Otherwise the ranks would agree that nothing was ever saved, and train from the start.
+#[test]
+fn a_start_without_store_fails_if_memory_has_no_whole_step() {
+    let (job, away) = lose_host_and_store();
+    // The only copies of host 2.
+    let copies = std::fs::read_dir(job.hosts[0].engine_folder()).unwrap().map(|entry| entry.unwrap().path().join("replica-2"));
+    std::fs::remove_dir_all(copies.into_iter().find(|folder| folder.is_dir()).unwrap()).unwrap();
+    for error in refused_starts(&job, "second") {
+        let text = error.to_string();
+        assert!(error.kind() == ErrorKind::Storage && text.contains("memory has no step with all of its casks"), "{text}");
+        assert!(text.contains("the newest step is 2"), "{text}");
+    }
+    away.back();
+    let mut start = job.start_at_once("third", 3);
+    assert_eq!(start.agree("third"), [Some(2); WORLD as usize]);
+}
+
+/// Errors of all ranks.
+fn refused_starts(job: &Job, session: &str) -> Vec<tensorcask::Error> {
+    std::thread::scope(|scope| {
+        let start = |rank| scope.spawn(move || tensorcask_engine::Engine::start(job.options(rank, session)));
+        let starting: Vec<_> = (0..WORLD).map(start).collect();
+        starting.into_iter().map(|start| start.join().unwrap().unwrap_err()).collect()
+    })
 }

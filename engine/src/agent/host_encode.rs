@@ -169,12 +169,13 @@ impl HostEncoder {
         let work = self.work.clone();
         let is_silent = self.silent_since.is_some_and(|since| since.elapsed() < SILENCE);
         let mut is_cut_off = is_silent || work.is_without_store();
+        let limit = if self.silent_since.is_some() { ASK_AGAIN } else { PARENT_TIMEOUT };
         let writer = match &mut self.writer {
             Some(open) => open,
             None => {
                 let opened = match is_cut_off {
                     true => None,
-                    false => answer(open_writer(&work, &self.memory, Log::OfStore)).await?,
+                    false => answer(open_writer(&work, &self.memory, Log::OfStore), limit).await?,
                 };
                 is_cut_off |= opened.is_none();
                 self.writer.insert(match opened {
@@ -183,7 +184,7 @@ impl HostEncoder {
                 })
             }
         };
-        let fixed = if is_cut_off { None } else { answer(writer.fix_parent(at)).await? };
+        let fixed = if is_cut_off { None } else { answer(writer.fix_parent(at), limit).await? };
         if let Some(parent) = fixed {
             self.silent_since = None;
             return Ok(parent);
@@ -285,8 +286,8 @@ async fn open_writer(work: &HostWork, memory: &Store, log: Log) -> Result<HostWr
 }
 
 /// The answer of the store; `None` if the store does not answer.
-async fn answer<T>(request: impl Future<Output = Result<T>>) -> Result<Option<T>> {
-    match tokio::time::timeout(PARENT_TIMEOUT, request).await {
+async fn answer<T>(request: impl Future<Output = Result<T>>, limit: Duration) -> Result<Option<T>> {
+    match tokio::time::timeout(limit, request).await {
         Ok(Ok(answer)) => Ok(Some(answer)),
         Ok(Err(error)) if error.kind() != ErrorKind::Storage => Err(error),
         Ok(Err(error)) => {
@@ -331,5 +332,7 @@ fn describe(error: &Error) -> String {
 
 /// Time for which the store is not asked again after it has not answered.
 const SILENCE: Duration = Duration::from_secs(10);
+/// Time for an answer after it.
+const ASK_AGAIN: Duration = Duration::from_secs(2);
 /// Time for agreeing on a parent, after which the host saves the step alone.
 const PARENT_TIMEOUT: Duration = Duration::from_secs(30);

@@ -136,7 +136,7 @@ impl HostWork {
 
     /// Generations of a step that an earlier agent encoded, as far as the arenas still hold them.
     pub(super) fn encoded_generations(&self, key: StepKey) -> Vec<RankGeneration> {
-        self.encoded_steps().remove(&key).unwrap_or_default()
+        encoded_steps(&self.run).remove(&key).unwrap_or_default()
     }
 
     /// Notes that this agent has encoded a step, which will be uploaded.
@@ -151,7 +151,7 @@ impl HostWork {
 
     /// Steps that other hosts have not copied yet. At first also those that an earlier agent encoded.
     pub(super) fn await_copies_of_earlier(&self) {
-        let earlier = self.encoded_steps();
+        let earlier = encoded_steps(&self.run);
         let mut shared = self.lock();
         for (key, generations) in earlier {
             shared.awaited.entry(key).or_insert(generations);
@@ -191,7 +191,7 @@ impl HostWork {
                 known
             };
             if let Some(fate) = known {
-                self.report(key, step, fate);
+                report(&self.run, key, step, fate);
             }
         }
         self.apply(Event::Uploaded(key));
@@ -208,7 +208,7 @@ impl HostWork {
             (shared.uploaded.remove(&key), shared.encoded.contains(&key))
         };
         match uploaded {
-            Some(step) => self.report(key, step, fate),
+            Some(step) => report(&self.run, key, step, fate),
             // Reported after the upload.
             None if waits => {}
             // An earlier agent uploaded the step.
@@ -218,7 +218,7 @@ impl HostWork {
 
     /// Reports the newest step that an earlier agent uploaded, if its fate is in the log.
     pub(super) fn report_earlier(&self, view: &LogView) {
-        let newest = self.encoded_steps().into_keys().max();
+        let newest = encoded_steps(&self.run).into_keys().max();
         let Some(key) = newest.filter(|key| !self.lock().uploaded.contains_key(key)) else { return };
         let leading = view.leadership.of(self.hosts.session);
         let is_passed = leading.is_some_and(|leading| {
@@ -237,42 +237,43 @@ impl HostWork {
     }
 
     fn report_found(&self, key: StepKey, fate: Fate) {
-        if let Some(generations) = self.encoded_steps().remove(&key) {
-            self.report(key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
+        if let Some(generations) = encoded_steps(&self.run).remove(&key) {
+            report(&self.run, key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
         }
     }
+}
 
-    /// Encoded states of this session that are still in their slots.
-    fn encoded_steps(&self) -> BTreeMap<StepKey, Vec<RankGeneration>> {
-        let mut found: BTreeMap<StepKey, Vec<RankGeneration>> = BTreeMap::new();
-        self.run.read(|state, arenas| {
-            for rank in self.run.spec.local_ranks() {
-                let Some(arena) = arenas.get(rank) else { continue };
-                let (headers, encoded) = (arena.headers().unwrap_or_default(), arena.encoded().unwrap_or(0));
-                for header in headers.iter().filter(|header| header.session == state.session && header.word.generation <= encoded) {
-                    let key = StepKey { attempt: header.attempt, step: header.step };
-                    found.entry(key).or_default().push(RankGeneration { rank, generation: header.word.generation });
-                }
+/// Encoded states of this session that are still in their slots.
+fn encoded_steps(run: &Run) -> BTreeMap<StepKey, Vec<RankGeneration>> {
+    let mut found: BTreeMap<StepKey, Vec<RankGeneration>> = BTreeMap::new();
+    run.read(|state, arenas| {
+        for rank in run.spec.local_ranks() {
+            let Some(arena) = arenas.get(rank) else { continue };
+            let (headers, encoded) = (arena.headers().unwrap_or_default(), arena.encoded().unwrap_or(0));
+            for header in headers.iter().filter(|header| header.session == state.session && header.word.generation <= encoded) {
+                let key = StepKey { attempt: header.attempt, step: header.step };
+                found.entry(key).or_default().push(RankGeneration { rank, generation: header.word.generation });
             }
-        });
-        found
-    }
-
-    fn report(&self, key: StepKey, step: UploadedStep, fate: Fate) {
-        let UploadedStep { sequence, generations, uploaded_ms } = step;
-        match fate {
-            Fate::Durable => self.run.apply(RunEvent::Uploaded(Upload {
-                tier: 0,
-                encoded: generations.iter().map(|known| (known.rank, known.generation)).collect(),
-                epoch: 0,
-                sequence,
-                step: Some(key.step),
-                pending_before: u64::from(sequence > 0),
-                copied: 1,
-                times: UploadTimes { upload_ms: now_ms().saturating_sub(uploaded_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
-            })),
-            Fate::GivenUp(message) => self.run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message }),
         }
+    });
+    found
+}
+
+/// Reports the fate of a step.
+fn report(run: &Run, key: StepKey, step: UploadedStep, fate: Fate) {
+    let UploadedStep { sequence, generations, uploaded_ms } = step;
+    match fate {
+        Fate::Durable => run.apply(RunEvent::Uploaded(Upload {
+            tier: 0,
+            encoded: generations.iter().map(|known| (known.rank, known.generation)).collect(),
+            epoch: 0,
+            sequence,
+            step: Some(key.step),
+            pending_before: u64::from(sequence > 0),
+            copied: 1,
+            times: UploadTimes { upload_ms: now_ms().saturating_sub(uploaded_ms) as f64, ahead_bytes: 0, time_ms: now_ms() },
+        })),
+        Fate::GivenUp(message) => run.apply(RunEvent::GivenUp { generations, sequence, step: key.step, message }),
     }
 }
 

@@ -27,6 +27,8 @@ mod wakes;
 
 mod run;
 
+mod copies;
+
 mod replicas;
 mod report;
 

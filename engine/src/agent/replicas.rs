@@ -9,6 +9,7 @@ use tensorcask::maintain::Replica;
 use tensorcask::{ReceiptProof, Result};
 use tokio::task::JoinHandle;
 
+use super::copies::Copies;
 use super::retry::Backoff;
 use super::run::Run;
 use crate::files::remove_folder;
@@ -147,11 +148,13 @@ struct Copied {
     replica: Replica,
     /// Time since which another host is the holder.
     released: Option<Instant>,
+    /// Copies that the other host was told of last.
+    told: Option<Copies>,
 }
 
 async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> Result<()> {
     let run = &context.run;
-    let Copied { peer, replica, released } = match copied {
+    let Copied { peer, replica, released, told } = match copied {
         Some(open) => open,
         None => {
             let peer = Peer::open(&context.address(host), &run.spec.key, context.tls()?, ResponseLimits::default())?;
@@ -159,7 +162,7 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
             let (session, ranks) = (context.hosts.session, context.ranks(host));
             let mut replica = Replica::new(&peer.store("mirror"), &memory, session, ranks, context.peers.keep);
             replica.require_proof(receipt_proof(run)?);
-            copied.insert(Copied { peer, replica, released: None })
+            copied.insert(Copied { peer, replica, released: None, told: None })
         }
     };
     if !context.holds(host) {
@@ -190,6 +193,11 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
             }
         }
     };
+    let copies = Copies::new(context.hosts.session, &report.whole);
+    if told.as_ref() != Some(&copies) {
+        copies.publish(&run.folder, host)?;
+        *told = Some(copies);
+    }
     if report.casks > 0 {
         tracing::debug!(run = run.spec.run, host, casks = report.casks, bytes = report.bytes, "copied from another host");
     }

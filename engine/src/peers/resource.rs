@@ -1,9 +1,6 @@
 //! The path of a request: which folder of the run, and which object in it. Everything else is refused, before any file is
 //! looked at.
 
-/// Folder of the messages between hosts, beside the stores of a run.
-pub(crate) const MEETING: &str = "meeting";
-
 /// Place of a request, below the folder of the run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Resource {
@@ -72,6 +69,8 @@ fn is_object_name(name: &str) -> bool {
         && name.bytes().all(|byte| byte.is_ascii_digit() || byte.is_ascii_lowercase() || b"._-".contains(&byte))
 }
 
+/// Folder of the messages between hosts, beside the stores of a run.
+pub(crate) const MEETING: &str = "meeting";
 const MAX_PATH_BYTES: usize = 512;
 const MAX_NAME_BYTES: usize = 200;
 /// Names below the run's folder: a store, and at most four in the store.

@@ -1,0 +1,50 @@
+//! What a holder tells another host about its copies of that host: the steps that are complete, checked, and have the whole
+//! chain of their parents.
+
+use serde::{Deserialize, Serialize};
+use tensorcask::wire::{Id, SessionStep};
+use tensorcask::{Error, Result};
+
+use crate::folders::{RunFolder, publish};
+use crate::hosts::StepKey;
+
+/// The message of a holder to one host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Copies {
+    pub session: Id,
+    pub steps: Vec<CopiedStep>,
+}
+
+/// A step that was copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct CopiedStep {
+    attempt: u64,
+    step: u64,
+}
+
+impl Copies {
+    pub(super) fn new(session: Id, whole: &[SessionStep]) -> Self {
+        Self { session, steps: whole.iter().map(|at| CopiedStep { attempt: at.attempt, step: at.step }).collect() }
+    }
+
+    /// Name of the message to a host.
+    pub(super) fn name_for(host: u32) -> String {
+        format!("copies/{host}.json")
+    }
+
+    pub(super) fn publish(&self, run: &RunFolder, host: u32) -> Result<()> {
+        let json = serde_json::to_vec(self).map_err(|e| Error::invalid(format!("copies: {e}")))?;
+        publish(run, &Self::name_for(host), &json)
+    }
+
+    pub(super) fn decode(json: &[u8]) -> Result<Self> {
+        serde_json::from_slice(json).map_err(|e| Error::corrupt(format!("not a list of copied steps: {e}")))
+    }
+
+    /// The steps of a session.
+    pub(super) fn of(self, session: Id) -> impl Iterator<Item = StepKey> {
+        self.steps.into_iter().filter(move |_| self.session == session).map(|at| StepKey { attempt: at.attempt, step: at.step })
+    }
+}
