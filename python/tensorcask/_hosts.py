@@ -93,7 +93,7 @@ def gather_on_cpu(value: Any, default_group_is_on_cpu: bool) -> list[Any]:
     if default_group_is_on_cpu:
         dist.all_gather_object(values, value)
         return values
-    group = dist.new_group(backend="gloo")
+    group: Any = dist.new_group(backend="gloo")
     try:
         dist.all_gather_object(values, value, group=group)
     finally:

@@ -410,9 +410,9 @@ class Engine:
         import torch.distributed as dist
 
         steps = [found.step for found in self.loadable()]
-        ranks = gather(steps, dist.get_rank(), dist.get_world_size()) if group is None else None
-        if ranks is None:
-            ranks = [None] * dist.get_world_size(group)
+        gathered = gather(steps, dist.get_rank(), dist.get_world_size()) if group is None else None
+        ranks: list[Any] = [None] * dist.get_world_size(group) if gathered is None else gathered
+        if gathered is None:
             dist.all_gather_object(ranks, steps, group=group)
         step = _native.newest_common_step(ranks)
         if step is not None:

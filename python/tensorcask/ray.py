@@ -15,6 +15,7 @@ This needs ``ray``: ``pip install ray``. Without ``ray.init``, a cluster on this
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -122,7 +123,8 @@ def _run(
 ) -> tuple[list[dict[str, Any]], int, int]:
     """Runs commands until each has ended, or has failed ``attempts`` times. Returns their reports, the highest exit code, and the number
     of commands that were run again."""
-    import ray  # pyright: ignore[reportMissingImports]
+    # Not `import ray`: type checkers would take this module for it.
+    ray: Any = importlib.import_module("ray")
 
     if not commands:
         raise ValueError("give one shard or store, or more")
