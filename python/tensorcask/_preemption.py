@@ -115,9 +115,11 @@ class Preemption:
         device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
         flag = torch.tensor([int(self.requested)], dtype=torch.int32, device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        if bool(flag.item()):
+        announced = bool(flag.item())
+        if announced:
             self.request("another rank")
-        return self.requested
+        # Not `requested`: a signal may have come since, and the other ranks would not see it at this step.
+        return announced
 
     def time_left(self) -> float:
         """Seconds that are left; all of ``grace`` before the end is announced."""

@@ -125,3 +125,22 @@ def test_handlers_are_set_in_the_main_thread_and_given_back() -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(errors[0])
+
+
+def test_a_signal_that_comes_after_the_ranks_have_asked_counts_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        with tensorcask.Preemption(FakeEngine(), (), 1.0, None, 1.0) as preemption:
+            all_reduce = dist.all_reduce
+
+            def signalled(*arguments: Any, **options: Any) -> None:
+                all_reduce(*arguments, **options)
+                preemption.request("SIGTERM")
+
+            monkeypatch.setattr(dist, "all_reduce", signalled)
+            assert not preemption.agree() and preemption.requested
+            assert preemption.agree()
+    finally:
+        dist.destroy_process_group()

@@ -109,10 +109,10 @@ class Cluster:
         port = self.proxies[number].port
         return {**self.server.variables, "AWS_ENDPOINT": f"http://{network.SWITCHES['store']}.254:{port}"}
 
-    def hold_requests_of(self, number):
-        """A proxy between a host and the server, for the jobs that start later."""
+    def hold_request_of(self, number, beginning, passed):
+        """A proxy between a host and the server, for the jobs that start later: see `HoldingProxy`."""
         host, port = self.server.variables["AWS_ENDPOINT"].removeprefix("http://").split(":")
-        self.proxies[number] = HoldingProxy((host, int(port)), f"{network.SWITCHES['store']}.254")
+        self.proxies[number] = HoldingProxy((host, int(port)), f"{network.SWITCHES['store']}.254", beginning, passed)
         return self.proxies[number]
 
     def store(self):

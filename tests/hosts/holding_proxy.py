@@ -1,34 +1,31 @@
-"""A proxy before a store that holds the first request with a given beginning, so that a test can act at this moment."""
+"""A proxy before a store that holds one request with a given beginning, so that a test can act at this moment."""
 
 import contextlib
+import itertools
 import socket
 import socketserver
 import threading
 
 
 class HoldingProxy(socketserver.ThreadingTCPServer):
-    """Forwards bytes to ``target``. After ``arm``, the first request that begins so is never forwarded, and ``held`` is set."""
+    """Forwards bytes to ``target``; but one request, the one after ``passed`` others that begin so, is held, and ``held`` is set."""
 
     daemon_threads = True
 
-    def __init__(self, target, listen):
+    def __init__(self, target, listen, beginning, passed):
         super().__init__((listen, 0), _Connection)
         self.target, self.held = target, threading.Event()
-        self._wanted = None
+        self._beginning, self._numbers, self._passed = beginning, itertools.count(), passed
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def port(self):
         return self.server_address[1]
 
-    def arm(self, beginning):
-        self._wanted = beginning
-
     def hold(self, part):
         """Whether this part of a request is to be held. Clients send the head of a request in one piece."""
-        if self._wanted is None or not part.startswith(self._wanted):
+        if not part.startswith(self._beginning) or next(self._numbers) != self._passed:
             return False
-        self._wanted = None
         self.held.set()
         return True
 

@@ -64,12 +64,9 @@ def test_hosts_that_are_cut_off_for_a_while_lose_nothing(cluster, calm):
 
 
 def test_another_host_commits_the_step_of_a_leader_that_is_lost(cluster, calm):
-    proxy = cluster.hold_requests_of(0)
+    # The entry that opens the session, and two commits pass. All receipts of the next step are in the store then.
+    proxy = cluster.hold_request_of(0, b"PUT /tensorcask-test/run/log/", passed=3)
     cluster.start(STEPS, pause={"step": 4, "level": "encoded"})
-    cluster.wait_for_step(2)
-    cluster.wait_for_commit(2)
-    # The next commit is that of step 3: all its receipts are in the store.
-    proxy.arm(b"PUT /tensorcask-test/run/log/")
     assert proxy.held.wait(SECONDS)
     cluster.wait_for("paused", range(LOCAL, HOSTS * LOCAL))
     committed = cluster.committed()
