@@ -113,8 +113,9 @@ pub(crate) use async_recursion::async_recursion as boxed;
 
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
 pub use commit::{
-    AttemptStart, ContinuedSession, History, KnownLog, LeaderRefusal, LeaderState, Leadership, RankExchange, RankSet, ReceiptProof,
-    Retained, Retention, SessionExchange, SessionLog, SessionSurvey, SnapshotRecord, SnapshotStatus,
+    AttemptStart, ContinuedSession, History, KnownLog, LeaderRefusal, LeaderState, Leadership, MAX_RECEIPT_PROOF_BYTES, RankExchange,
+    RankSet, ReceiptProof, Retained, Retention, SessionExchange, SessionLog, SessionSurvey, SnapshotRecord, SnapshotStatus,
+    receipt_proof_path,
 };
 pub use duration::parse_duration;
 pub use error::{Error, ErrorKind, Result};

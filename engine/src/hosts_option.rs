@@ -63,49 +63,19 @@ impl Hosts {
     /// # Ok::<(), tensorcask::Error>(())
     /// ```
     pub fn from_variables(rank: u32, variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
-        let number = |name: &str| variable(name)?.parse::<u32>().ok();
-        let local = |rank_on_host: &str, count: &str| {
-            let first = rank.checked_sub(number(rank_on_host)?)?;
-            Some(first..first.checked_add(number(count)?)?)
-        };
-        let torchrun = || {
-            let (run, count) = (variable("TORCHELASTIC_RUN_ID")?, variable("TORCHELASTIC_RESTART_COUNT")?);
-            // Without `--rdzv-id`, all jobs have this id.
-            let session = if run == "none" { String::new() } else { format!("torchrun {run} {count}") };
-            Some(Self::new(session, local("LOCAL_RANK", "LOCAL_WORLD_SIZE")?))
-        };
-        let slurm = || {
-            let (job, step) = (variable("SLURM_JOB_ID")?, variable("SLURM_STEP_ID").unwrap_or_default());
-            let session = format!("slurm {job} {step} {}", variable("SLURM_RESTART_COUNT").unwrap_or_else(|| "0".to_owned()));
-            let tasks = tasks_per_node(&variable("SLURM_STEP_TASKS_PER_NODE")?)?;
-            let node = number("SLURM_NODEID").or(Some(0).filter(|_| tasks.len() == 1));
-            let on_host = number("SLURM_LOCALID")?;
-            let mut next = 0u32;
-            let mut first_ranks = Vec::with_capacity(tasks.len());
-            for tasks in &tasks {
-                first_ranks.push(next);
-                next = next.saturating_add(*tasks);
-            }
-            Some((session, tasks, first_ranks, node, on_host))
-        };
-        if let Some(found) = torchrun() {
+        if let Some(found) = Self::of_torchrun(rank, &variable) {
             return Ok(Some(found));
         }
-        let Some((session, tasks, first_ranks, node, on_host)) = slurm() else { return Ok(None) };
-        // Without the number of the node, all nodes must have as many tasks.
-        let node = node.or_else(|| rank.checked_div(*tasks.first()?)).map(|node| node as usize);
-        let own = node.and_then(|node| Some((*first_ranks.get(node)?, *tasks.get(node)?)));
-        match own {
-            Some((first, count)) if on_host < count && first.checked_add(on_host) == Some(rank) => {
-                let is_even = tasks.iter().rev().skip(1).all(|tasks| *tasks == count) && tasks.last().is_some_and(|last| *last <= count);
-                let first_ranks = if is_even { Vec::new() } else { first_ranks };
-                Ok(Some(Self { first_ranks, ..Self::new(session, first..first.saturating_add(count)) }))
-            }
-            _ => Err(Error::unsupported(format!(
-                "rank {rank} is task {on_host} of its node, and the tasks per node are {tasks:?}: the engine needs consecutive ranks on \
-                 each node. Run `srun --distribution=block`"
-            ))),
-        }
+        SlurmStep::from_variables(rank, variable).map(|step| step.hosts(rank)).transpose()
+    }
+
+    fn of_torchrun(rank: u32, variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
+        let number = |name: &str| variable(name)?.parse::<u32>().ok();
+        let (run, count) = (variable("TORCHELASTIC_RUN_ID")?, variable("TORCHELASTIC_RESTART_COUNT")?);
+        // Without `--rdzv-id`, all jobs have this id.
+        let session = if run == "none" { String::new() } else { format!("torchrun {run} {count}") };
+        let first = rank.checked_sub(number("LOCAL_RANK")?)?;
+        Some(Self::new(session, first..first.checked_add(number("LOCAL_WORLD_SIZE")?)?))
     }
 
     /// The description for the agent.
@@ -137,6 +107,52 @@ impl Hosts {
         match self.first_ranks.len() {
             0 => world.div_ceil(self.local_ranks.len().max(1) as u32),
             hosts => hosts as u32,
+        }
+    }
+}
+
+/// A job step of Slurm, as a task sees it.
+struct SlurmStep {
+    session: String,
+    /// Number of tasks of each node.
+    tasks: Vec<u32>,
+    /// Number of this node; `None` if it is beyond the list.
+    node: Option<usize>,
+    /// Number of this task on its node.
+    task: u32,
+}
+
+impl SlurmStep {
+    fn from_variables(rank: u32, variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
+        let number = |name: &str| variable(name)?.parse::<u32>().ok();
+        let (job, step) = (variable("SLURM_JOB_ID")?, variable("SLURM_STEP_ID").unwrap_or_default());
+        let session = format!("slurm {job} {step} {}", variable("SLURM_RESTART_COUNT").unwrap_or_else(|| "0".to_owned()));
+        let tasks = tasks_per_node(&variable("SLURM_STEP_TASKS_PER_NODE")?)?;
+        let node = number("SLURM_NODEID").or(Some(0).filter(|_| tasks.len() == 1));
+        // Without the number of the node, all nodes must have as many tasks.
+        let node = node.or_else(|| rank.checked_div(*tasks.first()?)).map(|node| node as usize);
+        Some(Self { session, node, task: number("SLURM_LOCALID")?, tasks })
+    }
+
+    fn hosts(self, rank: u32) -> Result<Hosts> {
+        let Self { session, tasks, node, task } = self;
+        let mut next = 0u32;
+        let mut first_ranks = Vec::with_capacity(tasks.len());
+        for tasks in &tasks {
+            first_ranks.push(next);
+            next = next.saturating_add(*tasks);
+        }
+        let own = node.and_then(|node| Some((*first_ranks.get(node)?, *tasks.get(node)?)));
+        match own {
+            Some((first, count)) if task < count && first.checked_add(task) == Some(rank) => {
+                let is_even = tasks.iter().rev().skip(1).all(|tasks| *tasks == count) && tasks.last().is_some_and(|last| *last <= count);
+                let first_ranks = if is_even { Vec::new() } else { first_ranks };
+                Ok(Hosts { first_ranks, ..Hosts::new(session, first..first.saturating_add(count)) })
+            }
+            _ => Err(Error::unsupported(format!(
+                "rank {rank} is task {task} of its node, and the tasks per node are {tasks:?}: the engine needs consecutive ranks on \
+                 each node. Run `srun --distribution=block`"
+            ))),
         }
     }
 }

@@ -6,7 +6,7 @@ use futures::stream::{StreamExt, TryStreamExt};
 use object_store::{Error as ObjectError, ObjectMeta};
 use tensorcask::{Error, ErrorKind, ReceiptProof, Result};
 
-use crate::peers::{CheckedPlace, MEETING, Peer, Place, Placement, ResponseLimits, SignedReceipts, TOLERATED_LOSSES, Tls};
+use crate::peers::{CheckedPlace, MEETING, Peer, Place, Placement, ResponseLimits, TOLERATED_LOSSES, Tls, signed_receipts};
 use crate::run_spec::RunSpec;
 
 /// The other hosts of a run.
@@ -30,14 +30,13 @@ impl OtherHosts {
     pub(crate) fn open(spec: &RunSpec) -> Result<Option<Self>> {
         let (Some(hosts), Some(peers)) = (&spec.hosts, &spec.peers) else { return Ok(None) };
         let own = hosts.position();
-        let placement = Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump };
-        let tls = peers.tls.as_ref().map(|files| Tls::open(files, &spec.key).map(Arc::new)).transpose()?;
+        let placement = Placement::of(peers);
+        let tls = Tls::of_run(peers, &spec.key)?;
         let mut others = Vec::new();
         for (host, address) in (0u32..).zip(&peers.addresses).filter(|(host, _)| *host != own) {
             others.push((host, Peer::open(address, &spec.key, tls.clone(), ResponseLimits::default())?));
         }
-        let proof = tls.map(|tls| Arc::new(SignedReceipts::new(tls, hosts.clone())) as Arc<dyn ReceiptProof>);
-        Ok(Some(Self { own, placement, peers: others, proof }))
+        Ok(Some(Self { own, placement, peers: others, proof: signed_receipts(tls, hosts) }))
     }
 
     /// Numbers of the other hosts.

@@ -221,7 +221,6 @@ fn judge<'a>(
 
 /// Elements that represent a chunk: the middle of some rows of a matrix.
 fn some_of<'a>(chunk: &Chunk<'a>) -> Cow<'a, [u8]> {
-    const SAMPLE: usize = 8192;
     let width = chunk.dtype.unit_bytes();
     let Some((rows, columns)) = matrix(chunk) else { return sample(chunk.data, width) };
     let some = columns.min(WIDEST);
@@ -234,8 +233,10 @@ fn some_of<'a>(chunk: &Chunk<'a>) -> Cow<'a, [u8]> {
     Cow::Owned(sampled)
 }
 
+/// Number of elements in a sample of a matrix.
+const SAMPLE: usize = 8192;
 /// Greatest number of columns in a sample.
-const WIDEST: usize = 8192 / LEAST;
+const WIDEST: usize = SAMPLE / LEAST;
 
 /// Chooses the terms that pay, and estimates the bytes of the first four columns, from a sample.
 fn plan(chunk: &Chunk<'_>, split: &Split<'_>) -> Result<(Shape, [u64; 4])> {

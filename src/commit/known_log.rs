@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Leadership;
 use crate::wire::Id;
+use crate::{Error, ErrorKind, Result};
 
 /// The log as a session knows it that begins while the store does not answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,9 +40,31 @@ pub struct ContinuedSession {
 }
 
 impl KnownLog {
+    /// Fails with `Fenced` if a store is of another training run.
+    pub fn check_run(&self, run: Id) -> Result<()> {
+        match run == self.run {
+            true => Ok(()),
+            false => Err(ended("the store is of another training run than the one that memory holds, and this session began from memory")),
+        }
+    }
+
+    /// Fails with `Fenced` if a session that has no entry yet must not write to a log. `sequence`: number of the last entry.
+    pub fn check_log(&self, sequence: u64, log: &Leadership) -> Result<()> {
+        if sequence < self.sequence {
+            return Err(ended("the store is an older copy of itself: it lacks entries of the log that memory has"));
+        }
+        match self.admits(log) {
+            true => Ok(()),
+            false => Err(ended(
+                "another job has written to the store since this session began from memory, without the store; this session must not \
+                 write, and ends",
+            )),
+        }
+    }
+
     /// Whether a log has nothing that the session did not know when it began: no other writer has opened the log, and the
     /// sessions that this one continues have committed only steps up to those that memory had.
-    pub fn admits(&self, log: &Leadership) -> bool {
+    fn admits(&self, log: &Leadership) -> bool {
         let is_known = |session: &ContinuedSession| {
             log.leading().is_some_and(|now| {
                 now.leader.session == session.session && now.leader.attempt == session.attempt && now.newest <= session.newest
@@ -49,6 +72,10 @@ impl KnownLog {
         };
         *log == self.leadership || self.continued.iter().any(is_known)
     }
+}
+
+fn ended(why: &str) -> Error {
+    Error::new(ErrorKind::Fenced, why).clause("log 8.6")
 }
 
 #[cfg(test)]

@@ -31,7 +31,7 @@ pub use leadership::{AttemptStart, LeaderRefusal, LeaderState, Leadership};
 pub(crate) use log::{Appended, Log, catch_up_from, load_from, refuse_features};
 pub(crate) use manifest::{read_inline, read_manifest, read_manifest_bytes};
 pub use rank_set::RankSet;
-pub use receipt_proof::ReceiptProof;
+pub use receipt_proof::{MAX_RECEIPT_PROOF_BYTES, ReceiptProof, receipt_proof_path};
 pub use retention::Retained;
 pub(crate) use retention::{forget_unwanted, live_step};
 pub(crate) use retention_rule::Decision;

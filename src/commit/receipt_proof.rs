@@ -4,7 +4,7 @@
 use std::fmt::Debug;
 
 use crate::Result;
-use crate::wire::{Digest, RankRange, SessionName, SessionStep};
+use crate::wire::{Digest, RankRange};
 
 /// Makes and checks proofs of receipts, for example signatures.
 pub trait ReceiptProof: Debug + Send + Sync {
@@ -16,10 +16,11 @@ pub trait ReceiptProof: Debug + Send + Sync {
     fn check(&self, ranks: RankRange, receipts: &[u8], proof: Option<&[u8]>) -> Result<()>;
 }
 
-/// Path of the proof of an object with receipts. Another object has another proof.
-pub(super) fn proof_path(session: SessionName, at: SessionStep, receipts: &[u8]) -> String {
-    format!("{}/{}/{}.proof", session.folder(), at.folder(), Digest::of(receipts))
+/// Path of the proof of an object with receipts. Another object has another proof. `path`: of the object; `receipts`: its bytes.
+pub fn receipt_proof_path(path: &str, receipts: &[u8]) -> String {
+    let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
+    format!("{folder}/{}.proof", Digest::of(receipts))
 }
 
-/// Size of the largest proof.
-pub(super) const MAX_PROOF_BYTES: u64 = 64 << 10;
+/// Size of the largest proof: a signature and a few certificates.
+pub const MAX_RECEIPT_PROOF_BYTES: u64 = 64 << 10;

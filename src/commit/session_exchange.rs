@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::RankSet;
-use super::receipt_proof::{MAX_PROOF_BYTES, ReceiptProof, proof_path};
+use super::receipt_proof::{MAX_RECEIPT_PROOF_BYTES, ReceiptProof, receipt_proof_path};
 use crate::error::ResultExt;
 use crate::store::{Created, concurrently, objects_after};
 use crate::wire::{
@@ -126,8 +126,7 @@ impl SessionExchange {
     /// Notes the parent of a step in a mirror, unless the mirror has receipts of the step. Replaces the note of an attempt
     /// that failed.
     pub(crate) async fn note_parent(&self, at: SessionStep, parent: Option<Id>) -> Result<()> {
-        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
-        if self.survey(before).await?.steps.contains_key(&at) {
+        if !self.ranks(at).await?.is_empty() {
             return Ok(());
         }
         let bytes = Bytes::from(SharedParent::new(parent).encode()?);
@@ -161,10 +160,11 @@ impl SessionExchange {
 
     /// Creates an object with receipts, after its proof.
     pub(crate) async fn put_object(&self, at: SessionStep, ranks: RankRange, receipts: Bytes, proof: Option<Bytes>) -> Result<()> {
+        let path = self.session.receipts_path(at, ranks);
         if let Some(proof) = proof {
-            self.store.objects().put_whole(&proof_path(self.session, at, &receipts), proof.into()).await?;
+            self.store.objects().put_whole(&receipt_proof_path(&path, &receipts), proof.into()).await?;
         }
-        create_or_keep(&self.store, &self.session.receipts_path(at, ranks), receipts).await
+        create_or_keep(&self.store, &path, receipts).await
     }
 
     /// Lists the ranks with a receipt of each step after `after`, and the ranks that have ended. Listings may lag, so a
@@ -183,7 +183,13 @@ impl SessionExchange {
         Ok(survey)
     }
 
-    /// Reads the receipts of these ranks of a step, one of each rank. `ranks`: as listed by [`survey`](Self::survey).
+    /// Lists the ranks with a receipt of a step.
+    pub async fn ranks(&self, at: SessionStep) -> Result<RankSet> {
+        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
+        Ok(self.survey(before).await?.steps.remove(&at).unwrap_or_default())
+    }
+
+    /// Reads the receipts of these ranks of a step, one of each rank. `ranks`: as listed by [`survey`](Self::survey) or [`ranks`](Self::ranks).
     pub async fn receipts(&self, at: SessionStep, ranks: &RankSet) -> Result<Vec<Receipt>> {
         let mut receipts: BTreeMap<u32, Receipt> = BTreeMap::new();
         for receipt in self.objects(at, ranks).await?.into_iter().flat_map(|object| object.receipts) {
@@ -203,7 +209,7 @@ impl SessionExchange {
         let bytes = objects.get(&path, self.store.limits().max_manifest_bytes).await?;
         let mut found = None;
         if let Some(proof) = &self.proof {
-            found = objects.get_if_present(&proof_path(self.session, at, &bytes), MAX_PROOF_BYTES).await?;
+            found = objects.get_if_present(&receipt_proof_path(&path, &bytes), MAX_RECEIPT_PROOF_BYTES).await?;
             let checked = proof.check(ranks, &bytes, found.as_deref());
             checked
                 .map_err(|error| Error::new(error.kind(), format!("{}, step {}: {}", self.store.url(), at.step, error.message())))

@@ -37,7 +37,7 @@ pub async fn held_steps(memory: &Store, most: usize) -> Result<Vec<u64>> {
     Ok(found)
 }
 
-/// `held`: what is known of each link.
+/// Whether memory has all objects of a chain. `held`: the answers so far, by snapshot; new ones are added.
 async fn is_held(memory: &Store, log: &LogState, record: &SnapshotRecord, held: &mut BTreeMap<Id, bool>) -> Result<bool> {
     let links = match chain_of(log, record.id, memory.limits().max_chain_depth) {
         Ok(links) => links,

@@ -257,8 +257,7 @@ impl Mirror {
     /// Whether all receipts of a step in the mirror are of whole chunks.
     async fn writes_whole(&self, session: SessionName, at: SessionStep) -> Result<bool> {
         let exchange = SessionExchange::new(&self.memory, session);
-        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
-        let ranks = exchange.survey(before).await?.steps.remove(&at).unwrap_or_default();
+        let ranks = exchange.ranks(at).await?;
         Ok(exchange.receipts(at, &ranks).await?.iter().all(|receipt| receipt.parent.is_none()))
     }
 

@@ -18,7 +18,8 @@ pub struct SessionName {
 }
 
 /// A step of a session. The states of all ranks with the same step and attempt are parts of one snapshot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct SessionStep {
     /// How often the job has returned to an older step in this session.
     pub attempt: u64,

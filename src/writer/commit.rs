@@ -40,8 +40,10 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
     let begins = leader.is_some_and(|leader| leader.term == 1);
     let opened = log.append(id, |state| match leader.map(|leader| state.leadership.may_open(leader)) {
         Some(Err(refusal)) => Err(refused(refusal)),
-        _ if begins && known.is_some_and(|known| !known.admits(&state.leadership)) => Err(moved_on()),
-        _ => Ok(Event::Opened { leader }),
+        _ => {
+            known.filter(|_| begins).map_or(Ok(()), |known| known.check_log(state.sequence, &state.leadership))?;
+            Ok(Event::Opened { leader })
+        }
     });
     opened.await?;
     log.write_catalog_if_due().await;
@@ -72,12 +74,6 @@ pub(super) async fn open(store: &Store, options: WriterOptions, leader: Option<L
 fn refused(refusal: LeaderRefusal) -> Error {
     let kind = if refusal == LeaderRefusal::Ended { ErrorKind::Fenced } else { ErrorKind::Conflict };
     Error::new(kind, refusal.to_string()).clause("log 8")
-}
-
-fn moved_on() -> Error {
-    let message = "another job has written to the store since this session began from memory, without the store; this session must not \
-                   write, and ends";
-    Error::new(ErrorKind::Fenced, message).clause("log 8.6")
 }
 
 /// Reads the log of a store that is about to be written to. Creates `store.json` if it is missing.

@@ -4,7 +4,7 @@
 use super::{Metadata, SavedSnapshot, Writer, WriterOptions, commit};
 use crate::commit::{KnownLog, read_store_file};
 use crate::wire::{Leader, Receipt};
-use crate::{Error, ErrorKind, Result, Store};
+use crate::{Result, Store};
 
 /// Commits the steps of a session of many hosts, as its leader.
 ///
@@ -26,13 +26,10 @@ impl LeaderWriter {
 
     /// Like [`open`](Self::open), for a session that began while the store did not answer. Never creates a store.
     ///
-    /// Also fails with `Fenced` if the store is of another training run, or if its log has entries that `known` does not
-    /// admit: another job has written to it in the meantime.
+    /// Also fails with `Fenced` if the store is of another training run, or if [`KnownLog::check_log`] does: another job has
+    /// written to the store in the meantime, for example.
     pub async fn open_known(store: &Store, leader: Leader, known: &KnownLog, options: WriterOptions) -> Result<Self> {
-        if read_store_file(store).await?.run != known.run {
-            let message = "the store is of another training run than the one that memory holds, and this session began from memory";
-            return Err(Error::new(ErrorKind::Fenced, message).object(store.url()).clause("log 8.6"));
-        }
+        known.check_run(read_store_file(store).await?.run).map_err(|error| error.object(store.url()))?;
         Ok(Self { writer: commit::open(store, options, Some(leader), Some(known)).await?, leader })
     }
 

@@ -1,32 +1,22 @@
-//! What a holder tells another host about its copies of that host: the steps that are complete, checked, and have the whole
-//! chain of their parents.
+//! Message of a holder to the host that it copies: the steps whose copies are complete and checked, with all their parents.
 
 use serde::{Deserialize, Serialize};
 use tensorcask::wire::{Id, SessionStep};
 use tensorcask::{Error, Result};
 
 use crate::folders::{RunFolder, publish};
-use crate::hosts::StepKey;
 
 /// The message of a holder to one host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Copies {
     pub session: Id,
-    pub steps: Vec<CopiedStep>,
-}
-
-/// A step that was copied.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct CopiedStep {
-    attempt: u64,
-    step: u64,
+    pub steps: Vec<SessionStep>,
 }
 
 impl Copies {
     pub(super) fn new(session: Id, whole: &[SessionStep]) -> Self {
-        Self { session, steps: whole.iter().map(|at| CopiedStep { attempt: at.attempt, step: at.step }).collect() }
+        Self { session, steps: whole.to_vec() }
     }
 
     /// Name of the message to a host.
@@ -44,7 +34,7 @@ impl Copies {
     }
 
     /// The steps of a session.
-    pub(super) fn of(self, session: Id) -> impl Iterator<Item = StepKey> {
-        self.steps.into_iter().filter(move |_| self.session == session).map(|at| StepKey { attempt: at.attempt, step: at.step })
+    pub(super) fn of(self, session: Id) -> impl Iterator<Item = SessionStep> {
+        self.steps.into_iter().filter(move |_| self.session == session)
     }
 }

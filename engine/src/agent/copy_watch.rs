@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tensorcask::wire::SessionStep;
+
 use super::copies::Copies;
 use super::host_work::HostWork;
-use crate::hosts::StepKey;
 use crate::other_hosts::OtherHosts;
 use crate::peers::Placement;
 use crate::peers_option::Peers;
@@ -14,7 +15,7 @@ use crate::peers_option::Peers;
 /// Reports the steps that other hosts have copied, until the agent ends.
 pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers) {
     let (run, own) = (&work.run, work.hosts.position());
-    let placement = Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump };
+    let placement = Placement::of(&peers);
     let (mut others, mut found_earlier) = (None, false);
     loop {
         tokio::time::sleep(POLL).await;
@@ -31,9 +32,8 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers) {
             None => OtherHosts::open(&run.spec).unwrap_or_default(),
         };
         let Some(open) = open else { continue };
-        let mut gone = run.replicas().silent_for(GONE, Instant::now());
-        gone.remove(&own);
-        let (mut copies, mut has_failed): (BTreeMap<StepKey, usize>, bool) = (BTreeMap::new(), false);
+        let gone = run.replicas().gone(Instant::now());
+        let (mut copies, mut has_failed): (BTreeMap<SessionStep, usize>, bool) = (BTreeMap::new(), false);
         let wanted = placement.holders(own, &gone).into_iter().map(|holder| (holder, Copies::name_for(own))).collect();
         for told in open.read_messages(wanted).await {
             match told.and_then(|json| json.map(|json| Copies::decode(&json)).transpose()) {
@@ -53,5 +53,3 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers) {
 
 /// Time between questions to the holders, while a step waits for copies.
 const POLL: Duration = Duration::from_millis(250);
-/// Silence after which a host is replaced as a holder.
-const GONE: Duration = Duration::from_secs(30);

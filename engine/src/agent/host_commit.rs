@@ -13,7 +13,7 @@ use super::host_work::{Fate, HostWork, Kept};
 use super::replicas::remove_former_replicas;
 use super::run_event::Event as RunEvent;
 use crate::host_notes::HostNotes;
-use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
+use crate::hosts::{Action, Event, LogView, Request, SurveyedStep};
 use crate::status::LeaderStatus;
 
 /// Commits, or waits for commits, until the agent ends.
@@ -68,7 +68,7 @@ struct Committer {
     /// Ranks with a receipt, by step, as last listed.
     receipts: BTreeMap<SessionStep, RankSet>,
     /// Why steps cannot be committed.
-    reasons: BTreeMap<StepKey, String>,
+    reasons: BTreeMap<SessionStep, String>,
     /// Whether the protocol knows where the session begins.
     has_begun: bool,
     /// Whether all ranks of this host have started, and are noted in the store.
@@ -242,7 +242,7 @@ impl Committer {
             }
         }
         if let Some((attempt, step)) = leading.and_then(|leading| Some((leading.leader.attempt, leading.newest?))) {
-            self.work.set_kept(Kept { from: StepKey { attempt, step }, chain_casks: self.mirror.chain_casks() });
+            self.work.set_kept(Kept { from: SessionStep { attempt, step }, chain_casks: self.mirror.chain_casks() });
         }
     }
 
@@ -267,7 +267,7 @@ impl Committer {
             found = exchange.survey(after).await?;
         }
         let step = |(at, ranks): (&SessionStep, &RankSet)| SurveyedStep {
-            key: StepKey { attempt: at.attempt, step: at.step },
+            key: *at,
             is_complete: ranks.has_all(0..spec.world),
             has_ours: ranks.has_all(spec.local_ranks()),
             is_hopeless: is_hopeless(&found, *at),
@@ -278,13 +278,12 @@ impl Committer {
     }
 
     /// Why a step was given up.
-    async fn reason(&mut self, key: StepKey) -> String {
-        let at = SessionStep { attempt: key.attempt, step: key.step };
+    async fn reason(&mut self, key: SessionStep) -> String {
         if let Some(why) = self.reasons.remove(&key) {
             return why;
         }
         let world = self.work.run.spec.world;
-        let missing = match self.missing(at, world).await {
+        let missing = match self.missing(key, world).await {
             Ok(missing) => missing,
             Err(error) => {
                 tracing::debug!(%error, "cannot list the receipts of a step that was given up");
@@ -299,9 +298,7 @@ impl Committer {
 
     /// Ranks without a receipt of a step.
     async fn missing(&mut self, at: SessionStep, world: u32) -> Result<RankSet> {
-        let before = at.step.checked_sub(1).map(|step| SessionStep { step, ..at });
-        let found = self.exchange().await?.survey(before).await?;
-        Ok(found.steps.get(&at).cloned().unwrap_or_default().missing(0..world))
+        Ok(self.exchange().await?.ranks(at).await?.missing(0..world))
     }
 
     async fn open(&mut self, leader: Leader) -> Result<()> {
@@ -328,11 +325,10 @@ impl Committer {
         Ok(())
     }
 
-    async fn commit(&mut self, leader: Leader, key: StepKey) {
-        let at = SessionStep { attempt: key.attempt, step: key.step };
-        let ranks = self.receipts.get(&at).cloned().unwrap_or_default();
+    async fn commit(&mut self, leader: Leader, key: SessionStep) {
+        let ranks = self.receipts.get(&key).cloned().unwrap_or_default();
         let receipts = match self.exchange().await {
-            Ok(exchange) => exchange.receipts(at, &ranks).await,
+            Ok(exchange) => exchange.receipts(key, &ranks).await,
             Err(error) => Err(error),
         };
         let receipts = match receipts {
@@ -367,7 +363,7 @@ impl Committer {
         }
     }
 
-    fn is_impossible(&mut self, key: StepKey, error: &Error) {
+    fn is_impossible(&mut self, key: SessionStep, error: &Error) {
         let message = format!("step {} cannot be committed: {error}", key.step);
         self.reasons.insert(key, message.clone());
         while self.reasons.len() > MAX_REASONS {
@@ -382,27 +378,21 @@ impl Committer {
 /// `Conflict` if the session must end.
 async fn accept(work: &HostWork, store: &Store, notes: &HostNotes, after: u64) -> Result<()> {
     let session = work.hosts.session;
-    if notes.known.is_none() && notes.unnoted.is_empty() {
+    let unaccepted = notes.known.as_ref().filter(|_| !notes.is_accepted);
+    if unaccepted.is_none() && notes.unnoted.is_empty() {
         return Ok(());
     }
-    if let Some(known) = &notes.known {
+    if let Some(known) = unaccepted {
+        let of_store = |error: Error| error.object(store.url());
         // Also tells whether there is a store: none is made here.
-        if store.history().run().await? != known.run {
-            let message = "the store is of another training run than the one that memory holds, and this session began from memory";
-            return Err(Error::new(ErrorKind::Fenced, message).object(store.url()));
-        }
+        known.check_run(store.history().run().await?).map_err(of_store)?;
         let log = SessionLog::open(store).await?;
-        if log.sequence() < known.sequence {
-            let message = "the store is an older copy of itself: it lacks entries of the log that memory has";
-            return Err(Error::new(ErrorKind::Fenced, message).object(store.url()).clause("log 8.6"));
-        }
-        if log.leadership().of(session).is_none() && !known.admits(log.leadership()) {
-            let message = "another job has written to the store since this session began from memory, without the store";
-            return Err(Error::new(ErrorKind::Fenced, message).object(store.url()).clause("log 8.6"));
+        if log.leadership().of(session).is_none() {
+            known.check_log(log.sequence(), log.leadership()).map_err(of_store)?;
         }
         if SessionExchange::begin(store, session, after).await? != after {
             let message = "hosts of this start of the job have begun after different entries of the log";
-            return Err(Error::new(ErrorKind::Conflict, message).object(store.url()).clause("manifest 6.4"));
+            return Err(of_store(Error::new(ErrorKind::Conflict, message).clause("manifest 6.4")));
         }
     }
     for (rank, process) in &notes.unnoted {
@@ -420,7 +410,7 @@ fn is_refusal(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::Fenced | ErrorKind::Conflict)
 }
 
-fn may_add(view: &LogView, leader: Leader, key: StepKey) -> bool {
+fn may_add(view: &LogView, leader: Leader, key: SessionStep) -> bool {
     let leading = view.leadership.of(leader.session);
     leading.is_some_and(|leading| view.leadership.may_add(leading.writer, leader, key.step).is_ok())
 }

@@ -22,7 +22,7 @@ use super::save_log::Encoding;
 use super::step_selection::{SaveKey, Selection};
 use crate::arena::Arena;
 use crate::folders::describe_free_space;
-use crate::hosts::{Event, StepKey};
+use crate::hosts::Event;
 use crate::image::StoredState;
 use crate::known_tiers::KnownTiers;
 use crate::memory_stores::{encoded_bytes, is_full, mirror_bytes, remove_all_epochs};
@@ -72,9 +72,9 @@ struct HostEncoder {
     /// Number of saves so far.
     saves: u64,
     /// Newest step that the log had passed when the mirror was last pruned.
-    pruned: Option<StepKey>,
+    pruned: Option<SessionStep>,
     /// Steps of this agent in the mirror.
-    steps: BTreeSet<StepKey>,
+    steps: BTreeSet<SessionStep>,
     /// Whether the uploader was told that the ranks of this host save no more.
     has_ended: bool,
 }
@@ -119,8 +119,7 @@ impl HostEncoder {
     async fn prune(&mut self) -> Result<()> {
         let (run, kept) = (&self.work.run, self.work.kept_after(self.pruned));
         let (Some(kept), Some(writer), Some(store)) = (kept, &self.writer, run.tiers.first()) else { return Ok(()) };
-        let keep = SessionStep { attempt: kept.from.attempt, step: kept.from.step };
-        Mirror::new(store, &self.memory).prune(writer.session(), keep, &kept.chain_casks).await?;
+        Mirror::new(store, &self.memory).prune(writer.session(), kept.from, &kept.chain_casks).await?;
         self.pruned = Some(kept.from);
         self.steps.retain(|key| *key >= kept.from);
         self.report_memory()
@@ -200,10 +199,10 @@ impl HostEncoder {
     async fn encode_step(&mut self, arenas: &[Arc<Arena>], key: SaveKey) -> Result<bool> {
         let (work, ranks) = (self.work.clone(), self.work.run.spec.local_ranks());
         let run = &work.run;
-        let (at, step) = (SessionStep { attempt: key.attempt, step: key.step }, StepKey { attempt: key.attempt, step: key.step });
-        work.apply(Event::Copied(step));
+        let at = SessionStep { attempt: key.attempt, step: key.step };
+        work.apply(Event::Copied(at));
         let parent = self.parent(at).await?;
-        work.apply(Event::ParentFixed { key: step, parent });
+        work.apply(Event::ParentFixed { key: at, parent });
         let begun = Instant::now();
         let mut taken = Vec::with_capacity(arenas.len());
         for arena in arenas {
@@ -211,7 +210,7 @@ impl HostEncoder {
                 Some(found) => taken.push(found),
                 // The slots of other ranks are given back.
                 None => {
-                    work.apply(Event::Dropped(step));
+                    work.apply(Event::Dropped(at));
                     return Ok(false);
                 }
             }
@@ -227,7 +226,7 @@ impl HostEncoder {
             Ok(stored_bytes) => stored_bytes,
             // No commit will make room.
             Err(error) if is_final(&error) || (is_full(&error) && self.pending() == 0) => {
-                work.apply(Event::Dropped(step));
+                work.apply(Event::Dropped(at));
                 let message = match is_full(&error) {
                     true => format!("no space for step {}: {}", key.step, describe_free_space(run.folder.root())),
                     false => error.to_string(),
@@ -254,10 +253,10 @@ impl HostEncoder {
             encoding,
         };
         run.release_and_apply(taken, RunEvent::Encoded(save))?;
-        self.steps.insert(step);
-        work.note_encoded(step, &generations);
+        self.steps.insert(at);
+        work.note_encoded(at, &generations);
         // Fails only if the uploader has ended, together with this run.
-        let _ = self.encoded.send(UploadWork::Step(WaitingStep { key: step, sequence: self.saves, generations }));
+        let _ = self.encoded.send(UploadWork::Step(WaitingStep { key: at, sequence: self.saves, generations }));
         Ok(true)
     }
 }

@@ -16,7 +16,7 @@ use super::host_work::{HostWork, UploadedStep};
 use super::retry::Backoff;
 use super::run_event::{Event as RunEvent, RankGeneration};
 use crate::clock::now_ms;
-use crate::hosts::{Event, StepKey};
+use crate::hosts::Event;
 
 /// Work of the uploader.
 #[derive(Debug, Clone)]
@@ -30,7 +30,7 @@ pub(super) enum UploadWork {
 /// A step in the mirror that is to be uploaded.
 #[derive(Debug, Clone)]
 pub(super) struct WaitingStep {
-    pub key: StepKey,
+    pub key: SessionStep,
     /// Number of the save among those of this agent, from 1; 0 for a save of an earlier agent.
     pub sequence: u64,
     /// Saves of the ranks; empty for a save of an earlier agent.
@@ -78,15 +78,14 @@ impl Uploader {
                 Err(error) => self.note(&mut backoff, &error).await,
             }
         };
-        let waiting = |key: StepKey| WaitingStep { key, sequence: 0, generations: Vec::new() };
+        let waiting = |key: SessionStep| WaitingStep { key, sequence: 0, generations: Vec::new() };
         found.into_iter().map(waiting).collect()
     }
 
-    async fn steps_in_mirror(&self) -> Result<Vec<StepKey>> {
+    async fn steps_in_mirror(&self) -> Result<Vec<SessionStep>> {
         let run = self.mirror.memory().history().run().await?;
         let session = SessionName { run, session: self.work.hosts.session };
-        let found = self.mirror.steps(session, self.work.run.spec.local_ranks()).await?;
-        Ok(found.into_iter().map(|at| StepKey { attempt: at.attempt, step: at.step }).collect())
+        self.mirror.steps(session, self.work.run.spec.local_ranks()).await
     }
 
     /// Uploads a step, however long that takes, unless the log can no longer admit it.
@@ -117,12 +116,11 @@ impl Uploader {
         work.note_uploaded(key, UploadedStep { sequence, generations, uploaded_ms: now_ms() });
     }
 
-    async fn try_upload(&self, key: StepKey) -> Result<()> {
+    async fn try_upload(&self, key: SessionStep) -> Result<()> {
         let run = *self.run_id.get_or_try_init(|| async { self.store.history().run().await }).await?;
         let session = SessionName { run, session: self.work.hosts.session };
-        let at = SessionStep { attempt: key.attempt, step: key.step };
-        self.mirror.agree_on_parent(session, at).await?;
-        self.mirror.upload(session, at).await?;
+        self.mirror.agree_on_parent(session, key).await?;
+        self.mirror.upload(session, key).await?;
         Ok(())
     }
 

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use tensorcask::wire::SessionStep;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::watch;
 
@@ -15,7 +16,7 @@ use super::run_event::{Event as RunEvent, RankGeneration, Upload};
 use super::save_log::UploadTimes;
 use crate::clock::now_ms;
 use crate::host_notes::HostNotes;
-use crate::hosts::{Action, Event, HostOptions, HostProtocol, LogView, StepKey};
+use crate::hosts::{Action, Event, HostOptions, HostProtocol, LogView};
 use crate::hosts_option::HostsSpec;
 
 /// The work of a host.
@@ -35,13 +36,13 @@ pub(super) struct HostWork {
 struct Shared {
     protocol: HostProtocol,
     /// Uploaded steps of which the fate is not known.
-    uploaded: BTreeMap<StepKey, UploadedStep>,
+    uploaded: BTreeMap<SessionStep, UploadedStep>,
     /// Steps that this agent has encoded and not uploaded.
-    encoded: BTreeSet<StepKey>,
+    encoded: BTreeSet<SessionStep>,
     /// Known fates of steps. A fate may be known before the upload is reported.
-    fates: BTreeMap<StepKey, Fate>,
+    fates: BTreeMap<SessionStep, Fate>,
     /// Encoded steps that other hosts have not copied yet, if they shall.
-    awaited: BTreeMap<StepKey, Vec<RankGeneration>>,
+    awaited: BTreeMap<SessionStep, Vec<RankGeneration>>,
     /// Part of the mirror that pruning keeps; `None` before a step of the session is committed or given up.
     kept: Option<Kept>,
 }
@@ -50,7 +51,7 @@ struct Shared {
 #[derive(Debug, Clone)]
 pub(super) struct Kept {
     /// Newest step that is committed or given up. It and all newer steps are kept.
-    pub from: StepKey,
+    pub from: SessionStep,
     /// Casks of the newest snapshot and its chain, by path.
     pub chain_casks: BTreeSet<String>,
 }
@@ -121,7 +122,7 @@ impl HostWork {
     }
 
     /// Whether the fate of a step is in the log, as far as this host has read the log.
-    pub(super) fn has_passed(&self, key: StepKey) -> bool {
+    pub(super) fn has_passed(&self, key: SessionStep) -> bool {
         self.lock().protocol.has_passed(key)
     }
 
@@ -130,17 +131,17 @@ impl HostWork {
     }
 
     /// The part of the mirror that pruning keeps, if it differs from that of an earlier pruning.
-    pub(super) fn kept_after(&self, pruned: Option<StepKey>) -> Option<Kept> {
+    pub(super) fn kept_after(&self, pruned: Option<SessionStep>) -> Option<Kept> {
         self.lock().kept.as_ref().filter(|kept| Some(kept.from) != pruned).cloned()
     }
 
     /// Generations of a step that an earlier agent encoded, as far as the arenas still hold them.
-    pub(super) fn encoded_generations(&self, key: StepKey) -> Vec<RankGeneration> {
+    pub(super) fn encoded_generations(&self, key: SessionStep) -> Vec<RankGeneration> {
         encoded_steps(&self.run).remove(&key).unwrap_or_default()
     }
 
     /// Notes that this agent has encoded a step, which will be uploaded.
-    pub(super) fn note_encoded(&self, key: StepKey, generations: &[RankGeneration]) {
+    pub(super) fn note_encoded(&self, key: SessionStep, generations: &[RankGeneration]) {
         let mut shared = self.lock();
         shared.encoded.insert(key);
         shared.awaited.insert(key, generations.to_vec());
@@ -164,7 +165,7 @@ impl HostWork {
     }
 
     /// Reports the newest awaited step that enough hosts have copied. `copies`: number of copies of each step.
-    pub(super) fn report_copies(&self, copies: &BTreeMap<StepKey, usize>, enough: usize) {
+    pub(super) fn report_copies(&self, copies: &BTreeMap<SessionStep, usize>, enough: usize) {
         let mut shared = self.lock();
         let newest = shared.awaited.keys().rev().find(|key| copies.get(key).is_some_and(|found| *found >= enough)).copied();
         let Some(key) = newest else { return };
@@ -178,7 +179,7 @@ impl HostWork {
     }
 
     /// Reports an uploaded step to the run and to the protocol.
-    pub(super) fn note_uploaded(&self, key: StepKey, step: UploadedStep) {
+    pub(super) fn note_uploaded(&self, key: SessionStep, step: UploadedStep) {
         // The slots tell which saves of an earlier agent have this step.
         if step.sequence > 0 {
             let known = {
@@ -198,7 +199,7 @@ impl HostWork {
     }
 
     /// Reports the fate of a step of this host.
-    pub(super) fn decide(&self, key: StepKey, fate: Fate) {
+    pub(super) fn decide(&self, key: SessionStep, fate: Fate) {
         let (uploaded, waits) = {
             let mut shared = self.lock();
             shared.fates.insert(key, fate.clone());
@@ -236,7 +237,7 @@ impl HostWork {
         self.run.read(|_, arenas| arenas.all(self.run.spec.local_ranks())).is_some()
     }
 
-    fn report_found(&self, key: StepKey, fate: Fate) {
+    fn report_found(&self, key: SessionStep, fate: Fate) {
         if let Some(generations) = encoded_steps(&self.run).remove(&key) {
             report(&self.run, key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
         }
@@ -244,14 +245,14 @@ impl HostWork {
 }
 
 /// Encoded states of this session that are still in their slots.
-fn encoded_steps(run: &Run) -> BTreeMap<StepKey, Vec<RankGeneration>> {
-    let mut found: BTreeMap<StepKey, Vec<RankGeneration>> = BTreeMap::new();
+fn encoded_steps(run: &Run) -> BTreeMap<SessionStep, Vec<RankGeneration>> {
+    let mut found: BTreeMap<SessionStep, Vec<RankGeneration>> = BTreeMap::new();
     run.read(|state, arenas| {
         for rank in run.spec.local_ranks() {
             let Some(arena) = arenas.get(rank) else { continue };
             let (headers, encoded) = (arena.headers().unwrap_or_default(), arena.encoded().unwrap_or(0));
             for header in headers.iter().filter(|header| header.session == state.session && header.word.generation <= encoded) {
-                let key = StepKey { attempt: header.attempt, step: header.step };
+                let key = SessionStep { attempt: header.attempt, step: header.step };
                 found.entry(key).or_default().push(RankGeneration { rank, generation: header.word.generation });
             }
         }
@@ -260,7 +261,7 @@ fn encoded_steps(run: &Run) -> BTreeMap<StepKey, Vec<RankGeneration>> {
 }
 
 /// Reports the fate of a step.
-fn report(run: &Run, key: StepKey, step: UploadedStep, fate: Fate) {
+fn report(run: &Run, key: SessionStep, step: UploadedStep, fate: Fate) {
     let UploadedStep { sequence, generations, uploaded_ms } = step;
     match fate {
         Fate::Durable => run.apply(RunEvent::Uploaded(Upload {

@@ -15,36 +15,31 @@ use super::run::Run;
 use crate::files::remove_folder;
 use crate::hosts_option::HostsSpec;
 use crate::memory_stores::{encoded_bytes, open_replica, replica_bytes};
-use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, SignedReceipts, TOLERATED_LOSSES, Tls};
+use crate::peers::{Peer, PeerServer, Placement, Pulled, ResponseLimits, TOLERATED_LOSSES, Tls, signed_receipts};
 use crate::peers_option::Peers;
 
 /// Removes the copies of hosts that this host no longer observes. Call it once the session has committed a step: until then,
 /// the job may resume from them.
 pub(super) fn remove_former_replicas(run: &Run) -> Result<()> {
     let observed = match (&run.spec.peers, &run.spec.hosts) {
-        (Some(peers), Some(hosts)) => placement_of(peers).observed(hosts.position(), TOLERATED_LOSSES),
+        (Some(peers), Some(hosts)) => Placement::of(peers).observed(hosts.position(), TOLERATED_LOSSES),
         _ => Vec::new(),
     };
     let former = run.folder.replicas()?.into_iter().filter(|host| !observed.contains(host));
     former.into_iter().try_for_each(|host| remove_folder(&run.folder.replica(host)))
 }
 
-/// What the receipts of a run are signed and checked with; `None` without certificates.
+/// Signs and checks the receipts of a run; `None` without certificates.
 pub(super) fn receipt_proof(run: &Run) -> Result<Option<Arc<dyn ReceiptProof>>> {
     let (Some(peers), Some(hosts)) = (&run.spec.peers, &run.spec.hosts) else { return Ok(None) };
-    let tls = peers.tls.as_ref().map(|files| Tls::open(files, &run.spec.key)).transpose()?;
-    Ok(tls.map(|tls| Arc::new(SignedReceipts::new(Arc::new(tls), hosts.clone())) as Arc<dyn ReceiptProof>))
-}
-
-fn placement_of(peers: &Peers) -> Placement {
-    Placement { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump }
+    Ok(signed_receipts(Tls::of_run(peers, &run.spec.key)?, hosts))
 }
 
 /// Starts the tasks for the peers of a run; none without peers.
 pub(super) fn spawn_peer_tasks(run: &Arc<Run>) -> Vec<JoinHandle<()>> {
     let (Some(peers), Some(hosts)) = (run.spec.peers.clone(), run.spec.hosts.clone()) else { return Vec::new() };
     let own = hosts.position();
-    let placement = placement_of(&peers);
+    let placement = Placement::of(&peers);
     let context = Arc::new(Context { run: run.clone(), peers, hosts, own, placement });
     let observed = placement.observed(own, TOLERATED_LOSSES);
     for host in &observed {
@@ -69,15 +64,14 @@ impl Context {
     }
 
     fn tls(&self) -> Result<Option<Arc<Tls>>> {
-        self.peers.tls.as_ref().map(|files| Tls::open(files, &self.run.spec.key).map(Arc::new)).transpose()
+        Tls::of_run(&self.peers, &self.run.spec.key)
     }
 
     /// Whether this host copies another one now. Hosts that have been silent for a while are taken for gone, and their
     /// successors copy in their place.
     fn holds(&self, host: u32) -> bool {
         // A silent host is still copied: it may come back, and it is only gone as a holder.
-        let mut gone = self.run.replicas().silent_for(GONE, Instant::now());
-        gone.remove(&self.own);
+        let gone = self.run.replicas().gone(Instant::now());
         self.placement.holders(host, &gone).contains(&self.own)
     }
 
@@ -221,8 +215,6 @@ async fn observe(context: &Context, host: u32, copied: &mut Option<Copied>) -> R
 
 /// Time between checks whether a host answers while it is copied.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
-/// Silence after which a host is replaced as a holder.
-const GONE: Duration = Duration::from_secs(30);
 /// Time between looks at a host.
 const POLL: Duration = Duration::from_millis(250);
 /// Time after which the copy of a host is removed if another host is its holder, and both answer.

@@ -2,16 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use tensorcask::wire::{Id, Leader};
+use tensorcask::wire::{Id, Leader, SessionStep};
 use tensorcask::{Leadership, SnapshotRecord};
-
-/// Identifies a step within a session. States of all ranks with the same key are parts of one snapshot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct StepKey {
-    /// How often the job has returned to an older step in this session.
-    pub attempt: u64,
-    pub step: u64,
-}
 
 /// The log of the store, as a host has read it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -20,7 +12,7 @@ pub(crate) struct LogView {
     pub sequence: u64,
     pub leadership: Leadership,
     /// Committed steps of the session.
-    pub committed: BTreeSet<StepKey>,
+    pub committed: BTreeSet<SessionStep>,
 }
 
 impl LogView {
@@ -37,7 +29,7 @@ impl LogView {
 
     /// The same from sequence and step of each snapshot.
     pub(crate) fn from_steps(sequence: u64, leadership: &Leadership, session: Id, steps: impl IntoIterator<Item = (u64, u64)>) -> Self {
-        let key = |(sequence, step)| Some(StepKey { attempt: leadership.attempt_of(session, sequence)?, step });
+        let key = |(sequence, step)| Some(SessionStep { attempt: leadership.attempt_of(session, sequence)?, step });
         let committed = steps.into_iter().filter_map(key).collect();
         Self { sequence, leadership: leadership.clone(), committed }
     }
@@ -46,7 +38,7 @@ impl LogView {
 /// A step of which receipts are in the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SurveyedStep {
-    pub key: StepKey,
+    pub key: SessionStep,
     /// Whether the receipts of all ranks are there.
     pub is_complete: bool,
     /// Whether the receipts of all ranks of this host are there.
@@ -72,13 +64,13 @@ pub(crate) enum Event {
     /// An agent has replaced one that died. Its session may be under way.
     Rejoin,
     /// All ranks of this host have copied a state into memory.
-    Copied(StepKey),
+    Copied(SessionStep),
     /// The parent of a step is fixed for all ranks; `None` for a base.
-    ParentFixed { key: StepKey, parent: Option<Id> },
+    ParentFixed { key: SessionStep, parent: Option<Id> },
     /// Casks and receipts of all ranks of this host are durable in the store.
-    Uploaded(StepKey),
+    Uploaded(SessionStep),
     /// The state of a step cannot be uploaded, ever.
-    Dropped(StepKey),
+    Dropped(SessionStep),
     /// The log was read.
     LogRead(LogView),
     /// The receipts of the session were listed.
@@ -90,7 +82,7 @@ pub(crate) enum Event {
     /// The log does not admit the entry any more.
     Refused(LogView),
     /// The receipts of a complete step make no snapshot, now and later. The leader gives the step up in the log.
-    Impossible(StepKey),
+    Impossible(SessionStep),
     /// This host can no longer add to the log under the writer id that it leads with. It takes over from itself.
     Unseated,
     /// A request failed *without effect*; the next tick may send it again. The driver resolves a lost answer of an
@@ -107,9 +99,9 @@ pub(crate) enum Event {
 pub(crate) enum Action {
     /// Fix the parent of a step in the store, by put if absent. The driver repeats this and `Upload` until they succeed, or
     /// reports the step as dropped.
-    FixParent(StepKey),
+    FixParent(SessionStep),
     /// Encode a step against this parent, and upload casks and receipts. Write whole chunks if the parent cannot be used.
-    Upload { key: StepKey, parent: Option<Id> },
+    Upload { key: SessionStep, parent: Option<Id> },
     /// Read the new entries of the log.
     ReadLog,
     /// List the receipts of the session for steps that are not committed.
@@ -117,11 +109,11 @@ pub(crate) enum Action {
     /// Open the log as this leader, unless it refuses that.
     Open { leader: Leader },
     /// Commit a step of which all receipts are there, unless the log refuses that.
-    Commit { leader: Leader, key: StepKey },
+    Commit { leader: Leader, key: SessionStep },
     /// Report a step of this host as durable.
-    Durable(StepKey),
+    Durable(SessionStep),
     /// Report that a step will never be committed.
-    GiveUp(StepKey),
+    GiveUp(SessionStep),
     /// Stop: the session has ended. A step that waits may have been committed before.
     Stop,
 }

@@ -25,5 +25,5 @@ mod simulated_driver;
 #[cfg(test)]
 mod simulation;
 
-pub(crate) use event::{Action, Event, LogView, Request, StepKey, SurveyedStep};
+pub(crate) use event::{Action, Event, LogView, Request, SurveyedStep};
 pub(crate) use protocol::{HostOptions, HostProtocol};

@@ -18,10 +18,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tensorcask::wire::{Id, Leader};
+use tensorcask::wire::{Id, Leader, SessionStep};
 use tensorcask::{LeaderRefusal, LeaderState};
 
-use super::event::{Action, Event, LogView, Request, StepKey, SurveyedStep};
+use super::event::{Action, Event, LogView, Request, SurveyedStep};
 use super::takeover_timeout::TakeoverTimeout;
 
 /// The fixed properties of a host.
@@ -51,16 +51,16 @@ pub(crate) struct HostProtocol {
     is_ended: bool,
     /// Whether steps that an earlier agent uploaded are still to be found.
     is_rejoining: bool,
-    steps: BTreeMap<StepKey, Stage>,
+    steps: BTreeMap<SessionStep, Stage>,
     /// The step that is being encoded and uploaded.
-    uploading: Option<StepKey>,
+    uploading: Option<SessionStep>,
     /// Steps that make no snapshot: the receipts do not fit together, or a rank without one has ended.
-    impossible: BTreeSet<StepKey>,
+    impossible: BTreeSet<SessionStep>,
     under_way: BTreeSet<Request>,
     /// Time of the last change in the log, or of the first upload after it.
     progress_ms: u64,
     /// The complete or impossible step that this host has seen wait, and since when.
-    oldest_complete: Option<(StepKey, u64)>,
+    oldest_complete: Option<(SessionStep, u64)>,
     /// Time of the first copy.
     copied_ms: Option<u64>,
 }
@@ -191,13 +191,13 @@ impl HostProtocol {
     }
 
     /// Whether the log has a step, or can no longer admit it, as far as this host knows.
-    pub(crate) fn has_passed(&self, key: StepKey) -> bool {
+    pub(crate) fn has_passed(&self, key: SessionStep) -> bool {
         self.view.leadership.of(self.options.session).is_some_and(|leading| is_passed(leading, key))
     }
 
     /// Uploaded steps that wait for their commit.
     #[cfg(test)]
-    pub(crate) fn waiting(&self) -> impl Iterator<Item = StepKey> {
+    pub(crate) fn waiting(&self) -> impl Iterator<Item = SessionStep> {
         self.steps.iter().filter(|(_, stage)| matches!(stage, Stage::Uploaded { .. })).map(|(key, _)| *key)
     }
 
@@ -229,7 +229,7 @@ impl HostProtocol {
     }
 
     /// The leader that takes over to commit a step, or to give it up.
-    fn next_leader(&self, key: StepKey) -> Option<Leader> {
+    fn next_leader(&self, key: SessionStep) -> Option<Leader> {
         let now = self.view.leadership.of(self.options.session)?.leader;
         let above = self.impossible.contains(&key).then_some(key.step);
         Some(Leader { attempt: key.attempt, term: now.term.saturating_add(1), above, ..now })
@@ -245,7 +245,7 @@ impl HostProtocol {
         Some(Action::FixParent(*key))
     }
 
-    fn on_uploaded(&mut self, key: StepKey) {
+    fn on_uploaded(&mut self, key: SessionStep) {
         self.uploading = self.uploading.filter(|uploading| *uploading != key);
         if !self.is_waiting() {
             self.progress_ms = self.now_ms;
@@ -289,7 +289,7 @@ impl HostProtocol {
         if self.role != Role::Leader(leading.leader) {
             self.role = Role::Follower;
         }
-        let passed: Vec<(StepKey, Stage)> =
+        let passed: Vec<(SessionStep, Stage)> =
             self.steps.iter().filter(|(key, _)| is_passed(&leading, **key)).map(|(key, stage)| (*key, *stage)).collect();
         for (key, stage) in passed {
             self.steps.remove(&key);
@@ -317,7 +317,7 @@ impl HostProtocol {
             self.is_rejoining = false;
         }
         // Steps that an earlier agent of this host uploaded.
-        let uploaded: Vec<StepKey> = found.iter().filter(|step| step.has_ours && self.is_open(step.key)).map(|step| step.key).collect();
+        let uploaded: Vec<SessionStep> = found.iter().filter(|step| step.has_ours && self.is_open(step.key)).map(|step| step.key).collect();
         for key in uploaded {
             self.steps.entry(key).or_insert(Stage::Uploaded { since_ms: self.now_ms });
         }
@@ -359,7 +359,7 @@ impl HostProtocol {
     }
 
     /// Whether the log may still admit a step.
-    fn is_open(&self, key: StepKey) -> bool {
+    fn is_open(&self, key: SessionStep) -> bool {
         self.view.leadership.of(self.options.session).is_some_and(|leading| !is_passed(leading, key))
     }
 
@@ -390,7 +390,7 @@ impl HostProtocol {
 const HOPELESS_TURNS: u32 = 4;
 
 /// Whether the log has a step, or can no longer admit it.
-fn is_passed(leading: &LeaderState, key: StepKey) -> bool {
+fn is_passed(leading: &LeaderState, key: SessionStep) -> bool {
     let now = leading.leader.attempt;
     key.attempt < now || (key.attempt == now && leading.newest.is_some_and(|newest| key.step <= newest))
 }

@@ -1,10 +1,10 @@
 //! Tests of single transitions of a host.
 
 use tensorcask::Leadership;
-use tensorcask::wire::{Id, Leader};
+use tensorcask::wire::{Id, Leader, SessionStep};
 
 use super::{HostOptions, HostProtocol};
-use crate::hosts::{Action, Event, LogView, Request, StepKey, SurveyedStep};
+use crate::hosts::{Action, Event, LogView, Request, SurveyedStep};
 
 const OURS: Id = Id([1; 16]);
 const OTHER: Id = Id([2; 16]);
@@ -19,8 +19,8 @@ fn leader(session: Id, after: u64, term: u64) -> Leader {
     Leader { session, after, attempt: 0, term, above: None }
 }
 
-fn key(step: u64) -> StepKey {
-    StepKey { attempt: 0, step }
+fn key(step: u64) -> SessionStep {
+    SessionStep { attempt: 0, step }
 }
 
 /// A log of openings and steps, from entry 1.

@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tensorcask::wire::Id;
+use tensorcask::wire::{Id, SessionStep};
 
-use super::event::{Event, StepKey};
+use super::event::Event;
 use super::simulated_host::{Answer, Clock, Host, Query, Task};
 use super::simulated_setup::{Mistake, Random, Setup};
 use super::simulated_store::{Change, Entry, SimStore, StepName};
@@ -35,7 +35,7 @@ enum ScheduledEvent {
     Step,
     Copy {
         host: usize,
-        key: StepKey,
+        key: SessionStep,
     },
     Tick {
         host: usize,
@@ -231,7 +231,7 @@ impl Cluster {
             self.next_step = newest - self.random.below(2);
             self.counts.count("returns");
         }
-        let key = StepKey { attempt: self.attempt, step: self.next_step };
+        let key = SessionStep { attempt: self.attempt, step: self.next_step };
         self.next_step += 1;
         for host in 0..self.hosts.len() {
             let jitter = self.random.below(300);
@@ -243,7 +243,7 @@ impl Cluster {
         }
     }
 
-    fn copy(&mut self, host: usize, key: StepKey) {
+    fn copy(&mut self, host: usize, key: SessionStep) {
         let Some(found) = self.hosts.get_mut(host).filter(|found| found.trains) else { return };
         // Without a free slot, the save is skipped.
         if found.copies.len() < 2 {
@@ -387,17 +387,17 @@ impl Cluster {
 
     fn execute(&mut self, host: usize, query: &Query) -> Answer {
         let session = self.hosts[host].session;
-        let name = |key: StepKey| StepName { session, key };
+        let name = |key: SessionStep| StepName { session, key };
         let shared = match self.setup.mistake {
             Mistake::ReceiptsWithoutSession => Id([0; 16]),
             _ => session,
         };
-        let receipts_of = |key: StepKey| StepName { session: shared, key };
+        let receipts_of = |key: SessionStep| StepName { session: shared, key };
         match query {
             Query::ReadLog { from } => Answer::Entries(*from, self.store.log.get(from - 1..).unwrap_or_default().to_vec()),
             Query::Survey => {
                 let of_session = self.store.receipts_of(shared);
-                let mut listed: Vec<(StepKey, BTreeSet<u32>)> =
+                let mut listed: Vec<(SessionStep, BTreeSet<u32>)> =
                     of_session.map(|(found, ranks)| (found.key, ranks.keys().copied().collect())).collect();
                 // Listings may lag.
                 if self.random.one_in(4)

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use tensorcask::wire::Id;
+use tensorcask::wire::{Id, SessionStep};
 
-use super::event::{Action, Event, Request, StepKey, SurveyedStep};
+use super::event::{Action, Event, Request, SurveyedStep};
 use super::simulated_cluster::Cluster;
 use super::simulated_host::{Answer, Append, Query, Task};
 use super::simulated_setup::Mistake;
@@ -61,7 +61,7 @@ impl Cluster {
     }
 
     /// Uploads the part of a rank, the number of which counts on its host.
-    fn upload(&mut self, host: usize, key: StepKey, parent: Option<Id>, rank: u32) {
+    fn upload(&mut self, host: usize, key: SessionStep, parent: Option<Id>, rank: u32) {
         let found = &self.hosts[host];
         let parent = parent.filter(|parent| found.snapshots.contains(parent));
         let is_unusable = self.random.one_in(20 * u64::from(self.setup.world()));
@@ -111,7 +111,7 @@ impl Cluster {
         }
     }
 
-    fn fix_parent(&mut self, host: usize, task: u64, key: StepKey, answer: Answer) {
+    fn fix_parent(&mut self, host: usize, task: u64, key: SessionStep, answer: Answer) {
         let newest = self.hosts[host].snapshots.last().copied();
         match answer {
             Answer::Entries(..) if self.setup.mistake == Mistake::ParentByEachHost => {

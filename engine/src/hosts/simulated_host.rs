@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use tensorcask::Leadership;
-use tensorcask::wire::{Id, Leader};
+use tensorcask::wire::{Id, Leader, SessionStep};
 
-use super::event::{LogView, StepKey};
+use super::event::LogView;
 use super::protocol::{HostOptions, HostProtocol};
 use super::simulated_store::{Change, Entry, Receipt};
 
@@ -15,10 +15,10 @@ use super::simulated_store::{Change, Entry, Receipt};
 pub(super) enum Query {
     ReadLog { from: usize },
     Survey,
-    GetParent(StepKey),
-    PutParent(StepKey, Option<Id>),
-    PutReceipt { key: StepKey, rank: u32, receipt: Receipt },
-    GetReceipts(StepKey),
+    GetParent(SessionStep),
+    PutParent(SessionStep, Option<Id>),
+    PutReceipt { key: SessionStep, rank: u32, receipt: Receipt },
+    GetReceipts(SessionStep),
     PutEntry { number: usize, entry: Entry },
 }
 
@@ -28,7 +28,7 @@ pub(super) enum Answer {
     /// Entries from this number on.
     Entries(usize, Vec<Entry>),
     /// Ranks with a receipt, by step, and ranks that have ended.
-    Listed(Vec<(StepKey, BTreeSet<u32>)>, BTreeSet<u32>),
+    Listed(Vec<(SessionStep, BTreeSet<u32>)>, BTreeSet<u32>),
     Parent(Option<Option<Id>>),
     Receipts(Vec<Receipt>),
     Written,
@@ -42,8 +42,8 @@ pub(super) enum Answer {
 pub(super) enum Task {
     ReadLog,
     Survey,
-    FixParent(StepKey),
-    Upload { key: StepKey, parent: Option<Id>, rank: u32 },
+    FixParent(SessionStep),
+    Upload { key: SessionStep, parent: Option<Id>, rank: u32 },
     Append(Box<Append>),
 }
 
@@ -52,7 +52,7 @@ pub(super) enum Task {
 pub(super) struct Append {
     pub leader: Leader,
     /// The step to commit; `None` for `opened`.
-    pub key: Option<StepKey>,
+    pub key: Option<SessionStep>,
     pub parts: Arc<[Receipt]>,
     pub writer: Id,
     /// The entry that was sent, and its number.
@@ -71,7 +71,7 @@ pub(super) struct Host {
     pub trains: bool,
     pub incarnation: u32,
     /// States in memory.
-    pub copies: BTreeSet<StepKey>,
+    pub copies: BTreeSet<SessionStep>,
     pub last_copy_ms: u64,
     /// Until when the store cannot be reached.
     pub cut_off_until: u64,

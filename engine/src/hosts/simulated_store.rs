@@ -4,15 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use tensorcask::Leadership;
-use tensorcask::wire::{Id, Leader};
-
-use super::event::StepKey;
+use tensorcask::wire::{Id, Leader, SessionStep};
 
 /// A step of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct StepName {
     pub session: Id,
-    pub key: StepKey,
+    pub key: SessionStep,
 }
 
 /// A receipt, and where its bytes really come from.
@@ -38,7 +36,7 @@ pub(super) enum Change {
     Added {
         snapshot: Id,
         leader: Leader,
-        key: StepKey,
+        key: SessionStep,
         parts: Arc<[Receipt]>,
     },
     /// A pin, or another entry that fences nobody.
@@ -153,7 +151,7 @@ impl SimStore {
 
     /// Receipts of a session, by step.
     pub(super) fn receipts_of(&self, session: Id) -> impl DoubleEndedIterator<Item = (&StepName, &BTreeMap<u32, Receipt>)> {
-        let name = |at: u64| StepName { session, key: StepKey { attempt: at, step: at } };
+        let name = |at: u64| StepName { session, key: SessionStep { attempt: at, step: at } };
         self.receipts.range(name(0)..=name(u64::MAX))
     }
 

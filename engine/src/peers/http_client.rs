@@ -61,7 +61,7 @@ impl HttpConnector for PeerConnector {
     }
 }
 
-/// What a peer says of itself.
+/// Clock and round trip of a peer, as its answer to a probe shows them.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PeerFacts {
     /// Time of its clock, in whole seconds.

@@ -48,7 +48,7 @@ pub use certificates::{CertificateFiles, InitTls, init_tls};
 pub(crate) use http_client::{ResponseLimits, probe_peer};
 pub(crate) use peer_objects::Peer;
 pub(crate) use placement::Placement;
-pub(crate) use receipt_proof::{CheckedPlace, SignedReceipts};
+pub(crate) use receipt_proof::{CheckedPlace, signed_receipts};
 pub(crate) use replica_board::{Pulled, ReplicaBoard};
 pub(crate) use resource::MEETING;
 pub(crate) use serve::PeerServer;

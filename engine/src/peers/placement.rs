@@ -15,6 +15,8 @@
 
 use std::collections::BTreeSet;
 
+use crate::peers_option::Peers;
+
 /// Placement of replicas in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Placement {
@@ -27,6 +29,11 @@ pub(crate) struct Placement {
 }
 
 impl Placement {
+    /// Placement of the replicas of a run.
+    pub(crate) fn of(peers: &Peers) -> Self {
+        Self { hosts: peers.addresses.len() as u32, replicas: peers.replicas, jump: peers.jump }
+    }
+
     /// Hosts that copy the snapshots of `host`, nearest first. Fewer than `replicas` if too few hosts are left.
     pub(crate) fn holders(&self, host: u32, gone: &BTreeSet<u32>) -> Vec<u32> {
         let mut holders: Vec<u32> = Vec::new();

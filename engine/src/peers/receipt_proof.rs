@@ -13,7 +13,6 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 use futures::stream::BoxStream;
 use object_store::path::Path;
 use object_store::{
@@ -21,7 +20,7 @@ use object_store::{
     ObjectStoreExt, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result as ObjectResult,
 };
 use tensorcask::wire::{Digest, RankRange};
-use tensorcask::{Error, Limits, ReceiptProof, Result};
+use tensorcask::{Error, Limits, MAX_RECEIPT_PROOF_BYTES, ReceiptProof, Result, receipt_proof_path};
 
 use super::signature::Signature;
 use super::tls::Tls;
@@ -30,14 +29,14 @@ use crate::hosts_option::HostsSpec;
 
 /// Signs the receipts of this host, and checks those of others.
 #[derive(Debug)]
-pub(crate) struct SignedReceipts {
+pub(super) struct SignedReceipts {
     tls: Arc<Tls>,
     /// Number of the host of each rank.
     hosts: HostsSpec,
 }
 
 impl SignedReceipts {
-    pub(crate) fn new(tls: Arc<Tls>, hosts: HostsSpec) -> Self {
+    pub(super) fn new(tls: Arc<Tls>, hosts: HostsSpec) -> Self {
         Self { tls, hosts }
     }
 
@@ -46,6 +45,11 @@ impl SignedReceipts {
         let host = self.hosts.host_of(ranks.first);
         (self.hosts.host_of(ranks.last) == host).then_some(host)
     }
+}
+
+/// Signs and checks the receipts of a run; `None` without certificates.
+pub(crate) fn signed_receipts(tls: Option<Arc<Tls>>, hosts: &HostsSpec) -> Option<Arc<dyn ReceiptProof>> {
+    Some(Arc::new(SignedReceipts::new(tls?, hosts.clone())))
 }
 
 impl ReceiptProof for SignedReceipts {
@@ -87,9 +91,9 @@ impl CheckedPlace {
         self.limit(location, found.meta.size, Limits::default().max_manifest_bytes)?;
         let (meta, attributes, extensions) = (found.meta.clone(), found.attributes.clone(), found.extensions.clone());
         let bytes = found.bytes().await?;
-        let proof = match self.inner.get(&proof_of(location, &bytes)).await {
+        let proof = match self.inner.get(&Path::from(receipt_proof_path(location.as_ref(), &bytes))).await {
             Ok(proof) => {
-                self.limit(location, proof.meta.size, MAX_PROOF_BYTES)?;
+                self.limit(location, proof.meta.size, MAX_RECEIPT_PROOF_BYTES)?;
                 Some(proof.bytes().await?)
             }
             Err(ObjectError::NotFound { .. }) => None,
@@ -113,13 +117,6 @@ impl CheckedPlace {
     fn refuse(&self, location: &Path, why: &str) -> ObjectError {
         ObjectError::Generic { store: "peer", source: format!("{}, {location}: {why}", self.inner).into() }
     }
-}
-
-/// Path of the proof of receipts.
-fn proof_of(receipts: &Path, bytes: &Bytes) -> Path {
-    let folder: Vec<_> = receipts.parts().collect();
-    let folder = Path::from_iter(folder.into_iter().rev().skip(1).collect::<Vec<_>>().into_iter().rev());
-    folder.join(format!("{}.proof", Digest::of(bytes)))
 }
 
 /// Ranks of the receipts at this path; `None` for another object.
@@ -171,6 +168,3 @@ impl ObjectStore for CheckedPlace {
         self.inner.copy_opts(from, to, options).await
     }
 }
-
-/// Size of the largest proof that is read: a signature and a few certificates.
-const MAX_PROOF_BYTES: u64 = 64 << 10;

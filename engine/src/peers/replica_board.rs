@@ -73,8 +73,13 @@ impl ReplicaBoard {
         }
     }
 
+    /// Observed hosts that have been silent for so long that others take their place as holders.
+    pub(crate) fn gone(&self, now: Instant) -> BTreeSet<u32> {
+        self.silent_for(GONE, now)
+    }
+
     /// Observed hosts that have not answered for this time.
-    pub(crate) fn silent_for(&self, time: Duration, now: Instant) -> BTreeSet<u32> {
+    fn silent_for(&self, time: Duration, now: Instant) -> BTreeSet<u32> {
         let is_silent = |observed: &Observed| now.saturating_duration_since(observed.answered) >= time;
         self.hosts.iter().filter(|(_, observed)| is_silent(observed)).map(|(host, _)| *host).collect()
     }
@@ -89,6 +94,9 @@ impl ReplicaBoard {
         self.hosts.values().map(status).collect()
     }
 }
+
+/// Silence after which a host is replaced as a holder.
+const GONE: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
 mod tests {

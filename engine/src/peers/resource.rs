@@ -10,8 +10,8 @@ pub(super) struct Resource {
 
 impl Resource {
     /// Parses the path of a request to the run with this key: `/<key>`, or `/<key>/<store>/...` with the store `mirror`,
-    /// `memory-<n>` or `replica-<host>`, or `meeting` for the messages between hosts. Names consist of `[0-9a-z._-]` and do not begin with a dot: no other objects
-    /// are in a store, so escapes such as `%2e` are refused with the rest.
+    /// `memory-<n>` or `replica-<host>`, or `meeting` for the messages between hosts. Names consist of `[0-9a-z._-]` and do not
+    /// begin with a dot: no other objects are in a store, so escapes such as `%2e` are refused with the rest.
     pub(super) fn parse(path: &str, key: &str) -> Option<Self> {
         if path.len() > MAX_PATH_BYTES {
             return None;

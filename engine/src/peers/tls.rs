@@ -20,7 +20,7 @@ use rustls::{AlertDescription, CertificateError, ClientConfig, DigitallySignedSt
 use rustls::{SignatureScheme, version};
 use tensorcask::{Error, Result};
 
-use crate::peers_option::PeerTls;
+use crate::peers_option::{PeerTls, Peers};
 
 /// Certificates of this host, and what the other side must show.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ struct Configs {
     identity: Identity,
 }
 
-/// What a host signs with, and checks signatures of others with.
+/// Key and certificates that a host signs with, and the verifier of the certificates of others.
 #[derive(Debug, Clone)]
 pub(super) struct Identity {
     pub chain: Vec<CertificateDer<'static>>,
@@ -80,6 +80,11 @@ impl Tls {
         let stamps = stamps(files);
         let configs = Configs::read(files, &name, OwnCheck::Required(UnixTime::now()))?;
         Ok(Self { files: files.clone(), key: run_key.to_owned(), name, loaded: Mutex::new(Loaded { stamps, configs, failed: None }) })
+    }
+
+    /// The certificates of this host in a run; `None` if the run has none.
+    pub(crate) fn of_run(peers: &Peers, run_key: &str) -> Result<Option<Arc<Self>>> {
+        peers.tls.as_ref().map(|files| Self::open(files, run_key).map(Arc::new)).transpose()
     }
 
     /// A host whose clock is wrong, so that it takes its expired certificate for a valid one.
@@ -119,7 +124,7 @@ impl Tls {
         own.is_some_and(|(own, intermediates)| identity.verifier.verify_client_cert(own, intermediates, then).is_ok())
     }
 
-    /// What this host signs with.
+    /// Key, certificates and verifier of this host, as the files have them now.
     pub(super) fn identity(&self) -> Identity {
         self.current(Instant::now(), UnixTime::now()).identity
     }

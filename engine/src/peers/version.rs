@@ -10,7 +10,7 @@ const PROTOCOL: u32 = 1;
 /// Header with the version of the protocol and of tensorcask, such as `1 0.4.0`.
 pub(super) const HEADER: HeaderName = HeaderName::from_static("tensorcask-peers");
 
-/// What one side says of itself.
+/// The version that the other side names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Spoken {
     /// The same version as ours.

@@ -39,7 +39,7 @@ pub(in crate::peers) struct JobHost {
     pub mirror: Mirror,
 }
 
-/// What a host with these certificates signs and checks with.
+/// Signs and checks receipts with the certificates of one host.
 pub(in crate::peers) fn proof(files: &PeerTls) -> Arc<dyn ReceiptProof> {
     Arc::new(SignedReceipts::new(tls(files), Hosts::new("job", 0..RANKS).spec(0, WORLD).unwrap()))
 }
