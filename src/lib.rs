@@ -43,6 +43,7 @@
 mod error;
 mod limits;
 
+mod byte_size;
 mod duration;
 pub mod parallel;
 mod spare;
@@ -111,6 +112,7 @@ pub fn decode_statistics(bytes: bytes::Bytes, limits: &Limits) -> Result<Vec<Chu
 /// not again inside each caller, including callers in other crates.
 pub(crate) use async_recursion::async_recursion as boxed;
 
+pub use byte_size::human_bytes;
 pub use chain::{DecisionReason, DeltaEstimate, Policy, PolicyDecision, PreviousSave, SaveTimes, StepTimes};
 pub use commit::{
     AttemptStart, ContinuedSession, History, KnownLog, LeaderRefusal, LeaderState, Leadership, MAX_RECEIPT_PROOF_BYTES, RankExchange,

@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 
+pub(crate) use tensorcask::human_bytes;
+
 /// Text for people, line by line. Characters that are not printable are escaped.
 #[derive(Debug, Default)]
 pub(crate) struct Text(String);
@@ -51,21 +53,6 @@ impl Text {
             self.0.push('\n');
         }
     }
-}
-
-/// Number of bytes with a unit.
-pub(crate) fn human_bytes(bytes: u64) -> String {
-    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    if bytes < 1024 {
-        return format!("{bytes} B");
-    }
-    let mut value = bytes as f64 / 1024.0;
-    let mut unit = 0;
-    while value >= 1023.95 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    format!("{value:.1} {}", UNITS[unit])
 }
 
 /// Time with a unit, or with two above a minute.
@@ -163,8 +150,6 @@ mod tests {
 
     #[test]
     fn sizes_are_short() {
-        let sizes = [0, 1023, 1024, 1_048_524, 1_048_575, u64::MAX].map(human_bytes);
-        assert_eq!(sizes, ["0 B", "1023 B", "1.0 KiB", "1023.9 KiB", "1.0 MiB", "16.0 EiB"]);
         assert_eq!((ratio(10, 4), ratio(10, 0)), (Some(2.5), None));
         assert_eq!([0, 1, 2].map(|count| counted(count, "log entry", "log entries")), ["0 log entries", "1 log entry", "2 log entries"]);
     }

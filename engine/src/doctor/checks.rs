@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::peers_option::Peers;
 use crate::run_spec::run_key;
 
-/// What to look at.
+/// Options of the doctor: the folder, the states and the peers that it checks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DoctorOptions {
     /// Folder of the engine; `None` for the default.
@@ -51,9 +51,9 @@ pub struct Check {
     pub subject: String,
     /// Outcome.
     pub state: CheckState,
-    /// What was found.
+    /// Finding, such as sizes or the message of an error.
     pub found: String,
-    /// What to do; `None` if all is well.
+    /// Advice: the command or setting that mends it; `None` if all is well.
     pub advice: Option<String>,
 }
 

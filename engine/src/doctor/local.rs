@@ -4,6 +4,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, getrlimit};
+use tensorcask::human_bytes;
 
 use super::checks::{Check, DoctorOptions};
 use crate::folders::EngineFolder;
@@ -68,7 +69,7 @@ impl SharedMemory {
     }
 
     fn check(&self, state_bytes: Option<u64>) -> Check {
-        let found = format!("{}: {} of {} free", self.path.display(), human(self.free), human(self.bytes));
+        let found = format!("{}: {} of {} free", self.path.display(), human_bytes(self.free), human_bytes(self.bytes));
         if !self.is_memory {
             let advice = "put the engine's folder on a tmpfs, such as /dev/shm: on a disk, a save waits for the disk";
             return Check::warning("shared memory", format!("{found}, and not in memory"), advice);
@@ -77,7 +78,7 @@ impl SharedMemory {
                     larger sizeLimit; under Slurm ask the administrator, or set TENSORCASK_ENGINE_DIR to a larger tmpfs";
         match state_bytes {
             Some(state) if self.free < needed(state) => {
-                let need = format!("two states of {} and their encoded form take up to {}", human(state), human(needed(state)));
+                let need = format!("two states of {} and their encoded form take up to {}", human_bytes(state), human_bytes(needed(state)));
                 Check::failed("shared memory", format!("{found}; {need}"), grow)
             }
             None if self.bytes < SMALL => Check::warning("shared memory", format!("{found}: too little for most states"), grow),
@@ -96,16 +97,16 @@ fn check_cgroup(memory: Option<&SharedMemory>, state_bytes: Option<u64>) -> Chec
     let Some((limit, used, source)) = cgroup_limit() else {
         return Check::ok("cgroup", "no memory limit");
     };
-    let found = format!("memory limit of {}, {} in use ({})", human(limit), human(used), source.display());
+    let found = format!("memory limit of {}, {} in use ({})", human_bytes(limit), human_bytes(used), source.display());
     let advice = "files in shared memory count against this limit, and a process beyond it is killed. Under Slurm raise --mem; in \
                   Kubernetes raise resources.limits.memory by the size of shared memory; or lower the engine's `memory_cap` and `slots`";
     let free = limit.saturating_sub(used);
     match (state_bytes, memory) {
         (Some(state), _) if free < needed(state) => {
-            Check::failed("cgroup", format!("{found}; the engine needs up to {}", human(needed(state))), advice)
+            Check::failed("cgroup", format!("{found}; the engine needs up to {}", human_bytes(needed(state))), advice)
         }
         (None, Some(memory)) if limit < memory.bytes => {
-            Check::warning("cgroup", format!("{found}, less than the {} of shared memory", human(memory.bytes)), advice)
+            Check::warning("cgroup", format!("{found}, less than the {} of shared memory", human_bytes(memory.bytes)), advice)
         }
         _ => Check::ok("cgroup", found),
     }
@@ -157,7 +158,7 @@ fn check_open_files() -> Check {
 fn check_locked_memory() -> Check {
     let limit = getrlimit(Resource::Memlock).current;
     let has_gpu = Path::new("/dev/nvidiactl").exists();
-    let found = limit.map_or("unlimited locked memory".to_owned(), |limit| format!("{} of locked memory", human(limit)));
+    let found = limit.map_or("unlimited locked memory".to_owned(), |limit| format!("{} of locked memory", human_bytes(limit)));
     match limit {
         Some(limit) if has_gpu && limit < SMALL => {
             let advice = "copies from a GPU pin the slots; if pinning fails, they are slower. Run `ulimit -l unlimited`; under Slurm set \
@@ -168,16 +169,6 @@ fn check_locked_memory() -> Check {
     }
 }
 
-fn human(bytes: u64) -> String {
-    let (mut value, mut unit) = (bytes as f64, 0);
-    while value >= 1000.0 && unit < UNITS.len() - 1 {
-        value /= 1000.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", UNITS.get(unit).unwrap_or(&"B")) }
-}
-
-const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
 /// Shared memory below which states of today do not fit; the default of containers is 64 MiB.
 const SMALL: u64 = 1 << 30;
 const FEW_FILES: u64 = 4096;
@@ -189,7 +180,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::super::checks::CheckState;
-    use super::{SharedMemory, human, needed};
+    use super::{SharedMemory, needed};
 
     #[test]
     fn shared_memory_is_compared_with_the_state() {
@@ -200,6 +191,5 @@ mod tests {
         assert_eq!(state(memory(32 << 20, true), None), CheckState::Warning);
         assert_eq!(state(memory(8 << 30, false), None), CheckState::Warning);
         assert_eq!(needed(u64::MAX), u64::MAX);
-        assert_eq!([human(0), human(1500), human(u64::MAX)], ["0 B", "1.5 kB", "18446744.1 TB"]);
     }
 }
