@@ -3,7 +3,6 @@
 import datetime
 import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -11,18 +10,10 @@ from pathlib import Path
 import tensorcask
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from gpt_training import Training
 from tensorcask._hosts import gather_on_cpu
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-from train_gpt import GPT  # noqa: E402
 
 HOSTS, RANKS, WORLD = 2, 2, 4
-LENGTH = 32
 
 
 def main(url, folder, scratch, start, rank, steps, stop_at, gates=None, peers=None, endpoint=None):
@@ -46,47 +37,25 @@ def main(url, folder, scratch, start, rank, steps, stop_at, gates=None, peers=No
 
 
 def train(url, folder, scratch, start, rank, steps, stop_at, gates, peers):
-    torch.manual_seed(0)
-    model = GPT(2, 32, 4, LENGTH)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    text = (torch.arange(20_000) * 7919 % 251 + torch.arange(20_000) // 100) % 256
-    data = torch.Generator().manual_seed(rank)
-
-    def state(step):
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments, f"data-{rank}": data.get_state(), "step": step}
-
+    training = Training(rank, WORLD)
     engine = tensorcask.Engine(url, folder=folder, rank=rank, world=WORLD, peers=peers)
     host = rank // RANKS
     assert engine.hosts is not None and engine.hosts.local_ranks == range(host * RANKS, (host + 1) * RANKS)
     done = 0
     agreed = engine.agree()
     if agreed is not None:
-        found = engine.restore(agreed, out=state(0))
-        set_state_dict(model, optimizer, model_state_dict=found.state["model"], optim_state_dict=found.state["optimizer"])
-        data.set_state(found.state[f"data-{rank}"])
+        found = engine.restore(agreed, out=training.state(0))
+        training.load(found.state)
         done = found.state["step"]
         assert done == agreed == found.step
         (scratch / f"resumed-{start}-{rank}").write_text(str(done))
         (scratch / f"source-{start}-{rank}").write_text(found.source)
     losses = {}
     for step in range(done + 1, steps + 1):
-        starts = torch.randint(len(text) - LENGTH - 1, (4,), generator=data)
-        rows = torch.stack([text[at : at + LENGTH + 1] for at in starts])
-        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        whole = loss.detach().clone()
-        dist.all_reduce(whole)
-        losses[step] = whole.item()
+        losses[step] = training.step()
         if rank == 0:
             (scratch / f"losses-{start}").write_text(json.dumps(losses))
-        engine.save(state(step), step=step, user={"loss": losses[step]} if rank == 0 else None)
+        engine.save(training.state(step), step=step, user={"loss": losses[step]} if rank == 0 else None)
         if step in gates:
             level, name = gates[step]
             waited = engine.wait(level, 120, step=step)

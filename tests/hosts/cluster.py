@@ -61,7 +61,7 @@ class Server:
 
 
 class Cluster:
-    """Hosts with ranks, and a server. ``scratch``: folder for logs and for what ranks tell. ``module``: the `main` of the ranks."""
+    """Hosts with ranks, and a server. ``scratch``: folder for logs and for the messages of ranks. ``module``: the `main` of the ranks."""
 
     def __init__(self, scratch, hosts, local, module="trainer"):
         self.scratch, self.local, self.module = scratch, local, module
@@ -96,11 +96,10 @@ class Cluster:
         for number, node in enumerate(self.nodes):
             node.start(self.job, self.ranks(number), {**options, "variables": self._variables(number)})
 
-    def make_certificates(self, folder="tls", run=None, days=None):
+    def make_certificates(self, folder="tls"):
         """Certificates for all hosts; returns their folder."""
-        command = [Path(sys.executable).with_name("tensorcask"), "agent", "init-tls", self.scratch / folder, "--run", run or self.url]
-        command += ["--hosts", len(self.nodes)] + ([] if days is None else ["--days", days])
-        network.run(*command)
+        tool, hosts = Path(sys.executable).with_name("tensorcask"), len(self.nodes)
+        network.run(tool, "agent", "init-tls", self.scratch / folder, "--run", self.url, "--hosts", hosts)
         return str(self.scratch / folder)
 
     def _variables(self, number):
@@ -128,12 +127,12 @@ class Cluster:
         wait_until(lambda: self.committed() >= step, f"step {step} is committed")
 
     def status(self, number):
-        """What the agent of a host says of the run."""
+        """Status of the run, as the agent of a host reports it."""
         told = self.nodes[number].enter(Path(sys.executable).with_name("tensorcask"), "agent", "status", "--json")
         return json.loads(told)["runs"][0]
 
     def told(self, name, ranks=None):
-        """What ranks have told under this name in this job, by rank; None until all have."""
+        """Messages of this name that ranks have written in this job, by rank; None until all have."""
         ranks = range(self.world) if ranks is None else ranks
         paths = [self.scratch / f"{name}-{self.job}-{rank}" for rank in ranks]
         return [json.loads(path.read_text()) for path in paths] if all(path.exists() for path in paths) else None

@@ -1,5 +1,4 @@
 import os
-from pathlib import Path
 
 import network
 import pytest
@@ -9,8 +8,3 @@ import pytest
 def switches():
     assert os.environ.get("TENSORCASK_NAMESPACE") == "1", "run these tests with `bash tests/hosts/run`"
     network.make_switches()
-
-
-@pytest.fixture
-def scratch(tmp_path):
-    return Path(tmp_path)

@@ -35,20 +35,14 @@ def address(number, switch="train"):
 class Host:
     """One host: its first process, started by `command`, and everything that this starts. All of it dies with the first."""
 
-    def __init__(self, number, command, log, environment=None, folder=None):
+    def __init__(self, number, command, log):
         self.number = number
         # The first process waits for a line, so that it finds its network.
         script = 'mount -t tmpfs tmpfs /dev/shm && ip link set lo up && read -r go && exec "$@"'
         isolated = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script, "host"]
         with open(log, "ab") as errors:
             self.process = subprocess.Popen(
-                [*isolated, *map(str, command)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, **(environment or {})},
-                cwd=folder,
+                [*isolated, *map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
             )
         self.first = self._first_process()
         for switch in SWITCHES:
@@ -84,11 +78,6 @@ class Host:
 
     def join(self, switch):
         run("ip", "link", "set", self._outside(switch), "up")
-
-    def limit(self, switch, megabytes_per_second):
-        """Limits what the host receives."""
-        rate = f"{megabytes_per_second * 8}mbit"
-        run("tc", "qdisc", "replace", "dev", self._outside(switch), "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
 
     def enter(self, *command):
         """Runs a command in the host's namespaces; returns its output."""

@@ -1,4 +1,6 @@
-"""The first process of a host: starts ranks of a job, each the `main` of a module; tells when they end, and collects every process that has lost its parent.
+"""The first process of a host: starts ranks of a job, each the `main` of a module, and tells when they end.
+
+It also collects every process that has lost its parent.
 
 Reads commands, one JSON object per line: `{"start": JOB, "ranks": [...], "options": {...}}` or `{"kill": JOB}`. Writes
 `{"job": JOB, "rank": RANK, "exit": STATUS}`.

@@ -25,16 +25,16 @@ def calm(tmp_path_factory):
 
 
 @pytest.fixture
-def cluster(scratch, calm):
+def cluster(tmp_path, calm):
     """Made after the calm job has ended: both use the same addresses."""
-    made = Cluster(scratch, HOSTS, LOCAL)
+    made = Cluster(tmp_path, HOSTS, LOCAL)
     yield made
     made.stop()
 
 
-def check_store(cluster, losses, steps=None):
+def check_store(cluster, losses):
     store = cluster.store()
-    assert [info.step for info in store.snapshots()] == list(steps or losses)
+    assert [info.step for info in store.snapshots()] == list(losses)
     assert store.verify().is_clean
     for info in store.snapshots():
         assert store.snapshot(info.step).user["loss"] == losses[info.step]
@@ -81,14 +81,19 @@ def test_another_host_commits_the_step_of_a_leader_that_is_lost(cluster, calm):
     check_store(cluster, calm)
 
 
-def test_a_lost_host_is_replaced_and_resumes_from_its_peers_while_the_store_is_down(cluster, calm):
-    tls = cluster.make_certificates()
+def lose_server_and_host(cluster, tls):
+    """A job saves step 6 in the memory of the hosts only, and ends with host 2."""
     cluster.start(STEPS, tls=tls, pause={"step": 6, "level": "replicated"})
     cluster.wait_for_commit(2)
     cluster.server.lose()
     cluster.wait_for("paused")
     cluster.lose(2)
     cluster.end_job()
+
+
+def test_a_lost_host_is_replaced_and_resumes_from_its_peers_while_the_store_is_down(cluster, calm):
+    tls = cluster.make_certificates()
+    lose_server_and_host(cluster, tls)
     cluster.replace(2)
     cluster.start(STEPS, tls=tls)
     resumed = cluster.wait_for("resumed")
@@ -105,12 +110,7 @@ def test_a_lost_host_is_replaced_and_resumes_from_its_peers_while_the_store_is_d
 
 def test_a_copy_with_wrong_bytes_is_never_loaded(cluster, calm):
     tls = cluster.make_certificates()
-    cluster.start(STEPS, tls=tls, pause={"step": 6, "level": "replicated"})
-    cluster.wait_for_commit(2)
-    cluster.server.lose()
-    cluster.wait_for("paused")
-    cluster.lose(2)
-    cluster.end_job()
+    lose_server_and_host(cluster, tls)
     # The only copy of host 2, on host 3: one byte in the middle of its newest cask.
     flipped = cluster.nodes[3].enter(sys.executable, ROOT / "tests/hosts/flip.py", "/dev/shm/tensorcask-0/*/replica-2/casks/**/*")
     assert flipped.strip()
