@@ -32,11 +32,11 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, sto
         return HostNotes::start_rank(run, hosts.session, rank, known.sequence, Some(process));
     }
     let Some(others) = OtherHosts::open(spec)? else {
-        let after = join_by_store(first, hosts, rank, process).await?;
+        let after = join_by_store(first, hosts, run, rank, process).await?;
         return HostNotes::start_rank(run, hosts.session, rank, after, None);
     };
     let limit = store_timeout.saturating_mul(STORE_REQUESTS);
-    let error = match tokio::time::timeout(limit, join_by_store(first, hosts, rank, process)).await {
+    let error = match tokio::time::timeout(limit, join_by_store(first, hosts, run, rank, process)).await {
         Ok(Ok(after)) => {
             remove_older(run, hosts.session, after)?;
             return HostNotes::start_rank(run, hosts.session, rank, after, None);
@@ -73,8 +73,9 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, sto
     HostNotes::start_rank(run, hosts.session, rank, after, Some(process))
 }
 
-/// All hosts agree through the store on the log entry after which the session begins; returns its number.
-async fn join_by_store(store: &Store, hosts: &HostsSpec, rank: u32, process: Id) -> Result<u64> {
+/// All hosts agree through the store on the log entry after which the session begins; returns its number. Prepares this host's
+/// mirror.
+async fn join_by_store(store: &Store, hosts: &HostsSpec, run: &RunFolder, rank: u32, process: Id) -> Result<u64> {
     let after = match SessionExchange::beginning(store, hosts.session).await? {
         Some(after) => after,
         None => {
@@ -86,8 +87,26 @@ async fn join_by_store(store: &Store, hosts: &HostsSpec, rank: u32, process: Id)
             SessionExchange::begin(store, hosts.session, last).await?
         }
     };
+    fill_mirror(run, store).await?;
     SessionExchange::start_rank(store, hosts.session, rank, process).await?;
     Ok(after)
+}
+
+/// Copies the log into an empty mirror, with manifests and directories of the newest snapshot. The host can then encode its
+/// first step even if the store stops answering before that.
+async fn fill_mirror(run: &RunFolder, store: &Store) -> Result<()> {
+    let _held = lock_file(&run.hosts_lock())?;
+    let memory = open_mirror(run)?;
+    match SessionLog::open(&memory).await {
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        // The agent keeps it up to date.
+        _ => return Ok(()),
+    }
+    match SessionLog::open(store).await {
+        Ok(log) => Mirror::new(store, &memory).follow(&log).await,
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 /// Begins the session from the memory of all hosts, and prepares this host's mirror. The caller holds the lock of hosts.

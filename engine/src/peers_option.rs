@@ -32,7 +32,8 @@ pub struct Peers {
     /// Distance between a host and its replicas: host `n` is copied to `n + jump`, `n + 2 * jump`, and so on. Choose it so that
     /// these hosts do not fail together, for example the number of hosts in a rack.
     pub jump: u32,
-    /// Number of snapshots to keep of each host, 1 or more. Links of their chains are kept in addition.
+    /// Number of steps to keep of each host, 1 or more, with the chain of the newest committed snapshot. Older steps that are not
+    /// committed yet are kept, too, while memory has room.
     pub keep: u32,
     /// Bytes per second that this host sends for the run, to other hosts and to the tiers together; `None` for no limit. At
     /// least 1 MiB.

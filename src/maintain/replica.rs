@@ -1,8 +1,11 @@
 //! A replica: a copy of the part of a mirror that only one host has, in the memory of another host.
 //!
 //! In a session of many hosts (spec log 8), each host has the casks and receipts of its ranks in a [`Mirror`]. A replica
-//! has the newest complete steps of one such mirror, and the casks of its ranks in the chain of the newest committed
-//! snapshot. Log, manifests and directories are in every mirror, so a replica has none.
+//! has the complete steps of one such mirror, as far as there is room, and the casks of its ranks in the chain of the newest
+//! committed snapshot. Log, manifests and directories are in every mirror, so a replica has none.
+//!
+//! A mirror has all steps that are neither committed nor given up. A replica needs the older ones, too: hosts may save at
+//! different speeds, and a lost host is restored to a step that all hosts have.
 //!
 //! The source is not trusted. A cask is copied first, and then checked at the destination, byte by byte. A receipt is
 //! written after the casks that it names. A step that is a delta counts only if the casks of its parent's chain are there,
@@ -61,6 +64,8 @@ pub struct Replica {
     room: u64,
     /// Whether the last copy failed because it needs more.
     lacks_room: bool,
+    /// Newest step that was removed for want of room. It and all older steps are not copied again.
+    gave_way: Option<SessionStep>,
     /// Casks in the replica that were checked since it was opened.
     checked: BTreeSet<Id>,
 }
@@ -100,7 +105,7 @@ struct WantedCask {
 
 impl Replica {
     /// A replica in `memory` of the ranks of one host, from `source`, the mirror of that host. Keeps the newest `keep` steps,
-    /// at least one. Sends no request.
+    /// at least one, and while there is room all that the mirror has. Sends no request.
     pub fn new(source: &Store, memory: &Store, session: Id, ranks: Range<u32>, keep: u32) -> Self {
         Self {
             source: source.clone(),
@@ -114,6 +119,7 @@ impl Replica {
             proof: None,
             room: u64::MAX,
             lacks_room: false,
+            gave_way: None,
             checked: BTreeSet::new(),
         }
     }
@@ -123,8 +129,9 @@ impl Replica {
         self.proof = proof;
     }
 
-    /// Limits the bytes of casks that the next pulls may add. If there is no room for a new step, older steps give way first;
-    /// then the step is not copied, and the report says why.
+    /// Limits the bytes of casks that the next pulls may add. If there is no room for a new step, older steps give way first,
+    /// the oldest before the others; then the step is not copied, and the report says why. Without any room, all but the newest
+    /// `keep` steps give way.
     pub fn set_room(&mut self, bytes: u64) {
         self.room = bytes;
     }
@@ -134,7 +141,8 @@ impl Replica {
         &self.memory
     }
 
-    /// Copies what the replica lacks, newest steps first, and removes what neither side needs. Fails if the source cannot be
+    /// Copies what the replica lacks, and removes what neither side needs. The newest `keep` steps come first, so that older ones
+    /// delay none of them; each pull copies one of these. Fails if the source cannot be
     /// read at all. A pull that was interrupted is resumed by pulling again.
     #[boxed]
     pub async fn pull(&mut self) -> Result<ReplicaReport> {
@@ -162,15 +170,24 @@ impl Replica {
             Err(error) if error.kind() != ErrorKind::NotFound => _ = report.problem.get_or_insert(error),
             _ => {}
         }
-        let wanted: BTreeMap<SessionStep, RankSet> = at_source.into_iter().rev().take(self.keep).collect();
-        for (at, present) in wanted.iter().rev() {
+        let is_past = |at: &SessionStep| self.gave_way.is_some_and(|gone| *at <= gone);
+        let newest_first = at_source.into_iter().rev().enumerate();
+        let wanted: BTreeMap<SessionStep, (RankSet, bool)> = newest_first
+            .filter(|(place, (at, _))| *place < self.keep || !is_past(at))
+            .map(|(place, (at, present))| (at, (present, place < self.keep)))
+            .collect();
+        let mut may_copy_older = true;
+        for (at, (present, is_recent)) in wanted.iter().rev() {
             if held.contains(at) {
                 continue;
             }
+            if !is_recent && !(std::mem::take(&mut may_copy_older) && self.room > 0) {
+                break;
+            }
             let mut copied = self.copy_step(&from, &to, *at, present, &mut of_wanted, &mut report).await;
             let newest = held.last().copied();
-            if chain_is_known && self.lacks_room && newest.is_some_and(|newest| newest < *at) && held.len() > 1 {
-                held = newest.into_iter().collect();
+            while chain_is_known && self.lacks_room && newest.is_some_and(|newest| newest < *at) && held.len() > 1 {
+                self.gave_way = held.pop_first().max(self.gave_way);
                 let freed = self.prune(&to, session, &held, &chain, &of_wanted).await?;
                 self.room = self.room.saturating_add(freed);
                 copied = self.copy_step(&from, &to, *at, present, &mut of_wanted, &mut report).await;
@@ -194,7 +211,12 @@ impl Replica {
             report.problem = Some(Error::not_found(message).object(format!("{}/{}", session.folder(), newest.folder())));
         }
         if chain_is_known && !wanted.is_empty() {
-            let kept: BTreeSet<SessionStep> = held.iter().rev().take(self.keep).copied().collect();
+            let older = held.iter().rev().skip(self.keep);
+            if self.room == 0 {
+                self.gave_way = older.clone().next().copied().max(self.gave_way);
+            }
+            let is_kept = |at: &&SessionStep| wanted.contains_key(*at) && self.gave_way.is_none_or(|gone| **at > gone);
+            let kept = held.iter().rev().take(self.keep).chain(older.filter(is_kept)).copied().collect();
             self.prune(&to, session, &kept, &chain, &of_wanted).await?;
         }
         Ok(report)

@@ -142,6 +142,26 @@ fn a_start_without_store_fails_if_memory_has_no_whole_step() {
     assert_eq!(start.agree("third"), [Some(2); WORLD as usize]);
 }
 
+/// A fresh host can encode from the moment at which its ranks have started.
+#[test]
+fn a_fresh_host_saves_if_the_store_goes_away_right_after_its_start() {
+    let mut job = Job::new().with_peers();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    drop(start);
+    job.hosts[2] = Host::new();
+    let mut start = job.start("second", 2);
+    let away = Away::take(job.store_path.as_ref());
+    start.save_all(2);
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Replicated));
+    away.back();
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2]);
+    job.assert_holds(2, 2);
+    job.assert_clean();
+}
+
 /// Errors of all ranks.
 fn refused_starts(job: &Job, session: &str) -> Vec<tensorcask::Error> {
     std::thread::scope(|scope| {

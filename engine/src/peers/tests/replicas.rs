@@ -63,30 +63,40 @@ async fn parts_are_read_from_here_and_from_peers() {
 }
 
 #[tokio::test]
-async fn a_step_that_was_never_uploaded_is_copied_and_memory_is_bounded() {
+async fn steps_that_were_never_uploaded_are_copied_while_there_is_room() {
     let mut job = Job::begin().await;
     job.commit(1).await;
     let server = job.hosts[0].host.serve(None).await;
     let mut replica = job.replica(&server.peer(None), 2);
-    // The store does not answer: the mirror grows, the replica does not.
+    // The store does not answer. The mirror keeps all steps, because another host may have saved fewer of them.
     for step in 2..=6 {
         job.save(step).await;
     }
     let report = replica.pull().await.unwrap();
     assert_eq!((report.newest, report.missing), (Some(at(6)), 0));
-    assert_eq!(replica.steps().await.unwrap(), [at(5), at(6)]);
+    assert_eq!(replica.steps().await.unwrap(), [at(4), at(5), at(6)], "the newest come first");
+    for _ in 0..3 {
+        replica.pull().await.unwrap();
+    }
+    assert_eq!(replica.steps().await.unwrap().len(), 6);
     let folder = job.hosts[1].host.folder.replica(0);
     let casks = || files_below(&folder).into_iter().filter(|file| file.starts_with("casks")).count() as u32;
-    assert_eq!(casks(), 3 * RANKS, "steps 5 and 6, and the base");
+    assert_eq!(casks(), 6 * RANKS);
+    // Older steps give way if something else needs the memory, and do not come back.
+    for room in [0, u64::MAX] {
+        replica.set_room(room);
+        replica.pull().await.unwrap();
+        assert_eq!((replica.steps().await.unwrap(), casks()), (vec![at(5), at(6)], 3 * RANKS), "the base stays");
+    }
     job.save(7).await;
     replica.pull().await.unwrap();
-    assert_eq!((replica.steps().await.unwrap(), casks()), (vec![at(6), at(7)], 3 * RANKS));
+    assert_eq!(replica.steps().await.unwrap(), [at(5), at(6), at(7)]);
     // Without receipts the step does not count.
     let mut receipts = files_below(&job.hosts[0].host.folder.mirror()).into_iter().filter(|file| file.starts_with("receipts"));
     let newest = receipts.find(|file| file.ends_with("7/0-1.json")).unwrap();
     std::fs::remove_file(job.hosts[0].host.folder.mirror().join(newest)).unwrap();
     assert_eq!(replica.pull().await.unwrap().newest_at_source, Some(at(6)));
-    assert_eq!(replica.steps().await.unwrap(), [at(6), at(7)], "the replica keeps what it has");
+    assert_eq!(replica.steps().await.unwrap(), [at(5), at(6), at(7)], "the replica keeps what it has");
 }
 
 #[tokio::test]
@@ -228,8 +238,8 @@ async fn copies_stay_within_their_room() {
     assert!(problem.contains("no room") && report.bytes == 0 && report.newest.is_none(), "{problem}");
     replica.set_room(u64::MAX);
     let report = replica.pull().await.unwrap();
-    assert_eq!((report.newest, replica.steps().await.unwrap()), (Some(at(3)), vec![at(2), at(3)]));
-    // Room for two steps and not for three: the older step gives way before the new one comes.
+    assert_eq!((report.newest, replica.steps().await.unwrap()), (Some(at(3)), vec![at(1), at(2), at(3)]));
+    // Room for three steps and not for four: the oldest step gives way before the new one comes.
     let casks = job.hosts[1].host.folder.replica(0).join("casks");
     let size = || std::fs::read_dir(&casks).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum::<u64>();
     let limit = size() + 4096;
