@@ -64,7 +64,7 @@ struct Notice {
     reason: String,
 }
 
-/// What a drain has reached.
+/// Result of a drain: how safe the last save is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drained {
     /// Level that the last save has reached.
@@ -102,7 +102,7 @@ impl Preemption {
         lock(&self.notice).is_some()
     }
 
-    /// What announced the end, such as `signal 15`.
+    /// Cause of the announced end, such as `signal 15`; `None` before.
     pub fn reason(&self) -> Option<String> {
         lock(&self.notice).as_ref().map(|notice| notice.reason.clone())
     }

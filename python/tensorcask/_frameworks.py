@@ -111,7 +111,9 @@ def _find_framework(value: Any) -> str | None:
 
 def inner_tensors(value: Any) -> dict[str, Any] | None:
     """Returns the inner tensors of a torch tensor subclass by attribute; None for other values and for a DTensor."""
-    if is_given_part(value) or framework_of(value) != "torch" or is_plain_torch(value) or not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
+    if is_given_part(value) or framework_of(value) != "torch" or is_plain_torch(value):
+        return None
+    if not hasattr(value, "__tensor_flatten__") or hasattr(value, "to_local"):
         return None
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
 

@@ -33,7 +33,7 @@ class Peers:
     certificate and key; None only if all agents run on one machine.
 
     ``replicas``: number of hosts that copy each host. ``jump``: host *n* is copied to *n* + ``jump``, and so on. ``keep``: steps to
-    keep of each host. ``bandwidth``: bytes per second that this host sends to all others together.
+    keep of each host. ``bandwidth``: bytes per second that this host sends for the run, to other hosts and to the tiers together.
 
     >>> Peers("node{host}:7411", tls="/etc/tensorcask/run42").replicas
     1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -98,15 +99,13 @@ class Preemption:
 
     @property
     def reason(self) -> str | None:
-        """What announced it, such as ``SIGTERM``; None before."""
+        """Cause of the announced end, such as ``SIGTERM``; None before."""
         return None if self._notice is None else self._notice[1]
 
     def agree(self, group: Any = None) -> bool:
         """Whether the end of any rank's process is announced. All ranks of ``group`` call it at the same step, and get the same
         answer: one small ``all_reduce``. Without an initialised ``torch.distributed``, same as :attr:`requested`.
         """
-        import sys
-
         dist = getattr(sys.modules.get("torch"), "distributed", None)
         if dist is None or not dist.is_available() or not dist.is_initialized():
             return self.requested

@@ -1,4 +1,4 @@
-"""What adapters of trainers share: the random generators of a rank, and the step from which all ranks go on."""
+"""Shared parts of the adapters of trainers: the random generators of a rank, and the step from which all ranks go on."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from . import _device, _frameworks, _native, _precision, _state
 from ._errors import InvalidValueError
-from ._hosts import Hosts, find_hosts, gather
+from ._hosts import Hosts, find_hosts, gather_on_cpu
 from ._options import Check, check_step, parse_policy, retention_of, user_json
 from ._peers import Peers, resolve
 from ._preemption import Preemption
@@ -410,9 +410,11 @@ class Engine:
         import torch.distributed as dist
 
         steps = [found.step for found in self.loadable()]
-        gathered = gather(steps, dist.get_rank(), dist.get_world_size()) if group is None else None
-        ranks: list[Any] = [None] * dist.get_world_size(group) if gathered is None else gathered
-        if gathered is None:
+        ranks: list[Any]
+        if group is None:
+            ranks = gather_on_cpu(steps, dist.get_backend() == "gloo")
+        else:
+            ranks = [None] * dist.get_world_size(group)
             dist.all_gather_object(ranks, steps, group=group)
         step = _native.newest_common_step(ranks)
         if step is not None:
@@ -440,8 +442,8 @@ class Engine:
         """Waits until the last save, or the last save of ``step``, has reached a level or failed.
 
         Levels: ``copied`` (in this host's memory, as soon as a save returns), ``encoded`` (encoded there), ``replicated`` (with
-        ``peers``: other hosts have checked copies, or it is durable), ``durable`` (committed in the first tier). ``timeout``: seconds. Raises ``NotFoundError`` if ``step`` is not among the last 1024 saves of this
-        process.
+        ``peers``: other hosts have checked copies, or it is durable), ``durable`` (committed in the first tier). ``timeout``:
+        seconds. Raises ``NotFoundError`` if ``step`` is not among the last 1024 saves of this process.
         """
         if until not in ("copied", "encoded", "replicated", "durable"):
             raise ValueError(f"until={until!r}: use 'copied', 'encoded', 'replicated' or 'durable'")

@@ -174,9 +174,10 @@ class _ThroughEngine(Strategy):  # type: ignore[misc]
     def _begin(self, store: str | os.PathLike[str], engine: Mapping[str, Any] | None) -> None:
         self._store, self._engine_options = store, dict(engine or {})
         self._running: Engine | None = None
-        # Step and files of the last save; steps of deleted files that were not in the store yet.
+        # Step of the last save, and whether it had the states of the optimizers.
         self._last_step: int | None = None
         self._last_is_whole = False
+        # Steps of deleted files that were not in the store yet.
         self._unwanted: set[int] = set()
 
     @property

@@ -20,8 +20,8 @@ The name of a step's folder is the step: ``100``, ``step_100``, ``checkpoint_100
 ``step_prefix``, pass ``Save(..., step=)``.
 
 Each item of a ``Composite`` has its own store: ``tensorcask`` for ``default``, and ``tensorcask-<name>`` for other
-items. Without an engine, a tree with arrays of several processes is refused. An engine takes one item. A manager that deletes old steps leaves their snapshots;
-:func:`tidy` forgets them.
+items. Without an engine, a tree with arrays of several processes is refused. An engine takes one item. A manager that
+deletes old steps leaves their snapshots; :func:`tidy` forgets them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from . import _native
+from . import _native, _ranks
 from ._state import flat_arrays
 from ._store import Store, open_store
 from .engine import Engine
@@ -42,9 +42,7 @@ class Publisher:
     """
 
     def __init__(self, target: Store | Engine | str, **options: Any) -> None:
-        if isinstance(target, Engine) and options:
-            raise TypeError(f"{', '.join(options)}: pass options of saves to tensorcask.Engine")
-        self._target = target if isinstance(target, Engine) else open_store(target, None)
+        self._target = _ranks.open_target(target, options)
         self._options = {"policy": "consecutive", **options}
 
     def publish(self, weights: Mapping[str, Any], version: int, **facts: Any) -> None:

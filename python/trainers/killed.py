@@ -2,9 +2,10 @@
 
     python killed.py transformers [--ranks 2]
 
-The training runs as `with_NAME.py`, one process for each rank, on the CPU with gloo. `NAME-VARIANT` runs `with_NAME.py` with $VARIANT. Its first rank kills itself by SIGKILL at a step
-that is not saved. The first resume is from the memory of the host. Then it is killed again, its memory is removed, as with a lost host,
-and the second resume is from the store. At last, other numbers of ranks load the newest step. Prints one line, and writes it to a file for the table.
+The training runs as `with_NAME.py`, one process for each rank, on the CPU with gloo. `NAME-VARIANT` runs `with_NAME.py` with
+$VARIANT. Its first rank kills itself by SIGKILL at a step that is not saved. The first resume is from the memory of the host. Then
+it is killed again, its memory is removed, as with a lost host, and the second resume is from the store. At last, other numbers of
+ranks load the newest step. Prints one line, and writes it to a file for the table.
 """
 
 import argparse

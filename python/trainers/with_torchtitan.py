@@ -58,9 +58,15 @@ optimizers = default_adamw(lr=1e-2, fused=False).build(model_parts=[model])
 schedules = LRSchedulersContainer.Config(warmup_steps=3).build(optimizers=optimizers, training_steps=STEPS)
 parts = dict(
     # torchtitan cannot load its data loader on another number of ranks.
-    dataloader=None if run.arguments.only_load else loader, model_parts=[model], optimizers=optimizers, lr_schedulers=schedules, states={"train_state": progress}, sd_adapter=None,
+    dataloader=None if run.arguments.only_load else loader,
+    model_parts=[model],
+    optimizers=optimizers,
+    lr_schedulers=schedules,
+    states={"train_state": progress},
+    sd_adapter=None,
     base_folder=run.work,
-)  # fmt: skip
+)
+
 
 def tensors():
     return {**dict(model.named_parameters()), **{key: value for key, value in optimizers.state_dict().items() if torch.is_tensor(value)}}

@@ -408,7 +408,7 @@ impl Away {
         away
     }
 
-    /// Where the store is meanwhile.
+    /// Folder of the store while it is away.
     pub(crate) fn kept(&self) -> &Path {
         &self.kept
     }
