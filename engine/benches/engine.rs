@@ -21,7 +21,7 @@ mod linux {
     use serde_json::json;
     use tensorcask::{Latest, Metadata, Policy, TensorView};
     use tensorcask_engine::{
-        Destination, Engine, EngineOptions, Restored, RestoredTensor, RunStatus, Source, Until, agent_status, stop_agent,
+        AgentStatus, Destination, Engine, EngineOptions, Restored, RestoredTensor, RunStatus, Source, Until, agent_status, stop_agent,
     };
 
     use crate::common::{Arguments, Memcpy, Owned, Table, bytes_of, fail, median, report, seconds, synthetic};
@@ -51,8 +51,12 @@ mod linux {
             }
         }
 
+        fn agent(&self) -> AgentStatus {
+            agent_status(Some(&self.memory.path().join("engine"))).unwrap()
+        }
+
         fn status(&self) -> (RunStatus, u64) {
-            let mut status = agent_status(Some(&self.memory.path().join("engine"))).unwrap();
+            let mut status = self.agent();
             (status.runs.remove(0), status.resident_bytes)
         }
     }
@@ -350,27 +354,46 @@ mod linux {
         table
     }
 
+    /// Memory that the engine takes on this host after the last save, and the most while the saves are encoded.
     fn memory(states: &[Vec<Owned>; 2], folder: Option<&str>) -> Table {
         let size = bytes_of(&states[0]);
-        let title = "Host memory per byte of state, by the number of encoded snapshots that stay in memory (consecutive policy, deltas of one step)";
-        let mut table = Table::new(title, &["encoded", "arena, 2 slots", "base, decoded", "all"]);
-        for keep in 1..=4u32 {
+        let title = format!(
+            "Host memory per byte of a state of {:.2} GB: after {MEMORY_SAVES} saves one step apart (consecutive policy), and the most while one is encoded",
+            size as f64 / 1e9
+        );
+        let mut table = Table::new(title, &["encoded", "arena", "agent", "all", "most"]);
+        for (name, slots, keep, keep_base_decoded) in [
+            ("keep 1, 1 slot, base not kept decoded", 1, 1, false),
+            ("keep 1, base not kept decoded", 2, 1, false),
+            ("keep 1", 2, 1, true),
+            ("keep 2 (default)", 2, 2, true),
+            ("keep 4", 2, 4, true),
+        ] {
             let host = Host::new(folder);
-            let mut engine = Engine::start(EngineOptions { keep, policy: Policy::Consecutive, ..host.options() }).unwrap();
-            for step in 1..=u64::from(keep) {
+            let options = EngineOptions { slots, keep, keep_base_decoded, policy: Policy::Consecutive, ..host.options() };
+            let mut engine = Engine::start(options).unwrap();
+            let mut most = 0;
+            for step in 1..=MEMORY_SAVES {
                 engine.save(step, &views(&states[step as usize % 2]), &[], &Metadata::default()).unwrap();
-                assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+                while !engine.wait(Until::Durable, Duration::from_millis(20)).unwrap().reached {
+                    // The first save is a base.
+                    most = most.max(host.agent().host_memory_bytes() * u64::from(step > 1));
+                }
             }
-            let (run, _) = host.status();
-            let ratio = |bytes: u64| bytes as f64 / size as f64;
-            let (encoded, arena) = (ratio(run.memory_bytes), ratio(run.ranks[0].arena_bytes));
-            let all = encoded + arena + 1.0;
-            let cells = [encoded, arena, 1.0, all].map(|ratio| format!("{ratio:.2}")).to_vec();
-            table.row(&format!("keep {keep}"), cells, json!({ "encoded": encoded, "arena": arena, "all": all }));
+            let agent = host.agent();
+            let run = &agent.runs[0];
+            let bytes = [run.memory_bytes, run.ranks[0].arena_present_bytes, agent.private_bytes, agent.host_memory_bytes(), most];
+            let ratios = bytes.map(|bytes| bytes as f64 / size as f64);
+            let [encoded, arena, own, all, most] = ratios;
+            let values = json!({ "encoded": encoded, "arena": arena, "agent": own, "all": all, "most": most });
+            table.row(name, ratios.map(|ratio| format!("{ratio:.2}")).to_vec(), values);
             engine.finish().unwrap();
         }
         table
     }
+
+    /// Saves of the table of memory: a base and deltas.
+    const MEMORY_SAVES: u64 = 6;
 
     /// CPU and private memory of the agent, by the form in which it keeps the base.
     fn bases(states: &[Vec<Owned>; 2], rounds: usize, folder: Option<&str>) -> Table {

@@ -1,4 +1,4 @@
-//! The arena of a rank: two or more slots in shared memory, each with a raw state.
+//! The arena of a rank: one or more slots in shared memory, each with a raw state.
 //!
 //! Trainer and agent both map the arena and follow the protocol of [`slot`](crate::slot). See
 //! [`arena_file`](crate::arena_file) for the layout.

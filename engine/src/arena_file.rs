@@ -24,7 +24,7 @@ use crate::memory::SharedMemory;
 use crate::slot::{SlotState, SlotWord};
 
 /// Number of slots that an arena may have.
-pub(crate) const SLOTS: RangeInclusive<u32> = 2..=16;
+pub(crate) const SLOTS: RangeInclusive<u32> = 1..=16;
 
 /// Words of page 0, by offset.
 pub(crate) mod head {
@@ -191,6 +191,14 @@ impl ArenaFile {
     /// Total size in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.memory().len() as u64
+    }
+
+    /// Bytes of the file that take memory; 0 if it was removed.
+    pub(crate) fn present_bytes(&self) -> u64 {
+        std::fs::metadata(&self.path)
+            .ok()
+            .filter(|found| identity(found) == self.identity)
+            .map_or(0, |found| found.blocks().saturating_mul(512))
     }
 
     /// Whether a state of this size fits into a slot.

@@ -9,6 +9,7 @@ use tensorcask::maintain::Mirror;
 use tensorcask::wire::Id;
 use tensorcask::{Error, ErrorKind, KnownLog, Result, SessionExchange, SessionLog, Store};
 
+use crate::damaged_copies::damaged_copies;
 use crate::earlier_sessions::{Beginning, beginnings, remove_older};
 use crate::folders::{RunFolder, publish};
 use crate::host_notes::HostNotes;
@@ -157,7 +158,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
 /// Host 0 decides where the session begins.
 async fn begin(hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Beginning> {
     let wait = SurveyWait { timeout: HOSTS_TIMEOUT, entry: None };
-    let survey = HostsSurvey::shared(run, hosts.session, others, wait).await?;
+    let survey = HostsSurvey::shared(run, hosts.session, others, wait).await?.without(&damaged_copies(run));
     let union = union_store(survey.stores(run, others)?, u64::MAX);
     let log = SessionLog::open(&union).await.map_err(|error| match error.kind() {
         ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "no host has this run in memory"),

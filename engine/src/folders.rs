@@ -160,6 +160,11 @@ impl RunFolder {
         self.root.join("hosts.json")
     }
 
+    /// Path of the list of damaged copies in the memory of hosts.
+    pub(crate) fn damaged_copies(&self) -> PathBuf {
+        self.root.join("damaged.json")
+    }
+
     /// Path of the lock that one rank of this host holds while it asks other hosts for all, about their memory.
     pub(crate) fn hosts_lock(&self) -> PathBuf {
         self.root.join("hosts.lock")
@@ -190,6 +195,7 @@ impl RunFolder {
         remove_folder(&self.mirror())?;
         remove_folder(&self.meeting())?;
         remove_file(&self.hosts_survey())?;
+        remove_file(&self.damaged_copies())?;
         for host in self.replicas()? {
             remove_folder(&self.replica(host))?;
         }

@@ -16,6 +16,7 @@ use tensorcask::maintain::held_steps;
 use tensorcask::wire::{Id, Leader, Receipt, SessionName, SessionStep};
 use tensorcask::{ContinuedSession, ErrorKind, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, Store, WriterOptions};
 
+use crate::damaged_copies::{damaged_copies, note_damaged_copy};
 use crate::earlier_sessions::{Beginning, beginnings};
 use crate::folders::RunFolder;
 use crate::host_notes::HostNotes;
@@ -31,18 +32,10 @@ pub(crate) struct HostsMemory {
     pub steps: Vec<u64>,
 }
 
-/// Order of the places that have an object.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum PlaceOrder {
-    NearestFirst,
-    /// For another copy of an object that is damaged in the nearest place.
-    FarthestFirst,
-}
-
 /// Opens the memory of all hosts; `None` without peers, or if memory does not continue the store. Waits for hosts that do not
 /// answer, at most for `timeout`.
-pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: Duration, order: PlaceOrder) -> Option<HostsMemory> {
-    match open(spec, run, timeout, order).await {
+pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Option<HostsMemory> {
+    match open(spec, run, timeout).await {
         Ok(found) => found,
         Err(error) => {
             tracing::warn!(run = spec.run, %error, "the memory of other hosts cannot be used");
@@ -51,18 +44,14 @@ pub(crate) async fn open_hosts_memory(spec: &RunSpec, run: &RunFolder, timeout: 
     }
 }
 
-async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration, order: PlaceOrder) -> Result<Option<HostsMemory>> {
+async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Option<HostsMemory>> {
     let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(None) };
     let notes = HostNotes::read(run, hosts.session);
     // Before the first entry, there is nothing to continue.
     let Some(after) = notes.after.filter(|after| *after > 0) else { return Ok(None) };
     let wait = SurveyWait { timeout, entry: Some(after) };
-    let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?;
-    let mut places = survey.stores(run, &others)?;
-    if order == PlaceOrder::FarthestFirst {
-        places.reverse();
-    }
-    let store = union_store(places, after);
+    let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?.without(&damaged_copies(run));
+    let store = union_store(survey.stores(run, &others)?, after);
     let log = match SessionLog::open(&store).await {
         Ok(log) if log.sequence() == after => log,
         Ok(_) => return Ok(None),
@@ -77,6 +66,19 @@ async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration, order: PlaceOr
         }
     };
     Ok(Some(HostsMemory { steps: steps_in(&store, after, &continued).await?, store }))
+}
+
+/// Notes that the copy of an object which [`HostsMemory::store`] reads is damaged; returns whether that is news. The memory has
+/// to be opened again: it then has another copy of the object, or none.
+pub(crate) async fn note_damage(spec: &RunSpec, run: &RunFolder, path: &str) -> Result<bool> {
+    let (Some(hosts), Some(others)) = (&spec.hosts, OtherHosts::open(spec)?) else { return Ok(false) };
+    // Made before, by this rank or another of this host.
+    let wait = SurveyWait { timeout: Duration::ZERO, entry: None };
+    let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?.without(&damaged_copies(run));
+    match survey.first_copy(path) {
+        Some(copy) => note_damaged_copy(run, copy),
+        None => Ok(false),
+    }
 }
 
 /// Steps that can be restored from the memory of all hosts, newest first.

@@ -1,7 +1,7 @@
 //! A survey of the memory of all hosts: which objects each has. One rank of each host asks for all, and shares the result
 //! on its host: every host asks every other host once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use tensorcask::wire::{Id, LogEntry};
 use tensorcask::{Error, Result};
 
+use crate::damaged_copies::CopyId;
 use crate::files::replace_file;
 use crate::folders::RunFolder;
 use crate::lock::lock_file;
@@ -115,7 +116,24 @@ impl HostsSurvey {
         }
     }
 
-    /// Mirrors and replicas as places of a union.
+    /// Leaves out damaged copies.
+    pub(crate) fn without(mut self, damaged: &BTreeSet<CopyId>) -> Self {
+        if !damaged.is_empty() {
+            for SurveyedFolder { host, folder, objects } in &mut self.folders {
+                objects.retain(|object| !damaged.contains(&object.copy_id(*host, folder)));
+            }
+        }
+        self
+    }
+
+    /// The copy of an object that a reader of [`stores`](Self::stores) takes.
+    pub(crate) fn first_copy(&self, path: &str) -> Option<CopyId> {
+        self.folders.iter().filter(|found| found.folder != MEETING).find_map(|SurveyedFolder { host, folder, objects }| {
+            objects.iter().find(|object| object.path == path).map(|object| object.copy_id(*host, folder))
+        })
+    }
+
+    /// Mirrors and replicas as places of a union, those of this host first.
     pub(crate) fn stores(&self, run: &RunFolder, others: &OtherHosts) -> Result<Vec<ListedPlace>> {
         let stores = self.folders.iter().filter(|found| found.folder != MEETING);
         stores.filter_map(|found| found.listed(run, others).transpose()).collect()
@@ -156,6 +174,10 @@ impl SurveyedObject {
         let since = SystemTime::from(meta.last_modified).duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let modified_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
         Self { path: meta.location.to_string(), bytes: meta.size, modified_ms }
+    }
+
+    fn copy_id(&self, host: u32, folder: &str) -> CopyId {
+        CopyId { host, folder: folder.to_owned(), path: self.path.clone(), modified_ms: self.modified_ms }
     }
 
     fn meta(&self) -> ObjectMeta {

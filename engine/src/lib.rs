@@ -34,6 +34,7 @@ mod memory;
 mod image;
 
 mod copy_plan;
+mod damaged_copies;
 
 mod arena_memory;
 

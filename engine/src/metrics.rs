@@ -17,6 +17,8 @@ impl AgentStatus {
         };
         gauge("agent_uptime_seconds", "Seconds since the agent started.", vec![(String::new(), self.uptime_s)]);
         gauge("agent_resident_bytes", "Resident memory of the agent.", vec![(String::new(), self.resident_bytes as f64)]);
+        let host_memory = vec![(String::new(), self.host_memory_bytes() as f64)];
+        gauge("host_memory_bytes", "Memory of the engine on this host: arenas, encoded snapshots, copies, agent.", host_memory);
         let label = |run: &RunStatus| format!("{{run=\"{}\"}}", escape(&run.run));
         let mut per_run = |name: &str, help: &str, value: &dyn Fn(&RunStatus) -> Option<f64>| {
             gauge(name, help, self.runs.iter().filter_map(|run| Some((label(run), value(run)?))).collect());

@@ -83,7 +83,8 @@ pub struct EngineOptions {
     pub hosts: Option<Hosts>,
     /// Replicas of encoded snapshots in the memory of other hosts; `None` for none. Only with `hosts`.
     pub peers: Option<Peers>,
-    /// Number of raw states that fit into the arena, 2 to 16.
+    /// Number of raw states that fit into the arena, 1 to 16. With one, a save waits until the state before is encoded; that is
+    /// the setting with the least memory.
     pub slots: u32,
     /// Number of encoded snapshots to keep in memory, 1 or more. Snapshots that the store does not have yet stay in
     /// addition.
@@ -142,7 +143,7 @@ impl EngineOptions {
             world: 1,
             hosts: None,
             peers: None,
-            slots: *SLOTS.start(),
+            slots: 2,
             keep: 2,
             memory_cap: None,
             policy: Policy::default(),
@@ -173,6 +174,9 @@ impl EngineOptions {
         }
         if !SLOTS.contains(&self.slots) {
             return Err(Error::invalid(format!("slots={}: an arena has {} to {} slots", self.slots, SLOTS.start(), SLOTS.end())));
+        }
+        if self.slots == 1 && self.back_pressure == BackPressure::DropOldestUncommitted {
+            return Err(Error::invalid("slots=1 with the back pressure `drop_oldest_uncommitted`: a save would overwrite the only state"));
         }
         if self.encode == Encode::Inline && self.world > 1 {
             return Err(Error::unsupported("inline encoding supports only one rank; use Encode::Agent"));

@@ -13,7 +13,7 @@ use tensorcask::{Error, ErrorKind, Result, StepSelector, Store};
 use crate::arena::{Arena, SlotHeader};
 use crate::folders::RunFolder;
 use crate::freshness::UnreachableTier;
-use crate::hosts_memory::{PlaceOrder, open_hosts_memory};
+use crate::hosts_memory::{note_damage, open_hosts_memory};
 use crate::known_tiers::KnownTiers;
 use crate::memory_stores::open_epoch;
 use crate::restore_read::{read_slot, read_snapshot};
@@ -51,8 +51,9 @@ pub(crate) async fn find<'a>(places: &RestorePlaces<'a>, request: &mut RestoreRe
     if let Some(found) = find_in_tiers(places, &stores, request).await? {
         return Ok(found);
     }
-    // A failure explains more than "not found".
-    let worst = request.passed_over.iter().position(|passed| passed.error.kind() != ErrorKind::NotFound);
+    // Damage explains more than another failure, and that more than "not found".
+    let place_of = |is_cause: fn(ErrorKind) -> bool| request.passed_over.iter().position(|passed| is_cause(passed.error.kind()));
+    let worst = place_of(|kind| kind == ErrorKind::Corrupt).or_else(|| place_of(|kind| kind != ErrorKind::NotFound));
     Err(match (worst.map(|at| request.passed_over.swap_remove(at).error), request.at) {
         (Some(error), _) => error,
         (None, StepSelector::Step(step)) => {
@@ -95,18 +96,19 @@ async fn find_in_memory<'a>(
 /// Reads a step from the memory of all hosts. The newest step is not looked for there: the ranks agree on a step first.
 async fn find_on_hosts(places: &RestorePlaces<'_>, request: &mut RestoreRequest<'_>) -> Result<Option<Restored<'static>>> {
     let StepSelector::Step(_) = request.at else { return Ok(None) };
-    for order in [PlaceOrder::NearestFirst, PlaceOrder::FarthestFirst] {
-        let (opened, before) = (open_hosts_memory(places.spec, places.run, places.store_timeout, order).await, request.passed_over.len());
+    loop {
+        let (opened, before) = (open_hosts_memory(places.spec, places.run, places.store_timeout).await, request.passed_over.len());
         let Some(memory) = opened else { return Ok(None) };
         if let Some(found) = read_store(places, &memory.store, &[], Source::Hosts, request).await? {
             return Ok(Some(found));
         }
-        // Another place may have an undamaged copy.
-        if !request.passed_over.iter().skip(before).any(|passed| passed.error.kind() == ErrorKind::Corrupt) {
-            break;
+        let damage = request.passed_over.iter().skip(before).find(|passed| passed.error.kind() == ErrorKind::Corrupt);
+        // Another place may have an undamaged copy. Each turn leaves out one more of finitely many copies.
+        match damage.and_then(|passed| passed.error.object_name()) {
+            Some(path) if note_damage(places.spec, places.run, path).await? => {}
+            _ => return Ok(None),
         }
     }
-    Ok(None)
 }
 
 async fn find_in_tiers(
@@ -272,7 +274,7 @@ pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>
             }
         }
     }
-    let memory = open_hosts_memory(places.spec, places.run, places.store_timeout, PlaceOrder::NearestFirst).await;
+    let memory = open_hosts_memory(places.spec, places.run, places.store_timeout).await;
     for step in memory.map(|memory| memory.steps).unwrap_or_default() {
         add(step, Source::Hosts);
     }

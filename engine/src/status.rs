@@ -13,10 +13,23 @@ pub struct AgentStatus {
     pub uptime_s: f64,
     /// Resident memory of the process, including the shared memory that it has accessed.
     pub resident_bytes: u64,
+    /// Memory of the process alone: resident memory without files and shared memory.
+    #[serde(default)]
+    pub private_bytes: u64,
     /// Whether the agent was told to stop, and is finishing its work.
     pub draining: bool,
     /// The runs, sorted by name.
     pub runs: Vec<RunStatus>,
+}
+
+impl AgentStatus {
+    /// Memory that the engine takes on this host: arenas, encoded snapshots, copies of other hosts, and the agent's own. Shared
+    /// memory counts once.
+    pub fn host_memory_bytes(&self) -> u64 {
+        let arenas = |run: &RunStatus| run.ranks.iter().fold(0u64, |sum, rank| sum.saturating_add(rank.arena_present_bytes));
+        let of_run = |run: &RunStatus| run.memory_bytes.saturating_add(arenas(run));
+        self.runs.iter().fold(self.private_bytes, |sum, run| sum.saturating_add(of_run(run)))
+    }
 }
 
 /// A run.
@@ -155,6 +168,9 @@ pub struct RankStatus {
     pub trainer: Option<u32>,
     /// Size of the arena.
     pub arena_bytes: u64,
+    /// Part of the arena that takes memory: a slot takes none before its first save.
+    #[serde(default)]
+    pub arena_present_bytes: u64,
     /// Slots of the arena.
     pub slots: Vec<SlotStatus>,
 }

@@ -181,7 +181,8 @@ impl Replica {
             if held.contains(at) {
                 continue;
             }
-            if !is_recent && !(std::mem::take(&mut may_copy_older) && self.room > 0) {
+            let may_copy = *is_recent || (self.room > 0 && std::mem::take(&mut may_copy_older));
+            if !may_copy {
                 break;
             }
             let mut copied = self.copy_step(&from, &to, *at, present, &mut of_wanted, &mut report).await;

@@ -111,10 +111,14 @@ def test_a_lost_host_is_replaced_and_resumes_from_its_peers_while_the_store_is_d
 def test_a_copy_with_wrong_bytes_is_never_loaded(cluster, calm):
     tls = cluster.make_certificates()
     lose_server_and_host(cluster, tls)
-    # The only copy of host 2, on host 3: one byte in the middle of its newest cask.
-    flipped = cluster.nodes[3].enter(sys.executable, ROOT / "tests/hosts/flip.py", "/dev/shm/tensorcask-0/*/replica-2/casks/**/*")
-    assert flipped.strip()
+    # The only copy of host 2 is on host 3.
+    assert cluster.nodes[3].enter(sys.executable, ROOT / "tests/hosts/flip.py", "/dev/shm/tensorcask-0/*/replica-2", "6").strip()
     cluster.replace(2)
+    cluster.start(STEPS, tls=tls)
+    # A rank that finds the damage ends. The next start takes another step.
+    with pytest.raises(AssertionError, match="ranks have ended"):
+        cluster.wait_for("resumed")
+    cluster.end_job()
     cluster.start(STEPS, tls=tls)
     resumed = cluster.wait_for("resumed")
     assert len({found["step"] for found in resumed}) == 1 and resumed[0]["step"] < 6, resumed

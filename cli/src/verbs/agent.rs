@@ -154,10 +154,11 @@ fn make_certificates(args: &InitTlsArgs) -> Result<Outcome> {
 fn show(status: &AgentStatus) -> Result<Outcome> {
     let mut text = Text::default();
     text.line(format!(
-        "agent {}, up {}, {} resident{}",
+        "agent {}, up {}, {} of host memory, {} of them its own{}",
         status.pid,
         human_seconds(status.uptime_s),
-        human_bytes(status.resident_bytes),
+        human_bytes(status.host_memory_bytes()),
+        human_bytes(status.private_bytes),
         if status.draining { ", ending" } else { "" }
     ));
     status.runs.iter().for_each(|run| describe(run, &mut text));

@@ -53,6 +53,12 @@ impl Job {
         Some(Peers { tls, ..Peers::new(listen, self.ports.iter().map(|port| format!("127.0.0.1:{port}")).collect()) })
     }
 
+    /// Folder of the run in shared memory of a host.
+    pub(crate) fn folder_of_run(&self, host: u32) -> std::path::PathBuf {
+        let host = &self.hosts[host as usize];
+        host.engine_folder().join(&host.status().runs[0].key)
+    }
+
     fn tls_folder(&self) -> std::path::PathBuf {
         std::path::Path::new(&self.store_path).with_file_name("tls")
     }

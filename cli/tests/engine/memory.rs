@@ -4,7 +4,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use tensorcask::{ErrorKind, Latest};
-use tensorcask_engine::{Engine, EngineOptions, Source, Until};
+use tensorcask_engine::{BackPressure, Engine, EngineOptions, Source, Until, agent_status};
 
 use super::faults::{mounted, unmount};
 use super::host::*;
@@ -111,6 +111,29 @@ fn a_save_without_memory_for_its_slot_fails_and_a_later_one_succeeds() {
     assert_eq!(error.kind(), ErrorKind::Storage, "{error}");
     assert!(error.message().contains("--shm-size"), "{error}");
     assert_eq!(saved.unwrap(), Source::Slot);
+}
+
+#[test]
+fn one_slot_is_enough_and_takes_the_least_memory() {
+    let host = Host::new();
+    let least = EngineOptions { slots: 1, keep: 1, keep_base_decoded: false, ..host.options() };
+    let mut engine = Engine::start(least.clone()).unwrap();
+    for step in 1..=3 {
+        // Waits until the agent has encoded the step before.
+        save(&mut engine, step);
+        let found = engine.restore(Latest).unwrap();
+        assert_eq!((found.step, &found.source), (step, &Source::Slot));
+        check(&found, SMALL);
+    }
+    assert!(engine.wait(Until::Durable, LONG).unwrap().reached);
+    let status = agent_status(Some(&host.engine_folder())).unwrap();
+    let (run, rank) = (&status.runs[0], &status.runs[0].ranks[0]);
+    assert_eq!((rank.slots.len(), rank.arena_present_bytes), (1, rank.arena_bytes));
+    assert_eq!(status.host_memory_bytes(), rank.arena_bytes + run.memory_bytes + status.private_bytes);
+    assert!(status.private_bytes > 0 && status.private_bytes < status.resident_bytes);
+    drop(engine);
+    let options = EngineOptions { back_pressure: BackPressure::DropOldestUncommitted, ..least };
+    assert_eq!(Engine::start(options).unwrap_err().kind(), ErrorKind::InvalidArgument);
 }
 
 /// The job ran on another host and comes back: the states in the arena are out of date, and its memory is not.

@@ -47,9 +47,7 @@ fn is_without_store(job: &Job) -> Vec<bool> {
 fn a_job_starts_from_memory_and_commits_once_the_store_answers() {
     let (job, away) = lose_host_and_store();
     // Host 1 has copies of these.
-    let runs = std::fs::read_dir(job.hosts[0].engine_folder()).unwrap().map(|entry| entry.unwrap().path().join("mirror/casks"));
-    let mirror = runs.into_iter().find(|casks| casks.is_dir()).unwrap();
-    std::fs::read_dir(mirror).unwrap().for_each(|cask| damage(&cask.unwrap().path()));
+    std::fs::read_dir(job.folder_of_run(0).join("mirror/casks")).unwrap().for_each(|cask| damage(&cask.unwrap().path()));
     let mut start = job.start_at_once("second", 2);
     resume(&job, &mut start, "second", 3, 1);
     for step in 4..=5 {
@@ -130,8 +128,7 @@ fn a_start_without_store_and_without_memory_fails() {
 fn a_start_without_store_fails_if_memory_has_no_whole_step() {
     let (job, away) = lose_host_and_store();
     // The only copies of host 2.
-    let copies = std::fs::read_dir(job.hosts[0].engine_folder()).unwrap().map(|entry| entry.unwrap().path().join("replica-2"));
-    std::fs::remove_dir_all(copies.into_iter().find(|folder| folder.is_dir()).unwrap()).unwrap();
+    std::fs::remove_dir_all(job.folder_of_run(0).join("replica-2")).unwrap();
     for error in refused_starts(&job, "second") {
         let text = error.to_string();
         assert!(error.kind() == ErrorKind::Storage && text.contains("memory has no step with all of its casks"), "{text}");
@@ -160,6 +157,29 @@ fn a_fresh_host_saves_if_the_store_goes_away_right_after_its_start() {
     assert_eq!(job.steps(), [1, 2]);
     job.assert_holds(2, 2);
     job.assert_clean();
+}
+
+/// Every start would agree on the same step otherwise, and fail.
+#[test]
+fn a_start_after_one_that_found_damage_takes_another_step() {
+    let (job, away) = lose_host_and_store();
+    // The only copies of what host 2 saved: all but one of its casks are whole.
+    let replica = job.folder_of_run(0).join("replica-2/casks");
+    let newest = std::fs::read_dir(replica).unwrap().map(|entry| entry.unwrap().path());
+    damage(&newest.max_by_key(|path| std::fs::metadata(path).unwrap().modified().unwrap()).unwrap());
+    let mut start = job.start_at_once("second", 2);
+    assert_eq!(start.agree("second"), [Some(3); WORLD as usize]);
+    // The first rank of each host finds the damage.
+    let errors: Vec<String> = start.engines.iter().map(|engine| engine.restore(3).unwrap_err().to_string()).collect();
+    assert_eq!(errors.iter().filter(|error| error.contains("checksum")).count(), HOSTS as usize, "{errors:?}");
+    drop(start);
+    let mut start = job.start_at_once("third", 3);
+    resume(&job, &mut start, "third", 2, 1);
+    start.save_all(3);
+    away.back();
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 3]);
+    job.assert_holds(3, 3);
 }
 
 /// Errors of all ranks.

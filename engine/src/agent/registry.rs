@@ -156,7 +156,8 @@ impl Registry {
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_s: self.started.elapsed().as_secs_f64(),
-            resident_bytes: resident_bytes(),
+            resident_bytes: own_memory("VmRSS:"),
+            private_bytes: own_memory("RssAnon:"),
             draining: false,
             runs,
         }
@@ -180,11 +181,12 @@ fn check_replaceable(run: &Run, spec: &RunSpec, rank: u32) -> Result<()> {
     Ok(())
 }
 
-/// Resident memory of this process, from `/proc/self/statm`.
-fn resident_bytes() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-    let pages: Option<u64> = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok());
-    pages.unwrap_or(0).saturating_mul(rustix::param::page_size() as u64)
+/// A number of bytes from `/proc/self/status`; 0 if it is not there.
+fn own_memory(field: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let value = status.lines().find_map(|line| line.strip_prefix(field));
+    let kib: Option<u64> = value.and_then(|value| value.trim().strip_suffix(" kB")?.parse().ok());
+    kib.unwrap_or(0).saturating_mul(1024)
 }
 
 /// Time for which a trainer with other options waits for states that were saved with the old options.

@@ -21,6 +21,7 @@ pub(super) fn status_of(run: &Run) -> RunStatus {
             rank: *rank,
             trainer: state.trainer,
             arena_bytes: arenas.get(*rank).map_or(0, |arena| arena.file().bytes()),
+            arena_present_bytes: arenas.get(*rank).map_or(0, |arena| arena.file().present_bytes()),
             slots: arenas.get(*rank).map_or_else(Vec::new, |arena| slots(arena)),
         };
         RunStatus {
