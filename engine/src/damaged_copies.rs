@@ -2,12 +2,13 @@
 //! in later ones: otherwise all ranks would agree again on a step that one of them cannot read.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use tensorcask::{Error, Result};
 
 use crate::files::replace_file;
-use crate::folders::RunFolder;
+use crate::folders::{DAMAGED_COPIES, RunFolder};
 use crate::lock::lock_beside;
 
 /// A copy of an object. If the object is copied there again, that is another copy.
@@ -20,21 +21,26 @@ pub(crate) struct CopyId {
     pub modified_ms: u64,
 }
 
+/// Path of the list.
+fn path(run: &RunFolder) -> PathBuf {
+    run.root().join(DAMAGED_COPIES)
+}
+
 /// The damaged copies that this host knows.
 pub(crate) fn damaged_copies(run: &RunFolder) -> BTreeSet<CopyId> {
-    std::fs::read(run.damaged_copies()).ok().and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default()
+    std::fs::read(path(run)).ok().and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default()
 }
 
 /// Notes a damaged copy; returns `false` if it was known.
 pub(crate) fn note_damaged_copy(run: &RunFolder, copy: CopyId) -> Result<bool> {
-    let _held = lock_beside(&run.damaged_copies())?;
+    let _held = lock_beside(&path(run))?;
     let mut known = damaged_copies(run);
     let is_new = known.insert(copy);
     while known.len() > MOST_COPIES {
         known.pop_first();
     }
     let json = serde_json::to_vec(&known).map_err(|e| Error::invalid(format!("cannot encode the damaged copies: {e}")))?;
-    replace_file(&run.damaged_copies(), &json)?;
+    replace_file(&path(run), &json)?;
     Ok(is_new)
 }
 

@@ -24,6 +24,9 @@ use tensorcask::{Error, Result};
 
 use crate::files::{list_folders, list_numbered, remove_file, remove_folder, replace_file};
 
+/// Name of the list of damaged copies in the memory of hosts, in the folder of a run.
+pub(crate) const DAMAGED_COPIES: &str = "damaged.json";
+
 /// Environment variable that names the engine's folder.
 pub const FOLDER_VARIABLE: &str = "TENSORCASK_ENGINE_DIR";
 
@@ -160,11 +163,6 @@ impl RunFolder {
         self.root.join("hosts.json")
     }
 
-    /// Path of the list of damaged copies in the memory of hosts.
-    pub(crate) fn damaged_copies(&self) -> PathBuf {
-        self.root.join("damaged.json")
-    }
-
     /// Path of the lock that one rank of this host holds while it asks other hosts for all, about their memory.
     pub(crate) fn hosts_lock(&self) -> PathBuf {
         self.root.join("hosts.lock")
@@ -195,7 +193,7 @@ impl RunFolder {
         remove_folder(&self.mirror())?;
         remove_folder(&self.meeting())?;
         remove_file(&self.hosts_survey())?;
-        remove_file(&self.damaged_copies())?;
+        remove_file(&self.root.join(DAMAGED_COPIES))?;
         for host in self.replicas()? {
             remove_folder(&self.replica(host))?;
         }

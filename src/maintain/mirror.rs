@@ -12,11 +12,13 @@ use super::copier::{copy_cask, present};
 use super::verify::verify_cask;
 use crate::chain::chain_of;
 use crate::commit::{
-    CATALOG_INTERVAL, Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest_bytes, read_store_file,
+    CATALOG_INTERVAL, Catalog, LogState, SessionExchange, SessionLog, SnapshotRecord, read_manifest, read_manifest_bytes, read_store_file,
 };
 use crate::reader::CaskSource;
 use crate::store::concurrently;
-use crate::wire::{CaskRef, Id, LogEntry, RankRange, Receipt, STORE_FILE, SessionName, SessionStep};
+use crate::wire::{
+    CaskRef, Id, LogEntry, PARENT_OBJECT, RankRange, Receipt, STORE_FILE, SessionMessage, SessionName, SessionStep, SharedParent,
+};
 use crate::{Error, ErrorKind, Result, Store, boxed};
 
 /// Number of small objects that are copied at once.
@@ -45,16 +47,14 @@ pub struct Mirror {
     last_entry: Option<u64>,
     /// First log entry that the mirror has; `None` before it was looked up.
     first_entry: Option<u64>,
-    /// Casks of the newest snapshot and its chain, with manifest and directory of each link, by link.
-    chain: BTreeMap<Id, LinkObjects>,
+    /// Links of the chains that the mirror describes: those of the newest snapshot, and of the parents of steps in the mirror.
+    links: BTreeMap<Id, LinkObjects>,
 }
 
-/// Paths of the objects of a link.
+/// Objects of a link.
 #[derive(Debug, Clone)]
 struct LinkObjects {
-    /// Manifest and directory.
-    described_by: [String; 2],
-    casks: Vec<String>,
+    manifest: String,
     /// Log entry that holds the snapshot, if it is inline.
     inline_in: Option<u64>,
 }
@@ -65,7 +65,7 @@ impl Mirror {
 
     /// Mirrors `store` in `memory`. Sends no request.
     pub fn new(store: &Store, memory: &Store) -> Self {
-        Self { store: store.clone(), memory: memory.clone(), last_entry: None, first_entry: None, chain: BTreeMap::new() }
+        Self { store: store.clone(), memory: memory.clone(), last_entry: None, first_entry: None, links: BTreeMap::new() }
     }
 
     /// The place of the mirror.
@@ -73,8 +73,8 @@ impl Mirror {
         &self.memory
     }
 
-    /// Copies the entries of the log that the mirror lacks, and manifests and directories of the newest snapshot and its
-    /// chain. Removes those of other snapshots. Empties a mirror of another store first.
+    /// Copies the entries of the log that the mirror lacks. Copies manifests and directories of the newest snapshot, of the
+    /// parents of steps in the mirror, and of the chains of both. Empties a mirror of another store first.
     #[boxed]
     pub async fn follow(&mut self, log: &SessionLog) -> Result<()> {
         let state = log.state();
@@ -95,19 +95,34 @@ impl Mirror {
             }
         }
         self.last_entry = Some(last.max(state.sequence));
-        let Some(latest) = state.latest() else { return Ok(()) };
-        let links = chain_of(state, latest.id, self.store.limits().max_chain_depth)?;
-        let mut chain = BTreeMap::new();
-        for record in &links {
-            let link = match self.chain.get(&record.id) {
-                Some(known) => known.clone(),
-                None => self.copy_link(record).await?,
+        let mut links = BTreeMap::new();
+        for record in needed_links(state, &self.parents(None).await?, self.store.limits().max_chain_depth)? {
+            let link = match self.links.get(&record.id) {
+                Some(known) if self.memory.objects().head_if_present(&known.manifest).await?.is_some() => known.clone(),
+                _ => self.copy_link(&record).await?,
             };
-            chain.insert(record.id, link);
+            links.insert(record.id, link);
         }
-        self.chain = chain;
-        let needed: BTreeSet<&String> = self.chain.values().flat_map(|link| &link.described_by).collect();
-        self.remove_except(&["snapshots", "directories"], &needed).await
+        self.links = links;
+        Ok(())
+    }
+
+    /// Parents of steps in the mirror: of all, or of `keep` and newer steps of a session.
+    async fn parents(&self, of: Option<(SessionName, SessionStep)>) -> Result<BTreeSet<Id>> {
+        let (objects, mut parents) = (self.memory.objects(), BTreeSet::new());
+        for found in objects.list("receipts").await? {
+            let mut parts = found.path.rsplit('/');
+            let (Some(PARENT_OBJECT), Some(step)) = (parts.next(), parts.next().and_then(SessionStep::from_folder)) else { continue };
+            if of.is_some_and(|(session, keep)| step < keep || !found.path.starts_with(&format!("{}/", session.folder()))) {
+                continue;
+            }
+            let bytes = objects.get(&found.path, self.memory.limits().max_entry_bytes).await?;
+            match SharedParent::decode(&bytes, self.memory.limits()) {
+                Ok(shared) => parents.extend(shared.parent),
+                Err(error) => tracing::error!(object = found.path, %error, "the parent of a step is damaged in memory; the step is lost"),
+            }
+        }
+        Ok(parents)
     }
 
     /// Copies the newest catalog of the store, and removes older log entries except the last 64 before it, if there are more than
@@ -137,7 +152,7 @@ impl Mirror {
         // Readers that follow the log from the mirror may be a little behind.
         let first_kept = sequence.saturating_sub(CATALOG_INTERVAL);
         // The entry of an inline snapshot holds its manifest and casks.
-        let inline: BTreeSet<u64> = self.chain.values().filter_map(|link| link.inline_in).collect();
+        let inline: BTreeSet<u64> = self.links.values().filter_map(|link| link.inline_in).collect();
         for name in self.memory.objects().names_after("log", "").await? {
             if sequence_of_entry(&name).is_some_and(|entry| entry < first_kept && !inline.contains(&entry)) {
                 self.memory.objects().delete(&format!("log/{name}")).await?;
@@ -145,11 +160,6 @@ impl Mirror {
         }
         self.first_entry = Some(first_kept);
         self.remove_except(&["catalog"], &BTreeSet::from([&path])).await
-    }
-
-    /// Casks that the newest snapshot of the log and its chain need, of all ranks, by path.
-    pub fn chain_casks(&self) -> BTreeSet<String> {
-        self.chain.values().flat_map(|link| link.casks.iter().cloned()).collect()
     }
 
     /// Prepares the mirror; returns the last log entry that it has. A long log is entered by its newest catalog.
@@ -201,8 +211,7 @@ impl Mirror {
         if place.inline_in.is_none() {
             self.memory.objects().create_unique(&place.path, bytes).await?;
         }
-        let casks = manifest.casks.iter().map(CaskRef::path).collect();
-        Ok(LinkObjects { described_by: [place.path, directory], casks, inline_in: place.inline_in })
+        Ok(LinkObjects { manifest: place.path, inline_in: place.inline_in })
     }
 
     /// Steps of a session of which the mirror has the receipts of all these ranks.
@@ -261,12 +270,30 @@ impl Mirror {
         Ok(exchange.receipts(at, &ranks).await?.iter().all(|receipt| receipt.parent.is_none()))
     }
 
-    /// Removes casks and receipts, except those of `keep` and of newer steps of the session, and `chain_casks`. No save into
-    /// the mirror may be under way.
+    /// Removes what nothing needs any more. Needed are the newest snapshot of the log, `keep` and newer steps of the session, their
+    /// parents, and the chains of all these. No save into the mirror may be under way.
     #[boxed]
-    pub async fn prune(&self, session: SessionName, keep: SessionStep, chain_casks: &BTreeSet<String>) -> Result<()> {
+    pub async fn prune(&self, session: SessionName, keep: SessionStep) -> Result<()> {
         let (objects, folder) = (self.memory.objects(), format!("{}/", session.folder()));
-        let mut needed = chain_casks.clone();
+        // Listed before the log is read: `follow` copies a log entry before it describes the snapshot.
+        let mut found_before = Vec::new();
+        for listed in ["receipts", "casks", "snapshots", "directories"] {
+            found_before.extend(objects.list(listed).await?.into_iter().map(|found| found.path));
+        }
+        let mut needed = BTreeSet::new();
+        let log = SessionLog::open(&self.memory).await?;
+        for record in needed_links(log.state(), &self.parents(Some((session, keep))).await?, self.memory.limits().max_chain_depth)? {
+            let place = record.manifest_place();
+            match read_manifest(&self.memory, &place).await {
+                Ok(manifest) => {
+                    needed.extend(manifest.casks.iter().map(CaskRef::path));
+                    needed.extend([format!("directories/{}", manifest.directory), place.path]);
+                }
+                // The log was followed before this snapshot was a parent.
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
         for found in objects.list("receipts").await? {
             let Some((step, object)) = found.path.strip_prefix(&folder).and_then(|rest| rest.split_once('/')) else { continue };
             if SessionStep::from_folder(step).is_none_or(|step| step < keep) {
@@ -281,7 +308,10 @@ impl Mirror {
             }
             needed.insert(found.path);
         }
-        self.remove_except(&["receipts", "casks"], &needed.iter().collect()).await
+        for path in found_before.iter().filter(|path| !needed.contains(*path)) {
+            objects.delete(path).await?;
+        }
+        Ok(())
     }
 
     async fn remove_except(&self, folders: &[&str], needed: &BTreeSet<&String>) -> Result<()> {
@@ -292,6 +322,21 @@ impl Mirror {
         }
         Ok(())
     }
+}
+
+/// The newest snapshot of the log, these parents, and the chains of all. A parent that the log does not have, or has no more, is
+/// left out: no step can be read with it.
+pub(super) fn needed_links(state: &LogState, parents: &BTreeSet<Id>, max_depth: u64) -> Result<Vec<SnapshotRecord>> {
+    let mut links = match state.latest() {
+        Some(latest) => chain_of(state, latest.id, max_depth)?,
+        None => Vec::new(),
+    };
+    for parent in parents {
+        let chain = chain_of(state, *parent, max_depth).unwrap_or_default();
+        let known: BTreeSet<Id> = links.iter().map(|link| link.id).collect();
+        links.extend(chain.into_iter().filter(|link| !known.contains(&link.id)));
+    }
+    Ok(links)
 }
 
 /// Number of a log entry, from the last part of its path.

@@ -1,8 +1,8 @@
 //! A replica: a copy of the part of a mirror that only one host has, in the memory of another host.
 //!
 //! In a session of many hosts (spec log 8), each host has the casks and receipts of its ranks in a [`Mirror`]. A replica
-//! has the complete steps of one such mirror, as far as there is room, and the casks of its ranks in the chain of the newest
-//! committed snapshot. Log, manifests and directories are in every mirror, so a replica has none.
+//! has the complete steps of one such mirror, as far as there is room, and the casks of its ranks in the chains of the newest
+//! committed snapshot and of the parents of these steps. Log, manifests and directories are in every mirror, so a replica has none.
 //!
 //! A mirror has all steps that are neither committed nor given up. A replica needs the older ones, too: hosts may save at
 //! different speeds, and a lost host is restored to a step that all hosts have.
@@ -20,9 +20,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::copier::{copy_cask, present};
-use super::mirror::clear;
+use super::mirror::{clear, needed_links};
 use super::verify::verify_cask;
-use crate::chain::chain_of;
 use crate::commit::{RankSet, ReceiptProof, SessionExchange, SessionLog, read_manifest, read_store_file};
 use crate::reader::CaskSource;
 use crate::store::concurrently;
@@ -54,7 +53,7 @@ pub struct Replica {
     keep: usize,
     /// Log of the source, as far as it was read.
     log: Option<SessionLog>,
-    /// Links of the chain of the newest committed snapshot.
+    /// Links of the chains of the newest committed snapshot, and of the parents of steps in the replica.
     links: BTreeMap<Id, Link>,
     /// Parent of each step in the replica; `None` for a base.
     parents: BTreeMap<SessionStep, Option<Id>>,
@@ -154,22 +153,20 @@ impl Replica {
         let to = SessionExchange::new(&self.memory, session);
         let at_source = self.complete_steps(&from).await?;
         let mut held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
-        let (mut chain_is_known, mut of_wanted) = (true, BTreeSet::new());
+        let mut of_wanted = BTreeSet::new();
         let mut report = ReplicaReport { newest_at_source: at_source.keys().next_back().copied(), ..ReplicaReport::default() };
-        let chain = match self.chain().await {
-            Ok(chain) => chain,
+        let followed = match self.refresh_log().await {
+            Ok(()) => self.copy_chains(&mut report).await,
+            Err(error) => Err(error),
+        };
+        let (mut chain, chain_is_known) = match followed {
+            Ok(chain) => (chain, true),
             Err(error) => {
                 self.log = None;
-                chain_is_known = false;
                 report.problem = Some(error);
-                Vec::new()
+                (Vec::new(), false)
             }
         };
-        match self.copy_casks(&chain, &mut report).await {
-            // A host that was replaced has no casks of snapshots from before.
-            Err(error) if error.kind() != ErrorKind::NotFound => _ = report.problem.get_or_insert(error),
-            _ => {}
-        }
         let is_past = |at: &SessionStep| self.gave_way.is_some_and(|gone| *at <= gone);
         let newest_first = at_source.into_iter().rev().enumerate();
         let wanted: BTreeMap<SessionStep, (RankSet, bool)> = newest_first
@@ -201,6 +198,9 @@ impl Replica {
             }
         }
         self.read_parents(&to, &held).await?;
+        if chain_is_known {
+            chain = self.copy_chains(&mut report).await?;
+        }
         report.whole = held.iter().filter(|at| self.missing_link(**at).is_none()).copied().collect();
         report.newest = report.whole.last().copied();
         let is_newer = |at: &SessionStep| report.newest.is_none_or(|newest| *at > newest);
@@ -257,7 +257,7 @@ impl Replica {
         // A chain has no circle: links are records of one log.
         while let Some(id) = next {
             let Some(link) = self.links.get(&id) else {
-                return Some(format!("snapshot {id} is not in the chain of the newest committed snapshot"));
+                return Some(format!("{} does not describe snapshot {id}", self.source.url()));
             };
             if let Some(lack) = link.casks.iter().find(|wanted| !self.checked.contains(&wanted.cask.id)) {
                 return Some(format!("{} is not here, and {} does not have it", lack.cask.path(), self.source.url()));
@@ -312,9 +312,9 @@ impl Replica {
         Ok(found.into_iter().filter(|(_, present)| present.has_all(self.ranks.clone())).collect())
     }
 
-    /// Casks of these ranks in the chain of the newest committed snapshot. Empty before the first commit.
+    /// Reads new entries of the source's log.
     #[boxed]
-    async fn chain(&mut self) -> Result<Vec<WantedCask>> {
+    async fn refresh_log(&mut self) -> Result<()> {
         // The source may have removed the entries that follow the last one known here.
         let is_followed = match &mut self.log {
             Some(log) => log.refresh().await.is_ok(),
@@ -323,20 +323,31 @@ impl Replica {
         if !is_followed {
             self.log = None;
         }
-        let log = match &mut self.log {
-            Some(log) => log,
-            None => self.log.insert(SessionLog::open(&self.source).await?),
-        };
-        let state = log.state();
-        let Some(latest) = state.latest() else { return Ok(Vec::new()) };
+        if self.log.is_none() {
+            self.log = Some(SessionLog::open(&self.source).await?);
+        }
+        Ok(())
+    }
+
+    /// Copies the casks of these ranks in the chains of the newest committed snapshot and of the parents of held steps. Returns
+    /// the casks; none before the first commit.
+    #[boxed]
+    async fn copy_chains(&mut self, report: &mut ReplicaReport) -> Result<Vec<WantedCask>> {
+        let Some(log) = &self.log else { return Ok(Vec::new()) };
+        let parents = self.parents.values().copied().flatten().collect();
         let mut links = BTreeMap::new();
-        for link in chain_of(state, latest.id, self.source.limits().max_chain_depth)? {
+        for link in needed_links(log.state(), &parents, self.source.limits().max_chain_depth)? {
             let place = link.manifest_place();
             let casks = match self.links.get(&link.id) {
                 Some(known) => known.casks.clone(),
                 None if place.inline_in.is_some() => Vec::new(),
                 None => {
-                    let manifest = read_manifest(&self.source, &place).await?;
+                    let manifest = match read_manifest(&self.source, &place).await {
+                        Ok(manifest) => manifest,
+                        // The source follows the log, and may not have come to this link yet.
+                        Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                        Err(error) => return Err(error),
+                    };
                     let own = manifest.casks.into_iter().filter(|cask| self.ranks.contains(&rank_of_slot(cask.slot)));
                     own.map(|cask| WantedCask { cask, of_base: link.parent.is_none() }).collect()
                 }
@@ -344,7 +355,13 @@ impl Replica {
             links.insert(link.id, Link { parent: link.parent, casks });
         }
         self.links = links;
-        Ok(self.links.values().flat_map(|link| link.casks.iter().cloned()).collect())
+        let casks: Vec<WantedCask> = self.links.values().flat_map(|link| link.casks.iter().cloned()).collect();
+        match self.copy_casks(&casks, report).await {
+            // A host that was replaced has no casks of snapshots from before.
+            Err(error) if error.kind() != ErrorKind::NotFound => _ = report.problem.get_or_insert(error),
+            _ => {}
+        }
+        Ok(casks)
     }
 
     /// Copies the casks and the receipts of a step.

@@ -46,8 +46,8 @@ pub(crate) use errors::{ChunkErrors, ErrorsFile, ShardErrors};
 pub(crate) use layout::{ShardRow, TensorRow};
 pub(crate) use receipt::RankSave;
 pub(crate) use session::{
-    ENDED_FOLDER, RankStart, RanksEnded, SessionBeginning, SessionMessage, SharedParent, beginning_path, ended_path, lasting_folders,
-    start_path,
+    ENDED_FOLDER, PARENT_OBJECT, RankStart, RanksEnded, SessionBeginning, SessionMessage, SharedParent, beginning_path, ended_path,
+    lasting_folders, start_path,
 };
 pub(crate) use slots::{MAX_RANK, blob_slot, rank_of_slot, role_slot, slots_of_rank, tensor_slot};
 pub(crate) use store_file::STORE_FILE;

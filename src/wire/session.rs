@@ -36,6 +36,9 @@ pub struct RankRange {
     pub last: u32,
 }
 
+/// Name of the object with the parent of a step, in the folder of the step.
+pub(crate) const PARENT_OBJECT: &str = "parent.json";
+
 /// The parent that the ranks of a session use for their deltas at one step. Spec: `spec/manifest.md`, clause 6.3.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -183,7 +186,7 @@ impl SessionName {
 
     /// Path of the shared parent of a step.
     pub(crate) fn parent_path(self, at: SessionStep) -> String {
-        format!("{}/{}/parent.json", self.folder(), at.folder())
+        format!("{}/{}/{PARENT_OBJECT}", self.folder(), at.folder())
     }
 }
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -177,12 +178,19 @@ class Cluster:
         wait_until(ended, "the job ends", self.check)
         self.check()
 
+    def _keep_logs(self, node):
+        """Keeps what the agent of a host says, beside the log of its ranks."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            told = node.enter("sh", "-c", "cat /dev/shm/tensorcask-*/agent.log && find /dev/shm -type f -printf '%s %P\n'")
+            (self.scratch / f"agent-{node.number}.log").write_text(told)
+
     def stop(self):
         for proxy in self.proxies.values():
             proxy.shutdown()
             proxy.socket.close()
         for node in self.nodes:
             if node.process.poll() is None:
+                self._keep_logs(node)
                 node.lose()
         if self.server.host.process.poll() is None:
             self.server.lose()

@@ -139,7 +139,7 @@ async fn casks_are_uploaded_from_mirrors_and_mirrors_hold_a_committed_step_witho
     let log = SessionLog::open(&hosts.store).await.unwrap();
     for (_, mirror) in &mut hosts.hosts {
         mirror.follow(&log).await.unwrap();
-        mirror.prune(hosts.session, at(0, 3), &mirror.chain_casks()).await.unwrap();
+        mirror.prune(hosts.session, at(0, 3)).await.unwrap();
     }
     let union = hosts.lose_store();
     assert_holds(&union, 3).await;
@@ -153,7 +153,7 @@ async fn mirrors_hold_a_step_that_was_never_uploaded() {
     }
     hosts.save(3).await;
     for (_, mirror) in &hosts.hosts {
-        mirror.prune(hosts.session, at(0, 3), &mirror.chain_casks()).await.unwrap();
+        mirror.prune(hosts.session, at(0, 3)).await.unwrap();
     }
     let session = hosts.session;
     let union = hosts.lose_store();
@@ -188,7 +188,7 @@ async fn pruning_removes_older_steps() {
     }
     hosts.save(3).await;
     let mirror = &hosts.hosts[0].1;
-    mirror.prune(hosts.session, at(0, 3), &mirror.chain_casks()).await.unwrap();
+    mirror.prune(hosts.session, at(0, 3)).await.unwrap();
     let casks = |step: u64| RANKS_PER_HOST as usize * step as usize;
     // Step 2 is a delta on step 1.
     assert_eq!(count(&hosts.path("mirror-0/casks")), casks(3));

@@ -9,7 +9,7 @@ use tensorcask::wire::{Id, Leader, SessionName, SessionStep};
 use tensorcask::{Error, ErrorKind, LeaderWriter, RankSet, Result, SessionExchange, SessionLog, SessionSurvey, Store, WriterOptions};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::host_work::{Fate, HostWork, Kept};
+use super::host_work::{Fate, HostWork};
 use super::replicas::remove_former_replicas;
 use super::run_event::Event as RunEvent;
 use crate::host_notes::HostNotes;
@@ -242,7 +242,7 @@ impl Committer {
             }
         }
         if let Some((attempt, step)) = leading.and_then(|leading| Some((leading.leader.attempt, leading.newest?))) {
-            self.work.set_kept(Kept { from: SessionStep { attempt, step }, chain_casks: self.mirror.chain_casks() });
+            self.work.set_decided(SessionStep { attempt, step });
         }
     }
 

@@ -117,11 +117,11 @@ impl HostEncoder {
 
     /// Removes older steps from the mirror, if the log has passed more of them since.
     async fn prune(&mut self) -> Result<()> {
-        let (run, kept) = (&self.work.run, self.work.kept_after(self.pruned));
-        let (Some(kept), Some(writer), Some(store)) = (kept, &self.writer, run.tiers.first()) else { return Ok(()) };
-        Mirror::new(store, &self.memory).prune(writer.session(), kept.from, &kept.chain_casks).await?;
-        self.pruned = Some(kept.from);
-        self.steps.retain(|key| *key >= kept.from);
+        let (run, decided) = (&self.work.run, self.work.decided_after(self.pruned));
+        let (Some(decided), Some(writer), Some(store)) = (decided, &self.writer, run.tiers.first()) else { return Ok(()) };
+        Mirror::new(store, &self.memory).prune(writer.session(), decided).await?;
+        self.pruned = Some(decided);
+        self.steps.retain(|key| *key >= decided);
         self.report_memory()
     }
 

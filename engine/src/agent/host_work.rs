@@ -43,17 +43,8 @@ struct Shared {
     fates: BTreeMap<SessionStep, Fate>,
     /// Encoded steps that other hosts have not copied yet, if they shall.
     awaited: BTreeMap<SessionStep, Vec<RankGeneration>>,
-    /// Part of the mirror that pruning keeps; `None` before a step of the session is committed or given up.
-    kept: Option<Kept>,
-}
-
-/// Part of the mirror that pruning keeps.
-#[derive(Debug, Clone)]
-pub(super) struct Kept {
-    /// Newest step that is committed or given up. It and all newer steps are kept.
-    pub from: SessionStep,
-    /// Casks of the newest snapshot and its chain, by path.
-    pub chain_casks: BTreeSet<String>,
+    /// Newest step of the session that is committed or given up. Pruning keeps it and all newer steps.
+    decided: Option<SessionStep>,
 }
 
 /// A step that this host has uploaded.
@@ -82,7 +73,7 @@ impl HostWork {
             encoded: BTreeSet::new(),
             fates: BTreeMap::new(),
             awaited: BTreeMap::new(),
-            kept: None,
+            decided: None,
         });
         Self { run, hosts, shared, actions, started: Instant::now(), accepted: watch::Sender::new(false) }
     }
@@ -126,13 +117,13 @@ impl HostWork {
         self.lock().protocol.has_passed(key)
     }
 
-    pub(super) fn set_kept(&self, kept: Kept) {
-        self.lock().kept = Some(kept);
+    pub(super) fn set_decided(&self, decided: SessionStep) {
+        self.lock().decided = Some(decided);
     }
 
-    /// The part of the mirror that pruning keeps, if it differs from that of an earlier pruning.
-    pub(super) fn kept_after(&self, pruned: Option<SessionStep>) -> Option<Kept> {
-        self.lock().kept.as_ref().filter(|kept| Some(kept.from) != pruned).cloned()
+    /// The newest step that is committed or given up, if it differs from that of an earlier pruning.
+    pub(super) fn decided_after(&self, pruned: Option<SessionStep>) -> Option<SessionStep> {
+        self.lock().decided.filter(|decided| Some(*decided) != pruned)
     }
 
     /// Generations of a step that an earlier agent encoded, as far as the arenas still hold them.

@@ -224,6 +224,34 @@ async fn a_delta_without_its_base_does_not_count() {
     drop(former);
 }
 
+/// The newest snapshot does not need step 2, and step 4 does, which is neither committed nor given up.
+#[tokio::test]
+async fn the_parent_of_an_undecided_step_is_kept() {
+    let mut job = Job::begin().await;
+    let server = job.hosts[0].host.serve(None).await;
+    let mut replica = job.replica(&server.peer(None), 2);
+    job.commit(1).await;
+    job.save(2).await;
+    job.save(3).await;
+    job.finish(2).await;
+    job.save(4).await;
+    replica.pull().await.unwrap();
+    job.finish(3).await;
+    for pull in [replica.pull().await.unwrap(), job.replica(&server.peer(None), 2).pull().await.unwrap()] {
+        assert!(pull.problem.is_none(), "{:?}", pull.problem);
+        assert_eq!((pull.newest, pull.missing), (Some(at(4)), 0));
+    }
+    job.finish(4).await;
+    let store = job.without_host_0().await;
+    assert_whole(&store, 4).await;
+    assert_eq!(store.snapshot(4).await.unwrap().record().parent, Some(job.store.snapshot(2).await.unwrap().record().id));
+    // Then nothing needs the third.
+    job.commit(5).await;
+    job.commit(6).await;
+    let casks = files_below(&job.hosts[0].host.folder.mirror()).into_iter().filter(|file| file.starts_with("casks")).count() as u32;
+    assert_eq!(casks, 5 * RANKS, "steps 1, 2, 4, 5 and 6");
+}
+
 #[tokio::test]
 async fn copies_stay_within_their_room() {
     let mut job = Job::begin().await;

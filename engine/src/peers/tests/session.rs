@@ -146,7 +146,8 @@ impl Job {
         self.finish(step).await;
     }
 
-    async fn finish(&mut self, step: u64) {
+    /// Uploads and commits a step that was saved.
+    pub(in crate::peers) async fn finish(&mut self, step: u64) {
         let session = self.hosts[0].writer.session();
         for JobHost { mirror, .. } in &self.hosts {
             mirror.upload(session, at(step)).await.unwrap();
@@ -158,7 +159,7 @@ impl Job {
         let log = SessionLog::open(&self.store).await.unwrap();
         for JobHost { mirror, .. } in &mut self.hosts {
             mirror.follow(&log).await.unwrap();
-            mirror.prune(session, at(step), &mirror.chain_casks()).await.unwrap();
+            mirror.prune(session, at(step)).await.unwrap();
         }
     }
 
