@@ -91,7 +91,7 @@ impl Stale {
     }
 
     fn missing(object: &str, what: &str) -> Self {
-        let message = format!("{what}, but the snapshot needs it: it was removed from the store. Nothing was committed");
+        let message = format!("{object} {what}, but the snapshot needs it: it was removed from the store. Nothing was committed");
         Self { error: Error::new(ErrorKind::Conflict, message).object(object).clause("log 5.6"), replaced: false }
     }
 }

@@ -82,6 +82,17 @@ impl Mirror {
             Some(last) => last,
             None => self.begin(state).await?,
         };
+        // Described before the log names them: the store may stop answering in between.
+        let mut links = BTreeMap::new();
+        for record in needed_links(state, &parents_in(&self.memory, None).await?, self.store.limits().max_chain_depth)? {
+            let link = match self.links.get(&record.id) {
+                Some(known) if self.memory.objects().head_if_present(&known.manifest).await?.is_some() => known.clone(),
+                _ => self.copy_link(&record).await?,
+            };
+            links.insert(record.id, link);
+        }
+        self.links = links;
+        let last = if self.last_entry.is_none() { self.copy_catalog(last).await? } else { last };
         let (from, max_bytes) = (self.store.objects(), self.store.limits().max_entry_bytes);
         let read = |sequence: u64| async move { from.get(&LogEntry::path_of(sequence), max_bytes).await };
         let mut next = last.saturating_add(1);
@@ -95,34 +106,7 @@ impl Mirror {
             }
         }
         self.last_entry = Some(last.max(state.sequence));
-        let mut links = BTreeMap::new();
-        for record in needed_links(state, &self.parents(None).await?, self.store.limits().max_chain_depth)? {
-            let link = match self.links.get(&record.id) {
-                Some(known) if self.memory.objects().head_if_present(&known.manifest).await?.is_some() => known.clone(),
-                _ => self.copy_link(&record).await?,
-            };
-            links.insert(record.id, link);
-        }
-        self.links = links;
         Ok(())
-    }
-
-    /// Parents of steps in the mirror: of all, or of `keep` and newer steps of a session.
-    async fn parents(&self, of: Option<(SessionName, SessionStep)>) -> Result<BTreeSet<Id>> {
-        let (objects, mut parents) = (self.memory.objects(), BTreeSet::new());
-        for found in objects.list("receipts").await? {
-            let mut parts = found.path.rsplit('/');
-            let (Some(PARENT_OBJECT), Some(step)) = (parts.next(), parts.next().and_then(SessionStep::from_folder)) else { continue };
-            if of.is_some_and(|(session, keep)| step < keep || !found.path.starts_with(&format!("{}/", session.folder()))) {
-                continue;
-            }
-            let bytes = objects.get(&found.path, self.memory.limits().max_entry_bytes).await?;
-            match SharedParent::decode(&bytes, self.memory.limits()) {
-                Ok(shared) => parents.extend(shared.parent),
-                Err(error) => tracing::error!(object = found.path, %error, "the parent of a step is damaged in memory; the step is lost"),
-            }
-        }
-        Ok(parents)
     }
 
     /// Copies the newest catalog of the store, and removes older log entries except the last 64 before it, if there are more than
@@ -162,7 +146,7 @@ impl Mirror {
         self.remove_except(&["catalog"], &BTreeSet::from([&path])).await
     }
 
-    /// Prepares the mirror; returns the last log entry that it has. A long log is entered by its newest catalog.
+    /// Prepares the mirror; returns the last log entry that it has.
     #[boxed]
     async fn begin(&self, state: &LogState) -> Result<u64> {
         let file = read_store_file(&self.store).await?;
@@ -180,12 +164,12 @@ impl Mirror {
             // The store is an older copy of itself.
             clear(&self.memory).await?;
             self.memory.objects().create(STORE_FILE, file.encode()?.into()).await.map_err(|e| Error::storage(STORE_FILE, e))?;
-            return self.copy_catalog(0).await;
+            return Ok(0);
         }
-        self.copy_catalog(last).await
+        Ok(last)
     }
 
-    /// Copies the newest catalog if the entries up to it are many; returns the last entry that need not be copied.
+    /// Enters a long log by its newest catalog; returns the last entry that need not be copied.
     async fn copy_catalog(&self, last: u64) -> Result<u64> {
         let newest = Catalog::list(&self.store).await?.into_iter().next();
         let Some((sequence, path)) = newest.and_then(|path| Some((Catalog::sequence_of(&path)?, path))) else { return Ok(last) };
@@ -202,14 +186,14 @@ impl Mirror {
     async fn copy_link(&self, record: &SnapshotRecord) -> Result<LinkObjects> {
         let place = record.manifest_place();
         let (manifest, bytes) = read_manifest_bytes(&self.store, &place).await?;
+        // Before the directory, see `prune`. The log entry has the manifest of an inline snapshot.
+        if place.inline_in.is_none() {
+            self.memory.objects().create_unique(&place.path, bytes).await?;
+        }
         let directory = format!("directories/{}", manifest.directory);
         if self.memory.objects().head_if_present(&directory).await?.is_none() {
             let bytes = self.store.objects().get(&directory, self.store.limits().max_directory_bytes).await?;
             self.memory.objects().put_content_addressed(&directory, bytes).await?;
-        }
-        // The log entry has the manifest of an inline snapshot.
-        if place.inline_in.is_none() {
-            self.memory.objects().create_unique(&place.path, bytes).await?;
         }
         Ok(LinkObjects { manifest: place.path, inline_in: place.inline_in })
     }
@@ -275,24 +259,29 @@ impl Mirror {
     #[boxed]
     pub async fn prune(&self, session: SessionName, keep: SessionStep) -> Result<()> {
         let (objects, folder) = (self.memory.objects(), format!("{}/", session.folder()));
-        // Listed before the log is read: `follow` copies a log entry before it describes the snapshot.
-        let mut found_before = Vec::new();
-        for listed in ["receipts", "casks", "snapshots", "directories"] {
-            found_before.extend(objects.list(listed).await?.into_iter().map(|found| found.path));
+        // Directories before manifests, and both before the log: `follow` copies a manifest first, then its directory, and then the
+        // log entry that names the snapshot.
+        let mut listed = Vec::new();
+        for folder in ["directories", "snapshots", "receipts", "casks"] {
+            listed.extend(objects.list(folder).await?.into_iter().map(|found| found.path));
         }
         let mut needed = BTreeSet::new();
         let log = SessionLog::open(&self.memory).await?;
-        for record in needed_links(log.state(), &self.parents(Some((session, keep))).await?, self.memory.limits().max_chain_depth)? {
+        let known: BTreeSet<String> = log.state().snapshots().iter().map(SnapshotRecord::manifest_path).collect();
+        if listed.iter().any(|path| path.starts_with("snapshots/") && !known.contains(path)) {
+            needed.extend(listed.iter().filter(|path| !path.starts_with("receipts/") && !path.starts_with("casks/")).cloned());
+        }
+        for record in
+            needed_links(log.state(), &parents_in(&self.memory, Some((session, keep))).await?, self.memory.limits().max_chain_depth)?
+        {
             let place = record.manifest_place();
-            match read_manifest(&self.memory, &place).await {
-                Ok(manifest) => {
-                    needed.extend(manifest.casks.iter().map(CaskRef::path));
-                    needed.extend([format!("directories/{}", manifest.directory), place.path]);
-                }
-                // The log was followed before this snapshot was a parent.
-                Err(error) if error.kind() == ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
+            // Without its manifest, nothing of a link can be read.
+            if place.inline_in.is_none() && objects.head_if_present(&place.path).await?.is_none() {
+                continue;
             }
+            let manifest = read_manifest(&self.memory, &place).await?;
+            needed.extend(manifest.casks.iter().map(CaskRef::path));
+            needed.extend([format!("directories/{}", manifest.directory), place.path]);
         }
         for found in objects.list("receipts").await? {
             let Some((step, object)) = found.path.strip_prefix(&folder).and_then(|rest| rest.split_once('/')) else { continue };
@@ -308,7 +297,7 @@ impl Mirror {
             }
             needed.insert(found.path);
         }
-        for path in found_before.iter().filter(|path| !needed.contains(*path)) {
+        for path in listed.iter().filter(|path| !needed.contains(*path)) {
             objects.delete(path).await?;
         }
         Ok(())
@@ -322,6 +311,24 @@ impl Mirror {
         }
         Ok(())
     }
+}
+
+/// Parents of steps in a mirror: of all, or of `keep` and newer steps of a session.
+pub(super) async fn parents_in(memory: &Store, of: Option<(SessionName, SessionStep)>) -> Result<BTreeSet<Id>> {
+    let (objects, mut parents) = (memory.objects(), BTreeSet::new());
+    for found in objects.list("receipts").await? {
+        let mut parts = found.path.rsplit('/');
+        let (Some(PARENT_OBJECT), Some(step)) = (parts.next(), parts.next().and_then(SessionStep::from_folder)) else { continue };
+        if of.is_some_and(|(session, keep)| step < keep || !found.path.starts_with(&format!("{}/", session.folder()))) {
+            continue;
+        }
+        let bytes = objects.get(&found.path, memory.limits().max_entry_bytes).await?;
+        match SharedParent::decode(&bytes, memory.limits()) {
+            Ok(shared) => parents.extend(shared.parent),
+            Err(error) => tracing::error!(object = found.path, %error, "the parent of a step is damaged in memory; the step is lost"),
+        }
+    }
+    Ok(parents)
 }
 
 /// The newest snapshot of the log, these parents, and the chains of all. A parent that the log does not have, or has no more, is

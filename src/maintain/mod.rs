@@ -27,7 +27,7 @@
 //! | `rewrite` | reads shards through the chain and writes them into casks; used by those three |
 //! | `retainer` | forgets and reduces steps, after each save or once |
 //! | `copy`, `copier` | snapshots in another store |
-//! | `mirror`, `replica` | a part of a store's objects in the memory of one host; a checked copy of it on another |
+//! | `mirror`, `replica`, `refill` | a part of a store's objects in the memory of one host; a checked copy of it on another; the way back |
 //! | `held` | snapshots that a part of a store holds completely |
 //! | `gc`, `mark` | deletes objects that no state of the log needs |
 //! | `verify` | compares every object, page and chunk with its checksum |
@@ -46,6 +46,7 @@ mod interval;
 mod mark;
 mod mirror;
 mod reduce;
+mod refill;
 mod replica;
 mod retainer;
 mod rewrite;
@@ -62,6 +63,7 @@ pub use held::held_steps;
 pub use interval::{daly_interval, lost_share, young_interval};
 pub use mirror::Mirror;
 pub use reduce::{Reduced, keep_roles};
+pub use refill::{Refill, WantedCask};
 pub use replica::{Replica, ReplicaReport};
 pub use retainer::{Retainer, RetentionReport, apply_retention, retain_roles};
 pub use verify::{Problem, VerifyDepth, VerifyOptions, VerifyReport, verify};

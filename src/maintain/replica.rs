@@ -21,8 +21,9 @@ use std::sync::Arc;
 
 use super::copier::{copy_cask, present};
 use super::mirror::{clear, needed_links};
+use super::refill::{WantedCask, casks_of};
 use super::verify::verify_cask;
-use crate::commit::{RankSet, ReceiptProof, SessionExchange, SessionLog, read_manifest, read_store_file};
+use crate::commit::{RankSet, ReceiptProof, SessionExchange, SessionLog, read_store_file};
 use crate::reader::CaskSource;
 use crate::store::concurrently;
 use crate::wire::{CaskRef, Id, RankRange, Receipt, STORE_FILE, SessionName, SessionStep, rank_of_slot};
@@ -93,13 +94,6 @@ pub struct ReplicaReport {
 struct Link {
     parent: Option<Id>,
     casks: Vec<WantedCask>,
-}
-
-/// A cask to copy, and whether it belongs to a base.
-#[derive(Debug, Clone)]
-struct WantedCask {
-    cask: CaskRef,
-    of_base: bool,
 }
 
 impl Replica {
@@ -337,22 +331,11 @@ impl Replica {
         let parents = self.parents.values().copied().flatten().collect();
         let mut links = BTreeMap::new();
         for link in needed_links(log.state(), &parents, self.source.limits().max_chain_depth)? {
-            let place = link.manifest_place();
             let casks = match self.links.get(&link.id) {
-                Some(known) => known.casks.clone(),
-                None if place.inline_in.is_some() => Vec::new(),
-                None => {
-                    let manifest = match read_manifest(&self.source, &place).await {
-                        Ok(manifest) => manifest,
-                        // The source follows the log, and may not have come to this link yet.
-                        Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                        Err(error) => return Err(error),
-                    };
-                    let own = manifest.casks.into_iter().filter(|cask| self.ranks.contains(&rank_of_slot(cask.slot)));
-                    own.map(|cask| WantedCask { cask, of_base: link.parent.is_none() }).collect()
-                }
+                Some(known) => Some(known.casks.clone()),
+                None => casks_of(&self.source, &link, &self.ranks).await?,
             };
-            links.insert(link.id, Link { parent: link.parent, casks });
+            links.extend(casks.map(|casks| (link.id, Link { parent: link.parent, casks })));
         }
         self.links = links;
         let casks: Vec<WantedCask> = self.links.values().flat_map(|link| link.casks.iter().cloned()).collect();

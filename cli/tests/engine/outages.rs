@@ -7,8 +7,8 @@ use tensorcask_engine::{Source, Until};
 use super::host::*;
 use super::hosts::*;
 
-/// A job that has lost host 2 and the store: steps 1 and 2 are durable, step 3 is in the memory of the hosts only.
-fn lose_host_and_store() -> (Job, Away) {
+/// A job that has lost a host and the store: steps 1 and 2 are durable, step 3 is in the memory of the hosts only.
+fn lose_host_and_store(lost: usize) -> (Job, Away) {
     let mut job = Job::new().with_peers();
     let mut start = job.start("first", 1);
     for step in 1..=2 {
@@ -23,7 +23,7 @@ fn lose_host_and_store() -> (Job, Away) {
         assert_eq!((levels.replicated, levels.durable), (Some(3), Some(2)));
     }
     drop(start);
-    job.hosts[2] = Host::new();
+    job.hosts[lost] = Host::new();
     (job, away)
 }
 
@@ -45,7 +45,7 @@ fn is_without_store(job: &Job) -> Vec<bool> {
 
 #[test]
 fn a_job_starts_from_memory_and_commits_once_the_store_answers() {
-    let (job, away) = lose_host_and_store();
+    let (job, away) = lose_host_and_store(2);
     // Host 1 has copies of these.
     std::fs::read_dir(job.folder_of_run(0).join("mirror/casks")).unwrap().for_each(|cask| damage(&cask.unwrap().path()));
     let mut start = job.start_at_once("second", 2);
@@ -71,13 +71,23 @@ fn a_job_starts_from_memory_and_commits_once_the_store_answers() {
 
 #[test]
 fn a_second_loss_in_one_outage_costs_no_step_that_was_copied() {
-    let (mut job, away) = lose_host_and_store();
+    lose_two_hosts(2, 1);
+}
+
+/// Host 2 has the only copies of what host 1 saved before it was lost, until host 1 has copied them back.
+#[test]
+fn the_loss_of_the_only_copy_of_a_replaced_host_costs_no_step_that_was_copied() {
+    lose_two_hosts(1, 2);
+}
+
+fn lose_two_hosts(first: usize, second: usize) {
+    let (mut job, away) = lose_host_and_store(first);
     let mut start = job.start_at_once("second", 2);
     resume(&job, &mut start, "second", 3, 1);
     start.save_all(4);
     (0..HOSTS).for_each(|host| start.wait(host, Until::Replicated));
     drop(start);
-    job.hosts[1] = Host::new();
+    job.hosts[second] = Host::new();
 
     let mut start = job.start_at_once("third", 3);
     resume(&job, &mut start, "third", 4, 2);
@@ -91,7 +101,7 @@ fn a_second_loss_in_one_outage_costs_no_step_that_was_copied() {
 
 #[test]
 fn a_start_from_memory_ends_if_another_job_has_written_to_the_store() {
-    let (job, away) = lose_host_and_store();
+    let (job, away) = lose_host_and_store(2);
     let mut start = job.start_at_once("second", 2);
     resume(&job, &mut start, "second", 3, 1);
     start.save_all(4);
@@ -126,7 +136,7 @@ fn a_start_without_store_and_without_memory_fails() {
 /// Otherwise the ranks would agree that nothing was ever saved, and train from the start.
 #[test]
 fn a_start_without_store_fails_if_memory_has_no_whole_step() {
-    let (job, away) = lose_host_and_store();
+    let (job, away) = lose_host_and_store(2);
     // The only copies of host 2.
     std::fs::remove_dir_all(job.folder_of_run(0).join("replica-2")).unwrap();
     for error in refused_starts(&job, "second") {
@@ -162,7 +172,7 @@ fn a_fresh_host_saves_if_the_store_goes_away_right_after_its_start() {
 /// Every start would agree on the same step otherwise, and fail.
 #[test]
 fn a_start_after_one_that_found_damage_takes_another_step() {
-    let (job, away) = lose_host_and_store();
+    let (job, away) = lose_host_and_store(2);
     // The only copies of what host 2 saved: all but one of its casks are whole.
     let replica = job.folder_of_run(0).join("replica-2/casks");
     let newest = std::fs::read_dir(replica).unwrap().map(|entry| entry.unwrap().path());

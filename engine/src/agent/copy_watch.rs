@@ -1,24 +1,41 @@
-//! Watches the copies that other hosts have of this host's steps, as their agents tell.
+//! Watches the copies that other hosts have of this host's steps, as their agents tell, and refills this host's memory from
+//! copies of its own.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tensorcask::maintain::Refill;
 use tensorcask::wire::SessionStep;
+use tensorcask::{Result, Store};
 
 use super::copies::Copies;
 use super::host_work::HostWork;
 use crate::other_hosts::OtherHosts;
-use crate::peers::Placement;
+use crate::peers::{Peer, Placement, ResponseLimits, TOLERATED_LOSSES, Tls};
 use crate::peers_option::Peers;
 
 /// Reports the steps that other hosts have copied, until the agent ends.
-pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers) {
+pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: Store) {
     let (run, own) = (&work.run, work.hosts.position());
     let placement = Placement::of(&peers);
     let (mut others, mut found_earlier) = (None, false);
+    let mut refill = Refill::new(&memory, run.spec.local_ranks());
     loop {
         tokio::time::sleep(POLL).await;
+        match refill_mirror(&work, &peers, &mut refill).await {
+            Ok(true) => {}
+            // While the only copy of a part is on another host, a loss of that host would lose it.
+            Ok(false) => {
+                tokio::time::sleep(WHILE_MISSING).await;
+                continue;
+            }
+            Err(error) => {
+                tracing::warn!(run = run.spec.run, %error, "the parts of earlier snapshots cannot be copied into memory; trying again");
+                tokio::time::sleep(AFTER_PROBLEM).await;
+                continue;
+            }
+        }
         if !found_earlier && work.has_arenas() {
             work.await_copies_of_earlier();
             found_earlier = true;
@@ -51,5 +68,42 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers) {
     }
 }
 
+/// Copies what this host's mirror lacks of its own part, from other hosts or from the store; returns whether it is whole.
+async fn refill_mirror(work: &HostWork, peers: &Peers, refill: &mut Refill) -> Result<bool> {
+    let missing = refill.missing().await?;
+    if missing.is_empty() {
+        return Ok(true);
+    }
+    let (spec, own) = (&work.run.spec, work.hosts.position());
+    let tls = Tls::of_run(peers, &spec.key)?;
+    let mut sources = Vec::new();
+    for holder in Placement::of(peers).possible_holders(own, TOLERATED_LOSSES) {
+        let Some(address) = peers.addresses.get(holder as usize) else { continue };
+        sources.push(Peer::open(address, &spec.key, tls.clone(), ResponseLimits::default())?.store(&format!("replica-{own}")));
+    }
+    sources.extend(work.run.tiers.first().filter(|_| !work.is_without_store()).cloned());
+    let mut still_missing = missing.len();
+    for wanted in &missing {
+        for source in &sources {
+            match refill.copy(wanted, source).await {
+                Ok(false) => {}
+                Ok(true) => {
+                    still_missing = still_missing.saturating_sub(1);
+                    break;
+                }
+                Err(error) => {
+                    tracing::debug!(run = spec.run, source = source.url(), %error, "a part of this host cannot be copied from there")
+                }
+            }
+        }
+    }
+    tracing::info!(run = spec.run, copied = missing.len().saturating_sub(still_missing), still_missing, "refilled the memory of this host");
+    Ok(still_missing == 0)
+}
+
+/// Time between attempts while other places lack a part, too.
+const WHILE_MISSING: Duration = Duration::from_secs(1);
+/// Time between attempts after a failure.
+const AFTER_PROBLEM: Duration = Duration::from_secs(5);
 /// Time between questions to the holders, while a step waits for copies.
 const POLL: Duration = Duration::from_millis(250);

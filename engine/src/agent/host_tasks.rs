@@ -35,10 +35,10 @@ pub(super) fn spawn_host_tasks(run: &Arc<Run>, hosts: HostsSpec) -> Result<Vec<J
     let mut tasks = vec![
         tokio::spawn(host_encode_loop(work.clone(), memory.clone(), encoded)),
         tokio::spawn(host_upload_loop(work.clone(), memory.clone(), waiting)),
-        tokio::spawn(host_commit_loop(work.clone(), memory, receiver)),
+        tokio::spawn(host_commit_loop(work.clone(), memory.clone(), receiver)),
     ];
     if let Some(peers) = run.spec.peers.clone().filter(|peers| peers.replicas > 0) {
-        tasks.push(tokio::spawn(copy_watch_loop(work, peers)));
+        tasks.push(tokio::spawn(copy_watch_loop(work, peers, memory)));
     }
     Ok(tasks)
 }

@@ -330,9 +330,12 @@ impl HostProtocol {
             self.oldest_complete = None;
             return;
         };
-        let key = ready.key;
+        // Hopeless steps that follow each other are given up together.
+        let is_alike = |step: &&&SurveyedStep| !step.is_complete && step.is_hopeless && step.key.attempt == ready.key.attempt;
+        let hopeless = open.iter().take_while(is_alike).map(|step| step.key);
+        let key = if ready.is_complete { ready.key } else { hopeless.clone().last().unwrap_or(ready.key) };
         if !ready.is_complete {
-            self.impossible.insert(key);
+            self.impossible.extend(hopeless);
         }
         let Some(leader) = self.next_leader(key) else { return };
         let open = Action::Open { leader };
@@ -344,10 +347,10 @@ impl HostProtocol {
             Role::Leader(_) => actions.extend(self.request(Request::Append, open)),
             Role::Follower => {
                 let since_ms = match self.oldest_complete {
-                    Some((seen, since_ms)) if seen == key => since_ms,
+                    Some((seen, since_ms)) if seen == ready.key => since_ms,
                     _ => self.now_ms,
                 };
-                self.oldest_complete = Some((key, since_ms));
+                self.oldest_complete = Some((ready.key, since_ms));
                 // The hosts that have a hopeless step may be any, and the leader may have ended.
                 let turn = if ready.is_complete { self.options.position } else { self.options.position % HOPELESS_TURNS };
                 let wait_ms = self.timeout.wait_ms().saturating_mul(u64::from(turn));

@@ -59,6 +59,14 @@ impl Placement {
         (0..self.hosts).filter(|source| self.holders(*source, gone).contains(&host)).collect()
     }
 
+    /// Hosts that copy the snapshots of `host` now, or would do so if up to `losses` hosts were gone; nearest first.
+    pub(crate) fn possible_holders(&self, host: u32, losses: u32) -> Vec<u32> {
+        match self.replicas {
+            0 => Vec::new(),
+            replicas => Self { replicas: replicas.saturating_add(losses), ..*self }.holders(host, &BTreeSet::new()),
+        }
+    }
+
     /// Hosts that `host` observes, ascending: those that it copies now, those that it would copy if up to `losses` hosts were
     /// gone, and the holders that it would follow.
     pub(crate) fn observed(&self, host: u32, losses: u32) -> Vec<u32> {
