@@ -13,7 +13,7 @@ use crate::damaged_copies::damaged_copies;
 use crate::earlier_sessions::{Beginning, beginnings, remove_older};
 use crate::folders::{RunFolder, publish};
 use crate::host_notes::HostNotes;
-use crate::hosts_memory::{continued_sessions, steps_in};
+use crate::hosts_memory::HostsView;
 use crate::hosts_option::HostsSpec;
 use crate::hosts_survey::{HostsSurvey, SurveyWait};
 use crate::lock::lock_file;
@@ -159,25 +159,27 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
 async fn begin(hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Beginning> {
     let wait = SurveyWait { timeout: HOSTS_TIMEOUT, entry: None };
     let survey = HostsSurvey::shared(run, hosts.session, others, wait).await?.without(&damaged_copies(run));
-    let union = union_store(survey.stores(run, others)?, u64::MAX);
+    let places = survey.stores(run, others)?;
+    let union = union_store(places.clone(), u64::MAX);
     let log = SessionLog::open(&union).await.map_err(|error| match error.kind() {
         ErrorKind::NotFound => Error::new(ErrorKind::NotFound, "no host has this run in memory"),
         _ => error,
     })?;
     let earlier = beginnings(run, others, &survey, hosts.session).await;
-    let continued = continued_sessions(&union, &log, &earlier).await?;
-    let known = KnownLog { run: union.history().run().await?, sequence: log.sequence(), leadership: log.leadership().clone(), continued };
-    check_usable(&union_store(survey.stores(run, others)?, known.sequence), &known).await?;
+    let view = HostsView::find(&places, log.sequence(), &earlier).await?;
+    check_usable(&log, &view).await?;
+    let (run, leadership) = (union.history().run().await?, log.leadership().clone());
+    let known = KnownLog { run, sequence: log.sequence(), leadership, continued: view.continued };
     let number = earlier.iter().filter(|earlier| earlier.known.sequence == known.sequence).map(|earlier| earlier.number).max().unwrap_or(0);
     Ok(Beginning { session: hosts.session, number: number.saturating_add(1), known })
 }
 
 /// Without this check, ranks would agree that there is no step, and train from the start although the store has snapshots.
-async fn check_usable(union: &Store, known: &KnownLog) -> Result<()> {
-    let saved = SessionLog::open(union).await?.records().iter().map(|record| record.step).max();
-    let newest = saved.max(known.continued.iter().filter_map(|session| session.newest).max());
+async fn check_usable(log: &SessionLog, view: &HostsView) -> Result<()> {
+    let saved = log.records().iter().map(|record| record.step).max();
+    let newest = saved.max(view.continued.iter().filter_map(|session| session.newest).max());
     match newest {
-        Some(newest) if steps_in(union, known.sequence, &known.continued).await?.is_empty() => {
+        Some(newest) if view.steps().await?.is_empty() => {
             let message = format!(
                 "the newest step is {newest}, and memory has no step with all of its casks; start the job again when the store answers"
             );

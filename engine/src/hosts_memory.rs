@@ -22,7 +22,7 @@ use crate::folders::RunFolder;
 use crate::host_notes::HostNotes;
 use crate::hosts_survey::{HostsSurvey, SurveyWait};
 use crate::other_hosts::OtherHosts;
-use crate::peers::union_store;
+use crate::peers::{ListedPlace, union_store};
 use crate::run_spec::RunSpec;
 
 /// The memory of all hosts.
@@ -51,21 +51,73 @@ async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Opti
     let Some(after) = notes.after.filter(|after| *after > 0) else { return Ok(None) };
     let wait = SurveyWait { timeout, entry: Some(after) };
     let survey = HostsSurvey::locked(run, hosts.session, &others, wait).await?.without(&damaged_copies(run));
-    let store = union_store(survey.stores(run, &others)?, after);
-    let log = match SessionLog::open(&store).await {
-        Ok(log) if log.sequence() == after => log,
+    let places = survey.stores(run, &others)?;
+    match SessionLog::open(&union_store(places.clone(), after)).await {
+        Ok(log) if log.sequence() == after => {}
         Ok(_) => return Ok(None),
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
+    }
+    let view = match notes.known {
+        Some(known) => HostsView::known(&places, after, known.continued).await?,
+        None => HostsView::find(&places, after, &beginnings(run, &others, &survey, hosts.session).await).await?,
     };
-    let continued = match notes.known {
-        Some(known) => known.continued,
-        None => {
-            let earlier = beginnings(run, &others, &survey, hosts.session).await;
-            continued_sessions(&store, &log, &earlier).await?
+    Ok(Some(HostsMemory { steps: view.steps().await?, store: view.store }))
+}
+
+/// The memory of all hosts up to a log entry, and the sessions of which it may have steps that the store lacks, oldest first.
+///
+/// A session that leads the log may have no step, because the job failed before all ranks had saved. The steps of the session
+/// before are then the newest, and the view ends where that session still led.
+#[derive(Debug)]
+pub(crate) struct HostsView {
+    pub store: Store,
+    /// Last log entry of the view.
+    pub last: u64,
+    pub continued: Vec<ContinuedSession>,
+}
+
+impl HostsView {
+    /// Looks for the sessions: the one that leads the log, and the newest complete ones of those that began after the same entry
+    /// while the store did not answer.
+    pub(crate) async fn find(places: &[ListedPlace], mut last: u64, earlier: &[Beginning]) -> Result<Self> {
+        loop {
+            let store = union_store(places.to_vec(), last);
+            let log = SessionLog::open(&store).await?;
+            let found = Self { last: log.sequence(), continued: continued_sessions(&store, &log, earlier).await?, store };
+            let Some(before) = before_leader(&log) else { return Ok(found) };
+            commit_continued(&found.store, found.last, &found.continued).await?;
+            if SessionLog::open(&found.store).await?.records().iter().any(|record| record.sequence > before) {
+                return Ok(found);
+            }
+            last = before;
         }
-    };
-    Ok(Some(HostsMemory { steps: steps_in(&store, after, &continued).await?, store }))
+    }
+
+    /// The view with these sessions.
+    pub(crate) async fn known(places: &[ListedPlace], mut last: u64, continued: Vec<ContinuedSession>) -> Result<Self> {
+        loop {
+            let store = union_store(places.to_vec(), last);
+            let log = SessionLog::open(&store).await?;
+            let leads = |session: &ContinuedSession| log.leadership().of(session.session).is_some();
+            match before_leader(&log).filter(|_| !continued.is_empty() && !continued.iter().any(leads)) {
+                Some(before) => last = before,
+                None => return Ok(Self { store, last: log.sequence(), continued }),
+            }
+        }
+    }
+
+    /// Steps that can be restored from it, newest first.
+    pub(crate) async fn steps(&self) -> Result<Vec<u64>> {
+        commit_continued(&self.store, self.last, &self.continued).await?;
+        held_steps(&self.store, MOST_STEPS).await
+    }
+}
+
+/// The log entry before the session that leads the log; `None` if there is none.
+fn before_leader(log: &SessionLog) -> Option<u64> {
+    let first = log.leadership().leading()?.attempts.first()?;
+    first.since.checked_sub(1).filter(|before| *before > 0)
 }
 
 /// Notes that the copy of an object which [`HostsMemory::store`] reads is damaged; returns whether that is news. The memory has
@@ -81,15 +133,7 @@ pub(crate) async fn note_damage(spec: &RunSpec, run: &RunFolder, path: &str) -> 
     }
 }
 
-/// Steps that can be restored from the memory of all hosts, newest first.
-pub(crate) async fn steps_in(store: &Store, after: u64, continued: &[ContinuedSession]) -> Result<Vec<u64>> {
-    commit_continued(store, after, continued).await?;
-    held_steps(store, MOST_STEPS).await
-}
-
-/// The sessions of which memory may have steps that the store lacks, oldest first: the one that leads the log, and the newest
-/// complete one of those that began after the same entry while the store did not answer.
-pub(crate) async fn continued_sessions(store: &Store, log: &SessionLog, earlier: &[Beginning]) -> Result<Vec<ContinuedSession>> {
+async fn continued_sessions(store: &Store, log: &SessionLog, earlier: &[Beginning]) -> Result<Vec<ContinuedSession>> {
     let run = store.history().run().await?;
     let mut continued = Vec::new();
     if let Some(leading) = log.leadership().leading() {

@@ -1,6 +1,7 @@
 //! Follows the log of a store, for a host that waits for the commits of its session's leader.
 
 use super::{Leadership, Log, LogState, SnapshotRecord, Standing};
+use crate::wire::Id;
 use crate::{Result, Store};
 
 /// The log of a store, as far as it has been read.
@@ -47,6 +48,12 @@ impl SessionLog {
     /// All snapshots in the log, whatever their status, ordered by commit.
     pub fn records(&self) -> &[SnapshotRecord] {
         self.log.state().snapshots()
+    }
+
+    /// Whether a session that leads has committed a snapshot. A step that it gave up is none.
+    pub fn has_committed(&self, session: Id) -> bool {
+        let first = self.leadership().of(session).and_then(|leading| leading.attempts.first());
+        first.is_some_and(|first| self.records().iter().any(|record| record.sequence >= first.since))
     }
 
     /// Number of the last entry; 0 for an empty log.

@@ -255,10 +255,11 @@ impl Mirror {
     }
 
     /// Removes what nothing needs any more. Needed are the newest snapshot of the log, `keep` and newer steps of the session, their
-    /// parents, and the chains of all these. No save into the mirror may be under way.
+    /// parents, and the chains of all these. Steps of other sessions are needed until this one has committed a snapshot: the job
+    /// may resume from them if it fails before. No save into the mirror may be under way.
     #[boxed]
     pub async fn prune(&self, session: SessionName, keep: SessionStep) -> Result<()> {
-        let (objects, folder) = (self.memory.objects(), format!("{}/", session.folder()));
+        let objects = self.memory.objects();
         // Directories before manifests, and both before the log: `follow` copies a manifest first, then its directory, and then the
         // log entry that names the snapshot.
         let mut listed = Vec::new();
@@ -267,13 +268,12 @@ impl Mirror {
         }
         let mut needed = BTreeSet::new();
         let log = SessionLog::open(&self.memory).await?;
+        let kept = Kept { session, from: keep, has_committed: log.has_committed(session.session) };
         let known: BTreeSet<String> = log.state().snapshots().iter().map(SnapshotRecord::manifest_path).collect();
         if listed.iter().any(|path| path.starts_with("snapshots/") && !known.contains(path)) {
             needed.extend(listed.iter().filter(|path| !path.starts_with("receipts/") && !path.starts_with("casks/")).cloned());
         }
-        for record in
-            needed_links(log.state(), &parents_in(&self.memory, Some((session, keep))).await?, self.memory.limits().max_chain_depth)?
-        {
+        for record in needed_links(log.state(), &parents_in(&self.memory, Some(kept)).await?, self.memory.limits().max_chain_depth)? {
             let place = record.manifest_place();
             // Without its manifest, nothing of a link can be read.
             if place.inline_in.is_none() && objects.head_if_present(&place.path).await?.is_none() {
@@ -284,11 +284,10 @@ impl Mirror {
             needed.extend([format!("directories/{}", manifest.directory), place.path]);
         }
         for found in objects.list("receipts").await? {
-            let Some((step, object)) = found.path.strip_prefix(&folder).and_then(|rest| rest.split_once('/')) else { continue };
-            if SessionStep::from_folder(step).is_none_or(|step| step < keep) {
+            if !kept.has(&found.path) {
                 continue;
             }
-            if let Some(ranks) = RankRange::from_object(object) {
+            if let Some(ranks) = found.path.rsplit('/').next().and_then(RankRange::from_object) {
                 let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
                 match Receipt::decode_all(&bytes, ranks, self.memory.limits()) {
                     Ok(receipts) => needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path)),
@@ -313,13 +312,30 @@ impl Mirror {
     }
 }
 
-/// Parents of steps in a mirror: of all, or of `keep` and newer steps of a session.
-pub(super) async fn parents_in(memory: &Store, of: Option<(SessionName, SessionStep)>) -> Result<BTreeSet<Id>> {
+/// The steps that pruning keeps.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Kept {
+    session: SessionName,
+    from: SessionStep,
+    has_committed: bool,
+}
+
+impl Kept {
+    /// Whether an object of the receipts belongs to such a step.
+    fn has(&self, path: &str) -> bool {
+        let folder = self.session.folder();
+        match path.strip_prefix(&folder).and_then(|rest| rest.strip_prefix('/')).and_then(|rest| rest.split_once('/')) {
+            Some((step, _)) => SessionStep::from_folder(step).is_some_and(|step| step >= self.from),
+            None => !self.has_committed,
+        }
+    }
+}
+
+/// Parents of steps in a mirror: of all, or of those that pruning keeps.
+pub(super) async fn parents_in(memory: &Store, of: Option<Kept>) -> Result<BTreeSet<Id>> {
     let (objects, mut parents) = (memory.objects(), BTreeSet::new());
     for found in objects.list("receipts").await? {
-        let mut parts = found.path.rsplit('/');
-        let (Some(PARENT_OBJECT), Some(step)) = (parts.next(), parts.next().and_then(SessionStep::from_folder)) else { continue };
-        if of.is_some_and(|(session, keep)| step < keep || !found.path.starts_with(&format!("{}/", session.folder()))) {
+        if found.path.rsplit('/').next() != Some(PARENT_OBJECT) || of.is_some_and(|kept| !kept.has(&found.path)) {
             continue;
         }
         let bytes = objects.get(&found.path, memory.limits().max_entry_bytes).await?;

@@ -447,7 +447,7 @@ impl Replica {
         chain: &[WantedCask],
         of_wanted: &BTreeSet<String>,
     ) -> Result<u64> {
-        let has_committed = self.log.as_ref().and_then(|log| log.leadership().of(self.session)).is_some_and(|led| led.newest.is_some());
+        let has_committed = self.log.as_ref().is_some_and(|log| log.has_committed(self.session));
         let folder = format!("{}/", session.folder());
         let mut needed: BTreeSet<String> = chain.iter().map(|wanted| wanted.cask.path()).chain(of_wanted.iter().cloned()).collect();
         let held = self.complete_steps(to).await?;

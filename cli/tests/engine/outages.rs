@@ -161,7 +161,7 @@ fn a_fresh_host_saves_if_the_store_goes_away_right_after_its_start() {
     let mut start = job.start("second", 2);
     let away = Away::take(job.store_path.as_ref());
     start.save_all(2);
-    (0..HOSTS).for_each(|host| start.wait(host, Until::Replicated));
+    (0..HOSTS).for_each(|host| start.wait(host, Until::Encoded));
     away.back();
     start.wait_all();
     assert_eq!(job.steps(), [1, 2]);
@@ -190,6 +190,34 @@ fn a_start_after_one_that_found_damage_takes_another_step() {
     start.wait_all();
     assert_eq!(job.steps(), [1, 2, 3]);
     job.assert_holds(3, 3);
+}
+
+/// The second start leads the log, and fails before it saves.
+#[test]
+fn steps_in_memory_outlast_a_start_that_saved_nothing() {
+    for store_is_there in [true, false] {
+        let (job, away) = lose_host_and_store(2);
+        away.back();
+        let mut start = job.start_at_once("second", 2);
+        assert_eq!(start.agree("second"), [Some(3); WORLD as usize]);
+        start.save(0, 4);
+        until("the second start leads the log", || job.sessions().len() == 2);
+        let entries = |folder: std::path::PathBuf| std::fs::read_dir(folder.join("log")).unwrap().count();
+        let (mirror, store) = (job.folder_of_run(0).join("mirror"), std::path::PathBuf::from(&job.store_path));
+        until("its host has the log in memory", || entries(mirror.clone()) == entries(store.clone()));
+        drop(start);
+        let away = (!store_is_there).then(|| Away::take(job.store_path.as_ref()));
+        let mut start = job.start_at_once("third", 3);
+        assert_eq!(start.agree("third"), [Some(3); WORLD as usize], "with the store: {store_is_there}");
+        assert!(start.engines.iter().all(|engine| engine.restore(3).is_ok()));
+        start.save_all(4);
+        if let Some(away) = away {
+            away.back();
+        }
+        start.wait_all();
+        assert_eq!(job.steps(), [1, 2, 4]);
+        job.assert_holds(4, 3);
+    }
 }
 
 /// Errors of all ranks.

@@ -233,8 +233,7 @@ impl Committer {
         }
         (self.followed, self.follow_after) = (Some(log.sequence()), None);
         let leading = log.leadership().of(self.work.hosts.session);
-        let has_committed = leading.is_some_and(|leading| log.records().iter().any(|record| record.sequence > leading.leader.after));
-        if has_committed {
+        if log.has_committed(self.work.hosts.session) {
             // Every rank has saved in this session, so none still restores from what is removed here.
             let trimmed = self.mirror.shorten_log().await.and_then(|()| remove_former_replicas(&self.work.run));
             if let Err(error) = trimmed {
