@@ -15,6 +15,8 @@ pub(crate) struct OtherHosts {
     pub own: u32,
     placement: Placement,
     peers: Vec<(u32, Peer)>,
+    /// The same peers, for reading what they have listed.
+    patient: Vec<(u32, Peer)>,
     /// Check of the receipts of other hosts; `None` without certificates.
     proof: Option<Arc<dyn ReceiptProof>>,
 }
@@ -32,11 +34,12 @@ impl OtherHosts {
         let own = hosts.position();
         let placement = Placement::of(peers);
         let tls = Tls::of_run(peers, &spec.key)?;
-        let mut others = Vec::new();
+        let (mut others, mut patient) = (Vec::new(), Vec::new());
         for (host, address) in (0u32..).zip(&peers.addresses).filter(|(host, _)| *host != own) {
             others.push((host, Peer::open(address, &spec.key, tls.clone(), ResponseLimits::default())?));
+            patient.push((host, Peer::open(address, &spec.key, tls.clone(), ResponseLimits::patient())?));
         }
-        Ok(Some(Self { own, placement, peers: others, proof: signed_receipts(tls, hosts) }))
+        Ok(Some(Self { own, placement, peers: others, patient, proof: signed_receipts(tls, hosts) }))
     }
 
     /// Numbers of the other hosts.
@@ -45,12 +48,12 @@ impl OtherHosts {
     }
 
     fn peer(&self, host: u32) -> Option<&Peer> {
-        self.peers.iter().find(|(number, _)| *number == host).map(|(_, peer)| peer)
+        find(&self.peers, host)
     }
 
     /// A folder of a host as a place of a union. Receipts must be signed by the hosts that saved them.
     pub(crate) fn place(&self, host: u32, folder: &str) -> Option<Place> {
-        let place = self.peer(host)?.place(folder);
+        let place = find(&self.patient, host)?.place(folder);
         Some(match &self.proof {
             Some(proof) => Arc::new(CheckedPlace::new(place, proof.clone())),
             None => place,
@@ -76,8 +79,8 @@ impl OtherHosts {
 
     /// Reads a message of a host; `None` if the host has none of this name.
     pub(crate) async fn read_message(&self, host: u32, name: &str) -> Result<Option<bytes::Bytes>> {
-        match self.place(host, MEETING) {
-            Some(place) => read_message(&place, name).await,
+        match self.peer(host) {
+            Some(peer) => read_message(&peer.place(MEETING), name).await,
             None => Ok(None),
         }
     }
@@ -87,6 +90,10 @@ impl OtherHosts {
         let read = |(host, name): (u32, String)| async move { self.read_message(host, &name).await };
         futures::stream::iter(wanted).map(read).buffered(AT_ONCE).collect().await
     }
+}
+
+fn find(peers: &[(u32, Peer)], host: u32) -> Option<&Peer> {
+    peers.iter().find(|(number, _)| *number == host).map(|(_, peer)| peer)
 }
 
 /// Lists a place; a folder that does not exist has no objects.

@@ -40,11 +40,27 @@ pub(crate) struct ResponseLimits {
     pub least_bytes_per_second: u64,
     /// Size of a listing.
     pub listing_bytes: u64,
+    /// Number of attempts after a request that failed.
+    pub retries: usize,
+}
+
+impl ResponseLimits {
+    /// For a reader that has no other place to turn to: an agent whose run begins anew does not answer for a moment.
+    pub(crate) fn patient() -> Self {
+        Self { retries: 12, ..Self::default() }
+    }
 }
 
 impl Default for ResponseLimits {
     fn default() -> Self {
-        Self { connect: Duration::from_secs(5), answer: Duration::from_secs(20), least_bytes_per_second: 64 << 10, listing_bytes: 16 << 20 }
+        Self {
+            connect: Duration::from_secs(5),
+            answer: Duration::from_secs(20),
+            least_bytes_per_second: 64 << 10,
+            listing_bytes: 16 << 20,
+            // The agent tries again later, and says meanwhile why it failed.
+            retries: 2,
+        }
     }
 }
 

@@ -33,8 +33,7 @@ impl Peer {
         let url = format!("{scheme}://{address}");
         let backoff =
             BackoffConfig { init_backoff: Duration::from_millis(50), max_backoff: Duration::from_secs(1), ..BackoffConfig::default() };
-        // The agent tries again later, and says meanwhile why it failed.
-        let retry = RetryConfig { backoff, max_retries: 2, retry_timeout: limits.answer };
+        let retry = RetryConfig { backoff, max_retries: limits.retries, retry_timeout: limits.answer };
         let built = HttpBuilder::new().with_url(&url).with_retry(retry).with_http_connector(PeerConnector { tls, limits }).build();
         let inner = built.map_err(|e| Error::invalid(format!("not the address of a peer: {e}")).object(&url))?;
         Ok(Self { objects: Arc::new(PeerObjects { place: PeerPlace { url, key: key.to_owned() }, inner }) })
