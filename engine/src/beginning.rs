@@ -179,7 +179,7 @@ async fn check_usable(log: &SessionLog, view: &HostsView) -> Result<()> {
     let saved = log.records().iter().map(|record| record.step).max();
     let newest = saved.max(view.continued.iter().filter_map(|session| session.newest).max());
     match newest {
-        Some(newest) if view.steps().await?.is_empty() => {
+        Some(newest) if view.is_empty().await? => {
             let message = format!(
                 "the newest step is {newest}, and memory has no step with all of its casks; start the job again when the store answers"
             );

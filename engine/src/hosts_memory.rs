@@ -62,18 +62,17 @@ async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Opti
         Some(known) => HostsView::known(&places, after, known.continued).await?,
         None => HostsView::find(&places, after, &beginnings(run, &others, &survey, hosts.session).await).await?,
     };
-    Ok(Some(HostsMemory { steps: view.steps().await?, store: view.store }))
+    Ok(Some(HostsMemory { steps: held_steps(&view.store, MOST_STEPS).await?, store: view.store }))
 }
 
-/// The memory of all hosts up to a log entry, and the sessions of which it may have steps that the store lacks, oldest first.
+/// The memory of all hosts up to a log entry, with the steps that the store lacks committed in this process.
 ///
 /// A session that leads the log may have no step, because the job failed before all ranks had saved. The steps of the session
 /// before are then the newest, and the view ends where that session still led.
 #[derive(Debug)]
 pub(crate) struct HostsView {
     pub store: Store,
-    /// Last log entry of the view.
-    pub last: u64,
+    /// The sessions that have these steps, oldest first.
     pub continued: Vec<ContinuedSession>,
 }
 
@@ -84,13 +83,14 @@ impl HostsView {
         loop {
             let store = union_store(places.to_vec(), last);
             let log = SessionLog::open(&store).await?;
-            let found = Self { last: log.sequence(), continued: continued_sessions(&store, &log, earlier).await?, store };
-            let Some(before) = before_leader(&log) else { return Ok(found) };
-            commit_continued(&found.store, found.last, &found.continued).await?;
-            if SessionLog::open(&found.store).await?.records().iter().any(|record| record.sequence > before) {
-                return Ok(found);
+            let continued = continued_sessions(&store, &log, earlier).await?;
+            commit_continued(&store, log.sequence(), &continued).await?;
+            let before = before_leader(&log);
+            let committed = SessionLog::open(&store).await?;
+            match before.filter(|before| committed.records().iter().all(|record| record.sequence <= *before)) {
+                Some(before) => last = before,
+                None => return Ok(Self { store, continued }),
             }
-            last = before;
         }
     }
 
@@ -102,15 +102,17 @@ impl HostsView {
             let leads = |session: &ContinuedSession| log.leadership().of(session.session).is_some();
             match before_leader(&log).filter(|_| !continued.is_empty() && !continued.iter().any(leads)) {
                 Some(before) => last = before,
-                None => return Ok(Self { store, last: log.sequence(), continued }),
+                None => {
+                    commit_continued(&store, log.sequence(), &continued).await?;
+                    return Ok(Self { store, continued });
+                }
             }
         }
     }
 
-    /// Steps that can be restored from it, newest first.
-    pub(crate) async fn steps(&self) -> Result<Vec<u64>> {
-        commit_continued(&self.store, self.last, &self.continued).await?;
-        held_steps(&self.store, MOST_STEPS).await
+    /// Whether no step can be restored from it.
+    pub(crate) async fn is_empty(&self) -> Result<bool> {
+        Ok(held_steps(&self.store, 1).await?.is_empty())
     }
 }
 
@@ -133,6 +135,7 @@ pub(crate) async fn note_damage(spec: &RunSpec, run: &RunFolder, path: &str) -> 
     }
 }
 
+/// The session that leads the log, and those that began after its last entry while the store did not answer.
 async fn continued_sessions(store: &Store, log: &SessionLog, earlier: &[Beginning]) -> Result<Vec<ContinuedSession>> {
     let run = store.history().run().await?;
     let mut continued = Vec::new();

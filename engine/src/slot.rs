@@ -374,10 +374,10 @@ mod tests {
 
     #[test]
     fn no_interleaving_loses_an_acknowledged_save() {
-        let states =
-            [(1, Claimable::Free), (2, Claimable::Free), (3, Claimable::Free), (2, Claimable::FreeOrFull), (3, Claimable::FreeOrFull)]
-                .map(|(slots, claimable)| explore(slots, claimable));
-        assert!(states.iter().all(|&count| count > 100), "{states:?}");
+        assert!(explore(1, Claimable::Free) > 100);
+        let states = [(2, Claimable::Free), (3, Claimable::Free), (2, Claimable::FreeOrFull), (3, Claimable::FreeOrFull)]
+            .map(|(slots, claimable)| explore(slots, claimable));
+        assert!(states.iter().all(|&count| count > 1000), "{states:?}");
     }
 
     /// Shows that the model detects a broken protocol.

@@ -36,6 +36,18 @@ impl SessionLog {
         }
     }
 
+    /// Reads what was committed since a log was read, or opens the log. The store may have removed the entries in between.
+    pub(crate) async fn follow<'l>(known: &'l mut Option<Self>, store: &Store) -> Result<&'l Self> {
+        let is_followed = match known {
+            Some(log) => log.refresh().await.is_ok(),
+            None => false,
+        };
+        match known.take().filter(|_| is_followed) {
+            Some(log) => Ok(known.insert(log)),
+            None => Ok(known.insert(Self::open(store).await?)),
+        }
+    }
+
     pub(crate) fn state(&self) -> &LogState {
         self.log.state()
     }

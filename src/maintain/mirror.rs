@@ -143,7 +143,10 @@ impl Mirror {
             }
         }
         self.first_entry = Some(first_kept);
-        self.remove_except(&["catalog"], &BTreeSet::from([&path])).await
+        for found in self.memory.objects().list("catalog").await?.into_iter().filter(|found| found.path != path) {
+            self.memory.objects().delete(&found.path).await?;
+        }
+        Ok(())
     }
 
     /// Prepares the mirror; returns the last log entry that it has.
@@ -270,6 +273,7 @@ impl Mirror {
         let log = SessionLog::open(&self.memory).await?;
         let kept = Kept { session, from: keep, has_committed: log.has_committed(session.session) };
         let known: BTreeSet<String> = log.state().snapshots().iter().map(SnapshotRecord::manifest_path).collect();
+        // The log does not name this snapshot yet, so its directory is not known.
         if listed.iter().any(|path| path.starts_with("snapshots/") && !known.contains(path)) {
             needed.extend(listed.iter().filter(|path| !path.starts_with("receipts/") && !path.starts_with("casks/")).cloned());
         }
@@ -283,30 +287,18 @@ impl Mirror {
             needed.extend(manifest.casks.iter().map(CaskRef::path));
             needed.extend([format!("directories/{}", manifest.directory), place.path]);
         }
-        for found in objects.list("receipts").await? {
-            if !kept.has(&found.path) {
-                continue;
-            }
-            if let Some(ranks) = found.path.rsplit('/').next().and_then(RankRange::from_object) {
-                let bytes = objects.get(&found.path, self.memory.limits().max_manifest_bytes).await?;
+        for path in listed.iter().filter(|path| path.starts_with("receipts/") && kept.has(path)) {
+            if let Some(ranks) = path.rsplit('/').next().and_then(RankRange::from_object) {
+                let bytes = objects.get(path, self.memory.limits().max_manifest_bytes).await?;
                 match Receipt::decode_all(&bytes, ranks, self.memory.limits()) {
                     Ok(receipts) => needed.extend(receipts.iter().flat_map(|receipt| &receipt.casks).map(CaskRef::path)),
-                    Err(error) => tracing::error!(object = found.path, %error, "a receipt is damaged in memory; its step is lost"),
+                    Err(error) => tracing::error!(object = path, %error, "a receipt is damaged in memory; its step is lost"),
                 }
             }
-            needed.insert(found.path);
+            needed.insert(path.clone());
         }
         for path in listed.iter().filter(|path| !needed.contains(*path)) {
             objects.delete(path).await?;
-        }
-        Ok(())
-    }
-
-    async fn remove_except(&self, folders: &[&str], needed: &BTreeSet<&String>) -> Result<()> {
-        for folder in folders {
-            for found in self.memory.objects().list(folder).await?.iter().filter(|found| !needed.contains(&found.path)) {
-                self.memory.objects().delete(&found.path).await?;
-            }
         }
         Ok(())
     }

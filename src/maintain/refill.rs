@@ -56,20 +56,11 @@ impl Refill {
     /// of both. None before the mirror has a log.
     #[boxed]
     pub async fn missing(&mut self) -> Result<Vec<WantedCask>> {
-        // The agent may have shortened the log since.
-        let is_followed = match &mut self.log {
-            Some(log) => log.refresh().await.is_ok(),
-            None => false,
+        let log = match SessionLog::follow(&mut self.log, &self.memory).await {
+            Ok(log) => log,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(error),
         };
-        if !is_followed {
-            self.log = None;
-            match SessionLog::open(&self.memory).await {
-                Ok(log) => self.log = Some(log),
-                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-                Err(error) => return Err(error),
-            }
-        }
-        let Some(log) = &self.log else { return Ok(Vec::new()) };
         let mut links = BTreeMap::new();
         for record in needed_links(log.state(), &parents_in(&self.memory, None).await?, self.memory.limits().max_chain_depth)? {
             let casks = match self.links.get(&record.id) {

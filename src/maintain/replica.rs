@@ -134,9 +134,9 @@ impl Replica {
         &self.memory
     }
 
-    /// Copies what the replica lacks, and removes what neither side needs. The newest `keep` steps come first, so that older ones
-    /// delay none of them; each pull copies one of these. Fails if the source cannot be
-    /// read at all. A pull that was interrupted is resumed by pulling again.
+    /// Copies what the replica lacks, and removes what neither side needs. Each pull copies the newest `keep` steps, and at most
+    /// one older step, so that older steps delay no newer one. Fails if the source cannot be read at all. A pull that was
+    /// interrupted is resumed by pulling again.
     #[boxed]
     pub async fn pull(&mut self) -> Result<ReplicaReport> {
         let Some(session) = self.begin().await? else {
@@ -149,8 +149,8 @@ impl Replica {
         let mut held: BTreeSet<SessionStep> = self.complete_steps(&to).await?.into_keys().collect();
         let mut of_wanted = BTreeSet::new();
         let mut report = ReplicaReport { newest_at_source: at_source.keys().next_back().copied(), ..ReplicaReport::default() };
-        let followed = match self.refresh_log().await {
-            Ok(()) => self.copy_chains(&mut report).await,
+        let followed = match SessionLog::follow(&mut self.log, &self.source).await {
+            Ok(_) => self.copy_chains(&mut report).await,
             Err(error) => Err(error),
         };
         let (mut chain, chain_is_known) = match followed {
@@ -304,23 +304,6 @@ impl Replica {
     async fn complete_steps(&self, exchange: &SessionExchange) -> Result<BTreeMap<SessionStep, RankSet>> {
         let found = exchange.survey(None).await?.steps;
         Ok(found.into_iter().filter(|(_, present)| present.has_all(self.ranks.clone())).collect())
-    }
-
-    /// Reads new entries of the source's log.
-    #[boxed]
-    async fn refresh_log(&mut self) -> Result<()> {
-        // The source may have removed the entries that follow the last one known here.
-        let is_followed = match &mut self.log {
-            Some(log) => log.refresh().await.is_ok(),
-            None => false,
-        };
-        if !is_followed {
-            self.log = None;
-        }
-        if self.log.is_none() {
-            self.log = Some(SessionLog::open(&self.source).await?);
-        }
-        Ok(())
     }
 
     /// Copies the casks of these ranks in the chains of the newest committed snapshot and of the parents of held steps. Returns

@@ -20,11 +20,18 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
     let (run, own) = (&work.run, work.hosts.position());
     let placement = Placement::of(&peers);
     let (mut others, mut found_earlier) = (None, false);
-    let mut refill = Refill::new(&memory, run.spec.local_ranks());
+    let (mut refill, mut was_whole) = (Refill::new(&memory, run.spec.local_ranks()), false);
     loop {
         tokio::time::sleep(POLL).await;
+        if !found_earlier && work.has_arenas() {
+            work.await_copies_of_earlier();
+            found_earlier = true;
+        }
+        if was_whole && !work.awaits_copies() {
+            continue;
+        }
         match refill_mirror(&work, &peers, &mut refill).await {
-            Ok(true) => {}
+            Ok(true) => was_whole = true,
             // While the only copy of a part is on another host, a loss of that host would lose it.
             Ok(false) => {
                 tokio::time::sleep(WHILE_MISSING).await;
@@ -35,10 +42,6 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
                 tokio::time::sleep(AFTER_PROBLEM).await;
                 continue;
             }
-        }
-        if !found_earlier && work.has_arenas() {
-            work.await_copies_of_earlier();
-            found_earlier = true;
         }
         if !work.awaits_copies() {
             continue;
