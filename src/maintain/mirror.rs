@@ -330,7 +330,8 @@ pub(super) async fn parents_in(memory: &Store, of: Option<Kept>) -> Result<BTree
         if found.path.rsplit('/').next() != Some(PARENT_OBJECT) || of.is_some_and(|kept| !kept.has(&found.path)) {
             continue;
         }
-        let bytes = objects.get(&found.path, memory.limits().max_entry_bytes).await?;
+        // Pruning may have removed it since the listing.
+        let Some(bytes) = objects.get_if_present(&found.path, memory.limits().max_entry_bytes).await? else { continue };
         match SharedParent::decode(&bytes, memory.limits()) {
             Ok(shared) => parents.extend(shared.parent),
             Err(error) => tracing::error!(object = found.path, %error, "the parent of a step is damaged in memory; the step is lost"),
