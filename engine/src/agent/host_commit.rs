@@ -115,7 +115,7 @@ impl Committer {
             Ok(()) => {
                 self.are_ranks_noted = notes.started.len() >= self.work.hosts.ranks as usize;
                 if !std::mem::replace(&mut self.has_begun, true) {
-                    self.work.accept();
+                    self.work.contact.accept();
                     self.work.apply(Event::Begin { known: after });
                 }
             }
@@ -205,6 +205,7 @@ impl Committer {
             }
             None => self.log.insert(SessionLog::open(&self.store).await?),
         };
+        self.work.contact.note_answer();
         let view = LogView::new(log.sequence(), log.leadership(), session, log.records());
         let led_as = self.led_as;
         let leader = log.leadership().of(session).map(|leading| LeaderStatus {

@@ -166,6 +166,8 @@ impl HostEncoder {
     /// The parent for a step, agreed on with the other hosts if the store answers.
     async fn parent(&mut self, at: SessionStep) -> Result<Option<tensorcask::wire::Id>> {
         let work = self.work.clone();
+        // Hosts whose mirrors differ would choose different parents, so the store is asked as soon as it answers again.
+        self.silent_since = self.silent_since.filter(|since| !work.contact.has_answered_since(*since));
         let is_silent = self.silent_since.is_some_and(|since| since.elapsed() < SILENCE);
         let mut is_cut_off = is_silent || work.is_without_store();
         let limit = if self.silent_since.is_some() { ASK_AGAIN } else { PARENT_TIMEOUT };

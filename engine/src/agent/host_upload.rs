@@ -42,7 +42,7 @@ pub(super) async fn host_upload_loop(work: Arc<HostWork>, memory: Store, mut wai
     let Some(store) = work.run.tiers.first().cloned() else { return };
     let uploader = Uploader { mirror: Mirror::new(&store, &memory), store, run_id: OnceCell::new(), work: work.clone() };
     let earlier = uploader.left_by_earlier_agent().await;
-    work.accepted().await;
+    work.contact.accepted().await;
     for step in earlier {
         uploader.upload(step).await;
     }

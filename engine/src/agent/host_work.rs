@@ -28,8 +28,7 @@ pub(super) struct HostWork {
     /// Actions for the committer.
     actions: UnboundedSender<Action>,
     started: Instant,
-    /// Whether the store may be used for the session: it answered when the session began, or has accepted the session since.
-    accepted: watch::Sender<bool>,
+    pub contact: StoreContact,
 }
 
 #[derive(Debug)]
@@ -75,23 +74,12 @@ impl HostWork {
             awaited: BTreeMap::new(),
             decided: None,
         });
-        Self { run, hosts, shared, actions, started: Instant::now(), accepted: watch::Sender::new(false) }
-    }
-
-    /// Notes that the store may be used for the session.
-    pub(super) fn accept(&self) {
-        self.accepted.send_replace(true);
+        Self { run, hosts, shared, actions, started: Instant::now(), contact: StoreContact::default() }
     }
 
     /// Whether the session goes on without the store.
     pub(super) fn is_without_store(&self) -> bool {
-        !*self.accepted.borrow() && HostNotes::read(&self.run.folder, self.hosts.session).is_without_store()
-    }
-
-    /// Waits until the store may be used for the session.
-    pub(super) async fn accepted(&self) {
-        // Fails only if this work has ended.
-        let _ = self.accepted.subscribe().wait_for(|accepted| *accepted).await;
+        !self.contact.is_accepted() && HostNotes::read(&self.run.folder, self.hosts.session).is_without_store()
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared> {
@@ -232,6 +220,47 @@ impl HostWork {
         if let Some(generations) = encoded_steps(&self.run).remove(&key) {
             report(&self.run, key, UploadedStep { sequence: 0, generations, uploaded_ms: now_ms() }, fate);
         }
+    }
+}
+
+/// What the committer of a host knows of the store.
+#[derive(Debug)]
+pub(super) struct StoreContact {
+    /// Whether the store may be used for the session: it answered when the session began, or has accepted the session since.
+    accepted: watch::Sender<bool>,
+    answered: Mutex<Option<Instant>>,
+}
+
+impl Default for StoreContact {
+    fn default() -> Self {
+        Self { accepted: watch::Sender::new(false), answered: Mutex::new(None) }
+    }
+}
+
+impl StoreContact {
+    /// Notes that the store may be used for the session.
+    pub(super) fn accept(&self) {
+        self.accepted.send_replace(true);
+    }
+
+    fn is_accepted(&self) -> bool {
+        *self.accepted.borrow()
+    }
+
+    /// Waits until the store may be used for the session.
+    pub(super) async fn accepted(&self) {
+        // Fails only if this work has ended.
+        let _ = self.accepted.subscribe().wait_for(|accepted| *accepted).await;
+    }
+
+    /// Notes that the store has answered.
+    pub(super) fn note_answer(&self) {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    /// Whether the store has answered since.
+    pub(super) fn has_answered_since(&self, since: Instant) -> bool {
+        self.answered.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|answered| answered > since)
     }
 }
 
