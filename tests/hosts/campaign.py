@@ -22,6 +22,7 @@ from cluster import PORT, Cluster
 HOSTS, LOCAL = 4, 2
 STEPS = 240  # of the undisturbed job; a disturbed one starts anew before this step
 MARGIN = 30  # more than a kill takes
+ENDLESS = 1_000_000  # steps of a light job, which is always ended from outside
 
 
 def promised(cluster):
@@ -46,6 +47,7 @@ class Campaign:
     def __init__(self, arguments):
         self.kills, self.light, self.seed = arguments.kills, arguments.light, arguments.seed
         self.folder = arguments.folder
+        self.last = ENDLESS if self.light else STEPS
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = self.folder / f"{'light' if self.light else 'training'}-{self.seed}.jsonl"
         self.survived = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
@@ -86,7 +88,7 @@ class Campaign:
         tls = cluster.make_certificates()
         addresses = [f"{network.address(host)}:{PORT}" for host in range(HOSTS)]
         (cluster.scratch / "addresses").write_text(json.dumps(addresses))
-        cluster.start(STEPS, tls=tls)
+        cluster.start(self.last, tls=tls)
         cluster.wait_for("resumed")
         done = 0
         while len(self.survived) < self.kills and done < STEPS - MARGIN:
@@ -109,7 +111,7 @@ class Campaign:
             cluster.end_job()
             check_losses(cluster, calm)
             cluster.replace(victim)
-            cluster.start(STEPS, tls=tls)
+            cluster.start(self.last, tls=tls)
             resumed = cluster.wait_for("resumed")
             steps = {found["step"] for found in resumed}
             assert len(steps) == 1, f"ranks resumed at different steps: {resumed}"
