@@ -17,13 +17,14 @@ use crate::freshness::{Freshness, LocalMemory, UnreachableTier, check_freshness}
 use crate::host_notes::HostNotes;
 use crate::inline_encoder::InlineEncoder;
 use crate::known_tiers::KnownTiers;
+use crate::loadable::loadable;
 use crate::lock::Lock;
 use crate::meeting::{Round, exchange_steps};
 use crate::memory_stores::remove_all_epochs;
 use crate::options::{Encode, EngineOptions};
 use crate::other_hosts::OtherHosts;
 use crate::protocol::{AttachMode, Failure, SaveNote, Until};
-use crate::restore::{RestorePlaces, find, loadable};
+use crate::restore::{RestorePlaces, find};
 use crate::restore_request::{RestoreRequest, Wanted};
 use crate::restored::{Destination, Loadable, Part, Restored};
 use crate::runtime;

@@ -28,8 +28,12 @@ use crate::run_spec::RunSpec;
 /// The memory of all hosts.
 pub(crate) struct HostsMemory {
     pub store: Store,
-    /// Steps that can be restored, newest first.
-    pub steps: Vec<u64>,
+    /// Log entry of the first tier after which the session begins.
+    pub after: u64,
+    /// Steps that can be restored and were not committed up to this entry, newest first.
+    pub uncommitted: Vec<u64>,
+    /// Committed steps that can be restored, newest first.
+    pub committed: Vec<u64>,
 }
 
 /// Opens the memory of all hosts; `None` without peers, or if memory does not continue the store. Waits for hosts that do not
@@ -62,7 +66,10 @@ async fn open(spec: &RunSpec, run: &RunFolder, timeout: Duration) -> Result<Opti
         Some(known) => HostsView::known(&places, after, known.continued).await?,
         None => HostsView::find(&places, after, &beginnings(run, &others, &survey, hosts.session).await).await?,
     };
-    Ok(Some(HostsMemory { steps: held_steps(&view.store, MOST_STEPS).await?, store: view.store }))
+    let log = SessionLog::open(&view.store).await?;
+    let is_committed = |step: &u64| !log.records().iter().any(|record| record.step == *step && record.sequence > after);
+    let (committed, uncommitted) = held_steps(&view.store, MOST_STEPS).await?.into_iter().partition(is_committed);
+    Ok(Some(HostsMemory { store: view.store, after, uncommitted, committed }))
 }
 
 /// The memory of all hosts up to a log entry, with the steps that the store lacks committed in this process.

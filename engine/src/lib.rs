@@ -113,6 +113,7 @@ mod hosts_memory;
 
 mod beginning;
 
+mod loadable;
 mod restore;
 
 mod engine;

@@ -18,9 +18,9 @@ use crate::known_tiers::KnownTiers;
 use crate::memory_stores::open_epoch;
 use crate::restore_read::{read_slot, read_snapshot};
 use crate::restore_request::{RestoreRequest, Wanted};
-use crate::restored::{Loadable, Restored, Source};
+use crate::restored::{Restored, Source};
 use crate::run_spec::RunSpec;
-use crate::tier_query::{TierContents, is_restorable, newest_step, query_tier, restorable_snapshots, restore_order};
+use crate::tier_query::{newest_step, query_tier, restorable_snapshots, restore_order};
 
 /// The places that a restore searches.
 pub(crate) struct RestorePlaces<'a> {
@@ -153,7 +153,7 @@ fn find_slot<'a>(
 }
 
 /// Slots with raw states that all ranks have, newest first. A state that some rank lacks is useless to the others.
-fn complete_slots(places: &RestorePlaces<'_>) -> Result<Vec<(usize, SlotHeader)>> {
+pub(crate) fn complete_slots(places: &RestorePlaces<'_>) -> Result<Vec<(usize, SlotHeader)>> {
     let Some(arena) = places.arena else { return Ok(Vec::new()) };
     let mut others: HashMap<u32, Vec<SlotHeader>> = HashMap::new();
     let key = |header: &SlotHeader| (header.session, header.attempt, header.step, header.world);
@@ -254,47 +254,4 @@ async fn read_copy(
         }
     }
     Ok(None)
-}
-
-/// Lists the steps that this rank can restore, newest first, each with its nearest place. Reads no tensor.
-pub(crate) async fn loadable(places: &RestorePlaces<'_>) -> Result<Vec<Loadable>> {
-    let mut found: Vec<Loadable> = Vec::new();
-    let mut add = |step: u64, source: Source| {
-        if !found.iter().any(|known| known.step == step) {
-            found.push(Loadable { step, source });
-        }
-    };
-    if !places.is_stale {
-        for (_, header) in complete_slots(places)?.into_iter().filter(|(_, header)| header.world == places.spec.world) {
-            add(header.step, Source::Slot);
-        }
-        for epoch in places.run.epochs()?.into_iter().rev() {
-            for record in restorable_snapshots(&open_epoch(places.run, epoch)?).await.unwrap_or_default() {
-                add(record.step, Source::Memory);
-            }
-        }
-    }
-    let memory = open_hosts_memory(places.spec, places.run, places.store_timeout).await;
-    for step in memory.map(|memory| memory.steps).unwrap_or_default() {
-        add(step, Source::Hosts);
-    }
-    if places.is_without_store {
-        return Ok(found);
-    }
-    // In the order of a restore: if the job left a tier behind, that tier may have steps that the job no longer has.
-    let stores = places.spec.stores()?;
-    for tier in restore_order(&stores, places.store_timeout).await {
-        let Some(store) = stores.get(tier) else { continue };
-        match query_tier(store, places.store_timeout).await {
-            Ok(TierContents { latest: Some(_), mut records, .. }) => {
-                records.retain(is_restorable);
-                records.iter().rev().for_each(|record| add(record.step, Source::Tier(tier, store.url().to_owned())));
-            }
-            Ok(_) => {}
-            Err(error) => {
-                tracing::warn!(run = places.spec.run, tier = store.url(), %error, "this tier does not answer; its steps are not listed")
-            }
-        }
-    }
-    Ok(found)
 }

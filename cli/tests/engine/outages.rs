@@ -169,6 +169,28 @@ fn a_fresh_host_saves_if_the_store_goes_away_right_after_its_start() {
     job.assert_clean();
 }
 
+/// What is nearest may be old: the memory of the hosts keeps bases.
+#[test]
+fn a_newer_step_in_the_store_comes_before_an_older_one_in_memory() {
+    let mut job = Job::new().with_peers();
+    let mut start = job.start("first", 1);
+    for step in 1..=3 {
+        start.save_all(step);
+        start.wait_all();
+    }
+    job.wait_for_copy(2, 1, 3);
+    drop(start);
+    // What host 1 saved last is in the store only.
+    let replica = job.folder_of_run(2).join("replica-1/casks");
+    let age = |path: &std::path::PathBuf| std::fs::metadata(path).unwrap().modified().unwrap();
+    let mut casks: Vec<_> = std::fs::read_dir(replica).unwrap().map(|entry| entry.unwrap().path()).collect();
+    casks.sort_by_key(age);
+    std::fs::remove_file(casks.last().unwrap()).unwrap();
+    job.hosts[1] = Host::new();
+    let mut start = job.start_at_once("second", 2);
+    assert_eq!(start.agree("second"), [Some(3); WORLD as usize]);
+}
+
 /// Every start would agree on the same step otherwise, and fail.
 #[test]
 fn a_start_after_one_that_found_damage_takes_another_step() {
