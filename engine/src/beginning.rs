@@ -1,7 +1,7 @@
 //! The beginning of a session of many hosts: all hosts agree on the log entry after which it begins.
 //!
 //! They agree through the store if it answers. Otherwise, the host of rank 0 reads what all hosts have in memory, and tells
-//! the others through its agent. The session then knows the log only up to that entry: see [`KnownLog`].
+//! the others through its agent. If the store answers host 0 and not this one, this host asks the store again and again. The session then knows the log only up to that entry: see [`KnownLog`].
 
 use std::time::Duration;
 
@@ -46,32 +46,40 @@ pub(crate) async fn join_session(spec: &RunSpec, run: &RunFolder, rank: u32, sto
         Ok(Err(error)) => error,
         Err(_) => Error::new(ErrorKind::Storage, format!("no answer within {limit:?}")).object(first.url()),
     };
+    tracing::warn!(run = spec.run, store = first.url(), %error, "the store does not answer; asking the other hosts where the session begins");
+    let found = join_by_hosts(spec, hosts, run, &others).await.map_err(|memory| {
+        let message =
+            format!("the store does not answer ({}), and the session cannot begin from memory: {}", error.message(), memory.message());
+        Error::new(ErrorKind::Storage, message).object(first.url()).source(error)
+    })?;
+    match found {
+        Some(after) => HostNotes::start_rank(run, hosts.session, rank, after, Some(process)),
+        None => {
+            let after = join_by_store(first, hosts, run, rank, process).await?;
+            remove_older(run, hosts.session, after)?;
+            HostNotes::start_rank(run, hosts.session, rank, after, None)
+        }
+    }
+}
+
+/// Returns the log entry after which the session begins, from other ranks of this host, or from the memory of all hosts.
+/// `None` if the store has answered in the meantime: the other hosts have agreed there.
+async fn join_by_hosts(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Option<u64>> {
     let _held = lock_file(&run.hosts_lock())?;
     let notes = HostNotes::read(run, hosts.session);
-    let after = match (notes.known, notes.after) {
-        (Some(known), _) => known.sequence,
+    match (notes.known, notes.after) {
+        (Some(known), _) => return Ok(Some(known.sequence)),
         // The store answered a moment ago.
-        (None, Some(after)) => after,
-        (None, None) => {
-            tracing::warn!(run = spec.run, store = first.url(), %error, "the store does not answer; the session begins from the memory of all hosts");
-            let from_memory = join_by_memory(spec, hosts, run, &others).await;
-            let beginning = from_memory.map_err(|memory| {
-                let message = format!(
-                    "the store does not answer ({}), and the session cannot begin from memory: {}",
-                    error.message(),
-                    memory.message()
-                );
-                Error::new(ErrorKind::Storage, message).object(first.url()).source(error)
-            })?;
-            let after = beginning.known.sequence;
-            HostNotes::update(run, hosts.session, |notes| {
-                notes.known = Some(beginning.known);
-                Ok(())
-            })?;
-            after
-        }
-    };
-    HostNotes::start_rank(run, hosts.session, rank, after, Some(process))
+        (None, Some(after)) => return Ok(Some(after)),
+        (None, None) => {}
+    }
+    let Some(beginning) = join_by_memory(spec, hosts, run, others).await? else { return Ok(None) };
+    let after = beginning.known.sequence;
+    HostNotes::update(run, hosts.session, |notes| {
+        notes.known = Some(beginning.known);
+        Ok(())
+    })?;
+    Ok(Some(after))
 }
 
 /// All hosts agree through the store on the log entry after which the session begins; returns its number. Prepares this host's
@@ -111,7 +119,8 @@ async fn fill_mirror(run: &RunFolder, store: &Store) -> Result<()> {
 }
 
 /// Begins the session from the memory of all hosts, and prepares this host's mirror. The caller holds the lock of hosts.
-async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Beginning> {
+/// `None` if the session begins in the store.
+async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, others: &OtherHosts) -> Result<Option<Beginning>> {
     let beginning = match others.own {
         0 => match begin(hosts, run, others).await {
             Ok(beginning) => beginning,
@@ -120,7 +129,14 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
                 return Err(error);
             }
         },
-        _ => wait_for_beginning(hosts, others).await?,
+        _ => {
+            let stores = spec.stores()?;
+            let store = stores.first().ok_or_else(|| Error::invalid("the run has no store"))?;
+            match wait_for_beginning(hosts, others, store).await? {
+                Some(beginning) => beginning,
+                None => return Ok(None),
+            }
+        }
     };
     let known = &beginning.known;
     let wait = SurveyWait { timeout: HOSTS_TIMEOUT, entry: Some(known.sequence) };
@@ -152,7 +168,7 @@ async fn join_by_memory(spec: &RunSpec, hosts: &HostsSpec, run: &RunFolder, othe
         silent = ?survey.silent,
         "the session begins from memory; nothing is committed until the store answers"
     );
-    Ok(beginning)
+    Ok(Some(beginning))
 }
 
 /// Host 0 decides where the session begins.
@@ -189,12 +205,13 @@ async fn check_usable(log: &SessionLog, view: &HostsView) -> Result<()> {
     }
 }
 
-/// The other hosts learn from host 0 where the session begins.
-async fn wait_for_beginning(hosts: &HostsSpec, others: &OtherHosts) -> Result<Beginning> {
+/// The other hosts learn from host 0 where the session begins. `None` if hosts that reach the store have agreed there.
+async fn wait_for_beginning(hosts: &HostsSpec, others: &OtherHosts, store: &Store) -> Result<Option<Beginning>> {
     let begun = tokio::time::Instant::now();
+    let mut in_store = std::pin::pin!(begun_in_store(store, hosts.session));
     loop {
         let why = match others.read_message(0, &Beginning::name_of(hosts.session)).await {
-            Ok(Some(bytes)) => return Beginning::decode(&bytes, hosts.session),
+            Ok(Some(bytes)) => return Beginning::decode(&bytes, hosts.session).map(Some),
             Ok(None) => match others.read_message(0, &refusal_of(hosts)).await {
                 Ok(Some(why)) => return Err(Error::new(ErrorKind::NotFound, format!("host 0: {}", String::from_utf8_lossy(&why)))),
                 _ => "host 0 has not begun the session: the store may answer there".to_owned(),
@@ -204,7 +221,17 @@ async fn wait_for_beginning(hosts: &HostsSpec, others: &OtherHosts) -> Result<Be
         if begun.elapsed() >= HOSTS_TIMEOUT {
             return Err(Error::new(ErrorKind::NotFound, why));
         }
-        tokio::time::sleep(RETRY).await;
+        tokio::select! {
+            () = &mut in_store => return Ok(None),
+            () = tokio::time::sleep(RETRY) => {}
+        }
+    }
+}
+
+/// Waits until the store answers, and knows where the session begins.
+async fn begun_in_store(store: &Store, session: Id) {
+    while !matches!(SessionExchange::beginning(store, session).await, Ok(Some(_))) {
+        tokio::time::sleep(RETRY_STORE).await;
     }
 }
 
@@ -219,3 +246,5 @@ const STORE_REQUESTS: u32 = 3;
 const HOSTS_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time between questions to host 0.
 const RETRY: Duration = Duration::from_millis(200);
+/// Time between questions to the store meanwhile.
+const RETRY_STORE: Duration = Duration::from_secs(1);

@@ -169,6 +169,35 @@ fn a_fresh_host_saves_if_the_store_goes_away_right_after_its_start() {
     job.assert_clean();
 }
 
+/// The store may answer some hosts a little later than others.
+#[test]
+fn a_host_that_reaches_the_store_late_joins_those_that_reached_it() {
+    let job = Job::new().with_peers();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    let lock = job.folder_of_run(2).join("hosts.lock");
+    drop(start);
+    let away = Away::take(job.store_path.as_ref());
+    let engines = std::thread::scope(|scope| {
+        let start = |rank| {
+            let job = &job;
+            scope.spawn(move || tensorcask_engine::Engine::start(job.options(rank, "second")))
+        };
+        let late: Vec<_> = (2 * RANKS..WORLD).map(start).collect();
+        until("the last host asks the others", || std::fs::File::open(&lock).is_ok_and(|lock| lock.try_lock().is_err()));
+        away.back();
+        let starting: Vec<_> = (0..2 * RANKS).map(start).chain(late).collect();
+        starting.into_iter().map(|start| start.join().unwrap().unwrap()).collect()
+    });
+    let mut start = Start { engines, salt: 2 };
+    assert_eq!(is_without_store(&job), [false; HOSTS as usize]);
+    assert_eq!(start.agree("second"), [Some(1); WORLD as usize]);
+    start.save_all(2);
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2]);
+}
+
 /// What is nearest may be old: the memory of the hosts keeps bases.
 #[test]
 fn a_newer_step_in_the_store_comes_before_an_older_one_in_memory() {
