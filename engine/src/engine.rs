@@ -69,7 +69,7 @@ pub struct Engine {
     inline: Option<InlineEncoder>,
     /// Tiers that did not answer at the start.
     unreachable: Vec<UnreachableTier>,
-    /// Failures up to this generation have been reported to the caller.
+    /// Failures up to this generation have been reported to the caller, or belong to an earlier process.
     reported: u64,
     outstanding: OutstandingSave,
     recent: RecentSaves,
@@ -155,11 +155,12 @@ impl Engine {
             self.inline = Some(encoder);
         }
         self.arena.raise_generation(progress.encoded.max(progress.durable));
+        let newest = self.arena.newest_complete()?.max(progress.encoded);
         if !self.session.is_stale() {
-            let newest = self.arena.newest_complete()?.max(progress.encoded);
             self.session.set_last_save(newest.max(self.session.last_save()));
         }
-        self.reported = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0);
+        // States of earlier processes that the job goes back behind are no failures of this one.
+        self.reported = progress.failures.iter().map(|failure| failure.generation).max().unwrap_or(0).max(newest);
         self.session.memory_was_cleared();
         Ok(())
     }

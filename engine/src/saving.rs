@@ -25,7 +25,7 @@ pub struct Outcome {
     /// Step that was dropped for this one, with
     /// [`BackPressure::DropOldestUncommitted`](crate::BackPressure::DropOldestUncommitted).
     pub dropped: Option<u64>,
-    /// Earlier saves that have failed for good since the last call.
+    /// Earlier saves of this process that have failed for good since the last call.
     pub failures: Vec<Failure>,
     /// Current problem that delays snapshots; the agent retries.
     pub problem: Option<String>,

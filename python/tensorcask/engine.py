@@ -46,8 +46,8 @@ class Outcome:
 
     ``saved`` is False if no slot was free and the save was skipped. ``stall``: seconds that the save took. ``copy``:
     seconds of these for the copy. ``dropped``: step of the waiting state that this save replaced. ``failures``: step
-    and reason of earlier saves that failed for good since the last call. ``problem``: current problem of uploads to the
-    store; they are retried.
+    and reason of earlier saves of this process that failed for good since the last call. ``problem``: current problem of
+    uploads to the store; they are retried.
     """
 
     step: int
