@@ -243,11 +243,24 @@ impl Mirror {
     pub async fn agree_on_parent(&self, session: SessionName, at: SessionStep) -> Result<()> {
         let Some(ours) = SessionExchange::new(&self.memory, session).parent(at).await? else { return Ok(()) };
         let fixed = SessionExchange::new(&self.store, session).fix_parent(at, ours).await?;
-        if fixed == ours || self.writes_whole(session, at).await? {
+        // Whole chunks agree with any parent, those of others, too.
+        if fixed == ours || fixed.is_none() || self.writes_whole(session, at).await? {
             return Ok(());
         }
         let message = format!("step {} was saved without the store, and other hosts made their deltas against another snapshot", at.step);
         Err(Error::new(ErrorKind::Conflict, message))
+    }
+
+    /// Whether the receipts of a step in the mirror fit to those of another mirror, so that one snapshot can be made of both; `None`
+    /// if the other mirror does not tell yet.
+    #[boxed]
+    pub async fn fits(&self, other: &Store, session: SessionName, at: SessionStep) -> Result<Option<bool>> {
+        let Some(ours) = SessionExchange::new(&self.memory, session).parent(at).await?.flatten() else { return Ok(Some(true)) };
+        Ok(match SessionExchange::new(other, session).parent(at).await? {
+            None => None,
+            Some(None) => Some(true),
+            Some(Some(theirs)) => Some(theirs == ours || self.writes_whole(session, at).await?),
+        })
     }
 
     /// Whether all receipts of a step in the mirror are of whole chunks.

@@ -99,11 +99,25 @@ impl HostWriter {
     /// parent by its policy.
     #[boxed]
     pub async fn fix_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
+        match self.fixed_parent(at).await? {
+            Some(fixed) => Ok(fixed),
+            None => self.choose_parent(at).await,
+        }
+    }
+
+    /// The parent that a host has fixed for a step; `None` if none has.
+    pub async fn fixed_parent(&mut self, at: SessionStep) -> Result<Option<Option<Id>>> {
         let fixed = self.exchange.parent(at).await?;
         self.is_cut_off = false;
-        if let Some(fixed) = fixed {
-            return Ok(fixed);
-        }
+        Ok(fixed)
+    }
+
+    /// Fixes the parent of a step that another host uses already, without the store.
+    pub async fn adopt_parent(&self, at: SessionStep, parent: Option<Id>) -> Result<Option<Id>> {
+        self.exchange.fix_parent(at, parent).await
+    }
+
+    async fn choose_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
         self.catch_up().await?;
         let (parent, _) = self.options.policy.decide(self.log.state(), at.step, self.store.limits().max_chain_depth);
         self.exchange.fix_parent(at, parent).await
@@ -161,14 +175,19 @@ impl HostWriter {
     }
 
     /// Parent of the deltas of all hosts for a step, if the store does not answer: the one that the policy chooses from the
-    /// log in the mirror. The next save sends no request to the store; it writes whole chunks if the mirror lacks that
-    /// snapshot. The upload fails if the other hosts choose another parent, because their mirrors have more of the log.
+    /// log in the mirror. The upload fails if the other hosts choose another parent, because their mirrors have more of the log.
     #[boxed]
     pub async fn mirrored_parent(&mut self, at: SessionStep) -> Result<Option<Id>> {
-        self.is_cut_off = true;
-        catch_up_from(&mut self.log, &self.memory).await?;
+        self.cut_off().await?;
         let (parent, _) = self.options.policy.decide(self.log.state(), at.step, self.store.limits().max_chain_depth);
         Ok(parent)
+    }
+
+    /// Takes the log from the mirror. The next save sends no request to the store; it writes whole chunks if the mirror lacks its
+    /// parent.
+    pub async fn cut_off(&mut self) -> Result<()> {
+        self.is_cut_off = true;
+        catch_up_from(&mut self.log, &self.memory).await
     }
 
     fn has_mirror(&self) -> bool {

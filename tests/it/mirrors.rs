@@ -222,3 +222,33 @@ async fn a_mirror_of_another_store_is_emptied() {
     assert_eq!(count(&hosts.path("mirror-0/casks")), 0);
     assert_eq!(SessionLog::open(mirror.memory()).await.unwrap().sequence(), 1);
 }
+
+/// Without the store, hosts may choose different parents. Deltas against two snapshots cannot become one.
+#[tokio::test]
+async fn hosts_with_deltas_against_different_snapshots_are_told() {
+    let mut hosts = Hosts::begin().await;
+    hosts.save_durably(1).await;
+    hosts.save_durably(2).await;
+    let log = SessionLog::open(&hosts.store).await.unwrap();
+    let ids: Vec<Id> = log.records().iter().map(|record| record.id).collect();
+    let key = at(0, 3);
+    for (host, parent) in [(0, Some(ids[1])), (1, Some(ids[0])), (2, None)] {
+        let (writer, mirror) = &mut hosts.hosts[host as usize];
+        mirror.follow(&log).await.unwrap();
+        let rows: Vec<Vec<u8>> = ranks(host).into_iter().map(|rank| row(3, rank)).collect();
+        let states: Vec<RankState<'_>> = ranks(host).into_iter().zip(&rows).map(|(rank, row)| state(rank, WORLD, row)).collect();
+        let receipts = writer.save(key, parent, &states).await.unwrap();
+        assert!(receipts.iter().all(|receipt| receipt.parent.as_ref().map(|parent| parent.snapshot) == parent), "host {host}");
+    }
+    let memory = |host: usize| hosts.hosts[host].1.memory().clone();
+    for (host, other, expected) in [(1, 0, false), (0, 1, false), (2, 0, true), (0, 2, true), (0, 0, true)] {
+        let fits = hosts.hosts[host].1.fits(&memory(other), hosts.session, key).await.unwrap();
+        assert_eq!(fits, Some(expected), "host {host} and host {other}");
+    }
+    assert_eq!(hosts.hosts[0].1.fits(&memory(1), hosts.session, at(0, 4)).await.unwrap(), Some(true), "nothing is saved");
+    // The host that wrote whole chunks comes first, and is in nobody's way.
+    hosts.hosts[2].1.agree_on_parent(hosts.session, key).await.unwrap();
+    hosts.hosts[0].1.agree_on_parent(hosts.session, key).await.unwrap();
+    let fixed = SessionExchange::new(&hosts.store, hosts.session).parent(key).await.unwrap();
+    assert_eq!(fixed, Some(None));
+}

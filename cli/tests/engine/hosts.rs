@@ -126,7 +126,7 @@ impl Job {
     }
 
     /// Waits until so many ranks have uploaded a step of the first session in the store.
-    fn wait_for_receipts(&self, step: u64, ranks: u32) {
+    pub(crate) fn wait_for_receipts(&self, step: u64, ranks: u32) {
         let sessions = std::fs::read_dir(format!("{}/receipts", self.store_path)).unwrap().map(|entry| entry.unwrap().path());
         let session = sessions.into_iter().find(|path| !path.to_str().unwrap().ends_with("-start")).unwrap();
         let folder = session.join(format!("{:020}-{step:020}", 0));

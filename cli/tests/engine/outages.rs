@@ -1,5 +1,6 @@
 //! Starts of a job on many hosts while the store does not answer.
 
+use rustix::process::Signal;
 use tensorcask::blocking::Store;
 use tensorcask::{Dtype, ErrorKind, Metadata, Policy, TensorView};
 use tensorcask_engine::{Source, Until};
@@ -196,6 +197,44 @@ fn a_host_that_reaches_the_store_late_joins_those_that_reached_it() {
     start.save_all(2);
     start.wait_all();
     assert_eq!(job.steps(), [1, 2]);
+}
+
+/// The mirror of one host lacks the last entry of the log when the store goes away.
+#[test]
+fn hosts_with_different_mirrors_save_steps_that_can_be_restored() {
+    let mut job = Job::new().with_peers();
+    let mut start = job.start("first", 1);
+    start.save_all(1);
+    start.wait_all();
+    let logs: Vec<_> = (0..HOSTS).map(|host| job.folder_of_run(host).join("mirror/log")).collect();
+    let entries = |host: usize| std::fs::read_dir(&logs[host]).unwrap().count();
+    start.save(0, 2);
+    start.save(1, 2);
+    job.wait_for_receipts(2, 2 * RANKS);
+    job.hosts[0].signal_agent(Signal::STOP);
+    start.save(2, 2);
+    job.wait_for_receipts(2, WORLD);
+    job.hosts[2].signal_agent(Signal::STOP);
+    job.hosts[0].signal_agent(Signal::CONT);
+    until("step 2 is committed", || job.steps() == [1, 2]);
+    until("the others have the entry", || entries(0) == 3 && entries(1) == 3);
+    assert_eq!(entries(2), 2);
+    let away = Away::take(job.store_path.as_ref());
+    job.hosts[2].signal_agent(Signal::CONT);
+    for step in 3..=5 {
+        start.save_all(step);
+        (0..HOSTS).for_each(|host| start.wait(host, Until::Replicated));
+    }
+    drop(start);
+    job.hosts[1] = Host::new();
+    let mut start = job.start_at_once("second", 2);
+    resume(&job, &mut start, "second", 5, 1);
+    start.save_all(6);
+    away.back();
+    start.wait_all();
+    assert_eq!(job.steps(), [1, 2, 6]);
+    job.assert_holds(6, 2);
+    job.assert_clean();
 }
 
 /// What is nearest may be old: the memory of the hosts keeps bases.

@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorcask::maintain::Refill;
-use tensorcask::wire::SessionStep;
+use tensorcask::maintain::{Mirror, Refill};
+use tensorcask::wire::{SessionName, SessionStep};
 use tensorcask::{Result, Store};
 
 use super::copies::Copies;
+use super::first_host::FirstHost;
 use super::host_work::HostWork;
 use crate::other_hosts::OtherHosts;
 use crate::peers::{Peer, Placement, ResponseLimits, TOLERATED_LOSSES, Tls};
@@ -19,7 +20,7 @@ use crate::peers_option::Peers;
 pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: Store) {
     let (run, own) = (&work.run, work.hosts.position());
     let placement = Placement::of(&peers);
-    let (mut others, mut found_earlier) = (None, false);
+    let (mut others, mut first, mut found_earlier) = (None, None, false);
     let (mut refill, mut was_whole) = (Refill::new(&memory, run.spec.local_ranks()), false);
     loop {
         tokio::time::sleep(POLL).await;
@@ -67,8 +68,29 @@ pub(super) async fn copy_watch_loop(work: Arc<HostWork>, peers: Peers, memory: S
             }
         }
         others = Some(open).filter(|_| !has_failed);
-        work.report_copies(&copies, peers.replicas as usize);
+        let Some(key) = work.newest_copied(&copies, peers.replicas as usize) else { continue };
+        match fits_to_first_host(&work, &mut first, &memory, key).await {
+            Ok(true) => work.report_copies(key),
+            Ok(false) => {}
+            Err(error) => {
+                tracing::debug!(run = run.spec.run, step = key.step, %error, "host 0 does not tell its parent of a step");
+                first = None;
+            }
+        }
     }
+}
+
+/// Whether this host's part of a step and that of host 0 can become one snapshot. If hosts did not agree on a parent, because the
+/// store went away or came back in between, the copies of the step are of no use.
+async fn fits_to_first_host(work: &HostWork, first: &mut Option<FirstHost>, memory: &Store, key: SessionStep) -> Result<bool> {
+    if first.is_none() {
+        *first = FirstHost::open(work)?;
+    }
+    let (Some(first), Some(store)) = (first, work.run.tiers.first()) else { return Ok(true) };
+    let session = SessionName { run: memory.history().run().await?, session: work.hosts.session };
+    // Host 0 forgets the parents of decided steps.
+    let fits = first.agrees(&Mirror::new(store, memory), session, key).await?;
+    Ok(fits.unwrap_or_else(|| work.is_decided(key)))
 }
 
 /// Copies what this host's mirror lacks of its own part, from other hosts or from the store; returns whether it is whole.

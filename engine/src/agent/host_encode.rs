@@ -12,6 +12,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::encode::{drop_incomplete, is_final};
 use super::encoder_queue::{next_work, remove_former_ranks};
+use super::first_host::FirstHost;
 use super::host_upload::{UploadWork, WaitingStep};
 use super::host_work::HostWork;
 use super::replicas::receipt_proof;
@@ -36,6 +37,7 @@ pub(super) async fn host_encode_loop(work: Arc<HostWork>, memory: Store, encoded
         memory,
         encoded,
         writer: None,
+        first: None,
         silent_since: None,
         saves: 0,
         pruned: None,
@@ -67,6 +69,8 @@ struct HostEncoder {
     /// Work for the uploader.
     encoded: UnboundedSender<UploadWork>,
     writer: Option<HostWriter>,
+    /// `None` on host 0, without peers, and after a failure.
+    first: Option<FirstHost>,
     /// Time of the last request that the store did not answer.
     silent_since: Option<Instant>,
     /// Number of saves so far.
@@ -171,6 +175,10 @@ impl HostEncoder {
         let is_silent = self.silent_since.is_some_and(|since| since.elapsed() < SILENCE);
         let mut is_cut_off = is_silent || work.is_without_store();
         let limit = if self.silent_since.is_some() { ASK_AGAIN } else { PARENT_TIMEOUT };
+        if self.first.is_none() {
+            self.first = FirstHost::open(&work)?;
+        }
+        let first = self.first.as_ref();
         let writer = match &mut self.writer {
             Some(open) => open,
             None => {
@@ -185,7 +193,20 @@ impl HostEncoder {
                 })
             }
         };
-        let fixed = if is_cut_off { None } else { answer(writer.fix_parent(at), limit).await? };
+        let session = writer.session();
+        let fixed = match is_cut_off {
+            true => None,
+            false => match (answer(writer.fixed_parent(at), limit).await?, first) {
+                (None, _) => None,
+                (Some(Some(fixed)), _) => Some(fixed),
+                (Some(None), None) => answer(writer.fix_parent(at), limit).await?,
+                // Host 0 may have begun with the step before the store answered again.
+                (Some(None), Some(first)) => match first.parent(session, at).await {
+                    Some(noted) => answer(writer.adopt_parent(at, noted), limit).await?,
+                    None => answer(writer.fix_parent(at), limit).await?,
+                },
+            },
+        };
         if let Some(parent) = fixed {
             self.silent_since = None;
             return Ok(parent);
@@ -194,7 +215,18 @@ impl HostEncoder {
             self.silent_since = Some(Instant::now());
             tracing::warn!(run = work.run.spec.run, step = at.step, "the hosts choose the parent of this step without the store");
         }
-        writer.mirrored_parent(at).await
+        match first {
+            None => writer.mirrored_parent(at).await,
+            Some(first) => {
+                writer.cut_off().await?;
+                let noted = first.await_parent(session, at).await;
+                if noted.is_none() {
+                    // Its certificates may have been renewed.
+                    self.first = None;
+                }
+                Ok(noted.flatten())
+            }
+        }
     }
 
     /// Encodes a step into the mirror; returns `false` if a trainer has dropped its state meanwhile.

@@ -143,11 +143,14 @@ impl HostWork {
         !self.lock().awaited.is_empty()
     }
 
-    /// Reports the newest awaited step that enough hosts have copied. `copies`: number of copies of each step.
-    pub(super) fn report_copies(&self, copies: &BTreeMap<SessionStep, usize>, enough: usize) {
+    /// The newest awaited step that enough hosts have copied. `copies`: number of copies of each step.
+    pub(super) fn newest_copied(&self, copies: &BTreeMap<SessionStep, usize>, enough: usize) -> Option<SessionStep> {
+        self.lock().awaited.keys().rev().find(|key| copies.get(key).is_some_and(|found| *found >= enough)).copied()
+    }
+
+    /// Reports that enough hosts have copied a step.
+    pub(super) fn report_copies(&self, key: SessionStep) {
         let mut shared = self.lock();
-        let newest = shared.awaited.keys().rev().find(|key| copies.get(key).is_some_and(|found| *found >= enough)).copied();
-        let Some(key) = newest else { return };
         // Older steps are of no interest any more.
         shared.awaited = shared.awaited.split_off(&key);
         let generations = shared.awaited.remove(&key);
@@ -155,6 +158,11 @@ impl HostWork {
         if let Some(generations) = generations {
             self.run.apply(RunEvent::Replicated { generations, step: key.step });
         }
+    }
+
+    /// Whether a step is committed or given up, or a newer one of the session is.
+    pub(super) fn is_decided(&self, key: SessionStep) -> bool {
+        self.lock().decided.is_some_and(|decided| decided >= key)
     }
 
     /// Reports an uploaded step to the run and to the protocol.

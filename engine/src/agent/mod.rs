@@ -50,6 +50,7 @@ mod host_upload;
 
 mod host_encode;
 
+mod first_host;
 mod host_commit;
 
 mod host_tasks;

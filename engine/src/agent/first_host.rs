@@ -1,0 +1,65 @@
+//! What host 0 has chosen, as the other hosts read it in its mirror.
+//!
+//! While the store does not answer, all hosts make their deltas against the parent that host 0 notes in its mirror: their own
+//! mirrors may differ by the last entries of the log. A host that does not learn it writes whole chunks, which agree with any
+//! parent.
+
+use std::time::Duration;
+
+use tensorcask::maintain::Mirror;
+use tensorcask::wire::{Id, SessionName, SessionStep};
+use tensorcask::{Result, SessionExchange, Store};
+
+use super::host_work::HostWork;
+use crate::peers::{Peer, ResponseLimits, Tls};
+
+/// The mirror of host 0, for the other hosts of a run with peers.
+#[derive(Debug)]
+pub(super) struct FirstHost {
+    mirror: Store,
+}
+
+impl FirstHost {
+    /// `None` on host 0, and without peers. Sends no request.
+    pub(super) fn open(work: &HostWork) -> Result<Option<Self>> {
+        let spec = &work.run.spec;
+        let Some(peers) = spec.peers.as_ref().filter(|_| work.hosts.position() > 0) else { return Ok(None) };
+        let Some(address) = peers.addresses.first() else { return Ok(None) };
+        let peer = Peer::open(address, &spec.key, Tls::of_run(peers, &spec.key)?, ResponseLimits::default())?;
+        Ok(Some(Self { mirror: peer.store("mirror") }))
+    }
+
+    /// The parent that host 0 has noted for a step; `None` if it has noted none, or does not answer.
+    pub(super) async fn parent(&self, session: SessionName, at: SessionStep) -> Option<Option<Id>> {
+        match SessionExchange::new(&self.mirror, session).parent(at).await {
+            Ok(noted) => noted,
+            Err(error) => {
+                tracing::debug!(step = at.step, %error, "host 0 does not tell the parent of a step");
+                None
+            }
+        }
+    }
+
+    /// Waits a while until host 0 has noted the parent of a step.
+    pub(super) async fn await_parent(&self, session: SessionName, at: SessionStep) -> Option<Option<Id>> {
+        let noted = async {
+            loop {
+                if let Some(parent) = self.parent(session, at).await {
+                    return parent;
+                }
+                tokio::time::sleep(POLL).await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, noted).await.ok()
+    }
+
+    /// Whether a step of this host's mirror and that of host 0 can become one snapshot, as far as host 0 has the step.
+    pub(super) async fn agrees(&self, mirror: &Mirror, session: SessionName, at: SessionStep) -> Result<Option<bool>> {
+        mirror.fits(&self.mirror, session, at).await
+    }
+}
+
+/// Time between questions to host 0.
+const POLL: Duration = Duration::from_millis(50);
+/// Time to wait for host 0, which may begin with a step later than other hosts.
+const PATIENCE: Duration = Duration::from_secs(10);
