@@ -3,7 +3,8 @@
     bash tests/hosts/run campaign [--kills 20] [--light] [--seed 0] [--folder .cache/hosts-campaign]
 
 Before some of the kills, the S3 server is killed too; it comes back once the job has resumed. No resume may be older than the
-newest step that all ranks have seen `replicated` or `durable`; no state may be mixed. Losses are compared with those of an
+newest step that all ranks have seen `replicated` since they resumed, or that was `durable`: until a step is `replicated`, another
+loss may take what the first one has left. No state may be mixed. Losses are compared with those of an
 undisturbed job. ``--light``: ranks without PyTorch, whose states follow from the step. An interrupted campaign goes on: kills that
 were survived are in the folder.
 """
@@ -97,16 +98,18 @@ class Campaign:
             begun = time.monotonic()
             cluster.wait_for_saved(done + choice.randint(1, 6))
             server_is_down = choice.random() < 0.4
+            durable = cluster.committed()
             if server_is_down:
                 # A fresh host has read the log by then.
                 cluster.wait_for_commit(done + 1)
+                durable = done + 1
                 cluster.server.lose()
                 cluster.wait_for_saved(newest(cluster) + choice.randint(0, 4))
             # Not at the moment of a save: anywhere in a step.
             time.sleep(choice.random() * 0.5)
             victim = choice.randrange(HOSTS)
             cluster.lose(victim)
-            least = max(promised(cluster), done)
+            least = max(promised(cluster), durable)
             saved = newest(cluster)
             cluster.end_job()
             check_losses(cluster, calm)
