@@ -78,10 +78,13 @@ pub(crate) enum Square {
     ShareLast,
     /// `fma(o, g * g, v * b)`
     FusedShare,
+    /// `fma(v, b, o * (g * g))`
+    FusedDecayShareLast,
 }
 
 impl Square {
-    pub(crate) const ALL: [Self; 5] = [Self::Fused, Self::Plain, Self::FusedDecay, Self::ShareLast, Self::FusedShare];
+    pub(crate) const ALL: [Self; 6] =
+        [Self::Fused, Self::Plain, Self::FusedDecay, Self::ShareLast, Self::FusedShare, Self::FusedDecayShareLast];
 }
 
 /// One step of a second moment.
@@ -221,6 +224,7 @@ pub(super) fn combine_square<const HARD: bool>(square: Square, b: f32, o: f32, v
         Square::FusedDecay => fma::<HARD>(v, b, (o * g) * g),
         Square::ShareLast => v * b + o * (g * g),
         Square::FusedShare => fma::<HARD>(o, g * g, v * b),
+        Square::FusedDecayShareLast => fma::<HARD>(v, b, o * (g * g)),
     }
 }
 

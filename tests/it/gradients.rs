@@ -19,7 +19,19 @@ impl Random {
     }
 }
 
+/// Order of operations of PyTorch's AdamW.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kernel {
+    /// On a processor with fused multiply-add.
+    Processor,
+    /// On CUDA, one kernel for each operation.
+    CudaEach,
+    /// On CUDA, one kernel for the whole step. Its numbers are binary32.
+    CudaFused,
+}
+
 struct Trainer {
+    kernel: Kernel,
     random: Random,
     /// Size of gradients.
     size: f32,
@@ -30,26 +42,49 @@ struct Trainer {
 }
 
 impl Trainer {
-    fn new(size: f32) -> Self {
+    fn new(kernel: Kernel, size: f32) -> Self {
         let mut random = Random(11);
         let master = (0..COUNT).map(|_| random.next() * 0.1).collect();
-        Self { random, size, step: 0, master, first: vec![0.0; COUNT], second: vec![0.0; COUNT] }
+        Self { kernel, random, size, step: 0, master, first: vec![0.0; COUNT], second: vec![0.0; COUNT] }
     }
 
     /// One step with gradients of so many micro-batches; 0 stands for gradients in f32.
     fn train(&mut self, batches: usize) {
         self.step += 1;
-        let (lr, eps) = (6e-4f64, 1e-8f32);
-        let (one, two) = (1.0 - 0.9f64.powi(self.step), 1.0 - 0.95f64.powi(self.step));
-        let (decay, scale, root) = ((1.0 - lr * 0.1) as f32, (-lr / one) as f32, two.sqrt() as f32);
         let clip = 0.3 + self.random.next().abs();
         for i in 0..COUNT {
             let size = self.size * 2f32.powi(i as i32 % 12 - 6);
             let sum: f32 = (0..batches).map(|_| half::bf16::from_f32(self.random.next() * size).to_f32()).sum();
             let gradient = if batches == 0 { self.random.next() * size } else { sum / batches as f32 } * clip;
-            self.first[i] = 0.1f32.mul_add(gradient - self.first[i], self.first[i]);
-            self.second[i] = (0.05 * gradient).mul_add(gradient, self.second[i] * 0.95);
-            self.master[i] = self.master[i] * decay + (scale * self.first[i]) / (self.second[i].sqrt() / root + eps);
+            self.update(i, gradient);
+        }
+    }
+
+    fn update(&mut self, i: usize, g: f32) {
+        let (lr, eps) = (6e-4f64, 1e-8f32);
+        let (m, v, w) = (self.first[i], self.second[i], self.master[i]);
+        let powers = [0.9f64.powi(self.step), 0.95f64.powi(self.step)];
+        let [one, two] = powers.map(|power| 1.0 - power);
+        let (decay, scale, root) = ((1.0 - lr * 0.1) as f32, (-lr / one) as f32, two.sqrt() as f32);
+        match self.kernel {
+            Kernel::Processor => {
+                self.first[i] = 0.1f32.mul_add(g - m, m);
+                self.second[i] = (0.05 * g).mul_add(g, v * 0.95);
+                self.master[i] = w * decay + (scale * self.first[i]) / (self.second[i].sqrt() / root + eps);
+            }
+            Kernel::CudaEach => {
+                self.first[i] = 0.1f32.mul_add(g - m, m);
+                self.second[i] = 0.05f32.mul_add(g * g, v * 0.95);
+                self.master[i] = scale.mul_add(self.first[i] / (self.second[i].sqrt() / root + eps), w * decay);
+            }
+            Kernel::CudaFused => {
+                // One ulp from the root of a binary64 correction, as a power of binary32 gives it.
+                let (root, scale) = (f32::from_bits(root.to_bits() + 1), f32::from_bits(scale.to_bits() - 1));
+                self.first[i] = 0.9f32.mul_add(m, (1.0 - 0.9f32) * g);
+                self.second[i] = 0.95f32.mul_add(v, (1.0 - 0.95f32) * (g * g));
+                let loss = (-lr * 0.1) as f32;
+                self.master[i] = loss.mul_add(w, w) + (scale * self.first[i]) / (self.second[i].sqrt() / root + eps);
+            }
         }
     }
 
@@ -61,10 +96,12 @@ impl Trainer {
 
 #[tokio::test]
 async fn a_chain_of_steps_is_stored_as_gradients_and_restored_bit_by_bit() {
-    for (batches, most_bits) in [(1, 14.0), (3, 17.0), (4, 18.0), (7, 18.9), (16, 22.0), (0, 32.0)] {
+    let on_processor = [(1, 14.0), (3, 17.0), (4, 18.0), (7, 18.9), (16, 22.0), (0, 32.0)].map(|case| (Kernel::Processor, case));
+    let on_cuda = [Kernel::CudaFused, Kernel::CudaEach].map(|kernel| (kernel, (1, 13.0)));
+    for (kernel, (batches, most_bits)) in on_processor.into_iter().chain(on_cuda) {
         let store = Store::open("memory://").unwrap();
         let mut writer = store.writer(Policy::Consecutive).await.unwrap();
-        let mut trainer = Trainer::new(1e-3);
+        let mut trainer = Trainer::new(kernel, 1e-3);
         (0..20).for_each(|_| trainer.train(batches));
         let mut states = Vec::new();
         for step in 0..16 {
@@ -74,11 +111,11 @@ async fn a_chain_of_steps_is_stored_as_gradients_and_restored_bit_by_bit() {
             let saved = writer.save(step, &views, &[], &Metadata::default()).await.unwrap();
             if step > 0 {
                 let gradients = saved.chunks.get("tc.gradient").copied().unwrap_or(0);
-                assert_eq!(gradients, if batches == 0 { 0 } else { 2 }, "{batches}, step {step}: {:?}", saved.chunks);
-                assert!(saved.chunks.contains_key("tc.replay"), "{batches}, step {step}: {:?}", saved.chunks);
+                assert_eq!(gradients, if batches == 0 { 0 } else { 2 }, "{kernel:?}, {batches}, step {step}: {:?}", saved.chunks);
+                assert!(saved.chunks.contains_key("tc.replay"), "{kernel:?}, {batches}, step {step}: {:?}", saved.chunks);
                 // Includes the master, and the cask itself.
                 let bits = 8.0 * saved.stored_bytes as f64 / COUNT as f64;
-                assert!(bits < most_bits, "{batches}, step {step}: {bits} bits");
+                assert!(bits < most_bits, "{kernel:?}, {batches}, step {step}: {bits} bits");
             }
             states.push(state);
             trainer.train(batches);
@@ -86,7 +123,7 @@ async fn a_chain_of_steps_is_stored_as_gradients_and_restored_bit_by_bit() {
         for (step, state) in states.iter().enumerate() {
             let snapshot = store.snapshot(step as u64).await.unwrap();
             for (name, data) in state {
-                assert!(snapshot.read(name, &Slice::all()).await.unwrap().data == *data, "{batches}, step {step}, {name}");
+                assert!(snapshot.read(name, &Slice::all()).await.unwrap().data == *data, "{kernel:?}, {batches}, step {step}, {name}");
             }
         }
         assert!(maintain::verify(&store, &VerifyOptions::default()).await.unwrap().is_clean());
@@ -98,7 +135,7 @@ async fn small_tensors_do_not_put_off_the_search_in_large_ones() {
     const FEW: usize = 60;
     let store = Store::open("memory://").unwrap();
     let mut writer = store.writer(Policy::Consecutive).await.unwrap();
-    let (mut trainer, mut noise) = (Trainer::new(1e-3), Random(5));
+    let (mut trainer, mut noise) = (Trainer::new(Kernel::Processor, 1e-3), Random(5));
     for step in 0..2 {
         trainer.train(1);
         let [_, (_, first), (_, second)] = trainer.tensors();

@@ -39,6 +39,7 @@ SQUARES: list[Callable[..., Numbers]] = [
     lambda v, g, b, o: fma(v, b, (o * g) * g),
     lambda v, g, b, o: v * b + o * (g * g),
     lambda v, g, b, o: fma(o, g * g, v * b),
+    lambda v, g, b, o: fma(v, b, o * (g * g)),
 ]
 
 

@@ -161,8 +161,12 @@ fn search(before: &[u8], now: &[u8], betas: [f64; 2]) -> Option<First> {
             let near: Vec<f32> = if clip == 1.0 { vec![1.0] } else { neighbours(clip as f32, 8).collect() };
             let forms = near.into_iter().map(|clip| First { clip, ..first });
             let Some(best) = shortest(few_before, few_now, forms) else { continue };
-            let weights = [weight, 1.0 - beta as f32];
-            let forms = weights.into_iter().flat_map(|weight| Blend::ALL.map(|blend| First { blend, weight, ..best }));
+            // The other weight is some ulps away, and so is the factor that goes with it.
+            let most_ulps = if clip == 1.0 { 0 } else { 4 };
+            let forms = [weight, 1.0 - beta as f32].into_iter().flat_map(|weight| {
+                let clips = neighbours(best.clip * (first.weight / weight), most_ulps);
+                clips.flat_map(move |clip| Blend::ALL.map(|blend| First { blend, weight, clip, ..best }))
+            });
             let Some(best) = shortest(few_before, few_now, forms) else { continue };
             if is_short(few_before, few_now, best) {
                 return Some(divided(few_before, few_now, best));

@@ -223,6 +223,15 @@ fn climb(fit: Fit, epsilon: f64, count: impl Fn(Step) -> Match<Step>) -> Step {
         let step = Step { divisor: Divisor::Multiplied, correction: (1.0 / correction) as f32, ..step };
         best = best.or_better(count(step));
     }
+    // Some kernels compute the correction in binary32, a few ulps away. The scale moves with it.
+    let corrected = best.rule;
+    if corrected.correction != 1.0 {
+        for correction in [-2, -1, 1, 2].map(|ulps| nudged(corrected.correction, ulps)) {
+            for scale in [-2, -1, 0, 1, 2].map(|ulps| nudged(corrected.scale, ulps)) {
+                best = best.or_better(count(Step { correction, scale, ..corrected }));
+            }
+        }
+    }
     neighbours(best).rule
 }
 
