@@ -66,7 +66,7 @@ class Training:
         torch.manual_seed(arguments.seed)
         self.arguments = arguments
         self.text = text
-        model = GPT(arguments.layers, arguments.width, arguments.heads, arguments.length)
+        model = GPT(arguments.layers, arguments.width, arguments.heads, arguments.length).to(arguments.device)
         self.master = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self.model = model.bfloat16()
         self.optimizer = torch.optim.AdamW(self.master.values(), lr=arguments.lr, weight_decay=0.1)
@@ -80,15 +80,19 @@ class Training:
         weights = {name: parameter.float() for name, parameter in self.model.named_parameters()}
         return torch.func.functional_call(self.model, weights, tokens)
 
-    def one_step(self):
+    def gradients(self):
+        """Goes forward and backward, and changes nothing of the state but the position in the data; returns the loss."""
         if self.arguments.warmup:
             self.optimizer.param_groups[0]["lr"] = self.arguments.lr * min(1.0, (self.step + 1) / self.arguments.warmup)
         length, batch = self.arguments.length, self.arguments.batch
         starts = torch.randint(len(self.text) - length - 1, (batch,), generator=self.data)
-        rows = torch.stack([self.text[start : start + length + 1] for start in starts]).long()
+        rows = torch.stack([self.text[start : start + length + 1] for start in starts]).to(self.arguments.device).long()
         loss = F.cross_entropy(self.logits(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
         self.model.zero_grad()
         loss.backward()
+        return loss
+
+    def update(self):
         for name, parameter in self.model.named_parameters():
             self.master[name].grad = parameter.grad.float()
         nn.utils.clip_grad_norm_(self.master.values(), 1.0)
@@ -97,6 +101,10 @@ class Training:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.master[name])
         self.step += 1
+
+    def one_step(self):
+        loss = self.gradients()
+        self.update()
         return loss.item()
 
     def state(self):
@@ -115,7 +123,9 @@ class Training:
         for name, master in self.master.items():
             master.copy_(state["master"][name])
         for name, master in self.master.items():
-            self.optimizer.state[master] = state["optimizer"][name]
+            # The optimizer counts its steps on the CPU.
+            moments = state["optimizer"][name]
+            self.optimizer.state[master] = {key: moment if key == "step" else moment.to(master.device) for key, moment in moments.items()}
         torch.set_rng_state(state["rng"]["torch"])
         self.data.set_state(state["rng"]["data"])
         self.step = state["step"]
@@ -141,6 +151,7 @@ def add_sizes(parser, **defaults):
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate grows to --lr [%(default)s]")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="device of the training, such as cuda [%(default)s]")
     parser.add_argument("--compute", choices=("bf16", "f32"), default="bf16", help="type of activations; f32 is faster where the CPU has no bf16")
     parser.set_defaults(**defaults)
 

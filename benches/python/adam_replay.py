@@ -1,6 +1,6 @@
-"""Measures deltas of consecutive steps of real training: a small GPT, mixed precision, optimizers of PyTorch on the CPU.
+"""Measures deltas of consecutive steps of real training: a small GPT, mixed precision, optimizers of PyTorch.
 
-    python benches/python/adam_replay.py [--only TEXT] [--width N] [--layers N] [--first-step N] [--deltas N]
+    python benches/python/adam_replay.py [--only TEXT] [--width N] [--layers N] [--first-step N] [--deltas N] [--device cuda]
 
 Each trainer runs to the first step, and saves it and the following steps into a store, losslessly. Every step is loaded
 and compared bit by bit. Prints a table: bits per element of each role in the newest step, the bytes of that delta divided
@@ -54,7 +54,7 @@ ON_RANKS = [
 
 def save_steps(trainer: Trainer, store: tensorcask.Store, arguments: argparse.Namespace) -> None:
     """Trains, saves, and compares what is loaded."""
-    size = {"width": arguments.width, "layers": arguments.layers, "length": arguments.length}
+    size = {"width": arguments.width, "layers": arguments.layers, "length": arguments.length, "device": arguments.device}
     trained = states(trainer, arguments.first_step, arguments.deltas, **size)
     if trainer.reduce is not None and torch.distributed.get_rank() > 0:
         return
@@ -64,7 +64,7 @@ def save_steps(trainer: Trainer, store: tensorcask.Store, arguments: argparse.Na
 
 
 def on_rank(index: str, url: str, arguments: str) -> None:
-    save_steps(ON_RANKS[int(index)][1], tensorcask.Store(url), argparse.Namespace(**json.loads(arguments)))
+    save_steps(ON_RANKS[int(index)][1], tensorcask.Store(url), argparse.Namespace(**json.loads(arguments) | {"device": "cpu"}))
 
 
 def row(name: str, url: str) -> str:
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32, help="tokens in a row of a batch")
     parser.add_argument("--first-step", type=int, default=20)
     parser.add_argument("--deltas", type=int, default=2, help="number of deltas")
+    parser.add_argument("--device", default="cpu", help="device of the trainers in one process; ranks train on the CPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"| | {' | '.join(ROLES)} | whole state | codecs, in this order |")

@@ -88,7 +88,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
 
 
-def states(trainer: Trainer, first_step: int, deltas: int, **size: int) -> dict[int, dict[str, Any]]:
+def states(trainer: Trainer, first_step: int, deltas: int, **size: Any) -> dict[int, dict[str, Any]]:
     """Returns the states of consecutive steps. All ranks call this, and all get the whole states."""
     found = {}
     for step, state in enumerate(train(trainer, **size), 1):
@@ -107,14 +107,16 @@ def assert_restored(store: tensorcask.Store, saved: dict[int, dict[str, Any]]) -
         for role, tensors in state.items():
             assert loaded[role].keys() == tensors.keys()
             for name, tensor in tensors.items():
-                assert torch.equal(loaded[role][name].view(torch.uint8), tensor.view(torch.uint8)), (step, role, name)
+                assert torch.equal(loaded[role][name].view(torch.uint8), tensor.cpu().view(torch.uint8)), (step, role, name)
     assert store.verify().is_clean
 
 
-def train(trainer: Trainer, *, width: int, layers: int, length: int = 64, rows: int = 4) -> Iterator[Callable[[], dict[str, Any]]]:
+def train(
+    trainer: Trainer, *, width: int, layers: int, length: int = 64, rows: int = 4, device: str = "cpu"
+) -> Iterator[Callable[[], dict[str, Any]]]:
     """Trains on and on. After each step, yields a function that returns a copy of the state."""
     torch.manual_seed(0)
-    model = _model(width, layers, length)
+    model = _model(width, layers, length).to(device)
     rank = 0
     if trainer.reduce is not None:
         import torch.distributed as dist
@@ -122,7 +124,7 @@ def train(trainer: Trainer, *, width: int, layers: int, length: int = 64, rows: 
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         rank = dist.get_rank()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=trainer.compute, reduce_dtype=trainer.reduce)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -138,7 +140,7 @@ def train(trainer: Trainer, *, width: int, layers: int, length: int = 64, rows: 
 
     def backward() -> None:
         starts = torch.randint(len(text) - length - 1, (rows,), generator=generator).tolist()
-        tokens = torch.stack([text[start : start + length + 1] for start in starts])
+        tokens = torch.stack([text[start : start + length + 1] for start in starts]).to(device)
         loss = F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
         share = trainer.batches if trainer.divide == "loss" else 1
         (loss * (trainer.loss_scale / share)).backward()
